@@ -1,0 +1,66 @@
+"""The errors that bnexport raises on purpose, each with the exit code of the command line."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BnexportError",
+    "MissingDependencyError",
+    "GroupError",
+    "LibraryError",
+    "MalformedModelError",
+    "ModelError",
+    "UnsafeModelError",
+    "UnsupportedModelError",
+    "UsageError",
+    "VerificationError",
+]
+
+
+class BnexportError(Exception):
+    """Base of all errors. The message says what, where, got, expected, and the way out."""
+
+    exit_code = 3
+
+
+class UsageError(BnexportError, ValueError):
+    """An argument is wrong."""
+
+    exit_code = 2
+
+
+class ModelError(BnexportError):
+    """A model is refused."""
+
+    exit_code = 3
+
+
+class MalformedModelError(ModelError):
+    """A model file is missing, truncated, or not a valid ONNX model."""
+
+
+class UnsafeModelError(ModelError):
+    """A model file reaches outside its folder or past a limit."""
+
+
+class UnsupportedModelError(ModelError):
+    """A valid model asks for something that cannot be done correctly."""
+
+
+class VerificationError(BnexportError):
+    """A result differs from its reference by more than the tolerance."""
+
+    exit_code = 1
+
+
+class MissingDependencyError(BnexportError, RuntimeError):
+    """Something that has to be installed or started is missing."""
+
+    exit_code = 4
+
+
+class LibraryError(MissingDependencyError):
+    """The compiled custom-op library cannot be found or loaded."""
+
+
+class GroupError(MissingDependencyError):
+    """A process group is missing, has another size, or its members disagree."""

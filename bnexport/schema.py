@@ -1,0 +1,217 @@
+"""The contract of our two operators: names, types, shapes, attributes and defaults, in one place.
+
+`MMCVSyncBatchNorm` is the node that MMCV writes for its synchronised batch norm, and
+`MMCVSyncBatchNormGrad` is its gradient. The ONNX `OpSchema`, the table in `docs/operator.md`, the
+exporters, the portable body and the checks of the compiled library all derive from the records
+below or are tested against them.
+
+Standard library only, so that a build step or a small tool can read it; `op_schema` imports onnx.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx
+
+DOMAIN = "mmcv"
+VERSION = 1
+# Old exports wrote the node into the default domain; the library serves both.
+ACCEPTED_DOMAINS = ("mmcv", "")
+
+T_TYPES = ("float16", "bfloat16", "float", "double")
+S_TYPES = ("float", "double")
+
+# The name under which exporters write torch.distributed's default group.
+WORLD_GROUP = "world"
+
+STATS_MODES = ("exact", "default", "N")
+GRAD_REDUCTIONS = ("local", "mean", "sum")
+
+
+class AttributeKind(enum.Enum):
+    FLOAT = "float"
+    INT = "int"
+    STRING = "string"
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """An input or output. `type` is "T" (the data's type) or "S" (the statistics' type)."""
+
+    name: str
+    type: str
+    shape: str
+    doc: str
+    optional: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Attribute:
+    """An attribute with its default. `allowed` lists the accepted values where they are few."""
+
+    name: str
+    kind: AttributeKind
+    default: float | int | str
+    doc: str
+    allowed: tuple[int | str, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Operator:
+    name: str
+    doc: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    attributes: tuple[Attribute, ...]
+    domain: str = DOMAIN
+    version: int = VERSION
+
+    def attribute(self, name: str) -> Attribute:
+        for attribute in self.attributes:
+            if attribute.name == name:
+                return attribute
+        raise KeyError(f"{self.name} has no attribute {name!r}")
+
+    def input_index(self, name: str) -> int:
+        return [value.name for value in self.inputs].index(name)
+
+    def output_index(self, name: str) -> int:
+        return [value.name for value in self.outputs].index(name)
+
+
+_MOMENTUM = Attribute(
+    "momentum",
+    AttributeKind.FLOAT,
+    0.1,
+    "Weight of the new value in the running statistics, within [0, 1] (PyTorch's convention; ONNX uses 1 - momentum).",
+)
+_EPS = Attribute("eps", AttributeKind.FLOAT, 1e-5, "Added to the variance; finite, >= 0. invstd is 0 where variance and eps are both 0.")
+_GROUP = Attribute(
+    "group", AttributeKind.STRING, "", f'Name of the registered process group; "{WORLD_GROUP}" for the default group. Unused when group_size is 1.'
+)
+_GROUP_SIZE = Attribute("group_size", AttributeKind.INT, 1, "Number of processes that share statistics, >= 1; checked against the registered group.")
+_STATS_MODE = Attribute(
+    "stats_mode",
+    AttributeKind.STRING,
+    "exact",
+    "How the group's statistics are merged: exact (count, mean, M2), or MMCV's default and N.",
+    STATS_MODES,
+)
+
+SYNC_BATCH_NORM = Operator(
+    name="MMCVSyncBatchNorm",
+    doc="Batch normalisation over the batch and spatial axes, with statistics shared by a group of processes.",
+    inputs=(
+        Value("input", "T", "(N, C, *)", "The data, rank >= 2.", optional=False),
+        Value("running_mean", "S", "(C,)", "Running mean. Required in inference."),
+        Value("running_var", "S", "(C,)", "Running variance (unbiased). Required in inference."),
+        Value("weight", "S", "(C,)", "Scale; absent means 1."),
+        Value("bias", "S", "(C,)", "Shift; absent means 0."),
+    ),
+    outputs=(
+        Value("output", "T", "(N, C, *)", "weight * (input - mean) * invstd + bias.", optional=False),
+        Value("running_mean_out", "S", "(C,)", "Updated running mean; unchanged in inference. Needs running_mean."),
+        Value("running_var_out", "S", "(C,)", "Updated running variance; unchanged in inference. Needs running_var."),
+        Value("saved_mean", "S", "(C,)", "The mean that was used: of the group's batch in training, running in inference."),
+        Value("saved_invstd", "S", "(C,)", "1 / sqrt(variance + eps) that was used."),
+    ),
+    attributes=(
+        _MOMENTUM,
+        _EPS,
+        _GROUP,
+        _GROUP_SIZE,
+        Attribute(
+            "training_mode", AttributeKind.INT, 1, "1: statistics of the batch over the group; 0: running statistics.", (0, 1)
+        ),
+        _STATS_MODE,
+    ),
+)
+
+SYNC_BATCH_NORM_GRAD = Operator(
+    name="MMCVSyncBatchNormGrad",
+    doc="Gradient of MMCVSyncBatchNorm. Its outputs are index-aligned with the forward's inputs.",
+    inputs=(
+        Value("grad_output", "T", "(N, C, *)", "Gradient of the loss by the forward's output.", optional=False),
+        Value("input", "T", "(N, C, *)", "The forward's input.", optional=False),
+        Value("weight", "S", "(C,)", "The forward's scale; absent means 1."),
+        Value("saved_mean", "S", "(C,)", "The forward's saved_mean.", optional=False),
+        Value("saved_invstd", "S", "(C,)", "The forward's saved_invstd.", optional=False),
+    ),
+    outputs=(
+        Value("grad_input", "T", "(N, C, *)", "Gradient by the input."),
+        Value("unused_running_mean", "S", "(C,)", "Never produced: running_mean has no gradient. Leave it empty."),
+        Value("unused_running_var", "S", "(C,)", "Never produced: running_var has no gradient. Leave it empty."),
+        Value("grad_weight", "S", "(C,)", "Gradient by the weight, reduced over the group as grad_reduction says."),
+        Value("grad_bias", "S", "(C,)", "Gradient by the bias, reduced over the group as grad_reduction says."),
+    ),
+    attributes=(
+        _GROUP,
+        _GROUP_SIZE,
+        Attribute(
+            "training_mode",
+            AttributeKind.INT,
+            1,
+            "1: differentiate through the batch statistics; 0: fixed statistics, grad_input = weight * invstd * grad_output.",
+            (0, 1),
+        ),
+        _STATS_MODE,
+        Attribute(
+            "grad_reduction",
+            AttributeKind.STRING,
+            "local",
+            "grad_weight and grad_bias: this process's sums (local, as torch), or their mean (as MMCV) or sum over the group.",
+            GRAD_REDUCTIONS,
+        ),
+    ),
+)
+
+OPERATORS = (SYNC_BATCH_NORM, SYNC_BATCH_NORM_GRAD)
+
+
+def op_schema(operator: Operator) -> onnx.defs.OpSchema:
+    """The ONNX schema of `operator` (SYNC_BATCH_NORM or SYNC_BATCH_NORM_GRAD)."""
+    import onnx.defs
+    import onnx.helper
+
+    OpSchema = onnx.defs.OpSchema
+
+    def parameter(value: Value) -> onnx.defs.OpSchema.FormalParameter:
+        option = OpSchema.FormalParameterOption.Optional if value.optional else OpSchema.FormalParameterOption.Single
+        return OpSchema.FormalParameter(value.name, value.type, value.doc, param_option=option)
+
+    return OpSchema(
+        operator.name,
+        operator.domain,
+        operator.version,
+        operator.doc,
+        inputs=[parameter(value) for value in operator.inputs],
+        outputs=[parameter(value) for value in operator.outputs],
+        type_constraints=[
+            ("T", [f"tensor({name})" for name in T_TYPES], "Type of the data."),
+            ("S", [f"tensor({name})" for name in S_TYPES], "Type of the statistics: float, or double for double data."),
+        ],
+        attributes=[
+            OpSchema.Attribute(attribute.name, onnx.helper.make_attribute(attribute.name, attribute.default), attribute.doc)
+            for attribute in operator.attributes
+        ],
+    )
+
+
+def markdown(operator: Operator) -> str:
+    """The operator's tables for docs/operator.md."""
+    lines = [f"### `{operator.name}` (domain `{operator.domain}`, version {operator.version})", "", operator.doc, ""]
+    lines += ["| | name | type | shape | | meaning |", "|---|---|---|---|---|---|"]
+    for direction, values in (("in", operator.inputs), ("out", operator.outputs)):
+        for index, value in enumerate(values):
+            need = "optional" if value.optional else "required"
+            lines.append(f"| {direction} {index} | `{value.name}` | {value.type} | {value.shape} | {need} | {value.doc} |")
+    lines += ["", "| attribute | type | default | meaning |", "|---|---|---|---|"]
+    for attribute in operator.attributes:
+        default = f'"{attribute.default}"' if attribute.kind is AttributeKind.STRING else f"{attribute.default}"
+        allowed = f" One of {', '.join(f'`{value}`' for value in attribute.allowed)}." if attribute.allowed else ""
+        lines.append(f"| `{attribute.name}` | {attribute.kind.value} | `{default}` | {attribute.doc}{allowed} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,169 @@
+"""The module: torch.nn.BatchNorm's parameters, buffers and state_dict, statistics over a group."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bnexport import schema
+from bnexport.errors import GroupError, UsageError
+from bnexport.sync_bn import distributed, operators
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_layers = itertools.count()
+
+
+def new_layer() -> int:
+    """A number that names one module within this process; members of a group compare before its first gather."""
+    return next(_layers)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm over inputs (N, C, *) of rank >= 2 with statistics of all processes of `group`.
+
+    Exact for uneven batches, uneven spatial sizes and empty processes. Differs from
+    torch.nn.SyncBatchNorm in that it runs on every device, exports, compiles, has a double
+    backward, and holds its running statistics when every process is empty.
+
+    Args:
+        num_features: C.
+        eps: added to the variance, finite and >= 0.
+        momentum: weight of the new value in the running statistics; None for the cumulative average.
+        affine: learn weight and bias, (C,), initialised to ones and zeros.
+        track_running_stats: keep running_mean and running_var (unbiased), (C,).
+        group: the processes that share statistics. None: the default group if torch.distributed is
+            initialised when the module runs, else this process alone.
+        stats_mode: "exact", or MMCV's "default" and "N" (see docs/operator.md).
+        grad_reduction: gradients of weight and bias are this process's sums ("local", what
+            DistributedDataParallel expects), or the group's "mean" (MMCV) or "sum".
+
+    Shapes: input and output (N, C, *), float16, bfloat16, float32 or float64; the output has the
+    input's memory format.
+
+    Raises:
+        UsageError (a ValueError): wrong rank, C, type or mode; one value per channel in training.
+        GroupError (a RuntimeError): members disagree, or one died or timed out.
+
+    Source of the formulas: bnexport.sync_bn.reference.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        group: ProcessGroup | None = None,
+        stats_mode: str = "exact",
+        grad_reduction: str = "local",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if num_features < 0:
+            raise UsageError(f"num_features: got {num_features}, expected >= 0")
+        if not 0.0 <= eps < float("inf"):
+            raise UsageError(f"eps: got {eps}, expected a finite number >= 0")
+        if momentum is not None and not 0.0 <= momentum <= 1.0:
+            raise UsageError(f"momentum: got {momentum}, expected a number within [0, 1] or None")
+        for name, value, allowed in (
+            ("stats_mode", stats_mode, schema.STATS_MODES),
+            ("grad_reduction", grad_reduction, schema.GRAD_REDUCTIONS),
+        ):
+            if value not in allowed:
+                raise UsageError(f"{name}: got {value!r}, expected one of {', '.join(allowed)}")
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.group = group
+        self.stats_mode = stats_mode
+        self.grad_reduction = grad_reduction
+        self._layer = new_layer()
+        self._lost_group: str | None = None
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        if self.stats_mode != "exact":
+            text += f", stats_mode={self.stats_mode!r}"
+        if self.grad_reduction != "local":
+            text += f", grad_reduction={self.grad_reduction!r}"
+        return text
+
+    def group_size(self) -> int:
+        """Number of processes that share statistics, now."""
+        return distributed.size_of(self.group)
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise UsageError(f"input: got rank {input.dim()}, expected rank >= 2 (N, C, *)")
+        if input.shape[1] != self.num_features:
+            raise UsageError(f"input: got {input.shape[1]} channels, expected {self.num_features} (num_features); shape {tuple(input.shape)}")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_input_dim(input)
+        use_batch = self.training or self.running_mean is None
+        update = self.training and self.running_mean is not None
+        size = 1
+        if use_batch:
+            if self._lost_group is not None:
+                raise GroupError(f"group {self._lost_group!r} did not survive pickling: set the module's `group` before training")
+            size = self.group_size()
+        output, new_mean, new_var, _, _ = operators.sync_batch_norm(
+            input,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            use_batch,
+            1.0 if self.momentum is None else self.momentum,
+            self.eps,
+            distributed.name_of(self.group) if size > 1 else "",
+            size,
+            self.stats_mode,
+            self.grad_reduction,
+            self._layer,
+        )
+        if update:
+            self._update_statistics(new_mean, new_var)
+        return output
+
+    def _update_statistics(self, new_mean: torch.Tensor, new_var: torch.Tensor) -> None:
+        """Copies the new statistics into the buffers; momentum None averages all batches seen."""
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        if self.momentum is None:
+            share = 1.0 / self.num_batches_tracked.to(new_mean.dtype)
+            new_mean = self.running_mean + (new_mean - self.running_mean) * share
+            new_var = self.running_var + (new_var - self.running_var) * share
+        self.running_mean.copy_(new_mean)
+        self.running_var.copy_(new_var)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        clone = self.__class__.__new__(self.__class__)
+        memo[id(self)] = clone
+        for key, value in self.__dict__.items():
+            # A process group is a connection: copies share it, and it cannot be copied.
+            clone.__dict__[key] = value if key == "group" else copy.deepcopy(value, memo)
+        clone._layer = new_layer()
+        return clone
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        name = distributed.name_of(self.group) if self.group is not None else ""
+        state["group"] = None
+        state["_lost_group"] = name if name not in ("", schema.WORLD_GROUP) else None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._layer = new_layer()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "group" and "_lost_group" in self.__dict__:
+            self.__dict__["_lost_group"] = None
+        super().__setattr__(name, value)

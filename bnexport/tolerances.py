@@ -1,0 +1,106 @@
+"""The one table of error bounds; tests, `verify` and the documents use it.
+
+Symbols: u the unit roundoff of a type (half an ulp of 1), T the data's type, S the type in which
+statistics and weights are kept and in which kernels compute (float32; float64 for float64 data),
+x_hat = (x - mean) * invstd, y = weight * x_hat + bias.
+
+Condition number. The stored mean has a relative error of u_S, which is u_S * |mean| / std once
+x - mean is divided by std. The data, too, hold x to u_T * |x| only, but that error is in the input
+of every implementation alike. So all absolute bounds scale with
+
+    condition = 1 + max over channels of |mean| / std
+
+Forward. Computing y takes 4 roundings in S on centred values (x - mean, * invstd, * weight,
++ bias), and one rounding to T. The statistics come from sums in S lanes of at most 1024 values,
+collected in double: a sum of 1024 terms with 8 or more lanes has an error of at most 128 u_S, about
+sqrt(128) = 11 u_S in practice. Together, with a margin of two:
+
+    |y - y_exact| <= (2 u_T + 4 u_S) |y_exact| + 32 u_S * condition * max(1, max |weight|)
+
+Backward. grad_input = weight * invstd * (dy - mean(dy) - x_hat * mean(dy * x_hat)) adds the error of
+the two means, each again one blocked sum, and is proportional to weight * invstd * max|dy|:
+
+    |dx - dx_exact| <= 2 u_T |dx_exact| + 64 u_S * condition * max |weight * invstd| * max |dy|
+
+Sums over n = N * S values (grad_weight, grad_bias): rounding errors of n terms of one sign pattern
+grow as sqrt(n) when collected in blocks; x_hat carries u_S * condition in each term, one sign:
+
+    |dw - dw_exact| <= 16 u_S * condition * sum |dy * x_hat|  +  u_S |dw_exact|
+
+Running statistics: (1 - m) * old + m * new, three roundings in S plus that of the batch statistic:
+
+    |r - r_exact| <= 32 u_S * max(|r_exact|, |old|)       (mean: + 32 u_S * std)
+
+Whole models. Each of L layers that sum K products adds about sqrt(K) u relative to the largest
+value, and errors of layers add like sqrt(L). K = 10^4 and L = 100 give 1000 u, so
+
+    |y - y_ref| <= 1024 u * max |y_ref|                   (2^-14 for float32)
+
+Reduced types inside a graph (float16, bfloat16 models) use their own u.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+
+STATISTICS_TYPE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
+
+_FORWARD = 32.0
+_BACKWARD = 64.0
+_SUM = 16.0
+_STATISTIC = 32.0
+_MODEL = 1024.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """|got - expected| <= rtol * |expected| + atol, element by element."""
+
+    rtol: float
+    atol: float
+
+    def __add__(self, other: Tolerance) -> Tolerance:
+        """The bound of two errors in a row, as when two implementations are compared."""
+        return Tolerance(self.rtol + other.rtol, self.atol + other.atol)
+
+
+def condition(mean: np.ndarray, std: np.ndarray) -> float:
+    """1 + max |mean| / std over the channels; channels with std 0 do not count."""
+    mean, std = np.abs(np.asarray(mean, np.float64)), np.asarray(std, np.float64)
+    ratio = np.divide(mean, std, out=np.zeros_like(mean), where=std > 0)
+    return 1.0 + float(ratio.max(initial=0.0))
+
+
+def forward(dtype: str, *, condition: float = 1.0, weight: float = 1.0) -> Tolerance:
+    """Bound for the output of sync batch norm. `weight`: max |weight|."""
+    u_t, u_s = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF[STATISTICS_TYPE[dtype]]
+    return Tolerance(2 * u_t + 4 * u_s, _FORWARD * u_s * condition * max(1.0, weight))
+
+
+def backward_input(dtype: str, *, condition: float = 1.0, scale: float = 1.0) -> Tolerance:
+    """Bound for grad_input. `scale`: max |weight * invstd| * max |grad_output|."""
+    u_t, u_s = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF[STATISTICS_TYPE[dtype]]
+    return Tolerance(2 * u_t, _BACKWARD * u_s * condition * scale)
+
+
+def backward_sum(dtype: str, *, condition: float = 1.0, absolute_sum: float = 1.0) -> Tolerance:
+    """Bound for grad_weight or grad_bias. `absolute_sum`: the largest sum of |terms| of a channel."""
+    u_s = UNIT_ROUNDOFF[STATISTICS_TYPE[dtype]]
+    return Tolerance(u_s, _SUM * u_s * condition * absolute_sum)
+
+
+def statistic(dtype: str, *, scale: float = 1.0) -> Tolerance:
+    """Bound for running statistics. `scale`: max(|old|, std) of the channels."""
+    u_s = UNIT_ROUNDOFF[STATISTICS_TYPE[dtype]]
+    return Tolerance(_STATISTIC * u_s, _STATISTIC * u_s * scale)
+
+
+def model(dtype: str, reference: np.ndarray) -> Tolerance:
+    """Bound for an output of a whole model, relative to the largest finite reference value."""
+    values = np.abs(np.asarray(reference, np.float64))
+    largest = float(values[np.isfinite(values)].max(initial=0.0))
+    return Tolerance(0.0, _MODEL * UNIT_ROUNDOFF[dtype] * largest)
