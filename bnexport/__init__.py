@@ -1,1 +1,51 @@
-"""bnexport: from a model trained with sync batch norm to one that runs anywhere, fast."""
+"""bnexport: from a model trained with sync batch norm to one that runs anywhere, fast.
+
+The names below are imported when they are first used: folding and running a model need no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bnexport.exporting import ExportResult, export
+    from bnexport.folding import FoldResult, InspectReport, VerifyResult, fold, inspect, verify
+    from bnexport.runtime.communicator import register_group
+    from bnexport.runtime.library import get_library_path, register
+    from bnexport.runtime.session import InferenceSession
+    from bnexport.sync_bn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ExportResult": "exporting",
+    "FoldResult": "folding",
+    "InferenceSession": "runtime.session",
+    "InspectReport": "folding",
+    "SyncBatchNorm": "sync_bn",
+    "VerifyResult": "folding",
+    "convert_sync_batchnorm": "sync_bn",
+    "export": "exporting",
+    "fold": "folding",
+    "get_library_path": "runtime.library",
+    "inspect": "folding",
+    "register": "runtime.library",
+    "register_group": "runtime.communicator",
+    "revert_sync_batchnorm": "sync_bn",
+    "verify": "folding",
+}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'bnexport' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"bnexport.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

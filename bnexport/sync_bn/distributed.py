@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 # rank, since members of different layers must be able to exchange it.
 _HEADER_BYTES = 256
 
+# torch 2.13 renamed the function and deprecates the old name.
+_gather_single = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
 _groups: dict[str, Any] = {}
 # (group name, id of the group, layer): a group made anew under an old name agrees anew.
 _agreed: set[tuple[str, int, int]] = set()
@@ -65,17 +68,17 @@ def resolve(name: str) -> ProcessGroup:
 
 
 def all_gather(row: torch.Tensor, name: str) -> torch.Tensor:
-    """Gathers float64 rows (n,) to (group_size, n) in rank order: one collective.
+    """Gathers rows (n,) of equal size to (group_size, n) in rank order: one collective.
 
     Raises GroupError when the collective fails or times out, as when a member died.
     """
     group = resolve(name)
-    rows = row.new_empty((dist.get_world_size(group), row.numel()))
+    rows = row.new_empty(dist.get_world_size(group) * row.numel())
     try:
-        dist.all_gather_into_tensor(rows, row, group=group)
+        _gather_single(rows, row, group=group)
     except RuntimeError as error:
         raise GroupError(f"group {name!r}: the exchange of statistics failed on rank {dist.get_rank(group)}: {error}") from error
-    return rows
+    return rows.view(-1, row.numel())
 
 
 def agree(name: str, layer: int, header: dict[str, Any], device: torch.device) -> None:
@@ -94,12 +97,7 @@ def agree(name: str, layer: int, header: dict[str, Any], device: torch.device) -
     mine = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
     mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     mine = mine.to(device)
-    every = mine.new_empty((dist.get_world_size(group), _HEADER_BYTES))
-    try:
-        dist.all_gather_into_tensor(every, mine, group=group)
-    except RuntimeError as error:
-        raise GroupError(f"group {name!r}: comparing the members' layers failed on rank {dist.get_rank(group)}: {error}") from error
-    every = every.cpu()
+    every = all_gather(mine, name).cpu()
     headers = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in every]
     different = sorted(key for key in header if any(other.get(key) != headers[0].get(key) for other in headers))
     if different:

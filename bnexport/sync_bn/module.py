@@ -133,15 +133,18 @@ class SyncBatchNorm(_BatchNorm):
         return output
 
     def _update_statistics(self, new_mean: torch.Tensor, new_var: torch.Tensor) -> None:
-        """Copies the new statistics into the buffers; momentum None averages all batches seen."""
+        """Writes the new statistics into the buffers; momentum None averages all batches seen."""
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
+        batches = self.num_batches_tracked + 1
         if self.momentum is None:
-            share = 1.0 / self.num_batches_tracked.to(new_mean.dtype)
+            share = 1.0 / batches.to(new_mean.dtype)
             new_mean = self.running_mean + (new_mean - self.running_mean) * share
             new_var = self.running_var + (new_var - self.running_var) * share
-        self.running_mean.copy_(new_mean)
-        self.running_var.copy_(new_var)
+        for name, new in (("num_batches_tracked", batches), ("running_mean", new_mean), ("running_var", new_var)):
+            self._set_statistic(name, new)
+
+    def _set_statistic(self, name: str, new: torch.Tensor) -> None:
+        self._buffers[name].copy_(new)  # type: ignore[union-attr]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         clone = self.__class__.__new__(self.__class__)

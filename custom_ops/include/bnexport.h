@@ -97,6 +97,25 @@ BNEXPORT_API int bnexport_cpu_forward(const bnexport_forward* params, char* erro
 BNEXPORT_API int bnexport_cpu_backward_moments(const bnexport_backward* params, double* row, char* error, size_t capacity);
 BNEXPORT_API int bnexport_cpu_backward(const bnexport_backward* params, char* error, size_t capacity);
 
+/* Groups of processes, for the ONNX Runtime operators.
+ *
+ * An all_gather sends `count` doubles and receives `size * count`, in rank order. It returns 0, or
+ * another value and a message in `error`; it must return within the group's timeout and must not
+ * throw. It is called from the thread that runs the session, the same number of times on every rank. */
+typedef int (*bnexport_all_gather)(void* context, const double* send, double* receive, int64_t count, char* error,
+                                   size_t capacity);
+
+/* Registers `name`, replacing what was registered under it. 1 <= size, 0 <= rank < size. */
+BNEXPORT_API int bnexport_register_group(const char* name, int64_t size, int64_t rank, bnexport_all_gather all_gather,
+                                         void* context, char* error, size_t capacity);
+/* A run in progress keeps using the group; do not free `context` before it has ended. */
+BNEXPORT_API int bnexport_unregister_group(const char* name, char* error, size_t capacity);
+
+/* The operators of this library as JSON: names, domains, types, inputs, outputs, attributes. */
+BNEXPORT_API const char* bnexport_describe(void);
+/* The instruction set that the kernels use: "baseline", "avx2" or "avx512". */
+BNEXPORT_API const char* bnexport_instruction_set(void);
+
 #ifdef __cplusplus
 }
 #endif

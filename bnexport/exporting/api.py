@@ -1,0 +1,146 @@
+"""bnexport.export: from a torch module to a file that runs elsewhere, checked before it is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from typing import Any, Literal
+
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from bnexport import folding, model_io
+from bnexport.errors import UsageError, VerificationError
+from bnexport.exporting import dynamo, torchscript, verification, wrapper
+from bnexport.exporting.finish import STATE_SUFFIX, finish
+from bnexport.exporting.verification import Verification
+
+MODES = ("deploy", "custom_op")
+EXPORTERS = {"dynamo": dynamo.trace, "torchscript": torchscript.trace}
+FORMATS = ("onnx",)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportResult:
+    """What export made: the file, its graph, what was folded (mode deploy) and how it was verified."""
+
+    path: pathlib.Path
+    model: ir.Model
+    mode: str
+    exporter: str
+    training: bool
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    state: tuple[str, ...]
+    report: Any
+    verification: Verification
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "mode": self.mode,
+            "exporter": self.exporter,
+            "training": self.training,
+            "inputs": list(self.inputs),
+            "outputs": list(self.outputs),
+            "state": list(self.state),
+            "report": None if self.report is None else self.report.to_dict(),
+            "verification": self.verification.to_dict(),
+            "notes": list(self.notes),
+        }
+
+
+def export(
+    model: nn.Module,
+    args: tuple[torch.Tensor, ...] | torch.Tensor,
+    path: str | os.PathLike[str],
+    *,
+    mode: Literal["deploy", "custom_op"] = "deploy",
+    exporter: Literal["dynamo", "torchscript"] = "dynamo",
+    format: Literal["onnx"] = "onnx",
+    dynamic: bool = True,
+    verify: bool = True,
+    input_names: list[str] | None = None,
+    output_names: list[str] | None = None,
+) -> ExportResult:
+    """Exports `model` to an ONNX file at `path`. The module, its state and its mode stay untouched.
+
+    mode "deploy": inference. Sync batch norm of any kind becomes BatchNormalization and is folded
+    into the weights beside it; the file needs nothing of ours.
+
+    mode "custom_op": every sync batch norm stays a node `MMCVSyncBatchNorm`, in the module's own
+    mode. For a module in train mode the model's outputs come first, then each updated statistic as
+    the output `name.new`; the initializer `name` (as in the state_dict) holds its old value. Batch
+    norms of one process carry a portable body of standard operators; a group of several processes
+    needs the custom-op library and a registered group, under the name "world" for the default one.
+
+    Args:
+        args: example inputs, one tensor or a tuple of tensors for the positional parameters.
+        exporter: "dynamo" (torch.export) or "torchscript" (tracing).
+        dynamic: dimension 0 and every dimension from 2 on of each input of rank >= 2 are dynamic.
+        verify: run the exported model in ONNX Runtime and compare it with torch on `args`.
+        input_names, output_names: names in the graph; by default forward's parameter names, and
+            "output" (or "output_0", ..., or the keys of a dict).
+
+    Raises:
+        UsageError: an argument is wrong.
+        UnsupportedModelError: the model cannot be exported with its semantics kept; says what to do.
+        VerificationError: the exported model differs from torch; no file is written.
+    """
+    inputs = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+    _check(model, inputs, mode, exporter, format)
+    target = pathlib.Path(path)
+
+    prepared = wrapper.for_deploy(model) if mode == "deploy" else wrapper.for_custom_op(model)
+    state = [] if mode == "deploy" else wrapper.training_state(prepared)
+    names = input_names or dynamo.input_names(model, len(inputs))
+    if len(names) != len(inputs):
+        raise UsageError(f"input_names: got {len(names)} names, expected {len(inputs)}, one for each input")
+
+    traced = wrapper.Traced(prepared, state)
+    graph, notes = EXPORTERS[exporter](traced, inputs, list(names), dynamic)
+    count = len(graph.graph.outputs) - len(state)
+    outputs = output_names or wrapper.output_names(traced.output_spec, count)
+    if len(outputs) != count:
+        raise UsageError(f"output_names: got {len(outputs)} names, expected {count}, one for each output")
+    state_names = [tensor.name for tensor in state]
+    finish(graph, list(outputs), state_names, training=bool(state))
+
+    report = None
+    if mode == "deploy":
+        result = folding.fold(graph, verify=False)
+        graph, report = result.model, result.report
+
+    checked = Verification.skipped("not asked for")
+    if verify:
+        checked = verification.check(graph, traced, inputs)
+        if checked.passed is False:
+            raise VerificationError(f"{target}: the exported model differs from torch, nothing was written: {checked.summary()}")
+    model_io.save(graph, target)
+    return ExportResult(
+        path=target,
+        model=graph,
+        mode=mode,
+        exporter=exporter,
+        training=bool(state),
+        inputs=tuple(names),
+        outputs=(*outputs, *(name + STATE_SUFFIX for name in state_names)),
+        state=tuple(state_names),
+        report=report,
+        verification=checked,
+        notes=tuple(notes),
+    )
+
+
+def _check(model: nn.Module, inputs: tuple[Any, ...], mode: str, exporter: str, format: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    for name, value, allowed in (("mode", mode, MODES), ("exporter", exporter, tuple(EXPORTERS)), ("format", format, FORMATS)):
+        if value not in allowed:
+            raise UsageError(f"{name}: got {value!r}, expected one of {', '.join(allowed)}")
+    for index, value in enumerate(inputs):
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(f"args[{index}]: got {type(value).__name__}, expected a torch.Tensor")

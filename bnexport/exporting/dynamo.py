@@ -1,0 +1,194 @@
+"""The dynamo exporter: torch.export, then torch.onnx with a translation for our operator."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnxscript import opset18 as op
+from onnxscript.values import Op, Opset
+
+from bnexport import schema
+from bnexport.errors import UnsupportedModelError
+from bnexport.exporting.wrapper import Traced
+from bnexport.sync_bn import operators
+
+_MMCV = Opset(schema.DOMAIN, schema.VERSION)
+_NODE = Op(_MMCV, schema.SYNC_BATCH_NORM.name, schema.op_schema(schema.SYNC_BATCH_NORM))
+
+# aten operators that torch.onnx translates with inference semantics even when asked to train,
+# with the position of their `training` argument.
+_BATCH_NORMS = {
+    "aten::batch_norm": 5,
+    "aten::native_batch_norm": 5,
+    "aten::_native_batch_norm_legit": 5,
+    "aten::_native_batch_norm_legit_functional": 5,
+    "aten::cudnn_batch_norm": 5,
+    "aten::instance_norm": 5,
+}
+
+
+def _translate(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any,
+    bias: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    group: str,
+    group_size: int,
+    stats_mode: str,
+    grad_reduction: str,
+    layer: int,
+) -> Any:
+    del grad_reduction, layer
+    double = input.dtype == ir.DataType.DOUBLE
+    to = ir.DataType.DOUBLE if double else ir.DataType.FLOAT
+
+    def statistics(vector: Any) -> Any:
+        return vector if vector is None or vector.dtype == to else op.Cast(vector, to=int(to))
+
+    return _NODE(
+        input,
+        statistics(running_mean),
+        statistics(running_var),
+        statistics(weight),
+        statistics(bias),
+        momentum=momentum,
+        eps=eps,
+        group=group,
+        group_size=group_size,
+        training_mode=int(training),
+        stats_mode=stats_mode,
+    )
+
+
+TRANSLATIONS = {operators.sync_batch_norm.default: _translate}
+
+
+def trace(wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], dynamic: bool) -> tuple[ir.Model, list[str]]:
+    """Traces `wrapper` to an onnx_ir Model. Returns it and notes on dimensions that had to stay static."""
+    notes: list[str] = []
+    shapes = dynamic_dimensions(names, args) if dynamic else None
+    tracing_args = _widen(args, shapes)
+    with _quiet():
+        program = _export(wrapper, tracing_args, names, shapes, notes)
+        _refuse_batch_statistics(program)
+        onnx_program = torch.onnx.export(
+            program,
+            dynamo=True,
+            custom_translation_table=TRANSLATIONS,
+            dynamic_shapes=_as_argument(shapes),
+            input_names=names,
+            optimize=False,
+            verbose=False,
+        )
+    assert onnx_program is not None
+    return onnx_program.model, notes
+
+
+def input_names(model: torch.nn.Module, count: int) -> list[str]:
+    """The names of forward's parameters, one for each positional input."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "input")
+    names += [f"{variadic}_{index}" for index in range(count)]
+    return names[:count]
+
+
+def dynamic_dimensions(names: list[str], args: tuple[torch.Tensor, ...]) -> list[dict[int, str]]:
+    """Names of the dynamic dimensions of each input: dimension 0 and those from 2 on, where rank >= 2."""
+    spatial = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
+    result = []
+    for name, arg in zip(names, args):
+        dimensions: dict[int, str] = {}
+        if arg.dim() >= 2:
+            prefix = f"{name}_" if len(args) > 1 else ""
+            rest = arg.dim() - 2
+            tails = spatial.get(rest, tuple(f"dim_{index + 2}" for index in range(rest)))
+            dimensions[0] = f"{prefix}batch"
+            dimensions.update({index + 2: f"{prefix}{tail}" for index, tail in enumerate(tails) if rest})
+        result.append(dimensions)
+    return result
+
+
+def _widen(args: tuple[torch.Tensor, ...], shapes: list[dict[int, str]] | None) -> tuple[torch.Tensor, ...]:
+    """Batches of one repeated once: torch.export takes a size of 1 for a constant."""
+    if shapes is None:
+        return args
+    return tuple(torch.cat([arg, arg]) if shape and arg.shape[0] == 1 else arg for arg, shape in zip(args, shapes))
+
+
+def _export(
+    wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: list[dict[int, str]] | None, notes: list[str]
+) -> torch.export.ExportedProgram:
+    def attempt(kind: Any) -> torch.export.ExportedProgram:
+        specification = None if shapes is None else (tuple({index: kind for index in shape} for shape in shapes),)
+        with torch.no_grad():
+            return torch.export.export(wrapper, args, dynamic_shapes=specification, strict=False)
+
+    if shapes is None:
+        return attempt(None)
+    try:
+        return attempt(torch.export.Dim.DYNAMIC)
+    except (torch._dynamo.exc.UserError, ValueError, RuntimeError) as error:
+        try:
+            program = attempt(torch.export.Dim.AUTO)
+        except Exception:
+            raise error from None
+    for name, shape, node in zip(names, shapes, _user_inputs(program)):
+        for index in list(shape):
+            size = node.meta["val"].shape[index]
+            if isinstance(size, int):
+                notes.append(f"input {name!r}: dimension {index} ({shape.pop(index)}) stays {size}, the model fixes it")
+    return program
+
+
+def _user_inputs(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
+    names = set(program.graph_signature.user_inputs)
+    return [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+
+
+def _as_argument(shapes: list[dict[int, str]] | None) -> Any:
+    return None if shapes is None else (tuple(shapes),)
+
+
+def _refuse_batch_statistics(program: torch.export.ExportedProgram) -> None:
+    for node in program.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        position = _BATCH_NORMS.get(node.target.name().split(".")[0])
+        if position is not None and len(node.args) > position and node.args[position] is True and len(node.args) > 3:
+            if node.target.name().startswith("aten::instance_norm") and node.args[3] is None:
+                continue
+            where = next((name for name, _ in (node.meta.get("nn_module_stack") or {}).values()), "") or node.name
+            raise UnsupportedModelError(
+                f"{where.removeprefix('model.')}: {node.target.name()} in training mode would be exported with inference semantics; "
+                "put that module into eval mode, or use torch.nn.BatchNorm or bnexport.SyncBatchNorm modules"
+            )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the exporter's progress and deprecation chatter away; errors still come as exceptions."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch._dynamo", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+
+

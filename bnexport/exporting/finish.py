@@ -1,0 +1,161 @@
+"""From a traced graph to the model that users see: names, complete nodes, the portable body."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+from onnxscript import optimizer
+
+from bnexport import schema
+from bnexport.errors import UnsupportedModelError
+from bnexport.exporting.portable_body import MINIMUM_OPSET, portable_body
+
+_PREFIX = "model."
+STATE_SUFFIX = ".new"
+
+
+def finish(model: ir.Model, outputs: list[str], state: list[str], *, training: bool) -> None:
+    """Names initializers and outputs and completes sync batch norm nodes, in place.
+
+    outputs: names for the model's outputs; state: names of the state tensors, whose updates are the
+    remaining outputs. A training graph's constants are not folded: state is an initializer there.
+    """
+    graph = model.graph
+    graph.name = "bnexport"
+    _strip_prefix(graph)
+    passes.IdentityEliminationPass()(model)
+    if not training:
+        optimizer.fold_constants(model)
+    passes.RemoveUnusedNodesPass()(model)
+    _name_outputs(graph, outputs + [name + STATE_SUFFIX for name in state])
+    for output, name in zip(graph.outputs[len(outputs) :], state):
+        output.shape = graph.initializers[name].shape
+    sync_nodes = [node for node in model.graph.all_nodes() if node.op_type == schema.SYNC_BATCH_NORM.name and node.domain == schema.DOMAIN]
+    for node in sync_nodes:
+        _complete(graph, node)
+    if any(node.attributes["group_size"].as_int() == 1 for node in sync_nodes):
+        if all(node.attributes["group_size"].as_int() == 1 for node in sync_nodes):
+            _attach_body(model)
+    if sync_nodes:
+        model.opset_imports[schema.DOMAIN] = schema.VERSION
+    passes.RemoveUnusedOpsetsPass()(model)
+    passes.TopologicalSortPass()(model)
+
+
+def sync_nodes(model: ir.Model) -> list[ir.Node]:
+    return [node for node in model.graph.all_nodes() if node.op_type == schema.SYNC_BATCH_NORM.name]
+
+
+def _strip_prefix(graph: ir.Graph) -> None:
+    """`model.conv.weight` becomes `conv.weight`, the name in the state_dict."""
+    for name, value in list(graph.initializers.items()):
+        if name.startswith(_PREFIX):
+            _rename(graph, value, name.removeprefix(_PREFIX))
+
+
+def _rename(graph: ir.Graph, value: ir.Value, name: str) -> None:
+    """Gives `value` the name; whatever had it before gets another one."""
+    if value.name == name:
+        return
+    for other in _values(graph):
+        if other.name == name:
+            other.name = _free_name(graph, name)
+    value.name = name
+    if value.const_value is not None:
+        value.const_value.name = name
+
+
+def _values(graph: ir.Graph) -> list[ir.Value]:
+    values = [*graph.inputs, *graph.initializers.values()]
+    for node in graph.all_nodes():
+        values.extend(node.outputs)
+    return values
+
+
+def _free_name(graph: ir.Graph, base: str) -> str:
+    taken = {value.name for value in _values(graph)}
+    if base not in taken:
+        return base
+    index = 1
+    while f"{base}_{index}" in taken:
+        index += 1
+    return f"{base}_{index}"
+
+
+def _name_outputs(graph: ir.Graph, names: list[str]) -> None:
+    if len(names) != len(graph.outputs):
+        raise UnsupportedModelError(f"the exporter returned {len(graph.outputs)} outputs, expected {len(names)}: {', '.join(names)}")
+    seen: set[int] = set()
+    for index, output in enumerate(list(graph.outputs)):
+        # An input, an initializer or an output listed twice cannot carry a second name.
+        if output.producer() is None or id(output) in seen:
+            copy = ir.node("Identity", [output])
+            copy.outputs[0].type, copy.outputs[0].shape = output.type, output.shape
+            graph.append(copy)
+            graph.outputs[index] = copy.outputs[0]
+        seen.add(id(graph.outputs[index]))
+    for output, name in zip(list(graph.outputs), names):
+        _rename(graph, output, name)
+
+
+def _complete(graph: ir.Graph, node: ir.Node) -> None:
+    """All inputs, all output slots, all attributes: what the portable body needs."""
+    operator = schema.SYNC_BATCH_NORM
+    for attribute in operator.attributes:
+        if attribute.name not in node.attributes:
+            node.attributes[attribute.name] = ir.convert_attribute(attribute.name, attribute.default)
+    node.resize_outputs(len(operator.outputs))
+    channels = _channels(node)
+    last = operator.outputs[-1]
+    for slot, output in zip(operator.outputs, node.outputs):
+        if slot.type == "S":
+            output.type = ir.TensorType(_statistics_type(node))
+            output.shape = None if channels is None else ir.Shape([channels])
+        if slot is last and not output.name:
+            output.name = _free_name(graph, f"{node.outputs[0].name}.{slot.name}")
+        elif slot.name != "output" and slot is not last and not output.uses() and not output.is_graph_output():
+            # An unused slot is an empty name. The last slot keeps one, since onnx-ir drops trailing
+            # empty names, and a node with fewer outputs than its function fails type inference.
+            output.name, output.type, output.shape = "", None, None
+    node.resize_inputs(len(operator.inputs))
+    if node.attributes["group_size"].as_int() != 1:
+        return
+    for index, fill in ((1, 0.0), (2, 1.0), (3, 1.0), (4, 0.0)):
+        if node.inputs[index] is None:
+            node.replace_input_with(index, _neutral(graph, node, operator.inputs[index].name, fill))
+
+
+def _statistics_type(node: ir.Node) -> ir.DataType:
+    source = node.inputs[0]
+    double = source is not None and source.dtype == ir.DataType.DOUBLE
+    return ir.DataType.DOUBLE if double else ir.DataType.FLOAT
+
+
+def _channels(node: ir.Node) -> int | None:
+    """C from the data's shape, else from one of the vectors."""
+    axes = (1, 0, 0, 0, 0)
+    for value, axis in zip(node.inputs, axes):
+        if value is not None and value.shape is not None and isinstance(value.shape[axis], int):
+            return int(value.shape[axis])
+    return None
+
+
+def _neutral(graph: ir.Graph, node: ir.Node, slot: str, fill: float) -> ir.Value:
+    """An initializer that stands for an absent vector: scale 1, shift 0, statistics that are ignored."""
+    channels = _channels(node)
+    if channels is None:
+        raise UnsupportedModelError(f"node {node.name!r}: its number of channels is not static, so the absent input {slot!r} cannot be filled in")
+    dtype = _statistics_type(node)
+    name = f"bnexport.neutral_{slot}_{channels}_{dtype.name.lower()}"
+    if name not in graph.initializers:
+        tensor = ir.tensor(np.full(channels, fill, dtype.numpy()), name=name)
+        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([channels]), const_value=tensor)
+        graph.register_initializer(value)
+    return graph.initializers[name]
+
+
+def _attach_body(model: ir.Model) -> None:
+    opset = model.opset_imports.get("", MINIMUM_OPSET)
+    body = ir.from_proto(portable_body(opset))
+    model.functions[body.identifier()] = body

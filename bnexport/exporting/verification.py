@@ -1,0 +1,165 @@
+"""Compares an exported graph in ONNX Runtime with the torch model it came from."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from bnexport import schema, tolerances
+from bnexport.errors import LibraryError
+from bnexport.exporting.wrapper import Traced, crosses_processes
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputError:
+    """One output compared: its largest absolute difference and the bound it was held to."""
+
+    name: str
+    max_abs_error: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        return self.max_abs_error <= self.bound
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """passed is None when nothing could be compared; `reason` says why."""
+
+    passed: bool | None
+    engine: str
+    outputs: tuple[OutputError, ...]
+    reason: str = ""
+
+    @classmethod
+    def skipped(cls, reason: str) -> Verification:
+        return cls(None, "", (), reason)
+
+    def summary(self) -> str:
+        if self.passed is None:
+            return f"not verified: {self.reason}"
+        worst = max(self.outputs, key=lambda output: output.max_abs_error - output.bound)
+        return f"output {worst.name!r} differs by {worst.max_abs_error:.3g}, bound {worst.bound:.3g} ({self.engine})"
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def check(model: ir.Model, traced: Traced, inputs: tuple[torch.Tensor, ...]) -> Verification:
+    """Runs both on `inputs`, and once more on a doubled batch where the first dimensions are dynamic.
+
+    Statistics compare like outputs. A model that draws random numbers (Dropout in train mode) or
+    needs other processes is not compared.
+    """
+    if crosses_processes(traced.model):
+        return Verification.skipped("its statistics span several processes; compare it where the group runs")
+    if any(tensor.dtype == torch.bfloat16 for tensor in inputs):
+        return Verification.skipped("onnxruntime's Python interface takes no bfloat16 arrays")
+    try:
+        import onnxruntime
+    except ImportError:
+        return Verification.skipped("onnxruntime is not installed")
+    expected = _run(traced, inputs)
+    again = _run(traced, inputs)
+    if not all(torch.equal(one.nan_to_num(), two.nan_to_num()) for one, two in zip(expected, again)):
+        return Verification.skipped("the model draws random numbers")
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    engine = f"onnxruntime {onnxruntime.__version__}"
+    if any(node.op_type == schema.SYNC_BATCH_NORM.name for node in model.graph.all_nodes()):
+        try:
+            from bnexport.runtime import library
+
+            library.register(options)
+            engine += " with the custom-op library"
+        except LibraryError:
+            engine += ", portable body"
+    session = onnxruntime.InferenceSession(_bytes(model), options, providers=["CPUExecutionProvider"])
+    batches = [inputs]
+    if inputs and all(_has_dynamic_batch(value) for value in model.graph.inputs):
+        batches.append(tuple(torch.cat([tensor, tensor]) for tensor in inputs))
+    names = [str(value.name) for value in model.graph.inputs]
+    output_names = [str(value.name) for value in model.graph.outputs]
+    errors: list[OutputError] = []
+    for feeds in batches:
+        arrays = dict(zip(names, (tensor.detach().cpu().numpy() for tensor in feeds)))
+        got = dict(zip(output_names, (np.asarray(value) for value in session.run(None, arrays))))
+        references = dict(zip(output_names, (tensor.detach().cpu().numpy() for tensor in _run(traced, feeds))))
+        compared = [_compare(name, got[name], references[name], _scale(name, references)) for name in output_names]
+        if not all(error.passed for error in compared):
+            compared = _allow_for_rounding(compared, got, references, traced, feeds)
+        errors += compared
+    return Verification(all(error.passed for error in errors), engine, tuple(errors))
+
+
+def _scale(name: str, references: dict[str, np.ndarray]) -> float:
+    """A running mean may be 0 by cancellation: its rounding errors are those of data of size std."""
+    stem = name.removesuffix("running_mean.new")
+    variance = references.get(f"{stem}running_var.new")
+    if stem == name or variance is None:
+        return 0.0
+    return float(np.sqrt(np.abs(variance).max(initial=0.0)))
+
+
+def _allow_for_rounding(
+    compared: list[OutputError],
+    got: dict[str, np.ndarray],
+    references: dict[str, np.ndarray],
+    traced: Traced,
+    feeds: tuple[torch.Tensor, ...],
+) -> list[OutputError]:
+    """Ill-conditioned models: the error is held against torch's own, both measured from float64.
+
+    An output that cancels loses the digits its largest value suggests, in torch as in the exported
+    model. The bound then is four times torch's own distance from the model computed in float64.
+    """
+    try:
+        exact = _run(copy.deepcopy(traced).double(), tuple(feed.double() if feed.is_floating_point() else feed for feed in feeds))
+    except (RuntimeError, TypeError):
+        return compared
+    results = []
+    for error, tensor in zip(compared, exact):
+        if not error.passed and got[error.name].shape == tuple(tensor.shape):
+            truth = tensor.detach().cpu().numpy()
+            own = _largest_difference(references[error.name], truth)
+            error = OutputError(error.name, _largest_difference(got[error.name], truth), max(error.bound, 4.0 * own))
+        results.append(error)
+    return results
+
+
+def _run(traced: Traced, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    with torch.no_grad():
+        return traced(*inputs)
+
+
+def _has_dynamic_batch(value: ir.Value) -> bool:
+    return value.shape is not None and value.shape.rank() >= 2 and not isinstance(value.shape[0], int)
+
+
+def _bytes(model: ir.Model) -> bytes:
+    return ir.to_proto(model).SerializeToString()
+
+
+def _compare(name: str, actual: np.ndarray, reference: np.ndarray, scale: float) -> OutputError:
+    if actual.shape != reference.shape:
+        return OutputError(name, float("inf"), 0.0)
+    bound = 0.0
+    if np.issubdtype(reference.dtype, np.floating):
+        bound = tolerances.model(reference.dtype.name, np.append(reference, scale)).atol
+    return OutputError(name, _largest_difference(actual, reference), bound)
+
+
+def _largest_difference(one: np.ndarray, two: np.ndarray) -> float:
+    """Largest absolute difference; equal infinities and NaN beside NaN count as equal."""
+    one, two = one.astype(np.float64), two.astype(np.float64)
+    same = (one == two) | (np.isnan(one) & np.isnan(two))
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(np.where(same, 0.0, one - two))
+    return float(np.nan_to_num(difference, nan=np.inf).max(initial=0.0))

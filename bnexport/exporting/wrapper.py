@@ -1,0 +1,173 @@
+"""Prepares a copy of a model for tracing: which batch norms it holds, what its state is.
+
+The model itself is never touched: everything below works on a deep copy whose process groups are
+shared with the original.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree
+
+from bnexport.errors import UnsupportedModelError
+from bnexport.sync_bn.convert import _replace, _to_sync, convert_sync_batchnorm, is_sync_batch_norm, revert_sync_batchnorm
+from bnexport.sync_bn.module import SyncBatchNorm
+
+
+class LocalBatchNorm(SyncBatchNorm):
+    """Our batch norm over this process alone, whatever groups exist: what a plain BatchNorm means."""
+
+    def group_size(self) -> int:
+        return 1
+
+
+def copy_model(model: nn.Module) -> nn.Module:
+    """A deep copy that shares process groups, which cannot be copied."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name in ("process_group", "group"):
+            group = module.__dict__.get(name)
+            if group is not None:
+                memo[id(group)] = group
+    return copy.deepcopy(model, memo)
+
+
+def for_deploy(model: nn.Module) -> nn.Module:
+    """A copy in eval mode in which every sync batch norm is a plain one."""
+    return revert_sync_batchnorm(copy_model(model)).eval()
+
+
+def for_custom_op(model: nn.Module) -> nn.Module:
+    """A copy in the model's own mode in which every sync batch norm is ours.
+
+    A plain batch norm in training mode becomes ours over one process: exporters would give it
+    inference semantics without an error.
+    """
+    clone = copy_model(model)
+
+    def localise(module: nn.Module) -> nn.Module | None:
+        if is_sync_batch_norm(module) or not isinstance(module, _BatchNorm) or not module.training:
+            return None
+        local = _to_sync(module, None)
+        assert local is not None
+        local.__class__ = _local_class(type(local))
+        return local
+
+    return convert_sync_batchnorm(_replace(clone, localise))
+
+
+def _local_class(cls: type) -> type:
+    return LocalBatchNorm if cls is SyncBatchNorm else type(f"Local{cls.__name__}", (LocalBatchNorm, cls), {})
+
+
+@dataclasses.dataclass(frozen=True)
+class StateTensor:
+    """A buffer that a training forward replaces: `name` in the state_dict, its module and key."""
+
+    name: str
+    module: nn.Module
+    key: str
+
+
+def training_state(model: nn.Module) -> list[StateTensor]:
+    """The statistics that one forward of `model` updates, in state_dict order."""
+    state = []
+    for prefix, module in model.named_modules():
+        if isinstance(module, SyncBatchNorm) and module.training and module.running_mean is not None:
+            for key in ("running_mean", "running_var", "num_batches_tracked"):
+                state.append(StateTensor(f"{prefix}.{key}" if prefix else key, module, key))
+    return state
+
+
+def crosses_processes(model: nn.Module) -> bool:
+    """Whether a forward of `model` needs other processes."""
+    return any(
+        isinstance(module, SyncBatchNorm) and (module.training or module.running_mean is None) and module.group_size() > 1
+        for module in model.modules()
+    )
+
+
+class _Holder:
+    """Keeps a value through torch.export, which undoes assignments to a module's own attributes."""
+
+    spec: Any = None
+
+
+class Traced(nn.Module):
+    """forward(*inputs) -> (outputs flattened..., new value of each state tensor...), without side effects.
+
+    Buffers are replaced by clones for the duration of the call, and our batch norms assign new
+    statistics instead of copying into the old ones, so that both exporters see plain data flow.
+    """
+
+    def __init__(self, model: nn.Module, state: list[StateTensor]) -> None:
+        super().__init__()
+        self.model = model
+        self._state = state
+        self._holder = _Holder()
+        self.train(model.training)
+
+    @property
+    def output_spec(self) -> Any:
+        """The structure of the model's outputs, known after a forward."""
+        return self._holder.spec
+
+    def train(self, mode: bool = True) -> Traced:
+        # The modes of the children are part of the model and stay as they are.
+        self.training = mode
+        return self
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        buffers = [
+            (module, key, buffer) for module in self.model.modules() for key, buffer in module._buffers.items() if buffer is not None
+        ]
+        changing = {(id(tensor.module), tensor.key) for tensor in self._state}
+        try:
+            for module, key, buffer in buffers:
+                if (id(module), key) in changing:
+                    module._buffers[key] = buffer.clone()
+            for tensor in self._state:
+                tensor.module.__dict__["_set_statistic"] = _Assign(tensor.module)
+            outputs, spec = _pytree.tree_flatten(self.model(*inputs))
+            self._holder.spec = spec
+            new_state = [tensor.module._buffers[tensor.key] for tensor in self._state]
+        finally:
+            for tensor in self._state:
+                tensor.module.__dict__.pop("_set_statistic", None)
+            for module, key, buffer in buffers:
+                module._buffers[key] = buffer
+        for output in outputs:
+            if not isinstance(output, torch.Tensor):
+                raise UnsupportedModelError(f"the model returned a {type(output).__name__} among its outputs, expected tensors only")
+        return (*outputs, *new_state)  # type: ignore[arg-type]
+
+
+class _Assign:
+    """Stands in for SyncBatchNorm._set_statistic: replaces the buffer by the new tensor."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, name: str, new: torch.Tensor) -> None:
+        old = self.module._buffers[name]
+        assert old is not None
+        self.module._buffers[name] = new if new.dtype == old.dtype else new.to(old.dtype)
+
+
+def output_names(spec: Any, count: int) -> list[str]:
+    """Names for flattened outputs: keys of a dict, "output" for one, "output_0", ... for several."""
+    paths = [path for path, _ in _pytree.tree_flatten_with_path(_pytree.tree_unflatten(list(range(count)), spec))[0]]
+    if count == 1 and not paths[0]:
+        return ["output"]
+    names = []
+    for path in paths:
+        parts = [str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", "")))) for entry in path]
+        name = "_".join(parts)
+        names.append(f"output_{name}" if name.replace("_", "").isdigit() else name)
+    return names

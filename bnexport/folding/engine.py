@@ -1,0 +1,238 @@
+"""Runs the conversion and the rules over every graph of a model.
+
+requires: a model of the caller's own, checked by model_io.
+ensures: graph inputs and outputs keep their names, order and types; nodes that are no part of a site
+stay; every site is in the report with its rule or its reasons.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from bnexport.errors import UnsupportedModelError
+from bnexport.folding import sync_bn
+from bnexport.folding.context import Context, Options, remove_unused_constant, write_parameters
+from bnexport.folding.names import Names
+from bnexport.folding.nodes import is_standard, label
+from bnexport.folding.refusal import Refused
+from bnexport.folding.report import Counts, Refusal, SiteReport
+from bnexport.folding.rules import by_operator
+from bnexport.folding.search import Search
+from bnexport.folding.shapes import Shapes
+from bnexport.folding.site import Site, batch_norm_site, elementwise_site
+from bnexport.model_io import walk
+
+NEWEST_OPSET = onnx.defs.onnx_opset_version()
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A graph with its bodies, under one opset: the main graph, or a function."""
+
+    name: str
+    graphs: tuple[ir.Graph, ...]
+    context: Context
+
+
+class Engine:
+    """Folds one model in place. `convert` first, then `fold`; `sites` grows as they run."""
+
+    def __init__(self, model: ir.Model, options: Options) -> None:
+        self.model = model
+        self.options = options
+        self.sites: list[SiteReport] = []
+        self._conversions: dict[ir.Node, sync_bn.Conversion] = {}
+        _refuse_redefined_operators(model)
+        names, shapes = Names(model), Shapes(model)
+        self._families = [self._family("main graph", model.graph, names, shapes, in_function=False)]
+        for function in model.functions.values():
+            if not sync_bn.is_portable_body(function):
+                self._families.append(
+                    self._family(f"function {function.name}", function.graph, names, shapes, in_function=True)
+                )
+
+    def _family(self, name: str, graph: ir.Graph, names: Names, shapes: Shapes, *, in_function: bool) -> Family:
+        opset = graph.opset_imports.get("", 0)
+        context = Context(self.model, opset, names, shapes, self.options, in_function=in_function)
+        return Family(name, (graph, *graph.subgraphs()), context)
+
+    @property
+    def meaning_changed(self) -> bool:
+        return any(site.training and site.outcome != "kept" for site in self.sites)
+
+    def convert(self) -> None:
+        """MMCVSyncBatchNorm -> BatchNormalization."""
+        for family in self._families:
+            _import_standard_operators(family)
+            for conversion in sync_bn.convert(family.context, list(family.graphs)):
+                if conversion.batch_norm is not None:
+                    self._conversions[conversion.batch_norm] = conversion
+                    continue
+                assert conversion.reason is not None
+                refusal = Refusal("sync_batch_norm", conversion.name, conversion.reason.code, conversion.reason.text)
+                self.sites.append(
+                    SiteReport((conversion.name,), sync_bn.OP_TYPE, family.name, "kept", refusals=(refusal,))
+                )
+        sync_bn.drop_unused_bodies(self.model)
+
+    @property
+    def training_converted(self) -> bool:
+        return any(conversion.training for conversion in self._conversions.values())
+
+    @property
+    def converted(self) -> bool:
+        return bool(self._conversions)
+
+    def fold(self) -> None:
+        """Every site of every graph, top to bottom."""
+        for family in self._families:
+            for graph in family.graphs:
+                seen: set[ir.Node] = set()
+                for node in tuple(graph):
+                    if node.graph is graph and is_standard(node, "BatchNormalization") and node not in seen:
+                        seen.update(self._batch_norm(node, family))
+                for node in tuple(graph):
+                    if node.graph is graph and node not in seen:
+                        seen.update(self._elementwise(node, family))
+            write_parameters(family.context)
+
+    def _batch_norm(self, node: ir.Node, family: Family) -> tuple[ir.Node, ...]:
+        name = label(node)
+        report = self._report(node, family)
+        try:
+            self._refuse_by_request(name)
+            if not 1 <= family.context.opset <= NEWEST_OPSET:
+                raise Refused("opset", f"opset {family.context.opset} is not known here, the newest is {NEWEST_OPSET}")
+            site = batch_norm_site(node, family.context)
+        except Refused as reason:
+            outcome = "converted" if node in self._conversions else "kept"
+            refusal = Refusal("batch_norm", name, reason.code, reason.text)
+            self.sites.append(dataclasses.replace(report, outcome=outcome, refusals=(refusal,)))
+            return (node,)
+        self._place(site, report, family)
+        return site.nodes
+
+    def _elementwise(self, node: ir.Node, family: Family) -> tuple[ir.Node, ...]:
+        if not 7 <= family.context.opset <= NEWEST_OPSET:
+            return ()
+        site = elementwise_site(node, family.context)
+        if (
+            site is None
+            or any(label(step) in self.options.skip for step in site.nodes)
+            or self.options.only is not None
+        ):
+            return ()
+        self._place(site, self._report(site.nodes[0], family), family)
+        return site.nodes
+
+    def _report(self, node: ir.Node, family: Family) -> SiteReport:
+        conversion = self._conversions.get(node)
+        op_type = sync_bn.OP_TYPE if conversion else node.op_type
+        training = conversion is not None and conversion.training
+        return SiteReport((label(node),), op_type, family.name, "kept", training=training)
+
+    def _refuse_by_request(self, name: str) -> None:
+        if name in self.options.skip or (self.options.only is not None and name not in self.options.only):
+            raise Refused("skipped", "it was left alone on request")
+
+    def _place(self, site: Site, report: SiteReport, family: Family) -> None:
+        """Folds the site backward or forward, or says why neither can be."""
+        converted = [node for node in site.nodes if node in self._conversions]
+        magnitudes = np.abs(site.affine.scale)
+        report = dataclasses.replace(
+            report,
+            nodes=tuple(label(node) for node in site.nodes),
+            op_type=sync_bn.OP_TYPE if converted else report.op_type,
+            training=any(self._conversions[node].training for node in converted),
+            channels=site.affine.channels,
+            scale_min=float(magnitudes.min(initial=np.inf)) if magnitudes.size else None,
+            scale_max=float(magnitudes.max(initial=0.0)) if magnitudes.size else None,
+        )
+        refusals = []
+        for direction, attempt in (("backward", self._backward), ("forward", self._forward)):
+            try:
+                search = attempt(site, family.context)
+            except Refused as reason:
+                refusals.append(Refusal(direction, report.nodes[-1], reason.code, reason.text))
+                continue
+            targets = tuple(label(node) for node in search.plan.targets)
+            self.sites.append(
+                dataclasses.replace(report, outcome="folded", rules=tuple(search.used_rules), targets=targets)
+            )
+            return
+        outcome = "converted" if converted else "kept"
+        self.sites.append(dataclasses.replace(report, outcome=outcome, refusals=tuple(refusals)))
+
+    def _backward(self, site: Site, context: Context) -> Search:
+        search = Search(context, by_operator(self.options.rules))
+        search.backward(site.input, site.axis, site.affine)
+        search.plan.commit()
+        _bypass(site)
+        return search
+
+    def _forward(self, site: Site, context: Context) -> Search:
+        search = Search(context, by_operator(self.options.rules))
+        search.forward(site.output, site.axis, site.affine)
+        search.plan.commit()
+        _bypass(site)
+        return search
+
+
+def _import_standard_operators(family: Family) -> None:
+    """A graph of nothing but foreign nodes imports no standard opset; the nodes that we write need one."""
+    nodes = [node for graph in family.graphs for node in graph]
+    if family.context.opset or not any(sync_bn.is_sync_batch_norm(node) for node in nodes):
+        return
+    if not any(node.domain == "" and not sync_bn.is_sync_batch_norm(node) for node in nodes):
+        family.graphs[0].opset_imports[""] = family.context.opset = sync_bn.FALLBACK_OPSET
+
+
+def _bypass(site: Site) -> None:
+    """Removes the nodes of a site: what read its output reads its input."""
+    source, output = site.input, site.output
+    if output.is_graph_output():
+        # `source` is no graph output itself (backward refuses that), so it can take the name over.
+        output.replace_all_uses_with(source, replace_graph_outputs=True)
+        name, output.name = output.name, None
+        source.name = name
+        source.type, source.shape = output.type or source.type, output.shape or source.shape
+    else:
+        output.replace_all_uses_with(source)
+        source.shape = source.shape or output.shape
+    constants = [
+        value
+        for node in site.nodes
+        for value in node.inputs
+        if value is not None and value is not source and value.producer() not in site.nodes
+    ]
+    for node in reversed(site.nodes):
+        graph = node.graph
+        assert graph is not None
+        graph.remove(node, safe=True)
+    for value in constants:
+        remove_unused_constant(value)
+
+
+def _refuse_redefined_operators(model: ir.Model) -> None:
+    for domain, name, _overload in model.functions:
+        if domain == "" and name != sync_bn.OP_TYPE:
+            raise UnsupportedModelError(f"the model redefines the standard operator {name!r} as a function of its own")
+
+
+def count(model: ir.Model) -> Counts:
+    """Counts of `model`; the inside of a portable body is not counted."""
+    nodes = batch_norm = sync = 0
+    skipped = {id(function.graph) for function in model.functions.values() if sync_bn.is_portable_body(function)}
+    for graph in walk.graphs(model):
+        if id(graph) in skipped:
+            continue
+        for node in graph:
+            nodes += 1
+            batch_norm += is_standard(node, "BatchNormalization")
+            sync += sync_bn.is_sync_batch_norm(node)
+    parameters = sum(slot.get().nbytes for slot in walk.tensors(model) if slot.get().dtype is not ir.DataType.STRING)
+    return Counts(nodes, batch_norm, sync, parameters)

@@ -1,0 +1,153 @@
+"""What is in a model: operators, batch norms with their attributes and shapes, versions, sizes."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import onnx_ir as ir
+
+from bnexport import schema
+from bnexport.folding.nodes import is_standard, label
+from bnexport.folding.sync_bn import is_portable_body, is_sync_batch_norm
+from bnexport.folding.verification import Source
+from bnexport.model_io import walk
+from bnexport.model_io.external import ContainedTensor
+from bnexport.model_io.read import open_source
+
+SCHEMA_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueInfo:
+    """An input or output; unknown sizes are None, named ones their name."""
+
+    name: str
+    dtype: str | None
+    shape: tuple[int | str | None, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchNormInfo:
+    """One batch norm node. channels: from the statistics, where they are stored in the model."""
+
+    node: str
+    domain: str
+    op_type: str
+    graph: str
+    attributes: dict[str, Any]
+    channels: int | None
+    input_shape: tuple[int | str | None, ...] | None
+    outputs_used: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectReport:
+    ir_version: int
+    opsets: dict[str, int]
+    producer: str
+    nodes: int
+    op_counts: dict[str, int]
+    inputs: tuple[ValueInfo, ...]
+    outputs: tuple[ValueInfo, ...]
+    batch_norms: tuple[BatchNormInfo, ...]
+    functions: tuple[str, ...]
+    groups: tuple[tuple[str, int], ...]
+    parameter_count: int
+    parameter_bytes: int
+    external_files: tuple[str, ...]
+    subgraphs: int
+    path: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+
+
+def inspect(source: Source) -> InspectReport:
+    """Describes a model; weights are not read. Raises ModelError for a file that is refused."""
+    opened = open_source(source)
+    model = opened.model
+    counts: collections.Counter[str] = collections.Counter()
+    batch_norms = []
+    groups: dict[tuple[str, int], None] = {}
+    subgraphs = 0
+    owners: list[tuple[str, list[ir.Graph]]] = [("main graph", [model.graph, *model.graph.subgraphs()])]
+    for function in model.functions.values():
+        if not is_portable_body(function):
+            owners.append((f"function {function.name}", [function.graph, *function.subgraphs()]))
+    for name, graphs in owners:
+        subgraphs += len(graphs) - 1
+        for node in (node for graph in graphs for node in graph):
+            counts[f"{node.domain}:{node.op_type}" if node.domain else node.op_type] += 1
+            if is_sync_batch_norm(node) or is_standard(node, "BatchNormalization"):
+                info = _batch_norm(node, name)
+                batch_norms.append(info)
+                if is_sync_batch_norm(node):
+                    groups[info.attributes["group"], info.attributes["group_size"]] = None
+    tensors = [slot.get() for slot in walk.tensors(model)]
+    return InspectReport(
+        ir_version=model.ir_version,
+        opsets=dict(model.opset_imports),
+        producer=" ".join(part for part in (model.producer_name, model.producer_version) if part),
+        nodes=sum(counts.values()),
+        op_counts=dict(counts.most_common()),
+        inputs=tuple(_info(value) for value in model.graph.inputs if not value.is_initializer()),
+        outputs=tuple(_info(value) for value in model.graph.outputs),
+        batch_norms=tuple(batch_norms),
+        functions=tuple(f"{domain}:{name}" if domain else name for domain, name, _overload in model.functions),
+        groups=tuple(groups),
+        parameter_count=sum(value.const_value.size for value in _initializers(model) if value.const_value is not None),
+        parameter_bytes=sum(tensor.nbytes for tensor in tensors if tensor.dtype is not ir.DataType.STRING),
+        external_files=tuple(
+            sorted({"/".join(tensor.file.parts) for tensor in tensors if isinstance(tensor, ContainedTensor)})
+        ),
+        subgraphs=subgraphs,
+        path=opened.path,
+    )
+
+
+def _initializers(model: ir.Model) -> list[ir.Value]:
+    return [value for graph in walk.graphs(model) for value in graph.initializers.values()]
+
+
+def _batch_norm(node: ir.Node, graph: str) -> BatchNormInfo:
+    sync = is_sync_batch_norm(node)
+    attributes: dict[str, Any] = {}
+    if sync:
+        attributes = {attribute.name: attribute.default for attribute in schema.SYNC_BATCH_NORM.attributes}
+    for name, attribute in node.attributes.items():
+        attributes[name] = f"@{attribute.ref_attr_name}" if attribute.is_ref() else _plain(attribute)
+    statistics = node.inputs[1] if len(node.inputs) > 1 else None
+    channels = None
+    if statistics is not None and statistics.shape is not None and len(statistics.shape) == 1:
+        size = statistics.shape[0]
+        channels = size if isinstance(size, int) else None
+    data = node.inputs[0] if node.inputs else None
+    return BatchNormInfo(
+        node=label(node),
+        domain=node.domain,
+        op_type=node.op_type,
+        graph=graph,
+        attributes=attributes,
+        channels=channels,
+        input_shape=None if data is None else _info(data).shape,
+        outputs_used=tuple(bool(value.uses() or value.is_graph_output()) for value in node.outputs),
+    )
+
+
+def _plain(attribute: ir.Attr) -> Any:
+    value = attribute.value
+    if isinstance(value, (int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)) and all(isinstance(item, (int, float, str)) for item in value):
+        return list(value)
+    return attribute.type.name
+
+
+def _info(value: ir.Value) -> ValueInfo:
+    shape = None
+    if value.shape is not None:
+        shape = tuple(size if isinstance(size, int) else size.value for size in value.shape)
+    dtype = value.dtype.name.lower() if value.dtype is not None else None
+    return ValueInfo(str(value.name), dtype, shape)

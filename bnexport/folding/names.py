@@ -1,0 +1,27 @@
+"""Names that no value or node of the model has."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from bnexport.model_io import walk
+
+
+class Names:
+    def __init__(self, model: ir.Model) -> None:
+        self._taken: set[str] = set()
+        for graph in walk.graphs(model):
+            self._taken.update(value.name for value in graph.inputs if value.name)
+            self._taken.update(graph.initializers)
+            for node in graph:
+                self._taken.update(value.name for value in node.outputs if value.name)
+                if node.name:
+                    self._taken.add(node.name)
+
+    def fresh(self, wish: str) -> str:
+        """`wish`, or `wish` with a number."""
+        name, number = wish, 1
+        while name in self._taken:
+            name, number = f"{wish}_{number}", number + 1
+        self._taken.add(name)
+        return name

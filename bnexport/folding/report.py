@@ -1,0 +1,118 @@
+"""What was done and what was not, as data; `render` makes tables of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from bnexport.folding.verification import VerifyResult
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SCHEMA_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why a rule did not fold a node. code: for tools; text: for people."""
+
+    rule: str
+    node: str
+    code: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteReport:
+    """One batch norm, or what an exporter made of one.
+
+    outcome: "folded" (into `targets`, by `rules`), "merged" (one node is left), "converted" (a plain
+    BatchNormalization is left) or "kept". nodes: labels of the nodes of the site, top to bottom.
+    scale_min, scale_max: the range of |gamma| / sqrt(var + eps) over the channels.
+    """
+
+    nodes: tuple[str, ...]
+    op_type: str
+    graph: str
+    outcome: str
+    rules: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    training: bool = False
+    channels: int | None = None
+    scale_min: float | None = None
+    scale_max: float | None = None
+
+    @property
+    def reason(self) -> str:
+        return "; ".join(dict.fromkeys(refusal.text for refusal in self.refusals))
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Nodes of a model, bodies and functions included; a portable body counts as its node."""
+
+    nodes: int
+    batch_norm: int
+    sync_batch_norm: int
+    parameter_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldReport:
+    """meaning_changed: a training node was turned into inference. verification: None when it was not run."""
+
+    sites: tuple[SiteReport, ...]
+    before: Counts
+    after: Counts
+    meaning_changed: bool
+    verification: VerifyResult | None = None
+    source: str | None = None
+    target: str | None = None
+
+    @property
+    def folded(self) -> tuple[SiteReport, ...]:
+        return tuple(site for site in self.sites if site.outcome == "folded")
+
+    @property
+    def kept(self) -> tuple[SiteReport, ...]:
+        return tuple(site for site in self.sites if site.outcome != "folded")
+
+    @property
+    def changed(self) -> bool:
+        """Whether the model differs from its source at all."""
+        return any(site.outcome != "kept" for site in self.sites)
+
+    def explain(self, node: str) -> SiteReport | None:
+        """The site that holds the node of this name."""
+        return next((site for site in self.sites if node in site.nodes), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            **dataclasses.asdict(dataclasses.replace(self, verification=None)),
+        } | {"verification": None if self.verification is None else self.verification.to_dict()}
+
+
+def render(report: FoldReport) -> list[Table]:
+    """Rich tables of a report: the sites, then the counts."""
+    from rich.table import Table
+
+    sites = Table(title="Batch norms")
+    for column in ("node", "channels", "outcome", "into", "reason"):
+        sites.add_column(column, overflow="fold")
+    for site in report.sites:
+        sites.add_row(
+            " + ".join(site.nodes),
+            "" if site.channels is None else str(site.channels),
+            site.outcome,
+            ", ".join(site.targets),
+            site.reason,
+        )
+    counts = Table(title="Before and after")
+    for column in ("", "before", "after"):
+        counts.add_column(column, justify="right" if column else "left")
+    for name in ("nodes", "batch_norm", "sync_batch_norm", "parameter_bytes"):
+        counts.add_row(name.replace("_", " "), f"{getattr(report.before, name):,}", f"{getattr(report.after, name):,}")
+    return [sites, counts]

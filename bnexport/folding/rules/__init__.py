@@ -1,0 +1,13 @@
+"""The rules, one family of operators a file: the algebra, when it does not hold, and the edits."""
+
+from __future__ import annotations
+
+from bnexport.folding.rules import conv
+from bnexport.folding.search import Rule
+
+ALL: tuple[Rule, ...] = (conv.RULE,)
+
+
+def by_operator(names: frozenset[str] | None = None) -> dict[str, Rule]:
+    """Operator type -> rule, for the rules in `names` (None: all)."""
+    return {op_type: rule for rule in ALL if names is None or rule.name in names for op_type in rule.op_types}

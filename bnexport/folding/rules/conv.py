@@ -1,0 +1,98 @@
+"""Conv of any rank, with any groups.
+
+    z[g, o] = sum_j W[g, o, j] * x[g, j] + b[g, o]
+
+with g the group, o the output channel in the group, j input channel in the group and kernel position.
+
+Backward: scale * (z - center) + shift has W'[g, o] = scale[g, o] W[g, o] and the bias
+scale (b - center) + shift. It holds for every padding, stride, dilation and group, since only the
+finished sum is mapped.
+
+Forward: x = scale * x0 + offset gives W'[g, o, j] = W[g, o, j] scale[g, j] and the bias
+b[g, o] + sum_j W[g, o, j] offset[g, j]. Padding inserts zeros behind the map, where the moved map would
+see `offset`: with an offset it holds only without padding.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.context import Context
+from bnexport.folding.nodes import get_int, get_ints, get_string, input_at, only_attributes
+from bnexport.folding.refusal import Refused
+from bnexport.folding.search import Rule, Search
+
+_ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+
+
+def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
+    weight, view = _grouped(node, axis, search.context)
+    if weight.shape[0] != affine.channels:
+        raise Refused("shape", f"Conv makes {weight.shape[0]} channels, the map has {affine.channels}")
+    rows = (view[0], view[1], *[1] * (len(view) - 2))
+    search.plan.scale(node, 1, affine.scale.reshape(rows), "Conv weight", view)
+    map_bias(node, affine, weight.dtype, search)
+
+
+def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
+    if index != 0:
+        raise Refused("not-data", "the map would change a Conv's weight or bias that is not a constant")
+    weight, view = _grouped(node, axis, search.context)
+    if view[0] * view[2] != affine.channels:
+        raise Refused("shape", f"Conv reads {view[0] * view[2]} channels, the map has {affine.channels}")
+    columns = (view[0], 1, view[2], *[1] * (len(view) - 3))
+    if not affine.is_scaling:
+        if padded(node):
+            raise Refused("padding", "the Conv pads with zeros, which the shift would change at the borders")
+        terms = search.plan.value(node, 1, "Conv weight").reshape(view) * affine.offset.reshape(columns)
+        add_to_bias(node, terms.reshape(weight.shape[0], -1), weight.dtype, search)
+    search.plan.scale(node, 1, affine.scale.reshape(columns), "Conv weight", view)
+
+
+def padded(node: ir.Node) -> bool:
+    """Whether zeros may be added at the borders."""
+    auto_pad = get_string(node, "auto_pad", "NOTSET")
+    if auto_pad == "VALID":
+        return False
+    return auto_pad not in ("NOTSET", "") or any(get_ints(node, "pads") or ())
+
+
+def map_bias(node: ir.Node, affine: ChannelAffine, dtype: np.dtype, search: Search) -> None:
+    """The bias (input 2) under the map; a first one where there is none."""
+    bias = _bias(node, affine.channels, search)
+    size = np.abs(affine.scale) * (np.abs(bias) + np.abs(affine.center)) + np.abs(affine.shift)
+    search.plan.replace(node, 2, affine.apply(bias), dtype, f"{node.op_type} bias", size)
+
+
+def add_to_bias(node: ir.Node, terms: np.ndarray, dtype: np.dtype, search: Search) -> None:
+    """Adds the row sums of `terms` (channels, terms) to the bias."""
+    bias = _bias(node, terms.shape[0], search)
+    size = np.abs(bias) + np.abs(terms).sum(axis=1)
+    search.plan.replace(node, 2, bias + terms.sum(axis=1), dtype, f"{node.op_type} bias", size)
+
+
+def _grouped(node: ir.Node, axis: int, context: Context) -> tuple[np.ndarray, tuple[int, ...]]:
+    """The weight, and its shape as (groups, rows, columns, kernel...)."""
+    only_attributes(node, _ATTRIBUTES)
+    if axis != 1:
+        raise Refused("axis", f"the map acts on axis {axis}, a Conv's channels are axis 1")
+    weight = context.constants.array(input_at(node, 1), "Conv weight")
+    group = get_int(node, "group", 1)
+    if weight.ndim < 3 or group < 1 or weight.shape[0] % group:
+        raise Refused("shape", f"a Conv weight of shape {weight.shape} with {group} groups")
+    return weight, (group, weight.shape[0] // group, *weight.shape[1:])
+
+
+def _bias(node: ir.Node, channels: int, search: Search) -> np.ndarray:
+    slot = (node, 2)
+    if input_at(node, 2) is None and slot not in search.context.edits and slot not in search.plan.edits:
+        return np.zeros(channels)
+    bias = search.plan.value(node, 2, f"{node.op_type} bias")
+    if bias.shape != (channels,):
+        raise Refused("shape", f"the {node.op_type} bias has shape {bias.shape}, expected ({channels},)")
+    return bias
+
+
+RULE = Rule("conv", ("Conv",), backward, forward)

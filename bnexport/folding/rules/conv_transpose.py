@@ -1,0 +1,72 @@
+"""ConvTranspose of any rank, with any groups. Its weight is (input channels, output channels / groups, kernel).
+
+    z[g, o] = sum_i W[g, i, o] * x[g, i] (placed by stride and dilation, cut by pads) + b[g, o]
+
+Backward: W'[g, i, o] = W[g, i, o] scale[g, o] and the bias scale (b - center) + shift: the bias reaches
+every position, those that output_padding adds included.
+
+Forward: W'[g, i, o] = scale[g, i] W[g, i, o]. How many products meet at a position depends on the
+position, so an offset moves only when each meets exactly one: kernel 1, stride 1, nothing padded.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.context import Context
+from bnexport.folding.nodes import get_int, get_ints, get_string, input_at, only_attributes
+from bnexport.folding.refusal import Refused
+from bnexport.folding.rules.conv import add_to_bias, map_bias
+from bnexport.folding.search import Rule, Search
+
+_ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "output_padding", "output_shape", "pads", "strides")
+
+
+def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
+    weight, view = _grouped(node, axis, search.context)
+    if view[0] * view[2] != affine.channels:
+        raise Refused("shape", f"ConvTranspose makes {view[0] * view[2]} channels, the map has {affine.channels}")
+    columns = (view[0], 1, view[2], *[1] * (len(view) - 3))
+    search.plan.scale(node, 1, affine.scale.reshape(columns), "ConvTranspose weight", view)
+    map_bias(node, affine, weight.dtype, search)
+
+
+def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
+    if index != 0:
+        raise Refused("not-data", "the map would change a ConvTranspose's weight or bias that is not a constant")
+    weight, view = _grouped(node, axis, search.context)
+    if weight.shape[0] != affine.channels:
+        raise Refused("shape", f"ConvTranspose reads {weight.shape[0]} channels, the map has {affine.channels}")
+    rows = (view[0], view[1], *[1] * (len(view) - 2))
+    if not affine.is_scaling:
+        if not _pointwise(node, weight):
+            raise Refused("padding", "the ConvTranspose mixes positions, so the shift would differ between them")
+        terms = search.plan.value(node, 1, "ConvTranspose weight").reshape(view) * affine.offset.reshape(rows)
+        by_output = np.moveaxis(terms, 2, 1).reshape(view[0] * view[2], -1)
+        add_to_bias(node, by_output, weight.dtype, search)
+    search.plan.scale(node, 1, affine.scale.reshape(rows), "ConvTranspose weight", view)
+
+
+def _pointwise(node: ir.Node, weight: np.ndarray) -> bool:
+    """Whether each output position comes from exactly one input position."""
+    plain = get_string(node, "auto_pad", "NOTSET") in ("NOTSET", "VALID", "") and "output_shape" not in node.attributes
+    ones = all(stride == 1 for stride in get_ints(node, "strides") or ())
+    zeros = not any(get_ints(node, "pads") or ()) and not any(get_ints(node, "output_padding") or ())
+    return plain and ones and zeros and all(size == 1 for size in weight.shape[2:])
+
+
+def _grouped(node: ir.Node, axis: int, context: Context) -> tuple[np.ndarray, tuple[int, ...]]:
+    """The weight, and its shape as (groups, input channels, output channels, kernel...)."""
+    only_attributes(node, _ATTRIBUTES)
+    if axis != 1:
+        raise Refused("axis", f"the map acts on axis {axis}, a ConvTranspose's channels are axis 1")
+    weight = context.constants.array(input_at(node, 1), "ConvTranspose weight")
+    group = get_int(node, "group", 1)
+    if weight.ndim < 3 or group < 1 or weight.shape[0] % group:
+        raise Refused("shape", f"a ConvTranspose weight of shape {weight.shape} with {group} groups")
+    return weight, (group, weight.shape[0] // group, *weight.shape[1:])
+
+
+RULE = Rule("conv_transpose", ("ConvTranspose",), backward, forward)

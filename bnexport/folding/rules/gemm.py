@@ -1,0 +1,91 @@
+"""Gemm: Z = alpha * A' B' + beta * C, with A' (M, K), B' (K, N) and C that broadcasts to (M, N).
+
+Backward, along N (axis 1): B'' = B' diag(scale), and for C one value whatever beta was:
+
+    beta'' = 1,   C'' = scale * (beta * C - center) + shift
+
+of the shape to which C and N broadcast, so that every legal shape of C stays legal.
+
+Forward, A' = A0' diag(scale) + offset along K: B'' = diag(scale) B', C'' = beta * C + alpha * offset B'.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.context import Context
+from bnexport.folding.nodes import get_float, get_int, input_at, only_attributes
+from bnexport.folding.refusal import Refused
+from bnexport.folding.search import Rule, Search
+
+_ATTRIBUTES = ("alpha", "beta", "transA", "transB")
+
+
+def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
+    weight, k_axis = _check(node, search.context)
+    n_axis = 1 - k_axis
+    if axis != 1:
+        raise Refused("axis", f"the map acts on axis {axis}, Gemm's columns are axis 1")
+    if weight.shape[n_axis] != affine.channels:
+        raise Refused("shape", f"Gemm makes {weight.shape[n_axis]} columns, the map has {affine.channels}")
+    search.plan.scale(node, 1, _along(affine.scale, n_axis), "Gemm weight")
+    constant = _constant(node, search, weight.shape[n_axis])
+    size = np.abs(affine.scale) * (np.abs(constant) + np.abs(affine.center)) + np.abs(affine.shift)
+    _set_constant(node, affine.apply(constant), size, weight.dtype, search)
+
+
+def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
+    if index != 0:
+        raise Refused("not-data", f"the map reaches Gemm's input {index}, only its first is followed")
+    weight, k_axis = _check(node, search.context)
+    inner = 0 if get_int(node, "transA", 0) else 1
+    if axis != inner:
+        raise Refused("axis", f"the map acts on axis {axis}, Gemm sums over axis {inner}")
+    if weight.shape[k_axis] != affine.channels:
+        raise Refused("shape", f"Gemm sums over {weight.shape[k_axis]} columns, the map has {affine.channels}")
+    if not affine.is_scaling:
+        exact = search.plan.value(node, 1, "Gemm weight")
+        terms = get_float(node, "alpha", 1.0) * _along(affine.offset, k_axis) * exact
+        constant = _constant(node, search, weight.shape[1 - k_axis])
+        size = np.abs(constant) + np.abs(terms).sum(axis=k_axis)
+        _set_constant(node, constant + terms.sum(axis=k_axis), size, weight.dtype, search)
+    search.plan.scale(node, 1, _along(affine.scale, k_axis), "Gemm weight")
+
+
+def _along(vector: np.ndarray, axis: int) -> np.ndarray:
+    return vector.reshape(-1, 1) if axis == 0 else vector.reshape(1, -1)
+
+
+def _check(node: ir.Node, context: Context) -> tuple[np.ndarray, int]:
+    """The weight B as stored, and which of its axes is K."""
+    if context.opset < 7:
+        raise Refused("opset", "Gemm before opset 7 broadcasts by an attribute")
+    only_attributes(node, _ATTRIBUTES)
+    weight = context.constants.array(input_at(node, 1), "Gemm weight")
+    if weight.ndim != 2:
+        raise Refused("shape", f"a Gemm weight of shape {weight.shape}")
+    return weight, 1 if get_int(node, "transB", 0) else 0
+
+
+def _constant(node: ir.Node, search: Search, columns: int) -> np.ndarray:
+    """beta * C in float64; zero where C is absent."""
+    slot = (node, 2)
+    if input_at(node, 2) is None and slot not in search.context.edits and slot not in search.plan.edits:
+        return np.zeros(columns)
+    constant = search.plan.value(node, 2, "Gemm constant")
+    if constant.ndim > 2 or (constant.ndim and constant.shape[-1] not in (1, columns)):
+        raise Refused("shape", f"a Gemm constant of shape {constant.shape} for {columns} columns")
+    planned = search.plan.attributes.get((node, "beta"))
+    beta = get_float(node, "beta", 1.0) if planned is None else planned.as_float()
+    return constant * beta
+
+
+def _set_constant(node: ir.Node, values: np.ndarray, size: np.ndarray, dtype: np.dtype, search: Search) -> None:
+    search.plan.replace(node, 2, values, dtype, "Gemm constant", np.broadcast_to(size, values.shape))
+    if get_float(node, "beta", 1.0) != 1.0:
+        search.plan.set_attribute(node, ir.AttrFloat32("beta", 1.0))
+
+
+RULE = Rule("gemm", ("Gemm",), backward, forward)

@@ -1,0 +1,88 @@
+"""Runs a model in ONNX Runtime on the CPU, with its graph optimisations off: the graph as it is written."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.errors import BnexportError, MissingDependencyError, UnsupportedModelError
+from bnexport.folding.sync_bn import is_sync_batch_norm
+from bnexport.model_io import walk, write
+
+
+class Runner:
+    """One session; `close` it, since a model too large for one message lives in a temporary folder."""
+
+    def __init__(self, model: ir.Model, path: str | None = None) -> None:
+        """path: a file that holds exactly `model`, used where the model is large."""
+        try:
+            import onnxruntime  # type: ignore[import-untyped]
+        except ImportError as error:
+            raise MissingDependencyError("verification needs ONNX Runtime: pip install onnxruntime") from error
+        self._folder: str | None = None
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.log_severity_level = 4
+        registered = _register_library(options) if needs_library(model) else None
+        try:
+            self._session = onnxruntime.InferenceSession(
+                self._loadable(model, path), options, providers=["CPUExecutionProvider"]
+            )
+        except BnexportError:
+            raise
+        except Exception as error:  # ORT raises one class for each status code
+            self.close()
+            hint = f"; {registered}" if registered else ""
+            raise UnsupportedModelError(f"ONNX Runtime cannot load it: {_first_line(error)}{hint}") from error
+
+    def close(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def run(self, inputs: Mapping[str, np.ndarray], outputs: list[str]) -> list[Any]:
+        """Values of `outputs`. Raises UnsupportedModelError where ORT cannot run it."""
+        known = {value.name for value in self._session.get_inputs()}
+        try:
+            return list(self._session.run(outputs, {name: value for name, value in inputs.items() if name in known}))
+        except Exception as error:
+            raise UnsupportedModelError(f"ONNX Runtime cannot run it: {_first_line(error)}") from error
+
+    def _loadable(self, model: ir.Model, path: str | None) -> bytes | str:
+        if write.tensor_total(model) <= write.EXTERNAL_THRESHOLD:
+            return write.to_bytes(model)
+        if path is not None:
+            return path
+        self._folder = tempfile.mkdtemp(prefix="bnexport-")
+        path = os.path.join(self._folder, "model.onnx")
+        write.save(model, path)
+        return path
+
+
+def needs_library(model: ir.Model) -> bool:
+    """Whether a node of ours has no portable body."""
+    return any(is_sync_batch_norm(node) and node.op_identifier() not in model.functions for node in walk.nodes(model))
+
+
+def _register_library(options: Any) -> str | None:
+    """Registers the custom-op library; why not, where that fails."""
+    try:
+        library = importlib.import_module("bnexport.runtime.library")
+        library.register(options)
+    except ImportError:
+        return "the custom-op library is not part of this installation"
+    except BnexportError as error:
+        return str(error)
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else type(error).__name__

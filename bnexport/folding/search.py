@@ -1,0 +1,98 @@
+"""Where a map can go: upwards into the operators that make its input, or downwards into its readers.
+
+`backward(value, axis, affine)` plans the edits after which `value` carries affine(value).
+`forward(value, axis, affine)` plans the edits after which everything that reads `value` behaves as if
+it read affine(value). Both hand over to the rule of the operator they meet; a rule may call them again
+for the values behind it. Where one branch refuses, the whole plan is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import onnx_ir as ir
+
+from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.context import Context, Plan
+from bnexport.folding.nodes import is_standard, label
+from bnexport.folding.refusal import Refused
+
+# Operators that one plan may visit.
+_STEPS = 256
+_DEPTH = 64
+
+# backward(node, axis, affine, search): make the node's first output carry the map along `axis`.
+Backward = Callable[[ir.Node, int, ChannelAffine, "Search"], None]
+# forward(node, index, axis, affine, search): make the node read its input `index` as if mapped.
+Forward = Callable[[ir.Node, int, int, ChannelAffine, "Search"], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How one family of operators takes a map in. None: not in this direction."""
+
+    name: str
+    op_types: tuple[str, ...]
+    backward: Backward | None = None
+    forward: Forward | None = None
+
+
+class Search:
+    """One attempt to place one map."""
+
+    def __init__(self, context: Context, rules: dict[str, Rule]) -> None:
+        self.context = context
+        self.plan = Plan(context)
+        self.used_rules: list[str] = []
+        self._rules = rules
+        self._steps = 0
+        self._depth = 0
+
+    def backward(self, value: ir.Value, axis: int, affine: ChannelAffine) -> None:
+        node = value.producer()
+        if node is None:
+            raise Refused("no-producer", f"its input {value.name!r} is an input of the graph or a parameter")
+        if value.is_graph_output():
+            raise Refused("graph-output", f"{value.name!r} is an output of the graph as well")
+        uses = value.uses()
+        if len(uses) != 1:
+            raise Refused("shared", f"{value.name!r} is read by {len(uses)} nodes")
+        if next(iter(uses)).node.graph is not node.graph:
+            raise Refused("captured", f"{value.name!r} is computed outside the body that normalises it")
+        rule = self._rule(node)
+        if rule.backward is None or value is not node.outputs[0]:
+            raise Refused("no-rule", f"{node.op_type} ({label(node)}) cannot take a per-channel map in")
+        self._enter(rule)
+        rule.backward(node, axis, affine, self)
+        self._depth -= 1
+
+    def forward(self, value: ir.Value, axis: int, affine: ChannelAffine) -> None:
+        if value.is_graph_output():
+            raise Refused("graph-output", f"{value.name!r} is an output of the graph")
+        if not value.uses():
+            raise Refused("unused", f"nothing reads {value.name!r}")
+        graph = value.graph
+        for use in value.uses():
+            if use.node.graph is not graph:
+                raise Refused("captured", f"{value.name!r} is read inside a body of {label(use.node)}")
+            rule = self._rule(use.node)
+            if rule.forward is None:
+                raise Refused("no-rule", f"{use.node.op_type} ({label(use.node)}) cannot take a per-channel map in")
+            self._enter(rule)
+            rule.forward(use.node, use.idx, axis, affine, self)
+            self._depth -= 1
+
+    def _rule(self, node: ir.Node) -> Rule:
+        rule = self._rules.get(node.op_type)
+        if rule is None or not is_standard(node, *rule.op_types):
+            raise Refused("no-rule", f"{node.op_type} ({label(node)}) is not linear in each channel")
+        return rule
+
+    def _enter(self, rule: Rule) -> None:
+        self._steps += 1
+        self._depth += 1
+        if self._steps > _STEPS or self._depth > _DEPTH:
+            raise Refused("too-far", f"more than {_STEPS} operators would change")
+        if rule.name not in self.used_rules:
+            self.used_rules.append(rule.name)

@@ -1,0 +1,28 @@
+"""The only door through which model files come in and go out.
+
+In:  path -> bytes -> ModelProto -> `validate` (structure, sizes) -> onnx_ir.Model whose external
+     tensors are `ContainedTensor`s: lazy, inside the model's folder, checked again at each read.
+Out: everything is written into a folder beside the target, flushed, and renamed into place.
+"""
+
+from __future__ import annotations
+
+from bnexport.model_io.external import ContainedTensor
+from bnexport.model_io.limits import DEFAULT_LIMITS, Limits
+from bnexport.model_io.read import ModelSource, as_model, from_proto, load
+from bnexport.model_io.write import Staged, save, stage, to_bytes, to_proto
+
+__all__ = [
+    "DEFAULT_LIMITS",
+    "ContainedTensor",
+    "Limits",
+    "ModelSource",
+    "Staged",
+    "as_model",
+    "from_proto",
+    "load",
+    "save",
+    "stage",
+    "to_bytes",
+    "to_proto",
+]

@@ -1,0 +1,126 @@
+"""Paths, protos and models in, a checked onnx_ir.Model out."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import stat
+
+import google.protobuf.message  # type: ignore[import-untyped]
+import onnx
+import onnx_ir as ir
+
+from bnexport.errors import BnexportError, MalformedModelError, UnsafeModelError, UsageError
+from bnexport.model_io import validate, walk
+from bnexport.model_io.external import Folder
+from bnexport.model_io.limits import DEFAULT_LIMITS, Limits
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+    """A model that nobody else holds, and the file it came from (None for a model in memory)."""
+
+    model: ir.Model
+    path: str | None
+
+
+def load(path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS) -> ir.Model:
+    """The model in the file `path`; external data stays on disk until it is used.
+
+    Raises MalformedModelError (missing, directory, empty, truncated, not ONNX), UnsafeModelError
+    (external data outside the folder, links, wrong sizes) or UnsupportedModelError.
+    """
+    return open_source(path, limits=limits).model
+
+
+def as_model(
+    source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, *, limits: Limits = DEFAULT_LIMITS
+) -> ir.Model:
+    """A model of the caller's own: loaded from a path, or a copy of what is given."""
+    return open_source(source, limits=limits).model
+
+
+def open_source(
+    source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, *, limits: Limits = DEFAULT_LIMITS
+) -> ModelSource:
+    """`as_model` that also tells the file's real path."""
+    if isinstance(source, ir.Model):
+        return ModelSource(source.clone(), None)
+    if isinstance(source, onnx.ModelProto):
+        own = onnx.ModelProto()
+        own.CopyFrom(source)
+        return ModelSource(from_proto(own, limits=limits), None)
+    if isinstance(source, (str, os.PathLike)):
+        real = os.path.realpath(os.fspath(source))
+        proto = _parse(_read(real, str(source), limits), str(source))
+        return ModelSource(from_proto(proto, folder=os.path.dirname(real), limits=limits), real)
+    raise UsageError(f"expected a path, onnx.ModelProto or onnx_ir.Model, got {type(source).__name__}")
+
+
+def from_proto(proto: onnx.ModelProto, *, folder: str | None = None, limits: Limits = DEFAULT_LIMITS) -> ir.Model:
+    """Checks `proto` and builds a model that shares its tensors. `folder`: where external data lies."""
+    validate.validate(proto, limits)
+    files = Folder(folder, limits)
+    for declared in validate.tensors(proto):
+        if declared.data_location == onnx.TensorProto.EXTERNAL:
+            files.tensor(declared, limits)
+    try:
+        model = ir.serde.deserialize_model(proto)
+    except BnexportError:
+        raise
+    except Exception as error:  # onnx-ir chains the place into one long text; the first line says what.
+        raise MalformedModelError(f"not a valid ONNX model: {_innermost(error)}") from error
+    for slot in walk.tensors(model):
+        tensor = slot.get()
+        if type(tensor) is ir.ExternalTensor:
+            slot.set(files.tensor(ir.serde.serialize_tensor(tensor), limits))
+    return model
+
+
+def _innermost(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+
+
+def _read(real: str, shown: str, limits: Limits) -> bytes:
+    try:
+        # O_NONBLOCK: opening a pipe that nobody writes to must not hang.
+        descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise MalformedModelError(f"model file {shown!r} does not exist") from error
+    except (OSError, ValueError) as error:
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        raise MalformedModelError(f"model file {shown!r} cannot be read: {reason}") from error
+    status = os.fstat(descriptor)
+    if stat.S_ISDIR(status.st_mode):
+        os.close(descriptor)
+        raise MalformedModelError(f"model file {shown!r} is a directory, expected an .onnx file")
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(status.st_mode):
+            raise UnsafeModelError(f"model file {shown!r} is not a regular file")
+        if status.st_size == 0:
+            raise MalformedModelError(f"model file {shown!r} is empty")
+        if status.st_size > limits.model_bytes:
+            raise UnsafeModelError(
+                f"model file {shown!r} has {status.st_size} bytes, the limit is {limits.model_bytes};"
+                " store its weights as external data"
+            )
+        try:
+            return file.read(limits.model_bytes + 1)
+        except OSError as error:
+            raise MalformedModelError(
+                f"model file {shown!r} cannot be read: {errno.errorcode.get(error.errno or 0)}"
+            ) from error
+
+
+def _parse(data: bytes, shown: str) -> onnx.ModelProto:
+    proto = onnx.ModelProto()
+    try:
+        proto.ParseFromString(data)
+    except (google.protobuf.message.DecodeError, RecursionError) as error:
+        raise MalformedModelError(f"model file {shown!r} is truncated or not an ONNX file") from error
+    if not proto.HasField("graph") or proto.ir_version < 1:
+        raise MalformedModelError(f"model file {shown!r} is not an ONNX file: it has no graph or IR version")
+    return proto

@@ -1,0 +1,103 @@
+// What the operators need from ONNX Runtime: attributes, validated tensors, outputs, threads, errors.
+// Of the library, only this folder and abi/ know ONNX Runtime.
+#ifndef BNEXPORT_ADAPTERS_NODE_H
+#define BNEXPORT_ADAPTERS_NODE_H
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../abi/ort_abi.h"
+#include "../kernels/cpu/parallel.h"
+#include "schema.h"
+
+namespace bnexport::adapters {
+
+// A refusal; becomes an OrtStatus.
+class NodeError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// Throws NodeError with ONNX Runtime's message, and releases the status.
+void check(ort::Api api, ort::Status* status);
+
+// Runs body and turns every exception into a status: nothing may unwind through ONNX Runtime's C ABI.
+template <class Body>
+ort::Status* guarded(ort::Api api, const Body& body) noexcept {
+  try {
+    body();
+    return nullptr;
+  } catch (const std::bad_alloc&) {
+    return ort::CreateStatus::call(api, ort::kFail, "bnexport: not enough memory");
+  } catch (const NodeError& error) {
+    return ort::CreateStatus::call(api, ort::kInvalidArgument, error.what());
+  } catch (const std::exception& error) {
+    return ort::CreateStatus::call(api, ort::kFail, error.what());
+  } catch (...) {
+    return ort::CreateStatus::call(api, ort::kFail, "bnexport: unknown error");
+  }
+}
+
+// The attributes of a node, read and checked once when the session is built.
+struct Attributes {
+  std::string where;  // "MMCVSyncBatchNorm node 'name'", for messages
+  std::string node;
+  std::string group;
+  int64_t group_size = 1;
+  double momentum = 0, eps = 0;
+  int32_t training = 1, stats_mode = 0, grad_reduction = 0;
+};
+Attributes read_attributes(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op);
+
+struct Tensor {
+  const void* data = nullptr;
+  bool present = false;
+  std::vector<int64_t> shape;
+};
+
+std::string text(const std::vector<int64_t>& shape);
+
+// One run of a node.
+class Run {
+ public:
+  Run(ort::Api api, ort::KernelContext* context, const schema::Operator& op, const std::string& where);
+
+  // An absent optional input has present = false; an absent required one is an error.
+  Tensor input(size_t index) const;
+  // Checks that a present input has shape (channels,).
+  const void* statistic(size_t index, int64_t channels) const;
+  // Null when the node does not have the output.
+  void* output(size_t index, const std::vector<int64_t>& shape) const;
+  [[noreturn]] void fail(const std::string& message) const;
+
+ private:
+  ort::Api api_;
+  ort::KernelContext* context_;
+  const schema::Operator& op_;
+  const std::string& where_;
+  size_t inputs_ = 0, outputs_ = 0;
+};
+
+// (N, C, *) as N, C, S, with all products below 2^63 bytes.
+struct Extents {
+  int64_t N, C, S;
+};
+Extents extents(const Run& run, const char* name, const std::vector<int64_t>& shape);
+
+// ONNX Runtime's own intra-op threads.
+class SessionParallel final : public cpu::Parallel {
+ public:
+  SessionParallel(ort::Api api, const ort::KernelContext* context) : api_(api), context_(context) {}
+  void run(int64_t count, Task task, void* context) override;
+  int64_t width() const override;
+
+ private:
+  ort::Api api_;
+  const ort::KernelContext* context_;
+};
+
+}  // namespace bnexport::adapters
+
+#endif  // BNEXPORT_ADAPTERS_NODE_H

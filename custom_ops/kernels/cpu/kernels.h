@@ -1,0 +1,20 @@
+// The CPU kernels: what the adapter and the C API call. Parameters are already validated.
+//
+// With group_size > 1 the caller first asks for this process's row, exchanges rows, sets
+// `gathered`, and then calls forward or backward. They may throw std::bad_alloc.
+#ifndef BNEXPORT_KERNELS_CPU_KERNELS_H
+#define BNEXPORT_KERNELS_CPU_KERNELS_H
+
+#include "bnexport.h"
+#include "parallel.h"
+
+namespace bnexport::cpu {
+
+void forward_row(const bnexport_forward& params, Parallel& parallel, double* row);
+void forward(const bnexport_forward& params, Parallel& parallel);
+void backward_row(const bnexport_backward& params, Parallel& parallel, double* row);
+void backward(const bnexport_backward& params, Parallel& parallel);
+
+}  // namespace bnexport::cpu
+
+#endif  // BNEXPORT_KERNELS_CPU_KERNELS_H

@@ -1,0 +1,34 @@
+// How kernels ask for threads: the caller brings them (ONNX Runtime's pool, or ours behind the C API).
+#ifndef BNEXPORT_KERNELS_CPU_PARALLEL_H
+#define BNEXPORT_KERNELS_CPU_PARALLEL_H
+
+#include <cstdint>
+
+namespace bnexport::cpu {
+
+class Parallel {
+ public:
+  using Task = void (*)(void* context, int64_t index);
+
+  virtual ~Parallel() = default;
+  // Calls task(context, i) for each i in [0, count), in any order and from any thread, and returns
+  // when all have returned. Tasks must not throw.
+  virtual void run(int64_t count, Task task, void* context) = 0;
+  // About how many tasks can run at a time; a hint for the split of the work, never for its result.
+  virtual int64_t width() const = 0;
+};
+
+template <class Body>
+void parallel_for(Parallel& parallel, int64_t count, const Body& body) {
+  if (count == 1) {
+    body(0);
+  } else if (count > 1) {
+    parallel.run(
+        count, [](void* context, int64_t index) { (*static_cast<const Body*>(context))(index); },
+        const_cast<Body*>(&body));
+  }
+}
+
+}  // namespace bnexport::cpu
+
+#endif  // BNEXPORT_KERNELS_CPU_PARALLEL_H

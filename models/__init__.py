@@ -1,0 +1,1 @@
+"""Small real networks for the demo, the benchmarks and the tests."""
