@@ -64,7 +64,7 @@ def _work(
             loss.backward()
             optimizer.step()
             schedule.step()
-            total, seen = total + float(loss) * len(mine), seen + len(mine)
+            total, seen = total + loss.item() * len(mine), seen + len(mine)
         if rank == 0:
             print(f"  epoch {epoch + 1:2d}/{epochs}  loss {total / seen:.4f}", flush=True)
     if rank == 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
@@ -13,6 +15,7 @@ from bnexport.exporting.portable_body import MINIMUM_OPSET, portable_body
 
 _PREFIX = "model."
 STATE_SUFFIX = ".new"
+_SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def finish(model: ir.Model, outputs: list[str], state: list[str], *, training: bool) -> None:
@@ -24,6 +27,7 @@ def finish(model: ir.Model, outputs: list[str], state: list[str], *, training: b
     graph = model.graph
     graph.name = "bnexport"
     _strip_prefix(graph)
+    _name_nodes(graph)
     passes.IdentityEliminationPass()(model)
     if not training:
         optimizer.fold_constants(model)
@@ -41,6 +45,8 @@ def finish(model: ir.Model, outputs: list[str], state: list[str], *, training: b
         model.opset_imports[schema.DOMAIN] = schema.VERSION
     passes.RemoveUnusedOpsetsPass()(model)
     passes.TopologicalSortPass()(model)
+    # The exporter's metadata holds stack traces with the user's paths.
+    passes.ClearMetadataAndDocStringPass()(model)
 
 
 def sync_nodes(model: ir.Model) -> list[ir.Node]:
@@ -52,6 +58,36 @@ def _strip_prefix(graph: ir.Graph) -> None:
     for name, value in list(graph.initializers.items()):
         if name.startswith(_PREFIX):
             _rename(graph, value, name.removeprefix(_PREFIX))
+
+
+def _name_nodes(graph: ir.Graph) -> None:
+    """Nodes are called after the module they came from, where the exporter says: `stem.1/BatchNormalization`."""
+    taken: set[str] = set()
+    for node in graph.all_nodes():
+        scopes = node.metadata_props.get(_SCOPES)
+        path = _module_path(scopes) if scopes else _traced_path(node.name or "")
+        base = name = f"{path}/{node.op_type}" if path else node.op_type
+        index = 1
+        while name in taken:
+            name, index = f"{base}_{index}", index + 1
+        taken.add(name)
+        node.name = name
+
+
+def _module_path(scopes: str) -> str:
+    """The innermost module of a scope list such as ['', 'model', 'model.stem', 'model.stem.1', 'conv2d']."""
+    try:
+        names = ast.literal_eval(scopes)
+    except (SyntaxError, ValueError):
+        return ""
+    modules = [str(name) for name in names[:-1] if str(name).startswith(_PREFIX)]
+    return modules[-1].removeprefix(_PREFIX) if modules else ""
+
+
+def _traced_path(name: str) -> str:
+    """The module of a TorchScript node name: `/model/stem/stem.0/Conv` is `stem.0`."""
+    parts = name.removeprefix("/model/").split("/")[:-1]
+    return ".".join(part for part, following in zip(parts, [*parts[1:], ""]) if not following.startswith(f"{part}."))
 
 
 def _rename(graph: ir.Graph, value: ir.Value, name: str) -> None:

@@ -99,8 +99,7 @@ class Constants:
         if value in self._evaluated:
             return self._evaluated[value]
         operands = [
-            None if operand is None else self._array(operand, _operand(what), depth - 1)
-            for operand in node.inputs
+            None if operand is None else self._array(operand, _operand(what), depth - 1) for operand in node.inputs
         ]
         if sum(operand.size for operand in operands if operand is not None) > _ELEMENTS:
             raise Refused("too-large", f"the {what} is computed from too many elements to evaluate here")

@@ -174,9 +174,13 @@ class Plan:
         if node not in self.targets:
             self.targets.append(node)
 
+    def check_add(self, addend: Addend) -> None:
+        """Refuses a shift that its type cannot hold."""
+        round_vector(addend.vector, addend.dtype, "shift")
+
     def add_behind(self, node: ir.Node, addend: Addend) -> None:
         """Adds a vector to the node's first output, by an Add of its own."""
-        round_vector(addend.vector, addend.dtype, "shift")
+        self.check_add(addend)
         if node in self.adds:
             raise Refused("conflict", "two shifts meet behind one node")
         self.adds[node] = addend

@@ -15,9 +15,17 @@ import onnx_ir as ir
 
 from bnexport.errors import UnsupportedModelError
 from bnexport.folding import sync_bn
-from bnexport.folding.context import Context, Options, remove_unused_constant, write_parameters
+from bnexport.folding.context import (
+    Addend,
+    Context,
+    Options,
+    Plan,
+    insert_add,
+    remove_unused_constant,
+    write_parameters,
+)
 from bnexport.folding.names import Names
-from bnexport.folding.nodes import is_standard, label
+from bnexport.folding.nodes import input_at, is_standard, label
 from bnexport.folding.refusal import Refused
 from bnexport.folding.report import Counts, Refusal, SiteReport
 from bnexport.folding.rules import by_operator
@@ -153,7 +161,10 @@ class Engine:
             scale_max=float(magnitudes.max(initial=0.0)) if magnitudes.size else None,
         )
         refusals = []
-        for direction, attempt in (("backward", self._backward), ("forward", self._forward)):
+        attempts = (("backward", self._backward), ("forward", self._forward), ("scale", self._scale_backward))
+        for direction, attempt in attempts:
+            if direction == "scale" and all(refusal.code != "shift" for refusal in refusals):
+                continue
             try:
                 search = attempt(site, family.context)
             except Refused as reason:
@@ -174,6 +185,19 @@ class Engine:
         _bypass(site)
         return search
 
+    def _scale_backward(self, site: Site, context: Context) -> Search:
+        """The scale into the producer, the shift into an Add: for producers that have no bias."""
+        rank = context.rank(site.input)
+        if rank is None:
+            raise Refused("rank", "the rank of its input is not known, so no Add can take the shift")
+        search = Search(context, by_operator(self.options.rules))
+        search.backward(site.input, site.axis, site.affine.only_scale())
+        addend = Addend(site.affine.offset, site.axis, rank, parameter_type(site, search.plan))
+        search.plan.check_add(addend)
+        search.plan.commit()
+        insert_add(context, _bypass(site), addend)
+        return search
+
     def _forward(self, site: Site, context: Context) -> Search:
         search = Search(context, by_operator(self.options.rules))
         search.forward(site.output, site.axis, site.affine)
@@ -191,8 +215,17 @@ def _import_standard_operators(family: Family) -> None:
         family.graphs[0].opset_imports[""] = family.context.opset = sync_bn.FALLBACK_OPSET
 
 
-def _bypass(site: Site) -> None:
-    """Removes the nodes of a site: what read its output reads its input."""
+def parameter_type(site: Site, plan: Plan) -> np.dtype:
+    """The type of the data, or of the weight that takes the scale where the model does not declare it."""
+    for value in (site.input, site.output):
+        if value.dtype is not None and value.dtype.is_floating_point():
+            return value.dtype.numpy()
+    node, index = next(iter(plan.edits))
+    return plan.context.constants.array(input_at(node, index), "weight").dtype
+
+
+def _bypass(site: Site) -> ir.Value:
+    """Removes the nodes of a site: what read its output reads its input, which is returned."""
     source, output = site.input, site.output
     if output.is_graph_output():
         # `source` is no graph output itself (backward refuses that), so it can take the name over.
@@ -202,7 +235,7 @@ def _bypass(site: Site) -> None:
         source.type, source.shape = output.type or source.type, output.shape or source.shape
     else:
         output.replace_all_uses_with(source)
-        source.shape = source.shape or output.shape
+        source.type, source.shape = source.type or output.type, source.shape or output.shape
     constants = [
         value
         for node in site.nodes
@@ -215,6 +248,7 @@ def _bypass(site: Site) -> None:
         graph.remove(node, safe=True)
     for value in constants:
         remove_unused_constant(value)
+    return source
 
 
 def _refuse_redefined_operators(model: ir.Model) -> None:

@@ -23,7 +23,7 @@ class Runner:
     def __init__(self, model: ir.Model, path: str | None = None) -> None:
         """path: a file that holds exactly `model`, used where the model is large."""
         try:
-            import onnxruntime  # type: ignore[import-untyped]
+            import onnxruntime
         except ImportError as error:
             raise MissingDependencyError("verification needs ONNX Runtime: pip install onnxruntime") from error
         self._folder: str | None = None

@@ -77,12 +77,24 @@ GroupStatistics gathered_statistics(const bnexport_forward& params, int64_t c) {
 
 namespace {
 
+// What the compute type of the data's loops holds of a value.
+double held(int32_t dtype, double value) {
+  return dtype == BNEXPORT_FLOAT64 ? value : static_cast<double>(static_cast<float>(value));
+}
+
+// The part of a value beyond `held`, which is nothing when the value is infinite or NaN.
+double remainder(double value, double held_value) {
+  const double rest = value - held_value;
+  return rest == rest ? rest : 0;
+}
+
 ForwardCoefficients coefficients(const bnexport_forward& params, int64_t c, double mean, double invstd) {
   if (params.saved_mean != nullptr) params.saved_mean[c] = mean;
   if (params.saved_invstd != nullptr) params.saved_invstd[c] = invstd;
   const double weight = load_statistic(params.weight, params.stats_dtype, c, 1);
   const double bias = load_statistic(params.bias, params.stats_dtype, c, 0);
-  return {mean, weight * invstd, bias};
+  const double scale = weight * invstd, high = held(params.dtype, mean), low = remainder(mean, high);
+  return {high, scale, low == 0 ? bias : bias - low * scale};
 }
 
 }  // namespace
@@ -160,10 +172,13 @@ BackwardCoefficients finish_backward(const bnexport_backward& params, int64_t c,
 
   const double mean = params.saved_mean[c], invstd = params.saved_invstd[c];
   const double scale = load_statistic(params.weight, params.stats_dtype, c, 1) * invstd;
-  if (!params.training) return {0, scale, 0, 0};
+  if (!params.training) return {0, scale, 0, 0, 0};
   double dy_sum = total.dy;
   if (share.non_empty < 1) dy_sum -= (1 - share.non_empty) * invstd * mean * total.dy_x_hat;
-  return {mean, scale, share.lambda * dy_sum, share.lambda * total.dy_x_hat * invstd};
+  const double offset = share.lambda * dy_sum, slope = share.lambda * total.dy_x_hat * invstd;
+  const double mean_high = held(params.dtype, mean), offset_high = held(params.dtype, offset);
+  const double rest = scale * (remainder(mean, mean_high) * slope - remainder(offset, offset_high));
+  return {mean_high, scale, offset_high, slope, rest};
 }
 
 }  // namespace bnexport

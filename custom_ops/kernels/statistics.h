@@ -12,13 +12,17 @@
 namespace bnexport {
 
 // y = (x - mean) * scale + bias
+//
+// Loops compute in the data's compute type (float, or double for double data). finish_* split the mean
+// and the offset into what that type holds and the rest; the rest is so small that it can join the
+// additive term without cancellation, so that x - mean is as good as in double.
 struct ForwardCoefficients {
   double mean, scale, bias;
 };
 
-// dx = scale * ((dy - offset) - (x - mean) * slope)
+// dx = scale * ((dy - offset) - (x - mean) * slope) + rest
 struct BackwardCoefficients {
-  double mean, scale, offset, slope;
+  double mean, scale, offset, slope, rest;
 };
 
 // The batch statistics of the group. `count` is the one that the unbiased running variance uses.

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
-from bnexport.folding.rules import conv
+from bnexport.folding.rules import (
+    concat,
+    conv,
+    conv_transpose,
+    depth_to_space,
+    elementwise,
+    gemm,
+    matmul,
+    pooling,
+    reshape,
+    resize,
+    transparent,
+)
 from bnexport.folding.search import Rule
 
-ALL: tuple[Rule, ...] = (conv.RULE,)
+ALL: tuple[Rule, ...] = (
+    conv.RULE,
+    conv_transpose.RULE,
+    gemm.RULE,
+    matmul.RULE,
+    elementwise.RULE,
+    transparent.RULE,
+    reshape.RULE,
+    pooling.RULE,
+    concat.RULE,
+    resize.RULE,
+    depth_to_space.RULE,
+)
 
 
 def by_operator(names: frozenset[str] | None = None) -> dict[str, Rule]:

@@ -68,7 +68,14 @@ def _scale_constant(node: ir.Node, index: int, axis: int, scale: np.ndarray, ran
 
 
 def _store(
-    node: ir.Node, index: int, total: np.ndarray, size: np.ndarray, before: int, channels: int, rank: int, search: Search
+    node: ir.Node,
+    index: int,
+    total: np.ndarray,
+    size: np.ndarray,
+    before: int,
+    channels: int,
+    rank: int,
+    search: Search,
 ) -> None:
     if total.ndim > rank or total.size > max(before, channels):
         raise Refused("too-large", f"the constant of {label(node)} would grow from {before} to {total.size} elements")

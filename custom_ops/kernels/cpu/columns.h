@@ -121,8 +121,7 @@ BNEXPORT_INLINE void normalise_columns(const typename T::Storage* x, typename T:
   for (int64_t i = 0; i < count; ++i) {
     mean[i] = static_cast<Compute>(c[i].mean);
     scale[i] = static_cast<Compute>(c[i].scale);
-    const double rest = c[i].mean - static_cast<double>(mean[i]);
-    bias[i] = static_cast<Compute>(rest == rest ? c[i].bias - rest * c[i].scale : c[i].bias);
+    bias[i] = static_cast<Compute>(c[i].bias);
   }
   for (int64_t r = 0; r < rows; ++r, x += stride, y += stride) {
     store_columns<T, whole>(y, (load_columns<T, whole>(x, count) - mean) * scale + bias, count);
@@ -192,9 +191,7 @@ BNEXPORT_INLINE void gradient_columns(const typename T::Storage* dy, const typen
     scale[i] = static_cast<Compute>(c[i].scale);
     offset[i] = static_cast<Compute>(c[i].offset);
     slope[i] = static_cast<Compute>(c[i].slope);
-    const double mean_rest = c[i].mean - static_cast<double>(mean[i]);
-    const double offset_rest = c[i].offset - static_cast<double>(offset[i]);
-    rest[i] = static_cast<Compute>(c[i].scale * (mean_rest * c[i].slope - offset_rest));
+    rest[i] = static_cast<Compute>(c[i].rest);
   }
   for (int64_t r = 0; r < rows; ++r, x += stride, dy += stride, dx += stride) {
     const V g = load_columns<T, whole>(dy, count), v = load_columns<T, whole>(x, count);

@@ -10,6 +10,10 @@
 namespace bnexport::cpu {
 namespace {
 
+void merge(Moments* all, const Moments* part, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) all[i].merge(part[i]);
+}
+
 template <class T>
 constexpr Table make_table() {
   return {sizeof(typename T::Storage),
@@ -20,7 +24,8 @@ constexpr Table make_table() {
           column_moments<T>,
           column_normalise<T>,
           column_gradient_sums<T>,
-          column_gradient<T>};
+          column_gradient<T>,
+          merge};
 }
 
 }  // namespace

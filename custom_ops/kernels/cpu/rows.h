@@ -78,9 +78,8 @@ PivotSums pivot_sums_wide(const typename T::Storage* x, Span span, double pivot)
 BNEXPORT_INLINE bool far_off(const PivotSums& sums, double n) { return 3 * sums.s * sums.s > 2 * sums.q * n; }
 
 template <class T>
-Moments moments(const void* data, Span span) {
+BNEXPORT_INLINE Moments block_moments(const typename T::Storage* x, Span span) {
   using Compute = typename T::Compute;
-  const auto* x = static_cast<const typename T::Storage*>(data);
   const double n = static_cast<double>(span.rows) * static_cast<double>(span.cols);
   typename T::Vector sample{};
   for (int64_t k = 0; k < 4; ++k) {
@@ -111,6 +110,12 @@ Moments moments(const void* data, Span span) {
   const double shift = sums.s / n;
   const double m2 = sums.q - sums.s * shift;
   return {n, static_cast<double>(pivot) + shift, m2 < 0 ? 0 : m2};
+}
+
+template <class T>
+void moments(const void* data, Span span, int64_t channels, Moments* all) {
+  const auto* x = static_cast<const typename T::Storage*>(data);
+  for (int64_t c = 0; c < channels; ++c) all[c].merge(block_moments<T>(x + c * span.cols, span));
 }
 
 // How many elements from `to` until a streaming store is aligned; the row is at least that long.
@@ -152,40 +157,42 @@ BNEXPORT_INLINE void map_row(typename T::Storage* y, int64_t n, const Load& load
   if (i < n) T::template store<false>(y + n - W, last);
 }
 
-// The mean is split into the part that fits the compute type and the rest, which is so small that it
-// can join the bias without cancellation: x - mean is then as good as in double.
 template <class T, bool stream>
-BNEXPORT_INLINE void normalise_rows(const typename T::Storage* x, typename T::Storage* y, Span span,
-                                    const ForwardCoefficients& c) {
+void normalise_rows(const typename T::Storage* x, typename T::Storage* y, Span span, int64_t channels,
+                    const ForwardCoefficients* coefficients) {
   using Compute = typename T::Compute;
   using V = typename T::Vector;
-  const Compute mean = static_cast<Compute>(c.mean), scale = static_cast<Compute>(c.scale);
-  const double rest = c.mean - static_cast<double>(mean);
-  const Compute bias = static_cast<Compute>(rest == rest ? c.bias - rest * c.scale : c.bias);
-  for (int64_t r = 0; r < span.rows; ++r, x += span.stride, y += span.stride) {
-    map_row<T, stream>(
-        y, span.cols, [&](int64_t i) { return T::load(x + i); }, [&](V v) { return (v - mean) * scale + bias; });
+  for (int64_t r = 0; r < span.rows; ++r) {
+    for (int64_t c = 0; c < channels; ++c) {
+      const auto mean = static_cast<Compute>(coefficients[c].mean), scale = static_cast<Compute>(coefficients[c].scale);
+      const auto bias = static_cast<Compute>(coefficients[c].bias);
+      const int64_t start = r * span.stride + c * span.cols;
+      map_row<T, stream>(
+          y + start, span.cols, [&](int64_t i) { return T::load(x + start + i); },
+          [&](V v) { return (v - mean) * scale + bias; });
+    }
   }
+  if constexpr (stream) stream_fence();
 }
 
 template <class T>
-void normalise(const void* x, void* y, Span span, const ForwardCoefficients& coefficients, bool stream) {
+void normalise(const void* x, void* y, Span span, int64_t channels, const ForwardCoefficients* coefficients,
+               bool stream) {
   const auto* from = static_cast<const typename T::Storage*>(x);
   auto* to = static_cast<typename T::Storage*>(y);
   if (stream) {
-    normalise_rows<T, true>(from, to, span, coefficients);
+    normalise_rows<T, true>(from, to, span, channels, coefficients);
   } else {
-    normalise_rows<T, false>(from, to, span, coefficients);
+    normalise_rows<T, false>(from, to, span, channels, coefficients);
   }
 }
 
 template <class T>
-GradientSums gradient_sums(const void* dy_data, const void* x_data, Span span, double mean) {
+BNEXPORT_INLINE GradientSums block_gradient_sums(const typename T::Storage* dy, const typename T::Storage* x,
+                                                 Span span, double mean) {
   using Compute = typename T::Compute;
   using V = typename T::Vector;
   constexpr int64_t W = kLanes<T>;
-  const auto* dy = static_cast<const typename T::Storage*>(dy_data);
-  const auto* x = static_cast<const typename T::Storage*>(x_data);
   const Compute pivot = static_cast<Compute>(mean);
   V a0{}, a1{}, b0{}, b1{};
   for (int64_t r = 0; r < span.rows; ++r, x += span.stride, dy += span.stride) {
@@ -213,34 +220,50 @@ GradientSums gradient_sums(const void* dy_data, const void* x_data, Span span, d
   return {sum, sum_lanes(b0 + b1) - (mean - static_cast<double>(pivot)) * sum};
 }
 
+template <class T>
+void gradient_sums(const void* dy_data, const void* x_data, Span span, int64_t channels, const double* mean,
+                   GradientSums* all) {
+  const auto* dy = static_cast<const typename T::Storage*>(dy_data);
+  const auto* x = static_cast<const typename T::Storage*>(x_data);
+  for (int64_t c = 0; c < channels; ++c) {
+    const GradientSums block = block_gradient_sums<T>(dy + c * span.cols, x + c * span.cols, span, mean[c]);
+    all[c].dy += block.dy;
+    all[c].dy_x_hat += block.dy_x_hat;
+  }
+}
+
 template <class T, bool stream>
-BNEXPORT_INLINE void gradient_rows(const typename T::Storage* dy, const typename T::Storage* x,
-                                   typename T::Storage* dx, Span span, const BackwardCoefficients& c) {
+void gradient_rows(const typename T::Storage* dy, const typename T::Storage* x, typename T::Storage* dx, Span span,
+                   int64_t channels, const BackwardCoefficients* coefficients) {
   using Compute = typename T::Compute;
   using V = typename T::Vector;
   struct Pair {
     V g, v;
   };
-  const Compute mean = static_cast<Compute>(c.mean), offset = static_cast<Compute>(c.offset);
-  const Compute scale = static_cast<Compute>(c.scale), slope = static_cast<Compute>(c.slope);
-  const double mean_rest = c.mean - static_cast<double>(mean), offset_rest = c.offset - static_cast<double>(offset);
-  const Compute rest = static_cast<Compute>(c.scale * (mean_rest * c.slope - offset_rest));
-  for (int64_t r = 0; r < span.rows; ++r, x += span.stride, dy += span.stride, dx += span.stride) {
-    map_row<T, stream>(
-        dx, span.cols, [&](int64_t i) { return Pair{T::load(dy + i), T::load(x + i)}; },
-        [&](const Pair& p) { return ((p.g - offset) - (p.v - mean) * slope) * scale + rest; });
+  for (int64_t r = 0; r < span.rows; ++r) {
+    for (int64_t c = 0; c < channels; ++c) {
+      const BackwardCoefficients& k = coefficients[c];
+      const auto mean = static_cast<Compute>(k.mean), offset = static_cast<Compute>(k.offset);
+      const auto scale = static_cast<Compute>(k.scale), slope = static_cast<Compute>(k.slope);
+      const auto rest = static_cast<Compute>(k.rest);
+      const int64_t start = r * span.stride + c * span.cols;
+      map_row<T, stream>(
+          dx + start, span.cols, [&](int64_t i) { return Pair{T::load(dy + start + i), T::load(x + start + i)}; },
+          [&](const Pair& p) { return ((p.g - offset) - (p.v - mean) * slope) * scale + rest; });
+    }
   }
+  if constexpr (stream) stream_fence();
 }
 
 template <class T>
-void gradient(const void* dy, const void* x, void* dx, Span span, const BackwardCoefficients& c, bool stream) {
+void gradient(const void* dy, const void* x, void* dx, Span span, int64_t channels,
+              const BackwardCoefficients* coefficients, bool stream) {
   using Storage = typename T::Storage;
+  const auto *g = static_cast<const Storage*>(dy), *v = static_cast<const Storage*>(x);
   if (stream) {
-    gradient_rows<T, true>(static_cast<const Storage*>(dy), static_cast<const Storage*>(x), static_cast<Storage*>(dx),
-                           span, c);
+    gradient_rows<T, true>(g, v, static_cast<Storage*>(dx), span, channels, coefficients);
   } else {
-    gradient_rows<T, false>(static_cast<const Storage*>(dy), static_cast<const Storage*>(x),
-                            static_cast<Storage*>(dx), span, c);
+    gradient_rows<T, false>(g, v, static_cast<Storage*>(dx), span, channels, coefficients);
   }
 }
 

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__F16C__)
 #include <immintrin.h>
@@ -131,6 +132,13 @@ BNEXPORT_INLINE void store_bytes(void* to, const V& value) {
   }
 #endif
   std::memcpy(to, &value, sizeof(V));
+}
+
+// Streaming stores become visible to other threads in order only after this.
+BNEXPORT_INLINE void stream_fence() {
+#if defined(__AVX__)
+  _mm_sfence();
+#endif
 }
 
 // An element type: `Storage` in memory, `Vector` of `Compute` lanes in registers.

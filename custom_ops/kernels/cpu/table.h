@@ -28,19 +28,29 @@ struct Span {
 struct Table {
   int64_t element_size;
 
-  // Rows: all values belong to one channel; cols >= kShortestRow.
-  Moments (*moments)(const void* x, Span span);
-  void (*normalise)(const void* x, void* y, Span span, const ForwardCoefficients& coefficients, bool stream);
-  // {sum dy, sum dy * (x - mean)}
-  GradientSums (*gradient_sums)(const void* dy, const void* x, Span span, double mean);
-  void (*gradient)(const void* dy, const void* x, void* dx, Span span, const BackwardCoefficients& coefficients,
-                   bool stream);
+  // Rows. The values of a row belong to one channel, and the rows of `channels` channels follow each
+  // other in memory, so that a call reads long runs: channel c of the call starts at c * span.cols.
+  // span.cols >= kShortestRow.
+  //
+  // moments and gradient_sums take one block of each channel and add it to all[c];
+  // gradient_sums adds {sum dy, sum dy * (x - mean[c])}.
+  void (*moments)(const void* x, Span span, int64_t channels, Moments* all);
+  void (*normalise)(const void* x, void* y, Span span, int64_t channels, const ForwardCoefficients* coefficients,
+                    bool stream);
+  void (*gradient_sums)(const void* dy, const void* x, Span span, int64_t channels, const double* mean,
+                        GradientSums* all);
+  void (*gradient)(const void* dy, const void* x, void* dx, Span span, int64_t channels,
+                   const BackwardCoefficients* coefficients, bool stream);
 
-  // Columns: each column has coefficients of its own; any cols >= 0. Results per column.
+  // Columns: each column has a channel of its own; any cols >= 0. Results per column.
   void (*column_moments)(const void* x, Span span, double* mean, double* m2);
   void (*column_normalise)(const void* x, void* y, Span span, const ForwardCoefficients* coefficients);
   void (*column_gradient_sums)(const void* dy, const void* x, Span span, const double* mean, GradientSums* sums);
   void (*column_gradient)(const void* dy, const void* x, void* dx, Span span, const BackwardCoefficients* coefficients);
+
+  // all[i].merge(part[i]). Here, and not in the callers, because compilers contract a * b + c differently
+  // for each instruction set, and every way through the kernels must give the same bits.
+  void (*merge)(Moments* all, const Moments* part, int64_t count);
 };
 
 // The table for a bnexport_dtype on this processor. The environment variable BNEXPORT_ISA

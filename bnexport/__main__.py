@@ -1,0 +1,3 @@
+from bnexport.cli import main
+
+main()

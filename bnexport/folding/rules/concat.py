@@ -1,0 +1,91 @@
+"""Concat along the channels, or along another axis.
+
+Along another axis every operand carries all channels and takes the whole map. Along the channels each
+operand takes its own slice: with operands of C1, C2, ... channels the map (k, c, t) splits into
+(k[:C1], ...), (k[C1:C1+C2], ...). A constant operand is mapped in place.
+
+Forward along the channels: what reads the result sees the map on one slice and the identity elsewhere.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.folding.affine import ChannelAffine, along
+from bnexport.folding.context import Context
+from bnexport.folding.nodes import get_int, label, only_attributes
+from bnexport.folding.refusal import Refused
+from bnexport.folding.search import Rule, Search
+
+
+def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
+    values = _operands(node)
+    if _concat_axis(node, search.context) != axis:
+        parts = [affine] * len(values)
+    else:
+        sizes = _sizes(node, values, axis, search.context)
+        if sum(sizes) != affine.channels:
+            raise Refused("shape", f"{label(node)} joins {sum(sizes)} channels, the map has {affine.channels}")
+        ends = np.cumsum(sizes)
+        parts = [affine.take(slice(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+    for index, (value, part) in enumerate(zip(values, parts, strict=True)):
+        if search.context.constants.is_constant(value):
+            _map_constant(node, index, axis, part, search)
+        else:
+            search.backward(value, axis, part)
+
+
+def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
+    values = _operands(node)
+    if _concat_axis(node, search.context) != axis:
+        raise Refused("concat", f"{label(node)} joins the mapped channels with others along another axis")
+    if sum(value is values[index] for value in values) > 1:
+        raise Refused("shared", f"{label(node)} joins the same value twice")
+    sizes = _sizes(node, values, axis, search.context)
+    if sizes[index] != affine.channels:
+        raise Refused("shape", f"operand {index} of {label(node)} has {sizes[index]} channels, not {affine.channels}")
+    scale, center, shift = (np.full(sum(sizes), fill) for fill in (1.0, 0.0, 0.0))
+    own = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
+    scale[own], center[own], shift[own] = affine.scale, affine.center, affine.shift
+    search.forward(node.outputs[0], axis, ChannelAffine(scale, center, shift))
+
+
+def _operands(node: ir.Node) -> list[ir.Value]:
+    only_attributes(node, ("axis",))
+    values = [value for value in node.inputs if value is not None]
+    if len(values) != len(node.inputs) or not values:
+        raise Refused("bad-node", f"{label(node)} has an empty input")
+    return values
+
+
+def _concat_axis(node: ir.Node, context: Context) -> int:
+    # The default of 1 is opset 1's; later opsets always write the axis.
+    axis = get_int(node, "axis", 1)
+    if axis < 0:
+        rank = context.rank(node.outputs[0])
+        if rank is None:
+            raise Refused("rank", f"the rank of {label(node)} is not known")
+        axis += rank
+    return axis
+
+
+def _sizes(node: ir.Node, values: list[ir.Value], axis: int, context: Context) -> list[int]:
+    sizes = [context.size(value, axis) for value in values]
+    if any(size is None for size in sizes):
+        raise Refused("shape", f"the channels of an operand of {label(node)} are not known")
+    return [size for size in sizes if size is not None]
+
+
+def _map_constant(node: ir.Node, index: int, axis: int, part: ChannelAffine, search: Search) -> None:
+    what = f"{label(node)} constant"
+    values = search.plan.value(node, index, what)
+    if not 0 <= axis < values.ndim or values.shape[axis] != part.channels:
+        raise Refused("shape", f"the {what} of shape {values.shape} does not fit the map")
+    scale, center, shift = (along(vector, axis, values.ndim) for vector in (part.scale, part.center, part.shift))
+    size = (np.abs(values) + np.abs(center)) * np.abs(scale) + np.abs(shift)
+    dtype = search.context.constants.array(node.inputs[index], what).dtype
+    search.plan.replace(node, index, (values - center) * scale + shift, dtype, what, size)
+
+
+RULE = Rule("concat", ("Concat",), backward, forward)

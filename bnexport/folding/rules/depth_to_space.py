@@ -1,0 +1,54 @@
+"""DepthToSpace and SpaceToDepth with blocks of b x b.
+
+DepthToSpace, mode CRD: output channel c comes from the input channels c b^2 ... c b^2 + b^2 - 1;
+mode DCR: from c, C + c, 2 C + c, ... with C the number of output channels. A map of the output is the map
+of the input with each channel repeated, or with all channels repeated as a block.
+
+SpaceToDepth spreads channel c to c, C + c, 2 C + c, ...: forward, the map is repeated as a block. The other
+directions would need a map that is equal on all channels that come together: not followed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.nodes import get_int, get_string, input_at, label, only_attributes
+from bnexport.folding.refusal import Refused
+from bnexport.folding.search import Rule, Search
+
+
+def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
+    value, block = _check(node, axis)
+    if node.op_type == "SpaceToDepth":
+        raise Refused("no-rule", f"{label(node)} brings positions of one channel onto several")
+    mode = get_string(node, "mode", "DCR")
+    if mode not in ("DCR", "CRD"):
+        raise Refused("unknown-mode", f"{label(node)} has the unknown mode {mode!r}")
+    search.backward(value, axis, affine.repeat(block) if mode == "CRD" else _tiled(affine, block))
+
+
+def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
+    _value, block = _check(node, axis)
+    if index != 0 or node.op_type == "DepthToSpace":
+        raise Refused("no-rule", f"{label(node)} brings several channels onto positions of one")
+    search.forward(node.outputs[0], axis, _tiled(affine, block))
+
+
+def _tiled(affine: ChannelAffine, count: int) -> ChannelAffine:
+    return affine.take(np.tile(np.arange(affine.channels), count))
+
+
+def _check(node: ir.Node, axis: int) -> tuple[ir.Value, int]:
+    only_attributes(node, ("blocksize", "mode"))
+    value = input_at(node, 0)
+    block = get_int(node, "blocksize", 0)
+    if value is None or block < 1:
+        raise Refused("bad-node", f"{label(node)} has no input or no block size")
+    if axis != 1:
+        raise Refused("axis", f"the map acts on axis {axis}, the channels of {label(node)} are axis 1")
+    return value, block * block
+
+
+RULE = Rule("depth_to_space", ("DepthToSpace", "SpaceToDepth"), backward, forward)

@@ -1,0 +1,218 @@
+"""Operators that rearrange positions: Transpose, Reshape, Flatten, Squeeze, Unsqueeze.
+
+    y[p(i)] = x[i]
+
+A map along axis a of x is a map along one axis of y when that axis enumerates the same channels in the
+same order: the sizes before it multiply to the same number, and so do the sizes behind it. That is
+decided from sizes known as numbers or by name; equal sizes alone prove nothing (a Reshape of (N L, C)
+to (N, L, C) has L on axis 1, also where L = C).
+
+Forward, (..., C, S, ...) may become (..., C S, ...): each channel's scale is repeated S times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.context import Context
+from bnexport.folding.nodes import get_int, get_ints, input_at, label, only_attributes
+from bnexport.folding.refusal import Refused
+from bnexport.folding.search import Rule, Search
+from bnexport.folding.shapes import Shape
+
+
+def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
+    value = input_at(node, 0)
+    if value is None:
+        raise Refused("bad-node", f"{label(node)} has no input")
+    source = _TO_INPUT[node.op_type](node, value, axis, search.context)
+    search.backward(value, source, affine)
+
+
+def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
+    value = input_at(node, 0)
+    if index != 0 or value is None:
+        raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
+    place, repeat = _TO_OUTPUT[node.op_type](node, value, axis, search.context)
+    search.forward(node.outputs[0], place, affine if repeat == 1 else affine.repeat(repeat))
+
+
+def _permutation(node: ir.Node, value: ir.Value, context: Context) -> tuple[int, ...]:
+    only_attributes(node, ("perm",))
+    permutation = get_ints(node, "perm")
+    if permutation is not None:
+        return permutation
+    rank = context.rank(value)
+    if rank is None:
+        raise Refused("rank", f"the rank of {label(node)} is not known")
+    return tuple(reversed(range(rank)))
+
+
+def _transpose_to_input(node: ir.Node, value: ir.Value, axis: int, context: Context) -> int:
+    permutation = _permutation(node, value, context)
+    if axis >= len(permutation):
+        raise Refused("axis", f"{label(node)} has no axis {axis}")
+    return permutation[axis]
+
+
+def _transpose_to_output(node: ir.Node, value: ir.Value, axis: int, context: Context) -> tuple[int, int]:
+    permutation = _permutation(node, value, context)
+    if axis not in permutation:
+        raise Refused("axis", f"{label(node)} has no axis {axis}")
+    return permutation.index(axis), 1
+
+
+def _axes(node: ir.Node, rank: int, context: Context) -> tuple[int, ...]:
+    """Axes of Squeeze and Unsqueeze, an attribute before opset 13 and an input since."""
+    if context.opset >= 13:
+        only_attributes(node, ())
+        axes: Sequence[int] = context.constants.ints(input_at(node, 1), f"axes of {label(node)}")
+    else:
+        only_attributes(node, ("axes",))
+        axes = get_ints(node, "axes") or ()
+    if not axes:
+        raise Refused("axis", f"{label(node)} names no axes")
+    return tuple(sorted(axis + rank if axis < 0 else axis for axis in axes))
+
+
+def _known_rank(value: ir.Value, node: ir.Node, context: Context) -> int:
+    rank = context.rank(value)
+    if rank is None:
+        raise Refused("rank", f"the rank of {label(node)} is not known")
+    return rank
+
+
+def _without(axes: tuple[int, ...], axis: int, node: ir.Node) -> int:
+    """Where `axis` is after `axes` have been taken out."""
+    if axis in axes:
+        raise Refused("axis", f"{label(node)} drops the channel axis")
+    return axis - sum(removed < axis for removed in axes)
+
+
+def _with(axes: tuple[int, ...], axis: int) -> int:
+    """Where `axis` is after `axes` have been put in."""
+    for inserted in axes:
+        if inserted <= axis:
+            axis += 1
+    return axis
+
+
+def _squeeze_to_input(node: ir.Node, value: ir.Value, axis: int, context: Context) -> int:
+    return _with(_axes(node, _known_rank(value, node, context), context), axis)
+
+
+def _squeeze_to_output(node: ir.Node, value: ir.Value, axis: int, context: Context) -> tuple[int, int]:
+    return _without(_axes(node, _known_rank(value, node, context), context), axis, node), 1
+
+
+def _unsqueeze_axes(node: ir.Node, value: ir.Value, context: Context) -> tuple[int, ...]:
+    count = len(_axes(node, 0, context))
+    return _axes(node, _known_rank(value, node, context) + count, context)
+
+
+def _unsqueeze_to_input(node: ir.Node, value: ir.Value, axis: int, context: Context) -> int:
+    return _without(_unsqueeze_axes(node, value, context), axis, node)
+
+
+def _unsqueeze_to_output(node: ir.Node, value: ir.Value, axis: int, context: Context) -> tuple[int, int]:
+    return _with(_unsqueeze_axes(node, value, context), axis), 1
+
+
+def _reshape_shapes(node: ir.Node, value: ir.Value, context: Context) -> tuple[Shape, Shape, int]:
+    """Both shapes, and how many leading sizes are copied as they are."""
+    before, after = context.shape(value), context.shape(node.outputs[0])
+    if node.op_type == "Flatten":
+        only_attributes(node, ("axis",))
+        if before is None:
+            raise Refused("shape", f"the shape before {label(node)} is not known")
+        split = get_int(node, "axis", 1)
+        split += len(before) if split < 0 else 0
+        return before, (_product(before[:split]), _product(before[split:])), 0
+    only_attributes(node, ("allowzero",))
+    if context.opset < 5:
+        raise Refused("opset", "Reshape before opset 5 takes its shape from an attribute")
+    try:
+        target = context.constants.ints(input_at(node, 1), f"shape of {label(node)}")
+    except Refused:
+        target = ()
+    zeros = 0
+    if not get_int(node, "allowzero", 0):
+        while zeros < len(target) and target[zeros] == 0:
+            zeros += 1
+    if after is None and target:
+        after = tuple(size if size > 0 else None for size in target)
+    if before is None and zeros:
+        before = (None,) * zeros
+    if before is None or after is None:
+        raise Refused("shape", f"the shapes around {label(node)} are not known")
+    return before, after, zeros
+
+
+def _product(sizes: Sequence[int | str | None]) -> int | None:
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None  # type: ignore[arg-type]
+
+
+def same_product(first: Sequence[int | str | None], second: Sequence[int | str | None]) -> bool:
+    """Whether two lists of sizes certainly multiply to the same number."""
+    if any(size is None for size in (*first, *second)):
+        return False
+    names = [sorted(size for size in sizes if isinstance(size, str)) for sizes in (first, second)]
+    numbers = [math.prod(size for size in sizes if isinstance(size, int)) for sizes in (first, second)]
+    return names[0] == names[1] and numbers[0] == numbers[1]
+
+
+def _aligned(before: Shape, i: int, after: Shape, j: int, zeros: int) -> bool:
+    """Whether the first i sizes of `before` and the first j of `after` certainly hold equally many positions."""
+    if i == j and i <= zeros:
+        return True
+    return same_product(before[:i], after[:j]) or same_product(before[i:], after[j:])
+
+
+def _reshape_to_input(node: ir.Node, value: ir.Value, axis: int, context: Context) -> int:
+    before, after, zeros = _reshape_shapes(node, value, context)
+    if axis < zeros:
+        return axis
+    for source in range(len(before)):
+        if _aligned(before, source, after, axis, zeros) and _aligned(before, source + 1, after, axis + 1, zeros):
+            return source
+    raise Refused("reshape", f"{label(node)} does not keep the channels on one axis: {_show(before)} to {_show(after)}")
+
+
+def _reshape_to_output(node: ir.Node, value: ir.Value, axis: int, context: Context) -> tuple[int, int]:
+    before, after, zeros = _reshape_shapes(node, value, context)
+    if axis < zeros:
+        return axis, 1
+    for place in range(len(after)):
+        if not _aligned(before, axis, after, place, zeros):
+            continue
+        for end in range(axis + 1, len(before) + 1):
+            inner = _product(before[axis + 1 : end])
+            if inner is not None and _aligned(before, end, after, place + 1, zeros):
+                return place, inner
+    raise Refused("reshape", f"{label(node)} does not keep the channels on one axis: {_show(before)} to {_show(after)}")
+
+
+def _show(shape: Shape) -> str:
+    return "(" + ", ".join("?" if size is None else str(size) for size in shape) + ")"
+
+
+_TO_INPUT: dict[str, Callable[[ir.Node, ir.Value, int, Context], int]] = {
+    "Flatten": _reshape_to_input,
+    "Reshape": _reshape_to_input,
+    "Squeeze": _squeeze_to_input,
+    "Transpose": _transpose_to_input,
+    "Unsqueeze": _unsqueeze_to_input,
+}
+_TO_OUTPUT: dict[str, Callable[[ir.Node, ir.Value, int, Context], tuple[int, int]]] = {
+    "Flatten": _reshape_to_output,
+    "Reshape": _reshape_to_output,
+    "Squeeze": _squeeze_to_output,
+    "Transpose": _transpose_to_output,
+    "Unsqueeze": _unsqueeze_to_output,
+}
+
+RULE = Rule("reshape", tuple(_TO_INPUT), backward, forward)
