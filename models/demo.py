@@ -34,7 +34,7 @@ DIFFERENCE_BELOW = 1e-4
 TRAINING_GRAPH_DIFFERENCE_BELOW = 1e-5
 ROUNDS = 60
 
-console = Console(highlight=False)
+console = Console(highlight=False, width=110)
 
 
 @dataclasses.dataclass(frozen=True)

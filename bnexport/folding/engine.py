@@ -160,7 +160,7 @@ class Engine:
             scale_min=float(magnitudes.min(initial=np.inf)) if magnitudes.size else None,
             scale_max=float(magnitudes.max(initial=0.0)) if magnitudes.size else None,
         )
-        refusals = []
+        refusals: list[Refusal] = []
         attempts = (("backward", self._backward), ("forward", self._forward), ("scale", self._scale_backward))
         for direction, attempt in attempts:
             if direction == "scale" and all(refusal.code != "shift" for refusal in refusals):

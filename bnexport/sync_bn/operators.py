@@ -17,7 +17,7 @@ import torch
 
 from bnexport import schema
 from bnexport.errors import GroupError, UsageError
-from bnexport.sync_bn import distributed, moments
+from bnexport.sync_bn import compiled, distributed, moments, torch_operations
 
 Tensor = torch.Tensor
 
@@ -66,11 +66,6 @@ def _check(input: Tensor, vectors: dict[str, Tensor | None], training: bool, sta
             raise UsageError(f"{name}: got {value!r}, expected one of {', '.join(allowed)}")
 
 
-def _dense(x: Tensor) -> Tensor:
-    """x itself where it covers its memory without gaps or overlap, else a contiguous copy."""
-    return x if torch.ops.aten.is_non_overlapping_and_dense(x) else x.contiguous()
-
-
 def _like(result: Tensor, x: Tensor) -> Tensor:
     """`result` in the memory format that fake kernels promise, that of empty_like(x)."""
     promised = torch.empty_like(x)
@@ -105,34 +100,30 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     vectors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     _check(input, vectors, training, stats_mode, grad_reduction)
-    x = _dense(input)
-    S = moments.statistics_type(x.dtype)
-    absent = x.new_empty(0, dtype=S)
-    if not training:
-        assert running_mean is not None and running_var is not None
-        mean, invstd = running_mean.double(), moments.inverse_std(running_var.double(), eps)
-        output = moments.normalise(x, mean, invstd, weight, bias)
-        if mean is running_mean:
-            mean = mean.clone()
-        return _like(output, input), _fresh(running_mean, S), _fresh(running_var, S), mean, invstd
-
+    backend = _backend(input)
+    x = backend.arrange(input)
     count = x.shape[0] * moments.spatial_size(x)
-    if group_size == 1:
+    rows = None
+    if training and group_size > 1:
+        header = {"stats_mode": stats_mode, "grad_reduction": grad_reduction}
+        rows = _gather(backend.forward_row(x, stats_mode), x, group, group_size, layer, header)
+        if stats_mode == "exact" and x.device.type == "cpu":
+            _require_two_values(int(rows[:, 0].sum()), input)
+    elif training:
         _require_two_values(count, input)
-    header = {"stats_mode": stats_mode, "grad_reduction": grad_reduction}
-    rows = _gather(moments.forward_row(x, stats_mode), x, group, group_size, layer, header)
-    merged = moments.merge(rows, stats_mode, count)
-    if group_size > 1 and stats_mode == "exact" and x.device.type == "cpu":
-        _require_two_values(int(merged.total), input)
-    invstd = moments.inverse_std(merged.var, eps)
-    output = moments.normalise(x, merged.mean, invstd, weight, bias)
-    new_mean = absent if running_mean is None else moments.update_running(running_mean, merged.mean, momentum, merged.total)
-    new_var = absent.clone() if running_var is None else moments.update_running(running_var, moments.unbiased(merged), momentum, merged.total)
-    return _like(output, input), new_mean, new_var, merged.mean, invstd
+    y, new_mean, new_var, mean, invstd = backend.forward(
+        x, running_mean, running_var, weight, bias, training, momentum, eps, stats_mode, rows
+    )
+    new_mean, new_var = (_or_empty(vector, x) for vector in (new_mean, new_var))
+    return _like(y, input), new_mean, new_var, mean, invstd
 
 
-def _fresh(vector: Tensor, dtype: torch.dtype) -> Tensor:
-    return vector.to(dtype, copy=True)
+def _backend(x: Tensor) -> Any:
+    return compiled if compiled.usable(x) else torch_operations
+
+
+def _or_empty(result: Tensor | None, x: Tensor) -> Tensor:
+    return x.new_empty(0, dtype=moments.statistics_type(x.dtype)) if result is None else result
 
 
 def _require_two_values(total: int, input: Tensor) -> None:
@@ -181,37 +172,24 @@ def _backward(
     grad_reduction: str,
     layer: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x = _dense(input)
+    backend = _backend(input)
+    x = backend.arrange(input)
     dy = torch.empty_like(x).copy_(grad_output) if grad_output.stride() != x.stride() else grad_output
     need_input, need_weight, need_bias = output_mask
-    C = x.shape[1]
-    absent = [x.new_empty(0) for _ in range(3)]
-    sums = None
-    row = None
-    exchange = (need_input and training) or (grad_reduction != "local" and (need_weight or need_bias))
-    if exchange or need_weight or need_bias:
-        row = moments.backward_row(dy, x, saved_mean, saved_invstd, stats_mode)
-    if exchange:
-        assert row is not None
-        header = {"stats_mode": stats_mode, "grad_reduction": grad_reduction, "pass": "backward"}
-        rows = _gather(row, x, group, group_size, ~layer, header)
-        sums = moments.group_sums(rows, saved_mean, saved_invstd, x, stats_mode)
-    grad_input = grad_weight = grad_bias = None
-    if need_input:
-        grad_input = _like(moments.apply_backward(dy, x, weight, saved_mean, saved_invstd, sums if training else None), input)
-    if need_weight or need_bias:
-        assert row is not None
-        if grad_reduction == "local":
-            dbias, dweight = row[1 : C + 1], row[C + 1 :]
-        else:
-            assert sums is not None
-            divisor = group_size if grad_reduction == "mean" else 1
-            dbias, dweight = sums.A / divisor, sums.B / divisor
-        dtype = moments.statistics_type(x.dtype) if weight is None else weight.dtype
-        grad_weight = _fresh(dweight, dtype) if need_weight else None
-        grad_bias = _fresh(dbias, dtype) if need_bias else None
-    results = (grad_input, grad_weight, grad_bias)
-    return tuple(empty if result is None else result for result, empty in zip(results, absent))  # type: ignore[return-value]
+    row = rows = None
+    if group_size > 1 and ((need_input and training) or need_weight or need_bias):
+        row = backend.backward_row(dy, x, saved_mean, saved_invstd, stats_mode)
+        if (need_input and training) or grad_reduction != "local":
+            header = {"stats_mode": stats_mode, "grad_reduction": grad_reduction, "pass": "backward"}
+            rows = _gather(row, x, group, group_size, ~layer, header)
+    grad_input, grad_weight, grad_bias = backend.backward(
+        dy, x, weight, saved_mean, saved_invstd, training, output_mask, stats_mode, grad_reduction, row, rows
+    )
+    dtype = moments.statistics_type(x.dtype) if weight is None else weight.dtype
+    return (
+        x.new_empty(0) if grad_input is None else _like(grad_input, input),
+        *(x.new_empty(0) if grad is None else grad.to(dtype) for grad in (grad_weight, grad_bias)),
+    )  # type: ignore[return-value]
 
 
 def _backward_fake(

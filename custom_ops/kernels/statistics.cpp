@@ -34,7 +34,7 @@ double row_spread(int32_t stats_mode, const Moments& moments) {
   return moments.m2 / moments.count;
 }
 
-GroupStatistics local_statistics(const bnexport_forward&, const Moments& moments) {
+GroupStatistics local_statistics(const Moments& moments) {
   GroupStatistics result;
   result.empty = moments.count == 0;
   if (result.empty) return result;
@@ -51,7 +51,7 @@ GroupStatistics gathered_statistics(const bnexport_forward& params, int64_t c) {
   if (params.stats_mode == BNEXPORT_STATS_EXACT) {
     Moments merged;
     for (int64_t r = 0; r < G; ++r) merged.merge({row(r)[0], row(r)[1 + c], row(r)[1 + C + c]});
-    return local_statistics(params, merged);
+    return local_statistics(merged);
   }
   // MMCV: `default` divides by G, empty processes included; `N` by the sum of the N_r.
   double weight = 0, mean = 0, variance = 0;

@@ -47,7 +47,7 @@ double row_weight(int32_t stats_mode, int64_t N, int64_t S);
 double row_spread(int32_t stats_mode, const Moments& moments);
 
 // Statistics of one process (`moments`), or of the group (params.gathered) when group_size > 1.
-GroupStatistics local_statistics(const bnexport_forward& params, const Moments& moments);
+GroupStatistics local_statistics(const Moments& moments);
 GroupStatistics gathered_statistics(const bnexport_forward& params, int64_t c);
 
 // Writes running and saved statistics of channel c and returns the coefficients of its output.

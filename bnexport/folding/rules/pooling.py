@@ -69,10 +69,9 @@ def _reduced(node: ir.Node, value: ir.Value, context: Context) -> tuple[tuple[in
     if rank is None:
         raise Refused("rank", f"the rank of {label(node)} is not known")
     only_attributes(node, ("axes", "keepdims", "noop_with_empty_axes"))
+    axes = get_ints(node, "axes") or ()
     if context.opset >= 18:
         axes = context.constants.ints(input_at(node, 1), f"axes of {label(node)}")
-    else:
-        axes = get_ints(node, "axes") or ()
     if not axes:
         raise Refused("axis", f"{label(node)} reduces over every axis")
     return tuple(sorted(axis + rank if axis < 0 else axis for axis in axes)), get_int(node, "keepdims", 1) != 0

@@ -1,6 +1,9 @@
+#include <cinttypes>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
+#include "plan.h"
 #include "table.h"
 
 namespace bnexport::cpu {
@@ -44,6 +47,19 @@ const Choice& choice() {
 }
 
 }  // namespace
+
+Caches caches() {
+  static const Caches found = [] {
+    // sysconf(_SC_LEVEL3_CACHE_SIZE) counts all sockets, or ten times too much on some processors.
+    int64_t kilobytes = 0;
+    if (std::FILE* file = std::fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
+      if (std::fscanf(file, "%" SCNd64 "K", &kilobytes) != 1) kilobytes = 0;
+      std::fclose(file);
+    }
+    return Caches{kilobytes >= 1024 ? kilobytes << 10 : int64_t{16} << 20};
+  }();
+  return found;
+}
 
 const Table& table(int32_t dtype) { return choice().tables[dtype]; }
 const char* instruction_set() { return choice().name; }

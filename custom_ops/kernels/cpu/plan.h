@@ -16,9 +16,21 @@ constexpr int64_t kSerial = 16384;         // below this, waking another thread 
 constexpr int64_t kFoldedColumns = 64;     // narrow matrices are read several rows at a time
 constexpr int64_t kColumnChunk = 1 << 16;  // elements per chunk of a column matrix
 
+constexpr int64_t kRun = 1 << 16;          // bytes of one stretch of memory that run at full speed
+constexpr int64_t kShortestRun = 1 << 13;  // below this, two passes in order are faster than one in stretches
+
+// Bytes of cache: the level that all threads share. A tensor that does not fit is written past the caches.
+struct Caches {
+  int64_t shared;
+};
+Caches caches();
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Channel slabs of N rows of S values, `row_stride` = C * S apart.
+constexpr int64_t kMostChannels = 256;  // of a task that takes channels one group at a time
+constexpr int64_t kMostRows = 64;       // rows of a block: each is a stream of its own for the prefetcher
+
+// An NCS tensor as rows (n, c) of S values; the slab of a channel is N rows, C * S apart.
 struct RowPlan {
   int64_t N, C, S;
   int64_t pieces;          // blocks per row when rows are long, else 1
@@ -28,23 +40,81 @@ struct RowPlan {
   RowPlan(int64_t N, int64_t C, int64_t S) : N(N), C(C), S(S) {
     pieces = S > kBlock ? ceil_div(S, kBlock) : 1;
     rows_per_block = S > kBlock ? 1 : kBlock / S;
+    if (rows_per_block > kMostRows) rows_per_block = kMostRows;
     blocks = pieces > 1 ? N * pieces : ceil_div(N, rows_per_block);
   }
 
-  // Where piece i of `count` starts in a row: multiples of 16, so that every piece keeps
-  // kShortestRow values and 64-byte alignment where the row has it.
-  int64_t piece_start(int64_t i, int64_t count) const { return i == count ? S : i * S / count / 16 * 16; }
+  // Where piece i starts in a row: multiples of 16, so that every piece keeps kShortestRow values and
+  // 64-byte alignment where the row has it.
+  int64_t piece_start(int64_t i) const { return i == pieces ? S : i * S / pieces / 16 * 16; }
 
-  // Offset within the channel's slab and extent of a block.
-  int64_t block(int64_t b, Span* span) const {
-    if (pieces > 1) {
-      const int64_t start = piece_start(b % pieces, pieces), stop = piece_start(b % pieces + 1, pieces);
-      *span = {1, stop - start, C * S};
-      return b / pieces * C * S + start;
+  // The blocks of channels [first, last), in memory order; each channel's come in order.
+  // visit(block, offset, span, channel, channels)
+  template <class Visit>
+  void each_block(int64_t first, int64_t last, const Visit& visit) const {
+    if (pieces == 1) {
+      for (int64_t b = 0; b < blocks; ++b) visit_rows(b, first, last, visit);
+      return;
     }
-    const int64_t row = b * rows_per_block;
-    *span = {N - row < rows_per_block ? N - row : rows_per_block, S, C * S};
-    return row * C * S;
+    for (int64_t n = 0; n < N; ++n) {
+      for (int64_t c = first; c < last; ++c) visit_pieces(n, c, 0, pieces, visit);
+    }
+  }
+
+  // The same blocks as tasks of about kTask elements, for when channels are not taken by groups.
+  int64_t channels_per_task() const { return ceil_div(kTask, rows_per_block * S); }
+  int64_t pieces_per_task() const { return kTask / kBlock; }
+  int64_t tasks() const {
+    return pieces == 1 ? blocks * ceil_div(C, channels_per_task()) : N * C * ceil_div(pieces, pieces_per_task());
+  }
+  template <class Visit>
+  void each_block_of_task(int64_t task, const Visit& visit) const {
+    if (pieces == 1) {
+      const int64_t parts = ceil_div(C, channels_per_task()), first = task % parts * channels_per_task();
+      visit_rows(task / parts, first, first + channels_per_task() < C ? first + channels_per_task() : C, visit);
+      return;
+    }
+    const int64_t parts = ceil_div(pieces, pieces_per_task()), row = task / parts;
+    const int64_t first = task % parts * pieces_per_task(), last = first + pieces_per_task();
+    visit_pieces(row / C, row % C, first, last < pieces ? last : pieces, visit);
+  }
+
+ private:
+  template <class Visit>
+  void visit_rows(int64_t b, int64_t first, int64_t last, const Visit& visit) const {
+    const int64_t n = b * rows_per_block, rows = N - n < rows_per_block ? N - n : rows_per_block;
+    visit(b, (n * C + first) * S, Span{rows, S, C * S}, first, last - first);
+  }
+  template <class Visit>
+  void visit_pieces(int64_t n, int64_t c, int64_t first, int64_t last, const Visit& visit) const {
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t start = piece_start(i), length = piece_start(i + 1) - start;
+      visit(n * pieces + i, (n * C + c) * S + start, Span{1, length, length}, c, int64_t{1});
+    }
+  }
+};
+
+// How the channels of one process are taken.
+//
+// A group of channels whose slab stays in cache is read from memory once: statistics, then output. Its
+// rows must be long enough that memory delivers at full speed (a page walk and a fresh prefetch for each
+// stretch: 12 KB stretches ran at less than half the speed of 100 KB), and there must be groups for all
+// threads. Where that cannot be had, all statistics come first and the tensor is read twice, in order.
+struct GroupPlan {
+  int64_t channels = 0;  // per group; 0: two passes
+  int64_t groups = 0;
+
+  // `tensors`: how many are read (1 forward, 2 backward).
+  GroupPlan(const RowPlan& plan, int64_t element_size, int64_t tensors, int64_t width, const Caches& caches) {
+    const int64_t row = plan.S * element_size, elements = plan.N * plan.C * plan.S;
+    int64_t wanted = ceil_div(kRun, row);
+    if (wanted > kMostChannels) wanted = kMostChannels;
+    if (elements >= kSerial && wanted > plan.C / (2 * width)) wanted = plan.C / (2 * width);
+    if (wanted < 1) return;
+    const int64_t slab = plan.N * wanted * row * tensors;
+    if (slab > caches.shared / 4 || (wanted * row < kShortestRun && plan.N > 1 && elements >= kSerial)) return;
+    channels = wanted < plan.C ? wanted : plan.C;
+    groups = ceil_div(plan.C, channels);
   }
 };
 
@@ -96,18 +166,21 @@ struct StreamPlan {
     tasks = pieces > 1 ? row_count * pieces : ceil_div(row_count, rows_per_task);
   }
 
-  // body(channel, offset, length) for each stretch of one channel in the task.
-  template <class Body>
-  void each(int64_t task, const Body& body) const {
+  // visit(offset, length of a row, channel, channels) for each stretch of whole rows, or piece of one.
+  template <class Visit>
+  void each(int64_t task, const Visit& visit) const {
     if (pieces > 1) {
       const int64_t row = task / pieces, i = task % pieces;
       const auto start = [&](int64_t k) { return k == pieces ? S : k * S / pieces / 16 * 16; };
-      body(row % C, row * S + start(i), start(i + 1) - start(i));
+      visit(row * S + start(i), start(i + 1) - start(i), row % C, int64_t{1});
       return;
     }
-    const int64_t first = task * rows_per_task;
-    const int64_t last = first + rows_per_task < row_count ? first + rows_per_task : row_count;
-    for (int64_t row = first; row < last; ++row) body(row % C, row * S, S);
+    const int64_t last = (task + 1) * rows_per_task < row_count ? (task + 1) * rows_per_task : row_count;
+    for (int64_t row = task * rows_per_task; row < last;) {
+      const int64_t c = row % C, channels = C - c < last - row ? C - c : last - row;
+      visit(row * S, S, c, channels);
+      row += channels;
+    }
   }
 };
 

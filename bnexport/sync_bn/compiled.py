@@ -1,0 +1,176 @@
+"""Sync batch norm through the compiled kernels (the C API): what runs on CPU when the library is there.
+
+Same interface as torch_operations.py. Tensors that are neither contiguous nor channels last go
+through one contiguous copy.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+
+from bnexport.errors import LibraryError
+from bnexport.sync_bn.moments import spatial_size, statistics_type
+
+Tensor = torch.Tensor
+
+# Set to "torch" to do without the compiled kernels.
+BACKEND_VARIABLE = "BNEXPORT_TORCH_BACKEND"
+
+
+@functools.cache
+def _capi():  # type: ignore[no-untyped-def]
+    from bnexport.runtime import capi
+
+    try:
+        capi.library()
+    except LibraryError:
+        return None
+    return capi
+
+
+def usable(x: Tensor) -> bool:
+    return x.device.type == "cpu" and os.environ.get(BACKEND_VARIABLE) != "torch" and _capi() is not None
+
+
+def _type_code(dtype: torch.dtype) -> int:
+    return _capi().DTYPES[str(dtype).removeprefix("torch.")]
+
+
+def arrange(x: Tensor) -> Tensor:
+    """x, or a contiguous copy where the kernels cannot walk its memory."""
+    return x if _layout(x) is not None else x.contiguous()
+
+
+def _layout(x: Tensor) -> str | None:
+    if x.is_contiguous():
+        return "NCS"
+    return "NSC" if x.permute(0, *range(2, x.dim()), 1).is_contiguous() else None
+
+
+def _geometry(x: Tensor) -> dict[str, int]:
+    layout = _layout(x)
+    assert layout is not None
+    return {
+        "dtype": _type_code(x.dtype),
+        "layout": _capi().LAYOUTS[layout],
+        "N": x.shape[0],
+        "C": x.shape[1],
+        "S": spatial_size(x),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _vector(vector: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if vector is None else vector.detach().to(statistics_type(x.dtype)).contiguous()
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def forward_row(x: Tensor, stats_mode: str) -> Tensor:
+    """This process's row [weight, mean.., spread..] (2 C + 1,) float64."""
+    row = torch.empty(2 * x.shape[1] + 1, dtype=torch.float64)
+    capi = _capi()
+    capi.cpu_moments(**_geometry(x), x=x.data_ptr(), row=row.data_ptr(), stats_mode=capi.STATS_MODES[stats_mode])
+    return row
+
+
+def forward(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    stats_mode: str,
+    rows: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
+    """y, new running statistics, saved mean and invstd. rows: the group's, or None for one process."""
+    capi, C, S = _capi(), x.shape[1], statistics_type(x.dtype)
+    old_mean, old_var, w, b = (_vector(vector, x) for vector in (running_mean, running_var, weight, bias))
+    y = torch.empty_like(x)
+    new_mean = None if old_mean is None else torch.empty(C, dtype=S)
+    new_var = None if old_var is None else torch.empty(C, dtype=S)
+    mean, invstd = torch.empty(C, dtype=torch.float64), torch.empty(C, dtype=torch.float64)
+    capi.cpu_forward(
+        **_geometry(x),
+        stats_dtype=_type_code(S),
+        x=x.data_ptr(),
+        y=y.data_ptr(),
+        weight=_pointer(w),
+        bias=_pointer(b),
+        running_mean=_pointer(old_mean),
+        running_var=_pointer(old_var),
+        running_mean_out=_pointer(new_mean),
+        running_var_out=_pointer(new_var),
+        saved_mean=mean.data_ptr(),
+        saved_invstd=invstd.data_ptr(),
+        momentum=momentum,
+        eps=eps,
+        training=int(training),
+        stats_mode=capi.STATS_MODES[stats_mode],
+        group_size=1 if rows is None else rows.shape[0],
+        gathered=_pointer(rows),
+    )
+    return y, new_mean, new_var, mean, invstd
+
+
+def backward_row(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, stats_mode: str) -> Tensor:
+    """This process's row [weight, sum dy.., sum dy * x_hat..] (2 C + 1,) float64."""
+    row = torch.empty(2 * x.shape[1] + 1, dtype=torch.float64)
+    capi = _capi()
+    capi.cpu_backward_moments(
+        **_geometry(x),
+        dy=dy.data_ptr(),
+        x=x.data_ptr(),
+        saved_mean=mean.data_ptr(),
+        saved_invstd=invstd.data_ptr(),
+        row=row.data_ptr(),
+        stats_mode=capi.STATS_MODES[stats_mode],
+    )
+    return row
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    training: bool,
+    output_mask: list[bool],
+    stats_mode: str,
+    grad_reduction: str,
+    row: Tensor | None,
+    rows: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dweight, dbias, None where not needed. row, rows: this process's and the group's, or None for one process."""
+    capi, C, S = _capi(), x.shape[1], statistics_type(x.dtype)
+    w = _vector(weight, x)
+    dx = torch.empty_like(x) if output_mask[0] else None
+    dweight, dbias = (torch.empty(C, dtype=S) if needed else None for needed in output_mask[1:])
+    capi.cpu_backward(
+        **_geometry(x),
+        stats_dtype=_type_code(S),
+        dy=dy.data_ptr(),
+        x=x.data_ptr(),
+        dx=_pointer(dx),
+        weight=_pointer(w),
+        saved_mean=mean.data_ptr(),
+        saved_invstd=invstd.data_ptr(),
+        dweight=_pointer(dweight),
+        dbias=_pointer(dbias),
+        training=int(training),
+        stats_mode=capi.STATS_MODES[stats_mode],
+        grad_reduction=capi.GRAD_REDUCTIONS[grad_reduction],
+        group_size=1 if rows is None else rows.shape[0],
+        gathered=_pointer(rows),
+        local_moments=_pointer(row),
+    )
+    return dx, dweight, dbias

@@ -1,0 +1,204 @@
+"""Models in ONNX text, their parameters from a seed, and a float64 oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+import onnx.numpy_helper
+import onnx.parser
+import onnx.reference
+import onnx.reference.op_run
+
+from bnexport import tolerances
+from bnexport.folding import FoldResult, fold
+from bnexport.model_io import to_proto
+
+FLOAT, DOUBLE = onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE
+
+
+def parameters(shapes: Mapping[str, tuple[int, ...]], seed: int = 0, dtype: str = "float32") -> dict[str, np.ndarray]:
+    """Random parameters; a name that ends in _v is a variance, one that ends in _s a scale away from 0."""
+    generator = np.random.default_rng(seed)
+    values = {}
+    for name, shape in shapes.items():
+        value = generator.standard_normal(shape)
+        if name.endswith("_v"):
+            value = np.abs(value) + 0.5
+        elif name.endswith("_s"):
+            value = np.sign(value) * (np.abs(value) + 0.2)
+        values[name] = value.astype(dtype)
+    return values
+
+
+def batch_norm(prefix: str, channels: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters p_s, p_b, p_m, p_v."""
+    return {f"{prefix}_{name}": (channels,) for name in "sbmv"}
+
+
+def model(
+    body: str,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    values: Mapping[str, np.ndarray] | None = None,
+    opset: int = 17,
+    ir_version: int = 8,
+    seed: int = 0,
+    dtype: str = "float32",
+    header: str | None = None,
+) -> onnx.ModelProto:
+    """`body` is a graph in ONNX text; the parameters become initializers."""
+    header = header or f'<ir_version: {ir_version}, opset_import: ["": {opset}]>'
+    proto = onnx.parser.parse_model(f"{header}\n{body}")
+    for name, value in {**parameters(shapes or {}, seed, dtype), **(values or {})}.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+        if ir_version < 4:
+            proto.graph.input.append(onnx.helper.make_tensor_value_info(name, proto.graph.initializer[-1].data_type, value.shape))
+    return proto
+
+
+def in_double(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The same model with every float32 a float64."""
+    double = onnx.ModelProto()
+    double.CopyFrom(proto)
+
+    def graph(target: onnx.GraphProto) -> None:
+        for value in (*target.input, *target.output, *target.value_info):
+            if value.type.tensor_type.elem_type == FLOAT:
+                value.type.tensor_type.elem_type = DOUBLE
+        for tensor in target.initializer:
+            widen(tensor)
+        for node in target.node:
+            attributes(node)
+
+    def attributes(node: onnx.NodeProto) -> None:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                widen(attribute.t)
+            if attribute.HasField("g"):
+                graph(attribute.g)
+            if node.op_type == "Cast" and attribute.name == "to" and attribute.i == FLOAT:
+                attribute.i = DOUBLE
+            if node.op_type == "Constant" and attribute.name in ("value_float", "value_floats"):
+                number = attribute.f if attribute.name == "value_float" else list(attribute.floats)
+                attribute.CopyFrom(onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(np.asarray(number, np.float64))))
+
+    def widen(tensor: onnx.TensorProto) -> None:
+        if tensor.data_type == FLOAT:
+            tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor).astype(np.float64), tensor.name))
+
+    graph(double.graph)
+    for function in double.functions:
+        for node in function.node:
+            attributes(node)
+    return double
+
+
+def exact(proto: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Outputs in float64, by ONNX's reference implementation."""
+    wide = {name: value.astype(np.float64) if value.dtype == np.float32 else value for name, value in inputs.items()}
+    return onnx.reference.ReferenceEvaluator(in_double(proto), new_ops=[ConvTranspose]).run(None, wide)
+
+
+class ConvTranspose(onnx.reference.op_run.OpRun):
+    """PyTorch's; the reference implementation fails on groups. Pads must be symmetric."""
+
+    def _run(self, x, w, b=None, auto_pad=None, dilations=None, group=None, kernel_shape=None,  # noqa: ANN001, ANN202
+             output_padding=None, output_shape=None, pads=None, strides=None):  # fmt: skip
+        import torch
+
+        dims = x.ndim - 2
+        pads = pads or [0] * (2 * dims)
+        assert pads[:dims] == pads[dims:]
+        assert not output_shape
+        assert auto_pad in (None, "NOTSET")
+        function = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}[dims]
+        arrays = [None if array is None else torch.tensor(array) for array in (x, w, b)]
+        options = [strides or [1] * dims, pads[:dims], output_padding or [0] * dims, group or 1, dilations or [1] * dims]
+        return (function(*arrays, *options).numpy(),)
+
+
+def run(proto: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Outputs of ONNX Runtime, the graph as it is written."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, dict(inputs))
+
+
+def make_inputs(proto: onnx.ModelProto, sizes: Mapping[str, int] | None = None, seed: int = 7) -> dict[str, np.ndarray]:
+    """Inputs with 2 for N and 7 for every other free size, unless `sizes` says otherwise."""
+    generator = np.random.default_rng(seed)
+    given = {tensor.name for tensor in proto.graph.initializer}
+    inputs = {}
+    for value in proto.graph.input:
+        if value.name in given:
+            continue
+        shape = []
+        for dim in value.type.tensor_type.shape.dim:
+            free = {"N": 2, **(sizes or {})}.get(dim.dim_param, 7)
+            shape.append(free if dim.dim_param or not dim.HasField("dim_value") else dim.dim_value)
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        inputs[value.name] = generator.standard_normal(shape).astype(dtype) if dtype.kind == "f" else np.ones(shape, dtype)
+    return inputs
+
+
+def operators(proto: onnx.ModelProto) -> list[str]:
+    """Operator types of the main graph, in order."""
+    return [node.op_type for node in proto.graph.node]
+
+
+def batch_norms(proto: onnx.ModelProto) -> int:
+    """BatchNormalization nodes anywhere in the model."""
+
+    def count(nodes: list[onnx.NodeProto]) -> int:
+        return sum(
+            (node.op_type == "BatchNormalization" and node.domain == "")
+            + sum(count(attribute.g.node) for attribute in node.attribute if attribute.HasField("g"))
+            for node in nodes
+        )
+
+    return count(proto.graph.node) + sum(count(function.node) for function in proto.functions)
+
+
+def assert_near(got: np.ndarray, expected: np.ndarray, what: str = "output") -> None:
+    """Within the table's bound for a whole model."""
+    assert got.shape == expected.shape, what
+    name = str(got.dtype)
+    bound = tolerances.model(name if name in tolerances.UNIT_ROUNDOFF else "float64", expected)
+    error = np.abs(got.astype(np.float64) - expected.astype(np.float64))
+    assert (error <= bound.atol + bound.rtol * np.abs(expected)).all(), f"{what}: {error.max()} > {bound}"
+
+
+def fold_and_check(
+    proto: onnx.ModelProto, *, left: int = 0, sizes: Mapping[str, int] | None = None, oracle: bool = True, **options: object
+) -> tuple[onnx.ModelProto, FoldResult]:
+    """Folds; the result is valid, unchanged outside, has `left` batch norms, and is right to float64's eye."""
+    untouched = proto.SerializeToString()
+    inputs = make_inputs(proto, sizes)
+    result = fold(proto, inputs=inputs, **options)  # type: ignore[arg-type]
+    folded = to_proto(result.model)
+    assert proto.SerializeToString() == untouched, "the source was modified"
+    assert [value.name for value in folded.graph.output] == [value.name for value in proto.graph.output]
+    assert batch_norms(folded) == left, [(site.nodes, site.reason) for site in result.report.sites]
+    assert not result.report.changed or result.report.verification.passed, result.report.verification
+    onnx.checker.check_model(folded)
+    expected = exact(proto, inputs) if oracle else run(proto, inputs)
+    for value, got, reference in zip(folded.graph.output, run(folded, inputs), expected, strict=True):
+        assert_near(got, reference, value.name)
+    return folded, result
+
+
+def assert_refused(proto: onnx.ModelProto, code: str, *, sizes: Mapping[str, int] | None = None, node: str | None = None) -> None:
+    """The batch norms stay, for the reason given, and nothing else changes."""
+    result = fold(proto, inputs=make_inputs(proto, sizes), verify=False)
+    sites = [site for site in result.report.sites if node is None or node in site.nodes]
+    assert sites, "no site was reported"
+    for site in sites:
+        assert site.outcome == "kept", site
+        assert code in [refusal.code for refusal in site.refusals], site.refusals
+    assert batch_norms(to_proto(result.model)) == batch_norms(proto)

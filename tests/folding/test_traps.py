@@ -1,0 +1,389 @@
+"""Models that tools are known to break: each folds right or stays, with the reason."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx.helper
+import onnx.numpy_helper
+import pytest
+
+from bnexport.folding import fold
+from bnexport.model_io import to_proto
+from tests.folding.helpers import (
+    assert_near,
+    assert_refused,
+    batch_norm,
+    batch_norms,
+    exact,
+    fold_and_check,
+    make_inputs,
+    model,
+    operators,
+    parameters,
+    run,
+)
+
+BN = "y = BatchNormalization (z, p_s, p_b, p_m, p_v)"
+CONV = "z = Conv (x, w)"
+X4 = "float[N,6,H,W] x"
+
+
+def conv_bn(between: str = CONV, *, inputs: str = X4, output: str = "float[N,8,A,B] y", channels: int = 8, **options: object) -> onnx.ModelProto:
+    shapes = {"w": (channels, 6, 1, 1), **batch_norm("p", channels), **options.pop("shapes", {})}  # type: ignore[dict-item]
+    norm = options.pop("norm", BN)
+    return model(f"g ({inputs}) => ({output}) {{ {between}\n {norm} }}", shapes, **options)  # type: ignore[arg-type]
+
+
+class TestWrongAxis:
+    """Sizes that agree by chance: L = C."""
+
+    def test_matmul_then_batch_norm_over_positions(self) -> None:
+        proto = model(
+            f"g (float[N,8,6] x) => (float[N,8,8] y) {{ z = MatMul (x, w)\n {BN} }}", {"w": (6, 8), **batch_norm("p", 8)}
+        )
+        assert_refused(proto, "axis")
+
+    def test_batched_weight(self) -> None:
+        proto = model(f"g (float[3,8,6] x) => (float[3,8,8] y) {{ z = MatMul (x, w)\n {BN} }}", {"w": (3, 6, 8), **batch_norm("p", 8)})
+        assert_refused(proto, "axis")
+
+    def test_matmul_transpose_reads_the_right_axis(self) -> None:
+        body = f"g (float[N,8,6] x) => (float[N,8,8] y) {{ t = MatMul (x, w)\n z = Transpose <perm=[0,2,1]> (t)\n {BN} }}"
+        folded, _ = fold_and_check(model(body, {"w": (6, 8), **batch_norm("p", 8)}))
+        assert operators(folded) == ["MatMul", "Transpose", "Add"]
+
+    def test_reshape_that_moves_rows_to_channels(self) -> None:
+        body = f"g (float[16,6] x, int64[3] s) => (float[2,8,8] y) {{ t = MatMul (x, w)\n z = Reshape (t, c)\n {BN} }}"
+        proto = model(body, {"w": (6, 8), **batch_norm("p", 8)}, values={"c": np.array([2, 8, 8])})
+        assert_refused(proto, "reshape")
+
+    def test_vector_constant_meets_the_last_axis(self) -> None:
+        """Mul by a vector of C elements on (N, C, H, C) is not per channel."""
+        proto = conv_bn(
+            "t = Conv (x, w)\n z = Mul (t, d)", inputs="float[2,6,3,8] x", output="float[2,8,3,8] y", shapes={"d": (8,)}
+        )
+        folded, result = fold_and_check(proto, left=1)
+        assert "Mul" in operators(folded)
+        assert result.report.kept[0].refusals
+
+    def test_transposed_conv_columns(self) -> None:
+        """OnnxSlim scales the wrong axis of a square ConvTranspose weight."""
+        proto = model(f"g ({X4}) => (float[N,6,A,B] y) {{ z = ConvTranspose (x, w)\n {BN} }}", {"w": (6, 6, 3, 3), **batch_norm("p", 6)})
+        fold_and_check(proto)
+
+
+class TestTraining:
+    def test_training_mode(self) -> None:
+        norm = "y, a, b = BatchNormalization <training_mode=1> (z, p_s, p_b, p_m, p_v)"
+        assert_refused(conv_bn(norm=norm), "training")
+
+    def test_training_mode_by_request(self) -> None:
+        norm = "y, a, b = BatchNormalization <training_mode=1> (z, p_s, p_b, p_m, p_v)"
+        result = fold(conv_bn(norm=norm, output="float[N,8,A,B] y, float[8] a, float[8] b"), training_to_inference=True)
+        assert result.report.meaning_changed
+        assert result.report.verification is not None
+        assert result.report.verification.passed
+        assert batch_norms(to_proto(result.model)) == 0
+        inputs = make_inputs(conv_bn())
+        expected = exact(conv_bn(), inputs)[0]
+        y, mean, var = run(to_proto(result.model), inputs)
+        assert_near(y, expected)
+        values = parameters({"w": (8, 6, 1, 1), **batch_norm("p", 8)})
+        np.testing.assert_array_equal(mean, values["p_m"])
+        np.testing.assert_array_equal(var, values["p_v"])
+
+    @pytest.mark.parametrize("opset", [1, 6])
+    def test_is_test_zero(self, opset: int) -> None:
+        norm = "y = BatchNormalization <is_test=0> (z, p_s, p_b, p_m, p_v)"
+        assert_refused(conv_bn(norm=norm, opset=opset), "training")
+
+    def test_is_test_absent_before_opset_7(self) -> None:
+        assert_refused(conv_bn(opset=6), "training")
+
+    def test_is_test_one(self) -> None:
+        norm = "y = BatchNormalization <is_test=1> (z, p_s, p_b, p_m, p_v)"
+        result = fold(conv_bn(norm=norm, opset=6), verify=False)
+        assert batch_norms(to_proto(result.model)) == 0
+
+    def test_five_outputs(self) -> None:
+        norm = "y, a, b, c, d = BatchNormalization (z, p_s, p_b, p_m, p_v)"
+        assert_refused(conv_bn(norm=norm, opset=9, output="float[N,8,A,B] y, float[8] a"), "training")
+
+    def test_five_outputs_unused(self) -> None:
+        norm = "y, a, b, c, d = BatchNormalization <is_test=1> (z, p_s, p_b, p_m, p_v)"
+        result = fold(conv_bn(norm=norm, opset=6), verify=False)
+        assert batch_norms(to_proto(result.model)) == 0
+
+    @pytest.mark.parametrize("opset", [1, 7])
+    def test_spatial_zero(self, opset: int) -> None:
+        norm = "y = BatchNormalization <spatial=0> (z, p_s, p_b, p_m, p_v)" if opset == 7 else (
+            "y = BatchNormalization <spatial=0, is_test=1> (z, p_s, p_b, p_m, p_v)"
+        )
+        assert_refused(conv_bn(norm=norm, opset=opset), "not-per-channel")
+
+    def test_decomposed_training_is_reported(self) -> None:
+        body = f"""g ({X4}) => (float[N,8,A,B] y) {{
+            z = Conv (x, w)
+            m = ReduceMean <axes=[0,2,3]> (z)
+            d = Sub (z, m)
+            q = Mul (d, d)
+            v = ReduceMean <axes=[0,2,3]> (q)
+            e = Sqrt (v)
+            n = Div (d, e)
+            s = Mul (n, a)
+            y = Add (s, b) }}"""
+        result = fold(model(body, {"w": (8, 6, 1, 1), "a": (1, 8, 1, 1), "b": (1, 8, 1, 1)}))
+        codes = {refusal.code for site in result.report.sites for refusal in site.refusals}
+        assert "training" in codes
+        assert not result.report.folded
+
+
+class TestForeign:
+    def test_namesake_in_another_domain(self) -> None:
+        header = '<ir_version: 8, opset_import: ["": 17, "other": 1]>'
+        proto = conv_bn(norm="y = other.BatchNormalization (z, p_s, p_b, p_m, p_v)", header=header)
+        result = fold(proto, verify=False)
+        assert not result.report.sites
+        assert operators(to_proto(result.model)) == ["Conv", "BatchNormalization"]
+
+    def test_foreign_conv(self) -> None:
+        header = '<ir_version: 8, opset_import: ["": 17, "other": 1]>'
+        assert_refused(conv_bn("z = other.Conv (x, w)", header=header), "no-rule")
+
+    def test_redefined_operator(self) -> None:
+        import bnexport.errors
+
+        proto = conv_bn()
+        function = proto.functions.add(name="Conv", domain="")
+        function.input.extend(["a", "b"])
+        function.output.append("c")
+        function.opset_import.add(domain="", version=17)
+        function.node.add(op_type="Add", input=["a", "b"], output=["c"])
+        with pytest.raises(bnexport.errors.UnsupportedModelError, match="redefines"):
+            fold(proto)
+
+    def test_unknown_opset(self) -> None:
+        assert_refused(conv_bn(opset=999), "opset")
+
+    def test_unknown_attribute(self) -> None:
+        assert_refused(conv_bn(norm="y = BatchNormalization <surprise=1> (z, p_s, p_b, p_m, p_v)"), "unknown-attribute")
+
+
+class TestOverridable:
+    INPUTS = f"{X4}, float[8,6,1,1] w"
+
+    def test_weight_that_a_caller_may_override(self) -> None:
+        proto = conv_bn(inputs=self.INPUTS)
+        assert_refused(proto, "overridable")
+        result = fold(proto, verify=False)
+        assert [value.name for value in result.model.graph.inputs] == ["x", "w"]
+
+    def test_statistics_that_a_caller_may_override(self) -> None:
+        assert_refused(conv_bn(inputs=f"{X4}, float[8] p_m"), "overridable")
+
+    def test_statistics_that_are_inputs(self) -> None:
+        shapes = {name: shape for name, shape in batch_norm("p", 8).items() if name != "p_m"}
+        proto = model(f"g ({X4}, float[8] p_m) => (float[N,8,A,B] y) {{ {CONV}\n {BN} }}", {"w": (8, 6, 1, 1), **shapes})
+        assert_refused(proto, "not-constant")
+
+    def test_ir_3_lists_every_initializer(self) -> None:
+        proto = conv_bn(ir_version=3, opset=8)
+        folded, _ = fold_and_check(proto)
+        listed = {value.name for value in folded.graph.input}
+        assert listed == {"x", *(tensor.name for tensor in folded.graph.initializer)}
+        assert len(folded.graph.initializer) == 2
+
+
+class TestShared:
+    def test_conv_that_is_a_graph_output(self) -> None:
+        assert_refused(conv_bn(output="float[N,8,A,B] y, float[N,8,A,B] z"), "graph-output")
+
+    def test_conv_that_is_read_twice(self) -> None:
+        proto = conv_bn(norm=f"{BN}\n q = Relu (z)", output="float[N,8,A,B] y, float[N,8,A,B] q")
+        assert_refused(proto, "shared")
+
+    def test_weight_of_two_convs(self) -> None:
+        body = f"g ({X4}) => (float[N,8,A,B] y, float[N,8,A,B] q) {{ {CONV}\n q = Conv (x, w)\n {BN} }}"
+        folded, _ = fold_and_check(model(body, {"w": (8, 6, 1, 1), **batch_norm("p", 8)}))
+        assert folded.graph.node[0].input[1] != folded.graph.node[1].input[1]
+
+    def test_two_convs_with_one_weight_and_a_batch_norm_each(self) -> None:
+        body = f"""g ({X4}) => (float[N,8,A,B] y, float[N,8,A,B] q) {{ {CONV}
+            z2 = Conv (x, w, c)
+            q = BatchNormalization (z2, q_s, q_b, q_m, q_v)
+            {BN} }}"""
+        folded, _ = fold_and_check(model(body, {"w": (8, 6, 1, 1), "c": (8,), **batch_norm("p", 8), **batch_norm("q", 8)}))
+        assert operators(folded) == ["Conv", "Conv"]
+
+    def test_weight_that_is_a_graph_output(self) -> None:
+        proto = conv_bn(output="float[N,8,A,B] y, float[8,6,1,1] w")
+        folded, _ = fold_and_check(proto)
+        assert folded.graph.node[0].input[1] != "w"
+
+    def test_equal_statistics_merged_into_one_initializer(self) -> None:
+        """An exporter may make bn.bias and running_mean one initializer."""
+        fold_and_check(conv_bn(norm="y = BatchNormalization (z, p_s, p_b, p_b, p_v)"))
+
+    def test_names_stay_unique(self) -> None:
+        proto = conv_bn("z = Conv (x, w)\n w.folded = Identity (x)", output="float[N,8,A,B] y, float[8,6,1,1] w, float[N,6,A,B] w.folded")
+        folded, _ = fold_and_check(proto)
+        names = [tensor.name for tensor in folded.graph.initializer] + [name for node in folded.graph.node for name in node.output]
+        assert len(names) == len(set(names))
+
+    def test_residual(self) -> None:
+        """An Add of a value that cannot take its share."""
+        assert_refused(conv_bn("t = Conv (x, w)\n z = Add (t, x)", channels=6, output="float[N,6,A,B] y"), "no-producer")
+
+
+class TestBetween:
+    @pytest.mark.parametrize(
+        ("node", "code"),
+        [
+            ("Relu (t)", "no-rule"),
+            ("MaxPool <kernel_shape=[2,2]> (t)", "order"),
+            ("Softmax (t)", "no-rule"),
+            ("Pad <mode=\"constant\"> (t, k)", "no-rule"),
+        ],
+        ids=["relu", "max-pool", "softmax", "pad"],
+    )
+    def test_what_does_not_commute(self, node: str, code: str) -> None:
+        proto = conv_bn(f"t = Conv (x, w)\n z = {node}", values={"k": np.array([0, 0, 1, 1, 0, 0, 1, 1])})
+        assert_refused(proto, code)
+
+    def test_max_pool_with_positive_scales(self) -> None:
+        scale = np.abs(parameters({"p_s": (8,)})["p_s"])
+        proto = conv_bn("t = Conv (x, w)\n z = MaxPool <kernel_shape=[2,2], pads=[1,1,0,0]> (t)", values={"p_s": scale})
+        del proto.graph.initializer[[tensor.name for tensor in proto.graph.initializer].index("p_s")]
+        folded, _ = fold_and_check(proto)
+        assert operators(folded) == ["Conv", "MaxPool"]
+
+    def test_cast_that_rounds(self) -> None:
+        body = f"""g ({X4}) => (float[N,8,A,B] y) {{ {CONV.replace("z", "t")}
+            h = Cast <to=10> (t)
+            z = Cast <to=1> (h)
+            {BN} }}"""
+        proto = model(body, {"w": (8, 6, 1, 1), **batch_norm("p", 8)})
+        assert_refused(proto, "cast")
+
+
+class TestConstants:
+    def test_bias_at_run_time(self) -> None:
+        assert_refused(conv_bn("z = Conv (x, w, c)", inputs=f"{X4}, float[8] c"), "not-constant")
+
+    def test_empty_bias_name(self) -> None:
+        proto = conv_bn()
+        proto.graph.node[0].input.append("")
+        fold_and_check(proto)
+
+    @pytest.mark.parametrize("form", ["value_floats", "value", "identity", "unsqueeze", "cast", "of-shape", "sqrt"])
+    def test_constants_in_every_form(self, form: str) -> None:
+        values = [0.5, -1.25, 2.0, 1.5, -0.75, 3.0, 0.25, -2.5]
+        text = ", ".join(str(value) for value in values)
+        makes = {
+            "value_floats": f"k = Constant <value_floats = [{text}]> ()",
+            "value": f"k = Constant <value = float[8] {{{text}}}> ()",
+            "identity": f"i = Constant <value = float[8] {{{text}}}> ()\n k = Identity (i)",
+            "unsqueeze": (
+                f"i = Constant <value = float[1,8] {{{text}}}> ()\n a = Constant <value = int64[1] {{0}}> ()\n k = Squeeze (i, a)"
+            ),
+            "cast": f"i = Constant <value = double[8] {{{text}}}> ()\n k = Cast <to=1> (i)",
+            "of-shape": "n = Constant <value_ints = [8]> ()\n k = ConstantOfShape <value = float[1] {1.5}> (n)",
+            "sqrt": "i = Constant <value_floats = [1.0, 4.0, 2.0, 3.0, 5.0, 6.0, 7.0, 8.0]> ()\n k = Sqrt (i)",
+        }
+        norm = f"{makes[form]}\n y = BatchNormalization (z, k, p_b, p_m, p_v)"
+        folded, _ = fold_and_check(conv_bn(norm=norm))
+        assert operators(folded) == ["Conv"]
+
+    def test_quantized_weight_keeps_its_bytes(self) -> None:
+        scale = np.abs(parameters({"p_s": (8,)})["p_s"])
+        norm = "y = BatchNormalization (z, g, p_b, p_m, p_v)"
+        values = {"q": np.random.default_rng(0).integers(-127, 128, (8, 6, 1, 1)).astype(np.int8), "d": np.float32(0.02), "g": scale}
+        proto = conv_bn("k = DequantizeLinear (q, d)\n z = Conv (x, k)", norm=norm, values=values)
+        folded, _ = fold_and_check(proto)
+        assert operators(folded) == ["DequantizeLinear", "Conv"]
+        kept = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in folded.graph.initializer}
+        np.testing.assert_array_equal(kept["q"], values["q"])
+
+    def test_quantized_weight_with_a_negative_scale(self) -> None:
+        values = {"q": np.ones((8, 6, 1, 1), np.int8), "d": np.float32(0.02)}
+        assert_refused(conv_bn("k = DequantizeLinear (q, d)\n z = Conv (x, k)", values=values), "quantized")
+
+
+class TestNumbers:
+    @staticmethod
+    def with_norm(dtype: str = "float32", weight: float = 1.0, **changes: float) -> onnx.ModelProto:
+        values = {
+            "w": np.full((8, 6, 1, 1), weight, dtype),
+            **{f"p_{name}": np.full(8, changes.get(name, default), dtype) for name, default in zip("sbmv", (1.0, 0.0, 0.0, 1.0), strict=True)},
+        }
+        kind = {"float32": "float", "float16": "float16", "float64": "double"}[dtype]
+        return model(f"g ({kind}[N,6,H,W] x) => ({kind}[N,8,A,B] y) {{ {CONV}\n {BN} }}", values=values)
+
+    @pytest.mark.parametrize(
+        ("changes", "code"),
+        [
+            ({"v": -1.0}, "negative-variance"),
+            ({"v": np.nan}, "not-finite"),
+            ({"m": np.inf}, "not-finite"),
+            ({"s": np.nan}, "not-finite"),
+            ({"s": 1e8}, "scale"),
+        ],
+        ids=["negative-variance", "nan-variance", "infinite-mean", "nan-scale", "exploding-scale"],
+    )
+    def test_statistics_that_no_training_makes(self, changes: dict[str, float], code: str) -> None:
+        assert_refused(self.with_norm(**changes), code)
+
+    def test_overflow_of_float32(self) -> None:
+        assert_refused(self.with_norm(weight=1e35, s=1e5), "overflow")
+
+    def test_overflow_of_float16(self) -> None:
+        assert_refused(self.with_norm("float16", weight=1000.0, s=100.0), "overflow")
+
+    def test_overflow_of_a_float16_bias(self) -> None:
+        assert_refused(self.with_norm("float16", weight=0.001, s=100.0, m=1000.0), "overflow")
+
+    def test_flush_to_zero_in_float16(self) -> None:
+        assert_refused(self.with_norm("float16", weight=1e-4, s=1e-4), "underflow")
+
+    def test_lost_bits_in_float16(self) -> None:
+        assert_refused(self.with_norm("float16", weight=1e-3, s=1e-3), "underflow")
+
+    def test_scale_of_zero_is_no_underflow(self) -> None:
+        fold_and_check(self.with_norm(s=0.0))
+
+    def test_bound_on_the_scale_is_the_callers(self) -> None:
+        assert fold(self.with_norm(s=1e8, m=1e-3), max_scale=1e9).report.folded
+
+    def test_one_rounding(self) -> None:
+        """Three maps in a row round once: every folded weight is the float32 nearest to the exact product."""
+        body = f"""g ({X4}) => (float[N,8,A,B] y) {{ t = Conv (x, w)
+            u = BatchNormalization (t, p_s, p_b, p_m, p_v)
+            v = BatchNormalization (u, q_s, q_b, q_m, q_v)
+            y = Mul (v, d) }}"""
+        shapes = {"w": (8, 6, 1, 1), **batch_norm("p", 8), **batch_norm("q", 8), "d": (8, 1, 1)}
+        values = {name: value.astype(np.float64) for name, value in parameters(shapes).items()}
+        eps = np.float64(np.float32(1e-5))
+        scale = values["p_s"] / np.sqrt(values["p_v"] + eps) * (values["q_s"] / np.sqrt(values["q_v"] + eps)) * values["d"].reshape(8)
+        folded, _ = fold_and_check(model(body, shapes))
+        weight = onnx.numpy_helper.to_array(folded.graph.initializer[0])
+        np.testing.assert_array_equal(weight, (values["w"] * scale.reshape(8, 1, 1, 1)).astype(np.float32))
+
+    def test_large_mean_does_not_cancel(self) -> None:
+        """b' = (b - mean) k + beta, exact to one rounding where b and mean agree to many digits."""
+        values = {"w": np.ones((1, 6, 1, 1), np.float32), "c": np.full(1, 12345.678, np.float32), "p_m": np.full(1, 12345.67, np.float32)}
+        values |= {"p_s": np.ones(1, np.float32), "p_b": np.full(1, 1e-3, np.float32), "p_v": np.full(1, 3.0, np.float32)}
+        proto = model(f"g ({X4}) => (float[N,1,A,B] y) {{ z = Conv (x, w, c)\n {BN} }}", values=values)
+        folded = to_proto(fold(proto).model)
+        bias = next(onnx.numpy_helper.to_array(tensor) for tensor in folded.graph.initializer if tensor.name == "c")
+        wide = {name: np.float64(value.reshape(-1)[0]) for name, value in values.items()}
+        expected = (wide["c"] - wide["p_m"]) / np.sqrt(wide["p_v"] + np.float64(np.float32(1e-5))) * wide["p_s"] + wide["p_b"]
+        assert bias[0] == np.float32(expected)
+
+    @pytest.mark.parametrize("dtype", ["float16", "float64"])
+    def test_other_types(self, dtype: str) -> None:
+        kind = {"float16": "float16", "float64": "double"}[dtype]
+        proto = model(
+            f"g ({kind}[N,6,H,W] x) => ({kind}[N,8,A,B] y) {{ {CONV}\n {BN} }}", {"w": (8, 6, 1, 1), **batch_norm("p", 8)}, dtype=dtype
+        )
+        fold_and_check(proto, oracle=False)
