@@ -143,7 +143,9 @@ def check_scaled(weight: np.ndarray, factor: np.ndarray, dtype: np.dtype) -> Non
         raise Refused("not-finite", "the weight holds NaN or infinite values")
     before = np.abs(weight).max(axis=shared, keepdims=True).astype(np.float64)
     after = before * np.abs(factor)
-    if not np.isfinite(after.astype(dtype).astype(np.float64)).all():
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(after.astype(dtype).astype(np.float64)).all()
+    if not finite:
         raise Refused("overflow", f"a folded weight would be {after.max():.3g}, {dtype} ends at {largest_finite:.3g}")
     lost = (after < smallest_normal) & (before > 0) & (np.abs(factor) < 1) & (factor != 0)
     if lost.any():

@@ -14,6 +14,7 @@ from bnexport.errors import VerificationError
 from bnexport.folding import verification
 from bnexport.folding.context import Options
 from bnexport.folding.engine import Engine, count
+from bnexport.folding.mixed_types import insert_casts
 from bnexport.folding.report import FoldReport
 from bnexport.folding.verification import Source, VerifyResult
 from bnexport.model_io import ModelSource, write
@@ -46,6 +47,8 @@ def fold(
     only: Iterable[str] | None = None,
     skip: Iterable[str] = (),
     max_scale: float = 1e6,
+    training_to_inference: bool = False,
+    rules: Iterable[str] | None = None,
     overwrite_input: bool = False,
     external_data: bool | None = None,
 ) -> FoldResult:
@@ -53,13 +56,21 @@ def fold(
 
     source is never changed. verify, inputs, seed, samples, atol, rtol: as `verify` takes them. only,
     skip: labels of nodes, as the report shows them. max_scale: largest |gamma| / std that is folded.
+    training_to_inference: also turn BatchNormalization that trains into inference. rules: names of the
+    rules that may be used (`bnexport.folding.rules.ALL`).
 
     Raises ModelError for a model that is refused, VerificationError (then nothing is written) when the
     outputs differ. A model that nothing can run is written, and the report says "not verified".
     """
     opened = open_source(source)
     model = opened.model
-    options = Options(max_scale=max_scale, only=None if only is None else frozenset(only), skip=frozenset(skip))
+    options = Options(
+        max_scale=max_scale,
+        only=None if only is None else frozenset(only),
+        skip=frozenset(skip),
+        training_to_inference=training_to_inference,
+        rules=None if rules is None else frozenset(rules),
+    )
     before = count(model)
     references = [ModelSource(model.clone(), opened.path)] if verify else []
     engine = Engine(model, options)
@@ -67,8 +78,12 @@ def fold(
     if verify and engine.converted:
         if engine.training_converted:
             references.clear()
-        references.append(ModelSource(model.clone(), None))
+        converted = model.clone()
+        insert_casts(converted)
+        references.append(ModelSource(converted, None))
     engine.fold()
+    if engine.converted:
+        insert_casts(model)
     report = FoldReport(
         sites=tuple(engine.sites),
         before=before,

@@ -14,18 +14,13 @@ import onnx
 import onnx_ir as ir
 
 from bnexport.errors import UnsupportedModelError
-from bnexport.folding import sync_bn
-from bnexport.folding.context import (
-    Addend,
-    Context,
-    Options,
-    Plan,
-    insert_add,
-    remove_unused_constant,
-    write_parameters,
-)
+from bnexport.folding import decomposed, sync_bn, training_mode
+from bnexport.folding.context import Context, Options
+from bnexport.folding.edits import Addend
 from bnexport.folding.names import Names
 from bnexport.folding.nodes import input_at, is_standard, label
+from bnexport.folding.parameters import insert_add, remove_unused_constant, write_parameters
+from bnexport.folding.plan import Plan
 from bnexport.folding.refusal import Refused
 from bnexport.folding.report import Counts, Refusal, SiteReport
 from bnexport.folding.rules import by_operator
@@ -76,14 +71,17 @@ class Engine:
         """MMCVSyncBatchNorm -> BatchNormalization."""
         for family in self._families:
             _import_standard_operators(family)
-            for conversion in sync_bn.convert(family.context, list(family.graphs)):
+            conversions = sync_bn.convert(family.context, list(family.graphs))
+            if self.options.training_to_inference:
+                conversions += training_mode.convert(family.context, list(family.graphs))
+            for conversion in conversions:
                 if conversion.batch_norm is not None:
                     self._conversions[conversion.batch_norm] = conversion
                     continue
                 assert conversion.reason is not None
-                refusal = Refusal("sync_batch_norm", conversion.name, conversion.reason.code, conversion.reason.text)
+                refusal = Refusal("to_inference", conversion.name, conversion.reason.code, conversion.reason.text)
                 self.sites.append(
-                    SiteReport((conversion.name,), sync_bn.OP_TYPE, family.name, "kept", refusals=(refusal,))
+                    SiteReport((conversion.name,), conversion.op_type, family.name, "kept", refusals=(refusal,))
                 )
         sync_bn.drop_unused_bodies(self.model)
 
@@ -106,10 +104,11 @@ class Engine:
                 for node in tuple(graph):
                     if node.graph is graph and node not in seen:
                         seen.update(self._elementwise(node, family))
+                self._report_decomposed_training(graph, family)
             write_parameters(family.context)
 
     def _batch_norm(self, node: ir.Node, family: Family) -> tuple[ir.Node, ...]:
-        name = label(node)
+        name = self._label(node)
         report = self._report(node, family)
         try:
             self._refuse_by_request(name)
@@ -137,11 +136,22 @@ class Engine:
         self._place(site, self._report(site.nodes[0], family), family)
         return site.nodes
 
+    def _report_decomposed_training(self, graph: ir.Graph, family: Family) -> None:
+        reason = decomposed.REASON
+        for node in decomposed.training_sites(graph, family.context):
+            refusal = Refusal("batch_norm", label(node), reason.code, reason.text)
+            self.sites.append(dataclasses.replace(self._report(node, family), refusals=(refusal,)))
+
     def _report(self, node: ir.Node, family: Family) -> SiteReport:
         conversion = self._conversions.get(node)
-        op_type = sync_bn.OP_TYPE if conversion else node.op_type
+        op_type = conversion.op_type if conversion else node.op_type
         training = conversion is not None and conversion.training
-        return SiteReport((label(node),), op_type, family.name, "kept", training=training)
+        return SiteReport((self._label(node),), op_type, family.name, "kept", training=training)
+
+    def _label(self, node: ir.Node) -> str:
+        """The name that the source gives the node."""
+        conversion = self._conversions.get(node)
+        return label(node) if conversion is None else conversion.name
 
     def _refuse_by_request(self, name: str) -> None:
         if name in self.options.skip or (self.options.only is not None and name not in self.options.only):
@@ -153,8 +163,8 @@ class Engine:
         magnitudes = np.abs(site.affine.scale)
         report = dataclasses.replace(
             report,
-            nodes=tuple(label(node) for node in site.nodes),
-            op_type=sync_bn.OP_TYPE if converted else report.op_type,
+            nodes=tuple(self._label(node) for node in site.nodes),
+            op_type=self._conversions[converted[0]].op_type if converted else report.op_type,
             training=any(self._conversions[node].training for node in converted),
             channels=site.affine.channels,
             scale_min=float(magnitudes.min(initial=np.inf)) if magnitudes.size else None,

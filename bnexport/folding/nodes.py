@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.refusal import Refused
@@ -59,7 +60,8 @@ def get_int(node: ir.Node, name: str, default: int) -> int:
 
 def get_float(node: ir.Node, name: str, default: float) -> float:
     attribute = _attribute(node, name, ir.AttributeType.FLOAT)
-    return default if attribute is None else attribute.as_float()
+    # Attributes are float32 in the file, and so are the defaults of the standard.
+    return float(np.float32(default)) if attribute is None else attribute.as_float()
 
 
 def get_string(node: ir.Node, name: str, default: str) -> str:

@@ -1,4 +1,8 @@
-"""Runs a model in ONNX Runtime on the CPU, with its graph optimisations off: the graph as it is written."""
+"""Runs a model as it is written: ONNX Runtime on the CPU without graph optimisations, or onnx.reference.
+
+The reference implementation is slow and takes over only where ONNX Runtime has no kernel (a Conv in
+float64) and the model is small.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -16,9 +20,46 @@ from bnexport.errors import BnexportError, MissingDependencyError, UnsupportedMo
 from bnexport.folding.sync_bn import is_sync_batch_norm
 from bnexport.model_io import walk, write
 
+# Parameters of a model that the reference implementation may be asked to run.
+_REFERENCE_BYTES = 1 << 26
 
-class Runner:
-    """One session; `close` it, since a model too large for one message lives in a temporary folder."""
+
+class Runner(Protocol):
+    def run(self, inputs: Mapping[str, np.ndarray], outputs: list[str]) -> list[Any]:
+        """Values of `outputs`. Raises UnsupportedModelError where the engine cannot run the model."""
+
+    def close(self) -> None: ...
+
+
+class ReferenceRunner:
+    """ONNX's own implementation in NumPy."""
+
+    name = "onnx.reference"
+
+    def __init__(self, model: ir.Model, path: str | None = None) -> None:
+        if write.tensor_total(model) > _REFERENCE_BYTES:
+            raise UnsupportedModelError("onnx.reference would take too long")
+        import onnx.reference
+
+        try:
+            self._evaluator = onnx.reference.ReferenceEvaluator(write.to_proto(model))
+        except Exception as error:  # it raises whatever an operator raises
+            raise UnsupportedModelError(f"onnx.reference cannot load it: {_first_line(error)}") from error
+
+    def run(self, inputs: Mapping[str, np.ndarray], outputs: list[str]) -> list[Any]:
+        try:
+            return list(self._evaluator.run(outputs, dict(inputs)))
+        except Exception as error:
+            raise UnsupportedModelError(f"onnx.reference cannot run it: {_first_line(error)}") from error
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class RuntimeRunner:
+    """One session of ONNX Runtime; `close` it, since a model too large for one message lives in a temporary folder."""
+
+    name = "onnxruntime"
 
     def __init__(self, model: ir.Model, path: str | None = None) -> None:
         """path: a file that holds exactly `model`, used where the model is large."""
@@ -48,7 +89,6 @@ class Runner:
             self._folder = None
 
     def run(self, inputs: Mapping[str, np.ndarray], outputs: list[str]) -> list[Any]:
-        """Values of `outputs`. Raises UnsupportedModelError where ORT cannot run it."""
         known = {value.name for value in self._session.get_inputs()}
         try:
             return list(self._session.run(outputs, {name: value for name, value in inputs.items() if name in known}))

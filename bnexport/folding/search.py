@@ -14,8 +14,9 @@ from collections.abc import Callable
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
-from bnexport.folding.context import Context, Plan
+from bnexport.folding.context import Context
 from bnexport.folding.nodes import is_standard, label
+from bnexport.folding.plan import Plan
 from bnexport.folding.refusal import Refused
 
 # Operators that one plan may visit.

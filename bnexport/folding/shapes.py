@@ -16,7 +16,7 @@ Shape = tuple[int | str | None, ...]
 class Shapes:
     def __init__(self, model: ir.Model) -> None:
         self._model = model
-        self._inferred: dict[ir.Value, Shape] | None = None
+        self._inferred: tuple[dict[ir.Value, Shape], dict[ir.Value, ir.DataType]] | None = None
 
     def of(self, value: ir.Value) -> Shape | None:
         """Sizes (numbers, names, None for unknown), or None where not even the rank is known."""
@@ -24,16 +24,27 @@ class Shapes:
             return _plain(value.shape)
         if value.const_value is not None and value.is_initializer():
             return _plain(value.const_value.shape)
+        return self._all()[0].get(value)
+
+    def dtype(self, value: ir.Value) -> ir.DataType | None:
+        """The element type, or None where it is not known."""
+        if value.dtype is not None:
+            return value.dtype
+        if value.const_value is not None:
+            return value.const_value.dtype
+        return self._all()[1].get(value)
+
+    def _all(self) -> tuple[dict[ir.Value, Shape], dict[ir.Value, ir.DataType]]:
         if self._inferred is None:
             self._inferred = _infer(self._model)
-        return self._inferred.get(value)
+        return self._inferred
 
 
 def _plain(shape: ir.ShapeProtocol) -> Shape:
     return tuple(size if isinstance(size, int) else size.value for size in shape)
 
 
-def _infer(model: ir.Model) -> dict[ir.Value, Shape]:
+def _infer(model: ir.Model) -> tuple[dict[ir.Value, Shape], dict[ir.Value, ir.DataType]]:
     from onnx_ir.passes.common import ShapeInferencePass
 
     copy = model.clone()
@@ -43,12 +54,17 @@ def _infer(model: ir.Model) -> dict[ir.Value, Shape]:
     logger.setLevel(logging.CRITICAL)
     try:
         ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(copy)
+    except Exception:
+        return {}, {}
     finally:
         logger.setLevel(level)
-    found: dict[ir.Value, Shape] = {}
+    shapes: dict[ir.Value, Shape] = {}
+    types: dict[ir.Value, ir.DataType] = {}
     for original, inferred in zip(model.graphs(), copy.graphs(), strict=True):
         for node, twin in zip(original, inferred, strict=True):
             for value, other in zip(node.outputs, twin.outputs, strict=True):
                 if value.shape is None and other.shape is not None:
-                    found[value] = _plain(other.shape)
-    return found
+                    shapes[value] = _plain(other.shape)
+                if value.dtype is None and other.dtype is not None:
+                    types[value] = other.dtype
+    return shapes, types

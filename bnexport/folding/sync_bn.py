@@ -21,24 +21,26 @@ import onnx_ir as ir
 
 from bnexport import schema
 from bnexport.folding.constants import Constants, read_tensor
-from bnexport.folding.context import Context, new_constant
+from bnexport.folding.context import Context
 from bnexport.folding.nodes import get_float, get_int, input_at, label, used
+from bnexport.folding.old_values import return_old
+from bnexport.folding.parameters import new_constant
 from bnexport.folding.refusal import Refused
 from bnexport.model_io import walk
 
 OP_TYPE = schema.SYNC_BATCH_NORM.name
 _INPUT = {value.name: index for index, value in enumerate(schema.SYNC_BATCH_NORM.inputs)}
 _OUTPUT = {value.name: index for index, value in enumerate(schema.SYNC_BATCH_NORM.outputs)}
-# BatchNormalization takes parameters of another type than the data from this opset on.
-_MIXED_TYPES_OPSET = 15
+# For graphs that import no standard opset.
 FALLBACK_OPSET = 17
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """What happened to one node. batch_norm: the new node; None when refused."""
+    """What happened to one node. batch_norm: what it is now; None when refused."""
 
     name: str
+    op_type: str
     training: bool
     batch_norm: ir.Node | None
     reason: Refused | None = None
@@ -67,9 +69,9 @@ def convert(context: Context, graphs: list[ir.Graph]) -> list[Conversion]:
             name = label(node)
             try:
                 training = training_mode(node)
-                conversions.append(Conversion(name, training, _convert(node, training, context)))
+                conversions.append(Conversion(name, OP_TYPE, training, _convert(node, training, context)))
             except Refused as reason:
-                conversions.append(Conversion(name, True, None, reason))
+                conversions.append(Conversion(name, OP_TYPE, True, None, reason))
     return conversions
 
 
@@ -111,72 +113,29 @@ def _convert(node: ir.Node, training: bool, context: Context) -> ir.Node:
     weight = _parameter(node, "weight", mean, 1.0, context)
     bias = _parameter(node, "bias", mean, 0.0, context)
     for output, old in zip(updates, (mean, var), strict=False):
-        _return_old(output, old, node, context)
+        return_old(output, old, node, context)
     batch_norm = _insert(node, source, [weight, bias, mean, var], eps, context)
     graph.remove(node, safe=True)
     return batch_norm
 
 
 def _insert(node: ir.Node, source: ir.Value, parameters: list[ir.Value], eps: float, context: Context) -> ir.Node:
-    """Puts the BatchNormalization where the node is, with Casts where the opset asks for one type."""
+    """Puts the BatchNormalization where the node is. `mixed_types` mends what its opset does not allow."""
     graph = node.graph
     assert graph is not None
     attributes = [ir.AttrFloat32("epsilon", eps)]
     if context.opset < 7:
         attributes.append(ir.AttrInt64("is_test", 1))
-    data_type, parameter_type = source.dtype, parameters[2].dtype
-    casts = (
-        context.opset < _MIXED_TYPES_OPSET
-        and data_type is not None
-        and parameter_type is not None
-        and data_type != parameter_type
-    )
-    name = node.name or None
     old = node.outputs[0]
-    new_nodes = []
-    data = source
-    if casts:
-        assert parameter_type is not None
-        before = ir.Node("", "Cast", [source], [ir.AttrInt64("to", parameter_type.value)])
-        before.outputs[0].type, before.outputs[0].shape = ir.TensorType(parameter_type), source.shape
-        data = before.outputs[0]
-        new_nodes.append(before)
-    batch_norm = ir.Node("", "BatchNormalization", [data, *parameters], attributes, name=name)
-    new_nodes.append(batch_norm)
-    last = batch_norm
-    if casts:
-        assert data_type is not None and parameter_type is not None
-        batch_norm.outputs[0].type, batch_norm.outputs[0].shape = ir.TensorType(parameter_type), old.shape
-        last = ir.Node("", "Cast", [batch_norm.outputs[0]], [ir.AttrInt64("to", data_type.value)])
-        new_nodes.append(last)
-    for new in new_nodes:
-        new.name = new.name or context.names.fresh(f"{label(node)}.{new.op_type}")
-        if new is not last:
-            new.outputs[0].name = context.names.fresh(f"{old.name}.{new.op_type}")
-    replacement = last.outputs[0]
+    name = node.name or context.names.fresh(f"{label(node)}.BatchNormalization")
+    batch_norm = ir.Node("", "BatchNormalization", [source, *parameters], attributes, name=name)
+    replacement = batch_norm.outputs[0]
     replacement.name, replacement.type, replacement.shape = old.name, old.type or source.type, old.shape
     replacement.metadata_props.update(old.metadata_props)
     batch_norm.metadata_props.update(node.metadata_props)
-    graph.insert_before(node, new_nodes)
+    graph.insert_before(node, batch_norm)
     old.replace_all_uses_with(replacement, replace_graph_outputs=True)
     return batch_norm
-
-
-def _return_old(output: ir.Value, old: ir.Value, node: ir.Node, context: Context) -> None:
-    """Whatever read an updated statistic reads the old one; a graph output keeps its name."""
-    graph = node.graph
-    assert graph is not None
-    for use in tuple(output.uses()):
-        use.node.replace_input_with(use.idx, old)
-    if not output.is_graph_output():
-        return
-    identity = ir.Node("", "Identity", [old], name=context.names.fresh(f"{output.name}.unchanged"))
-    same = identity.outputs[0]
-    same.name, same.type, same.shape = output.name, output.type or old.type, output.shape or old.shape
-    graph.insert_before(node, identity)
-    for index, value in enumerate(graph.outputs):
-        if value is output:
-            graph.outputs[index] = same
 
 
 def _parameter(node: ir.Node, name: str, mean: ir.Value, fill: float, context: Context) -> ir.Value:

@@ -24,8 +24,9 @@ import onnx_ir as ir
 from bnexport import tolerances
 from bnexport.errors import BnexportError
 from bnexport.folding import samples
+from bnexport.folding.mixed_types import insert_casts
 from bnexport.folding.refusal import Refused
-from bnexport.folding.runner import Runner
+from bnexport.folding.runner import ReferenceRunner, Runner, RuntimeRunner, needs_library
 from bnexport.folding.sync_bn import is_sync_batch_norm, training_mode
 from bnexport.model_io import walk
 from bnexport.model_io.read import ModelSource, open_source
@@ -56,7 +57,7 @@ class OutputComparison:
 class VerifyResult:
     """status: "passed", "failed" or "not verified" (then `reason` says why).
 
-    reference: "original", or "converted" where a training graph was compared in inference.
+    engine: what ran the models. reference: "original", or "converted" where a training graph was compared in inference.
     """
 
     status: str
@@ -65,6 +66,7 @@ class VerifyResult:
     samples: int = 0
     seed: int = 0
     reference: str = "original"
+    engine: str = ""
 
     @property
     def passed(self) -> bool:
@@ -121,17 +123,17 @@ def compare(
     if difference:
         return VerifyResult("failed", difference, seed=seed, reference=label)
     names = [str(value.name) for value in reference.model.graph.outputs]
-    try:
-        with contextlib.ExitStack() as stack:
-            first, second = (
-                stack.enter_context(contextlib.closing(Runner(source.model, source.path)))
-                for source in (reference, candidate)
-            )
-            given = _given(inputs)
-            chosen, expected = _inputs_that_run(reference.model, first, given, seed, count, names)
-            got = [second.run(sample, names) for sample in chosen]
-    except BnexportError as error:
-        return VerifyResult("not verified", str(error), seed=seed, reference=label)
+    reasons = []
+    for engine in (RuntimeRunner, ReferenceRunner):
+        try:
+            chosen, expected, got = _run_both(engine, reference, candidate, _given(inputs), seed, count)
+            break
+        except _CandidateError as error:
+            return VerifyResult("failed", str(error), seed=seed, reference=label, engine=engine.name)
+        except BnexportError as error:
+            reasons.append(str(error))
+    else:
+        return VerifyResult("not verified", "; ".join(reasons), seed=seed, reference=label)
     working = _working_type(reference.model, candidate.model)
     outputs = tuple(
         _compare_output(name, [row[index] for row in expected], [row[index] for row in got], working, atol, rtol)
@@ -142,7 +144,32 @@ def compare(
     reason = None if failed is None else f"output {failed.name!r}: {failed.reason}"
     if failed is None and not any(output.elements for output in outputs):
         status, reason = "not verified", "the outputs are empty"
-    return VerifyResult(status, reason, outputs, len(chosen), seed, label)
+    return VerifyResult(status, reason, outputs, len(chosen), seed, label, engine.name)
+
+
+def _run_both(
+    engine: type[RuntimeRunner] | type[ReferenceRunner],
+    reference: ModelSource,
+    candidate: ModelSource,
+    given: list[dict[str, np.ndarray]] | None,
+    seed: int,
+    count: int,
+) -> tuple[list[dict[str, np.ndarray]], list[list[Any]], list[list[Any]]]:
+    """The inputs, the outputs of the reference and those of the candidate."""
+    names = [str(value.name) for value in reference.model.graph.outputs]
+    with contextlib.closing(engine(reference.model, reference.path)) as runner:
+        chosen, expected = _inputs_that_run(reference.model, runner, given, seed, count, names)
+    try:
+        with contextlib.closing(engine(candidate.model, candidate.path)) as runner:
+            return chosen, expected, [runner.run(sample, names) for sample in chosen]
+    except BnexportError as error:
+        if needs_library(candidate.model):
+            raise
+        raise _CandidateError(str(error)) from error
+
+
+class _CandidateError(Exception):
+    """The reference runs and the candidate does not: that is a difference."""
 
 
 def _given(
@@ -279,4 +306,5 @@ def _converted(model: ir.Model) -> ir.Model:
     from bnexport.folding.engine import Engine  # the engine's report holds a VerifyResult
 
     Engine(model, Options()).convert()
+    insert_casts(model)
     return model

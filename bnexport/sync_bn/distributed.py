@@ -1,11 +1,20 @@
-"""The only file that knows torch.distributed: groups by name, one gather, one agreement.
+"""The only file that knows torch.distributed: groups by name, agreement between members, one gather.
 
 Operators carry a group as a string. A name is local to this process unless it is "world": it
 resolves to a torch.distributed group here and is never written into a model as it stands.
+
+Members that run different layers at the same time must get an error, but gloo aborts a process that
+receives a longer message than it expects. Hence two measures:
+
+- Before a layer's first gather the members compare a small header through the group's store, whose
+  waiting ends with the group's timeout wherever the others are.
+- On CPU every gather of a group has one length, that of its widest layer, and ends with the number
+  of the layer's agreement: a member that skipped a layer is found at once, on every member.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +27,26 @@ from bnexport.errors import GroupError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Bytes of the header that members compare before their first gather: the same for every layer and
-# rank, since members of different layers must be able to exchange it.
-_HEADER_BYTES = 256
-
 # torch 2.13 renamed the function and deprecates the old name.
-_gather_single = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
+
+@dataclasses.dataclass
+class _Membership:
+    """What this process knows of a group: its layers by agreement number, and the longest row."""
+
+    name: str
+    group: Any
+    size: int
+    rank: int
+    agreements: int = 0
+    numbers: dict[tuple[int, str], int] = dataclasses.field(default_factory=dict)
+    headers: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    row_length: int = 0
+
 
 _groups: dict[str, Any] = {}
-# (group name, id of the group, layer): a group made anew under an old name agrees anew.
-_agreed: set[tuple[str, int, int]] = set()
+_memberships: dict[str, _Membership] = {}
 
 
 def is_initialized() -> bool:
@@ -50,9 +69,7 @@ def name_of(group: ProcessGroup | None) -> str:
 
 def size_of(group: ProcessGroup | None) -> int:
     """Number of members; 1 when torch.distributed is not initialised."""
-    if not is_initialized():
-        return 1
-    return dist.get_world_size(group)
+    return dist.get_world_size(group) if is_initialized() else 1
 
 
 def resolve(name: str) -> ProcessGroup:
@@ -67,42 +84,87 @@ def resolve(name: str) -> ProcessGroup:
         raise GroupError(f"group {name!r}: unknown in this process; known: {sorted(_groups)}; pass the ProcessGroup to the module") from None
 
 
-def all_gather(row: torch.Tensor, name: str) -> torch.Tensor:
-    """Gathers rows (n,) of equal size to (group_size, n) in rank order: one collective.
+def exchange(row: torch.Tensor, name: str, group_size: int, layer: int, purpose: str, header: dict[str, Any]) -> torch.Tensor:
+    """Gathers this layer's float64 row (n,) from all members to (group_size, n) in rank order: one collective.
 
-    Raises GroupError when the collective fails or times out, as when a member died.
+    layer names a module within this process; purpose ("forward", ...) tells its exchanges apart;
+    header is compared before the first exchange.
+
+    Raises GroupError when group_size is not the group's, when members disagree or are in different
+    layers, and when the collective fails or times out, as when a member died.
     """
+    membership = _membership(name)
+    if membership.size != group_size:
+        raise GroupError(f"group {name!r}: got group_size {group_size}, expected {membership.size}, the number of its members")
+    number = membership.numbers.get((layer, purpose))
+    if number is None:
+        number = _agree(membership, {"pass": purpose, "length": row.numel(), **header})
+        membership.numbers[layer, purpose] = number
+    if row.device.type != "cpu":
+        return _gather(membership, row)
+    padded = row.new_zeros(membership.row_length)
+    padded[: row.numel()] = row
+    padded[-1] = number
+    rows = _gather(membership, padded)
+    places = rows[:, -1].tolist()
+    if any(place != number for place in places):
+        raise GroupError(
+            f"group {name!r}: the members are in different layers: "
+            + ", ".join(f"rank {rank} in {_describe(membership, int(place))}" for rank, place in enumerate(places))
+            + "; every rank must run the same layers in the same order"
+        )
+    return rows[:, : row.numel()].contiguous()
+
+
+def _membership(name: str) -> _Membership:
     group = resolve(name)
-    rows = row.new_empty(dist.get_world_size(group) * row.numel())
+    known = _memberships.get(name)
+    if known is None or known.group is not group:
+        # A group made anew under an old name agrees anew.
+        known = _memberships[name] = _Membership(name, group, dist.get_world_size(group), dist.get_rank(group))
+    return known
+
+
+def _gather(membership: _Membership, row: torch.Tensor) -> torch.Tensor:
+    rows = row.new_empty(membership.size * row.numel())
     try:
-        _gather_single(rows, row, group=group)
+        _gather_single(rows, row, group=membership.group)
     except RuntimeError as error:
-        raise GroupError(f"group {name!r}: the exchange of statistics failed on rank {dist.get_rank(group)}: {error}") from error
-    return rows.view(-1, row.numel())
+        raise GroupError(f"group {membership.name!r}: the exchange of statistics failed on rank {membership.rank}: {error}") from error
+    return rows.view(membership.size, row.numel())
 
 
-def agree(name: str, layer: int, header: dict[str, Any], device: torch.device) -> None:
-    """Compares `header` between the members before layer `layer` gathers for the first time.
-
-    Members that disagree (on C, say) would gather buffers of different sizes, which aborts a
-    process under gloo. The header has a fixed size, so the comparison itself is always safe.
-    Raises GroupError on every member, naming the ranks and their values.
-    """
-    group = resolve(name)
-    if (name, id(group), layer) in _agreed:
-        return
-    encoded = json.dumps(header, sort_keys=True).encode()
-    if len(encoded) > _HEADER_BYTES:
-        raise GroupError(f"group {name!r}: header of {len(encoded)} bytes, expected at most {_HEADER_BYTES}")
-    mine = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
-    mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    mine = mine.to(device)
-    every = all_gather(mine, name).cpu()
-    headers = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in every]
-    different = sorted(key for key in header if any(other.get(key) != headers[0].get(key) for other in headers))
+def _agree(membership: _Membership, header: dict[str, Any]) -> int:
+    """Compares `header` between the members, through the group's store; returns the agreement's number."""
+    number = membership.agreements
+    membership.agreements += 1
+    store = membership.group.get_group_store()
+    keys = [f"bnexport/{number}/{rank}" for rank in range(membership.size)]
+    store.set(keys[membership.rank], json.dumps(header, sort_keys=True))
+    headers = []
+    for rank, key in enumerate(keys):
+        try:
+            headers.append(json.loads(store.get(key)))
+        except RuntimeError as error:
+            raise GroupError(
+                f"group {membership.name!r}: rank {rank} did not reach the layer that rank {membership.rank} is in "
+                f"({_render(header)}) within the group's timeout: {error}"
+            ) from error
+    different = [key for key in header if any(other.get(key) != headers[0].get(key) for other in headers)]
     if different:
         values = "; ".join(
             f"{key}: " + ", ".join(f"rank {rank} has {other.get(key)!r}" for rank, other in enumerate(headers)) for key in different
         )
-        raise GroupError(f"group {name!r}: the members disagree in a sync batch norm layer ({values}); give every rank the same model")
-    _agreed.add((name, id(group), layer))
+        raise GroupError(f"group {membership.name!r}: the members disagree in a sync batch norm layer ({values}); give every rank the same model")
+    membership.headers[number] = header
+    membership.row_length = max(membership.row_length, header["length"] + 1)
+    return number
+
+
+def _describe(membership: _Membership, number: int) -> str:
+    header = membership.headers.get(number)
+    return f"layer {number}" + (f" ({_render(header)})" if header else "")
+
+
+def _render(header: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in header.items() if key != "length")

@@ -24,6 +24,14 @@ def new_layer() -> int:
     return next(_layers)
 
 
+def _recomputing() -> bool:
+    """Whether this forward runs inside a backward pass: activation checkpointing computes it once more.
+
+    The first forward has updated the statistics already.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 class SyncBatchNorm(_BatchNorm):
     """Batch norm over inputs (N, C, *) of rank >= 2 with statistics of all processes of `group`.
 
@@ -128,7 +136,7 @@ class SyncBatchNorm(_BatchNorm):
             self.grad_reduction,
             self._layer,
         )
-        if update:
+        if update and not _recomputing():
             self._update_statistics(new_mean, new_var)
         return output
 

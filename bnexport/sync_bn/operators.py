@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bnexport import schema
-from bnexport.errors import GroupError, UsageError
+from bnexport.errors import UsageError
 from bnexport.sync_bn import compiled, distributed, moments, torch_operations
 
 Tensor = torch.Tensor
@@ -72,15 +72,9 @@ def _like(result: Tensor, x: Tensor) -> Tensor:
     return result if result.stride() == promised.stride() else promised.copy_(result)
 
 
-def _gather(row: Tensor, x: Tensor, group: str, group_size: int, layer: int, header: dict[str, Any]) -> Tensor:
-    if group_size == 1:
-        return row[None]
-    members = distributed.size_of(distributed.resolve(group))
-    if members != group_size:
-        raise GroupError(f"group {group!r}: got group_size {group_size}, expected {members}, the number of its members")
-    C = x.shape[1]
-    distributed.agree(group, layer, {"C": C, "dtype": str(x.dtype).removeprefix("torch."), **header}, x.device)
-    return distributed.all_gather(row, group)
+def _header(x: Tensor, stats_mode: str, grad_reduction: str) -> dict[str, Any]:
+    dtype = str(x.dtype).removeprefix("torch.")
+    return {"C": x.shape[1], "dtype": dtype, "stats_mode": stats_mode, "grad_reduction": grad_reduction}
 
 
 def _forward(
@@ -105,8 +99,8 @@ def _forward(
     count = x.shape[0] * moments.spatial_size(x)
     rows = None
     if training and group_size > 1:
-        header = {"stats_mode": stats_mode, "grad_reduction": grad_reduction}
-        rows = _gather(backend.forward_row(x, stats_mode), x, group, group_size, layer, header)
+        row = backend.forward_row(x, stats_mode)
+        rows = distributed.exchange(row, group, group_size, layer, "forward", _header(x, stats_mode, grad_reduction))
         if stats_mode == "exact" and x.device.type == "cpu":
             _require_two_values(int(rows[:, 0].sum()), input)
     elif training:
@@ -180,8 +174,7 @@ def _backward(
     if group_size > 1 and ((need_input and training) or need_weight or need_bias):
         row = backend.backward_row(dy, x, saved_mean, saved_invstd, stats_mode)
         if (need_input and training) or grad_reduction != "local":
-            header = {"stats_mode": stats_mode, "grad_reduction": grad_reduction, "pass": "backward"}
-            rows = _gather(row, x, group, group_size, ~layer, header)
+            rows = distributed.exchange(row, group, group_size, layer, "backward", _header(x, stats_mode, grad_reduction))
     grad_input, grad_weight, grad_bias = backend.backward(
         dy, x, weight, saved_mean, saved_invstd, training, output_mask, stats_mode, grad_reduction, row, rows
     )
@@ -256,13 +249,13 @@ def _double_backward(
     v = torch.zeros_like(x) if grad_grad_input is None else grad_grad_input.double()
     p = zero if grad_grad_weight is None else grad_grad_weight.double()
     q = zero if grad_grad_bias is None else grad_grad_bias.double()
-    header = {"stats_mode": stats_mode, "grad_reduction": grad_reduction, "pass": "double backward"}
+    header = _header(input, stats_mode, grad_reduction)
 
     def group_sum(*vectors: Tensor) -> list[Tensor]:
         row = torch.cat([torch.tensor([moments.row_weight(x, stats_mode)], dtype=torch.float64, device=x.device), *vectors])
         if group_size == 1:
             return [row[0:1], *vectors]
-        rows = _gather(row, x, group, group_size, ~layer - (1 << 40), {**header, "vectors": len(vectors)})
+        rows = distributed.exchange(row, group, group_size, layer, f"double backward of {len(vectors)}", header)
         total = rows[:, 1:].sum(0)
         return [rows[:, 0], *total.split(C)]
 

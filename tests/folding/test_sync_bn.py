@@ -71,8 +71,8 @@ def test_absent_parameters(absent: str) -> None:
 
 
 def test_updated_statistics_return_the_old_ones() -> None:
-    outputs = "float[N,8,A,B] y, float[8] p_m.new, float[8] p_v.new"
-    proto = sync("y, p_m.new, p_v.new = MMCVSyncBatchNorm <eps=0.001> (z, p_m, p_v, p_s, p_b)", outputs=outputs)
+    outputs = "float[N,8,A,B] y, float[8] p_m_new, float[8] p_v_new"
+    proto = sync("y, p_m_new, p_v_new = MMCVSyncBatchNorm <eps=0.001> (z, p_m, p_v, p_s, p_b)", outputs=outputs)
     result, values = folded_output(proto)
     stored = parameters(SHAPES)
     np.testing.assert_array_equal(values[1], stored["p_m"])
@@ -89,8 +89,8 @@ def test_module_used_twice_reads_its_old_values() -> None:
     nodes = """t, m1, v1 = MMCVSyncBatchNorm <eps=0.001> (z, p_m, p_v, p_s, p_b)
         r = Relu (t)
         u = Conv <pads=[1,1,1,1]> (r, w2)
-        y, p_m.new, p_v.new = MMCVSyncBatchNorm <eps=0.001> (u, m1, v1, p_s, p_b)"""
-    outputs = "float[N,8,A,B] y, float[8] p_m.new, float[8] p_v.new"
+        y, p_m_new, p_v_new = MMCVSyncBatchNorm <eps=0.001> (u, m1, v1, p_s, p_b)"""
+    outputs = "float[N,8,A,B] y, float[8] p_m_new, float[8] p_v_new"
     shapes = {**SHAPES, "w2": (8, 8, 3, 3)}
     result = fold(sync(nodes, outputs=outputs, shapes=shapes))
     plain = model(

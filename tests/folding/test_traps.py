@@ -31,6 +31,7 @@ X4 = "float[N,6,H,W] x"
 
 def conv_bn(between: str = CONV, *, inputs: str = X4, output: str = "float[N,8,A,B] y", channels: int = 8, **options: object) -> onnx.ModelProto:
     shapes = {"w": (channels, 6, 1, 1), **batch_norm("p", channels), **options.pop("shapes", {})}  # type: ignore[dict-item]
+    shapes = {name: shape for name, shape in shapes.items() if name not in options.get("values", {})}  # type: ignore[operator]
     norm = options.pop("norm", BN)
     return model(f"g ({inputs}) => ({output}) {{ {between}\n {norm} }}", shapes, **options)  # type: ignore[arg-type]
 
@@ -188,8 +189,8 @@ class TestOverridable:
         assert_refused(proto, "not-constant")
 
     def test_ir_3_lists_every_initializer(self) -> None:
-        proto = conv_bn(ir_version=3, opset=8)
-        folded, _ = fold_and_check(proto)
+        proto = conv_bn(ir_version=3, opset=9)
+        folded, _ = fold_and_check(proto, oracle=False)
         listed = {value.name for value in folded.graph.input}
         assert listed == {"x", *(tensor.name for tensor in folded.graph.initializer)}
         assert len(folded.graph.initializer) == 2
@@ -226,7 +227,8 @@ class TestShared:
         fold_and_check(conv_bn(norm="y = BatchNormalization (z, p_s, p_b, p_b, p_v)"))
 
     def test_names_stay_unique(self) -> None:
-        proto = conv_bn("z = Conv (x, w)\n w.folded = Identity (x)", output="float[N,8,A,B] y, float[8,6,1,1] w, float[N,6,A,B] w.folded")
+        proto = conv_bn("z = Conv (x, w)\n w_folded = Identity (x)", output="float[N,8,A,B] y, float[8,6,1,1] w, float[N,6,A,B] w_folded")
+        proto.graph.node[1].output[0] = proto.graph.output[2].name = "w.folded"
         folded, _ = fold_and_check(proto)
         names = [tensor.name for tensor in folded.graph.initializer] + [name for node in folded.graph.node for name in node.output]
         assert len(names) == len(set(names))
@@ -253,8 +255,7 @@ class TestBetween:
 
     def test_max_pool_with_positive_scales(self) -> None:
         scale = np.abs(parameters({"p_s": (8,)})["p_s"])
-        proto = conv_bn("t = Conv (x, w)\n z = MaxPool <kernel_shape=[2,2], pads=[1,1,0,0]> (t)", values={"p_s": scale})
-        del proto.graph.initializer[[tensor.name for tensor in proto.graph.initializer].index("p_s")]
+        proto = conv_bn("t = Conv (x, w)\n z = MaxPool <kernel_shape=[2,2], pads=[1,1,1,1]> (t)", values={"p_s": scale})
         folded, _ = fold_and_check(proto)
         assert operators(folded) == ["Conv", "MaxPool"]
 
@@ -299,9 +300,10 @@ class TestConstants:
         scale = np.abs(parameters({"p_s": (8,)})["p_s"])
         norm = "y = BatchNormalization (z, g, p_b, p_m, p_v)"
         values = {"q": np.random.default_rng(0).integers(-127, 128, (8, 6, 1, 1)).astype(np.int8), "d": np.float32(0.02), "g": scale}
-        proto = conv_bn("k = DequantizeLinear (q, d)\n z = Conv (x, k)", norm=norm, values=values)
+        proto = conv_bn("k = DequantizeLinear (q, d)\n z = Conv (x, k)", norm=norm, values=values, opset=21, ir_version=10)
         folded, _ = fold_and_check(proto)
         assert operators(folded) == ["DequantizeLinear", "Conv"]
+        assert [attribute.name for attribute in folded.graph.node[0].attribute] == ["axis"]
         kept = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in folded.graph.initializer}
         np.testing.assert_array_equal(kept["q"], values["q"])
 
@@ -374,7 +376,8 @@ class TestNumbers:
         values = {"w": np.ones((1, 6, 1, 1), np.float32), "c": np.full(1, 12345.678, np.float32), "p_m": np.full(1, 12345.67, np.float32)}
         values |= {"p_s": np.ones(1, np.float32), "p_b": np.full(1, 1e-3, np.float32), "p_v": np.full(1, 3.0, np.float32)}
         proto = model(f"g ({X4}) => (float[N,1,A,B] y) {{ z = Conv (x, w, c)\n {BN} }}", values=values)
-        folded = to_proto(fold(proto).model)
+        # The bound of `verify` is made for networks; this one's rounding errors are those of its mean.
+        folded = to_proto(fold(proto, verify=False).model)
         bias = next(onnx.numpy_helper.to_array(tensor) for tensor in folded.graph.initializer if tensor.name == "c")
         wide = {name: np.float64(value.reshape(-1)[0]) for name, value in values.items()}
         expected = (wide["c"] - wide["p_m"]) / np.sqrt(wide["p_v"] + np.float64(np.float32(1e-5))) * wide["p_s"] + wide["p_b"]

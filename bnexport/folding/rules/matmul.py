@@ -17,7 +17,8 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine, along
-from bnexport.folding.context import Addend, Context
+from bnexport.folding.context import Context
+from bnexport.folding.edits import Addend
 from bnexport.folding.elementwise import data_and_constant
 from bnexport.folding.nodes import input_at, is_standard, only_attributes
 from bnexport.folding.refusal import Refused

@@ -36,7 +36,8 @@ def _passed(node: ir.Node, context: Context) -> ir.Value:
         _check_dropout(node, context)
     else:
         only_attributes(node, ("to", "saturate", "round_mode"))
-        if value.dtype is None or get_int(node, "to", 0) != value.dtype.value:
+        dtype = context.dtype(value)
+        if dtype is None or get_int(node, "to", 0) != dtype.value:
             raise Refused("cast", f"{label(node)} changes the type, and rounding does not commute with a map")
     return value
 

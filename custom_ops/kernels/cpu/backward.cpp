@@ -136,11 +136,12 @@ class Backward {
   }
 
   void gradient_rows(const std::vector<BackwardCoefficients>& coefficients) const {
+    // Last task first: the end of the tensor is what the statistics left in cache.
     const StreamPlan plan(params_.N, params_.C, params_.S);
     std::vector<ForwardCoefficients> scales;
     for (const BackwardCoefficients& k : coefficients) scales.push_back(fixed(k));
     parallel_for(parallel_, plan.tasks, [&](int64_t task) {
-      plan.each(task, [&](int64_t offset, int64_t length, int64_t c, int64_t channels) {
+      plan.each(plan.tasks - 1 - task, [&](int64_t offset, int64_t length, int64_t c, int64_t channels) {
         const Span rows{1, length, length};
         if (params_.training) {
           loops_.gradient(dy(offset), x(offset), dx(offset), rows, channels, coefficients.data() + c, stream_);

@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 
 #include "plan.h"
 #include "table.h"
@@ -46,18 +47,21 @@ const Choice& choice() {
   return chosen;
 }
 
+// In bytes. sysconf(_SC_LEVEL3_CACHE_SIZE) counts all sockets, or ten times too much on some processors.
+int64_t cache_size(int level, int64_t otherwise) {
+  const std::string path = "/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(level) + "/size";
+  int64_t kilobytes = 0;
+  if (std::FILE* file = std::fopen(path.c_str(), "r")) {
+    if (std::fscanf(file, "%" SCNd64 "K", &kilobytes) != 1) kilobytes = 0;
+    std::fclose(file);
+  }
+  return kilobytes >= 128 ? kilobytes << 10 : otherwise;
+}
+
 }  // namespace
 
 Caches caches() {
-  static const Caches found = [] {
-    // sysconf(_SC_LEVEL3_CACHE_SIZE) counts all sockets, or ten times too much on some processors.
-    int64_t kilobytes = 0;
-    if (std::FILE* file = std::fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
-      if (std::fscanf(file, "%" SCNd64 "K", &kilobytes) != 1) kilobytes = 0;
-      std::fclose(file);
-    }
-    return Caches{kilobytes >= 1024 ? kilobytes << 10 : int64_t{16} << 20};
-  }();
+  static const Caches found = {cache_size(2, int64_t{512} << 10), cache_size(3, int64_t{16} << 20)};
   return found;
 }
 

@@ -112,9 +112,10 @@ class Forward {
   }
 
   void normalise_rows(const std::vector<ForwardCoefficients>& coefficients) const {
+    // Last task first: the end of the tensor is what the statistics left in cache.
     const StreamPlan plan(params_.N, params_.C, params_.S);
     parallel_for(parallel_, plan.tasks, [&](int64_t task) {
-      plan.each(task, [&](int64_t offset, int64_t length, int64_t c, int64_t channels) {
+      plan.each(plan.tasks - 1 - task, [&](int64_t offset, int64_t length, int64_t c, int64_t channels) {
         loops_.normalise(x(offset), y(offset), {1, length, length}, channels, coefficients.data() + c, stream_);
       });
     });

@@ -5,7 +5,7 @@
 //   mean = K + s / n        M2 = q - s^2 / n
 //
 // This is one pass, exact as long as K is within a few standard deviations of the mean: the
-// subtraction loses a factor 1 + (s/n)^2 / var of precision. K is the mean of four vectors spread over
+// subtraction loses a factor 1 + (s/n)^2 / var of precision. K is the mean of four values spread over
 // the block; where that was a bad choice (a loss of more than 3) the block, still in L1, is read again
 // with K = K + s / n. Where the squares leave the range of float32, it is read again in double. Both
 // depend on the block alone, so the result does not depend on threads.
@@ -78,17 +78,14 @@ PivotSums pivot_sums_wide(const typename T::Storage* x, Span span, double pivot)
 BNEXPORT_INLINE bool far_off(const PivotSums& sums, double n) { return 3 * sums.s * sums.s > 2 * sums.q * n; }
 
 template <class T>
-BNEXPORT_INLINE Moments block_moments(const typename T::Storage* x, Span span) {
+BNEXPORT_INLINE Moments block_moments(const typename T::Storage* x, Span span, double n, double inverse_n) {
   using Compute = typename T::Compute;
-  const double n = static_cast<double>(span.rows) * static_cast<double>(span.cols);
-  typename T::Vector sample{};
-  for (int64_t k = 0; k < 4; ++k) {
-    sample += T::load(x + span.rows * k / 4 * span.stride + (span.cols - kLanes<T>)*k / 3);
-  }
-  Compute pivot = static_cast<Compute>(sum_lanes(sample) / (4 * kLanes<T>));
+  const auto at = [&](int64_t row, int64_t col) { return T::load(x + row * span.stride + col)[0]; };
+  const int64_t far = span.cols - kLanes<T>;
+  Compute pivot = (at(0, 0) + at(span.rows / 4, far / 2) + at(span.rows / 2, far) + at(span.rows - 1, far / 3)) / 4;
   PivotSums sums = pivot_sums<T>(x, span, pivot);
   if (far_off(sums, n)) {
-    pivot = static_cast<Compute>(pivot + sums.s / n);
+    pivot = static_cast<Compute>(pivot + sums.s * inverse_n);
     sums = pivot_sums<T>(x, span, pivot);
   }
   if constexpr (std::is_same_v<Compute, float>) {
@@ -100,14 +97,14 @@ BNEXPORT_INLINE Moments block_moments(const typename T::Storage* x, Span span) {
       for (int attempt = 0; attempt < 2; ++attempt) {
         sums = pivot_sums_wide<T>(x, span, wide_pivot);
         if (attempt == 1 || !far_off(sums, n)) break;
-        wide_pivot += sums.s / n;
+        wide_pivot += sums.s * inverse_n;
       }
-      const double shift = sums.s / n;
+      const double shift = sums.s * inverse_n;
       const double m2 = sums.q - sums.s * shift;
       return {n, wide_pivot + shift, m2 < 0 ? 0 : m2};
     }
   }
-  const double shift = sums.s / n;
+  const double shift = sums.s * inverse_n;
   const double m2 = sums.q - sums.s * shift;
   return {n, static_cast<double>(pivot) + shift, m2 < 0 ? 0 : m2};
 }
@@ -115,7 +112,8 @@ BNEXPORT_INLINE Moments block_moments(const typename T::Storage* x, Span span) {
 template <class T>
 void moments(const void* data, Span span, int64_t channels, Moments* all) {
   const auto* x = static_cast<const typename T::Storage*>(data);
-  for (int64_t c = 0; c < channels; ++c) all[c].merge(block_moments<T>(x + c * span.cols, span));
+  const double n = static_cast<double>(span.rows * span.cols), inverse_n = 1 / n;
+  for (int64_t c = 0; c < channels; ++c) all[c].merge(block_moments<T>(x + c * span.cols, span, n, inverse_n));
 }
 
 // How many elements from `to` until a streaming store is aligned; the row is at least that long.

@@ -2,8 +2,8 @@
 //
 // One source serves every instruction set: the compiler splits a 64-byte vector into what the target
 // has (one zmm, two ymm, four xmm or NEON registers), so the number of lanes - and with it the order
-// of every sum - is the same everywhere. Intrinsics appear only for the float16 conversions, which
-// compilers do not find by themselves.
+// of every sum - is the same everywhere. Intrinsics appear only for conversions and streaming stores,
+// which compilers do not find by themselves.
 //
 // Included by translation units that are compiled once per instruction set: everything must have
 // internal linkage, or the linker might keep the AVX-512 copy of a shared inline function.
@@ -38,6 +38,37 @@ BNEXPORT_INLINE To bits(const From& from) {
   return to;
 }
 
+// 16-bit lanes to 32-bit lanes and back. The intrinsics are what __builtin_convertvector should become;
+// GCC 12 makes it up from shuffles or single lanes.
+BNEXPORT_INLINE VectorI widen(VectorH value) {
+#if defined(__AVX512F__)
+  return (VectorI)_mm512_cvtepu16_epi32((__m256i)value);
+#elif defined(__AVX2__)
+  const __m256i low = _mm256_cvtepu16_epi32(_mm256_castsi256_si128((__m256i)value));
+  const __m256i high = _mm256_cvtepu16_epi32(_mm256_extracti128_si256((__m256i)value, 1));
+  VectorI result;
+  std::memcpy(&result, &low, 32);
+  std::memcpy(reinterpret_cast<char*>(&result) + 32, &high, 32);
+  return result;
+#else
+  return __builtin_convertvector(value, VectorI);
+#endif
+}
+
+// Lanes must be below 2^16.
+BNEXPORT_INLINE VectorH narrow(VectorI value) {
+#if defined(__AVX512F__)
+  return (VectorH)_mm512_cvtepi32_epi16((__m512i)value);
+#elif defined(__AVX2__)
+  __m256i low, high;
+  std::memcpy(&low, &value, 32);
+  std::memcpy(&high, reinterpret_cast<const char*>(&value) + 32, 32);
+  return (VectorH)_mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+#else
+  return __builtin_convertvector(value, VectorH);
+#endif
+}
+
 // float16 -> float32 in integer arithmetic; exact, subnormals included, whatever the rounding and
 // flush-to-zero modes are.
 BNEXPORT_INLINE VectorF float_from_half(VectorH half) {
@@ -51,7 +82,7 @@ BNEXPORT_INLINE VectorF float_from_half(VectorH half) {
   std::memcpy(reinterpret_cast<char*>(&result) + 32, &high, 32);
   return result;
 #else
-  const VectorI wide = __builtin_convertvector(half, VectorI);
+  const VectorI wide = widen(half);
   const VectorI magnitude = wide & 0x7fff;
   const VectorI moved = magnitude << 13;
   const VectorI normal = moved + (112 << 23);
@@ -88,12 +119,12 @@ BNEXPORT_INLINE VectorH half_from_float(VectorF value) {
   VectorI result = magnitude < 0x38800000 ? subnormal : normal;
   result = magnitude >= 0x47800000 ? infinity : result;
   result = magnitude > 0x7f800000 ? not_a_number : result;
-  return __builtin_convertvector(result | sign, VectorH);
+  return narrow(result | sign);
 #endif
 }
 
 BNEXPORT_INLINE VectorF float_from_bfloat(VectorH value) {
-  return bits<VectorF>(__builtin_convertvector(value, VectorI) << 16);
+  return bits<VectorF>(widen(value) << 16);
 }
 
 BNEXPORT_INLINE VectorH bfloat_from_float(VectorF value) {
@@ -102,7 +133,7 @@ BNEXPORT_INLINE VectorH bfloat_from_float(VectorF value) {
   const VectorI rounded = ((all + 0x7fff + (upper & 1)) >> 16) & 0xffff;
   const VectorI quiet = upper | 0x40;
   const VectorI result = (all & 0x7fffffff) > 0x7f800000 ? quiet : rounded;
-  return __builtin_convertvector(result, VectorH);
+  return narrow(result);
 }
 
 template <class V>

@@ -1,0 +1,48 @@
+"""What will happen to a parameter. Edits are kept beside the model and carried out once, at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import onnx_ir as ir
+
+# Input `index` of a node: parameters are edited where they are read, since they may be shared.
+Slot = tuple[ir.Node, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """A parameter, reshaped to `view`, times a factor that broadcasts to it."""
+
+    factor: np.ndarray
+    view: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact:
+    """A parameter with a new value, known in float64 (any shape), and the type it is kept in."""
+
+    values: np.ndarray
+    dtype: np.dtype
+    magnitude: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Raw:
+    """A parameter that is replaced as it stands."""
+
+    values: np.ndarray
+
+
+Edit = Scaled | Exact | Raw
+
+
+@dataclasses.dataclass(frozen=True)
+class Addend:
+    """A vector to be added along `axis` of a value of `rank` dimensions."""
+
+    vector: np.ndarray
+    axis: int
+    rank: int
+    dtype: np.dtype

@@ -1,0 +1,151 @@
+"""The edits that one batch norm needs: each is checked as it is added, all are committed or none.
+
+A rule never edits a parameter. It asks a `Plan` for "input 1 of this node times this factor" or "input
+2 becomes this vector"; the plan checks that the type can hold the result. Only when all edits have been
+accepted is the plan committed, and only at the end is each parameter computed, from its original and
+the product of all factors, with one rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.folding.affine import FLOAT_TYPES, check_scaled, round_vector
+from bnexport.folding.context import Context
+from bnexport.folding.edits import Addend, Edit, Exact, Raw, Scaled, Slot
+from bnexport.folding.nodes import get_int, input_at, is_standard, label
+from bnexport.folding.parameters import insert_add
+from bnexport.folding.refusal import Refused
+
+
+class Plan:
+    """The edits of one site, checked as they are added and committed together or not at all."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.edits: dict[Slot, Edit] = {}
+        self.attributes: dict[tuple[ir.Node, str], ir.Attr] = {}
+        self.targets: list[ir.Node] = []
+        # Shifts that find no bias: an Add behind the node's first output.
+        self.adds: dict[ir.Node, Addend] = {}
+
+    def scale(
+        self, node: ir.Node, index: int, factor: np.ndarray, what: str, view: tuple[int, ...] | None = None
+    ) -> None:
+        """Multiplies parameter `index` of `node` by `factor`, which broadcasts to it.
+
+        view: a shape in which the parameter is looked at, as (groups, rows, ...); every factor of one
+        parameter must use the same one.
+        """
+        edit = self.edits.get((node, index)) or self.context.edits.get((node, index))
+        if isinstance(edit, Exact):
+            values = edit.values if view is None else edit.values.reshape(view)
+            self.replace(node, index, (values * factor).reshape(edit.values.shape), edit.dtype, what)
+            return
+        weight = self.context.constants.array(input_at(node, index), what)
+        if weight.dtype not in FLOAT_TYPES.values() or isinstance(edit, Raw):
+            raise Refused("type", f"the {what} has type {weight.dtype}, expected a float type")
+        producer = input_at(node, index).producer()  # type: ignore[union-attr]
+        if producer is not None and is_standard(producer, "DequantizeLinear"):
+            scale_quantized(self, producer, weight, np.broadcast_to(factor, view or weight.shape).reshape(weight.shape))
+            self.target(node)
+            return
+        view = view or weight.shape
+        if edit is None:
+            check_scaled(weight.reshape(view), factor, weight.dtype)
+        elif edit.view != view:
+            raise Refused("conflict", f"the {what} is scaled in two ways that do not go together")
+        else:
+            check_scaled(weight.reshape(view) * edit.factor, factor, weight.dtype)
+            factor = edit.factor * factor
+        self.edits[node, index] = Scaled(factor, view)
+        self.target(node)
+
+    def replace(
+        self,
+        node: ir.Node,
+        index: int,
+        values: np.ndarray,
+        dtype: np.dtype,
+        what: str,
+        magnitude: np.ndarray | None = None,
+    ) -> None:
+        """Gives parameter `index` of `node` a new value, or its first one."""
+        round_vector(values, dtype, what, magnitude)
+        self.edits[node, index] = Exact(values, dtype, magnitude)
+        self.target(node)
+
+    def value(self, node: ir.Node, index: int, what: str) -> np.ndarray:
+        """The parameter as float64, with the edits of this plan."""
+        return self.context.current(node, index, what, self.edits)
+
+    def set_attribute(self, node: ir.Node, attribute: ir.Attr) -> None:
+        self.attributes[node, attribute.name] = attribute
+
+    def target(self, node: ir.Node) -> None:
+        if node not in self.targets:
+            self.targets.append(node)
+
+    def check_add(self, addend: Addend) -> None:
+        """Refuses a shift that its type cannot hold."""
+        round_vector(addend.vector, addend.dtype, "shift")
+
+    def add_behind(self, node: ir.Node, addend: Addend) -> None:
+        """Adds a vector to the node's first output, by an Add of its own."""
+        self.check_add(addend)
+        if node in self.adds:
+            raise Refused("conflict", "two shifts meet behind one node")
+        self.adds[node] = addend
+        self.target(node)
+
+    def snapshot(self) -> tuple[dict[Any, Any], ...]:
+        return dict(self.edits), dict(self.attributes), dict.fromkeys(self.targets), dict(self.adds)
+
+    def restore(self, state: tuple[dict[Any, Any], ...]) -> None:
+        self.edits, self.attributes, self.adds = dict(state[0]), dict(state[1]), dict(state[3])
+        self.targets = list(state[2])
+
+    def commit(self) -> None:
+        self.context.edits.update(self.edits)
+        for (node, name), attribute in self.attributes.items():
+            node.attributes[name] = attribute
+        for node, addend in self.adds.items():
+            insert_add(self.context, node.outputs[0], addend)
+
+
+def scale_quantized(plan: Plan, node: ir.Node, weight: np.ndarray, factor: np.ndarray) -> None:
+    """Scales the output of a DequantizeLinear: (q - zero) * s becomes (q - zero) * (s * factor).
+
+    The stored integers stay. It needs a positive factor along one axis, the node's own if its scale is
+    a vector already.
+    """
+    if len(node.outputs[0].uses()) != 1 or node.outputs[0].is_graph_output():
+        raise Refused("quantized", f"the quantized weight of {label(node)} has other uses")
+    if (node, 1) in plan.edits or (node, 1) in plan.context.edits:
+        raise Refused("quantized", f"the scale of {label(node)} has been changed already")
+    if not (factor > 0).all():
+        raise Refused("quantized", f"the quantization scale of {label(node)} must stay positive")
+    scale = plan.value(node, 1, "quantization scale")
+    axes = [axis for axis in range(factor.ndim) if (factor == _slice_along(factor, axis)).all()]
+    if scale.size > 1:
+        own = get_int(node, "axis", 1)
+        axes = [axis for axis in axes if axis == (own + factor.ndim if own < 0 else own)]
+    if not axes:
+        raise Refused("quantized", f"the map does not follow the quantization axis of {label(node)}")
+    axis = axes[0]
+    values = scale.reshape(-1) * _slice_along(factor, axis).reshape(-1)
+    dtype = plan.context.constants.array(input_at(node, 1), "quantization scale").dtype
+    plan.replace(node, 1, values, dtype, "quantization scale")
+    zero = input_at(node, 2)
+    if zero is not None:
+        points = plan.context.constants.array(zero, "zero point")
+        plan.edits[node, 2] = Raw(np.broadcast_to(points.reshape(-1), values.shape).copy())
+    plan.set_attribute(node, ir.AttrInt64("axis", axis))
+
+
+def _slice_along(array: np.ndarray, axis: int) -> np.ndarray:
+    """The first element along every axis but one."""
+    return array[tuple(slice(None) if place == axis else slice(0, 1) for place in range(array.ndim))]

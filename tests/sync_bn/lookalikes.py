@@ -1,0 +1,87 @@
+"""Stand-ins for other packages' batch norms: their class names, modules, attributes and state only."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def _in(module: str):
+    def place(cls):
+        cls.__module__ = module
+        return cls
+
+    return place
+
+
+def _parameters(module: nn.Module, features: int) -> None:
+    module.weight = nn.Parameter(torch.randn(features))
+    module.bias = nn.Parameter(torch.randn(features))
+    module.register_buffer("running_mean", torch.randn(features))
+    module.register_buffer("running_var", torch.rand(features) + 0.5)
+
+
+class _MmcvSyncBatchNorm(nn.Module):
+    def __init__(self, num_features, stats_mode="default"):
+        super().__init__()
+        self.num_features, self.eps, self.momentum = num_features, 1e-3, 0.2
+        self.affine = self.track_running_stats = True
+        self.group, self.group_size, self.stats_mode = None, 1, stats_mode
+        _parameters(self, num_features)
+        self.register_buffer("num_batches_tracked", torch.tensor(5))
+
+
+MmcvSyncBatchNorm = _in("mmcv.ops.sync_bn")(type("SyncBatchNorm", (_MmcvSyncBatchNorm,), {}))
+
+
+@_in("mmengine.model.utils")
+class _BatchNormXd(_BatchNorm):
+    def _check_input_dim(self, input):
+        return
+
+
+class _ApexSyncBatchNorm(_BatchNorm):
+    def __init__(self, num_features, fuse_relu=False):
+        super().__init__(num_features)
+        self.process_group, self.channel_last, self.fuse_relu = None, False, fuse_relu
+
+    def _check_input_dim(self, input):
+        return
+
+
+ApexSyncBatchNorm = _in("apex.parallel.optimized_sync_batchnorm")(type("SyncBatchNorm", (_ApexSyncBatchNorm,), {}))
+
+
+@_in("detectron2.layers.batch_norm")
+class NaiveSyncBatchNorm(nn.BatchNorm2d):
+    def __init__(self, *args, stats_mode="", **kwargs):
+        super().__init__(*args, **kwargs)
+        self._stats_mode = stats_mode
+
+
+@_in("detectron2.layers.batch_norm")
+class FrozenBatchNorm2d(nn.Module):
+    def __init__(self, num_features, eps=1e-5):
+        super().__init__()
+        self.num_features, self.eps = num_features, eps
+        self.register_buffer("weight", torch.rand(num_features))
+        self.register_buffer("bias", torch.randn(num_features))
+        self.register_buffer("running_mean", torch.randn(num_features))
+        self.register_buffer("running_var", torch.rand(num_features) + 0.5)
+
+    def forward(self, x):
+        scale = self.weight * (self.running_var + self.eps).rsqrt()
+        return x * scale.view(1, -1, 1, 1) + (self.bias - self.running_mean * scale).view(1, -1, 1, 1)
+
+
+class _Abn(nn.Module):
+    def __init__(self, num_features, activation="leaky_relu", activation_param=0.01):
+        super().__init__()
+        self.num_features, self.eps, self.momentum, self.affine = num_features, 1e-5, 0.1, True
+        self.activation, self.activation_param = activation, activation_param
+        _parameters(self, num_features)
+
+
+ABN = _in("inplace_abn.abn")(type("ABN", (_Abn,), {}))
+InPlaceABNSync = _in("inplace_abn.abn")(type("InPlaceABNSync", (ABN,), {}))

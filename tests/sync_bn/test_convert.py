@@ -1,0 +1,163 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from bnexport import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
+from bnexport.errors import UsageError
+from tests.sync_bn import lookalikes
+
+
+def _inputs(rank=4):
+    return torch.randn((4, 3, 5, 5)[:rank])
+
+
+@pytest.mark.parametrize("cls", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_torchs_classes(cls):
+    old = cls(3, eps=1e-3, momentum=0.3)
+    nn.init.normal_(old.weight)
+    new = convert_sync_batchnorm(old)
+    assert type(new) is SyncBatchNorm
+    assert (new.eps, new.momentum, new.stats_mode, new.grad_reduction) == (1e-3, 0.3, "exact", "local")
+    assert new.weight is old.weight
+    assert new.running_mean is old.running_mean
+    shape = {nn.BatchNorm1d: (4, 3, 5), nn.BatchNorm3d: (4, 3, 2, 2, 2)}.get(cls, (4, 3, 5, 5))
+    x = torch.randn(shape)
+    torch.testing.assert_close(new(x), nn.functional.batch_norm(x, None, None, old.weight, old.bias, True, eps=1e-3))
+    back = revert_sync_batchnorm(new)
+    assert type(back) is (cls if cls is not nn.SyncBatchNorm else nn.BatchNorm2d)
+    torch.testing.assert_close(back.eval()(x), new.eval()(x))
+
+
+def test_mmcv_keeps_its_statistics_and_gradients():
+    for mode in ("default", "N"):
+        old = lookalikes.MmcvSyncBatchNorm(3, mode)
+        new = convert_sync_batchnorm(old)
+        assert (new.stats_mode, new.grad_reduction, new.eps, new.momentum) == (mode, "mean", 1e-3, 0.2)
+        assert list(new.state_dict()) == list(nn.BatchNorm2d(3).state_dict())
+        assert new.num_batches_tracked == 5
+        x = _inputs()
+        expected = nn.functional.batch_norm(x, old.running_mean, old.running_var, old.weight, old.bias, eps=1e-3)
+        torch.testing.assert_close(revert_sync_batchnorm(old).eval()(x), expected)
+
+
+def test_mmengines_reverted_class():
+    old = lookalikes._BatchNormXd(3)
+    assert type(convert_sync_batchnorm(old)) is SyncBatchNorm
+
+
+def test_apex_with_fused_relu():
+    plain = convert_sync_batchnorm(lookalikes.ApexSyncBatchNorm(3))
+    assert type(plain) is SyncBatchNorm
+    fused = convert_sync_batchnorm(lookalikes.ApexSyncBatchNorm(3, fuse_relu=True))
+    x = _inputs()
+    torch.testing.assert_close(fused(x), torch.relu(plain(x)))
+    torch.testing.assert_close(revert_sync_batchnorm(fused.eval())(x), fused(x))
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("", "default"), ("N", "N")])
+def test_detectron2_naive(mode, expected):
+    new = convert_sync_batchnorm(lookalikes.NaiveSyncBatchNorm(3, stats_mode=mode))
+    assert (new.stats_mode, new.grad_reduction) == (expected, "local")
+    assert type(revert_sync_batchnorm(new)) is nn.BatchNorm2d
+
+
+def test_frozen_stays_frozen():
+    old = lookalikes.FrozenBatchNorm2d(3)
+    x = _inputs()
+    expected = old(x)
+    new = convert_sync_batchnorm(nn.Sequential(old))
+    before = {name: value.clone() for name, value in new.state_dict().items()}
+    new.train()
+    torch.testing.assert_close(new(x), expected)
+    assert all(torch.equal(value, before[name]) for name, value in new.state_dict().items())
+    assert not any(p.requires_grad for p in new.parameters())
+    torch.testing.assert_close(revert_sync_batchnorm(new).eval()(x), expected)
+
+
+@pytest.mark.parametrize(("activation", "parameter"), [("leaky_relu", 0.2), ("relu", 0.0), ("elu", 0.5), ("identity", 0.0)])
+def test_inplace_abn(activation, parameter):
+    old = lookalikes.InPlaceABNSync(3, activation, parameter)
+    new = convert_sync_batchnorm(old)
+    x = _inputs()
+    y = nn.functional.batch_norm(x, None, None, old.weight.abs() + old.eps, old.bias, True, eps=old.eps)
+    act = {"leaky_relu": lambda v: nn.functional.leaky_relu(v, parameter), "relu": torch.relu,
+           "elu": lambda v: nn.functional.elu(v, parameter), "identity": lambda v: v}[activation]  # fmt: skip
+    torch.testing.assert_close(new(x), act(y))
+    torch.testing.assert_close(revert_sync_batchnorm(new.eval())(x), new(x))
+
+
+def test_plain_abn_scales_by_the_weight_itself():
+    old = lookalikes.ABN(3, "identity")
+    x = _inputs()
+    expected = nn.functional.batch_norm(x, None, None, old.weight, old.bias, True, eps=old.eps)
+    torch.testing.assert_close(convert_sync_batchnorm(old)(x), expected)
+
+
+def test_unknown_activation():
+    with pytest.raises(UsageError, match="activation 'swish'"):
+        convert_sync_batchnorm(lookalikes.InPlaceABNSync(3, "swish"))
+
+
+def test_shared_module_hooks_flags_and_parametrisations_survive():
+    class Double(nn.Module):
+        def forward(self, w):
+            return 2 * w
+
+    shared = nn.BatchNorm2d(3).double().eval()
+    calls = []
+    shared.register_forward_hook(lambda *_: calls.append("forward"))
+    parametrize.register_parametrization(shared, "weight", Double())
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    x = _inputs().double()
+    expected = model(x)
+    calls.clear()
+    for convert in (convert_sync_batchnorm, revert_sync_batchnorm):
+        model = convert(model)
+        assert model[0] is model[2]
+        assert not model[0].training
+        torch.testing.assert_close(model(x), expected)
+        assert calls == ["forward", "forward"]
+        calls.clear()
+    assert isinstance(model[0], nn.BatchNorm2d)
+
+
+def test_reverted_modules_fuse_in_fx():
+    from torch.fx.experimental.optimization import fuse
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), SyncBatchNorm(4), nn.ReLU(), nn.Conv2d(4, 3, 1), SyncBatchNorm(3))
+    model(_inputs())
+    model = revert_sync_batchnorm(model).eval()
+    fused = fuse(copy.deepcopy(model))
+    assert not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in fused.modules())
+    x = _inputs()
+    torch.testing.assert_close(fused(x), model(x))
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4])
+def test_reverted_without_a_known_use_accepts_every_rank(rank):
+    ours = SyncBatchNorm(3).eval()
+    back = revert_sync_batchnorm(copy.deepcopy(ours))
+    x = _inputs(rank)
+    torch.testing.assert_close(back(x), ours(x))
+    with pytest.raises(ValueError, match="rank >= 2"):
+        back(torch.zeros(3))
+
+
+def test_other_modules_are_left_alone():
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.GroupNorm(1, 3), nn.InstanceNorm2d(3, affine=True))
+    before = list(model)
+    assert list(convert_sync_batchnorm(model)) == before
+    assert list(revert_sync_batchnorm(model)) == before
+
+
+def test_lazy_modules_need_a_forward_first():
+    with pytest.raises(UsageError, match="uninitialised"):
+        convert_sync_batchnorm(nn.LazyBatchNorm2d())
+
+
+def test_dtype_and_device_survive():
+    new = convert_sync_batchnorm(nn.BatchNorm2d(3).half())
+    assert (new.weight.dtype, new.running_var.dtype) == (torch.float16, torch.float16)

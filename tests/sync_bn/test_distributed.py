@@ -1,0 +1,317 @@
+"""Groups of gloo processes against the closed forms and the joint batch."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from bnexport import SyncBatchNorm, tolerances
+from bnexport.sync_bn import distributed, operators, reference
+from tests.checks import assert_within, condition_of
+from tests.cluster import Raised, join, run_once
+
+C = 3
+
+
+def _data(shapes, dtype="float64", mean=1.0, seed=0):
+    generator = np.random.default_rng(seed)
+    xs = [(generator.standard_normal(shape) * 2 + mean) for shape in shapes]
+    dys = [generator.standard_normal(shape) for shape in shapes]
+    kind = getattr(torch, dtype)
+    return [torch.tensor(x).to(kind) for x in xs], [torch.tensor(dy).to(kind) for dy in dys]
+
+
+def _step(group, xs, dys, weight, bias, stats_mode, grad_reduction, layout="contiguous"):
+    """One training step of one layer; everything it yields, and how many collectives it took."""
+    rank = dist.get_rank(group)
+    x, dy = xs[rank].clone(), dys[rank]
+    if layout == "channels_last" and x.dim() == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    S = torch.float64 if x.dtype == torch.float64 else torch.float32
+    module = SyncBatchNorm(x.shape[1], group=group, stats_mode=stats_mode, grad_reduction=grad_reduction).to(S)
+    with torch.no_grad():
+        module.weight.copy_(weight)
+        module.bias.copy_(bias)
+    x.requires_grad_()
+    y = module(x)
+    assert y.stride() == torch.empty_like(x).stride()
+    y.backward(dy)
+    return {
+        "output": y.detach().double().numpy(),
+        "grad_input": x.grad.double().numpy(),
+        "grad_weight": module.weight.grad.double().numpy(),
+        "grad_bias": module.bias.grad.double().numpy(),
+        "running_mean": module.running_mean.numpy(),
+        "running_var": module.running_var.numpy(),
+    }
+
+
+def _check(cluster, shapes, dtype="float64", stats_mode="exact", grad_reduction="local", mean=1.0, layout="contiguous"):
+    xs, dys = _data(shapes, dtype, mean)
+    weight, bias = torch.tensor([0.5, -1.5, 2.0]), torch.tensor([0.1, 0.2, -0.3])
+    results = cluster.call(len(shapes), _step, xs, dys, weight, bias, stats_mode, grad_reduction, layout)
+    arrays, grads = [x.double().numpy() for x in xs], [dy.double().numpy() for dy in dys]
+    expected = reference.group_forward(
+        arrays, weight, bias, running_mean=np.zeros(C), running_var=np.ones(C), stats_mode=stats_mode
+    )
+    gradients = reference.group_backward(grads, arrays, weight, stats_mode=stats_mode, grad_reduction=grad_reduction)
+    condition = condition_of(expected[0])
+    dy_max = max((float(np.abs(g).max(initial=0)) for g in grads))
+    x_hat_max = max(float(np.abs(e.output).max(initial=0)) for e in expected) * 4 + 4
+    count = sum(g.size // C for g in grads)
+    for result, forward, gradient in zip(results, expected, gradients):
+        assert_within(result["output"], forward.output, tolerances.forward(dtype, condition=condition, weight=2.0), "output")
+        scale = max(1.0, float(np.abs(forward.running_mean).max()), float(forward.running_var.max()), float(forward.var.max()))
+        for name in ("running_mean", "running_var"):
+            assert_within(result[name], getattr(forward, name), tolerances.statistic(dtype, scale=scale), name)
+        scale = float((2.0 * forward.invstd).max() * dy_max)
+        assert_within(
+            result["grad_input"], gradient.grad_input, tolerances.backward_input(dtype, condition=condition, scale=scale), "grad_input"
+        )
+        bound = tolerances.backward_sum(dtype, condition=condition, absolute_sum=max(1.0, dy_max * x_hat_max * count))
+        assert_within(result["grad_weight"], gradient.grad_weight, bound, "grad_weight")
+        assert_within(result["grad_bias"], gradient.grad_bias, bound, "grad_bias")
+    if stats_mode == "exact":
+        # The same statistics on every rank, bit for bit.
+        for result in results[1:]:
+            assert result["running_mean"].tobytes() == results[0]["running_mean"].tobytes()
+            assert result["running_var"].tobytes() == results[0]["running_var"].tobytes()
+
+
+SPLITS = {
+    "one process": [(4, C, 5)],
+    "even": [(4, C, 5), (4, C, 5)],
+    "uneven batch": [(1, C, 5), (6, C, 5)],
+    "uneven sizes": [(2, C, 3, 4), (3, C, 5, 2)],
+    "one empty": [(4, C, 5), (0, C, 5), (2, C, 5)],
+    "all empty": [(0, C, 5), (0, C, 5)],
+    "one value each": [(1, C), (1, C), (1, C), (1, C)],
+    "four uneven": [(3, C, 2), (1, C, 2), (0, C, 2), (5, C, 2)],
+}
+
+
+@pytest.mark.parametrize("grad_reduction", ["local", "mean", "sum"])
+@pytest.mark.parametrize("stats_mode", ["exact", "default", "N"])
+@pytest.mark.parametrize("shapes", SPLITS.values(), ids=SPLITS)
+def test_group_equals_the_closed_form(cluster, shapes, stats_mode, grad_reduction):
+    _check(cluster, shapes, "float64", stats_mode, grad_reduction)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shapes", [SPLITS["uneven sizes"], SPLITS["one empty"]], ids=["uneven sizes", "one empty"])
+def test_other_types(cluster, shapes, dtype):
+    _check(cluster, shapes, dtype)
+
+
+@pytest.mark.parametrize("mean", [1e3, 1e6])
+def test_large_means(cluster, mean):
+    _check(cluster, [(8, C, 16), (3, C, 16)], "float32", mean=mean)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_groups(cluster, data):
+    size = data.draw(st.integers(1, 4), label="processes")
+    rank = data.draw(st.integers(2, 5), label="rank of the input")
+    mode = data.draw(st.sampled_from(["exact", "default", "N"]), label="stats_mode")
+    spatial = [st.integers(1, 4) for _ in range(rank - 2)]
+    shapes = [(data.draw(st.integers(0, 5)), C, *(data.draw(s) for s in spatial)) for _ in range(size)]
+    if sum(int(np.prod(shape)) for shape in shapes) == C:
+        shapes[0] = (2, *shapes[0][1:])
+    dtype = data.draw(st.sampled_from(["float16", "bfloat16", "float32", "float64"]), label="dtype")
+    layout = data.draw(st.sampled_from(["contiguous", "channels_last"]), label="layout")
+    reduction = data.draw(st.sampled_from(["local", "mean", "sum"]), label="grad_reduction")
+    _check(cluster, shapes, dtype, mode, reduction, layout=layout)
+
+
+def _count_collectives(group):
+    calls = []
+    original = distributed._gather_single
+
+    def counting(*arguments, **keywords):
+        calls.append(arguments[1].numel())
+        return original(*arguments, **keywords)
+
+    distributed._gather_single = counting
+    try:
+        module = SyncBatchNorm(C, group=group)
+        for _ in range(3):
+            x = torch.randn(4, C, 5, requires_grad=True)
+            before = len(calls)
+            y = module(x)
+            forward = len(calls) - before
+            y.square().sum().backward()
+            backward = len(calls) - before - forward
+    finally:
+        distributed._gather_single = original
+    return forward, backward, calls[-1]
+
+
+def test_one_collective_each_way_after_the_first_step(cluster):
+    assert cluster.call(2, _count_collectives) == [(1, 1, 2 * C + 2)] * 2
+
+
+def _disagree(group, what):
+    rank = dist.get_rank(group)
+    channels = 3 + rank if what == "C" else 3
+    mode = ("exact", "N")[rank] if what == "stats_mode" else "exact"
+    dtype = (torch.float32, torch.float64)[rank] if what == "dtype" else torch.float32
+    module = SyncBatchNorm(channels, group=group, stats_mode=mode).to(dtype)
+    module(torch.randn(4, channels, 5, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("what", "values"),
+    [
+        ("C", "C: rank 0 has 3, rank 1 has 4"),
+        ("stats_mode", "stats_mode: rank 0 has 'exact', rank 1 has 'N'"),
+        ("dtype", "dtype: rank 0 has 'float32', rank 1 has 'float64'"),
+    ],
+)
+def test_disagreement_is_an_error_on_every_rank(cluster, what, values):
+    for result in cluster.run(2, _disagree, what):
+        assert isinstance(result, Raised)
+        assert result.type == "GroupError"
+        assert values in result.message
+
+
+def _single_value(group):
+    x = torch.randn(1 if dist.get_rank(group) == 0 else 0, C)
+    SyncBatchNorm(C, group=group)(x)
+
+
+def test_total_count_of_one_is_torchs_error(cluster):
+    for result in cluster.run(2, _single_value):
+        assert isinstance(result, Raised)
+        assert "Expected more than 1 value per channel when training" in result.message
+
+
+def _gradcheck(group, stats_mode, reduction):
+    """Numerical derivatives across processes: every rank perturbs in turn, all ranks evaluate."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    generator = torch.Generator().manual_seed(rank)
+    shape = (2 + rank, 2, 2) if stats_mode == "exact" else (2, 2, 2)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    dy = torch.randn(shape, generator=generator, dtype=torch.float64)
+    v = torch.randn(shape, generator=generator, dtype=torch.float64)
+    w, p, q = torch.randn(3, 2, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
+    arguments = (distributed.name_of(group), size, stats_mode, reduction, 10_000 + hash((stats_mode, reduction)) % 997)
+
+    def loss(x, dy, w):
+        """A function of the first derivative, so that its gradient is the second."""
+        b = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        w = w.clone().requires_grad_() if not w.requires_grad else w
+        x = x if x.requires_grad else x.clone().requires_grad_()
+        y = operators.sync_batch_norm(x, None, None, w, b, True, 0.1, 1e-5, *arguments)[0]
+        dx, dw, db = torch.autograd.grad(y, (x, w, b), dy, create_graph=True)
+        return (dx * v).sum() + (dw * p).sum() + (db * q).sum()
+
+    x, dy = x.requires_grad_(), dy.requires_grad_()
+    analytic = torch.autograd.grad(loss(x, dy, w.clone().requires_grad_()), (x, dy))
+
+    step, errors = 1e-6, []
+    for owner in range(size):
+        for index, analytic_part in ((0, analytic[0]), (1, analytic[1])):
+            elements = torch.tensor(x.numel())
+            dist.broadcast(elements, owner, group=group)
+            for element in range(0, int(elements), 3):
+                values = []
+                for sign in (1, -1):
+                    moved = [x.detach().clone(), dy.detach().clone()]
+                    if rank == owner:
+                        moved[index].view(-1)[element] += sign * step
+                    total = loss(moved[0], moved[1].requires_grad_(), w).detach()
+                    dist.all_reduce(total, group=group)
+                    values.append(float(total))
+                if rank == owner:
+                    errors.append(abs((values[0] - values[1]) / (2 * step) - float(analytic_part.reshape(-1)[element])))
+    return max(errors)
+
+
+@pytest.mark.parametrize("reduction", ["local", "sum", "mean"])
+@pytest.mark.parametrize("stats_mode", ["exact", "default", "N"])
+def test_double_backward_across_processes(cluster, stats_mode, reduction):
+    assert max(cluster.call(2, _gradcheck, stats_mode, reduction)) < 1e-6
+
+
+def _ddp(group, xs, compile_it, recompute):
+    torch.manual_seed(0)
+    rank = dist.get_rank(group)
+    net = nn.Sequential(nn.Conv1d(C, 4, 3, padding=1), SyncBatchNorm(4, group=group), nn.ReLU(), nn.Conv1d(4, 2, 1))
+    model = nn.parallel.DistributedDataParallel(net, process_group=group)
+    run = torch.compile(model, backend="aot_eager") if compile_it else model
+    x = xs[rank]
+    y = checkpoint(run, x, use_reentrant=False) if recompute else run(x)
+    y.square().mean().backward()
+    return {name: p.grad.numpy() for name, p in net.named_parameters()}, net[1].running_var.numpy(), int(net[1].num_batches_tracked)
+
+
+@pytest.mark.parametrize("variant", ["plain", "compiled", "checkpointed"])
+def test_ddp_equals_the_joint_batch(cluster, variant):
+    xs, _ = _data([(4, C, 6), (4, C, 6)], "float32")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv1d(C, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 2, 1))
+    net(torch.cat(xs)).square().mean().backward()
+    for grads, running_var, batches in cluster.call(2, _ddp, xs, variant == "compiled", variant == "checkpointed"):
+        for name, parameter in net.named_parameters():
+            np.testing.assert_allclose(grads[name], parameter.grad, rtol=1e-4, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(running_var, net[1].running_var, rtol=1e-5)
+        assert batches == 1
+
+
+def _dies(rank, size, port):
+    import datetime
+
+    join(rank, size, port, datetime.timedelta(seconds=5))
+    module = SyncBatchNorm(C)
+    module(torch.randn(4, C, 5))
+    if rank == 1:
+        import os
+
+        os._exit(0)
+    start = time.monotonic()
+    try:
+        module(torch.randn(4, C, 5))
+    except RuntimeError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return None
+
+
+def test_a_member_that_dies_is_an_error_within_the_timeout():
+    kind, message, seconds = run_once(2, _dies)[0]
+    assert kind == "GroupError"
+    assert "the exchange of statistics failed on rank 0" in message
+    assert seconds < 20
+
+
+def _skips(rank, size, port):
+    import datetime
+
+    join(rank, size, port, datetime.timedelta(seconds=5))
+    first, second = SyncBatchNorm(3), SyncBatchNorm(8)
+    for module, channels in ((first, 3), (second, 8)):
+        module(torch.randn(4, channels, 5))
+    start = time.monotonic()
+    try:
+        if rank == 0:
+            first(torch.randn(4, 3, 5))
+        second(torch.randn(4, 8, 5))
+    except RuntimeError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return None
+
+
+def test_a_member_that_skips_a_layer_is_an_error_within_the_timeout():
+    for result in run_once(2, _skips):
+        assert result is not None, "a process died or went on"
+        kind, _, seconds = result
+        assert kind == "GroupError"
+        assert seconds < 20
