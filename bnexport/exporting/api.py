@@ -96,6 +96,7 @@ def export(
 
     prepared = wrapper.for_deploy(model) if mode == "deploy" else wrapper.for_custom_op(model)
     state = [] if mode == "deploy" else wrapper.training_state(prepared)
+    groups = wrapper.group_names(prepared)
     names = input_names or dynamo.input_names(model, len(inputs))
     if len(names) != len(inputs):
         raise UsageError(f"input_names: got {len(names)} names, expected {len(inputs)}, one for each input")
@@ -107,7 +108,7 @@ def export(
     if len(outputs) != count:
         raise UsageError(f"output_names: got {len(outputs)} names, expected {count}, one for each output")
     state_names = [tensor.name for tensor in state]
-    finish(graph, list(outputs), state_names, training=bool(state))
+    finish(graph, list(outputs), state_names, groups)
 
     report = None
     if mode == "deploy":

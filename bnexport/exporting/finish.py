@@ -18,18 +18,19 @@ STATE_SUFFIX = ".new"
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
-def finish(model: ir.Model, outputs: list[str], state: list[str], *, training: bool) -> None:
+def finish(model: ir.Model, outputs: list[str], state: list[str], groups: dict[str, str]) -> None:
     """Names initializers and outputs and completes sync batch norm nodes, in place.
 
     outputs: names for the model's outputs; state: names of the state tensors, whose updates are the
-    remaining outputs. A training graph's constants are not folded: state is an initializer there.
+    remaining outputs; groups: what each group of this process is called in the model. A training
+    graph's constants are not folded: state is an initializer there.
     """
     graph = model.graph
     graph.name = "bnexport"
     _strip_prefix(graph)
     _name_nodes(graph)
     passes.IdentityEliminationPass()(model)
-    if not training:
+    if not state:
         optimizer.fold_constants(model)
     passes.RemoveUnusedNodesPass()(model)
     _name_outputs(graph, outputs + [name + STATE_SUFFIX for name in state])
@@ -38,19 +39,16 @@ def finish(model: ir.Model, outputs: list[str], state: list[str], *, training: b
     sync_nodes = [node for node in model.graph.all_nodes() if node.op_type == schema.SYNC_BATCH_NORM.name and node.domain == schema.DOMAIN]
     for node in sync_nodes:
         _complete(graph, node)
-    if any(node.attributes["group_size"].as_int() == 1 for node in sync_nodes):
-        if all(node.attributes["group_size"].as_int() == 1 for node in sync_nodes):
-            _attach_body(model)
+        group = node.attributes["group"].as_string()
+        node.attributes["group"] = ir.AttrString("group", groups.get(group, group))
     if sync_nodes:
         model.opset_imports[schema.DOMAIN] = schema.VERSION
+        if all(node.attributes["group_size"].as_int() == 1 for node in sync_nodes):
+            _attach_body(model)
     passes.RemoveUnusedOpsetsPass()(model)
     passes.TopologicalSortPass()(model)
     # The exporter's metadata holds stack traces with the user's paths.
     passes.ClearMetadataAndDocStringPass()(model)
-
-
-def sync_nodes(model: ir.Model) -> list[ir.Node]:
-    return [node for node in model.graph.all_nodes() if node.op_type == schema.SYNC_BATCH_NORM.name]
 
 
 def _strip_prefix(graph: ir.Graph) -> None:
@@ -163,9 +161,11 @@ def _complete(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def _statistics_type(node: ir.Node) -> ir.DataType:
-    source = node.inputs[0]
-    double = source is not None and source.dtype == ir.DataType.DOUBLE
-    return ir.DataType.DOUBLE if double else ir.DataType.FLOAT
+    """S: the type of any vector, else what the data's type asks for."""
+    for value in (*node.inputs[1:], node.inputs[0]):
+        if value is not None and value.dtype is not None:
+            return ir.DataType.DOUBLE if value.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+    return ir.DataType.FLOAT
 
 
 def _channels(node: ir.Node) -> int | None:

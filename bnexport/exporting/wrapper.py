@@ -16,7 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 
 from bnexport.errors import UnsupportedModelError
-from bnexport.sync_bn.convert import _replace, _to_sync, convert_sync_batchnorm, is_sync_batch_norm, revert_sync_batchnorm
+from bnexport.sync_bn import distributed
+from bnexport.sync_bn.convert import is_sync_batch_norm, replace, revert_sync_batchnorm, to_sync
 from bnexport.sync_bn.module import SyncBatchNorm
 
 
@@ -49,17 +50,18 @@ def for_custom_op(model: nn.Module) -> nn.Module:
     A plain batch norm in training mode becomes ours over one process: exporters would give it
     inference semantics without an error.
     """
-    clone = copy_model(model)
 
-    def localise(module: nn.Module) -> nn.Module | None:
-        if is_sync_batch_norm(module) or not isinstance(module, _BatchNorm) or not module.training:
-            return None
-        local = _to_sync(module, None)
-        assert local is not None
-        local.__class__ = _local_class(type(local))
-        return local
+    def prepare(module: nn.Module) -> nn.Module | None:
+        if is_sync_batch_norm(module):
+            return to_sync(module, None)
+        if isinstance(module, _BatchNorm) and module.training:
+            local = to_sync(module, None)
+            assert local is not None
+            local.__class__ = _local_class(type(local))
+            return local
+        return None
 
-    return convert_sync_batchnorm(_replace(clone, localise))
+    return replace(copy_model(model), prepare)
 
 
 def _local_class(cls: type) -> type:
@@ -83,6 +85,25 @@ def training_state(model: nn.Module) -> list[StateTensor]:
             for key in ("running_mean", "running_var", "num_batches_tracked"):
                 state.append(StateTensor(f"{prefix}.{key}" if prefix else key, module, key))
     return state
+
+
+def group_names(model: nn.Module) -> dict[str, str]:
+    """From the names of groups in this process to those that a model may carry.
+
+    Raises UnsupportedModelError for a group that no other process could find by name.
+    """
+    names = {}
+    for path, module in model.named_modules():
+        if isinstance(module, SyncBatchNorm) and module.training and module.group_size() > 1:
+            name = distributed.name_of(module.group)
+            public = distributed.published_name(name)
+            if public is None:
+                raise UnsupportedModelError(
+                    f"{path}: its process group has no name that a model could carry; "
+                    "call bnexport.register_group(name, group) in every process, then export"
+                )
+            names[name] = public
+    return names
 
 
 def crosses_processes(model: nn.Module) -> bool:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.errors import VerificationError
+from bnexport.errors import UsageError, VerificationError
 from bnexport.folding import verification
 from bnexport.folding.context import Options
 from bnexport.folding.engine import Engine, count
 from bnexport.folding.mixed_types import insert_casts
 from bnexport.folding.report import FoldReport
+from bnexport.folding.rules import ALL
 from bnexport.folding.verification import Source, VerifyResult
 from bnexport.model_io import ModelSource, write
 from bnexport.model_io.read import open_source
@@ -62,8 +64,10 @@ def fold(
     Raises ModelError for a model that is refused, VerificationError (then nothing is written) when the
     outputs differ. A model that nothing can run is written, and the report says "not verified".
     """
-    opened = open_source(source)
-    model = opened.model
+    known = {rule.name for rule in ALL}
+    unknown = sorted(set(rules or ()) - known)
+    if unknown:
+        raise UsageError(f"there is no rule {unknown[0]!r}; rules are {', '.join(sorted(known))}")
     options = Options(
         max_scale=max_scale,
         only=None if only is None else frozenset(only),
@@ -71,19 +75,10 @@ def fold(
         training_to_inference=training_to_inference,
         rules=None if rules is None else frozenset(rules),
     )
-    before = count(model)
-    references = [ModelSource(model.clone(), opened.path)] if verify else []
-    engine = Engine(model, options)
-    engine.convert()
-    if verify and engine.converted:
-        if engine.training_converted:
-            references.clear()
-        converted = model.clone()
-        insert_casts(converted)
-        references.append(ModelSource(converted, None))
-    engine.fold()
-    if engine.converted:
-        insert_casts(model)
+    opened = open_source(source)
+    before = count(opened.model)
+    done = _transform(opened, options, keep_references=verify)
+    model, engine = opened.model, done.engine
     report = FoldReport(
         sites=tuple(engine.sites),
         before=before,
@@ -100,13 +95,15 @@ def fold(
                 model, target, inputs=own, overwrite_input=overwrite_input, external_data=external_data
             )
         if verify and report.changed:
-            candidate = ModelSource(model, None if staged is None else staged.path)
-            arguments = {"inputs": inputs, "seed": seed, "count": samples, "atol": atol, "rtol": rtol}
-            result = _verify(references, candidate, engine.training_converted, arguments)
+            compare = functools.partial(
+                verification.compare, inputs=inputs, seed=seed, count=samples, atol=atol, rtol=rtol
+            )
+            result = _verify(done, ModelSource(model, None if staged is None else staged.path), compare)
             report = dataclasses.replace(report, verification=result)
             if result.status == "failed":
+                culprit = _first_wrong_fold(source, options, len(report.folded), compare)
                 raise VerificationError(
-                    f"the folded model differs from the original: {result.reason}; nothing was written"
+                    f"the folded model differs from the original: {result.reason}{culprit}; nothing was written"
                 )
         if staged is not None:
             staged.commit()
@@ -116,15 +113,56 @@ def fold(
     return FoldResult(model, report)
 
 
-def _verify(
-    references: list[ModelSource], candidate: ModelSource, training: bool, arguments: dict[str, Any]
-) -> VerifyResult:
+@dataclasses.dataclass(frozen=True)
+class _Transformed:
+    """The engine after its work, and what its result is to be compared with, best first."""
+
+    engine: Engine
+    references: tuple[ModelSource, ...]
+
+
+def _transform(opened: ModelSource, options: Options, *, keep_references: bool) -> _Transformed:
+    """Converts and folds `opened.model` in place."""
+    model = opened.model
+    references = [ModelSource(model.clone(), opened.path)] if keep_references else []
+    engine = Engine(model, options)
+    engine.convert()
+    if keep_references and engine.converted:
+        if engine.training_converted:
+            references.clear()
+        converted = model.clone()
+        insert_casts(converted)
+        references.append(ModelSource(converted, None))
+    engine.fold()
+    if engine.converted:
+        insert_casts(model)
+    return _Transformed(engine, tuple(references))
+
+
+def _verify(done: _Transformed, candidate: ModelSource, compare: Callable[..., VerifyResult]) -> VerifyResult:
     """Against the first reference that can be run: the original, or else the converted but unfolded graph."""
     result = VerifyResult("not verified", "there is no reference")
-    for index, reference in enumerate(references):
-        result = verification.compare(reference, candidate, **arguments)
-        if index or training:
+    for index, reference in enumerate(done.references):
+        result = compare(reference, candidate)
+        if index or done.engine.training_converted:
             result = dataclasses.replace(result, reference="converted")
         if result.status != "not verified":
             break
     return result
+
+
+def _first_wrong_fold(source: Source, options: Options, folds: int, compare: Callable[..., VerifyResult]) -> str:
+    """Bisects over the number of folds; a clause for the error message."""
+    right, wrong, site = 0, folds, None
+    while right < wrong:
+        middle = (right + wrong) // 2
+        opened = open_source(source)
+        done = _transform(opened, dataclasses.replace(options, limit=middle + 1), keep_references=True)
+        if _verify(done, ModelSource(opened.model, None), compare).status == "failed":
+            wrong = middle
+            site = [report for report in done.engine.sites if report.outcome == "folded"][-1]
+        else:
+            right = middle + 1
+    if site is None:
+        return ""
+    return f"; the first fold that breaks it is {' + '.join(site.nodes)} into {', '.join(site.targets)}"

@@ -20,7 +20,7 @@ class Options:
 
     max_scale: largest |gamma| / sqrt(var + eps) that is folded. only, skip: names of nodes.
     training_to_inference: also turn BatchNormalization with training_mode=1 into inference.
-    rules: names of the rules that may be used; None for all.
+    rules: names of the rules that may be used; None for all. limit: number of sites that may be folded.
     """
 
     max_scale: float = 1e6
@@ -28,6 +28,7 @@ class Options:
     skip: frozenset[str] = frozenset()
     training_to_inference: bool = False
     rules: frozenset[str] | None = None
+    limit: int | None = None
 
 
 class Context:

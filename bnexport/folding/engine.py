@@ -30,6 +30,8 @@ from bnexport.folding.site import Site, batch_norm_site, elementwise_site
 from bnexport.model_io import walk
 
 NEWEST_OPSET = onnx.defs.onnx_opset_version()
+# A fold may make room for another (two batch norms around one operator); more rounds than this gain nothing.
+_ROUNDS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Engine:
         self.model = model
         self.options = options
         self.sites: list[SiteReport] = []
+        self._folded = 0
+        self._round: list[tuple[int, SiteReport]] = []
         self._conversions: dict[ir.Node, sync_bn.Conversion] = {}
         _refuse_redefined_operators(model)
         names, shapes = Names(model), Shapes(model)
@@ -94,20 +98,38 @@ class Engine:
         return bool(self._conversions)
 
     def fold(self) -> None:
-        """Every site of every graph, top to bottom."""
+        """Every site of every graph, top to bottom; again while a fold makes room for another."""
+        order = {node: index for index, node in enumerate(walk.nodes(self.model))}
+        settled = self.sites
+        folded: list[tuple[int, SiteReport]] = []
         for family in self._families:
-            for graph in family.graphs:
-                seen: set[ir.Node] = set()
-                for node in tuple(graph):
-                    if node.graph is graph and is_standard(node, "BatchNormalization") and node not in seen:
-                        seen.update(self._batch_norm(node, family))
-                for node in tuple(graph):
-                    if node.graph is graph and node not in seen:
-                        seen.update(self._elementwise(node, family))
-                self._report_decomposed_training(graph, family)
+            for _ in range(_ROUNDS):
+                self._round = []
+                self._pass(family, order)
+                done = [entry for entry in self._round if entry[1].outcome == "folded"]
+                folded += done
+                if not done:
+                    break
             write_parameters(family.context)
+            folded += [entry for entry in self._round if entry[1].outcome != "folded"]
+        self.sites = settled + [site for _, site in sorted(folded, key=lambda entry: entry[0])]
 
-    def _batch_norm(self, node: ir.Node, family: Family) -> tuple[ir.Node, ...]:
+    def _pass(self, family: Family, order: dict[ir.Node, int]) -> None:
+        for graph in family.graphs:
+            seen: set[ir.Node] = set()
+            for node in tuple(graph):
+                if node.graph is graph and is_standard(node, "BatchNormalization") and node not in seen:
+                    seen.update(self._batch_norm(node, family, order.get(node, len(order))))
+            for node in tuple(graph):
+                if node.graph is graph and node not in seen:
+                    seen.update(self._elementwise(node, family, order.get(node, len(order))))
+            for node in decomposed.training_sites(graph, family.context):
+                reason = decomposed.REASON
+                refusal = Refusal("batch_norm", label(node), reason.code, reason.text)
+                site = dataclasses.replace(self._report(node, family), refusals=(refusal,))
+                self._round.append((order.get(node, len(order)), site))
+
+    def _batch_norm(self, node: ir.Node, family: Family, place: int) -> tuple[ir.Node, ...]:
         name = self._label(node)
         report = self._report(node, family)
         try:
@@ -118,12 +140,12 @@ class Engine:
         except Refused as reason:
             outcome = "converted" if node in self._conversions else "kept"
             refusal = Refusal("batch_norm", name, reason.code, reason.text)
-            self.sites.append(dataclasses.replace(report, outcome=outcome, refusals=(refusal,)))
+            self._round.append((place, dataclasses.replace(report, outcome=outcome, refusals=(refusal,))))
             return (node,)
-        self._place(site, report, family)
+        self._round.append((place, self._place(site, report, family)))
         return site.nodes
 
-    def _elementwise(self, node: ir.Node, family: Family) -> tuple[ir.Node, ...]:
+    def _elementwise(self, node: ir.Node, family: Family, place: int) -> tuple[ir.Node, ...]:
         if not 7 <= family.context.opset <= NEWEST_OPSET:
             return ()
         site = elementwise_site(node, family.context)
@@ -133,14 +155,8 @@ class Engine:
             or self.options.only is not None
         ):
             return ()
-        self._place(site, self._report(site.nodes[0], family), family)
+        self._round.append((place, self._place(site, self._report(site.nodes[0], family), family)))
         return site.nodes
-
-    def _report_decomposed_training(self, graph: ir.Graph, family: Family) -> None:
-        reason = decomposed.REASON
-        for node in decomposed.training_sites(graph, family.context):
-            refusal = Refusal("batch_norm", label(node), reason.code, reason.text)
-            self.sites.append(dataclasses.replace(self._report(node, family), refusals=(refusal,)))
 
     def _report(self, node: ir.Node, family: Family) -> SiteReport:
         conversion = self._conversions.get(node)
@@ -157,7 +173,7 @@ class Engine:
         if name in self.options.skip or (self.options.only is not None and name not in self.options.only):
             raise Refused("skipped", "it was left alone on request")
 
-    def _place(self, site: Site, report: SiteReport, family: Family) -> None:
+    def _place(self, site: Site, report: SiteReport, family: Family) -> SiteReport:
         """Folds the site backward or forward, or says why neither can be."""
         converted = [node for node in site.nodes if node in self._conversions]
         magnitudes = np.abs(site.affine.scale)
@@ -172,7 +188,10 @@ class Engine:
         )
         refusals: list[Refusal] = []
         attempts = (("backward", self._backward), ("forward", self._forward), ("scale", self._scale_backward))
-        for direction, attempt in attempts:
+        full = self.options.limit is not None and self._folded >= self.options.limit
+        if full:
+            refusals.append(Refusal("limit", report.nodes[-1], "skipped", "the limit on folds was reached"))
+        for direction, attempt in () if full else attempts:
             if direction == "scale" and all(refusal.code != "shift" for refusal in refusals):
                 continue
             try:
@@ -180,13 +199,11 @@ class Engine:
             except Refused as reason:
                 refusals.append(Refusal(direction, report.nodes[-1], reason.code, reason.text))
                 continue
+            self._folded += 1
             targets = tuple(label(node) for node in search.plan.targets)
-            self.sites.append(
-                dataclasses.replace(report, outcome="folded", rules=tuple(search.used_rules), targets=targets)
-            )
-            return
+            return dataclasses.replace(report, outcome="folded", rules=tuple(search.used_rules), targets=targets)
         outcome = "converted" if converted else "kept"
-        self.sites.append(dataclasses.replace(report, outcome=outcome, refusals=tuple(refusals)))
+        return dataclasses.replace(report, outcome=outcome, refusals=tuple(refusals))
 
     def _backward(self, site: Site, context: Context) -> Search:
         search = Search(context, by_operator(self.options.rules))

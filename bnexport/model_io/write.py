@@ -47,7 +47,7 @@ def to_proto(model: ir.Model) -> onnx.ModelProto:
             f"the model holds {total} bytes of tensors, one protobuf message ends at 2 GiB; save it to a path"
         )
     with _replaced(((slot, _in_memory(tensor)) for slot, tensor in _external_slots(model))):
-        return ir.serde.serialize_model(model)
+        return _serialise(model)
 
 
 def to_bytes(model: ir.Model) -> bytes:
@@ -257,7 +257,25 @@ def _write_data(model: ir.Model, folder: str, data_name: str) -> onnx.ModelProto
             replacements.append((slot, written[id(tensor)]))
         _flush(file.fileno())
     with _replaced(replacements):
-        return ir.serde.serialize_model(model)
+        return _serialise(model)
+
+
+def _serialise(model: ir.Model) -> onnx.ModelProto:
+    """onnx-ir repeats type and shape of every initializer as value_info; files do not have that."""
+    proto = ir.serde.serialize_model(model)
+    graphs = [proto.graph]
+    while graphs:
+        graph = graphs.pop()
+        stored = {tensor.name for tensor in graph.initializer}
+        kept = [value for value in graph.value_info if value.name not in stored]
+        if len(kept) != len(graph.value_info):
+            del graph.value_info[:]
+            graph.value_info.extend(kept)
+        for node in graph.node:
+            for attribute in node.attribute:
+                graphs += [attribute.g] if attribute.HasField("g") else []
+                graphs += attribute.graphs
+    return proto
 
 
 def _copy(tensor: ir.TensorProtocol, file: BinaryIO) -> None:

@@ -81,6 +81,7 @@ def register_group(name: str, process_group: ProcessGroup | None = None) -> None
     size, rank = group.size(), group.rank()
     if rank < 0:
         raise GroupError(f"register_group({name!r}): this process is not a member of the group; register it in members only")
+    distributed.publish(name, group_name)
     callback = _make_callback(group_name, size)
     capi.register_group(name, size, rank, callback)
     if name in _callbacks:

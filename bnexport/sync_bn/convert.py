@@ -60,7 +60,7 @@ def convert_sync_batchnorm(module: nn.Module, process_group: ProcessGroup | None
 
     Returns the module, or its replacement. Parameters and buffers are the same tensors.
     """
-    return _replace(module, lambda old: _to_sync(old, process_group))
+    return replace(module, lambda old: to_sync(old, process_group))
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
@@ -70,19 +70,16 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     known the result is a BatchNorm2d that accepts every rank >= 2, so that torch.fx's fuse, which
     asks for the exact class, understands it.
     """
-    return _replace(module, _to_plain)
+    return replace(module, _to_plain)
 
 
 def is_sync_batch_norm(module: nn.Module) -> bool:
     """Whether `module` is a batch norm whose statistics are, or may be, those of a group."""
-    return _kind(module) in ("ours", "torch_sync", "mmcv", "apex", "detectron2_naive", "inplace_abn", "frozen")
+    return _kind(module) in ("ours", "torch_sync", "mmcv", "apex", "detectron2_naive", "inplace_abn")
 
 
-def is_batch_norm(module: nn.Module) -> bool:
-    return _kind(module) is not None
-
-
-def _replace(module: nn.Module, convert: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
+def replace(module: nn.Module, convert: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
+    """`module` with each submodule for which `convert` returns another one replaced; shared ones stay shared."""
     memo: dict[int, nn.Module] = {}
 
     def visit(old: nn.Module) -> nn.Module:
@@ -122,7 +119,8 @@ def _kind(module: nn.Module) -> str | None:
     return None
 
 
-def _to_sync(old: nn.Module, process_group: ProcessGroup | None) -> nn.Module | None:
+def to_sync(old: nn.Module, process_group: ProcessGroup | None) -> nn.Module | None:
+    """Our module for a batch norm of any known class, with its state; None for anything else."""
     kind = _kind(old)
     if kind is None or (kind == "ours" and process_group is None):
         return None
@@ -172,7 +170,7 @@ def _to_plain(old: nn.Module) -> nn.Module | None:
     if kind is None or kind == "batch_norm":
         return None
     if kind != "ours":
-        sync = _to_sync(old, None)
+        sync = to_sync(old, None)
         assert sync is not None
         return _to_plain(sync)
     assert isinstance(old, SyncBatchNorm)

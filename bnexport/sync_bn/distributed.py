@@ -47,6 +47,7 @@ class _Membership:
 
 _groups: dict[str, Any] = {}
 _memberships: dict[str, _Membership] = {}
+_published: dict[str, str] = {}
 
 
 def is_initialized() -> bool:
@@ -114,6 +115,21 @@ def exchange(row: torch.Tensor, name: str, group_size: int, layer: int, purpose:
             + "; every rank must run the same layers in the same order"
         )
     return rows[:, : row.numel()].contiguous()
+
+
+def all_gather(row: torch.Tensor, name: str) -> torch.Tensor:
+    """Gathers rows (n,), of one size on every member, to (group_size, n) in rank order. Raises GroupError."""
+    return _gather(_membership(name), row)
+
+
+def publish(public_name: str, name: str) -> None:
+    """Records that models know the group `name` of this process as `public_name`."""
+    _published[name] = public_name
+
+
+def published_name(name: str) -> str | None:
+    """The name that a model may carry for the group `name`: "world", or what it was registered as."""
+    return name if name == schema.WORLD_GROUP else _published.get(name)
 
 
 def _membership(name: str) -> _Membership:

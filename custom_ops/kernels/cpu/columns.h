@@ -55,6 +55,9 @@ Moments column_moments_wide(const typename T::Storage* x, int64_t rows, int64_t 
   return result;
 }
 
+// As kSegment in rows.h.
+constexpr int64_t kColumnSegment = 16;
+
 // One vector of columns over at most kColumnBlock rows, merged into mean and m2, which so far hold
 // `before` values.
 template <class T, bool whole>
@@ -69,10 +72,15 @@ BNEXPORT_INLINE void merge_column_block(const typename T::Storage* x, int64_t ro
     s = V{};
     q = V{};
     const typename T::Storage* row = x;
-    for (int64_t r = 0; r < rows; ++r, row += stride) {
-      const V d = load_columns<T, whole>(row, count) - pivot;
-      s += d;
-      q += d * d;
+    for (int64_t r = 0; r < rows;) {
+      V s0{}, q0{};
+      for (const int64_t stop = r + kColumnSegment < rows ? r + kColumnSegment : rows; r < stop; ++r, row += stride) {
+        const V d = load_columns<T, whole>(row, count) - pivot;
+        s0 += d;
+        q0 += d * d;
+      }
+      s += s0;
+      q += q0;
     }
     if (attempt == 1) break;
     bool again = false;

@@ -24,19 +24,34 @@ struct PivotSums {
   double s, q;
 };
 
+// Lanes are emptied into a second level after this many values: a lane then adds at most 16 terms, and
+// its sum at most 8, so that rounding errors grow with 24 and not with 128 of them. One value far from
+// the others would otherwise swallow what 128 others add to its lane.
+constexpr int64_t kSegment = 512;
+
 template <class T>
 BNEXPORT_INLINE PivotSums pivot_sums(const typename T::Storage* x, Span span, typename T::Compute pivot) {
   using V = typename T::Vector;
   constexpr int64_t W = kLanes<T>;
-  V s0{}, s1{}, q0{}, q1{};
+  V s{}, q{}, s0{}, s1{}, q0{}, q1{};
+  const auto empty_lanes = [&] {
+    s += s0 + s1;
+    q += q0 + q1;
+    s0 = s1 = q0 = q1 = V{};
+  };
+  int64_t pending = 0;
   for (int64_t r = 0; r < span.rows; ++r, x += span.stride) {
     int64_t i = 0;
-    for (; i + 2 * W <= span.cols; i += 2 * W) {
-      const V a = T::load(x + i) - pivot, b = T::load(x + i + W) - pivot;
-      s0 += a;
-      s1 += b;
-      q0 += a * a;
-      q1 += b * b;
+    while (i + 2 * W <= span.cols) {
+      const int64_t stop = i + kSegment < span.cols ? i + kSegment : span.cols;
+      for (; i + 2 * W <= stop; i += 2 * W) {
+        const V a = T::load(x + i) - pivot, b = T::load(x + i + W) - pivot;
+        s0 += a;
+        s1 += b;
+        q0 += a * a;
+        q1 += b * b;
+      }
+      if (stop < span.cols) empty_lanes();
     }
     if (i + W <= span.cols) {
       const V a = T::load(x + i) - pivot;
@@ -49,8 +64,14 @@ BNEXPORT_INLINE PivotSums pivot_sums(const typename T::Storage* x, Span span, ty
       s1 += b;
       q1 += b * b;
     }
+    pending += span.cols;
+    if (pending >= kSegment) {
+      empty_lanes();
+      pending = 0;
+    }
   }
-  return {sum_lanes(s0 + s1), sum_lanes(q0 + q1)};
+  empty_lanes();
+  return {sum_lanes(s), sum_lanes(q)};
 }
 
 // The same in double, for float data whose squares overflow or vanish in float.

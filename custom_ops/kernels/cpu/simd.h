@@ -26,6 +26,7 @@ namespace {
 typedef float VectorF __attribute__((vector_size(64)));
 typedef double VectorD __attribute__((vector_size(64)));
 typedef int32_t VectorI __attribute__((vector_size(64)));
+typedef uint32_t VectorU __attribute__((vector_size(64)));
 typedef int64_t VectorL __attribute__((vector_size(64)));
 typedef uint16_t VectorH __attribute__((vector_size(32)));
 typedef float HalfF __attribute__((vector_size(32)));
@@ -127,13 +128,26 @@ BNEXPORT_INLINE VectorF float_from_bfloat(VectorH value) {
   return bits<VectorF>(widen(value) << 16);
 }
 
+// float32 -> bfloat16, to nearest, ties to even: add half an ulp less one, and one more where the kept
+// part is odd. NaN is kept out of the carry, and quiet.
 BNEXPORT_INLINE VectorH bfloat_from_float(VectorF value) {
-  const VectorI all = bits<VectorI>(value);
-  const VectorI upper = (all >> 16) & 0xffff;
-  const VectorI rounded = ((all + 0x7fff + (upper & 1)) >> 16) & 0xffff;
-  const VectorI quiet = upper | 0x40;
-  const VectorI result = (all & 0x7fffffff) > 0x7f800000 ? quiet : rounded;
-  return narrow(result);
+#if defined(__AVX512F__)
+  // Six instructions a vector; with half the bytes of float32 there is little time for more.
+  const __m512i all = (__m512i)value;
+  const __mmask16 odd = _mm512_test_epi32_mask(all, _mm512_set1_epi32(0x10000));
+  const __mmask16 not_a_number = _mm512_cmp_ps_mask((__m512)value, (__m512)value, _CMP_UNORD_Q);
+  __m512i rounded = _mm512_add_epi32(all, _mm512_set1_epi32(0x7fff));
+  rounded = _mm512_mask_add_epi32(rounded, odd, rounded, _mm512_set1_epi32(1));
+  rounded = _mm512_mask_or_epi32(rounded, not_a_number, all, _mm512_set1_epi32(0x400000));
+  const __m512i upper_halves =
+      _mm512_castsi256_si512((__m256i)VectorH{1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31});
+  return (VectorH)_mm512_castsi512_si256(_mm512_permutexvar_epi16(upper_halves, rounded));
+#else
+  const VectorU all = bits<VectorU>(value);
+  const VectorU rounded = (all + 0x7fff + ((all >> 16) & 1)) >> 16;
+  const VectorU quiet = (all >> 16) | 0x40;
+  return narrow(bits<VectorI>(value == value ? rounded : quiet));
+#endif
 }
 
 template <class V>

@@ -14,7 +14,7 @@ namespace bnexport::cpu {
 constexpr int64_t kShortestRow = 16;
 
 // Values per block of statistics: 16 KB of float32, read again from L1 when a pivot was bad. With
-// 32 lanes a lane sums at most 128 values (tolerances.py counts on that).
+// 32 lanes a lane sums at most 128 values (tolerances.py counts on that; rows.h does better).
 constexpr int64_t kBlock = 4096;
 
 // Rows per block of column statistics; the same bound, since there a lane is a column.

@@ -1,0 +1,44 @@
+"""The library's own operator table against the contract in bnexport/schema.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from bnexport import schema
+from bnexport.runtime import capi
+
+
+@pytest.fixture(scope="module")
+def described():
+    return {operator["name"]: operator for operator in capi.describe()["operators"]}
+
+
+def test_operators(described):
+    assert set(described) == {operator.name for operator in schema.OPERATORS}
+
+
+@pytest.mark.parametrize("operator", schema.OPERATORS, ids=lambda operator: operator.name)
+def test_matches_contract(described, operator):
+    ours = described[operator.name]
+    assert tuple(ours["domains"]) == schema.ACCEPTED_DOMAINS
+    assert sorted(variant["T"] for variant in ours["variants"]) == sorted(schema.T_TYPES)
+    for variant in ours["variants"]:
+        assert variant["S"] == ("double" if variant["T"] == "double" else "float")
+    for direction in ("inputs", "outputs"):
+        expected = [{"name": value.name, "type": value.type, "optional": value.optional} for value in getattr(operator, direction)]
+        assert ours[direction] == expected
+    expected = [
+        {
+            "name": attribute.name,
+            "kind": attribute.kind.value,
+            "default": attribute.default,
+            "allowed": list(attribute.allowed) if attribute.allowed else None,
+        }
+        for attribute in operator.attributes
+    ]
+    assert ours["attributes"] == expected
+
+
+def test_enums_follow_the_contract():
+    assert tuple(capi.STATS_MODES) == schema.STATS_MODES
+    assert tuple(capi.GRAD_REDUCTIONS) == schema.GRAD_REDUCTIONS

@@ -1,0 +1,302 @@
+"""Exported models in ONNX Runtime, with the library and without, against torch."""
+
+import copy
+
+import numpy as np
+import onnx
+import onnx.reference
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import bnexport
+from bnexport import SyncBatchNorm, schema
+from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
+from tests.cluster import Raised
+
+EXPORTERS = ["dynamo", "torchscript"]
+
+
+class Net(nn.Module):
+    """A module used twice, no affine, cumulative momentum, different eps, a plain BatchNorm, a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.twice = SyncBatchNorm(4, momentum=0.3)
+        self.between = nn.Conv2d(4, 4, 1)
+        self.bare = SyncBatchNorm(4, eps=0.1, momentum=None, affine=False)
+        self.plain = nn.BatchNorm2d(4, eps=1e-3)
+        self.head = nn.Linear(4, 2)
+        for module in (self.twice, self.plain):
+            nn.init.uniform_(module.weight, 0.5, 2.0)
+            nn.init.normal_(module.bias)
+
+    def forward(self, image):
+        x = torch.relu(self.twice(self.conv(image)))
+        x = torch.relu(self.twice(self.between(x)))
+        return self.head(self.plain(torch.relu(self.bare(x))).mean((2, 3)))
+
+
+def _trained():
+    net = Net().train()
+    for _ in range(2):
+        net(torch.randn(4, 3, 6, 5))
+    return net
+
+
+def _run(path, feeds, library):
+    session = bnexport.InferenceSession(path) if library else onnxruntime.InferenceSession(path)
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(None, feeds)))
+
+
+def _snapshot(net):
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+@pytest.fixture(params=EXPORTERS)
+def exporter(request):
+    return request.param
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_deploy_runs_without_us_at_any_size(exporter, training, tmp_path):
+    net = _trained().train(training)
+    before = _snapshot(net)
+    path = tmp_path / "m.onnx"
+    result = bnexport.export(net, torch.randn(2, 3, 6, 5), path, exporter=exporter)
+    assert result.verification.passed
+    assert (result.inputs, result.outputs, result.state) == (("image",), ("output",), ())
+    assert net.training is training
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    model = onnx.load(path)
+    onnx.checker.check_model(model, full_check=True)
+    assert {opset.domain for opset in model.opset_import} <= {""}
+    assert not model.functions
+    x = torch.randn(5, 3, 9, 4)
+    got = _run(path, {"image": x.numpy()}, library=False)["output"]
+    torch.testing.assert_close(torch.from_numpy(got), net.eval()(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("library", [True, False], ids=["library", "portable body"])
+def test_custom_op_in_eval(exporter, library, tmp_path):
+    net = _trained().eval()
+    path = tmp_path / "m.onnx"
+    assert bnexport.export(net, torch.randn(2, 3, 6, 5), path, mode="custom_op", exporter=exporter).verification.passed
+    model = onnx.load(path)
+    onnx.checker.check_model(model)
+    nodes = [node for node in model.graph.node if node.op_type == "MMCVSyncBatchNorm"]
+    assert len(nodes) == 3
+    x = torch.randn(5, 3, 9, 4)
+    got = _run(path, {"image": x.numpy()}, library)["output"]
+    torch.testing.assert_close(torch.from_numpy(got), net(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("library", [True, False], ids=["library", "portable body"])
+def test_custom_op_in_train_returns_the_statistics(exporter, library, tmp_path):
+    net = _trained()
+    before = _snapshot(net)
+    path = tmp_path / "m.onnx"
+    result = bnexport.export(net, torch.randn(2, 3, 6, 5), path, mode="custom_op", exporter=exporter)
+    assert result.verification.passed
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    state = [name for name in before if name.split(".")[-1] in ("running_mean", "running_var", "num_batches_tracked")]
+    assert list(result.outputs) == ["output", *(f"{name}.new" for name in state)]
+    model = onnx.load(path)
+    onnx.checker.check_model(model)
+    assert set(state) <= {initializer.name for initializer in model.graph.initializer}
+
+    x = torch.randn(5, 3, 9, 4) * 2 + 1
+    got = _run(path, {"image": x.numpy()}, library)
+    expected = net(x).detach()
+    torch.testing.assert_close(torch.from_numpy(got["output"]), expected, rtol=1e-4, atol=1e-5)
+    after = net.state_dict()
+    for name in state:
+        torch.testing.assert_close(torch.from_numpy(np.asarray(got[f"{name}.new"])), after[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_complete_nodes_and_body(exporter, tmp_path):
+    path = tmp_path / "m.onnx"
+    bnexport.export(_trained(), torch.randn(2, 3, 6, 5), path, mode="custom_op", exporter=exporter)
+    model = onnx.load(path)
+    operator = schema.SYNC_BATCH_NORM
+    for node in (node for node in model.graph.node if node.op_type == operator.name):
+        assert node.domain == "mmcv"
+        assert len(node.input) == 5 and all(node.input)
+        assert len(node.output) == 5
+        attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+        assert set(attributes) == {attribute.name for attribute in operator.attributes}
+        assert (attributes["group"], attributes["group_size"], attributes["training_mode"]) == (b"", 1, 1)
+    (function,) = model.functions
+    assert (function.domain, function.name) == (operator.domain, operator.name)
+    # Nothing of the machine it was made on.
+    assert str(tmp_path) not in str(model) and ".py" not in str(model)
+
+
+def test_onnx_reference_runs_the_body(tmp_path):
+    net = _trained().eval()
+    path = tmp_path / "m.onnx"
+    bnexport.export(net, torch.randn(2, 3, 6, 5), path, mode="custom_op")
+    x = torch.randn(2, 3, 6, 5)
+    (got,) = onnx.reference.ReferenceEvaluator(onnx.load(path)).run(None, {"image": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(got), net(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_static_shapes(exporter, tmp_path):
+    path = tmp_path / "m.onnx"
+    bnexport.export(_trained().eval(), torch.randn(2, 3, 6, 5), path, dynamic=False, exporter=exporter)
+    assert onnxruntime.InferenceSession(path).get_inputs()[0].shape == [2, 3, 6, 5]
+
+
+def test_batch_of_one_stays_dynamic(exporter, tmp_path):
+    path = tmp_path / "m.onnx"
+    net = _trained().eval()
+    bnexport.export(net, torch.randn(1, 3, 6, 5), path, exporter=exporter)
+    x = torch.randn(7, 3, 6, 5)
+    torch.testing.assert_close(torch.from_numpy(_run(path, {"image": x.numpy()}, False)["output"]), net(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_dimension_that_the_model_fixes_is_noted(tmp_path):
+    net = nn.Sequential(nn.Conv1d(1, 2, 3), SyncBatchNorm(2), nn.Flatten(), nn.Linear(2 * 4, 3)).eval()
+    result = bnexport.export(net, torch.randn(2, 1, 6), tmp_path / "m.onnx")
+    assert [note for note in result.notes if "stays 6" in note]
+    assert onnxruntime.InferenceSession(result.path).get_inputs()[0].shape == ["batch", 1, 6]
+
+
+@pytest.mark.parametrize("convert", ["torch", "converted"])
+def test_torchs_own_sync_batch_norm(convert, exporter, tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4))
+    net = bnexport.convert_sync_batchnorm(net) if convert == "converted" else net
+    x = torch.randn(4, 3, 5, 5)
+    assert bnexport.export(net.eval(), x, tmp_path / "e.onnx", exporter=exporter).verification.passed
+    result = bnexport.export(net.train(), x, tmp_path / "t.onnx", mode="custom_op", exporter=exporter)
+    assert result.verification.passed
+    assert result.state == ("1.running_mean", "1.running_var", "1.num_batches_tracked")
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_half_precision(exporter, training, tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), SyncBatchNorm(4), nn.ReLU()).half().train(training)
+    result = bnexport.export(net, torch.randn(4, 3, 5, 5).half(), tmp_path / "m.onnx", mode="custom_op", exporter=exporter)
+    assert result.verification.passed, result.verification.summary()
+
+
+def test_double_precision(exporter, tmp_path):
+    net = nn.Sequential(nn.Linear(3, 4), SyncBatchNorm(4)).double()
+    result = bnexport.export(net, torch.randn(6, 3).double(), tmp_path / "m.onnx", mode="custom_op", exporter=exporter)
+    assert result.verification.passed
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 6), (2, 3, 4, 3, 3)], ids=str)
+@pytest.mark.parametrize("library", [True, False], ids=["library", "portable body"])
+def test_other_ranks_in_train_mode(shape, library, exporter, tmp_path):
+    net = SyncBatchNorm(3)
+    path = tmp_path / "m.onnx"
+    assert bnexport.export(net, torch.randn(shape), path, mode="custom_op", exporter=exporter).verification.passed
+    x = torch.randn(shape)
+    got = _run(path, {"input": x.numpy()}, library)
+    torch.testing.assert_close(torch.from_numpy(got["output"]), net(x).detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(got["running_var.new"]), net.running_var, rtol=1e-5, atol=1e-6)
+
+
+def test_several_inputs_and_named_outputs(exporter, tmp_path):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = SyncBatchNorm(3)
+
+        def forward(self, left, right):
+            return {"sum": self.norm(left) + right, "pair": (left, right)}
+
+    args = (torch.randn(4, 3), torch.randn(4, 3))
+    result = bnexport.export(Two().eval(), args, tmp_path / "m.onnx", exporter=exporter)
+    assert (result.inputs, result.outputs) == (("left", "right"), ("sum", "pair_0", "pair_1"))
+    named = bnexport.export(Two().eval(), args, tmp_path / "n.onnx", exporter=exporter, input_names=["a", "b"], output_names=["x", "y", "z"])
+    assert [value.name for value in onnxruntime.InferenceSession(named.path).get_outputs()] == ["x", "y", "z"]
+
+
+def test_frozen_statistics_in_a_training_model(exporter, tmp_path):
+    net = _trained()
+    net.twice.eval()
+    result = bnexport.export(net, torch.randn(2, 3, 6, 5), tmp_path / "m.onnx", mode="custom_op", exporter=exporter)
+    assert result.verification.passed
+    assert not [name for name in result.state if name.startswith("twice")]
+
+
+def test_dropout_in_train_mode_is_not_called_verified(tmp_path):
+    net = nn.Sequential(SyncBatchNorm(3), nn.Dropout())
+    result = bnexport.export(net, torch.randn(8, 3), tmp_path / "m.onnx", mode="custom_op")
+    assert result.verification.passed is None
+    assert "random" in result.verification.reason
+
+
+def test_functional_batch_statistics_are_refused(tmp_path):
+    class Functional(nn.Module):
+        def forward(self, x):
+            return nn.functional.batch_norm(x, None, None, training=True)
+
+    path = tmp_path / "m.onnx"
+    with pytest.raises(UnsupportedModelError, match="training mode would be exported with inference semantics"):
+        bnexport.export(Functional(), torch.randn(4, 3, 5, 5), path, mode="custom_op")
+    assert not path.exists()
+
+
+def test_a_wrong_graph_is_never_written(tmp_path, monkeypatch):
+    from bnexport.exporting import verification
+
+    monkeypatch.setattr(verification, "_run", lambda traced, inputs: tuple(y + 1e-2 for y in traced(*inputs)))
+    path = tmp_path / "m.onnx"
+    path.write_bytes(b"what was there")
+    with pytest.raises(VerificationError, match="nothing was written: output 'output' differs"):
+        bnexport.export(_trained().eval(), torch.randn(2, 3, 6, 5), path)
+    assert path.read_bytes() == b"what was there"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mode": "fast"}, "mode: got 'fast', expected one of deploy, custom_op"),
+        ({"exporter": "jit"}, "exporter: got 'jit'"),
+        ({"format": "tflite"}, "format: got 'tflite'"),
+        ({"args": (1,)}, r"args\[0\]: got int"),
+        ({"model": torch.relu}, "model: got builtin_function_or_method"),
+        ({"input_names": ["a", "b"]}, "input_names: got 2 names, expected 1"),
+        ({"output_names": ["a", "b"]}, "output_names: got 2 names, expected 1"),
+    ],
+)
+def test_usage_errors(change, message, tmp_path):
+    arguments = {"model": _trained().eval(), "args": torch.randn(2, 3, 6, 5), "path": tmp_path / "m.onnx"} | change
+    with pytest.raises(UsageError, match=message):
+        bnexport.export(**arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def _export_in_group(group, folder, register):
+    net = copy.deepcopy(nn.Sequential(nn.Conv1d(3, 4, 1), SyncBatchNorm(4, group=group)))
+    if register:
+        bnexport.register_group("pair", group)
+    import torch.distributed as dist
+
+    result = bnexport.export(net, torch.randn(4, 3, 5), f"{folder}/{dist.get_rank(group)}.onnx", mode="custom_op")
+    (node,) = [node for node in result.model.graph if node.op_type == "MMCVSyncBatchNorm"]
+    return {
+        "group": node.attributes["group"].as_string(),
+        "size": node.attributes["group_size"].as_int(),
+        "functions": len(result.model.functions),
+        "verified": result.verification.passed,
+    }
+
+
+def test_a_group_of_processes_is_written_by_its_public_name(cluster, tmp_path):
+    for result in cluster.run(2, _export_in_group, str(tmp_path), False):
+        assert isinstance(result, Raised)
+        assert result.type == "UnsupportedModelError"
+        assert "register_group" in result.message
+    assert not list(tmp_path.iterdir())
+    for result in cluster.call(2, _export_in_group, str(tmp_path), True):
+        assert result == {"group": "pair", "size": 2, "functions": 0, "verified": None}
+    for result in cluster.call(4, _export_in_group, str(tmp_path), False):
+        assert (result["group"], result["size"]) == ("world", 4)

@@ -1,0 +1,176 @@
+"""fold, verify, inspect and the report: files, options, failures."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import bnexport.folding.parameters
+from bnexport.errors import UsageError, VerificationError
+from bnexport.folding import fold, inspect, render, verify
+from bnexport.model_io import load, to_proto
+from tests.folding.helpers import batch_norm, batch_norms, model, operators
+
+BODY = """g (float[N,6,H,W] x) => (float[N,8,A,B] y) {
+    z = Conv (x, w)
+    t = BatchNormalization (z, p_s, p_b, p_m, p_v)
+    r = Relu (t)
+    y = BatchNormalization (r, q_s, q_b, q_m, q_v) }"""
+SHAPES = {"w": (8, 6, 3, 3), **batch_norm("p", 8), **batch_norm("q", 8)}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source.onnx"
+    proto = model(BODY, SHAPES)
+    proto.graph.node[1].name, proto.graph.node[3].name = "first", "second"
+    onnx.save(proto, path)
+    return path
+
+
+def test_files(source: Path, tmp_path: Path) -> None:
+    before = source.read_bytes()
+    result = fold(source, tmp_path / "target.onnx")
+    assert source.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["source.onnx", "target.onnx"]
+    assert batch_norms(onnx.load(tmp_path / "target.onnx")) == 1
+    assert verify(source, tmp_path / "target.onnx").passed
+    assert (result.report.before.batch_norm, result.report.after.batch_norm) == (2, 1)
+    assert not result.report.meaning_changed
+
+
+def test_report_is_data(source: Path) -> None:
+    report = fold(source).report
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["schema_version"] == 1
+    assert data["sites"][0]["outcome"] == "folded"
+    assert data["sites"][0]["rules"] == ["conv"]
+    assert data["verification"]["passed"] is True
+    kept = report.explain("second")
+    assert kept is not None
+    assert kept.outcome == "kept"
+    assert {refusal.rule for refusal in kept.refusals} == {"backward", "forward"}
+    assert "Relu" in kept.reason
+    assert len(render(report)[0].rows) == 2
+
+
+def test_only_and_skip(source: Path) -> None:
+    for options in ({"only": ["second"]}, {"skip": ["first"]}):
+        report = fold(source, **options).report  # type: ignore[arg-type]
+        assert not report.folded
+        site = report.explain("first")
+        assert site is not None
+        assert [refusal.code for refusal in site.refusals] == ["skipped"]
+
+
+def test_unknown_rule(source: Path) -> None:
+    with pytest.raises(UsageError, match="conv_transpose"):
+        fold(source, rules=["convolution"])
+
+
+def test_never_over_the_input(source: Path) -> None:
+    before = source.read_bytes()
+    with pytest.raises(UsageError, match="input"):
+        fold(source, source)
+    assert source.read_bytes() == before
+    fold(source, source, overwrite_input=True)
+    assert batch_norms(onnx.load(source)) == 1
+
+
+def test_nothing_to_fold(tmp_path: Path) -> None:
+    proto = model("g (float[N,6] x) => (float[N,6] y) { y = Relu (x) }")
+    result = fold(proto, tmp_path / "copy.onnx")
+    assert not result.report.sites
+    assert not result.report.changed
+    copy = to_proto(load(tmp_path / "copy.onnx"))
+    proto.graph.node[0].ClearField("domain")  # written as an empty field by the parser
+    assert copy == proto
+
+
+def test_a_wrong_fold_is_not_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = bnexport.folding.parameters.round_scaled
+    monkeypatch.setattr("bnexport.folding.parameters.round_scaled", lambda weight, factor: real(weight, factor * 1.001))
+    with pytest.raises(VerificationError, match="first") as caught:
+        fold(source, tmp_path / "target.onnx")
+    assert "differs by" in str(caught.value)
+    assert os.listdir(tmp_path) == ["source.onnx"]
+    # Without the check it is written as asked.
+    fold(source, tmp_path / "target.onnx", verify=False)
+    assert not verify(source, tmp_path / "target.onnx").passed
+
+
+def test_not_verified_is_said(tmp_path: Path) -> None:
+    header = '<ir_version: 8, opset_import: ["": 17, "other": 1]>'
+    body = BODY.replace("r = Relu (t)", "r = other.Secret (t)")
+    result = fold(model(body, SHAPES, header=header), tmp_path / "target.onnx")
+    assert result.report.verification is not None
+    assert result.report.verification.status == "not verified"
+    assert result.report.verification.reason
+    assert not result.report.verification.passed
+    assert (tmp_path / "target.onnx").exists()
+
+
+class TestVerify:
+    def test_bounds_of_the_caller(self, source: Path) -> None:
+        proto = onnx.load(source)
+        weight = proto.graph.initializer[0]
+        weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) * np.float32(1.01), weight.name))
+        result = verify(source, proto)
+        assert (result.status, result.passed) == ("failed", False)
+        assert result.max_abs_diff > result.outputs[0].atol
+        assert verify(source, proto, atol=result.max_abs_diff).passed
+        assert not verify(source, proto, atol=0.0).passed
+
+    def test_interfaces(self, source: Path) -> None:
+        proto = onnx.load(source)
+        proto.graph.output[0].name = proto.graph.node[-1].output[0] = "other"
+        assert "outputs differ" in str(verify(source, proto).reason)
+
+    def test_candidate_that_cannot_run(self, source: Path) -> None:
+        proto = onnx.load(source)
+        proto.graph.node[2].op_type = "NoSuchOperator"
+        assert verify(source, proto).status == "failed"
+        assert verify(proto, source).status == "not verified"
+
+    def test_nan_in_the_candidate_only(self) -> None:
+        first = model("g (float[N,3] x) => (float[N,3] y) { y = Identity (x) }")
+        second = model("g (float[N,3] x) => (float[N,3] y) { y = Log (x) }")
+        assert "NaN" in str(verify(first, second).reason)
+        assert verify(second, second).passed
+
+    def test_nothing_finite_to_compare(self) -> None:
+        proto = model("g (float[N,3] x) => (float[N,3] y) { z = Sub (x, x)\n y = Div (z, z) }")
+        assert "finite" in str(verify(proto, proto).reason)
+
+    def test_integers_must_be_equal(self) -> None:
+        first = model("g (int64[N,3] x) => (int64[N,3] y) { y = Identity (x) }")
+        second = model("g (int64[N,3] x) => (int64[N,3] y) { y = Add (x, x) }")
+        assert verify(first, first).passed
+        assert "values differ" in str(verify(first, second).reason)
+
+    def test_given_inputs(self, source: Path) -> None:
+        sample = {"x": np.ones((1, 6, 5, 5), np.float32)}
+        assert verify(source, source, inputs=[sample, sample]).samples == 2
+        assert verify(source, source, inputs=sample).samples == 1
+
+    def test_resolution_that_the_network_needs(self) -> None:
+        """Five halvings need 32 positions at least; the inputs are found."""
+        halve = "\n".join(f"t{i + 1} = MaxPool <kernel_shape=[2,2], strides=[2,2]> (t{i})" for i in range(6))
+        proto = model(f"g (float[N,1,H,W] t0) => (float[N,1,A,B] t6) {{ {halve} }}")
+        assert verify(proto, proto).passed
+
+
+def test_inspect(source: Path) -> None:
+    report = inspect(source)
+    assert report.op_counts == {"BatchNormalization": 2, "Conv": 1, "Relu": 1}
+    assert report.opsets == {"": 17}
+    assert [info.channels for info in report.batch_norms] == [8, 8]
+    assert report.parameter_bytes == sum(4 * int(np.prod(shape)) for shape in SHAPES.values())
+    assert report.inputs[0].shape == ("N", 6, "H", "W")
+    json.dumps(report.to_dict())
+    assert operators(onnx.load(source))
