@@ -146,10 +146,14 @@ def _export(
             raise error from None
     for name, shape, node in zip(names, shapes, _user_inputs(program)):
         for index in list(shape):
-            size = node.meta["val"].shape[index]
-            if isinstance(size, int):
+            size = _constant(node.meta["val"].shape[index])
+            if size is not None:
                 notes.append(f"input {name!r}: dimension {index} ({shape.pop(index)}) stays {size}, the model fixes it")
     return program
+
+
+def _constant(size: int | torch.SymInt) -> int | None:
+    return size if isinstance(size, int) else size.node.maybe_as_int()
 
 
 def _user_inputs(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:

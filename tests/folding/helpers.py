@@ -54,7 +54,9 @@ def model(
     for name, value in {**parameters(shapes or {}, seed, dtype), **(values or {})}.items():
         proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
         if ir_version < 4:
-            proto.graph.input.append(onnx.helper.make_tensor_value_info(name, proto.graph.initializer[-1].data_type, value.shape))
+            proto.graph.input.append(
+                onnx.helper.make_tensor_value_info(name, proto.graph.initializer[-1].data_type, value.shape)
+            )
     return proto
 
 
@@ -82,11 +84,15 @@ def in_double(proto: onnx.ModelProto) -> onnx.ModelProto:
                 attribute.i = DOUBLE
             if node.op_type == "Constant" and attribute.name in ("value_float", "value_floats"):
                 number = attribute.f if attribute.name == "value_float" else list(attribute.floats)
-                attribute.CopyFrom(onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(np.asarray(number, np.float64))))
+                attribute.CopyFrom(
+                    onnx.helper.make_attribute("value", onnx.numpy_helper.from_array(np.asarray(number, np.float64)))
+                )
 
     def widen(tensor: onnx.TensorProto) -> None:
         if tensor.data_type == FLOAT:
-            tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor).astype(np.float64), tensor.name))
+            tensor.CopyFrom(
+                onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor).astype(np.float64), tensor.name)
+            )
 
     graph(double.graph)
     for function in double.functions:
@@ -104,7 +110,7 @@ def exact(proto: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> list[np.n
 class ConvTranspose(onnx.reference.op_run.OpRun):
     """PyTorch's; the reference implementation fails on groups. Pads must be symmetric."""
 
-    def _run(self, x, w, b=None, auto_pad=None, dilations=None, group=None, kernel_shape=None,  # noqa: ANN001, ANN202
+    def _run(self, x, w, b=None, auto_pad=None, dilations=None, group=None, kernel_shape=None,
              output_padding=None, output_shape=None, pads=None, strides=None):  # fmt: skip
         import torch
 
@@ -115,7 +121,13 @@ class ConvTranspose(onnx.reference.op_run.OpRun):
         assert auto_pad in (None, "NOTSET")
         function = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}[dims]
         arrays = [None if array is None else torch.tensor(array) for array in (x, w, b)]
-        options = [strides or [1] * dims, pads[:dims], output_padding or [0] * dims, group or 1, dilations or [1] * dims]
+        options = [
+            strides or [1] * dims,
+            pads[:dims],
+            output_padding or [0] * dims,
+            group or 1,
+            dilations or [1] * dims,
+        ]
         return (function(*arrays, *options).numpy(),)
 
 
@@ -143,7 +155,9 @@ def make_inputs(proto: onnx.ModelProto, sizes: Mapping[str, int] | None = None, 
             free = {"N": 2, **(sizes or {})}.get(dim.dim_param, 7)
             shape.append(free if dim.dim_param or not dim.HasField("dim_value") else dim.dim_value)
         dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-        inputs[value.name] = generator.standard_normal(shape).astype(dtype) if dtype.kind == "f" else np.ones(shape, dtype)
+        inputs[value.name] = (
+            generator.standard_normal(shape).astype(dtype) if dtype.kind == "f" else np.ones(shape, dtype)
+        )
     return inputs
 
 
@@ -175,7 +189,12 @@ def assert_near(got: np.ndarray, expected: np.ndarray, what: str = "output") -> 
 
 
 def fold_and_check(
-    proto: onnx.ModelProto, *, left: int = 0, sizes: Mapping[str, int] | None = None, oracle: bool = True, **options: object
+    proto: onnx.ModelProto,
+    *,
+    left: int = 0,
+    sizes: Mapping[str, int] | None = None,
+    oracle: bool = True,
+    **options: object,
 ) -> tuple[onnx.ModelProto, FoldResult]:
     """Folds; the result is valid, unchanged outside, has `left` batch norms, and is right to float64's eye."""
     untouched = proto.SerializeToString()
@@ -193,7 +212,9 @@ def fold_and_check(
     return folded, result
 
 
-def assert_refused(proto: onnx.ModelProto, code: str, *, sizes: Mapping[str, int] | None = None, node: str | None = None) -> None:
+def assert_refused(
+    proto: onnx.ModelProto, code: str, *, sizes: Mapping[str, int] | None = None, node: str | None = None
+) -> None:
     """The batch norms stay, for the reason given, and nothing else changes."""
     result = fold(proto, inputs=make_inputs(proto, sizes), verify=False)
     sites = [site for site in result.report.sites if node is None or node in site.nodes]

@@ -119,7 +119,9 @@ class TestVerify:
     def test_bounds_of_the_caller(self, source: Path) -> None:
         proto = onnx.load(source)
         weight = proto.graph.initializer[0]
-        weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) * np.float32(1.01), weight.name))
+        weight.CopyFrom(
+            onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) * np.float32(1.01), weight.name)
+        )
         result = verify(source, proto)
         assert (result.status, result.passed) == ("failed", False)
         assert result.max_abs_diff > result.outputs[0].atol

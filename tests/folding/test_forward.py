@@ -15,8 +15,20 @@ CASES = {
     "conv-valid": (X4, "float[N,8,A,B]", 'y = Conv <auto_pad="VALID"> (z, w)', {"w": (8, 6, 3, 3)}, ["Conv"]),
     "conv-grouped": (X4, "float[N,8,A,B]", "y = Conv <group=2> (z, w, c)", {"w": (8, 3, 3, 3), "c": (8,)}, ["Conv"]),
     "conv-depthwise": (X4, "float[N,12,A,B]", "y = Conv <group=6> (z, w)", {"w": (12, 1, 3, 3)}, ["Conv"]),
-    "conv-transpose-1x1": (X4, "float[N,8,A,B]", "y = ConvTranspose (z, w, c)", {"w": (6, 8, 1, 1), "c": (8,)}, ["ConvTranspose"]),
-    "conv-transpose-1x1-grouped": (X4, "float[N,8,A,B]", "y = ConvTranspose <group=2> (z, w)", {"w": (6, 4, 1, 1)}, ["ConvTranspose"]),
+    "conv-transpose-1x1": (
+        X4,
+        "float[N,8,A,B]",
+        "y = ConvTranspose (z, w, c)",
+        {"w": (6, 8, 1, 1), "c": (8,)},
+        ["ConvTranspose"],
+    ),
+    "conv-transpose-1x1-grouped": (
+        X4,
+        "float[N,8,A,B]",
+        "y = ConvTranspose <group=2> (z, w)",
+        {"w": (6, 4, 1, 1)},
+        ["ConvTranspose"],
+    ),
     "gemm": (X2, "float[N,8]", "y = Gemm (z, w, c)", {"w": (6, 8), "c": (8,)}, ["Gemm"]),
     "gemm-no-constant": (X2, "float[N,8]", "y = Gemm (z, w)", {"w": (6, 8)}, ["Gemm"]),
     "gemm-trans-b-alpha-beta": (
@@ -30,7 +42,13 @@ CASES = {
     "matmul": (X2, "float[N,8]", "y = MatMul (z, w)", {"w": (6, 8)}, ["MatMul", "Add"]),
     "matmul-add": (X2, "float[N,8]", "t = MatMul (z, w)\n y = Add (t, c)", {"w": (6, 8), "c": (8,)}, ["MatMul", "Add"]),
     "matmul-left": (X3, "float[N,8,L]", "y = MatMul (w, z)", {"w": (8, 6)}, ["MatMul", "Add"]),
-    "flatten": ("float[N,6,3,2] x", "float[N,8]", "t = Flatten (z)\n y = Gemm (t, w, c)", {"w": (36, 8), "c": (8,)}, ["Flatten", "Gemm"]),
+    "flatten": (
+        "float[N,6,3,2] x",
+        "float[N,8]",
+        "t = Flatten (z)\n y = Gemm (t, w, c)",
+        {"w": (36, 8), "c": (8,)},
+        ["Flatten", "Gemm"],
+    ),
     "reshape": (
         "float[N,6,3,2] x",
         "float[N,8]",
@@ -121,7 +139,11 @@ REFUSED = {
     "auto-padded": ('y = Conv <auto_pad="SAME_LOWER"> (z, w)', {"w": (8, 6, 3, 3)}, "padding"),
     "conv-transpose-3x3": ("y = ConvTranspose (z, w)", {"w": (6, 8, 3, 3)}, "padding"),
     "relu": ("r = Relu (z)\n y = Conv (r, w)", {"w": (8, 6, 1, 1)}, "no-rule"),
-    "one-of-two-readers": ("u = Conv (z, w)\n v = Sigmoid (z)\n y = Concat <axis=1> (u, v)", {"w": (8, 6, 1, 1)}, "no-rule"),
+    "one-of-two-readers": (
+        "u = Conv (z, w)\n v = Sigmoid (z)\n y = Concat <axis=1> (u, v)",
+        {"w": (8, 6, 1, 1)},
+        "no-rule",
+    ),
     "graph-output": ("y = Conv (z, w)", {"w": (8, 6, 1, 1)}, "graph-output"),
     "dynamic-weight": ("w = Reshape (x, s)\n y = Conv (z, w)", {}, "not-constant"),
 }

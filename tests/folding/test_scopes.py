@@ -9,7 +9,18 @@ import pytest
 
 from bnexport.folding import fold
 from bnexport.model_io import to_proto
-from tests.folding.helpers import assert_near, batch_norm, batch_norms, exact, fold_and_check, make_inputs, model, operators, parameters, run
+from tests.folding.helpers import (
+    assert_near,
+    batch_norm,
+    batch_norms,
+    exact,
+    fold_and_check,
+    make_inputs,
+    model,
+    operators,
+    parameters,
+    run,
+)
 
 X4 = "float[N,6,H,W] x"
 SHAPES = {"w": (8, 6, 1, 1), "w2": (8, 6, 1, 1), **batch_norm("p", 8)}
@@ -51,7 +62,11 @@ def test_body_of_a_loop() -> None:
     result = fold(proto)
     folded = to_proto(result.model)
     assert batch_norms(folded) == 0
-    inputs = {"n": np.asarray(3), "c": np.asarray(True), "x": np.random.default_rng(1).standard_normal((2, 8, 3, 3)).astype(np.float32)}
+    inputs = {
+        "n": np.asarray(3),
+        "c": np.asarray(True),
+        "x": np.random.default_rng(1).standard_normal((2, 8, 3, 3)).astype(np.float32),
+    }
     assert_near(run(folded, inputs)[0], run(proto, inputs)[0])
 
 
@@ -94,7 +109,9 @@ def test_shadowed_weight() -> None:
     inputs = make_inputs(plain)
     import torch
 
-    got = torch.conv2d(*(torch.tensor(array) for array in (inputs["x"], weights[conv.input[1]], weights[conv.input[2]])))
+    got = torch.conv2d(
+        *(torch.tensor(array) for array in (inputs["x"], weights[conv.input[1]], weights[conv.input[2]]))
+    )
     assert_near(got.numpy(), exact(plain, inputs)[0])
 
 
@@ -115,7 +132,9 @@ HEADER = '<ir_version: 8, opset_import: ["": 17, "local": 1]>'
 
 
 def test_inside_a_function() -> None:
-    proto = model("g (float[N,2,H,W] x) => (float[N,2,H,W] y) { t = local.block (x)\n y = local.block (t) }", header=HEADER)
+    proto = model(
+        "g (float[N,2,H,W] x) => (float[N,2,H,W] y) { t = local.block (x)\n y = local.block (t) }", header=HEADER
+    )
     proto.functions.append(onnx.parser.parse_function(FUNCTION))
     folded, result = fold_and_check(proto)
     assert [node.op_type for node in folded.functions[0].node] == ["Constant", "Constant", "Conv"]
@@ -134,7 +153,9 @@ def test_parameters_from_the_caller_of_a_function() -> None:
 
 
 def test_epsilon_from_the_caller_of_a_function() -> None:
-    text = FUNCTION.replace("block (x)", "block <eps> (x)").replace("BatchNormalization (z", "BatchNormalization <epsilon: float = @eps> (z")
+    text = FUNCTION.replace("block (x)", "block <eps> (x)").replace(
+        "BatchNormalization (z", "BatchNormalization <epsilon: float = @eps> (z"
+    )
     proto = model("g (float[N,2,H,W] x) => (float[N,2,H,W] y) { y = local.block <eps=0.5> (x) }", header=HEADER)
     proto.functions.append(onnx.parser.parse_function(text))
     result = fold(proto, verify=False)

@@ -15,13 +15,21 @@ from tests.folding.helpers import assert_near, batch_norm, exact, make_inputs, m
 X4 = "float[N,6,H,W] x"
 SHAPES = {"w": (8, 6, 3, 3), **batch_norm("p", 8)}
 PLAIN = model(
-    f"g ({X4}) => (float[N,8,A,B] y) {{ z = Conv (x, w)\n y = BatchNormalization <epsilon=0.001> (z, p_s, p_b, p_m, p_v) }}", SHAPES
+    f"g ({X4}) => (float[N,8,A,B] y) {{ z = Conv (x, w)\n y = BatchNormalization <epsilon=0.001> (z, p_s, p_b, p_m, p_v) }}",
+    SHAPES,
 )
 
 
-def sync(node: str, *, outputs: str = "float[N,8,A,B] y", domain: str = "mmcv", before: str = "z = Conv (x, w)", **options: object) -> onnx.ModelProto:
+def sync(
+    node: str,
+    *,
+    outputs: str = "float[N,8,A,B] y",
+    domain: str = "mmcv",
+    before: str = "z = Conv (x, w)",
+    **options: object,
+) -> onnx.ModelProto:
     imports = f'"": 17, "{domain}": 1' if domain else '"": 17'
-    header = f'<ir_version: 8, opset_import: [{imports}]>'
+    header = f"<ir_version: 8, opset_import: [{imports}]>"
     prefix = f"{domain}." if domain else ""
     body = f"g ({X4}) => ({outputs}) {{ {before}\n {node.replace('MMCV', prefix + 'MMCV')} }}"
     return model(body, options.pop("shapes", SHAPES), header=header, **options)  # type: ignore[arg-type]
@@ -60,7 +68,12 @@ def test_groups_and_modes_do_not_concern_the_folder() -> None:
 
 @pytest.mark.parametrize("absent", ["weight", "bias", "both", "empty-names"])
 def test_absent_parameters(absent: str) -> None:
-    inputs = {"weight": "z, p_m, p_v, , p_b", "bias": "z, p_m, p_v, p_s", "both": "z, p_m, p_v", "empty-names": "z, p_m, p_v, , "}[absent]
+    inputs = {
+        "weight": "z, p_m, p_v, , p_b",
+        "bias": "z, p_m, p_v, p_s",
+        "both": "z, p_m, p_v",
+        "empty-names": "z, p_m, p_v, , ",
+    }[absent]
     values = parameters(SHAPES)
     values["p_s"] = np.ones_like(values["p_s"]) if absent != "bias" else values["p_s"]
     values["p_b"] = np.zeros_like(values["p_b"]) if absent != "weight" else values["p_b"]
@@ -116,7 +129,11 @@ REFUSED = {
         "float[N,8,A,B] y, float[8] k",
         "statistics-used",
     ),
-    "wrong-attribute-type": ('y = MMCVSyncBatchNorm <eps="small"> (z, p_m, p_v, p_s, p_b)', "float[N,8,A,B] y", "bad-attribute"),
+    "wrong-attribute-type": (
+        'y = MMCVSyncBatchNorm <eps="small"> (z, p_m, p_v, p_s, p_b)',
+        "float[N,8,A,B] y",
+        "bad-attribute",
+    ),
 }
 
 

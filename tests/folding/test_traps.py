@@ -29,7 +29,9 @@ CONV = "z = Conv (x, w)"
 X4 = "float[N,6,H,W] x"
 
 
-def conv_bn(between: str = CONV, *, inputs: str = X4, output: str = "float[N,8,A,B] y", channels: int = 8, **options: object) -> onnx.ModelProto:
+def conv_bn(
+    between: str = CONV, *, inputs: str = X4, output: str = "float[N,8,A,B] y", channels: int = 8, **options: object
+) -> onnx.ModelProto:
     shapes = {"w": (channels, 6, 1, 1), **batch_norm("p", channels), **options.pop("shapes", {})}  # type: ignore[dict-item]
     shapes = {name: shape for name, shape in shapes.items() if name not in options.get("values", {})}  # type: ignore[operator]
     norm = options.pop("norm", BN)
@@ -41,16 +43,22 @@ class TestWrongAxis:
 
     def test_matmul_then_batch_norm_over_positions(self) -> None:
         proto = model(
-            f"g (float[N,8,6] x) => (float[N,8,8] y) {{ z = MatMul (x, w)\n {BN} }}", {"w": (6, 8), **batch_norm("p", 8)}
+            f"g (float[N,8,6] x) => (float[N,8,8] y) {{ z = MatMul (x, w)\n {BN} }}",
+            {"w": (6, 8), **batch_norm("p", 8)},
         )
         assert_refused(proto, "axis")
 
     def test_batched_weight(self) -> None:
-        proto = model(f"g (float[3,8,6] x) => (float[3,8,8] y) {{ z = MatMul (x, w)\n {BN} }}", {"w": (3, 6, 8), **batch_norm("p", 8)})
+        proto = model(
+            f"g (float[3,8,6] x) => (float[3,8,8] y) {{ z = MatMul (x, w)\n {BN} }}",
+            {"w": (3, 6, 8), **batch_norm("p", 8)},
+        )
         assert_refused(proto, "axis")
 
     def test_matmul_transpose_reads_the_right_axis(self) -> None:
-        body = f"g (float[N,8,6] x) => (float[N,8,8] y) {{ t = MatMul (x, w)\n z = Transpose <perm=[0,2,1]> (t)\n {BN} }}"
+        body = (
+            f"g (float[N,8,6] x) => (float[N,8,8] y) {{ t = MatMul (x, w)\n z = Transpose <perm=[0,2,1]> (t)\n {BN} }}"
+        )
         folded, _ = fold_and_check(model(body, {"w": (6, 8), **batch_norm("p", 8)}))
         assert operators(folded) == ["MatMul", "Transpose", "Add"]
 
@@ -70,7 +78,10 @@ class TestWrongAxis:
 
     def test_transposed_conv_columns(self) -> None:
         """OnnxSlim scales the wrong axis of a square ConvTranspose weight."""
-        proto = model(f"g ({X4}) => (float[N,6,A,B] y) {{ z = ConvTranspose (x, w)\n {BN} }}", {"w": (6, 6, 3, 3), **batch_norm("p", 6)})
+        proto = model(
+            f"g ({X4}) => (float[N,6,A,B] y) {{ z = ConvTranspose (x, w)\n {BN} }}",
+            {"w": (6, 6, 3, 3), **batch_norm("p", 6)},
+        )
         fold_and_check(proto)
 
 
@@ -118,8 +129,10 @@ class TestTraining:
 
     @pytest.mark.parametrize("opset", [1, 7])
     def test_spatial_zero(self, opset: int) -> None:
-        norm = "y = BatchNormalization <spatial=0> (z, p_s, p_b, p_m, p_v)" if opset == 7 else (
-            "y = BatchNormalization <spatial=0, is_test=1> (z, p_s, p_b, p_m, p_v)"
+        norm = (
+            "y = BatchNormalization <spatial=0> (z, p_s, p_b, p_m, p_v)"
+            if opset == 7
+            else ("y = BatchNormalization <spatial=0, is_test=1> (z, p_s, p_b, p_m, p_v)")
         )
         assert_refused(conv_bn(norm=norm, opset=opset), "not-per-channel")
 
@@ -185,7 +198,9 @@ class TestOverridable:
 
     def test_statistics_that_are_inputs(self) -> None:
         shapes = {name: shape for name, shape in batch_norm("p", 8).items() if name != "p_m"}
-        proto = model(f"g ({X4}, float[8] p_m) => (float[N,8,A,B] y) {{ {CONV}\n {BN} }}", {"w": (8, 6, 1, 1), **shapes})
+        proto = model(
+            f"g ({X4}, float[8] p_m) => (float[N,8,A,B] y) {{ {CONV}\n {BN} }}", {"w": (8, 6, 1, 1), **shapes}
+        )
         assert_refused(proto, "not-constant")
 
     def test_ir_3_lists_every_initializer(self) -> None:
@@ -214,7 +229,9 @@ class TestShared:
             z2 = Conv (x, w, c)
             q = BatchNormalization (z2, q_s, q_b, q_m, q_v)
             {BN} }}"""
-        folded, _ = fold_and_check(model(body, {"w": (8, 6, 1, 1), "c": (8,), **batch_norm("p", 8), **batch_norm("q", 8)}))
+        folded, _ = fold_and_check(
+            model(body, {"w": (8, 6, 1, 1), "c": (8,), **batch_norm("p", 8), **batch_norm("q", 8)})
+        )
         assert operators(folded) == ["Conv", "Conv"]
 
     def test_weight_that_is_a_graph_output(self) -> None:
@@ -227,15 +244,22 @@ class TestShared:
         fold_and_check(conv_bn(norm="y = BatchNormalization (z, p_s, p_b, p_b, p_v)"))
 
     def test_names_stay_unique(self) -> None:
-        proto = conv_bn("z = Conv (x, w)\n w_folded = Identity (x)", output="float[N,8,A,B] y, float[8,6,1,1] w, float[N,6,A,B] w_folded")
+        proto = conv_bn(
+            "z = Conv (x, w)\n w_folded = Identity (x)",
+            output="float[N,8,A,B] y, float[8,6,1,1] w, float[N,6,A,B] w_folded",
+        )
         proto.graph.node[1].output[0] = proto.graph.output[2].name = "w.folded"
         folded, _ = fold_and_check(proto)
-        names = [tensor.name for tensor in folded.graph.initializer] + [name for node in folded.graph.node for name in node.output]
+        names = [tensor.name for tensor in folded.graph.initializer] + [
+            name for node in folded.graph.node for name in node.output
+        ]
         assert len(names) == len(set(names))
 
     def test_residual(self) -> None:
         """An Add of a value that cannot take its share."""
-        assert_refused(conv_bn("t = Conv (x, w)\n z = Add (t, x)", channels=6, output="float[N,6,A,B] y"), "no-producer")
+        assert_refused(
+            conv_bn("t = Conv (x, w)\n z = Add (t, x)", channels=6, output="float[N,6,A,B] y"), "no-producer"
+        )
 
 
 class TestBetween:
@@ -245,7 +269,7 @@ class TestBetween:
             ("Relu (t)", "no-rule"),
             ("MaxPool <kernel_shape=[2,2]> (t)", "order"),
             ("Softmax (t)", "no-rule"),
-            ("Pad <mode=\"constant\"> (t, k)", "no-rule"),
+            ('Pad <mode="constant"> (t, k)', "no-rule"),
         ],
         ids=["relu", "max-pool", "softmax", "pad"],
     )
@@ -299,8 +323,14 @@ class TestConstants:
     def test_quantized_weight_keeps_its_bytes(self) -> None:
         scale = np.abs(parameters({"p_s": (8,)})["p_s"])
         norm = "y = BatchNormalization (z, g, p_b, p_m, p_v)"
-        values = {"q": np.random.default_rng(0).integers(-127, 128, (8, 6, 1, 1)).astype(np.int8), "d": np.float32(0.02), "g": scale}
-        proto = conv_bn("k = DequantizeLinear (q, d)\n z = Conv (x, k)", norm=norm, values=values, opset=21, ir_version=10)
+        values = {
+            "q": np.random.default_rng(0).integers(-127, 128, (8, 6, 1, 1)).astype(np.int8),
+            "d": np.float32(0.02),
+            "g": scale,
+        }
+        proto = conv_bn(
+            "k = DequantizeLinear (q, d)\n z = Conv (x, k)", norm=norm, values=values, opset=21, ir_version=10
+        )
         folded, _ = fold_and_check(proto)
         assert operators(folded) == ["DequantizeLinear", "Conv"]
         assert [attribute.name for attribute in folded.graph.node[0].attribute] == ["axis"]
@@ -317,7 +347,10 @@ class TestNumbers:
     def with_norm(dtype: str = "float32", weight: float = 1.0, **changes: float) -> onnx.ModelProto:
         values = {
             "w": np.full((8, 6, 1, 1), weight, dtype),
-            **{f"p_{name}": np.full(8, changes.get(name, default), dtype) for name, default in zip("sbmv", (1.0, 0.0, 0.0, 1.0), strict=True)},
+            **{
+                f"p_{name}": np.full(8, changes.get(name, default), dtype)
+                for name, default in zip("sbmv", (1.0, 0.0, 0.0, 1.0), strict=True)
+            },
         }
         kind = {"float32": "float", "float16": "float16", "float64": "double"}[dtype]
         return model(f"g ({kind}[N,6,H,W] x) => ({kind}[N,8,A,B] y) {{ {CONV}\n {BN} }}", values=values)
@@ -366,21 +399,36 @@ class TestNumbers:
         shapes = {"w": (8, 6, 1, 1), **batch_norm("p", 8), **batch_norm("q", 8), "d": (8, 1, 1)}
         values = {name: value.astype(np.float64) for name, value in parameters(shapes).items()}
         eps = np.float64(np.float32(1e-5))
-        scale = values["p_s"] / np.sqrt(values["p_v"] + eps) * (values["q_s"] / np.sqrt(values["q_v"] + eps)) * values["d"].reshape(8)
+        scale = (
+            values["p_s"]
+            / np.sqrt(values["p_v"] + eps)
+            * (values["q_s"] / np.sqrt(values["q_v"] + eps))
+            * values["d"].reshape(8)
+        )
         folded, _ = fold_and_check(model(body, shapes))
         weight = onnx.numpy_helper.to_array(folded.graph.initializer[0])
         np.testing.assert_array_equal(weight, (values["w"] * scale.reshape(8, 1, 1, 1)).astype(np.float32))
 
     def test_large_mean_does_not_cancel(self) -> None:
         """b' = (b - mean) k + beta, exact to one rounding where b and mean agree to many digits."""
-        values = {"w": np.ones((1, 6, 1, 1), np.float32), "c": np.full(1, 12345.678, np.float32), "p_m": np.full(1, 12345.67, np.float32)}
-        values |= {"p_s": np.ones(1, np.float32), "p_b": np.full(1, 1e-3, np.float32), "p_v": np.full(1, 3.0, np.float32)}
+        values = {
+            "w": np.ones((1, 6, 1, 1), np.float32),
+            "c": np.full(1, 12345.678, np.float32),
+            "p_m": np.full(1, 12345.67, np.float32),
+        }
+        values |= {
+            "p_s": np.ones(1, np.float32),
+            "p_b": np.full(1, 1e-3, np.float32),
+            "p_v": np.full(1, 3.0, np.float32),
+        }
         proto = model(f"g ({X4}) => (float[N,1,A,B] y) {{ z = Conv (x, w, c)\n {BN} }}", values=values)
         # The bound of `verify` is made for networks; this one's rounding errors are those of its mean.
         folded = to_proto(fold(proto, verify=False).model)
         bias = next(onnx.numpy_helper.to_array(tensor) for tensor in folded.graph.initializer if tensor.name == "c")
         wide = {name: np.float64(value.reshape(-1)[0]) for name, value in values.items()}
-        expected = (wide["c"] - wide["p_m"]) / np.sqrt(wide["p_v"] + np.float64(np.float32(1e-5))) * wide["p_s"] + wide["p_b"]
+        expected = (wide["c"] - wide["p_m"]) / np.sqrt(wide["p_v"] + np.float64(np.float32(1e-5))) * wide["p_s"] + wide[
+            "p_b"
+        ]
         assert bias[0] == np.float32(expected)
 
     def test_float16(self) -> None:

@@ -1,0 +1,237 @@
+"""Random nodes, attributes and feeds, valid and invalid: no crash, no hang, no wrong number, no silent acceptance.
+
+Each case knows on its own whether it must run or fail. BNEXPORT_FUZZ_CASES (default a few hundred) and
+BNEXPORT_FUZZ_SEED choose how many and which; the first line of a failure names the case's seed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import kernel_oracle as oracle
+import numpy as np
+import onnxruntime as ort
+import pytest
+from node_models import FORWARD_INPUTS, FORWARD_OUTPUTS, GRAD_INPUTS, node_model, run, session
+
+from bnexport import schema, tolerances
+from bnexport.runtime import capi
+
+CASES = int(os.environ.get("BNEXPORT_FUZZ_CASES", "400"))
+SEED = int(os.environ.get("BNEXPORT_FUZZ_SEED", "0"))
+BATCHES = 8
+
+
+@capi.ALL_GATHER
+def _echo(_, send, receive, count, error, capacity):
+    """Two processes that hold the same data."""
+    for rank in range(2):
+        ctypes.memmove(receive + 8 * count * rank, send, 8 * count)
+    return 0
+
+
+@capi.ALL_GATHER
+def _broken(_, send, receive, count, error, capacity):
+    return 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups():
+    capi.register_group("echo", 2, 0, _echo)
+    capi.register_group("broken", 2, 0, _broken)
+    yield
+    capi.unregister_group("echo")
+    capi.unregister_group("broken")
+
+
+def pick(rng, values, weights=None):
+    return values[int(rng.choice(len(values), p=weights))]
+
+
+def random_shape(rng):
+    kind = rng.random()
+    rank = int(rng.integers(2, 6))
+    if kind < 0.04:
+        return tuple(int(v) for v in rng.integers(0, 4, size=int(rng.integers(0, 2))))  # rank 0 or 1: refused
+    if kind < 0.12:
+        return tuple(int(v) for v in rng.integers(0, 3, size=rank))  # zeros among them
+    if kind < 0.2:
+        return (int(rng.integers(1, 3)), int(rng.integers(1, 4)), int(rng.integers(4000, 13000)))
+    if kind < 0.3:
+        return (int(rng.integers(1, 200)), int(rng.integers(1, 200)))
+    limit = {2: 60, 3: 24, 4: 12, 5: 6}[rank]
+    return tuple(int(v) for v in rng.integers(1, limit, size=rank))
+
+
+def random_attributes(rng, operator):
+    """Attributes, and whether a session must refuse them."""
+    attributes, refused = {}, False
+    for attribute in operator.attributes:
+        if rng.random() < 0.45:
+            continue
+        name = attribute.name
+        bad = rng.random() < 0.025 and name != "group"  # every text may be the name of a group
+        if name == "momentum":
+            attributes[name] = float(pick(rng, [-0.1, 1.01, float("nan"), float("inf")] if bad else [0.0, 0.1, 0.9, 1.0]))
+        elif name == "eps":
+            attributes[name] = float(pick(rng, [-1e-9, float("nan"), float("inf")] if bad else [0.0, 1e-12, 1e-5, 1e-3, 10.0]))
+        elif name == "group":
+            attributes[name] = pick(rng, ["", "world", "echo", "broken", "x" * 5000, "näme"])
+        elif name == "group_size":
+            attributes[name] = int(pick(rng, [0, -1, 2**40, 2**63 - 1, -(2**63)] if bad else [1, 1, 1, 2, 2, 3]))
+        elif name == "training_mode":
+            attributes[name] = int(pick(rng, [2, -1, 2**33] if bad else [0, 1]))
+        else:
+            attributes[name] = pick(rng, ["", "EXACT", "mean\0", "\N{SNOWMAN}"] if bad else list(attribute.allowed))
+        refused |= bad
+        if rng.random() < 0.01:  # another type altogether
+            attributes[name] = pick(rng, [[1, 2], ["a"], [0.5]])
+            refused = True
+    return attributes, refused
+
+
+class Case:
+    def __init__(self, seed: int):
+        rng = self.rng = np.random.default_rng([SEED, seed])
+        self.operator = pick(rng, schema.OPERATORS)
+        self.forward = self.operator is schema.SYNC_BATCH_NORM
+        self.dtype = pick(rng, list(oracle.DTYPES))
+        self.shape = random_shape(rng)
+        self.attributes, self.refused = random_attributes(rng, self.operator)
+        self.threads = int(rng.integers(1, 4))
+        self.domain = pick(rng, schema.ACCEPTED_DOMAINS)
+        C = self.channels = self.shape[1] if len(self.shape) > 1 else 3
+        T, S = oracle.DTYPES[self.dtype], oracle.statistics_dtype(self.dtype)
+        self.mean, self.std = pick(rng, [(0, 1), (5, 1), (1e3, 1), (-20, 1e-3), (0, 300), (2, 0)])
+
+        def statistic(positive=False):
+            values = rng.normal(size=C)
+            return (np.abs(values) + 0.1 if positive else values).astype(S)
+
+        data = (rng.normal(size=self.shape) * self.std + self.mean).astype(T)
+        self.fails = self.refused or len(self.shape) < 2
+        if self.forward:
+            self.inputs = [n if i == 0 or rng.random() < 0.8 else "" for i, n in enumerate(FORWARD_INPUTS)]
+            self.outputs = [n if i == 0 or rng.random() < 0.7 else "" for i, n in enumerate(FORWARD_OUTPUTS)]
+            arrays = (data, statistic(), statistic(True), statistic(), statistic())
+            self.feeds = dict(zip(FORWARD_INPUTS, arrays, strict=True))
+            training = self.attributes.get("training_mode", 1)
+            self.fails |= not training and not (self.inputs[1] and self.inputs[2])
+            self.fails |= bool(self.outputs[1] and not self.inputs[1]) or bool(self.outputs[2] and not self.inputs[2])
+            exchanges = training == 1
+        else:
+            self.inputs = [n if i != 2 or rng.random() < 0.8 else "" for i, n in enumerate(GRAD_INPUTS)]
+            names = ["grad_input", "", "", "grad_weight", "grad_bias"]
+            self.outputs = [n if n and rng.random() < 0.8 else "" for n in names]
+            if not any(self.outputs):
+                self.outputs[0] = "grad_input"
+            if rng.random() < 0.02:
+                self.outputs[1] = "surplus"
+                self.fails = True
+            dy = rng.normal(size=self.shape).astype(T)
+            self.feeds = dict(zip(GRAD_INPUTS, (dy, data, statistic(), statistic(), statistic(True)), strict=True))
+            exchanges = self.attributes.get("training_mode", 1) == 1 or self.attributes.get("grad_reduction", "local") != "local"
+        while self.inputs and not self.inputs[-1]:
+            self.inputs.pop()
+        while self.outputs and not self.outputs[-1]:
+            self.outputs.pop()
+        self.group_size = self.attributes.get("group_size", 1)
+        if self.group_size != 1 and exchanges:
+            self.fails |= not (self.attributes.get("group", "") == "echo" and self.group_size == 2)
+        used = [n for n in self.inputs if n and self.feeds[n].shape == (C,) and n not in ("input", "grad_output")]
+        if used and rng.random() < 0.04:  # a statistic of another length
+            name = pick(rng, used)
+            self.feeds[name] = np.ones(C + int(pick(rng, [-1, 1, 5])) if C else 2, S)
+            self.fails = True
+        if not self.forward and rng.random() < 0.03 and len(self.shape) > 1 and data.size:
+            self.feeds["grad_output"] = self.feeds["grad_output"][:-1]
+            self.fails = True
+        self.feeds = {name: self.feeds[name] for name in self.inputs if name}
+
+    def model(self):
+        return node_model(
+            self.operator, inputs=self.inputs, outputs=self.outputs, dtype=self.dtype, domain=self.domain, ranks=len(self.shape), **self.attributes
+        )
+
+    def attribute(self, name):
+        value = self.attributes.get(name, self.operator.attribute(name).default)
+        return float(np.float32(value)) if isinstance(value, float) else value
+
+    def check(self, got):
+        if self.forward:
+            self.check_forward(got)
+        else:
+            self.check_backward(got)
+
+    def check_forward(self, got):
+        feeds, training = self.feeds, self.attribute("training_mode")
+        copies = 2 if self.group_size == 2 and training else 1
+        options = {"momentum": self.attribute("momentum"), "eps": self.attribute("eps"), "stats_mode": self.attribute("stats_mode")}
+        want = oracle.forward(
+            [feeds["input"]] * copies, *(feeds.get(n) for n in ("weight", "bias", "running_mean", "running_var")), training=training, **options
+        )[0]
+        assert got["output"].shape == self.shape
+        if self.std == 0 and options["eps"] < 1e-6:
+            return  # the oracle's own rounding is all the variance there is
+        condition = oracle.condition_of(feeds["input"], want.mean, want.invstd)
+        weight = float(np.abs(feeds.get("weight", np.ones(1))).max(initial=0))
+        std = float(oracle.wide(feeds["input"]).std()) if feeds["input"].size else 0.0
+        scale = max(1.0, std, abs(self.mean), std * std)
+        statistic = tolerances.statistic(self.dtype, scale=scale * 3)
+        bounds = {
+            "output": (want.y, tolerances.forward(self.dtype, condition=condition, weight=weight)),
+            "running_mean_out": (want.running_mean, statistic),
+            "running_var_out": (want.running_var, statistic),
+            "saved_mean": (want.mean, statistic),
+            "saved_invstd": (want.invstd, tolerances.statistic(self.dtype, scale=0.0)),
+        }
+        for name, value in got.items():
+            oracle.assert_within(value, *bounds[name], name)
+
+    def check_backward(self, got):
+        feeds = self.feeds
+        options = {name: self.attribute(name) for name in ("training_mode", "stats_mode", "grad_reduction")}
+        options["training"] = options.pop("training_mode")
+        exchanges = options["training"] or options["grad_reduction"] != "local"
+        copies = 2 if self.group_size == 2 and exchanges else 1
+        arguments = (feeds.get("weight"), feeds["saved_mean"], feeds["saved_invstd"])
+        want = oracle.backward([feeds["grad_output"]] * copies, [feeds["input"]] * copies, *arguments, **options)[0]
+        mean, invstd = oracle.wide(feeds["saved_mean"]), oracle.wide(feeds["saved_invstd"])
+        # The statistics are made up, so x_hat may be large; it takes the place of 1 in the bound.
+        x_hat = np.abs((oracle.wide(feeds["input"]) - oracle.spread_out(mean, feeds["input"])) * oracle.spread_out(invstd, feeds["input"]))
+        condition = 1 + float(np.max(np.abs(mean) * invstd, initial=0)) + float(x_hat.max(initial=0)) ** 2
+        w = np.ones_like(invstd) if arguments[0] is None else oracle.wide(arguments[0])
+        dy = float(np.max(np.abs(oracle.wide(feeds["grad_output"])), initial=0))
+        scale = float(np.max(np.abs(w * invstd), initial=0)) * dy
+        bounds = {"grad_input": (want.dx, tolerances.backward_input(self.dtype, condition=condition, scale=scale))}
+        for name, value, absolute in (("grad_weight", want.dweight, want.absolute_dweight), ("grad_bias", want.dbias, want.absolute_dbias)):
+            bounds[name] = (value, tolerances.backward_sum(self.dtype, condition=condition, absolute_sum=float(absolute.max(initial=0))))
+        for name, value in got.items():
+            oracle.assert_within(value, *bounds[name], name)
+
+    def __str__(self):
+        return f"{self.operator.name} {self.dtype} {self.shape} {self.inputs} -> {self.outputs} {self.attributes} data {self.mean} +- {self.std}"
+
+
+def run_case(seed: int) -> bool:
+    case = Case(seed)
+    try:
+        got = run(session(case.model(), threads=case.threads), case.feeds)
+    except Exception as error:
+        assert case.fails, f"case {SEED}/{seed}: must run, but: {error}\n{case}"
+        assert case.operator.name in str(error), f"case {SEED}/{seed}: the message does not name the operator: {error}\n{case}"
+        return False
+    assert not case.fails, f"case {SEED}/{seed}: must fail, but ran\n{case}"
+    try:
+        case.check(got)
+    except AssertionError as error:
+        raise AssertionError(f"case {SEED}/{seed}: {error}\n{case}") from error
+    return True
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_random_nodes(batch):
+    ort.set_default_logger_severity(4)
+    ran = [run_case(seed) for seed in range(batch, CASES, BATCHES)]
+    assert any(ran) and not all(ran)
