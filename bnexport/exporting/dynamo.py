@@ -92,6 +92,7 @@ def trace(wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], dyn
             verbose=False,
         )
     assert onnx_program is not None
+    _write_constant_sizes(onnx_program.model.graph)
     return onnx_program.model, notes
 
 
@@ -178,6 +179,14 @@ def _refuse_batch_statistics(program: torch.export.ExportedProgram) -> None:
                 f"{where.removeprefix('model.')}: {node.target.name()} in training mode would be exported with inference semantics; "
                 "put that module into eval mode, or use torch.nn.BatchNorm or bnexport.SyncBatchNorm modules"
             )
+
+
+def _write_constant_sizes(graph: ir.Graph) -> None:
+    """A symbol that torch.export has found constant arrives as a size named "6"."""
+    for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
+        if value.shape is not None:
+            sizes = [size if isinstance(size, int) else size.value for size in value.shape]
+            value.shape = ir.Shape([int(size) if isinstance(size, str) and size.isdigit() else size for size in sizes])
 
 
 @contextlib.contextmanager

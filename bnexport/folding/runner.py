@@ -6,11 +6,12 @@ float64) and the model is small.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,13 +37,16 @@ class ReferenceRunner:
 
     name = "onnx.reference"
 
-    def __init__(self, model: ir.Model, path: str | None = None) -> None:
+    can_probe = True
+
+    def __init__(self, model: ir.Model, path: str | None = None, probes: Sequence[ir.Value] = ()) -> None:
         if write.tensor_total(model) > _REFERENCE_BYTES:
             raise UnsupportedModelError("onnx.reference would take too long")
         import onnx.reference
 
         try:
-            self._evaluator = onnx.reference.ReferenceEvaluator(write.to_proto(model))
+            with _also_outputs(model, probes):
+                self._evaluator = onnx.reference.ReferenceEvaluator(write.to_proto(model))
         except Exception as error:  # it raises whatever an operator raises
             raise UnsupportedModelError(f"onnx.reference cannot load it: {_first_line(error)}") from error
 
@@ -61,8 +65,8 @@ class RuntimeRunner:
 
     name = "onnxruntime"
 
-    def __init__(self, model: ir.Model, path: str | None = None) -> None:
-        """path: a file that holds exactly `model`, used where the model is large."""
+    def __init__(self, model: ir.Model, path: str | None = None, probes: Sequence[ir.Value] = ()) -> None:
+        """path: a file that holds exactly `model`, used where the model is large. probes: more outputs."""
         try:
             import onnxruntime
         except ImportError as error:
@@ -74,7 +78,7 @@ class RuntimeRunner:
         registered = _register_library(options) if needs_library(model) else None
         try:
             self._session = onnxruntime.InferenceSession(
-                self._loadable(model, path), options, providers=["CPUExecutionProvider"]
+                self._loadable(model, path, probes), options, providers=["CPUExecutionProvider"]
             )
         except BnexportError:
             raise
@@ -95,15 +99,36 @@ class RuntimeRunner:
         except Exception as error:
             raise UnsupportedModelError(f"ONNX Runtime cannot run it: {_first_line(error)}") from error
 
-    def _loadable(self, model: ir.Model, path: str | None) -> bytes | str:
+    @property
+    def can_probe(self) -> bool:
+        """Whether inner values can be asked for: not where a large model was loaded from its file."""
+        return self._probed
+
+    def _loadable(self, model: ir.Model, path: str | None, probes: Sequence[ir.Value]) -> bytes | str:
+        self._probed = True
         if write.tensor_total(model) <= write.EXTERNAL_THRESHOLD:
-            return write.to_bytes(model)
+            with _also_outputs(model, probes):
+                return write.to_bytes(model)
         if path is not None:
+            self._probed = False
             return path
         self._folder = tempfile.mkdtemp(prefix="bnexport-")
         path = os.path.join(self._folder, "model.onnx")
-        write.save(model, path)
+        with _also_outputs(model, probes):
+            write.save(model, path)
         return path
+
+
+@contextlib.contextmanager
+def _also_outputs(model: ir.Model, values: Sequence[ir.Value]) -> Iterator[None]:
+    """More graph outputs, for the time of one serialisation."""
+    added = [value for value in dict.fromkeys(values) if not value.is_graph_output()]
+    model.graph.outputs.extend(added)
+    try:
+        yield
+    finally:
+        for value in added:
+            model.graph.outputs.remove(value)
 
 
 def needs_library(model: ir.Model) -> bool:

@@ -39,11 +39,12 @@ def _random(
         raise UnsupportedModelError(f"input {value.name!r} is no tensor of a known rank; give the inputs yourself")
     shape = []
     for axis, size in enumerate(value.shape):
-        if isinstance(size, int):
+        if isinstance(size, int) and size >= 0:
             shape.append(size)
         else:
             default = free[0] if axis == 0 else free[1]
-            shape.append(named.setdefault(size.value, default) if size.value else default)
+            name = None if isinstance(size, int) else size.value
+            shape.append(named.setdefault(name, default) if name else default)
     if np.prod([float(size) for size in shape]) > _ELEMENTS:
         raise UnsupportedModelError(
             f"input {value.name!r} of shape {shape} is too large to make up; give the inputs yourself"

@@ -41,7 +41,8 @@ class Shapes:
 
 
 def _plain(shape: ir.ShapeProtocol) -> Shape:
-    return tuple(size if isinstance(size, int) else size.value for size in shape)
+    # Some exporters write -1 for a free size.
+    return tuple((size if size >= 0 else None) if isinstance(size, int) else size.value for size in shape)
 
 
 def _infer(model: ir.Model) -> tuple[dict[ir.Value, Shape], dict[ir.Value, ir.DataType]]:

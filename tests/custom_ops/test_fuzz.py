@@ -109,7 +109,7 @@ class Case:
             values = rng.normal(size=C)
             return (np.abs(values) + 0.1 if positive else values).astype(S)
 
-        data = (rng.normal(size=self.shape) * self.std + self.mean).astype(T)
+        data = np.asarray(rng.normal(size=self.shape) * self.std + self.mean).astype(T)
         self.fails = self.refused or len(self.shape) < 2
         if self.forward:
             self.inputs = [n if i == 0 or rng.random() < 0.8 else "" for i, n in enumerate(FORWARD_INPUTS)]
@@ -129,7 +129,7 @@ class Case:
             if rng.random() < 0.02:
                 self.outputs[1] = "surplus"
                 self.fails = True
-            dy = rng.normal(size=self.shape).astype(T)
+            dy = np.asarray(rng.normal(size=self.shape)).astype(T)
             self.feeds = dict(zip(GRAD_INPUTS, (dy, data, statistic(), statistic(), statistic(True)), strict=True))
             exchanges = self.attributes.get("training_mode", 1) == 1 or self.attributes.get("grad_reduction", "local") != "local"
         while self.inputs and not self.inputs[-1]:
@@ -184,7 +184,8 @@ class Case:
             "running_mean_out": (want.running_mean, statistic),
             "running_var_out": (want.running_var, statistic),
             "saved_mean": (want.mean, statistic),
-            "saved_invstd": (want.invstd, tolerances.statistic(self.dtype, scale=0.0)),
+            # Means of blocks are doubles: for double data their difference carries the condition.
+            "saved_invstd": (want.invstd, tolerances.Tolerance(statistic.rtol * (condition if self.dtype == "float64" else 1), 0)),
         }
         for name, value in got.items():
             oracle.assert_within(value, *bounds[name], name)

@@ -89,6 +89,15 @@ def test_small_elements_beside_a_large_one() -> None:
     assert error.max() <= 2.0**-11 * 0.1
 
 
+def test_dead_channels_of_float32() -> None:
+    """A channel at 1e-78 beside one at 1 is nothing; alone it would be the whole layer."""
+    factor = np.array([[1.0], [1e-40]])
+    check_scaled(np.array([[1.0], [1e-38]], np.float32), factor, np.dtype(np.float32))
+    for weight, dtype in (([[1e-38], [1e-38]], np.float32), ([[1.0], [1.0]], np.float16)):
+        with pytest.raises(Refused):
+            check_scaled(np.array(weight, dtype), np.array([[1e-20], [1e-40]]), np.dtype(dtype))
+
+
 def test_a_vector_may_cancel_but_not_flush() -> None:
     half = np.dtype(np.float16)
     assert round_vector(np.array([1e-12]), half, "bias", magnitude=np.array([1.0])) == 0
