@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -220,21 +219,12 @@ def run(
     """Runs a model once in ONNX Runtime, with the custom-op library where the model needs it."""
     import numpy as np
 
-    from bnexport.folding.runner import Runner
-    from bnexport.model_io.read import open_source
+    from bnexport.runtime import execution
 
-    opened = open_source(model)
-    feeds = _feeds(inputs, seed, model)
-    names = [str(value.name) for value in opened.model.graph.outputs]
-    _require_inputs(opened.model, feeds)
-    runner = Runner(opened.model, opened.path)
-    try:
-        start = time.perf_counter()
-        results = dict(zip(names, runner.run(feeds, names)))
-        seconds = time.perf_counter() - start
-    finally:
-        runner.close()
-    table = Table(title=f"{model}: {seconds * 1e3:.1f} ms")
+    with _status(f"running {model}"):
+        done = execution.run(model, _feeds(inputs, seed, model))
+    results = done.outputs
+    table = Table(title=f"{model}: {done.seconds * 1e3:.1f} ms" + (", custom-op library" if done.library else ""))
     for column in ("output", "type", "shape", "min", "mean", "max"):
         table.add_column(column, overflow="fold")
     rows = []
@@ -248,7 +238,7 @@ def run(
         with temporary.open("wb") as file:
             np.savez(file, **{name: np.asarray(value) for name, value in results.items()})
         os.replace(temporary, output)
-    _emit({"schema_version": 1, "model": str(model), "seconds": seconds, "outputs": rows}, json_target, [table])
+    _emit({"schema_version": 1, "model": str(model), "seconds": done.seconds, "library": done.library, "outputs": rows}, json_target, [table])
 
 
 def _feeds(inputs: list[str] | None, seed: int, model: Path) -> dict[str, Any]:
@@ -282,12 +272,6 @@ def _feeds(inputs: list[str] | None, seed: int, model: Path) -> dict[str, Any]:
 def _parse_shape(text: str) -> tuple[int, ...] | None:
     parts = text.split(",")
     return tuple(int(part) for part in parts) if all(part.strip().isdigit() for part in parts) else None
-
-
-def _require_inputs(model: Any, feeds: dict[str, Any]) -> None:
-    missing = [str(value.name) for value in model.graph.inputs if not value.is_initializer() and value.name not in feeds]
-    if missing:
-        raise UsageError(f"--input: missing {', '.join(missing)}; give each as NAME:FILE.npy or NAME:SHAPE")
 
 
 @app.command()

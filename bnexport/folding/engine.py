@@ -18,11 +18,11 @@ from bnexport.folding import decomposed, sync_bn, training_mode
 from bnexport.folding.context import Context, Options
 from bnexport.folding.edits import Addend
 from bnexport.folding.names import Names
-from bnexport.folding.nodes import input_at, is_standard, label
-from bnexport.folding.parameters import insert_add, remove_unused_constant, write_parameters
-from bnexport.folding.plan import Plan
+from bnexport.folding.nodes import is_standard, label
+from bnexport.folding.parameters import insert_add, write_parameters
 from bnexport.folding.refusal import Refused
 from bnexport.folding.report import Counts, Refusal, SiteReport
+from bnexport.folding.rewrite import bypass, merge, parameter_type
 from bnexport.folding.rules import by_operator
 from bnexport.folding.search import Search
 from bnexport.folding.shapes import Shapes
@@ -51,7 +51,7 @@ class Engine:
         self.options = options
         self.sites: list[SiteReport] = []
         self._folded = 0
-        self._round: list[tuple[int, SiteReport]] = []
+        self._round: list[tuple[int, SiteReport, Site | None]] = []
         self._conversions: dict[ir.Node, sync_bn.Conversion] = {}
         _refuse_redefined_operators(model)
         names, shapes = Names(model), Shapes(model)
@@ -106,12 +106,15 @@ class Engine:
             for _ in range(_ROUNDS):
                 self._round = []
                 self._pass(family, order)
-                done = [entry for entry in self._round if entry[1].outcome == "folded"]
+                done = [(place, report) for place, report, _ in self._round if report.outcome == "folded"]
                 folded += done
                 if not done:
                     break
+            for place, report, site in self._round:
+                if report.outcome == "folded":
+                    continue
+                folded.append((place, self._merge(site, report, family.context)))
             write_parameters(family.context)
-            folded += [entry for entry in self._round if entry[1].outcome != "folded"]
         self.sites = settled + [site for _, site in sorted(folded, key=lambda entry: entry[0])]
 
     def _pass(self, family: Family, order: dict[ir.Node, int]) -> None:
@@ -127,7 +130,7 @@ class Engine:
                 reason = decomposed.REASON
                 refusal = Refusal("batch_norm", label(node), reason.code, reason.text)
                 site = dataclasses.replace(self._report(node, family), refusals=(refusal,))
-                self._round.append((order.get(node, len(order)), site))
+                self._round.append((order.get(node, len(order)), site, None))
 
     def _batch_norm(self, node: ir.Node, family: Family, place: int) -> tuple[ir.Node, ...]:
         name = self._label(node)
@@ -140,9 +143,9 @@ class Engine:
         except Refused as reason:
             outcome = "converted" if node in self._conversions else "kept"
             refusal = Refusal("batch_norm", name, reason.code, reason.text)
-            self._round.append((place, dataclasses.replace(report, outcome=outcome, refusals=(refusal,))))
+            self._round.append((place, dataclasses.replace(report, outcome=outcome, refusals=(refusal,)), None))
             return (node,)
-        self._round.append((place, self._place(site, report, family)))
+        self._round.append((place, self._place(site, report, family), site))
         return site.nodes
 
     def _elementwise(self, node: ir.Node, family: Family, place: int) -> tuple[ir.Node, ...]:
@@ -155,7 +158,7 @@ class Engine:
             or self.options.only is not None
         ):
             return ()
-        self._round.append((place, self._place(site, self._report(site.nodes[0], family), family)))
+        self._round.append((place, self._place(site, self._report(site.nodes[0], family), family), site))
         return site.nodes
 
     def _report(self, node: ir.Node, family: Family) -> SiteReport:
@@ -205,11 +208,22 @@ class Engine:
         outcome = "converted" if converted else "kept"
         return dataclasses.replace(report, outcome=outcome, refusals=tuple(refusals))
 
+    def _merge(self, site: Site | None, report: SiteReport, context: Context) -> SiteReport:
+        """Leaves one batch norm of a site that found no place; a site of one node stays as it is."""
+        if site is None or len(site.nodes) == 1 or not site.has_batch_norm or site.axis != 1:
+            return report
+        try:
+            kept = merge(site, context)
+        except Refused as reason:
+            refusal = Refusal("merge", report.nodes[-1], reason.code, reason.text)
+            return dataclasses.replace(report, refusals=(*report.refusals, refusal))
+        return dataclasses.replace(report, outcome="merged", targets=(self._label(kept),))
+
     def _backward(self, site: Site, context: Context) -> Search:
         search = Search(context, by_operator(self.options.rules))
         search.backward(site.input, site.axis, site.affine)
         search.plan.commit()
-        _bypass(site)
+        bypass(site)
         return search
 
     def _scale_backward(self, site: Site, context: Context) -> Search:
@@ -222,14 +236,14 @@ class Engine:
         addend = Addend(site.affine.offset, site.axis, rank, parameter_type(site, search.plan))
         search.plan.check_add(addend)
         search.plan.commit()
-        insert_add(context, _bypass(site), addend)
+        insert_add(context, bypass(site), addend)
         return search
 
     def _forward(self, site: Site, context: Context) -> Search:
         search = Search(context, by_operator(self.options.rules))
         search.forward(site.output, site.axis, site.affine)
         search.plan.commit()
-        _bypass(site)
+        bypass(site)
         return search
 
 
@@ -240,42 +254,6 @@ def _import_standard_operators(family: Family) -> None:
         return
     if not any(node.domain == "" and not sync_bn.is_sync_batch_norm(node) for node in nodes):
         family.graphs[0].opset_imports[""] = family.context.opset = sync_bn.FALLBACK_OPSET
-
-
-def parameter_type(site: Site, plan: Plan) -> np.dtype:
-    """The type of the data, or of the weight that takes the scale where the model does not declare it."""
-    for value in (site.input, site.output):
-        if value.dtype is not None and value.dtype.is_floating_point():
-            return value.dtype.numpy()
-    node, index = next(iter(plan.edits))
-    return plan.context.constants.array(input_at(node, index), "weight").dtype
-
-
-def _bypass(site: Site) -> ir.Value:
-    """Removes the nodes of a site: what read its output reads its input, which is returned."""
-    source, output = site.input, site.output
-    if output.is_graph_output():
-        # `source` is no graph output itself (backward refuses that), so it can take the name over.
-        output.replace_all_uses_with(source, replace_graph_outputs=True)
-        name, output.name = output.name, None
-        source.name = name
-        source.type, source.shape = output.type or source.type, output.shape or source.shape
-    else:
-        output.replace_all_uses_with(source)
-        source.type, source.shape = source.type or output.type, source.shape or output.shape
-    constants = [
-        value
-        for node in site.nodes
-        for value in node.inputs
-        if value is not None and value is not source and value.producer() not in site.nodes
-    ]
-    for node in reversed(site.nodes):
-        graph = node.graph
-        assert graph is not None
-        graph.remove(node, safe=True)
-    for value in constants:
-        remove_unused_constant(value)
-    return source
 
 
 def _refuse_redefined_operators(model: ir.Model) -> None:

@@ -1,0 +1,14 @@
+#!/bin/sh
+# The C++ unit tests under AddressSanitizer + UndefinedBehaviorSanitizer, then ThreadSanitizer.
+# Usage: tests/cpp/sanitize.sh [build folder]
+set -eu
+root=$(CDPATH= cd -- "$(dirname -- "$0")/../.." && pwd)
+build=${1:-$root/build/sanitize}
+for kind in address,undefined thread; do
+  folder=$build/$(echo "$kind" | tr , _)
+  cmake -S "$root" -B "$folder" -G Ninja -DBNEXPORT_TESTS=ON -DBNEXPORT_SANITIZE="$kind" -DCMAKE_BUILD_TYPE=Release >/dev/null
+  cmake --build "$folder"
+  echo "== $kind"
+  ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 \
+    ctest --test-dir "$folder" --output-on-failure
+done

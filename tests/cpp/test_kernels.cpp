@@ -1,0 +1,216 @@
+// The kernels through the C API against a naive reference: every type, both layouts, shapes at the edges
+// of blocks, vectors and tasks. Run under sanitizers, and once for each instruction set.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "check.h"
+#include "tensors.h"
+
+namespace {
+
+constexpr double kUnit[] = {0x1p-24, 0x1p-11, 0x1p-8, 0x1p-53};
+constexpr double kEps = 1e-3;
+
+bnexport_forward forward_params(const Shape& shape, int32_t dtype, int32_t layout, const Tensor& x, Tensor& y, std::vector<double>& saved,
+                                int threads) {
+  bnexport_forward p{};
+  p.struct_size = sizeof(p);
+  p.dtype = dtype;
+  p.stats_dtype = BNEXPORT_FLOAT64;
+  p.layout = layout;
+  p.N = shape.N;
+  p.C = shape.C;
+  p.S = shape.S;
+  p.x = x.data();
+  p.y = y.data();
+  p.saved_mean = saved.data();
+  p.saved_invstd = saved.data() + shape.C;
+  p.momentum = 0.25;
+  p.eps = kEps;
+  p.training = 1;
+  p.group_size = 1;
+  p.threads = threads;
+  return p;
+}
+
+void call(int code, const char* error) { check(code == 0, __FILE__, __LINE__, error); }
+
+void run(const bnexport_forward& params) {
+  char error[256] = "";
+  call(bnexport_cpu_forward(&params, error, sizeof(error)), error);
+}
+
+void run(const bnexport_backward& params) {
+  char error[256] = "";
+  call(bnexport_cpu_backward(&params, error, sizeof(error)), error);
+}
+
+void test_shape(const Shape& shape, int32_t dtype, int32_t layout, int threads) {
+  const int64_t C = shape.C;
+  const double u = kUnit[dtype], u_s = std::min(u, 0x1p-24);
+  Tensor x(dtype, shape.elements()), dy(dtype, shape.elements()), y(dtype, shape.elements()), dx(dtype, shape.elements());
+  x.fill(1);
+  dy.fill(2);
+  std::vector<double> saved(static_cast<size_t>(2 * C)), weight(static_cast<size_t>(C)), bias(weight), mean(weight), var(weight), new_mean(weight),
+      new_var(weight), dweight(weight), dbias(weight);
+  for (int64_t c = 0; c < C; ++c) {
+    const auto at = static_cast<size_t>(c);
+    weight[at] = 0.5 + static_cast<double>(c % 5);
+    bias[at] = static_cast<double>(c % 3) - 1;
+    mean[at] = 1;
+    var[at] = 2;
+  }
+  bnexport_forward p = forward_params(shape, dtype, layout, x, y, saved, threads);
+  p.weight = weight.data();
+  p.bias = bias.data();
+  p.running_mean = mean.data();
+  p.running_var = var.data();
+  p.running_mean_out = new_mean.data();
+  p.running_var_out = new_var.data();
+  run(p);
+  bnexport_backward b{};
+  b.struct_size = sizeof(b);
+  b.dtype = dtype;
+  b.stats_dtype = BNEXPORT_FLOAT64;
+  b.layout = layout;
+  b.N = shape.N;
+  b.C = C;
+  b.S = shape.S;
+  b.dy = dy.data();
+  b.x = x.data();
+  b.dx = dx.data();
+  b.weight = weight.data();
+  b.saved_mean = saved.data();
+  b.saved_invstd = saved.data() + C;
+  b.dweight = dweight.data();
+  b.dbias = dbias.data();
+  b.training = 1;
+  b.group_size = 1;
+  b.threads = threads;
+  run(b);
+  const double n = static_cast<double>(shape.N * shape.S);
+  for (int64_t c = 0; c < C; ++c) {
+    const auto at = static_cast<size_t>(c);
+    const Statistics s = naive(shape, layout, x, &dy, kEps, c);
+    const double invstd = 1 / std::sqrt(s.variance + kEps), scale = weight[at] * invstd;
+    CHECK_NEAR(saved[at], s.mean, 32 * u_s * 8);
+    CHECK_NEAR(saved[static_cast<size_t>(C + c)], invstd, 64 * u_s * invstd);
+    CHECK_NEAR(new_mean[at], 0.75 * mean[at] + 0.25 * s.mean, 64 * u_s * 8);
+    CHECK_NEAR(new_var[at], 0.75 * var[at] + 0.25 * s.variance * (n > 1 ? n / (n - 1) : 1), 64 * u_s * 16);
+    CHECK_NEAR(dbias[at], s.dy, 16 * u_s * n * 8);
+    CHECK_NEAR(dweight[at], s.dy_x_hat, 16 * u_s * n * 8 * (1 + 6 * invstd));
+    for (int64_t i = 0; i < shape.N; ++i) {
+      for (int64_t k = 0; k < shape.S; ++k) {
+        const int64_t where = index_of(shape, layout, i, c, k);
+        const double x_hat = (x.get(where) - s.mean) * invstd, expected = weight[at] * x_hat + bias[at];
+        CHECK_NEAR(y.get(where), expected, 2 * u * std::fabs(expected) + 64 * u_s * weight[at] * (1 + 6 * invstd));
+        const double slope = scale * (dy.get(where) - (s.dy + x_hat * s.dy_x_hat) / n);
+        CHECK_NEAR(dx.get(where), slope, 2 * u * std::fabs(slope) + 128 * u_s * scale * 8 * (1 + 6 * invstd) * (1 + 6 * invstd));
+      }
+    }
+  }
+}
+
+void test_shapes() {
+  const Shape shapes[] = {{1, 1, 1},   {2, 1, 15},  {2, 3, 16},  {3, 2, 17},    {1, 2, 31},    {2, 5, 33},  {5, 7, 49},
+                          {300, 2, 3}, {9, 70, 1},  {130, 3, 1}, {2, 2, 4096},  {1, 2, 4097},  {1, 1, 8197}, {2, 40, 100},
+                          {3, 64, 64}, {65, 2, 64}, {4, 1, 513}, {1, 3, 33000}, {1, 200, 2},   {7, 1, 5}};
+  for (const Shape& shape : shapes) {
+    for (int32_t dtype = 0; dtype < 4; ++dtype) {
+      for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
+        for (const int threads : {1, 3}) test_shape(shape, dtype, layout, threads);
+      }
+    }
+  }
+}
+
+// With mean 0, variance 1 and eps 0 the output is the input: every 16-bit pattern, there and back.
+void test_every_half() {
+  for (const int32_t dtype : {BNEXPORT_FLOAT16, BNEXPORT_BFLOAT16}) {
+    for (const int64_t S : {int64_t{1} << 16, int64_t{1}}) {  // rows, then columns
+      const Shape shape{(int64_t{1} << 16) / S, 1, S};
+      Tensor x(dtype, 1 << 16), y(dtype, 1 << 16);
+      auto* patterns = static_cast<unsigned char*>(x.data());
+      for (int64_t i = 0; i < 1 << 16; ++i) {
+        const auto pattern = static_cast<uint16_t>(i);
+        std::memcpy(patterns + 2 * i, &pattern, 2);
+      }
+      std::vector<double> saved(2), zero(1, 0.0), one(1, 1.0);
+      bnexport_forward p = forward_params(shape, dtype, BNEXPORT_NCS, x, y, saved, 1);
+      p.training = 0;
+      p.eps = 0;
+      p.running_mean = zero.data();
+      p.running_var = one.data();
+      run(p);
+      for (int64_t i = 0; i < 1 << 16; ++i) {
+        if (std::isnan(x.get(i))) {
+          CHECK(std::isnan(y.get(i)));
+        } else {
+          CHECK(x.get(i) == y.get(i));
+        }
+      }
+    }
+  }
+}
+
+void test_past_the_shared_cache() {
+  const Shape shape{3, 70, 100003};  // 84 MB: streaming stores at every alignment
+  Tensor x(BNEXPORT_FLOAT32, shape.elements()), y(BNEXPORT_FLOAT32, shape.elements());
+  x.fill(3);
+  std::vector<double> saved(static_cast<size_t>(2 * shape.C));
+  run(forward_params(shape, BNEXPORT_FLOAT32, BNEXPORT_NCS, x, y, saved, 2));
+  for (const int64_t c : {int64_t{0}, int64_t{37}, int64_t{69}}) {
+    const Statistics s = naive(shape, BNEXPORT_NCS, x, nullptr, kEps, c);
+    for (int64_t k = 0; k < shape.S; k += 7) {
+      const int64_t where = index_of(shape, BNEXPORT_NCS, 1, c, k);
+      CHECK_NEAR(y.get(where), (x.get(where) - s.mean) / std::sqrt(s.variance + kEps), 1e-5);
+    }
+  }
+}
+
+// Several threads of the program use the pool at once; each must get its own result.
+void test_concurrent_callers() {
+  const Shape shape{4, 16, 900};
+  std::vector<std::thread> callers;
+  for (uint32_t caller = 0; caller < 4; ++caller) {
+    callers.emplace_back([&shape, caller] {
+      Tensor x(BNEXPORT_FLOAT32, shape.elements()), y(BNEXPORT_FLOAT32, shape.elements()), first(BNEXPORT_FLOAT32, shape.elements());
+      x.fill(caller);
+      std::vector<double> saved(static_cast<size_t>(2 * shape.C));
+      run(forward_params(shape, BNEXPORT_FLOAT32, BNEXPORT_NCS, x, first, saved, 1));
+      for (int round = 0; round < 50; ++round) {
+        run(forward_params(shape, BNEXPORT_FLOAT32, BNEXPORT_NCS, x, y, saved, 4));
+        CHECK(std::memcmp(y.data(), first.data(), y.bytes()) == 0);
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+}
+
+void test_after_fork() {
+#if !defined(__SANITIZE_THREAD__)  // which cannot follow threads started in the child
+  const pid_t child = fork();
+  if (child == 0) {
+    test_shape({2, 40, 100}, BNEXPORT_FLOAT32, BNEXPORT_NCS, 3);
+    _exit(0);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+#endif
+}
+
+}  // namespace
+
+int main() {
+  test_shapes();
+  test_every_half();
+  test_concurrent_callers();
+  test_after_fork();
+  test_past_the_shared_cache();
+  std::printf("kernels: ok (%s)\n", bnexport_instruction_set());
+  return 0;
+}

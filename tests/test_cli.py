@@ -1,0 +1,169 @@
+"""The command line on real files: output, exit codes, one-line errors, no leftovers."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+import bnexport
+from bnexport.cli import main
+from models.resnet import ResNet
+
+
+def tiny():
+    torch.manual_seed(0)
+    return ResNet(in_channels=1, widths=(4, 8), blocks=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    torch.save(tiny().state_dict(), folder / "tiny.pt")
+    for name, train in (("eval", False), ("train", True)):
+        bnexport.export(tiny().train(train), torch.randn(4, 1, 8, 8), folder / f"{name}.onnx", mode="custom_op")
+    return folder
+
+
+def _cli(*arguments, capsys=None):
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_fold_then_verify_run_and_inspect(folder, tmp_path, capsys):
+    target = tmp_path / "folded.onnx"
+    code, out, err = _cli("fold", folder / "eval.onnx", target, capsys=capsys)
+    assert code == 0, err
+    assert "stem.1/MMCVSyncBatchNorm" in out.replace("\n", "") or "folded" in out
+    assert "6 of 6 batch norms folded" in err
+    assert "verification passed" in err
+    assert _cli("verify", folder / "eval.onnx", target, capsys=capsys)[0] == 0
+    code, out, _ = _cli("run", target, "--input", "x:3,1,8,8", "--output", tmp_path / "out.npz", "--json", "-", capsys=capsys)
+    assert code == 0
+    assert json.loads(out)["outputs"][0]["shape"] == [3, 10]
+    assert np.load(tmp_path / "out.npz")["output"].shape == (3, 10)
+    code, out, _ = _cli("inspect", target, "--json", "-", capsys=capsys)
+    assert code == 0
+    assert json.loads(out)["batch_norms"] == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folded.onnx", "out.npz"]
+
+
+def test_fold_of_a_training_graph_says_so(folder, tmp_path, capsys):
+    code, _, err = _cli("fold", folder / "train.onnx", tmp_path / "f.onnx", capsys=capsys)
+    assert code == 0
+    assert "the graph trained; it is an inference graph now" in err
+    session = bnexport.InferenceSession(tmp_path / "f.onnx")
+    assert "stem.1.running_mean.new" in [output.name for output in session.get_outputs()]
+
+
+def test_nothing_to_fold_is_an_unchanged_copy(folder, tmp_path, capsys):
+    once, twice = tmp_path / "1.onnx", tmp_path / "2.onnx"
+    assert _cli("fold", folder / "eval.onnx", once, capsys=capsys)[0] == 0
+    code, _, err = _cli("fold", once, twice, capsys=capsys)
+    assert code == 0
+    assert "nothing to fold" in err
+    assert onnx.load(once).graph == onnx.load(twice).graph
+
+
+def test_json_goes_to_a_file(folder, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    code, out, _ = _cli("fold", folder / "eval.onnx", tmp_path / "f.onnx", "--json", report, capsys=capsys)
+    assert (code, out) == (0, "")
+    assert json.loads(report.read_text())["after"]["sync_batch_norm"] == 0
+
+
+def test_export(folder, tmp_path, capsys):
+    target = tmp_path / "e.onnx"
+    arguments = ["tests.test_cli:tiny", target, "--checkpoint", folder / "tiny.pt", "--input", "x:2,1,8,8"]
+    code, _, err = _cli("export", *arguments, capsys=capsys)
+    assert code == 0, err
+    assert "verified" in err
+    assert _cli("verify", folder / "eval.onnx", target, capsys=capsys)[0] == 0
+    code, out, _ = _cli("export", *arguments, "--mode", "custom_op", "--train", "--exporter", "torchscript", "--json", "-", capsys=capsys)
+    assert code == 0
+    assert "stem.1.running_var" in json.loads(out)["state"]
+
+
+def test_verify_of_different_models_exits_with_1(folder, tmp_path, capsys):
+    model = onnx.load(folder / "eval.onnx")
+    weight = next(i for i in model.graph.initializer if i.name == "classify.bias")
+    weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) + 1, weight.name))
+    onnx.save(model, tmp_path / "other.onnx")
+    code, out, err = _cli("verify", folder / "eval.onnx", tmp_path / "other.onnx", capsys=capsys)
+    assert code == 1
+    assert "differs" in err
+    assert "output" in out
+
+
+def test_npy_inputs(folder, tmp_path, capsys):
+    x = np.random.default_rng(0).standard_normal((2, 1, 8, 8)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    code, out, _ = _cli("run", folder / "eval.onnx", "--input", f"x:{tmp_path / 'x.npy'}", "--json", "-", capsys=capsys)
+    assert code == 0
+    expected = tiny().eval()(torch.from_numpy(x))
+    assert json.loads(out)["outputs"][0]["max"] == pytest.approx(float(expected.max()), rel=1e-4)
+
+
+def test_doctor(capsys):
+    code, out, _ = _cli("doctor", "--json", "-", capsys=capsys)
+    checks = {check["name"]: check for check in json.loads(out)["checks"]}
+    assert code == 0
+    assert checks["registration in ONNX Runtime"]["ok"]
+
+
+def _bad_files(folder):
+    data = (folder / "eval.onnx").read_bytes()
+    (folder / "truncated.onnx").write_bytes(data[: len(data) // 2])
+    (folder / "text.onnx").write_text("no model at all\n")
+    (folder / "empty.onnx").write_bytes(b"")
+
+
+@pytest.mark.parametrize("name", ["missing.onnx", "truncated.onnx", "text.onnx", "empty.onnx", "."])
+@pytest.mark.parametrize("command", ["fold", "inspect", "verify", "run"])
+def test_bad_files_are_refused_in_one_line(folder, tmp_path, command, name, capsys):
+    _bad_files(folder)
+    extra = {"fold": [tmp_path / "out.onnx"], "verify": [folder / "eval.onnx"], "run": ["--input", "x:1,1,8,8"]}.get(command, [])
+    code, out, err = _cli(command, folder / name, *extra, capsys=capsys)
+    assert code == 3
+    assert out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert name.strip(".") in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fold"], "Missing argument 'IN'"),
+        (["frobnicate"], "No such command 'frobnicate'"),
+        (["run", "{eval}"], "missing x"),
+        (["run", "{eval}", "--input", "y:1,1,8,8"], "NAME one of x"),
+        (["run", "{eval}", "--input", "x:nothing.npy"], "cannot read 'nothing.npy'"),
+        (["export", "tests.test_cli", "o.onnx", "--input", "x:1"], "expected MODULE:FACTORY"),
+        (["export", "tests.nowhere:f", "o.onnx", "--input", "x:1"], "cannot be imported"),
+        (["export", "tests.test_cli:tiny", "o.onnx", "--input", "x:2,1,8,8", "--mode", "fast"], "mode: got 'fast'"),
+        (["export", "tests.test_cli:tiny", "o.onnx", "--input", "x:2,1,8,8", "--checkpoint", "{eval}"], "cannot be read"),
+    ],
+)
+def test_usage_errors_exit_with_2(folder, arguments, message, capsys):
+    code, out, err = _cli(*(argument.replace("{eval}", str(folder / "eval.onnx")) for argument in arguments), capsys=capsys)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_library_that_cannot_be_loaded(folder, tmp_path):
+    broken = tmp_path / "libbroken.so"
+    broken.write_bytes(b"not a library")
+    for path in (broken, tmp_path / "missing.so"):
+        done = subprocess.run(
+            [sys.executable, "-m", "bnexport", "doctor"], env={**os.environ, "BNEXPORT_LIBRARY": str(path)}, capture_output=True, text=True
+        )
+        assert done.returncode == 4
+        assert "Traceback" not in done.stderr
+        assert path.name in done.stderr

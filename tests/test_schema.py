@@ -1,0 +1,47 @@
+import pathlib
+
+import onnx
+import onnx.helper
+import pytest
+
+from bnexport import schema
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("operator", schema.OPERATORS, ids=lambda operator: operator.name)
+def test_op_schema_says_what_the_contract_says(operator):
+    made = schema.op_schema(operator)
+    assert (made.name, made.domain, made.since_version) == (operator.name, "mmcv", 1)
+    assert [value.name for value in made.inputs] == [value.name for value in operator.inputs]
+    assert [value.name for value in made.outputs] == [value.name for value in operator.outputs]
+    optional = onnx.defs.OpSchema.FormalParameterOption.Optional
+    assert [value.option == optional for value in made.inputs] == [value.optional for value in operator.inputs]
+    assert set(made.attributes) == {attribute.name for attribute in operator.attributes}
+    for attribute in operator.attributes:
+        default = onnx.helper.get_attribute_value(made.attributes[attribute.name].default_value)
+        expected = attribute.default.encode() if isinstance(attribute.default, str) else attribute.default
+        assert default == pytest.approx(expected, rel=1e-7) if isinstance(expected, float) else default == expected
+
+
+def test_gradient_outputs_are_aligned_with_the_forward_inputs():
+    forward, gradient = schema.SYNC_BATCH_NORM, schema.SYNC_BATCH_NORM_GRAD
+    assert len(gradient.outputs) == len(forward.inputs)
+    for value, output in zip(forward.inputs, gradient.outputs):
+        assert output.optional
+        assert output.name in (f"grad_{value.name}", f"unused_{value.name}")
+
+
+def test_the_documents_tables_are_the_contracts():
+    text = (ROOT / "docs" / "operator.md").read_text()
+    between = text.split("<!-- tables: begin -->\n")[1].split("<!-- tables: end -->")[0]
+    assert between == "\n".join(schema.markdown(operator) for operator in schema.OPERATORS)
+
+
+def test_lookups():
+    operator = schema.SYNC_BATCH_NORM
+    assert operator.attribute("eps").default == 1e-5
+    assert operator.input_index("weight") == 3
+    assert operator.output_index("saved_mean") == 3
+    with pytest.raises(KeyError, match="no attribute 'epsilon'"):
+        operator.attribute("epsilon")
