@@ -36,10 +36,17 @@ app = typer.Typer(
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
-Json = Annotated[str | None, typer.Option("--json", metavar="PATH|-", help="Write the result as JSON to a file, or to stdout.")]
+Json = Annotated[
+    str | None, typer.Option("--json", metavar="PATH|-", help="Write the result as JSON to a file, or to stdout.")
+]
 Inputs = Annotated[
     list[str] | None,
-    typer.Option("--input", "-i", metavar="NAME:FILE.npy|NAME:1,3,224,224", help="An input, as a NumPy file or a shape for random numbers."),
+    typer.Option(
+        "--input",
+        "-i",
+        metavar="NAME:FILE.npy|NAME:1,3,224,224",
+        help="An input, as a NumPy file or a shape for random numbers.",
+    ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of random inputs.")]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="An ONNX file.")]
@@ -104,15 +111,21 @@ class _Silent:
 @app.command()
 def inspect(model: Model, json_target: Json = None) -> None:
     """What is in a model: operators, batch norms, groups, sizes."""
-    import bnexport
+    from bnexport import folding
 
-    report = bnexport.inspect(model)
+    report = folding.inspect(model)
     summary = Table(title=str(model), show_header=False)
     summary.add_row("producer", report.producer)
-    summary.add_row("IR version, opsets", f"{report.ir_version}, " + ", ".join(f"{name or 'onnx'} {v}" for name, v in report.opsets.items()))
+    summary.add_row(
+        "IR version, opsets",
+        f"{report.ir_version}, " + ", ".join(f"{name or 'onnx'} {v}" for name, v in report.opsets.items()),
+    )
     summary.add_row("inputs", "\n".join(_value(value) for value in report.inputs))
     summary.add_row("outputs", "\n".join(_value(value) for value in report.outputs))
-    summary.add_row("nodes", f"{report.nodes:,} ({', '.join(f'{count} {name}' for name, count in list(report.op_counts.items())[:8])})")
+    summary.add_row(
+        "nodes",
+        f"{report.nodes:,} ({', '.join(f'{count} {name}' for name, count in list(report.op_counts.items())[:8])})",
+    )
     summary.add_row("parameters", f"{report.parameter_count:,} ({report.parameter_bytes:,} bytes)")
     summary.add_row("functions", ", ".join(report.functions) or "none")
     summary.add_row("groups", ", ".join(f"{name or 'none'} (size {size})" for name, size in report.groups) or "none")
@@ -121,7 +134,13 @@ def inspect(model: Model, json_target: Json = None) -> None:
         sites.add_column(column, overflow="fold")
     for site in report.batch_norms:
         attributes = ", ".join(f"{name}={_attribute(value)}" for name, value in site.attributes.items() if value != "")
-        sites.add_row(site.node, f"{site.domain or 'onnx'}:{site.op_type}", str(site.channels or ""), _shape(site.input_shape), attributes)
+        sites.add_row(
+            site.node,
+            f"{site.domain or 'onnx'}:{site.op_type}",
+            str(site.channels or ""),
+            _shape(site.input_shape),
+            attributes,
+        )
     _emit(report.to_dict(), json_target, [summary, sites])
 
 
@@ -147,25 +166,30 @@ def fold(
     json_target: Json = None,
 ) -> None:
     """Turns sync batch norm into BatchNormalization and folds it into the weights beside it."""
-    import bnexport
-    from bnexport.folding import render
+    from bnexport import folding
 
     with _status(f"folding {source}"):
-        result = bnexport.fold(source, target, verify=verify, seed=seed)
+        result = folding.fold(source, target, verify=verify, seed=seed)
     report = result.report
-    _emit(report.to_dict(), json_target, render(report))
+    _emit(report.to_dict(), json_target, folding.render(report))
     if explain is not None:
         site = report.explain(explain)
         if site is None:
-            raise UsageError(f"--explain: got {explain!r}, expected a batch norm of the model: {', '.join(n for s in report.sites for n in s.nodes)}")
-        err.print(f"{explain}: {site.outcome}" + (f" into {', '.join(site.targets)}" if site.targets else f": {site.reason}"))
+            raise UsageError(
+                f"--explain: got {explain!r}, expected a batch norm of the model: {', '.join(n for s in report.sites for n in s.nodes)}"
+            )
+        err.print(
+            f"{explain}: {site.outcome}" + (f" into {', '.join(site.targets)}" if site.targets else f": {site.reason}")
+        )
     if not report.changed:
         err.print(f"nothing to fold: {target} is an unchanged copy")
     else:
         before, after = (counts.batch_norm + counts.sync_batch_norm for counts in (report.before, report.after))
         err.print(f"{before - after} of {before} batch norms folded; {target} written", soft_wrap=True)
     if report.meaning_changed:
-        err.print("note: the graph trained; it is an inference graph now, with its stored running statistics", soft_wrap=True)
+        err.print(
+            "note: the graph trained; it is an inference graph now, with its stored running statistics", soft_wrap=True
+        )
     if report.verification is not None:
         err.print(_verdict(report.verification), soft_wrap=True)
 
@@ -188,18 +212,20 @@ def verify(
     json_target: Json = None,
 ) -> None:
     """Runs two models on the same inputs and compares every output."""
-    import bnexport
+    from bnexport import folding
 
     feeds = _feeds(inputs, seed, reference)
     with _status(f"comparing {reference} and {candidate}"):
-        result = bnexport.verify(reference, candidate, inputs=feeds or None, seed=seed, atol=atol, rtol=rtol)
+        result = folding.verify(reference, candidate, inputs=feeds or None, seed=seed, atol=atol, rtol=rtol)
     table = Table(title=f"{reference} and {candidate}")
     for column in ("output", "type", "largest difference", "relative", "allowed", ""):
         table.add_column(column, overflow="fold")
     for output in result.outputs:
         allowed = f"{output.atol:.3g}" + (f" + {output.rtol:.3g} |y|" if output.rtol else "")
         verdict = "ok" if output.passed else f"differs: {output.reason}"
-        table.add_row(output.name, output.dtype, f"{output.max_abs_diff:.3g}", f"{output.max_rel_diff:.3g}", allowed, verdict)
+        table.add_row(
+            output.name, output.dtype, f"{output.max_abs_diff:.3g}", f"{output.max_rel_diff:.3g}", allowed, verdict
+        )
     _emit(result.to_dict(), json_target, [table])
     if result.status == "not verified":
         raise MissingDependencyError(f"not verified: {result.reason}")
@@ -230,15 +256,32 @@ def run(
     rows = []
     for name, value in results.items():
         array = np.asarray(value)
-        numbers = [float(f(array)) for f in (np.min, np.mean, np.max)] if array.size and array.dtype.kind in "biuf" else [float("nan")] * 3
+        numbers = (
+            [float(f(array)) for f in (np.min, np.mean, np.max)]
+            if array.size and array.dtype.kind in "biuf"
+            else [float("nan")] * 3
+        )
         table.add_row(name, str(array.dtype), str(list(array.shape)), *(f"{number:.6g}" for number in numbers))
-        rows.append({"name": name, "dtype": str(array.dtype), "shape": list(array.shape), "min": numbers[0], "mean": numbers[1], "max": numbers[2]})
+        rows.append(
+            {
+                "name": name,
+                "dtype": str(array.dtype),
+                "shape": list(array.shape),
+                "min": numbers[0],
+                "mean": numbers[1],
+                "max": numbers[2],
+            }
+        )
     if output is not None:
         temporary = output.with_name(output.name + ".part")
         with temporary.open("wb") as file:
-            np.savez(file, **{name: np.asarray(value) for name, value in results.items()})
+            np.savez(file, **results)  # type: ignore[arg-type]
         os.replace(temporary, output)
-    _emit({"schema_version": 1, "model": str(model), "seconds": done.seconds, "library": done.library, "outputs": rows}, json_target, [table])
+    _emit(
+        {"schema_version": 1, "model": str(model), "seconds": done.seconds, "library": done.library, "outputs": rows},
+        json_target,
+        [table],
+    )
 
 
 def _feeds(inputs: list[str] | None, seed: int, model: Path) -> dict[str, Any]:
@@ -256,7 +299,9 @@ def _feeds(inputs: list[str] | None, seed: int, model: Path) -> dict[str, Any]:
     for text in inputs:
         name, separator, value = text.partition(":")
         if not separator or name not in types:
-            raise UsageError(f"--input: got {text!r}, expected NAME:FILE.npy or NAME:SHAPE with NAME one of {', '.join(types) or 'none'}")
+            raise UsageError(
+                f"--input: got {text!r}, expected NAME:FILE.npy or NAME:SHAPE with NAME one of {', '.join(types) or 'none'}"
+            )
         dtype = types[name]
         shape = _parse_shape(value)
         if shape is not None:
@@ -276,25 +321,35 @@ def _parse_shape(text: str) -> tuple[int, ...] | None:
 
 @app.command()
 def export(
-    factory: Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help="A function, or class, that builds the torch module.")],
+    factory: Annotated[
+        str, typer.Argument(metavar="MODULE:FACTORY", help="A function, or class, that builds the torch module.")
+    ],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The ONNX file to write.")],
-    inputs: Annotated[list[str], typer.Option("--input", "-i", metavar="NAME:1,3,224,224", help="Shape (or .npy file) of each input, in order.")],
-    checkpoint: Annotated[Path | None, typer.Option(help="A state_dict saved by torch.save, or a dict with one under state_dict or model.")] = None,
+    inputs: Annotated[
+        list[str],
+        typer.Option("--input", "-i", metavar="NAME:1,3,224,224", help="Shape (or .npy file) of each input, in order."),
+    ],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="A state_dict saved by torch.save, or a dict with one under state_dict or model."),
+    ] = None,
     mode: Annotated[str, typer.Option(help="deploy: folded inference. custom_op: the node is kept.")] = "deploy",
     exporter: Annotated[str, typer.Option(help="dynamo or torchscript.")] = "dynamo",
-    train: Annotated[bool, typer.Option("--train/--eval", help="The mode of the module; training graphs return new statistics.")] = False,
+    train: Annotated[
+        bool, typer.Option("--train/--eval", help="The mode of the module; training graphs return new statistics.")
+    ] = False,
     dynamic: Annotated[bool, typer.Option("--dynamic/--static", help="Dynamic batch and spatial sizes.")] = True,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with torch.")] = True,
     seed: Seed = 0,
     json_target: Json = None,
 ) -> None:
     """Exports a torch module, for example: bnexport export models.resnet:digits_resnet out.onnx --input x:1,1,8,8"""
-    import bnexport
+    from bnexport import exporting, folding
 
     model = _build(factory, checkpoint)
     names, args = _example_inputs(inputs, seed)
     with _status(f"exporting {factory}"):
-        result = bnexport.export(
+        result = exporting.export(
             model.train(train),
             args,
             target,
@@ -304,15 +359,14 @@ def export(
             verify=verify,
             input_names=names,
         )
-    tables: list[Table] = []
-    if result.report is not None:
-        from bnexport.folding import render
-
-        tables = render(result.report)
+    tables = [] if result.report is None else folding.render(result.report)
     _emit({"schema_version": 1, **result.to_dict()}, json_target, tables)
     for note in result.notes:
         err.print(f"note: {note}", soft_wrap=True)
-    err.print(f"{target} written; {'verified: ' if result.verification.passed else ''}{result.verification.summary()}", soft_wrap=True)
+    err.print(
+        f"{target} written; {'verified: ' if result.verification.passed else ''}{result.verification.summary()}",
+        soft_wrap=True,
+    )
 
 
 def _build(factory: str, checkpoint: Path | None) -> Any:
@@ -347,7 +401,9 @@ def _load_checkpoint(model: Any, path: Path) -> None:
     state = {str(name).removeprefix("module."): value for name, value in loaded.items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     if missing or unexpected:
-        raise UsageError(f"--checkpoint {path}: missing {', '.join(missing) or 'nothing'}; unexpected {', '.join(unexpected) or 'nothing'}")
+        raise UsageError(
+            f"--checkpoint {path}: missing {', '.join(missing) or 'nothing'}; unexpected {', '.join(unexpected) or 'nothing'}"
+        )
 
 
 def _example_inputs(inputs: list[str], seed: int) -> tuple[list[str], tuple[Any, ...]]:
@@ -387,8 +443,14 @@ def doctor(json_target: Json = None) -> None:
     rows += _library_rows()
     table = Table(title="bnexport doctor", show_header=False)
     for name, text, ok in rows:
-        table.add_row({True: "[green]ok[/green]", False: "[red]no[/red]", None: "[yellow]--[/yellow]"}[ok], name, _escape(text))
-    _emit({"schema_version": 1, "checks": [{"name": name, "value": text, "ok": ok} for name, text, ok in rows]}, json_target, [table])
+        table.add_row(
+            {True: "[green]ok[/green]", False: "[red]no[/red]", None: "[yellow]--[/yellow]"}[ok], name, _escape(text)
+        )
+    _emit(
+        {"schema_version": 1, "checks": [{"name": name, "value": text, "ok": ok} for name, text, ok in rows]},
+        json_target,
+        [table],
+    )
     broken = [f"{name}: {text}" for name, text, ok in rows if ok is False]
     if broken:
         raise MissingDependencyError("; ".join(broken))
@@ -399,7 +461,9 @@ def _library_rows() -> list[tuple[str, str, bool | None]]:
     try:
         from bnexport.runtime import capi, library
 
-        rows.append(("custom-op library", f"{library.get_library_path()} ({capi.version()}, {capi.instruction_set()})", True))
+        rows.append(
+            ("custom-op library", f"{library.get_library_path()} ({capi.version()}, {capi.instruction_set()})", True)
+        )
     except BnexportError as error:
         rows.append(("custom-op library", str(error), False))
     try:
@@ -411,14 +475,22 @@ def _library_rows() -> list[tuple[str, str, bool | None]]:
         library.register(onnxruntime.SessionOptions())
         rows.append(("registration in ONNX Runtime", "works", True))
     except ImportError:
-        rows.append(("execution providers", "onnxruntime is not installed: pip install 'bnexport[cpu]' or 'bnexport[gpu]'", None))
+        rows.append(
+            (
+                "execution providers",
+                "onnxruntime is not installed: pip install 'bnexport[cpu]' or 'bnexport[gpu]'",
+                None,
+            )
+        )
     except BnexportError as error:
         rows.append(("registration in ONNX Runtime", str(error), False))
     return rows
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False) -> None:
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
     if version:
         out.print(f"bnexport {__version__}")
         raise typer.Exit

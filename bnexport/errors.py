@@ -4,10 +4,10 @@ from __future__ import annotations
 
 __all__ = [
     "BnexportError",
-    "MissingDependencyError",
     "GroupError",
     "LibraryError",
     "MalformedModelError",
+    "MissingDependencyError",
     "ModelError",
     "UnsafeModelError",
     "UnsupportedModelError",

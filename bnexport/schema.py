@@ -89,11 +89,24 @@ _MOMENTUM = Attribute(
     0.1,
     "Weight of the new value in the running statistics, within [0, 1] (PyTorch's convention; ONNX uses 1 - momentum).",
 )
-_EPS = Attribute("eps", AttributeKind.FLOAT, 1e-5, "Added to the variance; finite, >= 0. invstd is 0 where variance and eps are both 0.")
-_GROUP = Attribute(
-    "group", AttributeKind.STRING, "", f'Name of the registered process group; "{WORLD_GROUP}" for the default group. Unused when group_size is 1.'
+_EPS = Attribute(
+    "eps",
+    AttributeKind.FLOAT,
+    1e-5,
+    "Added to the variance; finite, >= 0. invstd is 0 where variance and eps are both 0.",
 )
-_GROUP_SIZE = Attribute("group_size", AttributeKind.INT, 1, "Number of processes that share statistics, >= 1; checked against the registered group.")
+_GROUP = Attribute(
+    "group",
+    AttributeKind.STRING,
+    "",
+    f'Name of the registered process group; "{WORLD_GROUP}" for the default group. Unused when group_size is 1.',
+)
+_GROUP_SIZE = Attribute(
+    "group_size",
+    AttributeKind.INT,
+    1,
+    "Number of processes that share statistics, >= 1; checked against the registered group.",
+)
 _STATS_MODE = Attribute(
     "stats_mode",
     AttributeKind.STRING,
@@ -116,7 +129,9 @@ SYNC_BATCH_NORM = Operator(
         Value("output", "T", "(N, C, *)", "weight * (input - mean) * invstd + bias.", optional=False),
         Value("running_mean_out", "S", "(C,)", "Updated running mean; unchanged in inference. Needs running_mean."),
         Value("running_var_out", "S", "(C,)", "Updated running variance; unchanged in inference. Needs running_var."),
-        Value("saved_mean", "S", "(C,)", "The mean that was used: of the group's batch in training, running in inference."),
+        Value(
+            "saved_mean", "S", "(C,)", "The mean that was used: of the group's batch in training, running in inference."
+        ),
         Value("saved_invstd", "S", "(C,)", "1 / sqrt(variance + eps) that was used."),
     ),
     attributes=(
@@ -125,7 +140,11 @@ SYNC_BATCH_NORM = Operator(
         _GROUP,
         _GROUP_SIZE,
         Attribute(
-            "training_mode", AttributeKind.INT, 1, "1: statistics of the batch over the group; 0: running statistics.", (0, 1)
+            "training_mode",
+            AttributeKind.INT,
+            1,
+            "1: statistics of the batch over the group; 0: running statistics.",
+            (0, 1),
         ),
         _STATS_MODE,
     ),
@@ -195,7 +214,9 @@ def op_schema(operator: Operator) -> onnx.defs.OpSchema:
             ("S", [f"tensor({name})" for name in S_TYPES], "Type of the statistics: float, or double for double data."),
         ],
         attributes=[
-            OpSchema.Attribute(attribute.name, onnx.helper.make_attribute(attribute.name, attribute.default), attribute.doc)
+            OpSchema.Attribute(
+                attribute.name, onnx.helper.make_attribute(attribute.name, attribute.default), attribute.doc
+            )
             for attribute in operator.attributes
         ],
     )
@@ -208,7 +229,9 @@ def markdown(operator: Operator) -> str:
     for direction, values in (("in", operator.inputs), ("out", operator.outputs)):
         for index, value in enumerate(values):
             need = "optional" if value.optional else "required"
-            lines.append(f"| {direction} {index} | `{value.name}` | {value.type} | {value.shape} | {need} | {value.doc} |")
+            lines.append(
+                f"| {direction} {index} | `{value.name}` | {value.type} | {value.shape} | {need} | {value.doc} |"
+            )
     lines += ["", "| attribute | type | default | meaning |", "|---|---|---|---|"]
     for attribute in operator.attributes:
         default = f'"{attribute.default}"' if attribute.kind is AttributeKind.STRING else f"{attribute.default}"

@@ -70,7 +70,9 @@ def main() -> None:
 
     console.print("exporting, folding, running")
     example = torch.from_numpy(digits.test_images[: arguments.batch])
-    kept, folded, deployed, training = (folder / f"{name}.onnx" for name in ("custom_op", "folded", "deployed", "training"))
+    kept, folded, deployed, training = (
+        folder / f"{name}.onnx" for name in ("custom_op", "folded", "deployed", "training")
+    )
     bnexport.export(model, example, kept, mode="custom_op")
     fold_report = bnexport.fold(kept, folded).report
     bnexport.export(model, example, deployed, mode="deploy")
@@ -86,12 +88,15 @@ def main() -> None:
         "train-mode graph, output and updated statistics against torch: "
         + ", ".join(f"{engine} {error:.1e}" for engine, error in training_errors.items())
     )
-    console.print(f"folding: {len(fold_report.folded)} folded, {len(fold_report.kept)} kept; {fold_report.verification.status}")
+    console.print(
+        f"folding: {len(fold_report.folded)} folded, {len(fold_report.kept)} kept; {fold_report.verification.status}"
+    )
     console.print(f"export(mode='deploy'): {deployed_nodes} batch norms left")
     picture = folder / "demo.png"
     draw(rows, picture)
     (folder / "demo.json").write_text(
-        json.dumps({"rows": [dataclasses.asdict(row) for row in rows], "training_graph": training_errors}, indent=2) + "\n"
+        json.dumps({"rows": [dataclasses.asdict(row) for row in rows], "training_graph": training_errors}, indent=2)
+        + "\n"
     )
     console.print(f"{time.perf_counter() - start:.0f} s; models, table and picture in {folder}/")
     check(rows, training_errors, deployed_nodes)
@@ -111,8 +116,16 @@ def compare(
 
     options = session_options(threads)
     engines = {
-        "torch eager": (torch_run, checkpoint, sum(isinstance(module, bnexport.SyncBatchNorm) for module in model.modules())),
-        "ORT, library (node kept)": (session_run(bnexport.InferenceSession(kept, session_options=session_options(threads))), kept, None),
+        "torch eager": (
+            torch_run,
+            checkpoint,
+            sum(isinstance(module, bnexport.SyncBatchNorm) for module in model.modules()),
+        ),
+        "ORT, library (node kept)": (
+            session_run(bnexport.InferenceSession(kept, session_options=session_options(threads))),
+            kept,
+            None,
+        ),
         "ORT, no library (portable body)": (session_run(onnxruntime.InferenceSession(kept, options)), kept, None),
         "ORT, folded": (session_run(onnxruntime.InferenceSession(folded, options)), folded, None),
     }
@@ -145,7 +158,11 @@ def compare_training_graph(model: torch.nn.Module, path: Path, example: torch.Te
     trained = digits_resnet()
     trained.load_state_dict(model.state_dict())
     expected = {"output": trained.train()(example).detach().numpy()}
-    expected |= {f"{name}.new": value.numpy() for name, value in trained.state_dict().items() if name.split(".")[-1].startswith(("running", "num"))}
+    expected |= {
+        f"{name}.new": value.numpy()
+        for name, value in trained.state_dict().items()
+        if name.split(".")[-1].startswith(("running", "num"))
+    }
     errors = {}
     for engine, session in {
         "library": bnexport.InferenceSession(path, session_options=session_options(threads)),
@@ -167,7 +184,9 @@ def session_options(threads: int) -> Any:
 
 def batch_norms_in(path: Path) -> int:
     """Batch norm nodes in a file, ours and ONNX's, outside function bodies."""
-    return sum(node.op_type in ("BatchNormalization", "MMCVSyncBatchNorm") for node in model_io.load(path).graph.all_nodes())
+    return sum(
+        node.op_type in ("BatchNormalization", "MMCVSyncBatchNorm") for node in model_io.load(path).graph.all_nodes()
+    )
 
 
 def print_table(rows: list[Row]) -> None:
@@ -199,9 +218,13 @@ def draw(rows: list[Row], path: Path) -> None:
     latency.bar_label(bars, fmt="%.2f", padding=3)
     latency.set(xlabel="milliseconds per batch (median)", xmargin=0.15)
     bars = difference.barh(names, [max(row.max_difference, 1e-9) for row in rows][::-1], color=colours)
-    difference.bar_label(bars, [f"{row.max_difference:.0e}" if row.max_difference else "reference" for row in rows][::-1], padding=3)
+    difference.bar_label(
+        bars, [f"{row.max_difference:.0e}" if row.max_difference else "reference" for row in rows][::-1], padding=3
+    )
     difference.axvline(DIFFERENCE_BELOW, color="#d62728", linestyle="--", linewidth=1)
-    difference.text(DIFFERENCE_BELOW * 0.8, len(rows) - 0.55, "bound", color="#d62728", ha="right", va="center", fontsize=9)
+    difference.text(
+        DIFFERENCE_BELOW * 0.8, len(rows) - 0.55, "bound", color="#d62728", ha="right", va="center", fontsize=9
+    )
     difference.set(xlabel="largest |difference| from torch", xscale="log", xlim=(1e-9, 1e-3))
     for axes in (latency, difference):
         axes.spines[["top", "right"]].set_visible(False)
@@ -213,9 +236,15 @@ def draw(rows: list[Row], path: Path) -> None:
 def check(rows: list[Row], training_errors: dict[str, float], deployed_nodes: int) -> None:
     """The demo's own claims; an unmet one ends with exit code 1."""
     problems = [f"{row.name}: accuracy {row.accuracy:.2%}" for row in rows if row.accuracy < ACCURACY_AT_LEAST]
-    problems += [f"{row.name}: differs by {row.max_difference:.1e}" for row in rows if row.max_difference >= DIFFERENCE_BELOW]
+    problems += [
+        f"{row.name}: differs by {row.max_difference:.1e}" for row in rows if row.max_difference >= DIFFERENCE_BELOW
+    ]
     problems += [f"{row.name}: other predictions than torch" for row in rows if not row.same_predictions]
-    problems += [f"{row.name}: {row.batch_norms} batch norms left" for row in rows if row.name == "ORT, folded" and row.batch_norms]
+    problems += [
+        f"{row.name}: {row.batch_norms} batch norms left"
+        for row in rows
+        if row.name == "ORT, folded" and row.batch_norms
+    ]
     problems += [f"deploy: {deployed_nodes} batch norms left"] if deployed_nodes else []
     problems += [
         f"training graph ({engine}): differs by {error:.1e}"

@@ -40,7 +40,9 @@ class ResNet(nn.Module):
         norm: Norm = bnexport.SyncBatchNorm,
     ) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False), norm(widths[0]), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False), norm(widths[0]), nn.ReLU()
+        )
         stages: list[nn.Module] = []
         inputs = widths[0]
         for index, width in enumerate(widths):

@@ -20,7 +20,14 @@ TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def train(
-    build: Callable[[], nn.Module], digits: Digits, checkpoint: Path, *, epochs: int, batch: int = 32, processes: int = 2, seed: int = 0
+    build: Callable[[], nn.Module],
+    digits: Digits,
+    checkpoint: Path,
+    *,
+    epochs: int,
+    batch: int = 32,
+    processes: int = 2,
+    seed: int = 0,
 ) -> None:
     """Trains on `processes` processes and saves rank 0's state_dict to `checkpoint`.
 
@@ -45,7 +52,9 @@ def _work(
     seed: int,
 ) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=processes, timeout=TIMEOUT)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=processes, timeout=TIMEOUT
+    )
     torch.manual_seed(seed)
     model = nn.parallel.DistributedDataParallel(build())
     images, labels = torch.from_numpy(digits.train_images), torch.from_numpy(digits.train_labels)

@@ -16,7 +16,9 @@ def assert_within(got: Any, expected: Any, tolerance: Tolerance, what: str = "")
     assert np.isfinite(got).all(), f"{what}: not finite"
     excess = np.abs(got - expected) - tolerance.rtol * np.abs(expected) - tolerance.atol
     worst = float(np.abs(got - expected).max(initial=0.0))
-    assert excess.max(initial=-1.0) <= 0, f"{what}: differs by {worst:.3g}, allowed {tolerance.atol:.3g} + {tolerance.rtol:.3g} |expected|"
+    assert excess.max(initial=-1.0) <= 0, (
+        f"{what}: differs by {worst:.3g}, allowed {tolerance.atol:.3g} + {tolerance.rtol:.3g} |expected|"
+    )
 
 
 def condition_of(reference_forward: Any) -> float:

@@ -119,7 +119,9 @@ def export(
     if verify:
         checked = verification.check(graph, traced, inputs)
         if checked.passed is False:
-            raise VerificationError(f"{target}: the exported model differs from torch, nothing was written: {checked.summary()}")
+            raise VerificationError(
+                f"{target}: the exported model differs from torch, nothing was written: {checked.summary()}"
+            )
     model_io.save(graph, target)
     return ExportResult(
         path=target,
@@ -139,7 +141,11 @@ def export(
 def _check(model: nn.Module, inputs: tuple[Any, ...], mode: str, exporter: str, format: str) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
-    for name, value, allowed in (("mode", mode, MODES), ("exporter", exporter, tuple(EXPORTERS)), ("format", format, FORMATS)):
+    for name, value, allowed in (
+        ("mode", mode, MODES),
+        ("exporter", exporter, tuple(EXPORTERS)),
+        ("format", format, FORMATS),
+    ):
         if value not in allowed:
             raise UsageError(f"{name}: got {value!r}, expected one of {', '.join(allowed)}")
     for index, value in enumerate(inputs):

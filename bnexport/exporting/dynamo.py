@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import onnx_ir as ir
@@ -71,10 +71,12 @@ def _translate(
     )
 
 
-TRANSLATIONS = {operators.sync_batch_norm.default: _translate}
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {operators.sync_batch_norm.default: _translate}
 
 
-def trace(wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], dynamic: bool) -> tuple[ir.Model, list[str]]:
+def trace(
+    wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], dynamic: bool
+) -> tuple[ir.Model, list[str]]:
     """Traces `wrapper` to an onnx_ir Model. Returns it and notes on dimensions that had to stay static."""
     notes: list[str] = []
     shapes = dynamic_dimensions(names, args) if dynamic else None
@@ -129,10 +131,14 @@ def _widen(args: tuple[torch.Tensor, ...], shapes: list[dict[int, str]] | None) 
 
 
 def _export(
-    wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: list[dict[int, str]] | None, notes: list[str]
+    wrapper: Traced,
+    args: tuple[torch.Tensor, ...],
+    names: list[str],
+    shapes: list[dict[int, str]] | None,
+    notes: list[str],
 ) -> torch.export.ExportedProgram:
     def attempt(kind: Any) -> torch.export.ExportedProgram:
-        specification = None if shapes is None else (tuple({index: kind for index in shape} for shape in shapes),)
+        specification = None if shapes is None else (tuple(dict.fromkeys(shape, kind) for shape in shapes),)
         with torch.no_grad():
             return torch.export.export(wrapper, args, dynamic_shapes=specification, strict=False)
 
@@ -192,7 +198,9 @@ def _write_constant_sizes(graph: ir.Graph) -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps the exporter's progress and deprecation chatter away; errors still come as exceptions."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch._dynamo", "onnxscript", "onnx_ir")]
+    loggers = [
+        logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch._dynamo", "onnxscript", "onnx_ir")
+    ]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
@@ -203,5 +211,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels):
             logger.setLevel(level)
-
-

@@ -6,6 +6,7 @@ import ast
 
 import numpy as np
 import onnx_ir as ir
+import onnx_ir.convenience
 import onnx_ir.passes.common as passes
 from onnxscript import optimizer
 
@@ -36,7 +37,11 @@ def finish(model: ir.Model, outputs: list[str], state: list[str], groups: dict[s
     _name_outputs(graph, outputs + [name + STATE_SUFFIX for name in state])
     for output, name in zip(graph.outputs[len(outputs) :], state):
         output.shape = graph.initializers[name].shape
-    sync_nodes = [node for node in model.graph.all_nodes() if node.op_type == schema.SYNC_BATCH_NORM.name and node.domain == schema.DOMAIN]
+    sync_nodes = [
+        node
+        for node in model.graph.all_nodes()
+        if node.op_type == schema.SYNC_BATCH_NORM.name and node.domain == schema.DOMAIN
+    ]
     for node in sync_nodes:
         _complete(graph, node)
         group = node.attributes["group"].as_string()
@@ -119,7 +124,9 @@ def _free_name(graph: ir.Graph, base: str) -> str:
 
 def _name_outputs(graph: ir.Graph, names: list[str]) -> None:
     if len(names) != len(graph.outputs):
-        raise UnsupportedModelError(f"the exporter returned {len(graph.outputs)} outputs, expected {len(names)}: {', '.join(names)}")
+        raise UnsupportedModelError(
+            f"the exporter returned {len(graph.outputs)} outputs, expected {len(names)}: {', '.join(names)}"
+        )
     seen: set[int] = set()
     for index, output in enumerate(list(graph.outputs)):
         # An input, an initializer or an output listed twice cannot carry a second name.
@@ -138,7 +145,7 @@ def _complete(graph: ir.Graph, node: ir.Node) -> None:
     operator = schema.SYNC_BATCH_NORM
     for attribute in operator.attributes:
         if attribute.name not in node.attributes:
-            node.attributes[attribute.name] = ir.convert_attribute(attribute.name, attribute.default)
+            node.attributes[attribute.name] = ir.convenience.convert_attribute(attribute.name, attribute.default)
     node.resize_outputs(len(operator.outputs))
     channels = _channels(node)
     last = operator.outputs[-1]
@@ -172,8 +179,9 @@ def _channels(node: ir.Node) -> int | None:
     """C from the data's shape, else from one of the vectors."""
     axes = (1, 0, 0, 0, 0)
     for value, axis in zip(node.inputs, axes):
-        if value is not None and value.shape is not None and isinstance(value.shape[axis], int):
-            return int(value.shape[axis])
+        size = None if value is None or value.shape is None else value.shape[axis]
+        if isinstance(size, int):
+            return size
     return None
 
 
@@ -181,7 +189,9 @@ def _neutral(graph: ir.Graph, node: ir.Node, slot: str, fill: float) -> ir.Value
     """An initializer that stands for an absent vector: scale 1, shift 0, statistics that are ignored."""
     channels = _channels(node)
     if channels is None:
-        raise UnsupportedModelError(f"node {node.name!r}: its number of channels is not static, so the absent input {slot!r} cannot be filled in")
+        raise UnsupportedModelError(
+            f"node {node.name!r}: its number of channels is not static, so the absent input {slot!r} cannot be filled in"
+        )
     dtype = _statistics_type(node)
     name = f"bnexport.neutral_{slot}_{channels}_{dtype.name.lower()}"
     if name not in graph.initializers:
@@ -193,5 +203,5 @@ def _neutral(graph: ir.Graph, node: ir.Node, slot: str, fill: float) -> ir.Value
 
 def _attach_body(model: ir.Model) -> None:
     opset = model.opset_imports.get("", MINIMUM_OPSET)
-    body = ir.from_proto(portable_body(opset))
+    body = ir.serde.deserialize_function(portable_body(opset))
     model.functions[body.identifier()] = body

@@ -76,12 +76,16 @@ def _symbolic(
     return tuple(outputs)
 
 
-def trace(wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], dynamic: bool) -> tuple[ir.Model, list[str]]:
+def trace(
+    wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], dynamic: bool
+) -> tuple[ir.Model, list[str]]:
     """Traces `wrapper` to an onnx_ir Model with torch.onnx.export(dynamo=False)."""
     axes: dict[str, dict[int, str]] = {}
     if dynamic:
         axes = {name: shape for name, shape in zip(names, dynamic_dimensions(names, args)) if shape}
-    torch.onnx.register_custom_op_symbolic(_OPERATOR, _symbolic, OPSET)
+    torch.onnx.register_custom_op_symbolic(  # type: ignore[attr-defined]
+        _OPERATOR, _symbolic, OPSET
+    )
     try:
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -108,7 +112,7 @@ def trace(wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], dyn
             _forget_inner_shapes(model.graph)
             return model, []
     finally:
-        torch.onnx.unregister_custom_op_symbolic(_OPERATOR, OPSET)
+        torch.onnx.unregister_custom_op_symbolic(_OPERATOR, OPSET)  # type: ignore[attr-defined]
 
 
 def _has_sync_batch_norm(wrapper: Traced) -> bool:
@@ -120,7 +124,9 @@ def _forget_inner_shapes(graph: ir.Graph) -> None:
     spreading: set[ir.Value] = set()
     for node in graph:
         wrong = set(node.outputs[1:]) if node.op_type == schema.SYNC_BATCH_NORM.name else set()
-        if node.op_type != schema.SYNC_BATCH_NORM.name and spreading.intersection(value for value in node.inputs if value is not None):
+        if node.op_type != schema.SYNC_BATCH_NORM.name and spreading.intersection(
+            value for value in node.inputs if value is not None
+        ):
             wrong = set(node.outputs)
         for value in wrong:
             value.shape = None

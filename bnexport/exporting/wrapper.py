@@ -109,7 +109,9 @@ def group_names(model: nn.Module) -> dict[str, str]:
 def crosses_processes(model: nn.Module) -> bool:
     """Whether a forward of `model` needs other processes."""
     return any(
-        isinstance(module, SyncBatchNorm) and (module.training or module.running_mean is None) and module.group_size() > 1
+        isinstance(module, SyncBatchNorm)
+        and (module.training or module.running_mean is None)
+        and module.group_size() > 1
         for module in model.modules()
     )
 
@@ -146,7 +148,10 @@ class Traced(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         buffers = [
-            (module, key, buffer) for module in self.model.modules() for key, buffer in module._buffers.items() if buffer is not None
+            (module, key, buffer)
+            for module in self.model.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
         ]
         changing = {(id(tensor.module), tensor.key) for tensor in self._state}
         try:
@@ -165,8 +170,10 @@ class Traced(nn.Module):
                 module._buffers[key] = buffer
         for output in outputs:
             if not isinstance(output, torch.Tensor):
-                raise UnsupportedModelError(f"the model returned a {type(output).__name__} among its outputs, expected tensors only")
-        return (*outputs, *new_state)  # type: ignore[arg-type]
+                raise UnsupportedModelError(
+                    f"the model returned a {type(output).__name__} among its outputs, expected tensors only"
+                )
+        return (*outputs, *new_state)
 
 
 class _Assign:

@@ -143,9 +143,12 @@ def check_scaled(weight: np.ndarray, factor: np.ndarray, dtype: np.dtype) -> Non
     shared = tuple(axis for axis in range(weight.ndim) if factor.shape[axis] == 1)
     if weight.size == 0:
         return
-    if weight.ndim and not np.isfinite(np.sum(np.abs(weight), dtype=np.float64)):
+    # Two reductions instead of abs(weight): no copy of a large weight. NaN and infinity come through.
+    highest = weight.max(axis=shared, keepdims=True).astype(np.float64)
+    lowest = weight.min(axis=shared, keepdims=True).astype(np.float64)
+    before = np.maximum(highest, -lowest)
+    if not np.isfinite(before).all():
         raise Refused("not-finite", "the weight holds NaN or infinite values")
-    before = np.abs(weight).max(axis=shared, keepdims=True).astype(np.float64)
     after = before * np.abs(factor)
     with np.errstate(over="ignore"):
         finite = np.isfinite(after.astype(dtype).astype(np.float64)).all()

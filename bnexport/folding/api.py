@@ -19,7 +19,7 @@ from bnexport.folding.mixed_types import insert_casts
 from bnexport.folding.report import FoldReport
 from bnexport.folding.rules import ALL
 from bnexport.folding.verification import Source, VerifyResult
-from bnexport.model_io import ModelSource, write
+from bnexport.model_io import ModelSource, load, write
 from bnexport.model_io.read import open_source
 
 SCHEMA_VERSION = 1
@@ -77,6 +77,8 @@ def fold(
     )
     opened = open_source(source)
     before = count(opened.model)
+    if external_data is None and write.has_external_data(opened.model):
+        external_data = True
     done = _transform(opened, options, keep_references=verify)
     model, engine = opened.model, done.engine
     report = FoldReport(
@@ -107,6 +109,9 @@ def fold(
                 )
         if staged is not None:
             staged.commit()
+            if staged.data_name and staged.target == opened.path:
+                # Lazy weights refer to the data file that has just been replaced.
+                model = load(staged.target)
     finally:
         if staged is not None:
             staged.discard()

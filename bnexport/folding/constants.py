@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -23,6 +23,17 @@ from bnexport.folding.refusal import Refused
 _DEPTH = 32
 # Bound on what ConstantOfShape and broadcasting may create.
 _ELEMENTS = 1 << 26
+
+
+class Described(NamedTuple):
+    """A constant without its data."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
 
 
 class Constants:
@@ -39,6 +50,17 @@ class Constants:
         if value is None:
             raise Refused("missing", f"the {what} is missing")
         return self._array(value, what, _DEPTH)
+
+    def describe(self, value: ir.Value | None, what: str) -> Described:
+        """Shape and type of a constant; an initializer is not read."""
+        if value is None:
+            raise Refused("missing", f"the {what} is missing")
+        self.check(value, what)
+        tensor = self.stored(value, what)
+        if tensor is not None:
+            return Described(tuple(tensor.shape.numpy()), tensor.dtype.numpy())
+        array = self._array(value, what, _DEPTH)
+        return Described(array.shape, array.dtype)
 
     def floats(self, value: ir.Value | None, what: str) -> np.ndarray:
         """The value as float64; Refused where it is not fixed or not a float tensor."""
@@ -124,7 +146,8 @@ def read_tensor(tensor: ir.TensorProtocol) -> np.ndarray:
         array = tensor.numpy()
     except (ValueError, TypeError, AssertionError) as error:
         raise MalformedModelError(f"tensor {tensor.name!r} cannot be read: {error}") from error
-    if array.shape != tuple(tensor.shape.numpy()):
+    # A tensor of the file reshapes itself; others are compared.
+    if not isinstance(tensor, ir.serde.TensorProtoTensor) and array.shape != tuple(tensor.shape.numpy()):
         raise MalformedModelError(f"tensor {tensor.name!r} has {array.shape} values, its shape says {tensor.shape}")
     return array
 

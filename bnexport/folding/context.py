@@ -51,6 +51,9 @@ class Context:
         """Sizes, names of sizes, or None for an unknown size; None altogether where not even the rank is known."""
         return self._shapes.of(value)
 
+    def same_shape(self, new: ir.Value, old: ir.Value) -> None:
+        self._shapes.same(new, old)
+
     def dtype(self, value: ir.Value) -> ir.DataType | None:
         return self._shapes.dtype(value)
 

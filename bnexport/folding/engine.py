@@ -28,6 +28,7 @@ from bnexport.folding.search import Search
 from bnexport.folding.shapes import Shapes
 from bnexport.folding.site import Site, batch_norm_site, elementwise_site
 from bnexport.model_io import walk
+from bnexport.model_io.write import tensor_total
 
 NEWEST_OPSET = onnx.defs.onnx_opset_version()
 # A fold may make room for another (two batch norms around one operator); more rounds than this gain nothing.
@@ -273,5 +274,4 @@ def count(model: ir.Model) -> Counts:
             nodes += 1
             batch_norm += is_standard(node, "BatchNormalization")
             sync += sync_bn.is_sync_batch_norm(node)
-    parameters = sum(slot.get().nbytes for slot in walk.tensors(model) if slot.get().dtype is not ir.DataType.STRING)
-    return Counts(nodes, batch_norm, sync, parameters)
+    return Counts(nodes, batch_norm, sync, tensor_total(model))

@@ -15,6 +15,7 @@ from bnexport.folding.verification import Source
 from bnexport.model_io import walk
 from bnexport.model_io.external import ContainedTensor
 from bnexport.model_io.read import open_source
+from bnexport.model_io.write import tensor_total
 
 SCHEMA_VERSION = 1
 
@@ -98,7 +99,7 @@ def inspect(source: Source) -> InspectReport:
         functions=tuple(f"{domain}:{name}" if domain else name for domain, name, _overload in model.functions),
         groups=tuple(groups),
         parameter_count=sum(value.const_value.size for value in _initializers(model) if value.const_value is not None),
-        parameter_bytes=sum(tensor.nbytes for tensor in tensors if tensor.dtype is not ir.DataType.STRING),
+        parameter_bytes=tensor_total(model),
         external_files=tuple(
             sorted({"/".join(tensor.file.parts) for tensor in tensors if isinstance(tensor, ContainedTensor)})
         ),

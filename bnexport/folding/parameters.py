@@ -7,8 +7,9 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import round_scaled, round_vector
 from bnexport.folding.context import Context
-from bnexport.folding.edits import Addend, Exact, Raw
+from bnexport.folding.edits import Addend, Exact, Raw, Scaled
 from bnexport.folding.nodes import input_at, label
+from bnexport.model_io import ContainedTensor
 
 
 def write_parameters(context: Context) -> None:
@@ -21,14 +22,27 @@ def write_parameters(context: Context) -> None:
             array = round_vector(edit.values, edit.dtype, "parameter", edit.magnitude)
         elif isinstance(edit, Raw):
             array = edit.values
+        elif old is not None and old.is_initializer() and isinstance(old.const_value, ContainedTensor):
+            put_constant(context, node, index, _scaled_when_read(old.const_value, edit), label(node))
+            continue
         else:
             weight = context.constants.array(old, "parameter")
             array = round_scaled(weight.reshape(edit.view), edit.factor).reshape(weight.shape)
-        put_constant(context, node, index, array, label(node))
+        put_constant(context, node, index, ir.Tensor(array), label(node))
 
 
-def put_constant(context: Context, node: ir.Node, index: int, array: np.ndarray, hint: str) -> None:
-    """Makes `array` input `index` of `node`.
+def _scaled_when_read(base: ContainedTensor, edit: Scaled) -> ir.LazyTensor:
+    """A weight that stays in its file: scaled each time it is asked for, never held."""
+
+    def compute() -> ir.Tensor:
+        weight = base.numpy()
+        return ir.Tensor(round_scaled(weight.reshape(edit.view), edit.factor).reshape(weight.shape))
+
+    return ir.LazyTensor(compute, base.dtype, ir.Shape(base.shape.numpy()))
+
+
+def put_constant(context: Context, node: ir.Node, index: int, tensor: ir.TensorProtocol, hint: str) -> None:
+    """Makes `tensor` input `index` of `node`.
 
     The initializer that only this input uses keeps its name; anything shared is left alone.
     """
@@ -42,13 +56,14 @@ def put_constant(context: Context, node: ir.Node, index: int, array: np.ndarray,
         and len(old.uses()) == 1
         and old.graph is graph
         and old.const_value is not None
-        and old.const_value.dtype == ir.DataType.from_numpy(array.dtype)
+        and old.const_value.dtype == tensor.dtype
     ):
-        old.const_value = ir.Tensor(array, name=old.name)
-        old.shape = ir.Shape(array.shape)
+        tensor.name = old.name
+        old.const_value = tensor
+        old.shape = ir.Shape(tensor.shape.numpy())
         return
     wish = f"{old.name if old is not None else hint}.folded" if old is not None else f"{hint}.bias"
-    value = new_constant(context, graph, node, array, wish)
+    value = new_constant(context, graph, node, tensor, wish)
     if index >= len(node.inputs):
         node.resize_inputs(index + 1)
     node.replace_input_with(index, value)
@@ -56,10 +71,14 @@ def put_constant(context: Context, node: ir.Node, index: int, array: np.ndarray,
         remove_unused_constant(old)
 
 
-def new_constant(context: Context, graph: ir.Graph, before: ir.Node, array: np.ndarray, wish: str) -> ir.Value:
+def new_constant(
+    context: Context, graph: ir.Graph, before: ir.Node, data: np.ndarray | ir.TensorProtocol, wish: str
+) -> ir.Value:
     """A constant visible at `before`: an initializer, or a Constant node inside a function."""
     name = context.names.fresh(wish)
-    tensor = ir.Tensor(array, name=name)
+    tensor = ir.Tensor(data) if isinstance(data, np.ndarray) else data
+    tensor.name = name
+    shape = ir.Shape(tensor.shape.numpy())
     if context.in_function:
         node = ir.Node(
             "", "Constant", [], [ir.AttrTensor("value", tensor)], name=context.names.fresh(f"{wish}.constant")
@@ -67,9 +86,9 @@ def new_constant(context: Context, graph: ir.Graph, before: ir.Node, array: np.n
         node.outputs[0].name = name
         graph.insert_before(before, node)
         value = node.outputs[0]
-        value.dtype, value.shape = tensor.dtype, ir.Shape(array.shape)
+        value.dtype, value.shape = tensor.dtype, shape
         return value
-    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
     graph.register_initializer(value)
     if context.model.ir_version < 4 and graph is context.model.graph:
         graph.inputs.append(value)
@@ -91,6 +110,7 @@ def insert_add(context: Context, value: ir.Value, addend: Addend) -> ir.Node:
     node.resize_inputs(2)
     node.replace_input_with(1, new_constant(context, graph, node, array, f"{name}.addend"))
     total = node.outputs[0]
+    context.same_shape(total, value)
     total.name, total.type, total.shape = context.names.fresh(f"{value.name}.shifted"), value.type, value.shape
     for use in uses:
         use.node.replace_input_with(use.idx, total)

@@ -22,7 +22,7 @@ def parameter_type(site: Site, plan: Plan) -> np.dtype:
         if value.dtype is not None and value.dtype.is_floating_point():
             return value.dtype.numpy()
     node, index = next(iter(plan.edits))
-    return plan.context.constants.array(input_at(node, index), "weight").dtype
+    return plan.context.constants.describe(input_at(node, index), "weight").dtype
 
 
 def bypass(site: Site) -> ir.Value:
@@ -59,7 +59,7 @@ def merge(site: Site, context: Context) -> ir.Node:
     std = np.sqrt(context.current(kept, 4, "variance") + get_float(kept, "epsilon", 1e-5))
     plan = Plan(context)
     for index, values in ((1, site.affine.scale * std), (2, site.affine.shift), (3, site.affine.center)):
-        dtype = context.constants.array(input_at(kept, index), "parameter").dtype
+        dtype = context.constants.describe(input_at(kept, index), "parameter").dtype
         plan.replace(kept, index, values, dtype, "batch norm parameter")
     plan.commit()
     others = [node for node in site.nodes if node is not kept]

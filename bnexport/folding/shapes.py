@@ -34,6 +34,14 @@ class Shapes:
             return value.const_value.dtype
         return self._all()[1].get(value)
 
+    def same(self, new: ir.Value, old: ir.Value) -> None:
+        """Tells that `new`, a value made since, has the shape and type of `old`."""
+        shapes, types = self._all() if self._inferred is not None else ({}, {})
+        if old in shapes:
+            shapes[new] = shapes[old]
+        if old in types:
+            types[new] = types[old]
+
     def _all(self) -> tuple[dict[ir.Value, Shape], dict[ir.Value, ir.DataType]]:
         if self._inferred is None:
             self._inferred = _infer(self._model)

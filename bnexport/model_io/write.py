@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import secrets
@@ -15,12 +16,14 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO
 
+import google.protobuf.message  # type: ignore[import-untyped]
 import onnx
 import onnx_ir as ir
 
-from bnexport.errors import BnexportError, UnsafeModelError, UnsupportedModelError, UsageError
+from bnexport.errors import UnsafeModelError, UnsupportedModelError, UsageError
 from bnexport.model_io import walk
 from bnexport.model_io.external import ContainedTensor
+from bnexport.model_io.validate import tensors
 
 # Above this many bytes of tensors the weights go into a file of their own; protobuf ends at 2 GiB.
 EXTERNAL_THRESHOLD = 2**30
@@ -32,7 +35,15 @@ _PROTOBUF_LIMIT = 2**31 - 1
 
 def tensor_total(model: ir.Model) -> int:
     """Bytes of all tensors."""
-    return sum(slot.get().nbytes for slot in walk.tensors(model) if slot.get().dtype is not ir.DataType.STRING)
+    return sum(_size(slot.get()) for slot in walk.tensors(model))
+
+
+def _size(tensor: ir.TensorProtocol) -> int:
+    if tensor.dtype is ir.DataType.STRING:
+        return 0
+    if isinstance(tensor, ir.serde.TensorProtoTensor):  # without the Shape object that `nbytes` makes
+        return (math.prod(tensor.raw.dims) * tensor.dtype.bitwidth + 7) // 8
+    return tensor.nbytes
 
 
 def has_external_data(model: ir.Model) -> bool:
@@ -153,8 +164,8 @@ def _target(path: str | os.PathLike[str]) -> str:
 def _refuse_input(target: str, model: ir.Model, inputs: Sequence[str | os.PathLike[str]], allowed: bool) -> None:
     if allowed or not os.path.exists(target):
         return
-    tensors = [slot.get() for slot in walk.tensors(model)]
-    data = {tensor.file.path for tensor in tensors if isinstance(tensor, ContainedTensor)}
+    held = [slot.get() for slot in walk.tensors(model)]
+    data = {tensor.file.path for tensor in held if isinstance(tensor, ContainedTensor)}
     for name in (*inputs, *data):
         if os.path.exists(name) and os.path.samefile(name, target):
             raise UsageError(
@@ -206,14 +217,12 @@ def _stale_data(target: str) -> list[str]:
     """Data files that the model now at `target` refers to and that carry its name."""
     name = os.path.basename(target)
     pattern = re.compile(rf"{re.escape(name)}(\.[0-9]+)?\.data\Z")
-    from bnexport.model_io.read import load  # here, since reading and writing refer to each other
-
     try:
-        old = load(target)
-    except BnexportError:
+        with open(target, "rb") as file:
+            old = onnx.ModelProto.FromString(file.read())
+    except (OSError, google.protobuf.message.DecodeError):
         return []
-    tensors = [slot.get() for slot in walk.tensors(old)]
-    used = {os.fspath(tensor.location) for tensor in tensors if isinstance(tensor, ContainedTensor)}
+    used = {entry.value for tensor in tensors(old) for entry in tensor.external_data if entry.key == "location"}
     return sorted(entry for entry in used if pattern.match(entry))
 
 

@@ -52,12 +52,18 @@ def run(path: str | os.PathLike[str], inputs: Mapping[str, np.ndarray]) -> Execu
         values = session.run(None, dict(inputs))
         seconds = time.perf_counter() - start
     except Exception as error:  # ONNX Runtime raises one class for each status code
-        raise UnsupportedModelError(f"{os.fspath(path)}: ONNX Runtime cannot run it: {str(error).strip().splitlines()[0]}") from error
-    return Execution({output.name: np.asarray(value) for output, value in zip(session.get_outputs(), values)}, seconds, registered)
+        raise UnsupportedModelError(
+            f"{os.fspath(path)}: ONNX Runtime cannot run it: {str(error).strip().splitlines()[0]}"
+        ) from error
+    return Execution(
+        {output.name: np.asarray(value) for output, value in zip(session.get_outputs(), values)}, seconds, registered
+    )
 
 
 def _register(model: ir.Model, options: Any) -> bool:
-    nodes = [node for node in model.graph.all_nodes() if any(node.op_type == operator.name for operator in schema.OPERATORS)]
+    nodes = [
+        node for node in model.graph.all_nodes() if any(node.op_type == operator.name for operator in schema.OPERATORS)
+    ]
     if not nodes:
         return False
     try:
@@ -71,5 +77,7 @@ def _register(model: ir.Model, options: Any) -> bool:
 
 def _loadable(model: ir.Model, path: str | os.PathLike[str]) -> bytes | str:
     """What was checked, as bytes; the file itself where its weights lie outside or exceed one message."""
-    external = any(isinstance(value.const_value, model_io.ContainedTensor) for value in model.graph.initializers.values())
+    external = any(
+        isinstance(value.const_value, model_io.ContainedTensor) for value in model.graph.initializers.values()
+    )
     return os.path.realpath(path) if external else model_io.to_bytes(model)

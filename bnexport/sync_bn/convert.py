@@ -7,6 +7,7 @@ dtype, device, training flag and sharing stay as they were.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,8 @@ class FrozenSyncBatchNorm(SyncBatchNorm):
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "identity": lambda x, _: x,
     "relu": lambda x, _: torch.relu(x),
-    "leaky_relu": lambda x, slope: nn.functional.leaky_relu(x, slope),
-    "elu": lambda x, alpha: nn.functional.elu(x, alpha),
+    "leaky_relu": nn.functional.leaky_relu,
+    "elu": nn.functional.elu,
 }
 
 
@@ -60,7 +61,7 @@ def convert_sync_batchnorm(module: nn.Module, process_group: ProcessGroup | None
 
     Returns the module, or its replacement. Parameters and buffers are the same tensors.
     """
-    return replace(module, lambda old: to_sync(old, process_group))
+    return replace(module, functools.partial(to_sync, process_group=process_group))
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
@@ -124,7 +125,7 @@ def to_sync(old: nn.Module, process_group: ProcessGroup | None) -> nn.Module | N
     kind = _kind(old)
     if kind is None or (kind == "ours" and process_group is None):
         return None
-    if isinstance(old, nn.modules.lazy.LazyModuleMixin) and old.has_uninitialized_params():  # type: ignore[arg-type]
+    if isinstance(old, nn.modules.lazy.LazyModuleMixin) and old.has_uninitialized_params():
         raise UsageError(f"{type(old).__name__}: its parameters are uninitialised; run one forward before converting")
     fuse_relu = kind == "apex" and bool(getattr(old, "fuse_relu", False))
     if kind == "frozen":
@@ -132,13 +133,20 @@ def to_sync(old: nn.Module, process_group: ProcessGroup | None) -> nn.Module | N
     elif kind == "inplace_abn" or fuse_relu:
         new_class = SyncBatchNormActivation
     else:
-        new_class = type(old) if isinstance(old, SyncBatchNorm) and not hasattr(old, "parametrizations") else SyncBatchNorm
+        new_class = (
+            type(old) if isinstance(old, SyncBatchNorm) and not hasattr(old, "parametrizations") else SyncBatchNorm
+        )
     new = _take_over(old, new_class)
     group = process_group
     for name in ("process_group", "group"):
         if group is None:
             group = _as_group(getattr(old, name, None))
-    defaults = {"eps": 1e-5, "momentum": 0.1, "affine": new._parameters.get("weight") is not None, "track_running_stats": True}
+    defaults = {
+        "eps": 1e-5,
+        "momentum": 0.1,
+        "affine": new._parameters.get("weight") is not None,
+        "track_running_stats": True,
+    }
     for name, value in defaults.items():
         new.__dict__.setdefault(name, value)
     new.__dict__.setdefault("num_features", _channels(new))
@@ -215,10 +223,16 @@ def _as_group(value: Any) -> Any:
 
 
 def _channels(module: nn.Module) -> int:
-    for tensor in (module._buffers.get("running_mean"), module._parameters.get("weight"), module._buffers.get("weight")):
+    for tensor in (
+        module._buffers.get("running_mean"),
+        module._parameters.get("weight"),
+        module._buffers.get("weight"),
+    ):
         if tensor is not None:
             return int(tensor.shape[0])
-    raise UsageError(f"{type(module).__name__}: cannot tell its number of channels: no weight and no running statistics")
+    raise UsageError(
+        f"{type(module).__name__}: cannot tell its number of channels: no weight and no running statistics"
+    )
 
 
 def _stats_mode(old: nn.Module, kind: str) -> str:
@@ -251,7 +265,9 @@ def _take_activation(new: SyncBatchNormActivation, old: nn.Module) -> None:
     """inplace_abn's InPlace classes scale by |weight| + eps; its plain ABN by weight."""
     activation = getattr(old, "activation", "leaky_relu")
     if activation not in _ACTIVATIONS:
-        raise UsageError(f"{type(old).__name__}: got activation {activation!r}, expected one of {', '.join(_ACTIVATIONS)}")
+        raise UsageError(
+            f"{type(old).__name__}: got activation {activation!r}, expected one of {', '.join(_ACTIVATIONS)}"
+        )
     new.__dict__.update(activation=activation, activation_param=float(getattr(old, "activation_param", 0.01)))
     weight = new._parameters.get("weight")
     if weight is not None and any(base.__name__.startswith("InPlaceABN") for base in type(old).__mro__):

@@ -73,19 +73,25 @@ def size_of(group: ProcessGroup | None) -> int:
     return dist.get_world_size(group) if is_initialized() else 1
 
 
-def resolve(name: str) -> ProcessGroup:
+def resolve(name: str) -> Any:
     """The group called `name`. Raises GroupError when there is none."""
     if not is_initialized():
-        raise GroupError(f"group {name!r}: torch.distributed is not initialised; call torch.distributed.init_process_group first")
+        raise GroupError(
+            f"group {name!r}: torch.distributed is not initialised; call torch.distributed.init_process_group first"
+        )
     if name == schema.WORLD_GROUP:
         return dist.group.WORLD
     try:
         return _groups[name]
     except KeyError:
-        raise GroupError(f"group {name!r}: unknown in this process; known: {sorted(_groups)}; pass the ProcessGroup to the module") from None
+        raise GroupError(
+            f"group {name!r}: unknown in this process; known: {sorted(_groups)}; pass the ProcessGroup to the module"
+        ) from None
 
 
-def exchange(row: torch.Tensor, name: str, group_size: int, layer: int, purpose: str, header: dict[str, Any]) -> torch.Tensor:
+def exchange(
+    row: torch.Tensor, name: str, group_size: int, layer: int, purpose: str, header: dict[str, Any]
+) -> torch.Tensor:
     """Gathers this layer's float64 row (n,) from all members to (group_size, n) in rank order: one collective.
 
     layer names a module within this process; purpose ("forward", ...) tells its exchanges apart;
@@ -96,7 +102,9 @@ def exchange(row: torch.Tensor, name: str, group_size: int, layer: int, purpose:
     """
     membership = _membership(name)
     if membership.size != group_size:
-        raise GroupError(f"group {name!r}: got group_size {group_size}, expected {membership.size}, the number of its members")
+        raise GroupError(
+            f"group {name!r}: got group_size {group_size}, expected {membership.size}, the number of its members"
+        )
     number = membership.numbers.get((layer, purpose))
     if number is None:
         number = _agree(membership, {"pass": purpose, "length": row.numel(), **header})
@@ -146,7 +154,9 @@ def _gather(membership: _Membership, row: torch.Tensor) -> torch.Tensor:
     try:
         _gather_single(rows, row, group=membership.group)
     except RuntimeError as error:
-        raise GroupError(f"group {membership.name!r}: the exchange of statistics failed on rank {membership.rank}: {error}") from error
+        raise GroupError(
+            f"group {membership.name!r}: the exchange of statistics failed on rank {membership.rank}: {error}"
+        ) from error
     return rows.view(membership.size, row.numel())
 
 
@@ -169,9 +179,12 @@ def _agree(membership: _Membership, header: dict[str, Any]) -> int:
     different = [key for key in header if any(other.get(key) != headers[0].get(key) for other in headers)]
     if different:
         values = "; ".join(
-            f"{key}: " + ", ".join(f"rank {rank} has {other.get(key)!r}" for rank, other in enumerate(headers)) for key in different
+            f"{key}: " + ", ".join(f"rank {rank} has {other.get(key)!r}" for rank, other in enumerate(headers))
+            for key in different
         )
-        raise GroupError(f"group {membership.name!r}: the members disagree in a sync batch norm layer ({values}); give every rank the same model")
+        raise GroupError(
+            f"group {membership.name!r}: the members disagree in a sync batch norm layer ({values}); give every rank the same model"
+        )
     membership.headers[number] = header
     membership.row_length = max(membership.row_length, header["length"] + 1)
     return number

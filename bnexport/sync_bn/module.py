@@ -110,7 +110,9 @@ class SyncBatchNorm(_BatchNorm):
         if input.dim() < 2:
             raise UsageError(f"input: got rank {input.dim()}, expected rank >= 2 (N, C, *)")
         if input.shape[1] != self.num_features:
-            raise UsageError(f"input: got {input.shape[1]} channels, expected {self.num_features} (num_features); shape {tuple(input.shape)}")
+            raise UsageError(
+                f"input: got {input.shape[1]} channels, expected {self.num_features} (num_features); shape {tuple(input.shape)}"
+            )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
@@ -119,7 +121,9 @@ class SyncBatchNorm(_BatchNorm):
         size = 1
         if use_batch:
             if self._lost_group is not None:
-                raise GroupError(f"group {self._lost_group!r} did not survive pickling: set the module's `group` before training")
+                raise GroupError(
+                    f"group {self._lost_group!r} did not survive pickling: set the module's `group` before training"
+                )
             size = self.group_size()
         output, new_mean, new_var, _, _ = operators.sync_batch_norm(
             input,

@@ -114,7 +114,7 @@ def inverse_std(var: Tensor, eps: float) -> Tensor:
 def centred(x: Tensor, mean: Tensor) -> Tensor:
     """x - mean in the statistics' type, with mean split into two parts so that none of it is lost."""
     S = statistics_type(x.dtype)
-    if S == torch.float64:
+    if torch.float64 == S:
         return x - wide(mean, x)
     high = mean.to(S)
     low = (mean - high).to(S)
@@ -177,7 +177,9 @@ def local_lambda(weights: Tensor, x: Tensor, stats_mode: str) -> tuple[Tensor, T
     return x.shape[0] / (count * total), one
 
 
-def apply_backward(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, sums: GroupSums | None) -> Tensor:
+def apply_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, sums: GroupSums | None
+) -> Tensor:
     """weight * invstd * (dy - lambda * (A' + x_hat * B)); without sums weight * invstd * dy."""
     S = statistics_type(x.dtype)
     scale = (invstd if weight is None else invstd * weight).to(S)

@@ -45,7 +45,9 @@ sync_batch_norm_double_backward = torch.ops.bnexport.sync_batch_norm_double_back
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _check(input: Tensor, vectors: dict[str, Tensor | None], training: bool, stats_mode: str, grad_reduction: str) -> None:
+def _check(
+    input: Tensor, vectors: dict[str, Tensor | None], training: bool, stats_mode: str, grad_reduction: str
+) -> None:
     if input.dim() < 2:
         raise UsageError(f"input: got rank {input.dim()}, expected rank >= 2 (N, C, *)")
     if input.dtype not in _FLOATING:
@@ -53,11 +55,17 @@ def _check(input: Tensor, vectors: dict[str, Tensor | None], training: bool, sta
     C = input.shape[1]
     for name, vector in vectors.items():
         if vector is not None and (vector.dim() != 1 or vector.shape[0] != C):
-            raise UsageError(f"{name}: got shape {tuple(vector.shape)}, expected ({C},) for an input of shape {tuple(input.shape)}")
+            raise UsageError(
+                f"{name}: got shape {tuple(vector.shape)}, expected ({C},) for an input of shape {tuple(input.shape)}"
+            )
         if vector is not None and vector.dtype == torch.float64 and input.dtype != torch.float64:
-            raise UsageError(f"{name}: got float64 beside an input of {input.dtype}, expected float32 or the input's type")
+            raise UsageError(
+                f"{name}: got float64 beside an input of {input.dtype}, expected float32 or the input's type"
+            )
     if not training and (vectors["running_mean"] is None or vectors["running_var"] is None):
-        raise UsageError("running_mean and running_var: got None, expected (C,) tensors, which inference normalises with")
+        raise UsageError(
+            "running_mean and running_var: got None, expected (C,) tensors, which inference normalises with"
+        )
     for name, value, allowed in (
         ("stats_mode", stats_mode, schema.STATS_MODES),
         ("grad_reduction", grad_reduction, schema.GRAD_REDUCTIONS),
@@ -174,7 +182,9 @@ def _backward(
     if group_size > 1 and ((need_input and training) or need_weight or need_bias):
         row = backend.backward_row(dy, x, saved_mean, saved_invstd, stats_mode)
         if (need_input and training) or grad_reduction != "local":
-            rows = distributed.exchange(row, group, group_size, layer, "backward", _header(x, stats_mode, grad_reduction))
+            rows = distributed.exchange(
+                row, group, group_size, layer, "backward", _header(x, stats_mode, grad_reduction)
+            )
     grad_input, grad_weight, grad_bias = backend.backward(
         dy, x, weight, saved_mean, saved_invstd, training, output_mask, stats_mode, grad_reduction, row, rows
     )
@@ -182,7 +192,7 @@ def _backward(
     return (
         x.new_empty(0) if grad_input is None else _like(grad_input, input),
         *(x.new_empty(0) if grad is None else grad.to(dtype) for grad in (grad_weight, grad_bias)),
-    )  # type: ignore[return-value]
+    )
 
 
 def _backward_fake(
@@ -252,7 +262,9 @@ def _double_backward(
     header = _header(input, stats_mode, grad_reduction)
 
     def group_sum(*vectors: Tensor) -> list[Tensor]:
-        row = torch.cat([torch.tensor([moments.row_weight(x, stats_mode)], dtype=torch.float64, device=x.device), *vectors])
+        row = torch.cat(
+            [torch.tensor([moments.row_weight(x, stats_mode)], dtype=torch.float64, device=x.device), *vectors]
+        )
         if group_size == 1:
             return [row[0:1], *vectors]
         rows = distributed.exchange(row, group, group_size, layer, f"double backward of {len(vectors)}", header)
@@ -268,15 +280,23 @@ def _double_backward(
             p, q = (p / group_size, q / group_size) if grad_reduction == "mean" else (p, q)
         by_dy = v * wide(w * s, x) + x_hat * wide(p, x) + wide(q, x)
         by_x = dy * wide(p * s, x)
-        return by_dy.to(grad_output.dtype), by_x.to(input.dtype), (local(v * dy) * s).to(w.dtype if weight is None else weight.dtype)
+        return (
+            by_dy.to(grad_output.dtype),
+            by_x.to(input.dtype),
+            (local(v * dy) * s).to(w.dtype if weight is None else weight.dtype),
+        )
 
     if grad_reduction != "local":
         _, p, q = group_sum(p, q)
         p, q = (p / group_size, q / group_size) if grad_reduction == "mean" else (p, q)
-    weights = group_sum(zero)[0] if group_size > 1 else torch.tensor([moments.row_weight(x, stats_mode)], dtype=torch.float64)
+    weights = (
+        group_sum(zero)[0] if group_size > 1 else torch.tensor([moments.row_weight(x, stats_mode)], dtype=torch.float64)
+    )
     lam, k = moments.local_lambda(weights, x, stats_mode)
     if float(k) != 1.0:
-        raise NotImplementedError("double backward with stats_mode 'default' and empty processes: use stats_mode 'exact'")
+        raise NotImplementedError(
+            "double backward with stats_mode 'default' and empty processes: use stats_mode 'exact'"
+        )
     u = dy * wide(p, x)
     _, a, b, A, B, v_dy, sum_u, sum_u_x_hat = group_sum(
         lam * local(v), lam * local(v * x_hat), local(dy), local(dy * x_hat), local(v * dy), local(u), local(u * x_hat)
@@ -284,9 +304,11 @@ def _double_backward(
     T = v_dy - a * A - b * B
     projected = v - wide(a, x) - x_hat * wide(b, x)
     by_dy = projected * wide(w * s, x) + x_hat * wide(p, x) + wide(q, x)
-    by_x = (x_hat * wide(lam * T, x) + projected * wide(lam * B, x) + (dy - lam * (wide(A, x) + x_hat * wide(B, x))) * wide(b, x)) * wide(
-        -w * s * s, x
-    ) + (u - lam * (wide(sum_u, x) + x_hat * wide(sum_u_x_hat, x))) * wide(s, x)
+    by_x = (
+        x_hat * wide(lam * T, x)
+        + projected * wide(lam * B, x)
+        + (dy - lam * (wide(A, x) + x_hat * wide(B, x))) * wide(b, x)
+    ) * wide(-w * s * s, x) + (u - lam * (wide(sum_u, x) + x_hat * wide(sum_u_x_hat, x))) * wide(s, x)
     by_weight = local(dy * projected) * s
     return by_dy.to(grad_output.dtype), by_x.to(input.dtype), by_weight.to(w.dtype if weight is None else weight.dtype)
 
@@ -312,7 +334,7 @@ _GROUP_SLICE = slice(8, 13)
 
 
 def _forward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    input, running_mean, running_var, weight, bias, training = inputs[:6]
+    input, _, _, weight, _, training = inputs[:6]
     ctx.save_for_backward(input, weight, output[3], output[4])
     ctx.training = training
     ctx.group_arguments = inputs[_GROUP_SLICE]
@@ -359,5 +381,9 @@ for _name, _kernel, _fake in (
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"bnexport::{_name}", _fake, lib=_library)
 
-torch.library.register_autograd("bnexport::sync_batch_norm", _forward_autograd, setup_context=_forward_context, lib=_library)
-torch.library.register_autograd("bnexport::sync_batch_norm_backward", _backward_autograd, setup_context=_backward_context, lib=_library)
+torch.library.register_autograd(
+    "bnexport::sync_batch_norm", _forward_autograd, setup_context=_forward_context, lib=_library
+)
+torch.library.register_autograd(
+    "bnexport::sync_batch_norm_backward", _backward_autograd, setup_context=_backward_context, lib=_library
+)

@@ -83,7 +83,14 @@ def forward(
     Raises UsageError for a wrong shape, and in inference without running statistics.
     """
     return group_forward(
-        [input], weight, bias, running_mean=running_mean, running_var=running_var, training=training, momentum=momentum, eps=eps
+        [input],
+        weight,
+        bias,
+        running_mean=running_mean,
+        running_var=running_var,
+        training=training,
+        momentum=momentum,
+        eps=eps,
     )[0]
 
 
@@ -112,7 +119,9 @@ def group_forward(
     old_var = None if running_var is None else _vector(running_var, C, "running_var", 1.0)
     if not training:
         if old_mean is None or old_var is None:
-            raise UsageError("running_mean and running_var: got None, expected (C,) vectors, which inference normalises with")
+            raise UsageError(
+                "running_mean and running_var: got None, expected (C,) vectors, which inference normalises with"
+            )
         return [_normalise(x, w, b, old_mean, old_var, eps, old_mean, old_var) for x in xs]
 
     lambdas, _ = _lambdas(xs, stats_mode)
@@ -149,9 +158,10 @@ def backward(
     statistics, required then) and grad_input = weight * invstd * grad_output.
     """
     x = _as_input(input, "input")
-    if not training:
-        if mean is None or var is None:
-            raise UsageError("mean and var: got None, expected the running statistics, which are constants when training is False")
+    if not training and (mean is None or var is None):
+        raise UsageError(
+            "mean and var: got None, expected the running statistics, which are constants when training is False"
+        )
     result = group_backward([grad_output], [x], weight, eps=eps, training=training, means=mean, variances=var)
     return result[0]
 
@@ -192,14 +202,19 @@ def group_backward(
     results = []
     for dy, x_hat, lam, dweight, dbias in zip(dys, x_hats, lambdas, dweights, dbiases):
         dx = _wide(w * invstd, dy) * (dy - lam * (_wide(A_prime, dy) + x_hat * _wide(B, dy)))
-        if grad_reduction != "local":
-            dweight, dbias = (B / G, A / G) if grad_reduction == "mean" else (B, A)
-        results.append(Backward(dx, dweight, dbias))
+        reduced = {"local": (dweight, dbias), "mean": (B / G, A / G), "sum": (B, A)}[grad_reduction]
+        results.append(Backward(dx, *reduced))
     return results
 
 
 def backward_nhwc(
-    grad_output: ArrayLike, input: ArrayLike, scale: ArrayLike, mean: ArrayLike, variance: ArrayLike, *, epsilon: float = 1e-3
+    grad_output: ArrayLike,
+    input: ArrayLike,
+    scale: ArrayLike,
+    mean: ArrayLike,
+    variance: ArrayLike,
+    *,
+    epsilon: float = 1e-3,
 ) -> Backward:
     """Training batch norm's gradient in NHWC with the batch's mean and (biased) variance supplied.
 
@@ -216,7 +231,9 @@ def backward_nhwc(
     vectors = {"scale": scale, "mean": mean, "variance": variance}
     for name, value in vectors.items():
         if np.shape(value) != x.shape[3:]:
-            raise UsageError(f"{name} and input: got shapes {np.shape(value)} and {x.shape}, expected {name} of shape {x.shape[3:]}")
+            raise UsageError(
+                f"{name} and input: got shapes {np.shape(value)} and {x.shape}, expected {name} of shape {x.shape[3:]}"
+            )
     gamma, mu, var = (np.asarray(value, np.float64) for value in vectors.values())
     count = x.shape[0] * x.shape[1] * x.shape[2]
     invstd = inverse_std(var, epsilon)
@@ -237,7 +254,11 @@ class Reduced:
 
 
 def reduce_backward(
-    grad_output: ArrayLike, input: ArrayLike, mean: ArrayLike, invstd: ArrayLike, needs_input_grad: tuple[bool, bool, bool] = (True, True, True)
+    grad_output: ArrayLike,
+    input: ArrayLike,
+    mean: ArrayLike,
+    invstd: ArrayLike,
+    needs_input_grad: tuple[bool, bool, bool] = (True, True, True),
 ) -> Reduced:
     """First half of apex's formulation: local sums, before two collectives average them.
 
@@ -257,7 +278,13 @@ def reduce_backward(
 
 
 def apply_backward(
-    grad_output: ArrayLike, input: ArrayLike, weight: ArrayLike | None, mean: ArrayLike, invstd: ArrayLike, mean_dy: ArrayLike, mean_dy_xmu: ArrayLike
+    grad_output: ArrayLike,
+    input: ArrayLike,
+    weight: ArrayLike | None,
+    mean: ArrayLike,
+    invstd: ArrayLike,
+    mean_dy: ArrayLike,
+    mean_dy_xmu: ArrayLike,
 ) -> Array:
     """Second half: grad_input from the two averages over all values of the group.
 
@@ -269,12 +296,18 @@ def apply_backward(
     x = _as_input(input, "input")
     dy = _like(grad_output, x, "grad_output", "input")
     C = x.shape[1]
-    w, mean, invstd = _vector(weight, C, "weight", 1.0), _vector(mean, C, "mean", 0.0), _vector(invstd, C, "invstd", 1.0)
+    w, mean, invstd = (
+        _vector(weight, C, "weight", 1.0),
+        _vector(mean, C, "mean", 0.0),
+        _vector(invstd, C, "invstd", 1.0),
+    )
     mean_dy, mean_dy_xmu = _vector(mean_dy, C, "mean_dy", 0.0), _vector(mean_dy_xmu, C, "mean_dy_xmu", 0.0)
     return _wide(w * invstd, x) * (dy - _wide(mean_dy, x) - (x - _wide(mean, x)) * _wide(invstd**2 * mean_dy_xmu, x))
 
 
-def _normalise(x: Array, w: Array, b: Array, mean: Array, var: Array, eps: float, new_mean: Array | None, new_var: Array | None) -> Forward:
+def _normalise(
+    x: Array, w: Array, b: Array, mean: Array, var: Array, eps: float, new_mean: Array | None, new_var: Array | None
+) -> Forward:
     invstd = inverse_std(var, eps)
     output = (x - _wide(mean, x)) * _wide(w * invstd, x) + _wide(b, x)
     return Forward(output, mean, var, invstd, new_mean, new_var)

@@ -43,8 +43,14 @@ def forward(
     merged = moments.merge(rows, stats_mode, x.shape[0] * moments.spatial_size(x))
     invstd = moments.inverse_std(merged.var, eps)
     y = moments.normalise(x, merged.mean, invstd, weight, bias)
-    new_mean = None if running_mean is None else moments.update_running(running_mean, merged.mean, momentum, merged.total)
-    new_var = None if running_var is None else moments.update_running(running_var, moments.unbiased(merged), momentum, merged.total)
+    new_mean = (
+        None if running_mean is None else moments.update_running(running_mean, merged.mean, momentum, merged.total)
+    )
+    new_var = (
+        None
+        if running_var is None
+        else moments.update_running(running_var, moments.unbiased(merged), momentum, merged.total)
+    )
     return y, new_mean, new_var, merged.mean, invstd
 
 

@@ -63,8 +63,9 @@ class Tensor {
         std::memcpy(&wide, &narrow, 4);
         write(at, static_cast<uint16_t>(wide >> 16));
       } else {
-        uint16_t half = 0;
-        while (half_to_double(half) < std::fabs(value)) ++half;
+        int exponent;  // the value is fraction * 2^exponent, with at most 8 bits in the fraction
+        const double fraction = std::frexp(std::fabs(value), &exponent);
+        const int half = value == 0 ? 0 : (exponent + 14) << 10 | (static_cast<int>(fraction * 2048) & 1023);
         write(at, static_cast<uint16_t>(half | (value < 0 ? 0x8000 : 0)));
       }
     }
@@ -95,23 +96,24 @@ struct Statistics {
 };
 
 inline Statistics naive(const Shape& shape, int32_t layout, const Tensor& x, const Tensor* dy, double eps, int64_t c) {
-  Statistics result;
-  const double n = static_cast<double>(shape.N * shape.S);
+  // long double: the sums here are naive, and must still be better than those they judge.
+  long double mean = 0, variance = 0, sum = 0, product = 0;
+  const auto n = static_cast<long double>(shape.N * shape.S);
   const auto each = [&](const auto& visit) {
     for (int64_t i = 0; i < shape.N; ++i) {
       for (int64_t s = 0; s < shape.S; ++s) visit(index_of(shape, layout, i, c, s));
     }
   };
-  each([&](int64_t i) { result.mean += x.get(i) / n; });
-  each([&](int64_t i) { result.variance += (x.get(i) - result.mean) * (x.get(i) - result.mean) / n; });
+  each([&](int64_t i) { mean += static_cast<long double>(x.get(i)) / n; });
+  each([&](int64_t i) { variance += (static_cast<long double>(x.get(i)) - mean) * (static_cast<long double>(x.get(i)) - mean) / n; });
   if (dy != nullptr) {
-    const double invstd = 1 / std::sqrt(result.variance + eps);
+    const long double invstd = 1 / std::sqrt(variance + static_cast<long double>(eps));
     each([&](int64_t i) {
-      result.dy += dy->get(i);
-      result.dy_x_hat += dy->get(i) * (x.get(i) - result.mean) * invstd;
+      sum += static_cast<long double>(dy->get(i));
+      product += static_cast<long double>(dy->get(i)) * (static_cast<long double>(x.get(i)) - mean) * invstd;
     });
   }
-  return result;
+  return {static_cast<double>(mean), static_cast<double>(variance), static_cast<double>(sum), static_cast<double>(product)};
 }
 
 #endif  // BNEXPORT_TESTS_TENSORS_H

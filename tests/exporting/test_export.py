@@ -114,7 +114,9 @@ def test_custom_op_in_train_returns_the_statistics(exporter, library, tmp_path):
     torch.testing.assert_close(torch.from_numpy(got["output"]), expected, rtol=1e-4, atol=1e-5)
     after = net.state_dict()
     for name in state:
-        torch.testing.assert_close(torch.from_numpy(np.asarray(got[f"{name}.new"])), after[name], rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            torch.from_numpy(np.asarray(got[f"{name}.new"])), after[name], rtol=1e-5, atol=1e-5, msg=name
+        )
 
 
 def test_complete_nodes_and_body(exporter, tmp_path):
@@ -155,7 +157,9 @@ def test_batch_of_one_stays_dynamic(exporter, tmp_path):
     net = _trained().eval()
     bnexport.export(net, torch.randn(1, 3, 6, 5), path, exporter=exporter)
     x = torch.randn(7, 3, 6, 5)
-    torch.testing.assert_close(torch.from_numpy(_run(path, {"image": x.numpy()}, False)["output"]), net(x).detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.from_numpy(_run(path, {"image": x.numpy()}, False)["output"]), net(x).detach(), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_dimension_that_the_model_fixes_is_noted(tmp_path):
@@ -179,7 +183,9 @@ def test_torchs_own_sync_batch_norm(convert, exporter, tmp_path):
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_half_precision(exporter, training, tmp_path):
     net = nn.Sequential(nn.Conv2d(3, 4, 1), SyncBatchNorm(4), nn.ReLU()).half().train(training)
-    result = bnexport.export(net, torch.randn(4, 3, 5, 5).half(), tmp_path / "m.onnx", mode="custom_op", exporter=exporter)
+    result = bnexport.export(
+        net, torch.randn(4, 3, 5, 5).half(), tmp_path / "m.onnx", mode="custom_op", exporter=exporter
+    )
     assert result.verification.passed, result.verification.summary()
 
 
@@ -213,7 +219,9 @@ def test_several_inputs_and_named_outputs(exporter, tmp_path):
     args = (torch.randn(4, 3), torch.randn(4, 3))
     result = bnexport.export(Two().eval(), args, tmp_path / "m.onnx", exporter=exporter)
     assert (result.inputs, result.outputs) == (("left", "right"), ("sum", "pair_0", "pair_1"))
-    named = bnexport.export(Two().eval(), args, tmp_path / "n.onnx", exporter=exporter, input_names=["a", "b"], output_names=["x", "y", "z"])
+    named = bnexport.export(
+        Two().eval(), args, tmp_path / "n.onnx", exporter=exporter, input_names=["a", "b"], output_names=["x", "y", "z"]
+    )
     assert [value.name for value in onnxruntime.InferenceSession(named.path).get_outputs()] == ["x", "y", "z"]
 
 

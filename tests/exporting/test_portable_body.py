@@ -2,10 +2,10 @@
 
 import numpy as np
 import onnx
-import onnx.helper as helper
 import onnx.reference
 import onnxruntime
 import pytest
+from onnx import helper
 
 from bnexport import schema, tolerances
 from bnexport.exporting.portable_body import portable_body
@@ -19,11 +19,19 @@ NAMES = [value.name for value in OPERATOR.inputs]
 
 def _model(dtype, rank, training, eps=1e-5, momentum=0.25):
     data, statistics = TYPES[dtype]
-    attributes = {a.name: a.default for a in OPERATOR.attributes} | {"training_mode": training, "eps": eps, "momentum": momentum}
-    node = helper.make_node(OPERATOR.name, NAMES, [v.name for v in OPERATOR.outputs], domain=OPERATOR.domain, **attributes)
+    attributes = {a.name: a.default for a in OPERATOR.attributes} | {
+        "training_mode": training,
+        "eps": eps,
+        "momentum": momentum,
+    }
+    node = helper.make_node(
+        OPERATOR.name, NAMES, [v.name for v in OPERATOR.outputs], domain=OPERATOR.domain, **attributes
+    )
 
     def info(value):
-        return helper.make_tensor_value_info(value.name, data if value.type == "T" else statistics, [None] * (rank if value.type == "T" else 1))
+        return helper.make_tensor_value_info(
+            value.name, data if value.type == "T" else statistics, [None] * (rank if value.type == "T" else 1)
+        )
 
     graph = helper.make_graph([node], "g", [info(v) for v in OPERATOR.inputs], [info(v) for v in OPERATOR.outputs])
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid(OPERATOR.domain, OPERATOR.version)]
@@ -46,7 +54,9 @@ def _feeds(dtype, shape, seed=0, mean=3.0):
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "onnx.reference"])
-@pytest.mark.parametrize("shape", [(4, 3), (2, 3, 5), (2, 3, 4, 5), (2, 3, 2, 2, 2), (0, 3, 4), (2, 3, 0), (1, 3), (2, 0, 4)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4, 3), (2, 3, 5), (2, 3, 4, 5), (2, 3, 2, 2, 2), (0, 3, 4), (2, 3, 0), (1, 3), (2, 0, 4)], ids=str
+)
 @pytest.mark.parametrize("training", [0, 1], ids=["eval", "train"])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_against_the_closed_form(dtype, training, shape, engine):
@@ -72,7 +82,12 @@ def test_against_the_closed_form(dtype, training, shape, engine):
         ("saved_mean", mean, expected.mean),
     ):
         assert_within(value, oracle, tolerances.statistic(dtype, scale=4.0), name)
-    assert_within(invstd, expected.invstd, tolerances.statistic(dtype, scale=float(expected.invstd.max(initial=1))), "saved_invstd")
+    assert_within(
+        invstd,
+        expected.invstd,
+        tolerances.statistic(dtype, scale=float(expected.invstd.max(initial=1))),
+        "saved_invstd",
+    )
 
 
 def test_large_mean():
@@ -80,7 +95,9 @@ def test_large_mean():
     got = onnxruntime.InferenceSession(_model("float32", 4, 1).SerializeToString()).run(None, feeds)
     expected = reference.forward(feeds["input"], feeds["weight"], feeds["bias"])
     weight = float(np.abs(feeds["weight"]).max())
-    assert_within(got[0], expected.output, tolerances.forward("float32", condition=condition_of(expected), weight=weight))
+    assert_within(
+        got[0], expected.output, tolerances.forward("float32", condition=condition_of(expected), weight=weight)
+    )
 
 
 def test_constant_channel_without_eps():

@@ -77,7 +77,9 @@ def test_frozen_stays_frozen():
     torch.testing.assert_close(revert_sync_batchnorm(new).eval()(x), expected)
 
 
-@pytest.mark.parametrize(("activation", "parameter"), [("leaky_relu", 0.2), ("relu", 0.0), ("elu", 0.5), ("identity", 0.0)])
+@pytest.mark.parametrize(
+    ("activation", "parameter"), [("leaky_relu", 0.2), ("relu", 0.0), ("elu", 0.5), ("identity", 0.0)]
+)
 def test_inplace_abn(activation, parameter):
     old = lookalikes.InPlaceABNSync(3, activation, parameter)
     new = convert_sync_batchnorm(old)

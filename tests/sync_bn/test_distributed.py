@@ -64,17 +64,24 @@ def _check(cluster, shapes, dtype="float64", stats_mode="exact", grad_reduction=
     )
     gradients = reference.group_backward(grads, arrays, weight, stats_mode=stats_mode, grad_reduction=grad_reduction)
     condition = condition_of(expected[0])
-    dy_max = max((float(np.abs(g).max(initial=0)) for g in grads))
+    dy_max = max(float(np.abs(g).max(initial=0)) for g in grads)
     x_hat_max = max(float(np.abs(e.output).max(initial=0)) for e in expected) * 4 + 4
     count = sum(g.size // C for g in grads)
     for result, forward, gradient in zip(results, expected, gradients):
-        assert_within(result["output"], forward.output, tolerances.forward(dtype, condition=condition, weight=2.0), "output")
-        scale = max(1.0, float(np.abs(forward.running_mean).max()), float(forward.running_var.max()), float(forward.var.max()))
+        assert_within(
+            result["output"], forward.output, tolerances.forward(dtype, condition=condition, weight=2.0), "output"
+        )
+        scale = max(
+            1.0, float(np.abs(forward.running_mean).max()), float(forward.running_var.max()), float(forward.var.max())
+        )
         for name in ("running_mean", "running_var"):
             assert_within(result[name], getattr(forward, name), tolerances.statistic(dtype, scale=scale), name)
         scale = float((2.0 * forward.invstd).max() * dy_max)
         assert_within(
-            result["grad_input"], gradient.grad_input, tolerances.backward_input(dtype, condition=condition, scale=scale), "grad_input"
+            result["grad_input"],
+            gradient.grad_input,
+            tolerances.backward_input(dtype, condition=condition, scale=scale),
+            "grad_input",
         )
         bound = tolerances.backward_sum(dtype, condition=condition, absolute_sum=max(1.0, dy_max * x_hat_max * count))
         assert_within(result["grad_weight"], gradient.grad_weight, bound, "grad_weight")
@@ -251,7 +258,11 @@ def _ddp(group, xs, compile_it, recompute):
     x = xs[rank]
     y = checkpoint(run, x, use_reentrant=False) if recompute else run(x)
     y.square().mean().backward()
-    return {name: p.grad.numpy() for name, p in net.named_parameters()}, net[1].running_var.numpy(), int(net[1].num_batches_tracked)
+    return (
+        {name: p.grad.numpy() for name, p in net.named_parameters()},
+        net[1].running_var.numpy(),
+        int(net[1].num_batches_tracked),
+    )
 
 
 @pytest.mark.parametrize("variant", ["plain", "compiled", "checkpointed"])

@@ -98,7 +98,9 @@ def test_copies_and_pickles():
 
 def test_repr_names_what_differs():
     assert repr(SyncBatchNorm(3)) == repr(nn.BatchNorm1d(3)).replace("BatchNorm1d", "SyncBatchNorm")
-    assert repr(SyncBatchNorm(3, stats_mode="N", grad_reduction="mean")).endswith("stats_mode='N', grad_reduction='mean')")
+    assert repr(SyncBatchNorm(3, stats_mode="N", grad_reduction="mean")).endswith(
+        "stats_mode='N', grad_reduction='mean')"
+    )
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,15 @@ def test_forward_and_backward(backend, dtype, shape, layout, training):
     expected = reference.forward(array, w, b, running_mean=old_mean, running_var=old_var, training=training)
     condition = condition_of(expected)
     name = _name(dtype)
-    assert_within(y.double(), expected.output, tolerances.forward(name, condition=condition, weight=float(w.abs().max())), "output")
-    scale = float(max(expected.running_mean.max(), np.sqrt(expected.var).max(), old_var.max(), expected.running_var.max()))
+    assert_within(
+        y.double(),
+        expected.output,
+        tolerances.forward(name, condition=condition, weight=float(w.abs().max())),
+        "output",
+    )
+    scale = float(
+        max(expected.running_mean.max(), np.sqrt(expected.var).max(), old_var.max(), expected.running_var.max())
+    )
     assert_within(new_mean, expected.running_mean, tolerances.statistic(name, scale=scale), "running_mean")
     assert_within(new_var, expected.running_var, tolerances.statistic(name, scale=scale), "running_var")
 
@@ -75,11 +82,20 @@ def test_forward_and_backward(backend, dtype, shape, layout, training):
     gradient = reference.backward(dy.double(), array, w, training=training, **statistics)
     scale = float((w * expected.invstd).abs().max() * dy.abs().max())
     assert dx.stride() == promised.stride()
-    assert_within(dx.double(), gradient.grad_input, tolerances.backward_input(name, condition=condition, scale=scale), "grad_input")
+    assert_within(
+        dx.double(),
+        gradient.grad_input,
+        tolerances.backward_input(name, condition=condition, scale=scale),
+        "grad_input",
+    )
     axes = (0, *range(2, len(shape)))
-    x_hat = (array - expected.mean.reshape(1, -1, *(1,) * (len(shape) - 2))) * expected.invstd.reshape(1, -1, *(1,) * (len(shape) - 2))
+    x_hat = (array - expected.mean.reshape(1, -1, *(1,) * (len(shape) - 2))) * expected.invstd.reshape(
+        1, -1, *(1,) * (len(shape) - 2)
+    )
     total = float(np.abs(dy.double().numpy() * x_hat).sum(axes).max())
-    assert_within(dw, gradient.grad_weight, tolerances.backward_sum(name, condition=condition, absolute_sum=total), "grad_weight")
+    assert_within(
+        dw, gradient.grad_weight, tolerances.backward_sum(name, condition=condition, absolute_sum=total), "grad_weight"
+    )
     total = float(dy.double().abs().sum(axes).max())
     assert_within(db, gradient.grad_bias, tolerances.backward_sum(name, absolute_sum=total), "grad_bias")
 
@@ -88,7 +104,9 @@ def test_forward_and_backward(backend, dtype, shape, layout, training):
 def test_large_means_stay_finite_and_exact(backend, ratio):
     """mean / std up to 1e6 in float32, against the closed form of the very same float32 data."""
     x = (torch.randn(8, 3, 16, 16, dtype=torch.float64) + ratio).float()
-    y, _, new_var, mean, invstd = operators.sync_batch_norm(x, torch.zeros(3), torch.ones(3), None, None, True, 1.0, 1e-5, *LOCAL)
+    y, _, new_var, mean, invstd = operators.sync_batch_norm(
+        x, torch.zeros(3), torch.ones(3), None, None, True, 1.0, 1e-5, *LOCAL
+    )
     expected = reference.forward(x.double().numpy(), running_mean=np.zeros(3), running_var=np.ones(3), momentum=1.0)
     assert (new_var >= 0).all()
     assert_within(y, expected.output, tolerances.forward("float32", condition=condition_of(expected)), "output")
@@ -97,7 +115,12 @@ def test_large_means_stay_finite_and_exact(backend, ratio):
     dx, _, _ = operators.sync_batch_norm_backward(dy, x, None, mean, invstd, True, [True] * 3, *LOCAL)
     gradient = reference.backward(dy.numpy(), x.double().numpy())
     scale = float(expected.invstd.max() * dy.abs().max())
-    assert_within(dx, gradient.grad_input, tolerances.backward_input("float32", condition=condition_of(expected), scale=scale), "grad_input")
+    assert_within(
+        dx,
+        gradient.grad_input,
+        tolerances.backward_input("float32", condition=condition_of(expected), scale=scale),
+        "grad_input",
+    )
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
@@ -123,7 +146,9 @@ def test_empty_inputs(backend, shape):
     C = shape[1]
     x = torch.randn(shape)
     old_mean, old_var = torch.randn(C), torch.rand(C)
-    y, new_mean, new_var, mean, invstd = operators.sync_batch_norm(x, old_mean, old_var, None, None, True, 0.1, 1e-5, *LOCAL)
+    y, new_mean, new_var, mean, invstd = operators.sync_batch_norm(
+        x, old_mean, old_var, None, None, True, 0.1, 1e-5, *LOCAL
+    )
     assert y.shape == x.shape
     assert torch.equal(new_mean, old_mean)
     assert torch.equal(new_var, old_var)
@@ -134,11 +159,15 @@ def test_empty_inputs(backend, shape):
 
 
 def test_constant_channel_without_eps(backend):
-    y, *_ = operators.sync_batch_norm(torch.full((4, 2, 3), 7.0), None, None, None, torch.tensor([1.0, 2.0]), True, 0.1, 0.0, *LOCAL)
+    y, *_ = operators.sync_batch_norm(
+        torch.full((4, 2, 3), 7.0), None, None, None, torch.tensor([1.0, 2.0]), True, 0.1, 0.0, *LOCAL
+    )
     assert torch.equal(y, torch.tensor([1.0, 2.0]).view(1, 2, 1).expand(4, 2, 3))
 
 
-@pytest.mark.parametrize("mask", [[True, False, False], [False, True, False], [False, False, True], [False, True, True]], ids=str)
+@pytest.mark.parametrize(
+    "mask", [[True, False, False], [False, True, False], [False, False, True], [False, True, True]], ids=str
+)
 def test_only_needed_gradients(backend, mask):
     x, dy = torch.randn(4, 3, 5), torch.randn(4, 3, 5)
     *_, mean, invstd = operators.sync_batch_norm(x, None, None, None, None, True, 0.1, 1e-5, *LOCAL)
@@ -166,7 +195,9 @@ def test_gradcheck(backend, training, affine):
 def test_opcheck(backend, training):
     x = torch.randn(3, 2, 4, requires_grad=True)
     w, b = torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True)
-    torch.library.opcheck(operators.sync_batch_norm.default, (x, torch.zeros(2), torch.ones(2), w, b, training, 0.1, 1e-5, *LOCAL))
+    torch.library.opcheck(
+        operators.sync_batch_norm.default, (x, torch.zeros(2), torch.ones(2), w, b, training, 0.1, 1e-5, *LOCAL)
+    )
     *_, mean, invstd = operators.sync_batch_norm(x.detach(), None, None, None, None, True, 0.1, 1e-5, *LOCAL)
     arguments = (torch.randn(3, 2, 4), x.detach(), w.detach(), mean, invstd, training, [True, True, True], *LOCAL)
     torch.library.opcheck(operators.sync_batch_norm_backward.default, arguments)

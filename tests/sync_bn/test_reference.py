@@ -32,7 +32,12 @@ def test_forward_and_backward_equal_autograd(shape):
     y, dx, dw, db = _autograd(x, dy, w, b, 1e-5)
     forward = reference.forward(x, w, b, eps=1e-5)
     backward = reference.backward(dy, x, w, eps=1e-5)
-    for got, expected in ((forward.output, y), (backward.grad_input, dx), (backward.grad_weight, dw), (backward.grad_bias, db)):
+    for got, expected in (
+        (forward.output, y),
+        (backward.grad_input, dx),
+        (backward.grad_weight, dw),
+        (backward.grad_bias, db),
+    ):
         np.testing.assert_allclose(got, expected.detach(), rtol=0, atol=BOUND)
 
 
@@ -63,7 +68,9 @@ SPLITS = {"even": (3, 3), "uneven": (1, 5, 2), "empty": (0, 4, 2), "one each": (
 @pytest.mark.parametrize("stats_mode", ["exact", "default", "N"])
 def test_group_gradients_are_the_derivative_of_the_group_forward(split, stats_mode):
     """Autograd through the formula that reference.py states for the mode, empty processes included."""
-    shapes = [(n, 2, 3 + rank) for rank, n in enumerate(split)] if stats_mode != "default" else [(n, 2, 3) for n in split]
+    shapes = (
+        [(n, 2, 3 + rank) for rank, n in enumerate(split)] if stats_mode != "default" else [(n, 2, 3) for n in split]
+    )
     xs = [torch.randn(shape, dtype=torch.float64).add_(1).requires_grad_() for shape in shapes]
     dys = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     w = torch.tensor([0.5, -2.0], dtype=torch.float64)
@@ -134,7 +141,9 @@ def test_nhwc_shape_errors_name_the_pair(arguments, pair):
         reference.backward_nhwc(*(np.zeros(shape) for shape in arguments))
 
 
-@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)], ids=str)
+@pytest.mark.parametrize(
+    "needs", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)], ids=str
+)
 def test_two_collective_formulation(needs):
     x, dy, w, _ = _tensors((6, 3, 4))
     parts, grads = np.split(x.numpy(), [2, 5]), np.split(dy.numpy(), [2, 5])
@@ -145,7 +154,8 @@ def test_two_collective_formulation(needs):
     mean_dy, mean_dy_xmu = (sum(getattr(part, name) for part in reduced) / count for name in ("sum_dy", "sum_dy_xmu"))
     if needs[0]:
         dx = [
-            reference.apply_backward(g, p, w, statistics.mean, statistics.invstd, mean_dy, mean_dy_xmu) for g, p in zip(grads, parts)
+            reference.apply_backward(g, p, w, statistics.mean, statistics.invstd, mean_dy, mean_dy_xmu)
+            for g, p in zip(grads, parts)
         ]
         np.testing.assert_allclose(np.concatenate(dx), expected.grad_input, atol=BOUND)
     for index, name in ((1, "grad_weight"), (2, "grad_bias")):

@@ -84,7 +84,7 @@ def _map_constant(node: ir.Node, index: int, axis: int, part: ChannelAffine, sea
         raise Refused("shape", f"the {what} of shape {values.shape} does not fit the map")
     scale, center, shift = (along(vector, axis, values.ndim) for vector in (part.scale, part.center, part.shift))
     size = (np.abs(values) + np.abs(center)) * np.abs(scale) + np.abs(shift)
-    dtype = search.context.constants.array(node.inputs[index], what).dtype
+    dtype = search.context.constants.describe(node.inputs[index], what).dtype
     search.plan.replace(node, index, (values - center) * scale + shift, dtype, what, size)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.constants import Described
 from bnexport.folding.context import Context
 from bnexport.folding.nodes import get_int, get_ints, get_string, input_at, only_attributes
 from bnexport.folding.refusal import Refused
@@ -73,12 +74,12 @@ def add_to_bias(node: ir.Node, terms: np.ndarray, dtype: np.dtype, search: Searc
     search.plan.replace(node, 2, bias + terms.sum(axis=1), dtype, f"{node.op_type} bias", size)
 
 
-def _grouped(node: ir.Node, axis: int, context: Context) -> tuple[np.ndarray, tuple[int, ...]]:
+def _grouped(node: ir.Node, axis: int, context: Context) -> tuple[Described, tuple[int, ...]]:
     """The weight, and its shape as (groups, rows, columns, kernel...)."""
     only_attributes(node, _ATTRIBUTES)
     if axis != 1:
         raise Refused("axis", f"the map acts on axis {axis}, a Conv's channels are axis 1")
-    weight = context.constants.array(input_at(node, 1), "Conv weight")
+    weight = context.constants.describe(input_at(node, 1), "Conv weight")
     group = get_int(node, "group", 1)
     if weight.ndim < 3 or group < 1 or weight.shape[0] % group:
         raise Refused("shape", f"a Conv weight of shape {weight.shape} with {group} groups")

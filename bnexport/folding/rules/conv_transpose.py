@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.constants import Described
 from bnexport.folding.context import Context
 from bnexport.folding.nodes import get_int, get_ints, get_string, input_at, only_attributes
 from bnexport.folding.refusal import Refused
@@ -57,12 +58,12 @@ def _pointwise(node: ir.Node, weight: np.ndarray) -> bool:
     return plain and ones and zeros and all(size == 1 for size in weight.shape[2:])
 
 
-def _grouped(node: ir.Node, axis: int, context: Context) -> tuple[np.ndarray, tuple[int, ...]]:
+def _grouped(node: ir.Node, axis: int, context: Context) -> tuple[Described, tuple[int, ...]]:
     """The weight, and its shape as (groups, input channels, output channels, kernel...)."""
     only_attributes(node, _ATTRIBUTES)
     if axis != 1:
         raise Refused("axis", f"the map acts on axis {axis}, a ConvTranspose's channels are axis 1")
-    weight = context.constants.array(input_at(node, 1), "ConvTranspose weight")
+    weight = context.constants.describe(input_at(node, 1), "ConvTranspose weight")
     group = get_int(node, "group", 1)
     if weight.ndim < 3 or group < 1 or weight.shape[0] % group:
         raise Refused("shape", f"a ConvTranspose weight of shape {weight.shape} with {group} groups")

@@ -79,7 +79,7 @@ def _store(
 ) -> None:
     if total.ndim > rank or total.size > max(before, channels):
         raise Refused("too-large", f"the constant of {label(node)} would grow from {before} to {total.size} elements")
-    dtype = search.context.constants.array(input_at(node, index), "constant").dtype
+    dtype = search.context.constants.describe(input_at(node, index), "constant").dtype
     search.plan.replace(node, index, total, dtype, f"{node.op_type} constant", size)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.constants import Described
 from bnexport.folding.context import Context
 from bnexport.folding.nodes import get_float, get_int, input_at, only_attributes
 from bnexport.folding.refusal import Refused
@@ -58,12 +59,12 @@ def _along(vector: np.ndarray, axis: int) -> np.ndarray:
     return vector.reshape(-1, 1) if axis == 0 else vector.reshape(1, -1)
 
 
-def _check(node: ir.Node, context: Context) -> tuple[np.ndarray, int]:
+def _check(node: ir.Node, context: Context) -> tuple[Described, int]:
     """The weight B as stored, and which of its axes is K."""
     if context.opset < 7:
         raise Refused("opset", "Gemm before opset 7 broadcasts by an attribute")
     only_attributes(node, _ATTRIBUTES)
-    weight = context.constants.array(input_at(node, 1), "Gemm weight")
+    weight = context.constants.describe(input_at(node, 1), "Gemm weight")
     if weight.ndim != 2:
         raise Refused("shape", f"a Gemm weight of shape {weight.shape}")
     return weight, 1 if get_int(node, "transB", 0) else 0

@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine, along
+from bnexport.folding.constants import Described
 from bnexport.folding.context import Context
 from bnexport.folding.edits import Addend
 from bnexport.folding.elementwise import data_and_constant
@@ -80,14 +81,14 @@ def _place_shift(
     search.plan.add_behind(node, Addend(vector, axis, rank, dtype))
 
 
-def _check(node: ir.Node, context: Context) -> tuple[int, np.ndarray, int]:
+def _check(node: ir.Node, context: Context) -> tuple[int, Described, int]:
     """Which input is the constant, its value, and the rank of the product."""
     only_attributes(node, ())
     constant = [context.constants.is_constant(input_at(node, index)) for index in (0, 1)]
     if constant[0] == constant[1]:
         raise Refused("not-constant", "no operand, or both, of the MatMul is constant")
     index = 0 if constant[0] else 1
-    weight = context.constants.array(input_at(node, index), "MatMul weight")
+    weight = context.constants.describe(input_at(node, index), "MatMul weight")
     data = input_at(node, 1 - index)
     data_rank = None if data is None else context.rank(data)
     if weight.ndim < 2 or data_rank is None or data_rank < 2:
