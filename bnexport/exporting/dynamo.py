@@ -71,7 +71,7 @@ def _translate(
     )
 
 
-TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {operators.sync_batch_norm.default: _translate}
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {operators.sync_batch_norm: _translate}
 
 
 def trace(

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
-from bnexport.folding.nodes import get_float, get_int, input_at, only_attributes, used
+from bnexport.folding.nodes import get_float, get_int, only_attributes, used
 from bnexport.folding.refusal import Refused
 
 _ATTRIBUTES = {
@@ -52,9 +52,7 @@ def read_batch_norm(node: ir.Node, context: Context) -> ChannelAffine:
         raise Refused("bad-node", "it has no input")
     if source.shape is not None and len(source.shape) < 2:
         raise Refused("rank", f"its input has rank {len(source.shape)}, expected at least 2")
-    gamma, beta, mean, var = (
-        _vector(context.constants.floats(input_at(node, index), name), name) for name, index in PARAMETERS
-    )
+    gamma, beta, mean, var = (_vector(context.current(node, index, name), name) for name, index in PARAMETERS)
     if len({vector.size for vector in (gamma, beta, mean, var)}) != 1:
         raise Refused("shape", f"its parameters have {gamma.size}, {beta.size}, {mean.size} and {var.size} elements")
     affine = ChannelAffine.from_batch_norm(gamma, beta, mean, var, get_float(node, "epsilon", 1e-5))

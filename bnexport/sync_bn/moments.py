@@ -8,6 +8,7 @@ reference.py. Data are centred before they are squared: E[x^2] - E[x]^2 is never
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -33,6 +34,12 @@ def spatial_size(x: Tensor) -> int:
     for dim in x.shape[2:]:
         size *= dim
     return size
+
+
+def header(x: Tensor, stats_mode: str, grad_reduction: str) -> dict[str, Any]:
+    """What the members of a group compare before a layer's first exchange."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    return {"C": x.shape[1], "dtype": dtype, "stats_mode": stats_mode, "grad_reduction": grad_reduction}
 
 
 def _axes(x: Tensor) -> list[int]:

@@ -9,6 +9,7 @@ for kind in address,undefined thread; do
   cmake -S "$root" -B "$folder" -G Ninja -DBNEXPORT_TESTS=ON -DBNEXPORT_SANITIZE="$kind" -DCMAKE_BUILD_TYPE=Release >/dev/null
   cmake --build "$folder"
   echo "== $kind"
-  ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 \
+  # No detect_stack_use_after_return: its frames are not aligned for 64-byte vectors.
+  UBSAN_OPTIONS=print_stacktrace=1 \
     ctest --test-dir "$folder" --output-on-failure
 done

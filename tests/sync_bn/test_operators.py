@@ -196,11 +196,11 @@ def test_opcheck(backend, training):
     x = torch.randn(3, 2, 4, requires_grad=True)
     w, b = torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True)
     torch.library.opcheck(
-        operators.sync_batch_norm.default, (x, torch.zeros(2), torch.ones(2), w, b, training, 0.1, 1e-5, *LOCAL)
+        operators.sync_batch_norm, (x, torch.zeros(2), torch.ones(2), w, b, training, 0.1, 1e-5, *LOCAL)
     )
     *_, mean, invstd = operators.sync_batch_norm(x.detach(), None, None, None, None, True, 0.1, 1e-5, *LOCAL)
     arguments = (torch.randn(3, 2, 4), x.detach(), w.detach(), mean, invstd, training, [True, True, True], *LOCAL)
-    torch.library.opcheck(operators.sync_batch_norm_backward.default, arguments)
+    torch.library.opcheck(operators.sync_batch_norm_backward, arguments)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bnexport.folding.rules import (
+    batch_norm,
     concat,
     conv,
     conv_transpose,
@@ -23,6 +24,7 @@ ALL: tuple[Rule, ...] = (
     gemm.RULE,
     matmul.RULE,
     elementwise.RULE,
+    batch_norm.RULE,
     transparent.RULE,
     reshape.RULE,
     pooling.RULE,

@@ -50,7 +50,7 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
     search.plan.scale(node, 1, affine.scale.reshape(rows), "ConvTranspose weight", view)
 
 
-def _pointwise(node: ir.Node, weight: np.ndarray) -> bool:
+def _pointwise(node: ir.Node, weight: Described) -> bool:
     """Whether each output position comes from exactly one input position."""
     plain = get_string(node, "auto_pad", "NOTSET") in ("NOTSET", "VALID", "") and "output_shape" not in node.attributes
     ones = all(stride == 1 for stride in get_ints(node, "strides") or ())

