@@ -109,7 +109,7 @@ def trace(
                 tensor = initializer.const_value
                 if isinstance(tensor, ir.ExternalTensor):
                     initializer.const_value = ir.Tensor(tensor.numpy().copy(), name=tensor.name)
-            _forget_inner_shapes(model.graph)
+            _forget_wrong_shapes(model.graph, axes)
             return model, []
     finally:
         torch.onnx.unregister_custom_op_symbolic(_OPERATOR, OPSET)  # type: ignore[attr-defined]
@@ -119,15 +119,24 @@ def _has_sync_batch_norm(wrapper: Traced) -> bool:
     return any(isinstance(module, SyncBatchNorm) for module in wrapper.modules())
 
 
-def _forget_inner_shapes(graph: ir.Graph) -> None:
-    """The exporter gives every output of a custom node the shape of its first; only types are kept."""
-    spreading: set[ir.Value] = set()
+def _forget_wrong_shapes(graph: ir.Graph, axes: dict[str, dict[int, str]]) -> None:
+    """The exporter's shape inference is wrong behind custom nodes; ONNX Runtime plans memory by it.
+
+    It gives every output of such a node the shape of the first, and one symbol to sizes that
+    differ. Sizes that are numbers stay, apart from those of the node's further outputs and of what
+    is made of them; symbols stay where they name a dimension of an input.
+    """
+    known = {symbol for shape in axes.values() for symbol in shape.values()}
+    wrong: set[ir.Value] = set()
     for node in graph:
-        wrong = set(node.outputs[1:]) if node.op_type == schema.SYNC_BATCH_NORM.name else set()
-        if node.op_type != schema.SYNC_BATCH_NORM.name and spreading.intersection(
-            value for value in node.inputs if value is not None
-        ):
-            wrong = set(node.outputs)
-        for value in wrong:
-            value.shape = None
-        spreading |= wrong
+        if node.op_type == schema.SYNC_BATCH_NORM.name:
+            wrong.update(node.outputs[1:])
+        elif wrong.intersection(value for value in node.inputs if value is not None):
+            wrong.update(node.outputs)
+        for value in node.outputs:
+            if value in wrong:
+                value.shape = None
+            elif value.shape is not None:
+                sizes = [size if isinstance(size, int) else size.value for size in value.shape]
+                inner = known if value.is_graph_output() else ()
+                value.shape = ir.Shape([size if isinstance(size, int) or size in inner else None for size in sizes])

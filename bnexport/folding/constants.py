@@ -7,22 +7,20 @@ before IR 4 every initializer had to be listed and they are. Constant expression
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.errors import MalformedModelError
 from bnexport.folding.affine import FLOAT_TYPES
-from bnexport.folding.nodes import get_int, get_ints, is_standard, label, only_attributes
+from bnexport.folding.evaluate import ELEMENTS, EVALUATORS, constant_node, read_tensor
+from bnexport.folding.nodes import get_int, is_standard, label, only_attributes
 from bnexport.folding.refusal import Refused
+from bnexport.folding.shapes import Shapes
 
 # A longer chain of constant nodes than any exporter writes; a bound for hostile files.
 _DEPTH = 32
-# Bound on what ConstantOfShape and broadcasting may create.
-_ELEMENTS = 1 << 26
 
 
 class Described(NamedTuple):
@@ -37,10 +35,11 @@ class Described(NamedTuple):
 
 
 class Constants:
-    """Resolves values of one model. `ir_version` decides whether an initializer can be overridden."""
+    """Resolves the values of one model."""
 
-    def __init__(self, ir_version: int) -> None:
-        self._ir_version = ir_version
+    def __init__(self, model: ir.Model, shapes: Shapes) -> None:
+        self._model = model
+        self._shapes = shapes
         # A constant expression may share operands many times over; each is looked at once.
         self._fixed: set[ir.Value] = set()
         self._evaluated: dict[ir.Value, np.ndarray] = {}
@@ -92,17 +91,41 @@ class Constants:
         node = value.producer()
         if node is None or depth == 0:
             raise Refused("not-constant", f"the {what} {value.name!r} is computed when the model runs")
-        if not is_standard(node, "Constant", *_EVALUATORS):
+        if is_standard(node, "Shape"):
+            self._shape_of(node)
+        elif not is_standard(node, "Constant", "CastLike", *EVALUATORS):
             raise Refused("not-constant", f"the {what} {value.name!r} is computed by {label(node)}")
-        for operand in node.inputs:
-            if operand is not None:
-                self.check(operand, _operand(what), depth - 1)
+        else:
+            for operand in _operands(node):
+                if operand is not None:
+                    self.check(operand, _operand(what), depth - 1)
         self._fixed.add(value)
+
+    def _shape_of(self, node: ir.Node) -> np.ndarray:
+        """Shape, where the sizes that it asks for are numbers."""
+        only_attributes(node, ("start", "end"))
+        shape = self._shapes.of(node.inputs[0]) if node.inputs and node.inputs[0] is not None else None
+        if shape is None:
+            raise Refused("not-constant", f"{label(node)} reads a shape that is not known")
+        end = get_int(node, "end", len(shape))
+        sizes = shape[slice(get_int(node, "start", 0), end)]
+        numbers = [size for size in sizes if isinstance(size, int)]
+        if len(numbers) != len(sizes):
+            raise Refused("not-constant", f"{label(node)} reads a size that is free")
+        return np.asarray(numbers, np.int64)
+
+    def _cast_like(self, node: ir.Node, data: np.ndarray | None) -> np.ndarray:
+        like = node.inputs[1] if len(node.inputs) == 2 else None
+        dtype = None if like is None else self._shapes.dtype(like)
+        if data is None or dtype is None or dtype.numpy() not in FLOAT_TYPES.values():
+            raise Refused("type", f"{label(node)} casts to a type that is not known or no float type")
+        return data.astype(dtype.numpy())
 
     def stored(self, value: ir.Value, what: str) -> ir.TensorProtocol | None:
         """The initializer behind a value, None for another kind of value."""
         if value.is_initializer():
-            if value.is_graph_input() and self._ir_version >= 4:
+            # The inputs of a body are given by its If, Loop or Scan in every version.
+            if value.is_graph_input() and (self._model.ir_version >= 4 or value.graph is not self._model.graph):
                 raise Refused("overridable", f"the {what} {value.name!r} is a graph input: a caller may override it")
             return value.const_value
         if value.is_graph_input() or value.producer() is None:
@@ -117,17 +140,20 @@ class Constants:
         node = value.producer()
         assert node is not None
         if node.op_type == "Constant":
-            return _constant_node(node)
+            return constant_node(node)
         if value in self._evaluated:
             return self._evaluated[value]
+        if node.op_type == "Shape":
+            return self._shape_of(node)
         operands = [
-            None if operand is None else self._array(operand, _operand(what), depth - 1) for operand in node.inputs
+            None if operand is None else self._array(operand, _operand(what), depth - 1) for operand in _operands(node)
         ]
-        if sum(operand.size for operand in operands if operand is not None) > _ELEMENTS:
+        if sum(operand.size for operand in operands if operand is not None) > ELEMENTS:
             raise Refused("too-large", f"the {what} is computed from too many elements to evaluate here")
         try:
             with np.errstate(all="ignore"):
-                result = _EVALUATORS[node.op_type](node, *operands)
+                evaluate: Callable[..., np.ndarray] = EVALUATORS.get(node.op_type, self._cast_like)
+                result = evaluate(node, *operands)
         except Refused:
             raise
         except Exception as error:
@@ -136,133 +162,10 @@ class Constants:
         return self._evaluated[value]
 
 
+def _operands(node: ir.Node) -> Sequence[ir.Value | None]:
+    """The inputs whose values count: of the second input of CastLike only the type does."""
+    return node.inputs[:1] if node.op_type == "CastLike" else node.inputs
+
+
 def _operand(what: str) -> str:
     return what if what.endswith("operand") else f"{what}'s operand"
-
-
-def read_tensor(tensor: ir.TensorProtocol) -> np.ndarray:
-    """The tensor's values, checked against its declared shape."""
-    try:
-        array = tensor.numpy()
-    except (ValueError, TypeError, AssertionError) as error:
-        raise MalformedModelError(f"tensor {tensor.name!r} cannot be read: {error}") from error
-    # A tensor of the file reshapes itself; others are compared.
-    if not isinstance(tensor, ir.serde.TensorProtoTensor) and array.shape != tuple(tensor.shape.numpy()):
-        raise MalformedModelError(f"tensor {tensor.name!r} has {array.shape} values, its shape says {tensor.shape}")
-    return array
-
-
-def _constant_node(node: ir.Node) -> np.ndarray:
-    """A Constant node of any form; each carries exactly one attribute."""
-    if len(node.attributes) != 1:
-        raise Refused("bad-attribute", f"{label(node)} has {len(node.attributes)} attributes, expected one")
-    attribute = next(iter(node.attributes.values()))
-    if attribute.is_ref():
-        raise Refused("reference-attribute", f"{label(node)} is given by the function's caller")
-    if attribute.name == "value":
-        return read_tensor(attribute.as_tensor())
-    if attribute.name == "value_float":
-        return np.asarray(attribute.as_float(), np.float32)
-    if attribute.name == "value_floats":
-        return np.asarray(attribute.as_floats(), np.float32)
-    if attribute.name == "value_int":
-        return np.asarray(attribute.as_int(), np.int64)
-    if attribute.name == "value_ints":
-        return np.asarray(attribute.as_ints(), np.int64)
-    raise Refused("type", f"{label(node)} holds {attribute.name}, expected numbers")
-
-
-def _same_type(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Arithmetic on floats in float64, rounded to the operands' type."""
-
-    def evaluate(node: ir.Node, *operands: np.ndarray) -> np.ndarray:
-        only_attributes(node, ())
-        if len({operand.dtype for operand in operands}) != 1:
-            raise Refused("type", "operands of different types")
-        if math.prod(np.broadcast_shapes(*(operand.shape for operand in operands))) > _ELEMENTS:
-            raise Refused("too-large", "the result has too many elements")
-        dtype = operands[0].dtype
-        if dtype not in FLOAT_TYPES.values():
-            raise Refused("type", f"arithmetic on {dtype}")
-        return np.asarray(function(*(operand.astype(np.float64) for operand in operands))).astype(dtype)
-
-    return evaluate
-
-
-def _axes(node: ir.Node, axes: np.ndarray | None) -> tuple[int, ...] | None:
-    if axes is not None:
-        return tuple(int(axis) for axis in axes.reshape(-1))
-    return get_ints(node, "axes")
-
-
-def _reshape(node: ir.Node, data: np.ndarray, shape: np.ndarray) -> np.ndarray:
-    allow_zero = get_int(node, "allowzero", 0)
-    sizes = [int(size) for size in shape]
-    sizes = [data.shape[index] if size == 0 and not allow_zero else size for index, size in enumerate(sizes)]
-    return data.reshape(sizes)
-
-
-def _squeeze(node: ir.Node, data: np.ndarray, axes: np.ndarray | None = None) -> np.ndarray:
-    return np.squeeze(data, _axes(node, axes))
-
-
-def _unsqueeze(node: ir.Node, data: np.ndarray, axes: np.ndarray | None = None) -> np.ndarray:
-    places = _axes(node, axes)
-    if places is None:
-        raise Refused("bad-attribute", "Unsqueeze without axes")
-    return np.expand_dims(data, places)
-
-
-def _transpose(node: ir.Node, data: np.ndarray) -> np.ndarray:
-    return np.transpose(data, get_ints(node, "perm"))
-
-
-def _cast(node: ir.Node, data: np.ndarray) -> np.ndarray:
-    target = ir.DataType(get_int(node, "to", 0)).numpy()
-    if target not in FLOAT_TYPES.values() and target.kind not in "iu":
-        raise Refused("type", f"a Cast to {target}")
-    return data.astype(target)
-
-
-def _constant_of_shape(node: ir.Node, shape: np.ndarray) -> np.ndarray:
-    attribute = node.attributes.get("value")
-    fill: Any = np.zeros(1, np.float32) if attribute is None else read_tensor(attribute.as_tensor())
-    sizes = tuple(int(size) for size in shape)
-    if math.prod(sizes) > _ELEMENTS:
-        raise Refused("too-large", f"ConstantOfShape makes {math.prod(sizes)} elements")
-    return np.full(sizes, fill.reshape(-1)[0], fill.dtype)
-
-
-def _dequantize(node: ir.Node, data: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None) -> np.ndarray:
-    if get_int(node, "block_size", 0):
-        raise Refused("quantized", "block-wise DequantizeLinear")
-    axis = get_int(node, "axis", 1)
-    if scale.size > 1:
-        shape = [1] * data.ndim
-        shape[axis] = -1
-        scale = scale.reshape(shape)
-        zero = None if zero is None else zero.reshape(shape)
-    else:
-        scale = scale.reshape(())
-        zero = None if zero is None else zero.reshape(())
-    centred = data.astype(np.float64) - (0.0 if zero is None else zero.astype(np.float64))
-    return (centred * scale.astype(np.float64)).astype(scale.dtype)
-
-
-_EVALUATORS: dict[str, Callable[..., np.ndarray]] = {
-    "Add": _same_type(np.add),
-    "Sub": _same_type(np.subtract),
-    "Mul": _same_type(np.multiply),
-    "Div": _same_type(np.divide),
-    "Sqrt": _same_type(np.sqrt),
-    "Neg": _same_type(np.negative),
-    "Reciprocal": _same_type(np.reciprocal),
-    "Identity": lambda _node, data: data,
-    "Cast": _cast,
-    "ConstantOfShape": _constant_of_shape,
-    "DequantizeLinear": _dequantize,
-    "Reshape": _reshape,
-    "Squeeze": _squeeze,
-    "Transpose": _transpose,
-    "Unsqueeze": _unsqueeze,
-}

@@ -43,7 +43,7 @@ class Context:
         self.names = names
         self.options = options
         self.in_function = in_function
-        self.constants = Constants(model.ir_version)
+        self.constants = Constants(model, shapes)
         self.edits: dict[Slot, Edit] = {}
         self.dead: list[ir.Node] = []
 

@@ -20,8 +20,9 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport import schema
-from bnexport.folding.constants import Constants, read_tensor
+from bnexport.folding.constants import Constants
 from bnexport.folding.context import Context
+from bnexport.folding.evaluate import read_tensor
 from bnexport.folding.nodes import get_float, get_int, input_at, label, used
 from bnexport.folding.old_values import return_old
 from bnexport.folding.parameters import new_constant

@@ -56,6 +56,7 @@ using GetTensorMutableData = Slot<51, Status*(Value*, void**)>;
 using GetTensorElementType = Slot<60, Status*(const TensorInfo*, ElementType*)>;
 using GetDimensionsCount = Slot<61, Status*(const TensorInfo*, size_t*)>;
 using GetDimensions = Slot<62, Status*(const TensorInfo*, int64_t*, size_t)>;
+using GetSymbolicDimensions = Slot<63, Status*(const TensorInfo*, const char**, size_t)>;
 using GetTensorTypeAndShape = Slot<65, Status*(const Value*, TensorInfo**)>;
 using AttributeFloat = Slot<85, Status*(const KernelInfo*, const char*, float*)>;
 using AttributeInt = Slot<86, Status*(const KernelInfo*, const char*, int64_t*)>;

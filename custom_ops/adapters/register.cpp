@@ -72,7 +72,17 @@ ort::Status* infer_shapes(const ort::CustomOp*, ort::ShapeContext* context) {
     size_t rank = 0;
     check(api, ort::GetDimensionsCount::call(api, info, &rank));
     // An unknown shape looks like a scalar here. The info belongs to the context: not ours to release.
-    if (rank >= 2) check(api, ort::ShapeSetOutput::call(api, context, 0, info));
+    if (rank < 2) return;
+    // ONNX Runtime writes an unknown size without a name as the symbol "", which makes all such sizes
+    // of a model equal and shares buffers that differ: then the shape is better left unknown.
+    std::vector<int64_t> sizes(rank);
+    std::vector<const char*> symbols(rank, nullptr);
+    check(api, ort::GetDimensions::call(api, info, sizes.data(), rank));
+    check(api, ort::GetSymbolicDimensions::call(api, info, symbols.data(), rank));
+    for (size_t i = 0; i < rank; ++i) {
+      if (sizes[i] < 0 && (symbols[i] == nullptr || *symbols[i] == '\0')) return;
+    }
+    check(api, ort::ShapeSetOutput::call(api, context, 0, info));
   });
 }
 

@@ -34,6 +34,12 @@ TOPOLOGIES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def only_by_request(request: pytest.FixtureRequest) -> None:
+    if "slow" not in request.config.getoption("markexpr"):
+        pytest.skip("needs packages from the index; run with -m slow")
+
+
 @functools.cache
 def packages() -> Path:
     folder = tempfile.mkdtemp(prefix="bnexport-models-")

@@ -320,6 +320,28 @@ class TestConstants:
         folded, _ = fold_and_check(conv_bn(norm=norm))
         assert operators(folded) == ["Conv"]
 
+    def test_zero_bias_as_exporters_compute_it(self) -> None:
+        """Expand(CastLike(0, x), Shape(weight)[:1]): what torch's exporter writes without optimisation."""
+        nodes = """s = Shape <start=0, end=1> (w)
+            one = Constant <value_ints = [1]> ()
+            n = Expand (s, one)
+            zero = Constant <value = double {0.0}> ()
+            like = CastLike (zero, x)
+            c = Expand (like, n)
+            z = Conv (x, w, c)"""
+        folded, _ = fold_and_check(conv_bn(nodes))
+        assert operators(folded) == ["Conv"]
+
+    def test_shape_that_is_free(self) -> None:
+        nodes = "s = Shape <start=2, end=3> (x)\n one = Constant <value_float = 1.0> ()\n c = Expand (one, s)\n z = Conv (x, w, c)"
+        assert_refused(conv_bn(nodes, output="float[N,8,A,B] y"), "not-constant", sizes={"H": 8})
+
+    def test_shared_operands_do_not_explode(self) -> None:
+        """k = k + k, thirty times: each sum is looked at once."""
+        nodes = "\n".join(f"k{index + 1} = Add (k{index}, k{index})" for index in range(30))
+        norm = f"k0 = Constant <value = float[8] {{1, 1, 1, 1, 1, 1, 1, 1}}> ()\n {nodes}\n y = BatchNormalization (z, k30, p_b, p_m, p_v)"
+        assert fold(conv_bn(norm=norm), max_scale=1e12, verify=False).report.folded
+
     def test_quantized_weight_keeps_its_bytes(self) -> None:
         scale = np.abs(parameters({"p_s": (8,)})["p_s"])
         norm = "y = BatchNormalization (z, g, p_b, p_m, p_v)"

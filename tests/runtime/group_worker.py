@@ -6,6 +6,7 @@ model.onnx, feeds_R.npz with arrays "STEP/NAME", options.json; this writes outpu
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -38,10 +39,12 @@ def main() -> None:
             results |= {f"{step}/{name}": value for name, value in zip(names, values, strict=True)}
     except Exception as error:
         (folder / f"error_{rank}.txt").write_text(str(error))
-        os._exit(0)  # the group is broken: its clean-up could wait for the others
+        os._exit(0)  # the group is broken: a barrier would wait for the others
     np.savez(folder / f"outputs_{rank}.npz", **results)
-    dist.barrier()
-    dist.destroy_process_group()
+    # Leave together, and without torch's clean-up, whose threads now and then abort a process at its end.
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,8 @@ def _check(node: ir.Node, axis: int, context: Context) -> ir.Value:
         raise Refused("unknown-mode", f"{label(node)} has the unknown mode {get_string(node, 'mode', '')!r}")
     if get_string(node, "coordinate_transformation_mode", "half_pixel") == "tf_crop_and_resize":
         raise Refused("crop", f"{label(node)} writes a fixed value outside the image")
+    if get_string(node, "keep_aspect_ratio_policy", "stretch") != "stretch" and "axes" not in node.attributes:
+        raise Refused("axis", f"{label(node)} resizes all axes by one factor, the channels too")
     if not _keeps_axis(node, value, axis, context):
         raise Refused("axis", f"{label(node)} resizes the channel axis, or it is not known whether it does")
     return value

@@ -21,7 +21,7 @@ class Backward {
         parallel_(parallel),
         elements_(params.N * params.C * params.S),
         columns_(reads_columns(params.layout, params.S)),
-        stream_(3 * elements_ * loops_.element_size > caches().shared) {}
+        stream_(!caches().hold(3 * elements_ * loops_.element_size)) {}
 
   // sum dy and sum dy * x_hat of every channel.
   std::vector<GradientSums> sums() const {

@@ -22,8 +22,7 @@ class Forward {
         parallel_(parallel),
         elements_(params.N * params.C * params.S),
         columns_(reads_columns(params.layout, params.S)),
-        // Past the shared cache: x and y together do not fit.
-        stream_(2 * elements_ * loops_.element_size > caches().shared) {}
+        stream_(!caches().hold(2 * elements_ * loops_.element_size)) {}
 
   std::vector<Moments> moments() const {
     if (elements_ == 0) return std::vector<Moments>(static_cast<size_t>(params_.C));

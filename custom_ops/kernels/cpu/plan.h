@@ -25,6 +25,10 @@ constexpr int64_t kLongRow = 1024;         // values
 // the latter together with the input is written past the caches.
 struct Caches {
   int64_t own, shared;
+
+  // Half of it: the rest holds what neighbours and the next operator need. (12.8 MB in and out with a
+  // shared cache of 32 MB: 0.69 to 1.0 ms past the caches, 1.1 to 1.2 ms through them.)
+  bool hold(int64_t bytes) const { return bytes <= shared / 2; }
 };
 Caches caches();
 
@@ -114,7 +118,7 @@ struct GroupPlan {
   GroupPlan(const RowPlan& plan, int64_t element_size, int64_t tensors, int64_t width, const Caches& caches) {
     const int64_t row = plan.S * element_size, elements = plan.N * plan.C * plan.S;
     const int64_t slab = plan.N * row * tensors;  // of one channel
-    const bool large = (tensors + 1) * elements * element_size > caches.shared;
+    const bool large = !caches.hold((tensors + 1) * elements * element_size);
     int64_t most = elements < kSerial ? plan.C : plan.C / (2 * width);  // leaves work for all threads
     if (most > kMostChannels) most = kMostChannels;
     int64_t wanted = caches.own / 2 / slab;

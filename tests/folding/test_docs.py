@@ -1,0 +1,29 @@
+"""docs/folding.md names every rule and every reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bnexport.folding.rules import ALL
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs/folding.md").read_text()
+
+
+def test_every_rule() -> None:
+    table = re.findall(r"^\| `(\w+)` \|", TEXT, re.MULTILINE)
+    assert table[: len(ALL)] == [rule.name for rule in ALL]
+    for rule in ALL:
+        row = next(line for line in TEXT.splitlines() if line.startswith(f"| `{rule.name}` |"))
+        for operator in rule.op_types:
+            assert operator in row, (rule.name, operator)
+
+
+def test_every_code() -> None:
+    sources = (ROOT / "bnexport/folding").rglob("*.py")
+    codes = {code for path in sources for code in re.findall(r'Refused\(\s*"([a-z-]+)"', path.read_text())}
+    assert len(codes) > 30
+    explained = set(re.findall(r"`([a-z-]+)`", TEXT))
+    internal = {"bad-node", "bad-attribute", "missing", "constant", "concat", "cast", "crop", "mask", "indices", "not-data", "unused"}
+    assert codes - explained - internal == {"not-affine"}

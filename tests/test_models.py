@@ -1,0 +1,58 @@
+"""The networks in models/ through the whole product."""
+
+import json
+import subprocess
+import sys
+
+import onnxruntime
+import pytest
+import torch
+
+import bnexport
+from models.segmentation import Segmenter
+
+EXPORTERS = ["dynamo", "torchscript"]
+
+
+def _trained():
+    net = Segmenter().train()
+    for _ in range(2):
+        net(torch.randn(2, 3, 32, 32))
+    return net
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_segmenter_deploys_without_batch_norms(exporter, tmp_path):
+    net = _trained()
+    result = bnexport.export(net, torch.randn(2, 3, 32, 32), tmp_path / "m.onnx", exporter=exporter)
+    assert result.verification.passed
+    assert result.outputs == ("out", "aux")
+    assert (result.report.after.batch_norm, result.report.after.sync_batch_norm) == (0, 0)
+    if exporter == "dynamo":
+        image = torch.randn(1, 3, 48, 40)
+        got = onnxruntime.InferenceSession(result.path).run(None, {"image": image.numpy()})
+        for name, value in zip(result.outputs, got):
+            torch.testing.assert_close(torch.from_numpy(value), net.eval()(image)[name].detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_segmenter_keeps_its_nodes(exporter, training, tmp_path):
+    net = _trained().train(training)
+    result = bnexport.export(net, torch.randn(2, 3, 32, 32), tmp_path / "m.onnx", mode="custom_op", exporter=exporter)
+    assert result.verification.passed, result.verification.summary()
+    folded = bnexport.fold(tmp_path / "m.onnx", tmp_path / "f.onnx").report
+    assert folded.verification.passed
+    assert (folded.after.batch_norm, folded.after.sync_batch_norm) == (0, 0)
+    assert folded.meaning_changed is training
+
+
+def test_demo_keeps_its_promises(tmp_path):
+    """The demo exits with 1 where accuracy, differences or folding miss their bounds."""
+    done = subprocess.run(
+        [sys.executable, "-m", "models.demo", "--output", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "demo.json").read_text())["rows"]
+    assert [row["batch_norms"] for row in rows] == [15, 15, 15, 0]
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
