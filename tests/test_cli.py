@@ -191,3 +191,40 @@ def test_a_library_that_cannot_be_loaded(folder, tmp_path):
         assert done.returncode == 4
         assert "Traceback" not in done.stderr
         assert path.name in done.stderr
+
+
+def _node_model(path, x_shape=("n", 3, "l"), channels=3, function=False, **attributes):
+    """A file with one MMCVSyncBatchNorm node."""
+    helper, float_ = onnx.helper, onnx.TensorProto.FLOAT
+    node = helper.make_node("MMCVSyncBatchNorm", ["x", "m", "v"], ["y"], "the_node", domain="mmcv", **attributes)
+    vectors = [
+        onnx.numpy_helper.from_array(np.full(channels, value, np.float32), name) for name, value in (("m", 0), ("v", 1))
+    ]
+    inputs = [helper.make_tensor_value_info("x", float_, x_shape)]
+    graph = helper.make_graph([node], "g", inputs, [helper.make_tensor_value_info("y", float_, x_shape)], vectors)
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("mmcv", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "words"),
+    [
+        ({"x_shape": ("n",), "training_mode": 0}, "5", ["the_node", "rank"]),
+        ({"channels": 4, "training_mode": 0, "x_shape": ("n", "c", "l")}, "2,3,4", ["the_node", "3", "4"]),
+        ({"stats_mode": "median"}, "2,3,4", ["the_node", "stats_mode", "median"]),
+        ({"training_mode": 7}, "2,3,4", ["the_node", "training_mode", "7"]),
+        ({"eps": -1.0}, "2,3,4", ["the_node", "eps", "-1"]),
+        ({"momentum": 2.0}, "2,3,4", ["the_node", "momentum", "2"]),
+        ({"group": "pair", "group_size": 2}, "2,3,4", ["the_node", "pair", "register_group"]),
+    ],
+    ids=["rank 1", "C mismatch", "stats_mode", "training_mode", "eps", "momentum", "unregistered group"],
+)
+def test_bad_nodes_are_refused_in_one_line(model, shape, words, tmp_path, capsys):
+    path = tmp_path / "m.onnx"
+    _node_model(path, **model)
+    code, out, err = _cli("run", path, "--input", f"x:{shape}", "--output", tmp_path / "out.npz", capsys=capsys)
+    assert (code, out) == (3, "")
+    assert err.startswith("error: ") and err.count("\n") == 1
+    for word in words:
+        assert word in err
+    assert not (tmp_path / "out.npz").exists()

@@ -144,8 +144,9 @@ def check_scaled(weight: np.ndarray, factor: np.ndarray, dtype: np.dtype) -> Non
     if weight.size == 0:
         return
     # Two reductions instead of abs(weight): no copy of a large weight. NaN and infinity come through.
-    highest = weight.max(axis=shared, keepdims=True).astype(np.float64)
-    lowest = weight.min(axis=shared, keepdims=True).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        highest = weight.max(axis=shared, keepdims=True).astype(np.float64)
+        lowest = weight.min(axis=shared, keepdims=True).astype(np.float64)
     before = np.maximum(highest, -lowest)
     if not np.isfinite(before).all():
         raise Refused("not-finite", "the weight holds NaN or infinite values")

@@ -8,14 +8,15 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.refusal import Refused
+from bnexport.model_io.validate import printable
 
 
 def label(node: ir.Node) -> str:
-    """How the report names a node: its name, or its first output."""
+    """How the report names a node: its name, or its first output; printable, since it comes from the file."""
     if node.name:
-        return node.name
+        return printable(node.name)
     output = next((value.name for value in node.outputs if value.name), "")
-    return f"{node.op_type} -> {output}"
+    return printable(f"{node.op_type} -> {output}")
 
 
 def is_standard(node: ir.Node, *op_types: str) -> bool:

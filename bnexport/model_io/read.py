@@ -70,7 +70,7 @@ def from_proto(proto: onnx.ModelProto, *, folder: str | None = None, limits: Lim
     except BnexportError:
         raise
     except Exception as error:  # onnx-ir chains the place into one long text; the first line says what.
-        raise MalformedModelError(f"not a valid ONNX model: {_innermost(error)}") from error
+        raise MalformedModelError(f"not a valid ONNX model: {innermost(error)}") from error
     for slot in walk.tensors(model):
         tensor = slot.get()
         if type(tensor) is ir.ExternalTensor:
@@ -78,10 +78,11 @@ def from_proto(proto: onnx.ModelProto, *, folder: str | None = None, limits: Lim
     return model
 
 
-def _innermost(error: BaseException) -> str:
+def innermost(error: BaseException) -> str:
+    """The first line of the error that started a chain."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+    return validate.printable(str(error).splitlines()[0]) if str(error) else type(error).__name__
 
 
 def _read(real: str, shown: str, limits: Limits) -> bytes:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import onnx
 import onnx_ir as ir
 
-from bnexport.errors import MalformedModelError, UnsafeModelError, UnsupportedModelError
+from bnexport.errors import MalformedModelError, ModelError, UnsafeModelError, UnsupportedModelError
 from bnexport.model_io.limits import Limits
 
 # Which repeated field holds the data of a type that is not in raw_data, and values per element.
@@ -22,7 +22,20 @@ _UINT64_FIELD = (onnx.TensorProto.UINT32, onnx.TensorProto.UINT64)
 
 
 def validate(proto: onnx.ModelProto, limits: Limits) -> None:
-    """Raises MalformedModelError, UnsafeModelError or UnsupportedModelError."""
+    """Raises MalformedModelError, UnsafeModelError or UnsupportedModelError, in one printable line."""
+    try:
+        _validate(proto, limits)
+    except ModelError as error:
+        text = printable(str(error))
+        raise (error if text == str(error) else type(error)(text)) from error.__cause__
+
+
+def printable(text: str) -> str:
+    """Names come from the file: nothing that a terminal would obey, nothing endless."""
+    return "".join(character if character.isprintable() else "?" for character in text[:600])
+
+
+def _validate(proto: onnx.ModelProto, limits: Limits) -> None:
     if proto.ir_version < 1 or not proto.HasField("graph"):
         raise MalformedModelError("not an ONNX model: no graph or IR version")
     if not proto.opset_import and proto.ir_version >= 3:
@@ -30,6 +43,7 @@ def validate(proto: onnx.ModelProto, limits: Limits) -> None:
     if proto.training_info:
         raise UnsupportedModelError("the model carries ONNX training_info, which cannot be kept; remove it first")
     _Scope(limits).graph(proto.graph, 1)
+    _text([item.domain for item in proto.opset_import], "opset import")
     seen = set()
     for function in proto.functions:
         key = (function.domain, function.name, getattr(function, "overload", ""))
@@ -119,6 +133,7 @@ class _Scope:
         self._names.pop()
 
     def function(self, function: onnx.FunctionProto) -> None:
+        _text((function.domain, function.name, *function.output, *function.attribute), "function")
         where = f"function {function.domain}:{function.name}"
         _unique(function.input, f"{where}: input")
         self._names.append(set(function.input))
@@ -132,6 +147,7 @@ class _Scope:
         scope = self._names[-1]
         captured: set[str] = set()
         for node in nodes:
+            _text((node.op_type, node.domain, node.name, *node.input, *node.output), where)
             for name in node.input:
                 if name and name not in scope:
                     if not self._visible(name):
@@ -141,6 +157,7 @@ class _Scope:
                     captured.add(name)
             attributes = set()
             for attribute in node.attribute:
+                _text((attribute.name, attribute.ref_attr_name), where)
                 if attribute.name in attributes:
                     raise MalformedModelError(
                         f"{where}: {node.op_type} has the attribute {attribute.name[:80]!r} twice"
@@ -170,8 +187,17 @@ class _Scope:
         return any(name in names for names in reversed(self._names))
 
 
+def _text(values: Iterable[object], where: str) -> None:
+    """protobuf hands invalid UTF-8 out as bytes."""
+    for value in values:
+        if not isinstance(value, str):
+            raise MalformedModelError(f"{where}: a name is not valid UTF-8: {value!r}"[:200])
+
+
 def _unique(names: Iterable[str], what: str) -> None:
     seen: set[str] = set()
+    names = list(names)
+    _text(names, what)
     for name in names:
         if not name:
             raise MalformedModelError(f"{what} without a name")

@@ -20,9 +20,10 @@ import google.protobuf.message  # type: ignore[import-untyped]
 import onnx
 import onnx_ir as ir
 
-from bnexport.errors import UnsafeModelError, UnsupportedModelError, UsageError
+from bnexport.errors import MalformedModelError, UnsafeModelError, UnsupportedModelError, UsageError
 from bnexport.model_io import walk
 from bnexport.model_io.external import ContainedTensor
+from bnexport.model_io.read import innermost
 from bnexport.model_io.validate import tensors
 
 # Above this many bytes of tensors the weights go into a file of their own; protobuf ends at 2 GiB.
@@ -271,7 +272,10 @@ def _write_data(model: ir.Model, folder: str, data_name: str) -> onnx.ModelProto
 
 def _serialise(model: ir.Model) -> onnx.ModelProto:
     """onnx-ir repeats type and shape of every initializer as value_info; files do not have that."""
-    proto = ir.serde.serialize_model(model)
+    try:
+        proto = ir.serde.serialize_model(model)
+    except ir.serde.SerdeError as error:
+        raise MalformedModelError(f"the model cannot be written: {innermost(error)}") from error
     graphs = [proto.graph]
     while graphs:
         graph = graphs.pop()

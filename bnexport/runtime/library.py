@@ -13,8 +13,9 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bnexport.errors import LibraryError
 
@@ -65,13 +66,19 @@ def get_library_path() -> str:
     return str(found)
 
 
+# A session accepts a domain once and says so only when it is built; asking twice is no mistake.
+_registered: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def register(session_options: onnxruntime.SessionOptions) -> None:
-    """Adds the operators to `session_options`; once is enough.
+    """Adds the operators to `session_options`. Doing it again changes nothing.
 
     Raises:
         LibraryError: the library is missing, or this ONNX Runtime cannot load it.
     """
     path = get_library_path()
+    if session_options in _registered:
+        return
     try:
         session_options.register_custom_ops_library(path)
     except Exception as error:
@@ -79,5 +86,6 @@ def register(session_options: onnxruntime.SessionOptions) -> None:
 
         raise LibraryError(
             f"ONNX Runtime {onnxruntime.__version__} cannot load {path}: {error}; expected a library built for this system and "
-            "onnxruntime 1.17 or newer; reinstall bnexport, and register it once for each SessionOptions"
+            "onnxruntime 1.17 or newer; reinstall bnexport"
         ) from error
+    _registered.add(session_options)

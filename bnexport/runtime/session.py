@@ -33,7 +33,7 @@ def InferenceSession(
     Args:
         path: the model file, or the serialised model.
         providers: execution providers in order of preference; None for CPU.
-        session_options: options to extend; a new set when None. The library must not be in it yet.
+        session_options: options to extend; a new set when None.
 
     Raises:
         MissingDependencyError: onnxruntime is not installed.

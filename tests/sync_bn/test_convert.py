@@ -163,3 +163,16 @@ def test_lazy_modules_need_a_forward_first():
 def test_dtype_and_device_survive():
     new = convert_sync_batchnorm(nn.BatchNorm2d(3).half())
     assert (new.weight.dtype, new.running_var.dtype) == (torch.float16, torch.float16)
+
+
+@pytest.mark.parametrize(
+    "cls", [nn.BatchNorm2d, nn.SyncBatchNorm, lookalikes.MmcvSyncBatchNorm, lookalikes.ApexSyncBatchNorm]
+)
+def test_checkpoints_go_both_ways(cls):
+    theirs, ours = cls(3), SyncBatchNorm(3)
+    nn.init.normal_(theirs.weight)
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours.weight, theirs.weight)
+    ours(_inputs())
+    theirs.load_state_dict(ours.state_dict())
+    assert torch.equal(theirs.running_var, ours.running_var)
