@@ -8,7 +8,8 @@ Verifies first, then times in one process, everything with the same number of th
   torch      torch.nn.functional.batch_norm in training, and its backward
   floor      read passes and copies by benchmarks/bandwidth.cpp (the fastest of three ways to copy)
 
-The figures are medians and ratios of medians of one run. Rounds go over all candidates in turn, so that
+The figures are medians and ratios of medians of one run; on a machine that others use at the same time
+--statistic min compares the undisturbed runs instead. Rounds go over all candidates in turn, so that
 a change of the machine's mood meets them all; before each candidate there is a pause in which spinning
 threads of the one before fall asleep. Prints a table, writes JSON to benchmarks/results/ort_cpu.json.
 """
@@ -40,11 +41,32 @@ from bnexport import tolerances  # noqa: E402  (the checkout goes first)
 from bnexport.runtime import capi  # noqa: E402
 from bnexport.runtime.library import register  # noqa: E402
 
-LARGE = [(32, 256, 56, 56), (16, 64, 112, 112), (8, 64, 112, 112), (2, 512, 128, 256), (8, 2048, 16, 32), (256, 64, 56, 56), (32, 64, 32, 32)]
-SMALL = [(8, 64, 56, 56), (2, 64, 56, 56), (1, 64, 56, 56), (8, 32, 28, 28), (8, 64, 8, 8), (1, 16, 28, 28), (1, 3, 8, 8)]
+LARGE = [
+    (32, 256, 56, 56),
+    (16, 64, 112, 112),
+    (8, 64, 112, 112),
+    (2, 512, 128, 256),
+    (8, 2048, 16, 32),
+    (256, 64, 56, 56),
+    (32, 64, 32, 32),
+]
+SMALL = [
+    (8, 64, 56, 56),
+    (2, 64, 56, 56),
+    (1, 64, 56, 56),
+    (8, 32, 28, 28),
+    (8, 64, 8, 8),
+    (1, 16, 28, 28),
+    (1, 3, 8, 8),
+]
 QUICK = [(8, 64, 112, 112), (32, 64, 32, 32), (2, 64, 56, 56)]
 
-ONNX_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16, "float64": TensorProto.DOUBLE}
+ONNX_TYPES = {
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+    "float64": TensorProto.DOUBLE,
+}
 NUMPY_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
 PAUSE = 0.004
 EPS = 2.0**-17  # the same number as float32 attribute and as double
@@ -75,12 +97,16 @@ def one_node(op: str, domain: str, inputs, outputs, dtype: str, rank: int, **att
 
     def infos(values):
         return [
-            helper.make_tensor_value_info(name, ONNX_TYPES[dtype] if data else statistic, [None] * (rank if data else 1))
+            helper.make_tensor_value_info(
+                name, ONNX_TYPES[dtype] if data else statistic, [None] * (rank if data else 1)
+            )
             for name, data in values
             if name
         ]
 
-    node = helper.make_node(op, [name for name, _ in inputs], [name for name, _ in outputs], name="node", domain=domain, **attributes)
+    node = helper.make_node(
+        op, [name for name, _ in inputs], [name for name, _ in outputs], name="node", domain=domain, **attributes
+    )
     graph = helper.make_graph([node], "g", infos(inputs), infos(outputs))
     imports = [helper.make_opsetid("", 15)] + ([helper.make_opsetid(domain, 1)] if domain else [])
     return helper.make_model(graph, opset_imports=imports, ir_version=8).SerializeToString()
@@ -97,7 +123,10 @@ class BoundSession:
         self.session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         self.binding = self.session.io_binding()
         self.keep = []
-        for values, bind in ((self.session.get_inputs(), self.binding.bind_ortvalue_input), (self.session.get_outputs(), self.binding.bind_ortvalue_output)):
+        for values, bind in (
+            (self.session.get_inputs(), self.binding.bind_ortvalue_input),
+            (self.session.get_outputs(), self.binding.bind_ortvalue_output),
+        ):
             for value in values:
                 array = arrays[value.name]
                 if array.dtype == ml_dtypes.bfloat16:
@@ -139,7 +168,10 @@ class Case:
             "train": bound(sync, "mmcv", [x, *running, *statistics_in], updated + saved, eps=EPS),
             "infer": bound(sync, "mmcv", [x, *running, *statistics_in], updated[:1], training_mode=0, eps=EPS),
             "grad": bound(
-                f"{sync}Grad", "mmcv", [("dy", True), x, ("w", False), *saved], [("dx", True), ("", 0), ("", 0), ("dw", False), ("db", False)]
+                f"{sync}Grad",
+                "mmcv",
+                [("dy", True), x, ("w", False), *saved],
+                [("dx", True), ("", 0), ("", 0), ("dw", False), ("db", False)],
             ),
         }
         if dtype in ("float32", "float64"):
@@ -154,8 +186,8 @@ class Case:
         a, (N, C) = self.arrays, self.shape[:2]
         saved_mean, saved_invstd = np.zeros(C), np.zeros(C)
         common = {
-            "dtype": capi.DTYPES[self.dtype], "stats_dtype": capi.DTYPES[tolerances.STATISTICS_TYPE[self.dtype]], "layout": 0, "N": N, "C": C,
-            "S": int(np.prod(self.shape[2:])), "x": a["x"].ctypes.data, "saved_mean": saved_mean.ctypes.data,
+            "dtype": capi.DTYPES[self.dtype], "stats_dtype": capi.DTYPES[tolerances.STATISTICS_TYPE[self.dtype]], "layout": 0,
+            "N": N, "C": C, "S": int(np.prod(self.shape[2:])), "x": a["x"].ctypes.data, "saved_mean": saved_mean.ctypes.data,
             "saved_invstd": saved_invstd.ctypes.data, "weight": a["w"].ctypes.data, "threads": threads,
         }  # fmt: skip
         y, b, keep = a["y"].ctypes.data, a["b"].ctypes.data, (saved_mean, saved_invstd)
@@ -164,7 +196,11 @@ class Case:
     def add_torch(self) -> None:
         def tensor(name: str) -> torch.Tensor:
             array = self.arrays[name]
-            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) if array.dtype == ml_dtypes.bfloat16 else torch.from_numpy(array)
+            return (
+                torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+                if array.dtype == ml_dtypes.bfloat16
+                else torch.from_numpy(array)
+            )
 
         x, dy = tensor("x"), tensor("dy")
         w, b = tensor("w").clone(), tensor("b").clone()
@@ -172,7 +208,9 @@ class Case:
         self.torch_out = torch.native_batch_norm(x, w, b, mean, var, True, 0.1, EPS)
         saved = self.torch_out[1:]
         self.candidates["torch_train"] = lambda: torch.native_batch_norm(x, w, b, mean, var, True, 0.1, EPS)
-        self.torch_grad = lambda: torch.ops.aten.native_batch_norm_backward(dy, x, w, mean, var, *saved, True, EPS, [True, True, True])
+        self.torch_grad = lambda: torch.ops.aten.native_batch_norm_backward(
+            dy, x, w, mean, var, *saved, True, EPS, [True, True, True]
+        )
         self.candidates["torch_grad"] = self.torch_grad
 
     def add_floor(self, floor: ctypes.CDLL, threads: int) -> None:
@@ -205,18 +243,24 @@ class Case:
             expected = expected.double().numpy()
             excess = np.abs(got.astype(np.float64) - expected) - (bound.rtol * np.abs(expected) + bound.atol)
             if not (excess <= 0).all():
-                raise SystemExit(f"{self.shape} {self.dtype}: {what} differs from torch's by {excess.max()} more than the bound {bound}")
+                raise SystemExit(
+                    f"{self.shape} {self.dtype}: {what} differs from torch's by {excess.max()} more than the bound {bound}"
+                )
 
         self.candidates["train"]()
         weight = float(np.abs(a["w"]).max())
         one = tolerances.forward(self.dtype, condition=2.0, weight=weight)
-        compare(a["y"], self.torch_out[0], one + one, "output")
+        # torch sums a double channel in one go, so its own error there grows with the number of values.
+        torch_factor = 8 if self.dtype == "float64" else 1
+        theirs = tolerances.Tolerance(one.rtol * torch_factor, one.atol * torch_factor)
+        compare(a["y"], self.torch_out[0], one + theirs, "output")
         scale = float(np.abs(a["w"] * a["saved_invstd"]).max()) * float(np.abs(a["dy"].astype(np.float32)).max())
         self.candidates["grad"]()
         one = tolerances.backward_input(self.dtype, condition=2.0, scale=scale)
-        compare(a["dx"], self.torch_grad()[0], one + one, "grad_input")
+        theirs = tolerances.Tolerance(one.rtol * torch_factor, one.atol * torch_factor)
+        compare(a["dx"], self.torch_grad()[0], one + theirs, "grad_input")
 
-    def measure(self, budget: float) -> dict[str, float]:
+    def measure(self, budget: float, statistic: Callable[[list[float]], float]) -> dict[str, float]:
         times: dict[str, list[float]] = {name: [] for name in self.candidates}
         rounds = 7
         for _ in range(rounds):
@@ -232,7 +276,7 @@ class Case:
                     start = time.perf_counter()
                     call()
                     times[name].append(time.perf_counter() - start)
-        return {name: statistics.median(values) * 1e6 for name, values in times.items()}
+        return {name: statistic(values) * 1e6 for name, values in times.items()}
 
 
 def row(case: Case, us: dict[str, float]) -> dict[str, object]:
@@ -274,25 +318,41 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three shapes, less time")
     parser.add_argument("--dtypes", default="float32,float16,bfloat16,float64")
     parser.add_argument("--seconds", type=float, default=6.0, help="per shape")
+    parser.add_argument("--statistic", choices=["median", "min"], default="median")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "ort_cpu.json")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     floor = bandwidth_library()
     rows = []
-    print(f"{arguments.threads} threads, {capi.instruction_set()}, onnxruntime {ort.__version__}, torch {torch.__version__}")
-    print(f"{'shape':20s} {'type':9s} {'MB':>6s} {'train us':>9s} {'infer us':>9s} {'grad us':>9s} " + " ".join(f"{c:>20s}" for c in COLUMNS))
+    print(
+        f"{arguments.threads} threads, {capi.instruction_set()}, onnxruntime {ort.__version__}, torch {torch.__version__}"
+    )
+    print(
+        f"{'shape':20s} {'type':9s} {'MB':>6s} {'train us':>9s} {'infer us':>9s} {'grad us':>9s} "
+        + " ".join(f"{c:>20s}" for c in COLUMNS)
+    )
     for dtype in arguments.dtypes.split(","):
         shapes = QUICK if arguments.quick or dtype != "float32" else LARGE + SMALL
         for shape in shapes:
             case = Case(shape, dtype, arguments.threads, floor)
             case.verify()
-            result = row(case, case.measure(1.0 if arguments.quick else arguments.seconds))
+            result = row(
+                case,
+                case.measure(
+                    1.0 if arguments.quick else arguments.seconds,
+                    {"median": statistics.median, "min": min}[arguments.statistic],
+                ),
+            )
             rows.append(result)
             us = result["microseconds"]
             cells = " ".join(f"{result[c]:20.2f}" if c in result else f"{'-':>20s}" for c in COLUMNS)
-            print(f"{shape!s:20s} {dtype:9s} {result['megabytes']:6.1f} {us['train']:9.0f} {us['infer']:9.0f} {us['grad']:9.0f} {cells}", flush=True)
+            print(
+                f"{shape!s:20s} {dtype:9s} {result['megabytes']:6.1f} {us['train']:9.0f} {us['infer']:9.0f} {us['grad']:9.0f} {cells}",
+                flush=True,
+            )
     report = {
         "threads": arguments.threads,
+        "statistic": arguments.statistic,
         "instruction_set": capi.instruction_set(),
         "processor": platform.processor() or platform.machine(),
         "onnxruntime": ort.__version__,

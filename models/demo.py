@@ -179,6 +179,8 @@ def compare_training_graph(model: torch.nn.Module, path: Path, example: torch.Te
 def session_options(threads: int) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
+    # The engines run in turn: a spinning pool of one would take the cores from the next.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
 
 

@@ -48,7 +48,9 @@ class Segmenter(nn.Module):
         self.pointwise = ConvModule(2 * width, 4 * width, 1, norm)
         self.pooling = PyramidPooling(4 * width, width, (0, 2, 4), norm)
         self.fuse = ConvModule(7 * width, 2 * width, 3, norm)
-        self.up = nn.Sequential(nn.ConvTranspose2d(2 * width, width, 2, 2, bias=False), norm(width), nn.ReLU(inplace=True))
+        self.up = nn.Sequential(
+            nn.ConvTranspose2d(2 * width, width, 2, 2, bias=False), norm(width), nn.ReLU(inplace=True)
+        )
         self.decode = nn.Conv2d(width, classes, 1)
         self.auxiliary = nn.Sequential(ConvModule(2 * width, width, 3, norm), nn.Conv2d(width, classes, 1))
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
 
-from bnexport import schema, tolerances
-from bnexport.errors import LibraryError
+from bnexport import model_io, schema, tolerances
+from bnexport.errors import LibraryError, VerificationError
 from bnexport.exporting.wrapper import Traced, crosses_processes
 
 
@@ -22,6 +25,7 @@ class OutputError:
     name: str
     max_abs_error: float
     bound: float
+    engine: str = ""
 
     @property
     def passed(self) -> bool:
@@ -45,7 +49,7 @@ class Verification:
         if self.passed is None:
             return f"not verified: {self.reason}"
         worst = max(self.outputs, key=lambda output: output.max_abs_error - output.bound)
-        return f"output {worst.name!r} differs by {worst.max_abs_error:.3g}, bound {worst.bound:.3g} ({self.engine})"
+        return f"output {worst.name!r} differs by {worst.max_abs_error:.3g}, bound {worst.bound:.3g} ({worst.engine})"
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -70,33 +74,78 @@ def check(model: ir.Model, traced: Traced, inputs: tuple[torch.Tensor, ...]) -> 
     if not all(torch.equal(one.nan_to_num(), two.nan_to_num()) for one, two in zip(expected, again)):
         return Verification.skipped("the model draws random numbers")
 
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    engine = f"onnxruntime {onnxruntime.__version__}"
-    if any(node.op_type == schema.SYNC_BATCH_NORM.name for node in model.graph.all_nodes()):
-        try:
-            from bnexport.runtime import library
-
-            library.register(options)
-            engine += " with the custom-op library"
-        except LibraryError:
-            engine += ", portable body"
-    session = onnxruntime.InferenceSession(_bytes(model), options, providers=["CPUExecutionProvider"])
     batches = [inputs]
     if inputs and all(_has_dynamic_batch(value) for value in model.graph.inputs):
         batches.append(tuple(torch.cat([tensor, tensor]) for tensor in inputs))
-    names = [str(value.name) for value in model.graph.inputs]
-    output_names = [str(value.name) for value in model.graph.outputs]
     errors: list[OutputError] = []
-    for feeds in batches:
-        arrays = dict(zip(names, (tensor.detach().cpu().numpy() for tensor in feeds)))
-        got = dict(zip(output_names, (np.asarray(value) for value in session.run(None, arrays))))
-        references = dict(zip(output_names, (tensor.detach().cpu().numpy() for tensor in _run(traced, feeds))))
-        compared = [_compare(name, got[name], references[name], _scale(name, references)) for name in output_names]
-        if not all(error.passed for error in compared):
-            compared = _allow_for_rounding(compared, got, references, traced, feeds)
-        errors += compared
-    return Verification(all(error.passed for error in errors), engine, tuple(errors))
+    engines, reason = _engines(model)
+    with _loadable(model) as source:
+        for engine, options in engines:
+            try:
+                session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+                for feeds in batches:
+                    errors += _compare_all(model, session, traced, feeds, engine)
+            except Exception as error:  # ONNX Runtime raises one class for each status code
+                raise VerificationError(f"{engine} cannot run the exported model: {str(error).strip()}") from error
+    if not engines:
+        return Verification.skipped(reason)
+    return Verification(all(error.passed for error in errors), " and ".join(name for name, _ in engines), tuple(errors))
+
+
+def _engines(model: ir.Model) -> tuple[list[tuple[str, Any]], str]:
+    """Every way in which the model is meant to run here: with the library, by its portable body."""
+    import onnxruntime
+
+    from bnexport.runtime import library
+
+    def options() -> Any:
+        made = onnxruntime.SessionOptions()
+        made.log_severity_level = 4
+        return made
+
+    name = f"onnxruntime {onnxruntime.__version__}"
+    nodes = [node for node in model.graph.all_nodes() if node.op_type == schema.SYNC_BATCH_NORM.name]
+    if not nodes:
+        return [(name, options())], ""
+    engines, reason = [], ""
+    try:
+        registered = options()
+        library.register(registered)
+        engines.append((f"{name} with the custom-op library", registered))
+    except LibraryError as error:
+        reason = str(error)
+    if all(node.op_identifier() in model.functions for node in nodes):
+        engines.append((f"{name} with the portable body", options()))
+    return engines, reason
+
+
+@contextlib.contextmanager
+def _loadable(model: ir.Model) -> Iterator[bytes | str]:
+    """The model as bytes, or as a file in a temporary folder where it is too large for one message."""
+    if model_io.write.tensor_total(model) <= model_io.write.EXTERNAL_THRESHOLD:
+        yield model_io.to_bytes(model)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/model.onnx"
+        model_io.save(model, path)
+        yield path
+
+
+def _compare_all(
+    model: ir.Model, session: Any, traced: Traced, feeds: tuple[torch.Tensor, ...], engine: str
+) -> list[OutputError]:
+    names = [str(value.name) for value in model.graph.outputs]
+    arrays = dict(zip((str(value.name) for value in model.graph.inputs), map(_array, feeds)))
+    got = dict(zip(names, (np.asarray(value) for value in session.run(None, arrays))))
+    references = dict(zip(names, map(_array, _run(traced, feeds))))
+    compared = [_compare(name, got[name], references[name], _scale(name, references)) for name in names]
+    if not all(error.passed for error in compared):
+        compared = _allow_for_rounding(compared, got, references, traced, feeds)
+    return [dataclasses.replace(error, engine=engine) for error in compared]
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().cpu().numpy()
 
 
 def _scale(name: str, references: dict[str, np.ndarray]) -> float:
@@ -146,10 +195,6 @@ def _run(traced: Traced, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor
 
 def _has_dynamic_batch(value: ir.Value) -> bool:
     return value.shape is not None and value.shape.rank() >= 2 and not isinstance(value.shape[0], int)
-
-
-def _bytes(model: ir.Model) -> bytes:
-    return ir.to_proto(model).SerializeToString()
 
 
 def _compare(name: str, actual: np.ndarray, reference: np.ndarray, scale: float) -> OutputError:

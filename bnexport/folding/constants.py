@@ -66,7 +66,8 @@ class Constants:
         array = self.array(value, what)
         if array.dtype not in FLOAT_TYPES.values():
             raise Refused("type", f"the {what} has type {array.dtype}, expected a float type")
-        return array.astype(np.float64)
+        with np.errstate(invalid="ignore"):  # signalling NaN; whoever reads the values refuses them
+            return array.astype(np.float64)
 
     def ints(self, value: ir.Value | None, what: str) -> tuple[int, ...]:
         """A small integer tensor, flattened."""

@@ -119,7 +119,9 @@ def library() -> ctypes.CDLL:
         loaded = ctypes.CDLL(path)
         abi = loaded.bnexport_abi_version()
     except (OSError, AttributeError) as error:
-        raise LibraryError(f"{path}: cannot be loaded: {error}; expected the library of this bnexport; reinstall bnexport") from error
+        raise LibraryError(
+            f"{path}: cannot be loaded: {error}; expected the library of this bnexport; reinstall bnexport"
+        ) from error
     if abi != _ABI_VERSION:
         raise LibraryError(f"{path}: got ABI version {abi}, expected {_ABI_VERSION}; reinstall bnexport")
     error_arguments = (ctypes.c_char_p, ctypes.c_size_t)

@@ -71,16 +71,22 @@ def register_group(name: str, process_group: ProcessGroup | None = None) -> None
         LibraryError: the compiled library is missing.
     """
     if not isinstance(name, str) or not name or "\0" in name:
-        raise UsageError(f"register_group: name: got {name!r}, expected the value of the nodes' group attribute, such as 'world'")
+        raise UsageError(
+            f"register_group: name: got {name!r}, expected the value of the nodes' group attribute, such as 'world'"
+        )
     from bnexport.sync_bn import distributed
 
     if not distributed.is_initialized():
-        raise GroupError(f"register_group({name!r}): torch.distributed is not initialised; call torch.distributed.init_process_group first")
+        raise GroupError(
+            f"register_group({name!r}): torch.distributed is not initialised; call torch.distributed.init_process_group first"
+        )
     group_name = distributed.name_of(process_group)
     group = distributed.resolve(group_name)
     size, rank = group.size(), group.rank()
     if rank < 0:
-        raise GroupError(f"register_group({name!r}): this process is not a member of the group; register it in members only")
+        raise GroupError(
+            f"register_group({name!r}): this process is not a member of the group; register it in members only"
+        )
     distributed.publish(name, group_name)
     callback = _make_callback(group_name, size)
     capi.register_group(name, size, rank, callback)

@@ -54,7 +54,9 @@ def get_library_path() -> str:
     if override:
         path = Path(override)
         if not path.is_file():
-            raise LibraryError(f"{ENVIRONMENT_VARIABLE}: got {override!r}, expected an existing {_FILE_NAME}; correct the variable or unset it")
+            raise LibraryError(
+                f"{ENVIRONMENT_VARIABLE}: got {override!r}, expected an existing {_FILE_NAME}; correct the variable or unset it"
+            )
         return str(path.resolve())
     beside = Path(__file__).resolve().parent.parent / "lib" / _FILE_NAME
     found = _installed() or (beside if beside.is_file() else None)

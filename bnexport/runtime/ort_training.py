@@ -14,7 +14,12 @@ __all__ = ["register_gradient"]
 
 
 def register_gradient(
-    *, group: str = "", group_size: int = 1, stats_mode: str = "exact", grad_reduction: str = "local", domain: str = schema.DOMAIN
+    *,
+    group: str = "",
+    group_size: int = 1,
+    stats_mode: str = "exact",
+    grad_reduction: str = "local",
+    domain: str = schema.DOMAIN,
 ) -> None:
     """Registers MMCVSyncBatchNormGrad as the gradient of MMCVSyncBatchNorm, for this process.
 
@@ -35,7 +40,9 @@ def register_gradient(
     }
     for attribute in schema.SYNC_BATCH_NORM_GRAD.attributes:
         if attribute.allowed is not None and attributes[attribute.name] not in attribute.allowed:
-            raise UsageError(f"register_gradient: {attribute.name}: got {attributes[attribute.name]!r}, expected one of {attribute.allowed}")
+            raise UsageError(
+                f"register_gradient: {attribute.name}: got {attributes[attribute.name]!r}, expected one of {attribute.allowed}"
+            )
     if domain not in schema.ACCEPTED_DOMAINS:
         raise UsageError(f"register_gradient: domain: got {domain!r}, expected one of {schema.ACCEPTED_DOMAINS}")
     try:
@@ -56,7 +63,13 @@ def register_gradient(
     forward = schema.SYNC_BATCH_NORM
     weight = forward.input_index("weight")
     # Output k of the gradient belongs to the forward's input k; an output whose input needs no gradient is dropped.
-    node.inputs = ["GO(0)", "I(0)", f"I({weight})", f"O({forward.output_index('saved_mean')})", f"O({forward.output_index('saved_invstd')})"]
+    node.inputs = [
+        "GO(0)",
+        "I(0)",
+        f"I({weight})",
+        f"O({forward.output_index('saved_mean')})",
+        f"O({forward.output_index('saved_invstd')})",
+    ]
     node.outputs = ["GI(0)", "", "", f"GI({weight})", f"GI({forward.input_index('bias')})"]
     definitions = []
     for name, value in attributes.items():

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import bnexport.runtime.library as library
 from bnexport.errors import MalformedModelError, MissingDependencyError
+from bnexport.runtime import library
 
 __all__ = ["InferenceSession"]
 
@@ -47,4 +47,6 @@ def InferenceSession(
         path = os.fspath(path)
         if not os.path.isfile(path):
             raise MalformedModelError(f"{path}: got no such file, expected an ONNX model; check the path")
-    return onnxruntime.InferenceSession(path, options, providers=list(providers) if providers else ["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(
+        path, options, providers=list(providers) if providers else ["CPUExecutionProvider"]
+    )

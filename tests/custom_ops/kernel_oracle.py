@@ -61,11 +61,24 @@ def group_statistics(xs: list[np.ndarray], stats_mode: str) -> tuple[np.ndarray,
     weights = [1.0 if stats_mode == "default" else float(xs[i].shape[0]) for i in filled]
     total = float(len(xs)) if stats_mode == "default" else sum(weights)
     mean = sum(w * columns[i].mean(axis=1) for w, i in zip(weights, filled, strict=True)) / total
-    variance = sum(w * ((columns[i] - mean[:, None]) ** 2).mean(axis=1) for w, i in zip(weights, filled, strict=True)) / total
+    variance = (
+        sum(w * ((columns[i] - mean[:, None]) ** 2).mean(axis=1) for w, i in zip(weights, filled, strict=True)) / total
+    )
     return mean, variance, False
 
 
-def forward(xs, weight=None, bias=None, running_mean=None, running_var=None, *, momentum=0.1, eps=1e-5, training=1, stats_mode="exact"):
+def forward(
+    xs,
+    weight=None,
+    bias=None,
+    running_mean=None,
+    running_var=None,
+    *,
+    momentum=0.1,
+    eps=1e-5,
+    training=1,
+    stats_mode="exact",
+):
     """The forward of every rank, as a list."""
     xs = [wide(x) for x in xs]
     C = xs[0].shape[1]
@@ -152,4 +165,6 @@ def assert_within(got: np.ndarray, expected: np.ndarray, bound: tolerances.Toler
     bad = ~same & ~(excess <= 0)
     if bad.any():
         at = np.unravel_index(np.argmax(np.where(bad, np.nan_to_num(excess, nan=np.inf), -np.inf)), got.shape)
-        raise AssertionError(f"{what} at {at}: got {got[at]!r}, expected {expected[at]!r}, bound {bound}, {bad.sum()} of {bad.size} off")
+        raise AssertionError(
+            f"{what} at {at}: got {got[at]!r}, expected {expected[at]!r}, bound {bound}, {bad.sum()} of {bad.size} off"
+        )

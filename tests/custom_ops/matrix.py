@@ -19,7 +19,17 @@ HERE = Path(__file__).resolve().parent
 
 
 def install(packages: list[str], folder: Path) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(folder), *packages]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--target",
+        str(folder),
+        *packages,
+    ]
     subprocess.run(command, check=True)
 
 
@@ -31,8 +41,12 @@ def run(script: str, folder: Path) -> tuple[bool, str]:
         from bnexport.runtime.library import get_library_path
 
         environment["BNEXPORT_LIBRARY"] = get_library_path()
-    result = subprocess.run([sys.executable, str(HERE / script)], env=environment, capture_output=True, text=True, timeout=600, check=False)
-    lines = [line for line in (result.stdout + result.stderr).strip().splitlines() if line.strip()]
+    result = subprocess.run(
+        [sys.executable, str(HERE / script)], env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    # What it printed last; where it failed, the end of the traceback. The training build logs to stdout, too.
+    text = result.stdout if result.returncode == 0 else result.stdout + result.stderr
+    lines = [line for line in text.splitlines() if line.strip() and "[I:onnxruntime" not in line]
     return result.returncode == 0, lines[-1] if lines else f"exit code {result.returncode}"
 
 
@@ -41,7 +55,18 @@ def main(arguments: list[str]) -> int:
     for version in arguments or [*VERSIONS, TRAINING]:
         with tempfile.TemporaryDirectory() as folder:
             if version == TRAINING:
-                install(["onnxruntime-training-cpu==1.19.2", "onnx==1.16.2", "numpy<2", "protobuf<5", "cerberus", "h5py", "ml_dtypes<0.5"], Path(folder))
+                install(
+                    [
+                        "onnxruntime-training-cpu==1.19.2",
+                        "onnx==1.16.2",
+                        "numpy<2",
+                        "protobuf<5",
+                        "cerberus",
+                        "h5py",
+                        "ml_dtypes<0.5",
+                    ],
+                    Path(folder),
+                )
                 good, last = run("matrix_training.py", Path(folder))
             else:
                 numpy = ["numpy<2"] if version.startswith(("1.17", "1.18")) else []

@@ -30,7 +30,9 @@ def check_forward() -> int:
                 condition = oracle.condition_of(feeds["input"], want.mean, want.invstd)
                 bound = tolerances.forward(dtype, condition=condition, weight=float(np.abs(feeds["weight"]).max()))
                 oracle.assert_within(got["output"], want.y, bound, f"{dtype} {domain} {training}")
-                oracle.assert_within(got["running_var_out"], want.running_var, tolerances.statistic(dtype, scale=2.0), "running_var")
+                oracle.assert_within(
+                    got["running_var_out"], want.running_var, tolerances.statistic(dtype, scale=2.0), "running_var"
+                )
                 cases += 1
     return cases
 

@@ -43,7 +43,9 @@ def make_model(values: dict[str, np.ndarray]) -> onnx.ModelProto:
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 2])],
         [numpy_helper.from_array(value, name) for name, value in values.items()],
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid("mmcv", 1)], ir_version=8)
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid("mmcv", 1)], ir_version=8
+    )
     # The artifact builder infers shapes with onnx, which does not know our node.
     for name, shape in (("n", ["N", 4, 8, 8]), ("mean.new", [4]), ("var.new", [4]), ("sm", [4]), ("si", [4])):
         model.graph.value_info.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))

@@ -25,7 +25,16 @@ GRAD_OUTPUTS = ("grad_input", "", "", "grad_weight", "grad_bias")
 
 
 def node_model(
-    operator: schema.Operator, *, inputs, outputs, dtype="float32", domain=schema.DOMAIN, name="bn1", ranks=4, opset=17, **attributes
+    operator: schema.Operator,
+    *,
+    inputs,
+    outputs,
+    dtype="float32",
+    domain=schema.DOMAIN,
+    name="bn1",
+    ranks=4,
+    opset=17,
+    **attributes,
 ) -> bytes:
     """`inputs`, `outputs`: names in order, "" where absent. `ranks`: number of data dimensions, all dynamic."""
     data, statistics = ELEMENT_TYPES[dtype], ELEMENT_TYPES[tolerances.STATISTICS_TYPE[dtype]]
@@ -73,7 +82,9 @@ def run(model: bytes | ort.InferenceSession, feeds: dict[str, np.ndarray]) -> di
     keep = []
     for name, value in wanted.items():
         if value.dtype == ml_dtypes.bfloat16:
-            ort_value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(np.ascontiguousarray(value).view(np.uint16), TensorProto.BFLOAT16)
+            ort_value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
+                np.ascontiguousarray(value).view(np.uint16), TensorProto.BFLOAT16
+            )
         else:
             ort_value = ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value))
         keep.append(ort_value)

@@ -13,7 +13,17 @@ from onnx import helper
 
 from bnexport import tolerances
 
-SHAPES = [(6, 5), (3, 4, 1), (2, 3, 16), (4, 3, 5, 7), (8, 16, 7, 7), (1, 2, 100, 100), (2, 3, 4, 5, 6), (200, 2, 2, 2), (1, 1, 1, 9000)]
+SHAPES = [
+    (6, 5),
+    (3, 4, 1),
+    (2, 3, 16),
+    (4, 3, 5, 7),
+    (8, 16, 7, 7),
+    (1, 2, 100, 100),
+    (2, 3, 4, 5, 6),
+    (200, 2, 2, 2),
+    (1, 1, 1, 9000),
+]
 
 
 def make_feeds(rng, shape, dtype="float32", mean=0.5):
@@ -38,8 +48,16 @@ def check(got, feeds, dtype, **options):
     scale = float(np.max(np.abs(w * invstd), initial=0) * np.max(np.abs(oracle.wide(feeds["grad_output"])), initial=0))
     bounds = {
         "grad_input": (want.dx, tolerances.backward_input(dtype, condition=condition, scale=scale)),
-        "grad_weight": (want.dweight, tolerances.backward_sum(dtype, condition=condition, absolute_sum=float(want.absolute_dweight.max(initial=0)))),
-        "grad_bias": (want.dbias, tolerances.backward_sum(dtype, condition=condition, absolute_sum=float(want.absolute_dbias.max(initial=0)))),
+        "grad_weight": (
+            want.dweight,
+            tolerances.backward_sum(
+                dtype, condition=condition, absolute_sum=float(want.absolute_dweight.max(initial=0))
+            ),
+        ),
+        "grad_bias": (
+            want.dbias,
+            tolerances.backward_sum(dtype, condition=condition, absolute_sum=float(want.absolute_dbias.max(initial=0))),
+        ),
     }
     for name, value in got.items():
         oracle.assert_within(value, *bounds[name], name)
@@ -72,7 +90,9 @@ def test_every_subset_of_outputs(training, with_weight):
     for used in itertools.product([True, False], repeat=3):
         if not any(used):
             continue
-        names = [name if keep else "" for name, keep in zip(("grad_input", "grad_weight", "grad_bias"), used, strict=True)]
+        names = [
+            name if keep else "" for name, keep in zip(("grad_input", "grad_weight", "grad_bias"), used, strict=True)
+        ]
         outputs = (names[0], "", "", names[1], names[2])
         got = run(grad_model(inputs=inputs, outputs=outputs, training_mode=training), feeds)
         assert set(got) == set(filter(None, names))
@@ -125,9 +145,17 @@ def test_in_a_plain_training_graph():
     weight, bias = rng.normal(size=3).astype(np.float32), rng.normal(size=3).astype(np.float32)
     F = ELEMENT_TYPES["float32"]
     nodes = [
-        helper.make_node("MMCVSyncBatchNorm", ["x", "", "", "w", "b"], ["y", "", "", "mean", "invstd"], name="bn", domain="mmcv"),
+        helper.make_node(
+            "MMCVSyncBatchNorm", ["x", "", "", "w", "b"], ["y", "", "", "mean", "invstd"], name="bn", domain="mmcv"
+        ),
         helper.make_node("Sub", ["y", "t"], ["dy"]),
-        helper.make_node("MMCVSyncBatchNormGrad", ["dy", "x", "w", "mean", "invstd"], ["dx", "", "", "dw", "db"], name="bn_grad", domain="mmcv"),
+        helper.make_node(
+            "MMCVSyncBatchNormGrad",
+            ["dy", "x", "w", "mean", "invstd"],
+            ["dx", "", "", "dw", "db"],
+            name="bn_grad",
+            domain="mmcv",
+        ),
         helper.make_node("Mul", ["dw", "rate"], ["step"]),
         helper.make_node("Sub", ["w", "step"], ["w.new"]),
     ]
@@ -138,7 +166,9 @@ def test_in_a_plain_training_graph():
         [helper.make_tensor_value_info(name, F, value.shape) for name, value in values.items()],
         [helper.make_tensor_value_info("w.new", F, weight.shape), helper.make_tensor_value_info("dx", F, x.shape)],
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid("mmcv", 1)], ir_version=8)
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid("mmcv", 1)], ir_version=8
+    )
     onnx.checker.check_model(model)
     got = run(model.SerializeToString(), values)
     forward = oracle.forward([x], weight, bias, eps=float(np.float32(1e-5)))[0]

@@ -35,7 +35,12 @@ def check(got, feeds, want, dtype):
     condition = oracle.condition_of(feeds["input"], want.mean, want.invstd)
     weight = float(np.abs(oracle.wide(feeds["weight"])).max()) if "weight" in feeds else 1.0
     std = float(np.max(1 / np.maximum(want.invstd, 1e-30), initial=0.0))
-    scale = max(1.0, std, float(np.max(np.abs(want.mean), initial=0.0)), float(np.max(np.abs(feeds.get("running_var", 1)), initial=0)))
+    scale = max(
+        1.0,
+        std,
+        float(np.max(np.abs(want.mean), initial=0.0)),
+        float(np.max(np.abs(feeds.get("running_var", 1)), initial=0)),
+    )
     statistic = tolerances.statistic(dtype, scale=scale)
     expected = {
         "output": (want.y, tolerances.forward(dtype, condition=condition, weight=weight)),
@@ -51,7 +56,12 @@ def check(got, feeds, want, dtype):
 def reference(feeds, **options):
     options = {"momentum": MOMENTUM, "eps": EPS} | options
     return oracle.forward(
-        [feeds["input"]], feeds.get("weight"), feeds.get("bias"), feeds.get("running_mean"), feeds.get("running_var"), **options
+        [feeds["input"]],
+        feeds.get("weight"),
+        feeds.get("bias"),
+        feeds.get("running_mean"),
+        feeds.get("running_var"),
+        **options,
     )[0]
 
 
@@ -133,7 +143,9 @@ def test_one_value_has_the_unbiased_factor_one():
     check(run(forward_model(), feeds), feeds, reference(feeds), "float32")
 
 
-@pytest.mark.parametrize(("mean", "std"), [(1e4, 1.0), (1e6, 1.0), (-3e3, 1e-3), (0.0, 1e-20), (0.0, 1e18), (1e25, 1e20)])
+@pytest.mark.parametrize(
+    ("mean", "std"), [(1e4, 1.0), (1e6, 1.0), (-3e3, 1e-3), (0.0, 1e-20), (0.0, 1e18), (1e25, 1e20)]
+)
 def test_large_means_and_extreme_scales(mean, std):
     """One-pass float32 sums give a negative variance here; squares leave the range of float32 in the last ones."""
     for shape in [(4, 3, 40, 40), (16, 6, 3, 3)]:

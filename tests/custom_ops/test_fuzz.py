@@ -73,9 +73,13 @@ def random_attributes(rng, operator):
         name = attribute.name
         bad = rng.random() < 0.025 and name != "group"  # every text may be the name of a group
         if name == "momentum":
-            attributes[name] = float(pick(rng, [-0.1, 1.01, float("nan"), float("inf")] if bad else [0.0, 0.1, 0.9, 1.0]))
+            attributes[name] = float(
+                pick(rng, [-0.1, 1.01, float("nan"), float("inf")] if bad else [0.0, 0.1, 0.9, 1.0])
+            )
         elif name == "eps":
-            attributes[name] = float(pick(rng, [-1e-9, float("nan"), float("inf")] if bad else [0.0, 1e-12, 1e-5, 1e-3, 10.0]))
+            attributes[name] = float(
+                pick(rng, [-1e-9, float("nan"), float("inf")] if bad else [0.0, 1e-12, 1e-5, 1e-3, 10.0])
+            )
         elif name == "group":
             attributes[name] = pick(rng, ["", "world", "echo", "broken", "x" * 5000, "näme"])
         elif name == "group_size":
@@ -131,7 +135,10 @@ class Case:
                 self.fails = True
             dy = np.asarray(rng.normal(size=self.shape)).astype(T)
             self.feeds = dict(zip(GRAD_INPUTS, (dy, data, statistic(), statistic(), statistic(True)), strict=True))
-            exchanges = self.attributes.get("training_mode", 1) == 1 or self.attributes.get("grad_reduction", "local") != "local"
+            exchanges = (
+                self.attributes.get("training_mode", 1) == 1
+                or self.attributes.get("grad_reduction", "local") != "local"
+            )
         while self.inputs and not self.inputs[-1]:
             self.inputs.pop()
         while self.outputs and not self.outputs[-1]:
@@ -151,7 +158,13 @@ class Case:
 
     def model(self):
         return node_model(
-            self.operator, inputs=self.inputs, outputs=self.outputs, dtype=self.dtype, domain=self.domain, ranks=len(self.shape), **self.attributes
+            self.operator,
+            inputs=self.inputs,
+            outputs=self.outputs,
+            dtype=self.dtype,
+            domain=self.domain,
+            ranks=len(self.shape),
+            **self.attributes,
         )
 
     def attribute(self, name):
@@ -167,9 +180,16 @@ class Case:
     def check_forward(self, got):
         feeds, training = self.feeds, self.attribute("training_mode")
         copies = 2 if self.group_size == 2 and training else 1
-        options = {"momentum": self.attribute("momentum"), "eps": self.attribute("eps"), "stats_mode": self.attribute("stats_mode")}
+        options = {
+            "momentum": self.attribute("momentum"),
+            "eps": self.attribute("eps"),
+            "stats_mode": self.attribute("stats_mode"),
+        }
         want = oracle.forward(
-            [feeds["input"]] * copies, *(feeds.get(n) for n in ("weight", "bias", "running_mean", "running_var")), training=training, **options
+            [feeds["input"]] * copies,
+            *(feeds.get(n) for n in ("weight", "bias", "running_mean", "running_var")),
+            training=training,
+            **options,
         )[0]
         assert got["output"].shape == self.shape
         if self.std == 0 and options["eps"] < 1e-6:
@@ -185,7 +205,10 @@ class Case:
             "running_var_out": (want.running_var, statistic),
             "saved_mean": (want.mean, statistic),
             # Means of blocks are doubles: for double data their difference carries the condition.
-            "saved_invstd": (want.invstd, tolerances.Tolerance(statistic.rtol * (condition if self.dtype == "float64" else 1), 0)),
+            "saved_invstd": (
+                want.invstd,
+                tolerances.Tolerance(statistic.rtol * (condition if self.dtype == "float64" else 1), 0),
+            ),
         }
         for name, value in got.items():
             oracle.assert_within(value, *bounds[name], name)
@@ -200,19 +223,29 @@ class Case:
         want = oracle.backward([feeds["grad_output"]] * copies, [feeds["input"]] * copies, *arguments, **options)[0]
         mean, invstd = oracle.wide(feeds["saved_mean"]), oracle.wide(feeds["saved_invstd"])
         # The statistics are made up, so x_hat may be large; it takes the place of 1 in the bound.
-        x_hat = np.abs((oracle.wide(feeds["input"]) - oracle.spread_out(mean, feeds["input"])) * oracle.spread_out(invstd, feeds["input"]))
+        x_hat = np.abs(
+            (oracle.wide(feeds["input"]) - oracle.spread_out(mean, feeds["input"]))
+            * oracle.spread_out(invstd, feeds["input"])
+        )
         condition = 1 + float(np.max(np.abs(mean) * invstd, initial=0)) + float(x_hat.max(initial=0)) ** 2
         w = np.ones_like(invstd) if arguments[0] is None else oracle.wide(arguments[0])
         dy = float(np.max(np.abs(oracle.wide(feeds["grad_output"])), initial=0))
         scale = float(np.max(np.abs(w * invstd), initial=0)) * dy
         bounds = {"grad_input": (want.dx, tolerances.backward_input(self.dtype, condition=condition, scale=scale))}
-        for name, value, absolute in (("grad_weight", want.dweight, want.absolute_dweight), ("grad_bias", want.dbias, want.absolute_dbias)):
-            bounds[name] = (value, tolerances.backward_sum(self.dtype, condition=condition, absolute_sum=float(absolute.max(initial=0))))
+        for name, value, absolute in (
+            ("grad_weight", want.dweight, want.absolute_dweight),
+            ("grad_bias", want.dbias, want.absolute_dbias),
+        ):
+            bounds[name] = (
+                value,
+                tolerances.backward_sum(self.dtype, condition=condition, absolute_sum=float(absolute.max(initial=0))),
+            )
         for name, value in got.items():
             oracle.assert_within(value, *bounds[name], name)
 
     def __str__(self):
-        return f"{self.operator.name} {self.dtype} {self.shape} {self.inputs} -> {self.outputs} {self.attributes} data {self.mean} +- {self.std}"
+        node = f"{self.operator.name} {self.dtype} {self.shape} {self.inputs} -> {self.outputs} {self.attributes}"
+        return f"{node} data {self.mean} +- {self.std}"
 
 
 def run_case(seed: int) -> bool:
@@ -221,7 +254,9 @@ def run_case(seed: int) -> bool:
         got = run(session(case.model(), threads=case.threads), case.feeds)
     except Exception as error:
         assert case.fails, f"case {SEED}/{seed}: must run, but: {error}\n{case}"
-        assert case.operator.name in str(error), f"case {SEED}/{seed}: the message does not name the operator: {error}\n{case}"
+        assert case.operator.name in str(error), (
+            f"case {SEED}/{seed}: the message does not name the operator: {error}\n{case}"
+        )
         return False
     assert not case.fails, f"case {SEED}/{seed}: must fail, but ran\n{case}"
     try:

@@ -25,7 +25,10 @@ def test_matches_contract(described, operator):
     for variant in ours["variants"]:
         assert variant["S"] == ("double" if variant["T"] == "double" else "float")
     for direction in ("inputs", "outputs"):
-        expected = [{"name": value.name, "type": value.type, "optional": value.optional} for value in getattr(operator, direction)]
+        expected = [
+            {"name": value.name, "type": value.type, "optional": value.optional}
+            for value in getattr(operator, direction)
+        ]
         assert ours[direction] == expected
     expected = [
         {

@@ -25,5 +25,17 @@ def test_every_code() -> None:
     codes = {code for path in sources for code in re.findall(r'Refused\(\s*"([a-z-]+)"', path.read_text())}
     assert len(codes) > 30
     explained = set(re.findall(r"`([a-z-]+)`", TEXT))
-    internal = {"bad-node", "bad-attribute", "missing", "constant", "concat", "cast", "crop", "mask", "indices", "not-data", "unused"}
+    internal = {
+        "bad-node",
+        "bad-attribute",
+        "missing",
+        "constant",
+        "concat",
+        "cast",
+        "crop",
+        "mask",
+        "indices",
+        "not-data",
+        "unused",
+    }
     assert codes - explained - internal == {"not-affine"}

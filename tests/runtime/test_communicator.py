@@ -22,7 +22,9 @@ from bnexport.runtime.library import get_library_path
 WORKER = Path(__file__).parent / "group_worker.py"
 
 
-def run_group(folder: Path, size: int, feeds, *, model: bytes | list[bytes], steps: int = 1, timeout: int = 60, dies=None):
+def run_group(
+    folder: Path, size: int, feeds, *, model: bytes | list[bytes], steps: int = 1, timeout: int = 60, dies=None
+):
     """Runs `size` processes; returns their outputs as a list of dicts, or error texts where they failed."""
     for rank, one in enumerate(model if isinstance(model, list) else [model]):
         (folder / (f"model_{rank}.onnx" if isinstance(model, list) else "model.onnx")).write_bytes(one)
@@ -36,7 +38,12 @@ def run_group(folder: Path, size: int, feeds, *, model: bytes | list[bytes], ste
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
     }
     processes = [
-        subprocess.Popen([sys.executable, str(WORKER), str(rank), str(size), str(folder)], env=environment, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), str(size), str(folder)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(size)
     ]
     errors = [process.communicate(timeout=180)[1] for process in processes]
@@ -50,10 +57,14 @@ def run_group(folder: Path, size: int, feeds, *, model: bytes | list[bytes], ste
 
 
 def check_forward(results, xs, common, step, **options):
-    expected = oracle.forward(xs, common["weight"], common["bias"], common["running_mean"], common["running_var"], **options)
+    expected = oracle.forward(
+        xs, common["weight"], common["bias"], common["running_mean"], common["running_var"], **options
+    )
     weight = float(np.abs(common["weight"]).max())
     for rank, (got, want) in enumerate(zip(results, expected, strict=True)):
-        bound = tolerances.forward("float32", condition=oracle.condition_of(xs[rank], want.mean, want.invstd), weight=weight)
+        bound = tolerances.forward(
+            "float32", condition=oracle.condition_of(xs[rank], want.mean, want.invstd), weight=weight
+        )
         what = f"rank {rank} {options}"
         oracle.assert_within(got[f"{step}/output"], want.y, bound, f"output of {what}")
         statistic = tolerances.statistic("float32", scale=4.0)
@@ -64,9 +75,15 @@ def check_forward(results, xs, common, step, **options):
 
 # Every step of one group of processes is another split of the batch; one start of Python serves all.
 SPLITS = {
-    2: [(((3, 5, 4, 6)), (3, 5, 4, 6)), ((1, 5, 4, 6), (6, 5, 4, 6)), ((2, 5, 3, 3), (2, 5, 8, 7)), ((0, 5, 4, 6), (3, 5, 4, 6)), ((0, 5, 4, 6), (0, 5, 4, 6))],
+    2: [
+        ((3, 5, 4, 6), (3, 5, 4, 6)),
+        ((1, 5, 4, 6), (6, 5, 4, 6)),
+        ((2, 5, 3, 3), (2, 5, 8, 7)),
+        ((0, 5, 4, 6), (3, 5, 4, 6)),
+        ((0, 5, 4, 6), (0, 5, 4, 6)),
+    ],
     3: [((2, 5, 4, 4), (1, 5, 9, 9), (0, 5, 4, 4))],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("size", "stats_mode"), [(2, "exact"), (2, "default"), (2, "N"), (3, "exact"), (3, "default")])
@@ -87,7 +104,10 @@ def test_forward_equals_joint_batch(tmp_path, size, stats_mode):
         check_forward(results, xs, common, step, stats_mode=stats_mode, momentum=0.25)
 
 
-@pytest.mark.parametrize(("size", "stats_mode", "reduction"), [(2, "exact", "sum"), (2, "N", "mean"), (3, "default", "local"), (3, "exact", "mean")])
+@pytest.mark.parametrize(
+    ("size", "stats_mode", "reduction"),
+    [(2, "exact", "sum"), (2, "N", "mean"), (3, "default", "local"), (3, "exact", "mean")],
+)
 def test_backward_equals_joint_batch(tmp_path, size, stats_mode, reduction):
     rng = np.random.default_rng(10 + size)
     shapes = [(3, 5, 4, 6), (1, 5, 7, 2), (0, 5, 4, 6)][:size]
@@ -107,7 +127,10 @@ def test_backward_equals_joint_batch(tmp_path, size, stats_mode, reduction):
     for rank, (got, want) in enumerate(zip(results, expected, strict=True)):
         bound = tolerances.backward_input("float32", condition=4.0, scale=scale)
         oracle.assert_within(got["0/grad_input"], want.dx, bound, f"grad_input of rank {rank}")
-        for name, value, absolute in (("grad_weight", want.dweight, want.absolute_dweight), ("grad_bias", want.dbias, want.absolute_dbias)):
+        for name, value, absolute in (
+            ("grad_weight", want.dweight, want.absolute_dweight),
+            ("grad_bias", want.dbias, want.absolute_dbias),
+        ):
             bound = tolerances.backward_sum("float32", condition=4.0, absolute_sum=float(absolute.max()))
             oracle.assert_within(got[f"0/{name}"], value, bound, f"{name} of rank {rank}")
 
@@ -149,7 +172,9 @@ def test_dead_peer_is_an_error_within_the_timeout(tmp_path):
     common = forward_feeds(rng, (2, 4, 3, 3))
     feeds = [{f"{step}/{k}": v for k, v in common.items() for step in range(2)} for _ in range(2)]
     start = time.monotonic()
-    results = run_group(tmp_path, 2, feeds, model=forward_model(group="world", group_size=2), steps=2, timeout=5, dies=[1, 1])
+    results = run_group(
+        tmp_path, 2, feeds, model=forward_model(group="world", group_size=2), steps=2, timeout=5, dies=[1, 1]
+    )
     assert results[1] is None
     assert "MMCVSyncBatchNorm" in results[0] and "the collective failed" in results[0], results
     assert time.monotonic() - start < 60

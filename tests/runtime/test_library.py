@@ -106,7 +106,9 @@ def test_c_api_needs_neither_torch_nor_onnxruntime():
     assert result.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(("domains", "works"), [("mmcv", ("mmcv",)), ("ai.onnx", ("",)), ("mmcv,ai.onnx", ("mmcv", ""))])
+@pytest.mark.parametrize(
+    ("domains", "works"), [("mmcv", ("mmcv",)), ("ai.onnx", ("",)), ("mmcv,ai.onnx", ("mmcv", ""))]
+)
 def test_domains_can_be_left_to_another_library(monkeypatch, domains, works):
     monkeypatch.setenv("BNEXPORT_DOMAINS", domains)
     for domain in ("mmcv", ""):
