@@ -312,6 +312,25 @@ COLUMNS = [
 ]  # fmt: skip
 
 
+def write_document(rows: list[dict[str, object]], setting: str) -> None:
+    """Puts the table into docs/performance.md, between its markers."""
+    path = ROOT / "docs" / "performance.md"
+    before, rest = path.read_text().split("<!-- table: begin -->")
+    after = rest.split("<!-- table: end -->")[1]
+    shown = COLUMNS[:-1]
+    lines = ["", setting, "", "| shape | type | MB | train us | " + " | ".join(f"`{name}`" for name in shown) + " |"]
+    lines.append("|---|---|" + "---:|" * (len(shown) + 2))
+    for result in rows:
+        shape, us = " x ".join(map(str, result["shape"])), result["microseconds"]
+        cells = [f"{result[name]:.2f}" if name in result else "" for name in shown]
+        lines.append(
+            f"| {shape} | {result['dtype']} | {result['megabytes']:.1f} | {us['train']:.0f} | "
+            + " | ".join(cells)
+            + " |"
+        )
+    path.write_text(before + "<!-- table: begin -->" + "\n".join(lines) + "\n<!-- table: end -->" + after)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
@@ -319,6 +338,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default="float32,float16,bfloat16,float64")
     parser.add_argument("--seconds", type=float, default=6.0, help="per shape")
     parser.add_argument("--statistic", choices=["median", "min"], default="median")
+    parser.add_argument("--docs", action="store_true", help="also put the table into docs/performance.md")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "ort_cpu.json")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -364,6 +384,12 @@ def main() -> None:
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(report, indent=1) + "\n")
     print(f"wrote {arguments.output}")
+    if arguments.docs:
+        write_document(
+            rows,
+            f"{arguments.threads} threads, {capi.instruction_set()}, {arguments.statistic} of each candidate's runs, "
+            f"ONNX Runtime {ort.__version__}, torch {torch.__version__}.",
+        )
 
 
 if __name__ == "__main__":

@@ -59,6 +59,15 @@ def test_training_is_the_default_mode() -> None:
     assert result.report.meaning_changed
 
 
+def test_verify_converts_what_no_engine_has() -> None:
+    proto = sync("y = MMCVSyncBatchNorm <eps=0.001, training_mode=0> (z, p_m, p_v, p_s, p_b)", domain="custom.ops")
+    result = verify(proto, PLAIN)
+    assert (result.status, result.reference) == ("passed", "converted")
+    assert verify(proto, proto).status == "not verified"
+    wrong = sync("y = MMCVSyncBatchNorm <eps=0.5, training_mode=0> (z, p_m, p_v, p_s, p_b)", domain="custom.ops")
+    assert verify(wrong, PLAIN).status == "failed"
+
+
 def test_groups_and_modes_do_not_concern_the_folder() -> None:
     node = 'y = MMCVSyncBatchNorm <eps=0.001, group="pod7", group_size=8, stats_mode="N", momentum=0.3> (z, p_m, p_v, p_s, p_b)'
     result, outputs = folded_output(sync(node))
