@@ -162,6 +162,19 @@ def fold(
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Where the folded model goes.")],
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Run both models and compare them.")] = True,
     explain: Annotated[str | None, typer.Option(metavar="NODE", help="Say what happened to one node, and why.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NODE", help="Fold this batch norm only; repeatable.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(metavar="NODE", help="Leave this batch norm alone; repeatable.")
+    ] = None,
+    training_to_inference: Annotated[
+        bool,
+        typer.Option("--training-to-inference", help="Also turn BatchNormalization in training mode into inference."),
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Allow OUT to be IN; it is replaced as a whole.")
+    ] = False,
     seed: Seed = 0,
     json_target: Json = None,
 ) -> None:
@@ -169,7 +182,16 @@ def fold(
     from bnexport import folding
 
     with _status(f"folding {source}"):
-        result = folding.fold(source, target, verify=verify, seed=seed)
+        result = folding.fold(
+            source,
+            target,
+            verify=verify,
+            seed=seed,
+            only=only or None,
+            skip=skip or (),
+            training_to_inference=training_to_inference,
+            overwrite_input=overwrite,
+        )
     report = result.report
     _emit(report.to_dict(), json_target, folding.render(report))
     if explain is not None:

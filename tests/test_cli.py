@@ -60,7 +60,33 @@ def test_fold_of_a_training_graph_says_so(folder, tmp_path, capsys):
     assert code == 0
     assert "the graph trained; it is an inference graph now" in err
     session = bnexport.InferenceSession(tmp_path / "f.onnx")
-    assert "stem.1.running_mean.new" in [output.name for output in session.get_outputs()]
+    names = [output.name for output in session.get_outputs()]
+    got = dict(zip(names, session.run(None, {"x": np.ones((2, 1, 8, 8), np.float32)})))
+    old = {i.name: onnx.numpy_helper.to_array(i) for i in onnx.load(folder / "train.onnx").graph.initializer}
+    state = [name for name in names if name.endswith(".new")]
+    assert len(state) == 3 * 6
+    for name in state:
+        np.testing.assert_array_equal(got[name], old[name.removesuffix(".new")], err_msg=name)
+
+
+def test_folding_can_be_limited_and_explained(folder, tmp_path, capsys):
+    name = "stem.1/MMCVSyncBatchNorm"
+    code, _, err = _cli(
+        "fold", folder / "eval.onnx", tmp_path / "f.onnx", "--skip", name, "--explain", name, capsys=capsys
+    )
+    assert code == 0
+    assert "5 of 6 batch norms folded" in err
+    assert f"{name}: converted: it was left alone on request" in err
+
+
+def test_an_input_is_only_replaced_on_request(folder, tmp_path, capsys):
+    path = tmp_path / "m.onnx"
+    path.write_bytes((folder / "eval.onnx").read_bytes())
+    before = path.read_bytes()
+    assert _cli("fold", path, path, capsys=capsys)[0] in (2, 3)
+    assert path.read_bytes() == before
+    assert _cli("fold", path, path, "--overwrite", capsys=capsys)[0] == 0
+    assert path.read_bytes() != before
 
 
 def test_nothing_to_fold_is_an_unchanged_copy(folder, tmp_path, capsys):

@@ -19,6 +19,7 @@ from bnexport.folding.context import Context, Options
 from bnexport.folding.edits import Addend
 from bnexport.folding.names import Names
 from bnexport.folding.nodes import is_standard, label
+from bnexport.folding.old_values import return_old_counters
 from bnexport.folding.parameters import insert_add, write_parameters
 from bnexport.folding.refusal import Refused
 from bnexport.folding.report import Counts, Refusal, SiteReport
@@ -88,6 +89,8 @@ class Engine:
                 self.sites.append(
                     SiteReport((conversion.name,), conversion.op_type, family.name, "kept", refusals=(refusal,))
                 )
+            if any(conversion.training and conversion.batch_norm is not None for conversion in conversions):
+                return_old_counters(family.graphs[0], family.context)
         sync_bn.drop_unused_bodies(self.model)
 
     @property

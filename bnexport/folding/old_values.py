@@ -1,10 +1,28 @@
-"""Outputs that carried updated statistics return the old ones."""
+"""Outputs that carried updated statistics, or their batch counter, return the old ones."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
 from bnexport.folding.context import Context
+from bnexport.folding.parameters import remove_unused_constant
+
+_COUNTER = ".num_batches_tracked"
+_SUFFIX = ".new"
+
+
+def return_old_counters(graph: ir.Graph, context: Context) -> None:
+    """Batch counters that our exporter writes beside the statistics stand still in inference, too."""
+    for output in tuple(graph.outputs):
+        name = str(output.name)
+        old = graph.initializers.get(name.removesuffix(_SUFFIX))
+        node = output.producer()
+        if not name.endswith(_COUNTER + _SUFFIX) or old is None or node is None:
+            continue
+        statistics = (name.replace(_COUNTER, f".{kind}") for kind in ("running_mean", "running_var"))
+        if {*statistics} <= {value.name for value in graph.outputs}:
+            return_old(output, old, node, context)
+            remove_unused_constant(output)
 
 
 def return_old(output: ir.Value, old: ir.Value, node: ir.Node, context: Context) -> None:
