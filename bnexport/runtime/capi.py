@@ -28,6 +28,7 @@ __all__ = [
     "cpu_moments",
     "describe",
     "instruction_set",
+    "lend_openmp",
     "library",
     "register_group",
     "unregister_group",
@@ -136,6 +137,8 @@ def library() -> ctypes.CDLL:
         function = getattr(loaded, name)
         function.argtypes = (*arguments, *error_arguments)
         function.restype = ctypes.c_int
+    loaded.bnexport_lend_openmp.argtypes = (_pointer,)
+    loaded.bnexport_lend_openmp.restype = None
     for name in ("bnexport_version", "bnexport_describe", "bnexport_instruction_set"):
         getattr(loaded, name).restype = ctypes.c_char_p
     return loaded
@@ -263,6 +266,11 @@ def cpu_backward_moments(
     params.group_size = 1
     params.threads = threads
     _call("bnexport_cpu_backward_moments", params, row)
+
+
+def lend_openmp(gomp_parallel: int) -> None:
+    """bnexport_lend_openmp: the address of the program's GOMP_parallel, or 0 for threads of the library's own."""
+    library().bnexport_lend_openmp(gomp_parallel or None)
 
 
 def register_group(name: str, size: int, rank: int, all_gather: Any) -> None:

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import mmap
 import os
+import sys
 from typing import Any
 
 import torch
@@ -34,7 +35,23 @@ def _capi() -> Any:
         capi.library()
     except LibraryError:
         return None
+    capi.lend_openmp(_openmp_parallel())
     return capi
+
+
+def _openmp_parallel() -> int:
+    """The address of GOMP_parallel in the OpenMP runtime that torch computes with; 0 where there is none."""
+    if not sys.platform.startswith("linux") or "OpenMP" not in torch.__config__.parallel_info():
+        return 0
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/" in line}
+    for path in sorted(path for path in paths if os.path.basename(path).startswith(("libgomp", "libiomp5", "libomp"))):
+        try:
+            runtime = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+            return ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p).value or 0
+        except (OSError, AttributeError):
+            continue
+    return 0
 
 
 def usable(x: Tensor) -> bool:

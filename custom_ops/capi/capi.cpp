@@ -133,6 +133,9 @@ uint32_t bnexport_abi_version(void) { return BNEXPORT_ABI_VERSION; }
 const char* bnexport_version(void) { return BNEXPORT_VERSION; }
 const char* bnexport_describe(void) { return schema::describe(); }
 const char* bnexport_instruction_set(void) { return cpu::instruction_set(); }
+void bnexport_lend_openmp(void* gomp_parallel) {
+  cpu::lend_openmp(reinterpret_cast<cpu::OpenMpParallel>(gomp_parallel));
+}
 
 int bnexport_cpu_moments(const bnexport_forward* params, double* row, char* error, size_t capacity) {
   return guarded(error, capacity, [&] {

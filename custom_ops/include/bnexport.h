@@ -91,6 +91,11 @@ typedef struct bnexport_backward {
 BNEXPORT_API uint32_t bnexport_abi_version(void);
 BNEXPORT_API const char* bnexport_version(void);
 
+/* Lends the program's OpenMP runtime to this API: the address of its GOMP_parallel, or NULL for threads
+ * of our own. A program whose own regions run in OpenMP threads, as PyTorch's, should: idle OpenMP
+ * threads spin and keep the cores from others. ONNX Runtime's path never uses it. */
+BNEXPORT_API void bnexport_lend_openmp(void* gomp_parallel);
+
 /* Each returns 0, or a non-zero code with a message of at most `capacity` bytes in `error`. */
 BNEXPORT_API int bnexport_cpu_moments(const bnexport_forward* params, double* row, char* error, size_t capacity);
 BNEXPORT_API int bnexport_cpu_forward(const bnexport_forward* params, char* error, size_t capacity);

@@ -113,9 +113,31 @@ Pool& pool() {
   return *shared.load();
 }
 
+std::atomic<OpenMpParallel> openmp{nullptr};
+
+struct Region {
+  std::atomic<int64_t> next{0};
+  int64_t count;
+  Parallel::Task task;
+  void* context;
+
+  static void drain(void* data) {
+    auto& region = *static_cast<Region*>(data);
+    for (int64_t i = region.next++; i < region.count; i = region.next++) region.task(region.context, i);
+  }
+};
+
 }  // namespace
 
+void lend_openmp(OpenMpParallel parallel) { openmp.store(parallel); }
+
 void PoolParallel::run(int64_t count, Task task, void* context) {
+  const OpenMpParallel lent = openmp.load(std::memory_order_relaxed);
+  if (lent != nullptr && threads_ > 1 && count > 1) {
+    Region region{{0}, count, task, context};
+    lent(Region::drain, &region, static_cast<unsigned>(threads_ < count ? threads_ : count), 0);
+    return;
+  }
   if (threads_ > 1 && count > 1 && pool().run(count, threads_, task, context)) return;
   for (int64_t i = 0; i < count; ++i) task(context, i);
 }
