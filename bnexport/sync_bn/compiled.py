@@ -87,7 +87,10 @@ def _geometry(x: Tensor) -> dict[str, int]:
 
 
 def _vector(vector: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if vector is None else vector.detach().to(statistics_type(x.dtype)).contiguous()
+    S = statistics_type(x.dtype)
+    if vector is None or (vector.dtype == S and vector.is_contiguous()):
+        return vector
+    return vector.detach().to(S).contiguous()
 
 
 def _empty_like(x: Tensor) -> Tensor:

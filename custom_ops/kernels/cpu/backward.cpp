@@ -164,9 +164,9 @@ class Backward {
       Span span;
       const int64_t offset = plan.chunk(k, &span);
       if (params_.training) {
-        loops_.column_gradient(dy(offset), x(offset), dx(offset), span, columns.data());
+        loops_.column_gradient(dy(offset), x(offset), dx(offset), span, columns.data(), stream_);
       } else {
-        loops_.column_normalise(dy(offset), dx(offset), span, scales.data());
+        loops_.column_normalise(dy(offset), dx(offset), span, scales.data(), stream_);
       }
     });
   }

@@ -129,7 +129,7 @@ class Forward {
     parallel_for(parallel_, plan.all_chunks(), [&](int64_t k) {
       Span span;
       const int64_t offset = plan.chunk(k, &span);
-      loops_.column_normalise(x(offset), y(offset), span, columns.data());
+      loops_.column_normalise(x(offset), y(offset), span, columns.data(), stream_);
     });
   }
 

@@ -44,9 +44,10 @@ struct Table {
 
   // Columns: each column has a channel of its own; any cols >= 0. Results per column.
   void (*column_moments)(const void* x, Span span, double* mean, double* m2);
-  void (*column_normalise)(const void* x, void* y, Span span, const ForwardCoefficients* coefficients);
+  void (*column_normalise)(const void* x, void* y, Span span, const ForwardCoefficients* coefficients, bool stream);
   void (*column_gradient_sums)(const void* dy, const void* x, Span span, const double* mean, GradientSums* sums);
-  void (*column_gradient)(const void* dy, const void* x, void* dx, Span span, const BackwardCoefficients* coefficients);
+  void (*column_gradient)(const void* dy, const void* x, void* dx, Span span, const BackwardCoefficients* coefficients,
+                          bool stream);
 
   // all[i].merge(part[i]). Here, and not in the callers, because compilers contract a * b + c differently
   // for each instruction set, and every way through the kernels must give the same bits.
