@@ -3,7 +3,7 @@
     python -m benchmarks.bench_torch_operator [--json PATH] [--rounds N] [--threads N]
 
 One process: forward and backward in training, ratios torch / ours of medians (above 1: ours is
-faster), with torch's operations in place of our kernels as a third column. Two processes (gloo on
+faster). The JSON also has our module with torch's operations in place of the kernels. Two processes (gloo on
 127.0.0.1, one thread each): a training step of our module on half the batch each, as a ratio to
 torch's own on the whole batch with the same number of threads in all.
 """
@@ -43,6 +43,9 @@ SHAPES = [
     (4, 32, 14, 14),
 ]
 
+BLOCKS = 3
+WARM_UP = 3
+
 
 def verify(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> float:
     """Largest error of output and gradient over its bound; raises when one exceeds it. At most 2 MB are checked."""
@@ -78,7 +81,7 @@ def arranged(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def time_one(shape: tuple[int, ...], dtype: torch.dtype, layout: str, rounds: int) -> dict[str, tuple[float, float]]:
-    """Median seconds of (forward, backward) of each engine, run in turn."""
+    """Median seconds of (forward, backward) of each engine."""
     x = arranged(torch.randn(shape).to(dtype), layout)
     dy = torch.randn_like(x)
     engines = {
@@ -87,18 +90,21 @@ def time_one(shape: tuple[int, ...], dtype: torch.dtype, layout: str, rounds: in
         "ours, torch operations": SyncBatchNorm(shape[1]),
     }
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in engines}
-    for round_ in range(rounds + 2):
+    # Blocks in turn: within a block the allocator and the caches are in the state that training in
+    # that engine leaves them in, and slow spells of the machine hit all engines.
+    for _ in range(BLOCKS):
         for name, module in engines.items():
             os.environ[compiled.BACKEND_VARIABLE] = "torch" if name.endswith("operations") else ""
-            leaf = x.detach().requires_grad_()
-            start = time.perf_counter()
-            y = module(leaf)
-            middle = time.perf_counter()
-            y.backward(dy)
-            end = time.perf_counter()
-            if round_ >= 2:
-                times[name][0].append(middle - start)
-                times[name][1].append(end - middle)
+            for step in range(WARM_UP + rounds):
+                leaf = x.detach().requires_grad_()
+                start = time.perf_counter()
+                y = module(leaf)
+                middle = time.perf_counter()
+                y.backward(dy)
+                end = time.perf_counter()
+                if step >= WARM_UP:
+                    times[name][0].append(middle - start)
+                    times[name][1].append(end - middle)
     os.environ.pop(compiled.BACKEND_VARIABLE, None)
     return {
         name: (statistics.median(forward), statistics.median(backward)) for name, (forward, backward) in times.items()
@@ -139,13 +145,13 @@ def time_group(shape: tuple[int, ...], rounds: int, processes: int = 2) -> float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/torch_operator_cpu.json"))
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=10, help="timed steps of a block")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     console = Console(highlight=False, width=120)
     table = Table(
-        title=f"training step, {arguments.threads} threads, medians of {arguments.rounds}; ratio = torch / ours"
+        title=f"training step, {arguments.threads} threads, medians of {BLOCKS} x {arguments.rounds}; ratio = torch / ours"
     )
     for column in (
         "shape",
@@ -183,9 +189,16 @@ def main() -> None:
         }  # fmt: skip
         rows.append(row)
         table.add_row(
-            "x".join(map(str, shape)), row["dtype"], layout, f"{megabytes:.1f}", f"{row['forward_ms']:.2f}", f"{row['forward_ratio']:.2f}",
-            f"{row['backward_ms']:.2f}", f"{row['backward_ratio']:.2f}", f"{row['step_ratio']:.2f}", "" if group is None else f"{row['two_processes_ratio']:.2f}",
-        )  # fmt: skip
+            "x".join(map(str, shape)),
+            row["dtype"],
+            layout,
+            f"{megabytes:.1f}",
+            *(
+                f"{row[key]:.2f}"
+                for key in ("forward_ms", "forward_ratio", "backward_ms", "backward_ratio", "step_ratio")
+            ),
+            "" if group is None else f"{row['two_processes_ratio']:.2f}",
+        )
     console.print(table)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     result = {
