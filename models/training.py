@@ -78,6 +78,7 @@ def _work(
             print(f"  epoch {epoch + 1:2d}/{epochs}  loss {total / seen:.4f}", flush=True)
     if rank == 0:
         torch.save(model.module.state_dict(), checkpoint)
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -322,7 +322,7 @@ def _lambdas(xs: Sequence[Array], stats_mode: str) -> tuple[list[float], float]:
     if stats_mode == "default":
         return [1.0 / (G * n) if n else 0.0 for n in counts], sum(n > 0 for n in counts) / G
     if stats_mode == "N":
-        batch = sum(x.shape[0] for x in xs if x.size)
+        batch = sum(x.shape[0] for x, n in zip(xs, counts) if n)
         return [x.shape[0] / (n * batch) if n else 0.0 for x, n in zip(xs, counts)], 1.0
     raise UsageError(f"stats_mode: got {stats_mode!r}, expected exact, default or N")
 

@@ -166,6 +166,14 @@ def test_two_collective_formulation(needs):
             assert values == [None] * 3
 
 
+@pytest.mark.parametrize("stats_mode", ["exact", "default", "N"])
+def test_no_channels_at_all(stats_mode):
+    x = np.zeros((2, 0, 3))
+    (forward,) = reference.group_forward([x], stats_mode=stats_mode)
+    (backward,) = reference.group_backward([x], [x], stats_mode=stats_mode)
+    assert forward.output.shape == backward.grad_input.shape == x.shape
+
+
 def test_errors():
     with pytest.raises(UsageError, match="rank 1"):
         reference.forward(np.zeros(3))
