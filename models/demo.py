@@ -32,7 +32,7 @@ from models.training import train
 ACCURACY_AT_LEAST = 0.97
 DIFFERENCE_BELOW = 1e-4
 TRAINING_GRAPH_DIFFERENCE_BELOW = 1e-5
-ROUNDS = 60
+BLOCKS, WARM_UP, ROUNDS = 3, 5, 20
 
 console = Console(highlight=False, width=110)
 
@@ -126,18 +126,21 @@ def compare(
             kept,
             None,
         ),
-        "ORT, no library (portable body)": (session_run(onnxruntime.InferenceSession(kept, options)), kept, None),
+        "ORT, no library (body)": (session_run(onnxruntime.InferenceSession(kept, options)), kept, None),
         "ORT, folded": (session_run(onnxruntime.InferenceSession(folded, options)), folded, None),
     }
     images, labels = digits.test_images, digits.test_labels
     batches = [images[start : start + batch] for start in range(0, len(images), batch)]
     outputs = {name: np.concatenate([run(part) for part in batches]) for name, (run, _, _) in engines.items()}
     times: dict[str, list[float]] = {name: [] for name in engines}
-    for _ in range(ROUNDS):
+    # In blocks: threads of the engine before fall asleep during the first runs, which do not count.
+    for _ in range(BLOCKS):
         for name, (run, _, _) in engines.items():
-            begin = time.perf_counter()
-            run(batches[0])
-            times[name].append(time.perf_counter() - begin)
+            for step in range(WARM_UP + ROUNDS):
+                begin = time.perf_counter()
+                run(batches[0])
+                if step >= WARM_UP:
+                    times[name].append(time.perf_counter() - begin)
     reference = outputs["torch eager"]
     return [
         Row(
@@ -179,7 +182,7 @@ def compare_training_graph(model: torch.nn.Module, path: Path, example: torch.Te
 def session_options(threads: int) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    # The engines run in turn: a spinning pool of one would take the cores from the next.
+    # A spinning pool of one engine would take the cores from the next.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
 

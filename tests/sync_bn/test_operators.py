@@ -1,5 +1,8 @@
 """The torch operators, compiled kernels and torch operations alike, against the float64 closed forms."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -223,3 +226,18 @@ def test_bad_input(change, message):
     }  # fmt: skip
     with pytest.raises(UsageError, match=message):
         operators.sync_batch_norm(*(arguments | change).values())
+
+
+def test_the_kernels_run_in_the_openmp_runtime_that_torch_links():
+    """Whatever other runtimes are loaded before: their threads would fight torch's for the cores."""
+    script = (
+        "import sklearn.metrics, torch, ctypes\n"
+        "from bnexport.sync_bn import compiled\n"
+        "address = compiled._openmp_parallel()\n"
+        "for line in open('/proc/self/maps'):\n"
+        "    first, last = (int(part, 16) for part in line.split()[0].split('-'))\n"
+        "    if first <= address < last: print(line.split()[-1])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "gomp" in done.stdout or "omp" in done.stdout
+    assert "sklearn" not in done.stdout and "scikit_learn" not in done.stdout

@@ -53,7 +53,7 @@ def test_fixed_statistics_equal_autograd(shape):
 
 
 def test_running_statistics_equal_torch():
-    x, _, w, b = _tensors((4, 3, 5, 5))
+    x, _, _, _ = _tensors((4, 3, 5, 5))
     module = torch.nn.BatchNorm2d(3, momentum=0.3).double()
     module(x)
     forward = reference.forward(x, running_mean=np.zeros(3), running_var=np.ones(3), momentum=0.3)
