@@ -42,8 +42,9 @@ def finish(model: ir.Model, outputs: list[str], state: list[str], groups: dict[s
         for node in model.graph.all_nodes()
         if node.op_type == schema.SYNC_BATCH_NORM.name and node.domain == schema.DOMAIN
     ]
+    names = _Names(graph)
     for node in sync_nodes:
-        _complete(graph, node)
+        _complete(graph, node, names)
         group = node.attributes["group"].as_string()
         node.attributes["group"] = ir.AttrString("group", groups.get(group, group))
     if sync_nodes:
@@ -56,11 +57,45 @@ def finish(model: ir.Model, outputs: list[str], state: list[str], groups: dict[s
     passes.ClearMetadataAndDocStringPass()(model)
 
 
+class _Names:
+    """The values of a graph by name, kept up to date by renaming through it."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        values = [*graph.inputs, *graph.initializers.values()]
+        for node in graph.all_nodes():
+            values.extend(node.outputs)
+        self._by_name = {str(value.name): value for value in values}
+
+    def rename(self, value: ir.Value, name: str) -> None:
+        """Gives `value` the name; whatever had it before gets another one."""
+        if value.name == name:
+            return
+        other = self._by_name.get(name)
+        if other is not None:
+            self._set(other, self.free(name))
+        self._set(value, name)
+
+    def free(self, base: str) -> str:
+        name, index = base, 0
+        while name in self._by_name:
+            index += 1
+            name = f"{base}_{index}"
+        return name
+
+    def _set(self, value: ir.Value, name: str) -> None:
+        self._by_name.pop(str(value.name), None)
+        value.name = name
+        if value.const_value is not None:
+            value.const_value.name = name
+        self._by_name[name] = value
+
+
 def _strip_prefix(graph: ir.Graph) -> None:
     """`model.conv.weight` becomes `conv.weight`, the name in the state_dict."""
+    names = _Names(graph)
     for name, value in list(graph.initializers.items()):
         if name.startswith(_PREFIX):
-            _rename(graph, value, name.removeprefix(_PREFIX))
+            names.rename(value, name.removeprefix(_PREFIX))
 
 
 def _name_nodes(graph: ir.Graph) -> None:
@@ -93,35 +128,6 @@ def _traced_path(name: str) -> str:
     return ".".join(part for part, following in zip(parts, [*parts[1:], ""]) if not following.startswith(f"{part}."))
 
 
-def _rename(graph: ir.Graph, value: ir.Value, name: str) -> None:
-    """Gives `value` the name; whatever had it before gets another one."""
-    if value.name == name:
-        return
-    for other in _values(graph):
-        if other.name == name:
-            other.name = _free_name(graph, name)
-    value.name = name
-    if value.const_value is not None:
-        value.const_value.name = name
-
-
-def _values(graph: ir.Graph) -> list[ir.Value]:
-    values = [*graph.inputs, *graph.initializers.values()]
-    for node in graph.all_nodes():
-        values.extend(node.outputs)
-    return values
-
-
-def _free_name(graph: ir.Graph, base: str) -> str:
-    taken = {value.name for value in _values(graph)}
-    if base not in taken:
-        return base
-    index = 1
-    while f"{base}_{index}" in taken:
-        index += 1
-    return f"{base}_{index}"
-
-
 def _name_outputs(graph: ir.Graph, names: list[str]) -> None:
     if len(names) != len(graph.outputs):
         raise UnsupportedModelError(
@@ -136,11 +142,12 @@ def _name_outputs(graph: ir.Graph, names: list[str]) -> None:
             graph.append(copy)
             graph.outputs[index] = copy.outputs[0]
         seen.add(id(graph.outputs[index]))
+    values = _Names(graph)
     for output, name in zip(list(graph.outputs), names):
-        _rename(graph, output, name)
+        values.rename(output, name)
 
 
-def _complete(graph: ir.Graph, node: ir.Node) -> None:
+def _complete(graph: ir.Graph, node: ir.Node, names: _Names) -> None:
     """All inputs, all output slots, all attributes: what the portable body needs."""
     operator = schema.SYNC_BATCH_NORM
     for attribute in operator.attributes:
@@ -154,7 +161,7 @@ def _complete(graph: ir.Graph, node: ir.Node) -> None:
             output.type = ir.TensorType(_statistics_type(node))
             output.shape = None if channels is None else ir.Shape([channels])
         if slot is last and not output.name:
-            output.name = _free_name(graph, f"{node.outputs[0].name}.{slot.name}")
+            names.rename(output, names.free(f"{node.outputs[0].name}.{slot.name}"))
         elif slot.name != "output" and slot is not last and not output.uses() and not output.is_graph_output():
             # An unused slot is an empty name. The last slot keeps one, since onnx-ir drops trailing
             # empty names, and a node with fewer outputs than its function fails type inference.

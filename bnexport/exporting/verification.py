@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,19 +74,21 @@ def check(model: ir.Model, traced: Traced, inputs: tuple[torch.Tensor, ...]) -> 
     if not all(torch.equal(one.nan_to_num(), two.nan_to_num()) for one, two in zip(expected, again)):
         return Verification.skipped("the model draws random numbers")
 
-    batches = [inputs]
+    batches = [(inputs, expected)]
     if inputs and all(_has_dynamic_batch(value) for value in model.graph.inputs):
-        batches.append(tuple(torch.cat([tensor, tensor]) for tensor in inputs))
+        doubled = tuple(torch.cat([tensor, tensor]) for tensor in inputs)
+        batches.append((doubled, _run(traced, doubled)))
     errors: list[OutputError] = []
     engines, reason = _engines(model)
     with _loadable(model) as source:
         for engine, options in engines:
             try:
                 session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-                for feeds in batches:
-                    errors += _compare_all(model, session, traced, feeds, engine)
+                results = [session.run(None, _named(model.graph.inputs, feeds)) for feeds, _ in batches]
             except Exception as error:  # ONNX Runtime raises one class for each status code
                 raise VerificationError(f"{engine} cannot run the exported model: {str(error).strip()}") from error
+            for (feeds, references), got in zip(batches, results):
+                errors += _compare_all(model, got, references, traced, feeds, engine)
     if not engines:
         return Verification.skipped(reason)
     return Verification(all(error.passed for error in errors), " and ".join(name for name, _ in engines), tuple(errors))
@@ -131,14 +133,21 @@ def _loadable(model: ir.Model) -> Iterator[bytes | str]:
         yield path
 
 
+def _named(values: Sequence[ir.Value], tensors: tuple[torch.Tensor, ...]) -> dict[str, np.ndarray]:
+    return {str(value.name): _array(tensor) for value, tensor in zip(values, tensors)}
+
+
 def _compare_all(
-    model: ir.Model, session: Any, traced: Traced, feeds: tuple[torch.Tensor, ...], engine: str
+    model: ir.Model,
+    results: list[Any],
+    expected: tuple[torch.Tensor, ...],
+    traced: Traced,
+    feeds: tuple[torch.Tensor, ...],
+    engine: str,
 ) -> list[OutputError]:
-    names = [str(value.name) for value in model.graph.outputs]
-    arrays = dict(zip((str(value.name) for value in model.graph.inputs), map(_array, feeds)))
-    got = dict(zip(names, (np.asarray(value) for value in session.run(None, arrays))))
-    references = dict(zip(names, map(_array, _run(traced, feeds))))
-    compared = [_compare(name, got[name], references[name], _scale(name, references)) for name in names]
+    references = _named(model.graph.outputs, expected)
+    got = {name: np.asarray(value) for name, value in zip(references, results)}
+    compared = [_compare(name, got[name], references[name], _scale(name, references)) for name in references]
     if not all(error.passed for error in compared):
         compared = _allow_for_rounding(compared, got, references, traced, feeds)
     return [dataclasses.replace(error, engine=engine) for error in compared]

@@ -94,7 +94,7 @@ def group_names(model: nn.Module) -> dict[str, str]:
     """
     names = {}
     for path, module in model.named_modules():
-        if isinstance(module, SyncBatchNorm) and module.training and module.group_size() > 1:
+        if _spans_processes(module):
             name = distributed.name_of(module.group)
             public = distributed.published_name(name)
             if public is None:
@@ -108,12 +108,14 @@ def group_names(model: nn.Module) -> dict[str, str]:
 
 def crosses_processes(model: nn.Module) -> bool:
     """Whether a forward of `model` needs other processes."""
-    return any(
-        isinstance(module, SyncBatchNorm)
-        and (module.training or module.running_mean is None)
-        and module.group_size() > 1
-        for module in model.modules()
-    )
+    return any(_spans_processes(module) for module in model.modules())
+
+
+def _spans_processes(module: nn.Module) -> bool:
+    """Without running statistics a module uses the batch's, and with them the group, in eval mode, too."""
+    if not isinstance(module, SyncBatchNorm) or not (module.training or module.running_mean is None):
+        return False
+    return module.group_size() > 1
 
 
 class _Holder:

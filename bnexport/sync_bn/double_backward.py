@@ -48,6 +48,7 @@ def double_backward(
     C = x.shape[1]
     mean, s = saved_mean, saved_invstd
     w = torch.ones_like(mean) if weight is None else weight.double()
+    weight_type = w.dtype if weight is None else weight.dtype
     zero = torch.zeros_like(mean)
     x_hat = (x - wide(mean, x)) * wide(s, x)
     v = torch.zeros_like(x) if grad_grad_input is None else grad_grad_input.double()
@@ -68,24 +69,19 @@ def double_backward(
     def local(value: Tensor) -> Tensor:
         return value.sum(axes)
 
+    if grad_reduction != "local":
+        _, p, q = group_sum(p, q)
+        p, q = (p / group_size, q / group_size) if grad_reduction == "mean" else (p, q)
     if not training:
-        if grad_reduction != "local":
-            _, p, q = group_sum(p, q)
-            p, q = (p / group_size, q / group_size) if grad_reduction == "mean" else (p, q)
         by_dy = v * wide(w * s, x) + x_hat * wide(p, x) + wide(q, x)
         by_x = dy * wide(p * s, x)
         return (
             by_dy.to(grad_output.dtype),
             by_x.to(input.dtype),
-            (local(v * dy) * s).to(w.dtype if weight is None else weight.dtype),
+            (local(v * dy) * s).to(weight_type),
         )
 
-    if grad_reduction != "local":
-        _, p, q = group_sum(p, q)
-        p, q = (p / group_size, q / group_size) if grad_reduction == "mean" else (p, q)
-    weights = (
-        group_sum(zero)[0] if group_size > 1 else torch.tensor([moments.row_weight(x, stats_mode)], dtype=torch.float64)
-    )
+    weights = group_sum(zero)[0]
     lam, k = moments.local_lambda(weights, x, stats_mode)
     if float(k) != 1.0:
         raise NotImplementedError(
@@ -104,7 +100,7 @@ def double_backward(
         + (dy - lam * (wide(A, x) + x_hat * wide(B, x))) * wide(b, x)
     ) * wide(-w * s * s, x) + (u - lam * (wide(sum_u, x) + x_hat * wide(sum_u_x_hat, x))) * wide(s, x)
     by_weight = local(dy * projected) * s
-    return by_dy.to(grad_output.dtype), by_x.to(input.dtype), by_weight.to(w.dtype if weight is None else weight.dtype)
+    return by_dy.to(grad_output.dtype), by_x.to(input.dtype), by_weight.to(weight_type)
 
 
 def fake(

@@ -282,8 +282,10 @@ def test_usage_errors(change, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def _export_in_group(group, folder, register):
-    net = copy.deepcopy(nn.Sequential(nn.Conv1d(3, 4, 1), SyncBatchNorm(4, group=group)))
+def _export_in_group(group, folder, register, training=True):
+    """In eval mode the module has no running statistics, so that it still needs its group."""
+    norm = SyncBatchNorm(4, group=group, track_running_stats=training)
+    net = copy.deepcopy(nn.Sequential(nn.Conv1d(3, 4, 1), norm)).train(training)
     if register:
         bnexport.register_group("pair", group)
     import torch.distributed as dist
@@ -302,6 +304,9 @@ def test_a_group_of_processes_is_written_by_its_public_name(cluster, tmp_path):
     for result in cluster.run(2, _export_in_group, str(tmp_path), False):
         assert isinstance(result, Raised)
         assert result.type == "UnsupportedModelError"
+        assert "register_group" in result.message
+    for result in cluster.run(3, _export_in_group, str(tmp_path), False, False):
+        assert isinstance(result, Raised)
         assert "register_group" in result.message
     assert not list(tmp_path.iterdir())
     for result in cluster.call(2, _export_in_group, str(tmp_path), True):
