@@ -83,7 +83,7 @@ def test_an_input_is_only_replaced_on_request(folder, tmp_path, capsys):
     path = tmp_path / "m.onnx"
     path.write_bytes((folder / "eval.onnx").read_bytes())
     before = path.read_bytes()
-    assert _cli("fold", path, path, capsys=capsys)[0] in (2, 3)
+    assert _cli("fold", path, path, capsys=capsys)[0] == 2
     assert path.read_bytes() == before
     assert _cli("fold", path, path, "--overwrite", capsys=capsys)[0] == 0
     assert path.read_bytes() != before
