@@ -186,6 +186,17 @@ int bnexport_register_group(const char* name, int64_t size, int64_t rank, bnexpo
   });
 }
 
+int bnexport_register_device_group(const char* name, int64_t size, int64_t rank, bnexport_device_all_gather all_gather,
+                                   void* context, char* error, size_t capacity) {
+  return guarded(error, capacity, [&] {
+    require_pointer("name", name);
+    require_range("size", size, 1, 1000000);
+    require_range("rank", rank, 0, size - 1);
+    if (all_gather == nullptr) refuse("all_gather", "NULL", "a function");
+    comm::add_device_group(name, std::make_shared<const comm::DeviceGroup>(name, size, rank, all_gather, context));
+  });
+}
+
 int bnexport_unregister_group(const char* name, char* error, size_t capacity) {
   return guarded(error, capacity, [&] {
     require_pointer("name", name);

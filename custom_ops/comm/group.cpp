@@ -45,16 +45,23 @@ std::string number(double value) {
   return text;
 }
 
+[[noreturn]] void failed(const std::string& name, int64_t rank, int64_t size, char (&error)[512]) {
+  error[sizeof(error) - 1] = '\0';
+  throw GroupError("group '" + name + "', rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                   ": the collective failed: " + (error[0] != '\0' ? error : "no reason given") +
+                   "; check that every process of the group is alive and runs the same nodes");
+}
+
 }  // namespace
 
 void Group::gather(const double* send, double* receive, int64_t count) const {
   char error[512] = "";
-  if (gather_(context_, send, receive, count, error, sizeof(error)) != 0) {
-    error[sizeof(error) - 1] = '\0';
-    throw GroupError("group '" + name_ + "', rank " + std::to_string(rank_) + " of " + std::to_string(size_) +
-                     ": the collective failed: " + (error[0] != '\0' ? error : "no reason given") +
-                     "; check that every process of the group is alive and runs the same nodes");
-  }
+  if (gather_(context_, send, receive, count, error, sizeof(error)) != 0) failed(name_, rank_, size_, error);
+}
+
+void DeviceGroup::gather(const double* send, double* receive, int64_t count, void* stream) const {
+  char error[512] = "";
+  if (gather_(context_, send, receive, count, stream, error, sizeof(error)) != 0) failed(name_, rank_, size_, error);
 }
 
 std::vector<double> Group::exchange(const Header& header, const std::vector<double>& row) const {
@@ -93,11 +100,19 @@ namespace {
 struct Registry {
   std::mutex mutex;
   std::map<std::string, std::shared_ptr<const Group>> groups;
+  std::map<std::string, std::shared_ptr<const DeviceGroup>> device_groups;
 };
 
 Registry& registry() {
   static Registry* const instance = new Registry();  // kernels may run while the process exits
   return *instance;
+}
+
+template <class Map>
+typename Map::mapped_type find(const Map& groups, const std::string& name) {
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  const auto found = groups.find(name);
+  return found == groups.end() ? nullptr : found->second;
 }
 
 }  // namespace
@@ -107,15 +122,21 @@ void add_group(const std::string& name, std::shared_ptr<const Group> group) {
   registry().groups[name] = std::move(group);
 }
 
-bool remove_group(const std::string& name) {
+void add_device_group(const std::string& name, std::shared_ptr<const DeviceGroup> group) {
   const std::lock_guard<std::mutex> lock(registry().mutex);
-  return registry().groups.erase(name) > 0;
+  registry().device_groups[name] = std::move(group);
 }
 
-std::shared_ptr<const Group> find_group(const std::string& name) {
+bool remove_group(const std::string& name) {
   const std::lock_guard<std::mutex> lock(registry().mutex);
-  const auto found = registry().groups.find(name);
-  return found == registry().groups.end() ? nullptr : found->second;
+  const size_t removed = registry().groups.erase(name) + registry().device_groups.erase(name);
+  return removed > 0;
+}
+
+std::shared_ptr<const Group> find_group(const std::string& name) { return find(registry().groups, name); }
+
+std::shared_ptr<const DeviceGroup> find_device_group(const std::string& name) {
+  return find(registry().device_groups, name);
 }
 
 }  // namespace bnexport::comm

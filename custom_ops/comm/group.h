@@ -56,10 +56,32 @@ class Group {
   void* context_;
 };
 
-// The registry. find returns null when the name is unknown.
+// A group whose members gather on their GPUs, on the stream of the computation. Rows go as they are: the
+// members agree on the node once, through the other kind of group or an exchange of their own.
+class DeviceGroup {
+ public:
+  DeviceGroup(std::string name, int64_t size, int64_t rank, bnexport_device_all_gather gather, void* context)
+      : name_(std::move(name)), size_(size), rank_(rank), gather_(gather), context_(context) {}
+
+  int64_t size() const { return size_; }
+  int64_t rank() const { return rank_; }
+
+  // Enqueues; device pointers. Throws GroupError.
+  void gather(const double* send, double* receive, int64_t count, void* stream) const;
+
+ private:
+  std::string name_;
+  int64_t size_, rank_;
+  bnexport_device_all_gather gather_;
+  void* context_;
+};
+
+// The registry. find returns null when the name is unknown; remove forgets both kinds.
 void add_group(const std::string& name, std::shared_ptr<const Group> group);
+void add_device_group(const std::string& name, std::shared_ptr<const DeviceGroup> group);
 bool remove_group(const std::string& name);
 std::shared_ptr<const Group> find_group(const std::string& name);
+std::shared_ptr<const DeviceGroup> find_device_group(const std::string& name);
 
 }  // namespace bnexport::comm
 

@@ -1,0 +1,51 @@
+// Groups over NCCL: an all-gather of doubles between GPUs, on the stream of the computation.
+//
+// libnccl is opened at run time; the few functions we call have had the same signatures since NCCL 2.14.
+// Nothing here waits for the device, except while a communicator is made. A peer that never comes would
+// block the stream for ever, so a thread of each communicator watches its collectives: when one has not
+// ended within the timeout, or NCCL reports an error, it aborts the communicator. The stream then goes on,
+// and every later call returns the reason. Collectives that are captured into a CUDA graph run when the
+// graph is replayed and are not watched.
+#ifndef BNEXPORT_COMM_NCCL_H
+#define BNEXPORT_COMM_NCCL_H
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+namespace bnexport::comm {
+
+class NcclError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+constexpr size_t kNcclIdBytes = 128;
+
+// `library` is the path of libnccl, or empty for the system's libnccl.so.2. Each function throws NcclError.
+void nccl_unique_id(const std::string& library, char id[kNcclIdBytes]);
+int nccl_version(const std::string& library);
+
+class NcclCommunicator {
+ public:
+  // Joins rank `rank` of `size`, on the current device; returns when all ranks have joined.
+  NcclCommunicator(const std::string& library, int64_t size, int64_t rank, const char id[kNcclIdBytes],
+                   double timeout_seconds);
+  // Aborts what is under way: peers that are gone must not keep this process.
+  ~NcclCommunicator();
+  NcclCommunicator(const NcclCommunicator&) = delete;
+  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
+
+  // Enqueues: receive[r * count .. (r + 1) * count) = rank r's send. Device pointers.
+  void all_gather(const double* send, double* receive, int64_t count, void* stream);
+
+ private:
+  class State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace bnexport::comm
+
+#endif  // BNEXPORT_COMM_NCCL_H

@@ -1,0 +1,59 @@
+// The part of the CUDA runtime that custom_ops/comm uses, without a GPU: a stream counts what was
+// enqueued and what is done, and an event waits for the count that it was recorded at.
+#ifndef BNEXPORT_TESTS_FAKE_CUDA_H
+#define BNEXPORT_TESTS_FAKE_CUDA_H
+
+#include <atomic>
+#include <cstdint>
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorNotReady = 600, cudaErrorLaunchFailure = 719 };
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeRelaxed = 2 };
+constexpr unsigned cudaEventDisableTiming = 2;
+
+struct FakeStream {
+  std::atomic<int64_t> enqueued{0}, done{0};
+  std::atomic<bool> capturing{false}, broken{false};
+};
+struct FakeEvent {
+  FakeStream* stream = nullptr;
+  int64_t target = 0;
+};
+using cudaStream_t = FakeStream*;
+using cudaEvent_t = FakeEvent*;
+
+inline std::atomic<int> fake_events_made{0}, fake_events_alive{0};
+
+inline const char* cudaGetErrorString(cudaError_t error) { return error == cudaErrorLaunchFailure ? "launch failure" : "error"; }
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status = stream->capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = new FakeEvent;
+  ++fake_events_made;
+  ++fake_events_alive;
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  --fake_events_alive;
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  event->stream = stream;
+  event->target = stream->enqueued;
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (event->stream->broken) return cudaErrorLaunchFailure;
+  return event->stream->done >= event->target ? cudaSuccess : cudaErrorNotReady;
+}
+
+#endif  // BNEXPORT_TESTS_FAKE_CUDA_H
