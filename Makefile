@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpp test-slow test-matrix fuzz sanitize bench bench-ort-cpu bench-torch lint clean
+.PHONY: help setup demo test test-cpp test-slow test-matrix fuzz sanitize bench bench-ort-cpu bench-torch docs lint clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -51,9 +51,13 @@ bench-ort-cpu: $(READY) ## our node in ONNX Runtime against ORT's own, torch's a
 bench-torch: $(READY) ## the torch operator against torch.nn.BatchNorm2d
 	$(BIN)/python -m benchmarks.bench_torch_operator
 
+docs: $(READY) ## the documents as a site in site/, links checked
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt mkdocs mkdocs-material 'mkdocstrings[python]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check bnexport models tests benchmarks
 	$(BIN)/mypy
 
 clean: ## remove what was built and the demo's output
-	rm -rf build dist demo_output .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf build dist site demo_output .pytest_cache .hypothesis .mypy_cache .ruff_cache

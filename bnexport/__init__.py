@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bnexport.exporting import ExportResult, export
+    from bnexport.exporting.checkpoint import load_checkpoint
     from bnexport.folding import FoldResult, InspectReport, VerifyResult, fold, inspect, verify
     from bnexport.runtime.communicator import register_group
     from bnexport.runtime.library import get_library_path, register
@@ -30,6 +31,7 @@ _HOMES = {
     "fold": "folding",
     "get_library_path": "runtime.library",
     "inspect": "folding",
+    "load_checkpoint": "exporting.checkpoint",
     "register": "runtime.library",
     "register_group": "runtime.communicator",
     "revert_sync_batchnorm": "sync_bn",
