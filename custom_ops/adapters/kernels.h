@@ -22,6 +22,7 @@ class Kernel {
   // The registered group, its size checked. Looked up at every run: registering may come after the
   // session is built.
   std::shared_ptr<const comm::Group> group() const;
+  std::string wrong_size(int64_t registered) const;
   comm::Header header(bool backward, int64_t channels) const;
 
   ort::Api api_;

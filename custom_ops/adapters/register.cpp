@@ -1,6 +1,8 @@
 // RegisterCustomOps: the library's entry point for ONNX Runtime.
 //
-// Four typed variants of each operator, in the domains "mmcv" and "" (old exports). A session accepts a
+// Four typed variants of each operator for the CPU provider, and four for the CUDA provider where the CUDA
+// library is there (a session without that provider ignores them), in the domains "mmcv" and "" (old
+// exports). A session accepts a
 // domain once, so another library that also serves one of them needs it left out here: the environment
 // variable BNEXPORT_DOMAINS lists the domains to register, "mmcv,ai.onnx" unless set.
 #include <cstdlib>
@@ -10,16 +12,26 @@
 #include <string>
 #include <vector>
 
-#include "kernels.h"
+#include "cuda_kernels.h"
 
 namespace bnexport::adapters {
 
 namespace {
 
+// Tests run the CUDA operators in a CPU session, over a stand-in for the CUDA library.
+#if defined(BNEXPORT_TEST_CUDA_ON_CPU)
+constexpr const char* kCudaProvider = "CPUExecutionProvider";
+constexpr bool kRegistersCpu = false;
+#else
+constexpr const char* kCudaProvider = "CUDAExecutionProvider";
+constexpr bool kRegistersCpu = true;
+#endif
+
 struct Definition : ort::CustomOp {
   const schema::Operator* op;
   int32_t dtype;
   bool backward;
+  bool cuda;
 };
 
 const Definition& definition(const ort::CustomOp* op) { return *static_cast<const Definition*>(op); }
@@ -30,16 +42,19 @@ ort::ElementType element_type(char kind, int32_t dtype) {
   return types[dtype];
 }
 
+template <class Made>
+Kernel* make(ort::Api api, const ort::KernelInfo* info, const Definition& d) {
+  return new Made(api, info, *d.op, d.dtype);
+}
+
 ort::Status* create_kernel(const ort::CustomOp* op, ort::Api api, const ort::KernelInfo* info, void** kernel) {
   return guarded(api, [&] {
     const Definition& d = definition(op);
-    std::unique_ptr<Kernel> created;
-    if (d.backward) {
-      created = std::make_unique<BackwardKernel>(api, info, *d.op, d.dtype);
+    if (d.cuda) {
+      *kernel = d.backward ? make<CudaBackwardKernel>(api, info, d) : make<CudaForwardKernel>(api, info, d);
     } else {
-      created = std::make_unique<ForwardKernel>(api, info, *d.op, d.dtype);
+      *kernel = d.backward ? make<BackwardKernel>(api, info, d) : make<ForwardKernel>(api, info, d);
     }
-    *kernel = created.release();
   });
 }
 
@@ -94,15 +109,16 @@ bool can_infer_shapes(const char* version) {
   return major > 1 || (major == 1 && minor >= 24);
 }
 
-std::unique_ptr<Definition> make_definition(const schema::Operator& op, int32_t dtype, bool backward, bool shapes) {
+std::unique_ptr<Definition> make_definition(const schema::Operator& op, int32_t dtype, bool backward, bool cuda, bool shapes) {
   auto d = std::make_unique<Definition>();
   std::memset(static_cast<ort::CustomOp*>(d.get()), 0, sizeof(ort::CustomOp));
   d->op = &op;
   d->dtype = dtype;
   d->backward = backward;
+  d->cuda = cuda;
   d->version = ort::kApiVersion;
   d->name = [](const ort::CustomOp* o) { return definition(o).op->name; };
-  d->execution_provider = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
+  d->execution_provider = [](const ort::CustomOp* o) { return definition(o).cuda ? kCudaProvider : "CPUExecutionProvider"; };
   d->input_type = [](const ort::CustomOp* o, size_t i) {
     return element_type(definition(o).op->inputs[i].type, definition(o).dtype);
   };
@@ -152,10 +168,13 @@ const Registration& registration(ort::Api api, const char* version) {
   created->api = api;
   shape_api = api;
   const bool shapes = can_infer_shapes(version);
-  for (const bool backward : {false, true}) {
-    for (int32_t dtype = 0; dtype < static_cast<int32_t>(schema::kVariants); ++dtype) {
-      const schema::Operator& op = backward ? schema::kBackward : schema::kForward;
-      created->definitions.push_back(make_definition(op, dtype, backward, shapes));
+  for (const bool cuda : {false, true}) {
+    if (cuda ? cuda_library() == nullptr : !kRegistersCpu) continue;
+    for (const bool backward : {false, true}) {
+      for (int32_t dtype = 0; dtype < static_cast<int32_t>(schema::kVariants); ++dtype) {
+        const schema::Operator& op = backward ? schema::kBackward : schema::kForward;
+        created->definitions.push_back(make_definition(op, dtype, backward, cuda, shapes));
+      }
     }
   }
   for (const char* name : schema::kDomains) {

@@ -7,7 +7,6 @@ namespace bnexport::comm {
 
 namespace {
 
-constexpr int64_t kHeader = 12;
 // One collective for up to 2105 channels. Over gloo 33 KB take as long as 1 KB: latency is all.
 constexpr int64_t kFrame = 4224;
 constexpr double kProtocol = 0x626e6501;
@@ -64,25 +63,35 @@ void DeviceGroup::gather(const double* send, double* receive, int64_t count, voi
   if (gather_(context_, send, receive, count, stream, error, sizeof(error)) != 0) failed(name_, rank_, size_, error);
 }
 
-std::vector<double> Group::exchange(const Header& header, const std::vector<double>& row) const {
-  const auto total = static_cast<int64_t>(row.size());
-  const int64_t first = total < kFrame - kHeader ? total : kFrame - kHeader, rest = total - first;
-  const std::vector<Field> mine = fields(header, row.size());
-  std::vector<double> frame(kFrame), frames(static_cast<size_t>(kFrame * size_));
-  for (size_t i = 0; i < mine.size(); ++i) frame[i] = mine[i].value;
-  for (int64_t i = 0; i < first; ++i) frame[static_cast<size_t>(kHeader + i)] = row[static_cast<size_t>(i)];
-  gather(frame.data(), frames.data(), kFrame);
+std::vector<double> header_numbers(const Header& header, int64_t row) {
+  std::vector<double> numbers(kHeader);
+  const std::vector<Field> mine = fields(header, static_cast<size_t>(row));
+  for (size_t i = 0; i < mine.size(); ++i) numbers[i] = mine[i].value;
+  return numbers;
+}
 
-  for (int64_t r = 0; r < size_; ++r) {
+void require_agreement(const std::string& group, int64_t rank, const Header& header, int64_t row,
+                       const std::vector<double>& numbers, int64_t stride) {
+  const std::vector<Field> mine = fields(header, static_cast<size_t>(row));
+  for (size_t at = 0, r = 0; at < numbers.size(); at += static_cast<size_t>(stride), ++r) {
     for (size_t i = 0; i < mine.size(); ++i) {
-      const double theirs = frames[static_cast<size_t>(r * kFrame) + i];
-      if (theirs == mine[i].value) continue;
-      throw GroupError("group '" + name_ + "': the processes are not running the same node: " + mine[i].what +
-                       " of rank " + std::to_string(r) + ": got " + number(theirs) + ", expected " +
-                       number(mine[i].value) + " (this process, rank " + std::to_string(rank_) +
+      if (numbers[at + i] == mine[i].value) continue;
+      throw GroupError("group '" + group + "': the processes are not running the same node: " + mine[i].what +
+                       " of rank " + std::to_string(r) + ": got " + number(numbers[at + i]) + ", expected " +
+                       number(mine[i].value) + " (this process, rank " + std::to_string(rank) +
                        "); run the same model on every process, in sequential execution mode");
     }
   }
+}
+
+std::vector<double> Group::exchange(const Header& header, const std::vector<double>& row) const {
+  const auto total = static_cast<int64_t>(row.size());
+  const int64_t first = total < kFrame - kHeader ? total : kFrame - kHeader, rest = total - first;
+  std::vector<double> frame = header_numbers(header, total), frames(static_cast<size_t>(kFrame * size_));
+  frame.resize(kFrame);
+  for (int64_t i = 0; i < first; ++i) frame[static_cast<size_t>(kHeader + i)] = row[static_cast<size_t>(i)];
+  gather(frame.data(), frames.data(), kFrame);
+  require_agreement(name_, rank_, header, total, frames, kFrame);
   std::vector<double> rows(static_cast<size_t>(total * size_));
   std::vector<double> tail(static_cast<size_t>(rest * size_));
   if (rest > 0) gather(row.data() + first, tail.data(), rest);

@@ -36,6 +36,13 @@ struct Header {
   std::string node;  // its name; empty when it has none
 };
 
+// A header as numbers of a fixed count, and the comparison of those of all ranks: throws GroupError that
+// names the first difference. `numbers` holds `stride` doubles a rank, the header in front.
+constexpr int64_t kHeader = 12;
+std::vector<double> header_numbers(const Header& header, int64_t row);
+void require_agreement(const std::string& group, int64_t rank, const Header& header, int64_t row,
+                       const std::vector<double>& numbers, int64_t stride);
+
 class Group {
  public:
   Group(std::string name, int64_t size, int64_t rank, bnexport_all_gather gather, void* context)
@@ -63,6 +70,7 @@ class DeviceGroup {
   DeviceGroup(std::string name, int64_t size, int64_t rank, bnexport_device_all_gather gather, void* context)
       : name_(std::move(name)), size_(size), rank_(rank), gather_(gather), context_(context) {}
 
+  const std::string& name() const { return name_; }
   int64_t size() const { return size_; }
   int64_t rank() const { return rank_; }
 

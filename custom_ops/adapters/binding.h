@@ -1,0 +1,30 @@
+// A node's tensors as the kernels' parameters, validated: the same for every provider.
+#ifndef BNEXPORT_ADAPTERS_BINDING_H
+#define BNEXPORT_ADAPTERS_BINDING_H
+
+#include "bnexport.h"
+#include "node.h"
+
+namespace bnexport::adapters {
+
+// saved_mean and saved_invstd of the params, and what is gathered, are left to the provider: kernels
+// work on doubles, the node's tensors have type S.
+struct ForwardBinding {
+  bnexport_forward params{};
+  void* saved_mean = nullptr;  // outputs; null when the node does not have them
+  void* saved_invstd = nullptr;
+};
+ForwardBinding bind_forward(const Run& run, const Attributes& attributes, int32_t dtype, int32_t stats_dtype);
+
+struct BackwardBinding {
+  bnexport_backward params{};
+  const void* saved_mean = nullptr;
+  const void* saved_invstd = nullptr;
+  bool exchanges = false;  // whether the group is needed
+};
+BackwardBinding bind_backward(const Run& run, const schema::Operator& op, const Attributes& attributes, int32_t dtype,
+                              int32_t stats_dtype);
+
+}  // namespace bnexport::adapters
+
+#endif  // BNEXPORT_ADAPTERS_BINDING_H

@@ -1,0 +1,47 @@
+// The two operators on the CUDA provider: the same nodes, on ONNX Runtime's stream and in its memory.
+#ifndef BNEXPORT_ADAPTERS_CUDA_KERNELS_H
+#define BNEXPORT_ADAPTERS_CUDA_KERNELS_H
+
+#include <atomic>
+
+#include "cuda_library.h"
+#include "kernels.h"
+
+namespace bnexport::adapters {
+
+class CudaKernel : public Kernel {
+ public:
+  CudaKernel(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, int32_t dtype)
+      : Kernel(api, info, op, dtype), cuda_(*cuda_library()) {}
+
+ protected:
+  // Rows of all processes from this process's, both on the device. Over the device's group where one is
+  // registered (the host only waits in the node's first run, to compare what the processes are running),
+  // else through the host.
+  void exchange(const comm::Header& header, const double* row, double* gathered, double* scratch, void* stream) const;
+  // Throws NodeError with the message when a call of the CUDA library failed.
+  template <class Call>
+  void checked(const Call& call) const;
+
+  const CudaLibrary& cuda_;
+
+ private:
+  // Set after the group has agreed on this node; kernels are shared by concurrent runs.
+  mutable std::atomic<bool> agreed_[2] = {{false}, {false}};
+};
+
+class CudaForwardKernel final : public CudaKernel {
+ public:
+  using CudaKernel::CudaKernel;
+  void compute(ort::KernelContext* context) const override;
+};
+
+class CudaBackwardKernel final : public CudaKernel {
+ public:
+  using CudaKernel::CudaKernel;
+  void compute(ort::KernelContext* context) const override;
+};
+
+}  // namespace bnexport::adapters
+
+#endif  // BNEXPORT_ADAPTERS_CUDA_KERNELS_H

@@ -1,0 +1,58 @@
+#include "cuda_library.h"
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <string>
+
+namespace bnexport::adapters {
+
+namespace {
+
+constexpr const char* kFileName = "libbnexport_ops_cuda.so";
+
+std::string path() {
+  if (const char* const given = std::getenv("BNEXPORT_CUDA_LIBRARY")) return given;
+  Dl_info self{};
+  if (dladdr(reinterpret_cast<const void*>(&cuda_library), &self) == 0 || self.dli_fname == nullptr) return "";
+  const std::string own = self.dli_fname;
+  const size_t slash = own.rfind('/');
+  return (slash == std::string::npos ? "" : own.substr(0, slash + 1)) + kFileName;
+}
+
+template <class Function>
+bool resolve(void* handle, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(handle, name));
+  return function != nullptr;
+}
+
+const CudaLibrary* open() {
+  const std::string file = path();
+  void* const handle = file.empty() ? nullptr : dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) return nullptr;
+  decltype(&bnexport_cuda_abi_version) abi_version = nullptr;
+  auto* const opened = new CudaLibrary();  // for good, as its code is
+  const bool complete = resolve(handle, "bnexport_cuda_abi_version", abi_version) &&
+                        abi_version() == BNEXPORT_CUDA_ABI_VERSION &&
+                        resolve(handle, "bnexport_cuda_forward_workspace", opened->forward_workspace) &&
+                        resolve(handle, "bnexport_cuda_backward_workspace", opened->backward_workspace) &&
+                        resolve(handle, "bnexport_cuda_moments", opened->moments) &&
+                        resolve(handle, "bnexport_cuda_forward", opened->forward) &&
+                        resolve(handle, "bnexport_cuda_backward_moments", opened->backward_moments) &&
+                        resolve(handle, "bnexport_cuda_backward", opened->backward) &&
+                        resolve(handle, "bnexport_cuda_convert", opened->convert) &&
+                        resolve(handle, "bnexport_cuda_copy", opened->copy);
+  if (complete) return opened;
+  delete opened;
+  dlclose(handle);
+  return nullptr;
+}
+
+}  // namespace
+
+const CudaLibrary* cuda_library() {
+  static const CudaLibrary* const opened = open();
+  return opened;
+}
+
+}  // namespace bnexport::adapters

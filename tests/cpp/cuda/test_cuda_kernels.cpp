@@ -1,0 +1,422 @@
+// Every kernel, from plan to launch, on the emulated device, against the naive reference: all element
+// types, both layouts, shapes at the edges of rows, vectors, parts and clusters, each way to run them.
+// BNEXPORT_CUDA_CASES=all takes every combination; by default a part of them, chosen by a fixed rule.
+#include <cstdlib>
+
+#include "../../../custom_ops/kernels/statistics_definitions.h"
+#include "emulated_launcher.h"
+#include "reference.h"
+
+namespace {
+
+using namespace bnexport::cuda;
+
+constexpr double kEps = 1e-5, kMomentum = 0.25;
+
+struct Case {
+  Shape shape;
+  int32_t dtype, layout;
+  Wish wish;
+  double mean = 0.5;
+  int64_t offset = 0;     // of the data, in elements
+  bool in_place = false;  // y == x, dx == dy
+};
+
+// Small enough that small tensors need clusters, several parts and several rounds of teams.
+DeviceProperties small_device() {
+  DeviceProperties device;
+  device.multiprocessors = 6;
+  device.shared_per_block = 24 << 10;
+  device.shared_per_multiprocessor = 32 << 10;
+  device.shared_reserved = 1024;
+  device.l2_bytes = 96 << 10;
+  device.largest_cluster = 16;
+  return device;
+}
+
+Problem problem_of(const Case& test, int64_t tensors, bool one_launch) {
+  return {test.shape.N, test.shape.C, test.shape.S, test.dtype, test.layout, tensors, test.offset == 0, one_launch};
+}
+
+std::vector<unsigned char> workspace_of(const LaunchPlan& plan) {
+  return std::vector<unsigned char>(static_cast<size_t>(plan.workspace), 0xff);
+}
+
+void fill(Buffer& buffer, uint32_t seed, double mean, double std) {
+  std::mt19937 random(seed);
+  std::normal_distribution<double> normal(mean, std);
+  for (int64_t i = 0; i < buffer.count(); ++i) buffer.set(i, normal(random));
+}
+
+template <class Params>
+Params common(const Case& test) {
+  Params p{};
+  p.struct_size = sizeof(p);
+  p.dtype = test.dtype;
+  p.stats_dtype = BNEXPORT_FLOAT64;
+  p.layout = test.layout;
+  p.N = test.shape.N;
+  p.C = test.shape.C;
+  p.S = test.shape.S;
+  p.training = 1;
+  p.group_size = 1;
+  p.threads = 1;
+  return p;
+}
+
+// Per-channel arrays of a layer.
+struct Layer {
+  std::vector<double> weight, bias, mean, var, new_mean, new_var, saved_mean, saved_invstd, dweight, dbias;
+  explicit Layer(int64_t channels)
+      : weight(static_cast<size_t>(channels)), bias(weight), mean(weight), var(weight),
+        new_mean(weight.size(), NAN), new_var(new_mean), saved_mean(new_mean), saved_invstd(new_mean), dweight(new_mean), dbias(new_mean) {
+    for (size_t c = 0; c < weight.size(); ++c) {
+      weight[c] = 0.5 + static_cast<double>(c % 5);
+      bias[c] = static_cast<double>(c % 3) - 1;
+      mean[c] = 1;
+      var[c] = 2;
+    }
+  }
+};
+
+void set_layer(bnexport_forward& p, Layer& layer) {
+  p.weight = layer.weight.data();
+  p.bias = layer.bias.data();
+  p.running_mean = layer.mean.data();
+  p.running_var = layer.var.data();
+  p.running_mean_out = layer.new_mean.data();
+  p.running_var_out = layer.new_var.data();
+  p.saved_mean = layer.saved_mean.data();
+  p.saved_invstd = layer.saved_invstd.data();
+  p.momentum = kMomentum;
+  p.eps = kEps;
+}
+
+void set_layer(bnexport_backward& p, Layer& layer) {
+  p.weight = layer.weight.data();
+  p.saved_mean = layer.saved_mean.data();
+  p.saved_invstd = layer.saved_invstd.data();
+  p.dweight = layer.dweight.data();
+  p.dbias = layer.dbias.data();
+}
+
+void check_forward(const Case& test, const Shape& shape, const Buffer& x, const Buffer& y, const Layer& layer, int64_t c, const Reference& r) {
+  const auto at = static_cast<size_t>(c);
+  const double u = roundoff(test.dtype), u_s = statistics_roundoff(test.dtype);
+  const double mean = static_cast<double>(r.mean), variance = static_cast<double>(r.variance), count = static_cast<double>(r.count);
+  const double std = std::sqrt(variance), invstd = 1 / std::sqrt(variance + kEps), condition = 1 + std::fabs(mean) * invstd;
+  const double unbiased = variance * (count > 1 ? count / (count - 1) : 1);
+  // Where the std is far below the mean, the data's own rounding is the input's; the result is exact for it.
+  CHECK_NEAR(layer.saved_mean[at], mean, 32 * u_s * std + 1e-13 * std::fabs(mean));
+  CHECK_NEAR(layer.saved_invstd[at], invstd, 32 * u_s * invstd);
+  const double new_mean = (1 - kMomentum) * layer.mean[at] + kMomentum * mean, new_var = (1 - kMomentum) * layer.var[at] + kMomentum * unbiased;
+  CHECK_NEAR(layer.new_mean[at], new_mean, 32 * u_s * (std::max(std::fabs(new_mean), 1.0) + std));
+  CHECK_NEAR(layer.new_var[at], new_var, 32 * u_s * std::max(new_var, 2.0));
+  shape.each(test.layout, c, [&](int64_t i) {
+    const double expected = (x.get(i) - mean) * layer.weight[at] * invstd + layer.bias[at];
+    CHECK_NEAR(y.get(i), expected, (2 * u + 4 * u_s) * std::fabs(expected) + 32 * u_s * condition * std::max(1.0, layer.weight[at]));
+  });
+}
+
+void check_gradient(const Case& test, const Shape& shape, const Buffer& x, const Buffer& dy, const Buffer& dx, const Layer& layer, int64_t c,
+                    const Reference& group, const Reference& local) {
+  const auto at = static_cast<size_t>(c);
+  const double u = roundoff(test.dtype), u_s = statistics_roundoff(test.dtype), mean = static_cast<double>(group.mean);
+  const double invstd = layer.saved_invstd[at], condition = 1 + std::fabs(mean) * invstd, scale = layer.weight[at] * invstd;
+  const double n = static_cast<double>(group.count), sum = static_cast<double>(group.dy), product = static_cast<double>(group.dy_x_hat);
+  CHECK_NEAR(layer.dbias[at], static_cast<double>(local.dy), 16 * u_s * condition * static_cast<double>(local.absolute_dy) + u_s * std::fabs(layer.dbias[at]));
+  CHECK_NEAR(layer.dweight[at], static_cast<double>(local.dy_x_hat),
+             16 * u_s * condition * static_cast<double>(local.absolute_dy_x_hat) + u_s * std::fabs(layer.dweight[at]));
+  double largest = 0;
+  shape.each(test.layout, c, [&](int64_t i) { largest = std::max(largest, std::fabs(dy.get(i))); });
+  shape.each(test.layout, c, [&](int64_t i) {
+    const double x_hat = (x.get(i) - mean) * invstd, expected = scale * (dy.get(i) - (sum + x_hat * product) / n);
+    CHECK_NEAR(dx.get(i), expected, 2 * u * std::fabs(expected) + 64 * u_s * condition * scale * largest);
+  });
+}
+
+void test_case(const Case& test, uint32_t seed) {
+  const Shape& shape = test.shape;
+  const DeviceProperties device = small_device();
+  EmulatedLauncher launcher;
+  launcher.seed = seed;
+  const LaunchPlan plan = launch_plan(problem_of(test, 1, true), device, test.wish);
+  if (plan.strategy == Strategy::kAutomatic) return;  // the wish cannot be granted; test_launch_plan.cpp says when
+  const int64_t offset = test.offset * (test.dtype == BNEXPORT_FLOAT64 ? 8 : test.dtype == BNEXPORT_FLOAT32 ? 4 : 2);
+  Buffer x(test.dtype, shape.elements(), offset), dy(x), y(x), dx(x);
+  fill(x, seed, test.mean, 1);
+  fill(dy, seed + 1, 0.25, 1);
+  if (test.in_place) std::memcpy(y.data(), x.data(), static_cast<size_t>(shape.elements()) * (test.dtype == BNEXPORT_FLOAT64 ? 8 : test.dtype == BNEXPORT_FLOAT32 ? 4 : 2));
+  const Buffer x_before(x);
+  Layer layer(shape.C);
+  auto p = common<bnexport_forward>(test);
+  set_layer(p, layer);
+  p.x = test.in_place ? y.data() : x.data();
+  p.y = y.data();
+  auto workspace = workspace_of(plan);
+  run_forward(p, plan, workspace.data(), launcher);
+  CHECK(x.same_bits(x_before));
+  CHECK(y.guards_hold());
+
+  const LaunchPlan backward_plan = launch_plan(problem_of(test, 2, true), device, test.wish);
+  auto b = common<bnexport_backward>(test);
+  set_layer(b, layer);
+  Buffer gradient(dy);
+  b.dy = test.in_place ? gradient.data() : dy.data();
+  b.x = x.data();
+  b.dx = test.in_place ? gradient.data() : dx.data();
+  const bool has_gradient = backward_plan.strategy != Strategy::kAutomatic;
+  workspace = workspace_of(backward_plan);
+  if (has_gradient) run_backward(b, backward_plan, workspace.data(), launcher);
+  const Buffer& result = test.in_place ? gradient : dx;
+  CHECK(result.guards_hold());
+  for (int64_t c = 0; c < shape.C; ++c) {
+    Reference r({shape}, test.layout, std::vector<Buffer>{x}, c);
+    check_forward(test, shape, x, y, layer, c, r);
+    if (!has_gradient) continue;
+    r.add_gradient(shape, test.layout, x, dy, static_cast<long double>(layer.saved_invstd[static_cast<size_t>(c)]), c);
+    check_gradient(test, shape, x, dy, result, layer, c, r, r);
+  }
+
+  // Another order of threads and blocks, the same bits.
+  if (test.in_place) return;
+  Buffer again(y);
+  again.poison();
+  p.y = again.data();
+  workspace = workspace_of(plan);
+  run_forward(p, plan, workspace.data(), launcher);
+  CHECK(again.same_bits(y));
+}
+
+const Wish kWishes[] = {{Strategy::kAutomatic, 0}, {Strategy::kSplit, 0},   {Strategy::kCluster, 0},  {Strategy::kCluster, 1},
+                        {Strategy::kCluster, 2},   {Strategy::kCluster, 4}, {Strategy::kCluster, 16}, {Strategy::kPersistent, 0}};
+
+void test_shapes(bool all) {
+  const Shape shapes[] = {{1, 1, 1},  {2, 3, 1},  {65, 5, 1},    {3, 8, 2},   {2, 1, 49},    {5, 65, 49},  {7, 3, 64},   {1, 3, 10000},
+                          {2, 4, 16}, {4, 5, 15}, {33, 2, 17},   {1, 1, 8},   {40, 16, 9},   {3, 2, 4097}, {2, 9, 900},  {9, 64, 36},
+                          {6, 7, 31}, {1, 6, 31}, {2, 130, 100}, {1, 2, 3000}};
+  uint32_t index = 0;
+  for (const Shape& shape : shapes) {
+    for (int32_t dtype = 0; dtype < 4; ++dtype) {
+      for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
+        for (const Wish& wish : kWishes) {
+          ++index;
+          const bool fused = wish.strategy != Strategy::kAutomatic && wish.strategy != Strategy::kSplit;
+          if (fused && (layout == BNEXPORT_NSC || dtype == BNEXPORT_FLOAT64)) continue;
+          if (!all && (index * 2654435761u >> 16) % 4 != 0) continue;
+          Case test{shape, dtype, layout, wish};
+          test.in_place = index % 3 == 0;
+          test_case(test, index);
+          if (wish.strategy == Strategy::kSplit && index % 2 == 0) {  // data that no vector fits
+            test.offset = 1;
+            test_case(test, index);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Means far from zero, where sums of squares would have nothing left.
+void test_large_means(bool all) {
+  for (const double mean : {1e4, -1e4, 300.0}) {
+    for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
+      for (const Wish& wish : kWishes) {
+        const bool fused = wish.strategy != Strategy::kAutomatic && wish.strategy != Strategy::kSplit;
+        if (fused && layout == BNEXPORT_NSC) continue;
+        if (!all && mean != 1e4) continue;
+        Case test{{4, 3, 900}, BNEXPORT_FLOAT32, layout, wish};
+        test.mean = mean;
+        test_case(test, 7);
+        test.dtype = BNEXPORT_FLOAT64;
+        if (!fused && std::fabs(mean) > 1000) test_case(test, 8);
+      }
+    }
+  }
+}
+
+// Values whose squares leave the range of float32 and one value far from all others.
+void test_extremes() {
+  for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
+    for (const Wish& wish : kWishes) {
+      const bool fused = wish.strategy != Strategy::kAutomatic && wish.strategy != Strategy::kSplit;
+      if (fused && layout == BNEXPORT_NSC) continue;
+      for (const double scale : {1e25, 1e-25, 0.0}) {
+        Case test{{3, 4, 700}, BNEXPORT_FLOAT32, layout, wish};
+        const LaunchPlan plan = launch_plan(problem_of(test, 1, true), small_device(), wish);
+        if (plan.strategy == Strategy::kAutomatic) continue;
+        Buffer x(test.dtype, test.shape.elements(), 0), y(x);
+        fill(x, 3, scale, scale);
+        if (scale == 0) {  // the first value of a channel is an outlier, and a bad pivot
+          fill(x, 3, 1, 1e-2);
+          for (int64_t c = 0; c < test.shape.C; ++c) x.set(test.shape.at(layout, 0, c, 0), -1000);
+        }
+        Layer layer(test.shape.C);
+        auto p = common<bnexport_forward>(test);
+        set_layer(p, layer);
+        p.eps = 0;
+        p.x = x.data();
+        p.y = y.data();
+        auto workspace = workspace_of(plan);
+        EmulatedLauncher launcher;
+        run_forward(p, plan, workspace.data(), launcher);
+        for (int64_t c = 0; c < test.shape.C; ++c) {
+          const Reference r({test.shape}, layout, std::vector<Buffer>{x}, c);
+          const double invstd = static_cast<double>(1 / std::sqrt(r.variance));
+          CHECK_NEAR(layer.saved_invstd[static_cast<size_t>(c)] / invstd, 1, 32 * 0x1p-24);
+          CHECK_NEAR(layer.saved_mean[static_cast<size_t>(c)] * invstd, static_cast<double>(r.mean) * invstd, 32 * 0x1p-24);
+        }
+      }
+    }
+  }
+}
+
+// Processes of a group: rows, then statistics and outputs of each; one process is empty.
+void test_group() {
+  for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
+    const std::vector<Shape> shapes = {{3, 10, 49}, {0, 10, 49}, {1, 10, 600}};
+    const int64_t C = 10, G = 3, width = 2 * C + 1;
+    std::vector<Buffer> xs, dys;
+    std::vector<double> rows(static_cast<size_t>(G * width), NAN), gradient_rows(rows);
+    EmulatedLauncher launcher;
+    const DeviceProperties device = small_device();
+    const auto test_of = [&](size_t r) { return Case{shapes[r], BNEXPORT_FLOAT32, layout, {}}; };
+    for (size_t r = 0; r < shapes.size(); ++r) {
+      xs.emplace_back(BNEXPORT_FLOAT32, shapes[r].elements(), 0);
+      dys.emplace_back(BNEXPORT_FLOAT32, shapes[r].elements(), 0);
+      fill(xs[r], static_cast<uint32_t>(r), static_cast<double>(r), 1);
+      fill(dys[r], static_cast<uint32_t>(r + 9), 0, 1);
+      auto p = common<bnexport_forward>(test_of(r));
+      p.x = xs[r].data();
+      const LaunchPlan plan = launch_plan(problem_of(test_of(r), 1, false), device);
+      auto workspace = workspace_of(plan);
+      run_moments(p, plan, workspace.data(), rows.data() + static_cast<int64_t>(r) * width, launcher);
+    }
+    std::vector<Layer> layers(shapes.size(), Layer(C));
+    for (size_t r = 0; r < shapes.size(); ++r) {
+      Buffer y(BNEXPORT_FLOAT32, shapes[r].elements(), 0);
+      auto p = common<bnexport_forward>(test_of(r));
+      set_layer(p, layers[r]);
+      p.x = xs[r].data();
+      p.y = y.data();
+      p.group_size = G;
+      p.gathered = rows.data();
+      const LaunchPlan plan = launch_plan(problem_of(test_of(r), 1, false), device);
+      auto workspace = workspace_of(plan);
+      run_forward(p, plan, workspace.data(), launcher);
+      for (int64_t c = 0; c < C; ++c) check_forward(test_of(r), shapes[r], xs[r], y, layers[r], c, Reference(shapes, layout, xs, c));
+
+      auto b = common<bnexport_backward>(test_of(r));
+      set_layer(b, layers[r]);
+      b.dy = dys[r].data();
+      b.x = xs[r].data();
+      const LaunchPlan sums = launch_plan(problem_of(test_of(r), 2, false), device);
+      workspace = workspace_of(sums);
+      run_backward_moments(b, sums, workspace.data(), gradient_rows.data() + static_cast<int64_t>(r) * width, launcher);
+    }
+    for (size_t r = 0; r < shapes.size(); ++r) {
+      Buffer dx(BNEXPORT_FLOAT32, shapes[r].elements(), 0);
+      auto b = common<bnexport_backward>(test_of(r));
+      set_layer(b, layers[r]);
+      b.dy = dys[r].data();
+      b.x = xs[r].data();
+      b.dx = dx.data();
+      b.group_size = G;
+      b.gathered = gradient_rows.data();
+      b.local_moments = gradient_rows.data() + static_cast<int64_t>(r) * width;
+      const LaunchPlan plan = launch_plan(problem_of(test_of(r), 2, false), device);
+      auto workspace = workspace_of(plan);
+      run_backward(b, plan, workspace.data(), launcher);
+      for (int64_t c = 0; c < C; ++c) {
+        Reference group(shapes, layout, xs, c), local(group);
+        const auto invstd = static_cast<long double>(layers[r].saved_invstd[static_cast<size_t>(c)]);
+        for (size_t other = 0; other < shapes.size(); ++other) group.add_gradient(shapes[other], layout, xs[other], dys[other], invstd, c);
+        local.add_gradient(shapes[r], layout, xs[r], dys[r], invstd, c);
+        check_gradient(test_of(r), shapes[r], xs[r], dys[r], dx, layers[r], c, group, local);
+      }
+    }
+  }
+}
+
+// Inference, its gradient (which does not read x), and absent parameters.
+void test_fixed_statistics() {
+  for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
+    Case test{{3, 9, 49}, BNEXPORT_FLOAT16, layout, {}};
+    Buffer x(test.dtype, test.shape.elements(), 0), y(x), dy(x), dx(x);
+    fill(x, 1, 1, 1);
+    fill(dy, 2, 0, 1);
+    Layer layer(test.shape.C);
+    auto p = common<bnexport_forward>(test);
+    set_layer(p, layer);
+    p.weight = p.bias = nullptr;
+    p.training = 0;
+    p.x = x.data();
+    p.y = y.data();
+    EmulatedLauncher launcher;
+    const LaunchPlan plan = launch_plan(problem_of(test, 1, false), small_device());
+    auto workspace = workspace_of(plan);
+    run_forward(p, plan, workspace.data(), launcher);
+    auto b = common<bnexport_backward>(test);
+    set_layer(b, layer);
+    Buffer infinite(x);
+    for (int64_t i = 0; i < infinite.count(); ++i) infinite.set(i, INFINITY);
+    b.training = 0;
+    b.dy = dy.data();
+    b.x = infinite.data();
+    b.dx = dx.data();
+    b.dweight = b.dbias = nullptr;
+    const LaunchPlan backward_plan = launch_plan(problem_of(test, 2, false), small_device());
+    workspace = workspace_of(backward_plan);
+    run_backward(b, backward_plan, workspace.data(), launcher);
+    for (int64_t c = 0; c < test.shape.C; ++c) {
+      const double invstd = 1 / std::sqrt(2 + kEps), weight = layer.weight[static_cast<size_t>(c)];
+      CHECK(layer.new_mean[static_cast<size_t>(c)] == 1 && layer.new_var[static_cast<size_t>(c)] == 2);
+      CHECK(layer.saved_mean[static_cast<size_t>(c)] == 1);
+      test.shape.each(layout, c, [&](int64_t i) {
+        CHECK_NEAR(y.get(i), (x.get(i) - 1) * invstd, 0x1p-10 * std::fabs(y.get(i)) + 1e-6);
+        CHECK_NEAR(dx.get(i), dy.get(i) * invstd * weight, 0x1p-10 * std::fabs(dx.get(i)) + 1e-6);
+      });
+    }
+  }
+}
+
+void test_empty() {
+  for (const Shape& shape : {Shape{0, 5, 49}, Shape{3, 5, 0}, Shape{3, 0, 7}}) {
+    for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
+      const Case test{shape, BNEXPORT_FLOAT32, layout, {}};
+      Layer layer(shape.C);
+      auto p = common<bnexport_forward>(test);
+      set_layer(p, layer);
+      EmulatedLauncher launcher;
+      const LaunchPlan plan = launch_plan(problem_of(test, 1, true), small_device());
+      auto workspace = workspace_of(plan);
+      run_forward(p, plan, workspace.data(), launcher);
+      for (size_t c = 0; c < static_cast<size_t>(shape.C); ++c) CHECK(layer.new_mean[c] == 1 && layer.new_var[c] == 2);
+      std::vector<double> row(static_cast<size_t>(2 * shape.C + 1), NAN);
+      run_moments(p, plan, workspace.data(), row.data(), launcher);
+      CHECK(row[0] == static_cast<double>(shape.N * shape.S));
+      for (size_t i = 1; i < row.size(); ++i) CHECK(row[i] == 0);
+      auto b = common<bnexport_backward>(test);
+      set_layer(b, layer);
+      const LaunchPlan backward_plan = launch_plan(problem_of(test, 2, true), small_device());
+      auto backward_workspace = workspace_of(backward_plan);
+      run_backward(b, backward_plan, backward_workspace.data(), launcher);
+      for (size_t c = 0; c < static_cast<size_t>(shape.C); ++c) CHECK(layer.dweight[c] == 0 && layer.dbias[c] == 0);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  const char* cases = std::getenv("BNEXPORT_CUDA_CASES");
+  const bool all = cases != nullptr && std::string(cases) == "all";
+  test_empty();
+  test_fixed_statistics();
+  test_group();
+  test_extremes();
+  test_large_means(all);
+  test_shapes(all);
+  std::printf("cuda kernels on the host: ok\n");
+  return 0;
+}

@@ -1,0 +1,132 @@
+"""What only CUDA operators do: device groups. test_cuda_adapter.py runs this file over its stand-in library."""
+
+from __future__ import annotations
+
+import ctypes
+
+import kernel_oracle as oracle
+import numpy as np
+import pytest
+from node_models import forward_feeds, forward_model, grad_model, session
+
+from bnexport import tolerances
+from bnexport.runtime import capi
+from bnexport.runtime.library import get_library_path
+
+# int all_gather(context, send, receive, count, stream, error, capacity)
+DEVICE_ALL_GATHER = ctypes.CFUNCTYPE(
+    ctypes.c_int, *(ctypes.c_void_p,) * 3, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+)
+HEADER = 12
+
+
+class Peer:
+    """A device group of two whose other member's rows are known: this process is rank 0."""
+
+    def __init__(self, name: str, rows: list[np.ndarray], header_of_peer=lambda mine: mine, fails: str = "") -> None:
+        self.counts: list[int] = []
+        self.rows = list(rows)
+
+        def all_gather(_, send, receive, count, stream, error, capacity) -> int:
+            self.counts.append(count)
+            if fails:
+                ctypes.memmove(error, fails.encode() + b"\0", len(fails) + 1)
+                return 1
+            mine = np.ctypeslib.as_array((ctypes.c_double * count).from_address(send))
+            theirs = header_of_peer(mine.copy()) if count == HEADER else self.rows.pop(0)
+            np.ctypeslib.as_array((ctypes.c_double * (2 * count)).from_address(receive))[:] = np.concatenate(
+                [mine, theirs]
+            )
+            return 0
+
+        self.callback = DEVICE_ALL_GATHER(all_gather)
+        error = ctypes.create_string_buffer(512)
+        register = capi.library().bnexport_register_device_group
+        text = (ctypes.c_char_p, ctypes.c_size_t)
+        register.argtypes = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, DEVICE_ALL_GATHER, ctypes.c_void_p, *text)
+        assert register(name.encode(), 2, 0, self.callback, None, error, 512) == 0, error.value
+
+
+def bytes_to_host() -> int:
+    library = ctypes.CDLL(get_library_path().replace("bnexport_ops", "bnexport_ops_cuda"))
+    library.fake_cuda_bytes_to_host.restype = ctypes.c_size_t
+    return library.fake_cuda_bytes_to_host()
+
+
+def forward_row(x: np.ndarray) -> np.ndarray:
+    x = np.moveaxis(x.astype(np.float64), 1, 0).reshape(x.shape[1], -1)
+    mean = x.mean(1)
+    return np.concatenate([[x.shape[1]], mean, ((x - mean[:, None]) ** 2).sum(1)])
+
+
+def test_a_device_group_is_used_and_agrees_once() -> None:
+    rng = np.random.default_rng(0)
+    feeds, other = forward_feeds(rng, (3, 5, 4, 4)), rng.normal(size=(2, 5, 6, 6)) + 1
+    peer = Peer("pair", [forward_row(other)] * 3)
+    model = session(forward_model(group="pair", group_size=2))
+    before = bytes_to_host()
+    for run in range(3):
+        outputs = dict(zip([output.name for output in model.get_outputs()], model.run(None, feeds), strict=True))
+        want = oracle.forward(
+            [feeds["input"], other], feeds["weight"], feeds["bias"], feeds["running_mean"], feeds["running_var"]
+        )[0]
+        bound = tolerances.forward(
+            "float32", condition=oracle.condition_of(feeds["input"], want.mean, want.invstd), weight=4.0
+        )
+        oracle.assert_within(outputs["output"], want.y, bound, "output")
+        oracle.assert_within(outputs["saved_mean"], want.mean, tolerances.statistic("float32", scale=4.0), "saved_mean")
+        # After the first run nothing waits for the device.
+        assert bytes_to_host() - before == 8 * 2 * HEADER, run
+    assert peer.counts == [HEADER, 11, 11, 11]
+
+
+def test_the_gradient_agrees_on_its_own() -> None:
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(2, 4, 3, 3)).astype(np.float32)
+    feeds = {
+        "grad_output": rng.normal(size=x.shape).astype(np.float32),
+        "input": x,
+        "weight": rng.normal(size=4).astype(np.float32),
+        "saved_mean": x.mean((0, 2, 3)),
+        "saved_invstd": np.ones(4, np.float32),
+    }
+    peer = Peer("pair", [np.concatenate([[18.0], np.zeros(8)])])
+    outputs = session(grad_model(group="pair", group_size=2)).run(None, feeds)
+    assert peer.counts == [HEADER, 9]
+    # The other process has as many values and no gradient: the sums count for twice as many.
+    dy, centred = feeds["grad_output"].astype(np.float64), x - feeds["saved_mean"][:, None, None].astype(np.float64)
+    axes, n = (0, 2, 3), 36
+    want = feeds["weight"][:, None, None] * (
+        dy - dy.sum(axes)[:, None, None] / n - centred * (dy * centred).sum(axes)[:, None, None] / n
+    )
+    np.testing.assert_allclose(outputs[0], want, atol=1e-5)
+
+
+@pytest.mark.parametrize(("field", "what"), [(2, "number of channels"), (5, "stats_mode"), (9, "node name")])
+def test_another_node_on_the_other_device_is_an_error(field: int, what: str) -> None:
+    def changed(header: np.ndarray) -> np.ndarray:
+        header[field] += 1
+        return header
+
+    feeds = forward_feeds(np.random.default_rng(0), (3, 5, 4, 4))
+    peer = Peer("pair", [], changed)
+    with pytest.raises(Exception, match=f"not running the same node: {what}.* of rank 1"):
+        session(forward_model(group="pair", group_size=2)).run(None, feeds)
+    assert peer.counts == [HEADER]
+
+
+def test_what_the_collective_reports_is_passed_on() -> None:
+    feeds = forward_feeds(np.random.default_rng(0), (3, 5, 4, 4))
+    peer = Peer("pair", [], fails="NCCL: remote process exited")
+    with pytest.raises(
+        Exception, match="group 'pair', rank 0 of 2: the collective failed: NCCL: remote process exited"
+    ):
+        session(forward_model(group="pair", group_size=2)).run(None, feeds)
+    assert peer.counts == [HEADER]
+
+
+def test_the_size_of_a_device_group_is_checked() -> None:
+    feeds = forward_feeds(np.random.default_rng(0), (3, 5, 4, 4))
+    Peer("pair", [])
+    with pytest.raises(Exception, match="attribute 'group_size': got 3, expected 2"):
+        session(forward_model(group="pair", group_size=3)).run(None, feeds)
