@@ -30,6 +30,7 @@ __all__ = [
     "instruction_set",
     "lend_openmp",
     "library",
+    "register_device_group",
     "register_group",
     "unregister_group",
     "version",
@@ -132,6 +133,7 @@ def library() -> ctypes.CDLL:
         ("bnexport_cpu_backward_moments", (ctypes.POINTER(_Backward), _pointer)),
         ("bnexport_cpu_backward", (ctypes.POINTER(_Backward),)),
         ("bnexport_register_group", (ctypes.c_char_p, _i64, _i64, ALL_GATHER, _pointer)),
+        ("bnexport_register_device_group", (ctypes.c_char_p, _i64, _i64, _pointer, _pointer)),
         ("bnexport_unregister_group", (ctypes.c_char_p,)),
     ):
         function = getattr(loaded, name)
@@ -276,6 +278,11 @@ def lend_openmp(gomp_parallel: int) -> None:
 def register_group(name: str, size: int, rank: int, all_gather: Any) -> None:
     """bnexport_register_group. `all_gather`: an ALL_GATHER object that the caller keeps alive. Raises UsageError."""
     _call("bnexport_register_group", name.encode(), size, rank, all_gather, None)
+
+
+def register_device_group(name: str, size: int, rank: int, all_gather: int, context: int) -> None:
+    """bnexport_register_device_group. `all_gather`: address of a C function; `context`: its first argument. Raises UsageError."""
+    _call("bnexport_register_device_group", name.encode(), size, rank, all_gather, context)
 
 
 def unregister_group(name: str) -> None:

@@ -1,9 +1,10 @@
 """Groups of processes for nodes inside ONNX Runtime: torch.distributed behind the library's callback.
 
 A node with group_size > 1 finds its group by name in the library's registry. `register_group` puts
-there a C callback that gathers float64 numbers with torch.distributed (gloo for CPU kernels). What goes
-wrong in it - a dead peer, a timeout - comes back as a message, never as an exception through C frames,
-and ONNX Runtime raises it from `session.run`.
+there a C callback that gathers float64 numbers with torch.distributed (gloo for CPU kernels), and, for a
+group that works on GPUs through NCCL, a communicator of the library's own (nccl.py). What goes wrong in
+it - a dead peer, a timeout - comes back as a message, never as an exception through C frames, and ONNX
+Runtime raises it from `session.run`.
 
 Every process of the group must run the same nodes in the same order: one session at a time, in the
 (default) sequential execution mode. The library compares a header in every exchange and reports a
@@ -16,7 +17,8 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from bnexport.errors import GroupError, UsageError
-from bnexport.runtime import capi
+from bnexport.runtime import capi, nccl
+from bnexport.runtime.library import get_cuda_library_path
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,6 +29,7 @@ __all__ = ["register_group", "unregister_group"]
 # unregistered; a run in progress may still use one that was just replaced, hence the second place.
 _callbacks: dict[str, Any] = {}
 _replaced: list[Any] = []
+_communicators: dict[str, nccl.Communicator] = {}
 
 
 def _write_error(address: int, capacity: int, message: str) -> None:
@@ -58,8 +61,10 @@ def register_group(name: str, process_group: ProcessGroup | None = None) -> None
     """Makes `process_group` the group that nodes know as `name`; replaces an earlier registration.
 
     Call it in every process of the group before a session runs. Exporters write "world" for the
-    default group. The group needs a backend for CPU tensors (gloo). Its timeout bounds how long a run
-    waits for a missing peer.
+    default group. Nodes on CPUs need a group with a backend for CPU tensors (gloo). Nodes on the CUDA
+    provider use NCCL where the group has it, on the current CUDA device of each process, and otherwise
+    copy their rows to the host and use the other. The group's timeout bounds how long a run waits for a
+    missing peer.
 
     Args:
         name: the value of the nodes' `group` attribute.
@@ -67,7 +72,7 @@ def register_group(name: str, process_group: ProcessGroup | None = None) -> None
 
     Raises:
         UsageError: the name is empty or not a string.
-        GroupError: torch.distributed is not initialised, or this process is not in the group.
+        GroupError: torch.distributed is not initialised, this process is not in the group, or NCCL fails.
         LibraryError: the compiled library is missing.
     """
     if not isinstance(name, str) or not name or "\0" in name:
@@ -87,12 +92,26 @@ def register_group(name: str, process_group: ProcessGroup | None = None) -> None
         raise GroupError(
             f"register_group({name!r}): this process is not a member of the group; register it in members only"
         )
+    communicator = None
+    if distributed.backend_of(group_name, "cuda") == "nccl" and get_cuda_library_path() is not None:
+        communicator = nccl.join(group_name, size, rank)
     distributed.publish(name, group_name)
     callback = _make_callback(group_name, size)
+    _forget(name)
     capi.register_group(name, size, rank, callback)
-    if name in _callbacks:
-        _replaced.append(_callbacks[name])
     _callbacks[name] = callback
+    if communicator is not None:
+        capi.register_device_group(name, size, rank, communicator.all_gather, communicator.context)
+        _communicators[name] = communicator
+
+
+def _forget(name: str) -> None:
+    if name not in _callbacks:
+        return
+    capi.unregister_group(name)
+    _replaced.append(_callbacks.pop(name))
+    if name in _communicators:
+        _replaced.append(_communicators.pop(name))
 
 
 def unregister_group(name: str) -> None:
@@ -103,5 +122,4 @@ def unregister_group(name: str) -> None:
     """
     if name not in _callbacks:
         raise GroupError(f"unregister_group: got {name!r}, expected one of {sorted(_callbacks)}")
-    capi.unregister_group(name)
-    _replaced.append(_callbacks.pop(name))
+    _forget(name)

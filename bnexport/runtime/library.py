@@ -22,13 +22,15 @@ from bnexport.errors import LibraryError
 if TYPE_CHECKING:
     import onnxruntime
 
-__all__ = ["ENVIRONMENT_VARIABLE", "get_library_path", "register"]
+__all__ = ["CUDA_ENVIRONMENT_VARIABLE", "ENVIRONMENT_VARIABLE", "get_cuda_library_path", "get_library_path", "register"]
 
 ENVIRONMENT_VARIABLE = "BNEXPORT_LIBRARY"
+CUDA_ENVIRONMENT_VARIABLE = "BNEXPORT_CUDA_LIBRARY"
 
 _DISTRIBUTION = "bnexport"
 # CMake names MODULE libraries .so on Linux and on macOS alike.
 _FILE_NAME = "bnexport_ops.dll" if sys.platform == "win32" else "libbnexport_ops.so"
+_CUDA_FILE_NAME = "bnexport_ops_cuda.dll" if sys.platform == "win32" else "libbnexport_ops_cuda.so"
 
 
 def _installed() -> Path | None:
@@ -66,6 +68,19 @@ def get_library_path() -> str:
             f"or set {ENVIRONMENT_VARIABLE} to a built one"
         )
     return str(found)
+
+
+def get_cuda_library_path() -> str | None:
+    """Absolute path of the library with the CUDA kernels, which lies beside the other; None where there is none.
+
+    The environment variable BNEXPORT_CUDA_LIBRARY, when set, names the file to use; empty, it means none.
+
+    Raises:
+        LibraryError: see `get_library_path`.
+    """
+    override = os.environ.get(CUDA_ENVIRONMENT_VARIABLE)
+    path = Path(get_library_path()).parent / _CUDA_FILE_NAME if override is None else Path(override)
+    return str(path.resolve()) if path.is_file() else None
 
 
 # A session accepts a domain once and says so only when it is built; asking twice is no mistake.

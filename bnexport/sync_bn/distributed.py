@@ -73,6 +73,18 @@ def size_of(group: ProcessGroup | None) -> int:
     return dist.get_world_size(group) if is_initialized() else 1
 
 
+def backend_of(name: str, device: str) -> str | None:
+    """The backend that the group `name` has for tensors on "cpu" or "cuda", such as "gloo" or "nccl"; None for none."""
+    config = dist.get_backend_config(resolve(name))
+    entries = (entry.partition(":") for entry in config.split(","))
+    return next((backend for kind, _, backend in entries if kind == device), None)
+
+
+def store_of(name: str) -> Any:
+    """The key-value store of the group `name`; waiting in it ends with the group's timeout."""
+    return resolve(name).get_group_store()
+
+
 def resolve(name: str) -> Any:
     """The group called `name`. Raises GroupError when there is none."""
     if not is_initialized():
@@ -164,7 +176,7 @@ def _agree(membership: _Membership, header: dict[str, Any]) -> int:
     """Compares `header` between the members, through the group's store; returns the agreement's number."""
     number = membership.agreements
     membership.agreements += 1
-    store = membership.group.get_group_store()
+    store = store_of(membership.name)
     keys = [f"bnexport/{number}/{rank}" for rank in range(membership.size)]
     store.set(keys[membership.rank], json.dumps(header, sort_keys=True))
     headers = []

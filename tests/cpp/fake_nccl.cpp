@@ -83,6 +83,7 @@ int ncclCommInitRankConfig(Rank** communicator, int size, UniqueId id, int rank,
 int ncclAllGather(const void* send, void* receive, size_t count, int type, Rank* self, FakeStream* stream) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (type != 8) return 4;
+  stream = fake_stream(stream);
   ++stream->enqueued;
   self->world->calls[static_cast<size_t>(self->rank)].push_back({send, receive, count, stream});
   run_complete(*self->world);

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import kernel_oracle as oracle
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from node_models import forward_feeds, forward_model, grad_model, session
 
 from bnexport import tolerances
-from bnexport.runtime import capi
+from bnexport.errors import GroupError
+from bnexport.runtime import capi, communicator, nccl
 from bnexport.runtime.library import get_library_path
+from bnexport.sync_bn import distributed
 
 # int all_gather(context, send, receive, count, stream, error, capacity)
 DEVICE_ALL_GATHER = ctypes.CFUNCTYPE(
@@ -130,3 +138,73 @@ def test_the_size_of_a_device_group_is_checked() -> None:
     Peer("pair", [])
     with pytest.raises(Exception, match="attribute 'group_size': got 3, expected 2"):
         session(forward_model(group="pair", group_size=3)).run(None, feeds)
+
+
+@pytest.fixture
+def fake_nccl(monkeypatch: pytest.MonkeyPatch):
+    """libnccl whose ranks are threads, and a store for them; no GPU."""
+    store = dist.HashStore()
+    store.set_timeout(datetime.timedelta(seconds=2))
+    path = Path(get_library_path()).with_name("libfake_nccl.so")
+    monkeypatch.setattr(nccl, "_nccl", lambda: str(path).encode())
+    monkeypatch.setattr(nccl, "_joined", {})
+    monkeypatch.setattr(distributed, "store_of", lambda name: store)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return store
+
+
+def test_members_join_and_gather(fake_nccl) -> None:
+    assert nccl.version() == "2.27.3"
+
+    def member(rank: int) -> list[float]:
+        joined = nccl.join("pair", 2, rank)
+        gather = DEVICE_ALL_GATHER(joined.all_gather)
+        send, receive = (ctypes.c_double * 2)(rank, 10.0), (ctypes.c_double * 4)()
+        error = ctypes.create_string_buffer(256)
+        assert (
+            gather(
+                joined.context, ctypes.addressof(send), ctypes.addressof(receive), 2, None, ctypes.addressof(error), 256
+            )
+            == 0
+        )
+        deadline = time.monotonic() + 10
+        while receive[2] != 1.0 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        joined.leave()
+        joined.leave()
+        return list(receive)
+
+    for _ in range(2):  # a group may be registered again
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(member, range(2))) == [[0.0, 10.0, 1.0, 10.0]] * 2
+
+
+def test_a_member_that_does_not_join_is_an_error(fake_nccl) -> None:
+    with pytest.raises(GroupError, match="joining the group did not end within 2"):
+        nccl.join("pair", 2, 0)
+    fake_nccl.delete_key("bnexport/nccl/1")
+    with pytest.raises(GroupError, match="rank 0 did not join within the group's timeout"):
+        nccl.join("other", 2, 1)
+
+
+def test_a_group_over_nccl_is_registered_for_both_kinds_of_node(fake_nccl, monkeypatch, tmp_path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    registered = []
+    monkeypatch.setattr(distributed, "backend_of", lambda name, device: "nccl" if device == "cuda" else "gloo")
+    monkeypatch.setattr(capi, "register_device_group", lambda *arguments: registered.append(arguments))
+    try:
+        communicator.register_group("world")
+        (name, size, rank, all_gather, context) = registered[0]
+        assert (name, size, rank) == ("world", 1, 0)
+        assert all_gather and context
+        communicator.register_group("world")
+        assert len(registered) == 2
+        communicator.unregister_group("world")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_without_nccl_the_message_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setattr(nccl, "_nccl", lambda: b"/nowhere/libnccl.so.2")
+    with pytest.raises(GroupError, match=r"libnccl\.so\.2: cannot be opened.*install nvidia-nccl"):
+        nccl.version()

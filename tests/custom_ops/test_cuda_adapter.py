@@ -55,11 +55,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         objects = list(pool.map(compile_one, SOURCES))
     link = [compiler, "-shared", "-pthread", "-Wl,-z,nodelete"]
     subprocess.run([*link, *objects, "-ldl", "-o", str(folder / "libbnexport_ops.so")], check=True)
+    fakes = ROOT / "tests/cpp"
     stand_in = [
-        str(ROOT / "tests/cpp/fake_cuda_library.cpp"),
+        f"-I{fakes / 'fake_cuda'}",
+        str(fakes / "fake_cuda_library.cpp"),
+        *(str(ROOT / f"custom_ops/{name}.cpp") for name in ("comm/nccl", "capi/nccl_capi")),
         *(o for o in objects if "adapters_" not in o or "schema" in o),
     ]
-    subprocess.run([*link, *flags, *stand_in, "-o", str(folder / "libbnexport_ops_cuda.so")], check=True)
+    subprocess.run([*link, *flags, *stand_in, "-ldl", "-o", str(folder / "libbnexport_ops_cuda.so")], check=True)
+    fake_nccl = [str(fakes / "fake_nccl.cpp"), "-o", str(folder / "libfake_nccl.so")]
+    subprocess.run([compiler, "-std=gnu++17", "-shared", "-fPIC", *fake_nccl], check=True)
     return folder / "libbnexport_ops.so"
 
 

@@ -22,6 +22,10 @@ struct FakeEvent {
 using cudaStream_t = FakeStream*;
 using cudaEvent_t = FakeEvent*;
 
+// The null stream.
+inline FakeStream fake_default_stream;
+inline FakeStream* fake_stream(FakeStream* stream) { return stream != nullptr ? stream : &fake_default_stream; }
+
 inline std::atomic<int> fake_events_made{0}, fake_events_alive{0};
 
 inline const char* cudaGetErrorString(cudaError_t error) { return error == cudaErrorLaunchFailure ? "launch failure" : "error"; }
@@ -32,7 +36,7 @@ inline cudaError_t cudaGetDevice(int* device) {
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
-  *status = stream->capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *status = fake_stream(stream)->capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
@@ -47,8 +51,8 @@ inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  event->stream = stream;
-  event->target = stream->enqueued;
+  event->stream = fake_stream(stream);
+  event->target = event->stream->enqueued;
   return cudaSuccess;
 }
 inline cudaError_t cudaEventQuery(cudaEvent_t event) {
