@@ -22,14 +22,18 @@ __all__ = [
     "LAYOUTS",
     "STATS_MODES",
     "available",
+    "backward_moments_params",
+    "backward_params",
     "cpu_backward",
     "cpu_backward_moments",
     "cpu_forward",
     "cpu_moments",
     "describe",
+    "forward_params",
     "instruction_set",
     "lend_openmp",
     "library",
+    "moments_params",
     "register_device_group",
     "register_group",
     "unregister_group",
@@ -161,7 +165,7 @@ def _call(name: str, *arguments: Any) -> None:
         raise UsageError(f"{name}: {error.value.decode('utf-8', 'replace')}")
 
 
-def cpu_forward(
+def forward_params(
     *,
     dtype: int,
     stats_dtype: int,
@@ -186,31 +190,37 @@ def cpu_forward(
     group_size: int = 1,
     gathered: int = 0,
     threads: int = 1,
-) -> None:
-    """bnexport_cpu_forward. `saved_mean`, `saved_invstd`: C float64 each, or 0. Raises UsageError."""
-    _call(
-        "bnexport_cpu_forward",
-        _Forward(
-            _FORWARD_SIZE, dtype, stats_dtype, layout, N, C, S, x, y, weight, bias, running_mean, running_var,
-            running_mean_out, running_var_out, saved_mean, saved_invstd, momentum, eps, training, stats_mode, group_size,
-            gathered, threads,
-        ),
+) -> ctypes.Structure:
+    """A bnexport_forward. `saved_mean`, `saved_invstd`: C float64 each, or 0."""
+    return _Forward(
+        _FORWARD_SIZE, dtype, stats_dtype, layout, N, C, S, x, y, weight, bias, running_mean, running_var, running_mean_out,
+        running_var_out, saved_mean, saved_invstd, momentum, eps, training, stats_mode, group_size, gathered, threads,
     )  # fmt: skip
 
 
-def cpu_moments(
-    *, dtype: int, layout: int, N: int, C: int, S: int, x: int, row: int, stats_mode: int = 0, threads: int = 1
-) -> None:
-    """bnexport_cpu_moments: this process's row of 2 C + 1 float64 into `row`. Raises UsageError."""
+def cpu_forward(**params: Any) -> None:
+    """bnexport_cpu_forward, with the arguments of `forward_params`. Raises UsageError."""
+    _call("bnexport_cpu_forward", forward_params(**params))
+
+
+def moments_params(
+    *, dtype: int, layout: int, N: int, C: int, S: int, x: int, stats_mode: int = 0, threads: int = 1
+) -> ctypes.Structure:
+    """The fields of a bnexport_forward that its moments need."""
     params = _Forward(_FORWARD_SIZE, dtype, 0, layout, N, C, S, x)
     params.training = 1
     params.stats_mode = stats_mode
     params.group_size = 1
     params.threads = threads
-    _call("bnexport_cpu_moments", params, row)
+    return params
 
 
-def cpu_backward(
+def cpu_moments(*, row: int, **params: Any) -> None:
+    """bnexport_cpu_moments, with the arguments of `moments_params`: 2 C + 1 float64 into `row`. Raises UsageError."""
+    _call("bnexport_cpu_moments", moments_params(**params), row)
+
+
+def backward_params(
     *,
     dtype: int,
     stats_dtype: int,
@@ -233,18 +243,20 @@ def cpu_backward(
     gathered: int = 0,
     local_moments: int = 0,
     threads: int = 1,
-) -> None:
-    """bnexport_cpu_backward. `saved_mean`, `saved_invstd`: C float64 each. Raises UsageError."""
-    _call(
-        "bnexport_cpu_backward",
-        _Backward(
-            _BACKWARD_SIZE, dtype, stats_dtype, layout, N, C, S, dy, x, dx, weight, saved_mean, saved_invstd, dweight, dbias,
-            training, stats_mode, grad_reduction, group_size, gathered, local_moments, threads,
-        ),
+) -> ctypes.Structure:
+    """A bnexport_backward. `saved_mean`, `saved_invstd`: C float64 each."""
+    return _Backward(
+        _BACKWARD_SIZE, dtype, stats_dtype, layout, N, C, S, dy, x, dx, weight, saved_mean, saved_invstd, dweight, dbias,
+        training, stats_mode, grad_reduction, group_size, gathered, local_moments, threads,
     )  # fmt: skip
 
 
-def cpu_backward_moments(
+def cpu_backward(**params: Any) -> None:
+    """bnexport_cpu_backward, with the arguments of `backward_params`. Raises UsageError."""
+    _call("bnexport_cpu_backward", backward_params(**params))
+
+
+def backward_moments_params(
     *,
     dtype: int,
     layout: int,
@@ -255,11 +267,10 @@ def cpu_backward_moments(
     x: int,
     saved_mean: int,
     saved_invstd: int,
-    row: int,
     stats_mode: int = 0,
     threads: int = 1,
-) -> None:
-    """bnexport_cpu_backward_moments: this process's row of 2 C + 1 float64 into `row`. Raises UsageError."""
+) -> ctypes.Structure:
+    """The fields of a bnexport_backward that its moments need."""
     params = _Backward(_BACKWARD_SIZE, dtype, 0, layout, N, C, S, dy, x)
     params.saved_mean = saved_mean
     params.saved_invstd = saved_invstd
@@ -267,7 +278,12 @@ def cpu_backward_moments(
     params.stats_mode = stats_mode
     params.group_size = 1
     params.threads = threads
-    _call("bnexport_cpu_backward_moments", params, row)
+    return params
+
+
+def cpu_backward_moments(*, row: int, **params: Any) -> None:
+    """bnexport_cpu_backward_moments, with the arguments of `backward_moments_params`: 2 C + 1 float64 into `row`."""
+    _call("bnexport_cpu_backward_moments", backward_moments_params(**params), row)
 
 
 def lend_openmp(gomp_parallel: int) -> None:

@@ -1,7 +1,9 @@
-"""Sync batch norm through the compiled kernels (the C API): what runs on CPU when the library is there.
+"""Sync batch norm through the compiled kernels (the C API): what runs on a CPU or a CUDA device when the
+library for it is there.
 
 Same interface as torch_operations.py. Tensors that are neither contiguous nor channels last go
-through one contiguous copy.
+through one contiguous copy. On a CUDA device the work is enqueued on torch's current stream, and nothing
+waits for the device.
 """
 
 from __future__ import annotations
@@ -54,8 +56,19 @@ def _openmp_parallel() -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
+@functools.cache
+def _cuda() -> Any:
+    from bnexport.runtime import cuda
+
+    return cuda if cuda.available() else None
+
+
 def usable(x: Tensor) -> bool:
-    return x.device.type == "cpu" and os.environ.get(BACKEND_VARIABLE) != "torch" and _capi() is not None
+    if os.environ.get(BACKEND_VARIABLE) == "torch":
+        return False
+    if x.device.type == "cpu":
+        return _capi() is not None
+    return x.device.type == "cuda" and _capi() is not None and _cuda() is not None
 
 
 def _type_code(dtype: torch.dtype) -> int:
@@ -82,8 +95,31 @@ def _geometry(x: Tensor) -> dict[str, int]:
         "N": x.shape[0],
         "C": x.shape[1],
         "S": spatial_size(x),
-        "threads": torch.get_num_threads(),
     }
+
+
+def _run(name: str, data: Tensor, geometry: dict[str, int], /, **params: Any) -> None:
+    """Calls the kernel `name` ("forward", "moments", ...) on the device of `data`."""
+    if not data.is_cuda:
+        getattr(_capi(), f"cpu_{name}")(threads=torch.get_num_threads(), **geometry, **params)
+        return
+    cuda, capi = _cuda(), _capi()
+    row = (params.pop("row"),) if "row" in params else ()
+    filled = getattr(capi, f"{name}_params")(**geometry, **params)
+    with torch.cuda.device(data.device):
+        size = _workspace_size(name.startswith("backward"), data.device.index, **geometry)
+        # Freed memory is used again by later work of the same stream only.
+        workspace = torch.empty(size, dtype=torch.uint8, device=data.device)
+        stream = torch.cuda.current_stream().cuda_stream
+        getattr(cuda, name)(filled, *row, workspace.data_ptr(), size, stream)
+
+
+@functools.lru_cache(maxsize=4096)
+def _workspace_size(backward: bool, device: int, **geometry: int) -> int:
+    vectors = {"x": 0, "saved_mean": 0, "saved_invstd": 0, "stats_dtype": 0}
+    if backward:
+        return _cuda().workspace_size(_capi().backward_params(dy=0, **vectors, **geometry))
+    return _cuda().workspace_size(_capi().forward_params(y=0, **vectors, **geometry))
 
 
 def _vector(vector: Tensor | None, x: Tensor) -> Tensor | None:
@@ -101,7 +137,7 @@ def _empty_like(x: Tensor) -> Tensor:
     """
     y = torch.empty_like(x)
     size = y.numel() * y.element_size()
-    madvise = _madvise() if size >= _LARGE else None
+    madvise = _madvise() if size >= _LARGE and not y.is_cuda else None
     if madvise is not None:
         start = -(-y.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (y.data_ptr() + size - start) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -125,9 +161,9 @@ def _pointer(tensor: Tensor | None) -> int:
 
 def forward_row(x: Tensor, stats_mode: str) -> Tensor:
     """This process's row [weight, mean.., spread..] (2 C + 1,) float64."""
-    row = torch.empty(2 * x.shape[1] + 1, dtype=torch.float64)
-    capi = _capi()
-    capi.cpu_moments(**_geometry(x), x=x.data_ptr(), row=row.data_ptr(), stats_mode=capi.STATS_MODES[stats_mode])
+    row = x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64)
+    mode = _capi().STATS_MODES[stats_mode]
+    _run("moments", x, _geometry(x), x=x.data_ptr(), row=row.data_ptr(), stats_mode=mode)
     return row
 
 
@@ -147,11 +183,13 @@ def forward(
     capi, C, S = _capi(), x.shape[1], statistics_type(x.dtype)
     old_mean, old_var, w, b = (_vector(vector, x) for vector in (running_mean, running_var, weight, bias))
     y = _empty_like(x)
-    new_mean = None if old_mean is None else torch.empty(C, dtype=S)
-    new_var = None if old_var is None else torch.empty(C, dtype=S)
-    mean, invstd = torch.empty(C, dtype=torch.float64), torch.empty(C, dtype=torch.float64)
-    capi.cpu_forward(
-        **_geometry(x),
+    new_mean = None if old_mean is None else x.new_empty(C, dtype=S)
+    new_var = None if old_var is None else x.new_empty(C, dtype=S)
+    mean, invstd = x.new_empty(C, dtype=torch.float64), x.new_empty(C, dtype=torch.float64)
+    _run(
+        "forward",
+        x,
+        _geometry(x),
         stats_dtype=_type_code(S),
         x=x.data_ptr(),
         y=y.data_ptr(),
@@ -175,16 +213,17 @@ def forward(
 
 def backward_row(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, stats_mode: str) -> Tensor:
     """This process's row [weight, sum dy.., sum dy * x_hat..] (2 C + 1,) float64."""
-    row = torch.empty(2 * x.shape[1] + 1, dtype=torch.float64)
-    capi = _capi()
-    capi.cpu_backward_moments(
-        **_geometry(x),
+    row = x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64)
+    _run(
+        "backward_moments",
+        x,
+        _geometry(x),
         dy=dy.data_ptr(),
         x=x.data_ptr(),
         saved_mean=mean.data_ptr(),
         saved_invstd=invstd.data_ptr(),
         row=row.data_ptr(),
-        stats_mode=capi.STATS_MODES[stats_mode],
+        stats_mode=_capi().STATS_MODES[stats_mode],
     )
     return row
 
@@ -206,9 +245,11 @@ def backward(
     capi, C, S = _capi(), x.shape[1], statistics_type(x.dtype)
     w = _vector(weight, x)
     dx = _empty_like(x) if output_mask[0] else None
-    dweight, dbias = (torch.empty(C, dtype=S) if needed else None for needed in output_mask[1:])
-    capi.cpu_backward(
-        **_geometry(x),
+    dweight, dbias = (x.new_empty(C, dtype=S) if needed else None for needed in output_mask[1:])
+    _run(
+        "backward",
+        x,
+        _geometry(x),
         stats_dtype=_type_code(S),
         dy=dy.data_ptr(),
         x=x.data_ptr(),
