@@ -327,12 +327,16 @@ def _child(x, queue):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_after_a_fork():
+@pytest.mark.parametrize("threads", ["its own", "OpenMP's"])
+def test_after_a_fork(threads):
+    from bnexport.sync_bn import compiled
+
+    capi.lend_openmp(compiled._openmp_parallel() if threads == "OpenMP's" else 0)
     x = np.random.default_rng(5).normal(size=(4, 16, 40, 40)).astype(np.float32)
     want = forward(x, threads=2).y.tobytes()  # the parent's threads exist now
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    child = context.Process(target=_child, args=(x, queue))
+    child = context.Process(target=_child, args=(x, queue), daemon=True)
     child.start()
     assert queue.get(timeout=30) == want
     child.join(timeout=30)

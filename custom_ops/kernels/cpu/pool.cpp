@@ -91,29 +91,35 @@ class Pool {
   void* context_ = nullptr;
 };
 
-// Never destroyed: workers may outlive main. A forked child has none of them, so it forgets the pool.
+// Never destroyed: workers may outlive main.
 std::atomic<Pool*> shared{nullptr};
+std::atomic<OpenMpParallel> openmp{nullptr};
 std::mutex creation;
+
+// A forked child has none of its parent's threads, so it forgets the pool; and an OpenMP runtime that had
+// threads waits in the child for ever for those it no longer has, so it forgets that one, too.
+void handle_forks() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    pthread_atfork([] { creation.lock(); }, [] { creation.unlock(); },
+                   [] {
+                     shared.store(nullptr);
+                     openmp.store(nullptr);
+                     creation.unlock();
+                   });
+  });
+}
 
 Pool& pool() {
   Pool* current = shared.load(std::memory_order_acquire);
   if (current != nullptr) return *current;
   const std::lock_guard<std::mutex> lock(creation);
   if (shared.load() == nullptr) {
-    static std::once_flag once;
-    std::call_once(once, [] {
-      pthread_atfork([] { creation.lock(); }, [] { creation.unlock(); },
-                     [] {
-                       shared.store(nullptr);
-                       creation.unlock();
-                     });
-    });
+    handle_forks();
     shared.store(new Pool(), std::memory_order_release);
   }
   return *shared.load();
 }
-
-std::atomic<OpenMpParallel> openmp{nullptr};
 
 struct Region {
   std::atomic<int64_t> next{0};
@@ -129,7 +135,10 @@ struct Region {
 
 }  // namespace
 
-void lend_openmp(OpenMpParallel parallel) { openmp.store(parallel); }
+void lend_openmp(OpenMpParallel parallel) {
+  handle_forks();
+  openmp.store(parallel);
+}
 
 void PoolParallel::run(int64_t count, Task task, void* context) {
   const OpenMpParallel lent = openmp.load(std::memory_order_relaxed);
