@@ -8,6 +8,7 @@ import onnx
 import onnxruntime as ort
 from kernel_oracle import DTYPES, statistics_dtype
 from onnx import TensorProto, helper
+from providers import open_session
 
 from bnexport import schema, tolerances
 from bnexport.runtime.library import register
@@ -68,7 +69,7 @@ def session(model: bytes, *, threads: int = 0) -> ort.InferenceSession:
     options.log_severity_level = 4
     options.intra_op_num_threads = threads
     register(options)
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return open_session(model, options)
 
 
 def run(model: bytes | ort.InferenceSession, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -14,10 +14,14 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnxruntime as ort
 import torch.distributed as dist
 
 from bnexport.runtime.communicator import register_group
-from bnexport.runtime.session import InferenceSession
+from bnexport.runtime.library import register
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "custom_ops"))
+from providers import open_session
 
 
 def main() -> None:
@@ -27,7 +31,9 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timeout)
     register_group("world", dist.group.WORLD)
     model = folder / f"model_{rank}.onnx"
-    session = InferenceSession(model if model.exists() else folder / "model.onnx")
+    session_options = ort.SessionOptions()
+    register(session_options)
+    session = open_session(str(model if model.exists() else folder / "model.onnx"), session_options)
     feeds = np.load(folder / f"feeds_{rank}.npz")
     names = [output.name for output in session.get_outputs()]
     results = {}

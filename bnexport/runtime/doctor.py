@@ -1,0 +1,116 @@
+"""What works on this machine, what does not, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import platform
+from collections.abc import Callable
+
+from bnexport.errors import BnexportError
+
+__all__ = ["Check", "examine"]
+
+_PACKAGES = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "numpy")
+_OPTIONAL = ("onnxruntime",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """ok: True where it works, False where something that is needed is broken, None where an option is not there."""
+
+    name: str
+    value: str
+    ok: bool | None
+
+
+def examine() -> list[Check]:
+    """Versions, the libraries, ONNX Runtime's providers, CUDA and NCCL."""
+    from bnexport import __version__
+
+    return [
+        Check("bnexport", __version__, True),
+        Check("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}", True),
+        *(_package(name) for name in _PACKAGES),
+        _checked("custom-op library", _library),
+        _providers(),
+        _checked("registration in ONNX Runtime", _registration),
+        _cuda_library(),
+        _cuda_device(),
+        _nccl(),
+    ]
+
+
+def _package(name: str) -> Check:
+    try:
+        return Check(name, str(importlib.import_module(name).__version__), True)
+    except ImportError as error:
+        return Check(name, f"missing: {error}", None if name in _OPTIONAL else False)
+
+
+def _checked(name: str, look: Callable[[], str]) -> Check:
+    try:
+        return Check(name, look(), True)
+    except ImportError as error:
+        return Check(name, f"missing: {error}", None)
+    except BnexportError as error:
+        return Check(name, str(error), False)
+
+
+def _library() -> str:
+    from bnexport.runtime import capi, library
+
+    return f"{library.get_library_path()} ({capi.version()}, {capi.instruction_set()})"
+
+
+def _registration() -> str:
+    import onnxruntime
+
+    from bnexport.runtime import library
+
+    library.register(onnxruntime.SessionOptions())
+    return "works"
+
+
+def _providers() -> Check:
+    try:
+        import onnxruntime
+    except ImportError:
+        return Check(
+            "execution providers",
+            "onnxruntime is not installed: pip install 'bnexport[cpu]' or 'bnexport[gpu]', not both",
+            None,
+        )
+    names = onnxruntime.get_available_providers()
+    hint = "" if "CUDAExecutionProvider" in names else " (for CUDA: pip install 'bnexport[gpu]' instead of onnxruntime)"
+    return Check("execution providers", ", ".join(names) + hint, True)
+
+
+def _cuda_library() -> Check:
+    from bnexport.runtime import cuda
+
+    try:
+        return Check("CUDA library", f"{cuda.get_cuda_library_path()} ({cuda.version()})", True)
+    except BnexportError as error:
+        return Check("CUDA library", str(error), None)
+
+
+def _cuda_device() -> Check:
+    from bnexport.runtime import cuda
+
+    try:
+        count = cuda.device_count()
+    except BnexportError:
+        return Check("CUDA devices", "not asked: there is no CUDA library", None)
+    if count == 0:
+        return Check("CUDA devices", "none: no NVIDIA driver, or no device that it may use", None)
+    return Check("CUDA devices", str(count), True)
+
+
+def _nccl() -> Check:
+    from bnexport.runtime import nccl
+
+    try:
+        return Check("NCCL", nccl.version(), True)
+    except BnexportError as error:
+        return Check("NCCL", f"groups of GPUs go through the host: {error}", None)
