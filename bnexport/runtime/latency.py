@@ -1,0 +1,114 @@
+"""Compares the latency of models: in turn, in blocks, so that what else the machine does hits all alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bnexport.errors import MissingDependencyError, UsageError
+
+__all__ = ["Latency", "chart", "measure"]
+
+PERCENTILES = (50, 90, 99)
+_BLOCK = 10  # runs of one model before the next has its turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Latency:
+    """Latencies of one model in milliseconds, in the order of the runs."""
+
+    name: str
+    milliseconds: tuple[float, ...]
+
+    def percentile(self, q: float) -> float:
+        return float(np.percentile(self.milliseconds, q))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.name,
+            "runs": len(self.milliseconds),
+            "mean_ms": float(np.mean(self.milliseconds)),
+            **{f"p{q}_ms": self.percentile(q) for q in PERCENTILES},
+        }
+
+
+def measure(
+    models: Mapping[str, Callable[[], Any]],
+    *,
+    runs: int = 100,
+    warm_up: int = 10,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[Latency]:
+    """Times `runs` calls of each model, after `warm_up` that do not count.
+
+    Args:
+        models: a function that runs the model once, by name.
+        progress: called with the number of runs done so far, of all models together.
+
+    Raises:
+        UsageError: runs or warm_up is out of range.
+    """
+    if runs < 1 or warm_up < 0:
+        raise UsageError(f"runs, warm_up: got {runs}, {warm_up}, expected runs >= 1 and warm_up >= 0")
+    for run in models.values():
+        for _ in range(warm_up):
+            run()
+    times: dict[str, list[float]] = {name: [] for name in models}
+    done = 0
+    order = list(models)
+    while any(len(seen) < runs for seen in times.values()):
+        for name in order:
+            for _ in range(min(_BLOCK, runs - len(times[name]))):
+                start = time.perf_counter()
+                models[name]()
+                times[name].append((time.perf_counter() - start) * 1e3)
+                done += 1
+                progress(done)
+        order.reverse()  # nobody is always the first after somebody else
+    return [Latency(name, tuple(seen)) for name, seen in times.items()]
+
+
+def chart(latencies: Sequence[Latency], path: str | os.PathLike[str]) -> None:
+    """Draws the cumulative distributions of the latencies to a PNG, SVG or PDF file.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        UsageError: the ending of `path` is none that matplotlib writes.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingDependencyError("charts need matplotlib; pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
+    target = Path(path)
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for latency in latencies:
+        ordered = np.sort(latency.milliseconds)
+        share = 100 * np.arange(1, len(ordered) + 1) / len(ordered)
+        (line,) = axes.step(
+            ordered, share, where="post", label=f"{latency.name}: median {latency.percentile(50):.3g} ms"
+        )
+        axes.plot([latency.percentile(50)], [50], "o", color=line.get_color())
+    # A handful of outliers must not hide the rest.
+    axes.set_xlim(
+        0.9 * min(min(latency.milliseconds) for latency in latencies),
+        1.15 * max(latency.percentile(98) for latency in latencies),
+    )
+    axes.set(xlabel="latency, ms", ylabel="runs, %", ylim=(0, 102))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", frameon=False)
+    kind = target.suffix.lstrip(".").lower()
+    if kind not in figure.canvas.get_supported_filetypes():
+        raise UsageError(f"chart: got {str(target)!r}, expected a file that ends in .png, .svg or .pdf")
+    temporary = target.with_name(target.name + ".part")
+    with matplotlib.rc_context({"svg.hashsalt": "bnexport"}):
+        figure.savefig(temporary, format=kind, dpi=150)
+    os.replace(temporary, target)
