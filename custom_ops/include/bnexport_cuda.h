@@ -13,7 +13,9 @@
  *   one process     forward with group_size 1: statistics and output, in one call
  *   a group         moments -> all-gather of the rows -> forward with `gathered`
  *
- * and the same for the backward. Each function returns 0, or a non-zero code with a message in `error`.
+ * and the same for the backward. Each function returns 0, or a non-zero code with a message in `error`:
+ * 1 for a wrong argument, 4 for an error of the CUDA runtime. S is at most 2^30 and C below 2^31; N * C * S
+ * may exceed 2^32.
  */
 #ifndef BNEXPORT_CUDA_H
 #define BNEXPORT_CUDA_H
@@ -27,10 +29,15 @@ extern "C" {
 #define BNEXPORT_CUDA_ABI_VERSION 1
 
 BNEXPORT_API uint32_t bnexport_cuda_abi_version(void);
+BNEXPORT_API const char* bnexport_cuda_version(void);
+/* How many devices there are; 0 without a driver. */
+BNEXPORT_API int bnexport_cuda_device_count(void);
 
 /* The size serves both the moments and the call that follows. */
-BNEXPORT_API int bnexport_cuda_forward_workspace(const bnexport_forward* params, size_t* bytes, char* error, size_t capacity);
-BNEXPORT_API int bnexport_cuda_backward_workspace(const bnexport_backward* params, size_t* bytes, char* error, size_t capacity);
+BNEXPORT_API int bnexport_cuda_forward_workspace(const bnexport_forward* params, size_t* bytes, char* error,
+                                                 size_t capacity);
+BNEXPORT_API int bnexport_cuda_backward_workspace(const bnexport_backward* params, size_t* bytes, char* error,
+                                                  size_t capacity);
 
 BNEXPORT_API int bnexport_cuda_moments(const bnexport_forward* params, double* row, void* workspace, size_t bytes,
                                        void* stream, char* error, size_t capacity);
@@ -47,8 +54,38 @@ BNEXPORT_API int bnexport_cuda_convert(const void* from, int32_t from_dtype, voi
                                        void* stream, char* error, size_t capacity);
 /* `to_host` 1: from the device to the host, and waits for the stream; 0: from the host to the device, and
  * returns when `from` may be changed. */
-BNEXPORT_API int bnexport_cuda_copy(void* to, const void* from, size_t bytes, int32_t to_host, void* stream, char* error,
-                                    size_t capacity);
+BNEXPORT_API int bnexport_cuda_copy(void* to, const void* from, size_t bytes, int32_t to_host, void* stream,
+                                    char* error, size_t capacity);
+
+/* For measurements and tests.
+ *
+ * How a tensor is read:
+ *   cluster     a cluster of thread blocks keeps a channel in shared memory: one read, one launch
+ *   persistent  as many channels at a time as L2 holds: one read from memory, one launch
+ *   split       statistics, then output: two reads, three launches; the way around a collective
+ *
+ * Calls choose by themselves unless this thread asked for something else; what the tensor or the device
+ * does not allow is then an error. `cluster`: blocks of a cluster, a power of two up to 16. 0: automatic. */
+enum bnexport_cuda_strategy {
+  BNEXPORT_CUDA_AUTOMATIC = 0,
+  BNEXPORT_CUDA_CLUSTER = 1,
+  BNEXPORT_CUDA_PERSISTENT = 2,
+  BNEXPORT_CUDA_SPLIT = 3
+};
+BNEXPORT_API int bnexport_cuda_prefer(int32_t strategy, int32_t cluster, char* error, size_t capacity);
+
+/* What the call with these parameters will do. */
+typedef struct bnexport_cuda_plan {
+  int32_t strategy;
+  int32_t cluster;
+  int32_t threads; /* of a block */
+  int32_t shared;  /* bytes of a block */
+  int64_t blocks;  /* of a pass */
+} bnexport_cuda_plan;
+BNEXPORT_API int bnexport_cuda_plan_forward(const bnexport_forward* params, bnexport_cuda_plan* plan, char* error,
+                                            size_t capacity);
+BNEXPORT_API int bnexport_cuda_plan_backward(const bnexport_backward* params, bnexport_cuda_plan* plan, char* error,
+                                             size_t capacity);
 
 #ifdef __cplusplus
 }

@@ -1,6 +1,7 @@
 // What a channel's statistics mean for the group: merging rows, running statistics, coefficients.
 //
-// Everything here is per channel, in double, and knows nothing of how the data was read.
+// Everything here is per channel, in double, and knows nothing of how the data was read. Host and device
+// share the definitions (statistics_definitions.h).
 #ifndef BNEXPORT_KERNELS_STATISTICS_H
 #define BNEXPORT_KERNELS_STATISTICS_H
 
@@ -36,34 +37,42 @@ struct GradientSums {
   double dy = 0, dy_x_hat = 0;
 };
 
-double load_statistic(const void* values, int32_t dtype, int64_t c, double absent);
-void store_statistic(void* values, int32_t dtype, int64_t c, double value);
+BNEXPORT_HOST_DEVICE double load_statistic(const void* values, int32_t dtype, int64_t c, double absent);
+BNEXPORT_HOST_DEVICE void store_statistic(void* values, int32_t dtype, int64_t c, double value);
 
 // 1 / sqrt(variance + eps), and 0 where both are 0, as torch does on a CPU.
-double inverse_std(double variance, double eps);
+BNEXPORT_HOST_DEVICE double inverse_std(double variance, double eps);
 
 // This process's weight in a row, and the row's entries for a channel; see bnexport.h.
-double row_weight(int32_t stats_mode, int64_t N, int64_t S);
-double row_spread(int32_t stats_mode, const Moments& moments);
+BNEXPORT_HOST_DEVICE double row_weight(int32_t stats_mode, int64_t N, int64_t S);
+BNEXPORT_HOST_DEVICE double row_spread(int32_t stats_mode, const Moments& moments);
 
 // Statistics of one process (`moments`), or of the group (params.gathered) when group_size > 1.
-GroupStatistics local_statistics(const Moments& moments);
-GroupStatistics gathered_statistics(const bnexport_forward& params, int64_t c);
+BNEXPORT_HOST_DEVICE GroupStatistics local_statistics(const Moments& moments);
+BNEXPORT_HOST_DEVICE GroupStatistics gathered_statistics(const bnexport_forward& params, int64_t c);
 
 // Writes running and saved statistics of channel c and returns the coefficients of its output.
-ForwardCoefficients finish_training(const bnexport_forward& params, int64_t c, const GroupStatistics& statistics);
-ForwardCoefficients finish_inference(const bnexport_forward& params, int64_t c);
+BNEXPORT_HOST_DEVICE ForwardCoefficients finish_training(const bnexport_forward& params, int64_t c,
+                                                         const GroupStatistics& statistics);
+// The coefficients alone.
+BNEXPORT_HOST_DEVICE ForwardCoefficients training_coefficients(const bnexport_forward& params, int64_t c,
+                                                               const GroupStatistics& statistics);
+BNEXPORT_HOST_DEVICE ForwardCoefficients finish_inference(const bnexport_forward& params, int64_t c);
 
 // What the rows of the group (or the local sums) add up to for every channel alike.
 struct GroupShare {
   double lambda = 0;     // weight of one value of this process in the group's mean
   double non_empty = 1;  // k = (processes with data) / G, below 1 only counts in stats_mode default
 };
-GroupShare group_share(const bnexport_backward& params);
+BNEXPORT_HOST_DEVICE GroupShare group_share(const bnexport_backward& params);
 
 // Writes dweight and dbias of channel c and returns the coefficients of dx.
-BackwardCoefficients finish_backward(const bnexport_backward& params, int64_t c, const GradientSums& local,
-                                     const GroupShare& share);
+BNEXPORT_HOST_DEVICE BackwardCoefficients finish_backward(const bnexport_backward& params, int64_t c,
+                                                          const GradientSums& local, const GroupShare& share);
+// The two halves of it.
+BNEXPORT_HOST_DEVICE void write_gradients(const bnexport_backward& params, int64_t c, const GradientSums& local);
+BNEXPORT_HOST_DEVICE BackwardCoefficients backward_coefficients(const bnexport_backward& params, int64_t c,
+                                                                const GradientSums& local, const GroupShare& share);
 
 }  // namespace bnexport
 

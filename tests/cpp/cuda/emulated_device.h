@@ -62,7 +62,6 @@ extern int64_t grid;
 void arrive(Barrier& barrier);
 void pass(const uint64_t* value, uint64_t unwanted, const char* what);  // waits while *value == unwanted
 void wait_for_count(const uint32_t* counter, uint32_t count);
-void note_progress();
 [[noreturn]] void fail(const char* what);
 
 inline void meet(Barrier& barrier, const char* what) {
@@ -81,8 +80,8 @@ void run(const Shape& shape, uint32_t seed, const std::function<void()>& kernel)
 
 inline int thread_index() { return emulator::current->index; }
 inline int thread_count() { return emulator::current->block->threads; }
-inline int64_t block_index() { return emulator::current->block->index; }
-inline int64_t block_count() { return emulator::grid; }
+inline int block_index() { return static_cast<int>(emulator::current->block->index); }
+inline int block_count() { return static_cast<int>(emulator::grid); }
 inline unsigned char* shared_memory() { return emulator::current->block->shared; }
 inline void sync_block() { emulator::meet(emulator::current->block->barrier, "a block's barrier"); }
 
@@ -146,12 +145,10 @@ template <class Storage>
 void store_element(Storage* to, Storage value, bool) {
   *to = value;
 }
+inline void prefetch(const void*) {}
 inline double load_shared_between_blocks(const double* from) { return *from; }
 
-inline void signal(uint32_t* counter) {
-  ++*counter;
-  emulator::note_progress();
-}
+inline void signal(uint32_t* counter) { ++*counter; }
 inline void await(const uint32_t* counter, uint32_t count) { emulator::wait_for_count(counter, count); }
 
 inline int count_bits(uint32_t bits) { return __builtin_popcount(bits); }

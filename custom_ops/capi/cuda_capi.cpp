@@ -1,0 +1,223 @@
+// The C API of bnexport_cuda.h: validation and plan, then the kernels.
+#include <algorithm>
+#include <initializer_list>
+#include <string>
+
+#include "../kernels/cuda/kernels.h"
+#include "bnexport_cuda.h"
+#include "validation.h"
+
+#ifndef BNEXPORT_VERSION
+#define BNEXPORT_VERSION "0.0.0"
+#endif
+
+namespace {
+
+using namespace bnexport;
+using namespace bnexport::capi;
+
+static_assert(static_cast<int>(cuda::Strategy::kSplit) == BNEXPORT_CUDA_SPLIT, "the values of bnexport_cuda_strategy");
+
+template <class Params>
+void validate_sizes(const Params* params) {
+  require_range("params.C", params->C, 0, cuda::kMostChannels);
+  require_range("params.S", params->S, 0, cuda::kLongestRow);
+}
+
+// Whether statistics and output are made in one go.
+bool in_one_launch(const bnexport_forward& params) { return params.training != 0 && params.group_size == 1; }
+bool in_one_launch(const bnexport_backward& params) {
+  return params.training != 0 && params.group_size == 1 && params.dx != nullptr;
+}
+
+// Tensors that are read for the output, and whether all start at a multiple of 16 bytes.
+int64_t tensors(const bnexport_forward&) { return 1; }
+int64_t tensors(const bnexport_backward&) { return 2; }
+bool aligned(std::initializer_list<const void*> pointers) {
+  const auto is_aligned = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; };
+  return std::all_of(pointers.begin(), pointers.end(), is_aligned);
+}
+bool aligned(const bnexport_forward& params) { return aligned({params.x, params.y}); }
+bool aligned(const bnexport_backward& params) { return aligned({params.dy, params.x, params.dx}); }
+
+template <class Params>
+cuda::Problem problem_of(const Params& params, bool is_aligned, bool one_launch) {
+  return {params.N, params.C, params.S, params.dtype, params.layout, tensors(params), is_aligned, one_launch};
+}
+
+// What this thread prefers, for measurements.
+thread_local cuda::Wish wish;
+
+// A wish is one for calls that make statistics and output in one go; the others have one way.
+cuda::LaunchPlan plan_of(const cuda::Problem& problem) {
+  const cuda::Wish granted = problem.one_launch ? wish : cuda::Wish{};
+  const cuda::LaunchPlan plan = cuda::launch_plan(problem, cuda::device_properties(), granted);
+  if (plan.strategy == cuda::Strategy::kAutomatic) {
+    const auto strategy = static_cast<int>(wish.strategy);
+    refuse("bnexport_cuda_prefer", std::to_string(strategy) + ", " + std::to_string(wish.cluster),
+           "a strategy and a cluster size that this device can use for this tensor; 0, 0 lets the library choose");
+  }
+  return plan;
+}
+
+template <class Params>
+void describe(const Params* params, bnexport_cuda_plan* result) {
+  validate_common(params);
+  validate_sizes(params);
+  require_pointer("plan", result);
+  const cuda::LaunchPlan plan = plan_of(problem_of(*params, aligned(*params), in_one_launch(*params)));
+  result->strategy = static_cast<int32_t>(plan.strategy);
+  result->cluster = static_cast<int32_t>(plan.cluster);
+  result->threads = static_cast<int32_t>(plan.threads);
+  result->shared = static_cast<int32_t>(plan.shared);
+  result->blocks = plan.blocks;
+}
+
+// Enough for every call with these sizes and types, however pointers are aligned.
+template <class Params>
+void query_workspace(const Params* params, size_t* bytes) {
+  validate_common(params);
+  validate_sizes(params);
+  require_pointer("bytes", bytes);
+  int64_t most = 0;
+  if (in_one_launch(*params)) most = plan_of(problem_of(*params, aligned(*params), true)).workspace;
+  for (const bool is_aligned : {true, false}) {
+    most = std::max(most, plan_of(problem_of(*params, is_aligned, false)).workspace);
+  }
+  *bytes = static_cast<size_t>(most);
+}
+
+template <class Params>
+cuda::LaunchPlan plan_of_call(const Params& params, bool one_launch, void* workspace, size_t bytes) {
+  const cuda::LaunchPlan plan = plan_of(problem_of(params, aligned(params), one_launch));
+  if (bytes < static_cast<size_t>(plan.workspace)) {
+    refuse("bytes of the workspace", std::to_string(bytes),
+           std::to_string(plan.workspace) + " or more, as the query of the workspace returns");
+  }
+  if (plan.workspace > 0) require_pointer("workspace", workspace);
+  if (reinterpret_cast<uintptr_t>(workspace) % 256 != 0) {
+    refuse("workspace", "an address that is not a multiple of 256", "one that is");
+  }
+  return plan;
+}
+
+// guarded knows no CUDA errors: they are code 4.
+template <class Body>
+int cuda_guarded(char* error, size_t capacity, const Body& body) noexcept {
+  bool from_cuda = false;
+  const int code = guarded(error, capacity, [&] {
+    try {
+      body();
+    } catch (const cuda::CudaError&) {
+      from_cuda = true;
+      throw;
+    }
+  });
+  return from_cuda ? 4 : code;
+}
+
+}  // namespace
+
+extern "C" {
+
+uint32_t bnexport_cuda_abi_version(void) { return BNEXPORT_CUDA_ABI_VERSION; }
+const char* bnexport_cuda_version(void) { return BNEXPORT_VERSION; }
+int bnexport_cuda_device_count(void) { return cuda::device_count(); }
+
+int bnexport_cuda_prefer(int32_t strategy, int32_t cluster, char* error, size_t capacity) {
+  return cuda_guarded(error, capacity, [&] {
+    require_range("strategy", strategy, 0, BNEXPORT_CUDA_SPLIT);
+    require_range("cluster", cluster, 0, 16);
+    wish = {static_cast<cuda::Strategy>(strategy), cluster};
+  });
+}
+
+int bnexport_cuda_plan_forward(const bnexport_forward* params, bnexport_cuda_plan* plan, char* error, size_t capacity) {
+  return cuda_guarded(error, capacity, [&] { describe(params, plan); });
+}
+int bnexport_cuda_plan_backward(const bnexport_backward* params, bnexport_cuda_plan* plan, char* error,
+                                size_t capacity) {
+  return cuda_guarded(error, capacity, [&] { describe(params, plan); });
+}
+
+int bnexport_cuda_forward_workspace(const bnexport_forward* params, size_t* bytes, char* error, size_t capacity) {
+  return cuda_guarded(error, capacity, [&] { query_workspace(params, bytes); });
+}
+int bnexport_cuda_backward_workspace(const bnexport_backward* params, size_t* bytes, char* error, size_t capacity) {
+  return cuda_guarded(error, capacity, [&] { query_workspace(params, bytes); });
+}
+
+int bnexport_cuda_moments(const bnexport_forward* params, double* row, void* workspace, size_t bytes, void* stream,
+                          char* error, size_t capacity) {
+  return cuda_guarded(error, capacity, [&] {
+    validate(params, true);
+    validate_sizes(params);
+    require_pointer("row", row);
+    bnexport_forward local = *params;
+    local.y = nullptr;
+    cuda::moments(local, plan_of_call(local, false, workspace, bytes), {stream, workspace}, row);
+  });
+}
+
+int bnexport_cuda_forward(const bnexport_forward* params, void* workspace, size_t bytes, void* stream, char* error,
+                          size_t capacity) {
+  return cuda_guarded(error, capacity, [&] {
+    validate(params, false);
+    validate_sizes(params);
+    bnexport_forward local = *params;
+    if (!local.training) local.group_size = 1;  // nothing is exchanged
+    cuda::forward(local, plan_of_call(local, in_one_launch(local), workspace, bytes), {stream, workspace});
+  });
+}
+
+int bnexport_cuda_backward_moments(const bnexport_backward* params, double* row, void* workspace, size_t bytes,
+                                   void* stream, char* error, size_t capacity) {
+  return cuda_guarded(error, capacity, [&] {
+    validate(params, true);
+    validate_sizes(params);
+    require_pointer("row", row);
+    bnexport_backward local = *params;
+    local.dx = nullptr;
+    cuda::backward_moments(local, plan_of_call(local, false, workspace, bytes), {stream, workspace}, row);
+  });
+}
+
+int bnexport_cuda_backward(const bnexport_backward* params, void* workspace, size_t bytes, void* stream, char* error,
+                           size_t capacity) {
+  return cuda_guarded(error, capacity, [&] {
+    validate(params, false);
+    validate_sizes(params);
+    bnexport_backward local = *params;
+    if (!local.training && local.grad_reduction == BNEXPORT_GRAD_LOCAL) local.group_size = 1;
+    cuda::backward(local, plan_of_call(local, in_one_launch(local), workspace, bytes), {stream, workspace});
+  });
+}
+
+int bnexport_cuda_convert(const void* from, int32_t from_dtype, void* to, int32_t to_dtype, int64_t count, void* stream,
+                          char* error, size_t capacity) {
+  return cuda_guarded(error, capacity, [&] {
+    for (const int32_t dtype : {from_dtype, to_dtype}) {
+      if (dtype != BNEXPORT_FLOAT32 && dtype != BNEXPORT_FLOAT64) {
+        refuse("dtype", std::to_string(dtype), "0 (float32) or 3 (float64)");
+      }
+    }
+    require_range("count", count, 0, cuda::kMostChannels);
+    if (count == 0) return;
+    require_pointer("from", from);
+    require_pointer("to", to);
+    cuda::convert(from, from_dtype, to, to_dtype, count, stream);
+  });
+}
+
+int bnexport_cuda_copy(void* to, const void* from, size_t bytes, int32_t to_host, void* stream, char* error,
+                       size_t capacity) {
+  return cuda_guarded(error, capacity, [&] {
+    require_range("to_host", to_host, 0, 1);
+    if (bytes == 0) return;
+    require_pointer("from", from);
+    require_pointer("to", to);
+    cuda::copy_and_wait(to, from, bytes, to_host != 0, stream);
+  });
+}
+
+}  // extern "C"

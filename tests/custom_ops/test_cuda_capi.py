@@ -1,0 +1,176 @@
+"""The CUDA library's C API and its loader, with the kernels on an emulated device (tests/cpp/cuda): host memory is
+device memory. The same verification runs on a GPU in benchmarks/bench_cuda.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import cuda_verify
+from benchmarks.cuda_layer import DTYPES, Calls, Layer
+from bnexport.errors import LibraryError, UsageError
+from bnexport.runtime import cuda
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = [
+    "tests/cpp/cuda/emulated_kernels.cpp",
+    "tests/cpp/cuda/emulator.cpp",
+    "custom_ops/kernels/cuda/launch_plan.cpp",
+    "custom_ops/capi/cuda_capi.cpp",
+]
+COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+
+
+@pytest.fixture(scope="module")
+def library_file(tmp_path_factory):
+    if COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    file = tmp_path_factory.mktemp("cuda") / "libbnexport_ops_cuda.so"
+    flags = ["-std=gnu++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
+    includes = [f"-I{ROOT / 'tests/cpp/cuda'}", f"-I{ROOT / 'custom_ops/include'}"]
+    sources = [str(ROOT / source) for source in SOURCES]
+    subprocess.run([str(COMPILER), *flags, *includes, *sources, "-o", str(file)], check=True)
+    return file
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    cuda.library.cache_clear()
+    yield monkeypatch
+    cuda.library.cache_clear()
+
+
+@pytest.fixture
+def emulated(fresh, library_file):
+    fresh.setenv(cuda.ENVIRONMENT_VARIABLE, str(library_file))
+
+
+def test_a_missing_library_is_an_error_that_says_how_to_get_one(fresh, tmp_path):
+    fresh.setenv(cuda.ENVIRONMENT_VARIABLE, str(tmp_path / "none.so"))
+    with pytest.raises(LibraryError, match=r"none\.so: got no such file.*make cuda"):
+        cuda.library()
+    assert not cuda.available()
+
+
+def test_a_file_that_is_no_library_is_an_error(fresh, tmp_path):
+    (tmp_path / "text.so").write_text("text")
+    fresh.setenv(cuda.ENVIRONMENT_VARIABLE, str(tmp_path / "text.so"))
+    with pytest.raises(LibraryError, match="cannot be loaded"):
+        cuda.library()
+
+
+def test_parameters_have_the_header_s_names():
+    params = cuda.forward_parameters(N=2, C=3, S=4, dtype=1)
+    assert (params.N, params.training, params.group_size, params.momentum) == (2, 1, 1, 0.1)
+    with pytest.raises(UsageError, match=r"forward: got \['size'\]"):
+        cuda.forward_parameters(size=3)
+
+
+def test_wrong_arguments_are_refused(emulated):
+    row = 1 << 20  # an address that nobody reads
+    for params, message in (
+        (cuda.forward_parameters(N=1, C=1, S=(1 << 30) + 1, x=256), r"params\.S: got 1073741825"),
+        (cuda.forward_parameters(N=1, C=1 << 31, S=1, x=256), r"params\.C: got 2147483648"),
+        (cuda.forward_parameters(N=1, C=1, S=1), r"params\.x: got NULL"),
+        (cuda.forward_parameters(N=1, C=1, S=1, dtype=9, x=256), r"params\.dtype: got 9"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            cuda.moments(params, row, 0, 0)
+    with pytest.raises(UsageError, match="row: got NULL"):
+        cuda.moments(cuda.forward_parameters(N=1, C=1, S=1, x=256), 0, 0, 0)
+    with pytest.raises(UsageError, match="cluster: got 17"), cuda.prefer("cluster", 17):
+        pass
+
+
+def test_a_workspace_that_is_too_small_or_not_aligned_is_refused(emulated):
+    x = torch.randn(2, 3, 5, 5)
+    calls = Calls(x, x.clone(), torch.empty_like(x), torch.empty_like(x), Layer.of(x))
+    with cuda.prefer("split"):
+        calls.prepare()
+        calls.size -= 256
+        with pytest.raises(UsageError, match=r"bytes of the workspace: got \d+, expected \d+ or more"):
+            calls.forward()
+        calls.size += 256
+        calls.workspace += 16
+        with pytest.raises(UsageError, match="multiple of 256"):
+            calls.forward()
+
+
+def test_a_strategy_that_a_tensor_does_not_allow_is_refused_and_forgotten(emulated):
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    calls = Calls(x, x.clone(), torch.empty_like(x), torch.empty_like(x), Layer.of(x))
+    with cuda.prefer("cluster"), pytest.raises(UsageError, match=r"bnexport_cuda_prefer: got 1, 0"):
+        calls.forward()
+    assert cuda.plan(calls.forward_parameters).strategy == "split"
+    calls.forward()
+
+
+def test_plans_tell_what_a_call_does(emulated):
+    x = torch.randn(4, 6, 16, 16, dtype=torch.float16)
+    calls = Calls(x, x.clone(), torch.empty_like(x), torch.empty_like(x), Layer.of(x))
+    with cuda.prefer("cluster", 4):
+        plan = cuda.plan(calls.forward_parameters)
+    assert (plan.strategy, plan.cluster, plan.blocks) == ("cluster", 4, 24)
+    assert plan.threads % 32 == 0 and plan.shared >= 4 * 256 * 2 // 4
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
+def test_every_strategy_gives_the_closed_forms(emulated, dtype):
+    torch.manual_seed(3)
+    used = set()
+    for shape, wish in itertools.product([(65, 3), (5, 8, 9, 9), (2, 3, 30, 30)], cuda_verify.WISHES):
+        for channels_last in (False, True) if len(shape) == 4 else (False,):
+            used.add(cuda_verify.verify(cuda_verify.Case(shape, dtype, channels_last, *wish), "cpu"))
+    fused = {"cluster", "persistent"} if dtype != torch.float64 else set()
+    assert used - {None} == {"split"} | fused
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_group_gives_what_its_batches_together_give(emulated, dtype, channels_last):
+    torch.manual_seed(4)
+    cuda_verify.verify_group(dtype, channels_last, "cpu")
+
+
+def test_verification_sees_wrong_results(emulated, monkeypatch):
+    """What the benchmark relies on: one wrong value in the output, or one outside of it, is found."""
+    case = cuda_verify.Case((4, 3, 8, 8), torch.float32, False)
+    forward = Calls.forward
+    for where in (5, 4 * 3 * 64):  # the second lies behind the tensor
+
+        def wrong(calls, where=where):
+            forward(calls)
+            y = calls.tensors[2]
+            value = y.as_strided((1,), (1,), y.storage_offset() + where)
+            value.copy_(torch.where(value.isnan(), 0.0, value + 1e-3))
+
+        monkeypatch.setattr(Calls, "forward", wrong)
+        with pytest.raises(AssertionError, match="values off" if where == 5 else "written outside"):
+            cuda_verify.verify(case, "cpu")
+
+
+@pytest.mark.slow
+def test_the_benchmark_s_verification(emulated):
+    counts = cuda_verify.verify_all("cpu", [(65, 3), (7, 3, 7, 7), (5, 8, 9, 9), (2, 3, 30, 30)])
+    assert all(counts[strategy] > 0 for strategy in ("split", "cluster", "persistent"))
+
+
+def test_conversion_and_copies(emulated):
+    loaded = cuda.library()
+    wide, narrow, back = np.array([1.0, 0.1]), np.zeros(2, np.float32), np.zeros(2, np.float32)
+    from_, to = ctypes.c_void_p(wide.ctypes.data), ctypes.c_void_p(narrow.ctypes.data)
+    count, size = ctypes.c_int64(2), ctypes.c_size_t(8)
+    assert loaded.bnexport_cuda_convert(from_, 3, to, 0, count, None, None, 0) == 0
+    assert narrow.tolist() == wide.astype(np.float32).tolist()
+    assert loaded.bnexport_cuda_convert(from_, 1, to, 0, count, None, None, 0) == 1
+    assert loaded.bnexport_cuda_copy(ctypes.c_void_p(back.ctypes.data), to, size, 1, None, None, 0) == 0
+    assert back.tolist() == narrow.tolist()
