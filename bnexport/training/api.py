@@ -1,0 +1,256 @@
+"""bnexport.export_training_step: a model, its loss and an optimizer in one ONNX graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from bnexport.errors import UsageError, VerificationError
+from bnexport.exporting import dynamo, wrapper
+from bnexport.exporting.verification import Verification
+from bnexport.training import files, graph, tracing, verification
+from bnexport.training.description import (
+    GRADIENT_SUFFIX,
+    LEARNING_RATE,
+    LOSS,
+    METADATA_KEY,
+    NEW_SUFFIX,
+    SEED,
+    Description,
+)
+from bnexport.training.optimizers import make_optimizer
+from bnexport.training.problem import Loss, Problem
+from bnexport.training.step import Step
+
+MODES = ("step", "gradients")
+_TARGET = "target"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingExportResult:
+    """What export_training_step made.
+
+    path, evaluation_path, state_path: the three files. model: the step's graph. inputs: names of a
+    batch's arrays. outputs: all outputs of the graph, the loss first.
+    """
+
+    path: pathlib.Path
+    evaluation_path: pathlib.Path
+    state_path: pathlib.Path
+    model: ir.Model
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    state: tuple[str, ...]
+    verification: Verification
+
+
+def export_training_step(
+    model: nn.Module,
+    loss: Loss,
+    batch: Sequence[torch.Tensor],
+    path: str | os.PathLike[str],
+    *,
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd",
+    optimizer_options: Mapping[str, Any] | None = None,
+    mode: Literal["step", "gradients"] = "step",
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
+    outputs: Sequence[str] = (),
+    standard_ops_only: bool = False,
+    dynamic: bool = True,
+    verify: bool = True,
+    input_names: Sequence[str] | None = None,
+) -> TrainingExportResult:
+    """Writes one training step of `model` as an ONNX graph that stock ONNX Runtime runs.
+
+    The graph computes forward, loss, gradients and the optimizer's update. Each state tensor (parameters,
+    buffers, the optimizer's) is an input `name` and, where a step changes it, an output `name.new`; names
+    are those of the state_dict, and `optimizer.<parameter>.<kind>` with torch.optim's kinds. The learning
+    rate is the input `lr`, float64 (). Outputs are the loss, the chosen outputs of the model, then state.
+    Module and tensors stay untouched. docs/training.md describes files, operators and limits.
+
+    Three files appear together: `path`, the graph; `<stem>.eval.onnx`, loss and outputs in eval mode;
+    `<stem>.safetensors`, the initial state.
+
+    Args:
+        model: in train mode. Submodules in eval mode stay so: their batch norms use fixed statistics.
+            Parameters with requires_grad False are not trained.
+        loss: called as loss(model(*inputs), target), returns one number. Tensors that it holds are constants.
+        batch: example (*inputs, target); tensors.
+        optimizer, optimizer_options: "sgd" (lr, momentum, dampening, weight_decay, nesterov), "adam" or
+            "adamw" (lr, betas, eps, weight_decay, amsgrad), torch.optim's names and defaults.
+        mode: "step"; "gradients": no optimizer, the graph returns `name.grad` for each trained parameter.
+        clip_grad_norm: largest 2-norm of all gradients together, as torch.nn.utils.clip_grad_norm_.
+        accumulate: number of batches whose gradients are averaged for one update.
+        outputs: names of model outputs that a step returns ("output", "output_0", ..., or a dict's keys).
+        standard_ops_only: batch norm in standard operators, for runtimes that cannot load the library.
+        dynamic: dimension 0 of every array of the batch is dynamic. Other dimensions are fixed.
+        verify: run the step in ONNX Runtime and compare it with torch on `batch`.
+        input_names: names of the batch's arrays; by default forward's parameter names and "target".
+
+    Raises:
+        UsageError: an argument is wrong, or the loss is not one number that depends on a parameter.
+        UnsupportedModelError: the step cannot be one graph; names the operator or module, and a way out.
+        VerificationError: the graph differs from torch; no file is written.
+    """
+    tensors = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+    _check(model, loss, tensors, mode, clip_grad_norm, accumulate)
+    names = _names(model, tensors, input_names)
+    problem = Problem(model, loss, training=True)
+    _refuse_same_names({*problem.state(), LOSS, LEARNING_RATE, SEED}, names)
+    groups = wrapper.group_names(problem.model)
+    rule = make_optimizer(optimizer, optimizer_options) if mode == "step" else None
+
+    if dynamic:
+        # A size of 1 would be taken for a constant.
+        tensors = tuple(torch.cat([t, t]) if t.dim() and t.shape[0] == 1 else t for t in tensors)
+    arrays = dict(zip(names, tensors))
+    varying = {name for name, tensor in arrays.items() if dynamic and tensor.dim()}
+    evaluation, evaluation_outputs = _evaluation(model, loss, arrays, varying, standard_ops_only)
+    step = Step(problem, rule, _chosen(outputs, evaluation_outputs), clip_grad_norm, accumulate)
+    state = step.initial_state()
+    lr = None if rule is None else torch.tensor(rule.lr, dtype=torch.float64)
+
+    def run(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return step(named, tuple(named[name] for name in names), named.get(LEARNING_RATE))
+
+    arguments = {**state, **arrays, **({} if lr is None else {LEARNING_RATE: lr})}
+    made = tracing.trace(run, arguments, varying, problem, differentiates=True, standard_ops_only=standard_ops_only)
+    graph.finish(made, groups)
+    result_names = tuple(str(value.name) for value in made.graph.outputs)
+    used = _used(made, evaluation)
+    kinds = {name: kind for name, kind in step.kinds().items() if name in used or name in problem.kinds}
+    description = Description(
+        mode=mode,
+        inputs=tuple(names),
+        outputs=tuple(step.outputs),
+        evaluation_outputs=evaluation_outputs,
+        state=kinds,
+        aliases=problem.aliases,
+        gradients=tuple(name.removesuffix(GRADIENT_SUFFIX) for name in result_names if name.endswith(GRADIENT_SUFFIX)),
+        optimizer="" if rule is None else optimizer,
+        optimizer_options={} if rule is None else dataclasses.asdict(rule),
+        accumulate=accumulate,
+    )
+    for file in (made, evaluation):
+        file.metadata_props[METADATA_KEY] = description.to_json()
+    checked = Verification.skipped("not asked for")
+    if verify:
+        checked = verification.check(made, step, arrays, lr)
+        if checked.passed is False:
+            raise VerificationError(
+                f"{path}: the exported step differs from torch, nothing was written: {checked.summary()}"
+            )
+    paths = files.paths(path)
+    initial = {name: state[name].detach().cpu().numpy() for name in kinds}
+    files.write(paths, made, evaluation, initial)
+    return TrainingExportResult(
+        path=pathlib.Path(paths.step),
+        evaluation_path=pathlib.Path(paths.evaluation),
+        state_path=pathlib.Path(paths.state),
+        model=made,
+        inputs=tuple(names),
+        outputs=result_names,
+        state=tuple(name.removesuffix(NEW_SUFFIX) for name in result_names if name.endswith(NEW_SUFFIX)),
+        verification=checked,
+    )
+
+
+def _evaluation(
+    model: nn.Module, loss: Loss, arrays: dict[str, torch.Tensor], varying: set[str], standard_ops_only: bool
+) -> tuple[ir.Model, tuple[str, ...]]:
+    """The graph of loss and outputs in eval mode, its state as inputs, and the names of the outputs."""
+    problem = Problem(model, loss, training=False)
+    state = problem.state()
+
+    def run(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        batch = [named[name] for name in arrays]
+        with torch.no_grad():
+            output = problem.forward(
+                {name: named[name] for name in problem.parameters},
+                {name: named[name] for name in problem.buffers},
+                tuple(batch[:-1]),
+            )
+            value = problem.loss_of(output, batch[-1])
+        flat = problem.flatten(output)
+        return {LOSS: value, **dict(zip(wrapper.output_names(problem.output_spec, len(flat)), flat))}
+
+    made = tracing.trace(
+        run, {**state, **arrays}, varying, problem, differentiates=False, standard_ops_only=standard_ops_only
+    )
+    graph.finish(made, {})
+    return made, tuple(str(value.name) for value in made.graph.outputs[1:])
+
+
+def _used(*models: ir.Model) -> set[str]:
+    return {str(value.name) for model in models for value in model.graph.inputs}
+
+
+def _chosen(outputs: Sequence[str], known: tuple[str, ...]) -> dict[str, int]:
+    for name in [outputs] if isinstance(outputs, str) else outputs:
+        if name not in known:
+            raise UsageError(f"outputs: got {name!r}, expected names among the model's outputs {', '.join(known)}")
+    return {name: known.index(name) for name in ([outputs] if isinstance(outputs, str) else outputs)}
+
+
+def _names(model: nn.Module, tensors: tuple[torch.Tensor, ...], given: Sequence[str] | None) -> list[str]:
+    if given is None:
+        return [*dynamo.input_names(model, len(tensors) - 1), _TARGET]
+    if len(given) != len(tensors):
+        raise UsageError(
+            f"input_names: got {len(given)} names, expected {len(tensors)}, one for each array of the batch"
+        )
+    return list(given)
+
+
+def _refuse_same_names(taken: set[str], names: list[str]) -> None:
+    for name in names:
+        if name in taken or names.count(name) > 1:
+            raise UsageError(
+                f"input {name!r}: another input, or the state, has this name; choose others with input_names"
+            )
+
+
+def _check(
+    model: nn.Module,
+    loss: Loss,
+    batch: tuple[Any, ...],
+    mode: str,
+    clip_grad_norm: float | None,
+    accumulate: int,
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    if not model.training:
+        raise UsageError(
+            "model: got a module in eval mode, expected one in train mode; call model.train() "
+            "(submodules that are put into eval mode afterwards keep fixed statistics)"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError("model: got no parameter with requires_grad, expected at least one to train")
+    if not callable(loss):
+        raise UsageError(f"loss: got {type(loss).__name__}, expected a function of (model output, target)")
+    if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
+        raise UsageError("loss: has parameters to train; make it a part of the model, so that they get names")
+    if len(batch) < 2:
+        raise UsageError(f"batch: got {len(batch)} tensors, expected (*inputs, target)")
+    for index, value in enumerate(batch):
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(f"batch[{index}]: got {type(value).__name__}, expected a torch.Tensor")
+        if value.dim() and value.shape[0] == 0:
+            raise UsageError(f"batch[{index}]: got an empty batch of shape {tuple(value.shape)}, expected rows")
+    if mode not in MODES:
+        raise UsageError(f"mode: got {mode!r}, expected one of {', '.join(MODES)}")
+    if clip_grad_norm is not None and not 0.0 < clip_grad_norm < float("inf"):
+        raise UsageError(f"clip_grad_norm: got {clip_grad_norm}, expected a finite number > 0, or None")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise UsageError(f"accumulate: got {accumulate!r}, expected a whole number >= 1")
+    if mode == "gradients" and (clip_grad_norm is not None or accumulate != 1):
+        raise UsageError('mode="gradients" returns the gradients as they are; clip and accumulate them yourself')

@@ -1,0 +1,106 @@
+"""ONNX translations for the operators of a traced training step.
+
+    recorded = make_fx(step, decompositions(), tracing_mode="symbolic")(...)     # within interpolation.Interpolation()
+    program = torch.export.export(recorded, ...)
+    torch.onnx.export(program, custom_translation_table=translation_table(), ...)
+
+torch.onnx translates most forward operators; its decompositions reduce most backward operators to
+them. The table holds what is left: operators without a translation, and those whose translation is
+wrong in training or whose decomposition is slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bnexport.sync_bn import operators
+from bnexport.training.translations import (
+    activations,
+    attention,
+    average_pooling,
+    convolution,
+    interpolation,
+    linear_maps,
+    losses,
+    max_pooling,
+    memory,
+    scalars,
+)
+from bnexport.training.translations.batch_norm import BatchNorm
+
+__all__ = ["decompositions", "translation_table"]
+
+_ATEN = torch.ops.aten
+
+_TRANSLATIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    _ATEN.convolution_backward.default: convolution.convolution_backward,
+    _ATEN.max_pool2d_with_indices.default: max_pooling.max_pool_with_indices,
+    _ATEN.max_pool3d_with_indices.default: max_pooling.max_pool_with_indices,
+    _ATEN.max_pool2d_with_indices_backward.default: max_pooling.max_pool_backward,
+    _ATEN.max_pool3d_with_indices_backward.default: max_pooling.max_pool_backward,
+    _ATEN.adaptive_max_pool2d.default: max_pooling.adaptive_max_pool,
+    _ATEN.adaptive_max_pool3d.default: max_pooling.adaptive_max_pool,
+    _ATEN.adaptive_max_pool2d_backward.default: max_pooling.max_pool_backward,
+    _ATEN.adaptive_max_pool3d_backward.default: max_pooling.max_pool_backward,
+    _ATEN.avg_pool2d.default: average_pooling.avg_pool,
+    _ATEN.avg_pool3d.default: average_pooling.avg_pool,
+    _ATEN.avg_pool2d_backward.default: linear_maps.avg_pool_backward,
+    _ATEN.avg_pool3d_backward.default: linear_maps.avg_pool_backward,
+    _ATEN._adaptive_avg_pool2d.default: linear_maps.adaptive_avg_pool,
+    _ATEN._adaptive_avg_pool3d.default: linear_maps.adaptive_avg_pool,
+    _ATEN._adaptive_avg_pool2d_backward.default: linear_maps.adaptive_avg_pool_backward,
+    _ATEN._adaptive_avg_pool3d_backward.default: linear_maps.adaptive_avg_pool_backward,
+    _ATEN.replication_pad1d_backward.default: linear_maps.replication_pad_backward,
+    _ATEN.replication_pad2d_backward.default: linear_maps.replication_pad_backward,
+    _ATEN.replication_pad3d_backward.default: linear_maps.replication_pad_backward,
+    interpolation.interpolate: interpolation.translate,
+    interpolation.interpolate_backward: interpolation.translate_backward,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default: attention.attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: attention.attention_backward,
+    _ATEN.silu_backward.default: activations.silu_backward,
+    _ATEN.mish_backward.default: activations.mish_backward,
+    _ATEN.nll_loss_forward.default: losses.nll_loss_forward,
+    _ATEN.nll_loss2d_forward.default: losses.nll_loss_forward,
+    _ATEN.empty_permuted.default: memory.empty_permuted,
+    _ATEN.mul.Scalar: scalars.with_scalar("Mul"),
+    _ATEN.div.Scalar: scalars.with_scalar("Div"),
+}
+
+
+def translation_table(standard_ops_only: bool = False) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """Translations for `torch.onnx.export(custom_translation_table=...)`, by operator overload.
+
+    standard_ops_only: batch norm in standard ONNX operators instead of MMCVSyncBatchNorm and
+    MMCVSyncBatchNormGrad, for runtimes that cannot load the custom-op library.
+    """
+    norm = BatchNorm(standard_ops_only)
+    return {
+        **_TRANSLATIONS,
+        _ATEN._native_batch_norm_legit_functional.default: _function(norm.functional),
+        _ATEN._native_batch_norm_legit.no_stats: _function(norm.no_stats),
+        _ATEN.native_batch_norm_backward.default: _function(norm.backward),
+        operators.sync_batch_norm: _function(norm.sync),
+        operators.sync_batch_norm_backward: _function(norm.sync_backward),
+    }
+
+
+def _function(method: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.onnx writes an attribute on each translation, which a bound method refuses."""
+
+    def translate(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return translate
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """torch.export's decompositions, less those of operators that the table translates."""
+    translated = translation_table()
+    return {
+        target: function
+        for target, function in torch.export.default_decompositions().items()
+        if target not in translated
+    }

@@ -1,0 +1,116 @@
+"""Pooling, resizing and padding as separable linear maps.
+
+Average pooling, adaptive average pooling, interpolation and replication padding act on each spatial
+dimension j by a matrix M_j (out_j, in_j), so that in two dimensions
+
+    y = M_1 x M_2^T        dx = M_1^T g M_2
+
+The matrices come from torch itself: the one-dimensional operator applied to the identity in float64,
+rounded once. They need static sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from bnexport.training.translations.values import constant, op, reshape, spread, static_sizes
+
+_ATEN = torch.ops.aten
+
+
+def matrix(size: int, operator: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
+    """M (out, in) of an operator on the last dimension of (1, N, in)."""
+    identity = torch.eye(size, dtype=torch.float64)[None]
+    return operator(identity)[0].T.numpy()
+
+
+def push_forward(input: Any, matrices: Sequence[np.ndarray]) -> Any:
+    """M_1 x M_2^T ...: one matrix product for each dimension that changes."""
+    extents = [M.shape[1] for M in matrices]
+    result = input
+    # Dimensions that shrink first: the products after them are smaller. Then the last: one large product.
+    for axis in sorted(range(len(matrices)), key=lambda j: (matrices[j].shape[0] / matrices[j].shape[1], -j)):
+        M = matrices[axis]
+        rows, columns = M.shape
+        if rows == columns and np.array_equal(M, np.eye(rows)):
+            continue
+        before, after = math.prod(extents[:axis]), math.prod(extents[axis + 1 :])
+        if after == 1:
+            result = op.MatMul(reshape(result, [0, 0, before, columns]), constant(M.T, input.dtype))
+        else:
+            result = op.MatMul(constant(M, input.dtype), reshape(result, [0, 0, before, columns, after]))
+        extents[axis] = rows
+    return reshape(result, [0, 0, *extents])
+
+
+def pull_back(grad_output: Any, matrices: Sequence[np.ndarray]) -> Any:
+    """M_1^T g M_2 ...: the gradient by the input."""
+    return push_forward(grad_output, [M.T for M in matrices])
+
+
+def avg_pool_backward(
+    grad_output: Any,
+    input: Any,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None = None,
+) -> Any:
+    """aten::avg_pool2d_backward and aten::avg_pool3d_backward."""
+    extents = static_sizes(input, 2, "aten::avg_pool{}d_backward")
+    rank = len(extents)
+    kernel, pads = spread(kernel_size, rank), spread(padding, rank)
+    strides = spread(stride, rank) if len(stride) else kernel
+
+    def average(size: int, k: int, s: int, p: int) -> np.ndarray:
+        return matrix(size, lambda x: _avg_pool1d(x, k, s, p, bool(ceil_mode), bool(count_include_pad)))
+
+    def total(size: int, k: int, s: int, p: int) -> np.ndarray:
+        return matrix(size, lambda x: _avg_pool1d(x, k, s, p, bool(ceil_mode), True, 1))
+
+    entry = average if divisor_override is None else total
+    result = pull_back(grad_output, [entry(*window) for window in zip(extents, kernel, strides, pads)])
+    return result if divisor_override is None else op.Div(result, constant(divisor_override, grad_output.dtype))
+
+
+def _avg_pool1d(
+    x: torch.Tensor, k: int, s: int, p: int, ceil_mode: bool, count_include_pad: bool, divisor: int | None = None
+) -> torch.Tensor:
+    wide = _ATEN.avg_pool2d(x[:, :, None], [1, k], [1, s], [0, p], ceil_mode, count_include_pad, divisor)
+    return wide[:, :, 0]
+
+
+def adaptive_avg_pool(input: Any, output_size: Sequence[int]) -> Any:
+    """aten::_adaptive_avg_pool2d and aten::_adaptive_avg_pool3d, with static sizes."""
+    pairs = zip(static_sizes(input, 2, "aten::_adaptive_avg_pool{}d"), output_size)
+    return push_forward(input, [_adaptive(size, out) for size, out in pairs])
+
+
+def adaptive_avg_pool_backward(grad_output: Any, input: Any) -> Any:
+    """aten::_adaptive_avg_pool2d_backward and aten::_adaptive_avg_pool3d_backward, with static sizes."""
+    name = "aten::_adaptive_avg_pool{}d_backward"
+    pairs = zip(static_sizes(input, 2, name), static_sizes(grad_output, 2, name))
+    return pull_back(grad_output, [_adaptive(size, out) for size, out in pairs])
+
+
+def _adaptive(size: int, out: int) -> np.ndarray:
+    return matrix(size, lambda x: torch.nn.functional.adaptive_avg_pool1d(x, out))
+
+
+def replication_pad_backward(grad_output: Any, input: Any, padding: Sequence[int]) -> Any:
+    """aten::replication_pad1d_backward, _2d and _3d, with static sizes."""
+    extents = static_sizes(input, 2, "aten::replication_pad{}d_backward")
+    sides = [int(width) for width in padding]
+    ends = list(zip(sides[::2], sides[1::2]))[::-1]
+
+    def entry(size: int, ends: tuple[int, int]) -> np.ndarray:
+        return matrix(size, lambda x: torch.nn.functional.pad(x, ends, mode="replicate"))
+
+    return pull_back(grad_output, [entry(*axis) for axis in zip(extents, ends)])

@@ -1,0 +1,104 @@
+"""Max pooling and adaptive max pooling with indices, forward and backward.
+
+ONNX's index counts through the whole tensor, torch's through one channel's plane (`plane` values):
+
+    torch = onnx mod plane
+
+Both take the first of equal maxima. The gradient adds each value of grad_output where its maximum was.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.training.translations.values import constant, ints, op, reshape, sizes, spread, static_sizes
+from bnexport.training.translations.windows import end_padding
+
+_NAME = "aten::max_pool{}d_with_indices"
+
+
+def max_pool_with_indices(
+    input: Any,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> tuple[Any, Any]:
+    """aten::max_pool2d_with_indices and aten::max_pool3d_with_indices: output and int64 indices.
+
+    ceil_mode needs static sizes.
+    """
+    rank = len(sizes(input)) - 2
+    kernel, pads, dilations = (spread(numbers, rank) for numbers in (kernel_size, padding, dilation))
+    strides = spread(stride, rank) if len(stride) else kernel
+    ends, beyond, x = pads, [0] * rank, input
+    if ceil_mode:
+        ends = end_padding(static_sizes(input, 2, _NAME), kernel, strides, pads, dilations, True)
+        # ONNX Runtime wants less padding than the kernel; dilated windows may need more.
+        beyond = [max(0, end - (k - 1)) for end, k in zip(ends, kernel)]
+        ends = [end - more for end, more in zip(ends, beyond)]
+        if any(beyond):
+            x = op.Pad(input, ints([0] * (rank + 4) + beyond), constant(-math.inf, input.dtype))
+    output, indices = op.MaxPool(x, kernel_shape=kernel, strides=strides, pads=[*pads, *ends], dilations=dilations)
+    indices = op.Mod(indices, op.ReduceProd(op.Shape(x, start=2), keepdims=0))
+    return output, _without_padding(indices, input, beyond) if any(beyond) else indices
+
+
+def _without_padding(indices: Any, input: Any, beyond: Sequence[int]) -> Any:
+    """Indices of a plane whose dimensions were `beyond` longer, as indices of the input's plane."""
+    extents = static_sizes(input, 2, _NAME)
+    result, stride, rest = None, 1, indices
+    for extent, more in zip(reversed(extents), reversed(beyond)):
+        padded = constant(extent + more, ir.DataType.INT64)
+        position = op.Mul(op.Mod(rest, padded), constant(stride, ir.DataType.INT64))
+        result = position if result is None else op.Add(result, position)
+        rest, stride = op.Div(rest, padded), stride * extent
+    return result
+
+
+def adaptive_max_pool(input: Any, output_size: Sequence[int]) -> tuple[Any, Any]:
+    """aten::adaptive_max_pool2d and aten::adaptive_max_pool3d, with static sizes: output and int64 indices.
+
+    Each window is gathered, short ones with their first value again, and its maximum picked.
+    """
+    extents = static_sizes(input, 2, "aten::adaptive_max_pool{}d")
+    outs = [int(size) for size in output_size]
+    positions = _adaptive_windows(extents, outs)
+    windows, width = positions.shape
+    gathered = op.Gather(reshape(input, [0, 0, -1]), constant(positions, ir.DataType.INT64), axis=2)
+    best = op.ArgMax(gathered, axis=3, keepdims=1)
+    output = op.GatherElements(gathered, best, axis=3)
+    starts = constant(np.arange(windows)[:, None] * width, ir.DataType.INT64)
+    indices = op.Gather(constant(positions.ravel(), ir.DataType.INT64), op.Add(best, starts))
+    return reshape(output, [0, 0, *outs]), reshape(indices, [0, 0, *outs])
+
+
+def _adaptive_windows(extents: Sequence[int], outs: Sequence[int]) -> np.ndarray:
+    """(windows, positions in the plane): window i of n covers floor(i L / n) to ceil((i + 1) L / n)."""
+    edges = [
+        [(i * extent // out, -(-(i + 1) * extent // out)) for i in range(out)] for extent, out in zip(extents, outs)
+    ]
+    windows = [
+        [np.ravel_multi_index(point, extents) for point in itertools.product(*(range(*edge) for edge in window))]
+        for window in itertools.product(*edges)
+    ]
+    width = max(len(window) for window in windows)
+    return np.array([window + window[:1] * (width - len(window)) for window in windows], np.int64)
+
+
+def max_pool_backward(grad_output: Any, input: Any, *arguments: Any, **names: Any) -> Any:
+    """aten::max_pool2d_with_indices_backward, _3d, and adaptive_max_pool2d_backward, _3d: indices come last."""
+    indices = names["indices"] if "indices" in names else arguments[-1]
+    flat = [0, 0, -1]
+    zeros = op.Expand(constant(0.0, grad_output.dtype), op.Shape(input))
+    scattered = op.ScatterElements(
+        reshape(zeros, flat), reshape(indices, flat), reshape(grad_output, flat), axis=2, reduction="add"
+    )
+    return op.Reshape(scattered, op.Shape(input))

@@ -1,0 +1,159 @@
+"""One exported step in ONNX Runtime against the same step in torch, before any file is kept.
+
+Both are measured from the step computed in float64. What the forward makes (loss, outputs, buffers) is
+held, element by element, to the bound of whole models, or to four times torch's own error where that is more.
+
+Gradients jump: a ReLU or a maximum whose inputs are equal but for rounding goes either way, and one that
+goes the other way changes every gradient before it, by 1e-3 to 2e-2 of its 2-norm in networks from a few
+layers to ResNet-50, in torch as in any runtime. So what a step changes by gradients is held in the 2-norm:
+
+    ||d - d64|| <= max(2^-4 ||d64||, 4 ||d_torch - d64||) + 16 u ||t64|| + 16 u (largest norm of its kind)
+
+d is the change of a parameter or of optimizer state (a gradient itself in mode "gradients"). The third term
+is the rounding of t; the last is for gradients that are zero but for rounding, as that of a bias before
+batch norm. A wrong translation is off by the size of the gradient itself. The optimizer starts from random
+state: from zeros, Adam's first update is the gradient's sign, and rounding would decide many of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from bnexport import model_io, tolerances
+from bnexport.errors import LibraryError, VerificationError
+from bnexport.exporting.verification import OutputError, Verification
+from bnexport.exporting.wrapper import crosses_processes
+from bnexport.training.description import GRADIENT_SUFFIX, NEW_SUFFIX, STEP
+from bnexport.training.graph import uses_library
+from bnexport.training.step import Step
+
+Tensor = torch.Tensor
+Named = dict[str, Tensor]
+Array = np.ndarray[Any, Any]
+
+_WARM_STEPS = 10
+_JUMP = 2.0**-4
+
+
+def check(model: ir.Model, step: Step, batch: dict[str, Tensor], lr: Tensor | None) -> Verification:
+    """Runs the graph and the function on `batch` from one state. Raises VerificationError when ORT cannot."""
+    try:
+        import onnxruntime
+    except ImportError:
+        return Verification.skipped("onnxruntime is not installed")
+    if crosses_processes(step.problem.model):
+        return Verification.skipped("its statistics span several processes; compare it where the group runs")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    if uses_library(model):
+        from bnexport.runtime import library
+
+        try:
+            library.register(options)
+        except LibraryError as error:
+            return Verification.skipped(str(error))
+    state = _warm(step.initial_state())
+    arguments = {**state, **batch, **({} if lr is None else {"lr": lr})}
+    engine = f"onnxruntime {onnxruntime.__version__}"
+    try:
+        session = onnxruntime.InferenceSession(model_io.to_bytes(model), options, providers=["CPUExecutionProvider"])
+        feeds = {value.name: _array(arguments[value.name]) for value in session.get_inputs()}
+        names = [value.name for value in session.get_outputs()]
+        got = dict(zip(names, session.run(names, feeds)))
+    except Exception as error:  # ONNX Runtime raises one class for each status code
+        raise VerificationError(f"{engine} cannot run the exported training step: {str(error).strip()}") from error
+    tensors = tuple(batch.values())
+    own = step(state, tensors, lr)
+    try:
+        exact = in_float64(step)(_double(state), tuple(_double(batch).values()), lr)
+    except (RuntimeError, TypeError):
+        # The loss holds float32 tensors, or the model calls something without float64: torch's own step is the truth.
+        exact = own
+    judge = _Judge(state, {name: (got[name], _array(own[name]), _array(exact[name])) for name in names}, step)
+    errors = tuple(dataclasses.replace(judge(name), engine=engine) for name in names)
+    return Verification(all(error.passed for error in errors), engine, errors)
+
+
+def in_float64(step: Step) -> Step:
+    """The same step with a model, and a loss that is a module, in float64."""
+    problem = copy.copy(step.problem)
+    problem.model = copy.deepcopy(problem.model).double()
+    if isinstance(problem.loss, torch.nn.Module):
+        problem.loss = copy.deepcopy(problem.loss).double()
+    exact = copy.copy(step)
+    exact.problem = problem
+    return exact
+
+
+def _warm(state: Named) -> Named:
+    """Random optimizer state as after some steps: momenta of both signs, second moments above zero."""
+    generator = torch.Generator().manual_seed(0)
+    warm = dict(state)
+    for name, tensor in state.items():
+        if name == STEP:
+            warm[name] = torch.full_like(tensor, _WARM_STEPS)
+        elif name.startswith("optimizer.") and tensor.is_floating_point():
+            values = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
+            squared = name.endswith("exp_avg_sq")
+            warm[name] = (1e-4 * (0.5 + values) if squared else 1e-2 * (values - 0.5)).to(tensor.dtype)
+    return warm
+
+
+def _double(tensors: Named) -> Named:
+    return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+
+class _Judge:
+    """Compares the results of one step: name -> (exported, torch's own, float64)."""
+
+    def __init__(self, state: Named, results: dict[str, tuple[Array, Array, Array]], step: Step) -> None:
+        self._results = results
+        self._old = {name + NEW_SUFFIX: _array(tensor) for name, tensor in state.items()}
+        problem = step.problem
+        self._forward = {name + NEW_SUFFIX for name in problem.buffers} | set(results) - set(self._old)
+        self._forward -= {name + GRADIENT_SUFFIX for name in problem.trainable}
+        self._norms: dict[str, float] = {}
+        for name, (_, _, exact) in results.items():
+            kind = _kind(name)
+            self._norms[kind] = max(self._norms.get(kind, 0.0), _norm(exact - self._old.get(name, 0)))
+
+    def __call__(self, name: str) -> OutputError:
+        got, own, exact = self._results[name]
+        if got.shape != own.shape or got.dtype != own.dtype:
+            return OutputError(name, float("inf"), 0.0)
+        if not np.issubdtype(own.dtype, np.floating):
+            return OutputError(name, _largest(got - exact), 0.0)
+        # eps and momentum are float32 attributes in ONNX; torch holds them in float64.
+        unit = tolerances.UNIT_ROUNDOFF["float32" if own.dtype == np.float64 else own.dtype.name]
+        error, own_error = got.astype(np.float64) - exact, own - exact
+        if name in self._forward:
+            bound = max(tolerances.model(got.dtype.name.replace("64", "32"), exact).atol, 4.0 * _largest(own_error))
+            return OutputError(name, _largest(error), bound)
+        jump = max(_JUMP * _norm(exact - self._old.get(name, 0)), 4.0 * _norm(own_error))
+        bound = jump + 16.0 * unit * (_norm(exact) + self._norms[_kind(name)])
+        return OutputError(name, _norm(error), bound)
+
+
+def _kind(name: str) -> str:
+    """State of one optimizer kind is of one scale: `optimizer.conv.weight.exp_avg.new` is "exp_avg"."""
+    return name.removesuffix(NEW_SUFFIX).rpartition(".")[2] if name.startswith("optimizer.") else ""
+
+
+def _norm(values: Array) -> float:
+    """The 2-norm; NaN counts as infinite."""
+    return float(np.nan_to_num(np.linalg.norm(np.asarray(values, np.float64)), nan=np.inf))
+
+
+def _largest(values: Array) -> float:
+    """NaN counts as infinite."""
+    return float(np.nan_to_num(np.abs(np.asarray(values, np.float64)), nan=np.inf).max(initial=0.0))
+
+
+def _array(tensor: Tensor) -> Array:
+    return tensor.detach().cpu().numpy()

@@ -1,0 +1,403 @@
+"""export_training_step: options, what becomes state, and one clear error for each thing that cannot be."""
+
+import copy
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import bnexport
+from bnexport import model_io, tolerances
+from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
+from tests.training.torch_step import torch_step
+
+
+class Net(nn.Module):
+    """A stem and a head, each with a norm; `norm` chooses its class."""
+
+    def __init__(self, norm=nn.BatchNorm2d, **options) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), norm(4, **options), nn.ReLU())
+        self.head = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), norm(4, **options), nn.ReLU())
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.out(self.head(self.stem(x)).mean((2, 3)))
+
+
+def batch(size=4, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(size, 2, 5, 5, generator=generator, dtype=torch.float64).to(dtype)
+    return images, torch.randint(0, 3, (size,), generator=generator)
+
+
+def export(model, path, **options):
+    loss = options.pop("loss", nn.functional.cross_entropy)
+    example = options.pop("batch", batch())
+    result = bnexport.export_training_step(model, loss, example, path, **options)
+    assert options.get("verify") is False or result.verification.passed, result.verification.summary()
+    return result, bnexport.TrainingSession(path)
+
+
+def everything(session, folder):
+    session.save_checkpoint(folder / "everything.safetensors")
+    return model_io.load_tensors(folder / "everything.safetensors")[0]
+
+
+def assert_steps_are_torchs(model, session, folder, optimizer, options, dtype=torch.float32, clip=None, steps=3):
+    """Each result of some steps within the bound of whole models, or twice torch's own error."""
+    for seed in range(steps):
+        state, data = everything(session, folder), batch(3 + seed, seed + 1, dtype)
+        own, exact = (
+            torch_step(model, nn.functional.cross_entropy, optimizer, options, state, data, kind, clip)
+            for kind in (dtype, torch.float64)
+        )
+        loss = session.step([tensor.numpy() for tensor in data])
+        got = {**everything(session, folder), "loss": np.array(loss)}
+        for name, value in exact.items():
+            bound = tolerances.model(str(dtype).removeprefix("torch."), value).atol
+            if dtype == torch.float64:
+                # eps and momentum are float32 attributes in ONNX.
+                bound += tolerances.model("float32", value).atol * (".running" in name) + 1e-8
+            bound = max(bound, 2 * np.abs(own[name] - value).max(initial=0.0))
+            assert np.abs(got[name] - value).max(initial=0.0) <= bound, f"{name} in step {seed}"
+
+
+NORMS = {
+    "torch": nn.BatchNorm2d,
+    "torch-sync": nn.SyncBatchNorm,
+    "ours": bnexport.SyncBatchNorm,
+    "cumulative": lambda channels: nn.BatchNorm2d(channels, momentum=None),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "standard"),
+    [
+        ("torch", False),
+        ("torch", True),
+        ("torch-sync", False),
+        ("ours", True),
+        ("cumulative", False),
+        ("cumulative", True),
+    ],
+)
+def test_batch_norms_of_every_kind(kind, standard, tmp_path):
+    model = Net(NORMS[kind])
+    result, session = export(model, tmp_path / "s.onnx", standard_ops_only=standard)
+    domains = {node.domain for node in result.model.graph.all_nodes()}
+    assert domains == ({""} if standard else {"", "mmcv"})
+    if kind == "torch-sync":  # torch's own runs on GPUs only
+        plain = Net()
+        plain.load_state_dict(model.state_dict())
+        model = plain
+    assert_steps_are_torchs(model, session, tmp_path, "sgd", {"lr": 1e-3})
+
+
+def test_standard_operators_need_no_library(tmp_path, monkeypatch):
+    _, session = export(Net(), tmp_path / "s.onnx", standard_ops_only=True)
+    expected = session.step([tensor.numpy() for tensor in batch()])
+
+    def refuse(options):
+        raise bnexport.errors.LibraryError("no library here")
+
+    monkeypatch.setattr("bnexport.runtime.library.register", refuse)
+    assert bnexport.TrainingSession(tmp_path / "s.onnx").step([tensor.numpy() for tensor in batch()]) == expected
+
+
+def test_frozen_parameters_and_fixed_statistics(tmp_path):
+    model = Net().train()
+    model.stem.requires_grad_(False).eval()
+    model.stem[1].running_mean.normal_()
+    result, session = export(model, tmp_path / "s.onnx", optimizer="adam")
+    assert "stem.0.weight" in {value.name for value in result.model.graph.inputs}
+    assert not [name for name in result.state if "stem" in name]
+    reference = copy.deepcopy(model)
+    data = batch(5)
+    loss = nn.functional.cross_entropy(reference(data[0]), data[1])
+    assert session.step([tensor.numpy() for tensor in data]) == pytest.approx(loss.item(), rel=1e-5)
+    after = session.state_dict()
+    assert np.array_equal(after["stem.1.running_mean"], model.stem[1].running_mean.numpy())
+    np.testing.assert_allclose(after["head.1.running_mean"], reference.head[1].running_mean.numpy(), atol=1e-6)
+
+
+def test_norms_without_weights_or_statistics(tmp_path):
+    model = Net(lambda c: nn.BatchNorm2d(c, affine=False, track_running_stats=False))
+    _, session = export(model, tmp_path / "s.onnx")
+    assert_steps_are_torchs(model, session, tmp_path, "sgd", {"lr": 1e-3})
+
+
+@pytest.mark.parametrize("options", [{"optimizer": "adam"}, {"mode": "gradients"}], ids=["adam", "gradients"])
+def test_gradients_that_are_zero_but_for_rounding(options, tmp_path):
+    """A bias before batch norm has none; verification must not take its rounding errors for a wrong graph."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)]
+    weights = torch.tensor([1.0, 2.0, 0.5])
+
+    def loss(output, target):
+        # A tensor in the loss's closure stays float32 whatever the model's type.
+        return nn.functional.cross_entropy(output, target, weight=weights)
+
+    result, _ = export(nn.Sequential(*layers), tmp_path / "s.onnx", loss=loss, **options)
+    assert result.verification.passed
+
+
+def test_float64(tmp_path):
+    """ONNX Runtime has no float64 convolution on the CPU; fully connected layers it has."""
+    torch.manual_seed(0)
+    layers = [nn.Flatten(), nn.Linear(50, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)]
+    model, options = nn.Sequential(*layers).double(), {"lr": 1e-3, "weight_decay": 0.1}
+    example = batch(dtype=torch.float64)
+    _, session = export(model, tmp_path / "s.onnx", optimizer="adamw", optimizer_options=options, batch=example)
+    assert_steps_are_torchs(model, session, tmp_path, "adamw", options, torch.float64)
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 100.0], ids=["clipped", "kept"])
+def test_gradient_clipping(max_norm, tmp_path):
+    options = {"lr": 0.1, "momentum": 0.9}
+    _, session = export(Net(), tmp_path / "s.onnx", optimizer_options=options, clip_grad_norm=max_norm)
+    assert_steps_are_torchs(Net(), session, tmp_path, "sgd", options, clip=max_norm)
+
+
+def test_accumulation_averages_gradients(tmp_path):
+    """Three batches of a model without batch norm: one update with the mean of their gradients, as torch makes it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(50, 3))
+    options = {"lr": 0.1, "momentum": 0.9}
+    _, session = export(model, tmp_path / "s.onnx", optimizer_options=options, accumulate=3)
+    rule = torch.optim.SGD(model.parameters(), **options)
+    for call in range(7):
+        data = batch(4, call)
+        before = session.state_dict()
+        loss = nn.functional.cross_entropy(model(data[0]), data[1]) / 3
+        loss.backward()
+        assert 3 * loss.item() == pytest.approx(session.step([tensor.numpy() for tensor in data]), rel=1e-5)
+        if call % 3 == 2:
+            rule.step()
+            rule.zero_grad()
+        else:
+            assert all(np.array_equal(value, before[name]) for name, value in session.state_dict().items())
+        for name, value in model.state_dict().items():
+            np.testing.assert_allclose(session.state_dict()[name], value.numpy(), rtol=1e-5, atol=1e-6)
+    assert everything(session, tmp_path)["optimizer.step"] == 2
+
+
+def test_gradients_only(tmp_path):
+    model = Net()
+    result, session = export(model, tmp_path / "s.onnx", mode="gradients", outputs=["output"])
+    assert "lr" not in {value.name for value in result.model.graph.inputs}
+    for seed, size in enumerate((4, 6)):
+        data = batch(size, seed)
+        reference = Net()
+        reference.load_state_dict({name: torch.from_numpy(value) for name, value in session.state_dict().items()})
+        loss = nn.functional.cross_entropy(reference(data[0]), data[1])
+        loss.backward()
+        got, gradients = session.gradients([tensor.numpy() for tensor in data])
+        assert got == pytest.approx(loss.item(), rel=1e-5)
+        assert session.outputs["output"].shape == (size, 3)
+        assert list(gradients) == [name for name, _ in model.named_parameters()]
+        for name, parameter in reference.named_parameters():
+            bound = tolerances.model("float32", parameter.grad.numpy()).atol
+            np.testing.assert_allclose(gradients[name], parameter.grad.numpy(), rtol=0, atol=bound)
+        weights = {
+            name: value - 0.1 * gradients[name] for name, value in session.state_dict().items() if name in gradients
+        }
+        session.load_state_dict(weights, strict=False)
+    assert session.state_dict()["stem.1.num_batches_tracked"] == 2
+    with pytest.raises(UsageError, match=r"got a graph of mode 'gradients', expected 'step'"):
+        session.step([tensor.numpy() for tensor in data])
+
+
+def test_a_fixed_batch_size(tmp_path):
+    class Fixed(Net):
+        def forward(self, x):
+            return super().forward(x.view(4, 2, 5, 5))
+
+    with pytest.raises(UnsupportedModelError, match="dynamic=False"):
+        export(Fixed(), tmp_path / "s.onnx")
+    _, session = export(Fixed(), tmp_path / "s.onnx", dynamic=False)
+    assert np.isfinite(session.step([tensor.numpy() for tensor in batch(4)]))
+    with pytest.raises(UsageError, match=r"x: got shape \(5, 2, 5, 5\), expected \(4, 2, 5, 5\)"):
+        session.step([tensor.numpy() for tensor in batch(5)])
+
+
+def test_a_batch_of_one(tmp_path):
+    _, session = export(Net(), tmp_path / "s.onnx", batch=batch(1))
+    data = batch(1, 5)
+    loss = nn.functional.cross_entropy(Net()(data[0]), data[1])
+    assert session.step([tensor.numpy() for tensor in data]) == pytest.approx(loss.item(), rel=1e-4)
+
+
+def test_several_inputs_and_a_weighted_loss(tmp_path):
+    """Inputs with other numbers of rows, a dict of outputs, a loss module that holds tensors."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.out = nn.Linear(3, 4), nn.Linear(2, 4), nn.Linear(4, 5)
+
+        def forward(self, left, right):
+            features = self.a(left) + self.b(right).mean(0)
+            return {"logits": self.out(torch.tanh(features)), "features": features}
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0]))
+
+        def forward(self, output, target):
+            return self.inner(output["logits"], target)
+
+    torch.manual_seed(0)
+    model, loss = Two(), Loss()
+    data = (torch.randn(6, 3), torch.randn(5, 2), torch.randint(0, 5, (6,)))
+    result, session = export(model, tmp_path / "s.onnx", loss=loss, batch=data, outputs=["features"])
+    assert result.inputs == ("left", "right", "target")
+    shapes = {value.name: list(value.shape) for value in session._session.get_inputs()}
+    assert (shapes["left"], shapes["right"]) == (["batch", 3], ["right_batch", 2])
+    expected = loss(model(*data[:2]), data[2]).item()
+    assert session.step([tensor.numpy() for tensor in data]) == pytest.approx(expected, rel=1e-5)
+    assert list(session.outputs) == ["features"]
+    assert set(session.evaluate([tensor.numpy() for tensor in data]).outputs) == {"logits", "features"}
+
+
+def test_a_parameter_that_the_loss_does_not_reach(tmp_path):
+    model = Net()
+    model.unused = nn.Linear(2, 2)
+    result, session = export(model, tmp_path / "s.onnx", optimizer="adam", optimizer_options={"weight_decay": 0.1})
+    assert not [name for name in result.state if "unused" in name]
+    session.step([tensor.numpy() for tensor in batch()])
+    assert np.array_equal(session.state_dict()["unused.weight"], model.unused.weight.detach().numpy())
+
+
+def test_the_model_is_left_alone(tmp_path):
+    model = Net()
+    model.head.eval()
+    before = copy.deepcopy(model.state_dict())
+    export(model, tmp_path / "s.onnx")
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert (model.training, model.head.training, model.stem.training) == (True, False, True)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Branches(Net):
+    def forward(self, x):
+        y = self.stem(x)
+        return super().forward(x) if y.sum() > 0 else super().forward(-x)
+
+
+class Reads(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.abs().max().item() > 1 else x
+
+
+class Noisy(nn.Module):
+    def forward(self, x):
+        return x + torch.rand_like(x)
+
+
+class Breaks(nn.Module):
+    def forward(self, x):
+        return x.reshape(3, 3, 3)
+
+
+def _with(layer):
+    model = Net()
+    model.stem.add_module("odd", layer)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (Branches, r"reads values of a tensor to decide .* torch\.where"),
+        (lambda: _with(Reads()), r"module 'stem\.odd': .*reads values of a tensor"),
+        (lambda: _with(Noisy()), r"module 'stem\.odd': aten\.rand.* draws random numbers"),
+        (lambda: _with(Breaks()), r"module 'stem\.odd': the training step cannot be recorded"),
+    ],
+    ids=["branch", "item", "random", "breaks"],
+)
+def test_models_that_no_graph_can_hold(model, match, tmp_path):
+    with pytest.raises(UnsupportedModelError, match=match):
+        export(model(), tmp_path / "s.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_operator_without_translation_is_named(tmp_path):
+    class Odd(nn.Module):
+        def forward(self, x):
+            return x + torch.ops.aten._pdist_forward.default(x.flatten(1).detach(), 2.0).sum()
+
+    with pytest.raises(
+        UnsupportedModelError, match=r"module 'stem\.odd': operator aten\._pdist_forward\.default has no"
+    ):
+        export(_with(Odd()), tmp_path / "s.onnx")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            {"loss": lambda y, t: nn.functional.cross_entropy(y, t, reduction="none")},
+            r"loss: got a tensor of shape \(\w+,\)",
+        ),
+        ({"loss": lambda y, t: 3.0}, "loss: got a float, expected a tensor"),
+        ({"loss": lambda y, t: y.detach().sum()}, "loss: does not depend on any trainable parameter"),
+        ({"loss": 3}, "loss: got int, expected a function"),
+        ({"loss": nn.Linear(3, 1)}, "loss: has parameters to train"),
+        ({"batch": (torch.zeros(4, 2, 5, 5),)}, r"batch: got 1 tensors, expected \(\*inputs, target\)"),
+        ({"batch": (torch.zeros(4, 2, 5, 5), 3)}, r"batch\[1\]: got int"),
+        ({"batch": (torch.zeros(0, 2, 5, 5), torch.zeros(0))}, r"batch\[0\]: got an empty batch"),
+        ({"mode": "fast"}, "mode: got 'fast', expected one of step, gradients"),
+        ({"outputs": ["logits"]}, "outputs: got 'logits', expected names among the model's outputs output"),
+        ({"clip_grad_norm": 0.0}, "clip_grad_norm: got 0.0"),
+        ({"accumulate": 0}, "accumulate: got 0"),
+        ({"mode": "gradients", "accumulate": 2}, "accumulate them yourself"),
+        ({"optimizer": "lion"}, "optimizer: got 'lion'"),
+        ({"input_names": ["x"]}, "input_names: got 1 names, expected 2"),
+        ({"input_names": ["x", "loss"]}, "input 'loss': another input, or the state, has this name"),
+        ({"input_names": ["x", "out.bias"]}, r"input 'out\.bias': another input"),
+    ],
+)
+def test_wrong_arguments_are_named(change, match, tmp_path):
+    with pytest.raises(UsageError, match=match):
+        export(Net(), tmp_path / "s.onnx", **change)
+    assert not list(tmp_path.iterdir())
+
+
+def test_modules_that_do_not_train_are_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"got a module in eval mode.*call model\.train"):
+        export(Net().eval(), tmp_path / "s.onnx")
+    with pytest.raises(UsageError, match="got no parameter with requires_grad"):
+        export(Net().requires_grad_(False), tmp_path / "s.onnx")
+    with pytest.raises(UsageError, match="model: got int"):
+        export(3, tmp_path / "s.onnx")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "factor"), [("stem.0.weight.new", 1.5), ("head.1.running_mean.new", 1.001), ("loss", 1.001)]
+)
+def test_a_wrong_graph_is_not_written(wrong, factor, tmp_path, monkeypatch):
+    """Verification sees an update that is off by half, and what the forward makes when it is off by 1e-3."""
+    make = onnxruntime.InferenceSession
+
+    def make_wrong(*arguments, **options):
+        session = make(*arguments, **options)
+        run = session.run
+
+        def run_wrong(names, feeds):
+            results = dict(zip(names, run(names, feeds)))
+            old = feeds.get(wrong.removesuffix(".new"), np.float32(0))
+            results[wrong] = old + (results[wrong] - old) * np.float32(factor)
+            return list(results.values())
+
+        session.run = run_wrong
+        return session
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", make_wrong)
+    with pytest.raises(VerificationError, match=f"{wrong!r} differs"):
+        export(Net(), tmp_path / "s.onnx")
+    assert not list(tmp_path.iterdir())

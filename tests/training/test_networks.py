@@ -1,0 +1,130 @@
+"""One step of whole networks against torch's, both measured from torch's step in float64.
+
+Three steps in a row with batches of different sizes; before each, torch takes over the session's state,
+so that errors do not add up. A kind (parameters, running means, first moments, ...) is one vector: its
+error is that of all its tensors in three steps, in the 2-norm. Bound: twice torch float32's own, or four
+roundings where that is nearly exact. Each tensor alone is bounded, too, so that none hides in a large sum.
+
+Adam divides a gradient by its own size: where it is zero but for rounding, rounding decides the update's
+sign, in torch as in ONNX Runtime. Such elements of parameters (size below 1e-4 of the network's
+root mean square) are left out there; their gradients and moments are compared like all others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+
+import bnexport
+from bnexport import model_io, tolerances
+from models.deep_resnet import resnet50
+from tests.training.networks import NETWORKS
+from tests.training.torch_step import torch_step
+
+UNIT = tolerances.UNIT_ROUNDOFF["float32"]
+OPTIONS = {
+    "sgd": {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True},
+    "adam": {"lr": 1e-3, "weight_decay": 1e-3},
+    "adamw": {"lr": 1e-3, "amsgrad": True},
+}
+# An export takes some seconds: one optimizer for each kind of network here, the rest in `make test-slow`.
+QUICK = {"demo-resnet": "adamw", "mobilenet-v3": "sgd", "segmenter": "sgd", "unet": "adam"}
+
+
+def _cases():
+    for network in NETWORKS:
+        for optimizer in OPTIONS:
+            marks = [] if QUICK.get(network) == optimizer else [pytest.mark.slow]
+            yield pytest.param(network, optimizer, marks=marks, id=f"{network}-{optimizer}")
+
+
+def kind_of(name: str) -> str:
+    if name == "loss":
+        return name
+    last = name.rpartition(".")[2]
+    return last if name.startswith("optimizer.") or last.startswith("running_") else "parameter"
+
+
+def state_of(session, folder):
+    session.save_checkpoint(folder / "state.safetensors")
+    return model_io.load_tensors(folder / "state.safetensors")[0]
+
+
+def well_conditioned(name, exact):
+    """Which elements of a result to compare: all, but for parameters that Adam updates."""
+    own = exact.get(f"optimizer.{name}.exp_avg_sq")
+    if own is None:
+        return ...
+    squares = [value for other, value in exact.items() if other.endswith(".exp_avg_sq")]
+    mean_square = sum(value.sum() for value in squares) / sum(value.size for value in squares)
+    return own > 1e-8 * mean_square
+
+
+@pytest.mark.parametrize(("network", "optimizer"), _cases())
+def test_a_step_is_as_close_to_float64_as_torchs(network, optimizer, tmp_path, record_property):
+    net = NETWORKS[network]
+    model, options = net.model(), OPTIONS[optimizer]
+    bnexport.export_training_step(
+        model, net.loss, net.batch(4), tmp_path / "s.onnx", optimizer=optimizer, optimizer_options=options, verify=False
+    )
+    session = bnexport.TrainingSession(tmp_path / "s.onnx")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    squares = defaultdict(lambda: np.zeros(3))
+    tensors = []
+    for seed, size in enumerate((4, 5, 3)):
+        state, batch = state_of(session, tmp_path), net.batch(size, seed + 1)
+        steps = [
+            torch_step(model, net.loss, optimizer, options, state, batch, dtype)
+            for dtype in (torch.float32, torch.float64)
+        ]
+        loss = session.step([tensor.numpy() for tensor in batch])
+        got = {**state_of(session, tmp_path), "loss": np.array(loss)}
+        for name, exact in steps[1].items():
+            own = steps[0][name]
+            if exact.dtype.kind != "f":
+                assert np.array_equal(got[name], exact), name
+                continue
+            assert got[name].shape == exact.shape, name
+            kept = well_conditioned(name, steps[1])
+            errors = np.array([np.linalg.norm((value - exact)[kept]) for value in (got[name], own)])
+            squares[kind_of(name)] += [*errors**2, np.linalg.norm(exact) ** 2]
+            tensors.append((name, *errors / np.sqrt(exact.size), np.linalg.norm(exact) / np.sqrt(exact.size)))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+    largest = defaultdict(float)
+    for name, _, _, size in tensors:
+        largest[kind_of(name)] = max(largest[kind_of(name)], size)
+    for kind, (ours_squared, own_squared, exact_squared) in squares.items():
+        ours, own = np.sqrt(ours_squared / exact_squared), np.sqrt(own_squared / exact_squared)
+        record_property(kind, f"{ours:.2e} {own:.2e}")
+        assert ours <= 2 * max(own, 4 * UNIT), f"{kind}: {ours:.3g} from float64, torch float32 {own:.3g}"
+    for name, ours, own, _ in tensors:
+        bound = tolerances.model("float32", np.array([largest[kind_of(name)]])).atol
+        assert ours <= max(2 * own, bound), (
+            f"{name}: {ours:.3g} from float64, torch float32 {own:.3g}, floor {bound:.3g}"
+        )
+
+
+@pytest.mark.slow
+def test_resnet50_exports_within_a_minute(tmp_path, record_property):
+    """Full width, verified on one pair of 224 x 224 images."""
+    torch.manual_seed(0)
+    model = resnet50().train()
+    batch = (torch.randn(2, 3, 224, 224), torch.randint(0, 1000, (2,)))
+    start = time.perf_counter()
+    result = bnexport.export_training_step(
+        model,
+        torch.nn.functional.cross_entropy,
+        batch,
+        tmp_path / "s.onnx",
+        optimizer="sgd",
+        optimizer_options=OPTIONS["sgd"],
+    )
+    seconds = time.perf_counter() - start
+    record_property("seconds", round(seconds, 1))
+    assert result.verification.passed, result.verification.summary()
+    assert seconds < 60
