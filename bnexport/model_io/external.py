@@ -1,8 +1,9 @@
-"""External tensor data that cannot leave the model's folder.
+"""Tensor data that stays in files, and cannot leave the model's folder.
 
 A location is a relative path of plain components. Each component is opened relative to the folder's
 descriptor without following links, so there is no moment between the check and the use of a name.
 The identity (device, inode, size, time) seen when the model was loaded is compared at every read.
+The large tensors of the model file itself are read in the same way.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from bnexport.model_io.validate import tensor_bytes
 
 _KEYS = frozenset({"location", "offset", "length", "checksum", "basepath"})
 _NUMBER = re.compile(r"[0-9]{1,19}\Z")
-_COPY_CHUNK = 1 << 24
+_COPY_CHUNK = 1 << 20
+# Kernels and file systems say with these that they cannot copy from file to file by themselves.
+_NO_KERNEL_COPY = frozenset((errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV, errno.EBADF))
 # ONNX Runtime's marker for "this is an address in my memory"; never legal in a file.
 _MEMORY_MARKER = "_ORT_MEM_ADDR_"
 
@@ -45,12 +48,22 @@ class _Identity:
 
 @dataclasses.dataclass(frozen=True)
 class DataFile:
-    """One external data file: the folder's real path, the components below it, what it looked like."""
+    """One file with tensor data: the folder's real path, the components below it, what it looked like.
+
+    is_model: it is the model file itself, not external data.
+    """
 
     folder: str
     parts: tuple[str, ...]
     identity: _Identity
     allow_links: bool
+    is_model: bool = False
+
+    @classmethod
+    def of_model(cls, path: str, status: os.stat_result) -> DataFile:
+        """The model file at a real path, which may have several hard links."""
+        folder, name = os.path.split(path)
+        return cls(folder, (name,), _Identity.of(status), allow_links=True, is_model=True)
 
     @property
     def path(self) -> str:
@@ -62,8 +75,9 @@ class DataFile:
         descriptor = _open_below(self.folder, self.parts, self.allow_links)
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             if _Identity.of(os.fstat(descriptor)) != self.identity:
+                what = "the model file" if self.is_model else "external data"
                 raise UnsafeModelError(
-                    f"external data {'/'.join(self.parts)!r} changed since the model was loaded; load the model again"
+                    f"{what} {'/'.join(self.parts)!r} changed since the model was loaded; load the model again"
                 )
             yield file
 
@@ -143,57 +157,103 @@ class ContainedTensor(ir.ExternalTensor):
         return self._file
 
     def tobytes(self) -> bytes:
-        with self._file.open() as file:
-            return _read_exactly(file, self.offset or 0, self.length or 0)
+        return self._read().tobytes()
 
     def numpy(self) -> np.ndarray:
-        data = self.tobytes()
+        data = self._read()
         if self.dtype.bitwidth < 8:
-            proto = onnx.TensorProto(data_type=self.dtype.value, dims=self.shape.numpy(), raw_data=data)
+            proto = onnx.TensorProto(data_type=self.dtype.value, dims=self.shape.numpy(), raw_data=data.tobytes())
             return ir.serde.TensorProtoTensor(proto).numpy()
-        return np.frombuffer(data, dtype=self.dtype.numpy().newbyteorder("<")).reshape(self.shape.numpy())
+        return data.view(self.dtype.numpy().newbyteorder("<")).reshape(self.shape.numpy())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self.numpy().__array__(dtype)
 
     def tofile(self, file: Any) -> None:
+        """Copies the bytes, inside the kernel where both ends are files that it can copy between."""
         with self._file.open() as source:
             offset, left = self.offset or 0, self.length or 0
+            if hasattr(file, "fileno") and hasattr(os, "copy_file_range"):
+                copied = _kernel_copy(source, file, offset, left)
+                offset, left = offset + copied, left - copied
+            buffer = memoryview(bytearray(min(left, _COPY_CHUNK)))
+            source.seek(offset)
             while left:
-                chunk = _read_exactly(source, offset, min(left, _COPY_CHUNK))
+                chunk = buffer[: min(left, len(buffer))]
+                _read_into(source, chunk)
                 file.write(chunk)
-                offset, left = offset + len(chunk), left - len(chunk)
+                left -= len(chunk)
+
+    def _read(self) -> np.ndarray:
+        """The bytes, in an array of their own."""
+        data = np.empty(self.length or 0, np.uint8)
+        with self._file.open() as source:
+            source.seek(self.offset or 0)
+            _read_into(source, data.data)
+        return data
 
 
-def _read_exactly(file: BinaryIO, offset: int, length: int) -> bytes:
-    file.seek(offset)
-    pieces = []
-    while length:
-        piece = file.read(length)
-        if not piece:
-            raise MalformedModelError(f"external data file ends {length} bytes too early; it changed while it was read")
-        pieces.append(piece)
-        length -= len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+def _kernel_copy(source: BinaryIO, file: Any, offset: int, length: int) -> int:
+    """Copies to the end of `file` without a detour through memory; how much, 0 where the kernel cannot."""
+    file.flush()
+    start, copied = file.tell(), 0
+    try:
+        while copied < length:
+            count = os.copy_file_range(source.fileno(), file.fileno(), length - copied, offset + copied, start + copied)
+            if count == 0:
+                break
+            copied += count
+    except OSError as error:
+        if error.errno not in _NO_KERNEL_COPY:
+            raise
+    file.seek(start + copied)
+    return copied
+
+
+def _read_into(file: Any, buffer: memoryview) -> None:
+    while len(buffer):
+        count = file.readinto(buffer)
+        if not count:
+            raise MalformedModelError(f"a data file ends {len(buffer)} bytes too early; it changed while it was read")
+        buffer = buffer[count:]
 
 
 class Folder:
-    """The files below one folder that a model refers to, each checked once."""
+    """The files that hold a model's tensors: those below one folder, each checked once, and the model file.
 
-    def __init__(self, folder: str | None, limits: Limits) -> None:
+    model: the model file, where `places` lie: location -> (offset, length) of the tensors left in it.
+    """
+
+    def __init__(
+        self,
+        folder: str | None,
+        limits: Limits,
+        model: DataFile | None = None,
+        places: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
         self._folder = folder
         self._limits = limits
-        self._files: dict[tuple[str, ...], DataFile] = {}
+        self._files: dict[str, DataFile] = {}
+        self._model = model
+        self._places = places or {}
 
-    def tensor(self, proto: onnx.TensorProto, limits: Limits) -> ContainedTensor:
-        """The external tensor that `proto` describes; its place in the file is checked, nothing is read."""
-        name, nbytes = proto.name, tensor_bytes(proto, limits)
+    def check(self, proto: onnx.TensorProto) -> None:
+        """Whether all that `proto` declares lies in its file; nothing is read."""
+        name, nbytes = proto.name, tensor_bytes(proto, self._limits)
         entries = _entries(proto)
+        location = entries.get("location", "")
+        if location in self._places:
+            length = self._places[location][1]
+            if len(entries) > 1 or length != nbytes:
+                raise MalformedModelError(
+                    f"tensor {name!r} with shape {list(proto.dims)[:8]} carries {length} bytes, expected {nbytes}"
+                )
+            return
         if self._folder is None:
             raise UnsafeModelError(
                 f"tensor {name!r} has external data, but a model in memory has no folder; pass the model's path"
             )
-        file = self._file(split_location(entries.get("location", ""), name))
+        file = self._file(location, name)
         offset = _number(entries.get("offset", "0"), "offset", name)
         length = _number(entries["length"], "length", name) if "length" in entries else nbytes
         if length != nbytes:
@@ -205,25 +265,35 @@ class Folder:
                 f"tensor {name!r}: external data ends at byte {offset + length},"
                 f" the file {'/'.join(file.parts)!r} has {file.identity.size}"
             )
+
+    def tensor(self, declared: ir.ExternalTensor) -> ContainedTensor:
+        """The tensor that `declared`, made from a proto that was checked, stands for."""
+        location, offset = str(declared.location), declared.offset or 0
+        if location in self._places:
+            assert self._model is not None
+            file, offset = self._model, self._places[location][0]
+        else:
+            file = self._file(location, str(declared.name))
         return ContainedTensor(
             file,
             offset,
-            nbytes,
-            dtype=ir.DataType(proto.data_type),
-            shape=ir.Shape(proto.dims),
-            name=name,
-            doc_string=proto.doc_string or None,
-            metadata_props={entry.key: entry.value for entry in proto.metadata_props},
+            declared.nbytes,
+            dtype=declared.dtype,
+            shape=declared.shape,
+            name=declared.name,
+            doc_string=declared.doc_string,
+            metadata_props=dict(declared.metadata_props),
         )
 
-    def _file(self, parts: tuple[str, ...]) -> DataFile:
-        if parts not in self._files:
+    def _file(self, location: str, tensor: str) -> DataFile:
+        if location not in self._files:
             assert self._folder is not None
+            parts = split_location(location, tensor)
             descriptor = _open_below(self._folder, parts, self._limits.allow_links)
             identity = _Identity.of(os.fstat(descriptor))
             os.close(descriptor)
-            self._files[parts] = DataFile(self._folder, parts, identity, self._limits.allow_links)
-        return self._files[parts]
+            self._files[location] = DataFile(self._folder, parts, identity, self._limits.allow_links)
+        return self._files[location]
 
 
 def _entries(proto: onnx.TensorProto) -> Mapping[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import os
 import stat
 
@@ -12,8 +11,9 @@ import onnx
 import onnx_ir as ir
 
 from bnexport.errors import BnexportError, MalformedModelError, UnsafeModelError, UsageError
-from bnexport.model_io import validate, walk
-from bnexport.model_io.external import Folder
+from bnexport.model_io import validate, walk, wire
+from bnexport.model_io.collection import paused_collection
+from bnexport.model_io.external import DataFile, Folder
 from bnexport.model_io.limits import DEFAULT_LIMITS, Limits
 
 
@@ -26,7 +26,7 @@ class ModelSource:
 
 
 def load(path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS) -> ir.Model:
-    """The model in the file `path`; external data stays on disk until it is used.
+    """The model in the file `path`; external data and tensors of 4 KiB and more stay on disk until they are used.
 
     Raises MalformedModelError (missing, directory, empty, truncated, not ONNX), UnsafeModelError
     (external data outside the folder, links, wrong sizes) or UnsupportedModelError.
@@ -41,6 +41,7 @@ def as_model(
     return open_source(source, limits=limits).model
 
 
+@paused_collection()
 def open_source(
     source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, *, limits: Limits = DEFAULT_LIMITS
 ) -> ModelSource:
@@ -53,18 +54,21 @@ def open_source(
         return ModelSource(from_proto(own, limits=limits), None)
     if isinstance(source, (str, os.PathLike)):
         real = os.path.realpath(os.fspath(source))
-        proto = _parse(_read(real, str(source), limits), str(source))
-        return ModelSource(from_proto(proto, folder=os.path.dirname(real), limits=limits), real)
+        proto, files = read_proto(real, str(source), limits)
+        return ModelSource(_build(proto, files, limits), real)
     raise UsageError(f"expected a path, onnx.ModelProto or onnx_ir.Model, got {type(source).__name__}")
 
 
 def from_proto(proto: onnx.ModelProto, *, folder: str | None = None, limits: Limits = DEFAULT_LIMITS) -> ir.Model:
     """Checks `proto` and builds a model that shares its tensors. `folder`: where external data lies."""
+    return _build(proto, Folder(folder, limits), limits)
+
+
+def _build(proto: onnx.ModelProto, files: Folder, limits: Limits) -> ir.Model:
     validate.validate(proto, limits)
-    files = Folder(folder, limits)
     for declared in validate.tensors(proto):
         if declared.data_location == onnx.TensorProto.EXTERNAL:
-            files.tensor(declared, limits)
+            files.check(declared)
     try:
         model = ir.serde.deserialize_model(proto)
     except BnexportError:
@@ -74,7 +78,7 @@ def from_proto(proto: onnx.ModelProto, *, folder: str | None = None, limits: Lim
     for slot in walk.tensors(model):
         tensor = slot.get()
         if type(tensor) is ir.ExternalTensor:
-            slot.set(files.tensor(ir.serde.serialize_tensor(tensor), limits))
+            slot.set(files.tensor(tensor))
     return model
 
 
@@ -85,7 +89,8 @@ def innermost(error: BaseException) -> str:
     return validate.printable(str(error).splitlines()[0]) if str(error) else type(error).__name__
 
 
-def _read(real: str, shown: str, limits: Limits) -> bytes:
+def read_proto(real: str, shown: str, limits: Limits) -> tuple[onnx.ModelProto, Folder]:
+    """The model at a real path, its large tensors marked as external data of the folder that comes with it."""
     try:
         # O_NONBLOCK: opening a pipe that nobody writes to must not hang.
         descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -94,34 +99,47 @@ def _read(real: str, shown: str, limits: Limits) -> bytes:
     except (OSError, ValueError) as error:
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         raise MalformedModelError(f"model file {shown!r} cannot be read: {reason}") from error
-    status = os.fstat(descriptor)
-    if stat.S_ISDIR(status.st_mode):
-        os.close(descriptor)
-        raise MalformedModelError(f"model file {shown!r} is a directory, expected an .onnx file")
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(status.st_mode):
-            raise UnsafeModelError(f"model file {shown!r} is not a regular file")
-        if status.st_size == 0:
-            raise MalformedModelError(f"model file {shown!r} is empty")
-        if status.st_size > limits.model_bytes:
-            raise UnsafeModelError(
-                f"model file {shown!r} has {status.st_size} bytes, the limit is {limits.model_bytes};"
-                " store its weights as external data"
-            )
-        try:
-            return file.read(limits.model_bytes + 1)
-        except OSError as error:
-            raise MalformedModelError(
-                f"model file {shown!r} cannot be read: {errno.errorcode.get(error.errno or 0)}"
-            ) from error
-
-
-def _parse(data: bytes, shown: str) -> onnx.ModelProto:
-    proto = onnx.ModelProto()
     try:
-        proto.ParseFromString(data)
-    except (google.protobuf.message.DecodeError, RecursionError) as error:
-        raise MalformedModelError(f"model file {shown!r} is truncated or not an ONNX file") from error
+        status = os.fstat(descriptor)
+        _check_file(status, shown, limits)
+        proto, places = _parse(descriptor, status.st_size, shown, limits)
+    finally:
+        os.close(descriptor)
     if not proto.HasField("graph") or proto.ir_version < 1:
         raise MalformedModelError(f"model file {shown!r} is not an ONNX file: it has no graph or IR version")
-    return proto
+    model = DataFile.of_model(real, status)
+    return proto, Folder(model.folder, limits, model, places)
+
+
+def _parse(
+    descriptor: int, size: int, shown: str, limits: Limits
+) -> tuple[onnx.ModelProto, dict[str, tuple[int, int]]]:
+    proto = onnx.ModelProto()
+    try:
+        cut = wire.cut(descriptor, size, limits)
+        proto.ParseFromString(cut.data)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise MalformedModelError(f"model file {shown!r} cannot be read: {reason}") from error
+    except MalformedModelError as error:
+        raise MalformedModelError(f"model file {shown!r} is truncated or not an ONNX file: {error}") from error
+    except (google.protobuf.message.DecodeError, RecursionError, MemoryError) as error:
+        del proto  # What was parsed so far may leave no room for the message.
+        if isinstance(error, MemoryError) or "alloc" in str(error):
+            raise UnsafeModelError(f"model file {shown!r} needs more memory than there is") from None
+        raise MalformedModelError(f"model file {shown!r} is truncated or not an ONNX file") from error
+    return proto, cut.places
+
+
+def _check_file(status: os.stat_result, shown: str, limits: Limits) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise MalformedModelError(f"model file {shown!r} is a directory, expected an .onnx file")
+    if not stat.S_ISREG(status.st_mode):
+        raise UnsafeModelError(f"model file {shown!r} is not a regular file")
+    if status.st_size == 0:
+        raise MalformedModelError(f"model file {shown!r} is empty")
+    if status.st_size > limits.model_bytes:
+        raise UnsafeModelError(
+            f"model file {shown!r} has {status.st_size} bytes, the limit is {limits.model_bytes};"
+            " store its weights as external data"
+        )

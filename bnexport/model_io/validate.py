@@ -7,7 +7,7 @@ declares more data than it carries; nothing that onnx-ir would drop in silence i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -42,15 +42,16 @@ def _validate(proto: onnx.ModelProto, limits: Limits) -> None:
         raise MalformedModelError("not an ONNX model: no opset is declared")
     if proto.training_info:
         raise UnsupportedModelError("the model carries ONNX training_info, which cannot be kept; remove it first")
-    _Scope(limits).graph(proto.graph, 1)
-    _text([item.domain for item in proto.opset_import], "opset import")
+    scope = _Scope(limits)
+    scope.graph(proto.graph, 1)
+    scope.text([item.domain for item in proto.opset_import], "opset import")
     seen = set()
     for function in proto.functions:
         key = (function.domain, function.name, getattr(function, "overload", ""))
         if key in seen:
             raise MalformedModelError(f"function {function.domain}:{function.name} is defined twice")
         seen.add(key)
-        _Scope(limits).function(function)
+        scope.function(function)
     _refuse_recursion(proto)
 
 
@@ -81,6 +82,8 @@ def _check_tensor(proto: onnx.TensorProto, limits: Limits) -> None:
     if proto.data_location == onnx.TensorProto.EXTERNAL:
         if proto.data_type == onnx.TensorProto.STRING:
             raise UnsafeModelError(f"tensor {name!r}: strings cannot be external data")
+        if proto.HasField("raw_data"):
+            raise MalformedModelError(f"tensor {name!r} has its data twice, inside and outside")
         return
     if proto.HasField("raw_data"):
         got, expected = len(proto.raw_data), nbytes
@@ -104,11 +107,12 @@ def _check_tensor(proto: onnx.TensorProto, limits: Limits) -> None:
 
 
 class _Scope:
-    """Walks graphs with a stack of the names that are visible."""
+    """Walks the graphs and functions of one model, with a stack of the names that are visible."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._names: list[set[str]] = []
+        self._nodes_left, self._tensors_left = limits.nodes, limits.tensors
 
     def graph(self, graph: onnx.GraphProto, depth: int) -> None:
         where = f"graph {graph.name[:80]!r}"
@@ -120,22 +124,22 @@ class _Scope:
             )
         inputs = [value.name for value in graph.input]
         initializers = [tensor.name for tensor in graph.initializer]
-        _unique(inputs, f"{where}: input")
-        _unique(initializers, f"{where}: initializer")
+        self._unique(inputs, f"{where}: input")
+        self._unique(initializers, f"{where}: initializer")
         for tensor in graph.initializer:
-            _check_tensor(tensor, self._limits)
+            self._tensor(tensor)
         self._names.append({*inputs, *initializers})
         self._nodes(graph.node, depth, where)
         for value in graph.output:
             if not self._visible(value.name):
                 raise MalformedModelError(f"{where}: output {value.name[:200]!r} is produced by no node")
-        _unique([value.name for value in graph.output], f"{where}: output")
+        self._unique([value.name for value in graph.output], f"{where}: output")
         self._names.pop()
 
     def function(self, function: onnx.FunctionProto) -> None:
-        _text((function.domain, function.name, *function.output, *function.attribute), "function")
+        self.text((function.domain, function.name, *function.output, *function.attribute), "function")
         where = f"function {function.domain}:{function.name}"
-        _unique(function.input, f"{where}: input")
+        self._unique(function.input, f"{where}: input")
         self._names.append(set(function.input))
         self._nodes(function.node, 1, where)
         for name in function.output:
@@ -143,12 +147,16 @@ class _Scope:
                 raise MalformedModelError(f"{where}: output {name[:200]!r} is produced by no node")
         self._names.pop()
 
-    def _nodes(self, nodes: Iterable[onnx.NodeProto], depth: int, where: str) -> None:
+    def _nodes(self, nodes: Sequence[onnx.NodeProto], depth: int, where: str) -> None:
         scope = self._names[-1]
         captured: set[str] = set()
+        self._nodes_left -= len(nodes)
+        if self._nodes_left < 0:
+            raise UnsafeModelError(f"the model has more than {self._limits.nodes} nodes")
         for node in nodes:
-            _text((node.op_type, node.domain, node.name, *node.input, *node.output), where)
-            for name in node.input:
+            inputs, outputs = tuple(node.input), tuple(node.output)
+            self.text((node.op_type, node.domain, node.name, *inputs, *outputs), where)
+            for name in inputs:
                 if name and name not in scope:
                     if not self._visible(name):
                         raise MalformedModelError(
@@ -157,14 +165,14 @@ class _Scope:
                     captured.add(name)
             attributes = set()
             for attribute in node.attribute:
-                _text((attribute.name, attribute.ref_attr_name), where)
+                self.text((attribute.name, attribute.ref_attr_name), where)
                 if attribute.name in attributes:
                     raise MalformedModelError(
                         f"{where}: {node.op_type} has the attribute {attribute.name[:80]!r} twice"
                     )
                 attributes.add(attribute.name)
                 self._attribute(attribute, depth, where)
-            for name in node.output:
+            for name in outputs:
                 if not name:
                     continue
                 if name in scope or name in captured:
@@ -177,33 +185,41 @@ class _Scope:
                 f"{where}: attribute {attribute.name!r} is a sparse tensor, which is not supported"
             )
         if attribute.HasField("t"):
-            _check_tensor(attribute.t, self._limits)
+            self._tensor(attribute.t)
+        elif attribute.type == onnx.AttributeProto.TENSOR and not attribute.ref_attr_name:
+            raise MalformedModelError(f"{where}: attribute {attribute.name!r} is said to be a tensor and holds none")
         for tensor in attribute.tensors:
-            _check_tensor(tensor, self._limits)
+            self._tensor(tensor)
         for graph in _bodies(attribute):
             self.graph(graph, depth + 1)
 
     def _visible(self, name: str) -> bool:
         return any(name in names for names in reversed(self._names))
 
+    def _tensor(self, tensor: onnx.TensorProto) -> None:
+        self._tensors_left -= 1
+        if self._tensors_left < 0:
+            raise UnsafeModelError(f"the model has more than {self._limits.tensors} tensors")
+        _check_tensor(tensor, self._limits)
 
-def _text(values: Iterable[object], where: str) -> None:
-    """protobuf hands invalid UTF-8 out as bytes."""
-    for value in values:
-        if not isinstance(value, str):
-            raise MalformedModelError(f"{where}: a name is not valid UTF-8: {value!r}"[:200])
+    def text(self, values: Iterable[object], where: str) -> None:
+        """protobuf hands invalid UTF-8 out as bytes."""
+        for value in values:
+            if not isinstance(value, str):
+                raise MalformedModelError(f"{where}: a name is not valid UTF-8: {value!r}"[:200])
+            if len(value) > self._limits.name_length:
+                raise UnsafeModelError(f"{where}: a name has {len(value)} characters: {value[:60]!r}...")
 
-
-def _unique(names: Iterable[str], what: str) -> None:
-    seen: set[str] = set()
-    names = list(names)
-    _text(names, what)
-    for name in names:
-        if not name:
-            raise MalformedModelError(f"{what} without a name")
-        if name in seen:
-            raise MalformedModelError(f"{what} {name[:200]!r} appears twice")
-        seen.add(name)
+    def _unique(self, names: Iterable[str], what: str) -> None:
+        seen: set[str] = set()
+        names = list(names)
+        self.text(names, what)
+        for name in names:
+            if not name:
+                raise MalformedModelError(f"{what} without a name")
+            if name in seen:
+                raise MalformedModelError(f"{what} {name[:200]!r} appears twice")
+            seen.add(name)
 
 
 def tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

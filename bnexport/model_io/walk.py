@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
 
 def graphs(model: ir.Model) -> Iterator[ir.Graph]:
     """Every graph, outer before inner. A function is represented by its own graph."""
-    yield model.graph
-    yield from model.graph.subgraphs()
+    yield from _with_bodies(model.graph)
     for function in model.functions.values():
-        yield function.graph
-        yield from function.subgraphs()
+        yield from _with_bodies(function.graph)
+
+
+def _with_bodies(graph: ir.Graph) -> Iterator[ir.Graph]:
+    yield graph
+    for node in graph:
+        for attribute in _attributes(node):
+            for body in _bodies(attribute):
+                yield from _with_bodies(body)
+
+
+def _bodies(attribute: ir.Attr) -> Iterable[ir.Graph]:
+    if attribute.is_ref():
+        return ()
+    if attribute.type is ir.AttributeType.GRAPH:
+        return (attribute.as_graph(),)
+    return attribute.as_graphs() if attribute.type is ir.AttributeType.GRAPHS else ()
+
+
+def _attributes(node: ir.Node) -> tuple[ir.Attr, ...]:
+    """A node's attributes, which may be replaced meanwhile. A UserDict's views cost more than all the rest."""
+    held = node.attributes
+    return tuple(getattr(held, "data", held).values())
 
 
 def nodes(model: ir.Model) -> Iterator[ir.Node]:
@@ -33,6 +53,11 @@ class TensorSlot:
     @property
     def is_attribute(self) -> bool:
         return isinstance(self._holder, ir.Node)
+
+    @property
+    def value(self) -> ir.Value | None:
+        """The initializer that this place belongs to, None for an attribute."""
+        return None if isinstance(self._holder, ir.Node) else self._holder
 
     def get(self) -> ir.TensorProtocol:
         if isinstance(self._holder, ir.Value):
@@ -59,16 +84,25 @@ class TensorSlot:
 
 def tensors(model: ir.Model) -> Iterator[TensorSlot]:
     """Every place that holds a tensor."""
-    for graph in graphs(model):
-        for value in graph.initializers.values():
-            if value.const_value is not None:
-                yield TensorSlot(value)
-        for node in graph:
-            for name, attribute in tuple(node.attributes.items()):
-                if attribute.is_ref():
-                    continue
-                if attribute.type is ir.AttributeType.TENSOR:
-                    yield TensorSlot(node, name)
-                elif attribute.type is ir.AttributeType.TENSORS:
+    yield from _tensors(model.graph)
+    for function in model.functions.values():
+        yield from _tensors(function.graph)
+
+
+def _tensors(graph: ir.Graph) -> Iterator[TensorSlot]:
+    for value in graph.initializers.values():
+        if value.const_value is not None:
+            yield TensorSlot(value)
+    for node in graph:
+        for attribute in _attributes(node):
+            kind = attribute.type
+            if kind is ir.AttributeType.TENSOR:
+                if not attribute.is_ref():
+                    yield TensorSlot(node, attribute.name)
+            elif kind is ir.AttributeType.TENSORS:
+                if not attribute.is_ref():
                     for index in range(len(attribute.value)):
-                        yield TensorSlot(node, name, index)
+                        yield TensorSlot(node, attribute.name, index)
+            elif kind is ir.AttributeType.GRAPH or kind is ir.AttributeType.GRAPHS:
+                for body in _bodies(attribute):
+                    yield from _tensors(body)

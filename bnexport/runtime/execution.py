@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from bnexport import model_io, schema
 from bnexport.errors import LibraryError, MissingDependencyError, UnsupportedModelError, UsageError
-from bnexport.runtime import library
+from bnexport.runtime import injection, library
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,11 @@ def run(path: str | os.PathLike[str], inputs: Mapping[str, np.ndarray]) -> Execu
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     registered = _register(model, options)
+    # The model and its weights as they were checked: ONNX Runtime opens no file itself.
+    parts = model_io.to_parts(model)
+    weights = {name: tensor.numpy() for name, tensor in parts.weights.items()}
     try:
-        session = onnxruntime.InferenceSession(_loadable(model, path), options, providers=["CPUExecutionProvider"])
+        session = injection.session(parts.data, weights, options)
         start = time.perf_counter()
         values = session.run(None, dict(inputs))
         seconds = time.perf_counter() - start
@@ -73,11 +76,3 @@ def _register(model: ir.Model, options: Any) -> bool:
             raise
         return False
     return True
-
-
-def _loadable(model: ir.Model, path: str | os.PathLike[str]) -> bytes | str:
-    """What was checked, as bytes; the file itself where its weights lie outside or exceed one message."""
-    external = any(
-        isinstance(value.const_value, model_io.ContainedTensor) for value in model.graph.initializers.values()
-    )
-    return os.path.realpath(path) if external else model_io.to_bytes(model)

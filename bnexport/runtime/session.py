@@ -12,7 +12,8 @@ from bnexport.runtime import library
 __all__ = ["InferenceSession"]
 
 
-def _onnxruntime() -> Any:
+def import_onnxruntime() -> Any:
+    """The module, or MissingDependencyError that says what to install."""
     try:
         import onnxruntime
     except ImportError as error:
@@ -40,7 +41,7 @@ def InferenceSession(
         LibraryError: the compiled library is missing or cannot be loaded.
         MalformedModelError: the file does not exist.
     """
-    onnxruntime = _onnxruntime()
+    onnxruntime = import_onnxruntime()
     options = session_options if session_options is not None else onnxruntime.SessionOptions()
     library.register(options)
     if not isinstance(path, bytes):

@@ -1,0 +1,175 @@
+"""Files that appear whole or not at all.
+
+Everything is written into a folder beside the target, flushed, and renamed into place. Data goes first,
+under a name that no model refers to yet, so the rename of the model file is the single moment of change:
+whenever a run ends, by a signal or a full disk, the target is the old model or the new one, each with its
+data. What such a run leaves behind is removed by the next one for the same target; the folder's name
+tells the process that made it, its file `data` the data files that may have lost their model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import secrets
+import shutil
+
+from bnexport.errors import BnexportError, UsageError
+from bnexport.model_io import validate
+from bnexport.model_io.limits import DEFAULT_LIMITS
+from bnexport.model_io.read import read_proto
+
+_DATA_NAMES = "data"
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """A complete model in a temporary folder beside its target; `commit` moves it into place.
+
+    data_name: its file of external data, None where the weights are inside. too_large: they are outside
+    because one protobuf message cannot hold them.
+    """
+
+    folder: str
+    target: str
+    data_name: str | None
+    too_large: bool = False
+
+    @property
+    def path(self) -> str:
+        """The staged model file; it loads as the final one will."""
+        return os.path.join(self.folder, os.path.basename(self.target))
+
+    def commit(self) -> None:
+        directory, name = os.path.split(self.target)
+        stale = _own_data(self.target)
+        if self.data_name:
+            _note(self.folder, [self.data_name, *stale])
+            _move_new(os.path.join(self.folder, self.data_name), os.path.join(directory, self.data_name))
+        elif stale:
+            _note(self.folder, stale)
+        sync_folder(directory)
+        os.rename(self.path, self.target)
+        sync_folder(directory)
+        _remove_unused(directory, name, stale)
+        self.discard()
+
+    def discard(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def make_folder(target: str) -> str:
+    """A temporary folder beside `target`, after those of earlier runs that ended have been removed."""
+    directory, name = os.path.split(target)
+    _remove_leftovers(directory, name)
+    folder = os.path.join(directory, f".{name}.{os.getpid()}-{secrets.token_hex(4)}.bnexport")
+    try:
+        os.mkdir(folder)
+    except OSError as error:
+        raise UsageError(f"cannot write {target!r}: {error.strerror}") from error
+    return folder
+
+
+def free_data_name(target: str) -> str:
+    """model.onnx.data, or with a number where that name is taken."""
+    directory, name = os.path.split(target)
+    candidate, number = f"{name}.data", 1
+    while os.path.lexists(os.path.join(directory, candidate)):
+        candidate, number = f"{name}.{number}.data", number + 1
+    return candidate
+
+
+def sync_folder(directory: str) -> None:
+    """Makes renames inside a folder outlast a loss of power."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _move_new(source: str, target: str) -> None:
+    """A rename that replaces nothing."""
+    try:
+        os.link(source, target)
+    except FileExistsError as error:
+        raise UsageError(
+            f"{os.path.basename(target)!r} was made by another run in the meantime; nothing was changed"
+        ) from error
+    except OSError:  # a file system without hard links
+        os.rename(source, target)
+    else:
+        os.unlink(source)
+
+
+def _note(folder: str, names: list[str]) -> None:
+    with open(os.path.join(folder, _DATA_NAMES), "w", encoding="utf-8") as file:
+        file.write("\n".join(names))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _remove_leftovers(directory: str, name: str) -> None:
+    """Temporary folders of this target whose process has ended, and data files that lost their model."""
+    pattern = re.compile(rf"\.{re.escape(name)}\.([0-9]+)-[0-9a-f]{{8}}\.bnexport\Z")
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(directory):
+            match = pattern.match(entry)
+            if not match or _alive(int(match.group(1))):
+                continue
+            folder = os.path.join(directory, entry)
+            with (
+                contextlib.suppress(OSError, UnicodeDecodeError),
+                open(os.path.join(folder, _DATA_NAMES), encoding="utf-8") as file,
+            ):
+                _remove_unused(directory, name, file.read(1 << 16).split("\n"))
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_unused(directory: str, name: str, candidates: list[str]) -> None:
+    """Removes data files of the model `name` that it does not refer to; nothing where that cannot be read."""
+    if not candidates:
+        return
+    target, pattern = os.path.join(directory, name), _data_pattern(name)
+    used = _locations(target) if os.path.lexists(target) else set()
+    if used is None:
+        return
+    for candidate in candidates:
+        if pattern.match(candidate) and candidate not in used:
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(directory, candidate))
+
+
+def _own_data(target: str) -> list[str]:
+    """Data files that the model now at `target` refers to and that carry its name."""
+    pattern = _data_pattern(os.path.basename(target))
+    used = _locations(target) if os.path.exists(target) else None
+    return sorted(name for name in used or () if pattern.match(name))
+
+
+def _data_pattern(name: str) -> re.Pattern[str]:
+    return re.compile(rf"{re.escape(name)}(\.[0-9]+)?\.data\Z")
+
+
+def _locations(path: str) -> set[str] | None:
+    """Names of the data files that a model refers to, None where it is no model."""
+    try:
+        proto, _ = read_proto(path, path, DEFAULT_LIMITS)
+    except BnexportError:
+        return None
+    return {
+        entry.value for tensor in validate.tensors(proto) for entry in tensor.external_data if entry.key == "location"
+    }
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,64 @@
+"""Named tensors in and out as safetensors files: a training graph's initial values and its checkpoints."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+
+import numpy as np
+
+from bnexport.errors import MalformedModelError, MissingDependencyError, UsageError
+from bnexport.model_io import staging
+
+Tensors = dict[str, np.ndarray]
+
+
+def save_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str], path: str | os.PathLike[str]) -> None:
+    """Writes a safetensors file, which appears whole or not at all; the same tensors give the same bytes."""
+    numpy_format = _safetensors()
+    target = os.path.realpath(path)
+    if os.path.isdir(target) or not os.path.isdir(os.path.dirname(target)):
+        raise UsageError(f"cannot write {os.fspath(path)!r}: it is a folder, or its folder does not exist")
+    folder = staging.make_folder(target)
+    try:
+        staged = os.path.join(folder, os.path.basename(target))
+        contiguous = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
+        numpy_format.save_file(contiguous, staged, dict(metadata))
+        with open(staged, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(staged, target)
+        staging.sync_folder(os.path.dirname(target))
+    except OSError as error:
+        raise UsageError(f"cannot write {os.fspath(path)!r}: {error.strerror or error}; nothing was changed") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def load_tensors(path: str | os.PathLike[str]) -> tuple[Tensors, dict[str, str]]:
+    """The tensors and the metadata of a safetensors file, which is read completely.
+
+    Raises MalformedModelError: the file is missing, truncated, or no safetensors file.
+    """
+    _safetensors()
+    import safetensors
+
+    name = os.fspath(path)
+    if not os.path.isfile(name):
+        raise MalformedModelError(f"{name}: got no such file, expected a safetensors file; check the path")
+    try:
+        with safetensors.safe_open(name, framework="numpy") as file:
+            names = file.keys()
+            return {key: file.get_tensor(key) for key in names}, dict(file.metadata() or {})
+    except (safetensors.SafetensorError, OSError, TypeError, KeyError) as error:
+        raise MalformedModelError(f"{name}: not a whole safetensors file: {error}") from error
+
+
+def _safetensors():  # type: ignore[no-untyped-def]
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise MissingDependencyError(
+            "safetensors is not installed, training graphs keep their state in its format; pip install safetensors"
+        ) from error
+    return safetensors.numpy

@@ -1,0 +1,187 @@
+"""The wire format of a ModelProto, as far as it takes to leave large tensors in the file they came in.
+
+A protobuf message is a list of fields: a tag (number << 3 | wire type) and a value, which for bytes and
+for messages inside is a length and as many bytes. `cut` walks these lists on the way to raw_data
+
+    Model -> graph -> initializer | node -> attribute -> t | tensors | g | graphs;   Model -> functions -> node
+
+and enters only what is long. What comes out is the same message without the raw_data of large tensors,
+each marked as external data at a location that no file can guess. Everything else is protobuf's to judge:
+whatever `cut` does not enter is copied as it stands, so the rest of the model is parsed as it would have been.
+
+The input is hostile. Every length is checked against the message around it, lengths and tags are at most
+ten bytes, the nesting is bounded, and each byte is looked at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+from collections.abc import Sequence
+
+from bnexport.errors import MalformedModelError, UnsafeModelError
+from bnexport.model_io.limits import Limits
+
+# raw_data of this size stays in the file. Below it, one read costs more than the copy.
+SMALLEST_CUT = 1 << 12
+_WINDOW = 1 << 16
+_LONGEST_VARINT = 10
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+# For each message on the way, the fields to enter; numbers are those of onnx.proto.
+_ENTERED: dict[str, dict[int, str]] = {
+    "model": {7: "graph", 25: "function"},
+    "graph": {1: "node", 5: "tensor"},
+    "function": {7: "node"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph"},
+    "tensor": {9: "raw_data"},
+}
+_EXTERNAL_DATA, _DATA_LOCATION, _EXTERNAL = 13, 14, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A serialised model without its large tensors. places: location -> (offset, length) in the file."""
+
+    data: bytes
+    places: dict[str, tuple[int, int]]
+
+
+def cut(descriptor: int, size: int, limits: Limits, smallest: int = SMALLEST_CUT) -> Cut:
+    """The model in the first `size` bytes of an open file.
+
+    smallest: bytes of raw_data from which a tensor is left out. Raises MalformedModelError for what is no
+    protobuf message, UnsafeModelError past a limit, OSError.
+    """
+    return _Cutter(descriptor, size, limits, smallest).run()
+
+
+def varint(value: int) -> bytes:
+    """A length or tag in base 128, low digits first."""
+    digits = bytearray()
+    while value > 127:
+        digits.append(value & 127 | 128)
+        value >>= 7
+    digits.append(value)
+    return bytes(digits)
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A field of bytes, of text, or of a message inside."""
+    return header(number, len(content)) + content
+
+
+def header(number: int, length: int) -> bytes:
+    """What stands in front of `length` bytes of field `number`."""
+    return varint(number << 3 | _BYTES) + varint(length)
+
+
+class _Cutter:
+    def __init__(self, descriptor: int, size: int, limits: Limits, smallest: int) -> None:
+        self._descriptor = descriptor
+        self._size = size
+        self._limits = limits
+        self._smallest = smallest
+        self._window, self._start = b"", 0
+        self._kept = 0
+        self._places: dict[str, tuple[int, int]] = {}
+        self._secret = secrets.token_hex(16)
+
+    def run(self) -> Cut:
+        pieces, _ = self._message("model", 0, self._size, 0)
+        return Cut(b"".join(pieces), self._places)
+
+    def _message(self, kind: str, start: int, end: int, depth: int) -> tuple[Sequence[bytes], int]:
+        """The message between two offsets without its large tensors, in pieces, and their total length."""
+        if depth > self._limits.graph_depth:
+            raise UnsafeModelError(f"graphs are nested deeper than {self._limits.graph_depth}")
+        entered, smallest = _ENTERED[kind], self._smallest
+        pieces: list[bytes] = []
+        length, copied, at = 0, start, start
+        cut_here: int | None = None
+        while at < end:
+            tag_at = at
+            tag, at = self._varint(at)
+            wire_type = tag & 7
+            if wire_type == _BYTES:
+                size, at = self._varint(at)
+                stop = at + size
+            elif wire_type == _VARINT:
+                _, stop = self._varint(at)
+            elif wire_type in (_FIXED64, _FIXED32):
+                stop = at + (8 if wire_type == _FIXED64 else 4)
+            else:
+                raise MalformedModelError(f"byte {tag_at} is no field of a protobuf message")
+            if stop > end:
+                raise MalformedModelError(f"a field at byte {tag_at} is longer than what it stands in")
+            if wire_type == _BYTES:
+                inner = entered.get(tag >> 3)
+                if inner == "raw_data":
+                    if cut_here is not None:
+                        raise MalformedModelError(f"a tensor has raw_data twice, again at byte {tag_at}")
+                    cut_here = tag_at
+                if inner is not None and size >= smallest:
+                    piece = self._copy(copied, tag_at)
+                    if inner == "raw_data":
+                        inside: Sequence[bytes] = [self._reference(at, size)]
+                        inside_length = len(inside[0])
+                    else:
+                        body, body_length = self._message(inner, at, stop, depth + (inner == "graph"))
+                        head = header(tag >> 3, body_length)
+                        inside, inside_length = [head, *body], len(head) + body_length
+                    pieces.append(piece)
+                    pieces.extend(inside)
+                    length += len(piece) + inside_length
+                    copied = stop
+            at = stop
+        piece = self._copy(copied, end)
+        pieces.append(piece)
+        return pieces, length + len(piece)
+
+    def _reference(self, offset: int, length: int) -> bytes:
+        location = f"{self._secret}:{len(self._places)}"
+        self._places[location] = (offset, length)
+        entry = field(1, b"location") + field(2, location.encode())
+        return field(_EXTERNAL_DATA, entry) + varint(_DATA_LOCATION << 3 | _VARINT) + varint(_EXTERNAL)
+
+    def _varint(self, at: int) -> tuple[int, int]:
+        """The number at an offset, and the offset behind it."""
+        place = at - self._start
+        if place < 0 or place + _LONGEST_VARINT > len(self._window):
+            self._window, self._start, place = os.pread(self._descriptor, _WINDOW, at), at, 0
+        window = self._window
+        try:
+            digit = window[place]
+            if digit < 128:
+                return digit, at + 1
+            value, shift = digit & 127, 7
+            for next_place in range(place + 1, place + _LONGEST_VARINT):
+                digit = window[next_place]
+                value |= (digit & 127) << shift
+                if digit < 128:
+                    return value, at + shift // 7 + 1
+                shift += 7
+        except IndexError:
+            raise MalformedModelError(f"the file ends inside a field, at byte {at}") from None
+        raise MalformedModelError(f"the number at byte {at} has more than {_LONGEST_VARINT} digits")
+
+    def _copy(self, start: int, end: int) -> bytes:
+        """Bytes that stay as they are."""
+        self._kept += end - start
+        if self._kept > self._limits.structure_bytes:
+            raise UnsafeModelError(
+                f"the model has more than {self._limits.structure_bytes} bytes without its large tensors;"
+                " Limits.structure_bytes raises this limit"
+            )
+        if start == end:
+            return b""
+        place = start - self._start
+        if place >= 0 and place + end - start <= len(self._window):
+            return self._window[place : place + end - start]
+        piece = os.pread(self._descriptor, end - start, start)
+        if len(piece) != end - start:
+            raise MalformedModelError("the file became shorter while it was read")
+        return piece

@@ -1,0 +1,85 @@
+"""Every attempt through the command line: refused in one line with exit code 3, or handled; nothing leaks."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from bnexport.cli import main
+from bnexport.errors import UnsafeModelError
+from bnexport.model_io import load
+from tests.malicious.attempts import ATTEMPTS, HANDLED, SECRET, Attempt
+
+# A hang is what takes longer; most attempts take milliseconds.
+_SECONDS = 10.0
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    (tmp_path / "secret").write_bytes(SECRET)
+    (tmp_path / "victim").mkdir()
+    return tmp_path / "victim"
+
+
+def test_numbers_are_used_once() -> None:
+    numbers = [attempt.number for attempt in ATTEMPTS]
+    assert len(set(numbers)) == len(numbers)
+
+
+PUBLISHED = [
+    *("CVE-2022-25882", "CVE-2024-27318", "CVE-2024-27319", "CVE-2024-5187", "CVE-2025-4565"),
+    *("CVE-2026-0994", "CVE-2026-27489", "CVE-2026-34445", "CVE-2026-34446", "CVE-2026-34447"),
+]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_weaknesses_have_attempts(name: str) -> None:
+    """Those of reading; the ones of writing and of races are in test_output.py and test_races.py."""
+    assert any(name in attempt.source for attempt in ATTEMPTS)
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda attempt: attempt.id)
+def test_attempt(attempt: Attempt, victim: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = attempt.build(victim)
+    target = victim / "out.onnx"
+    before = sorted(os.listdir(victim))
+    for command in (["inspect", str(path)], ["fold", str(path), str(target), "--no-verify"], ["run", str(path)]):
+        capfd.readouterr()
+        start = time.perf_counter()
+        code = main(command)
+        seconds = time.perf_counter() - start
+        out, err = capfd.readouterr()
+        assert seconds < _SECONDS
+        assert SECRET[:20].decode() not in out + err
+        if attempt.verdict is HANDLED:
+            # ONNX Runtime may refuse to run what is harmless to read.
+            assert code in (0, 2, 3)
+            assert command[0] == "run" or code == 0, err
+        else:
+            assert code == 3, err
+            assert len(err.strip().splitlines()) == 1
+            assert err.strip().isprintable()
+    if attempt.verdict is not HANDLED:
+        with pytest.raises(attempt.verdict) as caught:
+            load(path)
+        assert type(caught.value) is attempt.verdict
+        assert sorted(os.listdir(victim)) == before
+    assert (victim.parent / "secret").read_bytes() == SECRET
+    for name in os.listdir(victim):
+        if name.startswith("out.onnx"):
+            assert SECRET[:100] not in (victim / name).read_bytes()
+
+
+def test_not_even_linked_out_by_request(victim: Path) -> None:
+    """allow_links opens links inside the folder's tree only."""
+    from bnexport.model_io import Limits
+
+    for number in (120, 122, 123):
+        attempt = next(attempt for attempt in ATTEMPTS if attempt.number == number)
+        folder = victim.parent / str(number)
+        folder.mkdir()
+        with pytest.raises(UnsafeModelError):
+            load(attempt.build(folder), limits=Limits(allow_links=True))
