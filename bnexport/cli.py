@@ -6,10 +6,10 @@ refused, 4 environment.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
-import platform
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,6 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
     except _ClickException as error:
         context = getattr(error, "ctx", None)
         code = _fail(f"{error.format_message()} {context.get_usage() if context else ''}".strip(), 2)
+    except MemoryError:
+        code = _fail("there is not enough memory; nothing was written", 4)
     except (typer.Abort, KeyboardInterrupt):
         code = _fail("interrupted", 130)
     if arguments is None:
@@ -92,8 +94,13 @@ def _emit(data: dict[str, Any], target: str | None, tables: list[Table]) -> None
     if target == "-":
         sys.stdout.write(text + "\n")
         return
+    _write_whole(Path(target), text + "\n")
+
+
+def _write_whole(target: Path, text: str) -> None:
+    """The file appears whole or not at all."""
     temporary = Path(f"{target}.part")
-    temporary.write_text(text + "\n")
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, target)
 
 
@@ -176,10 +183,14 @@ def fold(
         bool, typer.Option("--overwrite", help="Allow OUT to be IN; it is replaced as a whole.")
     ] = False,
     seed: Seed = 0,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="PATH", help="Write the report as one HTML page.")
+    ] = None,
     json_target: Json = None,
 ) -> None:
     """Turns sync batch norm into BatchNormalization and folds it into the weights beside it."""
     from bnexport import folding
+    from bnexport.folding import html_report
 
     with _status(f"folding {source}"):
         result = folding.fold(
@@ -193,6 +204,8 @@ def fold(
             overwrite_input=overwrite,
         )
     report = result.report
+    if html is not None:
+        _write_whole(html, html_report.render_html(report.to_dict()))
     _emit(report.to_dict(), json_target, folding.render(report))
     if explain is not None:
         site = report.explain(explain)
@@ -212,6 +225,8 @@ def fold(
         err.print(
             "note: the graph trained; it is an inference graph now, with its stored running statistics", soft_wrap=True
         )
+    for note in report.notes:
+        err.print(f"note: {note}", soft_wrap=True)
     if report.verification is not None:
         err.print(_verdict(report.verification), soft_wrap=True)
 
@@ -346,7 +361,7 @@ def export(
     factory: Annotated[
         str, typer.Argument(metavar="MODULE:FACTORY", help="A function, or class, that builds the torch module.")
     ],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The ONNX file to write.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")],
     inputs: Annotated[
         list[str],
         typer.Option("--input", "-i", metavar="NAME:1,3,224,224", help="Shape (or .npy file) of each input, in order."),
@@ -356,7 +371,9 @@ def export(
         typer.Option(help="A state_dict saved by torch.save, or a dict with one under state_dict or model."),
     ] = None,
     mode: Annotated[str, typer.Option(help="deploy: folded inference. custom_op: the node is kept.")] = "deploy",
-    exporter: Annotated[str, typer.Option(help="dynamo or torchscript.")] = "dynamo",
+    exporter: Annotated[str, typer.Option(help="For ONNX: dynamo or torchscript.")] = "dynamo",
+    file_format: Annotated[str, typer.Option("--format", help="onnx, torchscript or pt2.")] = "onnx",
+    fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Fold batch norms, in mode deploy.")] = True,
     train: Annotated[
         bool, typer.Option("--train/--eval", help="The mode of the module; training graphs return new statistics.")
     ] = False,
@@ -377,9 +394,11 @@ def export(
             target,
             mode=mode,  # type: ignore[arg-type]
             exporter=exporter,  # type: ignore[arg-type]
+            format=file_format,  # type: ignore[arg-type]
+            fold=fold,
             dynamic=dynamic,
             verify=verify,
-            input_names=names,
+            input_names=names if file_format == "onnx" else None,
         )
     tables = [] if result.report is None else folding.render(result.report)
     _emit({"schema_version": 1, **result.to_dict()}, json_target, tables)
@@ -453,60 +472,19 @@ def _example_inputs(inputs: list[str], seed: int) -> tuple[list[str], tuple[Any,
 @app.command()
 def doctor(json_target: Json = None) -> None:
     """Versions, the custom-op library, execution providers: what works here, and what does not and why."""
-    rows: list[tuple[str, str, bool | None]] = [
-        ("bnexport", __version__, True),
-        ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}", True),
-    ]
-    for name in ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "numpy"):
-        try:
-            rows.append((name, str(importlib.import_module(name).__version__), True))
-        except ImportError as error:
-            rows.append((name, f"missing: {error}", False if name != "onnxruntime" else None))
-    rows += _library_rows()
+    from bnexport.runtime.doctor import examine
+
+    checks = examine()
     table = Table(title="bnexport doctor", show_header=False)
-    for name, text, ok in rows:
-        table.add_row(
-            {True: "[green]ok[/green]", False: "[red]no[/red]", None: "[yellow]--[/yellow]"}[ok], name, _escape(text)
-        )
-    _emit(
-        {"schema_version": 1, "checks": [{"name": name, "value": text, "ok": ok} for name, text, ok in rows]},
-        json_target,
-        [table],
-    )
-    broken = [f"{name}: {text}" for name, text, ok in rows if ok is False]
+    for _ in range(3):
+        table.add_column(overflow="fold")
+    marks = {True: "[green]ok[/green]", False: "[red]no[/red]", None: "[yellow]--[/yellow]"}
+    for check in checks:
+        table.add_row(marks[check.ok], check.name, _escape(check.value))
+    _emit({"schema_version": 1, "checks": [dataclasses.asdict(check) for check in checks]}, json_target, [table])
+    broken = [f"{check.name}: {check.value}" for check in checks if check.ok is False]
     if broken:
         raise MissingDependencyError("; ".join(broken))
-
-
-def _library_rows() -> list[tuple[str, str, bool | None]]:
-    rows: list[tuple[str, str, bool | None]] = []
-    try:
-        from bnexport.runtime import capi, library
-
-        rows.append(
-            ("custom-op library", f"{library.get_library_path()} ({capi.version()}, {capi.instruction_set()})", True)
-        )
-    except BnexportError as error:
-        rows.append(("custom-op library", str(error), False))
-    try:
-        import onnxruntime
-
-        rows.append(("execution providers", ", ".join(onnxruntime.get_available_providers()), True))
-        from bnexport.runtime import library
-
-        library.register(onnxruntime.SessionOptions())
-        rows.append(("registration in ONNX Runtime", "works", True))
-    except ImportError:
-        rows.append(
-            (
-                "execution providers",
-                "onnxruntime is not installed: pip install 'bnexport[cpu]' or 'bnexport[gpu]'",
-                None,
-            )
-        )
-    except BnexportError as error:
-        rows.append(("registration in ONNX Runtime", str(error), False))
-    return rows
 
 
 @app.callback(invoke_without_command=True)

@@ -7,27 +7,31 @@ import os
 import pathlib
 from typing import Any, Literal
 
-import onnx_ir as ir
 import torch
 from torch import nn
 
 from bnexport import folding, model_io
 from bnexport.errors import UsageError, VerificationError
-from bnexport.exporting import dynamo, torchscript, verification, wrapper
+from bnexport.exporting import dynamo, torch_formats, torchscript, verification, wrapper
 from bnexport.exporting.finish import STATE_SUFFIX, finish
 from bnexport.exporting.verification import Verification
 
 MODES = ("deploy", "custom_op")
 EXPORTERS = {"dynamo": dynamo.trace, "torchscript": torchscript.trace}
-FORMATS = ("onnx",)
+FORMATS = ("onnx", *torch_formats.FORMATS)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportResult:
-    """What export made: the file, its graph, what was folded (mode deploy) and how it was verified."""
+    """What export made: the file, its graph, what was folded (mode deploy) and how it was verified.
+
+    model: an onnx_ir.Model, torch.jit.ScriptModule or torch.export.ExportedProgram, as the format.
+    exporter: what made the graph: "dynamo" or "torchscript"; for the format "torchscript" "script" or
+    "trace", for "pt2" "torch.export". notes: what had to be done otherwise than asked for.
+    """
 
     path: pathlib.Path
-    model: ir.Model
+    model: Any
     mode: str
     exporter: str
     training: bool
@@ -37,10 +41,12 @@ class ExportResult:
     report: Any
     verification: Verification
     notes: tuple[str, ...]
+    format: str = "onnx"
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "path": str(self.path),
+            "format": self.format,
             "mode": self.mode,
             "exporter": self.exporter,
             "training": self.training,
@@ -60,13 +66,14 @@ def export(
     *,
     mode: Literal["deploy", "custom_op"] = "deploy",
     exporter: Literal["dynamo", "torchscript"] = "dynamo",
-    format: Literal["onnx"] = "onnx",
+    format: Literal["onnx", "torchscript", "pt2"] = "onnx",
     dynamic: bool = True,
     verify: bool = True,
+    fold: bool = True,
     input_names: list[str] | None = None,
     output_names: list[str] | None = None,
 ) -> ExportResult:
-    """Exports `model` to an ONNX file at `path`. The module, its state and its mode stay untouched.
+    """Exports `model` to a file at `path`. The module, its state and its mode stay untouched.
 
     mode "deploy": inference. Sync batch norm of any kind becomes BatchNormalization and is folded
     into the weights beside it; the file needs nothing of ours.
@@ -76,13 +83,20 @@ def export(
     the output `name.new`; the initializer `name` (as in the state_dict) holds its old value. Batch
     norms of one process carry a portable body of standard operators; a group of several processes
     needs the custom-op library and a registered group, under the name "world" for the default one.
+    It is for ONNX only.
+
+    The formats "torchscript" (scripted, or traced where it cannot be scripted, and frozen) and "pt2"
+    (torch.export.save) hold torch's own operators only, folded by `fold_module`, and load in a process
+    that has nothing of ours.
 
     Args:
         args: example inputs, one tensor or a tuple of tensors for the positional parameters.
-        exporter: "dynamo" (torch.export) or "torchscript" (tracing).
+        exporter: for ONNX, "dynamo" (torch.export) or "torchscript" (tracing).
         dynamic: dimension 0 and every dimension from 2 on of each input of rank >= 2 are dynamic.
-        verify: run the exported model in ONNX Runtime and compare it with torch on `args`.
-        input_names, output_names: names in the graph; by default forward's parameter names, and
+        verify: run the exported model, in ONNX Runtime or in a new process, and compare it with torch
+            on `args`.
+        fold: in mode "deploy", fold batch norms into the weights beside them.
+        input_names, output_names: names in an ONNX graph; by default forward's parameter names, and
             "output" (or "output_0", ..., or the keys of a dict).
 
     Raises:
@@ -93,6 +107,9 @@ def export(
     inputs = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     _check(model, inputs, mode, exporter, format)
     target = pathlib.Path(path)
+    if format != "onnx":
+        _check_torch_format(format, mode, input_names or output_names)
+        return _to_torch_format(model, inputs, target, format, dynamic=dynamic, verify=verify, fold=fold)
 
     prepared = wrapper.for_deploy(model) if mode == "deploy" else wrapper.for_custom_op(model)
     state = [] if mode == "deploy" else wrapper.training_state(prepared)
@@ -111,7 +128,7 @@ def export(
     finish(graph, list(outputs), state_names, groups)
 
     report = None
-    if mode == "deploy":
+    if mode == "deploy" and fold:
         result = folding.fold(graph, verify=False)
         graph, report = result.model, result.report
 
@@ -136,6 +153,41 @@ def export(
         verification=checked,
         notes=tuple(notes),
     )
+
+
+def _to_torch_format(
+    model: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    target: pathlib.Path,
+    format: str,
+    *,
+    dynamic: bool,
+    verify: bool,
+    fold: bool,
+) -> ExportResult:
+    names = dynamo.input_names(model, len(inputs))
+    done = torch_formats.export(model, inputs, target, format, names=names, fold=fold, dynamic=dynamic, verify=verify)
+    return ExportResult(
+        path=target,
+        model=done.model,
+        mode="deploy",
+        exporter=done.method,
+        training=False,
+        inputs=tuple(names),
+        outputs=done.outputs,
+        state=(),
+        report=done.report,
+        verification=done.verification,
+        notes=done.notes,
+        format=format,
+    )
+
+
+def _check_torch_format(format: str, mode: str, names: list[str] | None) -> None:
+    if mode != "deploy":
+        raise UsageError(f"mode: got {mode!r} with format {format!r}, expected 'deploy'; only ONNX can keep the node")
+    if names:
+        raise UsageError(f"input_names, output_names: given with format {format!r}, expected with 'onnx' only")
 
 
 def _check(model: nn.Module, inputs: tuple[Any, ...], mode: str, exporter: str, format: str) -> None:

@@ -80,9 +80,9 @@ def trace(
     """Traces `wrapper` to an onnx_ir Model. Returns it and notes on dimensions that had to stay static."""
     notes: list[str] = []
     shapes = dynamic_dimensions(names, args) if dynamic else None
-    tracing_args = _widen(args, shapes)
-    with _quiet():
-        program = _export(wrapper, tracing_args, names, shapes, notes)
+    tracing_args = widen(args, shapes)
+    with quiet():
+        program = export_program(wrapper, tracing_args, names, shapes, notes, variadic=True)
         _refuse_batch_statistics(program)
         onnx_program = torch.onnx.export(
             program,
@@ -123,24 +123,32 @@ def dynamic_dimensions(names: list[str], args: tuple[torch.Tensor, ...]) -> list
     return result
 
 
-def _widen(args: tuple[torch.Tensor, ...], shapes: list[dict[int, str]] | None) -> tuple[torch.Tensor, ...]:
+def widen(args: tuple[torch.Tensor, ...], shapes: list[dict[int, str]] | None) -> tuple[torch.Tensor, ...]:
     """Batches of one repeated once: torch.export takes a size of 1 for a constant."""
     if shapes is None:
         return args
     return tuple(torch.cat([arg, arg]) if shape and arg.shape[0] == 1 else arg for arg, shape in zip(args, shapes))
 
 
-def _export(
-    wrapper: Traced,
+def export_program(
+    module: torch.nn.Module,
     args: tuple[torch.Tensor, ...],
     names: list[str],
     shapes: list[dict[int, str]] | None,
     notes: list[str],
+    *,
+    variadic: bool,
 ) -> torch.export.ExportedProgram:
+    """torch.export with dynamic sizes where the model allows them; it notes those that it fixes.
+
+    variadic: whether the inputs are one parameter of the module's forward, *inputs.
+    """
+
     def attempt(kind: Any) -> torch.export.ExportedProgram:
-        specification = None if shapes is None else (tuple(dict.fromkeys(shape, kind) for shape in shapes),)
+        dimensions = None if shapes is None else tuple(dict.fromkeys(shape, kind) for shape in shapes)
+        specification = (dimensions,) if variadic and dimensions is not None else dimensions
         with torch.no_grad():
-            return torch.export.export(wrapper, args, dynamic_shapes=specification, strict=False)
+            return torch.export.export(module, args, dynamic_shapes=specification, strict=False)
 
     if shapes is None:
         return attempt(None)
@@ -196,7 +204,7 @@ def _write_constant_sizes(graph: ir.Graph) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps the exporter's progress and deprecation chatter away; errors still come as exceptions."""
     loggers = [
         logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch._dynamo", "onnxscript", "onnx_ir")

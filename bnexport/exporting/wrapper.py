@@ -6,7 +6,6 @@ shared with the original.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils import _pytree
 from bnexport.errors import UnsupportedModelError
 from bnexport.sync_bn import distributed
 from bnexport.sync_bn.convert import is_sync_batch_norm, replace, revert_sync_batchnorm, to_sync
+from bnexport.sync_bn.copies import copy_model
 from bnexport.sync_bn.module import SyncBatchNorm
 
 
@@ -28,33 +28,22 @@ class LocalBatchNorm(SyncBatchNorm):
         return 1
 
 
-def copy_model(model: nn.Module) -> nn.Module:
-    """A deep copy that shares process groups, which cannot be copied."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for name in ("process_group", "group"):
-            group = module.__dict__.get(name)
-            if group is not None:
-                memo[id(group)] = group
-    return copy.deepcopy(model, memo)
-
-
 def for_deploy(model: nn.Module) -> nn.Module:
     """A copy in eval mode in which every sync batch norm is a plain one."""
     return revert_sync_batchnorm(copy_model(model)).eval()
 
 
-def for_custom_op(model: nn.Module) -> nn.Module:
+def for_custom_op(model: nn.Module, *, fixed_statistics: bool = False) -> nn.Module:
     """A copy in the model's own mode in which every sync batch norm is ours.
 
     A plain batch norm in training mode becomes ours over one process: exporters would give it
-    inference semantics without an error.
+    inference semantics without an error. fixed_statistics: one in eval mode, too.
     """
 
     def prepare(module: nn.Module) -> nn.Module | None:
         if is_sync_batch_norm(module):
             return to_sync(module, None)
-        if isinstance(module, _BatchNorm) and module.training:
+        if isinstance(module, _BatchNorm) and (module.training or fixed_statistics):
             local = to_sync(module, None)
             assert local is not None
             local.__class__ = _local_class(type(local))

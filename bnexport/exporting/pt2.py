@@ -1,0 +1,78 @@
+"""pt2 files: torch.export of the folded module, with its own inputs and outputs, and dynamic sizes."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bnexport.errors import UnsupportedModelError
+from bnexport.exporting import dynamo
+
+NAMESPACES = ("aten", "prims", "prim")
+_PYTHON = ("_operator", "operator", "math", "builtins", "torch")
+
+
+def build(
+    model: nn.Module, inputs: tuple[torch.Tensor, ...], names: list[str], dynamic: bool
+) -> tuple[torch.export.ExportedProgram, list[str]]:
+    """The program, and notes on dimensions that the model fixes. `model` is in eval mode.
+
+    Raises UnsupportedModelError where torch.export fails, or where operators of other libraries remain.
+    """
+    notes: list[str] = []
+    shapes = dynamo.dynamic_dimensions(names, inputs) if dynamic else None
+    parameters = inspect.signature(model.forward).parameters.values()
+    variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+    with dynamo.quiet():
+        try:
+            args = dynamo.widen(inputs, shapes)
+            program = dynamo.export_program(model, args, names, shapes, notes, variadic=variadic)
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: torch.export fails: {str(error).strip()[:400]}; use format='torchscript',"
+                " which keeps control flow where it can script it"
+            ) from error
+    _refuse_foreign_operators(program, type(model).__name__)
+    return program, notes
+
+
+def save(program: torch.export.ExportedProgram, path: Path) -> None:
+    with dynamo.quiet(), path.open("wb") as file:
+        torch.export.save(program, file)
+
+
+def operators(program: torch.export.ExportedProgram) -> set[str]:
+    """Names of all called operators, those of inner graphs included."""
+    found: set[str] = set()
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            found.update(_name(node.target) for node in module.graph.nodes if node.op == "call_function")
+    return found
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return target.name()
+    if isinstance(target, (types.FunctionType, types.BuiltinFunctionType)):
+        return f"{target.__module__}.{target.__name__}"
+    return f"torch.{target}" if isinstance(target, torch._ops.HigherOrderOperator) else str(target)
+
+
+def _refuse_foreign_operators(program: torch.export.ExportedProgram, name: str) -> None:
+    foreign = sorted(
+        operator
+        for operator in operators(program)
+        if (
+            operator.partition("::")[0] not in NAMESPACES if "::" in operator else operator.split(".")[0] not in _PYTHON
+        )
+    )
+    if foreign:
+        raise UnsupportedModelError(
+            f"{name}: the program needs {', '.join(foreign[:8])}, which torch alone cannot load;"
+            " replace it by torch's own operators before export"
+        )

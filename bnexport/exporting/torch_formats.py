@@ -1,0 +1,118 @@
+"""Export to the formats of torch itself: fold, build, write aside, check in a new process, move into place."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
+from bnexport.exporting import fresh_process, pt2, torchscript_format, wrapper
+from bnexport.exporting.verification import Verification
+from bnexport.folding.module import Options, fold_copy
+from bnexport.folding.report import FoldReport
+from bnexport.sync_bn.convert import revert_sync_batchnorm
+from bnexport.sync_bn.copies import copy_model
+
+FORMATS = ("torchscript", "pt2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """model: a ScriptModule or an ExportedProgram. method: "script", "trace" or "torch.export"."""
+
+    model: Any
+    method: str
+    outputs: tuple[str, ...]
+    report: FoldReport | None
+    verification: Verification
+    notes: tuple[str, ...]
+
+
+def export(
+    model: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    target: Path,
+    format: str,
+    *,
+    names: list[str],
+    fold: bool,
+    dynamic: bool,
+    verify: bool,
+) -> Exported:
+    """Writes the file of `model` in eval mode, every sync batch norm as torch's own operator or folded."""
+    report, work, notes = None, None, []
+    original = copy_model(model, share_parameters=True).eval()
+    try:
+        outputs = _output_names(original, inputs)
+    except UsageError:  # some packages' batch norms run on GPUs only
+        original = revert_sync_batchnorm(original)
+        outputs = _output_names(original, inputs)
+    if fold:
+        try:
+            work, report = fold_copy(model, inputs, Options())
+        except UnsupportedModelError as error:
+            notes.append(f"nothing was folded: {error}")
+    if work is None:
+        work = wrapper.for_deploy(model)
+    with replaced_whole(target) as temporary:
+        built: Any
+        if format == "torchscript":
+            built, method, more = torchscript_format.build(work, inputs)
+            torchscript_format.save(built, temporary)
+        else:
+            built, more = pt2.build(work, inputs, names, dynamic)
+            method = "torch.export"
+            pt2.save(built, temporary)
+        notes += more
+        checked = Verification.skipped("not asked for")
+        if verify:
+            checked = fresh_process.check(temporary, format, original, inputs, outputs, dynamic)
+            if checked.passed is False:
+                raise VerificationError(
+                    f"{target}: the exported model differs from torch, nothing was written: {checked.summary()}"
+                )
+    if method == "trace":
+        warnings.warn(notes[-1], UserWarning, stacklevel=4)
+    return Exported(built, method, tuple(outputs), report, checked, tuple(notes))
+
+
+def _output_names(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[str]:
+    """Names for the tensors among the model's outputs, as an ONNX graph would have them."""
+    try:
+        with torch.no_grad():
+            leaves, spec = _pytree.tree_flatten(model(*(value.clone() for value in inputs)))
+    except Exception as error:  # what the model's code raises
+        shapes = ", ".join(str(tuple(value.shape)) for value in inputs)
+        raise UsageError(f"args: the model fails on inputs of shape {shapes}: {error}") from error
+    names = wrapper.output_names(spec, len(leaves))
+    return [name for name, value in zip(names, leaves) if isinstance(value, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def replaced_whole(target: Path) -> Iterator[Path]:
+    """A path beside `target` to write to; it takes the target's place at the end, or disappears on an error."""
+    if not target.parent.is_dir():
+        raise UsageError(f"{target}: its folder does not exist")
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=target.suffix)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)  # mkstemp lets nobody else read it
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,143 @@
+"""fold_module: copy, trace, fold, trace again, compare."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
+from bnexport.folding.module import tracing, verification
+from bnexport.folding.module.engine import Engine, Options
+from bnexport.folding.report import Counts, FoldReport, SiteReport
+from bnexport.sync_bn.convert import is_sync_batch_norm, revert_sync_batchnorm
+from bnexport.sync_bn.copies import copy_model
+
+
+def fold_module(
+    model: nn.Module,
+    example_inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    *,
+    verify: bool = True,
+    only: Iterable[str] | None = None,
+    skip: Iterable[str] = (),
+    max_scale: float = 1e6,
+) -> nn.Module:
+    """A copy of `model` for inference, its batch norms folded into the layers beside them.
+
+    Every batch norm that `convert_sync_batchnorm` knows is taken with its running statistics, whatever
+    mode the module is in. It is folded into the Conv1d/2d/3d, ConvTranspose1d/2d/3d or Linear that makes
+    its input, else into those that read its output, where that is provably the same function; an
+    Identity takes its place. The algebra is float64, rounded once. The copy keeps the model's classes,
+    code and hooks, is in eval mode, and shares no memory with `model`, which stays as it is.
+
+    Where values go is found by torch.fx. A part that it cannot trace keeps its batch norms.
+    Convolutions are taken to get batches, as batch norms do, unless example_inputs show otherwise; a
+    Linear takes a map only where they show its rank, since in (N, L, C) a batch norm's channels are L.
+
+    Args:
+        example_inputs: a tensor, or those of the positional parameters. Other parameters keep their
+            defaults, and it is for such calls that the folded module equals the model.
+        verify: run both on example_inputs, where they are given, and compare; hooks run, too.
+        only, skip: paths of batch norms, as the report shows them.
+        max_scale: largest |gamma| / sqrt(var + eps) that is folded.
+
+    Returns the module; its attribute `fold_report` (a FoldReport) tells what happened to each batch norm.
+
+    Raises:
+        UsageError: an argument is wrong, or the model fails on example_inputs.
+        UnsupportedModelError: torch.fx cannot trace the model's own forward.
+        VerificationError: the folded module differs from the model by more than the tolerance.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    inputs = _inputs(example_inputs)
+    options = Options(None if only is None else frozenset(only), frozenset(skip), max_scale)
+    folded, report = fold_copy(model, inputs, options)
+    if verify and inputs is not None and report.changed:
+        original = copy_model(model, share_parameters=True).eval()
+        result = verification.compare(original, copy_model(folded, share_parameters=True), inputs)
+        if result.status == "failed":
+            raise VerificationError(f"the folded module differs from the original: {result.reason}")
+        report = dataclasses.replace(report, verification=result)
+    folded.fold_report = report  # type: ignore[assignment]
+    return folded
+
+
+def fold_copy(
+    model: nn.Module, inputs: tuple[torch.Tensor, ...] | None, options: Options
+) -> tuple[nn.Module, FoldReport]:
+    """The folded copy and its report, not compared with `model`."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError(f"model: got a {type(model).__name__}; fold the module that it was made from")
+    before = _count(model)
+    training = {path for path, module in model.named_modules() if module.training}
+    classes = {path: type(module).__name__ for path, module in model.named_modules()}
+    work = revert_sync_batchnorm(copy_model(model)).eval()
+    norms = {path for path, module in work.named_modules() if isinstance(module, _BatchNorm)}
+    unknown = sorted((options.skip | (options.only or frozenset())) - norms)
+    if unknown:
+        raise UsageError(
+            f"got {unknown[0]!r}, expected a batch norm of the model: {', '.join(sorted(norms)) or 'none'}"
+        )
+    first = tracing.trace(work, inputs)
+    sites = Engine(work, first, options).run()
+    folded = ", ".join(site.nodes[0] for site in sites if site.outcome == "folded")
+    if folded:
+        _trace_again(work, inputs, first, folded)
+    report = FoldReport(
+        sites=tuple(_as_in_the_source(site, classes, training) for site in sites),
+        before=before,
+        after=_count(work),
+        meaning_changed=any(site.outcome == "folded" and site.nodes[0] in training for site in sites),
+    )
+    return work, report
+
+
+def _trace_again(work: nn.Module, inputs: tuple[torch.Tensor, ...] | None, first: tracing.Trace, folded: str) -> None:
+    """Code may ask a batch norm for its attributes or class: it has to go the same way without it."""
+    try:
+        second = tracing.trace(work, inputs, shapes=False)
+    except UnsupportedModelError as error:
+        cause = str(error)
+    else:
+        if second.outline() == first.outline() and second.opaque == first.opaque:
+            return
+        cause = next(iter(second.opaque.items() - first.opaque.items()), ("", "its code takes another way"))[1]
+    raise UnsupportedModelError(
+        f"{type(work).__name__}: its forward looks at batch norms other than by calling them, and fails when they are"
+        f" folded ({cause}); leave those with skip=[...], folded were {folded}"
+    )
+
+
+def _inputs(example_inputs: torch.Tensor | Sequence[torch.Tensor] | None) -> tuple[torch.Tensor, ...] | None:
+    if example_inputs is None:
+        return None
+    inputs = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
+    for index, value in enumerate(inputs):
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(f"example_inputs[{index}]: got {type(value).__name__}, expected a torch.Tensor")
+    return inputs
+
+
+def _as_in_the_source(site: SiteReport, classes: dict[str, str], training: set[str]) -> SiteReport:
+    """Under the class that the model's author used. A batch norm with an activation became two modules."""
+    path = site.nodes[0]
+    source = path if path in classes else path.rpartition(".")[0]
+    return dataclasses.replace(site, op_type=classes.get(source, site.op_type), training=source in training)
+
+
+def _count(model: nn.Module) -> Counts:
+    """nodes: modules without children, but for identities."""
+    modules = list(model.modules())
+    sync = sum(is_sync_batch_norm(module) for module in modules)
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return Counts(
+        nodes=sum(not module._modules and not isinstance(module, nn.Identity) for module in modules),
+        batch_norm=sum(isinstance(module, _BatchNorm) for module in modules) - sync,
+        sync_batch_norm=sync,
+        parameter_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+    )

@@ -1,0 +1,36 @@
+"""Parameters of torch as NumPy arrays and back, bfloat16 included."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from bnexport.folding.affine import FLOAT_TYPES
+from bnexport.folding.refusal import Refused
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The values in their own type, on the CPU; Refused for what is no plain tensor of a float type."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if type(tensor) not in _PLAIN or tensor.is_quantized or tensor.layout is not torch.strided or tensor.is_meta:
+        raise Refused("no-values", f"a {type(tensor).__name__} on {tensor.device.type} has no values to compute with")
+    if name not in FLOAT_TYPES:
+        raise Refused("type", f"a parameter is {name}, expected one of {', '.join(FLOAT_TYPES)}")
+    plain = tensor.detach().cpu().contiguous()
+    if plain.dtype == torch.bfloat16:
+        return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return plain.numpy()
+
+
+def from_numpy(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """A tensor with memory of its own, on the device and in the memory format of `like`."""
+    array = np.ascontiguousarray(array)
+    bfloat16 = array.dtype == ml_dtypes.bfloat16
+    values = torch.from_numpy(array.view(np.int16) if bfloat16 else array)
+    values = values.view(torch.bfloat16) if bfloat16 else values
+    if values.shape != like.shape:
+        return values.to(like.device).clone()
+    return torch.empty_like(like, dtype=values.dtype, requires_grad=False).copy_(values)

@@ -1,0 +1,237 @@
+"""Which value of a module's forward goes where: a symbolic trace by torch.fx, as evidence for folds.
+
+Values are symbols in a trace, so what it shows holds for every input: code that looks at a value to
+choose its way cannot be traced. A submodule in which that happens is taken as one opaque call. Where
+the outermost forward cannot be traced nothing is known, and that is an error.
+
+Hooks see values that a fold would change. They are not run here; what they see is noted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx._symbolic_trace import PH
+from torch.fx.proxy import TraceError
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree
+
+from bnexport.errors import UnsupportedModelError, UsageError
+from bnexport.folding.module import layers
+from bnexport.sync_bn.copies import copy_model
+
+_MODEL = "model"
+# Modules of one tensor to one tensor that stand next to batch norms.
+_ELEMENTWISE = (
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish, nn.Hardsigmoid),
+    *(nn.Sigmoid, nn.Tanh, nn.Softmax, nn.Dropout, nn.Dropout2d, nn.Flatten),
+)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """One forward as a graph of symbols.
+
+    paths: of each call of a submodule, its path (the first one of a shared module). opaque: paths of
+    the submodules that could not be traced, each with the reason. seen_by_hooks: the values that hooks
+    see. read: paths of parameters and buffers that code reads itself. shapes: of tensors, where example
+    inputs were given.
+    """
+
+    graph: fx.Graph
+    paths: dict[fx.Node, str]
+    opaque: dict[str, str]
+    seen_by_hooks: frozenset[fx.Node]
+    read: tuple[str, ...]
+    shapes: dict[fx.Node, tuple[int, ...]]
+
+    def calls(self) -> dict[str, list[fx.Node]]:
+        """The calls of each submodule, by its path."""
+        found: dict[str, list[fx.Node]] = {}
+        for node, path in self.paths.items():
+            found.setdefault(path, []).append(node)
+        return found
+
+    def outline(self) -> list[str]:
+        """Every step, for a comparison of two traces."""
+        return [f"{node.op} {node.target}" for node in self.graph.nodes]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return any(module.__dict__.get(name) for name in _HOOKS)
+
+
+def is_plain_batch_norm(module: nn.Module) -> bool:
+    """Whether the class computes what torch's batch norm computes: its forward is torch's own."""
+    own = "forward" in module.__dict__ or type(module).forward is not _BatchNorm.forward
+    return isinstance(module, _BatchNorm) and not own
+
+
+def trace(model: nn.Module, example_inputs: tuple[torch.Tensor, ...] | None, *, shapes: bool = True) -> Trace:
+    """Traces model(*inputs); `model` stays as it is. Other parameters of its forward keep their defaults.
+
+    shapes: run the model on the example inputs, for the shapes in it.
+
+    Raises UnsupportedModelError where the outermost forward cannot be traced, UsageError where the
+    number of its inputs cannot be told.
+    """
+    count = _input_count(model) if example_inputs is None else len(example_inputs)
+    opaque: dict[str, str] = {}
+    while True:
+        root = _Root(copy_model(model, share_parameters=True))
+        tracer = _Tracer(frozenset(opaque))
+        try:
+            with torch.no_grad():
+                graph = tracer.trace(root, (PH,) * count)  # type: ignore[arg-type]
+            break
+        except Exception as error:  # whatever the model's code makes of symbols
+            if not tracer.failed:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__}: its forward cannot be traced by torch.fx ({_first_line(error)}), so where"
+                    " values go is not known; fold its parts instead, such as"
+                    f" model.{_some_child(model)} = bnexport.fold_module(model.{_some_child(model)})"
+                ) from error
+            opaque[tracer.failed] = _first_line(error)
+    paths = {node: _inner(str(node.target)) for node in graph.nodes if node.op == "call_module"}
+    read = tuple(
+        _inner(str(node.target))
+        for node in graph.nodes
+        if node.op == "get_attr" and str(node.target).startswith(f"{_MODEL}.")
+    )
+    known = _shapes(root, graph, example_inputs) if shapes and example_inputs is not None else {}
+    return Trace(graph, paths, opaque, frozenset(tracer.seen_by_hooks), read, known)
+
+
+class _Root(nn.Module):
+    """Gives the model itself a name, a caller and a fixed number of inputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.model(*inputs)
+
+
+class _Symbol(fx.Proxy):
+    """A value of the trace, for code that asks for its class.
+
+    An ordinary symbol is no torch.Tensor, and such code would silently take the way for something else.
+    This one is a Tensor where that is certain, and ends the trace where it is not.
+    """
+
+    _is_param = _is_buffer = False
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        if not self.tracer.is_tensor(self.node):  # type: ignore[attr-defined]
+            raise TraceError(f"its code asks for the class of {self.node}, which the trace does not know")
+        return torch.Tensor
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def __init__(self, opaque: frozenset[str]) -> None:
+        super().__init__()
+        self.failed = ""  # path of the innermost submodule that could not be traced
+        self.seen_by_hooks: set[fx.Node] = set()
+        self._opaque = opaque
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Symbol(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        return a.node if type(a) is _Symbol else super().create_arg(a)
+
+    def is_tensor(self, node: fx.Node) -> bool:
+        """Inputs are tensors, and so is what these modules return."""
+        if node.op != "call_module":
+            return node.op == "placeholder"
+        module = self.root.get_submodule(str(node.target))
+        if _inner(str(node.target)) in self._opaque:
+            return False
+        return layers.is_known(module) or is_plain_batch_norm(module) or type(module) in _ELEMENTWISE
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if _inner(module_qualified_name) in self._opaque or layers.is_known(m):
+            return True
+        if isinstance(m, _BatchNorm):
+            return is_plain_batch_norm(m)
+        return super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        hooked = has_hooks(m)
+        if hooked:
+            self._note((args, kwargs))
+        try:
+            result = super().call_module(m, m.forward, args, kwargs)
+        except Exception:
+            self.failed = self.failed or _inner(self.path_of_module(m))
+            raise
+        if hooked:
+            self._note(result)
+        return result
+
+    def _note(self, values: Any) -> None:
+        leaves = _pytree.tree_leaves(values)
+        self.seen_by_hooks.update(value.node for value in leaves if isinstance(value, fx.Proxy))
+
+
+class _ShapeRecorder(fx.Interpreter):
+    def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(root, garbage_collect_values=True, graph=graph)
+        self.shapes: dict[fx.Node, tuple[int, ...]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, torch.Tensor):
+            self.shapes[n] = tuple(value.shape)
+        return value
+
+
+def _shapes(root: nn.Module, graph: fx.Graph, inputs: tuple[torch.Tensor, ...]) -> dict[fx.Node, tuple[int, ...]]:
+    recorder = _ShapeRecorder(root, graph)
+    try:
+        with torch.no_grad():
+            # Code that works in place may change its inputs.
+            recorder.run(*(value.clone() for value in inputs))
+    except Exception as error:
+        shapes = ", ".join(str(tuple(value.shape)) for value in inputs)
+        raise UsageError(
+            f"example_inputs: the model fails on inputs of shape {shapes}: {_first_line(error)}"
+        ) from error
+    return recorder.shapes
+
+
+def _input_count(model: nn.Module) -> int:
+    parameters = inspect.signature(model.forward).parameters.values()
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if any(p.kind is p.VAR_POSITIONAL or (p.kind is p.KEYWORD_ONLY and p.default is p.empty) for p in parameters):
+        raise UsageError(
+            f"{type(model).__name__}: its forward takes any number of inputs, or keywords; give example_inputs"
+        )
+    return len(required)
+
+
+def _inner(path: str) -> str:
+    return path.removeprefix(_MODEL).removeprefix(".")
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__)[:200]
+
+
+def _some_child(model: nn.Module) -> str:
+    return max(model.named_children(), key=lambda child: len(list(child[1].modules())), default=("part", model))[0]

@@ -1,0 +1,275 @@
+"""TorchScript and pt2 files: torch's operators only, equal to the module, loadable without bnexport."""
+
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import bnexport
+from bnexport.cli import main
+from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
+from bnexport.exporting import pt2, torchscript_format
+from bnexport.folding.module import engine
+from models.resnet import digits_resnet
+from models.segmentation import Segmenter
+from tests.folding_module.nets import trained
+from tests.sync_bn import lookalikes
+
+NETWORKS = {
+    "segmenter": (Segmenter, torch.randn(2, 3, 32, 32), torch.randn(1, 3, 48, 40)),
+    "resnet": (digits_resnet, torch.randn(2, 1, 8, 8), torch.randn(5, 1, 12, 10)),
+}
+FORMATS = ["torchscript", "pt2"]
+
+
+def operators(result):
+    return (torchscript_format if result.format == "torchscript" else pt2).operators(result.model)
+
+
+def batch_norms(result):
+    return {name for name in operators(result) if "norm" in name}
+
+
+def load(result):
+    if result.format == "pt2":
+        return torch.export.load(str(result.path)).module()
+    return torch.jit.load(str(result.path))
+
+
+def pair(*layers):
+    return trained(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), *layers))
+
+
+@pytest.fixture(params=FORMATS)
+def format(request):
+    return request.param
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_networks_at_any_size(network, format, tmp_path):
+    make, example, other = NETWORKS[network]
+    net = trained(make()).train()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    result = bnexport.export(net, example, tmp_path / f"m.{format}", format=format)
+    assert result.verification.passed
+    assert all(output.max_abs_error < 1e-5 for output in result.verification.outputs)
+    assert result.exporter == ("script" if format == "torchscript" else "torch.export")
+    assert result.outputs == (("out", "aux") if network == "segmenter" else ("output",))
+    assert not batch_norms(result)
+    assert not result.report.kept
+    assert not result.notes
+    assert net.training
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    with torch.no_grad():
+        expected, got = net.eval()(other), load(result)(other)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def test_a_process_that_cannot_import_bnexport(format, tmp_path):
+    net = pair(nn.ReLU())
+    x = torch.randn(2, 3, 6, 6)
+    result = bnexport.export(net, x, tmp_path / "m", format=format, verify=False)
+    torch.save((x, net(x).detach()), tmp_path / "data")
+    loader = "torch.jit.load('m')" if format == "torchscript" else "torch.export.load('m').module()"
+    code = (
+        "import sys; sys.modules['bnexport'] = None; import torch; x, y = torch.load('data');"
+        f"torch.testing.assert_close({loader}(x).detach(), y, rtol=0, atol=1e-5)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert result.verification.passed is None
+    assert result.outputs == ("output",)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        bnexport.SyncBatchNorm(4),
+        nn.SyncBatchNorm(4),
+        lookalikes.NaiveSyncBatchNorm(4),
+        lookalikes.FrozenBatchNorm2d(4),
+    ],
+    ids=["ours", "torch", "detectron2", "frozen"],
+)
+@pytest.mark.parametrize("fold", [True, False], ids=["folded", "kept"])
+def test_every_kind_of_batch_norm(norm, fold, tmp_path):
+    net = trained(nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU()))
+    x = torch.randn(2, 3, 6, 6)
+    result = bnexport.export(net, x, tmp_path / "m.pt", format="torchscript", fold=fold, verify=False)
+    torch.testing.assert_close(load(result)(x), net(x).detach(), rtol=0, atol=1e-5)
+    assert batch_norms(result) == (set() if fold else {"aten::batch_norm"})
+    assert (result.report is None) is not fold
+
+
+def test_a_norm_that_cannot_run_here(format, tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), lookalikes.InPlaceABNSync(4))
+    result = bnexport.export(net, torch.randn(2, 3, 6, 6), tmp_path / "m", format=format)
+    assert result.verification.passed
+    assert not batch_norms(result)
+
+
+def test_freezing_does_not_fold_along_the_wrong_axis(tmp_path):
+    net = trained(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    result = bnexport.export(net, torch.randn(2, 4, 4), tmp_path / "m.pt", format="torchscript")
+    assert result.verification.passed
+    assert batch_norms(result) == {"aten::batch_norm"}
+
+
+class Chooses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = pair()
+
+    def forward(self, x):
+        return self.body(x) if bool(x.sum() > 0) else x
+
+
+def test_control_flow_is_scripted(tmp_path):
+    """torch.fx cannot trace it, so nothing is folded, and the result says so; both ways stay in the file."""
+    net = Chooses()
+    x = torch.ones(1, 3, 5, 5)
+    result = bnexport.export(net, x, tmp_path / "m.pt", format="torchscript")
+    assert result.exporter == "script"
+    assert batch_norms(result) == {"aten::batch_norm"}
+    assert result.report is None
+    assert "nothing was folded: Chooses: its forward cannot be traced" in result.notes[0]
+    for feed in (x, -x):
+        torch.testing.assert_close(load(result)(feed), net(feed).detach(), rtol=0, atol=1e-5)
+    net.body = bnexport.fold_module(net.body, x)
+    assert not batch_norms(bnexport.export(net, x, tmp_path / "m.pt", format="torchscript", verify=False))
+    with pytest.raises(UnsupportedModelError, match=r"torch\.export fails"):
+        bnexport.export(net, x, tmp_path / "m.pt2", format="pt2")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.pt"]
+
+
+class Unscriptable(nn.Module):
+    """The compiler knows no set comprehensions."""
+
+    def __init__(self, fixes_batch=False):
+        super().__init__()
+        self.body = pair()
+        self.fixes_batch = fixes_batch
+
+    def forward(self, x):
+        y = self.body(x) * max({2 * value for value in (0, 1)})
+        return y * int(x.shape[0]) if self.fixes_batch else y
+
+
+def test_what_cannot_be_scripted_is_traced_and_says_so(tmp_path):
+    with pytest.warns(UserWarning, match="scripting fails .* traced instead"):
+        result = bnexport.export(Unscriptable(), torch.randn(2, 3, 5, 5), tmp_path / "m.pt", format="torchscript")
+    assert result.exporter == "trace"
+    assert result.verification.passed
+    assert "traced instead" in result.notes[-1]
+    assert not batch_norms(result)
+
+
+def test_a_trace_that_fixes_the_batch_is_refused(tmp_path):
+    path = tmp_path / "m.pt"
+    path.write_bytes(b"what was there")
+    arguments = (Unscriptable(fixes_batch=True), torch.randn(2, 3, 5, 5), path)
+    with pytest.raises(VerificationError, match="differs from torch, nothing was written"):
+        bnexport.export(*arguments, format="torchscript")
+    assert path.read_bytes() == b"what was there"
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.warns(UserWarning, match="traced instead"):
+        assert bnexport.export(*arguments, format="torchscript", dynamic=False).verification.passed
+
+
+class Neither(nn.Module):
+    def forward(self, x):
+        return type("Result", (), {"value": x})()
+
+
+def test_neither_scripted_nor_traced(tmp_path):
+    with pytest.raises(UnsupportedModelError, match=r"can neither script it \(.*\) nor trace it \(.*format='onnx'"):
+        bnexport.export(Neither(), torch.randn(2, 3), tmp_path / "m.pt", format="torchscript")
+    assert not list(tmp_path.iterdir())
+
+
+class Foreign(nn.Module):
+    """Calls an operator that only bnexport defines."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("var", torch.ones(3))
+
+    def forward(self, x):
+        norm = torch.ops.bnexport.sync_batch_norm
+        return norm(x, self.mean, self.var, None, None, False, 0.1, 1e-5, "", 1, "exact", "local", 0)[0]
+
+
+def test_operators_of_other_libraries_are_refused(format, tmp_path):
+    with pytest.raises(
+        UnsupportedModelError, match=r"needs bnexport::sync_batch_norm.*, which torch alone cannot load"
+    ):
+        bnexport.export(Foreign(), torch.randn(2, 3, 5, 5), tmp_path / "m", format=format)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_fold_is_never_written(format, tmp_path, monkeypatch):
+    write = engine.Layer.write
+
+    def wrong(layer):
+        write(layer)
+        layer.module._parameters["bias"].data += 1e-3
+
+    monkeypatch.setattr(engine.Layer, "write", wrong)
+    with pytest.raises(VerificationError, match="nothing was written: output 'output' differs"):
+        bnexport.export(pair(), torch.randn(2, 3, 6, 6), tmp_path / "m", format=format)
+    assert not list(tmp_path.iterdir())
+
+
+def test_warnings_of_torch_stay_out_of_sight(format, tmp_path):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        bnexport.export(pair(), torch.randn(2, 3, 6, 6), tmp_path / "m", format=format, verify=False)
+    assert not [str(warning.message) for warning in seen]
+
+
+def test_other_readers_may_read_the_file(format, tmp_path):
+    plain = tmp_path / "plain"
+    plain.touch()
+    result = bnexport.export(pair(), torch.randn(2, 3, 6, 6), tmp_path / "m", format=format, verify=False)
+    assert result.path.stat().st_mode == plain.stat().st_mode
+
+
+def test_onnx_without_folding(tmp_path):
+    result = bnexport.export(pair(), torch.randn(2, 3, 6, 6), tmp_path / "m.onnx", fold=False)
+    assert result.verification.passed
+    assert [node.op_type for node in result.model.graph] == ["Conv", "BatchNormalization"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"mode": "custom_op"},
+            "mode: got 'custom_op' with format '.*', expected 'deploy'; only ONNX can keep the node",
+        ),
+        ({"input_names": ["a"]}, "input_names, output_names: given with format"),
+        ({"args": torch.randn(2, 5, 6, 6)}, r"args: the model fails on inputs of shape \(2, 5, 6, 6\)"),
+        ({"path": "missing/m.pt"}, "its folder does not exist"),
+    ],
+)
+def test_usage_errors(change, message, format, tmp_path):
+    arguments = {"model": pair(), "args": torch.randn(2, 3, 6, 6), "path": tmp_path / "m"} | change
+    with pytest.raises(UsageError, match=message):
+        bnexport.export(**arguments, format=format)
+    assert not list(tmp_path.iterdir())
+
+
+def test_command_line(format, tmp_path, capsys):
+    path = tmp_path / f"m.{format}"
+    code = main(
+        ["export", "models.resnet:digits_resnet", str(path), "--input", "x:2,1,8,8", "--format", format, "--json", "-"]
+    )
+    assert code == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["format"], result["verification"]["passed"], result["path"]) == (format, True, str(path))
+    assert path.stat().st_size > 100_000

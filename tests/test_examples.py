@@ -1,0 +1,161 @@
+"""The C and C++ examples, built and run here: what they compute equals what Python computes."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+import bnexport
+from bnexport import tolerances
+from models.resnet import digits_resnet
+from models.segmentation import Segmenter
+from tests.checks import assert_within
+from tests.folding_module.nets import trained
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+RUNTIME = sorted((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.1.*"))
+
+needs_compiler = pytest.mark.skipif(
+    not shutil.which("cmake") or not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")),
+    reason="no CMake or no compiler here",
+)
+
+
+def build(name, folder, *definitions):
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    for command in (
+        ["cmake", *generator, "-S", str(EXAMPLES / name), "-B", str(folder), *definitions],
+        ["cmake", "--build", str(folder)],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return str(folder / name)
+
+
+@pytest.fixture(scope="module")
+def ort_run(tmp_path_factory):
+    if not RUNTIME:
+        pytest.skip("this onnxruntime has no libonnxruntime of its own")
+    return build("ort_run", tmp_path_factory.mktemp("ort_run"), f"-DONNXRUNTIME_LIBRARY={RUNTIME[-1]}")
+
+
+@pytest.fixture(scope="module")
+def libtorch_run(tmp_path_factory):
+    if torch.version.cuda and not shutil.which("nvcc"):
+        pytest.skip("a libtorch built for CUDA needs the CUDA toolkit to build against")
+    prefix = torch.utils.cmake_prefix_path
+    return build("libtorch_run", tmp_path_factory.mktemp("libtorch_run"), f"-DCMAKE_PREFIX_PATH={prefix}")
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A model that keeps its nodes."""
+    path = tmp_path_factory.mktemp("kept") / "kept.onnx"
+    bnexport.export(trained(digits_resnet()), torch.randn(2, 1, 8, 8), path, mode="custom_op", verify=False)
+    return path
+
+
+def run(program, *arguments):
+    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=False)
+
+
+def run_on(program, model, x, folder, *more):
+    """Its standard output, and the values that it wrote."""
+    source, target = folder / "input.bin", folder / "output.bin"
+    x.astype(np.float32).tofile(source)
+    done = run(program, model, ",".join(map(str, x.shape)), source, target, *more)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, np.fromfile(target, np.float32)
+
+
+@needs_compiler
+@pytest.mark.parametrize("library", [True, False], ids=["library", "portable body"])
+def test_ort_run(ort_run, kept, library, tmp_path):
+    x = np.random.default_rng(0).standard_normal((3, 1, 8, 8), np.float32)
+    more = [bnexport.get_library_path()] if library else []
+    text, got = run_on(ort_run, kept, x, tmp_path, *more)
+    session = bnexport.InferenceSession(kept) if library else onnxruntime.InferenceSession(kept)
+    (expected,) = session.run(None, {"x": x})
+    assert text == "output: [3, 10]\n"
+    np.testing.assert_array_equal(got.reshape(expected.shape), expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("shape", "file", "more", "message"),
+    [
+        ("3,1,8", "input", [], "does not fit the shape"),
+        ("3,1,8,8,", "input", [], "expected a shape such as 2,3,32,32"),
+        ("3,1,8,8", "missing", [], "missing: cannot be read"),
+        ("192,1", "input", [], "Invalid rank for input"),
+        ("3,1,8,8", "input", ["no_library.so"], "no_library.so"),
+    ],
+)
+def test_ort_run_says_what_is_wrong(ort_run, kept, shape, file, more, message, tmp_path):
+    np.zeros(192, np.float32).tofile(tmp_path / "input")
+    done = run(ort_run, kept, shape, tmp_path / file, tmp_path / "out", *more)
+    assert done.returncode == 1
+    assert "error:" in done.stderr
+    assert message in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("make", "example", "shape", "outputs"),
+    [
+        (digits_resnet, (2, 1, 8, 8), (3, 1, 8, 8), "output: [3, 10]\n"),
+        (Segmenter, (2, 3, 32, 32), (1, 3, 48, 40), "out: [1, 5, 48, 40]\naux: [1, 5, 48, 40]\n"),
+    ],
+    ids=["resnet", "segmenter"],
+)
+def test_libtorch_run(libtorch_run, make, example, shape, outputs, tmp_path):
+    net, x = trained(make()), torch.randn(shape)
+    path = tmp_path / "m.pt"
+    bnexport.export(net, torch.randn(example), path, format="torchscript", verify=False)
+    text, got = run_on(libtorch_run, path, x.numpy(), tmp_path)
+    with torch.no_grad():
+        value = net(x)
+    expected = [value] if isinstance(value, torch.Tensor) else list(value.values())
+    flat = torch.cat([tensor.flatten() for tensor in expected]).numpy()
+    assert text == outputs
+    assert_within(got, flat, tolerances.model("float32", flat))
+
+
+@needs_compiler
+def test_libtorch_run_says_what_is_wrong(libtorch_run, tmp_path):
+    (tmp_path / "m.pt").write_bytes(b"no model")
+    np.zeros(4, np.float32).tofile(tmp_path / "input")
+    done = run(libtorch_run, tmp_path / "m.pt", "2,2", tmp_path / "input", tmp_path / "out")
+    assert done.returncode == 1
+    assert f"libtorch {torch.__version__.partition('+')[0]}" in done.stderr
+    assert "cannot load it" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_python_snippets_of_the_page(tmp_path, monkeypatch):
+    """docs/deploy.md, in order, with a model, images and kept.onnx at hand."""
+    monkeypatch.chdir(tmp_path)
+    model, images = trained(digits_resnet()), torch.randn(2, 1, 8, 8)
+    bnexport.export(model, images, tmp_path / "kept.onnx", mode="custom_op", verify=False)
+    namespace = {"bnexport": bnexport, "torch": torch, "model": model, "images": images}
+    blocks = re.findall(r"^```python\n(.*?)^```", (EXAMPLES.parent / "docs/deploy.md").read_text(), re.M | re.S)
+    assert len(blocks) >= 4
+    for block in blocks:
+        exec(compile(block, "docs/deploy.md", "exec"), namespace)
+    (expected,) = namespace["session"].run(None, {"x": namespace["images"].numpy()})
+    torch.testing.assert_close(namespace["outputs"].detach(), torch.from_numpy(expected), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(namespace["folded"](namespace["images"]), namespace["outputs"], rtol=1e-4, atol=1e-4)
+
+
+def test_a_runtime_that_is_not_there(tmp_path):
+    if not shutil.which("cmake"):
+        pytest.skip("no CMake here")
+    done = run("cmake", "-S", EXAMPLES / "ort_run", "-B", tmp_path, "-DONNXRUNTIME_LIBRARY=/nowhere/libonnxruntime.so")
+    assert done.returncode != 0
+    assert "expected the path of libonnxruntime.so" in " ".join(done.stderr.split())
