@@ -1,12 +1,33 @@
-"""Removes batch norms from ONNX models: exact algebra, refusals with reasons, verified results."""
+"""Removes batch norms from ONNX models: exact algebra, refusals with reasons, verified results.
+
+The names are imported when they are first used: the verifying process needs few of them.
+"""
 
 from __future__ import annotations
 
-from bnexport.folding.api import FoldResult, fold
-from bnexport.folding.comparison import OutputComparison
-from bnexport.folding.inspection import InspectReport, inspect
-from bnexport.folding.report import FoldReport, Refusal, SiteReport, render
-from bnexport.folding.verification import VerifyResult, verify
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bnexport.folding.api import FoldResult, fold
+    from bnexport.folding.comparison import OutputComparison
+    from bnexport.folding.inspection import InspectReport, inspect
+    from bnexport.folding.report import FoldReport, Refusal, SiteReport, render
+    from bnexport.folding.verification import VerifyResult, verify
+
+_HOMES = {
+    "FoldReport": "report",
+    "FoldResult": "api",
+    "InspectReport": "inspection",
+    "OutputComparison": "comparison",
+    "Refusal": "report",
+    "SiteReport": "report",
+    "VerifyResult": "verification",
+    "fold": "api",
+    "inspect": "inspection",
+    "render": "report",
+    "verify": "verification",
+}
 
 __all__ = [
     "FoldReport",
@@ -21,3 +42,15 @@ __all__ = [
     "render",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'bnexport.folding' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"bnexport.folding.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

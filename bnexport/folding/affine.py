@@ -25,6 +25,9 @@ the dead channels of trained float32 networks to 1e-40 and below. (In float16 th
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -39,10 +42,15 @@ FLOAT_TYPES = {
     "float64": np.dtype(np.float64),
 }
 
-# Rows are scaled in pieces of about this many elements, so that float64 copies stay small.
-_BLOCK = 1 << 21
 # What is this much smaller than a rounding error of its neighbours does not count.
 _NEGLIGIBLE = 2.0**-40
+
+
+class _Limits(NamedTuple):
+    max: float
+    smallest_normal: float
+    smallest_subnormal: float
+    eps: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +67,17 @@ class ChannelAffine:
     ) -> ChannelAffine:
         """Raises Refused for statistics or an eps that no trained batch norm has."""
         gamma, beta, mean, var = (np.asarray(array, np.float64) for array in (gamma, beta, mean, var))
-        for name, array in (("scale", gamma), ("bias", beta), ("mean", mean), ("variance", var)):
-            if not np.isfinite(array).all():
-                raise Refused("not-finite", f"the {name} holds NaN or infinite values")
-        if (var < 0).any():
-            raise Refused("negative-variance", f"the variance is negative, smallest {var.min():.3g}")
-        if not np.isfinite(eps) or eps < 0:
+        # One test for the four vectors: a sum with NaN or infinity is not finite.
+        if not np.isfinite(gamma + beta + mean + var).all():
+            for name, array in (("scale", gamma), ("bias", beta), ("mean", mean), ("variance", var)):
+                if not np.isfinite(array).all():
+                    raise Refused("not-finite", f"the {name} holds NaN or infinite values")
+        if not math.isfinite(eps) or eps < 0:
             raise Refused("bad-epsilon", f"epsilon is {eps}, expected a finite number >= 0")
-        if (var + eps == 0).any():
+        smallest = var.min(initial=np.inf)
+        if smallest < 0:
+            raise Refused("negative-variance", f"the variance is negative, smallest {smallest:.3g}")
+        if smallest + eps == 0:
             raise Refused("zero-variance", "variance + epsilon is 0 in a channel")
         return cls(gamma / np.sqrt(var + eps), mean, beta)
 
@@ -103,12 +114,30 @@ class ChannelAffine:
             self.scale * after.scale, self.center, (self.shift - after.center) * after.scale + after.shift
         )
 
+    @property
+    def is_shift(self) -> bool:
+        """Whether the map adds a constant and does nothing else."""
+        return bool((self.scale == 1).all())
+
     def only_scale(self) -> ChannelAffine:
         return ChannelAffine.scaling(self.scale)
+
+    def inverse_scale(self, bound: float) -> np.ndarray:
+        """1 / scale, refused where it is beyond `bound`."""
+        smallest = float(np.abs(self.scale).min(initial=np.inf))
+        if smallest * bound < 1:
+            raise Refused("scale", f"a scale of {smallest:.3g} would be divided by, the bound is 1 / {bound:.3g}")
+        return 1.0 / self.scale
 
     def take(self, channels: np.ndarray | slice) -> ChannelAffine:
         """The map on some of the channels, in the order given."""
         return ChannelAffine(self.scale[channels], self.center[channels], self.shift[channels])
+
+    def spread(self, channels: np.ndarray | slice, size: int) -> ChannelAffine:
+        """The map on these channels of `size`, and the identity on the others."""
+        scale, center, shift = np.ones(size), np.zeros(size), np.zeros(size)
+        scale[channels], center[channels], shift[channels] = self.scale, self.center, self.shift
+        return ChannelAffine(scale, center, shift)
 
     def repeat(self, count: int) -> ChannelAffine:
         """Each channel `count` times in a row, as when (C, S) is flattened."""
@@ -122,47 +151,34 @@ def along(vector: np.ndarray, axis: int, rank: int) -> np.ndarray:
     return vector.reshape(shape)
 
 
-def round_scaled(weight: np.ndarray, factor: np.ndarray) -> np.ndarray:
-    """weight * factor in float64, rounded once to the weight's type. `factor` broadcasts to weight."""
-    out = np.empty(weight.shape, weight.dtype)
-    factor = np.broadcast_to(factor, weight.shape)
-    if weight.ndim == 0:
-        return np.asarray(weight.astype(np.float64) * factor).astype(weight.dtype)
-    rows = max(1, _BLOCK // max(1, weight[:1].size))
-    for start in range(0, weight.shape[0], rows):
-        block = slice(start, start + rows)
-        out[block] = (weight[block].astype(np.float64) * factor[block]).astype(weight.dtype)
-    return out
+@functools.cache
+def _limits(dtype: np.dtype) -> _Limits:
+    info = ml_dtypes.finfo(dtype)
+    return _Limits(*(float(value) for value in (info.max, info.smallest_normal, info.smallest_subnormal, info.eps)))
 
 
-def check_scaled(weight: np.ndarray, factor: np.ndarray, dtype: np.dtype) -> None:
-    """Refuses a scaling that `dtype` cannot hold; see the head of this file. `factor` has the weight's rank."""
-    limits = ml_dtypes.finfo(dtype)
-    largest_finite, smallest_normal = float(limits.max), float(limits.smallest_normal)
-    # The slice of an element is the set of elements with the same factor.
-    shared = tuple(axis for axis in range(weight.ndim) if factor.shape[axis] == 1)
-    if weight.size == 0:
+def check_range(largest: np.ndarray, factor: np.ndarray, dtype: np.dtype) -> None:
+    """Refuses a scaling that `dtype` cannot hold; see the head of this file.
+
+    largest: the largest magnitude of each slice; factor: the magnitude of what it is multiplied by.
+    """
+    limits = _limits(dtype)
+    after = largest * factor
+    if after.min() >= limits.smallest_normal and after.max() <= limits.max:
         return
-    # Two reductions instead of abs(weight): no copy of a large weight. NaN and infinity come through.
-    with np.errstate(invalid="ignore"):
-        highest = weight.max(axis=shared, keepdims=True).astype(np.float64)
-        lowest = weight.min(axis=shared, keepdims=True).astype(np.float64)
-    before = np.maximum(highest, -lowest)
-    if not np.isfinite(before).all():
+    if not np.isfinite(largest).all():
         raise Refused("not-finite", "the weight holds NaN or infinite values")
-    after = before * np.abs(factor)
     with np.errstate(over="ignore"):
         finite = np.isfinite(after.astype(dtype).astype(np.float64)).all()
     if not finite:
-        raise Refused("overflow", f"a folded weight would be {after.max():.3g}, {dtype} ends at {largest_finite:.3g}")
-    loss = float(limits.smallest_subnormal) / 2
-    lost = (after < smallest_normal) & (before > 0) & (np.abs(factor) < 1) & (factor != 0)
-    lost &= loss > _NEGLIGIBLE * float(limits.eps) / 2 * after.max()
+        raise Refused("overflow", f"a folded weight would be {after.max():.3g}, {dtype} ends at {limits.max:.3g}")
+    lost = (after < limits.smallest_normal) & (largest > 0) & (factor < 1) & (factor != 0)
+    lost &= limits.smallest_subnormal / 2 > _NEGLIGIBLE * limits.eps / 2 * after.max()
     if lost.any():
         raise Refused(
             "underflow",
             f"a folded weight channel would be at most {after[lost].min():.3g},"
-            f" {dtype} loses bits below {smallest_normal:.3g}",
+            f" {dtype} loses bits below {limits.smallest_normal:.3g}",
         )
 
 
@@ -172,18 +188,21 @@ def round_vector(values: np.ndarray, dtype: np.dtype, what: str, magnitude: np.n
     magnitude: size of the terms whose sum `values` is. What cancelled to less than the rounding of
     its terms may become zero; a value that is small in itself may not.
     """
-    if not np.isfinite(values).all():
-        raise Refused("not-finite", f"the {what} would hold NaN or infinite values")
-    with np.errstate(over="ignore"):
-        rounded = values.astype(dtype)
-    if not np.isfinite(rounded.astype(np.float64)).all():
-        largest = float(np.abs(values).max())
-        raise Refused(
-            "overflow", f"the {what} would be {largest:.3g}, {dtype} ends at {float(ml_dtypes.finfo(dtype).max):.3g}"
-        )
-    eps = float(ml_dtypes.finfo(dtype).eps)
+    limits = _limits(dtype)
+    largest = float(np.abs(values).max(initial=0.0))
+    if not largest <= limits.max:
+        if not np.isfinite(values).all():
+            raise Refused("not-finite", f"the {what} would hold NaN or infinite values")
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(values.astype(dtype)).all()
+        if not finite:
+            raise Refused("overflow", f"the {what} would be {largest:.3g}, {dtype} ends at {limits.max:.3g}")
+    rounded = values.astype(dtype)
+    if np.count_nonzero(rounded) == np.count_nonzero(values):
+        return rounded
+    eps = limits.eps
     flushed = (rounded == 0) & (values != 0)
-    flushed &= np.abs(values) > _NEGLIGIBLE * eps / 2 * np.abs(values).max(initial=0.0)
+    flushed &= np.abs(values) > _NEGLIGIBLE * eps / 2 * largest
     if magnitude is not None:
         flushed &= np.abs(values) > eps * magnitude
     if flushed.any():

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,14 @@ from bnexport.folding.engine import Engine, count
 from bnexport.folding.mixed_types import insert_casts
 from bnexport.folding.report import FoldReport
 from bnexport.folding.rules import ALL
-from bnexport.folding.verification import Source, VerifyResult
-from bnexport.model_io import ModelSource, load, write
+from bnexport.folding.verification import Source, Terms, VerifyResult
+from bnexport.model_io import ModelSource, Staged, load, write
+from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.read import open_source
 
 SCHEMA_VERSION = 1
+# Seconds that each step of the search for a wrong fold may spend on a float64 run.
+_PATIENCE = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,7 @@ def fold(
     samples: int = 2,
     atol: float | None = None,
     rtol: float | None = None,
+    timeout: float | None = None,
     only: Iterable[str] | None = None,
     skip: Iterable[str] = (),
     max_scale: float = 1e6,
@@ -56,7 +59,8 @@ def fold(
 ) -> FoldResult:
     """Folds every batch norm that can be folded; writes the result to `target` if one is given.
 
-    source is never changed. verify, inputs, seed, samples, atol, rtol: as `verify` takes them. only,
+    source is never changed. verify: run both models in a process of its own, under inputs, seed, samples,
+    atol, rtol and timeout as `verify` takes them. only,
     skip: labels of nodes, as the report shows them. max_scale: largest |gamma| / std that is folded.
     training_to_inference: also turn BatchNormalization that trains into inference. rules: names of the
     rules that may be used (`bnexport.folding.rules.ALL`).
@@ -75,42 +79,42 @@ def fold(
         training_to_inference=training_to_inference,
         rules=None if rules is None else frozenset(rules),
     )
-    opened = open_source(source)
-    before = count(opened.model)
-    if external_data is None and write.has_external_data(opened.model):
-        external_data = True
-    done = _transform(opened, options, keep_references=verify)
-    model, engine = opened.model, done.engine
-    report = FoldReport(
-        sites=tuple(engine.sites),
-        before=before,
-        after=count(model),
-        meaning_changed=engine.meaning_changed,
-        source=opened.path,
-        target=None if target is None else os.fspath(target),
-    )
+    terms = Terms(inputs, seed, samples, atol, rtol, timeout)
     staged = None
     try:
-        if target is not None:
-            own = [opened.path] if opened.path else []
-            staged = write.stage(
-                model, target, inputs=own, overwrite_input=overwrite_input, external_data=external_data
-            )
+        with paused_collection():
+            opened = open_source(source)
+            model, before = opened.model, count(opened.model)
+            if external_data is None and write.has_external_data(model):
+                external_data = True
+            done = _transform(opened, options, keep_references=verify)
+            if target is not None:
+                own = [opened.path] if opened.path else []
+                staged = write.stage(
+                    model, target, inputs=own, overwrite_input=overwrite_input, external_data=external_data
+                )
+        report = FoldReport(
+            sites=tuple(done.engine.sites),
+            before=before,
+            after=count(model),
+            meaning_changed=done.engine.meaning_changed,
+            source=opened.path,
+            target=None if target is None else os.fspath(target),
+            notes=_notes(staged),
+        )
         if verify and report.changed:
-            compare = functools.partial(
-                verification.compare, inputs=inputs, seed=seed, count=samples, atol=atol, rtol=rtol
-            )
-            result = _verify(done, ModelSource(model, None if staged is None else staged.path), compare)
+            # What is verified is what was written.
+            result = _verify(done, model if staged is None else load(staged.path), terms)
             report = dataclasses.replace(report, verification=result)
             if result.status == "failed":
-                culprit = _first_wrong_fold(source, options, len(report.folded), compare)
+                culprit = _first_wrong_fold(source, options, len(report.folded), terms)
                 raise VerificationError(
                     f"the folded model differs from the original: {result.reason}{culprit}; nothing was written"
                 )
         if staged is not None:
             staged.commit()
-            if staged.data_name and staged.target == opened.path:
-                # Lazy weights refer to the data file that has just been replaced.
+            if staged.target == opened.path:
+                # Lazy weights refer to the file that has just been replaced.
                 model = load(staged.target)
     finally:
         if staged is not None:
@@ -118,18 +122,26 @@ def fold(
     return FoldResult(model, report)
 
 
+def _notes(staged: Staged | None) -> tuple[str, ...]:
+    if staged is None or not staged.too_large:
+        return ()
+    return (
+        f"the model is too large for one protobuf message (2 GiB); its weights are in {staged.data_name!r} beside it",
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Transformed:
     """The engine after its work, and what its result is to be compared with, best first."""
 
     engine: Engine
-    references: tuple[ModelSource, ...]
+    references: tuple[ir.Model, ...]
 
 
 def _transform(opened: ModelSource, options: Options, *, keep_references: bool) -> _Transformed:
     """Converts and folds `opened.model` in place."""
     model = opened.model
-    references = [ModelSource(model.clone(), opened.path)] if keep_references else []
+    references = [model.clone()] if keep_references else []
     engine = Engine(model, options)
     engine.convert()
     if keep_references and engine.converted:
@@ -137,18 +149,18 @@ def _transform(opened: ModelSource, options: Options, *, keep_references: bool) 
             references.clear()
         converted = model.clone()
         insert_casts(converted)
-        references.append(ModelSource(converted, None))
+        references.append(converted)
     engine.fold()
     if engine.converted:
         insert_casts(model)
     return _Transformed(engine, tuple(references))
 
 
-def _verify(done: _Transformed, candidate: ModelSource, compare: Callable[..., VerifyResult]) -> VerifyResult:
+def _verify(done: _Transformed, candidate: ir.Model, terms: Terms) -> VerifyResult:
     """Against the first reference that can be run: the original, or else the converted but unfolded graph."""
     result = VerifyResult("not verified", "there is no reference")
     for index, reference in enumerate(done.references):
-        result = compare(reference, candidate)
+        result = verification.compare(reference, candidate, terms)
         if index or done.engine.training_converted:
             result = dataclasses.replace(result, reference="converted")
         if result.status != "not verified":
@@ -156,14 +168,15 @@ def _verify(done: _Transformed, candidate: ModelSource, compare: Callable[..., V
     return result
 
 
-def _first_wrong_fold(source: Source, options: Options, folds: int, compare: Callable[..., VerifyResult]) -> str:
+def _first_wrong_fold(source: Source, options: Options, folds: int, terms: Terms) -> str:
     """Bisects over the number of folds; a clause for the error message."""
+    terms = dataclasses.replace(terms, patience=_PATIENCE)
     right, wrong, site = 0, folds, None
     while right < wrong:
         middle = (right + wrong) // 2
         opened = open_source(source)
         done = _transform(opened, dataclasses.replace(options, limit=middle + 1), keep_references=True)
-        if _verify(done, ModelSource(opened.model, None), compare).status == "failed":
+        if _verify(done, opened.model, terms).status == "failed":
             wrong = middle
             site = [report for report in done.engine.sites if report.outcome == "folded"][-1]
         else:

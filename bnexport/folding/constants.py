@@ -21,6 +21,8 @@ from bnexport.folding.shapes import Shapes
 
 # A longer chain of constant nodes than any exporter writes; a bound for hostile files.
 _DEPTH = 32
+# Longer than any list of axes, pads or parts.
+_INTEGERS = 1 << 12
 
 
 class Described(NamedTuple):
@@ -50,14 +52,23 @@ class Constants:
             raise Refused("missing", f"the {what} is missing")
         return self._array(value, what, _DEPTH)
 
+    def tensor(self, value: ir.Value | None, what: str) -> ir.TensorProtocol:
+        """The value as a tensor; what the file holds is not read."""
+        if value is not None:
+            tensor = self.stored(value, what)
+            if tensor is not None:
+                return tensor
+        return ir.Tensor(self.array(value, what))
+
     def describe(self, value: ir.Value | None, what: str) -> Described:
         """Shape and type of a constant; an initializer is not read."""
         if value is None:
             raise Refused("missing", f"the {what} is missing")
-        self.check(value, what)
         tensor = self.stored(value, what)
         if tensor is not None:
-            return Described(tuple(tensor.shape.numpy()), tensor.dtype.numpy())
+            # Without the Shape object that a tensor of the file makes anew each time it is asked.
+            raw = tensor.raw.dims if isinstance(tensor, ir.serde.TensorProtoTensor) else tensor.shape.numpy()
+            return Described(tuple(raw), tensor.dtype.numpy())
         array = self._array(value, what, _DEPTH)
         return Described(array.shape, array.dtype)
 
@@ -66,13 +77,12 @@ class Constants:
         array = self.array(value, what)
         if array.dtype not in FLOAT_TYPES.values():
             raise Refused("type", f"the {what} has type {array.dtype}, expected a float type")
-        with np.errstate(invalid="ignore"):  # signalling NaN; whoever reads the values refuses them
-            return array.astype(np.float64)
+        return array.astype(np.float64)
 
     def ints(self, value: ir.Value | None, what: str) -> tuple[int, ...]:
         """A small integer tensor, flattened."""
         array = self.array(value, what)
-        if array.dtype.kind not in "iu" or array.size > 64:
+        if array.dtype.kind not in "iu" or array.size > _INTEGERS:
             raise Refused("type", f"the {what} is not a short list of integers")
         return tuple(int(item) for item in array.reshape(-1))
 
@@ -134,10 +144,10 @@ class Constants:
         return None
 
     def _array(self, value: ir.Value, what: str, depth: int) -> np.ndarray:
-        self.check(value, what, depth)
         tensor = self.stored(value, what)
         if tensor is not None:
             return read_tensor(tensor)
+        self.check(value, what, depth)
         node = value.producer()
         assert node is not None
         if node.op_type == "Constant":

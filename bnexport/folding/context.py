@@ -12,6 +12,7 @@ from bnexport.folding.edits import Edit, Exact, Raw, Slot
 from bnexport.folding.names import Names
 from bnexport.folding.nodes import input_at
 from bnexport.folding.shapes import Shape, Shapes
+from bnexport.folding.surgery import Surgery
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,15 @@ class Context:
     """One graph family (the main graph and its bodies, or a function and its bodies) under one opset."""
 
     def __init__(
-        self, model: ir.Model, opset: int, names: Names, shapes: Shapes, options: Options, *, in_function: bool
+        self,
+        model: ir.Model,
+        opset: int,
+        names: Names,
+        shapes: Shapes,
+        surgery: Surgery,
+        options: Options,
+        *,
+        in_function: bool,
     ) -> None:
         self.model = model
         self._shapes = shapes
@@ -45,7 +54,9 @@ class Context:
         self.in_function = in_function
         self.constants = Constants(model, shapes)
         self.edits: dict[Slot, Edit] = {}
-        self.dead: list[ir.Node] = []
+        self.surgery = surgery
+        # What a rule found out about an axis of a node and will ask again.
+        self.memory: dict[tuple[ir.Node, int], np.ndarray] = {}
 
     def shape(self, value: ir.Value) -> Shape | None:
         """Sizes, names of sizes, or None for an unknown size; None altogether where not even the rank is known."""
@@ -71,7 +82,10 @@ class Context:
 
     def current(self, node: ir.Node, index: int, what: str, edits: dict[Slot, Edit] | None = None) -> np.ndarray:
         """A parameter as float64 with all edits so far, not rounded."""
-        edit = (edits or {}).get((node, index)) or self.edits.get((node, index))
+        slot = (node, index)
+        edit = edits.get(slot) if edits else None
+        if edit is None:
+            edit = self.edits.get(slot)
         if isinstance(edit, Exact):
             return edit.values
         if isinstance(edit, Raw):

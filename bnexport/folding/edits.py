@@ -21,11 +21,10 @@ class Scaled:
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """A parameter with a new value, known in float64 (any shape), and the type it is kept in."""
+    """A parameter with a new value: in float64 (any shape), and rounded to the type it is kept in."""
 
     values: np.ndarray
-    dtype: np.dtype
-    magnitude: np.ndarray | None = None
+    rounded: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)

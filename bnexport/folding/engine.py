@@ -16,18 +16,21 @@ import onnx_ir as ir
 from bnexport.errors import UnsupportedModelError
 from bnexport.folding import decomposed, sync_bn, training_mode
 from bnexport.folding.context import Context, Options
-from bnexport.folding.edits import Addend
+from bnexport.folding.elementwise import OP_TYPES
+from bnexport.folding.functions import inline_calls
 from bnexport.folding.names import Names
 from bnexport.folding.nodes import is_standard, label
 from bnexport.folding.old_values import return_old_counters
-from bnexport.folding.parameters import insert_add, write_parameters
+from bnexport.folding.parameters import write_parameters
+from bnexport.folding.placement import place
 from bnexport.folding.refusal import Refused
 from bnexport.folding.report import Counts, Refusal, SiteReport
-from bnexport.folding.rewrite import bypass, merge, parameter_type
+from bnexport.folding.rewrite import merge
 from bnexport.folding.rules import by_operator
 from bnexport.folding.search import Search
 from bnexport.folding.shapes import Shapes
 from bnexport.folding.site import Site, batch_norm_site, elementwise_site
+from bnexport.folding.surgery import Surgery
 from bnexport.model_io import walk
 from bnexport.model_io.write import tensor_total
 
@@ -48,15 +51,20 @@ class Family:
 class Engine:
     """Folds one model in place. `convert` first, then `fold`; `sites` grows as they run."""
 
-    def __init__(self, model: ir.Model, options: Options) -> None:
+    def __init__(self, model: ir.Model, options: Options, *, inline: bool = True) -> None:
+        _refuse_redefined_operators(model)
+        if inline and options.only is None and _inlining_helps(model, options):
+            inline_calls(model)
         self.model = model
         self.options = options
         self.sites: list[SiteReport] = []
         self._folded = 0
         self._round: list[tuple[int, SiteReport, Site | None]] = []
         self._conversions: dict[ir.Node, sync_bn.Conversion] = {}
-        _refuse_redefined_operators(model)
-        names, shapes = Names(model), Shapes(model)
+        self._rules = by_operator(options.rules)
+        self._labels: dict[ir.Node, str] = {}
+        self._surgery = Surgery()
+        names, shapes = Names(model), Shapes(model, self._surgery)
         self._families = [self._family("main graph", model.graph, names, shapes, in_function=False)]
         for function in model.functions.values():
             if not sync_bn.is_portable_body(function):
@@ -65,8 +73,9 @@ class Engine:
                 )
 
     def _family(self, name: str, graph: ir.Graph, names: Names, shapes: Shapes, *, in_function: bool) -> Family:
-        opset = graph.opset_imports.get("", 0)
-        context = Context(self.model, opset, names, shapes, self.options, in_function=in_function)
+        # The standard domain has two names.
+        opset = graph.opset_imports.get("", graph.opset_imports.get("ai.onnx", 0))
+        context = Context(self.model, opset, names, shapes, self._surgery, self.options, in_function=in_function)
         return Family(name, (graph, *graph.subgraphs()), context)
 
     @property
@@ -91,6 +100,7 @@ class Engine:
                 )
             if any(conversion.training and conversion.batch_norm is not None for conversion in conversions):
                 return_old_counters(family.graphs[0], family.context)
+        self._surgery.sweep()
         sync_bn.drop_unused_bodies(self.model)
 
     @property
@@ -101,6 +111,8 @@ class Engine:
     def converted(self) -> bool:
         return bool(self._conversions)
 
+    # A signalling NaN; whoever reads the values refuses them.
+    @np.errstate(invalid="ignore")
     def fold(self) -> None:
         """Every site of every graph, top to bottom; again while a fold makes room for another."""
         order = {node: index for index, node in enumerate(walk.nodes(self.model))}
@@ -110,111 +122,113 @@ class Engine:
             for _ in range(_ROUNDS):
                 self._round = []
                 self._pass(family, order)
-                done = [(place, report) for place, report, _ in self._round if report.outcome == "folded"]
+                done = [(position, report) for position, report, _ in self._round if report.outcome == "folded"]
                 folded += done
-                if not done:
+                if not done or len(done) == len(self._round):
                     break
-            for place, report, site in self._round:
+            for position, report, site in self._round:
                 if report.outcome == "folded":
                     continue
-                folded.append((place, self._merge(site, report, family.context)))
+                folded.append((position, self._merge(site, report, family.context)))
             write_parameters(family.context)
+        self._surgery.sweep()
         self.sites = settled + [site for _, site in sorted(folded, key=lambda entry: entry[0])]
 
     def _pass(self, family: Family, order: dict[ir.Node, int]) -> None:
         for graph in family.graphs:
             seen: set[ir.Node] = set()
-            for node in tuple(graph):
-                if node.graph is graph and is_standard(node, "BatchNormalization") and node not in seen:
+            nodes = [node for node in graph if is_standard(node, "BatchNormalization", *OP_TYPES)]
+            for node in nodes:
+                if node.op_type == "BatchNormalization" and node not in seen and not self._surgery.is_dead(node):
                     seen.update(self._batch_norm(node, family, order.get(node, len(order))))
-            for node in tuple(graph):
-                if node.graph is graph and node not in seen:
+            for node in nodes:
+                if node.op_type != "BatchNormalization" and node not in seen and not self._surgery.is_dead(node):
                     seen.update(self._elementwise(node, family, order.get(node, len(order))))
-            for node in decomposed.training_sites(graph, family.context):
-                reason = decomposed.REASON
-                refusal = Refusal("batch_norm", label(node), reason.code, reason.text)
-                site = dataclasses.replace(self._report(node, family), refusals=(refusal,))
-                self._round.append((order.get(node, len(order)), site, None))
+            for node in decomposed.training_sites(nodes, family.context):
+                self._keep(node, family, order.get(node, len(order)), decomposed.REASON)
 
-    def _batch_norm(self, node: ir.Node, family: Family, place: int) -> tuple[ir.Node, ...]:
+    def _batch_norm(self, node: ir.Node, family: Family, position: int) -> tuple[ir.Node, ...]:
         name = self._label(node)
-        report = self._report(node, family)
         try:
-            self._refuse_by_request(name)
+            if name in self.options.skip or (self.options.only is not None and name not in self.options.only):
+                raise Refused("skipped", "it was left alone on request")
             if not 1 <= family.context.opset <= NEWEST_OPSET:
                 raise Refused("opset", f"opset {family.context.opset} is not known here, the newest is {NEWEST_OPSET}")
             site = batch_norm_site(node, family.context)
         except Refused as reason:
-            outcome = "converted" if node in self._conversions else "kept"
-            refusal = Refusal("batch_norm", name, reason.code, reason.text)
-            self._round.append((place, dataclasses.replace(report, outcome=outcome, refusals=(refusal,)), None))
+            self._keep(node, family, position, reason)
             return (node,)
-        self._round.append((place, self._place(site, report, family), site))
+        self._round.append((position, self._place(site, family), site))
         return site.nodes
 
-    def _elementwise(self, node: ir.Node, family: Family, place: int) -> tuple[ir.Node, ...]:
-        if not 7 <= family.context.opset <= NEWEST_OPSET:
+    def _elementwise(self, node: ir.Node, family: Family, position: int) -> tuple[ir.Node, ...]:
+        if family.context.opset > NEWEST_OPSET or self.options.only is not None:
             return ()
         site = elementwise_site(node, family.context)
-        if (
-            site is None
-            or any(label(step) in self.options.skip for step in site.nodes)
-            or self.options.only is not None
-        ):
+        if site is None or any(self._label(step) in self.options.skip for step in site.nodes):
             return ()
-        self._round.append((place, self._place(site, self._report(site.nodes[0], family), family), site))
+        self._round.append((position, self._place(site, family), site))
         return site.nodes
 
-    def _report(self, node: ir.Node, family: Family) -> SiteReport:
+    def _keep(self, node: ir.Node, family: Family, position: int, reason: Refused) -> None:
+        """Reports a batch norm that cannot be read as a map."""
         conversion = self._conversions.get(node)
-        op_type = conversion.op_type if conversion else node.op_type
-        training = conversion is not None and conversion.training
-        return SiteReport((self._label(node),), op_type, family.name, "kept", training=training)
+        name = self._label(node)
+        report = SiteReport(
+            (name,),
+            conversion.op_type if conversion else node.op_type,
+            family.name,
+            "converted" if conversion else "kept",
+            refusals=(Refusal("batch_norm", name, reason.code, reason.text),),
+            training=conversion is not None and conversion.training,
+        )
+        self._round.append((position, report, None))
 
     def _label(self, node: ir.Node) -> str:
         """The name that the source gives the node."""
-        conversion = self._conversions.get(node)
-        return label(node) if conversion is None else conversion.name
+        if node not in self._labels:
+            conversion = self._conversions.get(node)
+            self._labels[node] = label(node) if conversion is None else conversion.name
+        return self._labels[node]
 
-    def _refuse_by_request(self, name: str) -> None:
-        if name in self.options.skip or (self.options.only is not None and name not in self.options.only):
-            raise Refused("skipped", "it was left alone on request")
-
-    def _place(self, site: Site, report: SiteReport, family: Family) -> SiteReport:
-        """Folds the site backward or forward, or says why neither can be."""
-        converted = [node for node in site.nodes if node in self._conversions]
+    def _place(self, site: Site, family: Family) -> SiteReport:
+        """Folds the site, or says why that cannot be done."""
+        names = tuple(self._label(node) for node in site.nodes)
+        conversions = [self._conversions[node] for node in site.nodes if node in self._conversions]
         magnitudes = np.abs(site.affine.scale)
-        report = dataclasses.replace(
-            report,
-            nodes=tuple(self._label(node) for node in site.nodes),
-            op_type=self._conversions[converted[0]].op_type if converted else report.op_type,
-            training=any(self._conversions[node].training for node in converted),
+        outcome = "converted" if conversions else "kept"
+        rules: tuple[str, ...] = ()
+        targets: tuple[str, ...] = ()
+        refusals: tuple[Refusal, ...] = ()
+        if self.options.limit is not None and self._folded >= self.options.limit:
+            refusals = (Refusal("limit", names[-1], "skipped", "the limit on folds was reached"),)
+        else:
+            placed = place(site, family.context, self._rules)
+            if isinstance(placed, Search):
+                self._folded += 1
+                outcome, rules = "folded", tuple(placed.used_rules)
+                targets = tuple(self._label(node) for node in placed.plan.targets)
+            else:
+                refusals = tuple(Refusal(way, names[-1], reason.code, reason.text) for way, reason in placed)
+        # A map that starts at a batch norm is named after it, wherever it stands in its site.
+        own = next((node for node in site.nodes if is_standard(node, "BatchNormalization")), site.nodes[0])
+        return SiteReport(
+            names,
+            conversions[0].op_type if conversions else own.op_type,
+            family.name,
+            outcome,
+            rules,
+            targets,
+            refusals,
+            training=any(conversion.training for conversion in conversions),
             channels=site.affine.channels,
-            scale_min=float(magnitudes.min(initial=np.inf)) if magnitudes.size else None,
-            scale_max=float(magnitudes.max(initial=0.0)) if magnitudes.size else None,
+            scale_min=float(magnitudes.min()) if magnitudes.size else None,
+            scale_max=float(magnitudes.max()) if magnitudes.size else None,
         )
-        refusals: list[Refusal] = []
-        attempts = (("backward", self._backward), ("forward", self._forward), ("scale", self._scale_backward))
-        full = self.options.limit is not None and self._folded >= self.options.limit
-        if full:
-            refusals.append(Refusal("limit", report.nodes[-1], "skipped", "the limit on folds was reached"))
-        for direction, attempt in () if full else attempts:
-            if direction == "scale" and all(refusal.code != "shift" for refusal in refusals):
-                continue
-            try:
-                search = attempt(site, family.context)
-            except Refused as reason:
-                refusals.append(Refusal(direction, report.nodes[-1], reason.code, reason.text))
-                continue
-            self._folded += 1
-            targets = tuple(label(node) for node in search.plan.targets)
-            return dataclasses.replace(report, outcome="folded", rules=tuple(search.used_rules), targets=targets)
-        outcome = "converted" if converted else "kept"
-        return dataclasses.replace(report, outcome=outcome, refusals=tuple(refusals))
 
     def _merge(self, site: Site | None, report: SiteReport, context: Context) -> SiteReport:
         """Leaves one batch norm of a site that found no place; a site of one node stays as it is."""
-        if site is None or len(site.nodes) == 1 or not site.has_batch_norm or site.axis != 1:
+        if site is None or len(site.nodes) == 1 or site.axis != 1:
             return report
         try:
             kept = merge(site, context)
@@ -222,33 +236,6 @@ class Engine:
             refusal = Refusal("merge", report.nodes[-1], reason.code, reason.text)
             return dataclasses.replace(report, refusals=(*report.refusals, refusal))
         return dataclasses.replace(report, outcome="merged", targets=(self._label(kept),))
-
-    def _backward(self, site: Site, context: Context) -> Search:
-        search = Search(context, by_operator(self.options.rules))
-        search.backward(site.input, site.axis, site.affine)
-        search.plan.commit()
-        bypass(site)
-        return search
-
-    def _scale_backward(self, site: Site, context: Context) -> Search:
-        """The scale into the producer, the shift into an Add: for producers that have no bias."""
-        rank = context.rank(site.input)
-        if rank is None:
-            raise Refused("rank", "the rank of its input is not known, so no Add can take the shift")
-        search = Search(context, by_operator(self.options.rules))
-        search.backward(site.input, site.axis, site.affine.only_scale())
-        addend = Addend(site.affine.offset, site.axis, rank, parameter_type(site, search.plan))
-        search.plan.check_add(addend)
-        search.plan.commit()
-        insert_add(context, bypass(site), addend)
-        return search
-
-    def _forward(self, site: Site, context: Context) -> Search:
-        search = Search(context, by_operator(self.options.rules))
-        search.forward(site.output, site.axis, site.affine)
-        search.plan.commit()
-        bypass(site)
-        return search
 
 
 def _import_standard_operators(family: Family) -> None:
@@ -258,6 +245,20 @@ def _import_standard_operators(family: Family) -> None:
         return
     if not any(node.domain == "" and not sync_bn.is_sync_batch_norm(node) for node in nodes):
         family.graphs[0].opset_imports[""] = family.context.opset = sync_bn.FALLBACK_OPSET
+
+
+def _inlining_helps(model: ir.Model, options: Options) -> bool:
+    """Whether calls stand between a batch norm and its place; found out on a copy, which shares all tensors."""
+    if not model.functions:
+        return False
+    trial = model.clone()
+    new = inline_calls(trial)
+    if not new:
+        return False
+    engine = Engine(trial, options, inline=False)
+    engine.convert()
+    engine.fold()
+    return any(site.outcome in ("folded", "merged") and not new.isdisjoint(site.nodes) for site in engine.sites)
 
 
 def _refuse_redefined_operators(model: ir.Model) -> None:

@@ -86,7 +86,8 @@ def inspect(source: Source) -> InspectReport:
                 batch_norms.append(info)
                 if is_sync_batch_norm(node):
                     groups[info.attributes["group"], info.attributes["group_size"]] = None
-    tensors = [slot.get() for slot in walk.tensors(model)]
+    held = (slot.get() for slot in walk.tensors(model))
+    files = {tensor.file for tensor in held if isinstance(tensor, ContainedTensor)}
     return InspectReport(
         ir_version=model.ir_version,
         opsets=dict(model.opset_imports),
@@ -100,9 +101,7 @@ def inspect(source: Source) -> InspectReport:
         groups=tuple(groups),
         parameter_count=sum(value.const_value.size for value in _initializers(model) if value.const_value is not None),
         parameter_bytes=tensor_total(model),
-        external_files=tuple(
-            sorted({"/".join(tensor.file.parts) for tensor in tensors if isinstance(tensor, ContainedTensor)})
-        ),
+        external_files=tuple(sorted({"/".join(file.parts) for file in files if not file.is_model})),
         subgraphs=subgraphs,
         path=opened.path,
     )

@@ -10,6 +10,7 @@ from bnexport.model_io import walk
 class Names:
     def __init__(self, model: ir.Model) -> None:
         self._taken: set[str] = set()
+        self._numbers: dict[str, int] = {}
         for graph in walk.graphs(model):
             self._taken.update(value.name for value in graph.inputs if value.name)
             self._taken.update(graph.initializers)
@@ -20,8 +21,9 @@ class Names:
 
     def fresh(self, wish: str) -> str:
         """`wish`, or `wish` with a number."""
-        name, number = wish, 1
+        name, number = wish, self._numbers.get(wish, 1)
         while name in self._taken:
             name, number = f"{wish}_{number}", number + 1
+        self._numbers[wish] = number
         self._taken.add(name)
         return name

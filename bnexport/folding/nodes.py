@@ -10,11 +10,15 @@ import onnx_ir as ir
 from bnexport.folding.refusal import Refused
 from bnexport.model_io.validate import printable
 
+# Names up to this length are shown whole.
+_LONG = 600
+
 
 def label(node: ir.Node) -> str:
     """How the report names a node: its name, or its first output; printable, since it comes from the file."""
-    if node.name:
-        return printable(node.name)
+    name = node.name
+    if name:
+        return name if name.isprintable() and len(name) < _LONG else printable(name)
     output = next((value.name for value in node.outputs if value.name), "")
     return printable(f"{node.op_type} -> {output}")
 

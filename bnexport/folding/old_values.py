@@ -5,7 +5,6 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from bnexport.folding.context import Context
-from bnexport.folding.parameters import remove_unused_constant
 
 _COUNTER = ".num_batches_tracked"
 _SUFFIX = ".new"
@@ -13,6 +12,7 @@ _SUFFIX = ".new"
 
 def return_old_counters(graph: ir.Graph, context: Context) -> None:
     """Batch counters that our exporter writes beside the statistics stand still in inference, too."""
+    outputs = {str(value.name) for value in graph.outputs}
     for output in tuple(graph.outputs):
         name = str(output.name)
         old = graph.initializers.get(name.removesuffix(_SUFFIX))
@@ -20,9 +20,9 @@ def return_old_counters(graph: ir.Graph, context: Context) -> None:
         if not name.endswith(_COUNTER + _SUFFIX) or old is None or node is None:
             continue
         statistics = (name.replace(_COUNTER, f".{kind}") for kind in ("running_mean", "running_var"))
-        if {*statistics} <= {value.name for value in graph.outputs}:
+        if outputs.issuperset(statistics):
             return_old(output, old, node, context)
-            remove_unused_constant(output)
+            context.surgery.may_be_unused(output)
 
 
 def return_old(output: ir.Value, old: ir.Value, node: ir.Node, context: Context) -> None:
@@ -37,6 +37,4 @@ def return_old(output: ir.Value, old: ir.Value, node: ir.Node, context: Context)
     same = identity.outputs[0]
     same.name, same.type, same.shape = output.name, output.type or old.type, output.shape or old.shape
     graph.insert_before(node, identity)
-    for index, value in enumerate(graph.outputs):
-        if value is output:
-            graph.outputs[index] = same
+    context.surgery.replace_output(output, same)

@@ -5,70 +5,62 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.folding.affine import round_scaled, round_vector
+from bnexport.folding.affine import round_vector
 from bnexport.folding.context import Context
-from bnexport.folding.edits import Addend, Exact, Raw, Scaled
+from bnexport.folding.edits import Addend, Edit, Exact, Raw
 from bnexport.folding.nodes import input_at, label
-from bnexport.model_io import ContainedTensor
+from bnexport.folding.scaled_tensor import scaled
 
 
 def write_parameters(context: Context) -> None:
-    """Computes every edited parameter once and puts it into the model."""
+    """Puts every edited parameter into the model."""
+    readers: dict[ir.Value, int] = {}
     for (node, index), edit in context.edits.items():
-        if node.graph is None:
-            continue
-        old = input_at(node, index)
-        if isinstance(edit, Exact):
-            array = round_vector(edit.values, edit.dtype, "parameter", edit.magnitude)
-        elif isinstance(edit, Raw):
-            array = edit.values
-        elif old is not None and old.is_initializer() and isinstance(old.const_value, ContainedTensor):
-            put_constant(context, node, index, _scaled_when_read(old.const_value, edit), label(node))
-            continue
-        else:
-            weight = context.constants.array(old, "parameter")
-            array = round_scaled(weight.reshape(edit.view), edit.factor).reshape(weight.shape)
-        put_constant(context, node, index, ir.Tensor(array), label(node))
+        if not context.surgery.is_dead(node):
+            _put(context, node, index, _edited(context, node, index, edit), readers)
+    context.edits.clear()
 
 
-def _scaled_when_read(base: ContainedTensor, edit: Scaled) -> ir.LazyTensor:
-    """A weight that stays in its file: scaled each time it is asked for, never held."""
-
-    def compute() -> ir.Tensor:
-        weight = base.numpy()
-        return ir.Tensor(round_scaled(weight.reshape(edit.view), edit.factor).reshape(weight.shape))
-
-    return ir.LazyTensor(compute, base.dtype, ir.Shape(base.shape.numpy()))
+def _edited(context: Context, node: ir.Node, index: int, edit: Edit) -> ir.TensorProtocol:
+    if isinstance(edit, Exact):
+        return ir.Tensor(edit.rounded)
+    if isinstance(edit, Raw):
+        return ir.Tensor(edit.values)
+    return scaled(context.constants.tensor(input_at(node, index), "parameter"), edit.factor, edit.view)
 
 
-def put_constant(context: Context, node: ir.Node, index: int, tensor: ir.TensorProtocol, hint: str) -> None:
-    """Makes `tensor` input `index` of `node`.
+def _put(context: Context, node: ir.Node, index: int, tensor: ir.TensorProtocol, readers: dict[ir.Value, int]) -> None:
+    """Makes `tensor` input `index` of `node`. readers: how many inputs still read a value, where that is known.
 
     The initializer that only this input uses keeps its name; anything shared is left alone.
     """
     old = input_at(node, index)
     graph = node.graph
     assert graph is not None
+    if old is not None and old not in readers:
+        readers[old] = len(old.uses())
     if (
         old is not None
         and old.is_initializer()
         and not old.is_graph_output()
-        and len(old.uses()) == 1
+        and readers[old] == 1
         and old.graph is graph
         and old.const_value is not None
         and old.const_value.dtype == tensor.dtype
     ):
         tensor.name = old.name
         old.const_value = tensor
-        old.shape = ir.Shape(tensor.shape.numpy())
+        if old.shape != tensor.shape:
+            old.shape = ir.Shape(tensor.shape.numpy())
         return
-    wish = f"{old.name if old is not None else hint}.folded" if old is not None else f"{hint}.bias"
+    wish = f"{label(node)}.bias" if old is None else f"{old.name}.folded"
     value = new_constant(context, graph, node, tensor, wish)
     if index >= len(node.inputs):
         node.resize_inputs(index + 1)
     node.replace_input_with(index, value)
     if old is not None:
-        remove_unused_constant(old)
+        readers[old] -= 1
+        context.surgery.may_be_unused(old)
 
 
 def new_constant(
@@ -115,27 +107,6 @@ def insert_add(context: Context, value: ir.Value, addend: Addend) -> ir.Node:
     for use in uses:
         use.node.replace_input_with(use.idx, total)
     if value.is_graph_output():
-        for index, output in enumerate(graph.outputs):
-            if output is value:
-                graph.outputs[index] = total
+        context.surgery.replace_output(value, total)
         value.name, total.name = total.name, value.name
     return node
-
-
-def remove_unused_constant(value: ir.Value, depth: int = 32) -> None:
-    """Removes a constant that nothing reads any more, with the constant nodes that made it."""
-    if value.uses() or value.is_graph_output() or depth == 0:
-        return
-    graph = value.graph
-    if value.is_initializer() and graph is not None:
-        del graph.initializers[str(value.name)]
-        if value.is_graph_input():
-            graph.inputs.remove(value)
-        return
-    node = value.producer()
-    if node is None or node.graph is None or any(output.uses() for output in node.outputs):
-        return
-    operands = [operand for operand in node.inputs if operand is not None]
-    node.graph.remove(node, safe=True)
-    for operand in operands:
-        remove_unused_constant(operand, depth - 1)

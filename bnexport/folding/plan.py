@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.folding.affine import FLOAT_TYPES, check_scaled, round_vector
+from bnexport.folding.affine import round_vector
 from bnexport.folding.context import Context
 from bnexport.folding.edits import Addend, Edit, Exact, Raw, Scaled, Slot
 from bnexport.folding.nodes import get_int, input_at, is_standard, label
 from bnexport.folding.parameters import insert_add
 from bnexport.folding.refusal import Refused
+from bnexport.folding.scaled_tensor import FLOAT_DATA_TYPES, check_scaled, weighted_sums
 
 
 class Plan:
@@ -28,7 +29,8 @@ class Plan:
         self.context = context
         self.edits: dict[Slot, Edit] = {}
         self.attributes: dict[tuple[ir.Node, str], ir.Attr] = {}
-        self.targets: list[ir.Node] = []
+        # A set that keeps its order.
+        self.targets: dict[ir.Node, None] = {}
         # Shifts that find no bias: an Add behind the node's first output.
         self.adds: dict[ir.Node, Addend] = {}
 
@@ -40,27 +42,27 @@ class Plan:
         view: a shape in which the parameter is looked at, as (groups, rows, ...); every factor of one
         parameter must use the same one.
         """
-        edit = self.edits.get((node, index)) or self.context.edits.get((node, index))
+        edit = self._edit(node, index)
         if isinstance(edit, Exact):
             values = edit.values if view is None else edit.values.reshape(view)
-            self.replace(node, index, (values * factor).reshape(edit.values.shape), edit.dtype, what)
+            self.replace(node, index, (values * factor).reshape(edit.values.shape), edit.rounded.dtype, what)
             return
-        weight = self.context.constants.array(input_at(node, index), what)
-        if weight.dtype not in FLOAT_TYPES.values() or isinstance(edit, Raw):
-            raise Refused("type", f"the {what} has type {weight.dtype}, expected a float type")
-        producer = input_at(node, index).producer()  # type: ignore[union-attr]
+        value = input_at(node, index)
+        weight = self.context.constants.tensor(value, what)
+        if weight.dtype not in FLOAT_DATA_TYPES or isinstance(edit, Raw):
+            raise Refused("type", f"the {what} has type {weight.dtype.name.lower()}, expected a float type")
+        producer = value.producer()  # type: ignore[union-attr]
         if producer is not None and is_standard(producer, "DequantizeLinear"):
-            scale_quantized(self, producer, weight, np.broadcast_to(factor, view or weight.shape).reshape(weight.shape))
+            shape = tuple(weight.shape.numpy())
+            scale_quantized(self, producer, np.broadcast_to(factor, view or shape).reshape(shape))
             self.target(node)
             return
-        view = view or weight.shape
-        if edit is None:
-            check_scaled(weight.reshape(view), factor, weight.dtype)
-        elif edit.view != view:
-            raise Refused("conflict", f"the {what} is scaled in two ways that do not go together")
-        else:
-            check_scaled(weight.reshape(view) * edit.factor, factor, weight.dtype)
+        view = view or tuple(weight.shape.numpy())
+        if edit is not None:
+            if edit.view != view:
+                raise Refused("conflict", f"the {what} is scaled in two ways that do not go together")
             factor = edit.factor * factor
+        check_scaled(weight, factor, view)
         self.edits[node, index] = Scaled(factor, view)
         self.target(node)
 
@@ -74,20 +76,41 @@ class Plan:
         magnitude: np.ndarray | None = None,
     ) -> None:
         """Gives parameter `index` of `node` a new value, or its first one."""
-        round_vector(values, dtype, what, magnitude)
-        self.edits[node, index] = Exact(values, dtype, magnitude)
+        self.edits[node, index] = Exact(values, round_vector(values, dtype, what, magnitude))
         self.target(node)
 
     def value(self, node: ir.Node, index: int, what: str) -> np.ndarray:
         """The parameter as float64, with the edits of this plan."""
         return self.context.current(node, index, what, self.edits)
 
+    def sums(
+        self, node: ir.Node, index: int, weights: np.ndarray, view: tuple[int, ...], kept: tuple[int, ...], what: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Sums of parameter * weights over all axes of `view` but those `kept`, and the sums of the magnitudes.
+
+        weights broadcasts to the parameter in the shape `view` and has its rank.
+        """
+        edit = self._edit(node, index)
+        if isinstance(edit, (Exact, Raw)):
+            source: ir.TensorProtocol | np.ndarray = self.value(node, index, what)
+        else:
+            source = self.context.constants.tensor(input_at(node, index), what)
+            if edit is not None:
+                if edit.view != view:
+                    raise Refused("conflict", f"the {what} is scaled in two ways that do not go together")
+                weights = weights * edit.factor
+        return weighted_sums(source, weights, view, kept)
+
+    def _edit(self, node: ir.Node, index: int) -> Edit | None:
+        slot = (node, index)
+        edit = self.edits.get(slot)
+        return self.context.edits.get(slot) if edit is None else edit
+
     def set_attribute(self, node: ir.Node, attribute: ir.Attr) -> None:
         self.attributes[node, attribute.name] = attribute
 
     def target(self, node: ir.Node) -> None:
-        if node not in self.targets:
-            self.targets.append(node)
+        self.targets[node] = None
 
     def check_add(self, addend: Addend) -> None:
         """Refuses a shift that its type cannot hold."""
@@ -102,11 +125,10 @@ class Plan:
         self.target(node)
 
     def snapshot(self) -> tuple[dict[Any, Any], ...]:
-        return dict(self.edits), dict(self.attributes), dict.fromkeys(self.targets), dict(self.adds)
+        return dict(self.edits), dict(self.attributes), dict(self.targets), dict(self.adds)
 
     def restore(self, state: tuple[dict[Any, Any], ...]) -> None:
-        self.edits, self.attributes, self.adds = dict(state[0]), dict(state[1]), dict(state[3])
-        self.targets = list(state[2])
+        self.edits, self.attributes, self.targets, self.adds = (dict(part) for part in state)
 
     def commit(self) -> None:
         self.context.edits.update(self.edits)
@@ -116,7 +138,7 @@ class Plan:
             insert_add(self.context, node.outputs[0], addend)
 
 
-def scale_quantized(plan: Plan, node: ir.Node, weight: np.ndarray, factor: np.ndarray) -> None:
+def scale_quantized(plan: Plan, node: ir.Node, factor: np.ndarray) -> None:
     """Scales the output of a DequantizeLinear: (q - zero) * s becomes (q - zero) * (s * factor).
 
     The stored integers stay. It needs a positive factor along one axis, the node's own if its scale is

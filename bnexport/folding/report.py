@@ -61,7 +61,10 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True)
 class FoldReport:
-    """meaning_changed: a training node was turned into inference. verification: None when it was not run."""
+    """meaning_changed: a training node was turned into inference. verification: None when it was not run.
+
+    notes: what else a reader should know about the file that was written.
+    """
 
     sites: tuple[SiteReport, ...]
     before: Counts
@@ -70,6 +73,7 @@ class FoldReport:
     verification: VerifyResult | None = None
     source: str | None = None
     target: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def folded(self) -> tuple[SiteReport, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 
+import ml_dtypes  # noqa: F401 - NumPy learns the names of its types
 import numpy as np
-import onnx_ir as ir
 
 from bnexport.errors import UnsupportedModelError
 
@@ -15,48 +16,57 @@ FREE_SIZES = ((2, 32), (2, 64), (1, 224), (2, 8), (1, 1))
 _ELEMENTS = 1 << 27
 
 
-def model_inputs(model: ir.Model) -> list[ir.Value]:
-    """Inputs that a caller has to give: those without an initializer."""
-    return [value for value in model.graph.inputs if not value.is_initializer()]
+@dataclasses.dataclass(frozen=True)
+class InputSpec:
+    """An input that a caller has to give.
+
+    kind: "float", "integer", "bool" or "string"; None for what is no tensor of a known rank. dtype: NumPy's
+    name of the type. shape: free sizes are None, or a name.
+    """
+
+    name: str
+    kind: str | None = None
+    dtype: str = ""
+    shape: tuple[int | str | None, ...] = ()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a size is for the caller to choose."""
+        return any(not isinstance(size, int) for size in self.shape)
 
 
-def random_inputs(model: ir.Model, seed: int, free: tuple[int, int]) -> dict[str, np.ndarray]:
-    """One set of inputs. The same name of a dimension gets the same size everywhere."""
-    generator = np.random.default_rng(seed)
-    named: dict[str, int] = {}
-    return {str(value.name): _random(value, generator, named, free) for value in model_inputs(model)}
-
-
-def samples(model: ir.Model, seed: int, count: int, free: tuple[int, int]) -> Iterator[dict[str, np.ndarray]]:
+def samples(
+    inputs: Sequence[InputSpec], seed: int, count: int, free: tuple[int, int]
+) -> Iterator[dict[str, np.ndarray]]:
+    """Sets of inputs, one for each seed. The same name of a dimension gets the same size everywhere."""
     for index in range(count):
-        yield random_inputs(model, seed + index, free)
+        generator = np.random.default_rng(seed + index)
+        named: dict[str, int] = {}
+        yield {spec.name: _random(spec, generator, named, free) for spec in inputs}
 
 
 def _random(
-    value: ir.Value, generator: np.random.Generator, named: dict[str, int], free: tuple[int, int]
+    spec: InputSpec, generator: np.random.Generator, named: dict[str, int], free: tuple[int, int]
 ) -> np.ndarray:
-    if not isinstance(value.type, ir.TensorType) or value.shape is None:
-        raise UnsupportedModelError(f"input {value.name!r} is no tensor of a known rank; give the inputs yourself")
+    if spec.kind is None:
+        raise UnsupportedModelError(f"input {spec.name!r} is no tensor of a known rank; give the inputs yourself")
     shape = []
-    for axis, size in enumerate(value.shape):
-        if isinstance(size, int) and size >= 0:
+    for axis, size in enumerate(spec.shape):
+        if isinstance(size, int):
             shape.append(size)
         else:
             default = free[0] if axis == 0 else free[1]
-            name = None if isinstance(size, int) else size.value
-            shape.append(named.setdefault(name, default) if name else default)
+            shape.append(named.setdefault(size, default) if size else default)
     if np.prod([float(size) for size in shape]) > _ELEMENTS:
         raise UnsupportedModelError(
-            f"input {value.name!r} of shape {shape} is too large to make up; give the inputs yourself"
+            f"input {spec.name!r} of shape {shape} is too large to make up; give the inputs yourself"
         )
-    dtype = value.type.dtype
-    if dtype is ir.DataType.STRING:
+    if spec.kind == "string":
         return np.full(shape, "a", dtype=object)
-    if dtype is ir.DataType.BOOL:
+    if spec.kind == "bool":
         return generator.integers(0, 2, shape).astype(bool)
-    if dtype.is_floating_point():
-        return generator.standard_normal(shape).astype(dtype.numpy())
-    if dtype.is_integer():
-        # Indices into anything are valid when they are 0 or 1.
-        return generator.integers(0, 2, shape).astype(dtype.numpy())
-    raise UnsupportedModelError(f"input {value.name!r} has type {dtype.name}; give the inputs yourself")
+    dtype = np.dtype(spec.dtype)
+    if spec.kind == "float":
+        return generator.standard_normal(shape).astype(dtype)
+    # Indices into anything are valid when they are 0 or 1.
+    return generator.integers(0, 2, shape).astype(dtype)

@@ -19,11 +19,12 @@ from bnexport.folding.nodes import is_standard, label
 from bnexport.folding.plan import Plan
 from bnexport.folding.refusal import Refused
 
-# Operators that one plan may visit.
-_STEPS = 256
+# A path from a map to its place is at most this long. Upwards each value has one reader, so that every
+# operator is met once by a map; downwards paths may meet again, and their number needs a bound of its own.
 _DEPTH = 64
+_STEPS_DOWN = 256
 
-# backward(node, axis, affine, search): make the node's first output carry the map along `axis`.
+# backward(node, axis, affine, search): make the node's output carry the map along `axis`.
 Backward = Callable[[ir.Node, int, ChannelAffine, "Search"], None]
 # forward(node, index, axis, affine, search): make the node read its input `index` as if mapped.
 Forward = Callable[[ir.Node, int, int, ChannelAffine, "Search"], None]
@@ -31,12 +32,16 @@ Forward = Callable[[ir.Node, int, int, ChannelAffine, "Search"], None]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How one family of operators takes a map in. None: not in this direction."""
+    """How one family of operators takes a map in. None: not in this direction.
+
+    all_outputs: whether `backward` may be asked for other outputs than the first.
+    """
 
     name: str
     op_types: tuple[str, ...]
     backward: Backward | None = None
     forward: Forward | None = None
+    all_outputs: bool = False
 
 
 class Search:
@@ -46,9 +51,16 @@ class Search:
         self.context = context
         self.plan = Plan(context)
         self.used_rules: list[str] = []
+        self._asked: ir.Value | None = None
         self._rules = rules
-        self._steps = 0
+        self._steps_down = 0
         self._depth = 0
+
+    @property
+    def asked(self) -> ir.Value:
+        """Which output of its node the current `backward` rule is asked for."""
+        assert self._asked is not None
+        return self._asked
 
     def backward(self, value: ir.Value, axis: int, affine: ChannelAffine) -> None:
         node = value.producer()
@@ -62,9 +74,10 @@ class Search:
         if next(iter(uses)).node.graph is not node.graph:
             raise Refused("captured", f"{value.name!r} is computed outside the body that normalises it")
         rule = self._rule(node)
-        if rule.backward is None or value is not node.outputs[0]:
+        if rule.backward is None or (value is not node.outputs[0] and not rule.all_outputs):
             raise Refused("no-rule", f"{node.op_type} ({label(node)}) cannot take a per-channel map in")
         self._enter(rule)
+        self._asked = value
         rule.backward(node, axis, affine, self)
         self._depth -= 1
 
@@ -81,6 +94,9 @@ class Search:
             if rule.forward is None:
                 raise Refused("no-rule", f"{use.node.op_type} ({label(use.node)}) cannot take a per-channel map in")
             self._enter(rule)
+            self._steps_down += 1
+            if self._steps_down > _STEPS_DOWN:
+                raise Refused("too-far", f"more than {_STEPS_DOWN} operators would change")
             rule.forward(use.node, use.idx, axis, affine, self)
             self._depth -= 1
 
@@ -91,9 +107,8 @@ class Search:
         return rule
 
     def _enter(self, rule: Rule) -> None:
-        self._steps += 1
         self._depth += 1
-        if self._steps > _STEPS or self._depth > _DEPTH:
-            raise Refused("too-far", f"more than {_STEPS} operators would change")
+        if self._depth > _DEPTH:
+            raise Refused("too-far", f"its place is more than {_DEPTH} operators away")
         if rule.name not in self.used_rules:
             self.used_rules.append(rule.name)

@@ -7,6 +7,7 @@ with per-channel constants and no batch norm is what exporters make of one, and 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 import onnx_ir as ir
@@ -14,7 +15,7 @@ import onnx_ir as ir
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.batch_norm import read_batch_norm
 from bnexport.folding.context import Context
-from bnexport.folding.elementwise import OP_TYPES, data_and_constant, read_elementwise, varying_axis
+from bnexport.folding.elementwise import OP_TYPES, constant_operand, data_and_constant, read_elementwise, varying_axis
 from bnexport.folding.nodes import input_at, is_standard
 from bnexport.folding.refusal import Refused
 
@@ -41,10 +42,6 @@ class Site:
     def output(self) -> ir.Value:
         return self.nodes[-1].outputs[0]
 
-    @property
-    def has_batch_norm(self) -> bool:
-        return any(is_standard(node, "BatchNormalization") for node in self.nodes)
-
 
 def batch_norm_site(node: ir.Node, context: Context) -> Site:
     """The site around a BatchNormalization; Refused where the node itself cannot be read."""
@@ -62,7 +59,7 @@ def elementwise_site(node: ir.Node, context: Context) -> Site | None:
     if source is None or rank is None:
         return None
     try:
-        values = context.current(node, operands[1], "constant operand")
+        values = constant_operand(node, operands, context)
         axis = varying_axis(values, rank)
         if axis is None:
             return None
@@ -86,9 +83,17 @@ def sole_use(value: ir.Value, graph: ir.Graph | None) -> ir.Node | None:
 
 
 def _grow(site: Site, context: Context) -> Site:
-    while (wider := _upwards(site, context) or _downwards(site, context)) is not None:
-        site = wider
-    return site
+    nodes = collections.deque(site.nodes)
+    affine, data = site.affine, site.data
+    while (step := _above(nodes[0], data, site.axis, affine.channels, context)) is not None:
+        node, before, data = step
+        nodes.appendleft(node)
+        affine = before.then(affine)
+    while (below := _below(nodes[-1], site.axis, affine.channels, context)) is not None:
+        node, after = below
+        nodes.append(node)
+        affine = affine.then(after)
+    return site if len(nodes) == len(site.nodes) else Site(tuple(nodes), affine, site.axis, data)
 
 
 def _step(node: ir.Node, axis: int, channels: int, context: Context) -> ChannelAffine | None:
@@ -103,32 +108,31 @@ def _step(node: ir.Node, axis: int, channels: int, context: Context) -> ChannelA
     return None
 
 
-def _upwards(site: Site, context: Context) -> Site | None:
-    first = site.nodes[0]
-    node = site.input.producer()
-    if node is None or sole_use(site.input, first.graph) is not first or node.graph is not first.graph:
+def _above(
+    first: ir.Node, data: int, axis: int, channels: int, context: Context
+) -> tuple[ir.Node, ChannelAffine, int] | None:
+    """The node that makes what `first` reads, its map, and which of its inputs is data; None where it does not join."""
+    value = first.inputs[data]
+    node = None if value is None else value.producer()
+    if value is None or node is None or sole_use(value, first.graph) is not first or node.graph is not first.graph:
         return None
-    affine = _step(node, site.axis, site.affine.channels, context)
-    if affine is None:
+    affine = _step(node, axis, channels, context)
+    if affine is None or is_standard(node, "BatchNormalization"):
+        return None if affine is None else (node, affine, 0)
+    operands = data_and_constant(node, context)
+    if operands is None or not _keeps_channels(node, operands[0], axis, channels, context):
         return None
-    data = 0
-    if not is_standard(node, "BatchNormalization"):
-        operands = data_and_constant(node, context)
-        if operands is None or not _keeps_channels(node, operands[0], site.axis, affine.channels, context):
-            return None
-        data = operands[0]
-    return Site((node, *site.nodes), affine.then(site.affine), site.axis, data)
+    return node, affine, operands[0]
 
 
-def _downwards(site: Site, context: Context) -> Site | None:
-    last = site.nodes[-1]
-    node = sole_use(site.output, last.graph)
-    if node is None:
+def _below(last: ir.Node, axis: int, channels: int, context: Context) -> tuple[ir.Node, ChannelAffine] | None:
+    """The only reader of `last` and its map; None where it does not join."""
+    output = last.outputs[0]
+    node = sole_use(output, last.graph)
+    if node is None or (is_standard(node, "BatchNormalization") and node.inputs[0] is not output):
         return None
-    if is_standard(node, "BatchNormalization") and node.inputs[0] is not site.output:
-        return None
-    affine = _step(node, site.axis, site.affine.channels, context)
-    return None if affine is None else Site((*site.nodes, node), site.affine.then(affine), site.axis, site.data)
+    affine = _step(node, axis, channels, context)
+    return None if affine is None else (node, affine)
 
 
 def _keeps_channels(node: ir.Node, data: int, axis: int, channels: int, context: Context) -> bool:

@@ -90,8 +90,6 @@ def drop_unused_bodies(model: ir.Model) -> None:
 
 
 def _convert(node: ir.Node, training: bool, context: Context) -> ir.Node:
-    graph = node.graph
-    assert graph is not None
     source, mean, var = (input_at(node, _INPUT[name]) for name in ("input", "running_mean", "running_var"))
     if source is None:
         raise Refused("bad-node", "it has no input")
@@ -116,7 +114,7 @@ def _convert(node: ir.Node, training: bool, context: Context) -> ir.Node:
     for output, old in zip(updates, (mean, var), strict=False):
         return_old(output, old, node, context)
     batch_norm = _insert(node, source, [weight, bias, mean, var], eps, context)
-    graph.remove(node, safe=True)
+    context.surgery.remove(node)
     return batch_norm
 
 
@@ -135,7 +133,7 @@ def _insert(node: ir.Node, source: ir.Value, parameters: list[ir.Value], eps: fl
     replacement.metadata_props.update(old.metadata_props)
     batch_norm.metadata_props.update(node.metadata_props)
     graph.insert_before(node, batch_norm)
-    old.replace_all_uses_with(replacement, replace_graph_outputs=True)
+    context.surgery.replace(old, replacement)
     return batch_norm
 
 

@@ -1,7 +1,9 @@
 """Two models, the same inputs, the outputs side by side.
 
-The bounds are those of `comparison`. A value that is finite in the reference must be finite in the candidate. Outputs of other types
-must be equal. Where no engine runs the models the result says so; it never says "passed".
+Both run in a process of their own (`engine_process`), so that a model which crashes its engine, or fills
+the memory, costs a verification and nothing else. The bounds are those of `comparison`. A value that is
+finite in the reference must be finite in the candidate. Outputs of other types must be equal. Where no
+engine runs the models the result says so; it never says "passed".
 
 Training graphs. When the reference still has MMCVSyncBatchNorm nodes in training and the candidate has
 none, the two do not mean the same. The reference is then converted first (running statistics, nothing
@@ -13,27 +15,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from bnexport.errors import BnexportError
-from bnexport.folding import samples
-from bnexport.folding.comparison import OutputComparison, compare_output, working_type
+from bnexport.errors import BnexportError, ModelError
+from bnexport.folding.comparison import FLOATS, OutputComparison
+from bnexport.folding.engine_process import PROCESS, EngineFailure, Shipment
 from bnexport.folding.mixed_types import insert_casts
 from bnexport.folding.probes import Probe, find_probes
 from bnexport.folding.refusal import Refused
-from bnexport.folding.runner import ReferenceRunner, Runner, RuntimeRunner, needs_library
+from bnexport.folding.samples import InputSpec
 from bnexport.folding.sync_bn import is_sync_batch_norm, training_mode
-from bnexport.model_io import walk
-from bnexport.model_io.read import ModelSource, open_source
+from bnexport.model_io import Parts, to_parts, walk
+from bnexport.model_io.read import open_source
 
 SCHEMA_VERSION = 1
 Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
+Inputs = Mapping[str, np.ndarray] | Sequence[Mapping[str, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,176 +72,181 @@ class VerifyResult:
         return {"schema_version": SCHEMA_VERSION, "passed": self.passed, **dataclasses.asdict(self)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What a comparison is to use: inputs or how to make them, bounds of the caller's, and how long it may take.
+
+    timeout: seconds for all of it. patience: seconds for the float64 run that an ill-conditioned model needs.
+    """
+
+    inputs: Inputs | None = None
+    seed: int = 0
+    samples: int = 2
+    atol: float | None = None
+    rtol: float | None = None
+    timeout: float | None = None
+    patience: float = 30.0
+
+
 def verify(
     reference: Source,
     candidate: Source,
     *,
-    inputs: Mapping[str, np.ndarray] | Sequence[Mapping[str, np.ndarray]] | None = None,
+    inputs: Inputs | None = None,
     seed: int = 0,
     samples: int = 2,
     atol: float | None = None,
     rtol: float | None = None,
+    timeout: float | None = None,
 ) -> VerifyResult:
     """Runs both models on the same inputs and compares every output.
 
     inputs: one set of inputs by name, or several; None makes `samples` random ones. atol, rtol: bounds
-    of the caller's instead of the table's. Raises ModelError for files that cannot be read; what cannot
-    be run is a result, not an error.
+    of the caller's instead of the table's. timeout: seconds for both models together. Raises ModelError for
+    files that cannot be read; what cannot be run, crashes or takes too long is a result, not an error.
     """
-    first, second = open_source(reference), open_source(candidate)
-    compare_with = functools.partial(compare, inputs=inputs, seed=seed, count=samples, atol=atol, rtol=rtol)
+    first, second = open_source(reference).model, open_source(candidate).model
+    compare_with = functools.partial(compare, terms=Terms(inputs, seed, samples, atol, rtol, timeout))
     result = compare_with(first, second)
-    if result.status == "not verified" and result.reference == "original" and _has_nodes(first.model):
+    if result.status == "not verified" and result.reference == "original" and _has_nodes(first):
         # No engine has the operator; its converted, unfolded graph any engine runs.
-        converted = compare_with(ModelSource(_converted(first.model), None), second)
-        if converted.status != "not verified" and not _has_nodes(second.model):
+        converted = compare_with(_converted(first), second)
+        if converted.status != "not verified" and not _has_nodes(second):
             return dataclasses.replace(converted, reference="converted")
     return result
 
 
-def compare(
-    reference: ModelSource,
-    candidate: ModelSource,
-    *,
-    inputs: Mapping[str, np.ndarray] | Sequence[Mapping[str, np.ndarray]] | None = None,
-    seed: int = 0,
-    count: int = 2,
-    atol: float | None = None,
-    rtol: float | None = None,
-) -> VerifyResult:
+def compare(reference: ir.Model, candidate: ir.Model, terms: Terms) -> VerifyResult:
     """`verify` for models that are open already; they may be changed."""
     label = "original"
-    if _trains(reference.model) and not _has_nodes(candidate.model):
-        reference, label = ModelSource(_converted(reference.model), None), "converted"
-    difference = _interface(reference.model, candidate.model)
+    if _trains(reference) and not _has_nodes(candidate):
+        reference, label = _converted(reference), "converted"
+    difference = _interface(reference, candidate)
     if difference:
-        return VerifyResult("failed", difference, seed=seed, reference=label)
-    probes = find_probes(reference.model, candidate.model)
-    reasons = []
-    for engine in (RuntimeRunner, ReferenceRunner):
-        try:
-            runs = _run_both(engine, reference, candidate, probes, _given(inputs), seed, count)
-            break
-        except _CandidateError as error:
-            return VerifyResult("failed", str(error), seed=seed, reference=label, engine=engine.name)
-        except BnexportError as error:
-            reasons.append(str(error))
-    else:
-        return VerifyResult("not verified", "; ".join(reasons), seed=seed, reference=label)
-    outputs = _compare_all(reference.model, candidate.model, runs, atol, rtol)
-    failed = next((output for output in outputs if not output.passed), None)
-    status = "passed" if failed is None else "failed"
-    reason = None if failed is None else f"output {failed.name!r}: {failed.reason}"
-    if failed is None and not any(output.elements for output in outputs):
-        status, reason = "not verified", "the outputs are empty"
-    return VerifyResult(status, reason, outputs, len(runs.inputs), seed, label, engine.name)
+        return VerifyResult("failed", difference, seed=terms.seed, reference=label)
+    answer = _ask(reference, candidate, terms)
+    outputs = tuple(OutputComparison(**output) for output in answer.pop("outputs", ()))
+    return VerifyResult(outputs=outputs, seed=terms.seed, reference=label, **answer)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Runs:
-    """inputs: the samples. expected, got: for each sample the values of the outputs and then of the probes."""
-
-    inputs: list[dict[str, np.ndarray]]
-    expected: list[list[Any]]
-    got: list[list[Any]]
-    probes: tuple[Probe, ...]
-
-
-def _run_both(
-    engine: type[RuntimeRunner] | type[ReferenceRunner],
-    reference: ModelSource,
-    candidate: ModelSource,
-    probes: tuple[Probe, ...],
-    given: list[dict[str, np.ndarray]] | None,
-    seed: int,
-    count: int,
-) -> _Runs:
-    outputs = [str(value.name) for value in reference.model.graph.outputs]
-    with contextlib.closing(engine(reference.model, reference.path, [probe.reference for probe in probes])) as runner:
-        if not runner.can_probe:
-            probes = ()
-        names = outputs + [str(probe.reference.name) for probe in probes]
-        chosen, expected = _inputs_that_run(reference.model, runner, given, seed, count, names)
+def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, Any]:
+    """The fields of the verdict, from the process that runs the models."""
+    probes = find_probes(reference, candidate)
+    given = [terms.inputs] if isinstance(terms.inputs, Mapping) else terms.inputs
     try:
-        with contextlib.closing(
-            engine(candidate.model, candidate.path, [probe.candidate for probe in probes])
-        ) as runner:
-            if not runner.can_probe:
-                probes, expected = (), [row[: len(outputs)] for row in expected]
-            names = outputs + [str(probe.candidate.name) for probe in probes]
-            return _Runs(chosen, expected, [runner.run(sample, names) for sample in chosen], probes)
+        with Shipment() as shipment:
+            request = {
+                "reference": _shipped(reference, [probe.reference for probe in probes], shipment),
+                "candidate": _shipped(candidate, [probe.candidate for probe in probes], shipment),
+                "outputs": [str(value.name) for value in reference.graph.outputs],
+                "probes": [_named(probe) for probe in probes],
+                "inputs": [dataclasses.asdict(_spec(value)) for value in _inputs(reference)],
+                "given": None
+                if given is None
+                else [[shipment.array(name, value) for name, value in sample.items()] for sample in given],
+                "working": _working_type(reference, candidate),
+                **{"seed": terms.seed, "count": terms.samples, "atol": terms.atol, "rtol": terms.rtol},
+                "patience": terms.patience,
+            }
+            return PROCESS.ask(request, shipment.ready(), terms.timeout)
+    except EngineFailure as failure:
+        return _failure(failure)
+    except ModelError as error:
+        # It cannot be written for an engine: no one can run it.
+        return {"status": "not verified", "reason": str(error)}
+
+
+def _failure(failure: EngineFailure) -> dict[str, Any]:
+    """What the end of the verifying process says about the models: a candidate that crashes an engine differs."""
+    where = f" while it ran the {failure.stage} in {failure.engine}" if failure.stage else ""
+    status = "failed" if failure.crashed and failure.stage == "candidate" else "not verified"
+    return {"status": status, "reason": f"the verifying process: {failure}{where}", "engine": failure.engine}
+
+
+def _shipped(model: ir.Model, probes: Sequence[ir.Value], shipment: Shipment) -> dict[str, Any]:
+    library = no_library = None
+    if _needs_library(model):
+        library, no_library = _library()
+    with _also_outputs(model, probes):
+        parts: Parts = to_parts(model)
+    return shipment.model(parts, library, no_library)
+
+
+def _named(probe: Probe) -> dict[str, str]:
+    return {
+        "output": probe.output,
+        "op_type": probe.op_type,
+        "reference": str(probe.reference.name),
+        "candidate": str(probe.candidate.name),
+    }
+
+
+@contextlib.contextmanager
+def _also_outputs(model: ir.Model, values: Sequence[ir.Value]) -> Iterator[None]:
+    """More graph outputs, for the time of one serialisation."""
+    added = [value for value in dict.fromkeys(values) if not value.is_graph_output()]
+    model.graph.outputs.extend(added)
+    try:
+        yield
+    finally:
+        for value in added:
+            model.graph.outputs.remove(value)
+
+
+def _needs_library(model: ir.Model) -> bool:
+    """Whether a node of ours has no portable body."""
+    return any(is_sync_batch_norm(node) and node.op_identifier() not in model.functions for node in walk.nodes(model))
+
+
+def _library() -> tuple[str | None, str | None]:
+    """The path of the custom-op library, or why there is none."""
+    try:
+        return importlib.import_module("bnexport.runtime.library").get_library_path(), None
+    except ImportError:
+        return None, "the custom-op library is not part of this installation"
     except BnexportError as error:
-        if needs_library(candidate.model):
-            raise
-        raise _CandidateError(str(error)) from error
+        return None, str(error)
 
 
-def _compare_all(
-    reference: ir.Model, candidate: ir.Model, runs: _Runs, atol: float | None, rtol: float | None
-) -> tuple[OutputComparison, ...]:
-    """The outputs, each with what is in front of it where that was probed, and then the probes."""
-    working = working_type(reference, candidate)
-    names = [str(value.name) for value in reference.graph.outputs]
-    places = {probe.output: len(names) + index for index, probe in enumerate(runs.probes)}
-    names += [f"{probe.output} (before {probe.op_type})" for probe in runs.probes]
+def _inputs(model: ir.Model) -> list[ir.Value]:
+    """Inputs that a caller has to give: those without an initializer."""
+    return [value for value in model.graph.inputs if not value.is_initializer()]
 
-    def column(rows: list[list[Any]], index: int) -> list[Any]:
-        return [row[index] for row in rows]
 
-    return tuple(
-        compare_output(
-            name,
-            column(runs.expected, index),
-            column(runs.got, index),
-            working,
-            atol,
-            rtol,
-            column(runs.expected, places[name]) if name in places else None,
-        )
-        for index, name in enumerate(names)
+def _spec(value: ir.Value) -> InputSpec:
+    name = str(value.name)
+    if not isinstance(value.type, ir.TensorType) or value.shape is None:
+        return InputSpec(name)
+    dtype = value.type.dtype
+    kinds = (
+        ("string", dtype is ir.DataType.STRING),
+        ("bool", dtype is ir.DataType.BOOL),
+        ("float", dtype.is_floating_point()),
+        ("integer", dtype.is_integer()),
     )
-
-
-class _CandidateError(Exception):
-    """The reference runs and the candidate does not: that is a difference."""
-
-
-def _given(
-    inputs: Mapping[str, np.ndarray] | Sequence[Mapping[str, np.ndarray]] | None,
-) -> list[dict[str, np.ndarray]] | None:
-    if inputs is None:
-        return None
-    return [dict(inputs)] if isinstance(inputs, Mapping) else [dict(sample) for sample in inputs]
-
-
-def _inputs_that_run(
-    model: ir.Model,
-    runner: Runner,
-    given: list[dict[str, np.ndarray]] | None,
-    seed: int,
-    count: int,
-    names: list[str],
-) -> tuple[list[dict[str, np.ndarray]], list[list[Any]]]:
-    """Inputs that the reference accepts, and its outputs."""
-    if given is not None:
-        return given, [runner.run(sample, names) for sample in given]
-    free = any(
-        not isinstance(size, int) or size < 0 for value in samples.model_inputs(model) for size in value.shape or ()
+    kind = next((kind for kind, holds in kinds if holds), None)
+    shape = tuple(
+        (size if size >= 0 else None) if isinstance(size, int) else (size.value or None) for size in value.shape
     )
-    sizes = samples.FREE_SIZES if free else samples.FREE_SIZES[:1]
-    for index, free_size in enumerate(sizes):
-        chosen = list(samples.samples(model, seed, count, free_size))
-        try:
-            return chosen, [runner.run(sample, names) for sample in chosen]
-        except BnexportError:
-            if index == len(sizes) - 1:
-                raise
-    raise AssertionError("FREE_SIZES is empty")
+    return InputSpec(name, kind, dtype.numpy().name, shape)
+
+
+def _working_type(*models: ir.Model) -> str:
+    """The coarsest float type of any value or parameter."""
+    found = len(FLOATS) - 1
+    for model in models:
+        for graph in walk.graphs(model):
+            outputs = (output for node in graph for output in node.outputs)
+            for value in (*graph.inputs, *graph.initializers.values(), *outputs):
+                if value.dtype is not None and value.dtype.is_floating_point():
+                    name = value.dtype.numpy().name
+                    found = min(found, FLOATS.index(name) if name in FLOATS else found)
+    return FLOATS[found]
 
 
 def _interface(reference: ir.Model, candidate: ir.Model) -> str | None:
     for what, first, second in (
-        ("inputs", samples.model_inputs(reference), samples.model_inputs(candidate)),
+        ("inputs", _inputs(reference), _inputs(candidate)),
         ("outputs", reference.graph.outputs, candidate.graph.outputs),
     ):
         names, others = [value.name for value in first], [value.name for value in second]

@@ -149,7 +149,8 @@ def to_sync(old: nn.Module, process_group: ProcessGroup | None) -> nn.Module | N
     }
     for name, value in defaults.items():
         new.__dict__.setdefault(name, value)
-    new.__dict__.setdefault("num_features", _channels(new))
+    if "num_features" not in new.__dict__:
+        new.__dict__["num_features"] = _channels(new)
     new.__dict__.update(
         group=group,
         stats_mode=_stats_mode(old, kind),

@@ -13,7 +13,7 @@ import pytest
 import bnexport.folding.parameters
 from bnexport.errors import UsageError, VerificationError
 from bnexport.folding import fold, inspect, render, verify
-from bnexport.model_io import load, to_proto
+from bnexport.model_io import as_model, load, save, to_proto
 from tests.folding.helpers import batch_norm, batch_norms, model, operators
 
 BODY = """g (float[N,6,H,W] x) => (float[N,8,A,B] y) {
@@ -93,8 +93,10 @@ def test_nothing_to_fold(tmp_path: Path) -> None:
 
 
 def test_a_wrong_fold_is_not_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = bnexport.folding.parameters.round_scaled
-    monkeypatch.setattr("bnexport.folding.parameters.round_scaled", lambda weight, factor: real(weight, factor * 1.001))
+    real = bnexport.folding.parameters.scaled
+    monkeypatch.setattr(
+        "bnexport.folding.parameters.scaled", lambda base, factor, view: real(base, factor * 1.001, view)
+    )
     with pytest.raises(VerificationError, match="first") as caught:
         fold(source, tmp_path / "target.onnx")
     assert "differs by" in str(caught.value)
@@ -176,3 +178,34 @@ def test_inspect(source: Path) -> None:
     assert report.inputs[0].shape == ("N", 6, "H", "W")
     json.dumps(report.to_dict())
     assert operators(onnx.load(source))
+
+
+def test_inspect_names_the_files_of_external_data(tmp_path: Path) -> None:
+    """Large tensors inside the model file are no external data."""
+    proto = model("g (float[N,64] x) => (float[N,64] y) { y = MatMul (x, w) }", {"w": (64, 64)})
+    onnx.save(proto, tmp_path / "inside.onnx")
+    save(as_model(proto), tmp_path / "outside.onnx", external_data=True)
+    assert inspect(tmp_path / "inside.onnx").external_files == ()
+    assert inspect(tmp_path / "outside.onnx").external_files == ("outside.onnx.data",)
+
+
+def test_over_its_own_weights(tmp_path: Path) -> None:
+    """Lazy weights lie in the file that is replaced: the result is read from the new one."""
+    proto = model(
+        "g (float[N,64,H,W] x) => (float[N,64,A,B] y) { z = Conv (x, w)\n y = BatchNormalization (z, p_s, p_b, p_m, p_v) }",
+        {"w": (64, 64, 3, 3), **batch_norm("p", 64)},
+    )
+    for external_data in (False, True):
+        save(as_model(proto), tmp_path / "m.onnx", external_data=external_data)
+        result = fold(tmp_path / "m.onnx", tmp_path / "m.onnx", overwrite_input=True)
+        assert result.report.verification is not None
+        assert result.report.verification.passed
+        assert to_proto(result.model) == to_proto(load(tmp_path / "m.onnx"))
+
+
+def test_a_note_where_one_message_is_too_small(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bnexport.model_io.write.PROTOBUF_LIMIT", 1500)
+    report = fold(source, tmp_path / "target.onnx").report
+    assert "target.onnx.data" in report.notes[0]
+    assert json.loads(json.dumps(report.to_dict()))["notes"] == list(report.notes)
+    assert verify(source, tmp_path / "target.onnx").passed

@@ -10,11 +10,13 @@ import pytest
 from bnexport.errors import BnexportError
 from bnexport.folding import fold, inspect
 from bnexport.model_io import to_proto
-from tests.folding.test_random_graphs import build
+from tests.folding.test_random_graphs import build, in_a_function
 from tests.folding.test_sync_bn import with_body
 
 SEEDS = {
     "pieces": build(["conv", "norm", "branches", "norm", "positions", "flattened", "pooled"], 1, True),
+    "more-pieces": build(["split", "norm", "sliced", "pre-activation", "padded", "readers"], 2, False),
+    "function": in_a_function(build(["conv", "norm", "residual", "norm"], 3, False)),
     "training-node": with_body(1),
     "inference-node": with_body(0),
 }

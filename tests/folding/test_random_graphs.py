@@ -124,6 +124,72 @@ def flattened(builder: Builder) -> None:
     builder.apply("Reshape", builder.value, builder.integers(n, channels, h, w))
 
 
+def split(builder: Builder) -> None:
+    """Both halves of the channels, or of the rows, through a convolution each, and together again."""
+    n, channels, h, w = builder.shape
+    axis = int(builder.generator.integers(1, 3)) if h % 2 == 0 else 1
+    half = (n, channels // 2, h, w) if axis == 1 else (n, channels, h // 2, w)
+    first, second = f"v{len(builder.nodes)}a", f"v{len(builder.nodes)}b"
+    builder.nodes.append(
+        onnx.helper.make_node("Split", [builder.value], [first, second], name=f"n{len(builder.nodes)}", axis=axis)
+    )
+    outputs = []
+    for part in (first, second):
+        builder.value, builder.shape = part, half
+        conv(builder)
+        outputs.append(builder.value)
+    builder.apply("Concat", *outputs, axis=2, shape=(n, 6, 2 * builder.shape[2], w))
+
+
+def sliced(builder: Builder) -> None:
+    """The inner channels, and all columns but the last. Later pieces need an even number of channels."""
+    if builder.generator.integers(2):
+        norm(builder)
+    n, channels, h, w = builder.shape
+    if channels < 4 or w < 3:
+        return
+    starts, ends, axes = (builder.integers(*values) for values in ((1, 0), (channels - 1, -1), (1, 3)))
+    builder.apply("Slice", builder.value, starts, ends, axes, shape=(n, channels - 2, h, w - 1))
+
+
+def padded(builder: Builder) -> None:
+    n, channels, h, w = builder.shape
+    mode = ["constant", "edge", "reflect" if h > 1 and w > 1 else "edge"][builder.generator.integers(3)]
+    builder.apply(
+        "Pad", builder.value, builder.integers(0, 0, 1, 0, 0, 0, 1, 1), shape=(n, channels, h + 2, w + 1), mode=mode
+    )
+
+
+def pre_activation(builder: Builder) -> None:
+    """A residual sum, a batch norm with positive scales, an activation, and a padded convolution."""
+    source, channels = builder.value, builder.shape[1]
+    builder.apply("Conv", builder.value, builder.parameter(channels, channels, 3, 3), pads=[1] * 4)
+    builder.apply("Add", builder.value, source)
+    names = [builder.parameter(channels) for _ in range(2)]
+    builder.apply(
+        "BatchNormalization",
+        builder.value,
+        builder.parameter(channels, positive=True),
+        *names,
+        builder.parameter(channels, positive=True),
+    )
+    builder.apply(["Relu", "LeakyRelu"][builder.generator.integers(2)], builder.value)
+    conv(builder, size=3, pad=1)
+
+
+def readers(builder: Builder) -> None:
+    """A batch norm that several operators read."""
+    builder.apply("Relu", builder.value)
+    norm(builder)
+    source, shape = builder.value, builder.shape
+    conv(builder)
+    first, result = builder.value, builder.shape
+    builder.value, builder.shape = source, shape
+    builder.apply("GlobalAveragePool", builder.value, shape=(*shape[:2], 1, 1))
+    conv(builder)
+    builder.apply("Add", first, builder.value, shape=result)
+
+
 PIECES = {
     "norm": norm,
     "conv": conv,
@@ -139,6 +205,11 @@ PIECES = {
     "pooled": pooled,
     "positions": positions,
     "flattened": flattened,
+    "split": split,
+    "sliced": sliced,
+    "padded": padded,
+    "pre-activation": pre_activation,
+    "readers": readers,
 }
 
 
@@ -193,3 +264,35 @@ def test_the_pieces_do_fold() -> None:
     folded = {name: len(fold(build(["conv", name, "norm"], 3, False), verify=False).report.folded) for name in PIECES}
     # A Relu, a product along the last axis, and a maximum before negative scales stop a batch norm.
     assert {name for name, count in folded.items() if count == 0} == {"relu", "constant-product", "pooled"}, folded
+
+
+def test_graphs_inside_functions() -> None:
+    """The same graphs as the body of a function that is called twice, with its parameters given by the caller."""
+    for seed in range(12):
+        names = list(np.random.default_rng(seed).choice(["conv", "norm", "identity", "residual", "relu"], 4))
+        proto = build(["conv", "norm", *names, "norm"], seed, False)
+        called = in_a_function(proto)
+        folded = to_proto(fold(called, verify=False).model)
+        onnx.checker.check_model(folded)
+        assert batch_norms(folded) <= 2 * batch_norms(to_proto(fold(proto, verify=False).model))
+        x = np.random.default_rng(seed).standard_normal((2, 4, 6, 6)).astype(np.float32)
+        for got, expected in zip(run(folded, {"x": x}), run(called, {"x": x}), strict=True):
+            assert_near(got, expected)
+
+
+def in_a_function(proto: onnx.ModelProto) -> onnx.ModelProto:
+    parameters = [tensor.name for tensor in proto.graph.initializer]
+    output = proto.graph.output[0]
+    function = onnx.helper.make_function(
+        "local", "net", ["x", *parameters], [output.name], proto.graph.node, [onnx.helper.make_opsetid("", 17)]
+    )
+    second = onnx.helper.make_tensor_value_info("second", onnx.TensorProto.FLOAT, (None,) * 4)
+    nodes = [
+        onnx.helper.make_node("net", ["x", *parameters], [name], domain="local", name=f"call_{name}")
+        for name in (output.name, "second")
+    ]
+    graph = onnx.helper.make_graph(
+        nodes, "called", list(proto.graph.input), [output, second], list(proto.graph.initializer)
+    )
+    opsets = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("local", 1)]
+    return onnx.helper.make_model(graph, opset_imports=opsets, functions=[function], ir_version=8)

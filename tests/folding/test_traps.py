@@ -8,6 +8,7 @@ import onnx.helper
 import onnx.numpy_helper
 import pytest
 
+import bnexport.errors
 from bnexport.folding import fold
 from bnexport.model_io import to_proto
 from tests.folding.helpers import (
@@ -166,8 +167,6 @@ class TestForeign:
         assert_refused(conv_bn("z = other.Conv (x, w)", header=header), "no-rule")
 
     def test_redefined_operator(self) -> None:
-        import bnexport.errors
-
         proto = conv_bn()
         function = proto.functions.add(name="Conv", domain="")
         function.input.extend(["a", "b"])
@@ -262,19 +261,64 @@ class TestShared:
         )
 
 
+class TestTheRest:
+    """What is no part of a fold comes out as it went in."""
+
+    def test_stays(self) -> None:
+        header = '<ir_version: 10, opset_import: ["": 17, "other": 3], producer_name: "somebody", doc_string: "notes">'
+        norm = f"{BN}\n a = other.Thing <alpha: float = 0.5> (y)\n q = Abs (a)\n r = LeakyRelu <alpha=0.25> (q)"
+        proto = conv_bn(norm=norm, header=header, output="float[N,8,A,B] r, float[N,8,A,B] y")
+        del proto.graph.output[1]
+        proto.metadata_props.add(key="author", value="them")
+        proto.graph.metadata_props.add(key="part", value="first")
+        proto.graph.doc_string = "a graph"
+        for node, name in zip(proto.graph.node, ("conv", "norm", "thing", "abs", "leaky"), strict=True):
+            node.name, node.doc_string = name, f"about {name}"
+            node.metadata_props.add(key="line", value=name)
+            if not node.domain:
+                node.ClearField("domain")  # written as an empty field by the parser
+        for name in ("y", "a", "q"):
+            proto.graph.value_info.append(
+                onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ("N", 8, "A", "B"))
+            )
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.arange(3.0), "nobody reads this"))
+        folded = to_proto(fold(proto, verify=False).model)
+        for field in ("ir_version", "producer_name", "doc_string", "opset_import", "metadata_props"):
+            assert getattr(folded, field) == getattr(proto, field), field
+        for field in ("name", "input", "output", "doc_string", "metadata_props"):
+            assert getattr(folded.graph, field) == getattr(proto.graph, field), field
+        assert list(folded.graph.node[2:]) == list(proto.graph.node[3:])
+        thing = folded.graph.node[1]
+        assert (thing.input[0], thing.attribute, thing.doc_string) == (
+            folded.graph.node[0].output[0],
+            proto.graph.node[2].attribute,
+            "about thing",
+        )
+        conv = folded.graph.node[0]
+        assert (conv.name, conv.doc_string, conv.metadata_props) == (
+            "conv",
+            "about conv",
+            proto.graph.node[0].metadata_props,
+        )
+        assert {value.name for value in folded.graph.value_info} >= {"a", "q"}
+        tensors = {tensor.name: tensor for tensor in folded.graph.initializer}
+        assert tensors["nobody reads this"] == proto.graph.initializer[-1]
+
+
 class TestBetween:
     @pytest.mark.parametrize(
         ("node", "code"),
         [
-            ("Relu (t)", "no-rule"),
+            ("Relu (t)", "order"),
             ("MaxPool <kernel_shape=[2,2]> (t)", "order"),
             ("Softmax (t)", "no-rule"),
-            ('Pad <mode="constant"> (t, k)', "no-rule"),
+            ("Pad (t, k, f)", "padding"),
         ],
         ids=["relu", "max-pool", "softmax", "pad"],
     )
     def test_what_does_not_commute(self, node: str, code: str) -> None:
-        proto = conv_bn(f"t = Conv (x, w)\n z = {node}", values={"k": np.array([0, 0, 1, 1, 0, 0, 1, 1])})
+        values = {"k": np.array([0, 0, 1, 1, 0, 0, 1, 1]), "f": np.array(1.5, np.float32)}
+        proto = conv_bn(f"t = Conv (x, w)\n z = {node}", values=values)
         assert_refused(proto, code)
 
     def test_max_pool_with_positive_scales(self) -> None:
@@ -282,6 +326,24 @@ class TestBetween:
         proto = conv_bn("t = Conv (x, w)\n z = MaxPool <kernel_shape=[2,2], pads=[1,1,1,1]> (t)", values={"p_s": scale})
         folded, _ = fold_and_check(proto)
         assert operators(folded) == ["Conv", "MaxPool"]
+
+    def test_split_whose_other_part_is_read(self) -> None:
+        nodes = "t = Conv (x, w)\n z, u = Split <axis=2> (t)"
+        proto = conv_bn(
+            nodes, inputs="float[N,6,4,4] x", output="float[N,8,2,4] y, float[N,8,2,4] r", norm=f"{BN}\n r = Relu (u)"
+        )
+        assert_refused(proto, "shared")
+
+    def test_a_part_that_is_an_output(self) -> None:
+        """The parts are mapped on their own, so the other one keeps its values to the bit."""
+        nodes = "t = Conv (x, w)\n z, u = Split <axis=1> (t)"
+        proto = model(
+            f"g ({X4}) => (float[N,4,A,B] y, float[N,4,A,B] u) {{ {nodes}\n {BN} }}",
+            {"w": (8, 6, 1, 1), **batch_norm("p", 4)},
+        )
+        folded, _ = fold_and_check(proto)
+        inputs = make_inputs(proto)
+        np.testing.assert_array_equal(run(folded, inputs)[1], run(proto, inputs)[1])
 
     def test_cast_that_rounds(self) -> None:
         body = f"""g ({X4}) => (float[N,8,A,B] y) {{ {CONV.replace("z", "t")}
@@ -301,7 +363,13 @@ class TestConstants:
         proto.graph.node[0].input.append("")
         fold_and_check(proto)
 
-    @pytest.mark.parametrize("form", ["value_floats", "value", "identity", "unsqueeze", "cast", "of-shape", "sqrt"])
+    @pytest.mark.parametrize(
+        "form",
+        [
+            *("value_floats", "value", "identity", "unsqueeze", "cast", "of-shape", "of-shape-zero", "sqrt"),
+            *("transpose", "expand-value_float", "cast-value_ints", "cast-value_int", "concat", "dequantized"),
+        ],
+    )
     def test_constants_in_every_form(self, form: str) -> None:
         values = [0.5, -1.25, 2.0, 1.5, -0.75, 3.0, 0.25, -2.5]
         text = ", ".join(str(value) for value in values)
@@ -314,11 +382,50 @@ class TestConstants:
             ),
             "cast": f"i = Constant <value = double[8] {{{text}}}> ()\n k = Cast <to=1> (i)",
             "of-shape": "n = Constant <value_ints = [8]> ()\n k = ConstantOfShape <value = float[1] {1.5}> (n)",
+            "of-shape-zero": "n = Constant <value_ints = [8]> ()\n k = ConstantOfShape (n)",
+            "transpose": (
+                f"i = Constant <value = float[8,1] {{{text}}}> ()\n t = Transpose (i)\n n = Constant <value_ints = [8]> ()\n"
+                " k = Reshape (t, n)"
+            ),
+            "expand-value_float": (
+                "i = Constant <value_float = -1.5> ()\n n = Constant <value_ints = [8]> ()\n k = Expand (i, n)"
+            ),
+            "cast-value_ints": "i = Constant <value_ints = [1, -2, 3, 4, 5, 6, 7, 8]> ()\n k = Cast <to=1> (i)",
+            "cast-value_int": (
+                "i = Constant <value_int = -3> ()\n f = Cast <to=1> (i)\n n = Constant <value_ints = [8]> ()\n"
+                " k = Expand (f, n)"
+            ),
+            "concat": (
+                "i = Constant <value_floats = [1.0, 2.0, 3.0]> ()\n j = Constant <value_floats = [4.0, 5.0, 6.0, 7.0, 8.0]> ()\n"
+                " k = Concat <axis=0> (i, j)"
+            ),
+            "dequantized": (
+                "i = Constant <value = int8[8] {1, -2, 3, 4, 5, 6, 7, 8}> ()\n f = Constant <value_float = 0.25> ()\n"
+                " k = DequantizeLinear (i, f)"
+            ),
             "sqrt": "i = Constant <value_floats = [1.0, 4.0, 2.0, 3.0, 5.0, 6.0, 7.0, 8.0]> ()\n k = Sqrt (i)",
         }
         norm = f"{makes[form]}\n y = BatchNormalization (z, k, p_b, p_m, p_v)"
-        folded, _ = fold_and_check(conv_bn(norm=norm))
+        folded, _ = fold_and_check(conv_bn(norm=norm, opset=19))
         assert operators(folded) == ["Conv"]
+
+    def test_constants_that_are_no_numbers(self) -> None:
+        """Such a file is invalid, and another tool crashes on it."""
+        for text in ('value_string = "a"', 'value_strings = ["a", "b"]'):
+            norm = f"k = Constant <{text}> ()\n y = BatchNormalization (z, k, p_b, p_m, p_v)"
+            assert_refused(conv_bn(norm=norm), "type")
+
+    def test_sparse_constant(self) -> None:
+        norm = "k = Constant <value_float = 1.0> ()\n y = BatchNormalization (z, k, p_b, p_m, p_v)"
+        proto = conv_bn(norm=norm)
+        values = onnx.numpy_helper.from_array(np.array([1.0, 2.0], np.float32))
+        places = onnx.numpy_helper.from_array(np.array([0, 5]))
+        attribute = proto.graph.node[1].attribute[0]
+        attribute.CopyFrom(
+            onnx.helper.make_attribute("sparse_value", onnx.helper.make_sparse_tensor(values, places, [8]))
+        )
+        with pytest.raises(bnexport.errors.UnsupportedModelError, match="sparse"):
+            fold(proto)
 
     def test_zero_bias_as_exporters_compute_it(self) -> None:
         """Expand(CastLike(0, x), Shape(weight)[:1]): what torch's exporter writes without optimisation."""
@@ -358,6 +465,21 @@ class TestConstants:
         assert [attribute.name for attribute in folded.graph.node[0].attribute] == ["axis"]
         kept = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in folded.graph.initializer}
         np.testing.assert_array_equal(kept["q"], values["q"])
+
+    def test_quantized_weight_with_a_scale_for_each_channel(self) -> None:
+        generator = np.random.default_rng(0)
+        values = {
+            "q": generator.integers(0, 255, (8, 6, 1, 1)).astype(np.uint8),
+            "d": np.abs(generator.standard_normal(8)).astype(np.float32) + np.float32(0.01),
+            "o": generator.integers(100, 150, 8).astype(np.uint8),
+            "p_s": np.abs(parameters({"p_s": (8,)})["p_s"]),
+        }
+        nodes = "k = DequantizeLinear <axis=0> (q, d, o)\n z = Conv (x, k)"
+        folded, _ = fold_and_check(conv_bn(nodes, values=values, opset=21, ir_version=10))
+        assert operators(folded) == ["DequantizeLinear", "Conv"]
+        kept = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in folded.graph.initializer}
+        np.testing.assert_array_equal(kept["q"], values["q"])
+        np.testing.assert_array_equal(kept["o"], values["o"])
 
     def test_quantized_weight_with_a_negative_scale(self) -> None:
         values = {"q": np.ones((8, 6, 1, 1), np.int8), "d": np.float32(0.02)}
@@ -456,6 +578,40 @@ class TestNumbers:
     def test_float16(self) -> None:
         body = f"g (float16[N,6,H,W] x) => (float16[N,8,A,B] y) {{ {CONV}\n {BN} }}"
         fold_and_check(model(body, {"w": (8, 6, 1, 1), **batch_norm("p", 8)}, dtype="float16"), oracle=False)
+
+    def test_bfloat16(self) -> None:
+        """Nothing runs it here: the weights are compared with the product of the exact values, rounded once."""
+        import ml_dtypes
+        import onnx_ir as ir
+
+        values = parameters({"w": (8, 6, 1, 1), "c": (8,), **batch_norm("p", 8)}, dtype=ml_dtypes.bfloat16)
+        body = f"g (bfloat16[N,6,H,W] x) => (bfloat16[N,8,A,B] y) {{ z = Conv (x, w, c)\n {BN} }}"
+        proto = model(body, opset=22)
+        for name, value in values.items():
+            proto.graph.initializer.append(ir.serde.serialize_tensor(ir.tensor(value, name=name)))
+        result = fold(proto)
+        assert operators(to_proto(result.model)) == ["Conv"]
+        exact_values = {name: value.astype(np.float64) for name, value in values.items()}
+        scale = exact_values["p_s"] / np.sqrt(exact_values["p_v"] + np.float64(np.float32(1e-5)))
+        initializers = result.model.graph.initializers
+        weight = exact_values["w"] * scale.reshape(8, 1, 1, 1)
+        bias = (exact_values["c"] - exact_values["p_m"]) * scale + exact_values["p_b"]
+        for name, expected in (("w", weight), ("c", bias)):
+            got = initializers[name].const_value.numpy()
+            assert got.dtype == ml_dtypes.bfloat16
+            np.testing.assert_array_equal(got, expected.astype(ml_dtypes.bfloat16))
+
+    def test_half_data_beside_single_statistics(self) -> None:
+        """Opset 15 and up: the weights stay half, and are rounded once from the exact product."""
+        half = parameters({"w": (8, 6, 1, 1)}, dtype="float16")
+        single = parameters(batch_norm("p", 8), seed=1)
+        proto = model(f"g (float16[N,6,H,W] x) => (float16[N,8,A,B] y) {{ {CONV}\n {BN} }}", values={**half, **single})
+        folded, _ = fold_and_check(proto, oracle=False)
+        kept = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in folded.graph.initializer}
+        scale = single["p_s"].astype(np.float64) / np.sqrt(single["p_v"] + np.float64(np.float32(1e-5)))
+        expected = half["w"].astype(np.float64) * scale.reshape(8, 1, 1, 1)
+        np.testing.assert_array_equal(kept["w"], expected.astype(np.float16))
+        assert {array.dtype for array in kept.values()} == {np.dtype(np.float16)}
 
     def test_float64(self) -> None:
         """ONNX Runtime has no such Conv; the reference implementation verifies it."""

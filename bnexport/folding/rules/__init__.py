@@ -11,9 +11,12 @@ from bnexport.folding.rules import (
     elementwise,
     gemm,
     matmul,
+    pad,
     pooling,
+    relu,
     reshape,
     resize,
+    split,
     transparent,
 )
 from bnexport.folding.search import Rule
@@ -31,6 +34,9 @@ ALL: tuple[Rule, ...] = (
     concat.RULE,
     resize.RULE,
     depth_to_space.RULE,
+    split.RULE,
+    pad.RULE,
+    relu.RULE,
 )
 
 

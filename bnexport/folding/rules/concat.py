@@ -37,18 +37,20 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
 
 
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
-    values = _operands(node)
     if _concat_axis(node, search.context) != axis:
         raise Refused("concat", f"{label(node)} joins the mapped channels with others along another axis")
-    if sum(value is values[index] for value in values) > 1:
+    value = node.inputs[index]
+    if value is not None and sum(use.node is node for use in value.uses()) > 1:
         raise Refused("shared", f"{label(node)} joins the same value twice")
-    sizes = _sizes(node, values, axis, search.context)
-    if sizes[index] != affine.channels:
-        raise Refused("shape", f"operand {index} of {label(node)} has {sizes[index]} channels, not {affine.channels}")
-    scale, center, shift = (np.full(sum(sizes), fill) for fill in (1.0, 0.0, 0.0))
-    own = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
-    scale[own], center[own], shift[own] = affine.scale, affine.center, affine.shift
-    search.forward(node.outputs[0], axis, ChannelAffine(scale, center, shift))
+    # Many batch norms may meet in one Concat, and the sizes stay.
+    ends = search.context.memory.get((node, axis))
+    if ends is None:
+        ends = np.cumsum([0, *_sizes(node, _operands(node), axis, search.context)])
+        search.context.memory[node, axis] = ends
+    own = slice(ends[index], ends[index + 1])
+    if own.stop - own.start != affine.channels:
+        raise Refused("shape", f"operand {index} of {label(node)} does not have {affine.channels} channels")
+    search.forward(node.outputs[0], axis, affine.spread(own, int(ends[-1])))
 
 
 def _operands(node: ir.Node) -> list[ir.Value]:

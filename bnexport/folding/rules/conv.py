@@ -47,8 +47,7 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
     if not affine.is_scaling:
         if padded(node):
             raise Refused("padding", "the Conv pads with zeros, which the shift would change at the borders")
-        terms = search.plan.value(node, 1, "Conv weight").reshape(view) * affine.offset.reshape(columns)
-        add_to_bias(node, terms.reshape(weight.shape[0], -1), weight.dtype, search)
+        add_to_bias(node, affine.offset.reshape(columns), view, (0, 1), weight.dtype, search)
     search.plan.scale(node, 1, affine.scale.reshape(columns), "Conv weight", view)
 
 
@@ -67,11 +66,14 @@ def map_bias(node: ir.Node, affine: ChannelAffine, dtype: np.dtype, search: Sear
     search.plan.replace(node, 2, affine.apply(bias), dtype, f"{node.op_type} bias", size)
 
 
-def add_to_bias(node: ir.Node, terms: np.ndarray, dtype: np.dtype, search: Search) -> None:
-    """Adds the row sums of `terms` (channels, terms) to the bias."""
-    bias = _bias(node, terms.shape[0], search)
-    size = np.abs(bias) + np.abs(terms).sum(axis=1)
-    search.plan.replace(node, 2, bias + terms.sum(axis=1), dtype, f"{node.op_type} bias", size)
+def add_to_bias(
+    node: ir.Node, offset: np.ndarray, view: tuple[int, ...], kept: tuple[int, ...], dtype: np.dtype, search: Search
+) -> None:
+    """Adds the sums of W * offset over all axes but those of the output channels, `kept`, to the bias."""
+    total, size = search.plan.sums(node, 1, offset, view, kept, f"{node.op_type} weight")
+    bias = _bias(node, total.size, search)
+    size = np.abs(bias) + size.reshape(-1)
+    search.plan.replace(node, 2, bias + total.reshape(-1), dtype, f"{node.op_type} bias", size)
 
 
 def _grouped(node: ir.Node, axis: int, context: Context) -> tuple[Described, tuple[int, ...]]:

@@ -11,7 +11,6 @@ position, so an offset moves only when each meets exactly one: kernel 1, stride 
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
@@ -44,9 +43,7 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
     if not affine.is_scaling:
         if not _pointwise(node, weight):
             raise Refused("padding", "the ConvTranspose mixes positions, so the shift would differ between them")
-        terms = search.plan.value(node, 1, "ConvTranspose weight").reshape(view) * affine.offset.reshape(rows)
-        by_output = np.moveaxis(terms, 2, 1).reshape(view[0] * view[2], -1)
-        add_to_bias(node, by_output, weight.dtype, search)
+        add_to_bias(node, affine.offset.reshape(rows), view, (0, 2), weight.dtype, search)
     search.plan.scale(node, 1, affine.scale.reshape(rows), "ConvTranspose weight", view)
 
 

@@ -1,4 +1,6 @@
-"""Add, Sub, Mul and Div on the way to a producer. k: scale, c: center, t: shift, along one axis.
+"""Add, Sub, Mul and Div between a map and its place. k: scale, c: center, t: shift, h: offset, along one axis.
+
+Backward:
 
     k (u + v - c) + t = [k (u - c) + t] + [k v]          both operands take their share
     k (u - v - c) + t = [k (u - c) + t] - [k v]
@@ -6,7 +8,14 @@
     k (u / v)         = [k u] / v
 
 A constant operand takes its share in place, if it stays as small as it was or as the channels; the
-other operand takes only the scale. Operands of different rank do not share the axis: refused.
+other operand takes only the scale. A shift alone (k = 1) goes into one operand of a sum, the other stays.
+Operands of different rank do not share the axis: refused.
+
+Forward, u being the mapped operand:
+
+    (k u + h) + d = k (u + (d + h) / k)                  d a constant, which takes the shift
+    (u + h) + v = (u + v) + h                            a shift passes a sum
+    (k u) * v = k (u * v),  (k u) / v = k (u / v)        a scale passes a product
 """
 
 from __future__ import annotations
@@ -36,6 +45,9 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
         if any(constant):
             _sum_with_constant(node, axis, affine, rank, constant.index(True), search)
             return
+        if affine.is_shift:
+            _either(node, axis, affine, rank, search)
+            return
         _operand(node, 0, axis, affine, rank, search)
         _operand(node, 1, axis, affine.only_scale(), rank, search)
         return
@@ -49,6 +61,41 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
         _either(node, axis, affine, rank, search)
 
 
+def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
+    context = search.context
+    if context.opset < 7:
+        raise Refused("opset", f"{node.op_type} before opset 7 broadcasts by an attribute")
+    only_attributes(node, ())
+    rank = context.rank(node.outputs[0])
+    data, other = input_at(node, index), input_at(node, 1 - index)
+    if data is None or other is None or rank is None or context.rank(data) != rank:
+        raise Refused("rank", f"the rank of {label(node)} is not known, or is not that of its operand")
+    if node.op_type in ("Mul", "Div"):
+        if not affine.is_scaling or (node.op_type == "Div" and index == 1):
+            raise Refused("shift", f"{label(node)} multiplies, so only a scale passes, and no divisor")
+        search.forward(node.outputs[0], axis, affine)
+    elif context.constants.is_constant(other):
+        _sum_takes_shift(node, index, axis, affine, rank, search)
+    elif affine.is_shift:
+        sign = -1.0 if node.op_type == "Sub" and index == 1 else 1.0
+        search.forward(node.outputs[0], axis, ChannelAffine.shifting(sign * affine.offset))
+    else:
+        raise Refused("no-rule", f"{label(node)} adds something that is not scaled")
+
+
+def _sum_takes_shift(node: ir.Node, index: int, axis: int, affine: ChannelAffine, rank: int, search: Search) -> None:
+    """(k u + h) + d, (k u + h) - d or d - (k u + h): the constant d takes the shift, k moves on."""
+    inverse = affine.inverse_scale(search.context.options.max_scale)
+    values = search.plan.value(node, 1 - index, f"{node.op_type} constant")
+    sign = 1.0 if node.op_type == "Add" else -1.0
+    shift, scale = (_aligned(part, axis, rank) for part in (sign * affine.offset, inverse))
+    total = (values + shift) * scale
+    size = (np.abs(values) + np.abs(shift)) * np.abs(scale)
+    _store(node, 1 - index, total, size, values.size, affine.channels, rank, search)
+    if not affine.is_shift:
+        search.forward(node.outputs[0], axis, affine.only_scale())
+
+
 def _sum_with_constant(node: ir.Node, axis: int, affine: ChannelAffine, rank: int, index: int, search: Search) -> None:
     """u + v or u - v with one constant, which takes center and shift; the other operand takes the scale."""
     values = search.plan.value(node, index, f"{node.op_type} constant")
@@ -58,7 +105,8 @@ def _sum_with_constant(node: ir.Node, axis: int, affine: ChannelAffine, rank: in
     total = sign * ((sign * values - center) * scale + shift)
     size = (np.abs(values) + np.abs(center)) * np.abs(scale) + np.abs(shift)
     _store(node, index, total, size, values.size, affine.channels, rank, search)
-    _operand(node, 1 - index, axis, affine.only_scale(), rank, search)
+    if not affine.is_shift:
+        _operand(node, 1 - index, axis, affine.only_scale(), rank, search)
 
 
 def _scale_constant(node: ir.Node, index: int, axis: int, scale: np.ndarray, rank: int, search: Search) -> None:
@@ -92,11 +140,14 @@ def _operand(node: ir.Node, index: int, axis: int, affine: ChannelAffine, rank: 
 
 
 def _either(node: ir.Node, axis: int, affine: ChannelAffine, rank: int, search: Search) -> None:
+    """Into the first operand, or else the second. What is shifted as a subtrahend is shifted the other way."""
     state = search.plan.snapshot()
     try:
         _operand(node, 0, axis, affine, rank, search)
     except Refused:
         search.plan.restore(state)
+        if node.op_type == "Sub":
+            affine = ChannelAffine.shifting(-affine.offset)
         _operand(node, 1, axis, affine, rank, search)
 
 
@@ -105,4 +156,4 @@ def _aligned(vector: np.ndarray, axis: int, rank: int) -> np.ndarray:
     return vector.reshape(-1, *[1] * (rank - axis - 1))
 
 
-RULE = Rule("elementwise", ("Add", "Sub", "Mul", "Div"), backward)
+RULE = Rule("elementwise", ("Add", "Sub", "Mul", "Div"), backward, forward)

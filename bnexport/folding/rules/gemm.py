@@ -4,7 +4,8 @@ Backward, along N (axis 1): B'' = B' diag(scale), and for C one value whatever b
 
     beta'' = 1,   C'' = scale * (beta * C - center) + shift
 
-of the shape to which C and N broadcast, so that every legal shape of C stays legal.
+of the shape to which C and N broadcast, so that every legal shape of C stays legal. (Before opset 7 a
+smaller C needs the attribute broadcast.)
 
 Forward, A' = A0' diag(scale) + offset along K: B'' = diag(scale) B', C'' = beta * C + alpha * offset B'.
 """
@@ -47,11 +48,10 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
     if weight.shape[k_axis] != affine.channels:
         raise Refused("shape", f"Gemm sums over {weight.shape[k_axis]} columns, the map has {affine.channels}")
     if not affine.is_scaling:
-        exact = search.plan.value(node, 1, "Gemm weight")
-        terms = get_float(node, "alpha", 1.0) * _along(affine.offset, k_axis) * exact
+        offset = _along(get_float(node, "alpha", 1.0) * affine.offset, k_axis)
+        total, size = search.plan.sums(node, 1, offset, weight.shape, (1 - k_axis,), "Gemm weight")
         constant = _constant(node, search, weight.shape[1 - k_axis])
-        size = np.abs(constant) + np.abs(terms).sum(axis=k_axis)
-        _set_constant(node, constant + terms.sum(axis=k_axis), size, weight.dtype, search)
+        _set_constant(node, constant + total, np.abs(constant) + size, weight.dtype, search)
     search.plan.scale(node, 1, _along(affine.scale, k_axis), "Gemm weight")
 
 
@@ -61,9 +61,7 @@ def _along(vector: np.ndarray, axis: int) -> np.ndarray:
 
 def _check(node: ir.Node, context: Context) -> tuple[Described, int]:
     """The weight B as stored, and which of its axes is K."""
-    if context.opset < 7:
-        raise Refused("opset", "Gemm before opset 7 broadcasts by an attribute")
-    only_attributes(node, _ATTRIBUTES)
+    only_attributes(node, _ATTRIBUTES if context.opset >= 7 else (*_ATTRIBUTES, "broadcast"))
     weight = context.constants.describe(input_at(node, 1), "Gemm weight")
     if weight.ndim != 2:
         raise Refused("shape", f"a Gemm weight of shape {weight.shape}")
@@ -87,6 +85,8 @@ def _set_constant(node: ir.Node, values: np.ndarray, size: np.ndarray, dtype: np
     search.plan.replace(node, 2, values, dtype, "Gemm constant", np.broadcast_to(size, values.shape))
     if get_float(node, "beta", 1.0) != 1.0:
         search.plan.set_attribute(node, ir.AttrFloat32("beta", 1.0))
+    if search.context.opset < 7:
+        search.plan.set_attribute(node, ir.AttrInt64("broadcast", 1))
 
 
 RULE = Rule("gemm", ("Gemm",), backward, forward)

@@ -56,9 +56,8 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
     if not affine.is_scaling:
         if weight.ndim != 2:
             raise Refused("shift", "the shift would differ between the batches of a MatMul weight")
-        exact = search.plan.value(node, constant, "MatMul weight")
-        vector = affine.offset @ exact if constant == 1 else exact @ affine.offset
-        size = np.abs(affine.offset) @ np.abs(exact) if constant == 1 else np.abs(exact) @ np.abs(affine.offset)
+        offset = along(affine.offset, in_weight, 2)
+        vector, size = search.plan.sums(node, constant, offset, weight.shape, (1 - in_weight,), "MatMul weight")
         out_axis = rank - 1 if constant == 1 else rank - 2
         _place_shift(node, vector, size, out_axis, rank, weight.dtype, search)
     search.plan.scale(node, constant, along(affine.scale, in_weight, weight.ndim), "MatMul weight")

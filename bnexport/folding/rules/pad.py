@@ -1,0 +1,60 @@
+"""Pad of the positions within a channel.
+
+The modes reflect, edge and wrap repeat values of the channel, and cropping removes some: any map passes.
+A constant is not mapped, so behind zeros only a scaling passes, since k 0 = 0.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.context import Context
+from bnexport.folding.nodes import get_float, get_ints, get_string, input_at, label, only_attributes
+from bnexport.folding.refusal import Refused
+from bnexport.folding.search import Rule, Search
+
+
+def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
+    search.backward(_check(node, axis, affine, search.context), axis, affine)
+
+
+def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
+    if index != 0:
+        raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
+    _check(node, axis, affine, search.context)
+    search.forward(node.outputs[0], axis, affine)
+
+
+def _check(node: ir.Node, axis: int, affine: ChannelAffine, context: Context) -> ir.Value:
+    only_attributes(node, ("mode", "pads", "paddings", "value"))
+    value = input_at(node, 0)
+    rank = None if value is None else context.rank(value)
+    if value is None or rank is None:
+        raise Refused("rank", f"the rank of {label(node)} is not known")
+    pads = get_ints(node, "pads") or get_ints(node, "paddings")
+    if (operand := input_at(node, 1)) is not None:
+        pads = context.constants.ints(operand, f"pads of {label(node)}")
+    axes = tuple(range(rank))
+    if (operand := input_at(node, 3)) is not None:
+        axes = tuple(place + rank if place < 0 else place for place in context.constants.ints(operand, "axes"))
+    if pads is None or len(pads) != 2 * len(axes):
+        raise Refused("bad-node", f"{label(node)} has no pads, or not two for each axis")
+    if any(place == axis and (pads[index] or pads[index + len(axes)]) for index, place in enumerate(axes)):
+        raise Refused("axis", f"{label(node)} pads the channel axis")
+    mode = get_string(node, "mode", "constant")
+    if mode in ("reflect", "edge", "wrap") or all(pad <= 0 for pad in pads):
+        return value
+    if mode != "constant":
+        raise Refused("unknown-mode", f"{label(node)} has the unknown mode {mode!r}")
+    fill = get_float(node, "value", 0.0)
+    if (operand := input_at(node, 2)) is not None:
+        fill = float(context.constants.floats(operand, f"value of {label(node)}").reshape(-1)[0])
+    if fill != 0:
+        raise Refused("padding", f"{label(node)} pads with {fill:g}, which a map would change")
+    if not affine.is_scaling:
+        raise Refused("shift", f"{label(node)} pads with zeros, which the shift would change")
+    return value
+
+
+RULE = Rule("pad", ("Pad",), backward, forward)

@@ -1,0 +1,49 @@
+"""Relu, LeakyRelu and PRelu keep the sign, so a positive scale passes and nothing else.
+
+    f(k x) = k f(x)        for k > 0
+
+Backward, k (f(x)) is f(k x). Forward, f(k x + h) = k f(x + h / k) lets the scale move on, through padding
+as well, where the shift finds a place before f (the engine splits the map).
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.nodes import get_float, input_at, label, only_attributes
+from bnexport.folding.refusal import Refused
+from bnexport.folding.search import Rule, Search
+
+_ATTRIBUTES = {"Relu": ("consumed_inputs",), "LeakyRelu": ("alpha", "consumed_inputs"), "PRelu": ("consumed_inputs",)}
+
+
+def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
+    search.backward(_check(node, affine, search), axis, affine)
+
+
+def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
+    if index != 0:
+        raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
+    _check(node, affine, search)
+    search.forward(node.outputs[0], axis, affine)
+
+
+def _check(node: ir.Node, affine: ChannelAffine, search: Search) -> ir.Value:
+    only_attributes(node, _ATTRIBUTES[node.op_type])
+    value = input_at(node, 0)
+    if value is None:
+        raise Refused("bad-node", f"{label(node)} has no input")
+    get_float(node, "alpha", 0.01)
+    if node.op_type == "PRelu":
+        # A slope must not enlarge the data: the map counts the axes of the result.
+        slope = input_at(node, 1)
+        ranks = [None if operand is None else search.context.rank(operand) for operand in (value, slope)]
+        if ranks[0] is None or ranks[1] is None or ranks[1] > ranks[0]:
+            raise Refused("rank", f"the ranks of {label(node)} are not known")
+    if not affine.is_scaling or not (affine.scale > 0).all():
+        raise Refused("order", f"{node.op_type} ({label(node)}) passes positive scales only, and no shift")
+    return value
+
+
+RULE = Rule("relu", tuple(_ATTRIBUTES), backward, forward)

@@ -1,0 +1,117 @@
+"""Split and Slice: parts of a value.
+
+Along another axis than the channels' a part has all channels, and the map passes - backward only when no
+other part is read, since it would be mapped, too. Along the channels a part has some of them:
+
+    forward    the part that holds the channels i has the map (k[i], c[i], t[i])
+    backward   the whole has the map on the channels i and the identity on the others
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.context import Context
+from bnexport.folding.nodes import get_int, get_ints, input_at, label, only_attributes, used
+from bnexport.folding.refusal import Refused
+from bnexport.folding.search import Rule, Search
+
+
+def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
+    value = _input(node)
+    channels = _channels(node, value, axis, search.context)
+    if channels is None:
+        if any(used(output) for output in node.outputs if output is not search.asked):
+            raise Refused("shared", f"another part of {label(node)} is read, which the map would change")
+        search.backward(value, axis, affine)
+        return
+    size, parts = channels
+    own = parts[node.outputs.index(search.asked)]
+    if own.size != affine.channels:
+        raise Refused("shape", f"{label(node)} gives {own.size} channels, the map has {affine.channels}")
+    search.backward(value, axis, affine.spread(own, size))
+
+
+def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
+    if index != 0:
+        raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
+    channels = _channels(node, _input(node), axis, search.context)
+    if channels is not None and channels[0] != affine.channels:
+        raise Refused("shape", f"{label(node)} reads {channels[0]} channels, the map has {affine.channels}")
+    for place, output in enumerate(node.outputs):
+        if used(output):
+            search.forward(output, axis, affine if channels is None else affine.take(channels[1][place]))
+
+
+def _input(node: ir.Node) -> ir.Value:
+    value = input_at(node, 0)
+    if value is None:
+        raise Refused("bad-node", f"{label(node)} has no input")
+    return value
+
+
+def _channels(node: ir.Node, value: ir.Value, axis: int, context: Context) -> tuple[int, list[np.ndarray]] | None:
+    """The number of channels, and which of them each part has; None where every part has all."""
+    rank = context.rank(value)
+    if rank is None:
+        raise Refused("rank", f"the rank of {label(node)} is not known")
+    size = context.size(value, axis)
+    parts = (
+        _split(node, axis, rank, size, context) if node.op_type == "Split" else _slice(node, axis, rank, size, context)
+    )
+    if parts is None:
+        return None
+    if size is None:
+        raise Refused("shape", f"the channels of {label(node)} are not known")
+    return size, parts
+
+
+def _split(node: ir.Node, axis: int, rank: int, size: int | None, context: Context) -> list[np.ndarray] | None:
+    only_attributes(node, ("axis", "split", "num_outputs"))
+    along = get_int(node, "axis", 0)
+    if (along + rank if along < 0 else along) != axis:
+        return None
+    if size is None:
+        return []
+    sizes = get_ints(node, "split")
+    if (operand := input_at(node, 1)) is not None:
+        sizes = context.constants.ints(operand, f"sizes of {label(node)}")
+    if sizes is None:
+        # From opset 18 on, the last of `num_outputs` parts may be smaller.
+        part = math.ceil(size / len(node.outputs))
+        sizes = tuple(min(part, size - start) for start in range(0, size, part))
+    if sum(sizes) != size or len(sizes) != len(node.outputs) or any(count < 0 for count in sizes):
+        raise Refused("shape", f"the parts of {label(node)} do not add up to {size} channels")
+    ends = np.cumsum(sizes)
+    return [np.arange(end - count, end) for end, count in zip(ends, sizes, strict=True)]
+
+
+def _slice(node: ir.Node, axis: int, rank: int, size: int | None, context: Context) -> list[np.ndarray] | None:
+    only_attributes(node, ("starts", "ends", "axes"))
+    fields: list[tuple[int, ...] | None] = []
+    for index, name in enumerate(("starts", "ends", "axes", "steps"), start=1):
+        given = get_ints(node, name)
+        if (operand := input_at(node, index)) is not None:
+            given = context.constants.ints(operand, f"{name} of {label(node)}")
+        fields.append(given)
+    starts, ends, axes, steps = fields
+    if starts is None or ends is None:
+        raise Refused("bad-node", f"{label(node)} has no starts or no ends")
+    axes = tuple(range(len(starts))) if axes is None else tuple(place + rank if place < 0 else place for place in axes)
+    steps = (1,) * len(starts) if steps is None else steps
+    if not len(starts) == len(ends) == len(axes) == len(steps):
+        raise Refused("bad-node", f"{label(node)} has {len(starts)} starts, {len(ends)} ends and {len(axes)} axes")
+    if axis not in axes:
+        return None
+    place = axes.index(axis)
+    if steps[place] < 1:
+        raise Refused("axis", f"{label(node)} reverses the channels")
+    # ONNX counts and cuts off starts and ends as Python does.
+    return [] if size is None else [np.arange(size)[starts[place] : ends[place] : steps[place]]]
+
+
+RULE = Rule("split", ("Split", "Slice"), backward, forward, all_outputs=True)

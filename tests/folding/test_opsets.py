@@ -1,0 +1,243 @@
+"""Operators as they were in each opset. Where nothing runs an old one, its successor is the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx.defs
+import pytest
+
+from bnexport.folding import fold
+from bnexport.model_io import to_proto
+from tests.folding.helpers import (
+    assert_near,
+    assert_refused,
+    batch_norm,
+    exact,
+    fold_and_check,
+    make_inputs,
+    model,
+    operators,
+    run,
+)
+
+NEWEST = onnx.defs.onnx_opset_version()
+X4 = "float[N,6,H,W] x"
+SHAPES = {"w": (8, 6, 1, 1), **batch_norm("p", 8)}
+NORM = {
+    1: "y = BatchNormalization <is_test=1, consumed_inputs=[0,0,0,1,1], spatial=1> (z, p_s, p_b, p_m, p_v)",
+    6: "y = BatchNormalization <is_test=1, momentum=0.8> (z, p_s, p_b, p_m, p_v)",
+    7: "y = BatchNormalization <spatial=1> (z, p_s, p_b, p_m, p_v)",
+    9: "y = BatchNormalization <epsilon=0.001> (z, p_s, p_b, p_m, p_v)",
+    14: "y = BatchNormalization <training_mode=0> (z, p_s, p_b, p_m, p_v)",
+}
+
+
+def graph(nodes: str, norm: str, output: str = "float[N,8,A,B] y", inputs: str = X4) -> str:
+    return f"g ({inputs}) => ({output}) {{ {nodes}\n {norm} }}"
+
+
+def as_newer(proto: onnx.ModelProto, opset: int = 17) -> onnx.ModelProto:
+    """The same nodes under another opset: for operators whose meaning is the same in both."""
+    newer = onnx.ModelProto()
+    newer.CopyFrom(proto)
+    newer.opset_import[0].version = opset
+    return newer
+
+
+@pytest.mark.parametrize("opset", [*range(1, 24), NEWEST])
+def test_batch_norm_of_every_opset(opset: int) -> None:
+    norm = NORM[max(version for version in NORM if version <= opset)]
+    result = fold(model(graph("z = Conv (x, w)", norm), SHAPES, opset=opset), verify=False)
+    folded = to_proto(result.model)
+    assert operators(folded) == ["Conv"]
+    assert folded.opset_import[0].version == opset
+    plain = "y = BatchNormalization (z, p_s, p_b, p_m, p_v)" if opset not in range(9, 14) else NORM[9]
+    reference = model(graph("z = Conv (x, w)", plain), SHAPES)
+    inputs = make_inputs(reference)
+    assert_near(run(as_newer(folded), inputs)[0], exact(reference, inputs)[0])
+
+
+def test_the_other_name_of_the_standard_domain() -> None:
+    proto = model(graph("z = Conv (x, w)", NORM[14]), SHAPES)
+    proto.opset_import[0].domain = proto.graph.node[0].domain = proto.graph.node[1].domain = "ai.onnx"
+    assert operators(to_proto(fold(proto, verify=False).model)) == ["Conv"]
+
+
+# Before opset 7: the constant is the second operand and says from which axis on it broadcasts.
+OLD_SUMS = {
+    "axis": ("t = Mul <broadcast=1, axis=1> (z, k)\n y = Add <broadcast=1, axis=1> (t, l)", (8,)),
+    "axis-and-ones": ("t = Mul <broadcast=1, axis=1> (z, k)\n y = Sub <broadcast=1, axis=1> (t, l)", (8, 1)),
+    "from-the-right": ("t = Div <broadcast=1> (z, k)\n y = Add <broadcast=1> (t, l)", (8, 1, 1)),
+    "with-a-batch-norm": (
+        "n = BatchNormalization <is_test=1> (z, p_s, p_b, p_m, p_v)\n t = Mul <broadcast=1, axis=1> (n, k)\n"
+        " y = Add <broadcast=1, axis=1> (t, l)",
+        (8,),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OLD_SUMS)
+def test_broadcasting_by_attribute(case: str) -> None:
+    nodes, shape = OLD_SUMS[case]
+    shapes = {**SHAPES, "k": shape, "l": shape}
+    words = set(nodes.replace(",", " ").replace("(", " ").replace(")", " ").split())
+    shapes = {name: size for name, size in shapes.items() if name == "w" or name in words}
+    proto = model(graph("z = Conv (x, w)", nodes), shapes, opset=6)
+    folded = to_proto(fold(proto, verify=False).model)
+    assert operators(folded) == ["Conv"]
+    # The same in today's notation.
+    newer = model(graph("z = Conv (x, w)", nodes), shapes)
+    for node in newer.graph.node:
+        if node.op_type != "Conv":
+            del node.attribute[:]
+    for tensor in newer.graph.initializer:
+        if tensor.name in ("k", "l"):
+            tensor.dims[:] = [8, 1, 1]
+    inputs = make_inputs(newer)
+    assert_near(run(as_newer(folded), inputs)[0], exact(newer, inputs)[0])
+
+
+def test_broadcasting_by_attribute_along_another_axis() -> None:
+    nodes = "t = Mul <broadcast=1, axis=2> (z, k)\n y = Add <broadcast=1, axis=2> (t, k)"
+    proto = model(
+        graph("z = Conv (x, w)", nodes, "float[2,8,8,3] y", "float[2,6,8,3] x"), {"w": (8, 6, 1, 1), "k": (8,)}, opset=6
+    )
+    assert not fold(proto, verify=False).report.folded
+
+
+@pytest.mark.parametrize("size", [(8,), (2, 8)])
+def test_gemm_that_broadcasts_by_attribute(size: tuple[int, ...]) -> None:
+    norm = "y = BatchNormalization <is_test=1> (z, p_s, p_b, p_m, p_v)"
+    text = graph(f"z = Gemm <broadcast={int(len(size) == 1)}> (x, w, c)", norm, "float[2,8] y", "float[2,6] x")
+    shapes = {"w": (6, 8), "c": size, **batch_norm("p", 8)}
+    folded = to_proto(fold(model(text, shapes, opset=6), verify=False).model)
+    assert operators(folded) == ["Gemm"]
+    newer = model(text.replace(f"<broadcast={int(len(size) == 1)}>", "").replace("<is_test=1>", ""), shapes)
+    inputs = make_inputs(newer)
+    for node in folded.graph.node:
+        kept = [attribute for attribute in node.attribute if attribute.name != "broadcast"]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+    assert_near(run(as_newer(folded), inputs)[0], exact(newer, inputs)[0])
+
+
+DROPOUT = {
+    "1-test": (1, "z = Dropout <is_test=1, consumed_inputs=[0], ratio=0.3> (t)", None),
+    "1-training": (1, "z = Dropout (t)", "training"),
+    "6-test": (6, "z, m = Dropout <is_test=1> (t)", None),
+    "6-training": (6, "z = Dropout <is_test=0> (t)", "training"),
+    "7": (7, "z = Dropout <ratio=0.9> (t)", None),
+    "10": (10, "z, m = Dropout (t)", None),
+    "10-mask": (10, "z, m = Dropout (t)\n q = Not (m)", "mask"),
+    "12": (12, "r = Constant <value_float=0.5> ()\n z = Dropout <seed=3> (t, r)", None),
+    "13-training": (
+        13,
+        "r = Constant <value_float=0.5> ()\n m = Constant <value = bool {1}> ()\n z = Dropout (t, r, m)",
+        "training",
+    ),
+    "22-inference": (
+        22,
+        "r = Constant <value_float=0.5> ()\n m = Constant <value = bool {0}> ()\n z = Dropout (t, r, m)",
+        None,
+    ),
+    "13-mode-from-outside": (
+        13,
+        "r = Constant <value_float=0.5> ()\n z = Dropout (t, r, b)",
+        "not-constant",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DROPOUT)
+def test_dropout(case: str) -> None:
+    opset, node, code = DROPOUT[case]
+    norm = "y = BatchNormalization <is_test=1> (z, p_s, p_b, p_m, p_v)"
+    norm = norm if opset < 7 else norm.replace("<is_test=1>", "")
+    inputs = f"{X4}, bool b" if "b)" in node else X4
+    output = "float[N,8,A,B] y, bool[N,8,A,B] q" if code == "mask" else "float[N,8,A,B] y"
+    proto = model(graph(f"t = Conv (x, w)\n {node}", norm, output, inputs), SHAPES, opset=opset)
+    if code is not None:
+        assert_refused(proto, code)
+    else:
+        folded = to_proto(fold(proto, verify=False).model)
+        assert "BatchNormalization" not in operators(folded)
+
+
+# Where an operator's settings moved from attributes to inputs; z is what the batch norm reads.
+MOVED = {
+    "pad-2": (2, 'z = Pad <pads=[0,0,1,1,0,0,1,1], mode="edge"> (t)', ["Conv", "Pad"]),
+    "pad-10": (10, 'z = Pad <pads=[0,0,1,2,0,0,1,1], mode="reflect"> (t)', ["Conv", "Pad"]),
+    "pad-10-value": (10, "z = Pad <pads=[0,0,1,1,0,0,1,1], value=0.0> (t)", ["Conv", "Pad", "Add"]),
+    "pad-18": (
+        18,
+        "p = Constant <value_ints=[1,0,1,1]> ()\n i = Constant <value_ints=[-2,3]> ()\n z = Pad (t, p, , i)",
+        ["Conv", "Constant", "Constant", "Pad", "Add"],
+    ),
+    "split-2": (2, "z, u = Split <axis=1, split=[8,4]> (t)\n v = Abs (u)", ["Conv", "Split", "Abs"]),
+    "split-11": (11, "u, z = Split <axis=-3, split=[4,8]> (t)\n v = Abs (u)", ["Conv", "Split", "Abs"]),
+    "split-18": (18, "z, u = Split <axis=1, num_outputs=2> (t)\n v = Abs (u)", ["Conv", "Split", "Abs"]),
+    "slice-1": (1, "z = Slice <starts=[2], ends=[10], axes=[1]> (t)", ["Conv", "Slice"]),
+    "slice-9": (9, "z = Slice <starts=[0,0,1], ends=[99,8,99]> (t)", ["Conv", "Slice"]),
+    "squeeze-11": (11, "u = Unsqueeze <axes=[2]> (t)\n z = Squeeze <axes=[-3]> (u)", ["Conv", "Unsqueeze", "Squeeze"]),
+    "mean-13": (13, "z = ReduceMean <axes=[-1], keepdims=1> (t)", ["Conv", "ReduceMean"]),
+    "mean-18": (
+        18,
+        "i = Constant <value_ints=[2,3]> ()\n z = ReduceMean <keepdims=1> (t, i)",
+        ["Conv", "Constant", "ReduceMean"],
+    ),
+    "upsample-7": (7, 'z = Upsample <mode="nearest", scales=[1.0,1.0,2.0,2.0]> (t)', ["Conv", "Upsample"]),
+    "upsample-9": (
+        9,
+        's = Constant <value = float[4] {1, 1, 2, 2}> ()\n z = Upsample <mode="linear"> (t, s)',
+        ["Conv", "Constant", "Upsample"],
+    ),
+    "resize-10": (
+        10,
+        's = Constant <value = float[4] {1, 1, 2, 2}> ()\n z = Resize <mode="nearest"> (t, s)',
+        ["Conv", "Constant", "Resize"],
+    ),
+    "resize-19": (
+        19,
+        's = Constant <value = float[2] {2, 1.5}> ()\n z = Resize <mode="linear", axes=[2,3]> (t, , s)',
+        ["Conv", "Constant", "Resize"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MOVED)
+def test_settings_that_moved(case: str) -> None:
+    opset, node, left = MOVED[case]
+    whole = 12 if "split" in case or case == "slice-1" else 8
+    whole = 16 if case == "split-18" else whole
+    norm = NORM[max(version for version in NORM if version <= opset)].replace("<epsilon=0.001>", "")
+    proto = model(
+        graph(f"t = Conv (x, w)\n {node}", norm, "float[N,8,A,B] y", "float[N,6,5,5] x"),
+        {"w": (whole, 6, 1, 1), **batch_norm("p", 8)},
+        opset=opset,
+    )
+    if opset >= 7:
+        # ONNX Runtime has the operators of opset 7 and up; onnx's reference lacks some of the old ones.
+        folded, _ = fold_and_check(proto, oracle=False)
+    else:
+        folded = to_proto(fold(proto, verify=False).model)
+    assert operators(folded) == left
+
+
+def test_pad_that_crops() -> None:
+    node = "p = Constant <value_ints = [0,0,-1,-1,0,0,0,-2]> ()\n z = Pad (t, p)"
+    norm = "y = BatchNormalization (z, p_s, p_b, p_m, p_v)"
+    folded, _ = fold_and_check(model(graph(f"t = Conv (x, w)\n {node}", norm), SHAPES), oracle=False)
+    assert operators(folded) == ["Conv", "Constant", "Pad"]
+
+
+def test_old_pooling_counts_its_padding() -> None:
+    """Before opset 7 an average was over the padding, too."""
+    norm = "y = BatchNormalization <is_test=1> (z, p_s, p_b, p_m, p_v)"
+    nodes = "t = Conv (x, w)\n z = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1]> (t)"
+    result = fold(model(graph(nodes, norm), SHAPES, opset=6), verify=False)
+    assert operators(to_proto(result.model)) == ["Conv", "AveragePool", "Add"]
+    values = {name: np.zeros(8, np.float32) for name in ("p_b", "p_m")}
+    shapes = {name: shape for name, shape in SHAPES.items() if name not in values}
+    result = fold(model(graph(nodes, norm), shapes, values=values, opset=6), verify=False)
+    assert operators(to_proto(result.model)) == ["Conv", "AveragePool"]
