@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-train test test-cpp test-models test-slow test-browser test-matrix fuzz sanitize bench bench-ort-cpu bench-torch bench-fold cuda cuda-registers bench-cuda docs lint clean
+.PHONY: help setup demo demo-train test test-cpp test-models test-slow test-browser test-matrix fuzz sanitize bench bench-ort-cpu bench-torch bench-conv-gradient bench-fold cuda cuda-registers bench-cuda docs lint clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -59,6 +59,9 @@ bench-ort-cpu: $(READY) ## our node in ONNX Runtime against ORT's own, torch's a
 
 bench-fold: $(READY) ## folding against a copy of the files, and other tools where PEERS names their Python
 	$(BIN)/python -m benchmarks.bench_fold $(if $(PEERS),--peers $(PEERS))
+
+bench-conv-gradient: $(READY) ## the forms of a convolution's gradients in ONNX Runtime against torch's
+	$(BIN)/python -m benchmarks.bench_conv_gradient
 
 bench-torch: $(READY) ## the torch operator against torch.nn.BatchNorm2d
 	$(BIN)/python -m benchmarks.bench_torch_operator

@@ -1,8 +1,9 @@
 """The only door through which model files come in and go out.
 
-In:  path -> bytes -> ModelProto -> `validate` (structure, sizes) -> onnx_ir.Model whose external
-     tensors are `ContainedTensor`s: lazy, inside the model's folder, checked again at each read.
-Out: everything is written into a folder beside the target, flushed, and renamed into place.
+In:  path -> `wire` (lengths; large tensors stay in the file) -> ModelProto -> `validate` (structure, sizes)
+     -> onnx_ir.Model whose large and external tensors are `ContainedTensor`s: lazy, checked again at each read.
+Out: `encode` (bytes and tensors, in order) -> `write` -> `staging`: a folder beside the target, flushed, and
+     renamed into place; or `to_parts`, for an engine that opens no file.
 """
 
 from __future__ import annotations

@@ -139,8 +139,7 @@ def export_training_step(
         optimizer_options={} if rule is None else dataclasses.asdict(rule),
         accumulate=accumulate,
     )
-    for file in (made, evaluation):
-        file.metadata_props[METADATA_KEY] = description.to_json()
+    made.metadata_props[METADATA_KEY] = description.to_json()
     checked = Verification.skipped("not asked for")
     if verify:
         checked = verification.check(made, step, arrays, lr)

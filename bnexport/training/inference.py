@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnxscript import optimizer
 
 from bnexport import folding, model_io
-from bnexport.training.description import METADATA_KEY, Description
+from bnexport.training.description import Description
 from bnexport.training.graph import keep_outputs
 
 if TYPE_CHECKING:
@@ -36,6 +36,5 @@ def export_inference(
             value.const_value = ir.tensor(array, name=value.name)
             graph.register_initializer(value)
     keep_outputs(model, description.evaluation_outputs)
-    model.metadata_props.pop(METADATA_KEY, None)
     optimizer.fold_constants(model)
     return folding.fold(model, path, verify=verify)

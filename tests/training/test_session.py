@@ -148,6 +148,9 @@ def test_a_checkpoint_resumes_to_the_same_bits(session, path, tmp_path):
     for seed in range(3):
         session.step(batch(4 + seed, seed))
     session.save_checkpoint(tmp_path / "c.safetensors")
+    assert os.listdir(tmp_path) == ["c.safetensors"]
+    with pytest.raises(UsageError, match="its folder does not exist"):
+        session.save_checkpoint(tmp_path / "absent" / "c.safetensors")
     going_on = [session.step(batch(4, 10 + seed)) for seed in range(3)]
     resumed = bnexport.TrainingSession(path)
     resumed.load_checkpoint(tmp_path / "c.safetensors")

@@ -62,6 +62,18 @@ def test_nodes_carry_the_group():
     assert len(outputs) == 5
 
 
+def test_saved_statistics_reach_the_gradient_without_casts():
+    image, vector = value("batch", 4, 3, 3), value(4)
+    nodes, outputs = record(operators.sync_batch_norm, image, vector, vector, vector, vector, True, 0.3, 1e-3, *GROUP)
+    saved = outputs[3:]
+    for output in saved:
+        # As torch's exporter does with what an operator returns.
+        output.dtype = ir.DataType.DOUBLE
+    backward, _ = record(operators.sync_batch_norm_backward, image, image, vector, *saved, True, [True] * 3, *GROUP)
+    assert [node.op_type for node in backward] == [schema.SYNC_BATCH_NORM_GRAD.name]
+    assert list(backward[0].inputs[3:]) == list(nodes[0].outputs[3:])
+
+
 @pytest.mark.parametrize("mask", [(True, False, False), (False, True, True), (True, True, True)])
 def test_gradients_that_nobody_needs_have_no_name(mask):
     image, vector = value("batch", 4, 3, 3), value(4)

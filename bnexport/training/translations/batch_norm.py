@@ -104,9 +104,10 @@ class BatchNorm:
         )
         if running_mean is None:
             new_mean = new_var = constant(np.empty(0), _statistics_type(input))
-        double = int(ir.DataType.DOUBLE)
-        # torch keeps these in float64; _backward looks through the casts.
-        return y, new_mean, new_var, op.Cast(mean, to=double), op.Cast(invstd, to=double)
+        # torch keeps these in float64; _in_statistics_type looks through the casts.
+        mean.dtype = invstd.dtype = _statistics_type(input)
+        wide_mean, wide_invstd = (op.Cast(vector, to=int(ir.DataType.DOUBLE)) for vector in (mean, invstd))
+        return y, new_mean, new_var, wide_mean, wide_invstd
 
     def sync_backward(
         self,

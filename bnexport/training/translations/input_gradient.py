@@ -5,10 +5,10 @@
 `choose` picks the form by the shapes. CPU time of each, one thread, as a multiple of torch's
 (benchmarks/bench_conv_gradient.py):
 
-    form         what it is                                   dense 3x3    8 x 8 and less   1x1          depthwise
-    TRANSPOSED   ConvTranspose of g                           0.9 - 1.4    1.6 - 3.8        0.3 - 1.3    1.3 - 12
-    TURNED       Conv of g, the kernel turned around          1.2 - 1.5    2.3 - 5.7        0.2 - 0.8    1.5 - 9.9
-    SUMMED       one product for all images, taps added       1.5 - 2.0    1.5 - 1.6
+    form         what it is                                 dense 3x3    8 x 8 and less    1x1          depthwise
+    TRANSPOSED   ConvTranspose of g                         1.0 - 1.3    1.8 - 2.0         0.3 - 0.9    1.4 - 5.3
+    TURNED       Conv of g, the kernel turned around        1.2 - 1.4    2.2 - 2.7         0.2 - 0.6    1.6 - 4.9
+    SUMMED       one product for all images, taps added     1.5 - 1.8    1.3 - 1.4         0.1 - 1.5
 
 ConvTranspose multiplies image by image and group by group: bad for small images and many groups.
 TURNED and SUMMED want a stride of 1. What lost for larger strides: zeros put into g (2.6 - 9.5), a Conv for each

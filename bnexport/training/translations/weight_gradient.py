@@ -6,14 +6,14 @@ ONNX has no operator for it. A tap is what one kernel position k sees of x: its 
 for all i. `choose` picks the form by the shapes. CPU time of each, one thread, as a multiple of torch's
 (benchmarks/bench_conv_gradient.py):
 
-    form         what it is                                   3x3 dense    1x1        3x3 depthwise
-    TAPS         for each tap a product (O, N i) (N i, C)     0.9 - 1.1    0.8 - 1.1
-    DEPTHWISE    for each tap the sum of tap * g                                       1.8 - 5.9
-    PRODUCTS     for each n a product g x^T, then their sum                0.5 - 1.0
-    CONVOLUTION  Conv of x^T with g as its kernel             1.6 - 2.8    7           3.9 - 14
+    form         what it is                                   3x3 dense    1x1          3x3 depthwise
+    TAPS         for each tap a product (O, N i) (N i, C)     0.9 - 1.2    0.9 - 1.5
+    DEPTHWISE    for each tap the sum of tap * g                                        2.2 - 4.1
+    PRODUCTS     for each n a product g x^T, then their sum                0.4 - 0.8, small planes 1.4 - 3.4
+    CONVOLUTION  Conv of x^T with g as its kernel             1.3 - 2.5    2.1 - 5.8    4.3 - 8.5
 
-CONVOLUTION is the general form, and the best for a few channels with a large kernel: 7x7 from 3
-channels 1.1 - 1.7 (TAPS 6). What lost: one product over all taps side by side (im2col by Slice and
+CONVOLUTION is the general form, and the better one for a few channels: 7x7 from 3 channels 1.5 (TAPS
+5.6), 3x3 from 3 channels 2.2 (TAPS 4.3). What lost: one product over all taps side by side (im2col by Slice and
 Concat 1.3 - 2.0, by Gather 0.7 - 1.5, by a Conv with an identity kernel 1.4 - 1.7) is faster for planes
 below 8 x 8 only and holds K copies of x; depthwise as a product over rows whose diagonals are summed
 2.3 - 10.1; depthwise taps in channel-major layout 1.3 - 9.1, since strided and short rows copy slowly.
