@@ -254,3 +254,52 @@ def test_bad_nodes_are_refused_in_one_line(model, shape, words, tmp_path, capsys
     for word in words:
         assert word in err
     assert not (tmp_path / "out.npz").exists()
+
+
+def test_bench_compares_in_turn_and_draws(folder, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    _cli("fold", folder / "eval.onnx", tmp_path / "folded.onnx", capsys=capsys)
+    models = (folder / "eval.onnx", tmp_path / "folded.onnx")
+    code, out, err = _cli(
+        "bench", *models, "--input", "x:2,1,8,8", "--runs", "12", "--warm-up", "1", "--threads", "1",
+        "--chart", tmp_path / "chart.png", "--json", "-", capsys=capsys,
+    )  # fmt: skip
+    assert code == 0, err
+    report = json.loads(out)
+    assert [row["model"] for row in report["models"]] == [str(model) for model in models]
+    assert report["models"][0]["ratio"] == 1.0
+    assert all(0 < row["p50_ms"] <= row["p99_ms"] and row["runs"] == 12 for row in report["models"])
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    code, out, err = _cli("bench", *models, "--input", "x:2,1,8,8", "--runs", "2", capsys=capsys)
+    assert code == 0, err
+    assert "against" in out and "p99" in out
+
+
+def test_bench_without_an_input_says_which(folder, capsys):
+    code, _, err = _cli("bench", folder / "eval.onnx", capsys=capsys)
+    assert code == 2
+    assert "missing x" in err
+
+
+def test_export_reads_checkpoints_of_frameworks(tmp_path, capsys):
+    weights = {f"module.{name}": value for name, value in tiny().state_dict().items()}
+    torch.save(
+        {"meta": {}, "ema": weights, "state_dict": {**weights, "module.head.weight": torch.ones(1)}}, tmp_path / "c.pth"
+    )
+    arguments = (
+        "export",
+        "tests.test_cli:tiny",
+        tmp_path / "m.onnx",
+        "--checkpoint",
+        tmp_path / "c.pth",
+        "-i",
+        "x:2,1,8,8",
+    )
+    code, _, err = _cli(*arguments, capsys=capsys)
+    assert code == 2
+    assert "1 unexpected" in err and "module.head.weight" not in err.split("unexpected")[0]
+    assert not (tmp_path / "m.onnx").exists()
+    code, _, err = _cli(*arguments, "--allow-unexpected", capsys=capsys)
+    assert code == 0, err
+    assert "unexpected: head.weight" in err
+    assert _cli(*arguments, "--key", "ema", capsys=capsys)[0] == 0

@@ -25,6 +25,26 @@ class Execution:
     library: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model in ONNX Runtime, as it was checked: session, inputs that must be fed, and whether our library is in it."""
+
+    name: str
+    session: Any
+    needed: tuple[str, ...]
+    library: bool
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> list[Any]:
+        """All outputs, in order. Raises UsageError for a missing input, UnsupportedModelError where the run fails."""
+        missing = [name for name in self.needed if name not in inputs]
+        if missing:
+            raise UsageError(f"input: missing {', '.join(missing)}; the model takes {', '.join(self.needed)}")
+        try:
+            return self.session.run(None, dict(inputs))
+        except Exception as error:  # ONNX Runtime raises one class for each status code
+            raise _cannot_run(self.name, error) from error
+
+
 def run(path: str | os.PathLike[str], inputs: Mapping[str, np.ndarray]) -> Execution:
     """Runs the model at `path` on the CPU in ONNX Runtime.
 
@@ -34,16 +54,22 @@ def run(path: str | os.PathLike[str], inputs: Mapping[str, np.ndarray]) -> Execu
         LibraryError: the model has nodes of ours without a portable body, and no library is there.
         MissingDependencyError: onnxruntime is not installed.
     """
+    loaded = load(path)
+    start = time.perf_counter()
+    values = loaded.run(inputs)
+    seconds = time.perf_counter() - start
+    names = [output.name for output in loaded.session.get_outputs()]
+    return Execution({name: np.asarray(value) for name, value in zip(names, values)}, seconds, loaded.library)
+
+
+def load(path: str | os.PathLike[str], session_options: Any = None) -> Loaded:
+    """Loads the model at `path` into ONNX Runtime on the CPU; raises what `run` raises."""
     try:
         import onnxruntime
     except ImportError as error:
         raise MissingDependencyError("onnxruntime is not installed; install bnexport[cpu] or bnexport[gpu]") from error
     model = model_io.load(path)
-    needed = [str(value.name) for value in model.graph.inputs if not value.is_initializer()]
-    missing = [name for name in needed if name not in inputs]
-    if missing:
-        raise UsageError(f"input: missing {', '.join(missing)}; the model takes {', '.join(needed)}")
-    options = onnxruntime.SessionOptions()
+    options = onnxruntime.SessionOptions() if session_options is None else session_options
     options.log_severity_level = 4
     registered = _register(model, options)
     # The model and its weights as they were checked: ONNX Runtime opens no file itself.
@@ -51,16 +77,14 @@ def run(path: str | os.PathLike[str], inputs: Mapping[str, np.ndarray]) -> Execu
     weights = {name: tensor.numpy() for name, tensor in parts.weights.items()}
     try:
         session = injection.session(parts.data, weights, options)
-        start = time.perf_counter()
-        values = session.run(None, dict(inputs))
-        seconds = time.perf_counter() - start
     except Exception as error:  # ONNX Runtime raises one class for each status code
-        raise UnsupportedModelError(
-            f"{os.fspath(path)}: ONNX Runtime cannot run it: {str(error).strip().splitlines()[0]}"
-        ) from error
-    return Execution(
-        {output.name: np.asarray(value) for output, value in zip(session.get_outputs(), values)}, seconds, registered
-    )
+        raise _cannot_run(os.fspath(path), error) from error
+    needed = tuple(str(value.name) for value in model.graph.inputs if not value.is_initializer())
+    return Loaded(os.fspath(path), session, needed, registered)
+
+
+def _cannot_run(name: str, error: Exception) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{name}: ONNX Runtime cannot run it: {str(error).strip().splitlines()[0]}")
 
 
 def _register(model: ir.Model, options: Any) -> bool:
