@@ -11,17 +11,14 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from bnexport.errors import LibraryError, UsageError
 from bnexport.runtime.capi import _Backward, _Forward
-from bnexport.runtime.library import get_library_path
+from bnexport.runtime.library import CUDA_ENVIRONMENT_VARIABLE, get_cuda_library_path
 
 __all__ = [
-    "ENVIRONMENT_VARIABLE",
     "STRATEGIES",
     "Plan",
     "available",
@@ -31,7 +28,6 @@ __all__ = [
     "device_count",
     "forward",
     "forward_parameters",
-    "get_cuda_library_path",
     "library",
     "moments",
     "plan",
@@ -40,11 +36,8 @@ __all__ = [
     "workspace_size",
 ]
 
-ENVIRONMENT_VARIABLE = "BNEXPORT_CUDA_LIBRARY"
-
 STRATEGIES = {"automatic": 0, "cluster": 1, "persistent": 2, "split": 3}
 
-_FILE_NAME = "libbnexport_ops_cuda.so"
 _ABI_VERSION = 1
 _ERROR_CAPACITY = 1024
 
@@ -70,26 +63,15 @@ class Plan:
     blocks: int
 
 
-def get_cuda_library_path() -> str:
-    """Absolute path of the CUDA library: what BNEXPORT_CUDA_LIBRARY names, or the one beside the operators' library.
-
-    Raises:
-        LibraryError: there is none; it is built where nvcc is found.
-    """
-    override = os.environ.get(ENVIRONMENT_VARIABLE)
-    path = Path(override) if override else Path(get_library_path()).with_name(_FILE_NAME)
-    if path.is_file():
-        return str(path.resolve())
-    raise LibraryError(
-        f"{path}: got no such file, expected the CUDA library; build it with `make cuda` or install bnexport where nvcc is found, "
-        f"and set {ENVIRONMENT_VARIABLE} if it lies elsewhere"
-    )
-
-
 @functools.cache
 def library() -> ctypes.CDLL:
     """The loaded library, its functions typed. Raises LibraryError when it cannot be had."""
     path = get_cuda_library_path()
+    if path is None:
+        raise LibraryError(
+            "there is no CUDA library beside the operators' library: bnexport was installed where no nvcc was found; build it "
+            f"with `make cuda`, or install bnexport again with the CUDA toolkit, or set {CUDA_ENVIRONMENT_VARIABLE} if it lies elsewhere"
+        )
     try:
         loaded = ctypes.CDLL(path)
         abi = loaded.bnexport_cuda_abi_version()

@@ -87,10 +87,10 @@ def _providers() -> Check:
 
 
 def _cuda_library() -> Check:
-    from bnexport.runtime import cuda
+    from bnexport.runtime import cuda, library
 
     try:
-        return Check("CUDA library", f"{cuda.get_cuda_library_path()} ({cuda.version()})", True)
+        return Check("CUDA library", f"{cuda.version()}, {library.get_cuda_library_path()}", True)
     except BnexportError as error:
         return Check("CUDA library", str(error), None)
 
@@ -108,8 +108,12 @@ def _cuda_device() -> Check:
 
 
 def _nccl() -> Check:
-    from bnexport.runtime import nccl
+    from bnexport.runtime import cuda, nccl
 
+    try:
+        cuda.library()
+    except BnexportError:
+        return Check("NCCL", "not asked: there is no CUDA library", None)
     try:
         return Check("NCCL", nccl.version(), True)
     except BnexportError as error:

@@ -76,9 +76,14 @@ def get_cuda_library_path() -> str | None:
     The environment variable BNEXPORT_CUDA_LIBRARY, when set, names the file to use; empty, it means none.
 
     Raises:
-        LibraryError: see `get_library_path`.
+        LibraryError: see `get_library_path`; or the variable names a file that does not exist.
     """
     override = os.environ.get(CUDA_ENVIRONMENT_VARIABLE)
+    if override and not Path(override).is_file():
+        raise LibraryError(
+            f"{override}: got no such file, expected the CUDA library; build it with `make cuda`, or correct or unset "
+            f"{CUDA_ENVIRONMENT_VARIABLE}"
+        )
     path = Path(get_library_path()).parent / _CUDA_FILE_NAME if override is None else Path(override)
     return str(path.resolve()) if path.is_file() else None
 

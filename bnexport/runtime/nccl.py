@@ -15,7 +15,7 @@ import importlib.metadata
 from typing import Any
 
 from bnexport.errors import GroupError, LibraryError
-from bnexport.runtime.library import get_cuda_library_path
+from bnexport.runtime import cuda
 
 __all__ = ["Communicator", "join", "library", "version"]
 
@@ -28,13 +28,8 @@ _DISTRIBUTIONS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 @functools.cache
 def library() -> ctypes.CDLL:
     """The CUDA library with its NCCL functions typed. Raises LibraryError when there is none."""
-    path = get_cuda_library_path()
-    if path is None:
-        raise LibraryError(
-            "the CUDA library is not installed: bnexport was built without nvcc; install it again where the CUDA toolkit is"
-        )
+    loaded = cuda.library()
     try:
-        loaded = ctypes.CDLL(path)
         text = (ctypes.c_char_p, ctypes.c_size_t)
         for name, arguments in (
             ("bnexport_nccl_version", (ctypes.c_char_p, ctypes.POINTER(ctypes.c_int))),
@@ -54,8 +49,8 @@ def library() -> ctypes.CDLL:
             function = getattr(loaded, name)
             function.argtypes, function.restype = (*arguments, *text), ctypes.c_int
         loaded.bnexport_nccl_leave.argtypes, loaded.bnexport_nccl_leave.restype = (ctypes.c_void_p,), None
-    except (OSError, AttributeError) as error:
-        raise LibraryError(f"{path}: cannot be loaded: {error}; expected the library of this bnexport") from error
+    except AttributeError as error:
+        raise LibraryError(f"{loaded._name}: has no NCCL functions: {error}; reinstall bnexport") from error
     return loaded
 
 

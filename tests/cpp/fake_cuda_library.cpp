@@ -23,6 +23,11 @@ extern "C" {
 BNEXPORT_API size_t fake_cuda_bytes_to_host() { return bytes_to_host; }
 
 uint32_t bnexport_cuda_abi_version(void) { return BNEXPORT_CUDA_ABI_VERSION; }
+const char* bnexport_cuda_version(void) { return "fake"; }
+int bnexport_cuda_device_count(void) { return 1; }
+int bnexport_cuda_prefer(int32_t, int32_t, char*, size_t) { return 0; }
+int bnexport_cuda_plan_forward(const bnexport_forward*, bnexport_cuda_plan*, char*, size_t) { return 1; }
+int bnexport_cuda_plan_backward(const bnexport_backward*, bnexport_cuda_plan*, char*, size_t) { return 1; }
 
 int bnexport_cuda_forward_workspace(const bnexport_forward*, size_t* bytes, char*, size_t) {
   *bytes = kWorkspace;

@@ -19,6 +19,7 @@ from benchmarks import cuda_verify
 from benchmarks.cuda_layer import DTYPES, Calls, Layer
 from bnexport.errors import LibraryError, UsageError
 from bnexport.runtime import cuda
+from bnexport.runtime.library import CUDA_ENVIRONMENT_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
@@ -51,11 +52,11 @@ def fresh(monkeypatch):
 
 @pytest.fixture
 def emulated(fresh, library_file):
-    fresh.setenv(cuda.ENVIRONMENT_VARIABLE, str(library_file))
+    fresh.setenv(CUDA_ENVIRONMENT_VARIABLE, str(library_file))
 
 
 def test_a_missing_library_is_an_error_that_says_how_to_get_one(fresh, tmp_path):
-    fresh.setenv(cuda.ENVIRONMENT_VARIABLE, str(tmp_path / "none.so"))
+    fresh.setenv(CUDA_ENVIRONMENT_VARIABLE, str(tmp_path / "none.so"))
     with pytest.raises(LibraryError, match=r"none\.so: got no such file.*make cuda"):
         cuda.library()
     assert not cuda.available()
@@ -63,7 +64,7 @@ def test_a_missing_library_is_an_error_that_says_how_to_get_one(fresh, tmp_path)
 
 def test_a_file_that_is_no_library_is_an_error(fresh, tmp_path):
     (tmp_path / "text.so").write_text("text")
-    fresh.setenv(cuda.ENVIRONMENT_VARIABLE, str(tmp_path / "text.so"))
+    fresh.setenv(CUDA_ENVIRONMENT_VARIABLE, str(tmp_path / "text.so"))
     with pytest.raises(LibraryError, match="cannot be loaded"):
         cuda.library()
 
