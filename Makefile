@@ -43,7 +43,7 @@ test-slow: $(READY) ## every slow test (needs a package index)
 test-matrix: $(READY) ## the same library in ONNX Runtime 1.17 to the newest, and in its last training build (needs a package index)
 	$(BIN)/python tests/custom_ops/matrix.py
 
-test-browser: $(READY) ## the digits network in a headless Chromium, compared with torch (needs npm, Chromium and a package index)
+test-browser: $(READY) ## digits read and learned in a headless Chromium, compared with Python (needs npm, Chromium and a package index)
 	$(BIN)/python -m examples.web.check
 
 fuzz: $(READY) ## 24,000 random nodes, attributes and feeds

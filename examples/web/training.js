@@ -71,7 +71,10 @@ function take(tensor, indices) {
   const [, ...shape] = tensor.dims;
   const size = shape.reduce((a, b) => a * b, 1);
   const data = new tensor.data.constructor(indices.length * size);
-  indices.forEach((row, index) => data.set(tensor.data.subarray(Number(row) * size, (Number(row) + 1) * size), index * size));
+  indices.forEach((index, row) => {
+    const start = Number(index) * size;
+    data.set(tensor.data.subarray(start, start + size), row * size);
+  });
   return new ort.Tensor(tensor.type, data, [indices.length, ...shape]);
 }
 
