@@ -96,8 +96,8 @@ def export(
         verify: run the exported model, in ONNX Runtime or in a new process, and compare it with torch
             on `args`.
         fold: in mode "deploy", fold batch norms into the weights beside them.
-        input_names, output_names: names in an ONNX graph; by default forward's parameter names, and
-            "output" (or "output_0", ..., or the keys of a dict).
+        input_names: names in an ONNX graph; by default forward's parameter names.
+        output_names: names in an ONNX graph; by default "output" (or "output_0", ..., or the keys of a dict).
 
     Raises:
         UsageError: an argument is wrong.

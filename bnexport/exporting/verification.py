@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -48,7 +49,10 @@ class Verification:
     def summary(self) -> str:
         if self.passed is None:
             return f"not verified: {self.reason}"
-        worst = max(self.outputs, key=lambda output: output.max_abs_error - output.bound)
+        # The one nearest to its bound, or furthest beyond it; a bound of 0 is that of integers.
+        worst = max(
+            self.outputs, key=lambda o: o.max_abs_error / o.bound if o.bound else (math.inf if o.max_abs_error else 0.0)
+        )
         return f"output {worst.name!r} differs by {worst.max_abs_error:.3g}, bound {worst.bound:.3g} ({worst.engine})"
 
     def to_dict(self) -> dict[str, Any]:

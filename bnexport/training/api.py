@@ -84,8 +84,9 @@ def export_training_step(
             Parameters with requires_grad False are not trained.
         loss: called as loss(model(*inputs), target), returns one number. Tensors that it holds are constants.
         batch: example (*inputs, target); tensors.
-        optimizer, optimizer_options: "sgd" (lr, momentum, dampening, weight_decay, nesterov), "adam" or
-            "adamw" (lr, betas, eps, weight_decay, amsgrad), torch.optim's names and defaults.
+        optimizer: "sgd", "adam" or "adamw".
+        optimizer_options: torch.optim's, with its names and defaults: lr, momentum, dampening, weight_decay,
+            nesterov; or lr, betas, eps, weight_decay, amsgrad.
         mode: "step"; "gradients": no optimizer, the graph returns `name.grad` for each trained parameter.
         clip_grad_norm: largest 2-norm of all gradients together, as torch.nn.utils.clip_grad_norm_.
         accumulate: number of batches whose gradients are averaged for one update.

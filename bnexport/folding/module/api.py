@@ -42,7 +42,8 @@ def fold_module(
         example_inputs: a tensor, or those of the positional parameters. Other parameters keep their
             defaults, and it is for such calls that the folded module equals the model.
         verify: run both on example_inputs, where they are given, and compare; hooks run, too.
-        only, skip: paths of batch norms, as the report shows them.
+        only: paths of the batch norms to fold, as the report shows them; None for all.
+        skip: paths of batch norms to leave alone.
         max_scale: largest |gamma| / sqrt(var + eps) that is folded.
 
     Returns the module; its attribute `fold_report` (a FoldReport) tells what happened to each batch norm.
