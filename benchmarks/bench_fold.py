@@ -258,6 +258,7 @@ def chart(results: list[dict[str, Any]], path: Path) -> None:
 
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
+        from matplotlib.patches import Patch
     except ImportError:
         print("no chart: matplotlib is not installed")
         return
@@ -272,18 +273,21 @@ def chart(results: list[dict[str, Any]], path: Path) -> None:
             seconds = row.get("seconds")
             at = place + (index - len(names) / 2) * height
             color = f"C{index}"
-            label = tool if place == 0 else None
             if seconds is None:
-                axes.plot([0.05], [at], marker="x", color=color, label=label, linestyle="none")
-                axes.text(0.06, at, f" {row.get('status', '')}", va="center", fontsize=6)
+                axes.plot([0.012], [at], marker="x", color=color, markersize=4, linestyle="none")
+                axes.text(0.013, at, f" {row.get('status') or 'not run'}", va="center", fontsize=6)
             else:
-                axes.barh(at, seconds, height * 0.9, color=color, label=label)
+                axes.barh(at, seconds, height * 0.9, color=color)
                 axes.text(seconds, at, f" {seconds:.2f} s", va="center", fontsize=6)
     axes.set_yticks(range(len(results)), [result["case"] for result in results])
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel("seconds, whole process")
-    axes.legend(fontsize=7, loc="lower right")
+    handles = [Patch(color=f"C{index}", label=tool) for index, tool in enumerate(names)]
+    axes.legend(
+        handles=handles, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(names), frameon=False
+    )
+    axes.set_xlim(left=0.01)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 
