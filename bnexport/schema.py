@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import onnx
@@ -35,6 +35,7 @@ GRAD_REDUCTIONS = ("local", "mean", "sum")
 class AttributeKind(enum.Enum):
     FLOAT = "float"
     INT = "int"
+    INTS = "ints"
     STRING = "string"
 
 
@@ -51,13 +52,14 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Attribute:
-    """An attribute with its default. `allowed` lists the accepted values where they are few."""
+    """An attribute with its default, None for none. `allowed` lists the accepted values where they are few."""
 
     name: str
     kind: AttributeKind
-    default: float | int | str
+    default: Any
     doc: str
     allowed: tuple[int | str, ...] | None = None
+    required: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,17 +71,25 @@ class Operator:
     attributes: tuple[Attribute, ...]
     domain: str = DOMAIN
     version: int = VERSION
+    types: tuple[str, ...] = T_TYPES
 
     def attribute(self, name: str) -> Attribute:
+        """The attribute of that name; KeyError when there is none.
+
+        >>> SYNC_BATCH_NORM.attribute("stats_mode").allowed
+        ('exact', 'default', 'N')
+        """
         for attribute in self.attributes:
             if attribute.name == name:
                 return attribute
         raise KeyError(f"{self.name} has no attribute {name!r}")
 
     def input_index(self, name: str) -> int:
+        """The place of an input; ValueError when there is none of that name."""
         return [value.name for value in self.inputs].index(name)
 
     def output_index(self, name: str) -> int:
+        """The place of an output; ValueError when there is none of that name."""
         return [value.name for value in self.outputs].index(name)
 
 
@@ -192,7 +202,7 @@ OPERATORS = (SYNC_BATCH_NORM, SYNC_BATCH_NORM_GRAD)
 
 
 def op_schema(operator: Operator) -> onnx.defs.OpSchema:
-    """The ONNX schema of `operator` (SYNC_BATCH_NORM or SYNC_BATCH_NORM_GRAD)."""
+    """The ONNX schema of `operator`, one of ours."""
     import onnx.defs
     import onnx.helper
 
@@ -202,6 +212,19 @@ def op_schema(operator: Operator) -> onnx.defs.OpSchema:
         option = OpSchema.FormalParameterOption.Optional if value.optional else OpSchema.FormalParameterOption.Single
         return OpSchema.FormalParameter(value.name, value.type, value.doc, param_option=option)
 
+    def attribute(value: Attribute) -> onnx.defs.OpSchema.Attribute:
+        if value.default is not None:
+            default = onnx.helper.make_attribute(value.name, value.default)
+            return OpSchema.Attribute(value.name, default, value.doc)
+        kind = getattr(OpSchema.AttrType, value.kind.name)
+        return OpSchema.Attribute(value.name, kind, value.doc, required=value.required)
+
+    statistics = [name for name in operator.types if name in S_TYPES]
+    constraints = [
+        ("T", [f"tensor({name})" for name in operator.types], "Type of the data."),
+        ("S", [f"tensor({name})" for name in statistics], "Type of the statistics: float, or double for double data."),
+    ]
+    used = {value.type for value in (*operator.inputs, *operator.outputs)}
     return OpSchema(
         operator.name,
         operator.domain,
@@ -209,16 +232,8 @@ def op_schema(operator: Operator) -> onnx.defs.OpSchema:
         operator.doc,
         inputs=[parameter(value) for value in operator.inputs],
         outputs=[parameter(value) for value in operator.outputs],
-        type_constraints=[
-            ("T", [f"tensor({name})" for name in T_TYPES], "Type of the data."),
-            ("S", [f"tensor({name})" for name in S_TYPES], "Type of the statistics: float, or double for double data."),
-        ],
-        attributes=[
-            OpSchema.Attribute(
-                attribute.name, onnx.helper.make_attribute(attribute.name, attribute.default), attribute.doc
-            )
-            for attribute in operator.attributes
-        ],
+        type_constraints=[constraint for constraint in constraints if constraint[0] in used],
+        attributes=[attribute(value) for value in operator.attributes],
     )
 
 

@@ -53,5 +53,5 @@ set_target_properties(bnexport_ops_cuda PROPERTIES
 # The runtime inside is the driver's partner for good: it must not be unloaded with a session.
 target_link_options(bnexport_ops_cuda PRIVATE -Wl,-z,nodelete -Wl,--no-undefined
   -Wl,--version-script=${CMAKE_CURRENT_SOURCE_DIR}/custom_ops/exports_cuda.map
-  -static-libstdc++ -static-libgcc -Wl,-s)
+  -static-libstdc++ -static-libgcc -Wl,--gc-sections -Wl,-s)
 install(TARGETS bnexport_ops_cuda LIBRARY DESTINATION bnexport/lib)

@@ -26,7 +26,7 @@ class SqueezeExcite(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    """Expand by 1x1, depthwise k x k, project by 1x1; a shortcut where shapes allow it."""
+    """Expand by 1x1 (not where expand is 1), depthwise k x k, project by 1x1; a shortcut where shapes allow it."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class InvertedResidual(nn.Module):
         super().__init__()
         hidden = expand * inputs
         self.shortcut = stride == 1 and inputs == outputs
-        layers = [
-            nn.Conv2d(inputs, hidden, 1, bias=False),
-            norm(hidden),
-            activation(),
+        layers: list[nn.Module] = []
+        if expand > 1:
+            layers += [nn.Conv2d(inputs, hidden, 1, bias=False), norm(hidden), activation()]
+        layers += [
             nn.Conv2d(hidden, hidden, kernel, stride, padding=kernel // 2, groups=hidden, bias=False),
             norm(hidden),
             activation(),
@@ -102,3 +102,45 @@ class MobileNet(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         features = torch.flatten(self.pool(self.head(self.blocks(self.stem(x)))), 1)
         return self.classify(self.dropout(features))
+
+
+class MobileNetV2(nn.Module):
+    """All seventeen blocks of MobileNetV2; images (N, 3, H, W) to logits (N, classes)."""
+
+    # Expansion, outputs, blocks, stride of the first: table 2 of Sandler et al. 2018.
+    STAGES = (
+        (1, 16, 1, 1),
+        (6, 24, 2, 2),
+        (6, 32, 3, 2),
+        (6, 64, 4, 2),
+        (6, 96, 3, 1),
+        (6, 160, 3, 2),
+        (6, 320, 1, 1),
+    )
+
+    def __init__(self, classes: int = 1000, norm: Norm = nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, 2, padding=1, bias=False), norm(32), nn.ReLU6())
+        inputs, blocks = 32, []
+        for expand, outputs, count, stride in self.STAGES:
+            for index in range(count):
+                blocks.append(
+                    InvertedResidual(
+                        inputs,
+                        outputs,
+                        expand=expand,
+                        kernel=3,
+                        stride=1 if index else stride,
+                        squeeze=False,
+                        activation=nn.ReLU6,
+                        norm=norm,
+                    )
+                )
+                inputs = outputs
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Sequential(nn.Conv2d(inputs, 1280, 1, bias=False), norm(1280), nn.ReLU6())
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.classify = nn.Linear(1280, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classify(torch.flatten(self.pool(self.head(self.blocks(self.stem(x)))), 1))

@@ -73,6 +73,7 @@ using ReleaseStatus = Slot<93, void(Status*)>;
 using ReleaseTensorInfo = Slot<99, void(TensorInfo*)>;
 using ReleaseCustomOpDomain = Slot<101, void(CustomOpDomain*)>;
 using ReleaseAllocator = Slot<132, void(Allocator*)>;
+using AttributeInts = Slot<163, Status*(const KernelInfo*, const char*, int64_t*, size_t*)>;
 using ContextStream = Slot<193, Status*(const KernelContext*, void**)>;
 using GetTensorMemoryInfo = Slot<194, Status*(const Value*, const MemoryInfo**)>;
 using InfoOutputCount = Slot<231, Status*(const KernelInfo*, size_t*)>;

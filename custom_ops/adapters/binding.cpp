@@ -34,7 +34,8 @@ ForwardBinding bind_forward(const Run& run, const Attributes& attributes, int32_
   params.running_mean_out = run.output(1, channels);
   params.running_var_out = run.output(2, channels);
   if (params.running_mean_out != nullptr && params.running_mean == nullptr) {
-    run.fail("output 'running_mean_out' is used but input 'running_mean' is missing; give the input or drop the output");
+    run.fail(
+        "output 'running_mean_out' is used but input 'running_mean' is missing; give the input or drop the output");
   }
   if (params.running_var_out != nullptr && params.running_var == nullptr) {
     run.fail("output 'running_var_out' is used but input 'running_var' is missing; give the input or drop the output");
@@ -78,7 +79,8 @@ BackwardBinding bind_backward(const Run& run, const schema::Operator& op, const 
   const std::vector<int64_t> channels = {e.C};
   for (const size_t index : {size_t{1}, size_t{2}}) {
     if (run.output(index, channels) != nullptr) {
-      run.fail(std::string("output '") + op.outputs[index].name + "' is used, expected an empty name: there is no such gradient");
+      run.fail(std::string("output '") + op.outputs[index].name +
+               "' is used, expected an empty name: there is no such gradient");
     }
   }
   // Only what is asked for may keep a node from running: a frozen node (fixed statistics, local sums)

@@ -19,7 +19,8 @@ class Scratch {
     const ort::MemoryInfo* memory = nullptr;
     check(api_, ort::GetTensorMemoryInfo::call(api_, beside, &memory));
     check(api_, ort::ContextAllocator::call(api_, context, memory, &allocator_));
-    if (ort::Status* status = ort::AllocatorAlloc::call(api_, allocator_, aligned + static_cast<size_t>(doubles) * sizeof(double), &data_)) {
+    if (ort::Status* status = ort::AllocatorAlloc::call(
+            api_, allocator_, aligned + static_cast<size_t>(doubles) * sizeof(double), &data_)) {
       ort::ReleaseAllocator::call(api_, allocator_);
       check(api_, status);
     }
@@ -127,7 +128,8 @@ void CudaForwardKernel::compute(ort::KernelContext* context) const {
   checked([&](char* error, size_t capacity) {
     return cuda_.forward(&params, scratch.workspace(), workspace, stream, error, capacity);
   });
-  for (const auto& [from, to] : {std::pair(params.saved_mean, bound.saved_mean), std::pair(params.saved_invstd, bound.saved_invstd)}) {
+  for (const auto& [from, to] :
+       {std::pair(params.saved_mean, bound.saved_mean), std::pair(params.saved_invstd, bound.saved_invstd)}) {
     if (to == nullptr) continue;
     checked([&, from = from, to = to](char* error, size_t capacity) {
       return cuda_.convert(from, BNEXPORT_FLOAT64, to, params.stats_dtype, C, stream, error, capacity);

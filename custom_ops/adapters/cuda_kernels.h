@@ -9,10 +9,10 @@
 
 namespace bnexport::adapters {
 
-class CudaKernel : public Kernel {
+class CudaKernel : public BatchNormKernel {
  public:
   CudaKernel(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, int32_t dtype)
-      : Kernel(api, info, op, dtype), cuda_(*cuda_library()) {}
+      : BatchNormKernel(api, info, op, dtype), cuda_(*cuda_library()) {}
 
  protected:
   // Rows of all processes from this process's, both on the device. Over the device's group where one is

@@ -6,7 +6,7 @@
 
 namespace bnexport::adapters {
 
-std::shared_ptr<const comm::Group> Kernel::group() const {
+std::shared_ptr<const comm::Group> BatchNormKernel::group() const {
   const std::shared_ptr<const comm::Group> found = comm::find_group(attributes_.group);
   if (found == nullptr) {
     throw NodeError(attributes_.where + ": attribute 'group': got '" + attributes_.group + "' with group_size " +
@@ -18,13 +18,13 @@ std::shared_ptr<const comm::Group> Kernel::group() const {
   return found;
 }
 
-std::string Kernel::wrong_size(int64_t registered) const {
+std::string BatchNormKernel::wrong_size(int64_t registered) const {
   return attributes_.where + ": attribute 'group_size': got " + std::to_string(attributes_.group_size) + ", expected " +
          std::to_string(registered) + ", the size of the registered group '" + attributes_.group +
          "'; register a group of that size or export the model for this one";
 }
 
-comm::Header Kernel::header(bool backward, int64_t channels) const {
+comm::Header BatchNormKernel::header(bool backward, int64_t channels) const {
   comm::Header header;
   header.backward = backward;
   header.channels = channels;

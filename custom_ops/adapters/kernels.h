@@ -1,4 +1,4 @@
-// The two operators as ONNX Runtime calls them.
+// Batch norm and its gradient as ONNX Runtime calls them.
 #ifndef BNEXPORT_ADAPTERS_KERNELS_H
 #define BNEXPORT_ADAPTERS_KERNELS_H
 
@@ -9,13 +9,10 @@
 
 namespace bnexport::adapters {
 
-class Kernel {
+class BatchNormKernel : public Kernel {
  public:
-  Kernel(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, int32_t dtype)
-      : api_(api), op_(op), dtype_(dtype), attributes_(read_attributes(api, info, op)) {}
-  virtual ~Kernel() = default;
-  virtual void compute(ort::KernelContext* context) const = 0;
-  ort::Api api() const { return api_; }
+  BatchNormKernel(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, int32_t dtype)
+      : Kernel(api, op), dtype_(dtype), attributes_(read_attributes(api, info, op)) {}
 
  protected:
   int32_t stats_dtype() const { return dtype_ == BNEXPORT_FLOAT64 ? BNEXPORT_FLOAT64 : BNEXPORT_FLOAT32; }
@@ -25,21 +22,19 @@ class Kernel {
   std::string wrong_size(int64_t registered) const;
   comm::Header header(bool backward, int64_t channels) const;
 
-  ort::Api api_;
-  const schema::Operator& op_;
   int32_t dtype_;
   Attributes attributes_;
 };
 
-class ForwardKernel final : public Kernel {
+class ForwardKernel final : public BatchNormKernel {
  public:
-  using Kernel::Kernel;
+  using BatchNormKernel::BatchNormKernel;
   void compute(ort::KernelContext* context) const override;
 };
 
-class BackwardKernel final : public Kernel {
+class BackwardKernel final : public BatchNormKernel {
  public:
-  using Kernel::Kernel;
+  using BatchNormKernel::BatchNormKernel;
   void compute(ort::KernelContext* context) const override;
 };
 

@@ -15,17 +15,6 @@ std::string message_of(ort::Api api, ort::Status* status) {
   return message;
 }
 
-// True when the attribute was read, false when the node does not have it; anything else (a value of
-// another type) is an error.
-bool attribute_present(ort::Api api, ort::Status* status, const std::string& where, const schema::Attribute& a) {
-  if (status == nullptr) return true;
-  const std::string message = message_of(api, status);
-  if (message.find("No attribute with") != std::string::npos) return false;
-  const char* kind = a.kind == schema::Kind::kFloat ? "float" : a.kind == schema::Kind::kInt ? "int" : "string";
-  throw NodeError(where + ": attribute '" + a.name + "': got a value of another type, expected a single " + kind + " (" +
-                  message + ")");
-}
-
 double read_number(ort::Api api, const ort::KernelInfo* info, const std::string& where, const schema::Attribute& a) {
   if (a.kind == schema::Kind::kFloat) {
     auto value = static_cast<float>(a.number);
@@ -47,7 +36,7 @@ std::string read_text(ort::Api api, const ort::KernelInfo* info, const std::stri
   if (!attribute_present(api, ort::AttributeString::call(api, info, a.name, nullptr, &size), where, a)) return a.text;
   std::string value(size, '\0');
   if (size == 0) return value;
-  check(api, ort::AttributeString::call(api, info, a.name, &value[0], &size));
+  check(api, ort::AttributeString::call(api, info, a.name, value.data(), &size));
   value.resize(size > 0 ? size - 1 : 0);  // the size counts the terminating zero
   return value;
 }
@@ -90,16 +79,33 @@ void check(ort::Api api, ort::Status* status) {
   if (status != nullptr) throw NodeError("bnexport: ONNX Runtime: " + message_of(api, status));
 }
 
-Attributes read_attributes(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op) {
-  Attributes attributes;
+bool attribute_present(ort::Api api, ort::Status* status, const std::string& where, const schema::Attribute& a) {
+  if (status == nullptr) return true;
+  const std::string message = message_of(api, status);
+  if (message.find("No attribute with") != std::string::npos) return false;
+  throw NodeError(where + ": attribute '" + a.name + "': got a value of another type, expected " +
+                  (a.kind == schema::Kind::kInts ? "a list of ints" : std::string("a single ") + kind_name(a.kind)) +
+                  " (" + message + ")");
+}
+
+std::string node_name(ort::Api api, const ort::KernelInfo* info) {
   size_t size = 0;
   check(api, ort::InfoNodeName::call(api, info, nullptr, &size));
   std::string name(size, '\0');
-  if (size > 0) check(api, ort::InfoNodeName::call(api, info, &name[0], &size));
-  attributes.node = name.c_str();
-  attributes.where = std::string(op.name) + " node '" + attributes.node + "'";
-  for (size_t i = 0; i < op.attribute_count; ++i) {
-    const schema::Attribute& a = op.attributes[i];
+  if (size > 0) check(api, ort::InfoNodeName::call(api, info, name.data(), &size));
+  name.resize(size > 0 ? size - 1 : 0);  // the size counts the terminating zero
+  return name;
+}
+
+std::string where_of(const schema::Operator& op, const std::string& node) {
+  return std::string(op.name) + " node '" + node + "'";
+}
+
+Attributes read_attributes(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op) {
+  Attributes attributes;
+  attributes.node = node_name(api, info);
+  attributes.where = where_of(op, attributes.node);
+  for (const schema::Attribute& a : op.attributes) {
     if (a.kind != schema::Kind::kString) {
       set(attributes, a, read_number(api, info, attributes.where, a));
       continue;
@@ -164,9 +170,8 @@ const void* Run::statistic(size_t index, int64_t channels) const {
   if (!tensor.present) return nullptr;
   if (tensor.shape.size() != 1 || tensor.shape[0] != channels) {
     fail(std::string("input '") + op_.inputs[index].name + "': got shape " + text(tensor.shape) + ", expected (" +
-         std::to_string(channels) + ",): one value per channel of '" + (op_.inputs[1].type == 'T' ? op_.inputs[1].name
-                                                                                                : op_.inputs[0].name) +
-         "' (dimension 1)");
+         std::to_string(channels) + ",): one value per channel of '" +
+         (op_.inputs[1].type == 'T' ? op_.inputs[1].name : op_.inputs[0].name) + "' (dimension 1)");
   }
   // A tensor without elements may have no memory, but here null means absent.
   static const double kEmpty = 0;
@@ -193,9 +198,12 @@ Extents extents(const Run& run, const char* name, const std::vector<int64_t>& sh
   for (size_t i = 2; i < shape.size(); ++i) overflow |= __builtin_mul_overflow(e.S, shape[i], &e.S);
   int64_t bytes = 8;
   for (const int64_t dimension : {e.N, e.C, e.S}) {
-    overflow |= dimension < 0 || __builtin_mul_overflow(bytes, dimension, &bytes);
+    // A dimension of 0 must not hide the others: C alone sizes buffers.
+    overflow |= dimension < 0 || __builtin_mul_overflow(bytes, dimension > 0 ? dimension : 1, &bytes);
   }
-  if (overflow) run.fail(std::string("input '") + name + "': got shape " + text(shape) + ", expected fewer than 2^60 elements");
+  if (overflow) {
+    run.fail(std::string("input '") + name + "': got shape " + text(shape) + ", expected fewer than 2^60 elements");
+  }
   return e;
 }
 

@@ -40,9 +40,31 @@ ort::Status* guarded(ort::Api api, const Body& body) noexcept {
   }
 }
 
-// The attributes of a node, read and checked once when the session is built.
+// An operator as ONNX Runtime calls it: one object for each node of a session.
+class Kernel {
+ public:
+  Kernel(ort::Api api, const schema::Operator& op) : api_(api), op_(op) {}
+  virtual ~Kernel() = default;
+  virtual void compute(ort::KernelContext* context) const = 0;
+  ort::Api api() const { return api_; }
+
+ protected:
+  ort::Api api_;
+  const schema::Operator& op_;
+};
+
+using MakeKernel = Kernel*(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, int32_t dtype);
+
+std::string node_name(ort::Api api, const ort::KernelInfo* info);
+// "Operator node 'name'", for messages.
+std::string where_of(const schema::Operator& op, const std::string& node);
+// True when the attribute was read, false when the node does not have it. Throws NodeError for a value of
+// another type.
+bool attribute_present(ort::Api api, ort::Status* status, const std::string& where, const schema::Attribute& a);
+
+// The attributes of a batch-norm node, read and checked once when the session is built.
 struct Attributes {
-  std::string where;  // "MMCVSyncBatchNorm node 'name'", for messages
+  std::string where;
   std::string node;
   std::string group;
   int64_t group_size = 1;

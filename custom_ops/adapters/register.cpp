@@ -1,10 +1,10 @@
 // RegisterCustomOps: the library's entry point for ONNX Runtime.
 //
-// Four typed variants of each operator for the CPU provider, and four for the CUDA provider where the CUDA
-// library is there (a session without that provider ignores them), in the domains "mmcv" and "" (old
-// exports). A session accepts a
-// domain once, so another library that also serves one of them needs it left out here: the environment
-// variable BNEXPORT_DOMAINS lists the domains to register, "mmcv,ai.onnx" unless set.
+// Batch norm: four typed variants of each operator for the CPU provider, and four for the CUDA provider where
+// the CUDA library is there (a session without that provider ignores them), in the domains "mmcv" and "" (old
+// exports). The operators of training steps: for the CPU provider, in the domain "bnexport". A session accepts
+// a domain once, so another library that also serves one of them needs it left out here: the environment
+// variable BNEXPORT_DOMAINS lists the domains to register, "mmcv,ai.onnx,bnexport" unless set.
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cuda_kernels.h"
+#include "training/operators.h"
 
 namespace bnexport::adapters {
 
@@ -30,8 +31,8 @@ constexpr bool kRegistersCpu = true;
 struct Definition : ort::CustomOp {
   const schema::Operator* op;
   int32_t dtype;
-  bool backward;
   bool cuda;
+  MakeKernel* make;
 };
 
 const Definition& definition(const ort::CustomOp* op) { return *static_cast<const Definition*>(op); }
@@ -43,19 +44,13 @@ ort::ElementType element_type(char kind, int32_t dtype) {
 }
 
 template <class Made>
-Kernel* make(ort::Api api, const ort::KernelInfo* info, const Definition& d) {
-  return new Made(api, info, *d.op, d.dtype);
+Kernel* make(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, int32_t dtype) {
+  return new Made(api, info, op, dtype);
 }
 
 ort::Status* create_kernel(const ort::CustomOp* op, ort::Api api, const ort::KernelInfo* info, void** kernel) {
-  return guarded(api, [&] {
-    const Definition& d = definition(op);
-    if (d.cuda) {
-      *kernel = d.backward ? make<CudaBackwardKernel>(api, info, d) : make<CudaForwardKernel>(api, info, d);
-    } else {
-      *kernel = d.backward ? make<BackwardKernel>(api, info, d) : make<ForwardKernel>(api, info, d);
-    }
-  });
+  const Definition& d = definition(op);
+  return guarded(api, [&] { *kernel = d.make(api, info, *d.op, d.dtype); });
 }
 
 ort::Status* compute(void* state, ort::KernelContext* context) {
@@ -109,24 +104,26 @@ bool can_infer_shapes(const char* version) {
   return major > 1 || (major == 1 && minor >= 24);
 }
 
-std::unique_ptr<Definition> make_definition(const schema::Operator& op, int32_t dtype, bool backward, bool cuda, bool shapes) {
+std::unique_ptr<Definition> make_definition(const schema::Operator& op, int32_t dtype, bool cuda, MakeKernel* make) {
   auto d = std::make_unique<Definition>();
   std::memset(static_cast<ort::CustomOp*>(d.get()), 0, sizeof(ort::CustomOp));
   d->op = &op;
   d->dtype = dtype;
-  d->backward = backward;
   d->cuda = cuda;
+  d->make = make;
   d->version = ort::kApiVersion;
   d->name = [](const ort::CustomOp* o) { return definition(o).op->name; };
-  d->execution_provider = [](const ort::CustomOp* o) { return definition(o).cuda ? kCudaProvider : "CPUExecutionProvider"; };
+  d->execution_provider = [](const ort::CustomOp* o) {
+    return definition(o).cuda ? kCudaProvider : "CPUExecutionProvider";
+  };
   d->input_type = [](const ort::CustomOp* o, size_t i) {
     return element_type(definition(o).op->inputs[i].type, definition(o).dtype);
   };
   d->output_type = [](const ort::CustomOp* o, size_t i) {
     return element_type(definition(o).op->outputs[i].type, definition(o).dtype);
   };
-  d->input_count = [](const ort::CustomOp*) { return schema::kValues; };
-  d->output_count = [](const ort::CustomOp*) { return schema::kValues; };
+  d->input_count = [](const ort::CustomOp* o) { return definition(o).op->inputs.size; };
+  d->output_count = [](const ort::CustomOp* o) { return definition(o).op->outputs.size; };
   d->input_presence = [](const ort::CustomOp* o, size_t i) {
     return definition(o).op->inputs[i].optional ? ort::kOptional : ort::kRequired;
   };
@@ -142,7 +139,6 @@ std::unique_ptr<Definition> make_definition(const schema::Operator& op, int32_t 
   d->create_kernel_v2 = create_kernel;
   d->compute_v2 = compute;
   d->destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-  d->infer_shapes = shapes && !backward ? infer_shapes : nullptr;
   d->start_version = [](const ort::CustomOp*) { return 1; };
   d->end_version = [](const ort::CustomOp*) { return 0x7fffffff; };
   return d;
@@ -160,7 +156,7 @@ bool wanted(const char* domain) {
 const Registration& registration(ort::Api api, const char* version) {
   static std::mutex mutex;
   static auto* const all = new std::vector<std::unique_ptr<Registration>>();
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::scoped_lock lock(mutex);
   for (const auto& known : *all) {
     if (known->api == api) return *known;
   }
@@ -168,21 +164,33 @@ const Registration& registration(ort::Api api, const char* version) {
   created->api = api;
   shape_api = api;
   const bool shapes = can_infer_shapes(version);
+  std::vector<const ort::CustomOp*> batch_norm, training;
+  const auto add = [&](std::vector<const ort::CustomOp*>& group, std::unique_ptr<Definition> d) {
+    group.push_back(d.get());
+    created->definitions.push_back(std::move(d));
+  };
   for (const bool cuda : {false, true}) {
     if (cuda ? cuda_library() == nullptr : !kRegistersCpu) continue;
-    for (const bool backward : {false, true}) {
-      for (int32_t dtype = 0; dtype < static_cast<int32_t>(schema::kVariants); ++dtype) {
-        const schema::Operator& op = backward ? schema::kBackward : schema::kForward;
-        created->definitions.push_back(make_definition(op, dtype, backward, cuda, shapes));
-      }
+    for (int32_t dtype = 0; dtype < static_cast<int32_t>(schema::kForward.types.size); ++dtype) {
+      auto forward =
+          make_definition(schema::kForward, dtype, cuda, cuda ? make<CudaForwardKernel> : make<ForwardKernel>);
+      forward->infer_shapes = shapes ? infer_shapes : nullptr;
+      add(batch_norm, std::move(forward));
+      add(batch_norm,
+          make_definition(schema::kBackward, dtype, cuda, cuda ? make<CudaBackwardKernel> : make<BackwardKernel>));
     }
   }
-  for (const char* name : schema::kDomains) {
+  for (const TrainingOperator& op : training_operators()) {
+    add(training, make_definition(*op.schema, BNEXPORT_FLOAT32, false, op.make));
+  }
+  const auto add_domain = [&](const char* name, const std::vector<const ort::CustomOp*>& operators) {
     ort::CustomOpDomain* domain = nullptr;
     check(api, ort::CreateCustomOpDomain::call(api, name, &domain));
-    for (const auto& d : created->definitions) check(api, ort::CustomOpDomainAdd::call(api, domain, d.get()));
+    for (const ort::CustomOp* op : operators) check(api, ort::CustomOpDomainAdd::call(api, domain, op));
     created->domains.emplace_back(name, domain);
-  }
+  };
+  for (const char* name : schema::kForward.domains) add_domain(name, batch_norm);
+  add_domain(schema::kTrainingDomain, training);
   all->push_back(std::move(created));
   return *all->back();
 }

@@ -1,9 +1,11 @@
 #include "schema.h"
 
+#include <cmath>
 #include <cstdio>
 #include <string>
 
 #include "bnexport.h"
+#include "training/schema.h"
 
 namespace bnexport::schema {
 
@@ -31,24 +33,28 @@ constexpr Attribute kBackwardAttributes[] = {
 
 std::string quoted(const char* text) { return std::string("\"") + text + "\""; }
 
-std::string values(const Value* list) {
+template <class T, class Write>
+std::string array(const List<T>& list, const Write& write) {
   std::string json;
-  for (size_t i = 0; i < kValues; ++i) {
-    if (i > 0) json += ", ";
-    json += "{\"name\": " + quoted(list[i].name) + ", \"type\": \"" + list[i].type + "\", \"optional\": " +
-            (list[i].optional ? "true" : "false") + "}";
-  }
+  for (const T& item : list) json += (json.empty() ? "" : ", ") + write(item);
   return "[" + json + "]";
 }
 
+std::string value(const Value& v) {
+  return "{\"name\": " + quoted(v.name) + ", \"type\": \"" + v.type +
+         "\", \"optional\": " + (v.optional ? "true" : "false") + "}";
+}
+
+std::string variant(const Variant& v) { return "{\"T\": " + quoted(v.T) + ", \"S\": " + quoted(v.S) + "}"; }
+
 std::string number(double value) {
+  if (std::isnan(value)) return "null";
   char buffer[32];
   std::snprintf(buffer, sizeof(buffer), "%.15g", value);
   return buffer;
 }
 
 std::string attribute(const Attribute& a) {
-  const char* kind = a.kind == Kind::kFloat ? "float" : a.kind == Kind::kInt ? "int" : "string";
   std::string allowed = "null";
   if (a.zero_or_one) allowed = "[0, 1]";
   if (a.allowed_texts != nullptr) {
@@ -58,62 +64,67 @@ std::string attribute(const Attribute& a) {
     }
     allowed = "[" + allowed + "]";
   }
-  return "{\"name\": " + quoted(a.name) + ", \"kind\": " + quoted(kind) +
-         ", \"default\": " + (a.kind == Kind::kString ? quoted(a.text) : number(a.number)) + ", \"allowed\": " + allowed +
-         "}";
+  return "{\"name\": " + quoted(a.name) + ", \"kind\": " + quoted(kind_name(a.kind)) +
+         ", \"default\": " + (a.kind == Kind::kString ? quoted(a.text) : number(a.number)) +
+         ", \"required\": " + (a.required ? "true" : "false") + ", \"allowed\": " + allowed + "}";
 }
 
 std::string operator_json(const Operator& op) {
-  std::string domains, variants, attributes;
-  for (const char* domain : kDomains) domains += (domains.empty() ? "" : ", ") + quoted(domain);
-  for (const Variant& v : kTypes) {
-    variants += (variants.empty() ? "" : ", ") + ("{\"T\": " + quoted(v.T)) + ", \"S\": " + quoted(v.S) + "}";
-  }
-  for (size_t i = 0; i < op.attribute_count; ++i) attributes += (i > 0 ? ", " : "") + attribute(op.attributes[i]);
-  return "{\"name\": " + quoted(op.name) + ", \"domains\": [" + domains + "], \"variants\": [" + variants +
-         "], \"inputs\": " + values(op.inputs) + ", \"outputs\": " + values(op.outputs) + ", \"attributes\": [" +
-         attributes + "]}";
+  return "{\"name\": " + quoted(op.name) + ", \"domains\": " + array(op.domains, quoted) +
+         ", \"variants\": " + array(op.types, variant) + ", \"inputs\": " + array(op.inputs, value) +
+         ", \"outputs\": " + array(op.outputs, value) + ", \"attributes\": " + array(op.attributes, attribute) + "}";
 }
+
+constexpr const char* kDomains[] = {"mmcv", ""};
+constexpr Variant kTypes[] = {{"float", "float"}, {"float16", "float"}, {"bfloat16", "float"}, {"double", "double"}};
+
+constexpr Value kForwardInputs[] = {
+    {"input", 'T', false}, {"running_mean", 'S', true}, {"running_var", 'S', true},
+    {"weight", 'S', true}, {"bias", 'S', true},
+};
+
+constexpr Value kForwardOutputs[] = {
+    {"output", 'T', false},    {"running_mean_out", 'S', true}, {"running_var_out", 'S', true},
+    {"saved_mean", 'S', true}, {"saved_invstd", 'S', true},
+};
+
+constexpr Value kBackwardInputs[] = {
+    {"grad_output", 'T', false}, {"input", 'T', false},        {"weight", 'S', true},
+    {"saved_mean", 'S', false},  {"saved_invstd", 'S', false},
+};
+
+constexpr Value kBackwardOutputs[] = {
+    {"grad_input", 'T', true},  {"unused_running_mean", 'S', true}, {"unused_running_var", 'S', true},
+    {"grad_weight", 'S', true}, {"grad_bias", 'S', true},
+};
 
 }  // namespace
 
-const Variant kTypes[kVariants] = {{"float", "float"}, {"float16", "float"}, {"bfloat16", "float"}, {"double", "double"}};
-
 const Operator kForward = {
-    "MMCVSyncBatchNorm",
-    {{"input", 'T', false},
-     {"running_mean", 'S', true},
-     {"running_var", 'S', true},
-     {"weight", 'S', true},
-     {"bias", 'S', true}},
-    {{"output", 'T', false},
-     {"running_mean_out", 'S', true},
-     {"running_var_out", 'S', true},
-     {"saved_mean", 'S', true},
-     {"saved_invstd", 'S', true}},
-    kForwardAttributes,
-    sizeof(kForwardAttributes) / sizeof(Attribute),
+    "MMCVSyncBatchNorm", kDomains, kForwardInputs, kForwardOutputs, kForwardAttributes, kTypes,
 };
 
 const Operator kBackward = {
-    "MMCVSyncBatchNormGrad",
-    {{"grad_output", 'T', false},
-     {"input", 'T', false},
-     {"weight", 'S', true},
-     {"saved_mean", 'S', false},
-     {"saved_invstd", 'S', false}},
-    {{"grad_input", 'T', true},
-     {"unused_running_mean", 'S', true},
-     {"unused_running_var", 'S', true},
-     {"grad_weight", 'S', true},
-     {"grad_bias", 'S', true}},
-    kBackwardAttributes,
-    sizeof(kBackwardAttributes) / sizeof(Attribute),
+    "MMCVSyncBatchNormGrad", kDomains, kBackwardInputs, kBackwardOutputs, kBackwardAttributes, kTypes,
 };
 
+const char* kind_name(Kind kind) {
+  switch (kind) {
+    case Kind::kFloat: return "float";
+    case Kind::kInt: return "int";
+    case Kind::kInts: return "ints";
+    case Kind::kString: return "string";
+  }
+  return "";
+}
+
 const char* describe() {
-  static const std::string* const json =
-      new std::string("{\"operators\": [" + operator_json(kForward) + ", " + operator_json(kBackward) + "]}");
+  static const std::string* const json = [] {
+    auto* const made = new std::string("{\"operators\": [" + operator_json(kForward) + ", " + operator_json(kBackward));
+    for (const Operator* op : kTrainingOperators) *made += ", " + operator_json(*op);
+    *made += "]}";
+    return made;
+  }();
   return json->c_str();
 }
 

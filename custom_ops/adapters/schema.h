@@ -7,29 +7,35 @@
 
 namespace bnexport::schema {
 
+// A constant array of known length.
+template <class T>
+struct List {
+  const T* data;
+  size_t size;
+
+  template <size_t count>
+  constexpr List(const T (&array)[count]) : data(array), size(count) {}
+  const T& operator[](size_t index) const { return data[index]; }
+  const T* begin() const { return data; }
+  const T* end() const { return data + size; }
+};
+
 struct Value {
   const char* name;
   char type;  // 'T' the data's, 'S' the statistics'
   bool optional;
 };
 
-enum class Kind { kFloat, kInt, kString };
+enum class Kind { kFloat, kInt, kInts, kString };
 
 struct Attribute {
   const char* name;
   Kind kind;
-  double number;                      // default of kFloat and kInt
-  const char* text;                   // default of kString
-  const char* const* allowed_texts;   // null-terminated; index = value of the C API's enum
+  double number;                     // default of kFloat and kInt; NaN: none
+  const char* text;                  // default of kString
+  const char* const* allowed_texts;  // null-terminated; index = value of the C API's enum
   bool zero_or_one;
-};
-
-struct Operator {
-  const char* name;
-  Value inputs[5];
-  Value outputs[5];
-  const Attribute* attributes;
-  size_t attribute_count;
+  bool required = false;
 };
 
 struct Variant {
@@ -37,13 +43,19 @@ struct Variant {
   const char* S;
 };
 
-constexpr const char* kDomains[] = {"mmcv", ""};
-constexpr size_t kValues = 5;
-constexpr size_t kVariants = 4;
-extern const Variant kTypes[kVariants];  // index = bnexport_dtype
+struct Operator {
+  const char* name;
+  List<const char*> domains;
+  List<Value> inputs, outputs;
+  List<Attribute> attributes;
+  List<Variant> types;  // index = bnexport_dtype
+};
+
 extern const Operator kForward;
 extern const Operator kBackward;
 
+// "float", "int", "ints" or "string".
+const char* kind_name(Kind kind);
 const char* describe();
 
 }  // namespace bnexport::schema

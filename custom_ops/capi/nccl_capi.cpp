@@ -53,7 +53,8 @@ int bnexport_nccl_join(const char* library, int64_t size, int64_t rank, const ch
                        void** communicator, char* error, size_t capacity) {
   return guarded(error, capacity, [&] {
     require(id != nullptr && communicator != nullptr, "id, communicator: got NULL, expected pointers");
-    require(size >= 1 && size <= 1000000 && rank >= 0 && rank < size, "size, rank: expected 0 <= rank < size <= 1000000");
+    require(size >= 1 && size <= 1000000 && rank >= 0 && rank < size,
+            "size, rank: expected 0 <= rank < size <= 1000000");
     require(timeout_seconds > 0, "timeout_seconds: expected a number above 0");
     *communicator = new bnexport::comm::NcclCommunicator(path(library), size, rank, id, timeout_seconds);
   });

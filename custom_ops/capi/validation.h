@@ -46,7 +46,8 @@ int64_t validate_common(const Params* params) {
   int64_t bytes = 8;
   bool overflow = false;
   for (const int64_t dimension : {params->N, params->C, params->S}) {
-    overflow |= dimension < 0 || __builtin_mul_overflow(bytes, dimension, &bytes);
+    // A dimension of 0 must not hide the others: C alone sizes rows.
+    overflow |= dimension < 0 || __builtin_mul_overflow(bytes, dimension > 0 ? dimension : 1, &bytes);
   }
   if (overflow) {
     const std::string sizes =
@@ -56,7 +57,7 @@ int64_t validate_common(const Params* params) {
   require_range("params.training", params->training, 0, 1);
   require_range("params.stats_mode", params->stats_mode, 0, 2);
   require_range("params.group_size", params->group_size, 1, 1000000);
-  return bytes / 8;
+  return params->N * params->C * params->S;
 }
 
 inline void validate(const bnexport_forward* params, bool row_only) {

@@ -113,13 +113,13 @@ struct Registry {
 };
 
 Registry& registry() {
-  static Registry* const instance = new Registry();  // kernels may run while the process exits
+  static auto* const instance = new Registry();  // kernels may run while the process exits
   return *instance;
 }
 
 template <class Map>
 typename Map::mapped_type find(const Map& groups, const std::string& name) {
-  const std::lock_guard<std::mutex> lock(registry().mutex);
+  const std::scoped_lock lock(registry().mutex);
   const auto found = groups.find(name);
   return found == groups.end() ? nullptr : found->second;
 }
@@ -127,17 +127,17 @@ typename Map::mapped_type find(const Map& groups, const std::string& name) {
 }  // namespace
 
 void add_group(const std::string& name, std::shared_ptr<const Group> group) {
-  const std::lock_guard<std::mutex> lock(registry().mutex);
+  const std::scoped_lock lock(registry().mutex);
   registry().groups[name] = std::move(group);
 }
 
 void add_device_group(const std::string& name, std::shared_ptr<const DeviceGroup> group) {
-  const std::lock_guard<std::mutex> lock(registry().mutex);
+  const std::scoped_lock lock(registry().mutex);
   registry().device_groups[name] = std::move(group);
 }
 
 bool remove_group(const std::string& name) {
-  const std::lock_guard<std::mutex> lock(registry().mutex);
+  const std::scoped_lock lock(registry().mutex);
   const size_t removed = registry().groups.erase(name) + registry().device_groups.erase(name);
   return removed > 0;
 }

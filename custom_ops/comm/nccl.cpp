@@ -58,7 +58,7 @@ const Library& library(const std::string& given) {
   static std::mutex mutex;
   static auto* const opened = new std::map<std::string, std::unique_ptr<Library>>();
   const std::string path = given.empty() ? "libnccl.so.2" : given;
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::scoped_lock lock(mutex);
   std::unique_ptr<Library>& known = (*opened)[path];
   if (known == nullptr) {
     void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -108,7 +108,9 @@ int nccl_version(const std::string& path) {
 class NcclCommunicator::State {
  public:
   State(const std::string& path, int64_t size, int64_t rank, const char id[kNcclIdBytes], double timeout)
-      : nccl_(library(path)), where_("rank " + std::to_string(rank) + " of " + std::to_string(size)), timeout_(timeout) {
+      : nccl_(library(path)),
+        where_("rank " + std::to_string(rank) + " of " + std::to_string(size)),
+        timeout_(timeout) {
     check(cudaGetDevice(&device_), "cudaGetDevice");
     UniqueId unique;
     std::memcpy(unique.bytes, id, kNcclIdBytes);
@@ -126,18 +128,18 @@ class NcclCommunicator::State {
 
   ~State() {
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const std::scoped_lock lock(mutex_);
       stop_ = true;
     }
     wake_.notify_all();
     watchdog_.join();
     if (failure_.empty()) nccl_.abort(communicator_);
     for (const Pending& pending : pending_) cudaEventDestroy(pending.event);
-    for (const cudaEvent_t event : free_) cudaEventDestroy(event);
+    for (cudaEvent_t event : free_) cudaEventDestroy(event);
   }
 
   void all_gather(const double* send, double* receive, int64_t count, cudaStream_t stream) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::scoped_lock lock(mutex_);
     if (!failure_.empty()) throw NcclError(failure_);
     try {
       enqueue(send, receive, count, stream);
@@ -154,7 +156,8 @@ class NcclCommunicator::State {
   };
 
   void enqueue(const double* send, double* receive, int64_t count, cudaStream_t stream) {
-    check(nccl_, nccl_.all_gather(send, receive, static_cast<size_t>(count), kFloat64, communicator_, stream), "ncclAllGather");
+    check(nccl_, nccl_.all_gather(send, receive, static_cast<size_t>(count), kFloat64, communicator_, stream),
+          "ncclAllGather");
     settle("ncclAllGather");
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
@@ -221,7 +224,8 @@ class NcclCommunicator::State {
         pending_.pop_front();
       }
       if (query != cudaSuccess && query != cudaErrorNotReady) {
-        fail(std::string("CUDA: ") + cudaGetErrorString(query) + " (seen while an all-gather was under way on " + where_ + ")");
+        fail(std::string("CUDA: ") + cudaGetErrorString(query) + " (seen while an all-gather was under way on " +
+             where_ + ")");
       } else if (!pending_.empty() && Clock::now() >= pending_.front().deadline) {
         fail(too_late("an all-gather"));
       }

@@ -24,9 +24,9 @@ class NcclError : public std::runtime_error {
 
 constexpr size_t kNcclIdBytes = 128;
 
-// `library` is the path of libnccl, or empty for the system's libnccl.so.2. Each function throws NcclError.
-void nccl_unique_id(const std::string& library, char id[kNcclIdBytes]);
-int nccl_version(const std::string& library);
+// `path` is that of libnccl, or empty for the system's libnccl.so.2. Each function throws NcclError.
+void nccl_unique_id(const std::string& path, char id[kNcclIdBytes]);
+int nccl_version(const std::string& path);
 
 class NcclCommunicator {
  public:

@@ -83,8 +83,8 @@ typedef struct bnexport_backward {
   int32_t stats_mode;
   int32_t grad_reduction;
   int64_t group_size;
-  const double* gathered;       /* group_size rows of 2 C + 1 doubles, in rank order */
-  const double* local_moments;  /* this process's own row, required when group_size > 1 */
+  const double* gathered;      /* group_size rows of 2 C + 1 doubles, in rank order */
+  const double* local_moments; /* this process's own row, required when group_size > 1 */
   int32_t threads;
 } bnexport_backward;
 
@@ -99,7 +99,8 @@ BNEXPORT_API void bnexport_lend_openmp(void* gomp_parallel);
 /* Each returns 0, or a non-zero code with a message of at most `capacity` bytes in `error`. */
 BNEXPORT_API int bnexport_cpu_moments(const bnexport_forward* params, double* row, char* error, size_t capacity);
 BNEXPORT_API int bnexport_cpu_forward(const bnexport_forward* params, char* error, size_t capacity);
-BNEXPORT_API int bnexport_cpu_backward_moments(const bnexport_backward* params, double* row, char* error, size_t capacity);
+BNEXPORT_API int bnexport_cpu_backward_moments(const bnexport_backward* params, double* row, char* error,
+                                               size_t capacity);
 BNEXPORT_API int bnexport_cpu_backward(const bnexport_backward* params, char* error, size_t capacity);
 
 /* Groups of processes, for the ONNX Runtime operators.

@@ -146,7 +146,7 @@ BNEXPORT_STATISTICS ForwardCoefficients finish_inference(const bnexport_forward&
 }
 
 BNEXPORT_STATISTICS GroupShare group_share(const bnexport_backward& params) {
-  const double N = static_cast<double>(params.N), S = static_cast<double>(params.S);
+  const auto N = static_cast<double>(params.N), S = static_cast<double>(params.S);
   GroupShare share;
   if (params.N == 0 || params.S == 0) return share;  // no value of this process asks for it
   if (params.group_size == 1) {

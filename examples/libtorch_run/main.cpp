@@ -22,7 +22,9 @@ std::vector<int64_t> parse_shape(const std::string& text) {
   for (std::string part; std::getline(stream, part, ',');) {
     size_t used = 0;
     const long long size = std::stoll(part, &used);
-    if (used != part.size() || size < 0) throw std::runtime_error("SHAPE: got " + text + ", expected such as 2,3,32,32");
+    if (used != part.size() || size < 0) {
+      throw std::runtime_error("SHAPE: got " + text + ", expected such as 2,3,32,32");
+    }
     shape.push_back(size);
   }
   return shape;
@@ -73,8 +75,9 @@ int main(int argc, char** argv) {
     try {
       model = torch::jit::load(argv[1], at::kCPU);
     } catch (const c10::Error& error) {
-      throw std::runtime_error(std::string(argv[1]) + ": libtorch " TORCH_VERSION " cannot load it; a file made by a newer"
-                               " torch needs a libtorch as new: " + error.what_without_backtrace());
+      throw std::runtime_error(
+          std::string(argv[1]) + ": libtorch " + TORCH_VERSION +
+          " cannot load it; a file made by a newer torch needs a libtorch as new: " + error.what_without_backtrace());
     }
     c10::InferenceMode inference;
     // Packs the weights for this processor, which a file for all of them cannot do.

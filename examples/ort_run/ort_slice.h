@@ -74,7 +74,8 @@ typedef struct OrtApi {
 
 _Static_assert(offsetof(OrtApi, GetTensorTypeAndShape) == 65 * sizeof(void*), "slot of GetTensorTypeAndShape");
 _Static_assert(offsetof(OrtApi, ReleaseStatus) == 93 * sizeof(void*), "slot of ReleaseStatus");
-_Static_assert(offsetof(OrtApi, RegisterCustomOpsLibrary_V2) == 228 * sizeof(void*), "slot of RegisterCustomOpsLibrary_V2");
+_Static_assert(offsetof(OrtApi, RegisterCustomOpsLibrary_V2) == 228 * sizeof(void*),
+               "slot of RegisterCustomOpsLibrary_V2");
 
 typedef struct {
   const OrtApi* (*GetApi)(uint32_t version);

@@ -14,12 +14,12 @@ inline void check(bool holds, const char* file, int line, const std::string& wha
 }
 
 #define CHECK(condition) check((condition), __FILE__, __LINE__, #condition)
-#define CHECK_NEAR(got, expected, bound)                                                        \
-  do {                                                                                          \
-    const double got_ = (got), expected_ = (expected), bound_ = (bound);                        \
-    check(std::fabs(got_ - expected_) <= bound_, __FILE__, __LINE__,                            \
-          #got ": got " + std::to_string(got_) + ", expected " + std::to_string(expected_) +    \
-              " within " + std::to_string(bound_));                                             \
+#define CHECK_NEAR(got, expected, bound)                                                                  \
+  do {                                                                                                    \
+    const double got_ = (got), expected_ = (expected), bound_ = (bound);                                  \
+    check(std::fabs(got_ - expected_) <= bound_, __FILE__, __LINE__,                                      \
+          #got ": got " + std::to_string(got_) + ", expected " + std::to_string(expected_) + " within " + \
+              std::to_string(bound_));                                                                    \
   } while (0)
 
 #endif  // BNEXPORT_TESTS_CHECK_H

@@ -37,8 +37,8 @@ int bnexport_cuda_backward_workspace(const bnexport_backward*, size_t* bytes, ch
   *bytes = kWorkspace;
   return 0;
 }
-int bnexport_cuda_moments(const bnexport_forward* params, double* row, void* workspace, size_t bytes, void*, char* error,
-                          size_t capacity) {
+int bnexport_cuda_moments(const bnexport_forward* params, double* row, void* workspace, size_t bytes, void*,
+                          char* error, size_t capacity) {
   if (need(bytes == kWorkspace, "workspace", error, capacity) != 0) return 1;
   std::memset(workspace, 0xff, bytes);
   return bnexport_cpu_moments(params, row, error, capacity);

@@ -65,14 +65,14 @@ int ncclGetVersion(int* version) {
   return 0;
 }
 int ncclGetUniqueId(UniqueId* id) {
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::scoped_lock lock(mutex);
   std::memset(id, 0, sizeof(*id));
   std::string name = "group " + std::to_string(next_id++);
   std::memcpy(id->bytes, name.data(), name.size());
   return 0;
 }
 int ncclCommInitRankConfig(Rank** communicator, int size, UniqueId id, int rank, Config* config) {
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::scoped_lock lock(mutex);
   if (config->magic != 0xcafebeef || config->blocking != 0 || config->version < 21400) return 4;
   World& world = worlds[id.bytes];
   world.calls.resize(static_cast<size_t>(size));
@@ -81,7 +81,7 @@ int ncclCommInitRankConfig(Rank** communicator, int size, UniqueId id, int rank,
   return 7;
 }
 int ncclAllGather(const void* send, void* receive, size_t count, int type, Rank* self, FakeStream* stream) {
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::scoped_lock lock(mutex);
   if (type != 8) return 4;
   stream = fake_stream(stream);
   ++stream->enqueued;
@@ -90,12 +90,12 @@ int ncclAllGather(const void* send, void* receive, size_t count, int type, Rank*
   return 0;
 }
 int ncclCommGetAsyncError(Rank* self, int* state) {
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::scoped_lock lock(mutex);
   *state = self->world->joined < self->size ? 7 : broken;
   return 0;
 }
 int ncclCommAbort(Rank* self) {
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::scoped_lock lock(mutex);
   ++aborts;
   for (const Call& call : self->world->calls[static_cast<size_t>(self->rank)]) ++call.stream->done;
   self->world->calls[static_cast<size_t>(self->rank)].clear();
@@ -106,11 +106,11 @@ const char* ncclGetErrorString(int result) { return result == 6 ? "remote proces
 
 // For the test.
 int fake_nccl_aborts() {
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::scoped_lock lock(mutex);
   return aborts;
 }
 void fake_nccl_break(int result) {
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::scoped_lock lock(mutex);
   broken = result;
 }
 }

@@ -10,6 +10,6 @@ for kind in address,undefined thread; do
   cmake --build "$folder"
   echo "== $kind"
   # No detect_stack_use_after_return: its frames are not aligned for 64-byte vectors.
-  UBSAN_OPTIONS=print_stacktrace=1 \
+  UBSAN_OPTIONS=print_stacktrace=1 ASAN_OPTIONS=allocator_may_return_null=1 \
     ctest --test-dir "$folder" --output-on-failure
 done

@@ -105,7 +105,9 @@ inline Statistics naive(const Shape& shape, int32_t layout, const Tensor& x, con
     }
   };
   each([&](int64_t i) { mean += static_cast<long double>(x.get(i)) / n; });
-  each([&](int64_t i) { variance += (static_cast<long double>(x.get(i)) - mean) * (static_cast<long double>(x.get(i)) - mean) / n; });
+  each([&](int64_t i) {
+    variance += (static_cast<long double>(x.get(i)) - mean) * (static_cast<long double>(x.get(i)) - mean) / n;
+  });
   if (dy != nullptr) {
     const long double invstd = 1 / std::sqrt(variance + static_cast<long double>(eps));
     each([&](int64_t i) {
@@ -113,7 +115,8 @@ inline Statistics naive(const Shape& shape, int32_t layout, const Tensor& x, con
       product += static_cast<long double>(dy->get(i)) * (static_cast<long double>(x.get(i)) - mean) * invstd;
     });
   }
-  return {static_cast<double>(mean), static_cast<double>(variance), static_cast<double>(sum), static_cast<double>(product)};
+  return {static_cast<double>(mean), static_cast<double>(variance), static_cast<double>(sum),
+          static_cast<double>(product)};
 }
 
 #endif  // BNEXPORT_TESTS_TENSORS_H

@@ -67,6 +67,7 @@ template <class Body>
 void on_every_rank(int64_t size, const Body& body) {
   Meeting meeting(size);
   std::vector<std::thread> ranks;
+  ranks.reserve(static_cast<size_t>(size));
   for (int64_t rank = 0; rank < size; ++rank) {
     ranks.emplace_back([&, rank] {
       Seat seat{&meeting, rank};
@@ -132,6 +133,7 @@ void test_failure() {
 
 void test_registry() {
   std::vector<std::thread> threads;
+  threads.reserve(4);
   for (int i = 0; i < 4; ++i) {
     threads.emplace_back([i] {
       const std::string name = "group" + std::to_string(i);

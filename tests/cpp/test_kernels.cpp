@@ -14,8 +14,8 @@ namespace {
 constexpr double kUnit[] = {0x1p-24, 0x1p-11, 0x1p-8, 0x1p-53};
 constexpr double kEps = 1e-3;
 
-bnexport_forward forward_params(const Shape& shape, int32_t dtype, int32_t layout, const Tensor& x, Tensor& y, std::vector<double>& saved,
-                                int threads) {
+bnexport_forward forward_params(const Shape& shape, int32_t dtype, int32_t layout, const Tensor& x, Tensor& y,
+                                std::vector<double>& saved, int threads) {
   bnexport_forward p{};
   p.struct_size = sizeof(p);
   p.dtype = dtype;
@@ -51,11 +51,12 @@ void run(const bnexport_backward& params) {
 void test_shape(const Shape& shape, int32_t dtype, int32_t layout, int threads) {
   const int64_t C = shape.C;
   const double u = kUnit[dtype], u_s = std::min(u, 0x1p-24);
-  Tensor x(dtype, shape.elements()), dy(dtype, shape.elements()), y(dtype, shape.elements()), dx(dtype, shape.elements());
+  Tensor x(dtype, shape.elements()), dy(dtype, shape.elements()), y(dtype, shape.elements()),
+      dx(dtype, shape.elements());
   x.fill(1);
   dy.fill(2);
-  std::vector<double> saved(static_cast<size_t>(2 * C)), weight(static_cast<size_t>(C)), bias(weight), mean(weight), var(weight), new_mean(weight),
-      new_var(weight), dweight(weight), dbias(weight);
+  std::vector<double> saved(static_cast<size_t>(2 * C)), weight(static_cast<size_t>(C)), bias(weight), mean(weight),
+      var(weight), new_mean(weight), new_var(weight), dweight(weight), dbias(weight);
   for (int64_t c = 0; c < C; ++c) {
     const auto at = static_cast<size_t>(c);
     weight[at] = 0.5 + static_cast<double>(c % 5);
@@ -91,7 +92,7 @@ void test_shape(const Shape& shape, int32_t dtype, int32_t layout, int threads) 
   b.group_size = 1;
   b.threads = threads;
   run(b);
-  const double n = static_cast<double>(shape.N * shape.S);
+  const auto n = static_cast<double>(shape.N * shape.S);
   for (int64_t c = 0; c < C; ++c) {
     const auto at = static_cast<size_t>(c);
     const Statistics s = naive(shape, layout, x, &dy, kEps, c);
@@ -108,16 +109,18 @@ void test_shape(const Shape& shape, int32_t dtype, int32_t layout, int threads) 
         const double x_hat = (x.get(where) - s.mean) * invstd, expected = weight[at] * x_hat + bias[at];
         CHECK_NEAR(y.get(where), expected, 2 * u * std::fabs(expected) + 64 * u_s * weight[at] * (1 + 6 * invstd));
         const double slope = scale * (dy.get(where) - (s.dy + x_hat * s.dy_x_hat) / n);
-        CHECK_NEAR(dx.get(where), slope, 2 * u * std::fabs(slope) + 128 * u_s * scale * 8 * (1 + 6 * invstd) * (1 + 6 * invstd));
+        CHECK_NEAR(dx.get(where), slope,
+                   2 * u * std::fabs(slope) + 128 * u_s * scale * 8 * (1 + 6 * invstd) * (1 + 6 * invstd));
       }
     }
   }
 }
 
 void test_shapes() {
-  const Shape shapes[] = {{1, 1, 1},   {2, 1, 15},  {2, 3, 16},  {3, 2, 17},    {1, 2, 31},    {2, 5, 33},  {5, 7, 49},
-                          {300, 2, 3}, {9, 70, 1},  {130, 3, 1}, {2, 2, 4096},  {1, 2, 4097},  {1, 1, 8197}, {2, 40, 100},
-                          {3, 64, 64}, {65, 2, 64}, {4, 1, 513}, {1, 3, 33000}, {1, 200, 2},   {7, 1, 5}};
+  const Shape shapes[] = {{1, 1, 1},    {2, 1, 15},   {2, 3, 16},    {3, 2, 17},   {1, 2, 31},
+                          {2, 5, 33},   {5, 7, 49},   {300, 2, 3},   {9, 70, 1},   {130, 3, 1},
+                          {2, 2, 4096}, {1, 2, 4097}, {1, 1, 8197},  {2, 40, 100}, {3, 64, 64},
+                          {65, 2, 64},  {4, 1, 513},  {1, 3, 33000}, {1, 200, 2},  {7, 1, 5}};
   for (const Shape& shape : shapes) {
     for (int32_t dtype = 0; dtype < 4; ++dtype) {
       for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
@@ -175,9 +178,11 @@ void test_past_the_shared_cache() {
 void test_concurrent_callers() {
   const Shape shape{4, 16, 900};
   std::vector<std::thread> callers;
+  callers.reserve(4);
   for (uint32_t caller = 0; caller < 4; ++caller) {
     callers.emplace_back([&shape, caller] {
-      Tensor x(BNEXPORT_FLOAT32, shape.elements()), y(BNEXPORT_FLOAT32, shape.elements()), first(BNEXPORT_FLOAT32, shape.elements());
+      Tensor x(BNEXPORT_FLOAT32, shape.elements()), y(BNEXPORT_FLOAT32, shape.elements()),
+          first(BNEXPORT_FLOAT32, shape.elements());
       x.fill(caller);
       std::vector<double> saved(static_cast<size_t>(2 * shape.C));
       run(forward_params(shape, BNEXPORT_FLOAT32, BNEXPORT_NCS, x, first, saved, 1));

@@ -37,6 +37,7 @@ struct Id {
 
 void on_ranks(int64_t size, const std::function<void(int64_t)>& body) {
   std::vector<std::thread> threads;
+  threads.reserve(static_cast<size_t>(size));
   for (int64_t rank = 0; rank < size; ++rank) threads.emplace_back(body, rank);
   for (std::thread& thread : threads) thread.join();
 }

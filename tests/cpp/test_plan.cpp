@@ -47,7 +47,9 @@ void test_rows(int64_t N, int64_t C, int64_t S) {
     for (size_t i = 0; i < blocks.size(); ++i) CHECK(blocks[i] == static_cast<int>(i));
   }
   for (int64_t task = 0; task < plan.tasks(); ++task) {
-    plan.each_block_of_task(task, [&](int64_t, int64_t offset, Span span, int64_t c, int64_t channels) { by_task.rows(offset, span, c, channels); });
+    plan.each_block_of_task(task, [&](int64_t, int64_t offset, Span span, int64_t c, int64_t channels) {
+      by_task.rows(offset, span, c, channels);
+    });
   }
   const StreamPlan stretches(N, C, S);
   for (int64_t task = 0; task < stretches.tasks; ++task) {

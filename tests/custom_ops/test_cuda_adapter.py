@@ -34,6 +34,10 @@ SOURCES = (
     "kernels/cpu/forward",
     "kernels/cpu/isa",
     "kernels/cpu/pool",
+    *(
+        str(path.relative_to(ROOT / "custom_ops").with_suffix(""))
+        for path in (ROOT / "custom_ops").rglob("training/*.cpp")
+    ),
 )
 
 

@@ -22,6 +22,7 @@ from bnexport.training.translations import (
     attention,
     average_pooling,
     convolution,
+    cpu_kernels,
     interpolation,
     linear_maps,
     losses,
@@ -60,6 +61,8 @@ _TRANSLATIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     interpolation.interpolate_backward: interpolation.translate_backward,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default: attention.attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: attention.attention_backward,
+    _ATEN.threshold_backward.default: activations.threshold_backward,
+    _ATEN.hardtanh_backward.default: activations.hardtanh_backward,
     _ATEN.silu_backward.default: activations.silu_backward,
     _ATEN.mish_backward.default: activations.mish_backward,
     _ATEN.nll_loss_forward.default: losses.nll_loss_forward,
@@ -70,15 +73,19 @@ _TRANSLATIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
 }
 
 
-def translation_table(standard_ops_only: bool = False) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+def translation_table(
+    standard_ops_only: bool = False, with_cpu_kernels: bool = False
+) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """Translations for `torch.onnx.export(custom_translation_table=...)`, by operator overload.
 
     standard_ops_only: batch norm in standard ONNX operators instead of MMCVSyncBatchNorm and
-    MMCVSyncBatchNormGrad, for runtimes that cannot load the custom-op library.
+    MMCVSyncBatchNormGrad, for runtimes that cannot load the custom-op library. with_cpu_kernels: the
+    operators of bnexport/training/kernels.py where they serve.
     """
     norm = BatchNorm(standard_ops_only)
     return {
         **_TRANSLATIONS,
+        **(cpu_kernels.TRANSLATIONS if with_cpu_kernels else {}),
         _ATEN._native_batch_norm_legit_functional.default: _function(norm.functional),
         _ATEN._native_batch_norm_legit.no_stats: _function(norm.no_stats),
         _ATEN.native_batch_norm_backward.default: _function(norm.backward),
@@ -98,7 +105,7 @@ def _function(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """torch.export's decompositions, less those of operators that the table translates."""
-    translated = translation_table()
+    translated = translation_table(with_cpu_kernels=True)
     return {
         target: function
         for target, function in torch.export.default_decompositions().items()

@@ -1,4 +1,4 @@
-"""aten::convolution_backward.
+"""aten::convolution and aten::convolution_backward.
 
 With x the input, w the weight (O, C/G, *K), g the gradient by the output, per dimension stride s,
 padding p and dilation d:
@@ -14,7 +14,7 @@ gradient is dw with the roles of input and gradient exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bnexport.training.translations.geometry import Geometry
@@ -23,6 +23,25 @@ from bnexport.training.translations.values import crop, ints, only_needed, op, s
 from bnexport.training.translations.weight_gradient import weight_gradient
 
 _NAME = "aten::convolution_backward"
+
+
+def convolution(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Any:
+    rank = len(sizes(input)) - 2
+    strides, pads, dilations = (spread(numbers, rank) for numbers in (stride, padding, dilation))
+    window = {"strides": strides, "pads": pads * 2, "dilations": dilations, "group": groups}
+    if transposed:
+        return op.ConvTranspose(input, weight, bias, **window, output_padding=spread(output_padding, rank))
+    return op.Conv(input, weight, bias, **window)
 
 
 def convolution_backward(
@@ -37,8 +56,14 @@ def convolution_backward(
     output_padding: Sequence[int],
     groups: int,
     output_mask: Sequence[bool],
+    *,
+    input_form: Callable[[Any, Any, Geometry], Any] = input_gradient,
+    weight_form: Callable[[Any, Any, Geometry], Any] = weight_gradient,
 ) -> tuple[Any, ...]:
-    """grad_input, grad_weight and grad_bias, with static sizes but for the batch."""
+    """grad_input, grad_weight and grad_bias, with static sizes but for the batch.
+
+    input_form, weight_form: what makes the gradients from (grad_output, weight) and (input, grad_output).
+    """
     del bias_sizes, output_padding
     rank = len(sizes(input)) - 2
     x, g = (grad_output, input) if transposed else (input, grad_output)
@@ -58,9 +83,9 @@ def convolution_backward(
     need_input, need_weight, need_bias = output_mask
     grad_input = grad_weight = grad_bias = None
     if need_input:
-        grad_input = (_transposed_input_gradient if transposed else input_gradient)(grad_output, weight, shape)
+        grad_input = (_transposed_input_gradient if transposed else input_form)(grad_output, weight, shape)
     if need_weight:
-        grad_weight = weight_gradient(x, g, shape)
+        grad_weight = weight_form(x, g, shape)
     if need_bias:
         grad_bias = op.ReduceSum(grad_output, ints([0, *shape.spatial]), keepdims=0)
     return only_needed((grad_input, grad_weight, grad_bias))

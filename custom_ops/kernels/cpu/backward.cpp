@@ -102,7 +102,8 @@ class Backward {
     std::vector<GradientSums> blocks(static_cast<size_t>(plan.blocks * plan.C)), channels(static_cast<size_t>(plan.C));
     parallel_for(parallel_, plan.tasks(), [&](int64_t task) {
       plan.each_block_of_task(task, [&](int64_t b, int64_t offset, Span span, int64_t c, int64_t count) {
-        loops_.gradient_sums(dy(offset), x(offset), span, count, params_.saved_mean + c, blocks.data() + b * plan.C + c);
+        loops_.gradient_sums(dy(offset), x(offset), span, count, params_.saved_mean + c,
+                             blocks.data() + b * plan.C + c);
       });
     });
     for (size_t i = 0; i < blocks.size(); ++i) add(channels[i % static_cast<size_t>(plan.C)], blocks[i]);
@@ -139,6 +140,7 @@ class Backward {
     // Last task first: the end of the tensor is what the statistics left in cache.
     const StreamPlan plan(params_.N, params_.C, params_.S);
     std::vector<ForwardCoefficients> scales;
+    scales.reserve(coefficients.size());
     for (const BackwardCoefficients& k : coefficients) scales.push_back(fixed(k));
     parallel_for(parallel_, plan.tasks, [&](int64_t task) {
       plan.each(plan.tasks - 1 - task, [&](int64_t offset, int64_t length, int64_t c, int64_t channels) {

@@ -48,8 +48,8 @@ BNEXPORT_INLINE void store_columns(typename T::Storage* to, typename T::Vector v
 template <class T>
 Moments column_moments_wide(const typename T::Storage* x, int64_t rows, int64_t stride) {
   Moments result;
-  const double n = static_cast<double>(rows);
-  double pivot = static_cast<double>(load_part<T>(x, 1)[0]);
+  const auto n = static_cast<double>(rows);
+  auto pivot = static_cast<double>(load_part<T>(x, 1)[0]);
   for (int attempt = 0; attempt < 2; ++attempt) {
     double s = 0, q = 0;
     for (int64_t r = 0; r < rows; ++r) {
@@ -76,7 +76,7 @@ BNEXPORT_INLINE void merge_column_block(const typename T::Storage* x, int64_t ro
   using Compute = typename T::Compute;
   using V = typename T::Vector;
   constexpr int64_t W = kLanes<T>;
-  const Compute n = static_cast<Compute>(rows);
+  const auto n = static_cast<Compute>(rows);
   V pivot[G], s[G], q[G];
   for (int64_t g = 0; g < G; ++g) pivot[g] = load_columns<T, whole>(x + g * W, count);
   for (int attempt = 0; attempt < 2; ++attempt) {
@@ -222,7 +222,7 @@ BNEXPORT_INLINE void column_sums_block(const typename T::Storage* dy, const type
   for (int64_t g = 0; g < G; ++g) {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t at = g * W + i;
-      const double sum = static_cast<double>(a[g][i]);
+      const auto sum = static_cast<double>(a[g][i]);
       sums[at].dy += sum;
       sums[at].dy_x_hat += static_cast<double>(b[g][i]) - (mean[at] - static_cast<double>(pivot[g][i])) * sum;
     }
@@ -245,7 +245,8 @@ void column_gradient_sums(const void* dy_data, const void* x_data, Span span, co
       column_sums_block<T, true, 1>(dy + start + c, x + start + c, rows, span.stride, W, mean + c, sums + c);
     }
     if (c < span.cols) {
-      column_sums_block<T, false, 1>(dy + start + c, x + start + c, rows, span.stride, span.cols - c, mean + c, sums + c);
+      column_sums_block<T, false, 1>(dy + start + c, x + start + c, rows, span.stride, span.cols - c, mean + c,
+                                     sums + c);
     }
   }
 }
@@ -272,7 +273,8 @@ BNEXPORT_INLINE void gradient_columns(const typename T::Storage* dy, const typen
 #pragma GCC unroll 4
     for (int64_t g = 0; g < G; ++g) {
       const V d = load_columns<T, whole>(dy + g * W, count), v = load_columns<T, whole>(x + g * W, count);
-      store_columns<T, whole, stream>(dx + g * W, ((d - offset[g]) - (v - mean[g]) * slope[g]) * scale[g] + rest[g], count);
+      store_columns<T, whole, stream>(dx + g * W, ((d - offset[g]) - (v - mean[g]) * slope[g]) * scale[g] + rest[g],
+                                      count);
     }
   }
 }

@@ -6,13 +6,22 @@
 
 #include "plan.h"
 #include "table.h"
+#include "training/table.h"
 
 namespace bnexport::cpu {
 
+struct Loops;
+
 extern const Table tables_baseline[4];
+extern const TrainingTable training_table_baseline;
+extern const Loops loops_baseline;
 #if defined(BNEXPORT_X86)
 extern const Table tables_avx2[4];
+extern const TrainingTable training_table_avx2;
+extern const Loops loops_avx2;
 extern const Table tables_avx512[4];
+extern const TrainingTable training_table_avx512;
+extern const Loops loops_avx512;
 #endif
 
 namespace {
@@ -20,6 +29,8 @@ namespace {
 struct Choice {
   const char* name;
   const Table* tables;
+  const TrainingTable* training;
+  const Loops* loops;
 };
 
 Choice choose() {
@@ -32,14 +43,14 @@ Choice choose() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq") && allowed("avx512")) {
-    return {"avx512", tables_avx512};
+    return {"avx512", tables_avx512, &training_table_avx512, &loops_avx512};
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
       allowed("avx2")) {
-    return {"avx2", tables_avx2};
+    return {"avx2", tables_avx2, &training_table_avx2, &loops_avx2};
   }
 #endif
-  return {"baseline", tables_baseline};
+  return {"baseline", tables_baseline, &training_table_baseline, &loops_baseline};
 }
 
 const Choice& choice() {
@@ -50,12 +61,14 @@ const Choice& choice() {
 // In bytes. sysconf(_SC_LEVEL3_CACHE_SIZE) counts all sockets, or ten times too much on some processors.
 int64_t cache_size(int level, int64_t otherwise) {
   const std::string path = "/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(level) + "/size";
-  int64_t kilobytes = 0;
+  char text[32] = "";
   if (std::FILE* file = std::fopen(path.c_str(), "r")) {
-    if (std::fscanf(file, "%" SCNd64 "K", &kilobytes) != 1) kilobytes = 0;
+    if (std::fgets(text, sizeof(text), file) == nullptr) text[0] = '\0';
     std::fclose(file);
   }
-  return kilobytes >= 128 ? kilobytes << 10 : otherwise;
+  char* end = nullptr;
+  const long kilobytes = std::strtol(text, &end, 10);
+  return *end == 'K' && kilobytes >= 128 && kilobytes <= int64_t{1} << 30 ? int64_t{kilobytes} << 10 : otherwise;
 }
 
 }  // namespace
@@ -66,6 +79,8 @@ Caches caches() {
 }
 
 const Table& table(int32_t dtype) { return choice().tables[dtype]; }
+const TrainingTable& training_table() { return *choice().training; }
+const Loops& loops() { return *choice().loops; }
 const char* instruction_set() { return choice().name; }
 
 }  // namespace bnexport::cpu

@@ -71,8 +71,8 @@ class Forward {
       for (int64_t c = first; c < last; ++c) {
         coefficients[c - first] = finish_training(params_, c, local_statistics(all[c - first]));
       }
-      loops_.normalise(x(first * plan.S), y(first * plan.S), {plan.N, plan.S, plan.C * plan.S}, last - first, coefficients,
-                       stream_);
+      loops_.normalise(x(first * plan.S), y(first * plan.S), {plan.N, plan.S, plan.C * plan.S}, last - first,
+                       coefficients, stream_);
     });
   }
 

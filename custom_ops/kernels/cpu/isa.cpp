@@ -32,7 +32,7 @@ constexpr Table make_table() {
 
 // In the order of bnexport_dtype.
 extern const Table BNEXPORT_CONCAT(tables_, BNEXPORT_ISA)[4];
-const Table BNEXPORT_CONCAT(tables_, BNEXPORT_ISA)[4] = {make_table<Float32>(), make_table<Float16>(),
-                                                         make_table<BFloat16>(), make_table<Float64>()};
+constexpr Table BNEXPORT_CONCAT(tables_, BNEXPORT_ISA)[4] = {make_table<Float32>(), make_table<Float16>(),
+                                                             make_table<BFloat16>(), make_table<Float64>()};
 
 }  // namespace bnexport::cpu

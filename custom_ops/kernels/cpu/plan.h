@@ -19,7 +19,7 @@ constexpr int64_t kColumnChunk = 1 << 16;  // elements per chunk of a column mat
 constexpr int64_t kRun = 1 << 16;          // bytes of one stretch of memory that run at full speed
 constexpr int64_t kShortestRun = 1 << 15;  // below this, two passes in order are faster than one in stretches
 
-constexpr int64_t kLongRow = 1024;         // values
+constexpr int64_t kLongRow = 1024;  // values
 
 // Bytes of cache: a core's own second level, and the last level that all share. Output that does not fit
 // the latter together with the input is written past the caches.

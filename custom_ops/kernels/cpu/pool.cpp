@@ -41,7 +41,7 @@ class Pool {
     count_ = count;
     next_.store(0, std::memory_order_relaxed);
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const std::scoped_lock lock(mutex_);
       tickets_ = helpers < workers_ ? helpers : workers_;
       generation_.fetch_add(1, std::memory_order_release);
     }
@@ -77,7 +77,7 @@ class Pool {
         ++running_;
       }
       drain();
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const std::scoped_lock lock(mutex_);
       if (--running_ == 0) done_.notify_one();
     }
   }
@@ -113,7 +113,7 @@ void handle_forks() {
 Pool& pool() {
   Pool* current = shared.load(std::memory_order_acquire);
   if (current != nullptr) return *current;
-  const std::lock_guard<std::mutex> lock(creation);
+  const std::scoped_lock lock(creation);
   if (shared.load() == nullptr) {
     handle_forks();
     shared.store(new Pool(), std::memory_order_release);

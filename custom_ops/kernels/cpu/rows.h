@@ -113,8 +113,8 @@ BNEXPORT_INLINE Moments block_moments(const typename T::Storage* x, Span span, d
     // Beyond these the squares of single lanes may be infinite or denormal. NaN comes here too, and
     // stays NaN. A block of equal values has q = 0 and is worth the second look: it may be tiny.
     if (!(sums.q < 1e34 && sums.q > 1e-26 * n)) {
-      double wide_pivot = static_cast<double>(pivot);
-      if (!(wide_pivot - wide_pivot == 0)) wide_pivot = static_cast<double>(T::load(x)[0]);
+      auto wide_pivot = static_cast<double>(pivot);
+      if (!__builtin_isfinite(wide_pivot)) wide_pivot = static_cast<double>(T::load(x)[0]);
       for (int attempt = 0; attempt < 2; ++attempt) {
         sums = pivot_sums_wide<T>(x, span, wide_pivot);
         if (attempt == 1 || !far_off(sums, n)) break;
@@ -207,12 +207,12 @@ void normalise(const void* x, void* y, Span span, int64_t channels, const Forwar
 }
 
 template <class T>
-BNEXPORT_INLINE GradientSums block_gradient_sums(const typename T::Storage* dy, const typename T::Storage* x,
-                                                 Span span, double mean) {
+BNEXPORT_INLINE GradientSums block_gradient_sums(const typename T::Storage* dy, const typename T::Storage* x, Span span,
+                                                 double mean) {
   using Compute = typename T::Compute;
   using V = typename T::Vector;
   constexpr int64_t W = kLanes<T>;
-  const Compute pivot = static_cast<Compute>(mean);
+  const auto pivot = static_cast<Compute>(mean);
   V a0{}, a1{}, b0{}, b1{};
   for (int64_t r = 0; r < span.rows; ++r, x += span.stride, dy += span.stride) {
     int64_t i = 0;

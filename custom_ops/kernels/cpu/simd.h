@@ -89,7 +89,7 @@ BNEXPORT_INLINE VectorF float_from_half(VectorH half) {
   const VectorI normal = moved + (112 << 23);
   const VectorI special = moved + (224 << 23);
   const VectorI one = VectorI{} + (113 << 23);
-  const VectorI subnormal = bits<VectorI>(bits<VectorF>(moved + (113 << 23)) - bits<VectorF>(one));
+  const auto subnormal = bits<VectorI>(bits<VectorF>(moved + (113 << 23)) - bits<VectorF>(one));
   VectorI result = magnitude < 0x400 ? subnormal : normal;
   result = magnitude >= 0x7c00 ? special : result;
   return bits<VectorF>(result | ((wide & 0x8000) << 16));
@@ -108,7 +108,7 @@ BNEXPORT_INLINE VectorH half_from_float(VectorF value) {
   const __m128i b = _mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return (VectorH)_mm256_insertf128_si256(_mm256_castsi128_si256(a), b, 1);
 #else
-  const VectorI all = bits<VectorI>(value);
+  const auto all = bits<VectorI>(value);
   const VectorI sign = (all >> 16) & 0x8000;
   const VectorI magnitude = all & 0x7fffffff;
   const VectorI odd = (magnitude >> 13) & 1;
@@ -124,16 +124,14 @@ BNEXPORT_INLINE VectorH half_from_float(VectorF value) {
 #endif
 }
 
-BNEXPORT_INLINE VectorF float_from_bfloat(VectorH value) {
-  return bits<VectorF>(widen(value) << 16);
-}
+BNEXPORT_INLINE VectorF float_from_bfloat(VectorH value) { return bits<VectorF>(widen(value) << 16); }
 
 // float32 -> bfloat16, to nearest, ties to even: add half an ulp less one, and one more where the kept
 // part is odd. NaN is kept out of the carry, and quiet.
 BNEXPORT_INLINE VectorH bfloat_from_float(VectorF value) {
 #if defined(__AVX512F__)
   // Six instructions a vector; with half the bytes of float32 there is little time for more.
-  const __m512i all = (__m512i)value;
+  const auto all = (__m512i)value;
   const __mmask16 odd = _mm512_test_epi32_mask(all, _mm512_set1_epi32(0x10000));
   const __mmask16 not_a_number = _mm512_cmp_ps_mask((__m512)value, (__m512)value, _CMP_UNORD_Q);
   __m512i rounded = _mm512_add_epi32(all, _mm512_set1_epi32(0x7fff));
@@ -143,7 +141,7 @@ BNEXPORT_INLINE VectorH bfloat_from_float(VectorF value) {
       _mm512_castsi256_si512((__m256i)VectorH{1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31});
   return (VectorH)_mm512_castsi512_si256(_mm512_permutexvar_epi16(upper_halves, rounded));
 #else
-  const VectorU all = bits<VectorU>(value);
+  const auto all = bits<VectorU>(value);
   const VectorU rounded = (all + 0x7fff + ((all >> 16) & 1)) >> 16;
   const VectorU quiet = (all >> 16) | 0x40;
   return narrow(bits<VectorI>(value == value ? rounded : quiet));
@@ -249,9 +247,7 @@ BNEXPORT_INLINE void store_part(typename T::Storage* to, typename T::Vector valu
   for (int64_t i = 0; i < count; ++i) to[i] = buffer[i];
 }
 
-BNEXPORT_INLINE VectorI lane_numbers(VectorF) {
-  return VectorI{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-}
+BNEXPORT_INLINE VectorI lane_numbers(VectorF) { return VectorI{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 BNEXPORT_INLINE VectorL lane_numbers(VectorD) { return VectorL{0, 1, 2, 3, 4, 5, 6, 7}; }
 
 // Keeps the last `count` lanes, zeros the others (whatever they hold, NaN included).

@@ -27,8 +27,8 @@ row_sums(BNEXPORT_ARGUMENTS BackwardArguments args) {
   const BackwardData<E> data(args.params);
   const int c = block_index() / split.parts, part = block_index() % split.parts;
   const Range range = part_of_slab(split.rows, c, part, split.part_length);
-  const BlockSums all = block_sums<E>(split.rows, range, Source{data.dy}, Source{data.x},
-                                      args.params.saved_mean + c, args.params.saved_invstd + c);
+  const BlockSums all = block_sums<E>(split.rows, range, Source{data.dy}, Source{data.x}, args.params.saved_mean + c,
+                                      args.params.saved_invstd + c);
   if (thread_index() == 0) args.partials[c * args.parts.channel_stride + part * args.parts.part_stride] = all;
 }
 
@@ -88,8 +88,8 @@ template <class E>
 BNEXPORT_KERNEL(kSplitBlockThreads, 2)
 column_gradient(BNEXPORT_ARGUMENTS BackwardArguments args) {
   const BackwardData<E> data(args.params);
-  block_column_gradient<E>(args.columns, data.dy, data.x, data.dx, args.coefficients,
-                           block_count() - 1 - block_index(), args.split.stream);
+  block_column_gradient<E>(args.columns, data.dy, data.x, data.dx, args.coefficients, block_count() - 1 - block_index(),
+                           args.split.stream);
 }
 
 // --- in one launch
@@ -138,8 +138,8 @@ persistent_backward(BNEXPORT_ARGUMENTS BackwardArguments args) {
   for (int c = team, round = 0; c < split.rows.C; c += split.teams, ++round) {
     prefetch_channel(args.params, c);
     const Range range = part_of_slab(split.rows, c, member, split.part_length);
-    const BlockSums mine = block_sums<E>(split.rows, range, First{data.dy}, First{data.x},
-                                         args.params.saved_mean + c, args.params.saved_invstd + c);
+    const BlockSums mine = block_sums<E>(split.rows, range, First{data.dy}, First{data.x}, args.params.saved_mean + c,
+                                         args.params.saved_invstd + c);
     const BlockSums all = merge_team(split, mine, args.partials, args.arrivals, round, BlockSums{});
     const BackwardCoefficients k = finish_channel(args.params, c, all, member == 0);
     block_gradient<E>(split.rows, range, Second{data.dy}, Second{data.x}, data.dx, k, split.stream);

@@ -212,8 +212,8 @@ BNEXPORT_DEVICE void block_column_sums(const Columns& columns, const typename E:
 // y = (x - mean) * scale + bias
 template <class E>
 BNEXPORT_DEVICE void block_column_normalise(const Columns& columns, const typename E::Storage* x,
-                                            typename E::Storage* y, const ForwardCoefficients* coefficients,
-                                            int block, bool stream) {
+                                            typename E::Storage* y, const ForwardCoefficients* coefficients, int block,
+                                            bool stream) {
   using Compute = typename E::Compute;
   constexpr int W = E::kWidth;
   const Cell cell = cell_of<W>(columns, block);

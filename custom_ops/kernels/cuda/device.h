@@ -161,9 +161,7 @@ BNEXPORT_DEVICE double divide_fast(double a, double b) { return a / b; }
 BNEXPORT_DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 BNEXPORT_DEVICE uint32_t float_to_bits(float value) { return __float_as_uint(value); }
 BNEXPORT_DEVICE double bits_to_double(uint64_t bits) { return __longlong_as_double(static_cast<long long>(bits)); }
-BNEXPORT_DEVICE uint64_t double_to_bits(double value) {
-  return static_cast<uint64_t>(__double_as_longlong(value));
-}
+BNEXPORT_DEVICE uint64_t double_to_bits(double value) { return static_cast<uint64_t>(__double_as_longlong(value)); }
 BNEXPORT_DEVICE float half_to_float(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 // Two values, the first in the low half; round to nearest even.
 BNEXPORT_DEVICE uint32_t floats_to_halves(float low, float high) {
@@ -172,8 +170,8 @@ BNEXPORT_DEVICE uint32_t floats_to_halves(float low, float high) {
 }
 BNEXPORT_DEVICE uint32_t floats_to_bfloats(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return static_cast<uint32_t>(__bfloat16_as_ushort(pair.x)) |
-         static_cast<uint32_t>(__bfloat16_as_ushort(pair.y)) << 16;
+  return static_cast<uint32_t>(__bfloat16_as_ushort(pair.x)) | static_cast<uint32_t>(__bfloat16_as_ushort(pair.y))
+                                                                   << 16;
 }
 
 }  // namespace bnexport::cuda

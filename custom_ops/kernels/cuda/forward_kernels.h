@@ -55,8 +55,8 @@ BNEXPORT_KERNEL(kSplitBlockThreads, 2) forward_channels(BNEXPORT_ARGUMENTS Forwa
   const bool local = args.row != nullptr || (params.training && params.group_size == 1);
   Moments moments;
   if (local) {
-    moments = merge_parts(args.partials + c * args.parts.channel_stride, args.parts.count, args.parts.part_stride,
-                          Moments{});
+    moments =
+        merge_parts(args.partials + c * args.parts.channel_stride, args.parts.count, args.parts.part_stride, Moments{});
   }
   if (!leader) return;
   if (args.row != nullptr) {
@@ -78,8 +78,8 @@ row_normalise(BNEXPORT_ARGUMENTS ForwardArguments args) {
   const int block = block_count() - 1 - block_index();
   const int c = block / split.parts, part = block % split.parts;
   const auto* x = input_of<E>(args.params);
-  block_normalise<E>(split.rows, part_of_slab(split.rows, c, part, split.part_length),
-                     FromGlobal<E, Reuse::kNever>{x}, output_of<E>(args.params), args.coefficients[c], split.stream);
+  block_normalise<E>(split.rows, part_of_slab(split.rows, c, part, split.part_length), FromGlobal<E, Reuse::kNever>{x},
+                     output_of<E>(args.params), args.coefficients[c], split.stream);
 }
 
 template <class E>
@@ -140,8 +140,8 @@ cluster_forward(BNEXPORT_ARGUMENTS ForwardArguments args) {
 // Team t takes channels t, t + teams, ..; its blocks are t, t + teams, .. and take a part each. What
 // they exchange lies in one of two sets of slots in turn: nobody can be two channels ahead.
 template <class Value>
-BNEXPORT_DEVICE Value merge_team(const Split& split, const Value& mine, Value* slots, uint32_t* arrivals,
-                                 int round, const Value& none) {
+BNEXPORT_DEVICE Value merge_team(const Split& split, const Value& mine, Value* slots, uint32_t* arrivals, int round,
+                                 const Value& none) {
   const int team = block_index() % split.teams, member = block_index() / split.teams;
   Value* set = slots + (round % 2 * split.teams + team) * split.parts;
   if (thread_index() == 0) {
@@ -165,8 +165,7 @@ persistent_forward(BNEXPORT_ARGUMENTS ForwardArguments args) {
     const Moments mine = block_moments<E>(split.rows, range, x, FromGlobal<E, Reuse::kSoon>{x});
     const Moments all = merge_team(split, mine, args.partials, args.arrivals, round, Moments{});
     const ForwardCoefficients k = finish_channel(args.params, c, all, member == 0);
-    block_normalise<E>(split.rows, range, FromGlobal<E, Reuse::kNever>{x}, output_of<E>(args.params), k,
-                       split.stream);
+    block_normalise<E>(split.rows, range, FromGlobal<E, Reuse::kNever>{x}, output_of<E>(args.params), k, split.stream);
   }
 }
 

@@ -10,14 +10,14 @@ namespace bnexport::cuda {
 
 namespace {
 
-constexpr int64_t kVector = 16;                       // bytes
+constexpr int64_t kVector = 16;  // bytes
 constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
-constexpr int64_t kLongestPart = int64_t{1} << 24;    // values: what float counts exactly
-constexpr int64_t kWaves = 4;                         // of split blocks: short ones even out the end
-constexpr int64_t kBlocksPerMultiprocessor = 4;       // of split kernels, by their launch bounds
-constexpr int64_t kShortestPart = 1024;               // vectors: one round of 256 threads, 4 loads each
-constexpr int64_t kSmallPart = 16384;                 // bytes: a block's work that is not worth sharing
-constexpr int64_t kSmallTensor = int64_t{4} << 20;    // bytes: launches cost more than idle multiprocessors
+constexpr int64_t kLongestPart = int64_t{1} << 24;  // values: what float counts exactly
+constexpr int64_t kWaves = 4;                       // of split blocks: short ones even out the end
+constexpr int64_t kBlocksPerMultiprocessor = 4;     // of split kernels, by their launch bounds
+constexpr int64_t kShortestPart = 1024;             // vectors: one round of 256 threads, 4 loads each
+constexpr int64_t kSmallPart = 16384;               // bytes: a block's work that is not worth sharing
+constexpr int64_t kSmallTensor = int64_t{4} << 20;  // bytes: launches cost more than idle multiprocessors
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -35,7 +35,9 @@ class Planner {
       : problem_(problem),
         device_(device),
         wish_(wish),
-        size_(problem.dtype == BNEXPORT_FLOAT64 ? 8 : problem.dtype == BNEXPORT_FLOAT32 ? 4 : 2),
+        size_(problem.dtype == BNEXPORT_FLOAT64   ? 8
+              : problem.dtype == BNEXPORT_FLOAT32 ? 4
+                                                  : 2),
         bytes_(problem.N * problem.C * problem.S * size_) {
     plan_.columns = problem.layout == BNEXPORT_NSC || problem.S == 1;
     const int64_t width = problem.aligned && problem.dtype != BNEXPORT_FLOAT64 ? kVector / size_ : 1;
@@ -90,8 +92,8 @@ class Planner {
     if (problem_.C > kMostBlocks / blocks) return false;
     const int64_t units = ceil_div(units_, blocks);
     // Enough threads for four loads each, and for 16 of a larger part; then as few as do it in as many rounds.
-    const int64_t enough = larger(smaller(power_of_two_from(ceil_div(units, 4)), 256),
-                                  power_of_two_from(ceil_div(units, 16)));
+    const int64_t enough =
+        larger(smaller(power_of_two_from(ceil_div(units, 4)), 256), power_of_two_from(ceil_div(units, 16)));
     const int64_t bound = problem_.tensors == 1 ? kForwardClusterThreads : kBackwardClusterThreads;
     const int64_t rounds = ceil_div(units, 4 * smaller(larger(enough, 32), bound));
     plan_.threads = round_up(ceil_div(units, 4 * rounds), 32);
@@ -118,7 +120,7 @@ class Planner {
       best = busy;
       plan_.teams = teams;
     }
-    if (best == 0) return false;
+    if (plan_.teams == 0) return false;
     plan_.parts = smaller(blocks / plan_.teams, ceil_div(units_, kShortestPart));
     plan_.part_length = ceil_div(units_, plan_.parts);
     plan_.threads = kPersistentBlockThreads;

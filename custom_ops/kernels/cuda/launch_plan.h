@@ -12,11 +12,11 @@ enum class Strategy : int32_t { kAutomatic = 0, kCluster = 1, kPersistent = 2, k
 
 struct DeviceProperties {
   int64_t multiprocessors = 1;
-  int64_t shared_per_block = 49152;           // at most, once a kernel has asked for it
+  int64_t shared_per_block = 49152;  // at most, once a kernel has asked for it
   int64_t shared_per_multiprocessor = 65536;
-  int64_t shared_reserved = 0;                // by the system, of each block
+  int64_t shared_reserved = 0;  // by the system, of each block
   int64_t l2_bytes = 0;
-  int64_t largest_cluster = 1;                // 1: none; 8: portable; 16: this device holds some
+  int64_t largest_cluster = 1;  // 1: none; 8: portable; 16: this device holds some
 };
 
 struct Problem {
@@ -45,8 +45,8 @@ struct LaunchPlan {
   int64_t cluster = 1;  // blocks that share a channel and exchange through shared memory
   int64_t teams = 0;    // persistent: channels in work at a time
 
-  int64_t parts = 1;        // blocks that share a channel (rows) or a tile of channels (columns)
-  int64_t part_length = 0;  // rows: vectors of a part; columns: matrix rows of a part
+  int64_t parts = 1;             // blocks that share a channel (rows) or a tile of channels (columns)
+  int64_t part_length = 0;       // rows: vectors of a part; columns: matrix rows of a part
   int64_t lanes = 1, tiles = 0;  // columns: threads side by side, blocks side by side
 
   bool stream = false;  // the output would push everything else out of L2

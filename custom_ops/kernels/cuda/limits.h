@@ -11,7 +11,7 @@ constexpr int kSplitBlockThreads = 256;
 constexpr int kForwardClusterThreads = 448;   // at most; twice on a multiprocessor: 72 registers
 constexpr int kBackwardClusterThreads = 320;  // at most; twice: 96 registers, for twice as many loads in flight
 constexpr int kPersistentBlockThreads = 320;  // twice: 96 registers
-constexpr int kPersistentBlocks = 2;  // on a multiprocessor, all at once
+constexpr int kPersistentBlocks = 2;          // on a multiprocessor, all at once
 
 // The first bytes of every block's shared memory, for exchanges; tensors come behind.
 constexpr int64_t kScratchBytes = 1536;

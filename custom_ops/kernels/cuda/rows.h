@@ -58,8 +58,7 @@ BNEXPORT_HOST_DEVICE inline Range part_of_slab(const Rows& rows, int64_t c, int6
   const int64_t begin = part * length < total ? part * length : total;
   const int64_t end = begin + length < total ? begin + length : total;
   // Almost never is a slab so large that it takes a real division.
-  const int64_t first =
-      begin < int64_t{1} << 31 ? rows.units.quotient(static_cast<uint32_t>(begin)) : begin / units;
+  const int64_t first = begin < int64_t{1} << 31 ? rows.units.quotient(static_cast<uint32_t>(begin)) : begin / units;
   Range range;
   range.origin = first * rows.stride + c * rows.S;
   range.begin = static_cast<uint32_t>(begin - first * units);
@@ -78,7 +77,7 @@ BNEXPORT_HOST_DEVICE inline Unit unit_of_slab(const Rows& rows, const Range& ran
   constexpr uint32_t kAll = (1u << width) - 1;
   const uint32_t row = rows.units.quotient(index), unit = index - row * rows.units.divisor;
   const int64_t start = range.origin + static_cast<int64_t>(row * static_cast<uint64_t>(rows.stride));
-  const int64_t within = static_cast<int64_t>(static_cast<uint64_t>(unit) * width);
+  const auto within = static_cast<int64_t>(static_cast<uint64_t>(unit) * width);
   if (whole) return {start + within, index < range.end ? kAll : 0};
   if (index >= range.end) return {0, 0};
   const int lead = static_cast<int>(start & (width - 1));  // elements of the first unit that are not the row's

@@ -42,7 +42,7 @@ struct Batch {
 // Calls body(batch) for all batches of a thread. Full ones have a body of their own, without a mask.
 template <class E, class Body>
 BNEXPORT_DEVICE void for_batches(const Rows& rows, const Range& range, const Body& body) {
-  const uint32_t tile = static_cast<uint32_t>(kBatch * thread_count());
+  const auto tile = static_cast<uint32_t>(kBatch * thread_count());
   uint32_t index = range.begin + static_cast<uint32_t>(thread_index());
   if constexpr (E::kWhole) {
     for (; index + tile - static_cast<uint32_t>(thread_count()) < range.end; index += tile) {
@@ -55,7 +55,7 @@ BNEXPORT_DEVICE void for_batches(const Rows& rows, const Range& range, const Bod
 // The same from the end: what the first pass read last is what caches still hold.
 template <class E, class Body>
 BNEXPORT_DEVICE void for_batches_reversed(const Rows& rows, const Range& range, const Body& body) {
-  const uint32_t tile = static_cast<uint32_t>(kBatch * thread_count());
+  const auto tile = static_cast<uint32_t>(kBatch * thread_count());
   const uint32_t first = range.begin + static_cast<uint32_t>(thread_index());
   uint32_t tiles = (range.end - range.begin + tile - 1) / tile;
   if (tiles == 0) return;
@@ -187,8 +187,8 @@ BNEXPORT_DEVICE Moments block_moments(const Rows& rows, const Range& range, cons
 
 // y = (x - mean) * scale + bias
 template <class E, class Source>
-BNEXPORT_DEVICE void block_normalise(const Rows& rows, const Range& range, const Source& source,
-                                     typename E::Storage* y, const ForwardCoefficients& k, bool stream) {
+BNEXPORT_DEVICE void block_normalise(const Rows& rows, const Range& range, const Source& source, typename E::Storage* y,
+                                     const ForwardCoefficients& k, bool stream) {
   using Compute = typename E::Compute;
   const auto mean = static_cast<Compute>(k.mean), scale = static_cast<Compute>(k.scale);
   const auto bias = static_cast<Compute>(k.bias);

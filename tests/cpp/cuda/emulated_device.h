@@ -28,8 +28,8 @@ struct Barrier {
 struct Thread {
   int index = 0;
   struct Block* block = nullptr;
-  int shuffles = 0;              // so far; two buffers in turn
-  uint64_t cluster_ticket = 0;   // the generation that cluster_arrive waits for
+  int shuffles = 0;             // so far; two buffers in turn
+  uint64_t cluster_ticket = 0;  // the generation that cluster_arrive waits for
   bool cluster_arrived = false;
 };
 

@@ -19,7 +19,9 @@ class Buffer {
  public:
   Buffer(int32_t dtype, int64_t count, int64_t offset)
       : dtype_(dtype),
-        size_(dtype == BNEXPORT_FLOAT64 ? 8 : dtype == BNEXPORT_FLOAT32 ? 4 : 2),
+        size_(dtype == BNEXPORT_FLOAT64   ? 8
+              : dtype == BNEXPORT_FLOAT32 ? 4
+                                          : 2),
         count_(count),
         offset_(offset),
         bytes_(static_cast<size_t>(offset + count * size_) + kGuard),
@@ -111,9 +113,10 @@ struct Reference {
     each([&](long double x) { mean += x / count; });
     each([&](long double x) { variance += (x - mean) * (x - mean) / count; });
   }
-  void add_gradient(const Shape& shape, int32_t layout, const Buffer& x, const Buffer& dy_values, long double invstd, int64_t c) {
+  void add_gradient(const Shape& shape, int32_t layout, const Buffer& x, const Buffer& dy_values, long double invstd,
+                    int64_t c) {
     shape.each(layout, c, [&](int64_t i) {
-      const long double g = static_cast<long double>(dy_values.get(i));
+      const auto g = static_cast<long double>(dy_values.get(i));
       const long double x_hat = (static_cast<long double>(x.get(i)) - mean) * invstd;
       dy += g;
       dy_x_hat += g * x_hat;

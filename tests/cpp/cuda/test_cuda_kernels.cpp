@@ -68,8 +68,16 @@ Params common(const Case& test) {
 struct Layer {
   std::vector<double> weight, bias, mean, var, new_mean, new_var, saved_mean, saved_invstd, dweight, dbias;
   explicit Layer(int64_t channels)
-      : weight(static_cast<size_t>(channels)), bias(weight), mean(weight), var(weight),
-        new_mean(weight.size(), NAN), new_var(new_mean), saved_mean(new_mean), saved_invstd(new_mean), dweight(new_mean), dbias(new_mean) {
+      : weight(static_cast<size_t>(channels)),
+        bias(weight),
+        mean(weight),
+        var(weight),
+        new_mean(weight.size(), NAN),
+        new_var(new_mean),
+        saved_mean(new_mean),
+        saved_invstd(new_mean),
+        dweight(new_mean),
+        dbias(new_mean) {
     for (size_t c = 0; c < weight.size(); ++c) {
       weight[c] = 0.5 + static_cast<double>(c % 5);
       bias[c] = static_cast<double>(c % 3) - 1;
@@ -100,32 +108,40 @@ void set_layer(bnexport_backward& p, Layer& layer) {
   p.dbias = layer.dbias.data();
 }
 
-void check_forward(const Case& test, const Shape& shape, const Buffer& x, const Buffer& y, const Layer& layer, int64_t c, const Reference& r) {
+void check_forward(const Case& test, const Shape& shape, const Buffer& x, const Buffer& y, const Layer& layer,
+                   int64_t c, const Reference& r) {
   const auto at = static_cast<size_t>(c);
   const double u = roundoff(test.dtype), u_s = statistics_roundoff(test.dtype);
-  const double mean = static_cast<double>(r.mean), variance = static_cast<double>(r.variance), count = static_cast<double>(r.count);
-  const double std = std::sqrt(variance), invstd = 1 / std::sqrt(variance + kEps), condition = 1 + std::fabs(mean) * invstd;
+  const auto mean = static_cast<double>(r.mean), variance = static_cast<double>(r.variance),
+             count = static_cast<double>(r.count);
+  const double std = std::sqrt(variance), invstd = 1 / std::sqrt(variance + kEps),
+               condition = 1 + std::fabs(mean) * invstd;
   const double unbiased = variance * (count > 1 ? count / (count - 1) : 1);
   // Where the std is far below the mean, the data's own rounding is the input's; the result is exact for it.
   CHECK_NEAR(layer.saved_mean[at], mean, 32 * u_s * std + 1e-13 * std::fabs(mean));
   // Means of parts meet in double; for double data, that is where the condition of the data shows.
   CHECK_NEAR(layer.saved_invstd[at], invstd, 32 * u_s * invstd * (test.dtype == BNEXPORT_FLOAT64 ? condition : 1));
-  const double new_mean = (1 - kMomentum) * layer.mean[at] + kMomentum * mean, new_var = (1 - kMomentum) * layer.var[at] + kMomentum * unbiased;
+  const double new_mean = (1 - kMomentum) * layer.mean[at] + kMomentum * mean,
+               new_var = (1 - kMomentum) * layer.var[at] + kMomentum * unbiased;
   CHECK_NEAR(layer.new_mean[at], new_mean, 32 * u_s * (std::max(std::fabs(new_mean), 1.0) + std));
   CHECK_NEAR(layer.new_var[at], new_var, 32 * u_s * std::max(new_var, 2.0));
   shape.each(test.layout, c, [&](int64_t i) {
     const double expected = (x.get(i) - mean) * layer.weight[at] * invstd + layer.bias[at];
-    CHECK_NEAR(y.get(i), expected, (2 * u + 4 * u_s) * std::fabs(expected) + 32 * u_s * condition * std::max(1.0, layer.weight[at]));
+    CHECK_NEAR(y.get(i), expected,
+               (2 * u + 4 * u_s) * std::fabs(expected) + 32 * u_s * condition * std::max(1.0, layer.weight[at]));
   });
 }
 
-void check_gradient(const Case& test, const Shape& shape, const Buffer& x, const Buffer& dy, const Buffer& dx, const Layer& layer, int64_t c,
-                    const Reference& group, const Reference& local) {
+void check_gradient(const Case& test, const Shape& shape, const Buffer& x, const Buffer& dy, const Buffer& dx,
+                    const Layer& layer, int64_t c, const Reference& group, const Reference& local) {
   const auto at = static_cast<size_t>(c);
   const double u = roundoff(test.dtype), u_s = statistics_roundoff(test.dtype), mean = static_cast<double>(group.mean);
-  const double invstd = layer.saved_invstd[at], condition = 1 + std::fabs(mean) * invstd, scale = layer.weight[at] * invstd;
-  const double n = static_cast<double>(group.count), sum = static_cast<double>(group.dy), product = static_cast<double>(group.dy_x_hat);
-  CHECK_NEAR(layer.dbias[at], static_cast<double>(local.dy), 16 * u_s * condition * static_cast<double>(local.absolute_dy) + u_s * std::fabs(layer.dbias[at]));
+  const double invstd = layer.saved_invstd[at], condition = 1 + std::fabs(mean) * invstd,
+               scale = layer.weight[at] * invstd;
+  const auto n = static_cast<double>(group.count), sum = static_cast<double>(group.dy),
+             product = static_cast<double>(group.dy_x_hat);
+  CHECK_NEAR(layer.dbias[at], static_cast<double>(local.dy),
+             16 * u_s * condition * static_cast<double>(local.absolute_dy) + u_s * std::fabs(layer.dbias[at]));
   CHECK_NEAR(layer.dweight[at], static_cast<double>(local.dy_x_hat),
              16 * u_s * condition * static_cast<double>(local.absolute_dy_x_hat) + u_s * std::fabs(layer.dweight[at]));
   double largest = 0;
@@ -147,7 +163,12 @@ void test_case(const Case& test, uint32_t seed) {
   Buffer x(test.dtype, shape.elements(), offset), dy(x), y(x), dx(x);
   fill(x, seed, test.mean, 1);
   fill(dy, seed + 1, 0.25, 1);
-  if (test.in_place) std::memcpy(y.data(), x.data(), static_cast<size_t>(shape.elements()) * (test.dtype == BNEXPORT_FLOAT64 ? 8 : test.dtype == BNEXPORT_FLOAT32 ? 4 : 2));
+  if (test.in_place) {
+    std::memcpy(y.data(), x.data(),
+                static_cast<size_t>(shape.elements()) * (test.dtype == BNEXPORT_FLOAT64   ? 8
+                                                         : test.dtype == BNEXPORT_FLOAT32 ? 4
+                                                                                          : 2));
+  }
   const Buffer x_before(x);
   Layer layer(shape.C);
   auto p = common<bnexport_forward>(test);
@@ -189,13 +210,14 @@ void test_case(const Case& test, uint32_t seed) {
   CHECK(again.same_bits(y));
 }
 
-const Wish kWishes[] = {{Strategy::kAutomatic, 0}, {Strategy::kSplit, 0},   {Strategy::kCluster, 0},  {Strategy::kCluster, 1},
-                        {Strategy::kCluster, 2},   {Strategy::kCluster, 4}, {Strategy::kCluster, 16}, {Strategy::kPersistent, 0}};
+const Wish kWishes[] = {{Strategy::kAutomatic, 0}, {Strategy::kSplit, 0},     {Strategy::kCluster, 0},
+                        {Strategy::kCluster, 1},   {Strategy::kCluster, 2},   {Strategy::kCluster, 4},
+                        {Strategy::kCluster, 16},  {Strategy::kPersistent, 0}};
 
 void test_shapes(bool all) {
-  const Shape shapes[] = {{1, 1, 1},  {2, 3, 1},  {65, 5, 1},    {3, 8, 2},   {2, 1, 49},    {5, 65, 49},  {7, 3, 64},   {1, 3, 10000},
-                          {2, 4, 16}, {4, 5, 15}, {33, 2, 17},   {1, 1, 8},   {40, 16, 9},   {3, 2, 4097}, {2, 9, 900},  {9, 64, 36},
-                          {6, 7, 31}, {1, 6, 31}, {2, 130, 100}, {1, 2, 3000}};
+  const Shape shapes[] = {{1, 1, 1},     {2, 3, 1},   {65, 5, 1}, {3, 8, 2},   {2, 1, 49},    {5, 65, 49}, {7, 3, 64},
+                          {1, 3, 10000}, {2, 4, 16},  {4, 5, 15}, {33, 2, 17}, {1, 1, 8},     {40, 16, 9}, {3, 2, 4097},
+                          {2, 9, 900},   {9, 64, 36}, {6, 7, 31}, {1, 6, 31},  {2, 130, 100}, {1, 2, 3000}};
   uint32_t index = 0;
   for (const Shape& shape : shapes) {
     for (int32_t dtype = 0; dtype < 4; ++dtype) {
@@ -263,9 +285,10 @@ void test_extremes() {
         run_forward(p, plan, workspace.data(), launcher);
         for (int64_t c = 0; c < test.shape.C; ++c) {
           const Reference r({test.shape}, layout, std::vector<Buffer>{x}, c);
-          const double invstd = static_cast<double>(1 / std::sqrt(r.variance));
+          const auto invstd = static_cast<double>(1 / std::sqrt(r.variance));
           CHECK_NEAR(layer.saved_invstd[static_cast<size_t>(c)] / invstd, 1, 32 * 0x1p-24);
-          CHECK_NEAR(layer.saved_mean[static_cast<size_t>(c)] * invstd, static_cast<double>(r.mean) * invstd, 32 * 0x1p-24);
+          CHECK_NEAR(layer.saved_mean[static_cast<size_t>(c)] * invstd, static_cast<double>(r.mean) * invstd,
+                     32 * 0x1p-24);
         }
       }
     }
@@ -305,7 +328,9 @@ void test_group() {
       const LaunchPlan plan = launch_plan(problem_of(test_of(r), 1, false), device);
       auto workspace = workspace_of(plan);
       run_forward(p, plan, workspace.data(), launcher);
-      for (int64_t c = 0; c < C; ++c) check_forward(test_of(r), shapes[r], xs[r], y, layers[r], c, Reference(shapes, layout, xs, c));
+      for (int64_t c = 0; c < C; ++c) {
+        check_forward(test_of(r), shapes[r], xs[r], y, layers[r], c, Reference(shapes, layout, xs, c));
+      }
 
       auto b = common<bnexport_backward>(test_of(r));
       set_layer(b, layers[r]);
@@ -331,7 +356,9 @@ void test_group() {
       for (int64_t c = 0; c < C; ++c) {
         Reference group(shapes, layout, xs, c), local(group);
         const auto invstd = static_cast<long double>(layers[r].saved_invstd[static_cast<size_t>(c)]);
-        for (size_t other = 0; other < shapes.size(); ++other) group.add_gradient(shapes[other], layout, xs[other], dys[other], invstd, c);
+        for (size_t other = 0; other < shapes.size(); ++other) {
+          group.add_gradient(shapes[other], layout, xs[other], dys[other], invstd, c);
+        }
         local.add_gradient(shapes[r], layout, xs[r], dys[r], invstd, c);
         check_gradient(test_of(r), shapes[r], xs[r], dys[r], dx, layers[r], c, group, local);
       }

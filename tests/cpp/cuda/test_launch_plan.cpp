@@ -22,7 +22,7 @@ struct Device {
 constexpr int64_t kKilo = 1 << 10, kMega = 1 << 20;
 // Multiprocessors, shared memory of a block and of a multiprocessor, reserved, L2, largest cluster: as the
 // CUDA programming guide gives them for each compute capability.
-const Device kDevices[] = {
+constexpr Device kDevices[] = {
     {"sm_75, small", {40, 64 * kKilo, 64 * kKilo, 0, 4 * kMega, 1}},
     {"sm_80", {108, 163 * kKilo, 164 * kKilo, kKilo, 40 * kMega, 1}},
     {"sm_86", {84, 99 * kKilo, 100 * kKilo, kKilo, 6 * kMega, 1}},
@@ -60,7 +60,9 @@ void check_cover(const Problem& p, const LaunchPlan& plan) {
     const int64_t R = p.N * p.S;
     for (int64_t part = 0; part < plan.parts; ++part) {
       for (int64_t row = part * plan.part_length; row < (part + 1) * plan.part_length && row < R; ++row) {
-        for (int64_t column = 0; column < plan.tiles * plan.lanes * plan.width && column < p.C; ++column) ++times[static_cast<size_t>(row * p.C + column)];
+        for (int64_t column = 0; column < plan.tiles * plan.lanes * plan.width && column < p.C; ++column) {
+          ++times[static_cast<size_t>(row * p.C + column)];
+        }
       }
     }
   } else {
@@ -68,8 +70,12 @@ void check_cover(const Problem& p, const LaunchPlan& plan) {
     for (int64_t c = 0; c < p.C; ++c) {
       CHECK(plan.whole == (p.S % plan.width == 0));
       if (plan.width == 1) mark_rows<1, true>(plan, rows, c, times);
-      if (plan.width == 4) plan.whole ? mark_rows<4, true>(plan, rows, c, times) : mark_rows<4, false>(plan, rows, c, times);
-      if (plan.width == 8) plan.whole ? mark_rows<8, true>(plan, rows, c, times) : mark_rows<8, false>(plan, rows, c, times);
+      if (plan.width == 4) {
+        plan.whole ? mark_rows<4, true>(plan, rows, c, times) : mark_rows<4, false>(plan, rows, c, times);
+      }
+      if (plan.width == 8) {
+        plan.whole ? mark_rows<8, true>(plan, rows, c, times) : mark_rows<8, false>(plan, rows, c, times);
+      }
       for (int64_t n = 0; n < p.N; ++n) {  // a channel takes its own rows and no others
         for (int64_t s = 0; s < p.S; ++s) CHECK(times[static_cast<size_t>((n * p.C + c) * p.S + s)] == 1);
       }
@@ -103,7 +109,8 @@ void check_limits(const Problem& p, const DeviceProperties& d, const LaunchPlan&
   CHECK(static_cast<int64_t>(rows.units.divisor) + plan.part_length + 4 * plan.threads < int64_t{1} << 31);
   if (plan.strategy == Strategy::kCluster) {
     CHECK(plan.cluster <= d.largest_cluster && (plan.cluster & (plan.cluster - 1)) == 0 && plan.parts == plan.cluster);
-    CHECK(plan.blocks == p.C * plan.cluster && plan.threads <= (p.tensors == 1 ? kForwardClusterThreads : kBackwardClusterThreads));
+    CHECK(plan.blocks == p.C * plan.cluster &&
+          plan.threads <= (p.tensors == 1 ? kForwardClusterThreads : kBackwardClusterThreads));
     CHECK(plan.shared >= kScratchBytes + plan.part_length * 16 * p.tensors);
   } else {
     CHECK(plan.cluster == 1);
@@ -126,8 +133,9 @@ void check_limits(const Problem& p, const DeviceProperties& d, const LaunchPlan&
   }
 }
 
-const Wish kWishes[] = {{Strategy::kAutomatic, 0}, {Strategy::kSplit, 0},   {Strategy::kCluster, 0},   {Strategy::kCluster, 1},
-                        {Strategy::kCluster, 8},   {Strategy::kCluster, 16}, {Strategy::kCluster, 3}, {Strategy::kPersistent, 0}};
+const Wish kWishes[] = {{Strategy::kAutomatic, 0}, {Strategy::kSplit, 0},     {Strategy::kCluster, 0},
+                        {Strategy::kCluster, 1},   {Strategy::kCluster, 8},   {Strategy::kCluster, 16},
+                        {Strategy::kCluster, 3},   {Strategy::kPersistent, 0}};
 
 int64_t plans = 0, fused = 0;
 
@@ -164,28 +172,35 @@ void check_problem(Problem p, bool cover) {
 void test_small() {
   for (const int64_t N : {1, 3, 17}) {
     for (const int64_t C : {1, 3, 8}) {
-      for (const int64_t S : {1, 2, 7, 8, 9, 16, 49, 100, 1000}) check_problem({N, C, S, 0, 0, 1, true, true}, N * C * S < 3000);
+      for (const int64_t S : {1, 2, 7, 8, 9, 16, 49, 100, 1000}) {
+        check_problem({N, C, S, 0, 0, 1, true, true}, N * C * S < 3000);
+      }
     }
   }
 }
 
 void test_random() {
   std::mt19937_64 random(5);
-  const auto up_to = [&](double log2) { return static_cast<int64_t>(std::exp2(log2 * static_cast<double>(random() % 1000) / 1000)); };
-  for (int i = 0; i < 300; ++i) check_problem({up_to(12), up_to(14), up_to(18), 0, 0, 1, random() % 4 != 0, random() % 4 != 0}, false);
+  const auto up_to = [&](double log2) {
+    return static_cast<int64_t>(std::exp2(log2 * static_cast<double>(random() % 1000) / 1000));
+  };
+  for (int i = 0; i < 300; ++i) {
+    check_problem({up_to(12), up_to(14), up_to(18), 0, 0, 1, random() % 4 != 0, random() % 4 != 0}, false);
+  }
 }
 
 void test_extreme() {
-  for (const Problem& p : {Problem{1, 1, kLongestRow}, Problem{1 << 20, 1, 1 << 20}, Problem{3, kMostChannels, 1}, Problem{1, kMostChannels, 2},
-                           Problem{1 << 29, 1 << 15, 1}, Problem{0, 7, 9}, Problem{7, 0, 9}, Problem{7, 9, 0}, Problem{int64_t{1} << 40, 1, 1},
-                           Problem{1, 1 << 20, 1 << 20}}) {
+  for (const Problem& p :
+       {Problem{1, 1, kLongestRow}, Problem{1 << 20, 1, 1 << 20}, Problem{3, kMostChannels, 1},
+        Problem{1, kMostChannels, 2}, Problem{1 << 29, 1 << 15, 1}, Problem{0, 7, 9}, Problem{7, 0, 9},
+        Problem{7, 9, 0}, Problem{int64_t{1} << 40, 1, 1}, Problem{1, 1 << 20, 1 << 20}}) {
     check_problem(p, false);
   }
 }
 
 // The rows of facts/performance.md on an H200: which way, and how many blocks share a channel.
 void test_known() {
-  const DeviceProperties& h200 = kDevices[6].properties;
+  const DeviceProperties h200 = kDevices[6].properties;
   const auto plan = [&](int64_t N, int64_t C, int64_t S, int32_t dtype, int64_t tensors) {
     return launch_plan({N, C, S, dtype, BNEXPORT_NCS, tensors, true, true}, h200);
   };
@@ -204,8 +219,10 @@ void test_known() {
   CHECK(plan(256, 64, 3136, BNEXPORT_FLOAT32, 2).strategy == Strategy::kPersistent);
   // Without clusters a slab of 401 KB goes by teams, a small one still stays in one block.
   const DeviceProperties& sm80 = kDevices[1].properties;
-  CHECK(launch_plan({32, 256, 3136, BNEXPORT_FLOAT32, BNEXPORT_NCS, 1, true, true}, sm80).strategy == Strategy::kPersistent);
-  CHECK(launch_plan({8, 2048, 512, BNEXPORT_FLOAT32, BNEXPORT_NCS, 1, true, true}, sm80).strategy == Strategy::kCluster);
+  CHECK(launch_plan({32, 256, 3136, BNEXPORT_FLOAT32, BNEXPORT_NCS, 1, true, true}, sm80).strategy ==
+        Strategy::kPersistent);
+  CHECK(launch_plan({8, 2048, 512, BNEXPORT_FLOAT32, BNEXPORT_NCS, 1, true, true}, sm80).strategy ==
+        Strategy::kCluster);
 }
 
 }  // namespace
@@ -216,6 +233,7 @@ int main() {
   test_extreme();
   test_known();
   CHECK(fused > 1000);
-  std::printf("launch plan: ok (%lld plans, %lld of them in one launch)\n", static_cast<long long>(plans), static_cast<long long>(fused));
+  std::printf("launch plan: ok (%lld plans, %lld of them in one launch)\n", static_cast<long long>(plans),
+              static_cast<long long>(fused));
   return 0;
 }

@@ -28,7 +28,9 @@ inline FakeStream* fake_stream(FakeStream* stream) { return stream != nullptr ? 
 
 inline std::atomic<int> fake_events_made{0}, fake_events_alive{0};
 
-inline const char* cudaGetErrorString(cudaError_t error) { return error == cudaErrorLaunchFailure ? "launch failure" : "error"; }
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorLaunchFailure ? "launch failure" : "error";
+}
 inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;

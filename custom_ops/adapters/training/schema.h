@@ -1,0 +1,17 @@
+// The operators of a training step: name, inputs, outputs and attributes of each. float32, on the CPU provider.
+// bnexport/training/kernels.py is the contract; a test compares the two.
+#ifndef BNEXPORT_ADAPTERS_TRAINING_SCHEMA_H
+#define BNEXPORT_ADAPTERS_TRAINING_SCHEMA_H
+
+#include "../schema.h"
+
+namespace bnexport::schema {
+
+constexpr const char* kTrainingDomain = "bnexport";
+
+extern const Operator kConv, kConvInputGrad, kConvWeightGrad, kReluGrad, kMaxPoolGrad, kAdamUpdate, kSgdUpdate;
+extern const Operator* const kTrainingOperators[7];
+
+}  // namespace bnexport::schema
+
+#endif  // BNEXPORT_ADAPTERS_TRAINING_SCHEMA_H

@@ -1,0 +1,162 @@
+// The inner loops of convolutions for one instruction set, as isa.cpp.
+#include <cstring>
+
+#include "loops.h"
+
+#define BNEXPORT_CONCAT_(a, b) a##b
+#define BNEXPORT_CONCAT(a, b) BNEXPORT_CONCAT_(a, b)
+
+namespace bnexport::cpu {
+namespace {
+
+// Tiles of 8 x 48 fill 24 of AVX-512's 32 registers, tiles of 4 x 24 twelve of AVX2's 16.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kRows = 8;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8, kRows = 4;
+#else
+constexpr int kLanes = 4, kRows = 4;
+#endif
+typedef float Vector __attribute__((vector_size(4 * kLanes)));
+
+inline __attribute__((always_inline)) Vector load(const float* from) {
+  Vector v;
+  std::memcpy(&v, from, sizeof(v));
+  return v;
+}
+inline __attribute__((always_inline)) void store(float* to, Vector v) { std::memcpy(to, &v, sizeof(v)); }
+
+template <int kVectors>
+void tile(const float* const* a, const Walk& walk, const float* b, float* c) {
+  Vector sums[kRows][kVectors] = {};
+  const float* row[kRows];
+  for (int r = 0; r < kRows; ++r) row[r] = a[r];
+  const int64_t back = walk.jump - walk.middle * walk.pitch;
+  for (int64_t o = 0; o < walk.outer; ++o) {
+    for (int64_t m = 0; m < walk.middle; ++m) {
+      for (int64_t i = 0; i < walk.inner; ++i) {
+        Vector values[kVectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) values[v] = load(b + v * kLanes);
+        b += kVectors * kLanes;
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          const float one = row[r][i];
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) sums[r][v] += one * values[v];
+        }
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) row[r] += walk.pitch;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) row[r] += back;
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      float* at = c + (r * kVectors + v) * kLanes;
+      store(at, load(at) + sums[r][v]);
+    }
+  }
+}
+
+void pack(const float* source, const int64_t* offsets, int64_t count, const Run* runs, int64_t run_count, int64_t width,
+          const float* limit, float* packed) {
+  for (int64_t k = 0; k < count; ++k) {
+    const float* from = source + offsets[k];
+    for (int64_t r = 0; r < run_count; ++r) {
+      const float* at = from + runs[r].source;
+      float* to = packed + runs[r].column;
+      const int64_t length = runs[r].length;
+      // What a vector brings beyond the run is overwritten by the next one.
+      if (at + length + kSlack <= limit) {
+        for (int64_t i = 0; i < length; i += kLanes) store(to + i, load(at + i));
+      } else {
+        std::memcpy(to, at, static_cast<size_t>(length) * sizeof(float));
+      }
+    }
+    packed += width;
+  }
+}
+
+void transpose(const float* source, int64_t pitch, int64_t columns, int64_t count, int64_t width, float* packed) {
+  typedef float Four __attribute__((vector_size(16)));
+  typedef int32_t Index __attribute__((vector_size(16)));
+  const auto load4 = [](const float* from) {
+    Four v;
+    std::memcpy(&v, from, sizeof(v));
+    return v;
+  };
+  int64_t column = 0;
+  for (; column + 4 <= columns; column += 4) {
+    const float* from = source + column * pitch;
+    int64_t k = 0;
+    for (; k + 4 <= count; k += 4) {
+      const Four a = load4(from + k), b = load4(from + pitch + k), c = load4(from + 2 * pitch + k),
+                 d = load4(from + 3 * pitch + k);
+      const Four ab_low = __builtin_shuffle(a, b, Index{0, 4, 1, 5}),
+                 ab_high = __builtin_shuffle(a, b, Index{2, 6, 3, 7});
+      const Four cd_low = __builtin_shuffle(c, d, Index{0, 4, 1, 5}),
+                 cd_high = __builtin_shuffle(c, d, Index{2, 6, 3, 7});
+      const Four rows[4] = {__builtin_shuffle(ab_low, cd_low, Index{0, 1, 4, 5}),
+                            __builtin_shuffle(ab_low, cd_low, Index{2, 3, 6, 7}),
+                            __builtin_shuffle(ab_high, cd_high, Index{0, 1, 4, 5}),
+                            __builtin_shuffle(ab_high, cd_high, Index{2, 3, 6, 7})};
+      for (int r = 0; r < 4; ++r) std::memcpy(packed + (k + r) * width + column, &rows[r], sizeof(Four));
+    }
+    for (; k < count; ++k) {
+      for (int c = 0; c < 4; ++c) packed[k * width + column + c] = from[c * pitch + k];
+    }
+  }
+  for (; column < columns; ++column) {
+    for (int64_t k = 0; k < count; ++k) packed[k * width + column] = source[column * pitch + k];
+  }
+  for (; column < width; ++column) {
+    for (int64_t k = 0; k < count; ++k) packed[k * width + column] = 0;
+  }
+}
+
+void correlate(const float* x, const int64_t* offsets, const float* weights, int64_t taps, float start, int64_t count,
+               float* y) {
+  constexpr int kUnrolled = 4;
+  for (int64_t i = 0; i < count; i += kUnrolled * kLanes) {
+    Vector sums[kUnrolled];
+    for (int u = 0; u < kUnrolled; ++u) sums[u] = Vector{} + start;
+    for (int64_t t = 0; t < taps; ++t) {
+      const float* at = x + offsets[t] + i;
+      for (int u = 0; u < kUnrolled; ++u) sums[u] += weights[t] * load(at + u * kLanes);
+    }
+    for (int u = 0; u < kUnrolled; ++u) store(y + i + u * kLanes, sums[u]);
+  }
+}
+
+template <int kTaps>
+void correlations_of(const float* g, const float* x, const int64_t* offsets, int64_t count, double* sums) {
+  Vector parts[kTaps] = {};
+  const float* at[kTaps];
+  for (int t = 0; t < kTaps; ++t) at[t] = x + offsets[t];
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Vector value = load(g + i);
+#pragma GCC unroll 12
+    for (int t = 0; t < kTaps; ++t) parts[t] += value * load(at[t] + i);
+  }
+  for (int t = 0; t < kTaps; ++t) {
+    for (int lane = 0; lane < kLanes; ++lane) sums[t] += parts[t][lane];
+  }
+}
+
+void correlations(const float* g, const float* x, const int64_t* offsets, int64_t taps, int64_t count, double* sums) {
+  for (; taps >= 9; taps -= 9, offsets += 9, sums += 9) correlations_of<9>(g, x, offsets, count, sums);
+  for (; taps >= 5; taps -= 5, offsets += 5, sums += 5) correlations_of<5>(g, x, offsets, count, sums);
+  for (; taps > 0; --taps, ++offsets, ++sums) correlations_of<1>(g, x, offsets, count, sums);
+}
+
+}  // namespace
+
+extern const Loops BNEXPORT_CONCAT(loops_, BNEXPORT_ISA);
+const Loops BNEXPORT_CONCAT(loops_, BNEXPORT_ISA) = {
+    kRows, kLanes, {nullptr, tile<1>, tile<2>, tile<3>}, pack, transpose, correlate, correlations};
+
+}  // namespace bnexport::cpu

@@ -1,0 +1,256 @@
+"""What a node of a training step can get wrong is an error that says what, where, got and expected; no crash."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training_nodes import model, run, session
+
+from bnexport.runtime import capi
+from bnexport.runtime.library import get_library_path
+from bnexport.training import kernels
+
+WINDOW = {"strides": [1, 1], "pads": [1, 1], "dilations": [1, 1], "group": 1}
+POOL = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1], "dilations": [1, 1]}
+ADAM = {"one_minus_beta1": 0.1, "beta2": 0.9, "one_minus_beta2": 0.1, "eps": 1e-8, "weight_decay": 0.0}
+SGD = {"momentum": 0.9, "weight_decay": 0.0, "nesterov": 0}
+
+
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+IMAGE, KERNEL = ones(2, 3, 8, 9), ones(4, 3, 3, 3)
+GRADIENT = ones(2, 4, 8, 9)
+# operator, inputs, attributes: each runs as it is.
+VALID = {
+    "Conv": (kernels.CONV, {"input": IMAGE, "weight": KERNEL, "bias": ones(4)}, WINDOW),
+    "ConvInputGrad": (
+        kernels.CONV_INPUT_GRAD,
+        {"grad_output": GRADIENT, "weight": KERNEL},
+        {**WINDOW, "input_shape": [8, 9]},
+    ),
+    "ConvWeightGrad": (
+        kernels.CONV_WEIGHT_GRAD,
+        {"grad_output": GRADIENT, "input": IMAGE},
+        {**WINDOW, "kernel_shape": [3, 3]},
+    ),
+    "ReluGrad": (kernels.RELU_GRAD, {"grad_output": IMAGE, "input": IMAGE}, {"low": 0.0}),
+    "MaxPoolGrad": (kernels.MAX_POOL_GRAD, {"grad_output": ones(2, 3, 4, 5), "input": IMAGE}, POOL),
+    "AdamUpdate": (
+        kernels.ADAM_UPDATE,
+        {value.name: ones(5) for value in kernels.ADAM_UPDATE.inputs[:5]}
+        | {value.name: ones() for value in kernels.ADAM_UPDATE.inputs[5:]},
+        ADAM,
+    ),
+    "SgdUpdate": (
+        kernels.SGD_UPDATE,
+        {value.name: ones(5) for value in kernels.SGD_UPDATE.inputs[:3]} | {"lr": ones(), "share": ones()},
+        SGD,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_as_they_are_they_run(name):
+    operator, feeds, attributes = VALID[name]
+    for values in run(operator, feeds, **attributes).values():
+        assert np.isfinite(values).all()
+
+
+ATTRIBUTES = [
+    ("Conv", {"strides": None}, "attribute 'strides' is missing, expected a list of ints"),
+    ("Conv", {"strides": [0, 1]}, r"attribute 'strides': got \(0, 1\), expected 1 or 2 numbers within \[1, 2\^31\)"),
+    ("Conv", {"strides": [1, 1, 1]}, r"attribute 'strides': got \(1, 1, 1\), expected 1 or 2 numbers"),
+    # ONNX Runtime reads a value of another type as an empty list.
+    ("Conv", {"strides": 1}, r"attribute 'strides': got \(\), expected 1 or 2 numbers"),
+    ("Conv", {"strides": [1.0, 1.0]}, r"attribute 'strides': got \(\), expected 1 or 2 numbers"),
+    ("Conv", {"pads": [-1, 0]}, r"attribute 'pads': got \(-1, 0\), expected 2 numbers within \[0, 2\^31\)"),
+    ("Conv", {"pads": [1]}, r"attribute 'pads': got \(1,\), expected 2 numbers"),
+    ("Conv", {"dilations": [1, 2**31]}, r"attribute 'dilations': got \(1, 2147483648\)"),
+    ("Conv", {"group": None}, "attribute 'group' is missing, expected a single int"),
+    ("Conv", {"group": 0}, r"attribute 'group': got 0, expected a number within \[1, 2147483647\]"),
+    ("Conv", {"group": [1]}, "attribute 'group': got a value of another type, expected a single int"),
+    ("ConvInputGrad", {"input_shape": [8]}, r"attribute 'input_shape': got \(8,\), expected 2 numbers"),
+    ("ConvInputGrad", {"input_shape": [0, 9]}, r"attribute 'input_shape': got \(0, 9\)"),
+    ("ConvWeightGrad", {"kernel_shape": None}, "attribute 'kernel_shape' is missing"),
+    ("ReluGrad", {"low": float("nan")}, "attribute 'low': got nan, expected a number"),
+    ("ReluGrad", {"high": "6"}, "attribute 'high': got a value of another type, expected a single float"),
+    ("MaxPoolGrad", {"strides": [2]}, r"attribute 'strides': got \(2,\), expected 2 numbers"),
+    ("MaxPoolGrad", {"kernel_shape": [0, 3]}, r"attribute 'kernel_shape': got \(0, 3\)"),
+    ("AdamUpdate", {"beta2": None}, "attribute 'beta2' is missing, expected a single float"),
+    ("AdamUpdate", {"eps": float("nan")}, "attribute 'eps': got nan"),
+    ("SgdUpdate", {"nesterov": 2}, r"attribute 'nesterov': got 2, expected a number within \[0, 1\]"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), ATTRIBUTES, ids=str)
+def test_attributes(name, changes, message):
+    operator, feeds, attributes = VALID[name]
+    with pytest.raises(Exception, match=f"{name} node 'node1': {message}"):
+        session(model(operator, feeds, **{**attributes, **changes}))
+
+
+SHAPES = [
+    ("Conv", {"input": ones(2, 3, 8)}, {}, r"input 'input': got shape \(2, 3, 8\), expected rank 4"),
+    ("Conv", {"weight": ones(4, 2, 3, 3)}, {}, r"'weight': got shape \(4, 2, 3, 3\), expected \(4, 3, 3, 3\)"),
+    ("Conv", {"weight": ones(4, 3, 0, 3)}, {}, r"kernel \(0, 3\), expected sizes within"),
+    ("Conv", {"weight": ones(0, 3, 3, 3)}, {}, "outputs 0, .* expected channels and outputs to be multiples"),
+    ("Conv", {"bias": ones(3)}, {}, r"input 'bias': got shape \(3,\), expected \(4,\), one for each output"),
+    ("Conv", {"bias": ones(4, 1)}, {}, r"input 'bias': got shape \(4, 1\)"),
+    ("Conv", {}, {"group": 2}, "channels 3, outputs 4, .* expected channels and outputs to be multiples of the group 2"),
+    ("Conv", {}, {"dilations": [9, 1]}, "expected a dilated kernel no larger than the padded extents"),
+    ("Conv", {}, {"pads": [2**31 - 1] * 2, "dilations": [2**31 - 1] * 2}, r"expected fewer than 2\^60 padded values"),
+    ("Conv", {}, {"pads": [2**31 - 1] * 2}, r"expected fewer than 2\^60 padded values"),
+    ("Conv", {"weight": None}, {}, "Conv.*input 1 is marked single"),
+    ("ConvInputGrad", {"grad_output": ones(2, 5, 8, 9)}, {}, r"'grad_output': got shape \(2, 5, 8, 9\), expected \(2, 4, 8, 9\)"),
+    ("ConvInputGrad", {}, {"input_shape": [7, 9]}, r"'grad_output': got shape \(2, 4, 8, 9\), expected \(2, 4, 7, 9\)"),
+    ("ConvInputGrad", {}, {"input_shape": [2**31 - 1] * 2}, r"expected fewer than 2\^60 padded values"),
+    (
+        "ConvInputGrad",
+        {"grad_output": ones(2, 4, 3, 4)},
+        {"strides": [2, 2], "dilations": [2, 2]},
+        r"got strides \(2, 2\) and dilations \(2, 2\), expected 1 in one of the two",
+    ),
+    ("ConvWeightGrad", {"grad_output": ones(3, 4, 8, 9)}, {}, r"'grad_output': got shape \(3, 4, 8, 9\), expected \(2, 4, 8, 9\)"),
+    ("ConvWeightGrad", {}, {"kernel_shape": [3, 5]}, r"'grad_output': got shape \(2, 4, 8, 9\), expected \(2, 4, 8, 7\)"),
+    ("ConvWeightGrad", {"grad_output": ones(2, 4, 8)}, {}, "input 'grad_output': got shape .* expected rank 4"),
+    ("ConvWeightGrad", {}, {"kernel_shape": [2**31 - 1] * 2, "pads": [2**30] * 2}, "expected"),
+    ("ReluGrad", {"grad_output": ones(2, 3, 8)}, {}, r"'grad_output': got shape \(2, 3, 8\), expected \(2, 3, 8, 9\)"),
+    ("MaxPoolGrad", {"input": ones(3, 8, 9)}, {}, r"'input': got shape \(3, 8, 9\), expected rank 4"),
+    ("MaxPoolGrad", {"grad_output": ones(2, 3, 5, 6)}, {}, r"'grad_output': got shape \(2, 3, 5, 6\), expected that of the pooled"),
+    ("MaxPoolGrad", {"grad_output": ones(2, 4, 4, 5)}, {}, "expected that of the pooled"),
+    ("MaxPoolGrad", {}, {"dilations": [20, 1]}, "expected that of the pooled"),
+    ("AdamUpdate", {"grad": ones(4)}, {}, r"input 'grad': got shape \(4,\), expected \(5,\), that of 'parameter'"),
+    ("AdamUpdate", {"max_exp_avg_sq": ones(1)}, {}, r"input 'max_exp_avg_sq': got shape \(1,\)"),
+    ("AdamUpdate", {"step_size": ones(1)}, {}, r"input 'step_size': got shape \(1,\), expected \(\), one number"),
+    ("AdamUpdate", {"keep": ones(5)}, {}, r"input 'keep': got shape \(5,\), expected \(\)"),
+    ("AdamUpdate", {"max_exp_avg_sq": None}, {}, "'new_max_exp_avg_sq' is used but 'max_exp_avg_sq' is missing"),
+    ("SgdUpdate", {"momentum_buffer": ones(6)}, {}, r"input 'momentum_buffer': got shape \(6,\), expected \(5,\)"),
+    ("SgdUpdate", {"momentum_buffer": None}, {}, "'new_momentum_buffer' is used but 'momentum_buffer' is missing"),
+    ("SgdUpdate", {"lr": ones(0)}, {}, r"input 'lr': got shape \(0,\), expected \(\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "changes", "message"), SHAPES, ids=[f"{case[0]}-{index}" for index, case in enumerate(SHAPES)]
+)
+def test_shapes(name, inputs, changes, message):
+    operator, feeds, attributes = VALID[name]
+    feeds = {key: value for key, value in {**feeds, **inputs}.items() if value is not None}
+    with pytest.raises(Exception, match=message) as raised:
+        run(operator, feeds, **{**attributes, **changes})
+    assert name in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["AdamUpdate", "SgdUpdate"])
+def test_state_that_goes_in_comes_out(name):
+    operator, feeds, attributes = VALID[name]
+    names = [value.name for value in operator.outputs][:-1]
+    with pytest.raises(Exception, match=r"is used but 'new_\w+' is missing, expected both or neither"):
+        run(operator, feeds, names, **attributes)
+
+
+def test_a_required_output_without_a_name():
+    operator, feeds, attributes = VALID["AdamUpdate"]
+    names = [value.name for value in operator.outputs]
+    with pytest.raises(Exception, match=r"new_exp_avg|AdamUpdate"):
+        run(operator, feeds, [names[0], "", *names[2:]], **attributes)
+
+
+def test_double_is_refused():
+    operator, feeds, attributes = VALID["ReluGrad"]
+    import onnx
+
+    made = onnx.load_from_string(model(operator, feeds, **attributes))
+    for value in (*made.graph.input, *made.graph.output):
+        value.type.tensor_type.elem_type = onnx.TensorProto.DOUBLE
+    with pytest.raises(Exception, match=r"ReluGrad|double"):
+        session(made.SerializeToString())
+
+
+class _Mutation:
+    """A valid node with something changed at random; whatever it is, the process survives it."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.name = str(rng.choice(list(VALID)))
+        self.operator, feeds, attributes = VALID[self.name]
+        self.feeds, self.attributes = dict(feeds), dict(attributes)
+        for _ in range(int(rng.integers(1, 4))):
+            if rng.random() < 0.5:
+                self._change_input(rng)
+            else:
+                self._change_attribute(rng)
+
+    def _change_input(self, rng: np.random.Generator) -> None:
+        name = str(rng.choice(list(self.feeds)))
+        if rng.random() < 0.1 and len(self.feeds) > 1:
+            del self.feeds[name]
+            return
+        shape = list(self.feeds[name].shape)
+        if rng.random() < 0.2 or not shape:
+            shape = list(rng.integers(0, 4, size=int(rng.integers(0, 6))))
+        else:
+            shape[int(rng.integers(len(shape)))] = int(rng.choice([0, 1, 2, 3, 4, 5, 7, 8, 9, 64]))
+        self.feeds[name] = rng.normal(size=shape).astype(np.float32)
+
+    def _change_attribute(self, rng: np.random.Generator) -> None:
+        name = str(rng.choice([attribute.name for attribute in self.operator.attributes]))
+        value = self.attributes.get(name, 0.0)
+        if isinstance(value, list):
+            numbers = [-1, 0, 1, 1, 2, 2, 3, 4, 5, 8, 9, 30, 2**31 - 1, 2**31, 2**62, -(2**62)]
+            made = [int(number) for number in rng.choice(numbers, size=int(rng.choice([0, 1, 2, 2, 2, 2, 3])))]
+            self.attributes[name] = made or None
+        elif isinstance(value, int):
+            self.attributes[name] = int(rng.choice([-1, 0, 1, 2, 3, 4, 2**31, 2**62]))
+        else:
+            self.attributes[name] = float(rng.choice([-1, 0, 0.5, 1, 1e30, np.inf, np.nan]))
+
+    def __str__(self) -> str:
+        return f"{self.name} { {name: x.shape for name, x in self.feeds.items()} } {self.attributes}"
+
+
+def test_random_changes():
+    ran = failed = 0
+    for seed in range(600):
+        mutation = _Mutation(np.random.default_rng(seed))
+        try:
+            run(mutation.operator, mutation.feeds, **mutation.attributes)
+            ran += 1
+        except Exception as error:
+            # Memory may also be refused: an attribute can ask for much.
+            assert mutation.name in str(error) or "memory" in str(error), f"{seed}: {mutation}: {error}"
+            failed += 1
+    assert ran > 50 and failed > 50
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_other_instruction_sets(isa):
+    """The operators' results, with less than this processor has."""
+    if capi.instruction_set() == "baseline":
+        pytest.skip("the processor has none to leave out")
+    tests = Path(__file__).with_name("test_training_operators.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not threads", str(tests)],
+        env=os.environ | {"BNEXPORT_ISA": isa, "BNEXPORT_LIBRARY": get_library_path()},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def test_the_domain_can_be_left_out(monkeypatch):
+    operator, feeds, attributes = VALID["ReluGrad"]
+    made = model(operator, feeds, **attributes)
+    monkeypatch.setenv("BNEXPORT_DOMAINS", "mmcv,ai.onnx")
+    with pytest.raises(Exception, match="ReluGrad"):
+        session(made)
+    monkeypatch.setenv("BNEXPORT_DOMAINS", "bnexport")
+    session(made)
