@@ -60,6 +60,16 @@ def convert_sync_batchnorm(module: nn.Module, process_group: ProcessGroup | None
         process_group: the group of the new modules; None keeps what a module had, else the default.
 
     Returns the module, or its replacement. Parameters and buffers are the same tensors.
+
+    Examples:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+        >>> weight = model[1].weight
+        >>> model = convert_sync_batchnorm(model)
+        >>> type(model[1])
+        <class 'bnexport.sync_bn.module.SyncBatchNorm'>
+        >>> model[1].weight is weight
+        True
     """
     return replace(module, functools.partial(to_sync, process_group=process_group))
 
@@ -70,6 +80,11 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     A module that was converted from BatchNorm1d/2d/3d returns to that class. Where the use is not
     known the result is a BatchNorm2d that accepts every rank >= 2, so that torch.fx's fuse, which
     asks for the exact class, understands it.
+
+    Examples:
+        >>> from torch import nn
+        >>> type(revert_sync_batchnorm(nn.SyncBatchNorm(4))).__name__
+        'BatchNorm2d'
     """
     return replace(module, _to_plain)
 

@@ -15,6 +15,7 @@ receives a longer message than it expects. Hence two measures:
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,30 @@ _published: dict[str, str] = {}
 
 def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def join(timeout: float) -> ProcessGroup:
+    """The default group, over gloo, that the environment of torchrun describes; timeout: seconds.
+
+    Raises GroupError when the environment is not torchrun's or not all processes come within the timeout.
+    """
+    try:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+    except (RuntimeError, ValueError) as error:
+        raise GroupError(
+            f"cannot join the group that the environment describes: {error}; start with torchrun"
+        ) from error
+    group: ProcessGroup = resolve(schema.WORLD_GROUP)
+    return group
+
+
+def leave() -> None:
+    """Ends the default group once every process is here. Raises GroupError when one does not come."""
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        raise GroupError(f"a process did not come to the end of the training: {error}") from error
+    dist.destroy_process_group()
 
 
 def name_of(group: ProcessGroup | None) -> str:
@@ -140,6 +165,17 @@ def exchange(
 def all_gather(row: torch.Tensor, name: str) -> torch.Tensor:
     """Gathers rows (n,), of one size on every member, to (group_size, n) in rank order. Raises GroupError."""
     return _gather(_membership(name), row)
+
+
+def all_reduce(tensor: torch.Tensor, name: str) -> None:
+    """Adds up `tensor`, of one size on every member, in place; every member gets the same bits. Raises GroupError."""
+    membership = _membership(name)
+    try:
+        dist.all_reduce(tensor, group=membership.group)
+    except RuntimeError as error:
+        raise GroupError(
+            f"group {name!r}: a sum over the processes failed on rank {membership.rank}: {error}"
+        ) from error
 
 
 def publish(public_name: str, name: str) -> None:

@@ -11,5 +11,11 @@ description   what a graph says about itself, for the session
 api           export_training_step
 files         the three files of a step
 verification  the exported step against torch
+activations   what a step keeps between forward and backward
 session       TrainingSession: NumPy and ONNX Runtime, no torch
+state         the session's tensors, in two sets of memory
+single_process, parallel, parallel_graph
+              the steps of one process, and of a group: gradients, their sum, the update
+data, trainer epochs over NumPy files, with checkpoints
+examples      losses by name, and example targets
 """

@@ -15,11 +15,12 @@ from torch import nn
 from bnexport.errors import UsageError, VerificationError
 from bnexport.exporting import dynamo, wrapper
 from bnexport.exporting.verification import Verification
-from bnexport.training import files, graph, tracing, verification
+from bnexport.training import files, graph, parallel_graph, tracing, verification
+from bnexport.training.activations import SavedActivation, saved_activations
 from bnexport.training.description import (
-    GRADIENT_SUFFIX,
     LEARNING_RATE,
     LOSS,
+    LOSS_WEIGHT,
     METADATA_KEY,
     NEW_SUFFIX,
     SEED,
@@ -38,7 +39,8 @@ class TrainingExportResult:
     """What export_training_step made.
 
     path, evaluation_path, state_path: the three files. model: the step's graph. inputs: names of a
-    batch's arrays. outputs: all outputs of the graph, the loss first.
+    batch's arrays. outputs: all outputs of the graph, the loss first. state: what a step changes.
+    saved_activations: what it keeps between forward and backward, in bytes for the example batch.
     """
 
     path: pathlib.Path
@@ -48,7 +50,22 @@ class TrainingExportResult:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     state: tuple[str, ...]
+    saved_activations: tuple[SavedActivation, ...]
     verification: Verification
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the command line prints with --json."""
+        return {
+            "path": str(self.path),
+            "evaluation_path": str(self.evaluation_path),
+            "state_path": str(self.state_path),
+            "inputs": list(self.inputs),
+            "outputs": list(self.outputs),
+            "state": list(self.state),
+            "saved_activation_bytes": sum(saved.bytes or 0 for saved in self.saved_activations),
+            "saved_activations": [dataclasses.asdict(saved) for saved in self.saved_activations],
+            "verification": self.verification.to_dict(),
+        }
 
 
 def export_training_step(
@@ -64,6 +81,7 @@ def export_training_step(
     accumulate: int = 1,
     outputs: Sequence[str] = (),
     standard_ops_only: bool = False,
+    cpu_kernels: bool = True,
     dynamic: bool = True,
     verify: bool = True,
     input_names: Sequence[str] | None = None,
@@ -92,6 +110,8 @@ def export_training_step(
         accumulate: number of batches whose gradients are averaged for one update.
         outputs: names of model outputs that a step returns ("output", "output_0", ..., or a dict's keys).
         standard_ops_only: batch norm in standard operators, for runtimes that cannot load the library.
+        cpu_kernels: convolutions, the gradients of ReLU and max pooling and the optimizer's update in our CPU
+            kernels, float32; False for graphs that another execution provider runs. standard_ops_only has none.
         dynamic: dimension 0 of every array of the batch is dynamic. Other dimensions are fixed.
         verify: run the step in ONNX Runtime and compare it with torch on `batch`.
         input_names: names of the batch's arrays; by default forward's parameter names and "target".
@@ -105,26 +125,38 @@ def export_training_step(
     _check(model, loss, tensors, mode, clip_grad_norm, accumulate)
     names = _names(model, tensors, input_names)
     problem = Problem(model, loss, training=True)
-    _refuse_same_names({*problem.state(), LOSS, LEARNING_RATE, SEED}, names)
+    _refuse_same_names({*problem.state(), LOSS, LOSS_WEIGHT, LEARNING_RATE, SEED}, names)
     groups = wrapper.group_names(problem.model)
     rule = make_optimizer(optimizer, optimizer_options) if mode == "step" else None
 
+    rows = max((len(tensor) for tensor in tensors if tensor.dim()), default=1)
     if dynamic:
         # A size of 1 would be taken for a constant.
         tensors = tuple(torch.cat([t, t]) if t.dim() and t.shape[0] == 1 else t for t in tensors)
     arrays = dict(zip(names, tensors))
     varying = {name for name, tensor in arrays.items() if dynamic and tensor.dim()}
     evaluation, evaluation_outputs = _evaluation(model, loss, arrays, varying, standard_ops_only)
-    step = Step(problem, rule, _chosen(outputs, evaluation_outputs), clip_grad_norm, accumulate)
+    cpu_kernels = cpu_kernels and not standard_ops_only
+    step = Step(problem, rule, _chosen(outputs, evaluation_outputs), clip_grad_norm, accumulate, cpu_kernels)
     state = step.initial_state()
     lr = None if rule is None else torch.tensor(rule.lr, dtype=torch.float64)
 
     def run(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return step(named, tuple(named[name] for name in names), named.get(LEARNING_RATE))
+        return step(named, tuple(named[name] for name in names), named.get(LEARNING_RATE), named[LOSS_WEIGHT])
 
     arguments = {**state, **arrays, **({} if lr is None else {LEARNING_RATE: lr})}
-    made = tracing.trace(run, arguments, varying, problem, differentiates=True, standard_ops_only=standard_ops_only)
+    arguments[LOSS_WEIGHT] = torch.ones((), dtype=torch.float64)
+    made = tracing.trace(
+        run,
+        arguments,
+        varying,
+        problem,
+        differentiates=True,
+        standard_ops_only=standard_ops_only,
+        cpu_kernels=cpu_kernels,
+    )
     graph.finish(made, groups)
+    gradients = parallel_graph.prepare(made, returns_gradients=rule is None)
     result_names = tuple(str(value.name) for value in made.graph.outputs)
     used = _used(made, evaluation)
     kinds = {name: kind for name, kind in step.kinds().items() if name in used or name in problem.kinds}
@@ -135,10 +167,11 @@ def export_training_step(
         evaluation_outputs=evaluation_outputs,
         state=kinds,
         aliases=problem.aliases,
-        gradients=tuple(name.removesuffix(GRADIENT_SUFFIX) for name in result_names if name.endswith(GRADIENT_SUFFIX)),
+        gradients=gradients,
         optimizer="" if rule is None else optimizer,
         optimizer_options={} if rule is None else dataclasses.asdict(rule),
         accumulate=accumulate,
+        standard_ops_only=standard_ops_only,
     )
     made.metadata_props[METADATA_KEY] = description.to_json()
     checked = Verification.skipped("not asked for")
@@ -159,6 +192,7 @@ def export_training_step(
         inputs=tuple(names),
         outputs=result_names,
         state=tuple(name.removesuffix(NEW_SUFFIX) for name in result_names if name.endswith(NEW_SUFFIX)),
+        saved_activations=saved_activations(made, description, rows),
         verification=checked,
     )
 
@@ -183,7 +217,13 @@ def _evaluation(
         return {LOSS: value, **dict(zip(wrapper.output_names(problem.output_spec, len(flat)), flat))}
 
     made = tracing.trace(
-        run, {**state, **arrays}, varying, problem, differentiates=False, standard_ops_only=standard_ops_only
+        run,
+        {**state, **arrays},
+        varying,
+        problem,
+        differentiates=False,
+        standard_ops_only=standard_ops_only,
+        cpu_kernels=False,
     )
     graph.finish(made, {})
     return made, tuple(str(value.name) for value in made.graph.outputs[1:])

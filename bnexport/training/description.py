@@ -13,10 +13,11 @@ from typing import Any
 from bnexport.errors import MalformedModelError
 
 METADATA_KEY = "bnexport.training"
-VERSION = 1
+VERSION = 2
 
 LOSS = "loss"
 LEARNING_RATE = "lr"
+LOSS_WEIGHT = "loss_weight"
 SEED = "seed"
 STEP = "optimizer.step"
 ACCUMULATED = "optimizer.accumulated"
@@ -40,8 +41,10 @@ class Description:
 
     inputs: names of a batch's arrays, the target last. outputs: the model outputs that a step returns;
     evaluation_outputs: all of them. state: kind of each state tensor, in the order of the state_dict.
-    aliases: further names of shared tensors in the state_dict. gradients: parameters whose gradients
-    the graph returns (mode "gradients"). learning_rate: the one that a session starts with.
+    aliases: further names of shared tensors in the state_dict. gradients: parameters that have gradients;
+    the graph returns them in mode "gradients", and else computes them under the same names.
+    standard_ops_only: batch norm, if any, is in standard operators. learning_rate: the one that a session
+    starts with.
     """
 
     mode: str
@@ -54,6 +57,7 @@ class Description:
     optimizer: str
     optimizer_options: dict[str, Any]
     accumulate: int
+    standard_ops_only: bool
 
     @property
     def learning_rate(self) -> float:

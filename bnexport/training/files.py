@@ -10,16 +10,22 @@ Both graphs hold no weights: all state comes in as inputs. The step's graph is r
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bnexport.errors import MalformedModelError
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_FORMAT = {"format": "bnexport.training.state", "version": "1"}
+# One entry: safetensors writes several in an order that changes from process to process.
+_ENTRY = "bnexport.training.state"
+_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +56,36 @@ def write(names: Paths, step: ir.Model, evaluation: ir.Model, state: Mapping[str
             file.discard()
 
 
-def save_state(state: Mapping[str, np.ndarray], path: str | os.PathLike[str]) -> None:
-    """Writes a state or checkpoint atomically."""
+def save_state(
+    state: Mapping[str, np.ndarray], path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes a state or checkpoint atomically; the same state and metadata give the same bytes."""
     from bnexport import model_io
 
-    model_io.save_tensors(state, _FORMAT, path)
+    entry = json.dumps({"version": _VERSION, "metadata": dict(metadata or {})}, sort_keys=True)
+    model_io.save_tensors(state, {_ENTRY: entry}, path)
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     from bnexport import model_io
 
     return model_io.load_tensors(path)[0]
+
+
+def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """What `save_state` was given. Raises MalformedModelError for a file that it did not write."""
+    from bnexport import model_io
+
+    text = model_io.load_tensors(path)[1].get(_ENTRY, "{}")
+    try:
+        return dict(json.loads(text)["metadata"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise MalformedModelError(
+            f"{os.fspath(path)}: got a safetensors file that is no checkpoint of a training session; check the path"
+        ) from error
+
+
+def digest(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()

@@ -9,6 +9,7 @@ import onnx_ir.passes.common as passes
 from onnxscript import optimizer
 
 from bnexport import schema
+from bnexport.training import kernels
 from bnexport.training.description import NEW_SUFFIX
 
 _OURS = {operator.name for operator in schema.OPERATORS}
@@ -35,6 +36,9 @@ def finish(model: ir.Model, groups: dict[str, str]) -> None:
             group = node.attributes["group"].as_string()
             node.attributes["group"] = ir.AttrString("group", groups.get(group, group))
             _leave_unused_outputs_empty(node)
+        elif node.domain == kernels.DOMAIN:
+            model.opset_imports[kernels.DOMAIN] = kernels.VERSION
+            _leave_unused_outputs_empty(node)
     passes.RemoveUnusedFunctionsPass()(model)
     passes.RemoveUnusedOpsetsPass()(model)
     passes.TopologicalSortPass()(model)
@@ -51,7 +55,7 @@ def _leave_unused_outputs_empty(node: ir.Node) -> None:
 
 def uses_library(model: ir.Model) -> bool:
     """Whether a session needs the custom-op library for `model`."""
-    return schema.DOMAIN in model.opset_imports
+    return schema.DOMAIN in model.opset_imports or kernels.DOMAIN in model.opset_imports
 
 
 def keep_outputs(model: ir.Model, names: Iterable[str]) -> None:

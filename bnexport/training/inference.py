@@ -35,6 +35,35 @@ def export_inference(
             graph.inputs.remove(value)
             value.const_value = ir.tensor(array, name=value.name)
             graph.register_initializer(value)
+    _count_rows_of_inputs(graph, description)
     keep_outputs(model, description.evaluation_outputs)
     optimizer.fold_constants(model)
     return folding.fold(model, path, verify=verify)
+
+
+def _count_rows_of_inputs(graph: ir.Graph, description: Description) -> None:
+    """The exporter may read the batch size from the target, which inference does not have."""
+    *names, target = description.inputs
+    inputs = {str(value.name): value for value in graph.inputs}
+    if target not in inputs or not inputs[target].shape:
+        return
+    rows = _rows(inputs[target])
+    for name in names:
+        if name in inputs and rows is not None and _rows(inputs[name]) == rows:
+            for node, index in list(inputs[target].uses()):
+                if node.op_type == "Shape" and _reads_rows_only(node):
+                    node.replace_input_with(index, inputs[name])
+            return
+
+
+def _rows(value: ir.Value) -> object:
+    """Dimension 0: a number, or a name that is the same where the sizes are."""
+    if not value.shape:
+        return None
+    size = value.shape[0]
+    return size if isinstance(size, int) else size.value
+
+
+def _reads_rows_only(node: ir.Node) -> bool:
+    start, end = node.attributes.get("start"), node.attributes.get("end")
+    return (start is None or start.as_int() == 0) and end is not None and end.as_int() == 1

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from bnexport.errors import UsageError
+from bnexport.training import updates
 
 Tensor = torch.Tensor
 State = dict[str, Tensor]
@@ -46,8 +47,10 @@ class Optimizer(ABC):
         """0-dimensional float64 tensors that all parameters share; lr float64 (), step int64 () after this update."""
 
     @abstractmethod
-    def update(self, parameter: Tensor, grad: Tensor, state: State, scalars: State) -> tuple[Tensor, State]:
-        """The new parameter and state; `scalars` in the parameter's dtype."""
+    def update(
+        self, parameter: Tensor, grad: Tensor, state: State, scalars: State, *, as_operator: bool = False
+    ) -> tuple[Tensor, State]:
+        """The new parameter and state; `scalars` in the parameter's dtype. as_operator: a leaf of a trace."""
 
     def check(self) -> None:
         """Raises UsageError for a hyperparameter outside its range."""
@@ -78,16 +81,21 @@ class SGD(Optimizer):
             scalars["share"] = torch.where(step == 1, _float64(1.0, lr), _float64(1.0 - self.dampening, lr))
         return scalars
 
-    def update(self, parameter: Tensor, grad: Tensor, state: State, scalars: State) -> tuple[Tensor, State]:
-        if self.weight_decay:
-            grad = grad + parameter * self.weight_decay
-        new_state = {}
-        if self.momentum:
-            share = grad * scalars["share"] if self.dampening else grad
-            momentum_buffer = state["momentum_buffer"] * self.momentum + share
-            new_state["momentum_buffer"] = momentum_buffer
-            grad = grad + momentum_buffer * self.momentum if self.nesterov else momentum_buffer
-        return parameter - grad * scalars["lr"], new_state
+    def update(
+        self, parameter: Tensor, grad: Tensor, state: State, scalars: State, *, as_operator: bool = False
+    ) -> tuple[Tensor, State]:
+        rule = updates.sgd_operator if as_operator else updates.sgd
+        new_parameter, momentum_buffer = rule(
+            parameter,
+            grad,
+            state.get("momentum_buffer"),
+            scalars["lr"],
+            scalars.get("share"),
+            self.momentum,
+            self.weight_decay,
+            self.nesterov,
+        )
+        return new_parameter, {"momentum_buffer": momentum_buffer} if self.momentum else {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,20 +115,27 @@ class Adam(Optimizer):
             "bias_correction2_sqrt": torch.sqrt(1.0 - torch.pow(_float64(beta2, lr), t)),
         }
 
-    def update(self, parameter: Tensor, grad: Tensor, state: State, scalars: State) -> tuple[Tensor, State]:
-        parameter, grad = self._decay(parameter, grad, scalars)
-        beta1, beta2 = self.betas
-        exp_avg = state["exp_avg"] + (grad - state["exp_avg"]) * (1.0 - beta1)
-        exp_avg_sq = state["exp_avg_sq"] * beta2 + grad * grad * (1.0 - beta2)
-        new_state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        if self.amsgrad:
-            exp_avg_sq = torch.maximum(state["max_exp_avg_sq"], exp_avg_sq)
-            new_state["max_exp_avg_sq"] = exp_avg_sq
-        denominator = torch.sqrt(exp_avg_sq) / scalars["bias_correction2_sqrt"] + self.eps
-        return parameter - exp_avg / denominator * scalars["step_size"], new_state
+    def update(
+        self, parameter: Tensor, grad: Tensor, state: State, scalars: State, *, as_operator: bool = False
+    ) -> tuple[Tensor, State]:
+        rule = updates.adam_operator if as_operator else updates.adam
+        new_parameter, *moments = rule(
+            parameter,
+            grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state.get("max_exp_avg_sq"),
+            scalars["step_size"],
+            scalars["bias_correction2_sqrt"],
+            scalars.get("keep"),
+            *self.betas,
+            self.eps,
+            self._decay_in_gradient(),
+        )
+        return new_parameter, dict(zip(self.state_kinds(), moments))
 
-    def _decay(self, parameter: Tensor, grad: Tensor, scalars: State) -> tuple[Tensor, Tensor]:
-        return parameter, grad + parameter * self.weight_decay if self.weight_decay else grad
+    def _decay_in_gradient(self) -> float:
+        return self.weight_decay
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,10 +143,11 @@ class AdamW(Adam):
     weight_decay: float = 1e-2
 
     def scalars(self, lr: Tensor, step: Tensor) -> State:
-        return {**super().scalars(lr, step), "keep": 1.0 - lr * self.weight_decay}
+        keep = {"keep": 1.0 - lr * self.weight_decay} if self.weight_decay else {}
+        return {**super().scalars(lr, step), **keep}
 
-    def _decay(self, parameter: Tensor, grad: Tensor, scalars: State) -> tuple[Tensor, Tensor]:
-        return parameter * scalars["keep"] if self.weight_decay else parameter, grad
+    def _decay_in_gradient(self) -> float:
+        return 0.0
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}

@@ -7,7 +7,7 @@ Tensors that no step changes are held once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,13 @@ Array = np.ndarray[Any, Any]
 
 
 class State:
-    """Values by name, held in memory that `session` reads and writes in place."""
+    """Values by name. changing: names of those that a step replaces."""
 
-    def __init__(self, session: Any, values: Mapping[str, Array]) -> None:
-        self._session = session
+    def __init__(self, values: Mapping[str, Array], changing: Iterable[str]) -> None:
         self._read = {name: _allocate(value) for name, value in values.items()}
-        outputs = {output.name for output in session.get_outputs()}
-        changing = [name for name in values if name + NEW_SUFFIX in outputs]
         self._write = {name: _allocate(values[name]) for name in changing}
-        inputs = {value.name for value in session.get_inputs()}
-        self._bound = [name for name in values if name in inputs]
-        self._bindings = (self._bind(self._read, self._write), self._bind({**self._read, **self._write}, self._read))
+        self._sets = (dict(self._read), {**self._read, **self._write})
+        self.turn = 0
 
     def names(self) -> list[str]:
         return list(self._read)
@@ -43,34 +39,66 @@ class State:
         for name, value in values.items():
             self._read[name].update_inplace(np.ascontiguousarray(value).reshape(value.shape))
 
-    def step(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> list[Array]:
-        """Runs the graph and moves to the new state. Returns copies of the outputs, which are no state."""
-        binding = self._bindings[0]
-        for name, value in feeds.items():
-            binding.bind_cpu_input(name, value)
-        for name in outputs:
-            binding.bind_output(name)
-        self._session.run_with_iobinding(binding)
-        names = [*self._write, *outputs]
-        results = dict(zip(names, binding.get_outputs()))
-        arrays = [np.array(results[name].numpy()) for name in outputs]
+    def bind(self, session: Any, fixed: Mapping[str, Any] | None = None) -> Stage:
+        """`session` with the state in place as its inputs `name` and outputs `name.new`.
+
+        fixed: OrtValues of further inputs and outputs, which stay where they are.
+        """
+        pairs = (self._sets, self._sets[::-1])
+        return Stage(self, session, [_binding(session, read, write, fixed or {}) for read, write in pairs])
+
+    def advance(self) -> None:
+        """Makes the new values the current ones, once every stage of a step has run."""
         old = {name: self._read[name] for name in self._write}
         self._read.update(self._write)
         self._write = old
-        self._bindings = (self._bindings[1], self._bindings[0])
-        return arrays
+        self.turn = 1 - self.turn
 
     def ort_values(self) -> Iterator[tuple[str, Any]]:
         """The current values where they lie."""
         yield from self._read.items()
 
-    def _bind(self, read: Mapping[str, Any], write: Mapping[str, Any]) -> Any:
-        binding = self._session.io_binding()
-        for name in self._bound:
-            binding.bind_ortvalue_input(name, read[name])
-        for name in self._write:
-            binding.bind_ortvalue_output(name + NEW_SUFFIX, write[name])
-        return binding
+
+class Stage:
+    """One graph over a state. A step is one stage, or two with an exchange between them."""
+
+    def __init__(self, state: State, session: Any, bindings: Sequence[tuple[Any, list[str]]]) -> None:
+        self._state = state
+        self._session = session
+        self._bindings = bindings
+
+    def run(self, feeds: Mapping[str, Array], outputs: Sequence[str] = ()) -> list[Array]:
+        """Reads current values, writes new ones. Returns copies of `outputs`, which are neither state nor fixed."""
+        binding, bound = self._bindings[self._state.turn]
+        for name, value in feeds.items():
+            binding.bind_cpu_input(name, value)
+        for name in outputs:
+            binding.bind_output(name)
+        self._session.run_with_iobinding(binding)
+        results = dict(zip([*bound, *outputs], binding.get_outputs()))
+        return [np.array(results[name].numpy()) for name in outputs]
+
+
+def _binding(
+    session: Any, read: Mapping[str, Any], write: Mapping[str, Any], fixed: Mapping[str, Any]
+) -> tuple[Any, list[str]]:
+    """A binding, and the outputs that are bound in it."""
+    binding = session.io_binding()
+    sources = {**read, **fixed}
+    for value in session.get_inputs():
+        if value.name in sources:
+            binding.bind_ortvalue_input(value.name, sources[value.name])
+    targets = {**{name + NEW_SUFFIX: value for name, value in write.items()}, **fixed}
+    bound = [value.name for value in session.get_outputs() if value.name in targets]
+    for name in bound:
+        binding.bind_ortvalue_output(name, targets[name])
+    return binding, bound
+
+
+def changing(session: Any, names: Iterable[str]) -> list[str]:
+    """The state tensors that a step of `session` replaces."""
+    outputs = {value.name for value in session.get_outputs()}
+    return [name for name in names if name + NEW_SUFFIX in outputs]
 
 
 def compare(expected: Mapping[str, Array], given: Mapping[str, Array], what: str) -> dict[str, Array]:

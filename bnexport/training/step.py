@@ -26,7 +26,8 @@ class Step:
 
     optimizer: None for gradients only. outputs: positions of the model outputs to return, with their
     names. clip_grad_norm: largest 2-norm of all gradients together. accumulate: number of calls whose
-    gradients are averaged for one update.
+    gradients are averaged for one update. cpu_kernels: float32 parameters are updated by one operator
+    each, a leaf of the trace.
     """
 
     problem: Problem
@@ -34,6 +35,7 @@ class Step:
     outputs: dict[str, int]
     clip_grad_norm: float | None = None
     accumulate: int = 1
+    cpu_kernels: bool = False
 
     def initial_state(self) -> dict[str, Tensor]:
         """Every state tensor under its name; the optimizer's are zeros."""
@@ -53,7 +55,14 @@ class Step:
         rest = {name: Kind.OPTIMIZER for name in self.initial_state() if name not in self.problem.kinds}
         return {**self.problem.kinds, **rest, SEED: Kind.SEED}
 
-    def __call__(self, state: dict[str, Tensor], batch: tuple[Tensor, ...], lr: Tensor | None) -> dict[str, Tensor]:
+    def __call__(
+        self,
+        state: dict[str, Tensor],
+        batch: tuple[Tensor, ...],
+        lr: Tensor | None,
+        loss_weight: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """loss_weight: float64 (), the share of this batch in the loss whose gradients are computed; None for all."""
         problem = self.problem
         wanted = set(problem.trainable)
         parameters = {name: state[name].detach().requires_grad_(name in wanted) for name in problem.parameters}
@@ -64,10 +73,10 @@ class Step:
             loss = problem.loss_of(output, batch[-1])
         flat = problem.flatten(output)
         results = {LOSS: loss.detach(), **{name: flat[index].detach() for name, index in self.outputs.items()}}
-        grads = self._gradients(loss, [parameters[name] for name in problem.trainable])
+        grads = self._gradients(loss, [parameters[name] for name in problem.trainable], loss_weight)
+        results |= {name + GRADIENT_SUFFIX: grad for name, grad in grads.items()}
         with torch.no_grad():
             if self.optimizer is None:
-                results |= {name + GRADIENT_SUFFIX: grad for name, grad in grads.items()}
                 new = {}
             else:
                 assert lr is not None
@@ -81,14 +90,15 @@ class Step:
         assert self.optimizer is not None
         return (*self.optimizer.state_kinds(), *(["accumulated_grad"] if self.accumulate > 1 else []))
 
-    def _gradients(self, loss: Tensor, parameters: list[Tensor]) -> dict[str, Tensor]:
+    def _gradients(self, loss: Tensor, parameters: list[Tensor], weight: Tensor | None) -> dict[str, Tensor]:
         """By parameter name; parameters that the loss does not depend on have none, as in torch."""
         if not loss.requires_grad:
             raise UsageError(
                 "loss: does not depend on any trainable parameter; check requires_grad of the parameters, "
                 "and that neither model nor loss detaches"
             )
-        grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+        seed = None if weight is None else weight.to(loss.dtype)
+        grads = torch.autograd.grad(loss, parameters, seed, allow_unused=True)
         return {name: grad for name, grad in zip(self.problem.trainable, grads) if grad is not None}
 
     def _update(
@@ -117,7 +127,8 @@ class Step:
         for name, grad in grads.items():
             shared = by_dtype.setdefault(grad.dtype, {key: value.to(grad.dtype) for key, value in scalars.items()})
             own = {kind: state[f"optimizer.{name}.{kind}"] for kind in optimizer.state_kinds()}
-            updated[name], own = optimizer.update(state[name], grad, own, shared)
+            whole = self.cpu_kernels and grad.dtype == torch.float32
+            updated[name], own = optimizer.update(state[name], grad, own, shared, as_operator=whole)
             updated |= {f"optimizer.{name}.{kind}": tensor for kind, tensor in own.items()}
         if due is not None:
             updated = {name: torch.where(due, tensor, state[name]) for name, tensor in updated.items()}

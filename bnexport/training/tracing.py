@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from bnexport.errors import BnexportError, UnsupportedModelError
 from bnexport.exporting.dynamo import quiet
-from bnexport.training import dropout, translations
+from bnexport.training import dropout, translations, updates
 from bnexport.training.problem import Problem
 
 Tensor = torch.Tensor
@@ -47,11 +47,13 @@ def trace(
     *,
     differentiates: bool,
     standard_ops_only: bool,
+    cpu_kernels: bool,
 ) -> ir.Model:
     """The ONNX graph of `function`, with inputs and outputs under their names.
 
     dynamic: arguments whose dimension 0 is dynamic. Those of equal size there share the name "batch".
     problem: knows which module runs, for messages. differentiates: whether the function computes gradients.
+    standard_ops_only, cpu_kernels: which operators the graph may hold (translations.translation_table).
 
     Raises UnsupportedModelError: data-dependent control flow, a batch size that the model fixes, random
     numbers, an operator without translation.
@@ -85,12 +87,12 @@ def trace(
         except Exception as error:
             raise _recording_error(error, problem.where) from error
         _refuse_random_numbers(program, problem)
-        table: dict[Any, Callable[..., Any]] = dict(translations.translation_table(standard_ops_only))
+        table: dict[Any, Callable[..., Any]] = dict(translations.translation_table(standard_ops_only, cpu_kernels))
         try:
             exported = torch.onnx.export(
                 program,
                 dynamo=True,
-                custom_translation_table={**table, **dropout.TRANSLATIONS},
+                custom_translation_table={**table, **dropout.TRANSLATIONS, **updates.TRANSLATIONS},
                 dynamic_shapes=(tuple(_names_of_dimensions(arguments, dynamic)),),
                 input_names=list(arguments),
                 output_names=results,

@@ -47,6 +47,10 @@ def everything(session, folder):
     return model_io.load_tensors(folder / "everything.safetensors")[0]
 
 
+def domains(model):
+    return {node.domain for node in model.graph.all_nodes()}
+
+
 def assert_steps_are_torchs(model, session, folder, optimizer, options, dtype=torch.float32, clip=None, steps=3):
     """Each result of some steps within the bound of whole models, or twice torch's own error."""
     for seed in range(steps):
@@ -81,8 +85,7 @@ NORMS = {
 def test_batch_norms_of_every_kind(kind, standard, tmp_path):
     model = Net(NORMS[kind])
     result, session = export(model, tmp_path / "s.onnx", standard_ops_only=standard)
-    domains = {node.domain for node in result.model.graph.all_nodes()}
-    assert domains == ({""} if standard else {"", "mmcv"})
+    assert domains(result.model) == ({""} if standard else {"", "mmcv", "bnexport"})
     if kind == "torch-sync":  # torch's own runs on GPUs only
         plain = Net()
         plain.load_state_dict(model.state_dict())
@@ -99,6 +102,24 @@ def test_standard_operators_need_no_library(tmp_path, monkeypatch):
 
     monkeypatch.setattr("bnexport.runtime.library.register", refuse)
     assert bnexport.TrainingSession(tmp_path / "s.onnx").step([tensor.numpy() for tensor in batch()]) == expected
+
+
+def test_cpu_kernels_are_an_option(tmp_path):
+    """They are only in the step's graph, and only where asked for; results are torch's with and without."""
+    result, session = export(Net(), tmp_path / "s.onnx", optimizer="sgd", optimizer_options={"momentum": 0.9})
+    assert domains(result.model) == {"", "mmcv", "bnexport"}
+    assert domains(model_io.load(result.evaluation_path)) == {""}
+    assert_steps_are_torchs(Net(), session, tmp_path, "sgd", {"lr": 1e-3, "momentum": 0.9})
+    for options in ({"cpu_kernels": False}, {"standard_ops_only": True}):
+        result, session = export(Net(), tmp_path / "s.onnx", **options)
+        assert "bnexport" not in domains(result.model)
+
+
+def test_cpu_kernels_on_another_provider_are_refused(tmp_path):
+    export(Net(), tmp_path / "s.onnx", verify=False)
+    with pytest.raises(UsageError, match=r"CUDAExecutionProvider, expected CPUExecutionProvider.*cpu_kernels=False"):
+        bnexport.TrainingSession(tmp_path / "s.onnx", ["CUDAExecutionProvider"])
+    bnexport.TrainingSession(tmp_path / "s.onnx", [("CPUExecutionProvider", {})])
 
 
 def test_frozen_parameters_and_fixed_statistics(tmp_path):
@@ -248,7 +269,7 @@ def test_several_inputs_and_a_weighted_loss(tmp_path):
     data = (torch.randn(6, 3), torch.randn(5, 2), torch.randint(0, 5, (6,)))
     result, session = export(model, tmp_path / "s.onnx", loss=loss, batch=data, outputs=["features"])
     assert result.inputs == ("left", "right", "target")
-    shapes = {value.name: list(value.shape) for value in session._session.get_inputs()}
+    shapes = {value.name: list(value.shape) for value in session._steps.inputs.values()}
     assert (shapes["left"], shapes["right"]) == (["batch", 3], ["right_batch", 2])
     expected = loss(model(*data[:2]), data[2]).item()
     assert session.step([tensor.numpy() for tensor in data]) == pytest.approx(expected, rel=1e-5)

@@ -39,7 +39,9 @@ def _cases():
     for network in NETWORKS:
         for optimizer in OPTIONS:
             marks = [] if QUICK.get(network) == optimizer else [pytest.mark.slow]
-            yield pytest.param(network, optimizer, marks=marks, id=f"{network}-{optimizer}")
+            yield pytest.param(network, optimizer, True, marks=marks, id=f"{network}-{optimizer}")
+        marks = [] if network == "demo-resnet" else [pytest.mark.slow]
+        yield pytest.param(network, "adamw", False, marks=marks, id=f"{network}-no-cpu-kernels")
 
 
 def kind_of(name: str) -> str:
@@ -64,12 +66,19 @@ def well_conditioned(name, exact):
     return own > 1e-8 * mean_square
 
 
-@pytest.mark.parametrize(("network", "optimizer"), _cases())
-def test_a_step_is_as_close_to_float64_as_torchs(network, optimizer, tmp_path, record_property):
+@pytest.mark.parametrize(("network", "optimizer", "cpu_kernels"), _cases())
+def test_a_step_is_as_close_to_float64_as_torchs(network, optimizer, cpu_kernels, tmp_path, record_property):
     net = NETWORKS[network]
     model, options = net.model(), OPTIONS[optimizer]
     bnexport.export_training_step(
-        model, net.loss, net.batch(4), tmp_path / "s.onnx", optimizer=optimizer, optimizer_options=options, verify=False
+        model,
+        net.loss,
+        net.batch(4),
+        tmp_path / "s.onnx",
+        optimizer=optimizer,
+        optimizer_options=options,
+        cpu_kernels=cpu_kernels,
+        verify=False,
     )
     session = bnexport.TrainingSession(tmp_path / "s.onnx")
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -42,7 +42,10 @@ def test_updates_are_torchs(name, options):
         parameter.grad = grad.clone()
         rule.step()
         scalars = ours.scalars(torch.tensor(lr, dtype=torch.float64), torch.tensor(step))
+        whole = ours.update(new, grad, state, scalars, as_operator=True)
         new, state = ours.update(new, grad, state, scalars)
+        assert torch.equal(whole[0], new) and whole[1].keys() == state.keys()
+        assert all(torch.equal(whole[1][kind], tensor) for kind, tensor in state.items())
         pairs = {"parameter": (new, parameter)} | {
             kind: (tensor, rule.state[parameter][kind]) for kind, tensor in state.items()
         }

@@ -239,7 +239,7 @@ def test_damaged_files_are_named(session, path, tmp_path):
     with pytest.raises(MalformedModelError, match="no such file"):
         bnexport.TrainingSession(tmp_path / "absent.onnx")
     (tmp_path / "text.onnx").write_bytes(b"no model")
-    with pytest.raises(MalformedModelError, match=r"text\.onnx: ONNX Runtime cannot load it"):
+    with pytest.raises(MalformedModelError, match=r"text\.onnx' is truncated or not an ONNX file"):
         bnexport.TrainingSession(tmp_path / "text.onnx")
     session.export_inference(tmp_path / "inference.onnx")
     with pytest.raises(MalformedModelError, match="expected a training graph"):

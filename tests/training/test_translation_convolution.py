@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from bnexport.training.translations import input_gradient
 from bnexport.training.translations.geometry import Geometry
 from bnexport.training.translations.weight_gradient import Form, choose
-from tests.training.translation_calls import BATCH, Call, check_calls
+from tests.training.translation_calls import BATCH, Call, check_calls, graph
 from tests.training.translation_cases import case, check
 
 BACKWARD = torch.ops.aten.convolution_backward.default
@@ -134,6 +134,24 @@ def test_choice(form, geometry):
 )
 def test_choice_by_input(form, geometry):
     assert input_gradient.choose(Geometry(*geometry)).value == form
+
+
+def test_cpu_kernels():
+    """What they serve, and what keeps its standard form: three dimensions, transposed, stride with dilation."""
+    windows = [(3, 1, 1, 1), (3, 2, 1, 1), (3, 1, 2, 2), (1, 1, 0, 1), (1, 2, 0, 1), (4, 3, 2, 1), (3, 2, 1, 2)]
+    sizes = [(3, 8, 1), (16, 12, 1), (6, 6, 6), (6, 4, 2)]
+    made = [
+        call(rank, channels, outputs, (9, 8, 10)[:rank], *window, groups)
+        for rank in (1, 2, 3)
+        for window in windows
+        for channels, outputs, groups in sizes
+    ]
+    masks = list(itertools.product((False, True), repeat=3))[1:]
+    made += [call(2, 9, 10, (7, 9), (3, 2), (2, 1), (1, 0), (1, 2), mask=mask) for mask in masks]
+    made += [call(2, 6, 4, (4, 5), 3, 2, 1, groups=2, transposed=True)]
+    nodes = graph(made, with_cpu_kernels=True)[0].graph.node
+    assert {"ConvInputGrad", "ConvWeightGrad", "ConvTranspose"} <= {node.op_type for node in nodes}
+    check_calls(made, with_cpu_kernels=True)
 
 
 def test_traced():

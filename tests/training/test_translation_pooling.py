@@ -60,6 +60,17 @@ def test_max_pool_takes_the_first_of_equal_maxima():
     check_calls(max_pool(x, [3, 3], [2, 2], [1, 1], [1, 1], False) + max_pool(x, [2, 2], [3, 3], [1, 1], [3, 3], True))
 
 
+def test_max_pool_by_cpu_kernels():
+    x = torch.randn(BATCH, 3, 11, 10)
+    check_calls(
+        max_pool(x, [3, 3], [2, 2], [1, 1], [1, 1], False)
+        + max_pool(x, [2, 3], [3, 2], [0, 1], [3, 1], True)
+        + max_pool(x, [1, 3], [], [0, 1], [1, 1], True)
+        + max_pool(torch.randn(BATCH, 3, 5, 6, 7), [2] * 3, [2] * 3, [0] * 3, [1] * 3, False),
+        with_cpu_kernels=True,
+    )
+
+
 @SWEEPS
 def test_avg_pool(every):
     calls = []

@@ -9,6 +9,7 @@ from torch.onnx._internal.exporter._building import OpRecorder
 from bnexport import schema
 from bnexport.errors import UnsupportedModelError
 from bnexport.sync_bn import operators
+from bnexport.training import kernels
 from bnexport.training.translations import decompositions, translation_table
 
 ATEN = torch.ops.aten
@@ -19,16 +20,17 @@ def value(*shape):
     return ir.Value(name="x", shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.FLOAT))
 
 
-def record(overload, *arguments, standard_ops_only=False):
+def record(overload, *arguments, standard_ops_only=False, with_cpu_kernels=False):
     """The nodes that a translation makes, and what it returns."""
     recorder = OpRecorder(opset18, {})
     with evaluator.default_as(recorder):
-        outputs = translation_table(standard_ops_only)[overload](*arguments)
+        outputs = translation_table(standard_ops_only, with_cpu_kernels)[overload](*arguments)
     return recorder.nodes, outputs
 
 
 def test_what_is_translated_is_not_decomposed():
     assert not set(translation_table()) & set(decompositions())
+    assert not set(translation_table(with_cpu_kernels=True)) & set(decompositions())
     assert set(translation_table(True)) == set(translation_table(False))
 
 
@@ -72,6 +74,31 @@ def test_saved_statistics_reach_the_gradient_without_casts():
     backward, _ = record(operators.sync_batch_norm_backward, image, image, vector, *saved, True, [True] * 3, *GROUP)
     assert [node.op_type for node in backward] == [schema.SYNC_BATCH_NORM_GRAD.name]
     assert list(backward[0].inputs[3:]) == list(nodes[0].outputs[3:])
+
+
+IMAGE = ("batch", 3, 9, 8)
+KERNEL = (6, 3, 3, 3)
+WINDOW = ([2], [1], [1], False, [0], 1)
+# operator, shapes of its tensors, further arguments, the node in our domain or None for standard operators.
+CPU_KERNELS = [
+    (ATEN.convolution.default, (IMAGE, KERNEL, (6,)), WINDOW, "Conv"),
+    (ATEN.convolution.default, (IMAGE[:3], KERNEL[:3], (6,)), WINDOW, "Conv"),
+    (ATEN.convolution.default, ((*IMAGE, 7), (*KERNEL, 3), (6,)), WINDOW, None),
+    (ATEN.convolution.default, (IMAGE, (3, 6, 3, 3), (6,)), ([2], [1], [1], True, [0], 1), None),
+    (ATEN.threshold_backward.default, (IMAGE, IMAGE), (0,), "ReluGrad"),
+    (ATEN.hardtanh_backward.default, (IMAGE, IMAGE), (0, 6), "ReluGrad"),
+]
+
+
+@pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16])
+@pytest.mark.parametrize(("overload", "shapes", "rest", "name"), CPU_KERNELS)
+def test_cpu_kernels_are_for_float32(overload, shapes, rest, name, dtype):
+    tensors = [value(*shape) for shape in shapes]
+    for tensor in tensors:
+        tensor.dtype = dtype
+    nodes, _ = record(overload, *tensors, *rest, with_cpu_kernels=True)
+    served = name is not None and dtype == ir.DataType.FLOAT
+    assert nodes and [node.op_type for node in nodes if node.domain == kernels.DOMAIN] == ([name] if served else [])
 
 
 @pytest.mark.parametrize("mask", [(True, False, False), (False, True, True), (True, True, True)])

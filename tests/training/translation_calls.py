@@ -16,6 +16,8 @@ import torch
 from onnxscript import evaluator, opset18
 from torch.onnx._internal.exporter._building import OpRecorder
 
+from bnexport.runtime.library import get_library_path
+from bnexport.training import kernels
 from bnexport.training.translations import translation_table
 from tests.training.translation_cases import failure, one_thread, run
 
@@ -34,9 +36,9 @@ class Call:
     batched: tuple[int, ...] = (0,)
 
 
-def graph(calls: Sequence[Call]) -> tuple[onnx.ModelProto, list[Tensor]]:
+def graph(calls: Sequence[Call], with_cpu_kernels: bool = False) -> tuple[onnx.ModelProto, list[Tensor]]:
     """One graph of all calls, and its inputs."""
-    table = translation_table()
+    table = translation_table(with_cpu_kernels=with_cpu_kernels)
     tensors: list[Tensor] = []
     inputs: list[ir.Value] = []
     outputs: list[ir.Value] = []
@@ -62,7 +64,8 @@ def graph(calls: Sequence[Call]) -> tuple[onnx.ModelProto, list[Tensor]]:
             outputs += [opset18.Identity(output) for output in (made if isinstance(made, tuple) else (made,))]
     for index, output in enumerate(outputs):
         output.name = f"y{index}"
-    model = ir.Model(ir.Graph(inputs, outputs, nodes=recorder.nodes, opset_imports={"": 18}), ir_version=9)
+    imports = {"": 18, kernels.DOMAIN: kernels.VERSION}
+    model = ir.Model(ir.Graph(inputs, outputs, nodes=recorder.nodes, opset_imports=imports), ir_version=9)
     for index, node in enumerate(recorder.nodes):
         for number, output in enumerate(node.outputs):
             output.name = output.name or f"v{index}_{number}"
@@ -71,10 +74,10 @@ def graph(calls: Sequence[Call]) -> tuple[onnx.ModelProto, list[Tensor]]:
 
 
 @one_thread()
-def check_calls(calls: Sequence[Call]) -> None:
+def check_calls(calls: Sequence[Call], with_cpu_kernels: bool = False) -> None:
     """Fails with a list of the calls that miss the bound."""
-    model, tensors = graph(calls)
-    got = iter(run(model, tensors))
+    model, tensors = graph(calls, with_cpu_kernels)
+    got = iter(run(model, tensors, get_library_path()))
     failures = []
     for call in calls:
         single = _tuple(call.overload(*call.arguments))

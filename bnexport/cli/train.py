@@ -1,0 +1,185 @@
+"""The command that trains an exported step in ONNX Runtime, in one process or in those that torchrun starts."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bnexport.cli.common import Json, app
+from bnexport.cli.console import is_verbose, progress, say, set_level
+from bnexport.cli.output import check_targets, emit, table
+from bnexport.errors import UsageError
+
+if TYPE_CHECKING:
+    from bnexport.training.trainer import Trainer
+
+_DATA = "FILE.npz|X.npy,Y.npy"
+
+
+@app.command()
+def train(
+    step: Annotated[Path, typer.Argument(metavar="STEP", help="The graph that `bnexport train-export` wrote.")],
+    data: Annotated[
+        str, typer.Option(metavar=_DATA, help="Rows to train on: arrays by input name, or in the order of the inputs.")
+    ],
+    epochs: Annotated[int, typer.Option(metavar="INT", min=1, help="Times to go through the rows.")] = 1,
+    batch_size: Annotated[
+        int, typer.Option(metavar="INT", min=1, help="Rows of one step, of all processes together.")
+    ] = 32,
+    validation: Annotated[
+        str | None, typer.Option(metavar=_DATA, help="Rows for loss and accuracy after each epoch.")
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option("--learning-rate", metavar="FLOAT", min=0.0, help="Instead of the exported one.")
+    ] = None,
+    schedule: Annotated[str, typer.Option(metavar="NAME", help="constant, or cosine: falls to 0.")] = "constant",
+    warm_up: Annotated[int, typer.Option(metavar="INT", min=0, help="Steps in which the rate rises from 0.")] = 0,
+    drop_last: Annotated[bool, typer.Option("--drop-last", help="Leave out an epoch's last, smaller batch.")] = False,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="File that is replaced after each epoch.")
+    ] = None,
+    save_every: Annotated[
+        int, typer.Option(metavar="INT", min=0, help="Replace it after so many steps, too; 0: epochs only.")
+    ] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the checkpoint, if there is one, to the same bits.")
+    ] = False,
+    inference: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Write the trained model, folded and verified.")
+    ] = None,
+    loss_reduction: Annotated[
+        str, typer.Option(metavar="NAME", help="mean or sum: how the loss joins rows, for several processes.")
+    ] = "mean",
+    threads: Annotated[
+        int, typer.Option(metavar="INT", min=0, help="Threads of ONNX Runtime; 0: its choice, or an equal share.")
+    ] = 0,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1.0, help="How long a process waits for the others.")
+    ] = 300.0,
+    seed: Annotated[int, typer.Option(metavar="INT", min=0, help="Seed of the order of rows and of dropout.")] = 0,
+    json_target: Json = None,
+) -> None:
+    """Trains an exported step in ONNX Runtime. On several processes: torchrun --nproc-per-node N -m bnexport train ..."""
+    check_targets(checkpoint=checkpoint, inference=inference, json=json_target)
+    if checkpoint is None and (resume or save_every):
+        raise UsageError(
+            f"{'--resume' if resume else '--save-every'}: got no --checkpoint, expected the file that it is for"
+        )
+    if checkpoint is not None and checkpoint.exists() and not resume:
+        raise UsageError(f"--checkpoint: {str(checkpoint)!r} exists; go on from it with --resume, or remove it")
+
+    from bnexport.training.data import load_rows
+    from bnexport.training.session import TrainingSession
+    from bnexport.training.trainer import Settings, Trainer
+
+    group = _join_group(timeout)
+    session = TrainingSession(
+        step,
+        session_options=_session_options(threads, group),
+        group=group,
+        loss_reduction=loss_reduction,  # type: ignore[arg-type]
+    )
+    if session.rank:
+        set_level(quiet=True, verbose=False)
+    settings = Settings(
+        epochs=epochs,
+        batch_size=batch_size,
+        learning_rate=session.learning_rate if learning_rate is None else learning_rate,
+        seed=seed,
+        schedule=schedule,  # type: ignore[arg-type]
+        warm_up=warm_up,
+        drop_last=drop_last,
+    )
+    trainer = Trainer(
+        session,
+        load_rows(data, session.input_names, "--data"),
+        settings,
+        validation=None if validation is None else load_rows(validation, session.input_names, "--validation"),
+        checkpoint=checkpoint,
+        save_every=save_every,
+    )
+    if resume and checkpoint is not None and checkpoint.exists():
+        trainer.resume(checkpoint)
+        say(f"going on after step {trainer.steps_done} of {trainer.steps}")
+    begun, start = trainer.steps_done, time.perf_counter()
+    with progress("training", trainer.steps) as advance:
+        trainer.run(advance, lambda record: say(_line(record, epochs)))
+    seconds = time.perf_counter() - start
+    if group is not None:
+        from bnexport.sync_bn import distributed
+
+        distributed.leave()
+    if session.rank == 0:
+        _report(trainer, step, begun, seconds, checkpoint, inference, json_target)
+
+
+def _join_group(timeout: float) -> Any:
+    """The group that torchrun's environment describes; None for one process."""
+    if os.environ.get("WORLD_SIZE", "1") in {"", "1"}:
+        return None
+    from bnexport.sync_bn import distributed
+
+    return distributed.join(timeout)
+
+
+def _session_options(threads: int, group: Any) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    if not is_verbose():
+        options.log_severity_level = 4  # what fails is in the error
+    if threads == 0 and group is not None:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        threads = max(1, (os.cpu_count() or 1) // local)
+    options.intra_op_num_threads = threads
+    return options
+
+
+def _line(record: dict[str, float], epochs: int) -> str:
+    parts = [f"loss {record['loss']:.4g}"]
+    if "validation_loss" in record:
+        parts.append(f"validation loss {record['validation_loss']:.4g}")
+    if "accuracy" in record:
+        parts.append(f"accuracy {record['accuracy']:.2%}")
+    return f"epoch {record['epoch']:.0f} of {epochs}: {', '.join(parts)}"
+
+
+def _report(
+    trainer: Trainer,
+    step: Path,
+    begun: int,
+    seconds: float,
+    checkpoint: Path | None,
+    inference: Path | None,
+    json_target: str | None,
+) -> None:
+    folded = None if inference is None else trainer.session.export_inference(inference)
+    history = trainer.progress.history
+    names = {name: None for record in history for name in record}
+    rows = [[f"{record[name]:.6g}" if name in record else "" for name in names] for record in history]
+    columns = [name.replace("_", " ") for name in names]
+    emit(
+        {
+            "step": str(step),
+            "processes": trainer.session.processes,
+            "rows": len(trainer.data),
+            "steps": trainer.steps,
+            "resumed_after_step": begun or None,
+            "seconds": seconds,
+            "epochs": history,
+            "checkpoint": None if checkpoint is None else str(checkpoint),
+            "inference": None if inference is None else str(inference),
+        },
+        json_target,
+        [table(f"{step}: {trainer.steps} steps", columns, rows, right=columns)],
+    )
+    if checkpoint is not None:
+        say(f"{checkpoint} written")
+    if folded is not None:
+        say(
+            f"{inference} written, {folded.report.before.batch_norm - folded.report.after.batch_norm} batch norms folded"
+        )

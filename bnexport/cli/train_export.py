@@ -1,0 +1,166 @@
+"""The command that exports a training step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bnexport.cli.common import Json, app
+from bnexport.cli.console import say, status
+from bnexport.cli.factory import build, calm, explained
+from bnexport.cli.inputs import example_inputs
+from bnexport.cli.output import check_targets, emit, table
+from bnexport.errors import UsageError
+
+_SHOWN = 10
+
+
+@app.command("train-export")
+def train_export(
+    factory: Annotated[
+        str, typer.Argument(metavar="MODULE:FACTORY", help="A function, or class, that builds the torch module.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, such as step.onnx.")],
+    inputs: Annotated[
+        list[str],
+        typer.Option(
+            "--input",
+            "-i",
+            metavar="NAME:8,3,224,224|NAME:FILE.npy",
+            help="An input: a shape for random numbers, or a NumPy file. Repeatable, in the order of forward.",
+        ),
+    ],
+    loss: Annotated[
+        str, typer.Option(metavar="NAME|MODULE:FUNCTION", help="A loss of torch.nn.functional, or your own function.")
+    ] = "cross_entropy",
+    example: Annotated[
+        Path | None,
+        typer.Option("--target", metavar="FILE.npy", help="An example target; needed for a loss of your own."),
+    ] = None,
+    optimizer: Annotated[str, typer.Option(metavar="NAME", help="sgd, adam or adamw.")] = "sgd",
+    options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option", metavar="NAME=VALUE", help="Of the optimizer, as lr=1e-3 or betas=0.9,0.99. Repeatable."
+        ),
+    ] = None,
+    clip_grad_norm: Annotated[
+        float | None, typer.Option(metavar="FLOAT", help="Largest 2-norm of all gradients together.")
+    ] = None,
+    accumulate: Annotated[int, typer.Option(metavar="INT", min=1, help="Batches for one update.")] = 1,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Weights to start from, as `bnexport export` reads them.")
+    ] = None,
+    key: Annotated[str | None, typer.Option(metavar="NAME", help="Where the weights are in the checkpoint.")] = None,
+    allow_unexpected: Annotated[
+        bool, typer.Option("--allow-unexpected", help="Ignore names of the checkpoint that the module does not have.")
+    ] = False,
+    standard_ops_only: Annotated[
+        bool, typer.Option("--standard-ops-only", help="Batch norm in standard operators, for one process.")
+    ] = False,
+    dynamic: Annotated[bool, typer.Option("--dynamic/--static", help="Dynamic batch size.")] = True,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with torch.")] = True,
+    seed: Annotated[
+        int, typer.Option(metavar="INT", min=0, help="Seed of the module's weights and random inputs.")
+    ] = 0,
+    json_target: Json = None,
+) -> None:
+    """Exports a training step of a torch module. Forward, loss, gradients and optimizer become one graph."""
+    import torch
+
+    from bnexport.exporting.checkpoint import load_checkpoint
+    from bnexport.training import examples
+    from bnexport.training.api import export_training_step
+
+    check_targets(OUT=target, json=json_target)
+    with contextlib.redirect_stdout(sys.stderr):
+        torch.manual_seed(seed)
+        names, args = example_inputs(inputs, seed)
+        model = build(factory)
+        function = _load_function(loss) if ":" in loss else examples.named_loss(loss)
+        if checkpoint is not None:
+            load_checkpoint(model, checkpoint, key=key, allow_unexpected=allow_unexpected)
+        with explained(factory, model, args), torch.no_grad():
+            output = model.eval()(*args)
+        if example is not None:
+            wanted = _load_target(example)
+        elif ":" in loss:
+            raise UsageError("--target: missing, expected an example target for a loss of your own")
+        else:
+            wanted = examples.example_target(loss, output, torch.Generator().manual_seed(seed))
+        with status(f"exporting a training step of {factory}"), calm():
+            result = export_training_step(
+                model.train(),
+                function,
+                (*args, wanted),
+                target,
+                optimizer=optimizer,  # type: ignore[arg-type]
+                optimizer_options=_parse_options(options or []),
+                clip_grad_norm=clip_grad_norm,
+                accumulate=accumulate,
+                standard_ops_only=standard_ops_only,
+                dynamic=dynamic,
+                verify=verify,
+                input_names=[*names, "target"],
+            )
+    saved = result.saved_activations
+    rows = [
+        (each.name, each.operator, each.dtype, _shape(each.shape), f"{each.bytes or 0:,}") for each in saved[:_SHOWN]
+    ]
+    total = sum(each.bytes or 0 for each in saved)
+    title = f"kept between forward and backward: {total:,} bytes in {len(saved)} tensors"
+    columns = ("tensor", "operator", "type", "shape", "bytes")
+    emit(result.to_dict(), json_target, [table(title, columns, rows, right=("bytes",))])
+    say(f"{target}, {result.evaluation_path} and {result.state_path} written")
+    say(f"{'verification passed: ' if result.verification.passed else ''}{result.verification.summary()}")
+
+
+def _shape(shape: tuple[int | str, ...] | None) -> str:
+    return "?" if shape is None else "(" + ", ".join(map(str, shape)) + ")"
+
+
+def _load_function(text: str) -> Any:
+    import importlib
+    import os
+
+    module, _, name = text.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise UsageError(f"--loss {text}: cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise UsageError(f"--loss {text}: got a {type(function).__name__}, expected a function of (output, target)")
+    return function
+
+
+def _load_target(path: Path) -> Any:
+    import numpy as np
+    import torch
+
+    try:
+        return torch.from_numpy(np.load(path, allow_pickle=False))
+    except (OSError, ValueError, EOFError, TypeError) as error:
+        raise UsageError(f"--target: cannot read {str(path)!r}, expected a file that numpy.save wrote") from error
+
+
+def _parse_options(texts: list[str]) -> dict[str, Any]:
+    """NAME=VALUE with a number, true, false, or numbers with commas between; the optimizer checks the rest."""
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        try:
+            parsed = json.loads(f"[{value}]")
+        except ValueError:
+            parsed = []
+        if not separator or not parsed or not all(isinstance(part, (bool, int, float)) for part in parsed):
+            raise UsageError(
+                f"--option: got {text!r}, expected NAME=VALUE such as lr=1e-3, betas=0.9,0.99 or nesterov=true"
+            )
+        options[name] = parsed[0] if len(parsed) == 1 else tuple(parsed)
+    return options
