@@ -44,6 +44,7 @@ class ExportResult:
     format: str = "onnx"
 
     def to_dict(self) -> dict[str, Any]:
+        """What the command line prints with --json."""
         return {
             "path": str(self.path),
             "format": self.format,
@@ -90,8 +91,12 @@ def export(
     that has nothing of ours.
 
     Args:
+        model: the module; in mode "custom_op" its train or eval mode counts.
         args: example inputs, one tensor or a tuple of tensors for the positional parameters.
+        path: the file to write, whole or not at all.
+        mode: "deploy" or "custom_op".
         exporter: for ONNX, "dynamo" (torch.export) or "torchscript" (tracing).
+        format: "onnx", "torchscript" or "pt2".
         dynamic: dimension 0 and every dimension from 2 on of each input of rank >= 2 are dynamic.
         verify: run the exported model, in ONNX Runtime or in a new process, and compare it with torch
             on `args`.

@@ -142,7 +142,9 @@ def _read(path: Path) -> tuple[Any, tuple[str, ...]]:
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=False, pickle_module=_inert_pickle(ignored))
         except Exception as error:
-            raise UsageError(f"{path}: cannot be read as a checkpoint: {error}") from error
+            raise UsageError(
+                f"{path}: cannot be read as a checkpoint: {error}; expected a file written by torch.save"
+            ) from error
         return loaded, tuple(sorted(ignored))
     except Exception as error:
         raise UsageError(
@@ -181,9 +183,10 @@ def read_state_dict(path: str | Path, key: str | None = None) -> tuple[dict[str,
         inner: Any = loaded
         for part in key.split("."):
             if not isinstance(inner, dict) or part not in inner:
-                choices = [name for name, value in loaded.items() if isinstance(value, dict)]
+                choices = ", ".join(str(name) for name, value in loaded.items() if isinstance(value, dict))
                 raise UsageError(
-                    f"{path}: has no key {key!r}, expected one of {', '.join(map(str, choices)) or '(no dict in it)'}"
+                    f"{path}: has no key {key!r}, expected "
+                    + (f"one of {choices}" if choices else "none: the file is a state_dict itself")
                 )
             inner = inner[part]
         candidates = [(key, inner)]
@@ -196,7 +199,7 @@ def read_state_dict(path: str | Path, key: str | None = None) -> tuple[dict[str,
             return tensors, name, ignored
     raise UsageError(
         f"{path}: found no tensors under {' or '.join(_CONTAINERS)}, nor at the top; its keys are "
-        f"{', '.join(map(str, list(loaded)[:_SHOWN]))}; name the right one with key="
+        f"{', '.join(map(str, list(loaded)[:_SHOWN]))}; name the right one with key= or --key"
     )
 
 
@@ -232,8 +235,8 @@ def load_checkpoint(
 
     Args:
         module: takes the weights; unchanged when an error is raised.
-        path: see `read_state_dict`.
-        key: see `read_state_dict`.
+        path: a file written by torch.save, or .safetensors. Nothing that it names is run.
+        key: where the weights are, such as "state_dict_ema" or "ema.module"; None looks in the usual places.
         allow_unexpected: names that the module does not have are ignored instead of refused, as of an
             auxiliary head that only training needs.
 
@@ -257,7 +260,9 @@ def load_checkpoint(
     if missing:
         problems.append(f"{len(missing)} missing: {_names(missing)}")
     if unexpected and not allow_unexpected:
-        problems.append(f"{len(unexpected)} unexpected (may be allowed): {_names(unexpected)}")
+        problems.append(
+            f"{len(unexpected)} unexpected (allow_unexpected=True or --allow-unexpected ignores them): {_names(unexpected)}"
+        )
     if shapes:
         problems.append(f"{len(shapes)} of another shape: {_names(shapes)}")
     if problems:

@@ -16,6 +16,7 @@ import torch
 from torch.onnx import symbolic_helper
 
 from bnexport import schema
+from bnexport.errors import UsageError
 from bnexport.exporting.dynamo import dynamic_dimensions
 from bnexport.exporting.wrapper import Traced
 from bnexport.sync_bn.module import SyncBatchNorm
@@ -111,6 +112,11 @@ def trace(
                     initializer.const_value = ir.Tensor(tensor.numpy().copy(), name=tensor.name)
             _forget_wrong_shapes(model.graph, axes)
             return model, []
+    except OSError as error:
+        raise UsageError(
+            f"cannot write the traced model to the folder for temporary files: {error.strerror or error};"
+            " nothing was changed; make room there, or set TMPDIR to another folder"
+        ) from error
     finally:
         torch.onnx.unregister_custom_op_symbolic(_OPERATOR, OPSET)  # type: ignore[attr-defined]
 

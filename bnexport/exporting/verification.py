@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import math
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
 
-from bnexport import model_io, schema, tolerances
+from bnexport import schema, tolerances
 from bnexport.errors import LibraryError, VerificationError
 from bnexport.exporting.wrapper import Traced, crosses_processes
+from bnexport.runtime import injection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,7 @@ def check(model: ir.Model, traced: Traced, inputs: tuple[torch.Tensor, ...]) -> 
     if any(tensor.dtype == torch.bfloat16 for tensor in inputs):
         return Verification.skipped("onnxruntime's Python interface takes no bfloat16 arrays")
     try:
-        import onnxruntime
+        import onnxruntime  # noqa: F401 - whether it is there
     except ImportError:
         return Verification.skipped("onnxruntime is not installed")
     expected = _run(traced, inputs)
@@ -84,15 +83,14 @@ def check(model: ir.Model, traced: Traced, inputs: tuple[torch.Tensor, ...]) -> 
         batches.append((doubled, _run(traced, doubled)))
     errors: list[OutputError] = []
     engines, reason = _engines(model)
-    with _loadable(model) as source:
-        for engine, options in engines:
-            try:
-                session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-                results = [session.run(None, _named(model.graph.inputs, feeds)) for feeds, _ in batches]
-            except Exception as error:  # ONNX Runtime raises one class for each status code
-                raise VerificationError(f"{engine} cannot run the exported model: {str(error).strip()}") from error
-            for (feeds, references), got in zip(batches, results):
-                errors += _compare_all(model, got, references, traced, feeds, engine)
+    for engine, options in engines:
+        try:
+            session = injection.open_model(model, options)
+            results = [session.run(None, _named(model.graph.inputs, feeds)) for feeds, _ in batches]
+        except Exception as error:  # ONNX Runtime raises one class for each status code
+            raise VerificationError(f"{engine} cannot run the exported model: {str(error).strip()}") from error
+        for (feeds, references), got in zip(batches, results):
+            errors += _compare_all(model, got, references, traced, feeds, engine)
     if not engines:
         return Verification.skipped(reason)
     return Verification(all(error.passed for error in errors), " and ".join(name for name, _ in engines), tuple(errors))
@@ -123,18 +121,6 @@ def _engines(model: ir.Model) -> tuple[list[tuple[str, Any]], str]:
     if all(node.op_identifier() in model.functions for node in nodes):
         engines.append((f"{name} with the portable body", options()))
     return engines, reason
-
-
-@contextlib.contextmanager
-def _loadable(model: ir.Model) -> Iterator[bytes | str]:
-    """The model as bytes, or as a file in a temporary folder where it is too large for one message."""
-    if model_io.write.tensor_total(model) <= model_io.write.EXTERNAL_THRESHOLD:
-        yield model_io.to_bytes(model)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/model.onnx"
-        model_io.save(model, path)
-        yield path
 
 
 def _named(values: Sequence[ir.Value], tensors: tuple[torch.Tensor, ...]) -> dict[str, np.ndarray]:

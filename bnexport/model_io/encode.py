@@ -23,6 +23,7 @@ from bnexport.errors import MalformedModelError
 from bnexport.model_io import walk
 from bnexport.model_io.external import ContainedTensor
 from bnexport.model_io.read import innermost
+from bnexport.model_io.validate import BITS
 from bnexport.model_io.wire import SMALLEST_CUT, field, header
 
 # Smaller tensors stay in the model file: shapes and scalars that tools want to see.
@@ -52,8 +53,9 @@ def size(piece: Piece) -> int:
     """Bytes that a piece, or a tensor, takes in a file; strings are not counted."""
     if isinstance(piece, bytes):
         return len(piece)
-    if isinstance(piece, ir.serde.TensorProtoTensor):  # without the Shape object that `nbytes` makes
-        return (math.prod(piece.raw.dims) * piece.dtype.bitwidth + 7) // 8
+    # Not isinstance, which costs more than all the rest for classes that implement a protocol.
+    if type(piece) is ir.serde.TensorProtoTensor:  # without the Shape object that `nbytes` makes
+        return (math.prod(piece.raw.dims) * BITS.get(piece.raw.data_type, 0) + 7) // 8
     return 0 if piece.dtype is ir.DataType.STRING else piece.nbytes
 
 
@@ -106,7 +108,7 @@ def _initializer(value: ir.Value) -> list[Piece]:
     assert tensor is not None
     tensor.name = value.name
     if not _streams(tensor):
-        if isinstance(tensor, ir.serde.TensorProtoTensor) and not tensor.metadata_props:
+        if type(tensor) is ir.serde.TensorProtoTensor and not tensor.metadata_props:
             return [field(_GRAPH_INITIALIZER, tensor.raw.SerializeToString())]
         return [field(_GRAPH_INITIALIZER, ir.serde.serialize_tensor(tensor).SerializeToString())]
     proto = onnx.TensorProto(name=tensor.name, data_type=tensor.dtype.value, dims=tensor.shape.numpy())
@@ -120,10 +122,11 @@ def _initializer(value: ir.Value) -> list[Piece]:
 
 def _streams(tensor: ir.TensorProtocol) -> bool:
     """Whether the bytes of a tensor are taken from where they are: in a file, or large."""
-    if isinstance(tensor, ir.ExternalTensor):
+    if type(tensor) is ir.serde.TensorProtoTensor:
+        if not tensor.raw.HasField("raw_data"):
+            return False
+    elif walk.lies_in_file(tensor):
         return isinstance(tensor, ContainedTensor)
-    if isinstance(tensor, ir.serde.TensorProtoTensor) and not tensor.raw.HasField("raw_data"):
-        return False
     return tensor.dtype is not ir.DataType.STRING and size(tensor) >= SMALLEST_CUT
 
 
@@ -168,10 +171,7 @@ def _reference(tensor: ir.TensorProtocol, data_name: str, offset: int) -> ir.Ext
 def _stored_elsewhere(model: ir.Model, given: bool) -> Iterator[tuple[walk.TensorSlot, ir.ExternalTensor]]:
     """Tensors in files, but for those that `_model_pieces` takes from there itself."""
     own = model.graph.initializers
-    for slot in walk.tensors(model):
-        tensor = slot.get()
-        if not isinstance(tensor, ir.ExternalTensor):
-            continue
+    for slot, tensor in walk.external(model):
         taken = slot.value is not None and own.get(str(slot.value.name)) is slot.value
         if not taken or not (given or isinstance(tensor, ContainedTensor)):
             yield slot, tensor

@@ -128,7 +128,8 @@ def _open_below(folder: str, parts: tuple[str, ...], allow_links: bool) -> int:
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK):
             raise UnsafeModelError(
-                f"external data {shown!r} is, or lies behind, a symbolic link; links are refused"
+                f"external data {shown!r} is, or lies behind, a symbolic link; copy the data, or allow links"
+                " inside the folder with --limit allow_links=yes"
             ) from error
         raise MalformedModelError(f"external data {shown!r} cannot be opened: {error}") from error
     status = os.fstat(current)
@@ -139,7 +140,8 @@ def _open_below(folder: str, parts: tuple[str, ...], allow_links: bool) -> int:
         reason = f"has {status.st_nlink} hard links"
     if reason:
         os.close(current)
-        raise UnsafeModelError(f"external data {shown!r} {reason}; copy the data into a file of its own")
+        way_out = ", or pass --limit allow_links=yes" if status.st_nlink > 1 else ""
+        raise UnsafeModelError(f"external data {shown!r} {reason}; copy the data into a file of its own{way_out}")
     return current
 
 

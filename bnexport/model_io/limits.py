@@ -1,18 +1,33 @@
-"""Documented bounds on what a model file may ask for; a caller raises one by passing its own record."""
+"""Documented bounds on what a model file may ask for.
+
+A caller raises one by passing a record of its own; a user by the command line's `--limit NAME=NUMBER`, or by the
+environment variable BNEXPORT_LIMITS, which holds the same settings separated by commas.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
+from collections.abc import Iterable
+
+from bnexport.errors import UsageError
+
+ENVIRONMENT_VARIABLE = "BNEXPORT_LIMITS"
+_NUMBER = re.compile(r"([0-9]{1,18})([KMGT]?)\Z")
+_SUFFIXES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SWITCH = {"yes": True, "no": False}
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Bounds that hold for one `load`.
+    """Bounds that hold for one `load`. docs/security.md tells the memory that they add up to.
 
     model_bytes: size of the .onnx file itself; protobuf cannot hold more than 2 GiB.
-    structure_bytes: the same without raw_data of 4 KiB and more, which stays in the file. A message of two
-        bytes takes up to 200 in memory, so parsing takes up to 100 times this much, for a hostile file.
-    nodes, tensors: how many of each the graphs and functions of a model may hold.
+    structure_bytes: the same without raw_data of 4 KiB and more, which stays in the file.
+    elements: texts and messages of the structure, each of which takes up to 200 bytes when it is parsed.
+    nodes: nodes, graphs inside nodes and functions, together. tensors: initializers and attributes.
+    values: names of inputs and outputs, attributes, and entries of attributes that are lists.
     name_length: characters of one name of a node, value, operator, domain or attribute.
     tensor_bytes: declared size of one tensor.
     graph_depth: graphs inside graphs (If, Loop, Scan bodies).
@@ -21,9 +36,11 @@ class Limits:
     """
 
     model_bytes: int = 2**31 - 1
-    structure_bytes: int = 2**27
-    nodes: int = 10**6
-    tensors: int = 10**6
+    structure_bytes: int = 2**26
+    elements: int = 2**22
+    nodes: int = 2**18
+    tensors: int = 2**18
+    values: int = 2**21
     name_length: int = 2**16
     tensor_bytes: int = 2**40
     graph_depth: int = 32
@@ -31,3 +48,36 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
+
+
+def current() -> Limits:
+    """The limits where a caller passes none: the defaults, with what BNEXPORT_LIMITS sets.
+
+    Raises UsageError for a setting that is none.
+    """
+    text = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    return parse(text.split(","), ENVIRONMENT_VARIABLE) if text else DEFAULT_LIMITS
+
+
+def parse(settings: Iterable[str], where: str) -> Limits:
+    """Limits from settings such as nodes=5000000, structure_bytes=512M (binary units) or allow_links=yes."""
+    names = [field.name for field in dataclasses.fields(Limits)]
+    values: dict[str, int | bool] = {}
+    for setting in settings:
+        name, _, text = setting.strip().partition("=")
+        number = _NUMBER.match(text)
+        if name == "allow_links" and text in _SWITCH:
+            values[name] = _SWITCH[text]
+        elif name in names and name != "allow_links" and number is not None:
+            values[name] = int(number.group(1)) * _SUFFIXES[number.group(2)]
+        else:
+            raise UsageError(
+                f"{where}: got {setting[:100]!r}, expected NAME=NUMBER, such as nodes=5000000 or structure_bytes=512M,"
+                f" or allow_links=yes; names are {', '.join(names)}"
+            )
+    return dataclasses.replace(DEFAULT_LIMITS, **values)  # type: ignore[arg-type]
+
+
+def way_out(name: str) -> str:
+    """The end of an error about a limit."""
+    return f"a file that you trust may have more with --limit {name}=... (docs/security.md)"

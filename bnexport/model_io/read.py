@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import stat
+from collections.abc import Callable
 
 import google.protobuf.message  # type: ignore[import-untyped]
 import onnx
@@ -14,7 +16,7 @@ from bnexport.errors import BnexportError, MalformedModelError, UnsafeModelError
 from bnexport.model_io import validate, walk, wire
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.external import DataFile, Folder
-from bnexport.model_io.limits import DEFAULT_LIMITS, Limits
+from bnexport.model_io.limits import Limits, current
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,27 +27,27 @@ class ModelSource:
     path: str | None
 
 
-def load(path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS) -> ir.Model:
+def load(path: str | os.PathLike[str], *, limits: Limits | None = None) -> ir.Model:
     """The model in the file `path`; external data and tensors of 4 KiB and more stay on disk until they are used.
 
+    limits: None for `limits.current()`.
     Raises MalformedModelError (missing, directory, empty, truncated, not ONNX), UnsafeModelError
     (external data outside the folder, links, wrong sizes) or UnsupportedModelError.
     """
     return open_source(path, limits=limits).model
 
 
-def as_model(
-    source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, *, limits: Limits = DEFAULT_LIMITS
-) -> ir.Model:
+def as_model(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, *, limits: Limits | None = None) -> ir.Model:
     """A model of the caller's own: loaded from a path, or a copy of what is given."""
     return open_source(source, limits=limits).model
 
 
 @paused_collection()
 def open_source(
-    source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, *, limits: Limits = DEFAULT_LIMITS
+    source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, *, limits: Limits | None = None
 ) -> ModelSource:
     """`as_model` that also tells the file's real path."""
+    limits = limits or current()
     if isinstance(source, ir.Model):
         return ModelSource(source.clone(), None)
     if isinstance(source, onnx.ModelProto):
@@ -59,27 +61,42 @@ def open_source(
     raise UsageError(f"expected a path, onnx.ModelProto or onnx_ir.Model, got {type(source).__name__}")
 
 
-def from_proto(proto: onnx.ModelProto, *, folder: str | None = None, limits: Limits = DEFAULT_LIMITS) -> ir.Model:
+def from_proto(proto: onnx.ModelProto, *, folder: str | None = None, limits: Limits | None = None) -> ir.Model:
     """Checks `proto` and builds a model that shares its tensors. `folder`: where external data lies."""
+    limits = limits or current()
     return _build(proto, Folder(folder, limits), limits)
 
 
+def _check_proto(proto: onnx.ModelProto, files: Folder, limits: Limits) -> bool:
+    """Whether it refers to tensors in files."""
+    external = validate.validate(proto, limits)
+    for declared in external:
+        files.check(declared)
+    return bool(external)
+
+
 def _build(proto: onnx.ModelProto, files: Folder, limits: Limits) -> ir.Model:
-    validate.validate(proto, limits)
-    for declared in validate.tensors(proto):
-        if declared.data_location == onnx.TensorProto.EXTERNAL:
-            files.check(declared)
+    external = _check_proto(proto, files, limits)
     try:
         model = ir.serde.deserialize_model(proto)
     except BnexportError:
         raise
     except Exception as error:  # onnx-ir chains the place into one long text; the first line says what.
         raise MalformedModelError(f"not a valid ONNX model: {innermost(error)}") from error
-    for slot in walk.tensors(model):
-        tensor = slot.get()
-        if type(tensor) is ir.ExternalTensor:
+    if external:
+        for slot, tensor in walk.external(model):
             slot.set(files.tensor(tensor))
     return model
+
+
+def check(data: bytes, *, limits: Limits | None = None) -> None:
+    """Whether a serialised model in memory, which holds all its weights, is one that `load` would accept.
+
+    Raises what `load` raises.
+    """
+    limits = limits or current()
+    proto, _ = _parse(functools.partial(wire.whole, data, limits), "in memory")
+    _check_proto(proto, Folder(None, limits), limits)
 
 
 def innermost(error: BaseException) -> str:
@@ -102,21 +119,17 @@ def read_proto(real: str, shown: str, limits: Limits) -> tuple[onnx.ModelProto, 
     try:
         status = os.fstat(descriptor)
         _check_file(status, shown, limits)
-        proto, places = _parse(descriptor, status.st_size, shown, limits)
+        proto, places = _parse(functools.partial(wire.cut, descriptor, status.st_size, limits), shown)
     finally:
         os.close(descriptor)
-    if not proto.HasField("graph") or proto.ir_version < 1:
-        raise MalformedModelError(f"model file {shown!r} is not an ONNX file: it has no graph or IR version")
     model = DataFile.of_model(real, status)
     return proto, Folder(model.folder, limits, model, places)
 
 
-def _parse(
-    descriptor: int, size: int, shown: str, limits: Limits
-) -> tuple[onnx.ModelProto, dict[str, tuple[int, int]]]:
+def _parse(walk_wire: Callable[[], wire.Cut], shown: str) -> tuple[onnx.ModelProto, dict[str, tuple[int, int]]]:
     proto = onnx.ModelProto()
     try:
-        cut = wire.cut(descriptor, size, limits)
+        cut = walk_wire()
         proto.ParseFromString(cut.data)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
@@ -128,6 +141,8 @@ def _parse(
         if isinstance(error, MemoryError) or "alloc" in str(error):
             raise UnsafeModelError(f"model file {shown!r} needs more memory than there is") from None
         raise MalformedModelError(f"model file {shown!r} is truncated or not an ONNX file") from error
+    if not proto.HasField("graph") or proto.ir_version < 1:
+        raise MalformedModelError(f"model file {shown!r} is not an ONNX file: it has no graph or IR version")
     return proto, cut.places
 
 
@@ -140,6 +155,6 @@ def _check_file(status: os.stat_result, shown: str, limits: Limits) -> None:
         raise MalformedModelError(f"model file {shown!r} is empty")
     if status.st_size > limits.model_bytes:
         raise UnsafeModelError(
-            f"model file {shown!r} has {status.st_size} bytes, the limit is {limits.model_bytes};"
+            f"model file {shown!r} has {status.st_size} bytes, the limit is {limits.model_bytes} (model_bytes);"
             " store its weights as external data"
         )

@@ -17,8 +17,7 @@ import secrets
 import shutil
 
 from bnexport.errors import BnexportError, UsageError
-from bnexport.model_io import validate
-from bnexport.model_io.limits import DEFAULT_LIMITS
+from bnexport.model_io import limits, validate
 from bnexport.model_io.read import read_proto
 
 _DATA_NAMES = "data"
@@ -157,7 +156,7 @@ def _data_pattern(name: str) -> re.Pattern[str]:
 def _locations(path: str) -> set[str] | None:
     """Names of the data files that a model refers to, None where it is no model."""
     try:
-        proto, _ = read_proto(path, path, DEFAULT_LIMITS)
+        proto, _ = read_proto(path, path, limits.current())
     except BnexportError:
         return None
     return {

@@ -17,6 +17,8 @@ Tensors = dict[str, np.ndarray]
 def save_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str], path: str | os.PathLike[str]) -> None:
     """Writes a safetensors file, which appears whole or not at all; the same tensors give the same bytes."""
     numpy_format = _safetensors()
+    import safetensors
+
     target = os.path.realpath(path)
     if os.path.isdir(target) or not os.path.isdir(os.path.dirname(target)):
         raise UsageError(f"cannot write {os.fspath(path)!r}: it is a folder, or its folder does not exist")
@@ -29,8 +31,9 @@ def save_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str],
             os.fsync(file.fileno())
         os.replace(staged, target)
         staging.sync_folder(os.path.dirname(target))
-    except OSError as error:
-        raise UsageError(f"cannot write {os.fspath(path)!r}: {error.strerror or error}; nothing was changed") from error
+    except (OSError, safetensors.SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise UsageError(f"cannot write {os.fspath(path)!r}: {reason}; nothing was changed") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

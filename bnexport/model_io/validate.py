@@ -8,23 +8,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import onnx
 import onnx_ir as ir
 
 from bnexport.errors import MalformedModelError, ModelError, UnsafeModelError, UnsupportedModelError
-from bnexport.model_io.limits import Limits
+from bnexport.model_io.limits import Limits, way_out
 
 # Which repeated field holds the data of a type that is not in raw_data, and values per element.
 _FLOAT_FIELD: dict[int, int] = {onnx.TensorProto.FLOAT: 1, onnx.TensorProto.COMPLEX64: 2}
 _DOUBLE_FIELD: dict[int, int] = {onnx.TensorProto.DOUBLE: 1, onnx.TensorProto.COMPLEX128: 2}
 _UINT64_FIELD = (onnx.TensorProto.UINT32, onnx.TensorProto.UINT64)
+# NumPy's.
+_MOST_DIMENSIONS = 32
+# Attributes that are lists, and the field of their entries.
+_LISTS: dict[int, str] = {
+    onnx.AttributeProto.FLOATS: "floats",
+    onnx.AttributeProto.INTS: "ints",
+    onnx.AttributeProto.STRINGS: "strings",
+    onnx.AttributeProto.TYPE_PROTOS: "type_protos",
+}
+# Bits of an element, by its data type in the file.
+BITS: dict[int, int] = {
+    dtype.value: dtype.bitwidth for dtype in ir.DataType if dtype not in (ir.DataType.UNDEFINED, ir.DataType.STRING)
+}
 
 
-def validate(proto: onnx.ModelProto, limits: Limits) -> None:
-    """Raises MalformedModelError, UnsafeModelError or UnsupportedModelError, in one printable line."""
+def validate(proto: onnx.ModelProto, limits: Limits) -> list[onnx.TensorProto]:
+    """The tensors that are external data, which only their file can judge.
+
+    Raises MalformedModelError, UnsafeModelError or UnsupportedModelError, in one printable line.
+    """
     try:
-        _validate(proto, limits)
+        return _validate(proto, limits)
     except ModelError as error:
         text = printable(str(error))
         raise (error if text == str(error) else type(error)(text)) from error.__cause__
@@ -35,16 +52,18 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text[:600])
 
 
-def _validate(proto: onnx.ModelProto, limits: Limits) -> None:
+def _validate(proto: onnx.ModelProto, limits: Limits) -> list[onnx.TensorProto]:
     if proto.ir_version < 1 or not proto.HasField("graph"):
         raise MalformedModelError("not an ONNX model: no graph or IR version")
-    if not proto.opset_import and proto.ir_version >= 3:
+    if not proto.opset_import:
         raise MalformedModelError("not an ONNX model: no opset is declared")
     if proto.training_info:
         raise UnsupportedModelError("the model carries ONNX training_info, which cannot be kept; remove it first")
     scope = _Scope(limits)
     scope.graph(proto.graph, 1)
     scope.text([item.domain for item in proto.opset_import], "opset import")
+    texts = (proto.producer_name, proto.producer_version, proto.domain, proto.doc_string)
+    scope.plain((*texts, *_entries(proto.metadata_props)), "model")
     seen = set()
     for function in proto.functions:
         key = (function.domain, function.name, getattr(function, "overload", ""))
@@ -53,24 +72,31 @@ def _validate(proto: onnx.ModelProto, limits: Limits) -> None:
         seen.add(key)
         scope.function(function)
     _refuse_recursion(proto)
+    return scope.external
 
 
 def tensor_bytes(proto: onnx.TensorProto, limits: Limits) -> int:
     """Bytes that the declared type and shape need (packed types rounded up)."""
-    name = proto.name[:200]
-    try:
-        dtype = ir.DataType(proto.data_type)
-    except ValueError as error:
-        raise MalformedModelError(f"tensor {name!r} has the unknown data type {proto.data_type}") from error
-    if dtype is ir.DataType.UNDEFINED:
-        raise MalformedModelError(f"tensor {name!r} has no data type")
+    bits = BITS.get(proto.data_type)
+    if bits is None:
+        if proto.data_type != onnx.TensorProto.STRING:
+            known = proto.data_type != onnx.TensorProto.UNDEFINED
+            what = f"the unknown data type {proto.data_type}" if known else "no data type"
+            raise MalformedModelError(f"tensor {proto.name[:200]!r} has {what}")
+        bits = 8
     dims = tuple(proto.dims)
-    if any(dim < 0 for dim in dims):
-        raise MalformedModelError(f"tensor {name!r} has a negative dimension: {dims[:8]}")
-    bits = 8 if dtype is ir.DataType.STRING else dtype.bitwidth
+    if dims and min(dims) < 0:
+        raise MalformedModelError(f"tensor {proto.name[:200]!r} has a negative dimension: {dims[:8]}")
+    if len(dims) > _MOST_DIMENSIONS:
+        raise UnsupportedModelError(
+            f"tensor {proto.name[:200]!r} has {len(dims)} dimensions, expected at most {_MOST_DIMENSIONS}"
+        )
     nbytes = (math.prod(dims) * bits + 7) // 8
     if nbytes > limits.tensor_bytes:
-        raise UnsafeModelError(f"tensor {name!r} declares {nbytes} bytes, the limit is {limits.tensor_bytes}")
+        raise UnsafeModelError(
+            f"tensor {proto.name[:200]!r} declares {nbytes} bytes, the limit is {limits.tensor_bytes};"
+            f" {way_out('tensor_bytes')}"
+        )
     return nbytes
 
 
@@ -99,7 +125,7 @@ def _check_tensor(proto: onnx.TensorProto, limits: Limits) -> None:
         got, expected = len(proto.string_data), count
     else:
         got = len(proto.int32_data)
-        expected = nbytes if ir.DataType(proto.data_type).bitwidth < 8 else count
+        expected = nbytes if BITS[proto.data_type] < 8 else count
     if got != expected:
         raise MalformedModelError(
             f"tensor {name!r} with shape {list(proto.dims)[:8]} carries {got} bytes or values, expected {expected}"
@@ -112,22 +138,29 @@ class _Scope:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._names: list[set[str]] = []
-        self._nodes_left, self._tensors_left = limits.nodes, limits.tensors
+        self._left = {"nodes": limits.nodes, "tensors": limits.tensors, "values": limits.values}
+        self.external: list[onnx.TensorProto] = []
 
     def graph(self, graph: onnx.GraphProto, depth: int) -> None:
         where = f"graph {graph.name[:80]!r}"
         if depth > self._limits.graph_depth:
-            raise UnsafeModelError(f"{where}: graphs are nested deeper than {self._limits.graph_depth}")
+            raise UnsafeModelError(
+                f"{where}: graphs are nested deeper than {self._limits.graph_depth}; {way_out('graph_depth')}"
+            )
         if graph.sparse_initializer:
             raise UnsupportedModelError(
                 f"{where} has sparse initializers, which are not supported; convert them to dense ones"
             )
         inputs = [value.name for value in graph.input]
         initializers = [tensor.name for tensor in graph.initializer]
+        self._count("values", len(inputs) + len(graph.output) + len(graph.value_info))
         self._unique(inputs, f"{where}: input")
         self._unique(initializers, f"{where}: initializer")
         for tensor in graph.initializer:
             self._tensor(tensor)
+        self.plain((graph.name, graph.doc_string, *_entries(graph.metadata_props)), where)
+        for annotation in graph.quantization_annotation:
+            self.plain((annotation.tensor_name, *_entries(annotation.quant_parameter_tensor_names)), where)
         self._names.append({*inputs, *initializers})
         self._nodes(graph.node, depth, where)
         for value in graph.output:
@@ -139,7 +172,15 @@ class _Scope:
     def function(self, function: onnx.FunctionProto) -> None:
         self.text((function.domain, function.name, *function.output, *function.attribute), "function")
         where = f"function {function.domain}:{function.name}"
+        self._count("values", len(function.input) + len(function.output) + len(function.attribute))
+        self.plain((function.doc_string, function.overload, *_entries(function.metadata_props)), where)
         self._unique(function.input, f"{where}: input")
+        for attribute in function.attribute_proto:
+            self.text((attribute.name, attribute.ref_attr_name), where)
+            before = len(self.external)
+            self._attribute(attribute, 1, where)
+            if len(self.external) > before:
+                raise UnsafeModelError(f"{where}: the default of {attribute.name[:80]!r} is external data")
         self._names.append(set(function.input))
         self._nodes(function.node, 1, where)
         for name in function.output:
@@ -150,12 +191,14 @@ class _Scope:
     def _nodes(self, nodes: Sequence[onnx.NodeProto], depth: int, where: str) -> None:
         scope = self._names[-1]
         captured: set[str] = set()
-        self._nodes_left -= len(nodes)
-        if self._nodes_left < 0:
-            raise UnsafeModelError(f"the model has more than {self._limits.nodes} nodes")
+        self._count("nodes", len(nodes) + 1)
         for node in nodes:
             inputs, outputs = tuple(node.input), tuple(node.output)
+            self._count("values", len(inputs) + len(outputs) + len(node.attribute))
             self.text((node.op_type, node.domain, node.name, *inputs, *outputs), where)
+            self.plain((node.overload, node.doc_string, *_entries(node.metadata_props)), where)
+            if not outputs and node.domain in ("", "ai.onnx"):
+                raise MalformedModelError(f"{where}: {node.op_type} {node.name[:80]!r} has no outputs")
             for name in inputs:
                 if name and name not in scope:
                     if not self._visible(name):
@@ -188,38 +231,71 @@ class _Scope:
             self._tensor(attribute.t)
         elif attribute.type == onnx.AttributeProto.TENSOR and not attribute.ref_attr_name:
             raise MalformedModelError(f"{where}: attribute {attribute.name!r} is said to be a tensor and holds none")
+        entries = _LISTS.get(attribute.type)
+        if entries is not None:
+            self._count("values", len(getattr(attribute, entries)))
+        self.plain((attribute.doc_string,), where)
         for tensor in attribute.tensors:
             self._tensor(tensor)
         for graph in _bodies(attribute):
             self.graph(graph, depth + 1)
 
+    def _count(self, what: str, number: int) -> None:
+        self._left[what] -= number
+        if self._left[what] < 0:
+            limit = getattr(self._limits, what)
+            raise UnsafeModelError(f"the model has more than {limit} {what}; {way_out(what)}")
+
     def _visible(self, name: str) -> bool:
         return any(name in names for names in reversed(self._names))
 
     def _tensor(self, tensor: onnx.TensorProto) -> None:
-        self._tensors_left -= 1
-        if self._tensors_left < 0:
-            raise UnsafeModelError(f"the model has more than {self._limits.tensors} tensors")
+        self._count("tensors", 1)
         _check_tensor(tensor, self._limits)
+        self.plain((tensor.name, tensor.doc_string, *_entries(tensor.metadata_props)), "tensor")
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            self.plain(_entries(tensor.external_data), f"external data of {tensor.name[:80]!r}")
+            self.external.append(tensor)
 
-    def text(self, values: Iterable[object], where: str) -> None:
+    def plain(self, values: Sequence[Any], where: str) -> None:
+        """Texts of any length. protobuf hands invalid UTF-8 out as bytes."""
+        try:
+            "".join(values)
+        except TypeError:
+            raise MalformedModelError(f"{where}: a text is not valid UTF-8") from None
+
+    def text(self, values: Sequence[Any], where: str) -> None:
         """protobuf hands invalid UTF-8 out as bytes."""
+        try:
+            if len("".join(values)) <= self._limits.name_length:
+                return  # all of them are text, and none is longer than all together
+        except TypeError:
+            pass
         for value in values:
             if not isinstance(value, str):
                 raise MalformedModelError(f"{where}: a name is not valid UTF-8: {value!r}"[:200])
             if len(value) > self._limits.name_length:
-                raise UnsafeModelError(f"{where}: a name has {len(value)} characters: {value[:60]!r}...")
+                raise UnsafeModelError(
+                    f"{where}: a name has {len(value)} characters, {value[:60]!r}...; {way_out('name_length')}"
+                )
 
     def _unique(self, names: Iterable[str], what: str) -> None:
-        seen: set[str] = set()
         names = list(names)
         self.text(names, what)
+        if len(set(names)) == len(names) and "" not in names:
+            return
+        seen: set[str] = set()
         for name in names:
             if not name:
                 raise MalformedModelError(f"{what} without a name")
             if name in seen:
                 raise MalformedModelError(f"{what} {name[:200]!r} appears twice")
             seen.add(name)
+
+
+def _entries(pairs: Any) -> list[Any]:
+    """Keys and values of a repeated StringStringEntryProto."""
+    return [text for pair in pairs for text in (pair.key, pair.value)] if pairs else []
 
 
 def tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

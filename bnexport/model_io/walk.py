@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
+from typing import Any, TypeGuard
 
 import onnx_ir as ir
+
+# Types of attributes that tensors are in.
+_HOLDERS = frozenset(
+    (ir.AttributeType.TENSOR, ir.AttributeType.TENSORS, ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+)
 
 
 def graphs(model: ir.Model) -> Iterator[ir.Graph]:
@@ -31,9 +38,13 @@ def _bodies(attribute: ir.Attr) -> Iterable[ir.Graph]:
 
 
 def _attributes(node: ir.Node) -> tuple[ir.Attr, ...]:
-    """A node's attributes, which may be replaced meanwhile. A UserDict's views cost more than all the rest."""
-    held = node.attributes
-    return tuple(getattr(held, "data", held).values())
+    """A node's attributes, which may be replaced meanwhile."""
+    return tuple(_plain(node.attributes).values())
+
+
+def _plain(mapping: Any) -> Any:
+    """The dictionary inside a UserDict, whose own views cost more than all the rest of a walk."""
+    return getattr(mapping, "data", mapping)
 
 
 def nodes(model: ir.Model) -> Iterator[ir.Node]:
@@ -42,44 +53,56 @@ def nodes(model: ir.Model) -> Iterator[ir.Node]:
         yield from graph
 
 
-class TensorSlot:
-    """A place that holds a tensor: an initializer, or an attribute (of one tensor or of a list)."""
+class InitializerSlot:
+    """An initializer's tensor."""
 
-    def __init__(self, holder: ir.Value | ir.Node, attribute: str = "", index: int | None = None) -> None:
-        self._holder = holder
-        self._attribute = attribute
-        self._index = index
+    __slots__ = ("value",)
 
-    @property
-    def is_attribute(self) -> bool:
-        return isinstance(self._holder, ir.Node)
+    is_attribute = False
 
-    @property
-    def value(self) -> ir.Value | None:
-        """The initializer that this place belongs to, None for an attribute."""
-        return None if isinstance(self._holder, ir.Node) else self._holder
+    def __init__(self, value: ir.Value) -> None:
+        self.value = value
 
     def get(self) -> ir.TensorProtocol:
-        if isinstance(self._holder, ir.Value):
-            tensor = self._holder.const_value
-        else:
-            value = self._holder.attributes[self._attribute].value
-            tensor = value if self._index is None else value[self._index]
+        tensor = self.value.const_value
         assert tensor is not None
         return tensor
 
     def set(self, tensor: ir.TensorProtocol) -> None:
-        if isinstance(self._holder, ir.Value):
-            self._holder.const_value = tensor
-            return
-        old = self._holder.attributes[self._attribute]
+        self.value.const_value = tensor
+
+
+class AttributeSlot:
+    """A tensor that is an attribute, or with an index one of a list of tensors."""
+
+    __slots__ = ("_index", "_name", "_node")
+
+    is_attribute = True
+    value = None
+
+    def __init__(self, node: ir.Node, name: str, index: int | None = None) -> None:
+        self._node = node
+        self._name = name
+        self._index = index
+
+    def get(self) -> ir.TensorProtocol:
+        value = self._node.attributes[self._name].value
+        tensor: ir.TensorProtocol = value if self._index is None else value[self._index]
+        return tensor
+
+    def set(self, tensor: ir.TensorProtocol) -> None:
+        old = self._node.attributes[self._name]
         if self._index is None:
             new = ir.AttrTensor(old.name, tensor, doc_string=old.doc_string)
         else:
             tensors = list(old.value)
             tensors[self._index] = tensor
             new = ir.AttrTensors(old.name, tensors, doc_string=old.doc_string)
-        self._holder.attributes[self._attribute] = new
+        self._node.attributes[self._name] = new
+
+
+# A place that holds a tensor.
+TensorSlot = InitializerSlot | AttributeSlot
 
 
 def tensors(model: ir.Model) -> Iterator[TensorSlot]:
@@ -90,19 +113,37 @@ def tensors(model: ir.Model) -> Iterator[TensorSlot]:
 
 
 def _tensors(graph: ir.Graph) -> Iterator[TensorSlot]:
-    for value in graph.initializers.values():
+    for value in _plain(graph.initializers).values():
         if value.const_value is not None:
-            yield TensorSlot(value)
+            yield InitializerSlot(value)
     for node in graph:
         for attribute in _attributes(node):
             kind = attribute.type
+            if kind not in _HOLDERS or attribute.is_ref():
+                continue
             if kind is ir.AttributeType.TENSOR:
-                if not attribute.is_ref():
-                    yield TensorSlot(node, attribute.name)
+                yield AttributeSlot(node, attribute.name)
             elif kind is ir.AttributeType.TENSORS:
-                if not attribute.is_ref():
-                    for index in range(len(attribute.value)):
-                        yield TensorSlot(node, attribute.name, index)
-            elif kind is ir.AttributeType.GRAPH or kind is ir.AttributeType.GRAPHS:
+                for index in range(len(attribute.value)):
+                    yield AttributeSlot(node, attribute.name, index)
+            else:
                 for body in _bodies(attribute):
                     yield from _tensors(body)
+
+
+def external(model: ir.Model) -> Iterator[tuple[TensorSlot, ir.ExternalTensor]]:
+    """Every place whose tensor lies in a file, and that tensor."""
+    for slot in tensors(model):
+        tensor = slot.get()
+        if lies_in_file(tensor):
+            yield slot, tensor
+
+
+def lies_in_file(tensor: ir.TensorProtocol) -> TypeGuard[ir.ExternalTensor]:
+    """isinstance, which is slow for classes that implement a protocol, and asked only once for each class."""
+    return _is_external(type(tensor))
+
+
+@functools.cache
+def _is_external(kind: type) -> bool:
+    return issubclass(kind, ir.ExternalTensor)

@@ -9,6 +9,10 @@ and enters only what is long. What comes out is the same message without the raw
 each marked as external data at a location that no file can guess. Everything else is protobuf's to judge:
 whatever `cut` does not enter is copied as it stands, so the rest of the model is parsed as it would have been.
 
+What protobuf makes of it is bounded first. A message or text inside another one takes two bytes of a file at
+least, and up to 200 in memory; each begins with a tag whose lowest three bits are 2, so there are no more of
+them than such bytes. That is counted at the speed of memory, and is a tenth of what real models hold.
+
 The input is hostile. Every length is checked against the message around it, lengths and tags are at most
 ten bytes, the nesting is bounded, and each byte is looked at once.
 """
@@ -16,12 +20,13 @@ ten bytes, the nesting is bounded, and each byte is looked at once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bnexport.errors import MalformedModelError, UnsafeModelError
-from bnexport.model_io.limits import Limits
+from bnexport.model_io.limits import Limits, way_out
 
 # raw_data of this size stays in the file. Below it, one read costs more than the copy.
 SMALLEST_CUT = 1 << 12
@@ -37,8 +42,10 @@ _ENTERED: dict[str, dict[int, str]] = {
     "function": {7: "node"},
     "node": {5: "attribute"},
     "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph"},
-    "tensor": {9: "raw_data"},
+    "tensor": {9: "raw_data", 4: "numbers", 5: "numbers", 7: "numbers", 10: "numbers", 11: "numbers"},
 }
+# Bytes that may begin a message or text.
+_TAGS = bytes(byte for byte in range(256) if byte & 7 == _BYTES)
 _EXTERNAL_DATA, _DATA_LOCATION, _EXTERNAL = 13, 14, 1
 
 
@@ -56,7 +63,13 @@ def cut(descriptor: int, size: int, limits: Limits, smallest: int = SMALLEST_CUT
     smallest: bytes of raw_data from which a tensor is left out. Raises MalformedModelError for what is no
     protobuf message, UnsafeModelError past a limit, OSError.
     """
-    return _Cutter(descriptor, size, limits, smallest).run()
+    return _Cutter(functools.partial(os.pread, descriptor), size, limits, smallest).run()
+
+
+def whole(data: bytes, limits: Limits) -> Cut:
+    """A serialised model in memory, walked as `cut` does and with nothing left out; raises what `cut` raises."""
+    _Cutter(lambda count, at: data[at : at + count], len(data), limits, SMALLEST_CUT).run()
+    return Cut(data, {})
 
 
 def varint(value: int) -> bytes:
@@ -79,25 +92,37 @@ def header(number: int, length: int) -> bytes:
     return varint(number << 3 | _BYTES) + varint(length)
 
 
+def _tags(data: bytes) -> int:
+    return len(data) - len(data.translate(None, _TAGS))
+
+
 class _Cutter:
-    def __init__(self, descriptor: int, size: int, limits: Limits, smallest: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, read: Callable[[int, int], bytes], size: int, limits: Limits, smallest: int) -> None:
+        self._read = read  # so many bytes, at an offset
         self._size = size
         self._limits = limits
         self._smallest = smallest
         self._window, self._start = b"", 0
         self._kept = 0
+        self._no_tags = 0  # bytes that only look like tags
         self._places: dict[str, tuple[int, int]] = {}
         self._secret = secrets.token_hex(16)
 
     def run(self) -> Cut:
         pieces, _ = self._message("model", 0, self._size, 0)
-        return Cut(b"".join(pieces), self._places)
+        data = b"".join(pieces)
+        if len(data) // 2 > self._limits.elements and _tags(data) - self._no_tags > self._limits.elements:
+            raise UnsafeModelError(
+                f"the model may hold more than {self._limits.elements} texts and messages; {way_out('elements')}"
+            )
+        return Cut(data, self._places)
 
     def _message(self, kind: str, start: int, end: int, depth: int) -> tuple[Sequence[bytes], int]:
         """The message between two offsets without its large tensors, in pieces, and their total length."""
         if depth > self._limits.graph_depth:
-            raise UnsafeModelError(f"graphs are nested deeper than {self._limits.graph_depth}")
+            raise UnsafeModelError(
+                f"graphs are nested deeper than {self._limits.graph_depth}; {way_out('graph_depth')}"
+            )
         entered, smallest = _ENTERED[kind], self._smallest
         pieces: list[bytes] = []
         length, copied, at = 0, start, start
@@ -128,6 +153,10 @@ class _Cutter:
                     if inner == "raw_data":
                         inside: Sequence[bytes] = [self._reference(at, size)]
                         inside_length = len(inside[0])
+                    elif inner == "numbers":
+                        inside = [self._copy(tag_at, stop)]
+                        inside_length = len(inside[0])
+                        self._no_tags += _tags(inside[0])
                     else:
                         body, body_length = self._message(inner, at, stop, depth + (inner == "graph"))
                         head = header(tag >> 3, body_length)
@@ -151,7 +180,7 @@ class _Cutter:
         """The number at an offset, and the offset behind it."""
         place = at - self._start
         if place < 0 or place + _LONGEST_VARINT > len(self._window):
-            self._window, self._start, place = os.pread(self._descriptor, _WINDOW, at), at, 0
+            self._window, self._start, place = self._read(_WINDOW, at), at, 0
         window = self._window
         try:
             digit = window[place]
@@ -174,14 +203,14 @@ class _Cutter:
         if self._kept > self._limits.structure_bytes:
             raise UnsafeModelError(
                 f"the model has more than {self._limits.structure_bytes} bytes without its large tensors;"
-                " Limits.structure_bytes raises this limit"
+                f" {way_out('structure_bytes')}"
             )
         if start == end:
             return b""
         place = start - self._start
         if place >= 0 and place + end - start <= len(self._window):
             return self._window[place : place + end - start]
-        piece = os.pread(self._descriptor, end - start, start)
+        piece = self._read(end - start, start)
         if len(piece) != end - start:
             raise MalformedModelError("the file became shorter while it was read")
         return piece

@@ -18,8 +18,6 @@ from bnexport.model_io.encode import Encoded, Piece, encode, size
 from bnexport.model_io.external import ContainedTensor
 from bnexport.model_io.staging import Staged, free_data_name, make_folder
 
-# Models above this many bytes of tensors are handed to other libraries in pieces, not as one message.
-EXTERNAL_THRESHOLD = 2**30
 # What one message of protobuf can hold.
 PROTOBUF_LIMIT = 2**31 - 1
 # Bytes of neighbouring tensors that one thread writes in a row.
@@ -34,10 +32,7 @@ def tensor_total(model: ir.Model) -> int:
 
 def has_external_data(model: ir.Model) -> bool:
     """Whether tensors lie in other files than the model's own."""
-    return any(
-        isinstance(tensor, ir.ExternalTensor) and not (isinstance(tensor, ContainedTensor) and tensor.file.is_model)
-        for tensor in (slot.get() for slot in walk.tensors(model))
-    )
+    return any(not (isinstance(tensor, ContainedTensor) and tensor.file.is_model) for _, tensor in walk.external(model))
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
@@ -202,14 +197,18 @@ def _target(path: str | os.PathLike[str]) -> str:
         raise UsageError(f"{text!r} is a folder, expected the name of a file to write")
     if not os.path.isdir(folder):
         raise UsageError(f"cannot write {text!r}: its folder does not exist")
-    return os.path.realpath(target)
+    real = os.path.realpath(target)
+    if os.path.exists(real) and not os.path.isfile(real):
+        raise UsageError(
+            f"{text!r} is a device or pipe, which a model would replace; expected the name of a file to write"
+        )
+    return real
 
 
 def _refuse_input(target: str, model: ir.Model, inputs: Sequence[str | os.PathLike[str]], allowed: bool) -> None:
     if allowed or not os.path.exists(target):
         return
-    held = [slot.get() for slot in walk.tensors(model)]
-    data = {tensor.file.path for tensor in held if isinstance(tensor, ContainedTensor)}
+    data = {tensor.file.path for _, tensor in walk.external(model) if isinstance(tensor, ContainedTensor)}
     for name in (*inputs, *data):
         if os.path.exists(name) and os.path.samefile(name, target):
             raise UsageError(

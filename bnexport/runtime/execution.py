@@ -12,7 +12,8 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport import model_io, schema
-from bnexport.errors import LibraryError, MissingDependencyError, UnsupportedModelError, UsageError
+from bnexport.errors import BnexportError, LibraryError, MissingDependencyError, UnsupportedModelError, UsageError
+from bnexport.model_io.validate import printable
 from bnexport.runtime import injection, library
 
 
@@ -72,11 +73,11 @@ def load(path: str | os.PathLike[str], session_options: Any = None) -> Loaded:
     options = onnxruntime.SessionOptions() if session_options is None else session_options
     options.log_severity_level = 4
     registered = _register(model, options)
-    # The model and its weights as they were checked: ONNX Runtime opens no file itself.
-    parts = model_io.to_parts(model)
-    weights = {name: tensor.numpy() for name, tensor in parts.weights.items()}
     try:
-        session = injection.session(parts.data, weights, options)
+        # The model and its weights as they were checked: ONNX Runtime opens no file itself.
+        session = injection.open_model(model, options)
+    except BnexportError:
+        raise
     except Exception as error:  # ONNX Runtime raises one class for each status code
         raise _cannot_run(os.fspath(path), error) from error
     needed = tuple(str(value.name) for value in model.graph.inputs if not value.is_initializer())
@@ -84,7 +85,9 @@ def load(path: str | os.PathLike[str], session_options: Any = None) -> Loaded:
 
 
 def _cannot_run(name: str, error: Exception) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{name}: ONNX Runtime cannot run it: {str(error).strip().splitlines()[0]}")
+    # Its message repeats names of the file.
+    text = printable(str(error).strip().splitlines()[0]) if str(error).strip() else type(error).__name__
+    return UnsupportedModelError(f"{name}: ONNX Runtime cannot run it: {text}")
 
 
 def _register(model: ir.Model, options: Any) -> bool:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bnexport.errors import MissingDependencyError
 
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
-def session(data: bytes, weights: Mapping[str, np.ndarray], options: Any = None) -> Any:
-    """An `onnxruntime.InferenceSession` on the CPU that uses the arrays where they are.
+# Bytes of tensors that go into one message; protobuf ends at twice as many, the graph included.
+_LARGEST_MESSAGE = 2**30
 
-    weights: initializers that `data` declares as external, by name; they are kept alive by the session.
+Providers = Sequence[str | tuple[str, dict[str, Any]]] | None
+
+
+def session(data: bytes, weights: Mapping[str, np.ndarray], options: Any = None, providers: Providers = None) -> Any:
+    """An `onnxruntime.InferenceSession` that uses the arrays where they are.
+
+    weights: initializers that `data` declares as external, by name; they are kept alive by the session. With any,
+    `options` serve this session only: ONNX Runtime keeps the names in them. providers: None for CPU.
     Raises MissingDependencyError without onnxruntime, and whatever ONNX Runtime raises.
     """
     try:
@@ -24,6 +33,24 @@ def session(data: bytes, weights: Mapping[str, np.ndarray], options: Any = None)
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
     if values:
         options.add_external_initializers(list(weights), values)
-    made = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    # Its second try on the CPU, which it announces on stdout, is of use to other providers only.
+    again = {} if providers else {"enable_fallback": 0}
+    made = onnxruntime.InferenceSession(data, options, providers=list(providers or ["CPUExecutionProvider"]), **again)
     made.bnexport_weights = values  # ONNX Runtime holds addresses, not arrays.
     return made
+
+
+def open_model(model: ir.Model, options: Any, providers: Providers = None, *, keep_options: bool = False) -> Any:
+    """`session` for a model that `model_io` has checked; its weights are read here.
+
+    keep_options: other sessions are made with the same options, so weights go inside the message where it holds
+    them. Raises what `session` and reading a model raise.
+    """
+    from bnexport import model_io
+    from bnexport.model_io.write import tensor_total
+
+    if keep_options and tensor_total(model) <= _LARGEST_MESSAGE:
+        return session(model_io.to_bytes(model), {}, options, providers)
+    parts = model_io.to_parts(model)
+    weights = {name: tensor.numpy() for name, tensor in parts.weights.items()}
+    return session(parts.data, weights, options, providers)

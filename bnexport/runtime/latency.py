@@ -97,11 +97,13 @@ def chart(latencies: Sequence[Latency], path: str | os.PathLike[str]) -> None:
             ordered, share, where="post", label=f"{latency.name}: median {latency.percentile(50):.3g} ms"
         )
         axes.plot([latency.percentile(50)], [50], "o", color=line.get_color())
-    # A handful of outliers must not hide the rest.
-    axes.set_xlim(
-        0.9 * min(min(latency.milliseconds) for latency in latencies),
-        1.15 * max(latency.percentile(98) for latency in latencies),
-    )
+    # A handful of outliers must not hide the rest; where they are many, a machine is busy, and the axis logarithmic.
+    least = min(min(latency.milliseconds) for latency in latencies)
+    most = max(latency.percentile(98) for latency in latencies)
+    if most > 5 * least:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlim(0.9 * least, 1.15 * most)
     axes.set(xlabel="latency, ms", ylabel="runs, %", ylim=(0, 102))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False)

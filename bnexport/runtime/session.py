@@ -6,8 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from bnexport.errors import MalformedModelError, MissingDependencyError
-from bnexport.runtime import library
+from bnexport import model_io
+from bnexport.errors import MissingDependencyError
+from bnexport.runtime import injection, library
 
 __all__ = ["InferenceSession"]
 
@@ -31,23 +32,25 @@ def InferenceSession(
 ) -> Any:
     """An `onnxruntime.InferenceSession` of the model at `path` (or of its bytes), with our operators.
 
+    The model is checked as every model file is (docs/security.md), and ONNX Runtime is given what was checked:
+    it opens no file.
+
     Args:
-        path: the model file, or the serialised model.
+        path: the model file, or the serialised model, which then holds its weights.
         providers: execution providers in order of preference; None for CPU.
         session_options: options to extend; a new set when None.
 
     Raises:
         MissingDependencyError: onnxruntime is not installed.
         LibraryError: the compiled library is missing or cannot be loaded.
-        MalformedModelError: the file does not exist.
+        MalformedModelError: the file does not exist, or is no ONNX model.
+        UnsafeModelError: the file reaches outside its folder or past a limit.
+        UnsupportedModelError: it holds what bnexport does not read, such as sparse initializers.
     """
     onnxruntime = import_onnxruntime()
     options = session_options if session_options is not None else onnxruntime.SessionOptions()
     library.register(options)
-    if not isinstance(path, bytes):
-        path = os.fspath(path)
-        if not os.path.isfile(path):
-            raise MalformedModelError(f"{path}: got no such file, expected an ONNX model; check the path")
-    return onnxruntime.InferenceSession(
-        path, options, providers=list(providers) if providers else ["CPUExecutionProvider"]
-    )
+    if isinstance(path, bytes):
+        model_io.check(path)
+        return injection.session(path, {}, options, providers)
+    return injection.open_model(model_io.load(path), options, providers, keep_options=session_options is not None)

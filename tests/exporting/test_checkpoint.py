@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_listed_and_nothing_is_loaded(tmp_path):
         load_checkpoint(fresh, tmp_path / "c.pt")
     parts = (
         "1 missing: 1.running_var",
-        "1 unexpected (may be allowed): auxiliary.weight",
+        "1 unexpected (allow_unexpected=True or --allow-unexpected ignores them): auxiliary.weight",
         "0.weight: got (5, 3, 3, 3), expected (4, 3, 3, 3)",
     )
     for part in parts:

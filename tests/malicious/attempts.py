@@ -230,6 +230,17 @@ def in_a_list(folder: Path) -> Path:
     return write(folder, proto)
 
 
+@attempt(134, "in-a-default-of-a-function", UnsafeModelError)
+def in_a_default(folder: Path) -> Path:
+    """What a call takes over where it gives no value of its own."""
+    proto = example()
+    tensor = onnx.numpy_helper.from_array(WEIGHT, "k")
+    outside(tensor, "../secret")
+    _functions(proto, {"a": "b"})
+    proto.functions[0].attribute_proto.add(name="value", type=onnx.AttributeProto.TENSOR).t.CopyFrom(tensor)
+    return write(folder, proto)
+
+
 @attempt(133, "in-a-sparse-tensor", UnsupportedModelError)
 def in_a_sparse_tensor(folder: Path) -> Path:
     proto = example()
@@ -351,6 +362,11 @@ def _bomb(proto: onnx.ModelProto, dims: list[int]) -> None:
     _tensor(proto).ClearField("raw_data")
 
 
+# Found by fuzzing.
+on_proto(316, "more-dimensions-than-numpy", UnsupportedModelError, lambda p: _tensor(p).dims.extend([1] * 31))
+on_proto(317, "size-of-six-thousand-digits", UnsupportedModelError, lambda p: _tensor(p).dims.extend([2**62] * 300))
+
+
 @attempt(315, "bomb-of-expansion", HANDLED)
 def expansion(folder: Path) -> Path:
     """Constant nodes that would make a terabyte when folded: left for the runtime."""
@@ -432,6 +448,42 @@ on_proto(
 )
 
 
+# Found by fuzzing, each once with another exception than ours, or more than one line.
+def _constant(proto: onnx.ModelProto, name: str, **fields: object) -> None:
+    """Scales the output by a Constant whose attribute is not what its name says, in front of a Gemm's bias."""
+    proto.graph.node[0].output[0] = "z"
+    proto.graph.node.add(op_type="Constant", output=["k"]).attribute.add(name=name, **fields)
+    proto.graph.node.add(op_type="Mul", input=["z", "k"], output=["s"])
+    proto.graph.node.add(op_type="Add", input=["s", "k"], output=["y"])
+
+
+def _sync(proto: onnx.ModelProto, outputs: list[str], **attributes: object) -> None:
+    node = onnx.helper.make_node("MMCVSyncBatchNorm", ["x", *"abcd"], outputs, domain="mmcv", **attributes)
+    proto.graph.node.append(node)
+    proto.opset_import.add(domain="mmcv", version=1)
+    for name in "abcd":
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(64, np.float32), name))
+
+
+def _without_opset(proto: onnx.ModelProto) -> None:
+    proto.ir_version = 1
+    proto.ClearField("opset_import")
+
+
+on_proto(426, "constant-that-is-no-tensor", HANDLED, lambda p: _constant(p, "value", type=2, i=1))
+on_proto(427, "constant-of-another-type", HANDLED, lambda p: _constant(p, "value_ints", type=2, i=1))
+on_proto(428, "group-that-is-a-list", HANDLED, lambda p: _sync(p, ["o"], group=[1, 2], group_size=[2]))
+on_proto(429, "sync-batch-norm-without-outputs", HANDLED, lambda p: _sync(p, [], training_mode=0))
+on_proto(430, "node-without-outputs", MalformedModelError, lambda p: p.graph.node.add(op_type="Relu", input=["x"]))
+on_proto(431, "old-model-without-opset", MalformedModelError, _without_opset)
+on_proto(
+    432,
+    "terminal-commands-for-onnxruntime-to-repeat",
+    HANDLED,
+    lambda p: p.graph.node.add(op_type="\x1b]0;owned\x07\x1b[2J", name="\r\n\x1b[2J", input=["x"], output=["o"]),
+)
+
+
 @attempt(420, "subgraphs-ten-thousand-deep", UnsafeModelError, "CVE-2025-4565")
 def deep(folder: Path) -> Path:
     """Wrapped from the inside out: protobuf could not write this."""
@@ -462,7 +514,7 @@ def deep_types(folder: Path) -> Path:
 @attempt(423, "many-empty-nodes", UnsafeModelError)
 def empty_nodes(folder: Path) -> Path:
     """Two bytes a node."""
-    graph = field(1, b"") * 1_100_000
+    graph = field(1, b"") * 300_000
     return write(folder, b"\x08\x08" + field(8, b"\x10\x11") + field(7, graph))
 
 
@@ -599,3 +651,31 @@ def hole_in_the_data(folder: Path) -> Path:
 @attempt(518, "bytes-behind-the-model", MalformedModelError)
 def bytes_behind(folder: Path) -> Path:
     return write(folder, example().SerializeToString() + struct.pack("<Q", 7))
+
+
+def _no_text(number: int, name: str, before: bytes) -> None:
+    """A text of the example replaced by bytes that are no UTF-8; the parser does not mind."""
+
+    def build(folder: Path) -> Path:
+        proto = example()
+        proto.producer_name, proto.producer_version, proto.doc_string = "PRODUCER", "VERSIONS", "DOCUMENT"
+        proto.graph.doc_string, proto.graph.node[0].doc_string = "GRAPHDOC", "NODE_DOC"
+        proto.graph.initializer[0].doc_string = "TENSORDC"
+        proto.metadata_props.add(key="KEY_TEXT", value="VAL_TEXT")
+        proto.graph.node[0].attribute.append(onnx.helper.make_attribute("alpha", 1.0, "ATTR_DOC"))
+        outside(proto.graph.initializer[0], "LOCATION", length=str(WEIGHT.nbytes))
+        data(folder, "LOCATION")
+        content = proto.SerializeToString()
+        assert content.count(before) == 1
+        return write(folder, content.replace(before, b"\xff\xfe" + before[2:]))
+
+    ATTEMPTS.append(Attempt(number, name, MalformedModelError, build))
+
+
+for _index, _text in enumerate(
+    (
+        *("PRODUCER", "VERSIONS", "DOCUMENT", "GRAPHDOC", "NODE_DOC"),
+        *("TENSORDC", "KEY_TEXT", "VAL_TEXT", "ATTR_DOC", "LOCATION"),
+    )
+):
+    _no_text(520 + _index, f"no-text-in-{_text.lower()}", _text.encode())

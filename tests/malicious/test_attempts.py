@@ -11,6 +11,7 @@ import pytest
 from bnexport.cli import main
 from bnexport.errors import UnsafeModelError
 from bnexport.model_io import load
+from bnexport.runtime.session import InferenceSession
 from tests.malicious.attempts import ATTEMPTS, HANDLED, SECRET, Attempt
 
 # A hang is what takes longer; most attempts take milliseconds.
@@ -54,6 +55,7 @@ def test_attempt(attempt: Attempt, victim: Path, capfd: pytest.CaptureFixture[st
         out, err = capfd.readouterr()
         assert seconds < _SECONDS
         assert SECRET[:20].decode() not in out + err
+        assert all(line.isprintable() for line in err.splitlines())
         if attempt.verdict is HANDLED:
             # ONNX Runtime may refuse to run what is harmless to read.
             assert code in (0, 2, 3)
@@ -66,6 +68,8 @@ def test_attempt(attempt: Attempt, victim: Path, capfd: pytest.CaptureFixture[st
         with pytest.raises(attempt.verdict) as caught:
             load(path)
         assert type(caught.value) is attempt.verdict
+        with pytest.raises(attempt.verdict):
+            InferenceSession(path)
         assert sorted(os.listdir(victim)) == before
     assert (victim.parent / "secret").read_bytes() == SECRET
     for name in os.listdir(victim):

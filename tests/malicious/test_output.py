@@ -16,6 +16,8 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from bnexport.cli.output import write_whole
+from bnexport.errors import UsageError
 from bnexport.folding import fold
 from bnexport.model_io import load, save
 from bnexport.model_io.wire import field
@@ -30,6 +32,8 @@ BODY = (
 # Folds the same model over and over, inside and outside in turn, once it has said that it is ready.
 LOOP = """
 import sys
+from bnexport.cli.output import write_whole
+from bnexport.errors import UsageError
 from bnexport.folding import fold
 print("ready", flush=True)
 for turn in range(10**9):
@@ -89,6 +93,8 @@ def test_killed_between_two_renames(source: Path, tmp_path: Path, moment: str) -
     old = weight(target)
     code = f"""
 import os, sys
+from bnexport.cli.output import write_whole
+from bnexport.errors import UsageError
 from bnexport.folding import fold
 from bnexport.model_io import staging
 moment = {moment!r}
@@ -125,7 +131,7 @@ def _limited(limit: int, size: int, source: Path, target: Path) -> subprocess.Co
         resource.setrlimit(limit, (size, size))
 
     return subprocess.run(
-        [sys.executable, "-m", "bnexport", "fold", str(source), str(target), "--no-verify"],
+        [sys.executable, "-m", "bnexport", "fold", str(source), str(target), "--no-verify", "--limit", "elements=64M"],
         preexec_fn=apply,
         capture_output=True,
         text=True,
@@ -188,3 +194,27 @@ print(peak() - before)
         [sys.executable, "-c", code, str(path), str(tmp_path / "out.onnx")], capture_output=True, text=True, check=True
     )
     assert int(done.stdout) < 150_000_000
+
+
+def test_a_pipe_is_not_replaced(source: Path, tmp_path: Path) -> None:
+    """Nor a device: as root, a rename would put a model in the place of /dev/null."""
+    pipe = tmp_path / "pipe.onnx"
+    os.mkfifo(pipe)
+    with pytest.raises(UsageError, match="device or pipe"):
+        fold(source, pipe, verify=False)
+    assert pipe.is_fifo()
+    assert os.listdir(tmp_path) == [pipe.name]
+
+
+def test_a_report_goes_through_a_pipe(tmp_path: Path) -> None:
+    """`--json /dev/null` once put a file in the place of the device."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, "text")
+        assert os.read(reader, 10) == b"text"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert os.listdir(tmp_path) == [pipe.name]

@@ -1,0 +1,189 @@
+"""What the limits add up to: no file within them takes more memory or time than docs/security.md says.
+
+Each kind is one that grows as fast as it can: the smallest entries of one sort, as many as the limits let
+through. The default run holds limits a sixteenth of the defaults to a sixteenth of the bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bnexport.errors import UnsafeModelError
+from bnexport.model_io import DEFAULT_LIMITS, Limits, load, wire
+from bnexport.model_io.wire import field, varint
+
+HEAD = b"\x08\x08" + field(8, b"\x10\x11")
+OPERATOR = field(4, b"A") + field(7, b"d")  # in a domain of its own, it needs no outputs
+# The documented bounds of `load` for a file of one kind: bytes, and seconds of processor.
+BYTES = 2 * 2**30
+SECONDS = 60.0
+SCALE = 16
+
+
+def scaled(limits: Limits, scale: int) -> Limits:
+    names = ("structure_bytes", "elements", "nodes", "tensors", "values")
+    return dataclasses.replace(limits, **{name: getattr(limits, name) // scale for name in names})
+
+
+def graph(content: bytes) -> bytes:
+    return HEAD + field(7, content)
+
+
+def name(number: int, index: int) -> bytes:
+    return field(number, b"%x" % index)
+
+
+def attributes(content: bytes, kind: int) -> Callable[[int], bytes]:
+    """A node with so many attributes."""
+
+    def build(count: int) -> bytes:
+        tail = content + b"\xa0\x01" + bytes([kind])
+        return graph(field(1, b"".join(field(5, name(1, i) + tail) for i in range(count)) + OPERATOR))
+
+    return build
+
+
+def list_attribute(number: int, entry: bytes, kind: int) -> Callable[[int], bytes]:
+    return lambda count: graph(
+        field(1, OPERATOR + field(5, field(1, b"a") + field(number, entry * count) + b"\xa0\x01" + bytes([kind])))
+    )
+
+
+def many(number: int, content: Callable[[int], bytes]) -> Callable[[int], bytes]:
+    return lambda count: graph(b"".join(field(number, content(i)) for i in range(count)))
+
+
+# Accepted: the limit that counts the entries of this kind, and so many of them.
+ACCEPTED: dict[str, tuple[str, Callable[[int], bytes]]] = {
+    "nodes": ("nodes", many(1, lambda i: name(2, i) + OPERATOR)),
+    "graphs": ("nodes", attributes(field(6, b""), 5)),
+    "functions": ("nodes", lambda count: graph(b"") + b"".join(field(25, name(1, i)) for i in range(count))),
+    "initializers": ("tensors", many(5, lambda i: b"\x08\x00\x10\x01" + name(8, i))),
+    "tensors": ("tensors", attributes(field(5, b"\x08\x00\x10\x01"), 4)),
+    "outputs": ("values", lambda count: graph(field(1, b"".join(name(2, i) for i in range(count)) + OPERATOR))),
+    "attributes": ("values", attributes(b"\x18\x01", 2)),
+    "integers": ("values", list_attribute(8, b"\x01", 7)),
+    "inputs": ("values", many(11, lambda i: name(1, i))),
+    "dimensions": (
+        "elements",
+        lambda count: graph(
+            field(11, field(1, b"x") + field(2, field(1, b"\x08\x01" + field(2, field(1, b"") * count))))
+        ),
+    ),
+    "annotations": ("elements", many(14, lambda i: name(1, i))),
+    "metadata": ("elements", lambda count: graph(b"") + b"".join(field(14, name(1, i)) for i in range(count))),
+    "numbers": (
+        "structure_bytes",
+        lambda count: graph(field(5, b"\x08" + varint(count) + b"\x10\x07" + field(7, b"\x01" * count) + name(8, 0))),
+    ),
+}
+# Refused once they are parsed: what fits into the limit on elements.
+REFUSED: dict[str, bytes] = {
+    "empty-nodes": field(1, b""),
+    "empty-attributes": field(1, field(5, b"") * 1000),
+    "empty-tensors": field(5, b""),
+    "empty-graphs": field(1, field(5, field(11, b"") * 1000)),
+}
+# VmHWM, since ru_maxrss begins with what the process that started this one had.
+LOAD = """
+import sys, time
+import bnexport.model_io
+from bnexport.errors import BnexportError
+from bnexport.model_io import Limits
+def read(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+before = read("VmRSS")
+start = time.process_time()
+try:
+    bnexport.model_io.load(sys.argv[1], limits=eval(sys.argv[2]))
+    outcome = "accepted"
+except BnexportError:
+    outcome = "refused"
+seconds = time.process_time() - start
+print(outcome, read("VmHWM") - before, seconds)
+"""
+
+
+def measure(data: bytes, limits: Limits, folder: Path) -> tuple[str, int, float]:
+    """Whether a model is accepted, and what its loading takes, in bytes and in seconds of processor."""
+    path = folder / "model.onnx"
+    path.write_bytes(data)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(path), repr(limits)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    outcome, nbytes, seconds = done.stdout.split()
+    path.unlink()
+    return outcome, int(nbytes), float(seconds)
+
+
+def accepted(kind: str, limits: Limits) -> bytes:
+    """A file of `kind` close to the limits: a tenth is left for what stands around it."""
+    limit, build = ACCEPTED[kind]
+    small = build(4096)
+    tags = 0 if kind == "numbers" else wire._tags(small) / 4096
+    return build(int(min(getattr(limits, limit), limits.elements / tags if tags else 1e18) * 0.9))
+
+
+def refused(kind: str, limits: Limits) -> bytes:
+    entry = REFUSED[kind]
+    return graph(entry * int(limits.elements * 0.9 / wire._tags(entry)))
+
+
+@pytest.mark.parametrize("kind", ACCEPTED)
+def test_accepted(kind: str, tmp_path: Path) -> None:
+    limits = scaled(DEFAULT_LIMITS, SCALE)
+    outcome, nbytes, _ = measure(accepted(kind, limits), limits, tmp_path)
+    assert outcome == "accepted"
+    assert nbytes < BYTES / SCALE
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused(kind: str, tmp_path: Path) -> None:
+    limits = scaled(DEFAULT_LIMITS, SCALE)
+    outcome, nbytes, _ = measure(refused(kind, limits), limits, tmp_path)
+    assert outcome == "refused"
+    assert nbytes < BYTES / SCALE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*ACCEPTED, *REFUSED])
+def test_default_limits(kind: str, tmp_path: Path) -> None:
+    data = accepted(kind, DEFAULT_LIMITS) if kind in ACCEPTED else refused(kind, DEFAULT_LIMITS)
+    outcome, nbytes, seconds = measure(data, DEFAULT_LIMITS, tmp_path)
+    print(f"{kind}: {len(data):,} bytes, {outcome}, {nbytes / 2**30:.2f} GiB, {seconds:.1f} s")
+    assert outcome == ("accepted" if kind in ACCEPTED else "refused")
+    assert nbytes < BYTES
+    assert seconds < SECONDS
+
+
+@pytest.mark.parametrize("kind", [*ACCEPTED, *REFUSED])
+def test_one_entry_too_many(kind: str, tmp_path: Path) -> None:
+    """A small limit refuses what is larger, by its name."""
+    limits = dataclasses.replace(
+        DEFAULT_LIMITS, structure_bytes=100_000, elements=10_000, nodes=1000, tensors=1000, values=5000
+    )
+    limit = ACCEPTED[kind][0] if kind in ACCEPTED else "elements"
+    count = int(getattr(limits, limit) * 1.1)
+    data = ACCEPTED[kind][1](count) if kind in ACCEPTED else graph(REFUSED[kind] * count)
+    (tmp_path / "m.onnx").write_bytes(data)
+    limits = dataclasses.replace(DEFAULT_LIMITS, **{limit: getattr(limits, limit)})
+    with pytest.raises(UnsafeModelError, match=f"--limit {limit}="):
+        load(tmp_path / "m.onnx", limits=limits)
+
+
+def test_numbers_are_no_elements(tmp_path: Path) -> None:
+    """The packed numbers of a large tensor look like tags, and count as none."""
+    path = tmp_path / "m.onnx"
+    path.write_bytes(ACCEPTED["numbers"][1](100_000).replace(b"\x01" * 100_000, b"\x0a" * 100_000))
+    assert load(path, limits=Limits(elements=1000)).graph.initializers["0"].const_value.shape == (100_000,)  # type: ignore[union-attr]
