@@ -11,7 +11,8 @@ the disk (ours flushes), and the start of an interpreter with our imports. What 
 is also measured by a clock inside the process. Runs go over all candidates in turn.
 
 Run time: sessions of ONNX Runtime before and after our fold, in turn, in one process. "processor" is the time of
-the processors together, which other work on the machine changes less.
+the processors together, which other work on the machine changes less; "batch_norm_share" is what ONNX Runtime's own
+profile gives batch norms of the time of all nodes before the fold, the most that removing them can save.
 
 Prints tables, writes benchmarks/results/fold.json and fold.png.
 """
@@ -21,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import signal
 import statistics
@@ -51,10 +51,9 @@ CASES: dict[str, tuple[int, int, bool, int]] = {
 OURS = "bnexport"
 TOOLS: dict[str, str] = {
     OURS: """
-import time, bnexport.cli, bnexport.folding.api
-start = time.perf_counter()
-bnexport.cli.main(['fold', source, target, '--no-verify', '--json', '/dev/null'])
-open(target + '.seconds', 'w').write(str(time.perf_counter() - start))""",
+sys.argv[1:] = ['fold', source, target, '--no-verify', '--json', target + '.json']
+import bnexport.cli
+bnexport.cli.main()""",
     "load and save": "import onnx; save(onnx.load(source))",
     "onnxruntime": """
 import onnxruntime as ort
@@ -83,6 +82,15 @@ def save(model):
     import onnx
     onnx.save(model, target, save_as_external_data=external, location='out.onnx.data' if external else None)
 """
+
+
+_START = """
+import sys
+from bnexport.cli import main, startup
+startup.prepare()
+import bnexport.folding.api
+sys.argv[1:] = ["--version"]
+main()"""
 
 
 def measure(command: list[str], timeout: float) -> dict[str, Any]:
@@ -134,7 +142,7 @@ def run_case(name: str, arguments: argparse.Namespace, work: Path) -> dict[str, 
     plans: dict[str, list[str]] = {
         "cp": ["cp", "--reflink=never", *map(str, files), str(out)],
         "cp and flush": ["sh", "-c", 'cp --reflink=never "$@" && sync "$0"/*', str(out), *map(str, files), str(out)],
-        "start": [sys.executable, "-c", "import bnexport.cli, bnexport.folding.api"],
+        "start": [sys.executable, "-c", _START],
     }
     for tool, code in TOOLS.items():
         if tool not in arguments.tools:
@@ -154,19 +162,16 @@ def run_case(name: str, arguments: argparse.Namespace, work: Path) -> dict[str, 
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir()
             done.append(measure(command, arguments.timeout))
-            inside = out / "out.onnx.seconds"
-            if inside.exists():
-                done[-1]["inside"] = float(inside.read_text())
             if plan in TOOLS:
                 remaining[plan] = left(out / "out.onnx")
     shutil.rmtree(out, ignore_errors=True)
     for path in files:
         path.unlink()
-    return {
-        "case": name,
-        "bytes": size,
-        "tools": {plan: _summary(done, remaining.get(plan)) for plan, done in runs.items()},
-    }
+    tools = {plan: _summary(done, remaining.get(plan)) for plan, done in runs.items()}
+    ours, start = tools[OURS], tools["start"]
+    ours["inside"] = ours["seconds"] - start["seconds"]
+    ours["inside_fastest"] = ours["fastest"] - start["fastest"]
+    return {"case": name, "bytes": size, "load": os.getloadavg()[0], "tools": tools}
 
 
 def _summary(runs: list[dict[str, Any]], remaining: int | None) -> dict[str, Any]:
@@ -175,9 +180,6 @@ def _summary(runs: list[dict[str, Any]], remaining: int | None) -> dict[str, Any
     if good:
         seconds = [run["seconds"] for run in good]
         summary |= {"status": "ok", "seconds": statistics.median(seconds), "fastest": min(seconds), "runs": len(good)}
-        # Beyond the start of the interpreter and its imports, by a clock in the process itself.
-        inside = [run["inside"] for run in good if "inside" in run]
-        summary |= {"inside": statistics.median(inside), "inside_fastest": min(inside)} if inside else {}
     return summary | {"batch_norms_left": remaining}
 
 
@@ -188,17 +190,15 @@ def show_case(result: dict[str, Any]) -> None:
         time_ = f"{row['seconds']:8.2f} s" if "seconds" in row else f"{row['status']:>10}"
         print(f"  {tool:16} {time_} {row['peak_mb']:8.0f} MB  batch norms left: {row['batch_norms_left']}")
     ours, start = tools[OURS], tools["start"]
-    if "inside" in ours:
-        for which, work in (("median", ours["inside"]), ("fastest", ours["inside_fastest"])):
-            key = "seconds" if which == "median" else "fastest"
-            print(
-                f"  beyond the start, {which}: {work:.2f} s, {work / tools['cp'][key]:.2f} x cp,"
-                f" {work / tools['cp and flush'][key]:.2f} x cp and flush"
-            )
-        print(f"  {ours['peak_mb'] - start['peak_mb']:.0f} MB over the imports")
+    for which, work, key in (("median", ours["inside"], "seconds"), ("fastest", ours["inside_fastest"], "fastest")):
+        print(
+            f"  beyond the start, {which}: {work:.2f} s, {work / tools['cp'][key]:.2f} x cp,"
+            f" {work / tools['cp and flush'][key]:.2f} x cp and flush"
+        )
+    print(f"  {ours['peak_mb'] - start['peak_mb']:.0f} MB over the imports")
 
 
-def session(model: bytes, optimised: bool) -> Any:
+def session(model: bytes, optimised: bool, profile: str | None = None) -> Any:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -208,7 +208,21 @@ def session(model: bytes, optimised: bool) -> Any:
     # Threads that spin would take the cores from the other session, and count as processor time.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, profile
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def batch_norm_share(model: bytes, optimised: bool, feed: dict[str, Any], rounds: int) -> float:
+    """The part of the nodes' time that is spent in BatchNormalization."""
+    with tempfile.TemporaryDirectory() as folder:
+        profiled = session(model, optimised, profile=os.path.join(folder, "profile"))
+        for _ in range(rounds):
+            profiled.run(None, feed)
+        events = json.loads(Path(profiled.end_profiling()).read_text())
+    nodes = [event for event in events if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")]
+    norms = sum(event["dur"] for event in nodes if event["args"]["op_name"] == "BatchNormalization")
+    return norms / sum(event["dur"] for event in nodes)
 
 
 def run_time(name: str, proto: Any, optimised: bool, rounds: int) -> dict[str, Any]:
@@ -242,6 +256,7 @@ def run_time(name: str, proto: Any, optimised: bool, rounds: int) -> dict[str, A
         "optimisations": "all" if optimised else "off",
         "folded": len(result.report.folded),
         "sites": len(result.report.sites),
+        "batch_norm_share": batch_norm_share(models["before"], optimised, feed, rounds // 4),
     }
     for label, times in (("run", runs), ("processor", processors), ("session", creation)):
         for key in models:
@@ -278,7 +293,7 @@ def chart(results: list[dict[str, Any]], path: Path) -> None:
                 axes.text(0.013, at, f" {row.get('status') or 'not run'}", va="center", fontsize=6)
             else:
                 axes.barh(at, seconds, height * 0.9, color=color)
-                axes.text(seconds, at, f" {seconds:.2f} s", va="center", fontsize=6)
+                axes.text(max(seconds, 0.01), at, f" {seconds:.2f} s", va="center", fontsize=6)
     axes.set_yticks(range(len(results)), [result["case"] for result in results])
     axes.invert_yaxis()
     axes.set_xscale("log")
@@ -315,21 +330,27 @@ def main() -> None:
         for name, proto, optimised in (
             ("MatMul, Add, Transpose, BN, 128 x 256", fold_models.matmul_blocks(), True),
             ("MatMul, Add, Transpose, BN, 512 x 128", fold_models.matmul_blocks(8, 512, 128), True),
-            ("ResNet-50", fold_models.resnet50(), True),
-            ("ResNet-50", fold_models.resnet50(), False),
+            ("ResNet-50", fold_models.resnet50(224), True),
+            ("ResNet-50", fold_models.resnet50(224), False),
             ("pre-activation", fold_models.pre_activation(), True),
             ("pre-activation", fold_models.pre_activation(), False),
         ):
             rows.append(run_time(name, proto, optimised, arguments.rounds))
             print(json.dumps(rows[-1]))
     RESULTS.mkdir(exist_ok=True)
-    machine = {"processors": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()}
-    data = {"schema_version": 1, "machine": machine, "load": os.getloadavg()[0], "fold": results, "run_time": rows}
+    from benchmarks import machine
+
+    data = {"schema_version": 2, "machine": machine.describe(), "fold": results, "run_time": rows}
     path = RESULTS / "fold.json"
     if path.exists():
-        # Cases that were not run keep their figures.
+        # Cases, and tools of a case, that were not run keep their figures.
         old = json.loads(path.read_text())
-        cases = {result["case"]: result for result in (*old["fold"], *results)}
+        cases = {result["case"]: result for result in old["fold"]}
+        for result in results:
+            kept = cases.get(result["case"], {"tools": {}})["tools"]
+            tools = {**kept, **result["tools"]}
+            order = [name for name in ("cp", "cp and flush", "start", *TOOLS) if name in tools]
+            cases[result["case"]] = result | {"tools": {name: tools[name] for name in order}}
         data["fold"] = [cases[name] for name in CASES if name in cases]
         data["run_time"] = rows or old["run_time"]
     path.write_text(json.dumps(data, indent=1) + "\n")

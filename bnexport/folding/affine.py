@@ -157,6 +157,12 @@ def _limits(dtype: np.dtype) -> _Limits:
     return _Limits(*(float(value) for value in (info.max, info.smallest_normal, info.smallest_subnormal, info.eps)))
 
 
+def holds(largest: np.ndarray, dtype: np.dtype) -> bool:
+    """Whether `dtype` holds the largest magnitude of each slice as a normal number; only then nothing is to be asked."""
+    limits = _limits(dtype)
+    return bool(largest.min() >= limits.smallest_normal and largest.max() <= limits.max)
+
+
 def check_range(largest: np.ndarray, factor: np.ndarray, dtype: np.dtype) -> None:
     """Refuses a scaling that `dtype` cannot hold; see the head of this file.
 
@@ -164,7 +170,7 @@ def check_range(largest: np.ndarray, factor: np.ndarray, dtype: np.dtype) -> Non
     """
     limits = _limits(dtype)
     after = largest * factor
-    if after.min() >= limits.smallest_normal and after.max() <= limits.max:
+    if holds(after, dtype):
         return
     if not np.isfinite(largest).all():
         raise Refused("not-finite", "the weight holds NaN or infinite values")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,8 +16,10 @@ from bnexport.errors import UsageError, VerificationError
 from bnexport.folding import verification
 from bnexport.folding.context import Options
 from bnexport.folding.engine import Engine, count
+from bnexport.folding.engine_process import PROCESS
 from bnexport.folding.mixed_types import insert_casts
-from bnexport.folding.report import FoldReport
+from bnexport.folding.refusal import Refused
+from bnexport.folding.report import Counts, FoldReport
 from bnexport.folding.rules import ALL
 from bnexport.folding.verification import Source, Terms, VerifyResult
 from bnexport.model_io import ModelSource, Staged, load, write
@@ -35,6 +39,7 @@ class FoldResult:
     report: FoldReport
 
     def to_dict(self) -> dict[str, Any]:
+        """The report, as the command line prints it with --json."""
         return self.report.to_dict()
 
 
@@ -59,14 +64,46 @@ def fold(
 ) -> FoldResult:
     """Folds every batch norm that can be folded; writes the result to `target` if one is given.
 
-    source is never changed. verify: run both models in a process of its own, under inputs, seed, samples,
-    atol, rtol and timeout as `verify` takes them. only,
-    skip: labels of nodes, as the report shows them. max_scale: largest |gamma| / std that is folded.
-    training_to_inference: also turn BatchNormalization that trains into inference. rules: names of the
-    rules that may be used (`bnexport.folding.rules.ALL`).
+    A model that nothing can run is written, and the report says "not verified".
 
-    Raises ModelError for a model that is refused, VerificationError (then nothing is written) when the
-    outputs differ. A model that nothing can run is written, and the report says "not verified".
+    Args:
+        source: a path, ModelProto or onnx_ir.Model; never changed.
+        target: the file to write, whole or not at all.
+        verify: run both models in a process of its own, and compare.
+        inputs: as `verify` takes them, and so are seed, samples, atol, rtol and timeout.
+        only: labels of the nodes to fold, as the report shows them; None for all.
+        skip: labels of nodes to leave alone.
+        max_scale: largest |gamma| / std that is folded.
+        training_to_inference: also turn BatchNormalization that trains into inference.
+        rules: names of the rules that may be used (`bnexport.folding.rules.ALL`); None for all.
+        overwrite_input: allow `target` to be `source`; it is replaced as a whole.
+        external_data: write the weights to a file beside `target`; None where the source has them so, or where
+            one protobuf message cannot hold them.
+
+    Raises:
+        UsageError: an argument is wrong, or `target` cannot be written.
+        ModelError: the model is refused.
+        VerificationError: the outputs differ; nothing was written.
+
+    Examples:
+        >>> import onnx
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["" : 17]>
+        ...     net (float[N, 1] x) => (float[N, 2] y)
+        ...     <float[1, 2] w = {1, 2}, float[2] gamma = {3, 3}, float[2] beta = {1, 1},
+        ...      float[2] mean = {0, 0}, float[2] var = {0.25, 1}>
+        ...     {
+        ...         h = MatMul(x, w)
+        ...         y = BatchNormalization <epsilon = 0.0> (h, gamma, beta, mean, var)
+        ...     }
+        ... ''')
+        >>> result = fold(model, verify=False)
+        >>> [node.op_type for node in result.model.graph]
+        ['MatMul', 'Add']
+        >>> [float(value) for value in result.model.graph.node(0).inputs[1].const_value.numpy().ravel()]
+        [6.0, 6.0]
+        >>> [site.outcome for site in result.report.sites]
+        ['folded']
     """
     known = {rule.name for rule in ALL}
     unknown = sorted(set(rules or ()) - known)
@@ -80,40 +117,39 @@ def fold(
         rules=None if rules is None else frozenset(rules),
     )
     terms = Terms(inputs, seed, samples, atol, rtol, timeout)
+    if verify:
+        PROCESS.start()
     staged = None
     try:
-        with paused_collection():
-            opened = open_source(source)
-            model, before = opened.model, count(opened.model)
-            if external_data is None and write.has_external_data(model):
-                external_data = True
-            done = _transform(opened, options, keep_references=verify)
-            if target is not None:
-                own = [opened.path] if opened.path else []
-                staged = write.stage(
-                    model, target, inputs=own, overwrite_input=overwrite_input, external_data=external_data
-                )
+        work = functools.partial(_fold, source, target, verify, overwrite_input, external_data)
+        result = None
+        if target is not None:
+            # Most weights can be scaled: reading them twice, only to know it before, is hardly ever worth it.
+            with contextlib.suppress(Refused):
+                result = work(dataclasses.replace(options, check_early=False))
+        done, staged = result or work(options)
+        model = done.model
         report = FoldReport(
             sites=tuple(done.engine.sites),
-            before=before,
+            before=done.before,
             after=count(model),
             meaning_changed=done.engine.meaning_changed,
-            source=opened.path,
+            source=done.path,
             target=None if target is None else os.fspath(target),
             notes=_notes(staged),
         )
         if verify and report.changed:
             # What is verified is what was written.
-            result = _verify(done, model if staged is None else load(staged.path), terms)
-            report = dataclasses.replace(report, verification=result)
-            if result.status == "failed":
+            verdict = _verify(done, model if staged is None else load(staged.path), terms)
+            report = dataclasses.replace(report, verification=verdict)
+            if verdict.status == "failed":
                 culprit = _first_wrong_fold(source, options, len(report.folded), terms)
                 raise VerificationError(
-                    f"the folded model differs from the original: {result.reason}{culprit}; nothing was written"
+                    f"the folded model differs from the original: {verdict.reason}{culprit}; nothing was written"
                 )
         if staged is not None:
             staged.commit()
-            if staged.target == opened.path:
+            if staged.target == done.path:
                 # Lazy weights refer to the file that has just been replaced.
                 model = load(staged.target)
     finally:
@@ -132,15 +168,41 @@ def _notes(staged: Staged | None) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Transformed:
-    """The engine after its work, and what its result is to be compared with, best first."""
+    """The engine after its work on `model`, and what its result is to be compared with, best first."""
 
+    model: ir.Model
+    path: str | None
+    before: Counts
     engine: Engine
     references: tuple[ir.Model, ...]
+
+
+@paused_collection()
+def _fold(
+    source: Source,
+    target: str | os.PathLike[str] | None,
+    verify: bool,
+    overwrite_input: bool,
+    external_data: bool | None,
+    options: Options,
+) -> tuple[_Transformed, Staged | None]:
+    """Everything up to the file that waits for its name; Refused where a weight turns out too late not to fit."""
+    opened = open_source(source)
+    if external_data is None and write.has_external_data(opened.model):
+        external_data = True
+    done = _transform(opened, options, keep_references=verify)
+    if target is None:
+        return done, None
+    own = [opened.path] if opened.path else []
+    return done, write.stage(
+        opened.model, target, inputs=own, overwrite_input=overwrite_input, external_data=external_data
+    )
 
 
 def _transform(opened: ModelSource, options: Options, *, keep_references: bool) -> _Transformed:
     """Converts and folds `opened.model` in place."""
     model = opened.model
+    before = count(model)
     references = [model.clone()] if keep_references else []
     engine = Engine(model, options)
     engine.convert()
@@ -153,7 +215,7 @@ def _transform(opened: ModelSource, options: Options, *, keep_references: bool) 
     engine.fold()
     if engine.converted:
         insert_casts(model)
-    return _Transformed(engine, tuple(references))
+    return _Transformed(model, opened.path, before, engine, tuple(references))
 
 
 def _verify(done: _Transformed, candidate: ir.Model, terms: Terms) -> VerifyResult:

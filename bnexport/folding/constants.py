@@ -23,6 +23,7 @@ from bnexport.folding.shapes import Shapes
 _DEPTH = 32
 # Longer than any list of axes, pads or parts.
 _INTEGERS = 1 << 12
+_FLOATS = frozenset(FLOAT_TYPES.values())
 
 
 class Described(NamedTuple):
@@ -75,7 +76,7 @@ class Constants:
     def floats(self, value: ir.Value | None, what: str) -> np.ndarray:
         """The value as float64; Refused where it is not fixed or not a float tensor."""
         array = self.array(value, what)
-        if array.dtype not in FLOAT_TYPES.values():
+        if array.dtype not in _FLOATS:
             raise Refused("type", f"the {what} has type {array.dtype}, expected a float type")
         return array.astype(np.float64)
 
@@ -128,7 +129,7 @@ class Constants:
     def _cast_like(self, node: ir.Node, data: np.ndarray | None) -> np.ndarray:
         like = node.inputs[1] if len(node.inputs) == 2 else None
         dtype = None if like is None else self._shapes.dtype(like)
-        if data is None or dtype is None or dtype.numpy() not in FLOAT_TYPES.values():
+        if data is None or dtype is None or dtype.numpy() not in _FLOATS:
             raise Refused("type", f"{label(node)} casts to a type that is not known or no float type")
         return data.astype(dtype.numpy())
 

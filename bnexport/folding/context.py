@@ -22,6 +22,8 @@ class Options:
     max_scale: largest |gamma| / sqrt(var + eps) that is folded. only, skip: names of nodes.
     training_to_inference: also turn BatchNormalization with training_mode=1 into inference.
     rules: names of the rules that may be used; None for all. limit: number of sites that may be folded.
+    check_early: find out by a pass of its own whether a large weight can be scaled. Otherwise the tensor itself
+    raises Refused when it is written, which is too late for another way to fold the site.
     """
 
     max_scale: float = 1e6
@@ -30,6 +32,7 @@ class Options:
     training_to_inference: bool = False
     rules: frozenset[str] | None = None
     limit: int | None = None
+    check_early: bool = True
 
 
 class Context:

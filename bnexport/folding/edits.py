@@ -13,10 +13,11 @@ Slot = tuple[ir.Node, int]
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """A parameter, reshaped to `view`, times a factor that broadcasts to it."""
+    """A parameter, reshaped to `view`, times a factor that broadcasts to it. result: the product, of a small one."""
 
     factor: np.ndarray
     view: tuple[int, ...]
+    result: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)

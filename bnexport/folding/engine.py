@@ -240,8 +240,10 @@ class Engine:
 
 def _import_standard_operators(family: Family) -> None:
     """A graph of nothing but foreign nodes imports no standard opset; the nodes that we write need one."""
+    if family.context.opset:
+        return
     nodes = [node for graph in family.graphs for node in graph]
-    if family.context.opset or not any(sync_bn.is_sync_batch_norm(node) for node in nodes):
+    if not any(sync_bn.is_sync_batch_norm(node) for node in nodes):
         return
     if not any(node.domain == "" and not sync_bn.is_sync_batch_norm(node) for node in nodes):
         family.graphs[0].opset_imports[""] = family.context.opset = sync_bn.FALLBACK_OPSET
@@ -270,7 +272,8 @@ def _refuse_redefined_operators(model: ir.Model) -> None:
 def count(model: ir.Model) -> Counts:
     """Counts of `model`; the inside of a portable body is not counted."""
     nodes = batch_norm = sync = 0
-    skipped = {id(function.graph) for function in model.functions.values() if sync_bn.is_portable_body(function)}
+    bodies = (function for function in model.functions.values() if sync_bn.is_portable_body(function))
+    skipped = {id(graph) for body in bodies for graph in (body.graph, *body.subgraphs())}
     for graph in walk.graphs(model):
         if id(graph) in skipped:
             continue

@@ -112,7 +112,7 @@ def _entry(name: str, dtype: str, shape: Sequence[int], file: int, offset: int) 
 
 
 class EngineProcess:
-    """A process that verifies, started when it is first needed."""
+    """A process that verifies, started by `start` or when it is first needed."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -121,6 +121,11 @@ class EngineProcess:
         self._owner = 0
         self._used = 0.0
         self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Starts the process ahead of its first request, so that it loads its engine meanwhile; `ask` tells what failed."""
+        with self._lock, contextlib.suppress(UsageError, OSError):
+            self._ensure()
 
     def ask(self, request: Mapping[str, Any], descriptors: Sequence[int], timeout: float | None) -> dict[str, Any]:
         """The answer to a request. Raises EngineFailure."""

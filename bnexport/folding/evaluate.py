@@ -47,6 +47,15 @@ def read_tensor(tensor: ir.TensorProtocol) -> np.ndarray:
     return array
 
 
+_CONSTANTS = {
+    "value": ir.AttributeType.TENSOR,
+    "value_float": ir.AttributeType.FLOAT,
+    "value_floats": ir.AttributeType.FLOATS,
+    "value_int": ir.AttributeType.INT,
+    "value_ints": ir.AttributeType.INTS,
+}
+
+
 def constant_node(node: ir.Node) -> np.ndarray:
     """A Constant node of any form; each carries exactly one attribute."""
     if len(node.attributes) != 1:
@@ -54,6 +63,9 @@ def constant_node(node: ir.Node) -> np.ndarray:
     attribute = next(iter(node.attributes.values()))
     if attribute.is_ref():
         raise Refused("reference-attribute", f"{label(node)} is given by the function's caller")
+    kind = _CONSTANTS.get(attribute.name)
+    if kind is not None and attribute.type is not kind:
+        raise Refused("bad-attribute", f"{label(node)}'s {attribute.name} is of another type, expected {kind.name}")
     if attribute.name == "value":
         return read_tensor(attribute.as_tensor())
     if attribute.name == "value_float":

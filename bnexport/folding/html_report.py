@@ -38,7 +38,8 @@ p { margin: 4px 0; color: var(--soft); } .file { overflow-wrap: anywhere; }
 table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; vertical-align: top; padding: 7px 12px; border-bottom: 1px solid var(--line); }
 tr:last-child td { border-bottom: 0; } th { color: var(--soft); font-weight: 500; vertical-align: bottom; }
-td { overflow-wrap: anywhere; min-width: 72px; } td.name { min-width: 240px; font-weight: 500; }
+td { overflow-wrap: break-word; min-width: 72px; } td.name, td.reason { overflow-wrap: anywhere; }
+td.name { min-width: min(240px, 44vw); font-weight: 500; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 td.chart, th.chart { width: 192px; min-width: 192px; } td.reason { min-width: 240px; }
 small { color: var(--faint); font-size: 12px; } code { font: 12px/1.4 ui-monospace, monospace; }

@@ -45,6 +45,11 @@ class BatchNormInfo:
 
 @dataclasses.dataclass(frozen=True)
 class InspectReport:
+    """What `inspect` found. nodes, op_counts: bodies and functions included; a portable body counts as its node.
+
+    groups: (name, size) of the nodes' process groups. external_files: files beside the model that hold weights.
+    """
+
     ir_version: int
     opsets: dict[str, int]
     producer: str
@@ -62,11 +67,19 @@ class InspectReport:
     path: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
+        """What the command line prints with --json."""
         return {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
 
 
 def inspect(source: Source) -> InspectReport:
-    """Describes a model; weights are not read. Raises ModelError for a file that is refused."""
+    """Describes a model; weights are not read.
+
+    Args:
+        source: a path, ModelProto or onnx_ir.Model.
+
+    Raises:
+        ModelError: the file is refused.
+    """
     opened = open_source(source)
     model = opened.model
     counts: collections.Counter[str] = collections.Counter()
@@ -85,7 +98,9 @@ def inspect(source: Source) -> InspectReport:
                 info = _batch_norm(node, name)
                 batch_norms.append(info)
                 if is_sync_batch_norm(node):
-                    groups[info.attributes["group"], info.attributes["group_size"]] = None
+                    group, size = info.attributes["group"], info.attributes["group_size"]
+                    if isinstance(group, str) and isinstance(size, int):  # or they are of another type
+                        groups[group, size] = None
     held = (slot.get() for slot in walk.tensors(model))
     files = {tensor.file for tensor in held if isinstance(tensor, ContainedTensor)}
     return InspectReport(

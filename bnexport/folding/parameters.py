@@ -9,7 +9,7 @@ from bnexport.folding.affine import round_vector
 from bnexport.folding.context import Context
 from bnexport.folding.edits import Addend, Edit, Exact, Raw
 from bnexport.folding.nodes import input_at, label
-from bnexport.folding.scaled_tensor import scaled
+from bnexport.folding.scaled_tensor import ScaledTensor
 
 
 def write_parameters(context: Context) -> None:
@@ -26,7 +26,10 @@ def _edited(context: Context, node: ir.Node, index: int, edit: Edit) -> ir.Tenso
         return ir.Tensor(edit.rounded)
     if isinstance(edit, Raw):
         return ir.Tensor(edit.values)
-    return scaled(context.constants.tensor(input_at(node, index), "parameter"), edit.factor, edit.view)
+    if edit.result is not None:
+        return ir.Tensor(edit.result)
+    base = context.constants.tensor(input_at(node, index), "parameter")
+    return ScaledTensor(base, edit.factor, edit.view, checked=context.options.check_early)
 
 
 def _put(context: Context, node: ir.Node, index: int, tensor: ir.TensorProtocol, readers: dict[ir.Value, int]) -> None:

@@ -19,7 +19,7 @@ from bnexport.folding.edits import Addend, Edit, Exact, Raw, Scaled, Slot
 from bnexport.folding.nodes import get_int, input_at, is_standard, label
 from bnexport.folding.parameters import insert_add
 from bnexport.folding.refusal import Refused
-from bnexport.folding.scaled_tensor import FLOAT_DATA_TYPES, check_scaled, weighted_sums
+from bnexport.folding.scaled_tensor import FLOAT_DATA_TYPES, check_scaled, is_small, scale_small, weighted_sums
 
 
 class Plan:
@@ -62,8 +62,10 @@ class Plan:
             if edit.view != view:
                 raise Refused("conflict", f"the {what} is scaled in two ways that do not go together")
             factor = edit.factor * factor
-        check_scaled(weight, factor, view)
-        self.edits[node, index] = Scaled(factor, view)
+        result = scale_small(weight, factor, view) if is_small(view) else None
+        if result is None and self.context.options.check_early:
+            check_scaled(weight, factor, view)
+        self.edits[node, index] = Scaled(factor, view, result)
         self.target(node)
 
     def replace(

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SCHEMA_VERSION = 1
+# Rows of a table that anybody reads; more take a millisecond each to lay out.
+_SHOWN = 500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,7 @@ class SiteReport:
 
     @property
     def reason(self) -> str:
+        """Why the site was not folded, in one line; empty where nothing was refused."""
         return "; ".join(dict.fromkeys(refusal.text for refusal in self.refusals))
 
 
@@ -77,10 +80,12 @@ class FoldReport:
 
     @property
     def folded(self) -> tuple[SiteReport, ...]:
+        """The batch norms that are gone."""
         return tuple(site for site in self.sites if site.outcome == "folded")
 
     @property
     def kept(self) -> tuple[SiteReport, ...]:
+        """The others: kept, merged into another node, or only converted to another form."""
         return tuple(site for site in self.sites if site.outcome != "folded")
 
     @property
@@ -93,26 +98,41 @@ class FoldReport:
         return next((site for site in self.sites if node in site.nodes), None)
 
     def to_dict(self) -> dict[str, Any]:
+        """What the command line prints with --json."""
+        # dataclasses.asdict copies every leaf: ten times the time of this, for 10,000 sites.
+        sites = tuple(
+            {**vars(site), "refusals": tuple(dict(vars(each)) for each in site.refusals)} for site in self.sites
+        )
         return {
             "schema_version": SCHEMA_VERSION,
-            **dataclasses.asdict(dataclasses.replace(self, verification=None)),
-        } | {"verification": None if self.verification is None else self.verification.to_dict()}
+            **vars(self),
+            "sites": sites,
+            "before": dict(vars(self.before)),
+            "after": dict(vars(self.after)),
+            "verification": None if self.verification is None else self.verification.to_dict(),
+        }
 
 
 def render(report: FoldReport) -> list[Table]:
-    """Rich tables of a report: the sites, then the counts."""
+    """Rich tables of a report: the sites, then the counts. Of very many sites, the first that were not folded."""
     from rich.table import Table
 
+    shown = report.sites if len(report.sites) <= _SHOWN else (report.kept or report.sites)[:_SHOWN]
     sites = Table(title="Batch norms")
     for column in ("node", "channels", "outcome", "into", "reason"):
         sites.add_column(column, overflow="fold")
-    for site in report.sites:
+    for site in shown:
         sites.add_row(
             " + ".join(site.nodes),
             "" if site.channels is None else str(site.channels),
             site.outcome,
             ", ".join(site.targets),
             site.reason,
+        )
+    if len(shown) < len(report.sites):
+        sites.caption = (
+            f"{len(report.folded):,} of {len(report.sites):,} folded; these are the first {len(shown)}"
+            f"{' of the others' if report.kept else ''}, --json and --html have all"
         )
     counts = Table(title="Before and after")
     for column in ("", "before", "after"):

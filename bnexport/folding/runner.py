@@ -6,7 +6,9 @@ float64) and the model is small. Both run in the verifying process (`worker`), o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -14,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bnexport.errors import BnexportError, UnsupportedModelError
+from bnexport.model_io.validate import printable
 
 # Parameters of a model that the reference implementation may be asked to run.
 _REFERENCE_BYTES = 1 << 26
@@ -101,6 +104,12 @@ class RuntimeRunner:
 ENGINES: tuple[type[Runner], ...] = (RuntimeRunner, ReferenceRunner)
 
 
+def load_engine() -> None:
+    """Imports the first engine, where it is there."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("onnxruntime")
+
+
 def whole(model: Serialised) -> Any:
     """The ModelProto with its weights inside."""
     import onnx
@@ -132,4 +141,4 @@ def _options(model: Serialised) -> Any:
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__
+    return printable(text.splitlines()[0])[:300] if text else type(error).__name__

@@ -78,6 +78,8 @@ def convert(context: Context, graphs: list[ir.Graph]) -> list[Conversion]:
 
 def drop_unused_bodies(model: ir.Model) -> None:
     """Removes portable bodies, and opset imports of their domains, that no node refers to any more."""
+    if not model.functions and schema.DOMAIN not in model.opset_imports:
+        return
     bodies = [key for key, function in model.functions.items() if is_portable_body(function)]
     calls = {node.op_identifier() for node in walk.nodes(model)}
     for key in bodies:
@@ -91,8 +93,8 @@ def drop_unused_bodies(model: ir.Model) -> None:
 
 def _convert(node: ir.Node, training: bool, context: Context) -> ir.Node:
     source, mean, var = (input_at(node, _INPUT[name]) for name in ("input", "running_mean", "running_var"))
-    if source is None:
-        raise Refused("bad-node", "it has no input")
+    if source is None or not node.outputs:
+        raise Refused("bad-node", f"it has no {'output' if source else 'input'}")
     if mean is None or var is None:
         raise Refused("no-statistics", "it has no running statistics; only the batch's own can normalise its input")
     for name in ("saved_mean", "saved_invstd"):

@@ -58,17 +58,21 @@ class VerifyResult:
 
     @property
     def passed(self) -> bool:
+        """Whether every output was compared and lies within its bound."""
         return self.status == "passed"
 
     @property
     def max_abs_diff(self) -> float:
+        """The largest absolute difference over all outputs; 0 when none was compared."""
         return max((output.max_abs_diff for output in self.outputs), default=0.0)
 
     @property
     def max_rel_diff(self) -> float:
+        """The largest relative difference over all outputs; 0 when none was compared."""
         return max((output.max_rel_diff for output in self.outputs), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
+        """What the command line prints with --json."""
         return {"schema_version": SCHEMA_VERSION, "passed": self.passed, **dataclasses.asdict(self)}
 
 
@@ -101,9 +105,20 @@ def verify(
 ) -> VerifyResult:
     """Runs both models on the same inputs and compares every output.
 
-    inputs: one set of inputs by name, or several; None makes `samples` random ones. atol, rtol: bounds
-    of the caller's instead of the table's. timeout: seconds for both models together. Raises ModelError for
-    files that cannot be read; what cannot be run, crashes or takes too long is a result, not an error.
+    What cannot be run, crashes or takes too long is a result, not an error.
+
+    Args:
+        reference: a path, ModelProto or onnx_ir.Model.
+        candidate: the model to check, with the same inputs and outputs.
+        inputs: arrays by the names of the inputs, one set or several; None makes random ones.
+        seed: of the first random set; the others count on.
+        samples: number of random sets.
+        atol: absolute bound instead of the table's (`bnexport/tolerances.py`).
+        rtol: bound relative to each value of the reference; what is not given of the two is 0 then.
+        timeout: seconds for both models together; None for no limit.
+
+    Raises:
+        ModelError: a file is refused.
     """
     first, second = open_source(reference).model, open_source(candidate).model
     compare_with = functools.partial(compare, terms=Terms(inputs, seed, samples, atol, rtol, timeout))

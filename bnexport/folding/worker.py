@@ -21,7 +21,7 @@ import ml_dtypes  # noqa: F401 - NumPy learns the names of its types
 import numpy as np
 
 from bnexport.errors import BnexportError
-from bnexport.folding import precise
+from bnexport.folding import precise, runner
 from bnexport.folding.comparison import OutputComparison, compare_output, compare_with_truth
 from bnexport.folding.runner import ENGINES, Runner, Serialised
 from bnexport.folding.samples import FREE_SIZES, InputSpec, samples
@@ -33,6 +33,8 @@ IDLE_SECONDS = 60.0
 
 def main(descriptor: int) -> None:
     """Serves requests until the parent closes its end."""
+    # Whoever started this process is still at work on the models.
+    runner.load_engine()
     with socket.socket(fileno=descriptor) as channel:
         while True:
             channel.settimeout(IDLE_SECONDS)
@@ -98,14 +100,14 @@ class _Verification:
             self._stage("candidate", engine)
             names = self._names("candidate")
             try:
-                runner = engine(candidate)
-                got = [runner.run(sample, names) for sample in inputs]
+                loaded = engine(candidate)
+                got = [loaded.run(sample, names) for sample in inputs]
             except BnexportError as error:
                 if not candidate.needs_library:
                     return {"status": "failed", "reason": str(error), "engine": engine.name}
                 reasons.append(str(error))
                 continue
-            del runner
+            del loaded
             self._stage("comparison", engine)
             return self._compare(reference, inputs, expected, got) | {"engine": engine.name, "samples": len(inputs)}
         return {"status": "not verified", "reason": "; ".join(reasons)}
@@ -131,18 +133,18 @@ class _Verification:
     def _names(self, which: str) -> list[str]:
         return [*self._request["outputs"], *(probe[which] for probe in self._request["probes"])]
 
-    def _inputs_that_run(self, runner: Runner) -> tuple[list[dict[str, np.ndarray]], list[list[Any]]]:
+    def _inputs_that_run(self, loaded: Runner) -> tuple[list[dict[str, np.ndarray]], list[list[Any]]]:
         """Inputs that the reference accepts, and its outputs."""
         request, names = self._request, self._names("reference")
         if request["given"] is not None:
             given = [{entry["name"]: self._array(entry) for entry in sample} for sample in request["given"]]
-            return given, [runner.run(sample, names) for sample in given]
+            return given, [loaded.run(sample, names) for sample in given]
         specs = [InputSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in request["inputs"]]
         sizes = FREE_SIZES if any(spec.is_free for spec in specs) else FREE_SIZES[:1]
         for index, free_size in enumerate(sizes):
             try:
                 chosen = list(samples(specs, request["seed"], request["count"], free_size))
-                return chosen, [runner.run(sample, names) for sample in chosen]
+                return chosen, [loaded.run(sample, names) for sample in chosen]
             except BnexportError:
                 if index == len(sizes) - 1:
                     raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
-import bnexport.folding.parameters
+import bnexport.folding.plan
 from bnexport.errors import UsageError, VerificationError
 from bnexport.folding import fold, inspect, render, verify
 from bnexport.model_io import as_model, load, save, to_proto
@@ -59,6 +60,18 @@ def test_report_is_data(source: Path) -> None:
     assert len(render(report)[0].rows) == 2
 
 
+def test_a_table_that_people_read(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of very many sites, those that were not folded; the caption says what is missing."""
+    report = fold(source, verify=False).report
+    monkeypatch.setattr("bnexport.folding.report._SHOWN", 1)
+    table = render(report)[0]
+    assert list(table.columns[0].cells) == ["second"]
+    assert table.caption == "1 of 2 folded; these are the first 1 of the others, --json and --html have all"
+    table = render(dataclasses.replace(report, sites=report.folded * 2))[0]
+    assert list(table.columns[0].cells) == ["first"]
+    assert table.caption == "2 of 2 folded; these are the first 1, --json and --html have all"
+
+
 def test_only_and_skip(source: Path) -> None:
     for options in ({"only": ["second"]}, {"skip": ["first"]}):
         report = fold(source, **options).report  # type: ignore[arg-type]
@@ -93,9 +106,9 @@ def test_nothing_to_fold(tmp_path: Path) -> None:
 
 
 def test_a_wrong_fold_is_not_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = bnexport.folding.parameters.scaled
+    real = bnexport.folding.plan.scale_small
     monkeypatch.setattr(
-        "bnexport.folding.parameters.scaled", lambda base, factor, view: real(base, factor * 1.001, view)
+        "bnexport.folding.plan.scale_small", lambda weight, factor, view: real(weight, factor * 1.001, view)
     )
     with pytest.raises(VerificationError, match="first") as caught:
         fold(source, tmp_path / "target.onnx")

@@ -13,7 +13,7 @@ import pytest
 from bnexport.folding import fold, scaled_tensor
 from bnexport.folding.affine import FLOAT_TYPES
 from bnexport.folding.refusal import Refused
-from bnexport.folding.scaled_tensor import ScaledTensor, blocks, check_scaled, weighted_sums
+from bnexport.folding.scaled_tensor import ScaledTensor, blocks, check_scaled, scale_small, weighted_sums
 from bnexport.model_io import ContainedTensor, load, save
 from tests.folding.helpers import batch_norm, model, parameters
 
@@ -71,6 +71,8 @@ def test_one_rounding(name: str, case: str) -> None:
     file = io.BytesIO()
     tensor.tofile(file)
     assert file.getvalue() == expected.tobytes()
+    small = scale_small(ir.tensor(weight), factor, view)
+    assert (small.dtype, small.shape, small.tobytes()) == (weight.dtype, weight.shape, expected.tobytes())
 
 
 @pytest.mark.usefixtures("block")
@@ -152,13 +154,21 @@ def test_memory_stays_small(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_type_can_hold(name: str, value: float, factor: float, code: str | None) -> None:
-    weight = np.full((2, 2), value).astype(FLOAT_TYPES[name])
-    if code is None:
-        check_scaled(weight, np.full((2, 1), factor), weight.shape)
-        return
-    with pytest.raises(Refused) as caught:
-        check_scaled(weight, np.full((2, 1), factor), weight.shape)
-    assert caught.value.code == code
+    """Found by a pass of its own, or while the elements are scaled."""
+    weight, factors = np.full((2, 2), value).astype(FLOAT_TYPES[name]), np.full((2, 1), factor)
+    tensor = ScaledTensor(ir.tensor(weight), factors, weight.shape, checked=False)
+    for found in (
+        lambda: check_scaled(weight, factors, weight.shape),
+        lambda: scale_small(ir.tensor(weight), factors, weight.shape),
+        tensor.tobytes,
+        lambda: tensor.tofile(io.BytesIO()),
+    ):
+        if code is None:
+            found()
+            continue
+        with pytest.raises(Refused) as caught:
+            found()
+        assert caught.value.code == code
 
 
 def test_small_elements_beside_a_large_one() -> None:
@@ -205,3 +215,49 @@ def test_memory_of_a_whole_fold(direction: str, tmp_path: Path) -> None:
     scale = parameters_of["p_s"] / np.sqrt(parameters_of["p_v"].astype(np.float64) + np.float64(np.float32(1e-5)))
     expected = scale.reshape(1, -1) if direction == "backward" else scale.reshape(-1, 1)
     np.testing.assert_array_equal(weight, np.broadcast_to(expected.astype(np.float32), weight.shape))
+
+
+def two_gemms(tmp_path: Path, largest: float) -> Path:
+    """Two Gemms with batch norms, 128 KiB of external weights each; the first weight holds `largest`."""
+    weights = {name: np.ones((256, 128), np.float32) for name in "wv"}
+    weights["w"][200, 100] = largest
+    norm = "BatchNormalization <epsilon: float = 0.0>"
+    proto = model(
+        f"""g (float[N,256] x) => (float[N,128] y, float[N,128] z) {{
+            a = Gemm (x, w)
+            y = {norm} (a, four, b, m, one)
+            c = Gemm (x, v)
+            z = {norm} (c, four, b, m, one)
+        }}""",
+        {"b": (128,), "m": (128,)},
+        values={**weights, "four": np.full(128, 4, np.float32), "one": np.ones(128, np.float32)},
+    )
+    save(ir.from_proto(proto), tmp_path / "source.onnx", external_data=True)
+    return tmp_path / "source.onnx"
+
+
+def test_a_weight_that_turns_out_too_large_while_it_is_written(tmp_path: Path) -> None:
+    """The fold is done again without this site, and what was written is gone."""
+    source = two_gemms(tmp_path, 3e38)
+    result = fold(source, tmp_path / "target.onnx")
+    assert result.report.verification is not None and result.report.verification.passed
+    assert [site.outcome for site in result.report.sites] == ["kept", "folded"]
+    assert {refusal.code for refusal in result.report.sites[0].refusals} >= {"overflow"}
+    assert result.report.sites == fold(source).report.sites
+    folded = load(tmp_path / "target.onnx").graph.initializers
+    assert folded["w"].const_value.numpy().max() == np.float32(3e38)
+    assert (folded["v"].const_value.numpy() == 4).all()
+    names = {"source.onnx", "source.onnx.data", "target.onnx", "target.onnx.data"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_each_weight_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, read = two_gemms(tmp_path, 1.0), []
+    real = scaled_tensor._read_into
+    monkeypatch.setattr(
+        scaled_tensor,
+        "_read_into",
+        lambda file, buffer, name: (read.append((name, len(buffer))), real(file, buffer, name)),
+    )
+    assert len(fold(source, tmp_path / "target.onnx", verify=False).report.folded) == 2
+    assert sorted(read) == [("v", 256 * 128 * 4), ("w", 256 * 128 * 4)]
