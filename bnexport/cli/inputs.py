@@ -1,61 +1,153 @@
-"""--input arguments as arrays."""
+"""--input arguments as arrays, checked against what the model declares before anything runs."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bnexport.cli.common import parse_shape
 from bnexport.errors import UsageError
 
+if TYPE_CHECKING:
+    import numpy as np
+    import onnx_ir as ir
 
-def feeds_of(inputs: list[str] | None, seed: int, model: Path) -> dict[str, Any]:
-    """--input arguments as arrays: a .npy file, or random numbers of a shape in the type the model asks for."""
+_FORM = "expected NAME:SHAPE such as x:1,3,224,224, or NAME:FILE.npy"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Argument:
+    """One --input: the values of a file, or a shape that gets random ones."""
+
+    name: str
+    shape: tuple[int, ...]
+    values: np.ndarray | None
+
+
+def _parse(texts: Sequence[str]) -> list[_Argument]:
+    arguments: dict[str, _Argument] = {}
+    for text in texts:
+        name, _, value = text.rpartition(":")
+        if not name or not value:
+            raise UsageError(f"--input: got {text!r}, {_FORM}")
+        if name in arguments:
+            raise UsageError(f"--input: got {name!r} twice, expected each input once")
+        arguments[name] = _argument(name, value)
+    return list(arguments.values())
+
+
+def _argument(name: str, value: str) -> _Argument:
+    import numpy as np
+
+    if re.fullmatch(r"\d+(,\d+)*", value):
+        return _Argument(name, tuple(map(int, value.split(","))), None)
+    if not Path(value).is_file():
+        raise UsageError(f"--input {name}: {value!r} is neither a shape nor a file that exists; {_FORM}")
+    try:
+        values = np.load(value, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UsageError(f"--input {name}: cannot read {value!r}, expected a file that numpy.save wrote") from error
+    if not isinstance(values, np.ndarray):
+        raise UsageError(f"--input {name}: {value!r} holds several arrays, expected one, as numpy.save writes it")
+    return _Argument(name, values.shape, values)
+
+
+def feeds_of(inputs: list[str] | None, seed: int, model: Path, *, all_of_them: bool = False) -> dict[str, np.ndarray]:
+    """The arrays to feed to `model`, by name.
+
+    Random ones are of the type that the model asks for, in the order of its inputs. Inputs that are not given
+    are made up where all their sizes are fixed. Without any --input the result is empty, unless `all_of_them`
+    are needed.
+    """
     import numpy as np
 
     from bnexport.model_io import load
 
-    feeds: dict[str, Any] = {}
-    if not inputs:
-        return feeds
-    graph = load(model).graph
-    types = {str(value.name): value.dtype for value in graph.inputs}
+    if not inputs and not all_of_them:
+        return {}
+    given = {argument.name: argument for argument in _parse(inputs or ())}
+    graph_inputs = load(model).graph.inputs
+    declared = {str(value.name): value for value in graph_inputs}
+    for name in given:
+        if name not in declared:
+            choices = "; ".join(_describe(value) for value in declared.values()) or "none"
+            raise UsageError(f"--input: {model} has no input {name!r}, expected one of: {choices}")
     generator = np.random.default_rng(seed)
-    for text in inputs:
-        name, separator, value = text.partition(":")
-        if not separator or name not in types:
-            raise UsageError(
-                f"--input: got {text!r}, expected NAME:FILE.npy or NAME:SHAPE with NAME one of {', '.join(types) or 'none'}"
-            )
-        dtype = types[name]
-        shape = parse_shape(value)
-        if shape is not None:
-            feeds[name] = generator.standard_normal(shape).astype(np.float32 if dtype is None else dtype.numpy())
-            continue
-        try:
-            feeds[name] = np.load(value, allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--input {name}: cannot read {value!r} as a NumPy file: {error}") from error
+    feeds = {}
+    for name, value in declared.items():
+        argument = given.get(name)
+        if argument is None and not value.is_initializer():
+            argument = _Argument(name, _fixed_shape(value, model), None)
+        if argument is not None:
+            feeds[name] = _fitting(argument, value, generator)
     return feeds
 
 
-def example_inputs(inputs: list[str], seed: int) -> tuple[list[str], tuple[Any, ...]]:
+def _fixed_shape(value: ir.Value, model: Path) -> tuple[int, ...]:
+    sizes = tuple(value.shape) if value.shape is not None else (None,)
+    shape = tuple(size for size in sizes if isinstance(size, int))
+    if len(shape) != len(sizes):
+        raise UsageError(
+            f"--input: missing {value.name}; {model} takes {_describe(value)}; give its sizes, such as "
+            f"--input {value.name}:{','.join(_example(axis, size) for axis, size in enumerate(sizes))}"
+        )
+    return shape
+
+
+def _example(axis: int, size: Any) -> str:
+    return str(size) if isinstance(size, int) else ("1" if axis == 0 else "64")
+
+
+def _fitting(argument: _Argument, value: ir.Value, generator: np.random.Generator) -> np.ndarray:
+    """Its values, or random ones."""
     import numpy as np
+
+    dtype = np.dtype(np.float32) if value.dtype is None else value.dtype.numpy()
+    where = f"--input {argument.name}"
+    if not _fits(argument.shape, value):
+        raise UsageError(f"{where}: got shape {_shape(argument.shape)}, expected {_describe(value)}")
+    if argument.values is not None:
+        if value.dtype is not None and argument.values.dtype != dtype:
+            raise UsageError(f"{where}: got {argument.values.dtype}, expected {_describe(value)}; convert it first")
+        return argument.values
+    if dtype.kind == "O":
+        return np.full(argument.shape, "a", dtype=object)
+    if dtype.kind in "iub":
+        # Indices into anything are valid when they are 0 or 1.
+        return generator.integers(0, 2, argument.shape).astype(dtype)
+    return generator.standard_normal(argument.shape).astype(dtype)
+
+
+def _fits(shape: tuple[int, ...], value: ir.Value) -> bool:
+    if value.shape is None:
+        return True
+    sizes = tuple(value.shape)
+    return len(sizes) == len(shape) and all(
+        got == expected for got, expected in zip(shape, sizes) if isinstance(expected, int)
+    )
+
+
+def _describe(value: ir.Value) -> str:
+    dtype = "" if value.dtype is None else f" {value.dtype.numpy().name}"
+    return f"{value.name}:{dtype}{'' if value.shape is None else ' ' + _shape(value.shape)}"
+
+
+def _shape(shape: Any) -> str:
+    return "(" + ", ".join(str(size) if isinstance(size, int) else (size.value or "?") for size in shape) + ")"
+
+
+def example_inputs(inputs: list[str], seed: int) -> tuple[list[str], tuple[Any, ...]]:
+    """The names and tensors of an export, in the order given; random ones are float32."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    names, args = [], []
-    for text in inputs:
-        name, separator, value = text.partition(":")
-        if not separator:
-            raise UsageError(f"--input: got {text!r}, expected NAME:SHAPE or NAME:FILE.npy")
-        shape = parse_shape(value)
-        if shape is None:
-            try:
-                args.append(torch.from_numpy(np.load(value, allow_pickle=False)))
-            except (OSError, ValueError) as error:
-                raise UsageError(f"--input {name}: cannot read {value!r} as a NumPy file: {error}") from error
-        else:
-            args.append(torch.randn(shape, generator=generator))
-        names.append(name)
-    return names, tuple(args)
+    arguments = _parse(inputs)
+    tensors = tuple(
+        torch.randn(argument.shape, generator=generator)
+        if argument.values is None
+        else torch.from_numpy(argument.values)
+        for argument in arguments
+    )
+    return [argument.name for argument in arguments], tensors

@@ -6,47 +6,58 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from bnexport.cli.common import Inputs, Json, Model, Seed, app, emit, err, status, write_whole
+from bnexport.cli import startup
+from bnexport.cli.common import Atol, Html, Inputs, Json, Model, Rtol, Seed, app
+from bnexport.cli.console import detail, say, status
 from bnexport.cli.inputs import feeds_of
+from bnexport.cli.output import check_targets, emit, table, write_whole
 from bnexport.errors import MissingDependencyError, UsageError, VerificationError
 
 
 @app.command()
 def inspect(model: Model, json_target: Json = None) -> None:
-    """What is in a model: operators, batch norms, groups, sizes."""
+    """Lists a model's operators, batch norms, groups and sizes."""
     from bnexport import folding
 
+    check_targets(json=json_target)
     report = folding.inspect(model)
-    summary = Table(title=str(model), show_header=False)
-    summary.add_row("producer", report.producer)
-    summary.add_row(
-        "IR version, opsets",
-        f"{report.ir_version}, " + ", ".join(f"{name or 'onnx'} {v}" for name, v in report.opsets.items()),
+    operators = ", ".join(f"{count} {name}" for name, count in list(report.op_counts.items())[:8])
+    opsets = ", ".join(f"{name or 'onnx'} {version}" for name, version in report.opsets.items())
+    summary = (
+        ("producer", report.producer),
+        ("IR version, opsets", f"{report.ir_version}, {opsets}"),
+        ("inputs", "\n".join(_value(value) for value in report.inputs)),
+        ("outputs", "\n".join(_value(value) for value in report.outputs)),
+        ("nodes", f"{report.nodes:,} ({operators})"),
+        ("parameters", f"{report.parameter_count:,} ({report.parameter_bytes:,} bytes)"),
+        ("functions", ", ".join(report.functions) or "none"),
+        ("groups", ", ".join(f"{name or 'none'} (size {size})" for name, size in report.groups) or "none"),
+        ("external files", ", ".join(report.external_files) or "none"),
     )
-    summary.add_row("inputs", "\n".join(_value(value) for value in report.inputs))
-    summary.add_row("outputs", "\n".join(_value(value) for value in report.outputs))
-    summary.add_row(
-        "nodes",
-        f"{report.nodes:,} ({', '.join(f'{count} {name}' for name, count in list(report.op_counts.items())[:8])})",
-    )
-    summary.add_row("parameters", f"{report.parameter_count:,} ({report.parameter_bytes:,} bytes)")
-    summary.add_row("functions", ", ".join(report.functions) or "none")
-    summary.add_row("groups", ", ".join(f"{name or 'none'} (size {size})" for name, size in report.groups) or "none")
-    sites = Table(title=f"{len(report.batch_norms)} batch norms")
-    for column in ("node", "operator", "channels", "input", "attributes"):
-        sites.add_column(column, overflow="fold")
-    for site in report.batch_norms:
-        attributes = ", ".join(f"{name}={_attribute(value)}" for name, value in site.attributes.items() if value != "")
-        sites.add_row(
+    sites = [
+        (
             site.node,
             f"{site.domain or 'onnx'}:{site.op_type}",
-            str(site.channels or ""),
+            site.channels or "",
             _shape(site.input_shape),
-            attributes,
+            ", ".join(f"{name}={_attribute(value)}" for name, value in site.attributes.items() if value != ""),
         )
-    emit(report.to_dict(), json_target, [summary, sites])
+        for site in report.batch_norms
+    ]
+    tables = [table(str(model), ("", ""), summary)]
+    if sites:
+        tables.append(
+            table(
+                f"{len(sites)} batch norms",
+                ("node", "operator", "channels", "input", "attributes"),
+                sites,
+                right=["channels"],
+            )
+        )
+    emit(report.to_dict(), json_target, tables)
+    if not sites:
+        say("no batch norms: there is nothing to fold, unless an exporter wrote them as arithmetic")
 
 
 def _attribute(value: Any) -> str:
@@ -66,12 +77,16 @@ def fold(
     source: Annotated[Path, typer.Argument(metavar="IN", help="The ONNX file to fold; it is never changed.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Where the folded model goes.")],
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Run both models and compare them.")] = True,
+    inputs: Inputs = None,
+    seed: Seed = 0,
+    atol: Atol = None,
+    rtol: Rtol = None,
     explain: Annotated[str | None, typer.Option(metavar="NODE", help="Say what happened to one node, and why.")] = None,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="NODE", help="Fold this batch norm only; repeatable.")
+        list[str] | None, typer.Option(metavar="NODE", help="Fold this batch norm only. Repeatable.")
     ] = None,
     skip: Annotated[
-        list[str] | None, typer.Option(metavar="NODE", help="Leave this batch norm alone; repeatable.")
+        list[str] | None, typer.Option(metavar="NODE", help="Leave this batch norm alone. Repeatable.")
     ] = None,
     training_to_inference: Annotated[
         bool,
@@ -80,53 +95,83 @@ def fold(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Allow OUT to be IN; it is replaced as a whole.")
     ] = False,
-    seed: Seed = 0,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="PATH", help="Write the report as one HTML page.")
-    ] = None,
+    html: Html = None,
     json_target: Json = None,
 ) -> None:
-    """Turns sync batch norm into BatchNormalization and folds it into the weights beside it."""
+    """Folds batch norms into the weights beside them."""
     from bnexport import folding
-    from bnexport.folding import html_report
 
+    check_targets(OUT=target, html=html, json=json_target)
+    if not overwrite and source.exists() and target.exists() and source.samefile(target):
+        raise UsageError(
+            f"OUT: got {str(target)!r}, which is IN; write to another file, or replace IN with --overwrite"
+        )
+    _check_nodes(source, {"only": only or [], "skip": skip or [], "explain": [explain] if explain else []})
+    feeds = feeds_of(inputs, seed, source) if verify else {}
     with status(f"folding {source}"):
         result = folding.fold(
             source,
             target,
             verify=verify,
+            inputs=feeds or None,
             seed=seed,
+            atol=atol,
+            rtol=rtol,
             only=only or None,
             skip=skip or (),
             training_to_inference=training_to_inference,
             overwrite_input=overwrite,
         )
+    startup.settle()
     report = result.report
     if html is not None:
-        write_whole(html, html_report.render_html(report.to_dict()))
-    emit(report.to_dict(), json_target, folding.render(report))
+        write_html(report, html)
+    emit(report.to_dict(), json_target, [] if json_target else folding.render(report))
     if explain is not None:
-        site = report.explain(explain)
-        if site is None:
-            raise UsageError(
-                f"--explain: got {explain!r}, expected a batch norm of the model: {', '.join(n for s in report.sites for n in s.nodes)}"
-            )
-        err.print(
-            f"{explain}: {site.outcome}" + (f" into {', '.join(site.targets)}" if site.targets else f": {site.reason}")
-        )
+        say(_explanation(explain, report.explain(explain)))
     if not report.changed:
-        err.print(f"nothing to fold: {target} is an unchanged copy")
+        say(f"nothing to fold: {target} is an unchanged copy")
     else:
         before, after = (counts.batch_norm + counts.sync_batch_norm for counts in (report.before, report.after))
-        err.print(f"{before - after} of {before} batch norms folded; {target} written", soft_wrap=True)
+        say(f"{before - after} of {before} batch norms folded; {target} written")
     if report.meaning_changed:
-        err.print(
-            "note: the graph trained; it is an inference graph now, with its stored running statistics", soft_wrap=True
-        )
+        say("note: the graph trained; it is an inference graph now, with its stored running statistics")
     for note in report.notes:
-        err.print(f"note: {note}", soft_wrap=True)
+        say(f"note: {note}")
     if report.verification is not None:
-        err.print(_verdict(report.verification), soft_wrap=True)
+        say(_verdict(report.verification))
+        detail(f"verified with {report.verification.samples} sets of inputs in {report.verification.engine}")
+
+
+def write_html(report: Any, path: Path) -> None:
+    from bnexport.folding import html_report
+
+    write_whole(path, html_report.render_html(report.to_dict()))
+
+
+def _check_nodes(source: Path, options: dict[str, list[str]]) -> None:
+    """A misspelt name would otherwise fold nothing, or everything, in silence."""
+    if not any(options.values()):
+        return
+    from bnexport import folding
+    from bnexport.folding.nodes import label
+    from bnexport.model_io import load, walk
+
+    known = {label(node) for node in walk.nodes(load(source))}
+    for option, names in options.items():
+        for name in names:
+            if name not in known:
+                sites = [site.node for site in folding.inspect(source).batch_norms]
+                more = f" and {len(sites) - 8} more (bnexport inspect lists them)" if len(sites) > 8 else ""
+                raise UsageError(
+                    f"--{option}: {source} has no node {name!r}, expected a batch norm: {', '.join(sites[:8])}{more}"
+                )
+
+
+def _explanation(node: str, site: Any) -> str:
+    if site is None:
+        return f"{node}: no part of a batch norm, so there was nothing to do"
+    return f"{node}: {site.outcome}" + (f" into {', '.join(site.targets)}" if site.targets else f": {site.reason}")
 
 
 def _verdict(result: Any) -> str:
@@ -142,28 +187,34 @@ def verify(
     candidate: Annotated[Path, typer.Argument(metavar="B", help="The model to check.")],
     inputs: Inputs = None,
     seed: Seed = 0,
-    atol: Annotated[float | None, typer.Option(help="Absolute bound instead of the table's.")] = None,
-    rtol: Annotated[float | None, typer.Option(help="Relative bound instead of the table's.")] = None,
+    atol: Atol = None,
+    rtol: Rtol = None,
     json_target: Json = None,
 ) -> None:
-    """Runs two models on the same inputs and compares every output."""
+    """Compares every output of two models on the same inputs."""
     from bnexport import folding
 
+    check_targets(json=json_target)
     feeds = feeds_of(inputs, seed, reference)
     with status(f"comparing {reference} and {candidate}"):
         result = folding.verify(reference, candidate, inputs=feeds or None, seed=seed, atol=atol, rtol=rtol)
-    table = Table(title=f"{reference} and {candidate}")
-    for column in ("output", "type", "largest difference", "relative", "allowed", ""):
-        table.add_column(column, overflow="fold")
-    for output in result.outputs:
-        allowed = f"{output.atol:.3g}" + (f" + {output.rtol:.3g} |y|" if output.rtol else "")
-        verdict = "ok" if output.passed else f"differs: {output.reason}"
-        table.add_row(
-            output.name, output.dtype, f"{output.max_abs_diff:.3g}", f"{output.max_rel_diff:.3g}", allowed, verdict
+    rows = [
+        (
+            output.name,
+            output.dtype,
+            f"{output.max_abs_diff:.3g}",
+            f"{output.max_rel_diff:.3g}",
+            f"{output.atol:.3g}" + (f" + {output.rtol:.3g} |y|" if output.rtol else ""),
+            "ok" if output.passed else f"differs: {output.reason}",
         )
-    emit(result.to_dict(), json_target, [table])
+        for output in result.outputs
+    ]
+    columns = ("output", "type", "largest difference", "relative", "allowed", "")
+    tables = [table(f"{reference} and {candidate}", columns, rows, right=columns[2:4])] if rows else []
+    emit(result.to_dict(), json_target, tables)
     if result.status == "not verified":
         raise MissingDependencyError(f"not verified: {result.reason}")
     if not result.passed:
         raise VerificationError(f"{candidate} differs from {reference}: {result.reason}")
-    err.print(_verdict(result))
+    say(_verdict(result))
+    detail(f"verified with {result.samples} sets of inputs in {result.engine}")

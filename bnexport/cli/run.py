@@ -3,104 +3,108 @@
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from bnexport.cli.common import Inputs, Json, Model, Seed, app, emit, progress, status
+from bnexport.cli.common import Inputs, Json, Model, Seed, app
+from bnexport.cli.console import detail, progress, say, status
 from bnexport.cli.inputs import feeds_of
+from bnexport.cli.output import check_targets, emit, table, whole_file
+from bnexport.errors import UsageError
 
 
 @app.command()
 def run(
     model: Model,
     inputs: Inputs = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE.npz", help="Save the outputs.")] = None,
     seed: Seed = 0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE.npz", help="Save the outputs.")] = None,
     json_target: Json = None,
 ) -> None:
-    """Runs a model once in ONNX Runtime, with the custom-op library where the model needs it."""
+    """Runs a model once in ONNX Runtime. Nodes that need our library get it."""
     import numpy as np
 
     from bnexport.runtime import execution
 
+    check_targets(output=output, json=json_target)
+    if output is not None and output.suffix != ".npz":
+        raise UsageError(f"--output: got {str(output)!r}, expected a file that ends in .npz")
     with status(f"running {model}"):
-        done = execution.run(model, feeds_of(inputs, seed, model))
-    results = done.outputs
-    table = Table(title=f"{model}: {done.seconds * 1e3:.1f} ms" + (", custom-op library" if done.library else ""))
-    for column in ("output", "type", "shape", "min", "mean", "max"):
-        table.add_column(column, overflow="fold")
-    rows = []
-    for name, value in results.items():
-        array = np.asarray(value)
-        numbers = (
-            [float(f(array)) for f in (np.min, np.mean, np.max)]
-            if array.size and array.dtype.kind in "biuf"
-            else [float("nan")] * 3
-        )
-        table.add_row(name, str(array.dtype), str(list(array.shape)), *(f"{number:.6g}" for number in numbers))
-        rows.append(
-            {
-                "name": name,
-                "dtype": str(array.dtype),
-                "shape": list(array.shape),
-                "min": numbers[0],
-                "mean": numbers[1],
-                "max": numbers[2],
-            }
-        )
+        done = execution.run(model, feeds_of(inputs, seed, model, all_of_them=True))
+    rows = [_row(name, np.asarray(value)) for name, value in done.outputs.items()]
     if output is not None:
-        temporary = output.with_name(output.name + ".part")
-        with temporary.open("wb") as file:
-            np.savez(file, **results)  # type: ignore[arg-type]
-        os.replace(temporary, output)
+        with whole_file(output) as file:
+            np.savez(file, **done.outputs)  # type: ignore[arg-type]
+    cells = [
+        (row["name"], row["dtype"], row["shape"], *(f"{row[key]:.6g}" for key in ("min", "mean", "max")))
+        for row in rows
+    ]
+    columns = ("output", "type", "shape", "min", "mean", "max")
     emit(
-        {"schema_version": 1, "model": str(model), "seconds": done.seconds, "library": done.library, "outputs": rows},
+        {"model": str(model), "seconds": done.seconds, "library": done.library, "outputs": rows},
         json_target,
-        [table],
+        [table(f"{model}: {done.seconds * 1e3:.1f} ms", columns, cells, right=columns[3:])],
     )
+    if output is not None:
+        say(f"{output} written")
+    detail("with the custom-op library" if done.library else "with ONNX Runtime's own operators only")
+
+
+def _row(name: str, array: Any) -> dict[str, Any]:
+    import numpy as np
+
+    has_numbers = array.size and array.dtype.kind in "biuf"
+    numbers = {
+        key: float(function(array)) if has_numbers else float("nan")
+        for key, function in (("min", np.min), ("mean", np.mean), ("max", np.max))
+    }
+    return {"name": name, "dtype": str(array.dtype), "shape": list(array.shape), **numbers}
 
 
 @app.command()
 def bench(
     models: Annotated[list[Path], typer.Argument(metavar="MODEL...", help="ONNX files with the same inputs.")],
     inputs: Inputs = None,
-    runs: Annotated[int, typer.Option(help="Timed runs of each model.")] = 100,
-    warm_up: Annotated[int, typer.Option(help="Runs before that do not count.")] = 10,
-    threads: Annotated[int, typer.Option(help="Threads of ONNX Runtime; 0 lets it choose.")] = 0,
-    chart: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the distributions.")] = None,
     seed: Seed = 0,
+    runs: Annotated[int, typer.Option(metavar="INT", min=1, help="Timed runs of each model.")] = 100,
+    warm_up: Annotated[int, typer.Option(metavar="INT", min=0, help="Runs before that do not count.")] = 10,
+    threads: Annotated[int, typer.Option(metavar="INT", min=0, help="Threads of ONNX Runtime; 0 lets it choose.")] = 0,
+    chart: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Draw the distributions to a .png, .svg or .pdf file.")
+    ] = None,
     json_target: Json = None,
 ) -> None:
-    """Compares the latency of models in ONNX Runtime, in turn and in one process."""
-    import onnxruntime
-
+    """Compares the latency of models in ONNX Runtime. They take turns."""
     from bnexport.runtime import execution, latency
 
-    loaded = {}
+    check_targets(chart=chart, json=json_target)
+    if chart is not None and chart.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"--chart: got {str(chart)!r}, expected a file that ends in .png, .svg or .pdf")
+    if chart is not None:
+        import matplotlib  # noqa: F401 - whether it is there, before any time is spent
+    if len(set(models)) < len(models):
+        raise UsageError(f"MODEL: got {', '.join(map(str, models))}, expected each file once")
+    feeds = {str(path): feeds_of(inputs, seed, path, all_of_them=True) for path in models}
+    import onnxruntime
+
+    calls = {}
     for path in models:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         with status(f"loading {path}"):
-            loaded[str(path)] = (execution.load(path, options), feeds_of(inputs, seed, path))
+            loaded = execution.load(path, options)
+        calls[str(path)] = functools.partial(loaded.run, feeds[str(path)])
     with progress("timing", runs * len(models)) as advance:
-        results = latency.measure(
-            {name: functools.partial(model.run, feeds) for name, (model, feeds) in loaded.items()},
-            runs=runs,
-            warm_up=warm_up,
-            progress=advance,
-        )
-    table = Table(title=f"latency in ms, {runs} runs each")
-    for column in ("model", *(f"p{q}" for q in latency.PERCENTILES), f"against {models[0].name}"):
-        table.add_column(column, overflow="fold", justify="left" if column == "model" else "right")
+        results = latency.measure(calls, runs=runs, warm_up=warm_up, progress=advance)
     rows = [{**result.to_dict(), "ratio": result.percentile(50) / results[0].percentile(50)} for result in results]
-    for row in rows:
-        table.add_row(
-            str(row["model"]), *(f"{row[f'p{q}_ms']:.3f}" for q in latency.PERCENTILES), f"{row['ratio']:.2f}"
-        )
+    columns = ("model", *(f"p{q}" for q in latency.PERCENTILES), f"against {models[0].name}")
+    cells = [
+        (row["model"], *(f"{row[f'p{q}_ms']:.3f}" for q in latency.PERCENTILES), f"{row['ratio']:.2f}") for row in rows
+    ]
     if chart is not None:
         latency.chart(results, chart)
-    emit({"schema_version": 1, "models": rows}, json_target, [table])
+    emit({"models": rows}, json_target, [table(f"latency in ms, {runs} runs each", columns, cells, right=columns[1:])])
+    if chart is not None:
+        say(f"{chart} written")

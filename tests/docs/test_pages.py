@@ -1,78 +1,97 @@
-"""The Python blocks of tutorials run, in order, as one program in an empty folder."""
+"""What the documents show is run: Python and shell blocks, in order, in an empty folder."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.docs.pages import ROOT, blocks, run
+
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
 
 
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-
-
-def run(script: str, folder: Path) -> None:
-    (folder / "page.py").write_text(script)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "page.py"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "cpp"], ids=lambda page: page.stem)
 def test_a_tutorial_runs(page: Path, tmp_path: Path) -> None:
-    run("\n".join(blocks(page.read_text(), "python")), tmp_path)
+    run(blocks(page.read_text(), "python", "sh"), tmp_path)
+
+
+@pytest.mark.skipif(not shutil.which("cmake") or not shutil.which("c++"), reason="no CMake or no compiler here")
+def test_the_tutorial_on_cpp_runs(tmp_path: Path) -> None:
+    """Its C and C++ lines are those of the examples, which it builds."""
+    text = (ROOT / "docs/tutorials/cpp.md").read_text()
+    sources = {"c": "examples/ort_run/main.c", "cpp": "examples/libtorch_run/main.cpp"}
+    shown = blocks(text, *sources)
+    assert {language for language, _ in shown} == set(sources)
+    for language, code in shown:
+        source = " ".join((ROOT / sources[language]).read_text().split())
+        lines = code.splitlines() if language == "cpp" else [code]
+        for line in lines:
+            assert " ".join(line.split()) in source, f"{sources[language]} has no {line!r}"
+    printed = run(blocks(text, "python", "sh"), tmp_path)
+    assert printed.count("out: [1, 5, 64, 64]") == 3
+    assert printed.count("largest difference from PyTorch") == 3
 
 
 def test_there_are_tutorials() -> None:
-    assert {"mmsegmentation", "ddp", "apex"} <= {page.stem for page in PAGES}
+    assert {"mmsegmentation", "ddp", "apex", "cpp"} <= {page.stem for page in PAGES}
+    listed = (ROOT / "mkdocs.yml").read_text()
+    for page in PAGES:
+        assert f"tutorials/{page.name}" in listed
 
 
+README = (ROOT / "README.md").read_text()
 README_MODEL = """
 import torch
 from torch import nn
 
-torch.manual_seed(0)
-model = nn.Sequential(
-    nn.Conv2d(3, 8, 3, 4), nn.SyncBatchNorm(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
-)
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3, 4), nn.SyncBatchNorm(8), nn.ReLU())
+        self.classify = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.classify(self.features(x).mean((2, 3)))
+
+
+def network():
+    torch.manual_seed(0)
+    return Network()
+
+
+model = network()
 images, labels = torch.randn(6, 3, 224, 224), torch.randint(0, 4, (6,))
 """
+# What the reader of the README has: a module that builds the network, and its checkpoint.
+README_CHECKPOINT = 'import torch, package\ntorch.save({"state_dict": package.network().state_dict()}, "weights.pth")'
 
 
 def test_the_readme_runs(tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text()
-    start, more = blocks(text, "python")
-    start = start.replace("model = bnexport.convert", "model.eval()\nmodel = bnexport.convert")
-    start = start.replace('{"x": images}', '{"input": images.numpy()}')
-    run("\n".join((README_MODEL, start, more)), tmp_path)
-    assert {"model.onnx", "kept.onnx", "folded.onnx", "model.pt", "step.onnx"} <= {
-        path.name for path in tmp_path.iterdir()
-    }
+    python = [("python", README_MODEL), *blocks(README, "python")]
+    shell = [(language, code) for language, code in blocks(README, "sh") if code.startswith("bnexport ")]
+    assert len(python) >= 3 and len(shell) >= 2
+    (tmp_path / "package.py").write_text(README_MODEL)
+    run([*python, ("sh", ""), ("python", README_CHECKPOINT), *shell], tmp_path)
+    made = {path.name for path in tmp_path.iterdir()}
+    assert {"model.onnx", "kept.onnx", "folded.onnx", "model.pt", "step.onnx", "report.html", "latency.png"} <= made
 
 
 def test_the_readme_names_every_command_and_target() -> None:
-    text = (ROOT / "README.md").read_text()
     from bnexport.cli import app
 
+    page = (ROOT / "docs/command_line.md").read_text()
     for command in app.registered_commands:
-        assert f"bnexport {command.name or command.callback.__name__}" in text.replace(
-            "bnexport\ndoctor", "bnexport doctor"
-        )
+        name = f"bnexport {command.name or command.callback.__name__}"
+        assert name in README and f"`{name}" in page
     targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    listed = next(line for line in text.splitlines() if line.startswith("`make help` lists"))
-    assert set(re.findall(r"`(?:make )?([a-z-]+)`", listed)) <= targets | {"help"}
+    listed = set(re.findall(r"\bmake ([a-z-]+)", README))
+    assert listed and listed <= targets | {"help"}
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)", README):
+        assert target.startswith("https://") or (ROOT / target).exists(), target

@@ -1,0 +1,179 @@
+"""The generated tables of docs: from the JSON in benchmarks/results into the pages, between markers.
+
+    python -m benchmarks.page        # after a benchmark was run; `make bench` does it by itself
+
+A page has `<!-- NAME: begin -->` and `<!-- NAME: end -->` around each table; what is outside is prose and is
+kept. A test compares pages and results, so that no figure is set by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+Report = dict[str, Any]
+
+
+def table(header: list[str], rows: Iterable[list[str]], left: int = 1) -> str:
+    """Markdown; the first `left` columns are text, the others numbers."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
+    lines.insert(1, "|---" * left + "|---:" * (len(header) - left) + "|")
+    return "\n".join(lines)
+
+
+def setting(report: Report, *more: str) -> str:
+    return ", ".join(part for part in (machine.sentence(report), *more) if part) + "."
+
+
+def shape_of(row: Report) -> str:
+    return " x ".join(map(str, row["shape"]))
+
+
+ORT_CPU_COLUMNS = (
+    "train/(read+copy)", "train/(read,copy)", "train/copy", "torch/train", "ort/train", "infer/ort",
+    "grad/(2read+combine)", "grad/(2read,combine)", "torch/grad",
+)  # fmt: skip
+
+
+def ort_cpu(report: Report) -> str:
+    rows = []
+    for row in report["rows"]:
+        cells = [f"{row[name]:.2f}" if name in row else "" for name in ORT_CPU_COLUMNS]
+        head = [shape_of(row), row["dtype"], f"{row['megabytes']:.1f}", f"{row['microseconds']['train']:.0f}"]
+        rows.append([*head, *cells])
+    header = ["shape", "type", "MB", "train us", *(f"`{name}`" for name in ORT_CPU_COLUMNS)]
+    how = setting(report, f"{report['threads']} threads", f"{report['statistic']} of each candidate's runs")
+    return f"{how}\n\n{table(header, rows, 2)}"
+
+
+def torch_operator(report: Report) -> str:
+    rows = []
+    for row in report["rows"]:
+        group = row["two_processes_ratio"]
+        rows.append(
+            [shape_of(row), row["dtype"], row["layout"], f"{row['megabytes']:.1f}"]
+            + [f"{row[f'{part}_{of}']:.2f}" for part in ("forward", "backward") for of in ("ms", "ratio")]
+            + [f"{row['step_ratio']:.2f}", "" if group is None else f"{group:.2f}"]
+        )
+    header = ["shape", "type", "layout", "MB", "forward ms", "torch / ours", "backward ms", "torch / ours", "both"]
+    how = setting(report, f"{report['threads']} threads")
+    return f"{how}\n\n{table([*header, 'torch / two processes of ours'], rows, 3)}"
+
+
+def seconds_of(row: Report) -> str:
+    seconds = row["seconds"]
+    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def megabytes_of(row: Report) -> str:
+    megabytes = row["peak_mb"]
+    return f"{megabytes:.0f} MB" if megabytes < 1000 else f"{megabytes / 1000:.2f} GB"
+
+
+def fold(report: Report) -> str:
+    names = list(dict.fromkeys(name for case in report["fold"] for name in case["tools"]))
+    plain = ("cp", "cp and flush", "start")
+    rows: list[list[str]] = []
+    for case in report["fold"]:
+        tools = case["tools"]
+        cells = []
+        for name in names:
+            row = tools.get(name)
+            if row is None:
+                cells.append("not run")
+            elif "seconds" not in row:
+                cells.append(row["status"])
+            else:
+                cells.append(seconds_of(row) + ("" if name in plain else f", {megabytes_of(row)}"))
+        inside = tools["bnexport"]["inside"]
+        large = case["bytes"] >= 100e6  # below, a copy is over before its clock has started
+        cells.append(f"{inside:.2f} s" + (f", {inside / tools['cp']['seconds']:.1f} x cp" if large else ""))
+        rows.append([case["case"], *cells])
+    lines = table(["case", *names, "beyond the start"], rows)
+    return f"{setting(report)}\n\n{lines}" if machine.sentence(report) else lines
+
+
+def fold_run_time(report: Report) -> str:
+    rows = []
+    for row in report["run_time"]:
+        before, after = row["processor_before_ms"], row["processor_after_ms"]
+        rows.append(
+            [row["model"], row["optimisations"], f"{row['folded']} of {row['sites']}", f"{row['run_ratio']:.2f}"]
+            + [f"{row['processor_ratio']:.2f} ({before:.1f} to {after:.1f} ms)", f"{row['session_ratio']:.2f}"]
+        )
+    return table(
+        ["model", "optimisations", "folded", "run, wall time", "run, processor time", "session creation"], rows, 2
+    )
+
+
+def torchscript(report: Report) -> str:
+    rows = [[row["candidate"], f"{row['ratio']:.2f}", f"{row['least_ms']:.0f}"] for row in report["rows"]]
+    return f"{setting(report, '1 thread')}\n\n{table(['candidate', 'time, ratio', 'ms'], rows)}"
+
+
+def conv_gradient(report: Report) -> str:
+    rows = []
+    for network, layers in report["layers"].items():
+        for layer in layers:
+            cells = [network, ", ".join(map(str, layer["layer"]))]
+            for gradient, chosen in zip(("by_weight", "by_input"), layer["chosen"], strict=True):
+                forms = dict(layer[gradient])
+                own = forms.pop("torch")
+                ratios = (
+                    f"**{name} {seconds / own:.2f}**" if name == chosen else f"{name} {seconds / own:.2f}"
+                    for name, seconds in forms.items()
+                )
+                cells += [f"{own * 1e3:.2f}", ", ".join(ratios)]
+            rows.append(cells)
+    threads = report["threads"]
+    header = ["network", "N, C, O, size, k, s, groups", "by weight: torch ms", "forms, x torch"]
+    how = setting(report, f"{threads} thread" + "s" * (threads != 1))
+    return f"{how}\n\n{table([*header, 'by input: torch ms', 'forms, x torch'], rows, 2)}"
+
+
+# A generated block: its page, its result, what makes Markdown of it. A benchmark's table joins by a line here.
+BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
+    "ort_cpu": ("performance.md", "ort_cpu.json", ort_cpu),
+    "torch_operator": ("performance.md", "torch_operator_cpu.json", torch_operator),
+    "fold": ("performance.md", "fold.json", fold),
+    "fold_run_time": ("performance.md", "fold.json", fold_run_time),
+    "conv_gradient": ("performance.md", "conv_gradient.json", conv_gradient),
+    "torchscript": ("deploy.md", "torchscript.json", torchscript),
+}
+
+
+def between(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<=<!-- {name}: begin -->\n).*?(?=<!-- {name}: end -->)", re.DOTALL)
+
+
+def render(name: str) -> str:
+    _, result, markdown = BLOCKS[name]
+    return markdown(json.loads((RESULTS / result).read_text())) + "\n"
+
+
+def refresh() -> list[str]:
+    """Puts every table whose result exists into its page; returns the blocks that changed."""
+    changed = []
+    for name, (page, result, _) in BLOCKS.items():
+        path = ROOT / "docs" / page
+        text = path.read_text()
+        if not (RESULTS / result).exists():
+            continue
+        new, found = between(name).subn(lambda _, name=name: render(name), text)
+        if found != 1:
+            raise SystemExit(f"docs/{page}: got {found} blocks {name!r}, expected one, between its two markers")
+        if new != text:
+            path.write_text(new)
+            changed.append(name)
+    return changed
+
+
+if __name__ == "__main__":
+    print("changed:", ", ".join(refresh()) or "nothing")

@@ -1,0 +1,96 @@
+"""Two consoles: data on stdout, messages on stderr; how much is said, and what moves on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import IO, Any
+
+from rich.console import Console
+
+# Tables for programs and files are as wide as they need to be: a name is never broken.
+_UNLIMITED = 4000
+
+
+def _console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
+    """Without any escape sequence where NO_COLOR asks for that; names from model files are never markup."""
+    stream = sys.stderr if stderr else sys.stdout
+    bare = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    color_system: Any = None if bare else "auto"
+    return Console(
+        stderr=stderr,
+        file=file,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        color_system=color_system,
+        width=None if stream.isatty() or "COLUMNS" in os.environ else _UNLIMITED,
+    )
+
+
+out = _console()
+err = _console(stderr=True)
+# -q silences `out` and `err`, not errors.
+_errors = _console(stderr=True)
+_verbose = False
+
+
+def set_level(*, quiet: bool, verbose: bool) -> None:
+    """What -q and -v ask for, for the commands to come."""
+    global _verbose  # noqa: PLW0603 - a property of the process, as the consoles are
+    _verbose = verbose
+    out.quiet = err.quiet = quiet
+
+
+def is_verbose() -> bool:
+    return _verbose
+
+
+def plain(text: object) -> str:
+    """Text from a model file, without characters that steer a terminal."""
+    return "".join(character if character.isprintable() or character == "\n" else "\ufffd" for character in str(text))
+
+
+def say(text: str) -> None:
+    """A message, silent with -q."""
+    err.print(plain(text), soft_wrap=True)
+
+
+def detail(text: str) -> None:
+    """A message of -v."""
+    if _verbose:
+        say(text)
+
+
+def complain(text: str) -> None:
+    """An error, in one line, even with -q."""
+    _errors.print("error:", style="red", end=" ")
+    _errors.print(plain(" ".join(text.split())), soft_wrap=True)
+
+
+def _animated() -> bool:
+    """Whether something may move: on a terminal that takes escape sequences, and without -q."""
+    return err.is_terminal and err.color_system is not None and not err.quiet
+
+
+def status(message: str) -> Any:
+    """A spinner on a terminal; nothing elsewhere."""
+    if not _animated():
+        return contextlib.nullcontext()
+    # It stays on this stderr when messages of others are kept away from it.
+    return _console(stderr=True, file=sys.stderr).status(plain(message))
+
+
+@contextlib.contextmanager
+def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, nothing elsewhere; yields a function that takes how much is done."""
+    if not _animated():
+        yield lambda _: None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=err, transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda done: bar.update(task, completed=done)

@@ -1,0 +1,107 @@
+"""Results: tables or JSON on stdout, and files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from bnexport.cli.console import out, plain
+from bnexport.errors import UsageError
+
+SCHEMA_VERSION = 1
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()) -> Table:
+    """A table for `emit`, without a heading where no column has a name. Columns in `right` hold numbers."""
+    made = Table(title=plain(title), title_justify="left", show_header=any(columns))
+    for name in columns:
+        made.add_column(plain(name), overflow="fold", justify="right" if name in right else "left")
+    for row in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else plain(cell) for cell in row))
+    return made
+
+
+def emit(data: dict[str, Any], target: str | None, tables: Iterable[Table]) -> None:
+    """The result as JSON where asked for, else as tables."""
+    if target is None:
+        for each in tables:
+            out.print(each)
+        return
+    text = json.dumps(_json({"schema_version": SCHEMA_VERSION, **data}), indent=2, allow_nan=False, default=str)
+    if target == "-":
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    else:
+        write_whole(Path(target), text + "\n")
+
+
+def _json(value: Any) -> Any:
+    """JSON has no infinities and no NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(name): _json(item) for name, item in value.items()}
+    return [_json(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def check_targets(**targets: str | Path | None) -> None:
+    """Raises UsageError for a file that cannot be written, before any work is done for it.
+
+    Args:
+        targets: where an option (by its name without dashes) or an argument (in capitals) writes; "-" is stdout.
+    """
+    for name, target in targets.items():
+        if target is None or target == "-":
+            continue
+        option = name if name.isupper() else f"--{name}"
+        folder = Path(target).parent
+        if Path(target).is_dir():
+            raise UsageError(f"{option}: got the folder {str(target)!r}, expected the name of a file to write")
+        if not folder.is_dir():
+            problem = "is a file" if folder.exists() else "does not exist; make it first"
+            raise UsageError(f"{option}: cannot write {str(target)!r}: its folder {str(folder)!r} {problem}")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise UsageError(
+                f"{option}: cannot write {str(target)!r}: its folder {str(folder)!r} may not be written to"
+            )
+
+
+@contextlib.contextmanager
+def whole_file(target: Path) -> Iterator[Any]:
+    """A binary file that appears under its name whole or not at all; a device or pipe, as /dev/null, is written to."""
+    if target.exists() and not target.is_file():
+        with open(target, "wb") as stream:
+            yield stream
+        return
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, target)
+    except BaseException as error:
+        os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, f"cannot be written: {error.strerror}", str(target)) from error
+        raise
+
+
+def _umask() -> int:
+    value = os.umask(0)
+    os.umask(value)
+    return value
+
+
+def write_whole(target: Path, text: str) -> None:
+    with whole_file(target) as file:
+        file.write(text.encode("utf-8", "replace"))

@@ -1,0 +1,77 @@
+"""The API reference is complete, its examples run, and pictures are described and up to date."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import bnexport
+from bnexport import errors
+from tests.docs.pages import ROOT, blocks, run
+
+REFERENCE = (ROOT / "docs/api.md").read_text()
+LISTED = re.findall(r"^::: ([\w.]+)", REFERENCE, re.MULTILINE)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    assert {f"bnexport.{name}" for name in bnexport.__all__} <= set(LISTED)
+    assert "bnexport.errors" in LISTED
+
+
+@pytest.mark.parametrize("path", LISTED)
+def test_it_is_documented(path: str) -> None:
+    module, _, name = path.rpartition(".")
+    found = (
+        importlib.import_module(path) if path == "bnexport.errors" else getattr(importlib.import_module(module), name)
+    )
+    text = inspect.getdoc(found)
+    assert text and not text.startswith(f"{name}("), "a dataclass without a docstring shows its signature"
+    if inspect.isfunction(found):
+        for parameter in inspect.signature(found).parameters:
+            assert re.search(rf"\b{parameter}\b", text), parameter
+
+
+def test_every_error_is_documented_and_has_an_exit_code() -> None:
+    for name in errors.__all__:
+        error = getattr(errors, name)
+        assert error.__doc__ and error.exit_code in (1, 2, 3, 4)
+
+
+def test_the_examples_of_the_reference_run(tmp_path: Path) -> None:
+    run(blocks(REFERENCE, "python"), tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pictures_are_described(page: Path) -> None:
+    text = page.read_text()
+    pictures = re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", text)
+    for tag in re.findall(r"<img [^>]*>", text):
+        described, source = re.search(r'alt="([^"]*)"', tag), re.search(r'src="([^"]*)"', tag)
+        assert described and source, tag
+        pictures.append((described[1], source[1]))
+    for description, source in pictures:
+        assert len(description) > 15, f"{source} needs a description for those who do not see it"
+        assert (page.parent / source).is_file(), source
+
+
+def test_the_picture_of_the_readme_is_drawn_from_models() -> None:
+    from docs.draw_graphs import FILLS, PICTURE, picture
+
+    drawn = picture()
+    fills = [rect.get("fill") for rect in ElementTree.fromstring(drawn).iter() if rect.tag.endswith("rect")]
+    assert fills.count(FILLS["norm"]) == fills.count(FILLS["changed"]) == 6
+    pinned = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    if pinned and torch.__version__.startswith(pinned[1]):  # another one may export other nodes
+        assert PICTURE.read_text() == drawn, "python -m docs.draw_graphs"
+
+
+def test_the_newest_change_is_this_version() -> None:
+    versions = re.findall(r"^## (\S+)", (ROOT / "docs/changes.md").read_text(), re.MULTILINE)
+    assert versions[0] == bnexport.__version__

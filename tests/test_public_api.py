@@ -1,0 +1,46 @@
+"""The public surface is what tests/public_api.txt says, and all of it is documented."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from pathlib import Path
+
+import bnexport
+from tests import public_api
+
+
+def test_the_surface_is_the_reviewed_one() -> None:
+    reviewed, now = public_api.FILE.read_text(), public_api.listing()
+    difference = "".join(difflib.unified_diff(reviewed.splitlines(True), now.splitlines(True), "reviewed", "now", n=0))
+    assert reviewed == now, f"the public surface changed; if it was meant, run `make public-api`\n{difference}"
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    silent = []
+    for name, value in public_api.objects():
+        if not callable(value):
+            continue
+        if not (inspect.getdoc(value) or "").strip():
+            silent.append(name)
+        if inspect.isclass(value):
+            silent += [
+                f"{name}.{member}"
+                for member, it, _ in public_api.members(value)
+                if it is not None and not (inspect.getdoc(it) or "").strip()
+            ]
+    assert not silent
+
+
+def test_every_function_is_in_the_reference() -> None:
+    page = (Path(__file__).parents[1] / "docs/api.md").read_text().split()
+    entries = {line.rpartition(".")[2] for line in page if line.startswith("bnexport.")}
+    assert {name for name in bnexport.__all__ if inspect.isfunction(getattr(bnexport, name))} <= entries
+
+
+def test_a_changed_signature_is_seen() -> None:
+    def before(x: int, *, y: str = "a") -> None: ...
+    def after(x: int, *, y: str = "b") -> None: ...
+
+    assert public_api.signature(before) == "(x: int, *, y: str = 'a') -> None"
+    assert public_api.signature(after) != public_api.signature(before)
