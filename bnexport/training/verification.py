@@ -2,6 +2,7 @@
 
 Both are measured from the step computed in float64. What the forward makes (loss, outputs, buffers) is
 held, element by element, to the bound of whole models, or to four times torch's own error where that is more.
+A running mean is held to it relative to the spread of the values it averages, which may cancel.
 
 Gradients jump: a ReLU or a maximum whose inputs are equal but for rounding goes either way, and one that
 goes the other way changes every gradient before it, by 1e-3 to 2e-2 of its 2-norm in networks from a few
@@ -116,6 +117,7 @@ class _Judge:
         self._results = results
         self._old = {name + NEW_SUFFIX: _array(tensor) for name, tensor in state.items()}
         problem = step.problem
+        self._model = problem.model
         self._forward = {name + NEW_SUFFIX for name in problem.buffers} | set(results) - set(self._old)
         self._forward -= {name + GRADIENT_SUFFIX for name in problem.trainable}
         self._norms: dict[str, float] = {}
@@ -133,11 +135,22 @@ class _Judge:
         unit = tolerances.UNIT_ROUNDOFF["float32" if own.dtype == np.float64 else own.dtype.name]
         error, own_error = got.astype(np.float64) - exact, own - exact
         if name in self._forward:
-            bound = max(tolerances.model(got.dtype.name.replace("64", "32"), exact).atol, 4.0 * _largest(own_error))
+            reference = np.append(exact, self._scale_of_mean(name))
+            bound = max(tolerances.model(got.dtype.name.replace("64", "32"), reference).atol, 4.0 * _largest(own_error))
             return OutputError(name, _largest(error), bound)
         jump = max(_JUMP * _norm(exact - self._old.get(name, 0)), 4.0 * _norm(own_error))
         bound = jump + 16.0 * unit * (_norm(exact) + self._norms[_kind(name)])
         return OutputError(name, _norm(error), bound)
+
+    def _scale_of_mean(self, name: str) -> float:
+        """What a running mean's rounding is relative to: the spread of the values that the batch's mean is of."""
+        layer, _, kind = name.removesuffix(NEW_SUFFIX).rpartition(".")
+        variance = f"{layer}.running_var{NEW_SUFFIX}".lstrip(".")
+        if kind != "running_mean" or variance not in self._results:
+            return 0.0
+        momentum = getattr(self._model.get_submodule(layer), "momentum", None) or 1.0
+        of_batch = (self._results[variance][2] - (1.0 - momentum) * self._old[variance]) / momentum
+        return float(momentum * np.sqrt(np.nan_to_num(of_batch).max(initial=0.0)))
 
 
 def _kind(name: str) -> str:
