@@ -3,10 +3,10 @@
     python -m benchmarks.bench_conv_gradient [--json PATH] [--threads N] [--rounds N]
 
 For the layers of ResNet-18 (width 64, batch 4, 112 x 112) and MobileNetV2 (batch 8, 96 x 96): the time of
-torch's gradients by weight and input, and that of each form as a multiple of it. The chosen form is
-marked. Each form is verified before it is timed: its error against float64 is at most that of tolerances.py
-for a whole model. Forms and torch run in turn; the figure is the smallest time of a round, of CPU time
-with one thread, so that a busy machine tells forms apart too.
+torch's gradients by weight and input, and that of each form as a multiple of it. "library" is our kernel. The
+form that an export of standard operators chooses is marked. Each form is verified before it is timed: its error
+against float64 is at most that of tolerances.py for a whole model. Forms and torch run in turn; the figure is the
+smallest time of a round, of CPU time with one thread, so that a busy machine tells forms apart too.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from torch.onnx._internal.exporter._building import OpRecorder
 
 from benchmarks import machine
 from bnexport import tolerances
+from bnexport.runtime import library
+from bnexport.training import kernels
 from bnexport.training.translations import input_gradient, weight_gradient
 from bnexport.training.translations.geometry import Geometry
 
@@ -80,10 +82,11 @@ def session(build: Callable[..., Any], arrays: list[np.ndarray], threads: int) -
         output = build(*inputs)
     for index, node in enumerate(recorder.nodes):
         node.outputs[0].name = f"v{index}"
-    graph = ir.Graph(inputs, [output], nodes=recorder.nodes, opset_imports={"": 18})
+    graph = ir.Graph(inputs, [output], nodes=recorder.nodes, opset_imports={"": 18, kernels.DOMAIN: kernels.VERSION})
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
+    library.register(options)
     loaded = onnxruntime.InferenceSession(
         ir.to_proto(ir.Model(graph, ir_version=9)).SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
@@ -116,11 +119,22 @@ def candidates(
         if weight_gradient.possible(shape, form):
             build = functools.partial(weight_gradient.weight_gradient, shape=shape, form=form)
             by_weight[form.value] = verified(form.value, build, [x, g], 1)
+    window_attributes = {
+        "strides": shape.stride,
+        "pads": shape.padding,
+        "dilations": shape.dilation,
+        "group": shape.groups,
+    }
+    of_weight, of_input = kernels.node(kernels.CONV_WEIGHT_GRAD), kernels.node(kernels.CONV_INPUT_GRAD)
+    build = lambda x, g: of_weight(g, x, kernel_shape=shape.kernel, **window_attributes)  # noqa: E731
+    by_weight["library"] = verified("library", build, [x, g], 1)
     by_input: dict[str, Callable[[], Any]] = {"torch": lambda: torch_gradient(0, g, x, w)}
     for form in input_gradient.Form:
         if input_gradient.possible(shape, form):
             build = functools.partial(input_gradient.input_gradient, shape=shape, form=form)
             by_input[form.value] = verified(form.value, build, [g, w], 0)
+    build = lambda g, w: of_input(g, w, input_shape=shape.extents, **window_attributes)  # noqa: E731
+    by_input["library"] = verified("library", build, [g, w], 0)
     return by_weight, by_input
 
 

@@ -32,7 +32,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import machine
+
 ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "training_step.json"
 LEARNING_RATE, WEIGHT_DECAY, CLASSES = 1e-3, 1e-2, 10
 # name: (network, batch, size)
 NETWORKS: dict[str, tuple[str, int, int]] = {
@@ -353,7 +356,7 @@ def table(results: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--training-build", metavar="FOLDER")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, default=RESULT)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--exports", type=Path, metavar="FOLDER", help="keep the exported graphs there, and reuse them")
@@ -382,8 +385,8 @@ def main() -> None:
     for result in results:
         top = list(result["profile_ms"].items())[:12]
         print(f"{result['network']}: " + ", ".join(f"{kind} {own:.2f} ms" for kind, own in top))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"threads": arguments.threads, "results": results}, indent=1) + "\n")
+    report = {"machine": machine.describe(), "threads": arguments.threads, "results": results}
+    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

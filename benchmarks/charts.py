@@ -84,10 +84,23 @@ def fold(report: Report, path: Path) -> None:
     bench_fold.chart(report["fold"], path)
 
 
+def training_step(report: Report, path: Path) -> None:
+    colours = {"ours": OURS, "torch eager": TORCH, "torch compile": "#d98c7a", "ORT training 1.19.2": ORT}
+    colours["ours, standard operators"] = "#8fb8c6"
+    results = report["results"]
+    series: dict[str, tuple[str, list[float | None]]] = {
+        engine: (colour, [result["engines"].get(engine, {}).get("ratio_to_eager") for result in results])
+        for engine, colour in colours.items()
+    }
+    names = [result["network"].replace(", ", "\n") for result in results]
+    bars(path, "A training step with AdamW", "time, as a multiple of torch eager's", names, series)
+
+
 # A chart joins by a line here, and by its picture in the page.
 CHARTS: dict[str, tuple[str, Callable[[Report, Path], None]]] = {
     "performance_ort.png": ("ort_cpu.json", ort_cpu),
     "performance_torch.png": ("torch_operator_cpu.json", torch_operator),
+    "performance_training.png": ("training_step.json", training_step),
     "performance_fold.png": ("fold.json", fold),
 }
 

@@ -118,6 +118,14 @@ def torchscript(report: Report) -> str:
     return f"{setting(report, '1 thread')}\n\n{table(['candidate', 'time, ratio', 'ms'], rows)}"
 
 
+def parallel_training(report: Report) -> str:
+    rows = [
+        [f"{row['batch']}", *(f"{row[key]:.1f}" for key in ("one_ms", "two_ms")), f"{row['ratio']:.2f}"]
+        for row in report["rows"]
+    ]
+    return f"{setting(report)}\n\n{table(['joint batch', 'one process, ms', 'two, ms', 'ratio'], rows)}"
+
+
 def conv_gradient(report: Report) -> str:
     rows = []
     for network, layers in report["layers"].items():
@@ -138,12 +146,42 @@ def conv_gradient(report: Report) -> str:
     return f"{how}\n\n{table([*header, 'by input: torch ms', 'forms, x torch'], rows, 2)}"
 
 
+def training_step(report: Report) -> str:
+    rows = []
+    for result in report["results"]:
+        for engine, own in result["engines"].items():
+            rows.append(
+                [result["network"], engine, f"{own['median_ms']:.1f}"]
+                + [f"{own[ratio]:.2f}" for ratio in ("ratio_to_eager", "best_ratio_to_eager")]
+                + [f"{own[memory]:.0f}" for memory in ("step_memory_mb", "peak_memory_mb")]
+            )
+        profile = list(result["profile_ms"].items())[:6]
+        floor = f"{result['floor_ms']:.1f}"
+        rows.append([result["network"], "floor: convolutions and products of ours", floor, "", "", "", ""])
+        rows.append(
+            [result["network"], "profile of ours: " + ", ".join(f"{k} {ms:.1f}" for k, ms in profile), *[""] * 5]
+        )
+    header = [
+        "network",
+        "engine",
+        "ms a step",
+        "x torch eager",
+        "best, x torch eager",
+        "MB of the steps",
+        "MB of the process",
+    ]
+    how = setting(report, f"{report['threads']} threads")
+    return f"{how}\n\n{table(header, rows, 2)}"
+
+
 # A generated block: its page, its result, what makes Markdown of it. A benchmark's table joins by a line here.
 BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "ort_cpu": ("performance.md", "ort_cpu.json", ort_cpu),
     "torch_operator": ("performance.md", "torch_operator_cpu.json", torch_operator),
     "fold": ("performance.md", "fold.json", fold),
     "fold_run_time": ("performance.md", "fold.json", fold_run_time),
+    "training_step": ("performance.md", "training_step.json", training_step),
+    "parallel_training": ("training.md", "parallel_training.json", parallel_training),
     "conv_gradient": ("performance.md", "conv_gradient.json", conv_gradient),
     "torchscript": ("deploy.md", "torchscript.json", torchscript),
 }

@@ -32,6 +32,8 @@ BENCHMARKS = {
     "ort-cpu": Benchmark("bench_ort_cpu", 4),
     "torch": Benchmark("bench_torch_operator", 2),
     "torchscript": Benchmark("bench_torchscript", 1),
+    "training-step": Benchmark("bench_training_step", 5),
+    "parallel-training": Benchmark("bench_parallel_training", 2),
     "conv-gradient": Benchmark("bench_conv_gradient", 2),
     "fold": Benchmark("bench_fold", 30),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import onnx_ir as ir
@@ -30,6 +31,7 @@ def finish(model: ir.Model, groups: dict[str, str]) -> None:
     passes.RemoveUnusedNodesPass()(model)
     passes.CommonSubexpressionEliminationPass()(model)
     _drop_inputs(graph, [value for value in graph.inputs if not value.uses() and not value.is_graph_output()])
+    _mask_by_outputs(graph)
     for node in model.graph.all_nodes():
         if node.domain == schema.DOMAIN and node.op_type in _OURS:
             model.opset_imports[schema.DOMAIN] = schema.VERSION
@@ -44,6 +46,41 @@ def finish(model: ir.Model, groups: dict[str, str]) -> None:
     passes.TopologicalSortPass()(model)
     # The exporter's metadata holds stack traces with the user's paths.
     passes.ClearMetadataAndDocStringPass()(model)
+
+
+def _mask_by_outputs(graph: ir.Graph) -> None:
+    """ReluGrad reads what a Relu or Clip made of its input: the same mask, and one saved activation less.
+
+    What follows a ReLU saves its output anyway.
+    """
+    for node in graph:
+        if node.domain != kernels.DOMAIN or node.op_type != kernels.RELU_GRAD.name:
+            continue
+        value = node.inputs[1]
+        assert value is not None
+        forward = next((user for user in value.consumers() if _bounds(user) == _gradient_bounds(node)), None)
+        if forward is not None:
+            node.replace_input_with(1, forward.outputs[0])
+
+
+def _gradient_bounds(node: ir.Node) -> tuple[float, float]:
+    low, high = node.attributes.get("low"), node.attributes.get("high")
+    return (0.0 if low is None else low.as_float()), (math.inf if high is None else high.as_float())
+
+
+def _bounds(node: ir.Node) -> tuple[float, float] | None:
+    """Of a Relu or a Clip to constants."""
+    if node.domain != "" or node.op_type not in ("Relu", "Clip"):
+        return None
+    if node.op_type == "Relu":
+        return 0.0, math.inf
+    limits = [
+        None if value is None else ir.convenience.get_const_tensor(value) for value in (*node.inputs, None, None)[1:3]
+    ]
+    if any(limit is None and value is not None for limit, value in zip(limits, node.inputs[1:3])):
+        return None
+    low, high = (None if limit is None else float(limit.numpy()) for limit in limits)
+    return (-math.inf if low is None else low), (math.inf if high is None else high)
 
 
 def _leave_unused_outputs_empty(node: ir.Node) -> None:

@@ -100,11 +100,11 @@ constexpr Value kBackwardOutputs[] = {
 
 }  // namespace
 
-const Operator kForward = {
+constexpr Operator kForward = {
     "MMCVSyncBatchNorm", kDomains, kForwardInputs, kForwardOutputs, kForwardAttributes, kTypes,
 };
 
-const Operator kBackward = {
+constexpr Operator kBackward = {
     "MMCVSyncBatchNormGrad", kDomains, kBackwardInputs, kBackwardOutputs, kBackwardAttributes, kTypes,
 };
 

@@ -19,6 +19,7 @@ class Threads final : public Parallel {
   explicit Threads(int64_t width) : width_(width) {}
   void run(int64_t count, Task task, void* context) override {
     std::vector<std::thread> threads;
+    threads.reserve(static_cast<size_t>(width_));
     for (int64_t t = 0; t < width_; ++t) {
       threads.emplace_back([=] {
         for (int64_t i = t; i < count; i += width_) task(context, i);

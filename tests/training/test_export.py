@@ -115,6 +115,16 @@ def test_cpu_kernels_are_an_option(tmp_path):
         assert "bnexport" not in domains(result.model)
 
 
+@pytest.mark.parametrize(
+    ("activation", "forward"), [(nn.ReLU6(), "Clip"), (nn.Hardtanh(-0.5, 0.25), "Clip"), (nn.ReLU(), "Relu")]
+)
+def test_the_mask_of_a_relu_is_read_from_its_output(activation, forward, tmp_path):
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), activation, nn.Flatten(), nn.Linear(36, 3))
+    result, _ = export(model, tmp_path / "step.onnx")
+    (mask,) = [node for node in result.model.graph if node.op_type == "ReluGrad"]
+    assert mask.inputs[1].producer().op_type == forward
+
+
 def test_cpu_kernels_on_another_provider_are_refused(tmp_path):
     export(Net(), tmp_path / "s.onnx", verify=False)
     with pytest.raises(UsageError, match=r"CUDAExecutionProvider, expected CPUExecutionProvider.*cpu_kernels=False"):

@@ -5,6 +5,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../../kernels/cpu/training/convolution.h"
@@ -17,7 +18,8 @@ constexpr int64_t kMostSize = (int64_t{1} << 31) - 1;
 
 class TrainingKernel : public Kernel {
  protected:
-  TrainingKernel(ort::Api api, const schema::Operator& op, const std::string& where) : Kernel(api, op), where_(where) {}
+  TrainingKernel(ort::Api api, const schema::Operator& op, std::string where)
+      : Kernel(api, op), where_(std::move(where)) {}
 
   std::string where_;
 };

@@ -57,15 +57,15 @@ constexpr Attribute kSgdAttributes[] = {number("momentum"), number("weight_decay
 
 }  // namespace
 
-const Operator kConv = {"Conv", kDomains, kConvInputs, kConvOutputs, kConvAttributes, kFloat32};
-const Operator kConvInputGrad = {"ConvInputGrad",      kDomains, kInputGradInputs, kGradInput,
-                                 kInputGradAttributes, kFloat32};
-const Operator kConvWeightGrad = {"ConvWeightGrad",      kDomains, kGradAndInput, kGradWeight,
-                                  kWeightGradAttributes, kFloat32};
-const Operator kReluGrad = {"ReluGrad", kDomains, kGradAndInput, kGradInput, kReluGradAttributes, kFloat32};
-const Operator kMaxPoolGrad = {"MaxPoolGrad", kDomains, kGradAndInput, kGradInput, kPoolAttributes, kFloat32};
-const Operator kAdamUpdate = {"AdamUpdate", kDomains, kAdamInputs, kAdamOutputs, kAdamAttributes, kFloat32};
-const Operator kSgdUpdate = {"SgdUpdate", kDomains, kSgdInputs, kSgdOutputs, kSgdAttributes, kFloat32};
+constexpr Operator kConv = {"Conv", kDomains, kConvInputs, kConvOutputs, kConvAttributes, kFloat32};
+constexpr Operator kConvInputGrad = {"ConvInputGrad",      kDomains, kInputGradInputs, kGradInput,
+                                     kInputGradAttributes, kFloat32};
+constexpr Operator kConvWeightGrad = {"ConvWeightGrad",      kDomains, kGradAndInput, kGradWeight,
+                                      kWeightGradAttributes, kFloat32};
+constexpr Operator kReluGrad = {"ReluGrad", kDomains, kGradAndInput, kGradInput, kReluGradAttributes, kFloat32};
+constexpr Operator kMaxPoolGrad = {"MaxPoolGrad", kDomains, kGradAndInput, kGradInput, kPoolAttributes, kFloat32};
+constexpr Operator kAdamUpdate = {"AdamUpdate", kDomains, kAdamInputs, kAdamOutputs, kAdamAttributes, kFloat32};
+constexpr Operator kSgdUpdate = {"SgdUpdate", kDomains, kSgdInputs, kSgdOutputs, kSgdAttributes, kFloat32};
 
 const Operator* const kTrainingOperators[7] = {&kConv,        &kConvInputGrad, &kConvWeightGrad, &kReluGrad,
                                                &kMaxPoolGrad, &kAdamUpdate,    &kSgdUpdate};

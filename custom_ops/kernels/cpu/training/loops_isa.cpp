@@ -11,11 +11,11 @@ namespace {
 
 // Tiles of 8 x 48 fill 24 of AVX-512's 32 registers, tiles of 4 x 24 twelve of AVX2's 16.
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kRows = 8;
+constexpr int64_t kLanes = 16, kRows = 8;
 #elif defined(__AVX2__)
-constexpr int kLanes = 8, kRows = 4;
+constexpr int64_t kLanes = 8, kRows = 4;
 #else
-constexpr int kLanes = 4, kRows = 4;
+constexpr int64_t kLanes = 4, kRows = 4;
 #endif
 typedef float Vector __attribute__((vector_size(4 * kLanes)));
 
@@ -26,36 +26,36 @@ inline __attribute__((always_inline)) Vector load(const float* from) {
 }
 inline __attribute__((always_inline)) void store(float* to, Vector v) { std::memcpy(to, &v, sizeof(v)); }
 
-template <int kVectors>
+template <int64_t kVectors>
 void tile(const float* const* a, const Walk& walk, const float* b, float* c) {
   Vector sums[kRows][kVectors] = {};
   const float* row[kRows];
-  for (int r = 0; r < kRows; ++r) row[r] = a[r];
+  for (int64_t r = 0; r < kRows; ++r) row[r] = a[r];
   const int64_t back = walk.jump - walk.middle * walk.pitch;
   for (int64_t o = 0; o < walk.outer; ++o) {
     for (int64_t m = 0; m < walk.middle; ++m) {
       for (int64_t i = 0; i < walk.inner; ++i) {
         Vector values[kVectors];
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) values[v] = load(b + v * kLanes);
+        for (int64_t v = 0; v < kVectors; ++v) values[v] = load(b + v * kLanes);
         b += kVectors * kLanes;
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
+        for (int64_t r = 0; r < kRows; ++r) {
           const float one = row[r][i];
 #pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) sums[r][v] += one * values[v];
+          for (int64_t v = 0; v < kVectors; ++v) sums[r][v] += one * values[v];
         }
       }
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) row[r] += walk.pitch;
+      for (const float*& at : row) at += walk.pitch;
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) row[r] += back;
+    for (const float*& at : row) at += back;
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
+  for (int64_t r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
+    for (int64_t v = 0; v < kVectors; ++v) {
       float* at = c + (r * kVectors + v) * kLanes;
       store(at, load(at) + sums[r][v]);
     }
@@ -81,9 +81,16 @@ void pack(const float* source, const int64_t* offsets, int64_t count, const Run*
   }
 }
 
+// Lanes of two vectors of four, in the way that each compiler has.
+#if defined(__clang__)
+#define BNEXPORT_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t Lanes __attribute__((vector_size(16)));
+#define BNEXPORT_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Lanes{__VA_ARGS__})
+#endif
+
 void transpose(const float* source, int64_t pitch, int64_t columns, int64_t count, int64_t width, float* packed) {
   typedef float Four __attribute__((vector_size(16)));
-  typedef int32_t Index __attribute__((vector_size(16)));
   const auto load4 = [](const float* from) {
     Four v;
     std::memcpy(&v, from, sizeof(v));
@@ -96,15 +103,12 @@ void transpose(const float* source, int64_t pitch, int64_t columns, int64_t coun
     for (; k + 4 <= count; k += 4) {
       const Four a = load4(from + k), b = load4(from + pitch + k), c = load4(from + 2 * pitch + k),
                  d = load4(from + 3 * pitch + k);
-      const Four ab_low = __builtin_shuffle(a, b, Index{0, 4, 1, 5}),
-                 ab_high = __builtin_shuffle(a, b, Index{2, 6, 3, 7});
-      const Four cd_low = __builtin_shuffle(c, d, Index{0, 4, 1, 5}),
-                 cd_high = __builtin_shuffle(c, d, Index{2, 6, 3, 7});
-      const Four rows[4] = {__builtin_shuffle(ab_low, cd_low, Index{0, 1, 4, 5}),
-                            __builtin_shuffle(ab_low, cd_low, Index{2, 3, 6, 7}),
-                            __builtin_shuffle(ab_high, cd_high, Index{0, 1, 4, 5}),
-                            __builtin_shuffle(ab_high, cd_high, Index{2, 3, 6, 7})};
-      for (int r = 0; r < 4; ++r) std::memcpy(packed + (k + r) * width + column, &rows[r], sizeof(Four));
+      const Four ab_low = BNEXPORT_SHUFFLE(a, b, 0, 4, 1, 5), ab_high = BNEXPORT_SHUFFLE(a, b, 2, 6, 3, 7);
+      const Four cd_low = BNEXPORT_SHUFFLE(c, d, 0, 4, 1, 5), cd_high = BNEXPORT_SHUFFLE(c, d, 2, 6, 3, 7);
+      const Four rows[4] = {BNEXPORT_SHUFFLE(ab_low, cd_low, 0, 1, 4, 5), BNEXPORT_SHUFFLE(ab_low, cd_low, 2, 3, 6, 7),
+                            BNEXPORT_SHUFFLE(ab_high, cd_high, 0, 1, 4, 5),
+                            BNEXPORT_SHUFFLE(ab_high, cd_high, 2, 3, 6, 7)};
+      for (int64_t r = 0; r < 4; ++r) std::memcpy(packed + (k + r) * width + column, &rows[r], sizeof(Four));
     }
     for (; k < count; ++k) {
       for (int c = 0; c < 4; ++c) packed[k * width + column + c] = from[c * pitch + k];
@@ -120,15 +124,15 @@ void transpose(const float* source, int64_t pitch, int64_t columns, int64_t coun
 
 void correlate(const float* x, const int64_t* offsets, const float* weights, int64_t taps, float start, int64_t count,
                float* y) {
-  constexpr int kUnrolled = 4;
+  constexpr int64_t kUnrolled = 4;
   for (int64_t i = 0; i < count; i += kUnrolled * kLanes) {
     Vector sums[kUnrolled];
-    for (int u = 0; u < kUnrolled; ++u) sums[u] = Vector{} + start;
+    for (Vector& sum : sums) sum = Vector{} + start;
     for (int64_t t = 0; t < taps; ++t) {
       const float* at = x + offsets[t] + i;
-      for (int u = 0; u < kUnrolled; ++u) sums[u] += weights[t] * load(at + u * kLanes);
+      for (int64_t u = 0; u < kUnrolled; ++u) sums[u] += weights[t] * load(at + u * kLanes);
     }
-    for (int u = 0; u < kUnrolled; ++u) store(y + i + u * kLanes, sums[u]);
+    for (int64_t u = 0; u < kUnrolled; ++u) store(y + i + u * kLanes, sums[u]);
   }
 }
 
