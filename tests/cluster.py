@@ -96,7 +96,7 @@ class Cluster:
 
 
 def _receive(pipe: Any) -> Any:
-    if not pipe.poll(90):
+    if not pipe.poll(180):
         raise TimeoutError("a process of the cluster does not answer")
     return pipe.recv()
 
