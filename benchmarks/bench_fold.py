@@ -14,7 +14,7 @@ Run time: sessions of ONNX Runtime before and after our fold, in turn, in one pr
 the processors together, which other work on the machine changes less; "batch_norm_share" is what ONNX Runtime's own
 profile gives batch norms of the time of all nodes before the fold, the most that removing them can save.
 
-Prints tables, writes benchmarks/results/fold.json and fold.png.
+Prints tables, writes benchmarks/results/fold.json.
 """
 
 from __future__ import annotations
@@ -354,8 +354,6 @@ def main() -> None:
         data["fold"] = [cases[name] for name in CASES if name in cases]
         data["run_time"] = rows or old["run_time"]
     path.write_text(json.dumps(data, indent=1) + "\n")
-    if data["fold"]:
-        chart(data["fold"], RESULTS / "fold.png")
 
 
 if __name__ == "__main__":

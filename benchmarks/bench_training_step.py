@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import machine, page
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "training_step.json"
@@ -336,23 +336,6 @@ def measure(title: str, threads: int, rounds: int, build: str | None, exports: P
     }
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    lines = [
-        "| network | engine | ms a step | x torch eager | best, x torch eager | memory of the steps | of the process |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
-    for result in results:
-        for engine, own in result["engines"].items():
-            lines.append(
-                f"| {result['network']} | {engine} | {own['median_ms']:.1f} | {own['ratio_to_eager']:.2f} | "
-                f"{own['best_ratio_to_eager']:.2f} | {own['step_memory_mb']:.0f} MB | {own['peak_memory_mb']:.0f} MB |"
-            )
-        lines.append(
-            f"| {result['network']} | floor: convolutions and products of ours | {result['floor_ms']:.1f} | | | | |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--training-build", metavar="FOLDER")
@@ -381,11 +364,8 @@ def main() -> None:
         measure(name, arguments.threads, arguments.rounds, arguments.training_build, arguments.exports)
         for name in chosen
     ]
-    print(table(results))
-    for result in results:
-        top = list(result["profile_ms"].items())[:12]
-        print(f"{result['network']}: " + ", ".join(f"{kind} {own:.2f} ms" for kind, own in top))
     report = {"machine": machine.describe(), "threads": arguments.threads, "results": results}
+    print(page.training_step(report))
     arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -12,16 +12,7 @@ from bnexport.errors import UnsafeModelError, UsageError
 from bnexport.folding import fold, verify
 from bnexport.model_io import as_model, load, save, stage
 from bnexport.runtime import execution
-from tests.malicious.attempts import SECRET, WEIGHT, data, example, external
-
-
-@pytest.fixture
-def victim(tmp_path: Path) -> Path:
-    (tmp_path / "secret").write_bytes(SECRET)
-    folder = tmp_path / "victim"
-    folder.mkdir()
-    data(folder)
-    return external(folder)
+from tests.malicious.attempts import SECRET, WEIGHT, example
 
 
 def replace_by_another_file(victim: Path) -> None:

@@ -18,18 +18,9 @@ from bnexport.runtime import injection
 from bnexport.runtime.session import InferenceSession
 from bnexport.training.api import export_training_step
 from bnexport.training.session import TrainingSession
-from tests.malicious.attempts import SECRET, WEIGHT, data, example, external
+from tests.malicious.attempts import WEIGHT, example
 
 X = np.ones((2, 64), np.float32)
-
-
-@pytest.fixture
-def victim(tmp_path: Path) -> Path:
-    (tmp_path / "secret").write_bytes(SECRET)
-    folder = tmp_path / "victim"
-    folder.mkdir()
-    data(folder)
-    return external(folder)
 
 
 def after_the_check(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:

@@ -20,6 +20,7 @@ from bnexport.errors import BnexportError, MalformedModelError
 from bnexport.folding import fold
 from bnexport.model_io import Limits, load, save, to_proto, wire
 from tests.folding.helpers import batch_norm, model
+from tests.fuzz.mutations import mutate_bytes
 
 _CASES = int(os.environ.get("BNEXPORT_FUZZ_CASES", "1500"))
 
@@ -113,33 +114,12 @@ def test_varint(tmp_path: Path, value: int) -> None:
     assert put_back(cut, data) == known
 
 
-def mutated(data: bytes, generator: random.Random) -> bytes:
-    """A few changes: bytes, cuts, repeats, lengths."""
-    buffer = bytearray(data)
-    for _ in range(generator.choice((1, 1, 2, 4))):
-        at = generator.randrange(len(buffer))
-        kind = generator.randrange(6)
-        if kind == 0:
-            buffer[at] ^= 1 << generator.randrange(8)
-        elif kind == 1:
-            buffer[at] = generator.randrange(256)
-        elif kind == 2:
-            del buffer[at : at + generator.randrange(1, 40)]
-        elif kind == 3:
-            buffer[at:at] = buffer[at : at + generator.randrange(1, 200)]
-        elif kind == 4:
-            buffer[at:at] = wire.varint(generator.choice((2**7, 2**14, 2**31, 2**32, 2**63, 2**64 - 1)))
-        else:
-            del buffer[max(1, at) :]
-    return bytes(buffer)
-
-
 def test_mutations_agree_with_protobuf(tmp_path: Path) -> None:
     """What is accepted is what protobuf reads; what protobuf refuses is refused."""
     generator, data = random.Random(7), rich().SerializeToString()
     accepted = refused = merged = 0
     for _ in range(_CASES):
-        bad = mutated(data, generator)
+        bad = mutate_bytes(data, generator)
         try:
             known = onnx.ModelProto.FromString(bad)
         except google.protobuf.message.DecodeError:
@@ -165,7 +145,7 @@ def test_mutations_are_refused_or_folded(tmp_path: Path) -> None:
     generator, data = random.Random(11), rich().SerializeToString()
     outcomes = {"folded": 0, "refused": 0}
     for _ in range(_CASES // 5):
-        (tmp_path / "m.onnx").write_bytes(mutated(data, generator))
+        (tmp_path / "m.onnx").write_bytes(mutate_bytes(data, generator))
         try:
             fold(tmp_path / "m.onnx", tmp_path / "out.onnx", verify=False)
         except BnexportError as error:
