@@ -21,8 +21,9 @@ Providers = Sequence[str | tuple[str, dict[str, Any]]] | None
 def session(data: bytes, weights: Mapping[str, np.ndarray], options: Any = None, providers: Providers = None) -> Any:
     """An `onnxruntime.InferenceSession` that uses the arrays where they are.
 
-    weights: initializers that `data` declares as external, by name; they are kept alive by the session. With any,
-    `options` serve this session only: ONNX Runtime keeps the names in them. providers: None for CPU.
+    weights: initializers that `data` declares as external, by name, kept alive by the session; an array that is not
+    in C order is copied. With any, `options` serve this session only: ONNX Runtime keeps the names in them.
+    providers: None for CPU.
     Raises MissingDependencyError without onnxruntime, and whatever ONNX Runtime raises.
     """
     try:
@@ -30,7 +31,9 @@ def session(data: bytes, weights: Mapping[str, np.ndarray], options: Any = None,
     except ImportError as error:
         raise MissingDependencyError("onnxruntime is not installed; install bnexport[cpu] or bnexport[gpu]") from error
     options = onnxruntime.SessionOptions() if options is None else options
-    values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
+    # ONNX Runtime copies a transposed view into a buffer of its own, and takes none of those for an initializer.
+    arrays = [np.asarray(array, order="C") for array in weights.values()]
+    values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in arrays]
     if values:
         options.add_external_initializers(list(weights), values)
     # Its second try on the CPU, which it announces on stdout, is of use to other providers only.

@@ -169,6 +169,17 @@ def test_a_dimension_that_the_model_fixes_is_noted(tmp_path):
     assert onnxruntime.InferenceSession(result.path).get_inputs()[0].shape == ["batch", 1, 6]
 
 
+@pytest.mark.parametrize("mode", ["deploy", "custom_op"])
+def test_a_linear_on_sequences_with_a_large_weight(mode, exporter, tmp_path):
+    """Both exporters write x @ w.T with the transposed view of w; from 64 KiB on it goes to the engine as an array."""
+    net = nn.Linear(128, 160).eval()
+    path = tmp_path / "m.onnx"
+    assert bnexport.export(net, torch.randn(2, 7, 128), path, mode=mode, exporter=exporter).verification.passed
+    x = torch.randn(3, 7, 128)
+    (got,) = onnxruntime.InferenceSession(path).run(None, {"input": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(got), net(x).detach(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("convert", ["torch", "converted"])
 def test_torchs_own_sync_batch_norm(convert, exporter, tmp_path):
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4))
