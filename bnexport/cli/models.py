@@ -106,7 +106,12 @@ def fold(
         raise UsageError(
             f"OUT: got {str(target)!r}, which is IN; write to another file, or replace IN with --overwrite"
         )
-    _check_nodes(source, {"only": only or [], "skip": skip or [], "explain": [explain] if explain else []})
+    if only or skip or explain:
+        from bnexport.folding.selection import check_selection
+        from bnexport.model_io import load
+
+        names = {"only": only or (), "skip": skip or (), "explain": [explain] if explain else ()}
+        check_selection(load(source), where=str(source), prefix="--", **names)
     feeds = feeds_of(inputs, seed, source) if verify else {}
     with status(f"folding {source}"):
         result = folding.fold(
@@ -147,25 +152,6 @@ def write_html(report: Any, path: Path) -> None:
     from bnexport.folding import html_report
 
     write_whole(path, html_report.render_html(report.to_dict()))
-
-
-def _check_nodes(source: Path, options: dict[str, list[str]]) -> None:
-    """A misspelt name would otherwise fold nothing, or everything, in silence."""
-    if not any(options.values()):
-        return
-    from bnexport import folding
-    from bnexport.folding.nodes import label
-    from bnexport.model_io import load, walk
-
-    known = {label(node) for node in walk.nodes(load(source))}
-    for option, names in options.items():
-        for name in names:
-            if name not in known:
-                sites = [site.node for site in folding.inspect(source).batch_norms]
-                more = f" and {len(sites) - 8} more (bnexport inspect lists them)" if len(sites) > 8 else ""
-                raise UsageError(
-                    f"--{option}: {source} has no node {name!r}, expected a batch norm: {', '.join(sites[:8])}{more}"
-                )
 
 
 def _explanation(node: str, site: Any) -> str:

@@ -21,6 +21,7 @@ from bnexport.folding.mixed_types import insert_casts
 from bnexport.folding.refusal import Refused
 from bnexport.folding.report import Counts, FoldReport
 from bnexport.folding.rules import ALL
+from bnexport.folding.selection import as_names, check_selection
 from bnexport.folding.verification import Source, Terms, VerifyResult
 from bnexport.model_io import ModelSource, Staged, load, write
 from bnexport.model_io.collection import paused_collection
@@ -81,7 +82,7 @@ def fold(
             one protobuf message cannot hold them.
 
     Raises:
-        UsageError: an argument is wrong, or `target` cannot be written.
+        UsageError: an argument is wrong, `only` or `skip` names no batch norm, or `target` cannot be written.
         ModelError: the model is refused.
         VerificationError: the outputs differ; nothing was written.
 
@@ -111,8 +112,8 @@ def fold(
         raise UsageError(f"there is no rule {unknown[0]!r}; rules are {', '.join(sorted(known))}")
     options = Options(
         max_scale=max_scale,
-        only=None if only is None else frozenset(only),
-        skip=frozenset(skip),
+        only=None if only is None else as_names("only", only),
+        skip=as_names("skip", skip),
         training_to_inference=training_to_inference,
         rules=None if rules is None else frozenset(rules),
     )
@@ -188,6 +189,7 @@ def _fold(
 ) -> tuple[_Transformed, Staged | None]:
     """Everything up to the file that waits for its name; Refused where a weight turns out too late not to fit."""
     opened = open_source(source)
+    check_selection(opened.model, only=options.only or (), skip=options.skip)
     if external_data is None and write.has_external_data(opened.model):
         external_data = True
     done = _transform(opened, options, keep_references=verify)

@@ -81,6 +81,24 @@ def test_only_and_skip(source: Path) -> None:
         assert [refusal.code for refusal in site.refusals] == ["skipped"]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"only": ["secnd"]}, "only: got 'secnd', expected a batch norm of the model: first, second; .* 'second'"),
+        ({"only": ["Conv -> z"]}, "only: got 'Conv -> z', expected a batch norm of the model: first, second"),
+        ({"skip": ["first", "typo"]}, "skip: got 'typo', expected a batch norm of the model: first, second"),
+        ({"skip": "first"}, "skip: got the string 'first', expected a list of names"),
+    ],
+    ids=["only", "only-a-conv", "skip", "a-string"],
+)
+def test_a_name_that_no_batch_norm_has(
+    source: Path, tmp_path: Path, options: dict[str, list[str]], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        fold(source, tmp_path / "target.onnx", **options)  # type: ignore[arg-type]
+    assert os.listdir(tmp_path) == ["source.onnx"]
+
+
 def test_unknown_rule(source: Path) -> None:
     with pytest.raises(UsageError, match="conv_transpose"):
         fold(source, rules=["convolution"])

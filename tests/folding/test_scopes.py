@@ -202,6 +202,16 @@ def test_only_does_not_inline() -> None:
     assert [refusal.code for refusal in result.report.sites[0].refusals] == ["reference-attribute"]
 
 
+def test_skip_takes_the_labels_of_inlined_nodes() -> None:
+    text = FUNCTION.replace("block (x)", "block <eps> (x)").replace(
+        "BatchNormalization (z", "BatchNormalization <epsilon: float = @eps> (z"
+    )
+    proto = model("g (float[N,2,H,W] x) => (float[N,2,H,W] y) { y = local.block <eps=0.5> (x) }", header=HEADER)
+    proto.functions.append(onnx.parser.parse_function(text))
+    (site,) = fold(proto, verify=False).report.folded
+    assert not fold(proto, verify=False, skip=site.nodes).report.folded
+
+
 @pytest.mark.parametrize("rule", ["conv", "matmul"])
 def test_only_some_rules(rule: str) -> None:
     body = f"g ({X4}) => (float[N,8,A,B] y) {{ z = Conv (x, w)\n y = BatchNormalization (z, p_s, p_b, p_m, p_v) }}"

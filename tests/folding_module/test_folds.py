@@ -224,8 +224,11 @@ def test_only_and_skip():
     net = trained(nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6)))
     assert left(fold_and_check(net, X2, only=["1"])) == ["3"]
     assert left(fold_and_check(net, X2, skip=["1"])) == ["1"]
-    with pytest.raises(bnexport.errors.UsageError, match="got '0', expected a batch norm of the model: 1, 3"):
-        bnexport.fold_module(net, skip=["0"])
+    for option in ("only", "skip"):
+        with pytest.raises(
+            bnexport.errors.UsageError, match=f"{option}: got '0', expected a batch norm of the model: 1, 3"
+        ):
+            bnexport.fold_module(net, **{option: ["0"]})
 
 
 def test_ill_conditioned_models_are_held_against_float64():

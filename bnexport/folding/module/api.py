@@ -13,6 +13,7 @@ from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from bnexport.folding.module import tracing, verification
 from bnexport.folding.module.engine import Engine, Options
 from bnexport.folding.report import Counts, FoldReport, SiteReport
+from bnexport.folding.selection import as_names, check_names
 from bnexport.sync_bn.convert import is_sync_batch_norm, revert_sync_batchnorm
 from bnexport.sync_bn.copies import copy_model
 
@@ -56,7 +57,7 @@ def fold_module(
     if not isinstance(model, nn.Module):
         raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     inputs = _inputs(example_inputs)
-    options = Options(None if only is None else frozenset(only), frozenset(skip), max_scale)
+    options = Options(None if only is None else as_names("only", only), as_names("skip", skip), max_scale)
     folded, report = fold_copy(model, inputs, options)
     if verify and inputs is not None and report.changed:
         original = copy_model(model, share_parameters=True).eval()
@@ -78,12 +79,9 @@ def fold_copy(
     training = {path for path, module in model.named_modules() if module.training}
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
     work = revert_sync_batchnorm(copy_model(model)).eval()
-    norms = {path for path, module in work.named_modules() if isinstance(module, _BatchNorm)}
-    unknown = sorted((options.skip | (options.only or frozenset())) - norms)
-    if unknown:
-        raise UsageError(
-            f"got {unknown[0]!r}, expected a batch norm of the model: {', '.join(sorted(norms)) or 'none'}"
-        )
+    norms = [path for path, module in work.named_modules() if isinstance(module, _BatchNorm)]
+    check_names("only", options.only or (), norms, norms, "the model")
+    check_names("skip", options.skip, norms, norms, "the model")
     first = tracing.trace(work, inputs)
     sites = Engine(work, first, options).run()
     folded = ", ".join(site.nodes[0] for site in sites if site.outcome == "folded")

@@ -1,0 +1,70 @@
+"""Check the names of batch norms that a caller selects: a typo would fold nothing, or everything, in silence."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+
+import onnx_ir as ir
+
+from bnexport.errors import UsageError
+from bnexport.folding.elementwise import OP_TYPES
+from bnexport.folding.functions import inline_calls
+from bnexport.folding.nodes import is_standard, label
+from bnexport.folding.sync_bn import is_sync_batch_norm
+from bnexport.model_io import walk
+
+# Names that a message lists.
+_SHOWN = 8
+
+
+def check_selection(
+    model: ir.Model,
+    *,
+    only: Iterable[str] = (),
+    skip: Iterable[str] = (),
+    explain: Iterable[str] = (),
+    where: str = "the model",
+    prefix: str = "",
+) -> None:
+    """Raise UsageError for a label that no node of `model` has.
+
+    `only` selects batch norms; `skip` also the arithmetic that an exporter may have made of one; `explain` any
+    node. Calls that folding inlines give their nodes new labels, which count, but for `only`: it inlines nothing.
+    """
+    only, skip, explain = tuple(only), tuple(skip), tuple(explain)
+    if not (only or skip or explain):
+        return
+    nodes = list(walk.nodes(model))
+    norms = [label(node) for node in nodes if _is_norm(node)]
+    check_names(f"{prefix}only", only, norms, norms, where)
+    if model.functions and (skip or explain):
+        inlined = model.clone()
+        inline_calls(inlined)
+        nodes += walk.nodes(inlined)
+    parts = {label(node) for node in nodes if _is_norm(node) or is_standard(node, *OP_TYPES)}
+    check_names(f"{prefix}skip", skip, parts, norms, where)
+    check_names(f"{prefix}explain", explain, {label(node) for node in nodes}, norms, where)
+
+
+def as_names(option: str, names: Iterable[str]) -> frozenset[str]:
+    """The names as a set; raise UsageError for a single string, whose letters are no names."""
+    if isinstance(names, str):
+        raise UsageError(f"{option}: got the string {names!r}, expected a list of names")
+    return frozenset(names)
+
+
+def check_names(option: str, names: Iterable[str], known: Collection[str], norms: Collection[str], where: str) -> None:
+    """Raise UsageError for the first of `names` that is not `known`; `norms` are the batch norms to choose from."""
+    wrong = sorted(set(names).difference(known))
+    if not wrong:
+        return
+    guess = difflib.get_close_matches(wrong[0], known, 1)
+    listed = ", ".join(list(norms)[:_SHOWN]) or "none"
+    more = f" and {len(norms) - _SHOWN} more" if len(norms) > _SHOWN else ""
+    question = f"; did you mean {guess[0]!r}?" if guess else ""
+    raise UsageError(f"{option}: got {wrong[0]!r}, expected a batch norm of {where}: {listed}{more}{question}")
+
+
+def _is_norm(node: ir.Node) -> bool:
+    return is_standard(node, "BatchNormalization") or is_sync_batch_norm(node)
