@@ -109,7 +109,8 @@ _GROUP = Attribute(
     "group",
     AttributeKind.STRING,
     "",
-    f'Name of the registered process group; "{WORLD_GROUP}" for the default group. Unused when group_size is 1.',
+    f'Name of the registered process group; "{WORLD_GROUP}" for the default group. Unused when group_size is 1.'
+    " An int, as MMCV's own exporter writes it, stands for its decimal digits.",
 )
 _GROUP_SIZE = Attribute(
     "group_size",

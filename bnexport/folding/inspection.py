@@ -99,8 +99,9 @@ def inspect(source: Source) -> InspectReport:
                 batch_norms.append(info)
                 if is_sync_batch_norm(node):
                     group, size = info.attributes["group"], info.attributes["group_size"]
-                    if isinstance(group, str) and isinstance(size, int):  # or they are of another type
-                        groups[group, size] = None
+                    # Attributes may be of any type; an int group is the number of a group, in MMCV's own files.
+                    if isinstance(group, (str, int)) and isinstance(size, int):
+                        groups[str(group), size] = None
     held = (slot.get() for slot in walk.tensors(model))
     files = {tensor.file for tensor in held if isinstance(tensor, ContainedTensor)}
     return InspectReport(

@@ -41,6 +41,15 @@ std::string read_text(ort::Api api, const ort::KernelInfo* info, const std::stri
   return value;
 }
 
+// MMCV writes the group's number as an int: its name is the number in decimal.
+std::string read_group(ort::Api api, const ort::KernelInfo* info, const std::string& where, const schema::Attribute& a) {
+  int64_t number = 0;
+  ort::Status* status = ort::AttributeInt::call(api, info, a.name, &number);
+  if (status == nullptr) return std::to_string(number);
+  ort::ReleaseStatus::call(api, status);
+  return read_text(api, info, where, a);
+}
+
 int32_t index_of(const std::string& where, const schema::Attribute& a, const std::string& value) {
   std::string allowed;
   for (int32_t i = 0; a.allowed_texts[i] != nullptr; ++i) {
@@ -110,10 +119,12 @@ Attributes read_attributes(ort::Api api, const ort::KernelInfo* info, const sche
       set(attributes, a, read_number(api, info, attributes.where, a));
       continue;
     }
-    const std::string value = read_text(api, info, attributes.where, a);
     if (std::strcmp(a.name, "group") == 0) {
-      attributes.group = value;
-    } else if (std::strcmp(a.name, "stats_mode") == 0) {
+      attributes.group = read_group(api, info, attributes.where, a);
+      continue;
+    }
+    const std::string value = read_text(api, info, attributes.where, a);
+    if (std::strcmp(a.name, "stats_mode") == 0) {
       attributes.stats_mode = index_of(attributes.where, a, value);
     } else {
       attributes.grad_reduction = index_of(attributes.where, a, value);

@@ -81,7 +81,7 @@ def random_attributes(rng, operator):
                 pick(rng, [-1e-9, float("nan"), float("inf")] if bad else [0.0, 1e-12, 1e-5, 1e-3, 10.0])
             )
         elif name == "group":
-            attributes[name] = pick(rng, ["", "world", "echo", "broken", "x" * 5000, "näme"])
+            attributes[name] = pick(rng, ["", "world", "echo", "broken", "x" * 5000, "näme", 0, -(2**63)])
         elif name == "group_size":
             attributes[name] = int(pick(rng, [0, -1, 2**40, 2**63 - 1, -(2**63)] if bad else [1, 1, 1, 2, 2, 3]))
         elif name == "training_mode":

@@ -17,12 +17,13 @@ OPERATOR = schema.SYNC_BATCH_NORM
 NAMES = [value.name for value in OPERATOR.inputs]
 
 
-def _model(dtype, rank, training, eps=1e-5, momentum=0.25):
+def _model(dtype, rank, training, eps=1e-5, momentum=0.25, group=""):
     data, statistics = TYPES[dtype]
     attributes = {a.name: a.default for a in OPERATOR.attributes} | {
         "training_mode": training,
         "eps": eps,
         "momentum": momentum,
+        "group": group,
     }
     node = helper.make_node(
         OPERATOR.name, NAMES, [v.name for v in OPERATOR.outputs], domain=OPERATOR.domain, **attributes
@@ -105,3 +106,17 @@ def test_constant_channel_without_eps():
     feeds["input"][:] = 7
     got = onnxruntime.InferenceSession(_model("float32", 3, 1, eps=0.0).SerializeToString()).run(None, feeds)
     np.testing.assert_array_equal(got[0], np.broadcast_to(feeds["bias"][:, None], (4, 2, 3)))
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "onnx.reference"])
+def test_the_group_may_be_an_int(engine):
+    """As MMCV's own exporter writes it; a body is for one process, whatever its group is called."""
+    feeds = _feeds("float32", (2, 3, 4))
+    got, expected = (
+        onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
+        if engine == "onnxruntime"
+        else onnx.reference.ReferenceEvaluator(model).run(None, feeds)
+        for model in (_model("float32", 3, 1, group=7), _model("float32", 3, 1))
+    )
+    for value, other in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(value, other)

@@ -68,8 +68,9 @@ def test_verify_converts_what_no_engine_has() -> None:
     assert verify(wrong, PLAIN).status == "failed"
 
 
-def test_groups_and_modes_do_not_concern_the_folder() -> None:
-    node = 'y = MMCVSyncBatchNorm <eps=0.001, group="pod7", group_size=8, stats_mode="N", momentum=0.3> (z, p_m, p_v, p_s, p_b)'
+@pytest.mark.parametrize("group", ['"pod7"', "7"], ids=["a-name", "mmcv-writes-an-int"])
+def test_groups_and_modes_do_not_concern_the_folder(group: str) -> None:
+    node = f'y = MMCVSyncBatchNorm <eps=0.001, group={group}, group_size=8, stats_mode="N", momentum=0.3> (z, p_m, p_v, p_s, p_b)'
     result, outputs = folded_output(sync(node))
     assert result.report.folded
     assert_near(outputs[0], exact(PLAIN, make_inputs(PLAIN))[0])
@@ -218,6 +219,11 @@ def test_inspect_describes_the_nodes() -> None:
     assert report.groups == (("", 1),)
     assert report.functions == ("mmcv:MMCVSyncBatchNorm",)
     assert report.op_counts == {"Conv": 1, "mmcv:MMCVSyncBatchNorm": 1}
+
+
+def test_inspect_lists_a_group_that_is_an_int() -> None:
+    node = "y = MMCVSyncBatchNorm <group=7, group_size=2> (z, p_m, p_v, p_s, p_b)"
+    assert inspect(sync(node)).groups == (("7", 2),)
 
 
 def test_half_data_with_float_statistics() -> None:
