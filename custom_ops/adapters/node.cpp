@@ -42,7 +42,8 @@ std::string read_text(ort::Api api, const ort::KernelInfo* info, const std::stri
 }
 
 // MMCV writes the group's number as an int: its name is the number in decimal.
-std::string read_group(ort::Api api, const ort::KernelInfo* info, const std::string& where, const schema::Attribute& a) {
+std::string read_group(ort::Api api, const ort::KernelInfo* info, const std::string& where,
+                       const schema::Attribute& a) {
   int64_t number = 0;
   ort::Status* status = ort::AttributeInt::call(api, info, a.name, &number);
   if (status == nullptr) return std::to_string(number);
