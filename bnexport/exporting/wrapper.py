@@ -70,9 +70,10 @@ def training_state(model: nn.Module) -> list[StateTensor]:
     """The statistics that one forward of `model` updates, in state_dict order."""
     state = []
     for prefix, module in model.named_modules():
-        if isinstance(module, SyncBatchNorm) and module.training and module.running_mean is not None:
+        if isinstance(module, SyncBatchNorm) and module._updates_statistics():
             for key in ("running_mean", "running_var", "num_batches_tracked"):
-                state.append(StateTensor(f"{prefix}.{key}" if prefix else key, module, key))
+                if module._buffers[key] is not None:
+                    state.append(StateTensor(f"{prefix}.{key}" if prefix else key, module, key))
     return state
 
 
@@ -101,10 +102,7 @@ def crosses_processes(model: nn.Module) -> bool:
 
 
 def _spans_processes(module: nn.Module) -> bool:
-    """Without running statistics a module uses the batch's, and with them the group, in eval mode, too."""
-    if not isinstance(module, SyncBatchNorm) or not (module.training or module.running_mean is None):
-        return False
-    return module.group_size() > 1
+    return isinstance(module, SyncBatchNorm) and module.training and module.group_size() > 1
 
 
 class _Holder:

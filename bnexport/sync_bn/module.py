@@ -44,9 +44,10 @@ class SyncBatchNorm(_BatchNorm):
         eps: added to the variance, finite and >= 0.
         momentum: weight of the new value in the running statistics; None for the cumulative average.
         affine: learn weight and bias, (C,), initialised to ones and zeros.
-        track_running_stats: keep running_mean and running_var (unbiased), (C,).
-        group: the processes that share statistics. None: the default group if torch.distributed is
-            initialised when the module runs, else this process alone.
+        track_running_stats: keep running_mean and running_var (unbiased), (C,). Without them eval mode
+            normalises with this process's batch; no other process is asked, as in torch.nn.SyncBatchNorm.
+        group: the processes that share statistics in training. None: the default group if
+            torch.distributed is initialised when the module runs, else this process alone.
         stats_mode: "exact", or MMCV's "default" and "N" (see docs/operator.md).
         grad_reduction: gradients of weight and bias are this process's sums ("local", what
             DistributedDataParallel expects), or the group's "mean" (MMCV) or "sum".
@@ -117,9 +118,9 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
         use_batch = self.training or self.running_mean is None
-        update = self.training and self.running_mean is not None
         size = 1
-        if use_batch:
+        # Eval without running statistics normalises with this process's batch: evaluation may run on one rank alone.
+        if self.training:
             if self._lost_group is not None:
                 raise GroupError(
                     f"group {self._lost_group!r} did not survive pickling: set the module's `group` before training"
@@ -140,20 +141,28 @@ class SyncBatchNorm(_BatchNorm):
             self.grad_reduction,
             self._layer,
         )
-        if update and not _recomputing():
+        if self._updates_statistics() and not _recomputing():
             self._update_statistics(new_mean, new_var)
         return output
 
+    def _updates_statistics(self) -> bool:
+        """Whether a forward changes the running statistics, now."""
+        return self.training and self.track_running_stats and self.running_mean is not None
+
     def _update_statistics(self, new_mean: torch.Tensor, new_var: torch.Tensor) -> None:
         """Writes the new statistics into the buffers; momentum None averages all batches seen."""
-        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
-        batches = self.num_batches_tracked + 1
-        if self.momentum is None:
-            share = 1.0 / batches.to(new_mean.dtype)
-            new_mean = self.running_mean + (new_mean - self.running_mean) * share
-            new_var = self.running_var + (new_var - self.running_var) * share
-        for name, new in (("num_batches_tracked", batches), ("running_mean", new_mean), ("running_var", new_var)):
-            self._set_statistic(name, new)
+        assert self.running_mean is not None and self.running_var is not None
+        if self.num_batches_tracked is not None:
+            batches = self.num_batches_tracked + 1
+            self._set_statistic("num_batches_tracked", batches)
+            if self.momentum is None:
+                share = 1.0 / batches.to(new_mean.dtype)
+                new_mean = self.running_mean + (new_mean - self.running_mean) * share
+                new_var = self.running_var + (new_var - self.running_var) * share
+        elif self.momentum is None:
+            return  # as torch: without a count an average of all batches cannot go on
+        self._set_statistic("running_mean", new_mean)
+        self._set_statistic("running_var", new_var)
 
     def _set_statistic(self, name: str, new: torch.Tensor) -> None:
         self._buffers[name].copy_(new)  # type: ignore[union-attr]

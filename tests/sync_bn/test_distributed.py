@@ -278,6 +278,20 @@ def test_ddp_equals_the_joint_batch(cluster, variant):
         assert batches == 1
 
 
+def _evaluates_alone(group):
+    """Rank 0 evaluates a module without running statistics; the others never call it."""
+    if dist.get_rank(group) != 0:
+        return None
+    module = SyncBatchNorm(C, group=group, track_running_stats=False).eval()
+    x = torch.randn(4, C, 5)
+    torch.testing.assert_close(module(x), nn.functional.batch_norm(x, None, None, training=True))
+    return "done"
+
+
+def test_eval_without_running_statistics_asks_no_peer(cluster):
+    assert cluster.call(2, _evaluates_alone) == ["done", None]
+
+
 def _dies(rank, size, port):
     import datetime
 

@@ -35,6 +35,31 @@ def test_trains_and_evaluates_like_batch_norm(affine, momentum, track):
     torch.testing.assert_close(ours(x), plain(x))
 
 
+def _switch_tracking_off(module):
+    module.track_running_stats = False
+
+
+def _drop_the_count(module):
+    module.num_batches_tracked = None
+
+
+def _drop_the_count_of_an_average(module):
+    module.num_batches_tracked, module.momentum = None, None
+
+
+@pytest.mark.parametrize("change", [_switch_tracking_off, _drop_the_count, _drop_the_count_of_an_average])
+def test_changed_after_construction_like_batch_norm(change):
+    ours, plain = SyncBatchNorm(3), nn.BatchNorm2d(3)
+    x = torch.randn(4, 3, 5, 5) * 2 + 1
+    for module in (ours, plain):
+        module(x)
+        change(module)
+        module(x + 1)
+    for one, two in zip(ours.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(one, two)
+    torch.testing.assert_close(ours.eval()(x), plain.eval()(x))
+
+
 @pytest.mark.parametrize("shape", [(4, 3), (4, 3, 5), (4, 3, 5, 5), (2, 3, 2, 2, 2)], ids=str)
 def test_every_rank(shape):
     assert SyncBatchNorm(3)(torch.randn(shape)).shape == shape
