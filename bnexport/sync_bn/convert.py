@@ -8,6 +8,7 @@ dtype, device, training flag and sharing stay as they were.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,9 @@ class FrozenSyncBatchNorm(SyncBatchNorm):
     def train(self, mode: bool = True) -> FrozenSyncBatchNorm:
         return super().train(False)
 
+
+# What torch.nn.Module and torch's batch norms keep in an instance.
+_MODULE_STATE = frozenset(nn.BatchNorm2d(1).__dict__)
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "identity": lambda x, _: x,
@@ -219,16 +223,29 @@ def _check_any_rank(input: torch.Tensor) -> None:
 
 
 def _take_over(old: nn.Module, new_class: type[nn.Module]) -> Any:
-    """An instance of `new_class` with a copy of the state of `old`: same tensors, hooks and flags."""
+    """An instance of `new_class` with a copy of the state of `old`: same tensors, hooks and flags.
+
+    Attributes that another package, or a user, put on the module come along, unless they would hide an
+    attribute of the new class (MMCV keeps a number in `group_size`, a method of ours).
+    """
     if hasattr(old, "parametrizations"):
         # torch.nn.utils.parametrize puts properties on a class of its own, made per instance.
         properties = {name: value for name, value in type(old).__dict__.items() if isinstance(value, property)}
         new_class = type(f"Parametrized{new_class.__name__}", (new_class,), properties)
     new = new_class.__new__(new_class)
     for key, value in old.__dict__.items():
-        new.__dict__[key] = value.copy() if isinstance(value, dict) else value
+        if key in _MODULE_STATE or not _hides(key, type(old), new_class):
+            new.__dict__[key] = value.copy() if isinstance(value, dict) else value
     new.__dict__["_modules"] = dict(old._modules)
     return new
+
+
+def _hides(key: str, old_class: type, new_class: type) -> bool:
+    """Whether the instance attribute `key` would hide one of `new_class` that it did not hide in `old_class`."""
+    if key == "_compiled_call_impl":  # torch.compile's, bound to the old module
+        return True
+    attribute = inspect.getattr_static(new_class, key, None)
+    return attribute is not None and attribute is not inspect.getattr_static(old_class, key, None)
 
 
 def _as_group(value: Any) -> Any:

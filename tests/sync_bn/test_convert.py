@@ -43,6 +43,54 @@ def test_mmcv_keeps_its_statistics_and_gradients():
         torch.testing.assert_close(revert_sync_batchnorm(old).eval()(x), expected)
 
 
+STAND_INS = {
+    "mmcv": lambda: lookalikes.MmcvSyncBatchNorm(3),
+    "mmengine": lambda: lookalikes._BatchNormXd(3),
+    "apex": lambda: lookalikes.ApexSyncBatchNorm(3),
+    "apex with ReLU": lambda: lookalikes.ApexSyncBatchNorm(3, fuse_relu=True),
+    "detectron2": lambda: lookalikes.NaiveSyncBatchNorm(3),
+    "detectron2 frozen": lambda: lookalikes.FrozenBatchNorm2d(3),
+    "ABN": lambda: lookalikes.ABN(3),
+    "InPlaceABNSync": lambda: lookalikes.InPlaceABNSync(3),
+}
+
+
+@pytest.mark.parametrize("make", STAND_INS.values(), ids=STAND_INS)
+def test_every_stand_in_trains_and_evaluates(make):
+    old = make()
+    net = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(2, 3, 1), old)).train()
+    before = net[1].running_mean.clone()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    weight = net[0].weight.detach().clone()
+    net(torch.randn(4, 2, 5, 5)).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(net[0].weight, weight)
+    assert torch.equal(net[1].running_mean, before) == isinstance(old, lookalikes.FrozenBatchNorm2d)
+    net.eval()(torch.randn(4, 2, 5, 5))
+
+
+def test_foreign_attributes_come_along_and_hide_nothing():
+    old = nn.BatchNorm2d(3)
+    old.note, old._layer, old.group_size, old._update_statistics = "stem", "theirs", 8, None
+    new = convert_sync_batchnorm(old)
+    assert new.note == "stem"
+    assert (new.group_size(), type(new._layer)) == (1, int)
+    new(_inputs())
+    back = revert_sync_batchnorm(new)
+    assert back.note == "stem"
+    back(_inputs())
+
+
+def test_a_compiled_module_is_replaced():
+    old = nn.BatchNorm2d(3)
+    old.compile(backend="eager")
+    new = convert_sync_batchnorm(nn.Sequential(old))[0]
+    calls = []
+    new.register_forward_hook(lambda module, *_: calls.append(module))
+    new(_inputs())
+    assert calls == [new]
+
+
 def test_mmengines_reverted_class():
     old = lookalikes._BatchNormXd(3)
     assert type(convert_sync_batchnorm(old)) is SyncBatchNorm
