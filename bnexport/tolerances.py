@@ -42,8 +42,9 @@ errors of layers again adding like sqrt(L): sqrt(2 * 100) = 14, and a margin of 
     |y - y_ref| <= (32 u_T + 1024 u_S) * max |y_ref|
 
 Ill-conditioned models. Where the reference's own error, measured from float64, exceeds that bound, four
-times it is the bound instead. That is evidence only while it is small: a bound above LARGEST_SHARE of
-max |y_ref| would accept a wrong model, so nothing is decided on such inputs.
+times it (OWN_ERROR) is the bound instead. That is evidence only while it is small: a bound above
+LARGEST_SHARE of max |y_ref|, and above the table's, would accept a wrong model, so nothing is decided on
+such inputs (`is_evidence`).
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ STATISTICS_TYPE = {"float16": "float32", "bfloat16": "float32", "float32": "floa
 
 # Largest bound, as a share of the largest finite value of an output, by which an output can still be judged.
 LARGEST_SHARE = 0.01
+
+# A model and its reference round at different places: the bound of either from float64 is this often the reference's error.
+OWN_ERROR = 4.0
 
 _FORWARD = 32.0
 _BACKWARD = 64.0
@@ -121,3 +125,14 @@ def model(dtype: str, reference: np.ndarray) -> Tolerance:
     statistics = STATISTICS_TYPE[dtype]
     rounding = 0.0 if statistics == dtype else _MODEL_ROUNDING * UNIT_ROUNDOFF[dtype]
     return Tolerance(0.0, (rounding + _MODEL * UNIT_ROUNDOFF[statistics]) * largest)
+
+
+def is_evidence(bound: float, table: float, largest: float) -> bool:
+    """Whether a bound from the reference's own error can find a wrong model.
+
+    table: the bound of `model`. largest: the largest finite magnitude of the reference.
+
+    >>> is_evidence(4.53e5, table=10.0, largest=1.8e5)
+    False
+    """
+    return bound <= max(table, LARGEST_SHARE * largest)

@@ -164,7 +164,11 @@ def _verdict(result: Any) -> str:
     if result.status == "not verified":
         return f"not verified: {result.reason}"
     against = "" if result.reference == "original" else " from the converted, unfolded graph"
-    return f"verification {result.status}: largest difference{against} {result.max_abs_diff:.3g}, relative {result.max_rel_diff:.3g}"
+    smaller = "" if result.input_scale == 1.0 else f", on inputs times {result.input_scale:.3g}"
+    return (
+        f"verification {result.status}: largest difference{against} {result.max_abs_diff:.3g},"
+        f" relative {result.max_rel_diff:.3g}{smaller}"
+    )
 
 
 @app.command()
@@ -191,7 +195,7 @@ def verify(
             f"{output.max_abs_diff:.3g}",
             f"{output.max_rel_diff:.3g}",
             f"{output.atol:.3g}" + (f" + {output.rtol:.3g} |y|" if output.rtol else ""),
-            "ok" if output.passed else f"differs: {output.reason}",
+            "ok" if output.passed else f"{'differs' if output.decided else 'undecided'}: {output.reason}",
         )
         for output in result.outputs
     ]

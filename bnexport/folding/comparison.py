@@ -13,12 +13,18 @@ where the reference does at one or two (weights, the sums of products, the shift
     max |y - y*| <= 4 e
 
 is the bound then. It grows only as the reference's own error does, and a fold that is wrong by a
-thousandth of |mean| / std is far outside.
+thousandth of |mean| / std is far outside. Above 1 % of the output (`tolerances.is_evidence`) it would
+accept a wrong fold as well: what exceeds it fails, what does not is undecided.
+
+What cannot be decided. A reference that is not finite says nothing: an infinity of an intermediate overflow may be
+a number in a folded model. Where the two are not finite alike that passes; where only the reference is not, or
+where it has no finite value at all, the output is undecided. It fails only where numbers differ.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,12 +34,13 @@ from bnexport import tolerances
 # Coarsest first.
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 _SATURATING = 4.0
-_OWN_ERROR = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputComparison:
     """One output over all samples. max_rel_diff: max_abs_diff over the largest finite reference value.
+
+    decided: False where the reference's values, as `reason` says, can show neither equality nor a difference.
 
     bound: where atol and rtol are from: "table", "caller", or "float64" where the reference's own rounding
     error was measured; max_abs_diff and max_rel_diff then are those from the model in float64.
@@ -49,6 +56,12 @@ class OutputComparison:
     passed: bool
     reason: str | None = None
     bound: str = "table"
+    decided: bool = True
+
+    @property
+    def failed(self) -> bool:
+        """Whether the output differs by more than its bound."""
+        return self.decided and not self.passed
 
 
 def compare_output(
@@ -65,7 +78,9 @@ def compare_output(
     before: the reference's values in front of a saturating function that makes this output.
     """
     worst_abs = worst_rel = 0.0
-    elements, reason, bound = 0, None, tolerances.Tolerance(rtol or 0.0, atol or 0.0)
+    elements, bound = 0, tolerances.Tolerance(rtol or 0.0, atol or 0.0)
+    reason: str | None = None
+    doubt: str | None = None
     dtype = "unknown"
     for index, (reference, value) in enumerate(zip(expected, got, strict=True)):
         if not isinstance(reference, np.ndarray) or not isinstance(value, np.ndarray):
@@ -87,13 +102,14 @@ def compare_output(
             if before is not None:
                 bound += tolerances.Tolerance(0.0, _SATURATING * tolerances.UNIT_ROUNDOFF[_coarser(working, dtype)])
         finite = np.isfinite(exact)
-        if not np.array_equal(finite, np.isfinite(near)) or not np.array_equal(
-            exact[~finite], near[~finite], equal_nan=True
-        ):
-            reason = reason or "NaN or infinite values are not at the same places"
+        if not np.isfinite(near[finite]).all():
+            reason = reason or "it has NaN or infinite values where the reference has finite ones"
             continue
         if exact.size and not finite.any():
-            reason = reason or "the reference has no finite value to compare with"
+            doubt = doubt or "the reference has no finite value to compare with"
+        elif not np.array_equal(exact[~finite], near[~finite], equal_nan=True):
+            count = int((~finite).sum())
+            doubt = doubt or f"the reference has {count} of {exact.size} values that are NaN or infinite"
         difference = np.abs(near - exact, where=finite, out=np.zeros_like(exact))
         largest = float(np.abs(exact[finite]).max(initial=0.0))
         worst = float(difference.max(initial=0.0))
@@ -103,9 +119,19 @@ def compare_output(
         if excess.size and excess.max() > 0:
             reason = reason or f"differs by {worst:.3g}, allowed {bound.atol:.3g} + {bound.rtol:.3g} * |value|"
     source = "table" if atol is None and rtol is None else "caller"
+    passed, decided = reason is None and doubt is None, reason is not None or doubt is None
     return OutputComparison(
-        name, dtype, elements, worst_abs, worst_rel, bound.atol, bound.rtol, reason is None, reason, source
+        name, dtype, elements, worst_abs, worst_rel, bound.atol, bound.rtol, passed, reason or doubt, source, decided
     )
+
+
+def verdict(outputs: Sequence[OutputComparison]) -> tuple[str, str | None]:
+    """The status of a verification, and the reason of the first output that failed, or else is undecided."""
+    wrong = next((output for output in outputs if output.failed), None)
+    wrong = wrong or next((output for output in outputs if not output.decided), None)
+    if wrong is None:
+        return "passed", None
+    return "failed" if wrong.failed else "not verified", f"output {wrong.name!r}: {wrong.reason}"
 
 
 def compare_with_truth(
@@ -114,9 +140,10 @@ def compare_with_truth(
     """An output that differs by more than the table allows, held against the model in float64.
 
     expected, got, truth: the values in the reference, the candidate and the float64 model. Returns `failed`
-    where they have no errors to compare, or where the candidate's is too large.
+    where they have no errors to compare, or where the candidate's is too large; undecided where the reference's
+    is too large to judge by.
     """
-    own = worst = largest = 0.0
+    own = worst = largest = size = 0.0
     for reference, value, exact in zip(expected, got, truth, strict=True):
         arrays = (reference, value, exact)
         if not all(isinstance(array, np.ndarray) for array in arrays):
@@ -129,13 +156,28 @@ def compare_with_truth(
         own = max(own, float(np.abs(wide[0] - wide[2]).max(initial=0.0)))
         worst = max(worst, float(np.abs(wide[1] - wide[2]).max(initial=0.0)))
         largest = max(largest, float(np.abs(wide[2]).max(initial=0.0)))
-    bound = _OWN_ERROR * own
+        size = max(size, float(np.abs(wide[0]).max(initial=0.0)))
+    bound = tolerances.OWN_ERROR * own
     if worst > bound:
-        reason = f"{failed.reason}; from the model in float64 it differs by {worst:.3g}, the reference by {own:.3g}"
-        return dataclasses.replace(failed, reason=reason)
+        more = f"; from the model in float64 it differs by {worst:.3g}, the reference by {own:.3g}"
+        return dataclasses.replace(failed, reason=f"{failed.reason}{more}")
+    reason = None
+    if not tolerances.is_evidence(bound, failed.atol, size):
+        reason = (
+            f"the network is ill-conditioned on these inputs: the reference itself differs from the model in float64"
+            f" by {own:.3g}, where its largest value is {size:.3g}"
+        )
     relative = worst / largest if largest else 0.0
-    return OutputComparison(
-        failed.name, failed.dtype, failed.elements, worst, relative, bound, 0.0, True, None, "float64"
+    return dataclasses.replace(
+        failed,
+        max_abs_diff=worst,
+        max_rel_diff=relative,
+        atol=bound,
+        rtol=0.0,
+        passed=reason is None,
+        reason=reason,
+        bound="float64",
+        decided=reason is None,
     )
 
 

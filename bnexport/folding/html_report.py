@@ -130,9 +130,9 @@ def _verification(result: Data | None) -> str:
     for output in outputs:
         error, bound = _number(output.get("max_abs_diff")), _number(output.get("atol"))
         relative = _number(output.get("rtol"))
-        passed = bool(output.get("passed"))
         allowed = _short(bound) + (f" + {_short(relative)} |y|" if relative else "")
-        badge = '<span class="badge passed">passed</span>' if passed else '<span class="badge failed">failed</span>'
+        outcome = "passed" if output.get("passed") else "failed" if output.get("decided", True) else "undecided"
+        badge = f'<span class="badge {_class(outcome)}">{outcome}</span>'
         rows.append(
             f'<tr><td class="name">{_text(output.get("name"))}</td><td>{_text(output.get("dtype"))}</td>'
             f'<td class="number">{_short(error)}</td><td class="number">{allowed}</td>'

@@ -90,11 +90,16 @@ def _widen(tensor: Any, floats: Sequence[int]) -> None:
 
 def _widen_attributes(nodes: Iterable[Any], floats: Sequence[int]) -> None:
     import onnx
+    import onnx.numpy_helper
 
     for node in nodes:
         for attribute in node.attribute:
             if attribute.HasField("t"):
                 _widen(attribute.t, floats)
+            if node.op_type == "Constant" and attribute.name in ("value_float", "value_floats"):
+                value = attribute.f if attribute.name == "value_float" else list(attribute.floats)
+                tensor = onnx.numpy_helper.from_array(np.asarray(value, np.float64))
+                attribute.CopyFrom(onnx.helper.make_attribute("value", tensor))
             if attribute.name == "to" and node.op_type == "Cast" and attribute.i in floats:
                 attribute.i = onnx.TensorProto.DOUBLE
 

@@ -3,7 +3,8 @@
 Both run in a process of their own (`engine_process`), so that a model which crashes its engine, or fills
 the memory, costs a verification and nothing else. The bounds are those of `comparison`. A value that is
 finite in the reference must be finite in the candidate. Outputs of other types must be equal. Where no
-engine runs the models the result says so; it never says "passed".
+engine runs the models, or where the reference's outputs decide nothing, on smaller inputs neither
+(`smaller_inputs`), the result says so; it never says "passed".
 
 Training graphs. When the reference still has MMCVSyncBatchNorm nodes in training and the candidate has
 none, the two do not mean the same. The reference is then converted first (running statistics, nothing
@@ -45,7 +46,8 @@ class VerifyResult:
     """status: "passed", "failed" or "not verified" (then `reason` says why).
 
     engine: what ran the models. reference: "original", or "converted" where a training graph, or one that no
-    engine runs, was compared after MMCVSyncBatchNorm had become BatchNormalization.
+    engine runs, was compared after MMCVSyncBatchNorm had become BatchNormalization. input_scale: what the float
+    inputs were multiplied by; below 1 where the outputs of the first inputs decide nothing.
     """
 
     status: str
@@ -55,6 +57,7 @@ class VerifyResult:
     seed: int = 0
     reference: str = "original"
     engine: str = ""
+    input_scale: float = 1.0
 
     @property
     def passed(self) -> bool:

@@ -22,9 +22,10 @@ import numpy as np
 
 from bnexport.errors import BnexportError
 from bnexport.folding import precise, runner
-from bnexport.folding.comparison import OutputComparison, compare_output, compare_with_truth
+from bnexport.folding.comparison import OutputComparison, compare_output, compare_with_truth, verdict
 from bnexport.folding.runner import ENGINES, Runner, Serialised
 from bnexport.folding.samples import FREE_SIZES, InputSpec, samples
+from bnexport.folding.smaller_inputs import Attempt, as_hidden, attempts, is_float, scaled, shows_inputs, with_smaller
 
 LENGTH = struct.Struct("<Q")
 MAX_DESCRIPTORS = 64
@@ -91,26 +92,55 @@ class _Verification:
         reference, candidate = self._model("reference"), self._model("candidate")
         reasons = []
         for engine in ENGINES:
-            self._stage("reference", engine)
             try:
-                inputs, expected = self._inputs_that_run(engine(reference))
+                return self._run(engine, reference, candidate)
             except BnexportError as error:
                 reasons.append(str(error))
-                continue
+        return {"status": "not verified", "reason": "; ".join(reasons)}
+
+    def _run(self, engine: type[Runner], reference: Serialised, candidate: Serialised) -> dict[str, Any]:
+        """The verdict in one engine, on smaller inputs where the first decide nothing.
+
+        One session is open at a time.
+        """
+        inputs: list[dict[str, np.ndarray]] = []
+        session: Runner | None = None
+
+        def run(scale: float) -> list[list[Any]] | None:
+            nonlocal inputs, session
+            if session is None:
+                self._stage("reference", engine)
+                session = engine(reference)
+            if not inputs:
+                inputs, expected = self._inputs_that_run(session)
+                return expected
+            with contextlib.suppress(BnexportError):
+                return [session.run(scaled(sample, scale), self._names("reference")) for sample in inputs]
+            return None
+
+        first: dict[str, Any] | None = None
+        scalable = self._has_float_inputs()
+        for attempt in attempts(run, scalable=scalable):
+            session = None
             self._stage("candidate", engine)
             names = self._names("candidate")
+            feeds = [scaled(sample, attempt.scale) for sample in inputs]
             try:
                 loaded = engine(candidate)
-                got = [loaded.run(sample, names) for sample in inputs]
+                got = [loaded.run(sample, names) for sample in feeds]
             except BnexportError as error:
-                if not candidate.needs_library:
-                    return {"status": "failed", "reason": str(error), "engine": engine.name}
-                reasons.append(str(error))
-                continue
+                if candidate.needs_library:
+                    raise
+                return {"status": "failed", "reason": str(error), "engine": engine.name}
             del loaded
             self._stage("comparison", engine)
-            return self._compare(reference, inputs, expected, got) | {"engine": engine.name, "samples": len(inputs)}
-        return {"status": "not verified", "reason": "; ".join(reasons)}
+            answer = self._compare(reference, feeds, attempt, got)
+            answer |= {"engine": engine.name, "samples": len(inputs), "input_scale": attempt.scale}
+            if answer["status"] != "not verified":
+                return answer
+            first = first or answer
+        assert first is not None
+        return first | ({"reason": with_smaller(first["reason"])} if scalable and inputs else {})
 
     def _stage(self, stage: str, engine: type[Runner]) -> None:
         """Tells the parent what is being done, in case nothing else is heard of it."""
@@ -150,22 +180,24 @@ class _Verification:
                     raise
         raise AssertionError("FREE_SIZES is empty")
 
+    def _has_float_inputs(self) -> bool:
+        given = self._request["given"]
+        if given is None:
+            return any(spec["kind"] == "float" for spec in self._request["inputs"])
+        return any(is_float(self._array(entry)) for sample in given for entry in sample)
+
     def _array(self, entry: dict[str, Any]) -> np.ndarray:
         return np.asarray(entry["text"], dtype=object) if "text" in entry else np.array(self._mapped(entry))
 
     def _compare(
-        self,
-        reference: Serialised,
-        inputs: list[dict[str, np.ndarray]],
-        expected: list[list[Any]],
-        got: list[list[Any]],
+        self, reference: Serialised, feeds: list[dict[str, np.ndarray]], attempt: Attempt, got: list[list[Any]]
     ) -> dict[str, Any]:
         """The outputs, each with what is in front of it where that was probed, and then the probes."""
         request = self._request
         names, probes = list(request["outputs"]), request["probes"]
         places = {probe["output"]: len(names) + index for index, probe in enumerate(probes)}
         names += [f"{probe['output']} (before {probe['op_type']})" for probe in probes]
-        columns = [([row[i] for row in expected], [row[i] for row in got]) for i in range(len(names))]
+        columns = [([row[i] for row in attempt.expected], [row[i] for row in got]) for i in range(len(names))]
         compared = [
             compare_output(
                 name,
@@ -177,13 +209,16 @@ class _Verification:
             )
             for index, name in enumerate(names)
         ]
-        excess = any(not output.passed and 0 < output.max_abs_diff < np.inf for output in compared)
+        excess = any(output.failed and 0 < output.max_abs_diff < np.inf for output in compared)
         if excess and request["atol"] is None and request["rtol"] is None:
-            compared = self._against_float64(reference, inputs, compared, columns)
-        failed = next((output for output in compared if not output.passed), None)
-        status = "passed" if failed is None else "failed"
-        reason = None if failed is None else f"output {failed.name!r}: {failed.reason}"
-        if failed is None and not any(output.elements for output in compared):
+            compared = self._against_float64(reference, feeds, compared, columns)
+        if attempt.halved is not None:
+            # A saturated output hides its inputs; the probe in front of it shows them.
+            shown = [places.get(name, index) for index, name in enumerate(names)]
+            seen = [shows_inputs(compared[i], columns[i][0], [row[i] for row in attempt.halved]) for i in shown]
+            compared = [output if sees else as_hidden(output) for output, sees in zip(compared, seen, strict=True)]
+        status, reason = verdict(compared)
+        if status == "passed" and not any(output.elements for output in compared):
             status, reason = "not verified", "the outputs are empty"
         return {"status": status, "reason": reason, "outputs": [dataclasses.asdict(output) for output in compared]}
 
@@ -197,7 +232,7 @@ class _Verification:
         with contextlib.suppress(BnexportError):
             truth = precise.run(reference, inputs, self._names("reference"), self._request["patience"])
             return [
-                output if output.passed else compare_with_truth(output, *columns[index], [row[index] for row in truth])
+                compare_with_truth(output, *columns[index], [row[index] for row in truth]) if output.failed else output
                 for index, output in enumerate(compared)
             ]
         return compared

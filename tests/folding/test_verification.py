@@ -13,11 +13,12 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+import bnexport.folding.plan
 from bnexport.errors import VerificationError
-from bnexport.folding import fold, verify, worker
+from bnexport.folding import FoldResult, fold, verify, worker
 from bnexport.folding.engine_process import PROCESS, EngineFailure
 from bnexport.model_io import load, save
-from tests.folding.helpers import batch_norm, model
+from tests.folding.helpers import batch_norm, model, parameters
 
 BODY = "g (float[N,6,H,W] x) => (float[N,8,A,B] y) { z = Conv (x, w)\n y = BatchNormalization (z, p_s, p_b, p_m, p_v) }"
 SHAPES = {"w": (8, 6, 3, 3), **batch_norm("p", 8)}
@@ -200,3 +201,118 @@ class TestIllConditioned:
     def test_bounds_of_the_caller_are_kept(self) -> None:
         with pytest.raises(VerificationError):
             fold(self.example(3e4), atol=1e-6)
+
+    def test_rounding_errors_as_large_as_the_output_decide_nothing(self, tmp_path: Path) -> None:
+        """At this ratio float32 leaves nothing of the output: any fold would be within the error of the reference."""
+        result = fold(self.example(3e7), tmp_path / "out.onnx").report.verification
+        assert result is not None
+        assert result.status == "not verified"
+        assert "the network is ill-conditioned on these inputs: the reference itself differs" in str(result.reason)
+        assert [(output.passed, output.decided) for output in result.outputs] == [(False, False)]
+        assert (tmp_path / "out.onnx").exists()
+
+
+class TestSmallerInputs:
+    """Where the reference's outputs on the first inputs decide nothing, smaller ones are tried."""
+
+    # exp(200 x) is infinite for nearly half of the inputs.
+    EXP = """g (float[N,6,H,W] x) => (float[N,8,A,B] y) {
+        c = Constant <value_float = 200.0> ()
+        k = Mul (x, c)
+        e = Exp (k)
+        z = Conv (e, w)
+        y = BatchNormalization (z, p_s, p_b, p_m, p_v) }"""
+    NAN = """g (float[N,6,H,W] x) => (float[N,8,A,B] y) {
+        o = Sub (x, x)
+        e = Div (o, o)
+        z = Conv (e, w)
+        y = BatchNormalization (z, p_s, p_b, p_m, p_v) }"""
+
+    @staticmethod
+    def overflow() -> onnx.ModelProto:
+        """The Conv overflows, the folded Conv does not."""
+        values = parameters(SHAPES)
+        values["w"] *= np.float32(1e37) * 8
+        values["p_v"] = np.full(8, 1e38, np.float32)
+        values["p_m"] *= np.float32(1e19)
+        return model(BODY, values=values)
+
+    @staticmethod
+    def verification(result: FoldResult) -> tuple[str, float]:
+        assert result.report.verification is not None
+        return result.report.verification.status, result.report.verification.input_scale
+
+    @pytest.mark.parametrize(("kind", "scale"), [("overflow", 2.0**-3), ("exp", 2.0**-6)])
+    def test_they_show_what_infinite_outputs_hide(self, kind: str, scale: float, tmp_path: Path) -> None:
+        proto = self.overflow() if kind == "overflow" else model(self.EXP, SHAPES)
+        result = fold(proto, tmp_path / "out.onnx")
+        assert result.report.folded
+        assert self.verification(result) == ("passed", scale)
+        assert (tmp_path / "out.onnx").exists()
+        again = verify(proto, tmp_path / "out.onnx")
+        assert (again.status, again.input_scale) == ("passed", scale)
+
+    def test_a_wrong_fold_is_found_on_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = bnexport.folding.plan.scale_small
+        monkeypatch.setattr(
+            "bnexport.folding.plan.scale_small", lambda weight, factor, view: real(weight, factor * 1.001, view)
+        )
+        with pytest.raises(VerificationError, match="the first fold that breaks it is"):
+            fold(model(self.EXP, SHAPES))
+
+    @pytest.mark.parametrize("given", [False, True], ids=["random", "given"])
+    def test_a_model_that_is_never_finite(self, given: bool, tmp_path: Path) -> None:
+        proto = model(self.NAN, SHAPES)
+        inputs = {"x": np.ones((1, 6, 5, 5), np.float32)} if given else None
+        result = fold(proto, tmp_path / "out.onnx", inputs=inputs)
+        assert self.verification(result) == ("not verified", 1.0)
+        reason = str(result.report.verification.reason)  # type: ignore[union-attr]
+        assert "'y': the reference has no finite value to compare with; inputs down to 1/4096" in reason
+        assert (tmp_path / "out.onnx").exists()
+        again = verify(proto, tmp_path / "out.onnx")
+        assert (again.status, again.passed) == ("not verified", False)
+
+    def test_a_number_where_the_reference_has_none_is_no_difference(self) -> None:
+        proto = model("g (float[N,3] x) => (float[N,3] y) { y = Log (x) }")
+        other = model("g (float[N,3] x) => (float[N,3] y) { a = Abs (x)\n y = Log (a) }")
+        result = verify(proto, other)
+        assert result.status == "not verified"
+        assert "values that are NaN or infinite" in str(result.reason)
+        assert verify(other, proto).status == "failed"
+
+    @pytest.mark.parametrize("factor", [1.0, 1.5], ids=["right", "wrong"])
+    def test_inputs_that_an_output_hardly_shows_decide_nothing(
+        self, factor: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Only the smallest inputs are finite in `e`; there `y` is its bias, and wrong weights would pass."""
+        body = """g (float[N,6,H,W] x) => (float[N,8,A,B] y, float[N,6,H,W] e) {
+            z = Conv (x, w)
+            y = BatchNormalization (z, p_s, p_b, p_m, p_v)
+            c = Constant <value_float = 50000.0> ()
+            k = Mul (x, c)
+            e = Exp (k) }"""
+        real = bnexport.folding.plan.scale_small
+        monkeypatch.setattr(
+            "bnexport.folding.plan.scale_small", lambda weight, by, view: real(weight, by * factor, view)
+        )
+        proto = model(body, {"w": (8, 6, 3, 3), **batch_norm("p", 8)}, values={"p_b": np.full(8, 1e4, np.float32)})
+        result = fold(proto).report.verification
+        assert result is not None
+        assert result.status == "not verified"
+        assert "hardly depends on them" in str(result.reason)
+
+    def test_they_lessen_rounding_errors(self) -> None:
+        """sin(1e5 t): the rounding error of t alone makes 1 % of the output, for t of size 1."""
+        body = """g (float[N,6,H,W] x) => (float[N,8,A,B] y) {
+            z = Conv (x, w)
+            t = BatchNormalization (z, p_s, p_b, p_m, p_v)
+            r = Relu (t)
+            c = Constant <value_float = 100000.0> ()
+            k = Mul (r, c)
+            y = Sin (k) }"""
+        values = {name: np.ones(8, np.float32) for name in ("p_s", "p_v")} | {
+            name: np.zeros(8, np.float32) for name in ("p_b", "p_m")
+        }
+        status, scale = self.verification(fold(model(body, {"w": (8, 6, 3, 3)}, values=values)))
+        assert status == "passed"
+        assert scale < 1

@@ -245,3 +245,42 @@ def test_ill_conditioned_models_are_held_against_float64():
     assert left(folded) == []
     (output,) = folded.fold_report.verification.outputs
     assert output.bound == "float64"
+
+
+class Exp(nn.Module):
+    """exp(factor * x): infinite for large x."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return torch.exp(x * self.factor)
+
+
+def test_infinite_outputs_are_compared_on_smaller_inputs():
+    net = trained(nn.Sequential(Exp(200.0), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)))
+    folded = bnexport.fold_module(net, X2)
+    assert left(folded) == []
+    verification = folded.fold_report.verification
+    assert (verification.status, verification.input_scale) == ("passed", 2.0**-3)
+
+
+@pytest.mark.parametrize(
+    ("factor", "eps", "reason"),
+    [(float("nan"), 1e-5, "no finite value to compare with"), (0.0, 1e-16, "the network is ill-conditioned")],
+    ids=["nan", "rounding"],
+)
+def test_outputs_that_decide_nothing(factor, eps, reason):
+    """exp(0 x) = 1: the Conv makes a constant, and a batch norm with its mean and no variance makes noise of it."""
+    net = trained(nn.Sequential(Exp(factor), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)))
+    net[2].running_var.zero_()
+    net[2].eps = eps
+    with torch.no_grad():
+        net[2].running_mean.copy_(net[1](torch.ones(1, 4, 3, 3)).double().mean((0, 2, 3)))
+        net[2].bias.zero_()
+    folded = bnexport.fold_module(net, X2, max_scale=1e9)
+    assert left(folded) == []
+    verification = folded.fold_report.verification
+    assert verification.status == "not verified"
+    assert reason in verification.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import ml_dtypes
@@ -12,7 +13,8 @@ from torch import nn
 from torch.utils import _pytree
 
 from bnexport import tolerances
-from bnexport.folding.comparison import OutputComparison, compare_output, compare_with_truth
+from bnexport.folding.comparison import OutputComparison, compare_output, compare_with_truth, verdict
+from bnexport.folding.smaller_inputs import Attempt, as_hidden, attempts, shows_inputs, with_smaller
 from bnexport.folding.verification import VerifyResult
 from bnexport.sync_bn.convert import revert_sync_batchnorm
 
@@ -22,7 +24,8 @@ def compare(original: nn.Module, folded: nn.Module, inputs: tuple[torch.Tensor, 
 
     The bound is that of `bnexport.tolerances.model`. Where it is missed, the error is held against
     torch's own, both measured from the original in float64 (`bnexport.folding.comparison`). An original
-    that cannot run here is replaced by its copy with torch's batch norms, unfolded.
+    that cannot run here is replaced by its copy with torch's batch norms, unfolded. Where its outputs are not
+    finite, or no better than rounding error, the float inputs are made smaller (`smaller_inputs`).
     """
     engine = f"torch {torch.__version__}"
     reference = "original"
@@ -33,21 +36,53 @@ def compare(original: nn.Module, folded: nn.Module, inputs: tuple[torch.Tensor, 
         expected, names = _run(original, inputs)
     if not _equal(expected, _run(original, inputs)[0]):
         return VerifyResult("not verified", "the model draws random numbers", engine=engine)
+
+    def run(scale: float) -> list[list[Any]] | None:
+        if scale == 1.0:
+            return [list(expected)]
+        try:
+            rows, others = _run(original, _scaled(inputs, scale))
+        except Exception:  # what the model's code raises on other values
+            return None
+        return [list(rows)] if others == names else None
+
+    result: VerifyResult | None = None
+    scalable = any(value.is_floating_point() for value in inputs)
+    for attempt in attempts(run, scalable=scalable):
+        again = _compare(original, folded, _scaled(inputs, attempt.scale), names, attempt)
+        again = dataclasses.replace(again, reference=reference, engine=engine, input_scale=attempt.scale)
+        if again.status != "not verified":
+            return again
+        result = result or again
+    assert result is not None
+    return dataclasses.replace(result, reason=with_smaller(str(result.reason))) if scalable else result
+
+
+def _compare(
+    original: nn.Module, folded: nn.Module, inputs: tuple[torch.Tensor, ...], names: list[str], attempt: Attempt
+) -> VerifyResult:
     try:
         got, other = _run(folded, inputs)
     except Exception as error:  # what the model's code raises, when it misses its batch norms
-        return VerifyResult("failed", f"the folded module fails: {error}", engine=engine)
+        return VerifyResult("failed", f"the folded module fails: {error}")
     if names != other:
-        return VerifyResult("failed", f"the outputs differ: {names[:8]} and {other[:8]}", engine=engine)
+        return VerifyResult("failed", f"the outputs differ: {names[:8]} and {other[:8]}")
+    (expected,) = attempt.expected
     working = _working_type(original, inputs)
     outputs = [compare_output(name, [one], [two], working) for name, one, two in zip(names, expected, got)]
-    if not all(output.passed for output in outputs):
+    if any(output.failed for output in outputs):
         outputs = _hold_against_truth(outputs, original, inputs, expected, got)
-    failed = next((output for output in outputs if not output.passed), None)
-    reason = None if failed is None else f"output {failed.name!r}: {failed.reason}"
-    return VerifyResult(
-        "passed" if failed is None else "failed", reason, tuple(outputs), samples=1, reference=reference, engine=engine
-    )
+    if attempt.halved is not None:
+        outputs = [
+            output if shows_inputs(output, [one], [half]) else as_hidden(output)
+            for output, one, half in zip(outputs, expected, attempt.halved[0])
+        ]
+    status, reason = verdict(outputs)
+    return VerifyResult(status, reason, tuple(outputs), samples=1)
+
+
+def _scaled(inputs: tuple[torch.Tensor, ...], scale: float) -> tuple[torch.Tensor, ...]:
+    return tuple(value * scale if value.is_floating_point() and scale != 1.0 else value for value in inputs)
 
 
 def _run(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[list[np.ndarray], list[str]]:
@@ -91,6 +126,6 @@ def _hold_against_truth(
     except (RuntimeError, TypeError):  # code with a type of its own
         return outputs
     return [
-        output if output.passed else compare_with_truth(output, [one], [two], [exact])
+        compare_with_truth(output, [one], [two], [exact]) if output.failed else output
         for output, one, two, exact in zip(outputs, expected, got, truth)
     ]
