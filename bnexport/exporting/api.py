@@ -14,6 +14,7 @@ from bnexport import folding, model_io
 from bnexport.errors import UsageError, VerificationError
 from bnexport.exporting import dynamo, torch_formats, torchscript, verification, wrapper
 from bnexport.exporting.finish import STATE_SUFFIX, finish
+from bnexport.exporting.reference import Reference
 from bnexport.exporting.verification import Verification
 
 MODES = ("deploy", "custom_op")
@@ -98,8 +99,8 @@ def export(
         exporter: for ONNX, "dynamo" (torch.export) or "torchscript" (tracing).
         format: "onnx", "torchscript" or "pt2".
         dynamic: dimension 0 and every dimension from 2 on of each input of rank >= 2 are dynamic.
-        verify: run the exported model, in ONNX Runtime or in a new process, and compare it with torch
-            on `args`.
+        verify: run the exported model, in ONNX Runtime or in a new process, and compare it on `args` with a
+            copy of `model` itself.
         fold: in mode "deploy", fold batch norms into the weights beside them.
         input_names: names in an ONNX graph; by default forward's parameter names.
         output_names: names in an ONNX graph; by default "output" (or "output_0", ..., or the keys of a dict).
@@ -116,6 +117,7 @@ def export(
         _check_torch_format(format, mode, input_names or output_names)
         return _to_torch_format(model, inputs, target, format, dynamic=dynamic, verify=verify, fold=fold)
 
+    reference = _reference(model, inputs, evaluate=mode == "deploy") if verify else None
     prepared = wrapper.for_deploy(model) if mode == "deploy" else wrapper.for_custom_op(model)
     state = [] if mode == "deploy" else wrapper.training_state(prepared)
     groups = wrapper.group_names(prepared)
@@ -138,8 +140,17 @@ def export(
         graph, report = result.model, result.report
 
     checked = Verification.skipped("not asked for")
-    if verify:
-        checked = verification.check(graph, traced, inputs)
+    if reference is not None:
+        if wrapper.crosses_processes(prepared):
+            checked = Verification.skipped("its statistics span several processes; compare it where the group runs")
+        else:
+            reference.complete(traced, state_names)
+            checked = verification.check(graph, reference, inputs)
+            if mode == "custom_op":
+                notes += [
+                    f"buffer {name!r} changes in a forward of the model; it is constant in the file"
+                    for name in reference.unreturned
+                ]
         if checked.passed is False:
             raise VerificationError(
                 f"{target}: the exported model differs from torch, nothing was written: {checked.summary()}"
@@ -158,6 +169,14 @@ def export(
         verification=checked,
         notes=tuple(notes),
     )
+
+
+def _reference(model: nn.Module, inputs: tuple[torch.Tensor, ...], *, evaluate: bool) -> Reference:
+    """The caller's module, run before anything is prepared; later where a run might wait for other processes."""
+    reference = Reference(model, evaluate=evaluate)
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        reference.run_first(inputs)
+    return reference
 
 
 def _to_torch_format(

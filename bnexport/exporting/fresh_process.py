@@ -8,11 +8,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.utils import _pytree
 
 from bnexport import tolerances
 from bnexport.errors import MissingDependencyError, VerificationError
+from bnexport.exporting.reference import Reference
 from bnexport.exporting.verification import OutputError, Verification
 
 _RUNNER = Path(__file__).with_name("fresh_process_runner.py")
@@ -20,24 +19,24 @@ _TIMEOUT = 600  # seconds: a large model on a busy machine
 
 
 def check(
-    file: Path, kind: str, model: nn.Module, inputs: tuple[torch.Tensor, ...], names: list[str], dynamic: bool
+    file: Path, kind: str, reference: Reference, inputs: tuple[torch.Tensor, ...], names: list[str], dynamic: bool
 ) -> Verification:
-    """Runs both on `inputs` and, where `dynamic`, on a doubled batch. `model` is in eval mode.
+    """Runs both on `inputs` and, where `dynamic`, on a doubled batch.
 
     names: of the model's output tensors.
 
-    The bound is that of `bnexport.tolerances.model`, or four times the model's own distance from its
+    The bound is that of `bnexport.tolerances.model`, or four times the reference's own distance from its
     float64 results where that is larger: then it is ill-conditioned, in torch as elsewhere.
 
     Raises VerificationError where the file cannot be loaded or run.
     """
-    feeds, expected = [inputs], [_run(model, inputs)]
-    if not _same(expected[0], _run(model, inputs)):
+    feeds, expected = [inputs], [_on_cpu(reference(inputs))]
+    if reference.is_random(inputs):
         return Verification.skipped("the model draws random numbers")
     if dynamic and inputs and all(value.dim() >= 2 for value in inputs):
         doubled = tuple(torch.cat([value, value]) for value in inputs)
         try:
-            expected.append(_run(model, doubled))
+            expected.append(_on_cpu(reference(doubled)))
             feeds.append(doubled)
         except Exception:  # the model itself asks for this batch size
             pass
@@ -48,19 +47,23 @@ def check(
         if len(one) != len(two):
             raise VerificationError(f"{file.name}: returns {len(two)} tensors, expected {len(one)}")
         exact = None
-        for index, (name, reference, value) in enumerate(zip(names, one, two)):
-            error = _compare(name, value, reference, engine)
-            if not error.passed and reference.shape == value.shape:
-                exact = exact or _exact(model, feed)
-                error = _allow_own_error(error, value, reference, exact[index]) if exact else error
+        for index, (name, own, value) in enumerate(zip(names, one, two)):
+            error = _compare(name, value, own, engine)
+            if not error.passed and own.shape == value.shape:
+                exact = exact or _exact(reference, feed)
+                error = _allow_own_error(error, value, own, exact[index]) if exact else error
             errors.append(error)
-    return Verification(all(error.passed for error in errors), engine, tuple(errors))
+    return Verification(
+        passed=all(error.passed for error in errors),
+        engine=engine,
+        outputs=tuple(errors),
+        reason=reference.cause,
+        reference=reference.source,
+    )
 
 
-def _run(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    with torch.no_grad():
-        leaves = _pytree.tree_leaves(model(*(value.clone() for value in inputs)))
-    return [value.detach().cpu() for value in leaves if isinstance(value, torch.Tensor)]
+def _on_cpu(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    return [value.cpu() for value in tensors]
 
 
 def _run_elsewhere(file: Path, kind: str, feeds: list[tuple[torch.Tensor, ...]]) -> list[list[torch.Tensor]]:
@@ -82,10 +85,6 @@ def _run_elsewhere(file: Path, kind: str, feeds: list[tuple[torch.Tensor, ...]])
         return results
 
 
-def _same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return all(torch.equal(one.nan_to_num(), two.nan_to_num()) for one, two in zip(first, second))
-
-
 def _compare(name: str, value: torch.Tensor, reference: torch.Tensor, engine: str) -> OutputError:
     if value.shape != reference.shape or value.dtype != reference.dtype:
         return OutputError(name, float("inf"), 0.0, engine)
@@ -104,13 +103,9 @@ def _distance(one: torch.Tensor, two: torch.Tensor) -> float:
     return float(difference.max()) if difference.numel() else 0.0
 
 
-def _exact(model: nn.Module, feed: tuple[torch.Tensor, ...]) -> list[torch.Tensor] | None:
-    from bnexport.sync_bn.copies import copy_model
-
+def _exact(reference: Reference, feed: tuple[torch.Tensor, ...]) -> list[torch.Tensor] | None:
     try:
-        return _run(
-            copy_model(model).double(), tuple(value.double() if value.is_floating_point() else value for value in feed)
-        )
+        return _on_cpu(reference.in_float64(feed))
     except (RuntimeError, TypeError):
         return None
 

@@ -17,10 +17,10 @@ from torch.utils import _pytree
 
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from bnexport.exporting import fresh_process, pt2, torchscript_format, wrapper
+from bnexport.exporting.reference import Reference
 from bnexport.exporting.verification import Verification
 from bnexport.folding.module import Options, fold_copy
 from bnexport.folding.report import FoldReport
-from bnexport.sync_bn.convert import revert_sync_batchnorm
 from bnexport.sync_bn.copies import copy_model
 
 FORMATS = ("torchscript", "pt2")
@@ -51,19 +51,18 @@ def export(
 ) -> Exported:
     """Writes the file of `model` in eval mode, every sync batch norm as torch's own operator or folded."""
     report, work, notes = None, None, []
-    original = copy_model(model, share_parameters=True).eval()
-    try:
-        outputs = _output_names(original, inputs)
-    except UsageError:  # some packages' batch norms run on GPUs only
-        original = revert_sync_batchnorm(original)
-        outputs = _output_names(original, inputs)
+    reference = Reference(model, evaluate=True) if verify else None
+    if reference is not None:
+        reference.run_first(inputs)
+    converted = wrapper.for_deploy(model)
+    outputs = _output_names(copy_model(converted, share_parameters=True), inputs)
     if fold:
         try:
             work, report = fold_copy(model, inputs, Options())
         except UnsupportedModelError as error:
             notes.append(f"nothing was folded: {error}")
     if work is None:
-        work = wrapper.for_deploy(model)
+        work = converted
     with replaced_whole(target) as temporary:
         built: Any
         if format == "torchscript":
@@ -75,8 +74,9 @@ def export(
             pt2.save(built, temporary)
         notes += more
         checked = Verification.skipped("not asked for")
-        if verify:
-            checked = fresh_process.check(temporary, format, original, inputs, outputs, dynamic)
+        if reference is not None:
+            reference.complete(converted)
+            checked = fresh_process.check(temporary, format, reference, inputs, outputs, dynamic)
             if checked.passed is False:
                 raise VerificationError(
                     f"{target}: the exported model differs from torch, nothing was written: {checked.summary()}"

@@ -1,8 +1,7 @@
-"""Compares an exported graph in ONNX Runtime with the torch model it came from."""
+"""Compares an exported graph in ONNX Runtime with the caller's own module."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import torch
 
 from bnexport import schema, tolerances
 from bnexport.errors import LibraryError, VerificationError
-from bnexport.exporting.wrapper import Traced, crosses_processes
+from bnexport.exporting.reference import Reference
 from bnexport.runtime import injection
 
 
@@ -34,12 +33,17 @@ class OutputError:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """passed is None when nothing could be compared; `reason` says why."""
+    """passed is None when nothing could be compared; `reason` says why.
+
+    reference: "original", the caller's module, or "converted": its copy with our or torch's batch norms, where the
+    module itself cannot run here; `reason` says why.
+    """
 
     passed: bool | None
     engine: str
     outputs: tuple[OutputError, ...]
     reason: str = ""
+    reference: str = "original"
 
     @classmethod
     def skipped(cls, reason: str) -> Verification:
@@ -52,35 +56,34 @@ class Verification:
         worst = max(
             self.outputs, key=lambda o: o.max_abs_error / o.bound if o.bound else (math.inf if o.max_abs_error else 0.0)
         )
-        return f"output {worst.name!r} differs by {worst.max_abs_error:.3g}, bound {worst.bound:.3g} ({worst.engine})"
+        text = f"output {worst.name!r} differs by {worst.max_abs_error:.3g}, bound {worst.bound:.3g} ({worst.engine})"
+        if self.reference == "converted":
+            text += f"; compared with the converted model, since the model itself cannot run here: {self.reason}"
+        return text
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
-def check(model: ir.Model, traced: Traced, inputs: tuple[torch.Tensor, ...]) -> Verification:
+def check(model: ir.Model, reference: Reference, inputs: tuple[torch.Tensor, ...]) -> Verification:
     """Runs both on `inputs`, and once more on a doubled batch where the first dimensions are dynamic.
 
-    Statistics compare like outputs. A model that draws random numbers (Dropout in train mode) or
-    needs other processes is not compared.
+    Statistics compare like outputs. A model that draws random numbers (Dropout in train mode) is not compared.
     """
-    if crosses_processes(traced.model):
-        return Verification.skipped("its statistics span several processes; compare it where the group runs")
     if any(tensor.dtype == torch.bfloat16 for tensor in inputs):
         return Verification.skipped("onnxruntime's Python interface takes no bfloat16 arrays")
     try:
         import onnxruntime  # noqa: F401 - whether it is there
     except ImportError:
         return Verification.skipped("onnxruntime is not installed")
-    expected = _run(traced, inputs)
-    again = _run(traced, inputs)
-    if not all(torch.equal(one.nan_to_num(), two.nan_to_num()) for one, two in zip(expected, again)):
+    expected = reference(inputs)
+    if reference.is_random(inputs):
         return Verification.skipped("the model draws random numbers")
 
     batches = [(inputs, expected)]
     if inputs and all(_has_dynamic_batch(value) for value in model.graph.inputs):
         doubled = tuple(torch.cat([tensor, tensor]) for tensor in inputs)
-        batches.append((doubled, _run(traced, doubled)))
+        batches.append((doubled, reference(doubled)))
     errors: list[OutputError] = []
     engines, reason = _engines(model)
     for engine, options in engines:
@@ -90,10 +93,16 @@ def check(model: ir.Model, traced: Traced, inputs: tuple[torch.Tensor, ...]) -> 
         except Exception as error:  # ONNX Runtime raises one class for each status code
             raise VerificationError(f"{engine} cannot run the exported model: {str(error).strip()}") from error
         for (feeds, references), got in zip(batches, results):
-            errors += _compare_all(model, got, references, traced, feeds, engine)
+            errors += _compare_all(model, got, references, reference, feeds, engine)
     if not engines:
         return Verification.skipped(reason)
-    return Verification(all(error.passed for error in errors), " and ".join(name for name, _ in engines), tuple(errors))
+    return Verification(
+        passed=all(error.passed for error in errors),
+        engine=" and ".join(name for name, _ in engines),
+        outputs=tuple(errors),
+        reason=reference.cause,
+        reference=reference.source,
+    )
 
 
 def _engines(model: ir.Model) -> tuple[list[tuple[str, Any]], str]:
@@ -131,15 +140,17 @@ def _compare_all(
     model: ir.Model,
     results: list[Any],
     expected: tuple[torch.Tensor, ...],
-    traced: Traced,
+    reference: Reference,
     feeds: tuple[torch.Tensor, ...],
     engine: str,
 ) -> list[OutputError]:
+    if len(expected) != len(results):
+        raise VerificationError(f"the exported model returns {len(results)} tensors, torch {len(expected)}")
     references = _named(model.graph.outputs, expected)
     got = {name: np.asarray(value) for name, value in zip(references, results)}
     compared = [_compare(name, got[name], references[name], _scale(name, references)) for name in references]
     if not all(error.passed for error in compared):
-        compared = _allow_for_rounding(compared, got, references, traced, feeds)
+        compared = _allow_for_rounding(compared, got, references, reference, feeds)
     return [dataclasses.replace(error, engine=engine) for error in compared]
 
 
@@ -160,7 +171,7 @@ def _allow_for_rounding(
     compared: list[OutputError],
     got: dict[str, np.ndarray],
     references: dict[str, np.ndarray],
-    traced: Traced,
+    reference: Reference,
     feeds: tuple[torch.Tensor, ...],
 ) -> list[OutputError]:
     """Ill-conditioned models: the error is held against torch's own, both measured from float64.
@@ -169,9 +180,7 @@ def _allow_for_rounding(
     model. The bound then is four times torch's own distance from the model computed in float64.
     """
     try:
-        exact = _run(
-            copy.deepcopy(traced).double(), tuple(feed.double() if feed.is_floating_point() else feed for feed in feeds)
-        )
+        exact = reference.in_float64(feeds)
     except (RuntimeError, TypeError):
         return compared
     results = []
@@ -185,11 +194,6 @@ def _allow_for_rounding(
             OutputError(error.name, _largest_difference(got[error.name], truth), max(error.bound, 4.0 * own))
         )
     return results
-
-
-def _run(traced: Traced, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    with torch.no_grad():
-        return traced(*inputs)
 
 
 def _has_dynamic_batch(value: ir.Value) -> bool:

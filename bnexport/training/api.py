@@ -15,6 +15,7 @@ from torch import nn
 from bnexport.errors import UsageError, VerificationError
 from bnexport.exporting import dynamo, wrapper
 from bnexport.exporting.verification import Verification
+from bnexport.sync_bn.copies import copy_model
 from bnexport.training import files, graph, parallel_graph, tracing, verification
 from bnexport.training.activations import SavedActivation, saved_activations
 from bnexport.training.description import (
@@ -113,7 +114,7 @@ def export_training_step(
         cpu_kernels: convolutions, the gradients of ReLU and max pooling and the optimizer's update in our CPU
             kernels, float32; False for graphs that another execution provider runs. standard_ops_only has none.
         dynamic: dimension 0 of every array of the batch is dynamic. Other dimensions are fixed.
-        verify: run the step in ONNX Runtime and compare it with torch on `batch`.
+        verify: run the step in ONNX Runtime and compare it on `batch` with a step of a copy of `model` itself.
         input_names: names of the batch's arrays; by default forward's parameter names and "target".
 
     Raises:
@@ -124,6 +125,7 @@ def export_training_step(
     tensors = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
     _check(model, loss, tensors, mode, clip_grad_norm, accumulate)
     names = _names(model, tensors, input_names)
+    original = copy_model(model, share_parameters=True) if verify else None
     problem = Problem(model, loss, training=True)
     _refuse_same_names({*problem.state(), LOSS, LOSS_WEIGHT, LEARNING_RATE, SEED}, names)
     groups = wrapper.group_names(problem.model)
@@ -175,8 +177,8 @@ def export_training_step(
     )
     made.metadata_props[METADATA_KEY] = description.to_json()
     checked = Verification.skipped("not asked for")
-    if verify:
-        checked = verification.check(made, step, arrays, lr)
+    if original is not None:
+        checked = verification.check(made, step, original, arrays, lr)
         if checked.passed is False:
             raise VerificationError(
                 f"{path}: the exported step differs from torch, nothing was written: {checked.summary()}"

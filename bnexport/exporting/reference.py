@@ -1,0 +1,126 @@
+"""The caller's own module as the reference of a verification.
+
+It is copied before anything is prepared for the export, and each run works on a fresh copy of that copy, so that the
+reference shares no step with the exported model: an error of the conversion shows as a difference. Parameters are
+shared with the caller's module, buffers are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from bnexport.sync_bn.copies import copy_model
+
+Tensors = tuple[torch.Tensor, ...]
+Buffers = dict[str, torch.Tensor]
+
+
+class Reference:
+    """Runs the caller's module, in its own mode or in eval mode.
+
+    cause: why the caller's module cannot run here (torch.nn.SyncBatchNorm in training needs a GPU); then its
+    conversion is the reference. Empty otherwise.
+    unreturned: buffers that the module's forward changes and that are no state of the exported model.
+    """
+
+    def __init__(self, model: nn.Module, *, evaluate: bool) -> None:
+        self._model = copy_model(model, share_parameters=True)
+        if evaluate:
+            self._model.eval()
+        self._converted: nn.Module | None = None
+        self._state: tuple[str, ...] = ()
+        self._first: tuple[Tensors, Tensors, Buffers] | None = None
+        self._runs = False
+        self.cause = ""
+
+    @property
+    def source(self) -> str:
+        """What is compared: "original", or "converted" where that cannot run here."""
+        return "converted" if self.cause else "original"
+
+    @property
+    def unreturned(self) -> tuple[str, ...]:
+        if self._first is None:
+            return ()
+        after, known = self._first[2], set(self._state)
+        return tuple(
+            name
+            for name, before in self._model.named_buffers()
+            if name not in known and not (name in after and _equal(before, after[name]))
+        )
+
+    def run_first(self, inputs: Tensors) -> None:
+        """Run the caller's module on the example inputs and keep the results for the next call with them."""
+        try:
+            self._first = (inputs, *_run(self._model, inputs))
+            self._runs = True
+        except Exception as error:  # what the model's code raises
+            if self._runs:
+                raise
+            self.cause = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+    def complete(self, converted: nn.Module, state: Sequence[str] = ()) -> None:
+        """Set the stand-in for a module that cannot run here, and what a call returns after the outputs.
+
+        converted: returns the outputs, and the new values of the state, as one tuple; its calls change nothing.
+        state: names, as in the state_dict, of the buffers whose new values are compared.
+        """
+        self._converted, self._state = converted, tuple(state)
+
+    def __call__(self, inputs: Tensors) -> Tensors:
+        """The output tensors, then the new value of each state tensor. Raises what the module raises."""
+        if self._first is None and not self.cause:
+            self.run_first(inputs)
+        if self.cause:
+            return self._run_converted(inputs)
+        assert self._first is not None
+        outputs, buffers = self._first[1:] if self._first[0] is inputs else _run(self._model, inputs)
+        return outputs + self._new_state(buffers, inputs)
+
+    def is_random(self, inputs: Tensors) -> bool:
+        """Whether a second run gives other values, as with Dropout in train mode."""
+        first = self(inputs)
+        if self.cause:
+            second = self._run_converted(inputs)
+        else:
+            outputs, buffers = _run(self._model, inputs)
+            second = outputs + self._new_state(buffers, inputs)
+        return not all(_equal(one, two) for one, two in zip(first, second))
+
+    def in_float64(self, inputs: Tensors) -> Tensors:
+        """The same, computed in float64 from these inputs. Raises what the module raises."""
+        wide = tuple(value.double() if value.is_floating_point() else value for value in inputs)
+        if self.cause:
+            assert self._converted is not None
+            return _run(copy_model(self._converted).double(), wide)[0]
+        outputs, buffers = _run(copy_model(self._model).double(), wide)
+        return outputs + self._new_state(buffers, inputs)
+
+    def _run_converted(self, inputs: Tensors) -> Tensors:
+        assert self._converted is not None
+        return _run(self._converted, inputs)[0]
+
+    def _new_state(self, buffers: Buffers, inputs: Tensors) -> Tensors:
+        """A counter that only the conversion has is the conversion's."""
+        missing = [name for name in self._state if name not in buffers]
+        if missing:
+            converted = self._run_converted(inputs)[-len(self._state) :]
+            buffers = {**dict(zip(self._state, converted)), **buffers}
+        return tuple(buffers[name] for name in self._state)
+
+
+def _run(model: nn.Module, inputs: Tensors) -> tuple[Tensors, Buffers]:
+    """The output tensors and the buffers after a run of a copy; `model` and the inputs stay as they are."""
+    model = copy_model(model, share_parameters=True)
+    with torch.no_grad():
+        leaves = _pytree.tree_leaves(model(*(value.clone() for value in inputs)))
+    outputs = tuple(value.detach() for value in leaves if isinstance(value, torch.Tensor))
+    return outputs, dict(model.named_buffers(remove_duplicate=False))
+
+
+def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one.shape == two.shape and torch.equal(one.nan_to_num(), two.nan_to_num())
