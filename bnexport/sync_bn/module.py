@@ -95,6 +95,15 @@ class SyncBatchNorm(_BatchNorm):
         self._layer = new_layer()
         self._lost_group: str | None = None
 
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """`group`, under the name that torch.nn.SyncBatchNorm gives it."""
+        return self.group
+
+    @process_group.setter
+    def process_group(self, value: ProcessGroup | None) -> None:
+        self.group = value
+
     def extra_repr(self) -> str:
         text = super().extra_repr()
         if self.stats_mode != "exact":
