@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,7 @@ class _Membership:
     """What this process knows of a group: its layers by agreement number, and the longest row."""
 
     name: str
-    group: Any
+    group: weakref.ref[Any]
     size: int
     rank: int
     agreements: int = 0
@@ -46,7 +47,9 @@ class _Membership:
     row_length: int = 0
 
 
-_groups: dict[str, Any] = {}
+# Weak references: destroy_process_group must free the group. A gloo group that lives on keeps its threads, and one of
+# them may let go of its last tensor while the interpreter shuts down, which ends the process in std::terminate.
+_groups: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _memberships: dict[str, _Membership] = {}
 _published: dict[str, str] = {}
 
@@ -171,7 +174,7 @@ def all_reduce(tensor: torch.Tensor, name: str) -> None:
     """Adds up `tensor`, of one size on every member, in place; every member gets the same bits. Raises GroupError."""
     membership = _membership(name)
     try:
-        dist.all_reduce(tensor, group=membership.group)
+        dist.all_reduce(tensor, group=membership.group())
     except RuntimeError as error:
         raise GroupError(
             f"group {name!r}: a sum over the processes failed on rank {membership.rank}: {error}"
@@ -191,16 +194,18 @@ def published_name(name: str) -> str | None:
 def _membership(name: str) -> _Membership:
     group = resolve(name)
     known = _memberships.get(name)
-    if known is None or known.group is not group:
+    if known is None or known.group() is not group:
         # A group made anew under an old name agrees anew.
-        known = _memberships[name] = _Membership(name, group, dist.get_world_size(group), dist.get_rank(group))
+        known = _memberships[name] = _Membership(
+            name, weakref.ref(group), dist.get_world_size(group), dist.get_rank(group)
+        )
     return known
 
 
 def _gather(membership: _Membership, row: torch.Tensor) -> torch.Tensor:
     rows = row.new_empty(membership.size * row.numel())
     try:
-        _gather_single(rows, row, group=membership.group)
+        _gather_single(rows, row, group=membership.group())
     except RuntimeError as error:
         raise GroupError(
             f"group {membership.name!r}: the exchange of statistics failed on rank {membership.rank}: {error}"

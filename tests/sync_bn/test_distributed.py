@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -290,6 +292,25 @@ def _evaluates_alone(group):
 
 def test_eval_without_running_statistics_asks_no_peer(cluster):
     assert cluster.call(2, _evaluates_alone) == ["done", None]
+
+
+def _destroyed_group(group):
+    """Trains in a group of two and destroys it; whether anything keeps the group, and with it its threads, alive."""
+    own = dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        return False
+    SyncBatchNorm(C, group=own)(torch.randn(4, C, 5, requires_grad=True)).square().mean().backward()
+    watched = weakref.ref(own)
+    dist.barrier(own)
+    dist.destroy_process_group(own)
+    del own
+    gc.collect()
+    return watched() is not None
+
+
+def test_a_destroyed_group_is_freed(cluster):
+    # A gloo thread that outlives its group may end the process while the interpreter shuts down.
+    assert cluster.call(4, _destroyed_group) == [False] * 4
 
 
 def _dies(rank, size, port):
