@@ -164,3 +164,11 @@ def test_public_names():
     for name in bnexport.__all__:
         assert getattr(bnexport, name) is not None
     assert callable(bnexport.export)
+
+
+def test_process_group_is_another_name_of_group() -> None:
+    module = SyncBatchNorm(2)
+    assert module.process_group is None
+    module.process_group = group = object()
+    assert module.group is group
+    assert module.process_group is group
