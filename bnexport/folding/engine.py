@@ -16,6 +16,7 @@ import onnx_ir as ir
 from bnexport.errors import UnsupportedModelError
 from bnexport.folding import decomposed, sync_bn, training_mode
 from bnexport.folding.context import Context, Options
+from bnexport.folding.contradictions import refuse_contradictions
 from bnexport.folding.elementwise import OP_TYPES
 from bnexport.folding.functions import inline_calls
 from bnexport.folding.names import Names
@@ -53,8 +54,10 @@ class Engine:
 
     def __init__(self, model: ir.Model, options: Options, *, inline: bool = True) -> None:
         _refuse_redefined_operators(model)
-        if inline and options.only is None and _inlining_helps(model, options):
-            inline_calls(model)
+        if inline:
+            refuse_contradictions(model)
+            if options.only is None and _inlining_helps(model, options):
+                inline_calls(model)
         self.model = model
         self.options = options
         self.sites: list[SiteReport] = []
@@ -257,6 +260,7 @@ def _inlining_helps(model: ir.Model, options: Options) -> bool:
     new = inline_calls(trial)
     if not new:
         return False
+    refuse_contradictions(trial)
     engine = Engine(trial, options, inline=False)
     engine.convert()
     engine.fold()
