@@ -60,6 +60,10 @@ STATISTICS_TYPE = {"float16": "float32", "bfloat16": "float32", "float32": "floa
 # Largest bound, as a share of the largest finite value of an output, by which an output can still be judged.
 LARGEST_SHARE = 0.01
 
+# Inputs of a layer, where an error of its weights is judged by what it does to the output: all of them as large as
+# 16 standard deviations of a normalised input. Larger ones enlarge the outputs of all other channels in proportion.
+ACTIVATION = 16.0
+
 # A model and its reference round at different places: the bound of either from float64 is this often the reference's error.
 OWN_ERROR = 4.0
 

@@ -20,6 +20,13 @@ that are tiny beside the largest of their slice may become subnormal or zero: th
 below u * largest, no more than rounding the largest one. So may a slice whose loss is below 2^-40 of the
 rounding error of the layer's largest weight, a ratio that no later layer makes up for: weight decay drives
 the dead channels of trained float32 networks to 1e-40 and below. (In float16 the ratio is never that small.)
+
+Dead channels of float16. So may, third, a slice that makes an output channel z = sum_k W'_k x_k + t' on its own,
+where its error is below the rounding error of that channel's output, which is at least that of the shift:
+
+    sqrt(K) max|W'_k - round(W'_k)| X <= max(u |shift|, half the smallest subnormal)
+
+for K products of inputs up to X (`tolerances.ACTIVATION`), errors adding like sqrt(K).
 """
 
 from __future__ import annotations
@@ -32,6 +39,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from bnexport import tolerances
 from bnexport.folding.refusal import Refused
 
 # Weights are rounded to these types; anything else is not a parameter type.
@@ -163,10 +171,21 @@ def holds(largest: np.ndarray, dtype: np.dtype) -> bool:
     return bool(largest.min() >= limits.smallest_normal and largest.max() <= limits.max)
 
 
-def check_range(largest: np.ndarray, factor: np.ndarray, dtype: np.dtype) -> None:
+def hidden_error(shift: np.ndarray, products: float, dtype: np.dtype) -> np.ndarray:
+    """The largest error of a weight that no output shows, for each channel; see the head of this file.
+
+    shift: of the outputs of the map that is folded; products: K, how many weights an output adds.
+    """
+    limits = _limits(dtype)
+    rounding = np.maximum(limits.eps / 2 * np.abs(shift), limits.smallest_subnormal / 2)
+    return rounding / (tolerances.ACTIVATION * math.sqrt(max(products, 1.0)))
+
+
+def check_range(largest: np.ndarray, factor: np.ndarray, dtype: np.dtype, hidden: np.ndarray | None = None) -> None:
     """Refuses a scaling that `dtype` cannot hold; see the head of this file.
 
-    largest: the largest magnitude of each slice; factor: the magnitude of what it is multiplied by.
+    largest: the largest magnitude of each slice; factor: the magnitude of what it is multiplied by; hidden: the
+    `hidden_error` of the channel that a slice makes, broadcast to the slices, where it makes one on its own.
     """
     limits = _limits(dtype)
     after = largest * factor
@@ -180,6 +199,8 @@ def check_range(largest: np.ndarray, factor: np.ndarray, dtype: np.dtype) -> Non
         raise Refused("overflow", f"a folded weight would be {after.max():.3g}, {dtype} ends at {limits.max:.3g}")
     lost = (after < limits.smallest_normal) & (largest > 0) & (factor < 1) & (factor != 0)
     lost &= limits.smallest_subnormal / 2 > _NEGLIGIBLE * limits.eps / 2 * after.max()
+    if hidden is not None:
+        lost &= np.minimum(after, limits.smallest_subnormal / 2) > hidden
     if lost.any():
         raise Refused(
             "underflow",

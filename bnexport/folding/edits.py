@@ -13,11 +13,15 @@ Slot = tuple[ir.Node, int]
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """A parameter, reshaped to `view`, times a factor that broadcasts to it. result: the product, of a small one."""
+    """A parameter, reshaped to `view`, times a factor that broadcasts to it. result: the product, of a small one.
+
+    hidden: the errors that no output shows (`affine.hidden_error`), where they are known.
+    """
 
     factor: np.ndarray
     view: tuple[int, ...]
     result: np.ndarray | None = None
+    hidden: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,8 @@ def _edited(context: Context, node: ir.Node, index: int, edit: Edit) -> ir.Tenso
     if edit.result is not None:
         return ir.Tensor(edit.result)
     base = context.constants.tensor(input_at(node, index), "parameter")
-    return ScaledTensor(base, edit.factor, edit.view, checked=context.options.check_early)
+    checked = context.options.check_early
+    return ScaledTensor(base, edit.factor, edit.view, checked=checked, hidden=edit.hidden)
 
 
 def _put(context: Context, node: ir.Node, index: int, tensor: ir.TensorProtocol, readers: dict[ir.Value, int]) -> None:

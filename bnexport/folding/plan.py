@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.folding.affine import round_vector
+from bnexport.folding.affine import hidden_error, round_vector
 from bnexport.folding.context import Context
 from bnexport.folding.edits import Addend, Edit, Exact, Raw, Scaled, Slot
 from bnexport.folding.nodes import get_int, input_at, is_standard, label
@@ -35,12 +35,21 @@ class Plan:
         self.adds: dict[ir.Node, Addend] = {}
 
     def scale(
-        self, node: ir.Node, index: int, factor: np.ndarray, what: str, view: tuple[int, ...] | None = None
+        self,
+        node: ir.Node,
+        index: int,
+        factor: np.ndarray,
+        what: str,
+        view: tuple[int, ...] | None = None,
+        *,
+        shift: np.ndarray | None = None,
+        products: float = 1,
     ) -> None:
         """Multiplies parameter `index` of `node` by `factor`, which broadcasts to it.
 
         view: a shape in which the parameter is looked at, as (groups, rows, ...); every factor of one
-        parameter must use the same one.
+        parameter must use the same one. shift: of the output channels, as `factor`, where each slice of one
+        factor makes such a channel on its own, of so many products: rounding at its output hides small errors.
         """
         edit = self._edit(node, index)
         if isinstance(edit, Exact):
@@ -62,10 +71,11 @@ class Plan:
             if edit.view != view:
                 raise Refused("conflict", f"the {what} is scaled in two ways that do not go together")
             factor = edit.factor * factor
-        result = scale_small(weight, factor, view) if is_small(view) else None
+        hidden = None if shift is None else hidden_error(shift, products, weight.dtype.numpy())
+        result = scale_small(weight, factor, view, hidden) if is_small(view) else None
         if result is None and self.context.options.check_early:
-            check_scaled(weight, factor, view)
-        self.edits[node, index] = Scaled(factor, view, result)
+            check_scaled(weight, factor, view, hidden)
+        self.edits[node, index] = Scaled(factor, view, result, hidden)
         self.target(node)
 
     def replace(

@@ -39,14 +39,16 @@ def is_small(view: tuple[int, ...]) -> bool:
     return math.prod(view) <= _SMALL
 
 
-def scale_small(weight: ir.TensorProtocol, factor: np.ndarray, view: tuple[int, ...]) -> np.ndarray:
+def scale_small(
+    weight: ir.TensorProtocol, factor: np.ndarray, view: tuple[int, ...], hidden: np.ndarray | None = None
+) -> np.ndarray:
     """A small weight, seen in the shape `view`, times `factor`, in its own type and shape; Refused as `check_scaled`."""
     array = read_tensor(weight)
     product = np.multiply(array.reshape(view), factor, dtype=np.float64)
     if product.size:
         largest = np.maximum.reduce(np.abs(product), axis=_shared(factor), keepdims=True)
         if not holds(largest, array.dtype):
-            check_scaled(array, factor, view)
+            check_scaled(array, factor, view, hidden)
     return product.astype(array.dtype).reshape(array.shape)
 
 
@@ -54,19 +56,26 @@ class ScaledTensor(ir.LazyTensor):
     """`base`, seen in the shape `view`, times `factor`, which broadcasts to it and has its rank. Nothing is kept.
 
     checked: `check_scaled` has accepted it. Otherwise whatever asks for all elements gets Refused, behind the last
-    one, where their type cannot hold them.
+    one, where their type cannot hold them. hidden: as `check_scaled` takes it.
     """
 
-    __slots__ = ("_base", "_checked", "_factor", "_view")
+    __slots__ = ("_base", "_checked", "_factor", "_hidden", "_view")
 
     def __init__(
-        self, base: ir.TensorProtocol, factor: np.ndarray, view: tuple[int, ...], *, checked: bool = True
+        self,
+        base: ir.TensorProtocol,
+        factor: np.ndarray,
+        view: tuple[int, ...],
+        *,
+        checked: bool = True,
+        hidden: np.ndarray | None = None,
     ) -> None:
         super().__init__(self._compute, base.dtype, ir.Shape(base.shape.numpy()), name=base.name)
         self._base = base
         self._factor = factor
         self._view = view
         self._checked = checked
+        self._hidden = hidden
 
     @property
     def base(self) -> ir.TensorProtocol:
@@ -91,7 +100,7 @@ class ScaledTensor(ir.LazyTensor):
                 np.copyto(result, exact, casting="same_kind")
             yield result
         if extent is not None:
-            extent.check(rounded.dtype)
+            extent.check(rounded.dtype, self._hidden)
 
     def tofile(self, file: Any) -> None:
         """Writes the bytes block by block."""
@@ -130,10 +139,10 @@ class _Extent:
         part = self._largest[at(self._largest, index)]
         np.maximum(part, highest, out=part)
 
-    def check(self, dtype: np.dtype) -> None:
+    def check(self, dtype: np.dtype, hidden: np.ndarray | None = None) -> None:
         """Refuses what `dtype` cannot hold, once every block has been seen."""
         if self._largest is not None:
-            check_range(self._largest, np.abs(self._factor), dtype)
+            check_range(self._largest, np.abs(self._factor), dtype, hidden)
 
 
 def _shared(factor: np.ndarray) -> tuple[int, ...]:
@@ -141,13 +150,21 @@ def _shared(factor: np.ndarray) -> tuple[int, ...]:
     return tuple(axis for axis, size in enumerate(factor.shape) if size == 1)
 
 
-def check_scaled(weight: ir.TensorProtocol | np.ndarray, factor: np.ndarray, view: tuple[int, ...]) -> None:
-    """Refuses a scaling that the weight's type cannot hold (`affine.check_range`). `factor` has the view's rank."""
+def check_scaled(
+    weight: ir.TensorProtocol | np.ndarray,
+    factor: np.ndarray,
+    view: tuple[int, ...],
+    hidden: np.ndarray | None = None,
+) -> None:
+    """Refuses a scaling that the weight's type cannot hold (`affine.check_range`).
+
+    `factor` has the view's rank; `hidden` broadcasts to it.
+    """
     extent, dtype = _Extent(factor), np.dtype(np.float64)
     for index, block in blocks(weight, view):
         extent.see(index, block)
         dtype = block.dtype
-    extent.check(dtype)
+    extent.check(dtype, hidden)
 
 
 def weighted_sums(

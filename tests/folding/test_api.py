@@ -126,7 +126,7 @@ def test_nothing_to_fold(tmp_path: Path) -> None:
 def test_a_wrong_fold_is_not_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = bnexport.folding.plan.scale_small
     monkeypatch.setattr(
-        "bnexport.folding.plan.scale_small", lambda weight, factor, view: real(weight, factor * 1.001, view)
+        "bnexport.folding.plan.scale_small", lambda weight, factor, *rest: real(weight, factor * 1.001, *rest)
     )
     with pytest.raises(VerificationError, match="first") as caught:
         fold(source, tmp_path / "target.onnx")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import ClassVar
+
 import numpy as np
 import onnx
 import onnx.helper
@@ -9,7 +12,9 @@ import onnx.numpy_helper
 import pytest
 
 import bnexport.errors
-from bnexport.folding import fold
+from bnexport import tolerances
+from bnexport.folding import fold, precise
+from bnexport.folding.runner import Serialised
 from bnexport.model_io import to_proto
 from tests.folding.helpers import (
     assert_near,
@@ -623,3 +628,62 @@ class TestNumbers:
         assert (result.report.verification.status, result.report.verification.engine) == ("passed", "onnx.reference")
         inputs = make_inputs(proto)
         assert_near(exact(to_proto(result.model), inputs)[0], exact(proto, inputs)[0])
+
+
+class TestDeadChannels:
+    """Half networks whose training left channels with scales near 0: their output is their shift."""
+
+    # Layers with 16 outputs; the sizes of x, and of w.
+    LAYERS: ClassVar = {
+        "conv": ("z = Conv <pads = [1, 1, 1, 1]> (x, w)", "N,32,5,5", (16, 32, 3, 3)),
+        "transposed-conv": ("z = ConvTranspose (x, w)", "N,32,5,5", (32, 16, 3, 3)),
+        "gemm": ("z = Gemm (x, w)", "N,32", (32, 16)),
+        "gemm-alpha": ("z = Gemm <transB = 1, alpha = 4.0> (x, w)", "N,32", (16, 32)),
+        "large": ("z = Conv <dilations = [5, 5], pads = [5, 5, 5, 5]> (x, w)", "N,512,5,5", (16, 512, 3, 3)),
+    }
+
+    @classmethod
+    def build(cls, layer: str, *, scale: float = 1e-6, shift: float = -0.2) -> onnx.ModelProto:
+        """Channels 3 and 11 are dead."""
+        text, sizes, shape = cls.LAYERS[layer]
+        generator = np.random.default_rng(5)
+        values = {"w": generator.standard_normal(shape) * 0.02, "p_m": generator.standard_normal(16) * 0.1}
+        values |= {"p_s": generator.uniform(0.5, 2, 16), "p_b": generator.standard_normal(16)}
+        values["p_v"] = generator.uniform(0.5, 2, 16)
+        values["p_s"][[3, 11]], values["p_b"][[3, 11]] = scale, shift
+        rank = "N,16" if len(shape) == 2 else "N,16,A,B"
+        body = f"g (float16[{sizes}] x) => (float16[{rank}] y) {{ {text}\n {BN} }}"
+        return model(body, values={name: value.astype(np.float16) for name, value in values.items()})
+
+    @pytest.mark.parametrize("layer", LAYERS)
+    def test_they_fold(self, layer: str, tmp_path: Path) -> None:
+        """Some weights become zero; what they made is below the rounding error of the output."""
+        proto = self.build(layer)
+        result = fold(proto, tmp_path / "out.onnx")
+        assert [site.outcome for site in result.report.sites] == ["folded"]
+        assert result.report.verification is not None
+        assert result.report.verification.passed
+        folded = to_proto(result.model)
+        inputs = make_inputs(proto)
+        inputs["x"] = (np.sign(inputs["x"]) * tolerances.ACTIVATION).astype(np.float16)
+        wide = {"x": inputs["x"].astype(np.float64)}
+        double = [
+            precise.run(Serialised(each.SerializeToString(), {}), [wide], ["y"], 30.0)[0][0] for each in (proto, folded)
+        ]
+        dead = np.abs(double[1] - double[0])[:, [3, 11]].max()
+        # One rounding of the bias, and what the inputs' bound gives the weights' errors.
+        assert 0 < dead <= 2 * 2.0**-11 * 0.2
+
+    @pytest.mark.parametrize("shift", [0.0, 1e-3])
+    def test_they_stay_where_an_output_would_show(self, shift: float) -> None:
+        assert_refused(self.build("conv", shift=shift), "underflow")
+
+    def test_not_when_they_are_inputs(self) -> None:
+        """A scale that goes forward meets every output, whose shifts say nothing about it."""
+        body = f"g (float16[N,16,5,5] x) => (float16[N,4,A,B] y) {{ {BN.replace('(z', '(x').replace('y =', 't =')}\n y = Conv (t, w) }}"
+        values = {
+            "w": np.full((4, 16, 3, 3), 0.02, np.float16),
+            **dict.fromkeys(("p_b", "p_m"), np.zeros(16, np.float16)),
+        }
+        values |= {"p_v": np.ones(16, np.float16), "p_s": np.where(np.arange(16) == 3, 1e-6, 1).astype(np.float16)}
+        assert_refused(model(body, values=values), "underflow")

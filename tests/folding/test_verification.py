@@ -255,7 +255,7 @@ class TestSmallerInputs:
     def test_a_wrong_fold_is_found_on_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = bnexport.folding.plan.scale_small
         monkeypatch.setattr(
-            "bnexport.folding.plan.scale_small", lambda weight, factor, view: real(weight, factor * 1.001, view)
+            "bnexport.folding.plan.scale_small", lambda weight, factor, *rest: real(weight, factor * 1.001, *rest)
         )
         with pytest.raises(VerificationError, match="the first fold that breaks it is"):
             fold(model(self.EXP, SHAPES))
@@ -293,7 +293,7 @@ class TestSmallerInputs:
             e = Exp (k) }"""
         real = bnexport.folding.plan.scale_small
         monkeypatch.setattr(
-            "bnexport.folding.plan.scale_small", lambda weight, by, view: real(weight, by * factor, view)
+            "bnexport.folding.plan.scale_small", lambda weight, by, *rest: real(weight, by * factor, *rest)
         )
         proto = model(body, {"w": (8, 6, 3, 3), **batch_norm("p", 8)}, values={"p_b": np.full(8, 1e4, np.float32)})
         result = fold(proto).report.verification

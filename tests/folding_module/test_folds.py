@@ -12,7 +12,7 @@ import bnexport.errors
 from bnexport import SyncBatchNorm
 from models.resnet import digits_resnet
 from models.segmentation import Segmenter
-from tests.folding_module.nets import fold_and_check, left, trained
+from tests.folding_module.nets import fold_and_check, left, reasons, trained
 from tests.sync_bn import lookalikes
 
 X1, X2, X3 = torch.randn(2, 4, 9), torch.randn(2, 4, 7, 6), torch.randn(2, 4, 5, 6, 5)
@@ -284,3 +284,19 @@ def test_outputs_that_decide_nothing(factor, eps, reason):
     verification = folded.fold_report.verification
     assert verification.status == "not verified"
     assert reason in verification.reason
+
+
+@pytest.mark.parametrize("shift", [-0.2, 0.0], ids=["hidden-by-the-shift", "shown"])
+def test_dead_channels_of_half_networks(shift):
+    """A scale of 1e-6 makes weights of 2e-8, which half cannot hold; the channel's output is its shift."""
+    net = trained(nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)))
+    with torch.no_grad():
+        net[0].weight.mul_(0.1)
+        net[1].weight[2], net[1].bias[2] = 1e-6, shift
+    net = net.half()
+    folded = bnexport.fold_module(net, X2.half())
+    if shift:
+        assert left(folded) == []
+        assert folded.fold_report.verification.passed
+    else:
+        assert reasons(folded)["1"][0] == "underflow"

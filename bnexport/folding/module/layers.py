@@ -22,7 +22,7 @@ import numpy as np
 import onnx_ir as ir
 from torch import nn
 
-from bnexport.folding.affine import ChannelAffine, round_vector
+from bnexport.folding.affine import ChannelAffine, hidden_error, round_vector
 from bnexport.folding.module.tensors import from_numpy, to_numpy
 from bnexport.folding.refusal import Refused
 from bnexport.folding.scaled_tensor import ScaledTensor, check_scaled, weighted_sums
@@ -97,7 +97,8 @@ class Layer:
             raise Refused("shape", f"{self._name} makes {self.outputs} channels, the map has {affine.channels}")
         size = np.abs(affine.scale) * (self.bias_size + np.abs(affine.center)) + np.abs(affine.shift)
         factor = self.factor * self._along(affine.scale, self.output_axis)
-        return self._checked(factor, affine.apply(self.bias), size)
+        hidden = hidden_error(affine.shift, self.weight.size // max(self.outputs, 1), self.weight.dtype)
+        return self._checked(factor, affine.apply(self.bias), size, self._along(hidden, self.output_axis))
 
     def preceded(self, affine: ChannelAffine) -> Layer:
         """Preceded by `affine`."""
@@ -128,8 +129,10 @@ class Layer:
         requires_grad = (like if old is None else old).requires_grad
         self.module._parameters[name] = nn.Parameter(from_numpy(array, like), requires_grad=requires_grad)
 
-    def _checked(self, factor: np.ndarray, bias: np.ndarray, size: np.ndarray) -> Layer:
-        check_scaled(self.weight, factor, self.weight.shape)
+    def _checked(
+        self, factor: np.ndarray, bias: np.ndarray, size: np.ndarray, hidden: np.ndarray | None = None
+    ) -> Layer:
+        check_scaled(self.weight, factor, self.weight.shape, hidden)
         round_vector(bias, self.weight.dtype, f"{self._name} bias", size)
         return dataclasses.replace(self, factor=factor, bias=bias, bias_size=size)
 

@@ -15,6 +15,8 @@ see `offset`: with an offset it holds only without padding.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnx_ir as ir
 
@@ -33,7 +35,8 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
     if weight.shape[0] != affine.channels:
         raise Refused("shape", f"Conv makes {weight.shape[0]} channels, the map has {affine.channels}")
     rows = (view[0], view[1], *[1] * (len(view) - 2))
-    search.plan.scale(node, 1, affine.scale.reshape(rows), "Conv weight", view)
+    scale, shift = affine.scale.reshape(rows), affine.shift.reshape(rows)
+    search.plan.scale(node, 1, scale, "Conv weight", view, shift=shift, products=math.prod(view[2:]))
     map_bias(node, affine, weight.dtype, search)
 
 

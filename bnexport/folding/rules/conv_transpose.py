@@ -11,6 +11,8 @@ position, so an offset moves only when each meets exactly one: kernel 1, stride 
 
 from __future__ import annotations
 
+import math
+
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
@@ -29,7 +31,8 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
     if view[0] * view[2] != affine.channels:
         raise Refused("shape", f"ConvTranspose makes {view[0] * view[2]} channels, the map has {affine.channels}")
     columns = (view[0], 1, view[2], *[1] * (len(view) - 3))
-    search.plan.scale(node, 1, affine.scale.reshape(columns), "ConvTranspose weight", view)
+    scale, shift, products = affine.scale.reshape(columns), affine.shift.reshape(columns), view[1] * math.prod(view[3:])
+    search.plan.scale(node, 1, scale, "ConvTranspose weight", view, shift=shift, products=products)
     map_bias(node, affine, weight.dtype, search)
 
 

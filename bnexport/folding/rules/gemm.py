@@ -32,7 +32,9 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
         raise Refused("axis", f"the map acts on axis {axis}, Gemm's columns are axis 1")
     if weight.shape[n_axis] != affine.channels:
         raise Refused("shape", f"Gemm makes {weight.shape[n_axis]} columns, the map has {affine.channels}")
-    search.plan.scale(node, 1, _along(affine.scale, n_axis), "Gemm weight")
+    scale, shift = _along(affine.scale, n_axis), _along(affine.shift, n_axis)
+    products = weight.shape[k_axis] * get_float(node, "alpha", 1.0) ** 2
+    search.plan.scale(node, 1, scale, "Gemm weight", shift=shift, products=products)
     constant = _constant(node, search, weight.shape[n_axis])
     size = np.abs(affine.scale) * (np.abs(constant) + np.abs(affine.center)) + np.abs(affine.shift)
     _set_constant(node, affine.apply(constant), size, weight.dtype, search)
