@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import onnx_ir as ir
@@ -80,9 +80,8 @@ def trace(
     """Traces `wrapper` to an onnx_ir Model. Returns it and notes on dimensions that had to stay static."""
     notes: list[str] = []
     shapes = dynamic_dimensions(names, args) if dynamic else None
-    tracing_args = widen(args, shapes)
     with quiet():
-        program = export_program(wrapper, tracing_args, names, shapes, notes, variadic=True)
+        program = export_program(wrapper, args, names, shapes, notes, variadic=True)
         _refuse_batch_statistics(program)
         onnx_program = torch.onnx.export(
             program,
@@ -123,13 +122,6 @@ def dynamic_dimensions(names: list[str], args: tuple[torch.Tensor, ...]) -> list
     return result
 
 
-def widen(args: tuple[torch.Tensor, ...], shapes: list[dict[int, str]] | None) -> tuple[torch.Tensor, ...]:
-    """Batches of one repeated once: torch.export takes a size of 1 for a constant."""
-    if shapes is None:
-        return args
-    return tuple(torch.cat([arg, arg]) if shape and arg.shape[0] == 1 else arg for arg, shape in zip(args, shapes))
-
-
 def export_program(
     module: torch.nn.Module,
     args: tuple[torch.Tensor, ...],
@@ -139,39 +131,69 @@ def export_program(
     *,
     variadic: bool,
 ) -> torch.export.ExportedProgram:
-    """torch.export with dynamic sizes where the model allows them; it notes those that it fixes.
+    """torch.export with dynamic sizes where the model allows them; those that it fixes leave `shapes`, with a note.
 
     variadic: whether the inputs are one parameter of the module's forward, *inputs.
     """
 
-    def attempt(kind: Any) -> torch.export.ExportedProgram:
-        dimensions = None if shapes is None else tuple(dict.fromkeys(shape, kind) for shape in shapes)
+    def attempt(
+        kind: Any, args: tuple[torch.Tensor, ...], fixed: Collection[tuple[int, int]] = ()
+    ) -> torch.export.ExportedProgram:
+        dimensions = None
+        if shapes is not None:
+            dimensions = tuple(
+                {index: kind for index in shape if (place, index) not in fixed} for place, shape in enumerate(shapes)
+            )
         specification = (dimensions,) if variadic and dimensions is not None else dimensions
         with torch.no_grad():
             return torch.export.export(module, args, dynamic_shapes=specification, strict=False)
 
     if shapes is None:
-        return attempt(None)
+        return attempt(None, args)
+    wide = _widen(args, shapes)
     try:
-        return attempt(torch.export.Dim.DYNAMIC)
+        return attempt(torch.export.Dim.DYNAMIC, wide)
     except (torch._dynamo.exc.UserError, ValueError, RuntimeError) as error:
         try:
-            program = attempt(torch.export.Dim.AUTO)
+            program = attempt(torch.export.Dim.AUTO, wide)
+            fixed = _fixed(program, shapes)
+            doubled = {place for place, index in fixed if wide[place].shape[index] != args[place].shape[index]}
+            if doubled:
+                # A batch that was doubled only to be dynamic is fixed after all: at the caller's own size.
+                narrow = tuple(arg if place in doubled else wide[place] for place, arg in enumerate(args))
+                program = attempt(torch.export.Dim.AUTO, narrow, {(place, 0) for place in doubled})
+                fixed = _fixed(program, shapes)
         except Exception:
             raise error from None
-    for name, shape, node in zip(names, shapes, _user_inputs(program)):
-        for index in list(shape):
-            size = _constant(node.meta["val"].shape[index])
-            if size is not None:
-                notes.append(f"input {name!r}: dimension {index} ({shape.pop(index)}) stays {size}, the model fixes it")
+    for (place, index), size in fixed.items():
+        dimension = shapes[place].pop(index)
+        notes.append(f"input {names[place]!r}: dimension {index} ({dimension}) stays {size}, the model fixes it")
     return program
 
 
-def _constant(size: int | torch.SymInt) -> int | None:
+def _widen(args: tuple[torch.Tensor, ...], shapes: list[dict[int, str]]) -> tuple[torch.Tensor, ...]:
+    """Batches of one repeated once: torch.export takes a size of 1 for a constant."""
+    return tuple(torch.cat([arg, arg]) if shape and arg.shape[0] == 1 else arg for arg, shape in zip(args, shapes))
+
+
+def _fixed(program: torch.export.ExportedProgram, shapes: list[dict[int, str]]) -> dict[tuple[int, int], int]:
+    """The size of each dimension in `shapes`, by input and dimension, that is constant in the program."""
+    found = {}
+    for place, (shape, node) in enumerate(zip(shapes, user_inputs(program))):
+        for index in shape:
+            size = constant(node.meta["val"].shape[index])
+            if size is not None:
+                found[place, index] = size
+    return found
+
+
+def constant(size: int | torch.SymInt) -> int | None:
+    """The value of a size that is no symbol."""
     return size if isinstance(size, int) else size.node.maybe_as_int()
 
 
-def _user_inputs(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
+def user_inputs(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
+    """The placeholders of the model's inputs, in their order."""
     names = set(program.graph_signature.user_inputs)
     return [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
 

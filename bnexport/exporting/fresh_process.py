@@ -34,10 +34,10 @@ def check(
     if reference.is_random(inputs):
         return Verification.skipped("the model draws random numbers")
     if dynamic and inputs and all(value.dim() >= 2 for value in inputs):
-        doubled = tuple(torch.cat([value, value]) for value in inputs)
+        twice = doubled(inputs)
         try:
-            expected.append(_on_cpu(reference(doubled)))
-            feeds.append(doubled)
+            expected.append(_on_cpu(reference(twice)))
+            feeds.append(twice)
         except Exception:  # the model itself asks for this batch size
             pass
     got = _run_elsewhere(file, kind, feeds)
@@ -60,6 +60,11 @@ def check(
         reason=reference.cause,
         reference=reference.source,
     )
+
+
+def doubled(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Each input twice along dimension 0."""
+    return tuple(torch.cat([value, value]) for value in inputs)
 
 
 def _on_cpu(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:

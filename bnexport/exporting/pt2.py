@@ -13,6 +13,8 @@ from torch import nn
 from bnexport.errors import UnsupportedModelError
 from bnexport.exporting import dynamo
 
+# The lower end of an ordinary dynamic dimension's range: torch.export takes sizes of 0 and 1 for constants.
+_SMALLEST = 2
 NAMESPACES = ("aten", "prims", "prim")
 _PYTHON = ("_operator", "operator", "math", "builtins", "torch")
 
@@ -20,7 +22,7 @@ _PYTHON = ("_operator", "operator", "math", "builtins", "torch")
 def build(
     model: nn.Module, inputs: tuple[torch.Tensor, ...], names: list[str], dynamic: bool
 ) -> tuple[torch.export.ExportedProgram, list[str]]:
-    """The program, and notes on dimensions that the model fixes. `model` is in eval mode.
+    """The program, and notes on dimensions that the model fixes or limits. `model` is in eval mode.
 
     Raises UnsupportedModelError where torch.export fails, or where operators of other libraries remain.
     """
@@ -30,15 +32,50 @@ def build(
     variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     with dynamo.quiet():
         try:
-            args = dynamo.widen(inputs, shapes)
-            program = dynamo.export_program(model, args, names, shapes, notes, variadic=variadic)
+            program = dynamo.export_program(model, inputs, names, shapes, notes, variadic=variadic)
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: torch.export fails: {str(error).strip()[:400]}; use format='torchscript',"
                 " which keeps control flow where it can script it"
             ) from error
     _refuse_foreign_operators(program, type(model).__name__)
+    for name, value, shape in zip(names, _inputs(program), shapes or []):
+        for index, dimension in shape.items():
+            low, high = _limits(program, value.shape[index])
+            limits = [f"at least {low}"] if low > _SMALLEST else []
+            limits += [] if high is None else [f"at most {high}"]
+            # A least height alone is mostly that of a window, which the model asks for just so.
+            if limits and (index == 0 or high is not None):
+                text = " and ".join(limits)
+                notes.append(f"input {name!r}: dimension {index} ({dimension}) has to be {text}, the model limits it")
     return program, notes
+
+
+def allows(program: torch.export.ExportedProgram, inputs: tuple[torch.Tensor, ...]) -> bool:
+    """Whether the program takes inputs of these sizes, as far as its ranges tell; its guards may ask for more."""
+    for value, given in zip(_inputs(program), inputs):
+        for size, actual in zip(value.shape, given.shape):
+            low, high = _limits(program, size)
+            # Ranges start at 2 where sizes of 0 and 1 were not looked at.
+            if (actual < low and low > _SMALLEST) or (high is not None and actual > high):
+                return False
+    return True
+
+
+def _inputs(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
+    return [node.meta["val"] for node in dynamo.user_inputs(program)]
+
+
+def _limits(program: torch.export.ExportedProgram, size: int | torch.SymInt) -> tuple[int, int | None]:
+    """Smallest and largest value of an input's dimension; None for no largest."""
+    constant = dynamo.constant(size)
+    if constant is not None:
+        return constant, constant
+    assert isinstance(size, torch.SymInt)
+    limits = program.range_constraints.get(size.node.expr)
+    if limits is None:
+        return 0, None
+    return int(limits.lower), int(limits.upper) if limits.upper.is_Integer else None
 
 
 def save(program: torch.export.ExportedProgram, path: Path) -> None:

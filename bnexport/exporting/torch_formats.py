@@ -65,6 +65,7 @@ def export(
         work = converted
     with replaced_whole(target) as temporary:
         built: Any
+        batches = dynamic
         if format == "torchscript":
             built, method, more = torchscript_format.build(work, inputs)
             torchscript_format.save(built, temporary)
@@ -72,11 +73,12 @@ def export(
             built, more = pt2.build(work, inputs, names, dynamic)
             method = "torch.export"
             pt2.save(built, temporary)
+            batches = batches and pt2.allows(built, fresh_process.doubled(inputs))
         notes += more
         checked = Verification.skipped("not asked for")
         if reference is not None:
             reference.complete(converted)
-            checked = fresh_process.check(temporary, format, reference, inputs, outputs, dynamic)
+            checked = fresh_process.check(temporary, format, reference, inputs, outputs, batches)
             if checked.passed is False:
                 raise VerificationError(
                     f"{target}: the exported model differs from torch, nothing was written: {checked.summary()}"

@@ -146,6 +146,44 @@ def test_control_flow_is_scripted(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["m.pt"]
 
 
+class Doubles(nn.Module):
+    """Doubles the values of batches larger than `above`."""
+
+    def __init__(self, above):
+        super().__init__()
+        self.body = pair()
+        self.above = above
+
+    def forward(self, x):
+        y = self.body(x)
+        return y * 2 if y.shape[0] > self.above else y
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_batch_that_the_model_fixes(batch, tmp_path):
+    """torch.export takes the condition for a constant at a batch of 2, to which it gets a batch of 1 doubled."""
+    net, x = Doubles(2), torch.randn(batch, 3, 5, 5)
+    verify = batch == 2  # with a batch that the program takes
+    result = bnexport.export(net, x, tmp_path / "m.pt2", format="pt2", verify=verify)
+    assert bool(result.verification.passed) == verify
+    assert result.notes[-1] == f"input 'x': dimension 0 (batch) stays {batch}, the model fixes it"
+    torch.testing.assert_close(load(result)(x), net(x), rtol=0, atol=1e-5)
+
+
+def test_an_onnx_graph_takes_the_batch_that_the_model_fixes(tmp_path):
+    result = bnexport.export(Doubles(2), torch.randn(1, 3, 5, 5), tmp_path / "m.onnx")
+    assert result.verification.passed
+    assert result.notes == ("input 'x': dimension 0 (batch) stays 1, the model fixes it",)
+
+
+@pytest.mark.parametrize(("batch", "limit"), [(3, "at most 4"), (5, "at least 5")])
+def test_batches_that_the_model_limits(batch, limit, tmp_path):
+    verify = batch == 3  # whose double the program does not take
+    result = bnexport.export(Doubles(4), torch.randn(batch, 3, 5, 5), tmp_path / "m.pt2", format="pt2", verify=verify)
+    assert bool(result.verification.passed) == verify
+    assert result.notes[-1] == f"input 'x': dimension 0 (batch) has to be {limit}, the model limits it"
+
+
 class Unscriptable(nn.Module):
     """The compiler knows no set comprehensions."""
 
