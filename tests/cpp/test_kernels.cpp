@@ -117,10 +117,33 @@ void test_shape(const Shape& shape, int32_t dtype, int32_t layout, int threads) 
 }
 
 void test_shapes() {
-  const Shape shapes[] = {{1, 1, 1},    {2, 1, 15},   {2, 3, 16},    {3, 2, 17},   {1, 2, 31},
-                          {2, 5, 33},   {5, 7, 49},   {300, 2, 3},   {9, 70, 1},   {130, 3, 1},
-                          {2, 2, 4096}, {1, 2, 4097}, {1, 1, 8197},  {2, 40, 100}, {3, 64, 64},
-                          {65, 2, 64},  {4, 1, 513},  {1, 3, 33000}, {1, 200, 2},  {7, 1, 5}};
+  const Shape shapes[] = {{1, 1, 1},
+                          {2, 1, 15},
+                          {2, 3, 16},
+                          {3, 2, 17},
+                          {1, 2, 31},
+                          {2, 5, 33},
+                          {5, 7, 49},
+                          {300, 2, 3},
+                          {9, 70, 1},
+                          {130, 3, 1},
+                          {2, 2, 4096},
+                          {1, 2, 4097},
+                          {1, 1, 8197},
+                          {2, 40, 100},
+                          {3, 64, 64},
+                          {65, 2, 64},
+                          {4, 1, 513},
+                          {1, 3, 33000},
+                          {1, 200, 2},
+                          {7, 1, 5},
+                          // Columns: odd widths, more than a band, folded to whole lines, chunks and a rest.
+                          {3, 100, 37},
+                          {20, 1100, 1},
+                          {3, 1500, 5},
+                          {2, 49, 1300},
+                          {9, 3, 2500},
+                          {150, 700, 3}};
   for (const Shape& shape : shapes) {
     for (int32_t dtype = 0; dtype < 4; ++dtype) {
       for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {

@@ -64,15 +64,15 @@ void test_rows(int64_t N, int64_t C, int64_t S) {
 }
 
 void test_columns(int64_t N, int64_t C, int64_t S, bool channels_last) {
-  const ColumnPlan plan(N, C, S, channels_last);
+  const ColumnPlan plan(N, C, S, channels_last, 4);
   std::vector<int> times(static_cast<size_t>(N * C * S));
   for (int64_t k = 0; k < plan.all_chunks(); ++k) {
     Span span;
-    const int64_t offset = plan.chunk(k, &span);
+    const int64_t offset = plan.chunk(k, 0, plan.cols, &span);
     CHECK(span.stride == span.cols && span.cols <= plan.cols);
     for (int64_t i = 0; i < span.rows * span.cols; ++i) {
       const int64_t at = offset + i, channel = channels_last ? at % C : at / S % C;
-      CHECK(plan.channel(i % span.cols) == channel);
+      CHECK(i % span.cols / plan.inner % C == channel);
       ++times[static_cast<size_t>(at)];
     }
   }

@@ -29,6 +29,8 @@ SHAPES = [
     (2, 1, 3, 3),
     (1, 1),
     (5, 200, 2, 2),
+    (3, 1100, 1, 2),
+    (260, 49, 33),
 ]
 
 
@@ -261,7 +263,7 @@ def test_gradient_is_the_derivative(stats_mode):
 @pytest.mark.parametrize("dtype", list(oracle.DTYPES))
 def test_in_place(dtype, layout):
     rng = np.random.default_rng(1)
-    for shape in [(4, 3, 5, 7), (2, 40, 21, 21), (3, 5, 2), (1, 2, 5000)]:
+    for shape in [(4, 3, 5, 7), (2, 40, 21, 21), (3, 5, 2), (1, 2, 5000), (2, 70, 3, 1), (3, 6, 7, 7)]:
         x, dy = rng.normal(size=shape).astype(oracle.DTYPES[dtype]), rng.normal(size=shape).astype(oracle.DTYPES[dtype])
         apart, same = forward(x, layout, dtype=dtype), forward(x.copy(), layout, dtype=dtype, in_place=True)
         assert apart.y.tobytes() == same.y.tobytes()
@@ -273,11 +275,52 @@ def test_in_place(dtype, layout):
         assert apart[0].tobytes() == same[0].tobytes()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])  # the oracle itself is in double
+def test_columns_of_every_kind_side_by_side(dtype):
+    """Constant, huge, tiny and far from zero, with a bad pivot, infinite or NaN: each as if it were alone."""
+    rng = np.random.default_rng(7)
+    kinds = [(0.0, 0.0), (7.0, 0.0), (0.0, 1.0), (300.0, 1.0)]
+    if dtype != "float16":
+        kinds += [(0.0, 1e20), (0.0, 1e-20), (-1e4, 1e3)]
+    T = oracle.DTYPES[dtype]
+    for rows, C in ((700, 53), (90, 200), (5, 3)):
+        mean, std = np.array([kinds[c % len(kinds)] for c in range(C)]).T
+        values = rng.normal(size=(rows, C))
+        values[0] = 5  # the pivot
+        x = (values * std + mean).astype(T)
+        dy = rng.normal(size=(rows, C)).astype(T)
+        got, want = forward(x, dtype=dtype, eps=0.25), oracle.forward([x], eps=0.25)[0]
+        for c in range(C):
+            condition = oracle.condition_of(x[:, c : c + 1], want.mean[c : c + 1], want.invstd[c : c + 1])
+            bound = tolerances.forward(dtype, condition=condition)
+            oracle.assert_within(got.y[:, c], want.y[:, c], bound, f"y, column {c} of {C}")
+        with_nan = x.copy()
+        with_nan[rows // 2, 1], with_nan[rows - 1, C - 1] = np.nan, np.inf
+        other = forward(with_nan, dtype=dtype, eps=0.25)
+        assert np.isnan(oracle.wide(other.y[:, 1])).all() and np.isnan(oracle.wide(other.y[:, C - 1])).all()
+        sound = [c for c in range(C) if c not in (1, C - 1)]
+        assert other.y[:, sound].tobytes() == got.y[:, sound].tobytes()
+        dx = backward(dy, with_nan, got.mean, got.invstd, dtype=dtype)[0]
+        assert dx[:, sound].tobytes() == backward(dy, x, got.mean, got.invstd, dtype=dtype)[0][:, sound].tobytes()
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 40), (40, 70, 1)], ids=str)
+def test_a_parameter_that_is_nan_stays_nan(shape):
+    """Whatever its bits are: rounding to bfloat16 must not carry them into the sign."""
+    x = np.ones(shape, oracle.DTYPES["bfloat16"])
+    weight, variance = np.ones(shape[1], np.float32), np.ones(shape[1], np.float32)
+    bias = np.zeros(shape[1], np.float32)
+    weight.view(np.uint32)[1], bias.view(np.uint32)[2] = 0x7FFFFFFF, 0xFFFFFFFF
+    for options in ({}, {"training": 0, "running_mean": bias * 0, "running_var": variance}):
+        y = oracle.wide(forward(x, dtype="bfloat16", weight=weight, bias=bias, **options).y)
+        assert np.isnan(y[:, 1:3]).all() and np.isfinite(y[:, [0, 3, 4]]).all()
+
+
 @pytest.mark.parametrize("layout", ["NCS", "NSC"])
 def test_same_bits_for_any_number_of_threads_and_any_strategy(layout):
     """The number of threads changes the strategy (groups of channels or two passes), never a bit; nor does the group path."""
     rng = np.random.default_rng(2)
-    for shape in [(8, 24, 28, 28), (2, 3, 200, 200), (16, 300, 3, 3), (4, 600, 7, 7), (70, 2, 33)]:
+    for shape in [(8, 24, 28, 28), (2, 3, 200, 200), (16, 300, 3, 3), (4, 600, 7, 7), (70, 2, 33), (300, 1100, 1)]:
         x, dy = rng.normal(size=shape).astype(np.float32), rng.normal(size=shape).astype(np.float32)
         first = forward(x, layout, threads=1)
         row = moments(x, layout)

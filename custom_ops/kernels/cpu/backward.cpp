@@ -3,6 +3,7 @@
 // The same two ways as forward.cpp: by groups of channels, or all sums first.
 #include <vector>
 
+#include "bands.h"
 #include "kernels.h"
 #include "plan.h"
 #include "table.h"
@@ -12,6 +13,11 @@ namespace bnexport::cpu {
 namespace {
 
 using Bytes = unsigned char;
+
+void add(GradientSums& to, const GradientSums& from) {
+  to.dy += from.dy;
+  to.dy_x_hat += from.dy_x_hat;
+}
 
 class Backward {
  public:
@@ -25,41 +31,28 @@ class Backward {
 
   // sum dy and sum dy * x_hat of every channel.
   std::vector<GradientSums> sums() const {
-    if (elements_ == 0) return std::vector<GradientSums>(static_cast<size_t>(params_.C));
-    std::vector<GradientSums> all = columns_ ? column_sums() : row_sums();
-    for (int64_t c = 0; c < params_.C; ++c) all[static_cast<size_t>(c)].dy_x_hat *= params_.saved_invstd[c];
-    return all;
+    std::vector<GradientSums> channels(static_cast<size_t>(params_.C));
+    if (elements_ == 0) return channels;
+    if (columns_) {
+      const ColumnPlan plan = column_plan();
+      ColumnParts parts = column_sums(plan);
+      parts.bands.each_piece(parallel_, elements_, [&](int64_t b, int64_t first, int64_t last) {
+        add_columns(parts, b, first, last, channels.data());
+      });
+    } else {
+      row_sums(channels.data());
+    }
+    return channels;
   }
 
-  void run() const {
-    const bool needs_sums =
-        (params_.training && params_.dx != nullptr) || params_.dweight != nullptr || params_.dbias != nullptr;
-    const GroupShare share = params_.training ? group_share(params_) : GroupShare{};
-    if (params_.group_size == 1 && needs_sums && elements_ > 0 && !columns_) {
-      const RowPlan plan(params_.N, params_.C, params_.S);
-      const GroupPlan groups(plan, loops_.element_size, 2, parallel_.width(), caches());
-      if (groups.channels > 0) {
-        by_groups(plan, groups, share);
-        return;
-      }
-    }
-    std::vector<GradientSums> local(static_cast<size_t>(params_.C));
-    if (params_.group_size > 1) {
-      for (int64_t c = 0; c < params_.C; ++c) {
-        local[static_cast<size_t>(c)] = {params_.local_moments[1 + c], params_.local_moments[1 + params_.C + c]};
-      }
-    } else if (needs_sums) {
-      local = sums();
-    }
-    std::vector<BackwardCoefficients> coefficients(static_cast<size_t>(params_.C));
-    for (int64_t c = 0; c < params_.C; ++c) {
-      coefficients[static_cast<size_t>(c)] = finish_backward(params_, c, local[static_cast<size_t>(c)], share);
-    }
-    if (elements_ == 0 || params_.dx == nullptr) return;
-    if (columns_) {
-      gradient_columns(coefficients);
+  void run() {
+    if (params_.training) share_ = group_share(params_);
+    if (elements_ == 0) {
+      for (int64_t c = 0; c < params_.C; ++c) finish(c, given(c));
+    } else if (columns_) {
+      run_columns();
     } else {
-      gradient_rows(coefficients);
+      run_rows();
     }
   }
 
@@ -68,108 +61,201 @@ class Backward {
   const void* x(int64_t offset) const { return static_cast<const Bytes*>(params_.x) + offset * loops_.element_size; }
   void* dx(int64_t offset) const { return static_cast<Bytes*>(params_.dx) + offset * loops_.element_size; }
 
-  // With fixed statistics dx = scale * dy, and x is not read: an infinite x must not make dx NaN.
-  static ForwardCoefficients fixed(const BackwardCoefficients& k) { return {0, k.scale, 0}; }
+  bool needs_sums() const {
+    return (params_.training && params_.dx != nullptr) || params_.dweight != nullptr || params_.dbias != nullptr;
+  }
+  // This process's sums where other processes' are there, too.
+  GradientSums given(int64_t c) const {
+    if (params_.group_size == 1) return {};
+    return {params_.local_moments[1 + c], params_.local_moments[1 + params_.C + c]};
+  }
 
-  void by_groups(const RowPlan& plan, const GroupPlan& groups, const GroupShare& share) const {
-    parallel_for(parallel_, groups.groups, [&](int64_t group) {
-      const int64_t first = group * groups.channels;
-      const int64_t last = first + groups.channels < plan.C ? first + groups.channels : plan.C;
-      GradientSums all[kMostChannels];
-      BackwardCoefficients coefficients[kMostChannels];
-      ForwardCoefficients scales[kMostChannels];
-      plan.each_block(first, last, [&](int64_t, int64_t offset, Span span, int64_t c, int64_t channels) {
-        loops_.gradient_sums(dy(offset), x(offset), span, channels, params_.saved_mean + c, all + (c - first));
+  BackwardCoefficients finish(int64_t c, const GradientSums& local) const {
+    return finish_backward(params_, c, local, share_);
+  }
+
+  // dx of what stands in rows or columns from `offset` on. With fixed statistics dx = scale * dy, and x is not
+  // read: an infinite x must not make dx NaN.
+  CoefficientPlanes planes(int64_t columns) const { return {params_.dtype, params_.training ? 5 : 3, columns}; }
+  static ForwardCoefficients fixed(const BackwardCoefficients& k) { return {0, k.scale, 0}; }
+  void set(CoefficientPlanes& planes, int64_t c, const BackwardCoefficients& k) const {
+    if (params_.training) {
+      planes.set(c, k);
+    } else {
+      planes.set(c, fixed(k));
+    }
+  }
+  void set(CoefficientPlanes& planes, const ColumnPlan& plan, int64_t c, const BackwardCoefficients& k) const {
+    if (params_.training) {
+      planes.set(plan, c, k);
+    } else {
+      planes.set(plan, c, fixed(k));
+    }
+  }
+  void write_rows(int64_t offset, Span span, int64_t channels, const Planes& k) const {
+    if (params_.training) {
+      loops_.gradient(dy(offset), x(offset), dx(offset), span, channels, k, stream_);
+    } else {
+      loops_.normalise(dy(offset), dx(offset), span, channels, k, stream_);
+    }
+  }
+  void write_columns(int64_t offset, Span span, const Planes& k) const {
+    if (params_.training) {
+      loops_.column_gradient(dy(offset), x(offset), dx(offset), span, k, stream_);
+    } else {
+      loops_.column_normalise(dy(offset), dx(offset), span, k, stream_);
+    }
+  }
+
+  void run_rows() const {
+    CoefficientPlanes coefficients = planes(params_.C);
+    std::vector<GradientSums> all(static_cast<size_t>(params_.C));
+    if (params_.group_size > 1) {
+      for (int64_t c = 0; c < params_.C; ++c) all[static_cast<size_t>(c)] = given(c);
+    } else if (needs_sums()) {
+      const RowPlan plan(params_.N, params_.C, params_.S);
+      const GroupPlan groups(plan, loops_.element_size, 2, parallel_.width(), caches());
+      if (groups.channels > 0) return by_groups(plan, groups, all.data(), coefficients);
+      row_sums(all.data());
+    }
+    for (int64_t c = 0; c < params_.C; ++c) set(coefficients, c, finish(c, all[static_cast<size_t>(c)]));
+    if (params_.dx == nullptr) return;
+    // Last task first: the end of the tensor is what the statistics left in cache.
+    const StreamPlan plan(params_.N, params_.C, params_.S);
+    parallel_for(parallel_, plan.tasks, [&](int64_t task) {
+      plan.each(plan.tasks - 1 - task, [&](int64_t offset, int64_t length, int64_t c, int64_t channels) {
+        write_rows(offset, {1, length, length}, channels, coefficients.from(c));
       });
-      for (int64_t c = first; c < last; ++c) {
-        all[c - first].dy_x_hat *= params_.saved_invstd[c];
-        coefficients[c - first] = finish_backward(params_, c, all[c - first], share);
-        scales[c - first] = fixed(coefficients[c - first]);
-      }
-      if (params_.dx == nullptr) return;
-      const int64_t start = first * plan.S;
-      const Span slab{plan.N, plan.S, plan.C * plan.S};
-      if (params_.training) {
-        loops_.gradient(dy(start), x(start), dx(start), slab, last - first, coefficients, stream_);
-      } else {
-        loops_.normalise(dy(start), dx(start), slab, last - first, scales, stream_);
-      }
     });
   }
 
-  std::vector<GradientSums> row_sums() const {
+  void by_groups(const RowPlan& plan, const GroupPlan& groups, GradientSums* all,
+                 CoefficientPlanes& coefficients) const {
+    parallel_for(parallel_, groups.groups, [&](int64_t group) {
+      const int64_t first = group * groups.channels;
+      const int64_t last = first + groups.channels < plan.C ? first + groups.channels : plan.C;
+      plan.each_block(first, last, [&](int64_t, int64_t offset, Span span, int64_t c, int64_t channels) {
+        loops_.gradient_sums(dy(offset), x(offset), span, channels, params_.saved_mean + c, all + c);
+      });
+      for (int64_t c = first; c < last; ++c) {
+        all[c].dy_x_hat *= params_.saved_invstd[c];
+        set(coefficients, c, finish(c, all[c]));
+      }
+      if (params_.dx == nullptr) return;
+      write_rows(first * plan.S, {plan.N, plan.S, plan.C * plan.S}, last - first, coefficients.from(first));
+    });
+  }
+
+  void row_sums(GradientSums* channels) const {
     const RowPlan plan(params_.N, params_.C, params_.S);
-    std::vector<GradientSums> blocks(static_cast<size_t>(plan.blocks * plan.C)), channels(static_cast<size_t>(plan.C));
+    std::vector<GradientSums> blocks(static_cast<size_t>(plan.blocks * plan.C));
     parallel_for(parallel_, plan.tasks(), [&](int64_t task) {
       plan.each_block_of_task(task, [&](int64_t b, int64_t offset, Span span, int64_t c, int64_t count) {
         loops_.gradient_sums(dy(offset), x(offset), span, count, params_.saved_mean + c,
                              blocks.data() + b * plan.C + c);
       });
     });
-    for (size_t i = 0; i < blocks.size(); ++i) add(channels[i % static_cast<size_t>(plan.C)], blocks[i]);
-    return channels;
-  }
-
-  std::vector<GradientSums> column_sums() const {
-    const ColumnPlan plan(params_.N, params_.C, params_.S, params_.layout == BNEXPORT_NSC);
-    const int64_t chunks = plan.all_chunks();
-    std::vector<double> means(static_cast<size_t>(plan.cols));
-    for (int64_t j = 0; j < plan.cols; ++j) means[static_cast<size_t>(j)] = params_.saved_mean[plan.channel(j)];
-    std::vector<GradientSums> parts(static_cast<size_t>(chunks * plan.cols)), channels(static_cast<size_t>(plan.C));
-    parallel_for(parallel_, chunks, [&](int64_t k) {
-      Span span;
-      const int64_t offset = plan.chunk(k, &span);
-      loops_.column_gradient_sums(dy(offset), x(offset), span, means.data(), parts.data() + k * plan.cols);
-    });
-    for (int64_t k = 0; k < chunks; ++k) {
-      Span span;
-      plan.chunk(k, &span);
-      for (int64_t j = 0; j < span.cols; ++j) {
-        add(channels[static_cast<size_t>(plan.channel(j))], parts[static_cast<size_t>(k * plan.cols + j)]);
-      }
+    for (int64_t b = 0; b < plan.blocks; ++b) {
+      for (int64_t c = 0; c < plan.C; ++c) add(channels[c], blocks[static_cast<size_t>(b * plan.C + c)]);
     }
-    return channels;
+    for (int64_t c = 0; c < plan.C; ++c) channels[c].dy_x_hat *= params_.saved_invstd[c];
   }
 
-  static void add(GradientSums& to, const GradientSums& from) {
-    to.dy += from.dy;
-    to.dy_x_hat += from.dy_x_hat;
+  ColumnPlan column_plan() const {
+    return {params_.N, params_.C, params_.S, params_.layout == BNEXPORT_NSC, loops_.element_size};
   }
 
-  void gradient_rows(const std::vector<BackwardCoefficients>& coefficients) const {
-    // Last task first: the end of the tensor is what the statistics left in cache.
-    const StreamPlan plan(params_.N, params_.C, params_.S);
-    std::vector<ForwardCoefficients> scales;
-    scales.reserve(coefficients.size());
-    for (const BackwardCoefficients& k : coefficients) scales.push_back(fixed(k));
-    parallel_for(parallel_, plan.tasks, [&](int64_t task) {
-      plan.each(plan.tasks - 1 - task, [&](int64_t offset, int64_t length, int64_t c, int64_t channels) {
-        const Span rows{1, length, length};
-        if (params_.training) {
-          loops_.gradient(dy(offset), x(offset), dx(offset), rows, channels, coefficients.data() + c, stream_);
-        } else {
-          loops_.normalise(dy(offset), dx(offset), rows, channels, scales.data() + c, stream_);
-        }
+  void run_columns() const {
+    const ColumnPlan plan = column_plan();
+    CoefficientPlanes coefficients = planes(plan.cols);
+    if (params_.group_size > 1 || !needs_sums()) {
+      for (int64_t c = 0; c < params_.C; ++c) set(coefficients, plan, c, finish(c, given(c)));
+      return gradient_columns(plan, coefficients);
+    }
+    std::vector<GradientSums> all(static_cast<size_t>(params_.C));
+    const auto finish_channels = [&](ColumnParts& parts, int64_t b, int64_t first, int64_t last) {
+      add_columns(parts, b, first, last, all.data());
+      for (int64_t c = first; c < last; ++c) set(coefficients, plan, c, finish(c, all[static_cast<size_t>(c)]));
+    };
+    const int64_t slab = plan.slab_channels(2 * loops_.element_size, parallel_.width(), caches());
+    if (slab == 0) {
+      ColumnParts parts = column_sums(plan);
+      parts.bands.each_piece(parallel_, elements_,
+                             [&](int64_t b, int64_t first, int64_t last) { finish_channels(parts, b, first, last); });
+      return gradient_columns(plan, coefficients);
+    }
+    const std::vector<double> means = column_means(plan);
+    ColumnParts parts(plan, slab);
+    const Bands& bands = parts.bands;
+    parallel_for(parallel_, bands.count, [&](int64_t b) {
+      for (int64_t k = 0; k < plan.all_chunks(); ++k) column_sums(parts, means, k, b);
+      finish_channels(parts, b, bands.first(b), bands.last(b));
+      if (params_.dx == nullptr) return;
+      plan.each_slab_span(bands.column(b), bands.columns(b), [&](int64_t offset, Span span) {
+        write_columns(offset, span, coefficients.from(bands.column(b)));
       });
     });
   }
 
-  void gradient_columns(const std::vector<BackwardCoefficients>& coefficients) const {
-    const ColumnPlan plan(params_.N, params_.C, params_.S, params_.layout == BNEXPORT_NSC);
-    std::vector<BackwardCoefficients> columns(static_cast<size_t>(plan.cols));
-    std::vector<ForwardCoefficients> scales(static_cast<size_t>(plan.cols));
-    for (int64_t j = 0; j < plan.cols; ++j) {
-      columns[static_cast<size_t>(j)] = coefficients[static_cast<size_t>(plan.channel(j))];
-      scales[static_cast<size_t>(j)] = fixed(columns[static_cast<size_t>(j)]);
+  // The means of columns, where they are not those of the channels.
+  std::vector<double> column_means(const ColumnPlan& plan) const {
+    std::vector<double> means(static_cast<size_t>(plan.fold * plan.inner == 1 ? 0 : plan.cols));
+    for (size_t j = 0; j < means.size();) {
+      const double mean = params_.saved_mean[static_cast<int64_t>(j) / plan.inner % plan.C];
+      for (int64_t s = 0; s < plan.inner; ++s) means[j++] = mean;
     }
-    parallel_for(parallel_, plan.all_chunks(), [&](int64_t k) {
-      Span span;
-      const int64_t offset = plan.chunk(k, &span);
-      if (params_.training) {
-        loops_.column_gradient(dy(offset), x(offset), dx(offset), span, columns.data(), stream_);
-      } else {
-        loops_.column_normalise(dy(offset), dx(offset), span, scales.data(), stream_);
+    return means;
+  }
+
+  void column_sums(ColumnParts& parts, const std::vector<double>& means, int64_t k, int64_t b) const {
+    const Bands& bands = parts.bands;
+    Span span;
+    const int64_t offset = bands.plan.chunk(k, bands.column(b), bands.columns(b), &span);
+    const double* mean = (means.empty() ? params_.saved_mean : means.data()) + bands.column(b);
+    loops_.column_gradient_sums(dy(offset), x(offset), span, mean, parts.first(k, b), parts.second(k, b));
+  }
+
+  ColumnParts column_sums(const ColumnPlan& plan) const {
+    const std::vector<double> means = column_means(plan);
+    ColumnParts parts(plan, plan.band_channels(kMostColumns));
+    const int64_t count = parts.bands.count;
+    parallel_for(parallel_, plan.all_chunks() * count,
+                 [&](int64_t task) { column_sums(parts, means, task / count, task % count); });
+    return parts;
+  }
+
+  // The sums of channels [first, last) of band b (of all in a folded matrix) out of its chunks.
+  void add_columns(ColumnParts& parts, int64_t b, int64_t first, int64_t last, GradientSums* all) const {
+    const ColumnPlan& plan = parts.bands.plan;
+    const int64_t start = (first - parts.bands.first(b)) * plan.inner, columns = plan.columns_of(last - first);
+    double *dy_sums = parts.first(0, b) + start, *products = parts.second(0, b) + start;
+    for (int64_t k = 1; k < plan.chunks; ++k) {
+      const double *more_dy = parts.first(k, b) + start, *more_products = parts.second(k, b) + start;
+      for (int64_t j = 0; j < columns; ++j) dy_sums[j] += more_dy[j];
+      for (int64_t j = 0; j < columns; ++j) products[j] += more_products[j];
+    }
+    const auto add_chunk = [&](const double* sums, const double* product_sums, int64_t fold) {
+      for (int64_t f = 0; f < fold; ++f) {
+        for (int64_t c = first; c < last; ++c) {
+          for (int64_t s = 0; s < plan.inner; ++s) add(all[c], {*sums++, *product_sums++});
+        }
       }
+    };
+    if (plan.chunks > 0) add_chunk(dy_sums, products, plan.fold);
+    if (plan.rest_rows > 0) add_chunk(parts.first(plan.chunks, b), parts.second(plan.chunks, b), 1);
+    for (int64_t c = first; c < last; ++c) all[c].dy_x_hat *= params_.saved_invstd[c];
+  }
+
+  void gradient_columns(const ColumnPlan& plan, const CoefficientPlanes& coefficients) const {
+    if (params_.dx == nullptr) return;
+    const Bands bands(plan, plan.band_channels(kWideBand));
+    const int64_t tasks = plan.tasks() * bands.count;
+    parallel_for(parallel_, tasks, [&](int64_t task) {
+      // Last task first, as for rows.
+      const int64_t i = (tasks - 1 - task) / bands.count, b = (tasks - 1 - task) % bands.count;
+      plan.each_span(i, bands.column(b), bands.columns(b), [&](int64_t offset, Span span) {
+        write_columns(offset, span, coefficients.from(bands.column(b)));
+      });
     });
   }
 
@@ -178,6 +264,7 @@ class Backward {
   Parallel& parallel_;
   const int64_t elements_;
   const bool columns_, stream_;
+  GroupShare share_;
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 // The tables of inner loops for one instruction set. Compiled once for each, with BNEXPORT_ISA the
 // name (baseline, avx2, avx512) and the matching compiler flags.
 #include "columns.h"
+#include "map_rows.h"
 #include "rows.h"
 #include "table.h"
 
@@ -25,7 +26,8 @@ constexpr Table make_table() {
           column_normalise<T>,
           column_gradient_sums<T>,
           column_gradient<T>,
-          merge};
+          merge,
+          merge_columns};
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ constexpr int64_t kTask = 32768;           // elements that are worth a task of 
 constexpr int64_t kSerial = 16384;         // below this, waking another thread costs more than it saves
 constexpr int64_t kFoldedColumns = 64;     // narrow matrices are read several rows at a time
 constexpr int64_t kColumnChunk = 1 << 16;  // elements per chunk of a column matrix
+constexpr int64_t kWideBand = 8192;        // columns of a task of the second pass
 
 constexpr int64_t kRun = 1 << 16;          // bytes of one stretch of memory that run at full speed
 constexpr int64_t kShortestRun = 1 << 15;  // below this, two passes in order are faster than one in stretches
@@ -133,18 +134,26 @@ struct GroupPlan {
 };
 
 // A matrix whose columns belong to channels: (N * S, C) for NSC, (N, C * S) for NCS with small S.
+//
+// Rows are cut into chunks, whose statistics are merged in order: they depend on the shape alone. Columns are cut
+// into bands of whole channels, which change no bit. A narrow matrix is folded: several rows are read as
+// one, so that rows are at least kFoldedColumns long and, where that leaves enough of them, whole cache lines.
 struct ColumnPlan {
   int64_t C, inner;  // column j belongs to channel (j / inner) % C
   int64_t cols, rows;
+  int64_t fold = 1;
   int64_t chunk_rows, chunks;
   int64_t rest_cols, rest_rows;  // rows left over by folding, as one more chunk of the unfolded width
 
-  ColumnPlan(int64_t N, int64_t C, int64_t S, bool channels_last)
+  ColumnPlan(int64_t N, int64_t C, int64_t S, bool channels_last, int64_t element_size)
       : C(C), inner(channels_last ? 1 : S), cols(channels_last ? C : C * S), rows(channels_last ? N * S : N) {
     rest_cols = cols;
     rest_rows = 0;
-    if (cols < kFoldedColumns && cols > 0) {
-      const int64_t fold = kFoldedColumns / cols;
+    if (cols > 0) {
+      if (cols < kFoldedColumns) fold = kFoldedColumns / cols;
+      int64_t aligned = fold;
+      while (aligned * cols * element_size % 64 != 0) ++aligned;
+      if (aligned * cols <= kMostColumns && rows >= aligned * kColumnBlock) fold = aligned;
       rest_rows = rows % fold;
       rows /= fold;
       cols *= fold;
@@ -154,17 +163,56 @@ struct ColumnPlan {
   }
 
   int64_t all_chunks() const { return chunks + (rest_rows > 0 ? 1 : 0); }
-  // Offset and extent of chunk k; the last one may be the rest.
-  int64_t chunk(int64_t k, Span* span) const {
+  int64_t rows_of(int64_t k) const {
+    if (k == chunks) return rest_rows;
+    return rows - k * chunk_rows < chunk_rows ? rows - k * chunk_rows : chunk_rows;
+  }
+  // The rows of chunk k in columns [first, first + count), and where they start; the last chunk may be the rest.
+  int64_t chunk(int64_t k, int64_t first, int64_t count, Span* span) const {
     if (k == chunks) {
       *span = {rest_rows, rest_cols, rest_cols};
       return rows * cols;
     }
-    const int64_t row = k * chunk_rows;
-    *span = {rows - row < chunk_rows ? rows - row : chunk_rows, cols, cols};
-    return row * cols;
+    *span = {rows_of(k), count, cols};
+    return k * chunk_rows * cols + first;
   }
-  int64_t channel(int64_t column) const { return column / inner % C; }
+
+  // The second pass, which may be cut anywhere: tasks of some rows each, the rest with the last one.
+  int64_t rows_per_task() const { return cols > 0 ? (kTask / cols + 4) / 4 * 4 : 4; }
+  int64_t tasks() const { return rows > 0 ? ceil_div(rows, rows_per_task()) : 1; }
+  // visit(offset, span)
+  template <class Visit>
+  void each_span(int64_t task, int64_t first, int64_t count, const Visit& visit) const {
+    const int64_t row = task * rows_per_task();
+    if (row < rows) {
+      visit(row * cols + first, Span{rows - row < rows_per_task() ? rows - row : rows_per_task(), count, cols});
+    }
+    if (rest_rows > 0 && task == tasks() - 1) visit(rows * cols, Span{rest_rows, rest_cols, rest_cols});
+  }
+  // All rows at once.
+  template <class Visit>
+  void each_slab_span(int64_t first, int64_t count, const Visit& visit) const {
+    if (rows > 0) visit(first, Span{rows, count, cols});
+    if (rest_rows > 0) visit(rows * cols, Span{rest_rows, rest_cols, rest_cols});
+  }
+
+  int64_t columns_of(int64_t channels) const { return channels * inner * fold; }
+  // Channels of a band of at most `columns` columns (one channel at least): all of a folded matrix, else a
+  // number that keeps bands aligned.
+  int64_t band_channels(int64_t columns) const {
+    if (cols <= columns || fold > 1) return C;
+    const int64_t channels = columns / inner;
+    return channels >= 16 ? channels / 16 * 16 : channels;
+  }
+  // Channels of a band whose columns are taken from the first statistic to the last output, so that the second
+  // look at them finds a core's own cache; 0 where even narrow bands are too long for that.
+  int64_t slab_channels(int64_t bytes_per_value, int64_t width, const Caches& caches) const {
+    int64_t columns = rows > 0 ? caches.own / 2 / (rows * bytes_per_value) : cols;
+    if (columns < kFoldedColumns && columns < cols) return 0;
+    const int64_t each = ceil_div(rows * cols, 2 * width) / (rows > 0 ? rows : 1);  // leaves work for all threads
+    if (rows * cols >= kSerial && columns > each) columns = each > kFoldedColumns ? each : kFoldedColumns;
+    return band_channels(columns < kMostColumns ? columns : kMostColumns);
+  }
 };
 
 // Single channels-last pixels, and rows too short for a vector, are read as columns.

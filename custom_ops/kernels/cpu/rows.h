@@ -29,10 +29,42 @@ struct PivotSums {
 // the others would otherwise swallow what 128 others add to its lane.
 constexpr int64_t kSegment = 512;
 
+// Two sums of two accumulators each: four vectors in flight. Where those fill the registers (16 of 16 bytes), the
+// halves of all vectors are summed one after the other; lanes do not mix, and the block stays in L1.
+constexpr bool kHalves = kParts > 2;
+template <class V, bool halves>
+struct SumLanes {
+  using Type = V;
+};
+template <class V>
+struct SumLanes<V, true> {
+  using Type = typename V::Half;
+};
 template <class T>
-BNEXPORT_INLINE PivotSums pivot_sums(const typename T::Storage* x, Span span, typename T::Compute pivot) {
-  using V = typename T::Vector;
+using Summed = typename SumLanes<typename T::Vector, kHalves>::Type;
+
+template <class V>
+struct TwoSums {
+  V first, second;
+};
+
+// sums(lane): two sums of the lanes from `lane` on, of type Summed<T>.
+template <class T, class Sums>
+BNEXPORT_INLINE TwoSums<typename T::Vector> all_lanes(const Sums& sums) {
+  if constexpr (kHalves) {
+    const auto low = sums(0), high = sums(kLanes<T> / 2);
+    return {{low.first, high.first}, {low.second, high.second}};
+  } else {
+    return sums(0);
+  }
+}
+
+template <class T>
+BNEXPORT_INLINE TwoSums<Summed<T>> lane_pivot_sums(const typename T::Storage* x, Span span, typename T::Compute at,
+                                                   int64_t lane) {
+  using V = Summed<T>;
   constexpr int64_t W = kLanes<T>;
+  const auto pivot = fill<V>(at);
   V s{}, q{}, s0{}, s1{}, q0{}, q1{};
   const auto empty_lanes = [&] {
     s += s0 + s1;
@@ -45,22 +77,23 @@ BNEXPORT_INLINE PivotSums pivot_sums(const typename T::Storage* x, Span span, ty
     while (i + 2 * W <= span.cols) {
       const int64_t stop = i + kSegment < span.cols ? i + kSegment : span.cols;
       for (; i + 2 * W <= stop; i += 2 * W) {
-        const V a = T::load(x + i) - pivot, b = T::load(x + i + W) - pivot;
+        const V a = load<T, V>(x + i + lane) - pivot;
         s0 += a;
-        s1 += b;
         q0 += a * a;
+        const V b = load<T, V>(x + i + W + lane) - pivot;
+        s1 += b;
         q1 += b * b;
       }
       if (stop < span.cols) empty_lanes();
     }
     if (i + W <= span.cols) {
-      const V a = T::load(x + i) - pivot;
+      const V a = load<T, V>(x + i + lane) - pivot;
       s0 += a;
       q0 += a * a;
       i += W;
     }
     if (i < span.cols) {
-      const V b = keep_last(T::load(x + span.cols - W) - pivot, span.cols - i);
+      const V b = keep_last(load<T, V>(x + span.cols - W + lane) - pivot, span.cols - i, lane);
       s1 += b;
       q1 += b * b;
     }
@@ -71,19 +104,26 @@ BNEXPORT_INLINE PivotSums pivot_sums(const typename T::Storage* x, Span span, ty
     }
   }
   empty_lanes();
-  return {sum_lanes(s), sum_lanes(q)};
+  return {s, q};
+}
+
+template <class T>
+BNEXPORT_OUTLINE PivotSums pivot_sums(const typename T::Storage* x, Span span, typename T::Compute pivot) {
+  const auto sums = all_lanes<T>([&](int64_t lane) { return lane_pivot_sums<T>(x, span, pivot, lane); });
+  return {sum_lanes(sums.first), sum_lanes(sums.second)};
 }
 
 // The same in double, for float data whose squares overflow or vanish in float.
 template <class T>
-PivotSums pivot_sums_wide(const typename T::Storage* x, Span span, double pivot) {
-  VectorD s{}, q{};
+BNEXPORT_OUTLINE PivotSums pivot_sums_wide(const typename T::Storage* x, Span span, double at) {
   constexpr int64_t W = kLanes<T>;
+  const auto pivot = fill<VectorD>(at);
+  VectorD s{}, q{};
   for (int64_t r = 0; r < span.rows; ++r, x += span.stride) {
     for (int64_t i = 0; i < span.cols; i += W) {
       const int64_t count = span.cols - i < W ? span.cols - i : W;
-      const VectorF v = T::load(count == W ? x + i : x + span.cols - W);
-      VectorD a = lower(v) - pivot, b = upper(v) - pivot;
+      const auto v = doubles(load<T, VectorF>(count == W ? x + i : x + span.cols - W));
+      VectorD a = v.low - pivot, b = v.high - pivot;
       if (count < W) {
         a = keep_last(a, count > W / 2 ? count - W / 2 : 0);
         b = keep_last(b, count > W / 2 ? W / 2 : count);
@@ -101,7 +141,7 @@ BNEXPORT_INLINE bool far_off(const PivotSums& sums, double n) { return 3 * sums.
 template <class T>
 BNEXPORT_INLINE Moments block_moments(const typename T::Storage* x, Span span, double n, double inverse_n) {
   using Compute = typename T::Compute;
-  const auto at = [&](int64_t row, int64_t col) { return T::load(x + row * span.stride + col)[0]; };
+  const auto at = [&](int64_t row, int64_t col) { return first_value<T>(x + row * span.stride + col); };
   const int64_t far = span.cols - kLanes<T>;
   Compute pivot = (at(0, 0) + at(span.rows / 4, far / 2) + at(span.rows / 2, far) + at(span.rows - 1, far / 3)) / 4;
   PivotSums sums = pivot_sums<T>(x, span, pivot);
@@ -114,7 +154,7 @@ BNEXPORT_INLINE Moments block_moments(const typename T::Storage* x, Span span, d
     // stays NaN. A block of equal values has q = 0 and is worth the second look: it may be tiny.
     if (!(sums.q < 1e34 && sums.q > 1e-26 * n)) {
       auto wide_pivot = static_cast<double>(pivot);
-      if (!__builtin_isfinite(wide_pivot)) wide_pivot = static_cast<double>(T::load(x)[0]);
+      if (!__builtin_isfinite(wide_pivot)) wide_pivot = static_cast<double>(first_value<T>(x));
       for (int attempt = 0; attempt < 2; ++attempt) {
         sums = pivot_sums_wide<T>(x, span, wide_pivot);
         if (attempt == 1 || !far_off(sums, n)) break;
@@ -137,106 +177,45 @@ void moments(const void* data, Span span, int64_t channels, Moments* all) {
   for (int64_t c = 0; c < channels; ++c) all[c].merge(block_moments<T>(x + c * span.cols, span, n, inverse_n));
 }
 
-// How many elements from `to` until a streaming store is aligned; the row is at least that long.
 template <class T>
-BNEXPORT_INLINE int64_t elements_to_alignment(const typename T::Storage* to) {
-  const uintptr_t bytes = kLanes<T> * sizeof(typename T::Storage);
-  return static_cast<int64_t>((bytes - reinterpret_cast<uintptr_t>(to) % bytes) % bytes / sizeof(typename T::Storage));
-}
-
-// y = map(i) for one row; `load(i)` reads everything that map needs, so that y may be x. The last
-// vector is loaded before the stores that could overwrite what it overlaps.
-template <class T, bool stream, class Load, class Map>
-BNEXPORT_INLINE void map_row(typename T::Storage* y, int64_t n, const Load& load, const Map& map) {
+BNEXPORT_INLINE TwoSums<Summed<T>> lane_gradient_sums(const typename T::Storage* dy, const typename T::Storage* x,
+                                                      Span span, typename T::Compute mean, int64_t lane) {
+  using V = Summed<T>;
   constexpr int64_t W = kLanes<T>;
-  const auto last = map(load(n - W));
-  int64_t i = 0;
-  if constexpr (stream) {
-    const int64_t lead = elements_to_alignment<T>(y);
-    if (lead != 0) {
-      // The first vector overlaps the next one: load that one before the store.
-      const auto first = map(load(0));
-      if (lead + W <= n) {
-        const auto second = map(load(lead));
-        T::template store<false>(y, first);
-        T::template store<false>(y + lead, second);
-        i = lead + W;
-      } else {
-        T::template store<false>(y, first);
-        i = W;
-      }
-    }
-  }
-  for (; i + 2 * W <= n; i += 2 * W) {
-    const auto a = map(load(i)), b = map(load(i + W));
-    T::template store<stream>(y + i, a);
-    T::template store<stream>(y + i + W, b);
-  }
-  for (; i + W <= n; i += W) T::template store<stream>(y + i, map(load(i)));
-  if (i < n) T::template store<false>(y + n - W, last);
-}
-
-template <class T, bool stream>
-void normalise_rows(const typename T::Storage* x, typename T::Storage* y, Span span, int64_t channels,
-                    const ForwardCoefficients* coefficients) {
-  using Compute = typename T::Compute;
-  using V = typename T::Vector;
-  for (int64_t r = 0; r < span.rows; ++r) {
-    for (int64_t c = 0; c < channels; ++c) {
-      const auto mean = static_cast<Compute>(coefficients[c].mean), scale = static_cast<Compute>(coefficients[c].scale);
-      const auto bias = static_cast<Compute>(coefficients[c].bias);
-      const int64_t start = r * span.stride + c * span.cols;
-      map_row<T, stream>(
-          y + start, span.cols, [&](int64_t i) { return T::load(x + start + i); },
-          [&](V v) { return (v - mean) * scale + bias; });
-    }
-  }
-  if constexpr (stream) stream_fence();
-}
-
-template <class T>
-void normalise(const void* x, void* y, Span span, int64_t channels, const ForwardCoefficients* coefficients,
-               bool stream) {
-  const auto* from = static_cast<const typename T::Storage*>(x);
-  auto* to = static_cast<typename T::Storage*>(y);
-  if (stream) {
-    normalise_rows<T, true>(from, to, span, channels, coefficients);
-  } else {
-    normalise_rows<T, false>(from, to, span, channels, coefficients);
-  }
-}
-
-template <class T>
-BNEXPORT_INLINE GradientSums block_gradient_sums(const typename T::Storage* dy, const typename T::Storage* x, Span span,
-                                                 double mean) {
-  using Compute = typename T::Compute;
-  using V = typename T::Vector;
-  constexpr int64_t W = kLanes<T>;
-  const auto pivot = static_cast<Compute>(mean);
+  const auto pivot = fill<V>(mean);
   V a0{}, a1{}, b0{}, b1{};
   for (int64_t r = 0; r < span.rows; ++r, x += span.stride, dy += span.stride) {
     int64_t i = 0;
     for (; i + 2 * W <= span.cols; i += 2 * W) {
-      const V g = T::load(dy + i), h = T::load(dy + i + W);
+      const V g = load<T, V>(dy + i + lane);
       a0 += g;
+      b0 += g * (load<T, V>(x + i + lane) - pivot);
+      const V h = load<T, V>(dy + i + W + lane);
       a1 += h;
-      b0 += g * (T::load(x + i) - pivot);
-      b1 += h * (T::load(x + i + W) - pivot);
+      b1 += h * (load<T, V>(x + i + W + lane) - pivot);
     }
     if (i + W <= span.cols) {
-      const V g = T::load(dy + i);
+      const V g = load<T, V>(dy + i + lane);
       a0 += g;
-      b0 += g * (T::load(x + i) - pivot);
+      b0 += g * (load<T, V>(x + i + lane) - pivot);
       i += W;
     }
     if (i < span.cols) {
-      const V g = T::load(dy + span.cols - W);
-      a1 += keep_last(g, span.cols - i);
-      b1 += keep_last(g * (T::load(x + span.cols - W) - pivot), span.cols - i);
+      const V g = load<T, V>(dy + span.cols - W + lane);
+      a1 += keep_last(g, span.cols - i, lane);
+      b1 += keep_last(g * (load<T, V>(x + span.cols - W + lane) - pivot), span.cols - i, lane);
     }
   }
-  const double sum = sum_lanes(a0 + a1);
-  return {sum, sum_lanes(b0 + b1) - (mean - static_cast<double>(pivot)) * sum};
+  return {a0 + a1, b0 + b1};
+}
+
+template <class T>
+BNEXPORT_OUTLINE GradientSums block_gradient_sums(const typename T::Storage* dy, const typename T::Storage* x,
+                                                  Span span, double mean) {
+  const auto pivot = static_cast<typename T::Compute>(mean);
+  const auto sums = all_lanes<T>([&](int64_t lane) { return lane_gradient_sums<T>(dy, x, span, pivot, lane); });
+  const double sum = sum_lanes(sums.first);
+  return {sum, sum_lanes(sums.second) - (mean - static_cast<double>(pivot)) * sum};
 }
 
 template <class T>
@@ -248,41 +227,6 @@ void gradient_sums(const void* dy_data, const void* x_data, Span span, int64_t c
     const GradientSums block = block_gradient_sums<T>(dy + c * span.cols, x + c * span.cols, span, mean[c]);
     all[c].dy += block.dy;
     all[c].dy_x_hat += block.dy_x_hat;
-  }
-}
-
-template <class T, bool stream>
-void gradient_rows(const typename T::Storage* dy, const typename T::Storage* x, typename T::Storage* dx, Span span,
-                   int64_t channels, const BackwardCoefficients* coefficients) {
-  using Compute = typename T::Compute;
-  using V = typename T::Vector;
-  struct Pair {
-    V g, v;
-  };
-  for (int64_t r = 0; r < span.rows; ++r) {
-    for (int64_t c = 0; c < channels; ++c) {
-      const BackwardCoefficients& k = coefficients[c];
-      const auto mean = static_cast<Compute>(k.mean), offset = static_cast<Compute>(k.offset);
-      const auto scale = static_cast<Compute>(k.scale), slope = static_cast<Compute>(k.slope);
-      const auto rest = static_cast<Compute>(k.rest);
-      const int64_t start = r * span.stride + c * span.cols;
-      map_row<T, stream>(
-          dx + start, span.cols, [&](int64_t i) { return Pair{T::load(dy + start + i), T::load(x + start + i)}; },
-          [&](const Pair& p) { return ((p.g - offset) - (p.v - mean) * slope) * scale + rest; });
-    }
-  }
-  if constexpr (stream) stream_fence();
-}
-
-template <class T>
-void gradient(const void* dy, const void* x, void* dx, Span span, int64_t channels,
-              const BackwardCoefficients* coefficients, bool stream) {
-  using Storage = typename T::Storage;
-  const auto *g = static_cast<const Storage*>(dy), *v = static_cast<const Storage*>(x);
-  if (stream) {
-    gradient_rows<T, true>(g, v, static_cast<Storage*>(dx), span, channels, coefficients);
-  } else {
-    gradient_rows<T, false>(g, v, static_cast<Storage*>(dx), span, channels, coefficients);
   }
 }
 

@@ -1,274 +1,230 @@
-// 64-byte vectors in GCC's vector extension, and loads and stores of the four element types.
+// Logical vectors of one length for every instruction set, and loads and stores of the four element types.
 //
-// One source serves every instruction set: the compiler splits a 64-byte vector into what the target
-// has (one zmm, two ymm, four xmm or NEON registers), so the number of lanes - and with it the order
-// of every sum - is the same everywhere. Intrinsics appear only for conversions and streaming stores,
-// which compilers do not find by themselves.
+// A vector of 16 floats or 8 doubles is an aggregate of native ones: one with AVX-512, two with AVX2, four with
+// SSE2 and NEON. The number of lanes, and with it the order of every sum, is the same everywhere. The aggregate
+// is a tree of halves and not an array: compilers keep the members of a struct in registers, but an array that
+// is indexed in a loop only if they unroll it early enough.
 //
-// Included by translation units that are compiled once per instruction set: everything must have
-// internal linkage, or the linker might keep the AVX-512 copy of a shared inline function.
+// Loops that sum across lanes work on whole vectors. Loops that compute each value alone work on the smallest
+// piece that an element type can store, so that few registers are in flight.
 #ifndef BNEXPORT_KERNELS_CPU_SIMD_H
 #define BNEXPORT_KERNELS_CPU_SIMD_H
 
-#include <cstdint>
-#include <cstring>
 #include <type_traits>
 
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
-
-#define BNEXPORT_INLINE inline __attribute__((always_inline))
+#include "native.h"
 
 namespace bnexport::cpu {
 namespace {
 
-typedef float VectorF __attribute__((vector_size(64)));
-typedef double VectorD __attribute__((vector_size(64)));
-typedef int32_t VectorI __attribute__((vector_size(64)));
-typedef uint32_t VectorU __attribute__((vector_size(64)));
-typedef int64_t VectorL __attribute__((vector_size(64)));
-typedef uint16_t VectorH __attribute__((vector_size(32)));
-typedef float HalfF __attribute__((vector_size(32)));
+template <class Native, int64_t count>
+struct Pack {
+  using Half = Pack<Native, count / 2>;
+  static constexpr int64_t kLanes = 2 * Half::kLanes;
+  Half low, high;
+};
+template <class Native>
+struct Pack<Native, 1> {
+  static constexpr int64_t kLanes = std::is_same_v<Native, NativeD> ? kDoubles : kFloats;
+  Native value;
+};
 
-template <class To, class From>
-BNEXPORT_INLINE To bits(const From& from) {
-  static_assert(sizeof(To) == sizeof(From), "same size");
-  To to;
-  std::memcpy(&to, &from, sizeof(To));
-  return to;
-}
+constexpr int64_t kParts = 64 / kNativeBytes;
+using VectorF = Pack<NativeF, kParts>;
+using VectorD = Pack<NativeD, kParts>;
 
-// 16-bit lanes to 32-bit lanes and back. The intrinsics are what __builtin_convertvector should become;
-// GCC 12 makes it up from shuffles or single lanes.
-BNEXPORT_INLINE VectorI widen(VectorH value) {
-#if defined(__AVX512F__)
-  return (VectorI)_mm512_cvtepu16_epi32((__m256i)value);
-#elif defined(__AVX2__)
-  const __m256i low = _mm256_cvtepu16_epi32(_mm256_castsi256_si128((__m256i)value));
-  const __m256i high = _mm256_cvtepu16_epi32(_mm256_extracti128_si256((__m256i)value, 1));
-  VectorI result;
-  std::memcpy(&result, &low, 32);
-  std::memcpy(reinterpret_cast<char*>(&result) + 32, &high, 32);
-  return result;
-#else
-  return __builtin_convertvector(value, VectorI);
-#endif
-}
-
-// Lanes must be below 2^16.
-BNEXPORT_INLINE VectorH narrow(VectorI value) {
-#if defined(__AVX512F__)
-  return (VectorH)_mm512_cvtepi32_epi16((__m512i)value);
-#elif defined(__AVX2__)
-  __m256i low, high;
-  std::memcpy(&low, &value, 32);
-  std::memcpy(&high, reinterpret_cast<const char*>(&value) + 32, 32);
-  return (VectorH)_mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
-#else
-  return __builtin_convertvector(value, VectorH);
-#endif
-}
-
-// float16 -> float32 in integer arithmetic; exact, subnormals included, whatever the rounding and
-// flush-to-zero modes are.
-BNEXPORT_INLINE VectorF float_from_half(VectorH half) {
-#if defined(__AVX512F__)
-  return (VectorF)_mm512_cvtph_ps((__m256i)half);
-#elif defined(__F16C__)
-  const __m256 low = _mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)half));
-  const __m256 high = _mm256_cvtph_ps(_mm256_extractf128_si256((__m256i)half, 1));
-  VectorF result;
-  std::memcpy(&result, &low, 32);
-  std::memcpy(reinterpret_cast<char*>(&result) + 32, &high, 32);
-  return result;
-#else
-  const VectorI wide = widen(half);
-  const VectorI magnitude = wide & 0x7fff;
-  const VectorI moved = magnitude << 13;
-  const VectorI normal = moved + (112 << 23);
-  const VectorI special = moved + (224 << 23);
-  const VectorI one = VectorI{} + (113 << 23);
-  const auto subnormal = bits<VectorI>(bits<VectorF>(moved + (113 << 23)) - bits<VectorF>(one));
-  VectorI result = magnitude < 0x400 ? subnormal : normal;
-  result = magnitude >= 0x7c00 ? special : result;
-  return bits<VectorF>(result | ((wide & 0x8000) << 16));
-#endif
-}
-
-// float32 -> float16, to nearest, ties to even; overflow to infinity, NaN stays NaN.
-BNEXPORT_INLINE VectorH half_from_float(VectorF value) {
-#if defined(__AVX512F__)
-  return (VectorH)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#elif defined(__F16C__)
-  __m256 low, high;
-  std::memcpy(&low, &value, 32);
-  std::memcpy(&high, reinterpret_cast<const char*>(&value) + 32, 32);
-  const __m128i a = _mm256_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m128i b = _mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  return (VectorH)_mm256_insertf128_si256(_mm256_castsi128_si256(a), b, 1);
-#else
-  const auto all = bits<VectorI>(value);
-  const VectorI sign = (all >> 16) & 0x8000;
-  const VectorI magnitude = all & 0x7fffffff;
-  const VectorI odd = (magnitude >> 13) & 1;
-  const VectorI normal = (magnitude + 0xfff + odd - (112 << 23)) >> 13;
-  const VectorI half_bits = VectorI{} + (126 << 23);  // 0.5: adding it leaves the subnormal's bits
-  const VectorI subnormal = bits<VectorI>(bits<VectorF>(magnitude) + bits<VectorF>(half_bits)) - half_bits;
-  const VectorI not_a_number = VectorI{} + 0x7e00;
-  const VectorI infinity = VectorI{} + 0x7c00;
-  VectorI result = magnitude < 0x38800000 ? subnormal : normal;
-  result = magnitude >= 0x47800000 ? infinity : result;
-  result = magnitude > 0x7f800000 ? not_a_number : result;
-  return narrow(result | sign);
-#endif
-}
-
-BNEXPORT_INLINE VectorF float_from_bfloat(VectorH value) { return bits<VectorF>(widen(value) << 16); }
-
-// float32 -> bfloat16, to nearest, ties to even: add half an ulp less one, and one more where the kept
-// part is odd. NaN is kept out of the carry, and quiet.
-BNEXPORT_INLINE VectorH bfloat_from_float(VectorF value) {
-#if defined(__AVX512F__)
-  // Six instructions a vector; with half the bytes of float32 there is little time for more.
-  const auto all = (__m512i)value;
-  const __mmask16 odd = _mm512_test_epi32_mask(all, _mm512_set1_epi32(0x10000));
-  const __mmask16 not_a_number = _mm512_cmp_ps_mask((__m512)value, (__m512)value, _CMP_UNORD_Q);
-  __m512i rounded = _mm512_add_epi32(all, _mm512_set1_epi32(0x7fff));
-  rounded = _mm512_mask_add_epi32(rounded, odd, rounded, _mm512_set1_epi32(1));
-  rounded = _mm512_mask_or_epi32(rounded, not_a_number, all, _mm512_set1_epi32(0x400000));
-  const __m512i upper_halves =
-      _mm512_castsi256_si512((__m256i)VectorH{1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31});
-  return (VectorH)_mm512_castsi512_si256(_mm512_permutexvar_epi16(upper_halves, rounded));
-#else
-  const auto all = bits<VectorU>(value);
-  const VectorU rounded = (all + 0x7fff + ((all >> 16) & 1)) >> 16;
-  const VectorU quiet = (all >> 16) | 0x40;
-  return narrow(bits<VectorI>(value == value ? rounded : quiet));
-#endif
-}
-
-template <class V>
-BNEXPORT_INLINE V load_bytes(const void* from) {
-  V value;
-  std::memcpy(&value, from, sizeof(V));
-  return value;
-}
-
-// Past the last level of cache a plain store first reads the line it overwrites; a streaming store
-// does not. The caller asks for it only where that pays, and gives aligned addresses.
-template <bool stream, class V>
-BNEXPORT_INLINE void store_bytes(void* to, const V& value) {
-#if defined(__AVX512F__)
-  if constexpr (stream && sizeof(V) == 64) {
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits<__m512i>(value));
-    return;
+#define BNEXPORT_OPERATOR(op)                                                                       \
+  template <class Native>                                                                           \
+  BNEXPORT_INLINE Pack<Native, 1> operator op(const Pack<Native, 1>& a, const Pack<Native, 1>& b) { \
+    return {a.value op b.value};                                                                    \
+  }                                                                                                 \
+  template <class Native, int64_t n>                                                                \
+  BNEXPORT_INLINE Pack<Native, n> operator op(const Pack<Native, n>& a, const Pack<Native, n>& b) { \
+    return {a.low op b.low, a.high op b.high};                                                      \
   }
-#endif
-#if defined(__AVX__)
-  if constexpr (stream) {
-    for (unsigned part = 0; part < sizeof(V); part += 32) {
-      _mm256_stream_si256(reinterpret_cast<__m256i*>(static_cast<char*>(to) + part),
-                          load_bytes<__m256i>(reinterpret_cast<const char*>(&value) + part));
-    }
-    return;
+BNEXPORT_OPERATOR(+)
+BNEXPORT_OPERATOR(-)
+BNEXPORT_OPERATOR(*)
+#undef BNEXPORT_OPERATOR
+
+template <class Native, int64_t n>
+BNEXPORT_INLINE void operator+=(Pack<Native, n>& a, const Pack<Native, n>& b) {
+  a = a + b;
+}
+
+// The same number in all lanes.
+template <class V, class Number>
+BNEXPORT_INLINE V fill(Number number) {
+  if constexpr (sizeof(V) == kNativeBytes) {
+    return {decltype(V::value){} + number};
+  } else {
+    const auto half = fill<typename V::Half>(number);
+    return {half, half};
   }
-#endif
-  std::memcpy(to, &value, sizeof(V));
 }
 
-// Streaming stores become visible to other threads in order only after this.
-BNEXPORT_INLINE void stream_fence() {
-#if defined(__AVX__)
-  _mm_sfence();
-#endif
-}
-
-// An element type: `Storage` in memory, `Vector` of `Compute` lanes in registers.
+// An element type: `Storage` in memory, `Compute` in registers. `Vector` is the logical vector, `Piece` the least
+// that is stored at a time. kUnrolls: conversions are so short that loops gain from several pieces in a row.
 struct Float32 {
+  static constexpr bool kUnrolls = true;
   using Storage = float;
   using Compute = float;
   using Vector = VectorF;
-  static BNEXPORT_INLINE Vector load(const Storage* from) { return load_bytes<Vector>(from); }
+  using Piece = Pack<NativeF, 1>;
+  static BNEXPORT_INLINE NativeF load(const Storage* from) { return load_bytes<NativeF>(from); }
   template <bool stream>
-  static BNEXPORT_INLINE void store(Storage* to, Vector value) {
-    store_bytes<stream>(to, value);
+  static BNEXPORT_INLINE void store(Storage* to, const Piece& from) {
+    store_bytes<stream>(to, from.value);
   }
 };
 
 struct Float64 {
+  static constexpr bool kUnrolls = true;
   using Storage = double;
   using Compute = double;
   using Vector = VectorD;
-  static BNEXPORT_INLINE Vector load(const Storage* from) { return load_bytes<Vector>(from); }
+  using Piece = Pack<NativeD, 1>;
+  static BNEXPORT_INLINE NativeD load(const Storage* from) { return load_bytes<NativeD>(from); }
   template <bool stream>
-  static BNEXPORT_INLINE void store(Storage* to, Vector value) {
-    store_bytes<stream>(to, value);
+  static BNEXPORT_INLINE void store(Storage* to, const Piece& from) {
+    store_bytes<stream>(to, from.value);
   }
 };
 
+// Types of 16 bits: two registers of floats fill one of halves. With AVX-512 half a register is stored, so that a
+// piece is a whole vector there as well.
+using HalfPiece = Pack<NativeF, kParts == 1 ? 1 : 2>;
+
 struct Float16 {
+  static constexpr bool kUnrolls = kHasHalves;
   using Storage = uint16_t;
   using Compute = float;
   using Vector = VectorF;
-  static BNEXPORT_INLINE Vector load(const Storage* from) { return float_from_half(load_bytes<VectorH>(from)); }
-  template <bool stream>
-  static BNEXPORT_INLINE void store(Storage* to, Vector value) {
-    store_bytes<stream>(to, half_from_float(value));
+  using Piece = HalfPiece;
+  static BNEXPORT_INLINE NativeF load(const Storage* from) { return load_float16(from); }
+  template <bool stream, class P>
+  static BNEXPORT_INLINE void store(Storage* to, const P& from) {
+    if constexpr (sizeof(P) == kNativeBytes) {
+      store_float16<stream>(to, from.value);
+    } else {
+      store_float16<stream>(to, from.low.value, from.high.value);
+    }
   }
 };
 
 struct BFloat16 {
+  static constexpr bool kUnrolls = kHasHalves;
   using Storage = uint16_t;
   using Compute = float;
   using Vector = VectorF;
-  static BNEXPORT_INLINE Vector load(const Storage* from) { return float_from_bfloat(load_bytes<VectorH>(from)); }
-  template <bool stream>
-  static BNEXPORT_INLINE void store(Storage* to, Vector value) {
-    store_bytes<stream>(to, bfloat_from_float(value));
+  using Piece = HalfPiece;
+  static BNEXPORT_INLINE NativeF load(const Storage* from) { return load_bfloat16(from); }
+  template <bool stream, class P>
+  static BNEXPORT_INLINE void store(Storage* to, const P& from) {
+    if constexpr (sizeof(P) == kNativeBytes) {
+      store_bfloat16<stream>(to, from.value);
+    } else {
+      store_bfloat16<stream>(to, from.low.value, from.high.value);
+    }
   }
 };
 
 template <class T>
-constexpr int64_t kLanes = sizeof(typename T::Vector) / sizeof(typename T::Compute);
-
-// The first `count` lanes from memory, zeros behind them.
+constexpr int64_t kLanes = T::Vector::kLanes;
 template <class T>
-BNEXPORT_INLINE typename T::Vector load_part(const typename T::Storage* from, int64_t count) {
-  typename T::Storage buffer[kLanes<T>] = {};
-  for (int64_t i = 0; i < count; ++i) buffer[i] = from[i];
-  return T::load(buffer);
+constexpr int64_t kPiece = T::Piece::kLanes;
+
+// V::kLanes values from memory.
+template <class T, class V>
+BNEXPORT_INLINE V load(const typename T::Storage* from) {
+  if constexpr (sizeof(V) == kNativeBytes) {
+    return {T::load(from)};
+  } else {
+    return {load<T, typename V::Half>(from), load<T, typename V::Half>(from + V::kLanes / 2)};
+  }
 }
 
-template <class T>
-BNEXPORT_INLINE void store_part(typename T::Storage* to, typename T::Vector value, int64_t count) {
-  typename T::Storage buffer[kLanes<T>];
-  T::template store<false>(buffer, value);
-  for (int64_t i = 0; i < count; ++i) to[i] = buffer[i];
+// V: a piece, or several.
+template <class T, bool stream, class V>
+BNEXPORT_INLINE void store(typename T::Storage* to, const V& from) {
+  if constexpr (std::is_same_v<V, typename T::Piece>) {
+    T::template store<stream>(to, from);
+  } else {
+    store<T, stream>(to, from.low);
+    store<T, stream>(to + V::kLanes / 2, from.high);
+  }
 }
 
-BNEXPORT_INLINE VectorI lane_numbers(VectorF) { return VectorI{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
-BNEXPORT_INLINE VectorL lane_numbers(VectorD) { return VectorL{0, 1, 2, 3, 4, 5, 6, 7}; }
+// The first of the values at `from`, of which there is a native vector.
+template <class T>
+BNEXPORT_INLINE typename T::Compute first_value(const typename T::Storage* from) {
+  return T::load(from)[0];
+}
 
-// Keeps the last `count` lanes, zeros the others (whatever they hold, NaN included).
+// 16 lanes unset, 16 set: from entry `count` on, the last `count` of a vector's lanes are set.
+alignas(64) constexpr int32_t kLastLanes[32] = {0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,
+                                                -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+
+// Keeps the last `count` of a vector's lanes and zeros the others, whatever they hold, NaN included. `v` holds the
+// vector's lanes from `first` on.
 template <class V>
-BNEXPORT_INLINE V keep_last(V value, int64_t count) {
-  const auto lanes = lane_numbers(value);
-  using Lane = std::remove_reference_t<decltype(lanes[0])>;
-  constexpr int64_t total = sizeof(V) / sizeof(value[0]);
-  return lanes >= static_cast<Lane>(total - count) ? value : V{};
+BNEXPORT_INLINE V keep_last(const V& v, int64_t count, int64_t first = 0) {
+  if constexpr (sizeof(V) == kNativeBytes) {
+    using Native = decltype(V::value);
+    constexpr int64_t kEntries = kNativeBytes / 4 / V::kLanes;  // of the table for a lane
+    return {(Native)((NativeI)v.value & load_bytes<NativeI>(kLastLanes + kEntries * (count + first)))};
+  } else {
+    return {keep_last(v.low, count, first), keep_last(v.high, count, first + V::kLanes / 2)};
+  }
 }
 
-BNEXPORT_INLINE VectorD lower(VectorF v) { return __builtin_convertvector(load_bytes<HalfF>(&v), VectorD); }
-BNEXPORT_INLINE VectorD upper(VectorF v) {
-  return __builtin_convertvector(load_bytes<HalfF>(reinterpret_cast<const char*>(&v) + 32), VectorD);
+// Lanes of b where the last `count` of `total` lanes are, else of a.
+template <class V>
+BNEXPORT_INLINE V blend_last(const V& a, const V& b, int64_t count, int64_t total = V::kLanes, int64_t first = 0) {
+  if constexpr (sizeof(V) == kNativeBytes) {
+    using Native = decltype(V::value);
+    constexpr int64_t kEntries = kNativeBytes / 4 / V::kLanes;
+    const auto mask = load_bytes<NativeI>(kLastLanes + 16 - kEntries * (total - count - first));
+    return {(Native)(mask < 0 ? (NativeI)b.value : (NativeI)a.value)};
+  } else {
+    return {blend_last(a.low, b.low, count, total, first),
+            blend_last(a.high, b.high, count, total, first + V::kLanes / 2)};
+  }
 }
 
-// Sums of the lanes, in a fixed order, in double.
-BNEXPORT_INLINE double sum_lanes(VectorD v) {
-  return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7]));
+template <class V>
+BNEXPORT_INLINE V not_negative(const V& v) {
+  if constexpr (sizeof(V) == kNativeBytes) {
+    return {v.value < 0 ? decltype(v.value){} : v.value};
+  } else {
+    return {not_negative(v.low), not_negative(v.high)};
+  }
 }
-BNEXPORT_INLINE double sum_lanes(VectorF v) { return sum_lanes(lower(v) + upper(v)); }
+
+// Lanes of floats as doubles: twice as many registers.
+BNEXPORT_INLINE Pack<NativeD, 2> doubles(const Pack<NativeF, 1>& v) {
+  return {{doubles_of_lower(v.value)}, {doubles_of_upper(v.value)}};
+}
+BNEXPORT_INLINE Pack<NativeD, 1> doubles(const Pack<NativeD, 1>& v) { return v; }
+template <int64_t n>
+BNEXPORT_INLINE Pack<NativeD, 2 * n> doubles(const Pack<NativeF, n>& v) {
+  return {doubles(v.low), doubles(v.high)};
+}
+
+// The lanes i and i + 8 of a vector, added in double.
+BNEXPORT_INLINE VectorD folded(const VectorF& v) {
+  const auto all = doubles(v);
+  return all.low + all.high;
+}
+
+// ((v0 + v4) + (v1 + v5)) + ((v2 + v6) + (v3 + v7))
+BNEXPORT_INLINE double sum_lanes(const VectorD& v) {
+  double lanes[8];
+  static_assert(sizeof(lanes) == sizeof(v), "eight lanes");
+  std::memcpy(lanes, &v, sizeof(v));
+  return ((lanes[0] + lanes[4]) + (lanes[1] + lanes[5])) + ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
+}
+BNEXPORT_INLINE double sum_lanes(const VectorF& v) { return sum_lanes(folded(v)); }
 
 }  // namespace
 }  // namespace bnexport::cpu

@@ -1,31 +1,37 @@
-// The inner loop of elementwise.h. Compiled once per instruction set; see ../simd.h.
+// The inner loop of elementwise.h. Compiled once per instruction set; see ../native.h.
 #ifndef BNEXPORT_KERNELS_CPU_TRAINING_ELEMENTWISE_LOOPS_H
 #define BNEXPORT_KERNELS_CPU_TRAINING_ELEMENTWISE_LOOPS_H
 
-#include "../simd.h"
+#include "../native.h"
 #include "elementwise.h"
 
 namespace bnexport::cpu {
 namespace {
 
 template <bool has_high>
-BNEXPORT_INLINE VectorF passed(VectorF grad, VectorF x, VectorF low, VectorF high) {
-  VectorF result = x <= low ? VectorF{} : grad;
-  if constexpr (has_high) result = x >= high ? VectorF{} : result;
+BNEXPORT_INLINE NativeF passed(NativeF grad, NativeF x, NativeF low, NativeF high) {
+  NativeF result = x <= low ? NativeF{} : grad;
+  if constexpr (has_high) result = x >= high ? NativeF{} : result;
   return result;
 }
 
 template <bool has_high, bool stream>
 void relu_gradient_of(const OpenRange& range, const float* grad, const float* x, float* grad_input, int64_t count) {
-  const VectorF low = VectorF{} + range.low, high = VectorF{} + range.high;
+  const NativeF low = NativeF{} + range.low, high = NativeF{} + range.high;
+  const auto at = [&](int64_t i) {
+    return passed<has_high>(load_bytes<NativeF>(grad + i), load_bytes<NativeF>(x + i), low, high);
+  };
   int64_t i = 0;
-  for (; i + kLanes<Float32> <= count; i += kLanes<Float32>) {
-    Float32::store<stream>(grad_input + i, passed<has_high>(Float32::load(grad + i), Float32::load(x + i), low, high));
+  for (; i + 4 * kFloats <= count; i += 4 * kFloats) {
+    for (int64_t part = 0; part < 4; ++part) {
+      store_bytes<stream>(grad_input + i + part * kFloats, at(i + part * kFloats));
+    }
   }
+  for (; i + kFloats <= count; i += kFloats) store_bytes<stream>(grad_input + i, at(i));
   const int64_t rest = count - i;
-  store_part<Float32>(grad_input + i,
-                      passed<has_high>(load_part<Float32>(grad + i, rest), load_part<Float32>(x + i, rest), low, high),
-                      rest);
+  if (rest > 0) {
+    store_part(grad_input + i, passed<has_high>(load_part(grad + i, rest), load_part(x + i, rest), low, high), rest);
+  }
   if (stream) stream_fence();
 }
 

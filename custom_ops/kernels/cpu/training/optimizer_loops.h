@@ -1,56 +1,46 @@
-// The inner loops of optimizer.h. Compiled once per instruction set; see ../simd.h.
+// The inner loops of optimizer.h. Compiled once per instruction set; see ../native.h.
 #ifndef BNEXPORT_KERNELS_CPU_TRAINING_OPTIMIZER_LOOPS_H
 #define BNEXPORT_KERNELS_CPU_TRAINING_OPTIMIZER_LOOPS_H
 
-#include "../simd.h"
+#include "../native.h"
 #include "optimizer.h"
 
 namespace bnexport::cpu {
 namespace {
 
-BNEXPORT_INLINE VectorF square_root(VectorF value) {
-#if defined(__AVX512F__)
-  return (VectorF)_mm512_sqrt_ps((__m512)value);
-#else
-  VectorF result;
-  for (int64_t i = 0; i < kLanes<Float32>; ++i) result[i] = __builtin_sqrtf(value[i]);
-  return result;
-#endif
-}
-
 // Whole vectors, then the elements that are left; both through the same arithmetic.
 struct Whole {
-  BNEXPORT_INLINE VectorF load(const float* from) const { return Float32::load(from); }
+  BNEXPORT_INLINE NativeF load(const float* from) const { return load_bytes<NativeF>(from); }
   template <bool stream>
-  BNEXPORT_INLINE void store(float* to, VectorF value) const {
-    Float32::store<stream>(to, value);
+  BNEXPORT_INLINE void store(float* to, NativeF value) const {
+    store_bytes<stream>(to, value);
   }
 };
 struct Part {
   int64_t count;
-  BNEXPORT_INLINE VectorF load(const float* from) const { return load_part<Float32>(from, count); }
+  BNEXPORT_INLINE NativeF load(const float* from) const { return load_part(from, count); }
   template <bool stream>
-  BNEXPORT_INLINE void store(float* to, VectorF value) const {
-    store_part<Float32>(to, value, count);
+  BNEXPORT_INLINE void store(float* to, NativeF value) const {
+    store_part(to, value, count);
   }
 };
 
 template <bool amsgrad, bool stream, class Access>
 BNEXPORT_INLINE void adam_at(const AdamUpdate& k, int64_t i, const Access& access) {
-  const VectorF p = access.load(k.parameter + i), m = access.load(k.exp_avg + i), v = access.load(k.exp_avg_sq + i);
-  VectorF g = access.load(k.grad + i);
+  const NativeF p = access.load(k.parameter + i), m = access.load(k.exp_avg + i), v = access.load(k.exp_avg_sq + i);
+  NativeF g = access.load(k.grad + i);
   if (k.weight_decay != 0) g += k.weight_decay * p;
-  const VectorF new_m = m + (g - m) * k.one_minus_beta1;
-  const VectorF new_v = v * k.beta2 + g * g * k.one_minus_beta2;
-  VectorF largest = new_v;
+  const NativeF new_m = m + (g - m) * k.one_minus_beta1;
+  const NativeF new_v = v * k.beta2 + g * g * k.one_minus_beta2;
+  NativeF largest = new_v;
   if constexpr (amsgrad) {
-    const VectorF old = access.load(k.max_exp_avg_sq + i);
+    const NativeF old = access.load(k.max_exp_avg_sq + i);
     // NaN stays, whichever of the two it is.
     largest = old <= new_v ? new_v : old;
     largest = new_v != new_v ? new_v : largest;
     access.template store<stream>(k.new_max_exp_avg_sq + i, largest);
   }
-  const VectorF denominator = square_root(largest) / k.bias_correction2_sqrt + k.eps;
+  const NativeF denominator = square_root(largest) / k.bias_correction2_sqrt + k.eps;
   access.template store<stream>(k.new_exp_avg + i, new_m);
   access.template store<stream>(k.new_exp_avg_sq + i, new_v);
   access.template store<stream>(k.new_parameter + i, p * k.keep - new_m / denominator * k.step_size);
@@ -58,11 +48,11 @@ BNEXPORT_INLINE void adam_at(const AdamUpdate& k, int64_t i, const Access& acces
 
 template <bool has_momentum, bool stream, class Access>
 BNEXPORT_INLINE void sgd_at(const SgdUpdate& k, int64_t i, const Access& access) {
-  const VectorF p = access.load(k.parameter + i);
-  VectorF g = access.load(k.grad + i);
+  const NativeF p = access.load(k.parameter + i);
+  NativeF g = access.load(k.grad + i);
   if (k.weight_decay != 0) g += k.weight_decay * p;
   if constexpr (has_momentum) {
-    const VectorF b = access.load(k.momentum_buffer + i) * k.momentum + g * k.share;
+    const NativeF b = access.load(k.momentum_buffer + i) * k.momentum + g * k.share;
     access.template store<stream>(k.new_momentum_buffer + i, b);
     g = k.nesterov ? g + b * k.momentum : b;
   }
@@ -73,7 +63,7 @@ BNEXPORT_INLINE void sgd_at(const SgdUpdate& k, int64_t i, const Access& access)
 template <bool amsgrad, bool stream>
 void adam_of(AdamUpdate adam, int64_t first, int64_t count) {
   int64_t i = first;
-  for (; i + kLanes<Float32> <= first + count; i += kLanes<Float32>) adam_at<amsgrad, stream>(adam, i, Whole{});
+  for (; i + kFloats <= first + count; i += kFloats) adam_at<amsgrad, stream>(adam, i, Whole{});
   if (i < first + count) adam_at<amsgrad, false>(adam, i, Part{first + count - i});
   if (stream) stream_fence();
 }
@@ -81,7 +71,7 @@ void adam_of(AdamUpdate adam, int64_t first, int64_t count) {
 template <bool has_momentum, bool stream>
 void sgd_of(SgdUpdate sgd, int64_t first, int64_t count) {
   int64_t i = first;
-  for (; i + kLanes<Float32> <= first + count; i += kLanes<Float32>) sgd_at<has_momentum, stream>(sgd, i, Whole{});
+  for (; i + kFloats <= first + count; i += kFloats) sgd_at<has_momentum, stream>(sgd, i, Whole{});
   if (i < first + count) sgd_at<has_momentum, false>(sgd, i, Part{first + count - i});
   if (stream) stream_fence();
 }

@@ -1,11 +1,11 @@
-// The inner loop of pooling.h. Compiled once per instruction set; see ../simd.h.
+// The inner loop of pooling.h. Compiled once per instruction set; see ../native.h.
 //
 // Kernel positions are the outer loop and neighbouring windows the inner one, which compilers turn into
 // vectors; padding only shortens the range of windows that a position belongs to.
 #ifndef BNEXPORT_KERNELS_CPU_TRAINING_POOLING_LOOPS_H
 #define BNEXPORT_KERNELS_CPU_TRAINING_POOLING_LOOPS_H
 
-#include "../simd.h"
+#include "../native.h"
 #include "pooling.h"
 
 namespace bnexport::cpu {
