@@ -88,7 +88,9 @@ def drop_unused_bodies(model: ir.Model) -> None:
     domains = {node.domain for node in walk.nodes(model)} | {key[0] for key in model.functions}
     if schema.DOMAIN not in domains:
         for imports in (model.opset_imports, *(function.opset_imports for function in model.functions.values())):
-            imports.pop(schema.DOMAIN, None)
+            # A model without any import is not valid.
+            if len(imports) > 1:
+                imports.pop(schema.DOMAIN, None)
 
 
 def _convert(node: ir.Node, training: bool, context: Context) -> ir.Node:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnx.numpy_helper
@@ -9,7 +11,7 @@ import onnx.parser
 import pytest
 
 from bnexport.folding import FoldResult, fold, inspect, verify
-from bnexport.model_io import to_proto
+from bnexport.model_io import load, to_proto
 from tests.folding.helpers import assert_near, batch_norm, exact, make_inputs, model, operators, parameters, run
 
 X4 = "float[N,6,H,W] x"
@@ -209,6 +211,13 @@ def test_portable_body_leaves_with_its_last_node(mode: int) -> None:
     assert result.report.verification.passed
     # In inference the original itself is the reference: its body runs anywhere.
     assert result.report.verification.reference == ("converted" if mode else "original")
+
+
+def test_the_last_import_stays(tmp_path: Path) -> None:
+    """A graph without nodes may import nothing but our domain; without it the file would not load again."""
+    proto = onnx.parser.parse_model('<ir_version: 8, opset_import: ["mmcv": 1]> g () => () { }')
+    fold(proto, tmp_path / "out.onnx")
+    assert load(tmp_path / "out.onnx").opset_imports == {"mmcv": 1}
 
 
 def test_inspect_describes_the_nodes() -> None:
