@@ -38,11 +38,6 @@ class Reference:
         self.cause = ""
 
     @property
-    def source(self) -> str:
-        """What is compared: "original", or "converted" where that cannot run here."""
-        return "converted" if self.cause else "original"
-
-    @property
     def unreturned(self) -> tuple[str, ...]:
         if self._first is None:
             return ()
@@ -61,7 +56,7 @@ class Reference:
         except Exception as error:  # what the model's code raises
             if self._runs:
                 raise
-            self.cause = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            self.cause = first_line(error)
 
     def complete(self, converted: nn.Module, state: Sequence[str] = ()) -> None:
         """Set the stand-in for a module that cannot run here, and what a call returns after the outputs.
@@ -120,6 +115,11 @@ def _run(model: nn.Module, inputs: Tensors) -> tuple[Tensors, Buffers]:
         leaves = _pytree.tree_leaves(model(*(value.clone() for value in inputs)))
     outputs = tuple(value.detach() for value in leaves if isinstance(value, torch.Tensor))
     return outputs, dict(model.named_buffers(remove_duplicate=False))
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, or its class where that is nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:

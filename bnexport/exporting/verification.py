@@ -4,39 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
 
-from bnexport import schema, tolerances
+from bnexport import schema
 from bnexport.errors import LibraryError, VerificationError
+from bnexport.exporting.comparison import Array, OutputError, compare, to_array
 from bnexport.exporting.reference import Reference
+from bnexport.folding import smaller_inputs
 from bnexport.runtime import injection
 
-
-@dataclasses.dataclass(frozen=True)
-class OutputError:
-    """One output compared: its largest absolute difference and the bound it was held to."""
-
-    name: str
-    max_abs_error: float
-    bound: float
-    engine: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return self.max_abs_error <= self.bound
+Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """passed is None when nothing could be compared; `reason` says why.
+    """passed is None when nothing could be compared, or decided; `reason` says why.
 
-    reference: "original", the caller's module, or "converted": its copy with our or torch's batch norms, where the
-    module itself cannot run here; `reason` says why.
+    outputs: for each output and engine the comparison nearest to its bound. reference: "original", the caller's
+    module, or "converted": its copy with our or torch's batch norms, where the module itself cannot run here;
+    `reason` says why. input_scale: what the float inputs were multiplied by; below 1 where the outputs for the
+    example itself decide nothing.
     """
 
     passed: bool | None
@@ -44,19 +36,28 @@ class Verification:
     outputs: tuple[OutputError, ...]
     reason: str = ""
     reference: str = "original"
+    input_scale: float = 1.0
 
     @classmethod
     def skipped(cls, reason: str) -> Verification:
         return cls(None, "", (), reason)
 
+    @classmethod
+    def of(cls, errors: Sequence[OutputError], engine: str, cause: str = "", scale: float = 1.0) -> Verification:
+        """The verdict on all outputs. cause: why the caller's module cannot run here, if it cannot."""
+        undecided = next((error for error in errors if not error.decided and not error.failed), None)
+        passed: bool | None = not any(error.failed for error in errors)
+        reason = cause
+        if passed and undecided is not None:
+            passed, reason = None, f"output {undecided.name!r}: {undecided.reason}"
+        return cls(passed, engine, tuple(errors), reason, "converted" if cause else "original", scale)
+
     def summary(self) -> str:
         if self.passed is None:
             return f"not verified: {self.reason}"
-        # The one nearest to its bound, or furthest beyond it; a bound of 0 is that of integers.
-        worst = max(
-            self.outputs, key=lambda o: o.max_abs_error / o.bound if o.bound else (math.inf if o.max_abs_error else 0.0)
-        )
-        text = f"output {worst.name!r} differs by {worst.max_abs_error:.3g}, bound {worst.bound:.3g} ({worst.engine})"
+        text = max(self.outputs, key=_nearness).summary()
+        if self.input_scale != 1.0:
+            text += f", on inputs times {self.input_scale:.3g}"
         if self.reference == "converted":
             text += f"; compared with the converted model, since the model itself cannot run here: {self.reason}"
         return text
@@ -65,7 +66,7 @@ class Verification:
         return dataclasses.asdict(self)
 
 
-def check(model: ir.Model, reference: Reference, inputs: tuple[torch.Tensor, ...]) -> Verification:
+def check(model: ir.Model, reference: Reference, inputs: Tensors) -> Verification:
     """Runs both on `inputs`, and once more on a doubled batch where the first dimensions are dynamic.
 
     Statistics compare like outputs. A model that draws random numbers (Dropout in train mode) is not compared.
@@ -79,30 +80,115 @@ def check(model: ir.Model, reference: Reference, inputs: tuple[torch.Tensor, ...
     expected = reference(inputs)
     if reference.is_random(inputs):
         return Verification.skipped("the model draws random numbers")
-
-    batches = [(inputs, expected)]
-    if inputs and all(_has_dynamic_batch(value) for value in model.graph.inputs):
-        doubled = tuple(torch.cat([tensor, tensor]) for tensor in inputs)
-        batches.append((doubled, reference(doubled)))
-    errors: list[OutputError] = []
     engines, reason = _engines(model)
-    for engine, options in engines:
-        try:
-            session = injection.open_model(model, options)
-            results = [session.run(None, _named(model.graph.inputs, feeds)) for feeds, _ in batches]
-        except Exception as error:  # ONNX Runtime raises one class for each status code
-            raise VerificationError(f"{engine} cannot run the exported model: {str(error).strip()}") from error
-        for (feeds, references), got in zip(batches, results):
-            errors += _compare_all(model, got, references, reference, feeds, engine)
     if not engines:
         return Verification.skipped(reason)
-    return Verification(
-        passed=all(error.passed for error in errors),
-        engine=" and ".join(name for name, _ in engines),
-        outputs=tuple(errors),
-        reason=reference.cause,
-        reference=reference.source,
-    )
+    engine = " and ".join(name for name, _ in engines)
+    runs = [_runner(model, name, options) for name, options in engines]
+
+    def compared(feed: Tensors, rows: Sequence[Array]) -> list[OutputError]:
+        return [error for run in runs for error in run(feed, rows, reference)]
+
+    def judged(feed: Tensors, expected: Tensors) -> tuple[list[OutputError], float]:
+        return judge(feed, expected, reference, lambda scale, rows: compared(scaled(feed, scale), rows))
+
+    errors, scale = judged(inputs, expected)
+    if inputs and all(_has_dynamic_batch(value) for value in model.graph.inputs):
+        doubled = tuple(torch.cat([tensor, tensor]) for tensor in inputs)
+        errors += judged(doubled, reference(doubled))[0]
+    return Verification.of(nearest(errors), engine, reference.cause, scale)
+
+
+def judge(
+    inputs: Tensors,
+    expected: Tensors,
+    reference: Reference,
+    compared: Callable[[float, Sequence[Array]], list[OutputError]],
+) -> tuple[list[OutputError], float]:
+    """The comparison on these inputs, or on smaller ones where these decide nothing, and the factor to them.
+
+    expected: what the reference makes of these inputs. compared: runs the exported model on the inputs times a factor
+    and compares it with what the reference makes of them.
+    """
+
+    def run(scale: float) -> list[list[Any]] | None:
+        if scale == 1.0:
+            return [[to_array(value) for value in expected]]
+        try:
+            return [[to_array(value) for value in reference(scaled(inputs, scale))]]
+        except Exception:  # what the model's code raises on other values
+            return None
+
+    first: list[OutputError] = []
+    scalable = any(value.is_floating_point() for value in inputs)
+    for attempt in smaller_inputs.attempts(run, scalable=scalable):
+        (rows,) = attempt.expected
+        errors = compared(attempt.scale, rows)
+        if attempt.halved is not None:
+            errors = _without_hidden(errors, rows, attempt.halved[0])
+        if any(error.failed for error in errors) or all(error.decided for error in errors):
+            return errors, attempt.scale
+        first = first or errors
+    if scalable:
+        first = [
+            error if error.decided else dataclasses.replace(error, reason=smaller_inputs.with_smaller(error.reason))
+            for error in first
+        ]
+    return first, 1.0
+
+
+def scaled(inputs: Tensors, scale: float) -> Tensors:
+    """Those of float types times `scale`."""
+    if scale == 1.0:
+        return inputs
+    return tuple(value * scale if value.is_floating_point() else value for value in inputs)
+
+
+def _without_hidden(errors: list[OutputError], expected: list[Any], halved: list[Any]) -> list[OutputError]:
+    """Passes are undecided where the bound hides what the inputs change. Engines follow one another in `errors`."""
+    results = []
+    for index, error in enumerate(errors):
+        one, two = (rows[index % len(expected)] for rows in (expected, halved))
+        shown = not smaller_inputs.is_float(one) or one.shape != two.shape
+        if not shown:
+            shown = smaller_inputs.is_small(error.bound, [(one.astype(np.float64), two.astype(np.float64))])
+        hidden = error.passed and not shown
+        results.append(dataclasses.replace(error, decided=False, reason=smaller_inputs.HIDDEN) if hidden else error)
+    return results
+
+
+def _runner(
+    model: ir.Model, engine: str, options: Any
+) -> Callable[[Tensors, Sequence[Array], Reference], list[OutputError]]:
+    """Runs the graph in one session and compares."""
+    inputs, outputs = ([str(value.name) for value in values] for values in (model.graph.inputs, model.graph.outputs))
+
+    def failed(error: Exception) -> VerificationError:  # ONNX Runtime raises one class for each status code
+        return VerificationError(f"{engine} cannot run the exported model: {str(error).strip()}")
+
+    try:
+        session = injection.open_model(model, options)
+    except Exception as error:
+        raise failed(error) from error
+
+    def run(feed: Tensors, expected: Sequence[Array], reference: Reference) -> list[OutputError]:
+        if len(expected) != len(outputs):
+            raise VerificationError(f"the exported model returns {len(outputs)} tensors, torch {len(expected)}")
+        try:
+            got = session.run(None, dict(zip(inputs, map(to_array, feed))))
+        except Exception as error:
+            raise failed(error) from error
+        return compare(outputs, [np.asarray(value) for value in got], expected, lambda: exact(reference, feed), engine)
+
+    return run
+
+
+def exact(reference: Reference, feed: Tensors) -> list[Array] | None:
+    """The reference in float64; None where its code has a type of its own."""
+    try:
+        return [to_array(value) for value in reference.in_float64(feed)]
+    except (RuntimeError, TypeError):
+        return None
 
 
 def _engines(model: ir.Model) -> tuple[list[tuple[str, Any]], str]:
@@ -132,91 +218,21 @@ def _engines(model: ir.Model) -> tuple[list[tuple[str, Any]], str]:
     return engines, reason
 
 
-def _named(values: Sequence[ir.Value], tensors: tuple[torch.Tensor, ...]) -> dict[str, np.ndarray]:
-    return {str(value.name): _array(tensor) for value, tensor in zip(values, tensors)}
+def nearest(errors: Sequence[OutputError]) -> list[OutputError]:
+    """Of each output in each engine the comparison nearest to its bound."""
+    found: dict[tuple[str, str], OutputError] = {}
+    for error in errors:
+        key = (error.name, error.engine)
+        if key not in found or _nearness(error) > _nearness(found[key]):
+            found[key] = error
+    return list(found.values())
 
 
-def _compare_all(
-    model: ir.Model,
-    results: list[Any],
-    expected: tuple[torch.Tensor, ...],
-    reference: Reference,
-    feeds: tuple[torch.Tensor, ...],
-    engine: str,
-) -> list[OutputError]:
-    if len(expected) != len(results):
-        raise VerificationError(f"the exported model returns {len(results)} tensors, torch {len(expected)}")
-    references = _named(model.graph.outputs, expected)
-    got = {name: np.asarray(value) for name, value in zip(references, results)}
-    compared = [_compare(name, got[name], references[name], _scale(name, references)) for name in references]
-    if not all(error.passed for error in compared):
-        compared = _allow_for_rounding(compared, got, references, reference, feeds)
-    return [dataclasses.replace(error, engine=engine) for error in compared]
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().cpu().numpy()
-
-
-def _scale(name: str, references: dict[str, np.ndarray]) -> float:
-    """A running mean may be 0 by cancellation: its rounding errors are those of data of size std."""
-    stem = name.removesuffix("running_mean.new")
-    variance = references.get(f"{stem}running_var.new")
-    if stem == name or variance is None:
-        return 0.0
-    return float(np.sqrt(np.abs(variance).max(initial=0.0)))
-
-
-def _allow_for_rounding(
-    compared: list[OutputError],
-    got: dict[str, np.ndarray],
-    references: dict[str, np.ndarray],
-    reference: Reference,
-    feeds: tuple[torch.Tensor, ...],
-) -> list[OutputError]:
-    """Ill-conditioned models: the error is held against torch's own, both measured from float64.
-
-    An output that cancels loses the digits its largest value suggests, in torch as in the exported
-    model. The bound then is four times torch's own distance from the model computed in float64.
-    """
-    try:
-        exact = reference.in_float64(feeds)
-    except (RuntimeError, TypeError):
-        return compared
-    results = []
-    for error, tensor in zip(compared, exact):
-        if error.passed or got[error.name].shape != tuple(tensor.shape):
-            results.append(error)
-            continue
-        truth = tensor.detach().cpu().numpy()
-        own = _largest_difference(references[error.name], truth)
-        results.append(
-            OutputError(error.name, _largest_difference(got[error.name], truth), max(error.bound, 4.0 * own))
-        )
-    return results
+def _nearness(error: OutputError) -> tuple[bool, bool, float]:
+    """Failures first, then what is undecided, then by the share of the bound; a bound of 0 is that of integers."""
+    share = error.max_abs_error / error.bound if error.bound else (math.inf if error.max_abs_error else 0.0)
+    return error.failed, not error.decided, share
 
 
 def _has_dynamic_batch(value: ir.Value) -> bool:
     return value.shape is not None and value.shape.rank() >= 2 and not isinstance(value.shape[0], int)
-
-
-def _compare(name: str, actual: np.ndarray, reference: np.ndarray, scale: float) -> OutputError:
-    if actual.shape != reference.shape:
-        return OutputError(name, float("inf"), 0.0)
-    bound = 0.0
-    if np.issubdtype(reference.dtype, np.floating):
-        values = np.append(reference, scale)
-        bound = tolerances.model(reference.dtype.name, values).atol
-        if reference.dtype == np.float64:
-            # eps and momentum are float32 attributes in ONNX; torch holds them in float64.
-            bound += tolerances.UNIT_ROUNDOFF["float32"] * float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
-    return OutputError(name, _largest_difference(actual, reference), bound)
-
-
-def _largest_difference(one: np.ndarray, two: np.ndarray) -> float:
-    """Largest absolute difference; equal infinities and NaN beside NaN count as equal."""
-    one, two = one.astype(np.float64), two.astype(np.float64)
-    same = (one == two) | (np.isnan(one) & np.isnan(two))
-    with np.errstate(invalid="ignore"):
-        difference = np.abs(np.where(same, 0.0, one - two))
-    return float(np.nan_to_num(difference, nan=np.inf).max(initial=0.0))

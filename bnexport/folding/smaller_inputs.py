@@ -18,6 +18,7 @@ from bnexport.folding.comparison import OutputComparison
 SCALES = tuple(2.0**-power for power in (3, 6, 9, 12))
 # Largest bound, as a share of max |y(x) - y(x / 2)|. Float16's bound is 1.6 % of max |y|: x must make a sixth of y.
 _VISIBLE = 0.1
+HIDDEN = "where the inputs are small enough for a reference that is finite and accurate, it hardly depends on them"
 
 
 def is_float(array: Any) -> bool:
@@ -84,6 +85,11 @@ def shows_inputs(output: OutputComparison, expected: Sequence[Any], halved: Sequ
     if not pairs:
         return True
     bound = output.atol + output.rtol * max(float(np.abs(one).max(initial=0.0)) for one, _ in pairs)
+    return is_small(bound, pairs)
+
+
+def is_small(bound: float, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> bool:
+    """Whether a bound of an output hides little of what x changes. pairs: y(x) and y(x / 2)."""
     return bound <= _VISIBLE * max(float(np.abs(one - two).max(initial=0.0)) for one, two in pairs)
 
 
@@ -91,8 +97,7 @@ def as_hidden(output: OutputComparison) -> OutputComparison:
     """The output, undecided if it passed."""
     if not output.passed:
         return output
-    reason = "where the inputs are small enough for a reference that is finite and accurate, it hardly depends on them"
-    return dataclasses.replace(output, passed=False, decided=False, reason=reason)
+    return dataclasses.replace(output, passed=False, decided=False, reason=HIDDEN)
 
 
 def with_smaller(reason: str) -> str:

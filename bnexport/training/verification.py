@@ -10,6 +10,9 @@ layers to ResNet-50, in torch as in any runtime. So what a step changes by gradi
 
     ||d - d64|| <= max(2^-4 ||d64||, 4 ||d_torch - d64||) + 16 u ||t64|| + 16 u (largest norm of its kind)
 
+Where torch's own error makes that bound larger than ||d64||, and than 1 % of the largest norm of its kind, it
+would accept any step: such a batch decides nothing. The same holds for the forward above 1 % of an output.
+
 d is the change of a parameter or of optimizer state (a gradient itself in mode "gradients"). The third term
 is the rounding of t; the last is for gradients that are zero but for rounding, as that of a bias before
 batch norm. A wrong translation is off by the size of the gradient itself. The optimizer starts from random
@@ -28,7 +31,9 @@ import torch
 
 from bnexport import model_io, tolerances
 from bnexport.errors import LibraryError, VerificationError
-from bnexport.exporting.verification import OutputError, Verification
+from bnexport.exporting.comparison import OutputError
+from bnexport.exporting.reference import first_line
+from bnexport.exporting.verification import Verification
 from bnexport.exporting.wrapper import crosses_processes
 from bnexport.sync_bn.copies import copy_model
 from bnexport.training.description import GRADIENT_SUFFIX, NEW_SUFFIX, STEP
@@ -80,7 +85,7 @@ def check(
     try:
         own = reference(state, tensors, lr)
     except Exception as error:  # what the model's code raises: some packages' batch norms run on GPUs only
-        reference, cause = step, next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        reference, cause = step, first_line(error)
         own = reference(state, tensors, lr)
     try:
         exact = in_float64(reference)(_double(state), tuple(_double(batch).values()), lr)
@@ -89,13 +94,7 @@ def check(
         exact = own
     judge = _Judge(state, {name: (got[name], _array(own[name]), _array(exact[name])) for name in names}, step)
     errors = tuple(dataclasses.replace(judge(name), engine=engine) for name in names)
-    return Verification(
-        passed=all(error.passed for error in errors),
-        engine=engine,
-        outputs=errors,
-        reason=cause,
-        reference="converted" if cause else "original",
-    )
+    return Verification.of(errors, engine, cause)
 
 
 def in_float64(step: Step) -> Step:
@@ -151,6 +150,8 @@ class _Judge:
         got, own, exact = self._results[name]
         if got.shape != own.shape or got.dtype != own.dtype:
             return OutputError(name, float("inf"), 0.0)
+        if not (np.isfinite(own).all() and np.isfinite(exact).all()):
+            return OutputError(name, 0.0, 0.0, reason="torch's own values are not finite", decided=False)
         if not np.issubdtype(own.dtype, np.floating):
             return OutputError(name, _largest(got - exact), 0.0)
         # eps and momentum are float32 attributes in ONNX; torch holds them in float64.
@@ -158,11 +159,16 @@ class _Judge:
         error, own_error = got.astype(np.float64) - exact, own - exact
         if name in self._forward:
             reference = np.append(exact, self._scale_of_mean(name))
-            bound = max(tolerances.model(got.dtype.name.replace("64", "32"), reference).atol, 4.0 * _largest(own_error))
-            return OutputError(name, _largest(error), bound)
-        jump = max(_JUMP * _norm(exact - self._old.get(name, 0)), 4.0 * _norm(own_error))
-        bound = jump + 16.0 * unit * (_norm(exact) + self._norms[_kind(name)])
-        return OutputError(name, _norm(error), bound)
+            table = tolerances.model(got.dtype.name.replace("64", "32"), reference).atol
+            return _judged(
+                name, _largest(error), table, tolerances.OWN_ERROR * _largest(own_error), _largest(reference)
+            )
+        change, kind = _norm(exact - self._old.get(name, 0)), self._norms[_kind(name)]
+        rounding = 16.0 * unit * (_norm(exact) + kind)
+        own_bound = tolerances.OWN_ERROR * _norm(own_error) + rounding
+        # A wrong translation is off by the change itself; a change of rounding errors alone shows nothing.
+        size = max(change / tolerances.LARGEST_SHARE, kind)
+        return _judged(name, _norm(error), _JUMP * change + rounding, own_bound, size)
 
     def _scale_of_mean(self, name: str) -> float:
         """What a running mean's rounding is relative to: the spread of the values that the batch's mean is of."""
@@ -173,6 +179,15 @@ class _Judge:
         momentum = getattr(self._model.get_submodule(layer), "momentum", None) or 1.0
         of_batch = (self._results[variance][2] - (1.0 - momentum) * self._old[variance]) / momentum
         return float(momentum * np.sqrt(np.nan_to_num(of_batch).max(initial=0.0)))
+
+
+def _judged(name: str, error: float, table: float, own: float, size: float) -> OutputError:
+    """Held to the larger of two bounds, as long as that can find a wrong step."""
+    bound = max(table, own)
+    if error <= table or tolerances.is_evidence(bound, table, size):
+        return OutputError(name, error, bound)
+    reason = "the step is ill-conditioned on this batch: torch itself is as far from the step in float64"
+    return OutputError(name, error, bound, reason=reason, decided=False)
 
 
 def _kind(name: str) -> str:
