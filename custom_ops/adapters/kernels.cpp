@@ -46,7 +46,7 @@ void ForwardKernel::compute(ort::KernelContext* context) const {
   params.saved_mean = saved.data();
   params.saved_invstd = saved.data() + params.C;
 
-  SessionParallel parallel(api_, context);
+  SessionParallel parallel(api_, context, threads_);
   std::vector<double> gathered;
   if (params.group_size > 1) {
     const std::shared_ptr<const comm::Group> members = group();
@@ -74,7 +74,7 @@ void BackwardKernel::compute(ort::KernelContext* context) const {
   params.saved_mean = saved.data();
   params.saved_invstd = saved.data() + params.C;
 
-  SessionParallel parallel(api_, context);
+  SessionParallel parallel(api_, context, threads_);
   std::vector<double> row, gathered;
   if (bound.exchanges) {
     const std::shared_ptr<const comm::Group> members = group();

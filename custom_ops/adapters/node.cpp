@@ -3,7 +3,6 @@
 #include <cmath>
 #include <cstring>
 #include <new>
-#include <thread>
 
 namespace bnexport::adapters {
 
@@ -217,25 +216,6 @@ Extents extents(const Run& run, const char* name, const std::vector<int64_t>& sh
     run.fail(std::string("input '") + name + "': got shape " + text(shape) + ", expected fewer than 2^60 elements");
   }
   return e;
-}
-
-void SessionParallel::run(int64_t count, Task task, void* context) {
-  struct Call {
-    Task task;
-    void* context;
-  } call{task, context};
-  check(api_, ort::ParallelFor::call(
-                  api_, context_,
-                  [](void* data, size_t index) {
-                    const auto* c = static_cast<const Call*>(data);
-                    c->task(c->context, static_cast<int64_t>(index));
-                  },
-                  static_cast<size_t>(count), 0, &call));
-}
-
-int64_t SessionParallel::width() const {
-  static const int64_t cores = std::thread::hardware_concurrency() > 0 ? std::thread::hardware_concurrency() : 1;
-  return cores;
 }
 
 }  // namespace bnexport::adapters

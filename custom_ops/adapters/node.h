@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "../abi/ort_abi.h"
-#include "../kernels/cpu/parallel.h"
 #include "schema.h"
+#include "session_parallel.h"
 
 namespace bnexport::adapters {
 
@@ -51,6 +51,7 @@ class Kernel {
  protected:
   ort::Api api_;
   const schema::Operator& op_;
+  mutable ThreadCount threads_;
 };
 
 using MakeKernel = Kernel*(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, int32_t dtype);
@@ -107,18 +108,6 @@ struct Extents {
   int64_t N, C, S;
 };
 Extents extents(const Run& run, const char* name, const std::vector<int64_t>& shape);
-
-// ONNX Runtime's own intra-op threads.
-class SessionParallel final : public cpu::Parallel {
- public:
-  SessionParallel(ort::Api api, const ort::KernelContext* context) : api_(api), context_(context) {}
-  void run(int64_t count, Task task, void* context) override;
-  int64_t width() const override;
-
- private:
-  ort::Api api_;
-  const ort::KernelContext* context_;
-};
 
 }  // namespace bnexport::adapters
 

@@ -19,12 +19,12 @@ BATCH_NORM = (
     "pivot_sums", "block_gradient_sums", "normalise", "gradient", "column_moments", "column_normalise",
     "column_gradient_sums", "column_gradient",
 )  # fmt: skip
-TRAINING = ("relu_gradient", "adam", "sgd", "tile<1l>", "tile<2l>", "tile<3l>", "correlate", "correlations")
+TRAINING = ("relu_gradient", "adam", "sgd", "tile", "correlate", "correlations")
 KERNELS = {f"{name}<{dtype}>" for name in BATCH_NORM for dtype in TYPES} | set(TRAINING)
 
 # Without instructions for float16 the constants of its conversion alone fill the registers of baseline x86-64. Its
 # tile of 4 x 12 sums fills 12 of 16, and its products take two more than there are.
-ALLOWED = {"baseline": lambda kernel: kernel.endswith("<Float16>") or kernel == "tile<3l>"}
+ALLOWED = {"baseline": lambda kernel: kernel.endswith("<Float16>") or kernel == "tile"}
 
 JUMP = re.compile(r"(?:j\w+|b|b\.\w+|cbn?z|tbn?z)\s+(?:[wx]\d+,\s*)?(?:#\w+,\s*)?([0-9a-f]+) <")
 NO_FALL_THROUGH = re.compile(r"(?:jmp|b\s|ret|br\s|ud2|brk)")

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "allocations.h"
 #include "check.h"
 
 using namespace bnexport::cpu;
@@ -22,6 +23,7 @@ class Threads final : public Parallel {
     threads.reserve(static_cast<size_t>(width_));
     for (int64_t t = 0; t < width_; ++t) {
       threads.emplace_back([=] {
+        const NoAllocation here;
         for (int64_t i = t; i < count; i += width_) task(context, i);
       });
     }
@@ -36,11 +38,14 @@ class Threads final : public Parallel {
 class Heap final : public Workspace {
  public:
   void* allocate(size_t bytes) override {
+    total += bytes;
     pieces_.push_back(std::make_unique<char[]>(bytes));
     // Signalling values: what is read before it is written shows in the result.
     std::memset(pieces_.back().get(), 0xff, bytes);
     return pieces_.back().get();
   }
+
+  size_t total = 0;
 
  private:
   std::vector<std::unique_ptr<char[]>> pieces_;
@@ -148,9 +153,37 @@ void test(Draw& draw) {
   }
 }
 
+// Groups of few channels: memory in proportion to the tensors, not to the width of a panel.
+void test_memory_of_groups() {
+  Convolution s{};
+  s.batch = 2;
+  s.groups = 32;
+  s.channels = s.outputs = 128;
+  s.in = s.out = {28, 28};
+  s.kernel = {3, 3};
+  s.stride = s.dilation = s.padding = {1, 1};
+  Draw draw{std::mt19937_64(2)};
+  const Floats x = draw.values(s.batch * s.channels * 28 * 28), weight = draw.values(128 * 4 * 9);
+  Floats result(x.size());
+  for (const int kernel : {3, 1}) {
+    s.kernel = {kernel, kernel};
+    s.padding = {kernel / 2, kernel / 2};
+    Threads threads(2);
+    Heap memory[3];
+    convolve(s, x.data(), weight.data(), nullptr, result.data(), threads, memory[0]);
+    input_gradient(s, x.data(), weight.data(), result.data(), threads, memory[1]);
+    weight_gradient(s, x.data(), x.data(), result.data(), threads, memory[2]);
+    const size_t tensor = x.size() * sizeof(float), some = size_t{1} << 20;  // padded once; blocks of each thread
+    CHECK(memory[0].total < 3 * tensor / 2 + some);
+    CHECK(memory[1].total < 3 * tensor / 2 + some);
+    CHECK(memory[2].total < (kernel == 1 ? 4 : 1) * tensor + tensor / 2 + some);
+  }
+}
+
 }  // namespace
 
 int main() {
+  test_memory_of_groups();
   Draw draw{std::mt19937_64(1)};
   for (int i = 0; i < 400; ++i) test(draw);
   return 0;

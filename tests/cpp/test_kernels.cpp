@@ -6,8 +6,12 @@
 #include <algorithm>
 #include <thread>
 
+#include "../../custom_ops/kernels/cpu/kernels.h"
+#include "allocations.h"
 #include "check.h"
 #include "tensors.h"
+
+using namespace bnexport;
 
 namespace {
 
@@ -197,6 +201,44 @@ void test_past_the_shared_cache() {
   }
 }
 
+// Serial tasks in which nothing may be allocated.
+class Tasks final : public cpu::Parallel {
+ public:
+  void run(int64_t count, Task task, void* context) override {
+    const NoAllocation here;
+    for (int64_t i = 0; i < count; ++i) task(context, i);
+  }
+  int64_t width() const override { return 4; }
+};
+
+void test_tasks_allocate_nothing() {
+  for (const Shape& shape : {Shape{8, 64, 784}, Shape{2, 3, 40000}, Shape{20, 1100, 1}, Shape{300, 100, 9}}) {
+    for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
+      Tensor x(BNEXPORT_FLOAT32, shape.elements()), y(BNEXPORT_FLOAT32, shape.elements());
+      x.fill(4);
+      std::vector<double> saved(static_cast<size_t>(2 * shape.C)), row(static_cast<size_t>(2 * shape.C + 1));
+      const bnexport_forward p = forward_params(shape, BNEXPORT_FLOAT32, layout, x, y, saved, 1);
+      bnexport_backward b{};
+      b.dtype = b.stats_dtype = BNEXPORT_FLOAT32;
+      b.layout = layout;
+      b.N = shape.N;
+      b.C = shape.C;
+      b.S = shape.S;
+      b.dy = b.x = x.data();
+      b.dx = y.data();
+      b.saved_mean = saved.data();
+      b.saved_invstd = saved.data() + shape.C;
+      b.training = 1;
+      b.group_size = 1;
+      Tasks tasks;
+      cpu::forward(p, tasks);
+      cpu::forward_row(p, tasks, row.data());
+      cpu::backward(b, tasks);
+      cpu::backward_row(b, tasks, row.data());
+    }
+  }
+}
+
 // Several threads of the program use the pool at once; each must get its own result.
 void test_concurrent_callers() {
   const Shape shape{4, 16, 900};
@@ -236,6 +278,7 @@ void test_after_fork() {
 int main() {
   test_shapes();
   test_every_half();
+  test_tasks_allocate_nothing();
   test_concurrent_callers();
   test_after_fork();
   test_past_the_shared_cache();

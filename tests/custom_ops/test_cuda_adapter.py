@@ -26,6 +26,7 @@ SOURCES = (
     "adapters/node",
     "adapters/register",
     "adapters/schema",
+    "adapters/session_parallel",
     "capi/capi",
     "comm/group",
     "kernels/statistics",

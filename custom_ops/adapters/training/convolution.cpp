@@ -87,7 +87,7 @@ void ConvKernel::compute(ort::KernelContext* context) const {
   if (bias.present) require_shape(run, op_, 2, bias, {s.outputs}, "one for each output");
   float* const y = output_values(run, op_, 0, with_spatial(s.batch, s.outputs, s.out));
   if (s.batch == 0) return;
-  SessionParallel parallel(api_, context);
+  SessionParallel parallel(api_, context, threads_);
   ArenaWorkspace workspace(api_, context);
   cpu::convolve(s, values(x), values(weight), values(bias), y, parallel, workspace);
 }
@@ -109,7 +109,7 @@ void ConvInputGradKernel::compute(ort::KernelContext* context) const {
   }
   float* const grad_input = output_values(run, op_, 0, with_spatial(s.batch, s.channels, s.in));
   if (s.batch == 0) return;
-  SessionParallel parallel(api_, context);
+  SessionParallel parallel(api_, context, threads_);
   ArenaWorkspace workspace(api_, context);
   cpu::input_gradient(s, values(grad), values(weight), grad_input, parallel, workspace);
 }
@@ -128,7 +128,7 @@ void ConvWeightGradKernel::compute(ort::KernelContext* context) const {
     std::fill_n(grad_weight, count_of(result), 0.0F);
     return;
   }
-  SessionParallel parallel(api_, context);
+  SessionParallel parallel(api_, context, threads_);
   ArenaWorkspace workspace(api_, context);
   cpu::weight_gradient(s, values(grad), values(x), grad_weight, parallel, workspace);
 }

@@ -13,7 +13,7 @@ void ReluGradKernel::compute(ort::KernelContext* context) const {
   const Tensor grad = run.input(0), x = run.input(1);
   require_shape(run, op_, 0, grad, x.shape, "that of 'input'");
   float* const grad_input = output_values(run, op_, 0, x.shape);
-  SessionParallel parallel(api_, context);
+  SessionParallel parallel(api_, context, threads_);
   cpu::relu_gradient(range_, values(grad), values(x), grad_input, count_of(x.shape), parallel);
 }
 

@@ -50,7 +50,7 @@ void AdamUpdateKernel::compute(ort::KernelContext* context) const {
   adam.new_exp_avg_sq = output_values(run, op_, 2, parameter.shape);
   adam.new_max_exp_avg_sq = output_values(run, op_, 3, parameter.shape);
   require_pair(run, op_, kMaxExpAvgSq, 3, adam.max_exp_avg_sq, adam.new_max_exp_avg_sq);
-  SessionParallel parallel(api_, context);
+  SessionParallel parallel(api_, context, threads_);
   cpu::update(adam, count_of(parameter.shape), parallel);
 }
 
@@ -74,7 +74,7 @@ void SgdUpdateKernel::compute(ort::KernelContext* context) const {
   sgd.new_parameter = output_values(run, op_, 0, parameter.shape);
   sgd.new_momentum_buffer = output_values(run, op_, 1, parameter.shape);
   require_pair(run, op_, kMomentumBuffer, 1, sgd.momentum_buffer, sgd.new_momentum_buffer);
-  SessionParallel parallel(api_, context);
+  SessionParallel parallel(api_, context, threads_);
   cpu::update(sgd, count_of(parameter.shape), parallel);
 }
 

@@ -43,7 +43,7 @@ void MaxPoolGradKernel::compute(ort::KernelContext* context) const {
   float* const grad_input = output_values(run, op_, 0, x.shape);
   const cpu::MaxPool pool = {
       x.shape[0] * x.shape[1], {H, W}, {grad.shape[2], grad.shape[3]}, kernel_, stride_, padding_, dilation_};
-  SessionParallel parallel(api_, context);
+  SessionParallel parallel(api_, context, threads_);
   cpu::max_pool_gradient(pool, values(grad), values(x), grad_input, parallel);
 }
 

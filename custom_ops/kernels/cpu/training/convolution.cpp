@@ -5,7 +5,7 @@
 //                          rows, read in place    panel, packed (sum, columns)
 //   y (O, N pixels)        w (O, C K)             what K taps of x see of a group of pixels
 //   dx (C, N pixels)       w (C, O K)             what K taps of g see of a group of pixels
-//   dw (C K, O)            x, shifted by a tap    g transposed; for 1x1 kernels also the other way round
+//   dw (C K, O)            weight_gradient.cpp
 //
 // Panels are packed block by block of the sum and used while they are in the cache. Layers with one channel
 // in each group have loops of their own (depthwise.cpp).
@@ -15,54 +15,11 @@
 #include <cstring>
 
 #include "depthwise.h"
-#include "loops.h"
-#include "planes.h"
+#include "panels.h"
 
 namespace bnexport::cpu {
 
 namespace {
-
-// Steps of a sum between packing and packing: 48 KB of panel.
-constexpr int64_t kBlock = 256;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t taps(const Convolution& s) { return s.kernel.h * s.kernel.w; }
-int64_t pixels(const Pair& extents) { return extents.h * extents.w; }
-bool is_depthwise(const Convolution& s) { return s.groups == s.channels && s.channels == s.outputs && s.groups > 1; }
-
-float* floats(Workspace& workspace, int64_t count) {
-  return static_cast<float*>(workspace.allocate(static_cast<size_t>(count + kSlack) * sizeof(float)));
-}
-
-// Columns cut into panels as wide as a tile can be; the last one has as many vectors as it needs.
-struct Panels {
-  explicit Panels(int64_t all) : columns(all), width(kMostVectors * loops().lanes), count(ceil_div(all, width)) {}
-  int64_t vectors(int64_t panel) const { return std::min<int64_t>(kMostVectors, ceil_div(rest(panel), loops().lanes)); }
-  int64_t width_of(int64_t panel) const { return vectors(panel) * loops().lanes; }
-  int64_t rest(int64_t panel) const { return columns - panel * width; }
-
-  int64_t columns, width, count;
-};
-
-struct Planes {
-  const float* data;
-  const float* limit;  // the end of what may be read
-  int64_t plane;
-};
-
-Planes make_planes(const PlaneLayout& layout, const float* source, int64_t count, Parallel& parallel,
-                   Workspace& workspace) {
-  const int64_t plane = layout.size();
-  if (layout.is_copy()) return {source, source + count * plane, plane};
-  float* data = floats(workspace, count * plane);
-  const int64_t pixels = layout.rows.source * layout.columns.source;
-  const int64_t together = std::max<int64_t>(1, 16384 / plane);
-  parallel_for(parallel, ceil_div(count, together), [&](int64_t task) {
-    const int64_t end = std::min(count, (task + 1) * together);
-    for (int64_t i = task * together; i < end; ++i) layout.fill(source + i * pixels, data + i * plane);
-  });
-  return {data, data + count * plane + kSlack, plane};
-}
 
 // Rows times panels, for each group: result (rows, columns) = a (rows, steps * inner) times what the runs of
 // columns show at offsets (steps * inner).
@@ -70,7 +27,7 @@ struct Product {
   int64_t groups, rows, steps, inner, columns;
   const float* a;
   int64_t a_group, a_row, a_pitch;  // from group to group, row to row, step to step
-  Planes planes;
+  InputPlanes planes;
   int64_t planes_group;
   std::vector<int64_t> offsets;
   std::vector<Run> runs;  // in the order of columns
@@ -113,7 +70,7 @@ void Product::compute(Parallel& parallel, Workspace& workspace) {
   const Loops& loop = loops();
   const Panels cut(columns);
   const int64_t panels = cut.count;
-  block_steps_ = std::max<int64_t>(1, kBlock / inner);
+  block_steps_ = std::max<int64_t>(1, kPanelSteps / inner);
   cut_runs(cut.width);
   // Few panels: rows are shared out, too, in pieces that are worth a panel's packing.
   const int64_t wanted = 2 * parallel.width();
@@ -121,7 +78,7 @@ void Product::compute(Parallel& parallel, Workspace& workspace) {
   const int64_t piece = ceil_div(ceil_div(rows, cuts), loop.rows) * loop.rows;
   const int64_t pieces = ceil_div(rows, piece), units = groups * panels * pieces;
   const int64_t tasks = std::min(units, 4 * parallel.width());
-  const int64_t packed_size = block_steps_ * inner * cut.width + kSlack, sums_size = piece * cut.width;
+  const int64_t width = cut.width_of(0), packed_size = block_steps_ * inner * width + kSlack, sums_size = piece * width;
   float* scratch = floats(workspace, tasks * (packed_size + sums_size));
   parallel_for(parallel, tasks, [&](int64_t task) {
     float* packed = scratch + task * (packed_size + sums_size);
@@ -138,19 +95,14 @@ void Product::block(int64_t group, int64_t panel, int64_t first, int64_t last, f
   const Panels cut(columns);
   const int64_t width = cut.width_of(panel);
   const size_t begin = panel_runs_[static_cast<size_t>(panel)], end = panel_runs_[static_cast<size_t>(panel) + 1];
-  std::memset(sums, 0, static_cast<size_t>(ceil_div(last - first, loop.rows) * loop.rows * width) * sizeof(float));
+  std::memset(sums, 0, static_cast<size_t>(padded_rows(last - first) * width) * sizeof(float));
   for (int64_t step = 0; step < steps; step += block_steps_) {
     const int64_t count = std::min(block_steps_, steps - step);
     loop.pack(planes.data + group * planes_group, offsets.data() + step * inner, count * inner, runs.data() + begin,
               static_cast<int64_t>(end - begin), width, planes.limit, packed);
     const Walk walk = a_pitch == inner ? Walk{count * inner, 1, 0, 1, 0} : Walk{inner, count, a_pitch, 1, 0};
-    for (int64_t row = first; row < last; row += loop.rows) {
-      const float* at[kMostRows];
-      for (int64_t r = 0; r < loop.rows; ++r) {
-        at[r] = a + group * a_group + std::min(row + r, last - 1) * a_row + step * a_pitch;
-      }
-      loop.tile[cut.vectors(panel)](at, walk, packed, sums + (row - first) * width);
-    }
+    multiply(last - first, cut.vectors(panel), walk, packed, sums,
+             [&](int64_t row) { return a + group * a_group + (first + row) * a_row + step * a_pitch; });
   }
   write(group, panel, first, last, sums);
 }
@@ -236,7 +188,7 @@ void input_gradient(const Convolution& s, const float* grad, const float* weight
   if (is_depthwise(s))
     return depthwise_input_gradient(s, layout, phases, grad, weight, grad_input, parallel, workspace);
   const int64_t ins = s.channels / s.groups, outs = s.outputs / s.groups, plane_in = pixels(s.in), all = taps(s);
-  const Planes planes = make_planes(layout, grad, s.batch * s.outputs, parallel, workspace);
+  const InputPlanes planes = make_planes(layout, grad, s.batch * s.outputs, parallel, workspace);
   const bool skips = std::any_of(phases.begin(), phases.end(), [](const GradientPhase& f) { return f.taps.empty(); });
   if (skips) std::memset(grad_input, 0, static_cast<size_t>(s.batch * s.channels * plane_in) * sizeof(float));
   for (const GradientPhase& phase : phases) {
@@ -275,93 +227,6 @@ void input_gradient(const Convolution& s, const float* grad, const float* weight
     }
     p.compute(parallel, workspace);
   }
-}
-
-void weight_gradient(const Convolution& s, const float* grad, const float* x, float* grad_weight, Parallel& parallel,
-                     Workspace& workspace) {
-  const int64_t ins = s.channels / s.groups, outs = s.outputs / s.groups, own = taps(s), plane_out = pixels(s.out);
-  if (s.outputs * ins * own == 0) return;
-  if (s.batch == 0 || plane_out == 0) {
-    std::memset(grad_weight, 0, static_cast<size_t>(s.outputs * ins * own) * sizeof(float));
-    return;
-  }
-  std::vector<int64_t> offsets;
-  const PlaneLayout layout = input_planes(s, &offsets);
-  if (is_depthwise(s)) return depthwise_weight_gradient(s, layout, offsets, grad, x, grad_weight, parallel, workspace);
-  const Loops& loop = loops();
-  const Planes planes = make_planes(layout, x, s.batch * s.channels, parallel, workspace);
-  // A 1x1 kernel's roles may change: what has fewer channels is cheaper to transpose.
-  const bool turned = own == 1 && layout.is_copy() && outs > ins;
-  const Planes rows_of = turned ? Planes{grad, nullptr, plane_out} : planes;
-  const int64_t row_channels = turned ? outs : ins, lane_channels = turned ? ins : outs;
-  const int64_t pitch = turned ? s.out.w : layout.columns.length, image = s.groups * row_channels * rows_of.plane;
-  const float* lanes_of = turned ? x : grad;
-
-  // The other operand transposed: (groups, panels, N, pixels, width).
-  const Panels cut(lane_channels);
-  const int64_t panels = cut.count, panel_size = s.batch * plane_out * cut.width;
-  float* packed = floats(workspace, s.groups * panels * panel_size);
-  parallel_for(parallel, s.groups * panels * s.batch, [&](int64_t task) {
-    const int64_t n = task % s.batch, panel = task / s.batch % panels, group = task / s.batch / panels;
-    const int64_t first = (n * s.groups + group) * lane_channels + panel * cut.width, width = cut.width_of(panel);
-    loop.transpose(lanes_of + first * plane_out, plane_out, std::min(width, cut.rest(panel)), plane_out, width,
-                   packed + (group * panels + panel) * panel_size + n * plane_out * width);
-  });
-
-  // Blocks of the sum: some images, or some lines of one.
-  const int64_t images = std::max<int64_t>(1, std::min(s.batch, 2 * kBlock / plane_out));
-  const int64_t lines = std::max<int64_t>(1, std::min(s.out.h, 2 * kBlock / s.out.w));
-  // Tasks: a panel, and some channels of the rows: enough tasks for all threads, and whole tiles.
-  int64_t together = std::max<int64_t>(1, row_channels * s.groups * panels / (3 * parallel.width()));
-  together = ceil_div(together * own, loop.rows) * loop.rows / own;
-  together = std::max<int64_t>(1, std::min({together, ceil_div(512, own), row_channels}));
-  const int64_t pieces = ceil_div(row_channels, together), units = s.groups * pieces * panels;
-  const int64_t tasks = std::min(units, 4 * parallel.width());
-  const int64_t sums_size = ceil_div(together * own, loop.rows) * loop.rows * cut.width;
-  float* scratch = floats(workspace, tasks * sums_size);
-
-  const auto unit_of_work = [&](int64_t unit, float* sums) {
-    const int64_t panel = unit % panels, piece = unit / panels % pieces, group = unit / panels / pieces;
-    const int64_t first = piece * together, rows = std::min(together, row_channels - first) * own;
-    const float* data = rows_of.data + (group * row_channels + first) * rows_of.plane;
-    const float* block = packed + (group * panels + panel) * panel_size;
-    const int64_t width = cut.width_of(panel), lanes = std::min(width, cut.rest(panel));
-    std::memset(sums, 0, static_cast<size_t>(sums_size) * sizeof(float));
-    for (int64_t n = 0; n < s.batch; n += images) {
-      const int64_t many = std::min(images, s.batch - n);
-      const int64_t height = images > 1 ? s.out.h : lines;
-      for (int64_t line = 0; line < s.out.h; line += height) {
-        const int64_t lower = std::min(height, s.out.h - line);
-        const Walk walk =
-            pitch == s.out.w ? Walk{lower * s.out.w, 1, 0, many, image} : Walk{s.out.w, lower, pitch, many, image};
-        for (int64_t row = 0; row < rows; row += loop.rows) {
-          const float* at[kMostRows];
-          for (int64_t r = 0; r < loop.rows; ++r) {
-            const int64_t each = std::min(row + r, rows - 1);
-            at[r] =
-                data + n * image + each / own * rows_of.plane + offsets[static_cast<size_t>(each % own)] + line * pitch;
-          }
-          loop.tile[cut.vectors(panel)](at, walk, block + (n * plane_out + line * s.out.w) * width, sums + row * width);
-        }
-      }
-    }
-    if (turned) {
-      for (int64_t row = 0; row < rows; ++row) {
-        std::memcpy(grad_weight + (group * outs + first + row) * ins + panel * cut.width, sums + row * width,
-                    static_cast<size_t>(lanes) * sizeof(float));
-      }
-      return;
-    }
-    for (int64_t o = 0; o < lanes; ++o) {
-      float* to = grad_weight + ((group * outs + panel * cut.width + o) * ins + first) * own;
-      for (int64_t row = 0; row < rows; ++row) to[row] = sums[row * width + o];
-    }
-  };
-  parallel_for(parallel, tasks, [&](int64_t task) {
-    for (int64_t unit = task * units / tasks; unit < (task + 1) * units / tasks; ++unit) {
-      unit_of_work(unit, scratch + task * sums_size);
-    }
-  });
 }
 
 }  // namespace bnexport::cpu

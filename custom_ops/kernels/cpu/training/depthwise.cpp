@@ -12,10 +12,11 @@ namespace {
 // How far the loops go past the end of a plane.
 constexpr int64_t kMargin = 4 * kSlack;
 
-// Runs body(i, scratch) for each i in [0, count) with `size` floats of scratch memory, zero at the start of a
-// thread's work.
+// Runs body(i, scratch) for each i in [0, count) with at least `size` floats of scratch memory, aligned as the
+// workspace is and zero at the start of a thread's work.
 template <class Body>
-void for_each(int64_t count, int64_t size, Parallel& parallel, Workspace& workspace, const Body& body) {
+void for_each(int64_t count, int64_t least, Parallel& parallel, Workspace& workspace, const Body& body) {
+  const int64_t size = (least + 15) / 16 * 16;
   const int64_t tasks = std::min(count, 4 * parallel.width());
   auto* scratch = static_cast<float*>(workspace.allocate(static_cast<size_t>(tasks * size) * sizeof(float)));
   parallel_for(parallel, tasks, [&](int64_t task) {
@@ -76,10 +77,13 @@ void depthwise_weight_gradient(const Convolution& s, const PlaneLayout& layout, 
                                Workspace& workspace) {
   const auto taps = static_cast<int64_t>(offsets.size());
   const int64_t pitch = layout.columns.length, count = span(s.out, pitch), plane = layout.size() + kMargin;
-  for_each(s.channels, plane + count + kMargin, parallel, workspace, [&](int64_t c, float* scratch) {
+  // The sums come first, as doubles.
+  for_each(s.channels, 2 * taps + plane + count + kMargin, parallel, workspace, [&](int64_t c, float* memory) {
+    auto* const sums = reinterpret_cast<double*>(memory);
+    float* const scratch = memory + 2 * taps;
     // Zero between the rows, where the planes hold values that no output sees.
     float* flat = scratch + plane;
-    std::vector<double> sums(static_cast<size_t>(taps), 0.0);
+    std::fill_n(sums, taps, 0.0);
     for (int64_t n = 0; n < s.batch; ++n) {
       const int64_t i = n * s.channels + c;
       layout.fill(x + i * s.in.h * s.in.w, scratch);
@@ -87,9 +91,9 @@ void depthwise_weight_gradient(const Convolution& s, const PlaneLayout& layout, 
         std::memcpy(flat + row * pitch, grad + (i * s.out.h + row) * s.out.w,
                     static_cast<size_t>(s.out.w) * sizeof(float));
       }
-      loops().correlations(flat, scratch, offsets.data(), taps, count, sums.data());
+      loops().correlations(flat, scratch, offsets.data(), taps, count, sums);
     }
-    for (int64_t t = 0; t < taps; ++t) grad_weight[c * taps + t] = static_cast<float>(sums[static_cast<size_t>(t)]);
+    for (int64_t t = 0; t < taps; ++t) grad_weight[c * taps + t] = static_cast<float>(sums[t]);
   });
 }
 

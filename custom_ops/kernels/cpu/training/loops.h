@@ -6,8 +6,8 @@
 
 namespace bnexport::cpu {
 
-constexpr int kMostRows = 8;     // of a tile, in any instruction set
-constexpr int kMostVectors = 3;  // a tile's width
+constexpr int kMostTileRows = 8;  // of a tile, in any instruction set
+constexpr int kMostVectors = 3;   // a tile's width
 
 // Loads and stores go past the end of a run by less than this.
 constexpr int64_t kSlack = 16;
@@ -25,20 +25,25 @@ struct Walk {
 };
 
 struct Loops {
-  int64_t rows;   // of a tile
-  int64_t lanes;  // of a vector
+  int64_t rows;        // of a tile
+  int64_t short_rows;  // of a short tile, for the end of the rows
+  int64_t lanes;       // of a vector
 
   // c (rows, vectors * lanes) += a b. Row r of a starts at a[r] and is walked; b is (steps of the walk,
   // vectors * lanes). A sum starts at 0 in each call: long sums are made of partial ones.
-  void (*tile[kMostVectors + 1])(const float* const* a, const Walk& walk, const float* b, float* c);
+  using Tile = void(const float* const* a, const Walk& walk, const float* b, float* c);
+  Tile* tile[kMostVectors + 1];
+  Tile* short_tile[kMostVectors + 1];
 
   // packed (count, width): row k holds the runs at source + offsets[k]. Reads past a run where that ends
   // before `limit`, and writes up to kSlack past the end.
   void (*pack)(const float* source, const int64_t* offsets, int64_t count, const Run* runs, int64_t run_count,
                int64_t width, const float* limit, float* packed);
 
-  // packed (count, width) = source (columns, pitch) transposed, columns <= width; the rest is zero.
-  void (*transpose)(const float* source, int64_t pitch, int64_t columns, int64_t count, int64_t width, float* packed);
+  // packed (count, width): column c holds the `count` values at source + offsets[c], columns <= width; the rest is
+  // zero.
+  void (*transpose)(const float* source, const int64_t* offsets, int64_t columns, int64_t count, int64_t width,
+                    float* packed);
 
   // y[i] = start + sum over taps of weights[t] * x[offsets[t] + i] for i in [0, count); reads and writes up to
   // 4 * kSlack past it.

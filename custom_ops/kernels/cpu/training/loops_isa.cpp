@@ -9,14 +9,17 @@
 namespace bnexport::cpu {
 namespace {
 
-// Tiles of 8 x 48 fill 24 of AVX-512's 32 registers, tiles of 4 x 24 twelve of AVX2's 16.
+// Tiles of 8 x 3 vectors fill 24 of the 32 registers of AVX-512 and NEON, tiles of 4 x 3 twelve of 16.
 #if defined(__AVX512F__)
 constexpr int64_t kLanes = 16, kRows = 8;
 #elif defined(__AVX2__)
 constexpr int64_t kLanes = 8, kRows = 4;
+#elif defined(__aarch64__)
+constexpr int64_t kLanes = 4, kRows = 8;
 #else
 constexpr int64_t kLanes = 4, kRows = 4;
 #endif
+constexpr int64_t kShortRows = kRows / 2;
 typedef float Vector __attribute__((vector_size(4 * kLanes)));
 
 inline __attribute__((always_inline)) Vector load(const float* from) {
@@ -26,11 +29,11 @@ inline __attribute__((always_inline)) Vector load(const float* from) {
 }
 inline __attribute__((always_inline)) void store(float* to, Vector v) { std::memcpy(to, &v, sizeof(v)); }
 
-template <int64_t kVectors>
+template <int64_t kVectors, int64_t kTileRows>
 void tile(const float* const* a, const Walk& walk, const float* b, float* c) {
-  Vector sums[kRows][kVectors] = {};
-  const float* row[kRows];
-  for (int64_t r = 0; r < kRows; ++r) row[r] = a[r];
+  Vector sums[kTileRows][kVectors] = {};
+  const float* row[kTileRows];
+  for (int64_t r = 0; r < kTileRows; ++r) row[r] = a[r];
   const int64_t back = walk.jump - walk.middle * walk.pitch;
   for (int64_t o = 0; o < walk.outer; ++o) {
     for (int64_t m = 0; m < walk.middle; ++m) {
@@ -40,7 +43,7 @@ void tile(const float* const* a, const Walk& walk, const float* b, float* c) {
         for (int64_t v = 0; v < kVectors; ++v) values[v] = load(b + v * kLanes);
         b += kVectors * kLanes;
 #pragma GCC unroll 8
-        for (int64_t r = 0; r < kRows; ++r) {
+        for (int64_t r = 0; r < kTileRows; ++r) {
           const float one = row[r][i];
 #pragma GCC unroll 4
           for (int64_t v = 0; v < kVectors; ++v) sums[r][v] += one * values[v];
@@ -53,7 +56,7 @@ void tile(const float* const* a, const Walk& walk, const float* b, float* c) {
     for (const float*& at : row) at += back;
   }
 #pragma GCC unroll 8
-  for (int64_t r = 0; r < kRows; ++r) {
+  for (int64_t r = 0; r < kTileRows; ++r) {
 #pragma GCC unroll 4
     for (int64_t v = 0; v < kVectors; ++v) {
       float* at = c + (r * kVectors + v) * kLanes;
@@ -89,7 +92,8 @@ typedef int32_t Lanes __attribute__((vector_size(16)));
 #define BNEXPORT_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Lanes{__VA_ARGS__})
 #endif
 
-void transpose(const float* source, int64_t pitch, int64_t columns, int64_t count, int64_t width, float* packed) {
+void transpose(const float* source, const int64_t* offsets, int64_t columns, int64_t count, int64_t width,
+               float* packed) {
   typedef float Four __attribute__((vector_size(16)));
   const auto load4 = [](const float* from) {
     Four v;
@@ -98,11 +102,11 @@ void transpose(const float* source, int64_t pitch, int64_t columns, int64_t coun
   };
   int64_t column = 0;
   for (; column + 4 <= columns; column += 4) {
-    const float* from = source + column * pitch;
+    const float* from[4];
+    for (int64_t c = 0; c < 4; ++c) from[c] = source + offsets[column + c];
     int64_t k = 0;
     for (; k + 4 <= count; k += 4) {
-      const Four a = load4(from + k), b = load4(from + pitch + k), c = load4(from + 2 * pitch + k),
-                 d = load4(from + 3 * pitch + k);
+      const Four a = load4(from[0] + k), b = load4(from[1] + k), c = load4(from[2] + k), d = load4(from[3] + k);
       const Four ab_low = BNEXPORT_SHUFFLE(a, b, 0, 4, 1, 5), ab_high = BNEXPORT_SHUFFLE(a, b, 2, 6, 3, 7);
       const Four cd_low = BNEXPORT_SHUFFLE(c, d, 0, 4, 1, 5), cd_high = BNEXPORT_SHUFFLE(c, d, 2, 6, 3, 7);
       const Four rows[4] = {BNEXPORT_SHUFFLE(ab_low, cd_low, 0, 1, 4, 5), BNEXPORT_SHUFFLE(ab_low, cd_low, 2, 3, 6, 7),
@@ -111,11 +115,11 @@ void transpose(const float* source, int64_t pitch, int64_t columns, int64_t coun
       for (int64_t r = 0; r < 4; ++r) std::memcpy(packed + (k + r) * width + column, &rows[r], sizeof(Four));
     }
     for (; k < count; ++k) {
-      for (int c = 0; c < 4; ++c) packed[k * width + column + c] = from[c * pitch + k];
+      for (int c = 0; c < 4; ++c) packed[k * width + column + c] = from[c][k];
     }
   }
   for (; column < columns; ++column) {
-    for (int64_t k = 0; k < count; ++k) packed[k * width + column] = source[column * pitch + k];
+    for (int64_t k = 0; k < count; ++k) packed[k * width + column] = source[offsets[column] + k];
   }
   for (; column < width; ++column) {
     for (int64_t k = 0; k < count; ++k) packed[k * width + column] = 0;
@@ -161,6 +165,14 @@ void correlations(const float* g, const float* x, const int64_t* offsets, int64_
 
 extern const Loops BNEXPORT_CONCAT(loops_, BNEXPORT_ISA);
 const Loops BNEXPORT_CONCAT(loops_, BNEXPORT_ISA) = {
-    kRows, kLanes, {nullptr, tile<1>, tile<2>, tile<3>}, pack, transpose, correlate, correlations};
+    kRows,
+    kShortRows,
+    kLanes,
+    {nullptr, tile<1, kRows>, tile<2, kRows>, tile<3, kRows>},
+    {nullptr, tile<1, kShortRows>, tile<2, kShortRows>, tile<3, kShortRows>},
+    pack,
+    transpose,
+    correlate,
+    correlations};
 
 }  // namespace bnexport::cpu

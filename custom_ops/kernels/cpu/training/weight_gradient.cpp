@@ -1,0 +1,165 @@
+// The gradient of a convolution by its weight as matrix products (panels.h):
+//
+//                          rows, read in place    panel, packed (pixels, columns)
+//   dw (C K, O)            x, shifted by a tap    g transposed; for 1x1 kernels also the other way round
+//   dw (O, C K)            g                      what each tap sees of x; where O is less than a vector
+//
+// In the first form the panels of a whole layer are packed once, and each serves all rows; in the second, panels are
+// packed block by block, since each is used by few rows.
+#include <cstring>
+
+#include "depthwise.h"
+#include "panels.h"
+
+namespace bnexport::cpu {
+
+namespace {
+
+// Blocks of the sum: some images, or some lines of one.
+struct PixelBlocks {
+  explicit PixelBlocks(const Convolution& s)
+      : images(std::max<int64_t>(1, std::min(s.batch, 2 * kPanelSteps / pixels(s.out)))),
+        lines(images > 1 ? s.out.h : std::max<int64_t>(1, std::min(s.out.h, 2 * kPanelSteps / s.out.w))) {}
+  int64_t images, lines;
+};
+
+// Runs body(unit, scratch) for each unit, with `size` floats of scratch memory.
+template <class Body>
+void each_unit(int64_t units, int64_t size, Parallel& parallel, Workspace& workspace, const Body& body) {
+  const int64_t tasks = std::min(units, 4 * parallel.width());
+  float* scratch = floats(workspace, tasks * size);
+  parallel_for(parallel, tasks, [&](int64_t task) {
+    for (int64_t unit = task * units / tasks; unit < (task + 1) * units / tasks; ++unit) {
+      body(unit, scratch + task * size);
+    }
+  });
+}
+
+void transposed_gradient(const Convolution& s, const PlaneLayout& layout, const std::vector<int64_t>& offsets,
+                         const InputPlanes& planes, const float* grad, const float* x, float* grad_weight,
+                         Parallel& parallel, Workspace& workspace) {
+  const Loops& loop = loops();
+  const int64_t ins = s.channels / s.groups, outs = s.outputs / s.groups, own = taps(s), plane_out = pixels(s.out);
+  // A 1x1 kernel's roles may change: what has fewer channels is cheaper to transpose.
+  const bool turned = own == 1 && layout.is_copy() && outs > ins;
+  const InputPlanes rows_of = turned ? InputPlanes{grad, nullptr, plane_out} : planes;
+  const int64_t row_channels = turned ? outs : ins, lane_channels = turned ? ins : outs;
+  const int64_t pitch = turned ? s.out.w : layout.columns.length, image = s.groups * row_channels * rows_of.plane;
+  const float* lanes_of = turned ? x : grad;
+
+  // The other operand transposed: (groups, panels, N, pixels, width of the panel).
+  const Panels cut(lane_channels);
+  const int64_t panels = cut.count, all_pixels = s.batch * plane_out;
+  const int64_t group_size = all_pixels * ((panels - 1) * cut.width + cut.width_of(panels - 1));
+  float* packed = floats(workspace, s.groups * group_size);
+  std::vector<int64_t> channel_offsets(static_cast<size_t>(lane_channels));
+  for (int64_t c = 0; c < lane_channels; ++c) channel_offsets[static_cast<size_t>(c)] = c * plane_out;
+  parallel_for(parallel, s.groups * panels * s.batch, [&](int64_t task) {
+    const int64_t n = task % s.batch, panel = task / s.batch % panels, group = task / s.batch / panels;
+    const int64_t width = cut.width_of(panel);
+    loop.transpose(lanes_of + (n * s.groups + group) * lane_channels * plane_out,
+                   channel_offsets.data() + panel * cut.width, std::min(width, cut.rest(panel)), plane_out, width,
+                   packed + group * group_size + panel * all_pixels * cut.width + n * plane_out * width);
+  });
+
+  const PixelBlocks blocks(s);
+  // Units: a panel, and some channels of the rows: enough of them for all threads, and whole tiles.
+  int64_t together = std::max<int64_t>(1, row_channels * s.groups * panels / (3 * parallel.width()));
+  together = ceil_div(together * own, loop.rows) * loop.rows / own;
+  together = std::max<int64_t>(1, std::min({together, ceil_div(512, own), row_channels}));
+  const int64_t pieces = ceil_div(row_channels, together), units = s.groups * pieces * panels;
+  const int64_t sums_size = padded_rows(together * own) * cut.width_of(0);
+  each_unit(units, sums_size, parallel, workspace, [&](int64_t unit, float* sums) {
+    const int64_t panel = unit % panels, piece = unit / panels % pieces, group = unit / panels / pieces;
+    const int64_t first = piece * together, rows = std::min(together, row_channels - first) * own;
+    const float* data = rows_of.data + (group * row_channels + first) * rows_of.plane;
+    const float* block = packed + group * group_size + panel * all_pixels * cut.width;
+    const int64_t width = cut.width_of(panel), lanes = std::min(width, cut.rest(panel));
+    std::memset(sums, 0, static_cast<size_t>(sums_size) * sizeof(float));
+    for (int64_t n = 0; n < s.batch; n += blocks.images) {
+      const int64_t many = std::min(blocks.images, s.batch - n);
+      for (int64_t line = 0; line < s.out.h; line += blocks.lines) {
+        const int64_t lower = std::min(blocks.lines, s.out.h - line);
+        const Walk walk =
+            pitch == s.out.w ? Walk{lower * s.out.w, 1, 0, many, image} : Walk{s.out.w, lower, pitch, many, image};
+        multiply(
+            rows, cut.vectors(panel), walk, block + (n * plane_out + line * s.out.w) * width, sums, [&](int64_t r) {
+              return data + n * image + r / own * rows_of.plane + offsets[static_cast<size_t>(r % own)] + line * pitch;
+            });
+      }
+    }
+    if (turned) {
+      for (int64_t row = 0; row < rows; ++row) {
+        std::memcpy(grad_weight + (group * outs + first + row) * ins + panel * cut.width, sums + row * width,
+                    static_cast<size_t>(lanes) * sizeof(float));
+      }
+      return;
+    }
+    for (int64_t o = 0; o < lanes; ++o) {
+      float* to = grad_weight + ((group * outs + panel * cut.width + o) * ins + first) * own;
+      for (int64_t row = 0; row < rows; ++row) to[row] = sums[row * width + o];
+    }
+  });
+}
+
+// For groups of few outputs, which would leave most lanes of a panel empty.
+void patch_gradient(const Convolution& s, const PlaneLayout& layout, const std::vector<int64_t>& offsets,
+                    const InputPlanes& planes, const float* grad, float* grad_weight, Parallel& parallel,
+                    Workspace& workspace) {
+  const Loops& loop = loops();
+  const int64_t ins = s.channels / s.groups, outs = s.outputs / s.groups, columns = ins * taps(s);
+  const int64_t plane_out = pixels(s.out), pitch = layout.columns.length;
+  std::vector<int64_t> patch;
+  for (int64_t c = 0; c < ins; ++c) {
+    for (const int64_t offset : offsets) patch.push_back(c * planes.plane + offset);
+  }
+  const Panels cut(columns);
+  const int64_t lines = std::max<int64_t>(1, std::min(s.out.h, kPanelSteps / s.out.w));
+  const int64_t packed_size = lines * s.out.w * cut.width_of(0), sums_size = padded_rows(outs) * cut.width_of(0);
+  each_unit(s.groups * cut.count, packed_size + sums_size, parallel, workspace, [&](int64_t unit, float* packed) {
+    const int64_t panel = unit % cut.count, group = unit / cut.count, width = cut.width_of(panel);
+    const int64_t lanes = std::min(width, cut.rest(panel));
+    float* sums = packed + packed_size;
+    std::memset(sums, 0, static_cast<size_t>(sums_size) * sizeof(float));
+    for (int64_t n = 0; n < s.batch; ++n) {
+      const float* source = planes.data + (n * s.groups + group) * ins * planes.plane;
+      const float* g = grad + (n * s.groups + group) * outs * plane_out;
+      for (int64_t line = 0; line < s.out.h; line += lines) {
+        const int64_t lower = std::min(lines, s.out.h - line), run = pitch == s.out.w ? lower * s.out.w : s.out.w;
+        for (int64_t at = 0; at < lower * s.out.w; at += run) {
+          loop.transpose(source + (line + at / s.out.w) * pitch, patch.data() + panel * cut.width, lanes, run, width,
+                         packed + at * width);
+        }
+        multiply(outs, cut.vectors(panel), Walk{lower * s.out.w, 1, 0, 1, 0}, packed, sums,
+                 [&](int64_t r) { return g + r * plane_out + line * s.out.w; });
+      }
+    }
+    for (int64_t o = 0; o < outs; ++o) {
+      std::memcpy(grad_weight + (group * outs + o) * columns + panel * cut.width, sums + o * width,
+                  static_cast<size_t>(lanes) * sizeof(float));
+    }
+  });
+}
+
+}  // namespace
+
+void weight_gradient(const Convolution& s, const float* grad, const float* x, float* grad_weight, Parallel& parallel,
+                     Workspace& workspace) {
+  const int64_t ins = s.channels / s.groups, outs = s.outputs / s.groups, own = taps(s);
+  if (s.outputs * ins * own == 0) return;
+  if (s.batch == 0 || pixels(s.out) == 0) {
+    std::memset(grad_weight, 0, static_cast<size_t>(s.outputs * ins * own) * sizeof(float));
+    return;
+  }
+  std::vector<int64_t> offsets;
+  const PlaneLayout layout = input_planes(s, &offsets);
+  if (is_depthwise(s)) return depthwise_weight_gradient(s, layout, offsets, grad, x, grad_weight, parallel, workspace);
+  const InputPlanes planes = make_planes(layout, x, s.batch * s.channels, parallel, workspace);
+  if (s.groups > 1 && outs < loops().lanes && ins * own > outs) {
+    patch_gradient(s, layout, offsets, planes, grad, grad_weight, parallel, workspace);
+  } else {
+    transposed_gradient(s, layout, offsets, planes, grad, x, grad_weight, parallel, workspace);
+  }
+}
+
+}  // namespace bnexport::cpu
