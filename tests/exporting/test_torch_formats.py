@@ -129,21 +129,35 @@ class Chooses(nn.Module):
 
 
 def test_control_flow_is_scripted(tmp_path):
-    """torch.fx cannot trace it, so nothing is folded, and the result says so; both ways stay in the file."""
+    """torch.fx cannot trace the model, but its body, which it only calls; both ways stay in the file."""
     net = Chooses()
     x = torch.ones(1, 3, 5, 5)
     result = bnexport.export(net, x, tmp_path / "m.pt", format="torchscript")
     assert result.exporter == "script"
-    assert batch_norms(result) == {"aten::batch_norm"}
-    assert result.report is None
-    assert "nothing was folded: Chooses: its forward cannot be traced" in result.notes[0]
+    assert not batch_norms(result)
+    assert [site.nodes for site in result.report.folded] == [("body.1",)]
     for feed in (x, -x):
         torch.testing.assert_close(load(result)(feed), net(feed).detach(), rtol=0, atol=1e-5)
-    net.body = bnexport.fold_module(net.body, x)
-    assert not batch_norms(bnexport.export(net, x, tmp_path / "m.pt", format="torchscript", verify=False))
     with pytest.raises(UnsupportedModelError, match=r"torch\.export fails"):
         bnexport.export(net, x, tmp_path / "m.pt2", format="pt2")
     assert [path.name for path in tmp_path.iterdir()] == ["m.pt"]
+
+
+class TakesApart(Chooses):
+    def forward(self, x):
+        return self.body(x) if bool(x.sum() > 0) else self.body[0](x)
+
+
+def test_control_flow_that_takes_the_body_apart(tmp_path):
+    """Nothing is folded, and the result says so."""
+    net = TakesApart()
+    x = torch.ones(1, 3, 5, 5)
+    result = bnexport.export(net, x, tmp_path / "m.pt", format="torchscript")
+    assert batch_norms(result) == {"aten::batch_norm"}
+    assert result.report is None
+    assert "nothing was folded: TakesApart: its forward cannot be traced" in result.notes[0]
+    for feed in (x, -x):
+        torch.testing.assert_close(load(result)(feed), net(feed).detach(), rtol=0, atol=1e-5)
 
 
 class Doubles(nn.Module):

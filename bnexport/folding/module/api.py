@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
-from bnexport.folding.module import tracing, verification
+from bnexport.folding.module import parts, tracing, verification
 from bnexport.folding.module.engine import Engine, Options
 from bnexport.folding.report import Counts, FoldReport, SiteReport
 from bnexport.folding.selection import as_names, check_names
@@ -35,7 +35,8 @@ def fold_module(
     Identity takes its place. The algebra is float64, rounded once. The copy keeps the model's classes,
     code and hooks, is in eval mode, and shares no memory with `model`, which stays as it is.
 
-    Where values go is found by torch.fx. A part that it cannot trace keeps its batch norms.
+    Where values go is found by torch.fx. Of a module that it cannot trace, only those submodules are folded that it
+    traces on their own and that the source of the module uses in no other way than to call them with one input.
     Convolutions are taken to get batches, as batch norms do, unless example_inputs show otherwise; a
     Linear takes a map only where they show its rank, since in (N, L, C) a batch norm's channels are L.
 
@@ -51,7 +52,7 @@ def fold_module(
 
     Raises:
         UsageError: an argument is wrong, or the model fails on example_inputs.
-        UnsupportedModelError: torch.fx cannot trace the model's own forward.
+        UnsupportedModelError: torch.fx cannot trace the model's own forward, nor a part of it with a batch norm.
         VerificationError: the folded module differs from the model by more than the tolerance.
     """
     if not isinstance(model, nn.Module):
@@ -82,7 +83,7 @@ def fold_copy(
     norms = [path for path, module in work.named_modules() if isinstance(module, _BatchNorm)]
     check_names("only", options.only or (), norms, norms, "the model")
     check_names("skip", options.skip, norms, norms, "the model")
-    first = tracing.trace(work, inputs)
+    first = parts.trace(work, inputs)
     sites = Engine(work, first, options).run()
     folded = ", ".join(site.nodes[0] for site in sites if site.outcome == "folded")
     if folded:
@@ -98,14 +99,10 @@ def fold_copy(
 
 def _trace_again(work: nn.Module, inputs: tuple[torch.Tensor, ...] | None, first: tracing.Trace, folded: str) -> None:
     """Code may ask a batch norm for its attributes or class: it has to go the same way without it."""
-    try:
-        second = tracing.trace(work, inputs, shapes=False)
-    except UnsupportedModelError as error:
-        cause = str(error)
-    else:
-        if second.outline() == first.outline() and second.opaque == first.opaque:
-            return
-        cause = next(iter(second.opaque.items() - first.opaque.items()), ("", "its code takes another way"))[1]
+    second = parts.trace_again(work, inputs)
+    if second.outline() == first.outline() and second.opaque == first.opaque:
+        return
+    cause = next(iter(second.opaque.items() - first.opaque.items()), ("", "its code takes another way"))[1]
     raise UnsupportedModelError(
         f"{type(work).__name__}: its forward looks at batch norms other than by calling them, and fails when they are"
         f" folded ({cause}); leave those with skip=[...], folded were {folded}"

@@ -47,11 +47,7 @@ class Engine:
         unfit: dict[str, Refused] = {}
         self._changed: set[str] = set()
         self._read = {id(_tensor(model, path)) for path in trace.read}
-        # A module below an opaque one, under any of its paths, may be called by code that is not known.
-        self._hidden: dict[int, str] = {}
-        for path in trace.opaque:
-            for module in self._modules[path].modules():
-                self._hidden.setdefault(id(module), path)
+        self._hidden = self._below_opaque(trace)
         self._opaque = trace.opaque
         self._routes = Routes(trace, self._modules, self._layers, unfit)
         for path, module in self._modules.items():
@@ -174,10 +170,23 @@ class Engine:
                 "axis", f"the map acts on axis {end.axis}, {target} ({type(layer.module).__name__}) on axis 1"
             )
 
+    def _below_opaque(self, trace: Trace) -> dict[int, str]:
+        """Modules that code which is not known may call: those below an opaque one, but for parts with a graph."""
+        hidden: dict[int, str] = {}
+        for path in sorted({*trace.opaque, *trace.parts}, key=_depth):
+            for module in self._modules[path].modules():
+                if path in trace.opaque:
+                    hidden.setdefault(id(module), path)
+                else:
+                    hidden.pop(id(module), None)
+        return hidden
+
     def _refuse_module(self, path: str, module: nn.Module) -> None:
         hidden = self._hidden.get(id(module))
         if hidden is not None:
-            raise Refused("opaque", f"inside {hidden}, which torch.fx cannot trace: {self._opaque[hidden]}")
+            raise Refused(
+                "opaque", f"inside {hidden or 'the model'}, which torch.fx cannot trace: {self._opaque[hidden]}"
+            )
         if has_hooks(module):
             raise Refused("hook", f"{path} has hooks")
         if any(id(tensor) in self._read for tensor in (*module.parameters(), *module.buffers())):
@@ -190,6 +199,10 @@ def _replace_everywhere(model: nn.Module, old: nn.Module, new: nn.Module) -> Non
         for name, child in list(module._modules.items()):
             if child is old:
                 module._modules[name] = new
+
+
+def _depth(path: str) -> int:
+    return path.count(".") + 1 if path else 0
 
 
 def _tensor(model: nn.Module, path: str) -> object:

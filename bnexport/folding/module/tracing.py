@@ -36,20 +36,21 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """One forward as a graph of symbols.
+    """A forward as a graph of symbols, or several of submodules.
 
     paths: of each call of a submodule, its path (the first one of a shared module). opaque: paths of
     the submodules that could not be traced, each with the reason. seen_by_hooks: the values that hooks
     see. read: paths of parameters and buffers that code reads itself. shapes: of tensors, where example
-    inputs were given.
+    inputs were given. parts: paths of submodules below opaque ones with a graph of their own.
     """
 
-    graph: fx.Graph
+    graphs: tuple[fx.Graph, ...]
     paths: dict[fx.Node, str]
     opaque: dict[str, str]
     seen_by_hooks: frozenset[fx.Node]
     read: tuple[str, ...]
     shapes: dict[fx.Node, tuple[int, ...]]
+    parts: tuple[str, ...] = ()
 
     def calls(self) -> dict[str, list[fx.Node]]:
         """The calls of each submodule, by its path."""
@@ -60,7 +61,12 @@ class Trace:
 
     def outline(self) -> list[str]:
         """Every step, for a comparison of two traces."""
-        return [f"{node.op} {node.target}" for node in self.graph.nodes]
+        return [f"{node.op} {node.target}" for graph in self.graphs for node in graph.nodes]
+
+
+def reason(error: UnsupportedModelError) -> str:
+    """Why torch.fx failed, of an error that `trace` raised."""
+    return _first_line(error.__cause__ or error)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -73,19 +79,28 @@ def is_plain_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and not own
 
 
-def trace(model: nn.Module, example_inputs: tuple[torch.Tensor, ...] | None, *, shapes: bool = True) -> Trace:
+def trace(
+    model: nn.Module,
+    example_inputs: tuple[torch.Tensor, ...] | None,
+    *,
+    shapes: bool = True,
+    count: int | None = None,
+) -> Trace:
     """Traces model(*inputs); `model` stays as it is. Other parameters of its forward keep their defaults.
 
-    shapes: run the model on the example inputs, for the shapes in it.
+    shapes: run the model on the example inputs, for the shapes in it. count: of inputs that may be anything, instead of
+    example inputs, which are tensors.
 
     Raises UnsupportedModelError where the outermost forward cannot be traced, UsageError where the
     number of its inputs cannot be told.
     """
-    count = _input_count(model) if example_inputs is None else len(example_inputs)
+    tensors = count is None
+    if count is None:
+        count = _input_count(model) if example_inputs is None else len(example_inputs)
     opaque: dict[str, str] = {}
     while True:
         root = _Root(copy_model(model, share_parameters=True))
-        tracer = _Tracer(frozenset(opaque))
+        tracer = _Tracer(frozenset(opaque), tensors)
         try:
             with torch.no_grad():
                 graph = tracer.trace(root, (PH,) * count)  # type: ignore[arg-type]
@@ -105,7 +120,7 @@ def trace(model: nn.Module, example_inputs: tuple[torch.Tensor, ...] | None, *, 
         if node.op == "get_attr" and str(node.target).startswith(f"{_MODEL}.")
     )
     known = _shapes(root, graph, example_inputs) if shapes and example_inputs is not None else {}
-    return Trace(graph, paths, opaque, frozenset(tracer.seen_by_hooks), read, known)
+    return Trace((graph,), paths, opaque, frozenset(tracer.seen_by_hooks), read, known)
 
 
 class _Root(nn.Module):
@@ -138,11 +153,12 @@ class _Symbol(fx.Proxy):
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
-    def __init__(self, opaque: frozenset[str]) -> None:
+    def __init__(self, opaque: frozenset[str], tensors: bool) -> None:
         super().__init__()
         self.failed = ""  # path of the innermost submodule that could not be traced
         self.seen_by_hooks: set[fx.Node] = set()
         self._opaque = opaque
+        self._tensors = tensors
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Symbol(node, self)
@@ -151,9 +167,9 @@ class _Tracer(fx.Tracer):
         return a.node if type(a) is _Symbol else super().create_arg(a)
 
     def is_tensor(self, node: fx.Node) -> bool:
-        """Inputs are tensors, and so is what these modules return."""
+        """Inputs are tensors where that is known, and so is what these modules return."""
         if node.op != "call_module":
-            return node.op == "placeholder"
+            return node.op == "placeholder" and self._tensors
         module = self.root.get_submodule(str(node.target))
         if _inner(str(node.target)) in self._opaque:
             return False
@@ -200,16 +216,21 @@ class _ShapeRecorder(fx.Interpreter):
 
 def _shapes(root: nn.Module, graph: fx.Graph, inputs: tuple[torch.Tensor, ...]) -> dict[fx.Node, tuple[int, ...]]:
     recorder = _ShapeRecorder(root, graph)
+    run(recorder.run, inputs)
+    return recorder.shapes
+
+
+def run(model: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> None:
+    """Runs the model on its example inputs. Raises UsageError where it fails on them."""
     try:
         with torch.no_grad():
             # Code that works in place may change its inputs.
-            recorder.run(*(value.clone() for value in inputs))
+            model(*(value.clone() for value in inputs))
     except Exception as error:
         shapes = ", ".join(str(tuple(value.shape)) for value in inputs)
         raise UsageError(
             f"example_inputs: the model fails on inputs of shape {shapes}: {_first_line(error)}"
         ) from error
-    return recorder.shapes
 
 
 def _input_count(model: nn.Module) -> int:
