@@ -16,6 +16,7 @@ from onnxscript.values import Op, Opset
 
 from bnexport import schema
 from bnexport.errors import UnsupportedModelError
+from bnexport.exporting import computed_weights
 from bnexport.exporting.wrapper import Traced
 from bnexport.sync_bn import operators
 
@@ -203,12 +204,17 @@ def _as_argument(shapes: list[dict[int, str]] | None) -> Any:
 
 
 def _refuse_batch_statistics(program: torch.export.ExportedProgram) -> None:
-    for node in program.graph.nodes:
+    """Batch norms in training mode; those of weights, which no input reaches, become arithmetic."""
+    fixed = computed_weights.independent_of_inputs(program)
+    for node in list(program.graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
         position = _BATCH_NORMS.get(node.target.name().split(".")[0])
         if position is not None and len(node.args) > position and node.args[position] is True and len(node.args) > 3:
             if node.target.name().startswith("aten::instance_norm") and node.args[3] is None:
+                continue
+            if computed_weights.normalises_a_weight(node, fixed):
+                computed_weights.write_out_batch_norm(program, node)
                 continue
             where = next((name for name, _ in (node.meta.get("nn_module_stack") or {}).values()), "") or node.name
             raise UnsupportedModelError(

@@ -12,6 +12,7 @@ from onnxscript import optimizer
 
 from bnexport import schema
 from bnexport.errors import UnsupportedModelError
+from bnexport.exporting import computed_weights
 from bnexport.exporting.portable_body import MINIMUM_OPSET, portable_body
 
 _PREFIX = "model."
@@ -32,6 +33,7 @@ def finish(model: ir.Model, outputs: list[str], state: list[str], groups: dict[s
     _name_nodes(graph)
     passes.IdentityEliminationPass()(model)
     if not state:
+        computed_weights.evaluate(model)
         optimizer.fold_constants(model)
     passes.RemoveUnusedNodesPass()(model)
     _name_outputs(graph, outputs + [name + STATE_SUFFIX for name in state])

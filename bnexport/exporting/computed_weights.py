@@ -1,0 +1,156 @@
+"""Weights that a model computes from parameters alone, such as those of weight-standardised convolutions.
+
+Such a subgraph gives the same values in every run. It is evaluated once, by onnx's reference evaluator, where the
+folder would not evaluate it itself (`bnexport.folding.evaluate`); the result takes the place of the subgraph, and a
+batch norm behind the layer folds into it. In the dynamo exporter's program a batch norm in training mode that
+normalises a weight becomes arithmetic, since torch.onnx translates it with inference semantics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+from onnx.reference import ReferenceEvaluator
+
+from bnexport.folding.evaluate import EVALUATORS
+
+_KNOWN = frozenset((*EVALUATORS, "Constant"))
+_RANDOM = ("Random", "Bernoulli", "Multinomial", "Dropout")
+_aten = torch.ops.aten
+
+
+def independent_of_inputs(program: torch.export.ExportedProgram) -> set[torch.fx.Node]:
+    """Nodes whose values parameters and constants alone decide."""
+    inputs = set(program.graph_signature.user_inputs)
+    dependent: set[torch.fx.Node] = set()
+    for node in program.graph.nodes:
+        if (node.op == "placeholder" and node.name in inputs) or dependent & set(node.all_input_nodes):
+            dependent.add(node)
+    return set(program.graph.nodes) - dependent
+
+
+def normalises_a_weight(node: torch.fx.Node, fixed: set[torch.fx.Node]) -> bool:
+    """Whether the node is an aten::batch_norm without running statistics of what is independent of inputs."""
+    return node in fixed and node.target is _aten.batch_norm.default and node.args[3:5] == (None, None)
+
+
+def write_out_batch_norm(program: torch.export.ExportedProgram, node: torch.fx.Node) -> None:
+    """Replaces an aten::batch_norm in training mode without running statistics by arithmetic."""
+    graph, (input, weight, bias) = program.graph, node.args[:3]
+    eps = node.args[7]
+    rank = input.meta["val"].dim()  # type: ignore[union-attr]
+    axes = [axis for axis in range(rank) if axis != 1]
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        made = graph.call_function(target, args, kwargs)
+        made.meta = dict(node.meta)
+        made.meta["val"] = target(
+            *(arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in args), **kwargs
+        )
+        return made
+
+    with graph.inserting_before(node):
+        centred = call(_aten.sub.Tensor, input, call(_aten.mean.dim, input, axes, True))
+        variance = call(_aten.mean.dim, call(_aten.mul.Tensor, centred, centred), axes, True)
+        result = call(_aten.mul.Tensor, centred, call(_aten.rsqrt.default, call(_aten.add.Scalar, variance, eps)))
+        shape = [-1 if axis == 1 else 1 for axis in range(rank)]
+        for operator, operand in ((_aten.mul.Tensor, weight), (_aten.add.Tensor, bias)):
+            if operand is not None:
+                result = call(operator, result, call(_aten.view.default, operand, shape))
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def evaluate(model: ir.Model) -> None:
+    """Replaces values that initializers decide by what they are, in place, where the folder would not compute them.
+
+    A value that is larger than the largest initializer it is made of stays computed, and so does one that the
+    reference evaluator cannot compute.
+    """
+    graph = model.graph
+    listed = set(graph.inputs)
+    # The largest initializer that each fixed value is made of; None for what Constant nodes alone decide.
+    sources: dict[ir.Value, ir.Value | None] = {}
+    sources.update((value, value) for value in graph.initializers.values() if value not in listed)
+    wanted: set[ir.Value] = set()  # values that the folder would not compute
+    for node in graph:
+        operands = [value for value in node.inputs if value is not None]
+        if not _is_pure(node) or any(value not in sources for value in operands):
+            continue
+        source = max((sources[value] for value in operands), key=_size, default=None)
+        sources.update(dict.fromkeys(node.outputs, source))
+        if source is not None and (node.op_type not in _KNOWN or wanted.intersection(operands)):
+            wanted.update(node.outputs)
+    evaluator = _Evaluator(model)
+    for value in wanted:
+        if value.is_graph_output() or all(wanted.issuperset(node.outputs) for node, _ in value.uses()):
+            continue
+        source, array = sources[value], evaluator.value(value)
+        assert source is not None
+        if array is not None and array.size <= _size(source):
+            constant = _initializer(graph, f"{source.name}.computed", array)
+            ir.convenience.replace_all_uses_with(value, constant)
+
+
+class _Evaluator:
+    """Values of fixed nodes, each computed once."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self._opset = model.opset_imports[""]
+        self._values: dict[ir.Value, np.ndarray | None] = {}
+
+    def value(self, value: ir.Value) -> np.ndarray | None:
+        """None where it cannot be computed."""
+        if value not in self._values:
+            node = value.producer()
+            if node is None:
+                assert value.const_value is not None
+                self._values[value] = value.const_value.numpy()
+            else:
+                results = self._run(node)
+                self._values.update(dict.fromkeys(node.outputs) if results is None else zip(node.outputs, results))
+        return self._values[value]
+
+    def _run(self, node: ir.Node) -> list[np.ndarray] | None:
+        operands = {str(value.name): self.value(value) for value in node.inputs if value is not None}
+        if any(array is None for array in operands.values()):
+            return None
+        proto = ir.to_proto(node)
+        graph = onnx.helper.make_graph(
+            [proto],
+            "node",
+            [onnx.ValueInfoProto(name=name) for name in operands],
+            [onnx.ValueInfoProto(name=str(value.name)) for value in node.outputs if value.name],
+        )
+        alone = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", self._opset)])
+        try:
+            results = ReferenceEvaluator(alone).run(None, operands)
+        except Exception:  # an operator, or a type, that the evaluator does not know
+            return None
+        return [np.asarray(result) for result in results]
+
+
+def _is_pure(node: ir.Node) -> bool:
+    if node.domain not in ("", "ai.onnx") or node.op_type.startswith(_RANDOM):
+        return False
+    graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+    return not any(attribute.type in graphs for attribute in node.attributes.values())
+
+
+def _size(value: ir.Value | None) -> int:
+    return 0 if value is None or value.const_value is None else int(value.const_value.size)
+
+
+def _initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
+    free, index = name, 0
+    while free in graph.initializers:
+        index += 1
+        free = f"{name}_{index}"
+    tensor = ir.Tensor(np.ascontiguousarray(array), name=free)
+    value = ir.Value(name=free, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
