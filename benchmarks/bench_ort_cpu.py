@@ -1,6 +1,6 @@
 """Sync batch norm in ONNX Runtime on CPU, against what a user could pick instead and against memory.
 
-`python benchmarks/bench_ort_cpu.py [--threads 2] [--quick] [--dtypes float32,float16,...]`
+`python benchmarks/bench_ort_cpu.py [--threads 2] [--quick] [--dtypes float32,float16,...] [--isa avx2]`
 
 Verifies first, then times in one process, everything with the same number of threads:
   ours       our node inside ONNX Runtime: training forward, inference, gradient
@@ -318,14 +318,16 @@ def main() -> None:
     parser.add_argument("--dtypes", default="float32,float16,bfloat16,float64")
     parser.add_argument("--seconds", type=float, default=6.0, help="per shape")
     parser.add_argument("--statistic", choices=["median", "min"], default="median")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "ort_cpu.json")
+    parser.add_argument("--output", type=Path, help="instead of benchmarks/results/ort_cpu.json, ort_cpu_avx2.json ...")
+    machine.add_isa_option(parser)
     arguments = parser.parse_args()
+    machine.limit(arguments.isa)
+    if arguments.output is None:
+        arguments.output = machine.result_of(ROOT / "benchmarks" / "results" / "ort_cpu.json", arguments.isa)
     torch.set_num_threads(arguments.threads)
     floor = bandwidth_library()
     rows = []
-    print(
-        f"{arguments.threads} threads, {capi.instruction_set()}, onnxruntime {ort.__version__}, torch {torch.__version__}"
-    )
+    print(machine.sentence({"machine": machine.describe()}) + f", {arguments.threads} threads")
     print(
         f"{'shape':20s} {'type':9s} {'MB':>6s} {'train us':>9s} {'infer us':>9s} {'grad us':>9s} "
         + " ".join(f"{c:>20s}" for c in COLUMNS)

@@ -1,6 +1,6 @@
 """bnexport.SyncBatchNorm against torch.nn.BatchNorm2d on CPU: verified first, then timed in turn.
 
-    python -m benchmarks.bench_torch_operator [--json PATH] [--rounds N] [--threads N]
+    python -m benchmarks.bench_torch_operator [--json PATH] [--rounds N] [--threads N] [--isa avx2]
 
 One process: forward and backward in training, ratios torch / ours of medians (above 1: ours is
 faster). The JSON also has our module with torch's operations in place of the kernels. Two processes (gloo on
@@ -144,10 +144,17 @@ def time_group(shape: tuple[int, ...], rounds: int, processes: int = 2) -> float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/torch_operator_cpu.json"))
+    parser.add_argument(
+        "--json", type=Path, help="instead of benchmarks/results/torch_operator_cpu.json, ..._avx2.json"
+    )
+    machine.add_isa_option(parser)
     parser.add_argument("--rounds", type=int, default=10, help="timed steps of a block")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     arguments = parser.parse_args()
+    machine.limit(arguments.isa)
+    if arguments.json is None:
+        arguments.json = machine.result_of(Path("benchmarks/results/torch_operator_cpu.json"), arguments.isa)
+    print(machine.sentence({"machine": machine.describe()}) + f", {arguments.threads} threads")
     torch.set_num_threads(arguments.threads)
     console = Console(highlight=False, width=120)
     table = Table(
@@ -169,6 +176,7 @@ def main() -> None:
     rows = []
     cases = [(shape, torch.float32, "contiguous") for shape in SHAPES]
     cases += [
+        *((shape, torch.float32, "channels_last") for shape in (SHAPES[5], SHAPES[7], SHAPES[3])),
         (SHAPES[0], torch.float32, "channels_last"),
         (SHAPES[0], torch.bfloat16, "contiguous"),
         (SHAPES[0], torch.float16, "contiguous"),

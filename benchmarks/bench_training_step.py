@@ -339,7 +339,8 @@ def measure(title: str, threads: int, rounds: int, build: str | None, exports: P
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--training-build", metavar="FOLDER")
-    parser.add_argument("--json", type=Path, default=RESULT)
+    parser.add_argument("--json", type=Path, help="instead of benchmarks/results/training_step.json, ..._avx2.json")
+    machine.add_isa_option(parser)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--exports", type=Path, metavar="FOLDER", help="keep the exported graphs there, and reuse them")
@@ -359,6 +360,9 @@ def main() -> None:
             arguments.threads,
         )
         return
+    machine.limit(arguments.isa)
+    if arguments.json is None:
+        arguments.json = machine.result_of(RESULT, arguments.isa)
     chosen = [name for name in NETWORKS if not arguments.only or arguments.only.lower() in name.lower()]
     results = [
         measure(name, arguments.threads, arguments.rounds, arguments.training_build, arguments.exports)

@@ -30,9 +30,13 @@ class Benchmark:
 # A benchmark joins by a line here, its table by one in page.BLOCKS, its chart by one in charts.CHARTS.
 BENCHMARKS = {
     "ort-cpu": Benchmark("bench_ort_cpu", 4),
+    "ort-cpu-avx2": Benchmark("bench_ort_cpu", 4, ("--isa", "avx2")),
+    "ort-cpu-baseline": Benchmark("bench_ort_cpu", 4, ("--isa", "baseline")),
     "torch": Benchmark("bench_torch_operator", 2),
+    "torch-avx2": Benchmark("bench_torch_operator", 2, ("--isa", "avx2")),
     "torchscript": Benchmark("bench_torchscript", 1),
     "training-step": Benchmark("bench_training_step", 5),
+    "training-step-avx2": Benchmark("bench_training_step", 5, ("--isa", "avx2")),
     "parallel-training": Benchmark("bench_parallel_training", 2),
     "conv-gradient": Benchmark("bench_conv_gradient", 2),
     "fold": Benchmark("bench_fold", 30),
