@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import threading
 from typing import Any
 
 from bnexport.errors import LibraryError, UsageError
@@ -36,6 +37,8 @@ __all__ = [
     "moments_params",
     "register_device_group",
     "register_group",
+    "run_backward",
+    "run_forward",
     "unregister_group",
     "version",
 ]
@@ -159,8 +162,18 @@ def available() -> bool:
     return True
 
 
+class _Errors(threading.local):
+    """Where the library writes its messages: one buffer for each thread, since a fresh one is zeroed for each call."""
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(_ERROR_CAPACITY)
+
+
+_errors = _Errors()
+
+
 def _call(name: str, *arguments: Any) -> None:
-    error = ctypes.create_string_buffer(_ERROR_CAPACITY)
+    error = _errors.buffer
     if getattr(library(), name)(*arguments, error, _ERROR_CAPACITY) != 0:
         raise UsageError(f"{name}: {error.value.decode('utf-8', 'replace')}")
 
@@ -201,6 +214,16 @@ def forward_params(
 def cpu_forward(**params: Any) -> None:
     """bnexport_cpu_forward, with the arguments of `forward_params`. Raises UsageError."""
     _call("bnexport_cpu_forward", forward_params(**params))
+
+
+def run_forward(*fields: Any) -> None:
+    """bnexport_cpu_forward with all fields of a bnexport_forward behind its size, in their order. Raises UsageError."""
+    _call("bnexport_cpu_forward", _Forward(_FORWARD_SIZE, *fields))
+
+
+def run_backward(*fields: Any) -> None:
+    """bnexport_cpu_backward with all fields of a bnexport_backward behind its size, in their order. Raises UsageError."""
+    _call("bnexport_cpu_backward", _Backward(_BACKWARD_SIZE, *fields))
 
 
 def moments_params(

@@ -22,7 +22,7 @@ def _below(name: str, *arguments: Any) -> Any:
         return getattr(torch.ops.bnexport, name).default(*arguments)
 
 
-def _need_gradient(*tensors: Tensor | None) -> bool:
+def need_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
@@ -78,13 +78,13 @@ class _Backward(torch.autograd.Function):
 
 
 def _forward(*arguments: Any) -> Any:
-    if _need_gradient(arguments[0], arguments[3], arguments[4]):
+    if need_gradient(arguments[0], arguments[3], arguments[4]):
         return _Forward.apply(*arguments)
     return _below("sync_batch_norm", *arguments)
 
 
 def _backward(*arguments: Any) -> Any:
-    if _need_gradient(*arguments[:3]):
+    if need_gradient(*arguments[:3]):
         return _Backward.apply(*arguments)
     return _below("sync_batch_norm_backward", *arguments)
 

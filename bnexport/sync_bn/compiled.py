@@ -71,6 +71,7 @@ def usable(x: Tensor) -> bool:
     return x.device.type == "cuda" and _capi() is not None and _cuda() is not None
 
 
+@functools.cache
 def _type_code(dtype: torch.dtype) -> int:
     return _capi().DTYPES[str(dtype).removeprefix("torch.")]
 
@@ -112,6 +113,23 @@ def _run(name: str, data: Tensor, geometry: dict[str, int], /, **params: Any) ->
         workspace = torch.empty(size, dtype=torch.uint8, device=data.device)
         stream = torch.cuda.current_stream().cuda_stream
         getattr(cuda, name)(filled, *row, workspace.data_ptr(), size, stream)
+
+
+# The fields of the C API's structs between their sizes and the number of threads.
+_FORWARD_FIELDS = (
+    "x", "y", "weight", "bias", "running_mean", "running_var", "running_mean_out", "running_var_out", "saved_mean",
+    "saved_invstd", "momentum", "eps", "training", "stats_mode", "group_size", "gathered",
+)  # fmt: skip
+_BACKWARD_FIELDS = (
+    "dy", "x", "dx", "weight", "saved_mean", "saved_invstd", "dweight", "dbias", "training", "stats_mode",
+    "grad_reduction", "group_size", "gathered", "local_moments",
+)  # fmt: skip
+
+
+def _leading(geometry: dict[str, int], stats_dtype: int) -> tuple[int, ...]:
+    return (
+        geometry["dtype"], stats_dtype, geometry["layout"], geometry["N"], geometry["C"], geometry["S"]
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
@@ -186,28 +204,16 @@ def forward(
     new_mean = None if old_mean is None else x.new_empty(C, dtype=S)
     new_var = None if old_var is None else x.new_empty(C, dtype=S)
     mean, invstd = x.new_empty(C, dtype=torch.float64), x.new_empty(C, dtype=torch.float64)
-    _run(
-        "forward",
-        x,
-        _geometry(x),
-        stats_dtype=_type_code(S),
-        x=x.data_ptr(),
-        y=y.data_ptr(),
-        weight=_pointer(w),
-        bias=_pointer(b),
-        running_mean=_pointer(old_mean),
-        running_var=_pointer(old_var),
-        running_mean_out=_pointer(new_mean),
-        running_var_out=_pointer(new_var),
-        saved_mean=mean.data_ptr(),
-        saved_invstd=invstd.data_ptr(),
-        momentum=momentum,
-        eps=eps,
-        training=int(training),
-        stats_mode=capi.STATS_MODES[stats_mode],
-        group_size=1 if rows is None else rows.shape[0],
-        gathered=_pointer(rows),
-    )
+    geometry = _geometry(x)
+    fields = (
+        x.data_ptr(), y.data_ptr(), _pointer(w), _pointer(b), _pointer(old_mean), _pointer(old_var), _pointer(new_mean),
+        _pointer(new_var), mean.data_ptr(), invstd.data_ptr(), momentum, eps, int(training), capi.STATS_MODES[stats_mode],
+        1 if rows is None else rows.shape[0], _pointer(rows),
+    )  # fmt: skip
+    if not x.is_cuda:
+        capi.run_forward(*_leading(geometry, _type_code(S)), *fields, torch.get_num_threads())
+    else:
+        _run("forward", x, geometry, stats_dtype=_type_code(S), **dict(zip(_FORWARD_FIELDS, fields, strict=True)))
     return y, new_mean, new_var, mean, invstd
 
 
@@ -246,24 +252,14 @@ def backward(
     w = _vector(weight, x)
     dx = _empty_like(x) if output_mask[0] else None
     dweight, dbias = (x.new_empty(C, dtype=S) if needed else None for needed in output_mask[1:])
-    _run(
-        "backward",
-        x,
-        _geometry(x),
-        stats_dtype=_type_code(S),
-        dy=dy.data_ptr(),
-        x=x.data_ptr(),
-        dx=_pointer(dx),
-        weight=_pointer(w),
-        saved_mean=mean.data_ptr(),
-        saved_invstd=invstd.data_ptr(),
-        dweight=_pointer(dweight),
-        dbias=_pointer(dbias),
-        training=int(training),
-        stats_mode=capi.STATS_MODES[stats_mode],
-        grad_reduction=capi.GRAD_REDUCTIONS[grad_reduction],
-        group_size=1 if rows is None else rows.shape[0],
-        gathered=_pointer(rows),
-        local_moments=_pointer(row),
-    )
+    geometry = _geometry(x)
+    fields = (
+        dy.data_ptr(), x.data_ptr(), _pointer(dx), _pointer(w), mean.data_ptr(), invstd.data_ptr(), _pointer(dweight),
+        _pointer(dbias), int(training), capi.STATS_MODES[stats_mode], capi.GRAD_REDUCTIONS[grad_reduction],
+        1 if rows is None else rows.shape[0], _pointer(rows), _pointer(row),
+    )  # fmt: skip
+    if not x.is_cuda:
+        capi.run_backward(*_leading(geometry, _type_code(S)), *fields, torch.get_num_threads())
+    else:
+        _run("backward", x, geometry, stats_dtype=_type_code(S), **dict(zip(_BACKWARD_FIELDS, fields, strict=True)))
     return dx, dweight, dbias

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bnexport import schema
 from bnexport.errors import GroupError, UsageError
-from bnexport.sync_bn import distributed, operators
+from bnexport.sync_bn import distributed, eager
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -135,7 +135,7 @@ class SyncBatchNorm(_BatchNorm):
                     f"group {self._lost_group!r} did not survive pickling: set the module's `group` before training"
                 )
             size = self.group_size()
-        output, new_mean, new_var, _, _ = operators.sync_batch_norm(
+        output, new_mean, new_var = eager.sync_batch_norm(
             input,
             self.running_mean,
             self.running_var,

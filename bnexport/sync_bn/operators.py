@@ -79,7 +79,7 @@ def _like(result: Tensor, x: Tensor) -> Tensor:
     return result if result.stride() == promised.stride() else promised.copy_(result)
 
 
-def _forward(
+def forward_kernel(
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -113,7 +113,9 @@ def _forward(
         x, running_mean, running_var, weight, bias, training, momentum, eps, stats_mode, rows
     )
     new_mean, new_var = (_or_empty(vector, x) for vector in (new_mean, new_var))
-    return _like(y, input), new_mean, new_var, mean, invstd
+    # The compiled kernels' output is an empty_like of their input.
+    made = x is input and backend is compiled
+    return y if made else _like(y, input), new_mean, new_var, mean, invstd
 
 
 def _backend(x: Tensor) -> Any:
@@ -156,7 +158,7 @@ def _forward_fake(
     )
 
 
-def _backward(
+def backward_kernel(
     grad_output: Tensor,
     input: Tensor,
     weight: Tensor | None,
@@ -185,8 +187,9 @@ def _backward(
         dy, x, weight, saved_mean, saved_invstd, training, output_mask, stats_mode, grad_reduction, row, rows
     )
     dtype = moments.statistics_type(x.dtype) if weight is None else weight.dtype
+    made = x is input and backend is compiled
     return (
-        x.new_empty(0) if grad_input is None else _like(grad_input, input),
+        x.new_empty(0) if grad_input is None else grad_input if made else _like(grad_input, input),
         *(x.new_empty(0) if grad is None else grad.to(dtype) for grad in (grad_weight, grad_bias)),
     )
 
@@ -216,8 +219,8 @@ def _backward_fake(
 
 
 for _name, _kernel, _fake in (
-    ("sync_batch_norm", _forward, _forward_fake),
-    ("sync_batch_norm_backward", _backward, _backward_fake),
+    ("sync_batch_norm", forward_kernel, _forward_fake),
+    ("sync_batch_norm_backward", backward_kernel, _backward_fake),
     ("sync_batch_norm_double_backward", double_backward.double_backward, double_backward.fake),
 ):
     library.impl(_name, _kernel, "CompositeExplicitAutograd")
