@@ -115,11 +115,15 @@ def _forget(name: str) -> None:
 
 
 def unregister_group(name: str) -> None:
-    """Forgets the group called `name`; nodes of that group then fail until it is registered again.
+    """Forgets the group called `name`; nodes of that group then fail until it is registered again, and no export
+    writes the name.
 
     Raises:
         GroupError: no group is registered under that name.
     """
     if name not in _callbacks:
         raise GroupError(f"unregister_group: got {name!r}, expected one of {sorted(_callbacks)}")
+    from bnexport.sync_bn import distributed
+
+    distributed.withdraw(name)
     _forget(name)

@@ -186,6 +186,12 @@ def publish(public_name: str, name: str) -> None:
     _published[name] = public_name
 
 
+def withdraw(public_name: str) -> None:
+    """Takes back `publish`: no group of this process is known to models as `public_name`."""
+    for name in [name for name, known in _published.items() if known == public_name]:
+        del _published[name]
+
+
 def published_name(name: str) -> str | None:
     """The name that a model may carry for the group `name`: "world", or what it was registered as."""
     return name if name == schema.WORLD_GROUP else _published.get(name)

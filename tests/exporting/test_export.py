@@ -15,6 +15,7 @@ import bnexport
 from bnexport import SyncBatchNorm, schema
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from bnexport.exporting import api
+from bnexport.runtime import communicator
 from tests.cluster import Raised
 
 EXPORTERS = ["dynamo", "torchscript"]
@@ -306,7 +307,11 @@ def _export_in_group(group, folder, register, training=True):
         bnexport.register_group("pair", group)
     import torch.distributed as dist
 
-    result = bnexport.export(net, torch.randn(4, 3, 5), f"{folder}/{dist.get_rank(group)}.onnx", mode="custom_op")
+    try:
+        result = bnexport.export(net, torch.randn(4, 3, 5), f"{folder}/{dist.get_rank(group)}.onnx", mode="custom_op")
+    finally:
+        if register:
+            communicator.unregister_group("pair")
     (node,) = [node for node in result.model.graph if node.op_type == "MMCVSyncBatchNorm"]
     return {
         "group": node.attributes["group"].as_string(),
@@ -326,5 +331,7 @@ def test_a_group_of_processes_is_written_by_its_public_name(cluster, tmp_path):
         assert result == {"group": "", "size": 1, "functions": 1, "verified": True}
     for result in cluster.call(2, _export_in_group, str(tmp_path), True):
         assert result == {"group": "pair", "size": 2, "functions": 0, "verified": None}
+    for result in cluster.run(2, _export_in_group, str(tmp_path), False):
+        assert isinstance(result, Raised), "the group is not registered any more"
     for result in cluster.call(4, _export_in_group, str(tmp_path), False):
         assert (result["group"], result["size"]) == ("world", 4)
