@@ -75,11 +75,17 @@ def test_file_that_is_no_library(monkeypatch, tmp_path):
 
 
 def test_registering_twice_is_the_same_as_once():
-    options = ort.SessionOptions()
-    library.register(options)
-    library.register(options)
-    ort.InferenceSession(forward_model(), options)
-    InferenceSession(forward_model(), session_options=options)
+    once, twice = ort.SessionOptions(), ort.SessionOptions()
+    library.register(once)
+    library.register(twice)
+    library.register(twice)
+    feeds = forward_feeds(np.random.default_rng(0), (2, 3, 4, 5))
+    sessions = [ort.InferenceSession(forward_model(), options) for options in (once, twice)]
+    sessions.append(InferenceSession(forward_model(), session_options=twice))
+    first, *others = (session.run(None, feeds) for session in sessions)
+    for other in others:
+        for value, expected in zip(other, first, strict=True):
+            np.testing.assert_array_equal(value, expected)
 
 
 def test_session_runs_a_model(tmp_path):

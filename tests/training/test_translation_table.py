@@ -147,5 +147,7 @@ def test_dynamic_sizes_are_refused_where_a_form_needs_them(overload, arguments):
 
 
 def test_dynamic_sizes_are_enough_for_plain_pooling():
-    record(ATEN.max_pool2d_with_indices.default, value(*WIDE), [3], [2], [1])
-    record(ATEN.avg_pool2d.default, value(*WIDE), [3], [2], [1])
+    nodes, _ = record(ATEN.max_pool2d_with_indices.default, value(*WIDE), [3], [2], [1])
+    assert nodes[0].op_type == "MaxPool"
+    nodes, _ = record(ATEN.avg_pool2d.default, value(*WIDE), [3], [2], [1])
+    assert nodes[0].op_type == "AveragePool"
