@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import onnx
@@ -13,6 +11,7 @@ import torch
 import bnexport
 from bnexport.cli import main
 from models.resnet import ResNet
+from tests import warm
 
 
 def tiny():
@@ -210,13 +209,7 @@ def test_a_library_that_cannot_be_loaded(folder, tmp_path):
     broken = tmp_path / "libbroken.so"
     broken.write_bytes(b"not a library")
     for path in (broken, tmp_path / "missing.so"):
-        done = subprocess.run(
-            [sys.executable, "-m", "bnexport", "doctor"],
-            env={**os.environ, "BNEXPORT_LIBRARY": str(path)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = warm.run("-m", "bnexport", "doctor", env={**os.environ, "BNEXPORT_LIBRARY": str(path)})
         assert done.returncode == 4
         assert "Traceback" not in done.stderr
         assert path.name in done.stderr

@@ -15,6 +15,7 @@ import torch
 import bnexport
 from bnexport.cli import app, main
 from models.resnet import ResNet
+from tests import warm
 
 
 def tiny():
@@ -185,8 +186,8 @@ def on_a_terminal(calls, **environment):
     """What a terminal receives on stdout and stderr."""
     first, second = pty.openpty()
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", ON_A_TERMINAL],
+        process = warm.start(
+            *("-c", ON_A_TERMINAL),
             stdin=subprocess.PIPE,
             stdout=second,
             stderr=second,
@@ -204,7 +205,7 @@ def on_a_terminal(calls, **environment):
             if not part:
                 break
             received += part
-        assert process.wait(60) == 0, received.decode()
+        assert process.wait(600) == 0, received.decode()
         return received.decode()
     finally:
         os.close(first)

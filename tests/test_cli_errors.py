@@ -1,8 +1,6 @@
 """Wrong usage, judged as a user would: one line that says what, where, got, expected and the way out; the exit code."""
 
 import os
-import subprocess
-import sys
 
 import numpy as np
 import onnx
@@ -12,6 +10,7 @@ import torch
 import bnexport
 from bnexport.cli import main
 from models.resnet import ResNet
+from tests import warm
 
 HERE = "tests.test_cli_errors"
 
@@ -141,9 +140,7 @@ def test_wrong_usage(arguments, exit_code, words, folder, tmp_path, monkeypatch,
 def in_a_process(arguments, folder, script=""):
     """The command line in a process of its own, after `script`."""
     program = f"{script}\nimport sys\nfrom bnexport.cli import main\nsys.argv[0] = 'bnexport'\nmain()"
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=folder, capture_output=True, text=True, check=False
-    )
+    return warm.run("-c", program, *arguments, cwd=folder)
 
 
 @pytest.mark.parametrize(

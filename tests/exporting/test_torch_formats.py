@@ -1,8 +1,7 @@
 """TorchScript and pt2 files: torch's operators only, equal to the module, loadable without bnexport."""
 
 import json
-import subprocess
-import sys
+import types
 import warnings
 
 import pytest
@@ -12,10 +11,11 @@ from torch import nn
 import bnexport
 from bnexport.cli import main
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
-from bnexport.exporting import pt2, torchscript_format
+from bnexport.exporting import fresh_process, pt2, torchscript_format
 from bnexport.folding.module import engine
 from models.resnet import digits_resnet
 from models.segmentation import Segmenter
+from tests import warm
 from tests.folding_module.nets import trained
 from tests.sync_bn import lookalikes
 
@@ -49,6 +49,12 @@ def format(request):
     return request.param
 
 
+@pytest.fixture(autouse=True)
+def _warm(monkeypatch):
+    """The process that checks a file starts without importing torch anew; bnexport it does not have either way."""
+    monkeypatch.setattr(fresh_process, "sys", types.SimpleNamespace(executable=warm.executable()))
+
+
 @pytest.mark.parametrize("network", NETWORKS)
 def test_networks_at_any_size(network, format, tmp_path):
     make, example, other = NETWORKS[network]
@@ -79,7 +85,7 @@ def test_a_process_that_cannot_import_bnexport(format, tmp_path):
         "import sys; sys.modules['bnexport'] = None; import torch; x, y = torch.load('data');"
         f"torch.testing.assert_close({loader}(x).detach(), y, rtol=0, atol=1e-5)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = warm.run("-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert result.verification.passed is None
     assert result.outputs == ("output",)

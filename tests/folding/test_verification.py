@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from bnexport.errors import VerificationError
 from bnexport.folding import FoldResult, fold, verify, worker
 from bnexport.folding.engine_process import PROCESS, EngineFailure
 from bnexport.model_io import load, save
+from tests import warm
 from tests.folding.helpers import batch_norm, model, parameters
 
 BODY = "g (float[N,6,H,W] x) => (float[N,8,A,B] y) { z = Conv (x, w)\n y = BatchNormalization (z, p_s, p_b, p_m, p_v) }"
@@ -107,15 +108,15 @@ def test_the_process_ends_with_its_parent() -> None:
         "m = p.parse_model('<ir_version: 8, opset_import: [\"\": 17]> g (float[2] x) => (float[2] y) { y = Relu (x) }');"
         "assert verify(m, m).passed; print(PROCESS._process.pid, flush=True); os._exit(0)"
     )
-    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-    for _ in range(100):
+    pid = int(warm.run("-c", code, check=True).stdout)
+    for _ in range(600):
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
             return
         if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
             return
-        subprocess.run(["sleep", "0.1"], check=True)
+        time.sleep(0.1)
     raise AssertionError("the verifying process outlived its parent")
 
 

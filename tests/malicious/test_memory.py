@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -90,39 +90,50 @@ REFUSED: dict[str, bytes] = {
     "empty-tensors": field(5, b""),
     "empty-graphs": field(1, field(5, field(11, b"") * 1000)),
 }
-# VmHWM, since ru_maxrss begins with what the process that started this one had.
+# For each line of standard input, a model and the limits, a process that loads it: forked, so that it starts with nothing
+# but the imports. VmHWM, since ru_maxrss begins with what the process that started this one had.
 LOAD = """
-import sys, time
+import os, sys, time
 import bnexport.model_io
 from bnexport.errors import BnexportError
 from bnexport.model_io import Limits
 def read(name):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
-before = read("VmRSS")
-start = time.process_time()
-try:
-    bnexport.model_io.load(sys.argv[1], limits=eval(sys.argv[2]))
-    outcome = "accepted"
-except BnexportError:
-    outcome = "refused"
-seconds = time.process_time() - start
-print(outcome, read("VmHWM") - before, seconds)
+for line in sys.stdin:
+    if os.fork():
+        os.wait()
+        continue
+    path, limits = line.split("\t")
+    before = read("VmRSS")
+    start = time.process_time()
+    try:
+        bnexport.model_io.load(path, limits=eval(limits))
+        outcome = "accepted"
+    except BnexportError:
+        outcome = "refused"
+    seconds = time.process_time() - start
+    print(outcome, read("VmHWM") - before, seconds, flush=True)
+    os._exit(0)
 """
 
 
-def measure(data: bytes, limits: Limits, folder: Path) -> tuple[str, int, float]:
+@pytest.fixture(scope="module")
+def loader() -> Iterator[subprocess.Popen[str]]:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", LOAD]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        yield process
+        process.communicate()
+
+
+def measure(loader: subprocess.Popen[str], data: bytes, limits: Limits, folder: Path) -> tuple[str, int, float]:
     """Whether a model is accepted, and what its loading takes, in bytes and in seconds of processor."""
     path = folder / "model.onnx"
     path.write_bytes(data)
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(path), repr(limits)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
-    outcome, nbytes, seconds = done.stdout.split()
+    assert loader.stdin is not None and loader.stdout is not None
+    print(path, repr(limits), sep="\t", file=loader.stdin, flush=True)
+    outcome, nbytes, seconds = loader.stdout.readline().split()
     path.unlink()
     return outcome, int(nbytes), float(seconds)
 
@@ -141,26 +152,26 @@ def refused(kind: str, limits: Limits) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ACCEPTED)
-def test_accepted(kind: str, tmp_path: Path) -> None:
+def test_accepted(kind: str, loader: subprocess.Popen[str], tmp_path: Path) -> None:
     limits = scaled(DEFAULT_LIMITS, SCALE)
-    outcome, nbytes, _ = measure(accepted(kind, limits), limits, tmp_path)
+    outcome, nbytes, _ = measure(loader, accepted(kind, limits), limits, tmp_path)
     assert outcome == "accepted"
     assert nbytes < BYTES / SCALE
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_refused(kind: str, tmp_path: Path) -> None:
+def test_refused(kind: str, loader: subprocess.Popen[str], tmp_path: Path) -> None:
     limits = scaled(DEFAULT_LIMITS, SCALE)
-    outcome, nbytes, _ = measure(refused(kind, limits), limits, tmp_path)
+    outcome, nbytes, _ = measure(loader, refused(kind, limits), limits, tmp_path)
     assert outcome == "refused"
     assert nbytes < BYTES / SCALE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*ACCEPTED, *REFUSED])
-def test_default_limits(kind: str, tmp_path: Path) -> None:
+def test_default_limits(kind: str, loader: subprocess.Popen[str], tmp_path: Path) -> None:
     data = accepted(kind, DEFAULT_LIMITS) if kind in ACCEPTED else refused(kind, DEFAULT_LIMITS)
-    outcome, nbytes, seconds = measure(data, DEFAULT_LIMITS, tmp_path)
+    outcome, nbytes, seconds = measure(loader, data, DEFAULT_LIMITS, tmp_path)
     print(f"{kind}: {len(data):,} bytes, {outcome}, {nbytes / 2**30:.2f} GiB, {seconds:.1f} s")
     assert outcome == ("accepted" if kind in ACCEPTED else "refused")
     assert nbytes < BYTES

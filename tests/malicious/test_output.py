@@ -21,6 +21,7 @@ from bnexport.errors import UsageError
 from bnexport.folding import fold
 from bnexport.model_io import load, save
 from bnexport.model_io.wire import field
+from tests import warm
 from tests.folding.helpers import batch_norm, model
 
 _KILLS = int(os.environ.get("BNEXPORT_KILLS", "12"))
@@ -57,11 +58,7 @@ def test_killed_at_any_moment(source: Path, tmp_path: Path) -> None:
     target, generator = tmp_path / "model.onnx", random.Random(3)
     folded = fold(source, verify=False).model.graph.initializers["w"].const_value.numpy()  # type: ignore[union-attr]
     for _ in range(_KILLS):
-        process = subprocess.Popen(
-            [sys.executable, "-c", LOOP, str(source), str(target)],
-            stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],
-        )
+        process = warm.start("-c", LOOP, source, target, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         time.sleep(generator.uniform(0.0, 0.4))
@@ -115,7 +112,7 @@ else:
     end("_move_new")
 fold(sys.argv[1], sys.argv[2], verify=False, external_data=True)
 """
-    run = subprocess.run([sys.executable, "-c", code, str(source), str(target)], check=False)
+    run = warm.run("-c", code, source, target)
     assert run.returncode == -signal.SIGKILL
     new = fold(source, verify=False).model.graph.initializers["w"].const_value.numpy()  # type: ignore[union-attr]
     np.testing.assert_array_equal(weight(target), new if moment == "model-moved" else old)
@@ -156,10 +153,10 @@ def test_full_disk(source: Path, tmp_path: Path, external_data: bool) -> None:
 
 
 def test_full_memory(tmp_path: Path) -> None:
-    """A structure that would take 3 GB under a limit of 1.5 GB (RLIMIT_AS): one line, exit code 3, nothing written."""
-    graph = field(1, field(5, b"") * 16_000_000)
+    """A structure that would take 1 GB under a limit of 0.7 GB (RLIMIT_AS): one line, exit code 3, nothing written."""
+    graph = field(1, field(5, b"") * 4_000_000)
     (tmp_path / "bomb.onnx").write_bytes(b"\x08\x08" + field(8, b"\x10\x11") + field(7, graph))
-    done = _limited(resource.RLIMIT_AS, 1_500_000_000, tmp_path / "bomb.onnx", tmp_path / "out.onnx")
+    done = _limited(resource.RLIMIT_AS, 700_000_000, tmp_path / "bomb.onnx", tmp_path / "out.onnx")
     assert done.returncode == 3
     assert "more memory than there is" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 
 from bnexport.training.files import load_state, save_state
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 _KILLS = int(os.environ.get("BNEXPORT_KILLS", "8"))
@@ -50,7 +49,9 @@ batch = (torch.zeros(4, 256), torch.zeros(4, dtype=torch.int64))
 bnexport.export_training_step(model, torch.nn.functional.cross_entropy, batch, sys.argv[1], verify=False)
 """
 REPORT = """
-import sys
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 from bnexport.errors import BnexportError
 try:
     exec(sys.argv.pop(1))
@@ -62,7 +63,7 @@ except BnexportError as error:
 def test_killed_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     target, generator = tmp_path / "c.safetensors", random.Random(5)
     for _ in range(_KILLS):
-        process = subprocess.Popen([sys.executable, "-c", LOOP, str(target)], stdout=subprocess.PIPE, cwd=ROOT)
+        process = warm.start("-c", LOOP, target, stdout=subprocess.PIPE, cwd=ROOT)
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         time.sleep(generator.uniform(0.0, 0.15))
@@ -91,19 +92,7 @@ def test_full_disk(name: str, tmp_path: Path) -> None:
     code, more = CASES[name]
     target = tmp_path / "out.onnx"
     target.write_bytes(b"an older file")
-
-    def apply() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-
-    done = subprocess.run(
-        [sys.executable, "-c", REPORT, code, str(target), *more],
-        preexec_fn=apply,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
+    done = warm.run("-c", REPORT, code, target, *more, cwd=ROOT)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1
     assert last.startswith("UsageError: cannot write"), done.stderr
