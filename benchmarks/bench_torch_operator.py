@@ -113,7 +113,8 @@ def time_one(shape: tuple[int, ...], dtype: torch.dtype, layout: str, rounds: in
 
 def _group_work(rank: int, processes: int, port: int, shape: tuple[int, ...], rounds: int, queue: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=processes)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     x = torch.randn(shape[0] // processes, *shape[1:], requires_grad=True)
     dy = torch.randn_like(x)
     module = SyncBatchNorm(shape[1])
@@ -132,13 +133,9 @@ def _group_work(rank: int, processes: int, port: int, shape: tuple[int, ...], ro
 
 def time_group(shape: tuple[int, ...], rounds: int, processes: int = 2) -> float:
     """Median seconds of one training step of two processes that share the batch."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_group_work, (processes, port, shape, rounds, queue), nprocs=processes)
+    mp.spawn(_group_work, (processes, store.port, shape, rounds, queue), nprocs=processes)
     return queue.get()
 
 

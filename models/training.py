@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from models.digits import Digits
 
-TIMEOUT = datetime.timedelta(seconds=60)
+TIMEOUT = datetime.timedelta(seconds=300)  # a busy machine may start the second process late
 
 
 def train(
@@ -34,10 +33,9 @@ def train(
     batch: images a process and step; the last step of an epoch is uneven, which sync batch norm
     takes as it is.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_work, (processes, port, build, digits, checkpoint, epochs, batch, seed), nprocs=processes)
+    # Port 0: the system chooses one that is free.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    mp.spawn(_work, (processes, store.port, build, digits, checkpoint, epochs, batch, seed), nprocs=processes)
 
 
 def _work(
@@ -52,9 +50,8 @@ def _work(
     seed: int,
 ) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=processes, timeout=TIMEOUT
-    )
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes, timeout=TIMEOUT)
     torch.manual_seed(seed)
     model = nn.parallel.DistributedDataParallel(build())
     images, labels = torch.from_numpy(digits.train_images), torch.from_numpy(digits.train_labels)

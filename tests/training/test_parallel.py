@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +16,9 @@ from bnexport.errors import GroupError, UnsupportedModelError, UsageError
 from bnexport.training.parallel import Parallel
 from bnexport.training.parallel_graph import keep_gradients
 from bnexport.training.session import TrainingSession
+from tests.cluster import run_once
+from tests.training.parallel_jobs import run_jobs, run_jobs_once
 
-ROOT = Path(__file__).resolve().parents[2]
-WORKER = Path(__file__).parent / "parallel_worker.py"
 IGNORED = 255
 # Rows of the two ranks in each step; torch's DDP knows equal ones only.
 SPLITS = [(3, 3), (5, 2), (0, 4), (4, 0), (1, 6), (2, 2)]
@@ -110,35 +103,6 @@ def steps(tmp_path_factory) -> Path:
     return folder
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def run_group(folder: Path, jobs: list[dict], *, timeout: int = 60, dying: int | None = None) -> None:
-    (folder / "plan.json").write_text(json.dumps({"timeout": timeout, "jobs": jobs}))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    port = str(free_port())
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), "2", port, str(folder)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=150)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for rank, process in enumerate(processes):
-        expected = -signal.SIGKILL if rank == dying else 0
-        assert process.returncode == expected, f"rank {rank}: {process.returncode}: {errors[rank][-3000:]}"
-
-
 def results(folder: Path, job: str) -> list[dict[str, np.ndarray]]:
     for rank in range(2):
         error = folder / f"{job}_{rank}.txt"
@@ -147,7 +111,7 @@ def results(folder: Path, job: str) -> list[dict[str, np.ndarray]]:
 
 
 @pytest.fixture(scope="module")
-def trained(steps, tmp_path_factory) -> Path:
+def trained(cluster, steps, tmp_path_factory) -> Path:
     """What two processes made of every step, and of one that was interrupted."""
     folder = tmp_path_factory.mktemp("trained")
     count = len(SPLITS)
@@ -156,8 +120,9 @@ def trained(steps, tmp_path_factory) -> Path:
         for step in range(count)
     ]
     paths = {name: str(steps / f"{name}.onnx") for name in EXPORTS}
-    run_group(
-        folder,
+    cluster.call(
+        2,
+        run_jobs,
         [
             {"name": "sgd", "path": paths["sgd"], "steps": [0, count], "save": "sgd.safetensors"},
             {"name": "adamw", "path": paths["adamw"], "steps": [0, count]},
@@ -178,6 +143,7 @@ def trained(steps, tmp_path_factory) -> Path:
                 "weights": valid,
             },
         ],
+        folder,
     )
     return folder
 
@@ -256,9 +222,9 @@ def test_what_goes_wrong_is_an_error_on_every_process(steps, tmp_path):
     arrays["0/1/0"] = arrays["0/1/0"].astype(np.float64)
     arrays["1/0/0"], arrays["1/1/0"] = arrays["1/0/0"][:0], arrays["1/1/0"][:0]
     np.savez(tmp_path / "bad.npz", **arrays)
-    start = time.monotonic()
-    run_group(
-        tmp_path,
+    outcomes = run_once(
+        2,
+        run_jobs_once,
         [
             {"name": "rate", "path": path, "steps": [0, 1], "other_rate": 1},
             {"name": "state", "path": path, "steps": [0, 1], "other_state": 1},
@@ -267,10 +233,10 @@ def test_what_goes_wrong_is_an_error_on_every_process(steps, tmp_path):
             {"name": "good", "path": path, "steps": [0, 2]},
             {"name": "killed", "path": path, "steps": [0, 4], "dies": [1, 2]},
         ],
-        timeout=20,
-        dying=1,
+        tmp_path,
+        timeout=200,  # less than the group's: the connections of a killed process are closed
     )
-    assert time.monotonic() - start < 100
+    assert outcomes == ["done", None]
 
     def errors(job: str) -> list[str]:
         return [(tmp_path / f"{job}_{rank}.txt").read_text() for rank in range(2)]

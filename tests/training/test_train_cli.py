@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import bnexport
 from bnexport import model_io, tolerances
 from bnexport.cli import main
 from bnexport.training.data import load_rows
-from tests.training.test_parallel import free_port
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 NETWORK = """
@@ -50,18 +49,12 @@ def folder(tmp_path_factory) -> Path:
         np.savez(folder / f"{name}.npz", image=images, target=labels)
         np.save(folder / f"{name}_x.npy", images)
         np.save(folder / f"{name}_y.npy", labels)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "bnexport", "train-export", "tiny_network:network", "step.onnx"),
-            *("--input", "image:8,1,6,6", "--loss", "cross_entropy", "--optimizer", "adamw"),
-            *("--option", "lr=2e-3", "--option", "betas=0.9,0.99", "--option", "eps=1e-3", "--json", "export.json"),
-        ],
+    done = warm.run(
+        *("-m", "bnexport", "train-export", "tiny_network:network", "step.onnx"),
+        *("--input", "image:8,1,6,6", "--loss", "cross_entropy", "--optimizer", "adamw"),
+        *("--option", "lr=2e-3", "--option", "betas=0.9,0.99", "--option", "eps=1e-3", "--json", "export.json"),
         cwd=folder,
         env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "verification passed" in done.stderr
@@ -69,7 +62,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    """PYTHON_EXEC is what torchrun starts."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON_EXEC": warm.executable()}
 
 
 def cli(*arguments: object, capsys) -> tuple[int, str, str]:
@@ -139,37 +133,42 @@ def test_the_steps_are_those_of_a_session(folder, tmp_path, capsys):
         assert np.array_equal(value, session._state.get(name)), name
 
 
-def start(folder: Path, checkpoint: Path, *more: str) -> subprocess.Popen:
-    command = [
-        *(sys.executable, "-m", "bnexport", "train", "step.onnx", "--data", "train.npz", "--epochs", "60"),
+def start(folder: Path, checkpoint: Path, *more: str | Path) -> warm.Process:
+    return warm.start(
+        *("-m", "bnexport", "train", "step.onnx", "--data", "train.npz", "--epochs", "60"),
         *("--batch-size", "8", "--schedule", "cosine", "--save-every", "3", "--threads", "1"),
         *("--validation", "valid.npz", "--resume", "--checkpoint", str(checkpoint), *more),
-    ]
-    return subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True)
+        cwd=folder,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def test_killed_at_any_moment_it_resumes_to_the_same_bytes(folder, tmp_path):
     whole, broken = tmp_path / "whole.safetensors", tmp_path / "broken.safetensors"
-    process = start(folder, whole, "--json", str(tmp_path / "whole.json"))
-    assert process.wait(timeout=120) == 0, process.stderr.read()
+    process = start(folder, whole, "--json", tmp_path / "whole.json")
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
 
     generator = np.random.default_rng()
     kills = 0
     for _ in range(3):
         before = broken.read_bytes() if broken.exists() else b""
         process = start(folder, broken)
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + 600
         while process.poll() is None and time.monotonic() < limit:
             if broken.exists() and broken.read_bytes() != before:
                 break
             time.sleep(0.005)
         time.sleep(generator.uniform(0, 0.1))
         process.send_signal(signal.SIGKILL)
-        kills += process.wait(timeout=60) == -signal.SIGKILL
+        kills += process.wait(timeout=600) == -signal.SIGKILL
+        process.stderr.close()
     assert kills >= 2, "the training was too short to be killed"
     assert broken.read_bytes() != whole.read_bytes()
-    process = start(folder, broken, "--json", str(tmp_path / "broken.json"))
-    _, errors = process.communicate(timeout=120)
+    process = start(folder, broken, "--json", tmp_path / "broken.json")
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     assert "going on after step" in errors
     assert broken.read_bytes() == whole.read_bytes()
@@ -189,18 +188,12 @@ def test_torchrun_trains_as_one_process(folder, tmp_path, capsys):
     one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
     code, out, err = cli(*arguments, "--checkpoint", one, "--json", "-", capsys=capsys)
     assert code == 0, err
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    done = subprocess.run(
-        [
-            *(sys.executable, *launcher, "--master-port", str(free_port()), "-m", "bnexport", *arguments),
-            *("--checkpoint", str(two), "--timeout", "60", "--json", "-", "--inference", str(tmp_path / "model.onnx")),
-        ],
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = warm.run(
+        *(*launcher, "-m", "bnexport", *arguments, "--checkpoint", two, "--timeout", "300"),
+        *("--json", "-", "--inference", tmp_path / "model.onnx"),
         cwd=folder,
         env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     alone, together = json.loads(out), json.loads(done.stdout)

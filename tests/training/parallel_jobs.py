@@ -1,51 +1,49 @@
-"""One process of a group that trains: `python parallel_worker.py RANK SIZE PORT FOLDER`.
+"""What one process of a group does in test_parallel.py: train as a list of jobs says.
 
-FOLDER holds plan.json, a list of jobs, and for each step file NAME.onnx its batches NAME.npz with arrays
-"STEP/RANK/POSITION". A job writes JOB_RANK.npz with losses, outputs and the state after all of its steps, or
-JOB_RANK.txt with the error that stopped it.
+A job names a step file NAME.onnx, beside which NAME.npz holds its batches as arrays "STEP/RANK/POSITION". It writes
+JOB_RANK.npz with losses, outputs and the state after all of its steps, or JOB_RANK.txt with the error that stopped it.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
 import signal
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
 import torch.distributed as dist
 
 import bnexport
+from tests.cluster import join
 
 
-def main() -> None:
-    rank, size, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    plan = json.loads((folder / "plan.json").read_text())
-    timeout = datetime.timedelta(seconds=plan["timeout"])
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=timeout)
-    for job in plan["jobs"]:
+def run_jobs(group: Any, jobs: list[dict], folder: Path) -> None:
+    """All jobs, one after the other, in a group that outlives them."""
+    rank = dist.get_rank(group)
+    for job in jobs:
         try:
-            train(rank, job, folder)
+            train(rank, group, job, folder)
         except Exception as error:
             (folder / f"{job['name']}_{rank}.txt").write_text(f"{type(error).__name__}: {error}")
-            if "dies" in job:
-                os._exit(0)  # the group is broken: a barrier would wait for the other
-    dist.barrier()
-    os._exit(0)  # without torch's clean-up, whose threads now and then abort a process at its end
 
 
-def train(rank: int, job: dict, folder: Path) -> None:
+def run_jobs_once(rank: int, size: int, port: int, jobs: list[dict], folder: Path) -> str:
+    """The same in a group of their own, which the last job may break."""
+    join(rank, size, port)
+    run_jobs(dist.group.WORLD, jobs, folder)
+    return "done"
+
+
+def train(rank: int, group: Any, job: dict, folder: Path) -> None:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
     session = bnexport.TrainingSession(
         job["path"],
         session_options=options,
-        group=dist.group.WORLD,
+        group=group,
         loss_reduction=job.get("loss_reduction", "mean"),
     )
     if "load" in job:
@@ -71,9 +69,5 @@ def train(rank: int, job: dict, folder: Path) -> None:
     results |= {f"state/{name}": session._state.get(name) for name in session._state.names()}
     if rank == 0 and "save" in job:
         session.save_checkpoint(folder / job["save"])
-    dist.barrier()
+    dist.barrier(group)
     np.savez(folder / f"{job['name']}_{rank}.npz", losses=losses, **results)
-
-
-if __name__ == "__main__":
-    main()
