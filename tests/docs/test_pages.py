@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -18,21 +17,16 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path) -> None:
     run(blocks(page.read_text(), "python", "sh"), tmp_path)
 
 
-@pytest.mark.skipif(not shutil.which("cmake") or not shutil.which("c++"), reason="no CMake or no compiler here")
-def test_the_tutorial_on_cpp_runs(tmp_path: Path) -> None:
-    """Its C and C++ lines are those of the examples, which it builds."""
-    text = (ROOT / "docs/tutorials/cpp.md").read_text()
+def test_the_tutorial_on_cpp_shows_lines_of_the_examples() -> None:
+    """tests/test_examples.py runs it."""
     sources = {"c": "examples/ort_run/main.c", "cpp": "examples/libtorch_run/main.cpp"}
-    shown = blocks(text, *sources)
+    shown = blocks((ROOT / "docs/tutorials/cpp.md").read_text(), *sources)
     assert {language for language, _ in shown} == set(sources)
     for language, code in shown:
         source = " ".join((ROOT / sources[language]).read_text().split())
         lines = code.splitlines() if language == "cpp" else [code]
         for line in lines:
             assert " ".join(line.split()) in source, f"{sources[language]} has no {line!r}"
-    printed = run(blocks(text, "python", "sh"), tmp_path)
-    assert printed.count("out: [1, 5, 64, 64]") == 3
-    assert printed.count("largest difference from PyTorch") == 3
 
 
 def test_there_are_tutorials() -> None:
