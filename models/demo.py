@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder for models, table and picture")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch", type=int, default=90, help="images a batch in the comparison")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="timed runs of each engine in a block")
     arguments = parser.parse_args()
     folder: Path = arguments.output
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +80,7 @@ def main() -> None:
     bnexport.export(model.train(), example, training, mode="custom_op")
     model.eval()
 
-    rows = compare(model, digits, checkpoint, kept, folded, arguments.batch, threads)
+    rows = compare(model, digits, checkpoint, kept, folded, arguments.batch, threads, arguments.rounds)
     training_errors = compare_training_graph(model, training, example, threads)
     deployed_nodes = batch_norms_in(deployed)
 
@@ -103,7 +104,14 @@ def main() -> None:
 
 
 def compare(
-    model: torch.nn.Module, digits: Digits, checkpoint: Path, kept: Path, folded: Path, batch: int, threads: int
+    model: torch.nn.Module,
+    digits: Digits,
+    checkpoint: Path,
+    kept: Path,
+    folded: Path,
+    batch: int,
+    threads: int,
+    rounds: int,
 ) -> list[Row]:
     """Runs the test set through every engine; times them in turn, so that they share what the machine does."""
 
@@ -136,7 +144,7 @@ def compare(
     # In blocks: threads of the engine before fall asleep during the first runs, which do not count.
     for _ in range(BLOCKS):
         for name, (run, _, _) in engines.items():
-            for step in range(WARM_UP + ROUNDS):
+            for step in range(WARM_UP + rounds):
                 begin = time.perf_counter()
                 run(batches[0])
                 if step >= WARM_UP:

@@ -36,8 +36,8 @@ OPTIONS = {
     "adam": {"lr": 1e-3, "weight_decay": 1e-3},
     "adamw": {"lr": 1e-3, "amsgrad": True},
 }
-# An export takes some seconds: a classifier and a segmentation network here, the rest in `make test-slow`.
-QUICK = {"mobilenet-v3": "sgd", "segmenter": "adam"}
+# An export of a whole network takes ten seconds and more: those are in `make test-slow`.
+QUICK = {"miniature": "adam"}
 
 
 def _cases():
