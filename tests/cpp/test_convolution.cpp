@@ -182,9 +182,10 @@ void test_memory_of_groups() {
 
 }  // namespace
 
-int main() {
+// test_convolution [cases]: fewer of them in an emulator.
+int main(int count, char** arguments) {
   test_memory_of_groups();
   Draw draw{std::mt19937_64(1)};
-  for (int i = 0; i < 400; ++i) test(draw);
+  for (int i = 0; i < (count > 1 ? std::atoi(arguments[1]) : 400); ++i) test(draw);
   return 0;
 }
