@@ -13,9 +13,11 @@ from torch import nn
 from bnexport import folding, model_io
 from bnexport.errors import UsageError, VerificationError
 from bnexport.exporting import dynamo, torch_formats, torchscript, verification, wrapper
+from bnexport.exporting.dynamo import Shapes
 from bnexport.exporting.finish import STATE_SUFFIX, finish
 from bnexport.exporting.reference import Reference
-from bnexport.exporting.verification import Verification
+from bnexport.exporting.size_dependence import fix_dimensions, plan_sizes
+from bnexport.exporting.verification import Checked, Verification
 
 MODES = ("deploy", "custom_op")
 EXPORTERS = {"dynamo": dynamo.trace, "torchscript": torchscript.trace}
@@ -98,9 +100,10 @@ def export(
         mode: "deploy" or "custom_op".
         exporter: for ONNX, "dynamo" (torch.export) or "torchscript" (tracing).
         format: "onnx", "torchscript" or "pt2".
-        dynamic: dimension 0 and every dimension from 2 on of each input of rank >= 2 are dynamic.
-        verify: run the exported model, in ONNX Runtime or in a new process, and compare it on `args` with a
-            copy of `model` itself.
+        dynamic: dimension 0 and every dimension from 2 on of each input of rank >= 2 are dynamic, where the exported
+            model is right at other sizes; the others get the example's size, with a note.
+        verify: run the exported model, in ONNX Runtime or in a new process, and compare it with a copy of
+            `model` itself, on `args` and at other sizes of the dynamic dimensions.
         fold: in mode "deploy", fold batch norms into the weights beside them.
         input_names: names in an ONNX graph; by default forward's parameter names.
         output_names: names in an ONNX graph; by default "output" (or "output_0", ..., or the keys of a dict).
@@ -126,35 +129,52 @@ def export(
         raise UsageError(f"input_names: got {len(names)} names, expected {len(inputs)}, one for each input")
 
     traced = wrapper.Traced(prepared, state)
-    graph, notes = EXPORTERS[exporter](traced, inputs, list(names), dynamic)
-    count = len(graph.graph.outputs) - len(state)
-    outputs = output_names or wrapper.output_names(traced.output_spec, count)
-    if len(outputs) != count:
-        raise UsageError(f"output_names: got {len(outputs)} names, expected {count}, one for each output")
     state_names = [tensor.name for tensor in state]
-    finish(graph, list(outputs), state_names, groups)
-
-    report = None
-    if mode == "deploy" and fold:
-        result = folding.fold(graph, verify=False)
-        graph, report = result.model, result.report
-
-    checked = Verification.skipped("not asked for")
+    peers = wrapper.crosses_processes(prepared)
     if reference is not None:
-        if wrapper.crosses_processes(prepared):
-            checked = Verification.skipped("its statistics span several processes; compare it where the group runs")
-        else:
-            reference.complete(traced, state_names)
-            checked = verification.check(graph, reference, inputs)
-            if mode == "custom_op":
-                notes += [
-                    f"buffer {name!r} changes in a forward of the model; it is constant in the file"
-                    for name in reference.unreturned
-                ]
-        if checked.passed is False:
+        reference.complete(traced, state_names)
+    shapes: Shapes = dynamo.dynamic_dimensions(names, inputs) if dynamic else [{} for _ in inputs]
+    notes: list[str] = []
+    others = None
+    if reference is not None and not peers:
+        others = plan_sizes(shapes, names, inputs, reference, notes)
+    while True:
+        planned = [set(shape) for shape in shapes]
+        graph, more, conditions = EXPORTERS[exporter](traced, inputs, list(names), shapes)
+        notes += more
+        count = len(graph.graph.outputs) - len(state)
+        outputs = output_names or wrapper.output_names(traced.output_spec, count)
+        if len(outputs) != count:
+            raise UsageError(f"output_names: got {len(outputs)} names, expected {count}, one for each output")
+        finish(graph, list(outputs), state_names, groups)
+        report = None
+        if mode == "deploy" and fold:
+            result = folding.fold(graph, verify=False)
+            graph, report = result.model, result.report
+        if reference is None:
+            checked = Checked(Verification.skipped("not asked for"))
+            break
+        if others is None:
+            reason = "its statistics span several processes; compare it where the group runs"
+            checked = Checked(Verification.skipped(reason))
+            break
+        if [set(shape) for shape in shapes] != planned:
+            others.plan(shapes)
+        others.add(conditions, shapes)
+        checked = verification.check(graph, reference, inputs, others)
+        if checked.verification.passed is False:
             raise VerificationError(
-                f"{target}: the exported model differs from torch, nothing was written: {checked.summary()}"
+                f"{target}: the exported model differs from torch, nothing was written: {checked.verification.summary()}"
             )
+        if not checked.faults:
+            break
+        notes += fix_dimensions(shapes, checked.faults, names, inputs, reference)
+        others.plan(shapes)
+    if reference is not None and mode == "custom_op" and not peers:
+        notes += [
+            f"buffer {name!r} changes in a forward of the model; it is constant in the file"
+            for name in reference.unreturned
+        ]
     model_io.save(graph, target)
     return ExportResult(
         path=target,
@@ -166,7 +186,7 @@ def export(
         outputs=(*outputs, *(name + STATE_SUFFIX for name in state_names)),
         state=tuple(state_names),
         report=report,
-        verification=checked,
+        verification=checked.verification,
         notes=tuple(notes),
     )
 

@@ -17,10 +17,14 @@ from onnxscript.values import Op, Opset
 from bnexport import schema
 from bnexport.errors import UnsupportedModelError
 from bnexport.exporting import computed_weights
+from bnexport.exporting.size_conditions import SizeConditions
 from bnexport.exporting.wrapper import Traced
 from bnexport.sync_bn import operators
 
 _MMCV = Opset(schema.DOMAIN, schema.VERSION)
+# For each input its dynamic dimensions with their names.
+Shapes = list[dict[int, str]]
+
 _NODE = Op(_MMCV, schema.SYNC_BATCH_NORM.name, schema.op_schema(schema.SYNC_BATCH_NORM))
 
 # aten operators that torch.onnx translates with inference semantics even when asked to train,
@@ -76,26 +80,32 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {operators.sync_bat
 
 
 def trace(
-    wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], dynamic: bool
-) -> tuple[ir.Model, list[str]]:
-    """Traces `wrapper` to an onnx_ir Model. Returns it and notes on dimensions that had to stay static."""
+    wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes
+) -> tuple[ir.Model, list[str], SizeConditions]:
+    """Traces `wrapper` to an onnx_ir Model.
+
+    Returns it, notes on dimensions that had to stay static, and the conditions on sizes that the trace took for
+    granted, which the graph does not keep.
+
+    shapes: the dynamic dimensions; those that the model fixes leave it.
+    """
     notes: list[str] = []
-    shapes = dynamic_dimensions(names, args) if dynamic else None
     with quiet():
         program = export_program(wrapper, args, names, shapes, notes, variadic=True)
         _refuse_batch_statistics(program)
+        conditions = SizeConditions(program_inputs(program))
         onnx_program = torch.onnx.export(
             program,
             dynamo=True,
             custom_translation_table=TRANSLATIONS,
-            dynamic_shapes=_as_argument(shapes),
+            dynamic_shapes=(tuple(shapes),) if any(shapes) else None,
             input_names=names,
             optimize=False,
             verbose=False,
         )
     assert onnx_program is not None
     _write_constant_sizes(onnx_program.model.graph)
-    return onnx_program.model, notes
+    return onnx_program.model, notes, conditions
 
 
 def input_names(model: torch.nn.Module, count: int) -> list[str]:
@@ -107,7 +117,7 @@ def input_names(model: torch.nn.Module, count: int) -> list[str]:
     return names[:count]
 
 
-def dynamic_dimensions(names: list[str], args: tuple[torch.Tensor, ...]) -> list[dict[int, str]]:
+def dynamic_dimensions(names: list[str], args: tuple[torch.Tensor, ...]) -> Shapes:
     """Names of the dynamic dimensions of each input: dimension 0 and those from 2 on, where rank >= 2."""
     spatial = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
     result = []
@@ -127,7 +137,7 @@ def export_program(
     module: torch.nn.Module,
     args: tuple[torch.Tensor, ...],
     names: list[str],
-    shapes: list[dict[int, str]] | None,
+    shapes: Shapes,
     notes: list[str],
     *,
     variadic: bool,
@@ -140,8 +150,8 @@ def export_program(
     def attempt(
         kind: Any, args: tuple[torch.Tensor, ...], fixed: Collection[tuple[int, int]] = ()
     ) -> torch.export.ExportedProgram:
-        dimensions = None
-        if shapes is not None:
+        dimensions: Any = None
+        if any(shapes):
             dimensions = tuple(
                 {index: kind for index in shape if (place, index) not in fixed} for place, shape in enumerate(shapes)
             )
@@ -149,35 +159,46 @@ def export_program(
         with torch.no_grad():
             return torch.export.export(module, args, dynamic_shapes=specification, strict=False)
 
-    if shapes is None:
+    if not any(shapes):
         return attempt(None, args)
     wide = _widen(args, shapes)
     try:
-        return attempt(torch.export.Dim.DYNAMIC, wide)
+        program = attempt(torch.export.Dim.DYNAMIC, wide)
     except (torch._dynamo.exc.UserError, ValueError, RuntimeError) as error:
         try:
             program = attempt(torch.export.Dim.AUTO, wide)
-            fixed = _fixed(program, shapes)
-            doubled = {place for place, index in fixed if wide[place].shape[index] != args[place].shape[index]}
-            if doubled:
-                # A batch that was doubled only to be dynamic is fixed after all: at the caller's own size.
-                narrow = tuple(arg if place in doubled else wide[place] for place, arg in enumerate(args))
-                program = attempt(torch.export.Dim.AUTO, narrow, {(place, 0) for place in doubled})
-                fixed = _fixed(program, shapes)
         except Exception:
             raise error from None
+    doubled = _wrongly_doubled(program, args, wide, shapes)
+    if doubled:
+        narrow = tuple(arg if place in doubled else wide[place] for place, arg in enumerate(args))
+        program = attempt(torch.export.Dim.AUTO, narrow, {(place, 0) for place in doubled})
+    fixed = _fixed(program, shapes)
     for (place, index), size in fixed.items():
         dimension = shapes[place].pop(index)
         notes.append(f"input {names[place]!r}: dimension {index} ({dimension}) stays {size}, the model fixes it")
     return program
 
 
-def _widen(args: tuple[torch.Tensor, ...], shapes: list[dict[int, str]]) -> tuple[torch.Tensor, ...]:
+def _widen(args: tuple[torch.Tensor, ...], shapes: Shapes) -> tuple[torch.Tensor, ...]:
     """Batches of one repeated once: torch.export takes a size of 1 for a constant."""
-    return tuple(torch.cat([arg, arg]) if shape and arg.shape[0] == 1 else arg for arg, shape in zip(args, shapes))
+    return tuple(torch.cat([arg, arg]) if 0 in shape and arg.shape[0] == 1 else arg for arg, shape in zip(args, shapes))
 
 
-def _fixed(program: torch.export.ExportedProgram, shapes: list[dict[int, str]]) -> dict[tuple[int, int], int]:
+def _wrongly_doubled(
+    program: torch.export.ExportedProgram,
+    args: tuple[torch.Tensor, ...],
+    wide: tuple[torch.Tensor, ...],
+    shapes: Shapes,
+) -> set[int]:
+    """Inputs whose batch was doubled only to be dynamic, and which the model takes otherwise than the caller's own."""
+    doubled = {place for place, (one, two) in enumerate(zip(args, wide)) if one is not two}
+    if doubled and SizeConditions(program_inputs(program)).broken(tuple(tuple(arg.shape) for arg in args)):
+        return doubled
+    return {place for place, index in _fixed(program, shapes) if index == 0 and place in doubled}
+
+
+def _fixed(program: torch.export.ExportedProgram, shapes: Shapes) -> dict[tuple[int, int], int]:
     """The size of each dimension in `shapes`, by input and dimension, that is constant in the program."""
     found = {}
     for place, (shape, node) in enumerate(zip(shapes, user_inputs(program))):
@@ -199,8 +220,9 @@ def user_inputs(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
     return [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
 
 
-def _as_argument(shapes: list[dict[int, str]] | None) -> Any:
-    return None if shapes is None else (tuple(shapes),)
+def program_inputs(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
+    """The model's inputs as fake tensors, with symbols for their dynamic sizes."""
+    return [node.meta["val"] for node in user_inputs(program)]
 
 
 def _refuse_batch_statistics(program: torch.export.ExportedProgram) -> None:

@@ -20,14 +20,15 @@ _PYTHON = ("_operator", "operator", "math", "builtins", "torch")
 
 
 def build(
-    model: nn.Module, inputs: tuple[torch.Tensor, ...], names: list[str], dynamic: bool
+    model: nn.Module, inputs: tuple[torch.Tensor, ...], names: list[str], shapes: dynamo.Shapes
 ) -> tuple[torch.export.ExportedProgram, list[str]]:
     """The program, and notes on dimensions that the model fixes or limits. `model` is in eval mode.
+
+    shapes: the dynamic dimensions; those that the model fixes leave it.
 
     Raises UnsupportedModelError where torch.export fails, or where operators of other libraries remain.
     """
     notes: list[str] = []
-    shapes = dynamo.dynamic_dimensions(names, inputs) if dynamic else None
     parameters = inspect.signature(model.forward).parameters.values()
     variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     with dynamo.quiet():
@@ -39,7 +40,7 @@ def build(
                 " which keeps control flow where it can script it"
             ) from error
     _refuse_foreign_operators(program, type(model).__name__)
-    for name, value, shape in zip(names, _inputs(program), shapes or []):
+    for name, value, shape in zip(names, dynamo.program_inputs(program), shapes):
         for index, dimension in shape.items():
             low, high = _limits(program, value.shape[index])
             limits = [f"at least {low}"] if low > _SMALLEST else []
@@ -53,17 +54,13 @@ def build(
 
 def allows(program: torch.export.ExportedProgram, inputs: tuple[torch.Tensor, ...]) -> bool:
     """Whether the program takes inputs of these sizes, as far as its ranges tell; its guards may ask for more."""
-    for value, given in zip(_inputs(program), inputs):
+    for value, given in zip(dynamo.program_inputs(program), inputs):
         for size, actual in zip(value.shape, given.shape):
             low, high = _limits(program, size)
             # Ranges start at 2 where sizes of 0 and 1 were not looked at.
             if (actual < low and low > _SMALLEST) or (high is not None and actual > high):
                 return False
     return True
-
-
-def _inputs(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
-    return [node.meta["val"] for node in dynamo.user_inputs(program)]
 
 
 def _limits(program: torch.export.ExportedProgram, size: int | torch.SymInt) -> tuple[int, int | None]:

@@ -35,6 +35,7 @@ class Reference:
         self._state: tuple[str, ...] = ()
         self._first: tuple[Tensors, Tensors, Buffers] | None = None
         self._runs = False
+        self._random: bool | None = None
         self.cause = ""
 
     @property
@@ -58,6 +59,13 @@ class Reference:
                 raise
             self.cause = first_line(error)
 
+    def module(self) -> nn.Module:
+        """A copy of the module that is the reference."""
+        if not self.cause:
+            return copy_model(self._model, share_parameters=True)
+        assert self._converted is not None
+        return copy_model(self._converted, share_parameters=True)
+
     def complete(self, converted: nn.Module, state: Sequence[str] = ()) -> None:
         """Set the stand-in for a module that cannot run here, and what a call returns after the outputs.
 
@@ -77,14 +85,17 @@ class Reference:
         return outputs + self._new_state(buffers, inputs)
 
     def is_random(self, inputs: Tensors) -> bool:
-        """Whether a second run gives other values, as with Dropout in train mode."""
+        """Whether a second run on the example gives other values, as with Dropout in train mode."""
+        if self._random is not None:
+            return self._random
         first = self(inputs)
         if self.cause:
             second = self._run_converted(inputs)
         else:
             outputs, buffers = _run(self._model, inputs)
             second = outputs + self._new_state(buffers, inputs)
-        return not all(_equal(one, two) for one, two in zip(first, second))
+        self._random = not all(_equal(one, two) for one, two in zip(first, second))
+        return self._random
 
     def in_float64(self, inputs: Tensors) -> Tensors:
         """The same, computed in float64 from these inputs. Raises what the module raises."""

@@ -16,9 +16,11 @@ from torch import nn
 from torch.utils import _pytree
 
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
-from bnexport.exporting import fresh_process, pt2, torchscript_format, wrapper
+from bnexport.exporting import dynamo, fresh_process, pt2, torchscript_format, wrapper
+from bnexport.exporting.other_sizes import OtherSizes
 from bnexport.exporting.reference import Reference
-from bnexport.exporting.verification import Verification
+from bnexport.exporting.size_dependence import fix_dimensions, plan_sizes
+from bnexport.exporting.verification import Checked, Verification, verdict
 from bnexport.folding.module import Options, fold_copy
 from bnexport.folding.report import FoldReport
 from bnexport.sync_bn.copies import copy_model
@@ -63,29 +65,62 @@ def export(
             notes.append(f"nothing was folded: {error}")
     if work is None:
         work = converted
+    others: OtherSizes | None = None
+    shapes: dynamo.Shapes = dynamo.dynamic_dimensions(names, inputs) if dynamic else [{} for _ in inputs]
+    if reference is not None:
+        reference.complete(converted)
+        fixed: list[str] = []
+        others = plan_sizes(shapes, names, inputs, reference, fixed, guarded=format == "pt2")
+        notes += fixed if format == "pt2" else []
     with replaced_whole(target) as temporary:
-        built: Any
-        batches = dynamic
-        if format == "torchscript":
-            built, method, more = torchscript_format.build(work, inputs)
-            torchscript_format.save(built, temporary)
-        else:
-            built, more = pt2.build(work, inputs, names, dynamic)
-            method = "torch.export"
-            pt2.save(built, temporary)
-            batches = batches and pt2.allows(built, fresh_process.doubled(inputs))
-        notes += more
-        checked = Verification.skipped("not asked for")
-        if reference is not None:
-            reference.complete(converted)
-            checked = fresh_process.check(temporary, format, reference, inputs, outputs, batches)
-            if checked.passed is False:
+        while True:
+            planned = [set(shape) for shape in shapes]
+            built: Any
+            if format == "torchscript":
+                built, method, more = torchscript_format.build(work, inputs)
+                torchscript_format.save(built, temporary)
+            else:
+                built, more = pt2.build(work, inputs, names, shapes)
+                method = "torch.export"
+                pt2.save(built, temporary)
+            notes += [note for note in more if note not in notes]
+            if reference is None or others is None:
+                checked = Checked(Verification.skipped("not asked for"))
+                break
+            if format == "pt2":
+                others = _allowed_sizes(built, inputs, reference, others, shapes, [set(s) for s in shapes] != planned)
+            checked = verdict([fresh_process.FreshProcess(temporary, format)], outputs, reference, inputs, others)
+            wrong = next((fault for fault in checked.faults if fault.outcome is not None), None)
+            if checked.verification.passed is False or (wrong is not None and format == "torchscript"):
+                reason = checked.verification.summary()
+                if wrong is not None:
+                    reason = f"{wrong.reason}, though not at the example's size, which dynamic=False asks for"
                 raise VerificationError(
-                    f"{target}: the exported model differs from torch, nothing was written: {checked.summary()}"
+                    f"{target}: the exported model differs from torch, nothing was written: {reason}"
                 )
+            if not checked.faults or format == "torchscript":
+                break
+            notes += fix_dimensions(shapes, checked.faults, names, inputs, reference)
+            others.plan(shapes)
     if method == "trace":
         warnings.warn(notes[-1], UserWarning, stacklevel=4)
-    return Exported(built, method, tuple(outputs), report, checked, tuple(notes))
+    return Exported(built, method, tuple(outputs), report, checked.verification, tuple(notes))
+
+
+def _allowed_sizes(
+    program: torch.export.ExportedProgram,
+    inputs: tuple[torch.Tensor, ...],
+    reference: Reference,
+    others: OtherSizes,
+    shapes: dynamo.Shapes,
+    changed: bool,
+) -> OtherSizes:
+    """The runs, made again where dimensions have become static or the program's ranges forbid one."""
+    if not changed and all(pt2.allows(program, run.inputs) for run in others.runs):
+        return others
+    again = OtherSizes(inputs, lambda feed: reference(feed) if pt2.allows(program, feed) else None, guarded=True)
+    again.plan(shapes)
+    return again
 
 
 def _output_names(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[str]:

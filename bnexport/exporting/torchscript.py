@@ -17,8 +17,11 @@ from torch.onnx import symbolic_helper
 
 from bnexport import schema
 from bnexport.errors import UsageError
-from bnexport.exporting.dynamo import dynamic_dimensions
+from bnexport.exporting.dynamo import Shapes
+from bnexport.exporting.size_conditions import SizeConditions
+from bnexport.exporting.size_dependence import adaptive_pooling
 from bnexport.exporting.wrapper import Traced
+from bnexport.sync_bn.copies import copy_model
 from bnexport.sync_bn.module import SyncBatchNorm
 
 OPSET = 18
@@ -78,12 +81,16 @@ def _symbolic(
 
 
 def trace(
-    wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], dynamic: bool
-) -> tuple[ir.Model, list[str]]:
-    """Traces `wrapper` to an onnx_ir Model with torch.onnx.export(dynamo=False)."""
-    axes: dict[str, dict[int, str]] = {}
-    if dynamic:
-        axes = {name: shape for name, shape in zip(names, dynamic_dimensions(names, args)) if shape}
+    wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes
+) -> tuple[ir.Model, list[str], SizeConditions]:
+    """Traces `wrapper` to an onnx_ir Model with torch.onnx.export(dynamo=False).
+
+    Returns it, notes on dimensions that had to stay static, and no conditions: the tracer records none.
+
+    shapes: the dynamic dimensions; those that the exporter cannot keep leave it, with a note.
+    """
+    notes = _fix_pooled(wrapper, args, names, shapes)
+    axes = {name: shape for name, shape in zip(names, shapes) if shape}
     torch.onnx.register_custom_op_symbolic(  # type: ignore[attr-defined]
         _OPERATOR, _symbolic, OPSET
     )
@@ -111,7 +118,7 @@ def trace(
                 if isinstance(tensor, ir.ExternalTensor):
                     initializer.const_value = ir.Tensor(tensor.numpy().copy(), name=tensor.name)
             _forget_wrong_shapes(model.graph, axes)
-            return model, []
+            return model, notes, SizeConditions([])
     except OSError as error:
         raise UsageError(
             f"cannot write the traced model to the folder for temporary files: {error.strerror or error};"
@@ -119,6 +126,21 @@ def trace(
         ) from error
     finally:
         torch.onnx.unregister_custom_op_symbolic(_OPERATOR, OPSET)  # type: ignore[attr-defined]
+
+
+def _fix_pooled(wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes) -> list[str]:
+    """The exporter refuses adaptive pooling of an image whose size it does not know, and prints the graph."""
+    if not any(dimension for shape in shapes for dimension in shape):
+        return []
+    operator = adaptive_pooling(copy_model(wrapper, share_parameters=True), args)
+    notes = []
+    for name, arg, shape in zip(names, args, shapes if operator else []):
+        for dimension in [dimension for dimension in shape if dimension]:
+            notes.append(
+                f"input {name!r}: dimension {dimension} ({shape.pop(dimension)}) stays {arg.shape[dimension]}:"
+                f" torch's TorchScript exporter has {operator} at a known size only"
+            )
+    return notes
 
 
 def _has_sync_batch_norm(wrapper: Traced) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ import torch
 
 from bnexport import schema
 from bnexport.errors import LibraryError, VerificationError
-from bnexport.exporting.comparison import Array, OutputError, compare, to_array
+from bnexport.exporting.comparison import Array, OutputError, to_array
+from bnexport.exporting.judging import Engine, Outcome, judge
+from bnexport.exporting.other_sizes import Fault, OtherSizes
 from bnexport.exporting.reference import Reference
-from bnexport.folding import smaller_inputs
+from bnexport.exporting.sizes import Shapes, is_constant, resized, shapes
 from bnexport.runtime import injection
 
 Tensors = tuple[torch.Tensor, ...]
@@ -28,7 +31,7 @@ class Verification:
     outputs: for each output and engine the comparison nearest to its bound. reference: "original", the caller's
     module, or "converted": its copy with our or torch's batch norms, where the module itself cannot run here;
     `reason` says why. input_scale: what the float inputs were multiplied by; below 1 where the outputs for the
-    example itself decide nothing.
+    example itself decide nothing. sizes: the shapes of the inputs of each comparison, the example's first.
     """
 
     passed: bool | None
@@ -37,6 +40,7 @@ class Verification:
     reason: str = ""
     reference: str = "original"
     input_scale: float = 1.0
+    sizes: tuple[Shapes, ...] = ()
 
     @classmethod
     def skipped(cls, reason: str) -> Verification:
@@ -56,6 +60,8 @@ class Verification:
         if self.passed is None:
             return f"not verified: {self.reason}"
         text = max(self.outputs, key=_nearness).summary()
+        if len(self.sizes) > 1:
+            text += f", at {len(self.sizes)} sizes: {', '.join(map(_size, self.sizes))}"
         if self.input_scale != 1.0:
             text += f", on inputs times {self.input_scale:.3g}"
         if self.reference == "converted":
@@ -66,132 +72,94 @@ class Verification:
         return dataclasses.asdict(self)
 
 
-def check(model: ir.Model, reference: Reference, inputs: Tensors) -> Verification:
-    """Runs both on `inputs`, and once more on a doubled batch where the first dimensions are dynamic.
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A verdict, and the dynamic dimensions in which the model is not right; nothing is decided while there are any."""
+
+    verification: Verification
+    faults: tuple[Fault, ...] = ()
+
+
+def check(model: ir.Model, reference: Reference, inputs: Tensors, others: OtherSizes) -> Checked:
+    """Runs both on `inputs` and at other sizes of the dynamic dimensions.
 
     Statistics compare like outputs. A model that draws random numbers (Dropout in train mode) is not compared.
+
+    Raises VerificationError where the exported model does not run on `inputs`.
     """
     if any(tensor.dtype == torch.bfloat16 for tensor in inputs):
-        return Verification.skipped("onnxruntime's Python interface takes no bfloat16 arrays")
+        return Checked(Verification.skipped("onnxruntime's Python interface takes no bfloat16 arrays"))
     try:
         import onnxruntime  # noqa: F401 - whether it is there
     except ImportError:
-        return Verification.skipped("onnxruntime is not installed")
-    expected = reference(inputs)
-    if reference.is_random(inputs):
-        return Verification.skipped("the model draws random numbers")
+        return Checked(Verification.skipped("onnxruntime is not installed"))
     engines, reason = _engines(model)
     if not engines:
-        return Verification.skipped(reason)
-    engine = " and ".join(name for name, _ in engines)
-    runs = [_runner(model, name, options) for name, options in engines]
-
-    def compared(feed: Tensors, rows: Sequence[Array]) -> list[OutputError]:
-        return [error for run in runs for error in run(feed, rows, reference)]
-
-    def judged(feed: Tensors, expected: Tensors) -> tuple[list[OutputError], float]:
-        return judge(feed, expected, reference, lambda scale, rows: compared(scaled(feed, scale), rows))
-
-    errors, scale = judged(inputs, expected)
-    if inputs and all(_has_dynamic_batch(value) for value in model.graph.inputs):
-        doubled = tuple(torch.cat([tensor, tensor]) for tensor in inputs)
-        errors += judged(doubled, reference(doubled))[0]
-    return Verification.of(nearest(errors), engine, reference.cause, scale)
+        return Checked(Verification.skipped(reason))
+    return verdict(engines, [str(value.name) for value in model.graph.outputs], reference, inputs, others)
 
 
-def judge(
-    inputs: Tensors,
-    expected: Tensors,
-    reference: Reference,
-    compared: Callable[[float, Sequence[Array]], list[OutputError]],
-) -> tuple[list[OutputError], float]:
-    """The comparison on these inputs, or on smaller ones where these decide nothing, and the factor to them.
+def verdict(
+    engines: Sequence[Engine], names: Sequence[str], reference: Reference, inputs: Tensors, others: OtherSizes
+) -> Checked:
+    """The verdict on an exported model for the example inputs and other sizes.
 
-    expected: what the reference makes of these inputs. compared: runs the exported model on the inputs times a factor
-    and compares it with what the reference makes of them.
+    names: of the outputs. Raises VerificationError where the exported model does not run on `inputs`.
     """
+    expected = reference(inputs)
+    if reference.is_random(inputs):
+        return Checked(Verification.skipped("the model draws random numbers"))
 
-    def run(scale: float) -> list[list[Any]] | None:
-        if scale == 1.0:
-            return [[to_array(value) for value in expected]]
+    def judged(feeds: list[Tensors], expected: list[Tensors]) -> list[Outcome]:
+        return judge(engines, names, reference, feeds, expected)
+
+    feeds, own = [inputs], [expected]
+    if any(map(is_constant, inputs)):
+        # Zeros hide most differences: random numbers of the same size as well.
+        varied = resized(inputs, {})
+        with contextlib.suppress(Exception):  # what the model's code raises on other values
+            own.append(reference(varied))
+            feeds.append(varied)
+    count = len(feeds)
+    outcomes = judged([*feeds, *(run.inputs for run in others.runs)], [*own, *(run.expected for run in others.runs)])
+    held, elsewhere = outcomes[:count], outcomes[count:]
+    failure = next((outcome.failure for outcome in held if outcome.failure), "")
+    if failure:
+        raise VerificationError(f"the exported model cannot run: {failure}")
+    faults, tried = [], [shapes(inputs, {})]
+    if all(outcome.passed for outcome in held):
+        faults = others.faults(elsewhere, judged)
+        held += [outcome for outcome in elsewhere if outcome.passed]
+        tried += [others.shapes(run) for run, outcome in zip(others.runs, elsewhere) if outcome.passed]
+    errors = nearest([error for outcome in held for error in outcome.errors])
+    engine = " and ".join(each.name for each in engines)
+    verification = Verification.of(errors, engine, reference.cause, outcomes[0].scale)
+    return Checked(dataclasses.replace(verification, sizes=tuple(tried)), tuple(faults))
+
+
+class _Session:
+    """One session of ONNX Runtime."""
+
+    def __init__(self, model: ir.Model, name: str, options: Any) -> None:
+        self.name = name
+        self._inputs = [str(value.name) for value in model.graph.inputs]
         try:
-            return [[to_array(value) for value in reference(scaled(inputs, scale))]]
-        except Exception:  # what the model's code raises on other values
-            return None
+            self._session = injection.open_model(model, options)
+        except Exception as error:  # ONNX Runtime raises one class for each status code
+            raise VerificationError(f"{name} cannot load the exported model: {str(error).strip()}") from error
 
-    first: list[OutputError] = []
-    scalable = any(value.is_floating_point() for value in inputs)
-    for attempt in smaller_inputs.attempts(run, scalable=scalable):
-        (rows,) = attempt.expected
-        errors = compared(attempt.scale, rows)
-        if attempt.halved is not None:
-            errors = _without_hidden(errors, rows, attempt.halved[0])
-        if any(error.failed for error in errors) or all(error.decided for error in errors):
-            return errors, attempt.scale
-        first = first or errors
-    if scalable:
-        first = [
-            error if error.decided else dataclasses.replace(error, reason=smaller_inputs.with_smaller(error.reason))
-            for error in first
-        ]
-    return first, 1.0
+    def run(self, feeds: Sequence[Tensors]) -> list[list[Array] | str]:
+        results: list[list[Array] | str] = []
+        for feed in feeds:
+            try:
+                got = self._session.run(None, dict(zip(self._inputs, map(to_array, feed))))
+                results.append([np.asarray(value) for value in got])
+            except Exception as error:  # ONNX Runtime raises one class for each status code
+                results.append(str(error).strip())
+        return results
 
 
-def scaled(inputs: Tensors, scale: float) -> Tensors:
-    """Those of float types times `scale`."""
-    if scale == 1.0:
-        return inputs
-    return tuple(value * scale if value.is_floating_point() else value for value in inputs)
-
-
-def _without_hidden(errors: list[OutputError], expected: list[Any], halved: list[Any]) -> list[OutputError]:
-    """Passes are undecided where the bound hides what the inputs change. Engines follow one another in `errors`."""
-    results = []
-    for index, error in enumerate(errors):
-        one, two = (rows[index % len(expected)] for rows in (expected, halved))
-        shown = not smaller_inputs.is_float(one) or one.shape != two.shape
-        if not shown:
-            shown = smaller_inputs.is_small(error.bound, [(one.astype(np.float64), two.astype(np.float64))])
-        hidden = error.passed and not shown
-        results.append(dataclasses.replace(error, decided=False, reason=smaller_inputs.HIDDEN) if hidden else error)
-    return results
-
-
-def _runner(
-    model: ir.Model, engine: str, options: Any
-) -> Callable[[Tensors, Sequence[Array], Reference], list[OutputError]]:
-    """Runs the graph in one session and compares."""
-    inputs, outputs = ([str(value.name) for value in values] for values in (model.graph.inputs, model.graph.outputs))
-
-    def failed(error: Exception) -> VerificationError:  # ONNX Runtime raises one class for each status code
-        return VerificationError(f"{engine} cannot run the exported model: {str(error).strip()}")
-
-    try:
-        session = injection.open_model(model, options)
-    except Exception as error:
-        raise failed(error) from error
-
-    def run(feed: Tensors, expected: Sequence[Array], reference: Reference) -> list[OutputError]:
-        if len(expected) != len(outputs):
-            raise VerificationError(f"the exported model returns {len(outputs)} tensors, torch {len(expected)}")
-        try:
-            got = session.run(None, dict(zip(inputs, map(to_array, feed))))
-        except Exception as error:
-            raise failed(error) from error
-        return compare(outputs, [np.asarray(value) for value in got], expected, lambda: exact(reference, feed), engine)
-
-    return run
-
-
-def exact(reference: Reference, feed: Tensors) -> list[Array] | None:
-    """The reference in float64; None where its code has a type of its own."""
-    try:
-        return [to_array(value) for value in reference.in_float64(feed)]
-    except (RuntimeError, TypeError):
-        return None
-
-
-def _engines(model: ir.Model) -> tuple[list[tuple[str, Any]], str]:
+def _engines(model: ir.Model) -> tuple[list[Engine], str]:
     """Every way in which the model is meant to run here: with the library, by its portable body."""
     import onnxruntime
 
@@ -205,16 +173,17 @@ def _engines(model: ir.Model) -> tuple[list[tuple[str, Any]], str]:
     name = f"onnxruntime {onnxruntime.__version__}"
     nodes = [node for node in model.graph.all_nodes() if node.op_type == schema.SYNC_BATCH_NORM.name]
     if not nodes:
-        return [(name, options())], ""
-    engines, reason = [], ""
+        return [_Session(model, name, options())], ""
+    engines: list[Engine] = []
+    reason = ""
     try:
         registered = options()
         library.register(registered)
-        engines.append((f"{name} with the custom-op library", registered))
+        engines.append(_Session(model, f"{name} with the custom-op library", registered))
     except LibraryError as error:
         reason = str(error)
     if all(node.op_identifier() in model.functions for node in nodes):
-        engines.append((f"{name} with the portable body", options()))
+        engines.append(_Session(model, f"{name} with the portable body", options()))
     return engines, reason
 
 
@@ -234,5 +203,5 @@ def _nearness(error: OutputError) -> tuple[bool, bool, float]:
     return error.failed, not error.decided, share
 
 
-def _has_dynamic_batch(value: ir.Value) -> bool:
-    return value.shape is not None and value.shape.rank() >= 2 and not isinstance(value.shape[0], int)
+def _size(shapes: Shapes) -> str:
+    return " + ".join("x".join(map(str, shape)) or "scalar" for shape in shapes)

@@ -1,0 +1,306 @@
+"""A dimension is dynamic in the file only if the file is right at other sizes of it."""
+
+import contextlib
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import bnexport
+from bnexport.errors import VerificationError
+from bnexport.exporting import api, sizes
+
+DYNAMIC = ["batch", 3, "height", "width"]
+
+
+def conv_and_norm():
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+
+
+class Halves(nn.Module):
+    """A tracer sees int() as a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = conv_and_norm()
+
+    def forward(self, x):
+        height, width = x.shape[-2:]
+        return F.interpolate(self.body(x), (int(height * 0.5), int(width * 0.5)), mode="bilinear", align_corners=False)
+
+
+class PyramidPooling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pools = nn.ModuleList([nn.AdaptiveAvgPool2d(size) for size in (1, 2, 3)])
+        self.head = nn.Sequential(nn.Conv2d(12, 4, 1), nn.BatchNorm2d(4))
+
+    def forward(self, x):
+        pooled = [F.interpolate(pool(x), x.shape[2:], mode="bilinear", align_corners=False) for pool in self.pools]
+        return self.head(torch.cat([x, *pooled], 1))
+
+
+class Fuse(nn.Module):
+    """As HRNet adds branches: the smaller one is resized to the size of the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.large = conv_and_norm()
+        self.small = nn.Conv2d(3, 4, 3, stride=2, padding=1)
+
+    def forward(self, x):
+        large = self.large(x)
+        return large + F.interpolate(self.small(x), large.shape[2:], mode="bilinear", align_corners=False)
+
+
+class Skip(nn.Module):
+    """As U-Net does: the upsampled map is padded to the size of the skipped one."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = conv_and_norm()
+
+    def forward(self, x):
+        x = self.body(x)
+        y = F.interpolate(F.max_pool2d(x, 2), scale_factor=2)
+        rows, columns = x.shape[2] - y.shape[2], x.shape[3] - y.shape[3]
+        return torch.cat([x, F.pad(y, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))], 1)
+
+
+def flat():
+    return nn.Sequential(conv_and_norm(), nn.Flatten(), nn.Linear(4 * 6 * 6, 5))
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return x + x.transpose(2, 3)
+
+
+class OneHeight(nn.Module):
+    """The weights are for one height; the width is free."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = nn.AdaptiveAvgPool2d((3, 1))
+
+    def forward(self, x):
+        return self.pool(x)
+
+
+# The model, its dynamic dimensions in the file, and what the note says of each other one.
+NETS = {
+    "adaptive average": (nn.AdaptiveAvgPool2d(2), ["batch", 3, 6, 6], "adaptive_avg_pool2d"),
+    "adaptive maximum": (nn.AdaptiveMaxPool2d(3), ["batch", 3, 6, 6], "adaptive_max_pool2d"),
+    "half": (Halves(), ["batch", 3, 6, 6], "interpolate"),
+    "pyramid": (PyramidPooling(), ["batch", 3, 6, 6], "adaptive_avg_pool2d in 'pools.1'"),
+    "flat": (flat(), ["batch", 3, 6, 6], "the model ran at no other size that was tried"),
+    "fuse": (Fuse(), DYNAMIC, None),
+    "global": (nn.Sequential(conv_and_norm(), nn.AdaptiveAvgPool2d(1)), DYNAMIC, None),
+    "skip": (Skip(), DYNAMIC, None),
+    "square": (Square(), DYNAMIC, None),
+}
+DYNAMO = ["adaptive average", "skip"]
+CASES = [("torchscript", name) for name in NETS] + [
+    pytest.param("dynamo", name, marks=[] if name in DYNAMO else pytest.mark.slow) for name in NETS
+]
+
+
+def export(model, tmp_path, **options):
+    torch.manual_seed(0)
+    options = {"exporter": "torchscript", **options}
+    return bnexport.export(model.eval(), torch.randn(2, 3, 6, 6), tmp_path / "m.onnx", **options)
+
+
+def declared(result):
+    shape = onnxruntime.InferenceSession(result.path).get_inputs()[0].shape
+    return ["width" if index == 3 and size == "height" else size for index, size in enumerate(shape)]
+
+
+def is_right(result, model, shape):
+    x = torch.randn(shape)
+    with torch.no_grad(), contextlib.suppress(RuntimeError):
+        expected = model.eval()(x)
+        session = onnxruntime.InferenceSession(result.path)
+        (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        return got.shape == tuple(expected.shape) and np.allclose(got, expected, rtol=1e-4, atol=1e-5)
+    return True
+
+
+@pytest.mark.parametrize(("exporter", "name"), CASES, ids=str)
+def test_only_what_is_right_is_dynamic(exporter, name, tmp_path):
+    model, shape, cause = NETS[name]
+    result = export(model, tmp_path, exporter=exporter)
+    assert result.verification.passed
+    assert declared(result) == shape
+    if cause is None:
+        assert not result.notes
+    else:
+        assert [note.split(")")[0] for note in result.notes] == [
+            f"input {result.inputs[0]!r}: dimension 2 (height",
+            f"input {result.inputs[0]!r}: dimension 3 (width",
+        ]
+        assert all("stays 6" in note and cause in note for note in result.notes)
+    image = (6, 6) if cause else (9, 9) if name == "square" else (11, 7)
+    assert is_right(result, model, (5, 3, *image))
+
+
+@pytest.mark.parametrize("mode", ["deploy", "custom_op"])
+def test_training_graphs_too(mode, tmp_path):
+    model = nn.Sequential(nn.BatchNorm2d(3), Halves())
+    model.train()
+    x = torch.randn(2, 3, 6, 6)
+    result = bnexport.export(model, x, tmp_path / "m.onnx", mode=mode, exporter="torchscript")
+    assert result.verification.passed
+    assert declared(result) == ["batch", 3, 6, 6]
+    assert "interpolate in '1'" in result.notes[0]
+
+
+def test_the_verdict_names_the_sizes(tmp_path):
+    """Larger, odd, not square, smaller, one row and twice the rows."""
+    result = export(conv_and_norm(), tmp_path)
+    assert result.verification.sizes == tuple(
+        ((*shape,),) for shape in [(2, 3, 6, 6), (1, 3, 6, 6), (1, 3, 8, 10), (3, 3, 9, 7), (6, 3, 3, 3)]
+    )
+    assert "at 5 sizes: 2x3x6x6, 1x3x6x6, 1x3x8x10, 3x3x9x7, 6x3x3x3" in result.verification.summary()
+    static = export(conv_and_norm(), tmp_path, dynamic=False)
+    assert static.verification.sizes == (((2, 3, 6, 6),),)
+    assert "sizes" not in static.verification.summary()
+
+
+def test_one_dimension_stays_static(tmp_path, monkeypatch):
+    """The other ones of the same input, and those of other inputs, stay dynamic."""
+
+    class Two(nn.Module):
+        def forward(self, left, right):
+            height = torch.arange(float(int(left.shape[2] * 1.0)))
+            return left * height[:, None], right * 2.0
+
+    args = (torch.randn(2, 3, 6, 5), torch.randn(2, 3, 4))
+    result = bnexport.export(Two(), args, tmp_path / "m.onnx", exporter="torchscript")
+    left, right = (value.shape for value in onnxruntime.InferenceSession(result.path).get_inputs())
+    assert (left, right) == (["left_batch", 3, 6, "left_width"], ["right_batch", 3, "right_length"])
+    assert result.notes == (
+        "input 'left': dimension 2 (left_height) stays 6: the exported model does not run at 8 (arange)",
+    )
+
+
+class Branch(nn.Module):
+    """Code that asks for a size, of which a trace keeps one branch."""
+
+    def __init__(self, condition):
+        super().__init__()
+        self.body = conv_and_norm()
+        self.condition = condition
+
+    def forward(self, x):
+        y = self.body(x)
+        return y * 2 if self.condition(*x.shape) else y
+
+
+BRANCHES = {
+    "large batch": (lambda n, c, h, w: n > 11, ["stays 4", "at 12"]),
+    "multiple of 7": (lambda n, c, h, w: n % 7 == 0, ["stays 4", "at 7"]),
+    "large height": (lambda n, c, h, w: h > 13, ["stays 6", "at 14"]),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_branches_that_no_ordinary_size_takes(name, tmp_path):
+    """torch.export knows the conditions; the graph is compared where they do not hold."""
+    condition, words = BRANCHES[name]
+    model = Branch(condition).eval()
+    result = bnexport.export(model, torch.randn(4, 3, 6, 6), tmp_path / "m.onnx")
+    assert result.verification.passed
+    (note,) = result.notes
+    assert all(word in note for word in [*words, "the exported model differs from torch"])
+    assert isinstance(declared(result)[0], int) is name.endswith(("batch", "7"))
+
+
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_a_batch_of_one_that_takes_another_branch(format, tmp_path):
+    """It is doubled for torch.export, which then sees an even batch."""
+    model, x = Branch(lambda n, c, h, w: n % 2 == 0).eval(), torch.randn(1, 3, 6, 6)
+    result = bnexport.export(model, x, tmp_path / "m", format=format)
+    assert result.verification.passed
+    assert result.notes == ("input 'x': dimension 0 (batch) stays 1, the model fixes it",)
+
+
+def test_equal_values_hide_nothing(tmp_path, monkeypatch):
+    """On zeros a wrong weight makes no difference: random numbers are compared as well."""
+
+    def wrong(model, *arguments, finish=api.finish):
+        finish(model, *arguments)
+        for value in model.graph.initializers.values():
+            value.const_value = ir.tensor(value.const_value.numpy() * np.float32(1.05), name=value.name)
+
+    monkeypatch.setattr(api, "finish", wrong)
+    model = nn.Conv2d(3, 4, 1, bias=False).eval()
+    with pytest.raises(VerificationError, match="nothing was written: output 'output' differs"):
+        bnexport.export(model, torch.zeros(1, 3, 4, 4), tmp_path / "m.onnx", exporter="torchscript", dynamic=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["half", "flat", "adaptive average", "fuse"])
+def test_pt2(name, tmp_path):
+    """A program that its guards limit to the example's size is exported with that size."""
+    model = NETS[name][0].eval()
+    result = bnexport.export(model, torch.randn(2, 3, 6, 6), tmp_path / "m.pt2", format="pt2")
+    assert result.verification.passed
+    free = name in ("adaptive average", "fuse")
+    assert free == (not [note for note in result.notes if "stays 6" in note])
+    x = torch.randn(3, 3, *((9, 7) if free else (6, 6)))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.export.load(str(result.path)).module()(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_trace_for_one_size_is_refused(tmp_path):
+    class Unscriptable(Halves):
+        def forward(self, x):
+            return super().forward(x) * max({2 * value for value in (0, 1)})
+
+    arguments = (Unscriptable().eval(), torch.randn(2, 3, 6, 6), tmp_path / "m.pt")
+    with pytest.raises(VerificationError, match=r"differs from torch at \d+.*dynamic=False"):
+        bnexport.export(*arguments, format="torchscript")
+    with pytest.warns(UserWarning, match="traced instead"):
+        assert bnexport.export(*arguments, format="torchscript", dynamic=False).verification.passed
+
+
+def test_groups_of_dimensions():
+    image, mask, tokens = torch.zeros(2, 3, 8, 6), torch.zeros(2, 1, 8, 6), torch.zeros(2, 5)
+    groups = sizes.groups((image, mask, tokens), [{0, 2, 3}, {0, 2, 3}, {0}])
+    assert [(group.place, group.size, group.axes) for group in groups] == [
+        (0, 2, ((0, 0), (1, 0), (2, 0))),
+        (-2, 8, ((0, 2), (1, 2))),
+        (-1, 6, ((0, 3), (1, 3))),
+    ]
+    for stage in sizes.stages((image, mask, tokens), groups, one=True):
+        for changes in stage:
+            shapes = sizes.shapes((image, mask, tokens), changes)
+            assert shapes[0][2:] == shapes[1][2:]
+            assert len({shape[0] for shape in shapes}) == 1
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 224, 224), (8, 3, 512, 1024), (2, 16, 1000), (1, 1, 64, 64, 64)], ids=str)
+def test_other_sizes_cost_little(shape):
+    x = torch.zeros(shape)
+    groups = sizes.groups((x,), [{0, *range(2, x.dim())}])
+    for stage in sizes.stages((x,), groups, one=True):
+        assert stage
+        for changes in stage:
+            assert np.prod(sizes.shapes((x,), changes)[0], dtype=np.int64) <= 2 * x.numel()
+
+
+def test_inputs_of_other_sizes():
+    ids, image, zeros = torch.arange(4).reshape(2, 2), torch.randn(2, 3), torch.zeros(2, 3)
+    groups = sizes.groups((ids, image, zeros), [{0, 1}, {0, 1}, {0, 1}])
+    changes = {group: 2 * group.size + 1 for group in groups}
+    got = sizes.resized((ids, image, zeros), changes)
+    assert [tuple(tensor.shape) for tensor in got] == [(5, 5), (5, 7), (5, 7)]
+    assert torch.equal(got[0][:2, :2], ids) and set(got[0].flatten().tolist()) <= {0, 1, 2, 3}
+    assert set(got[1].flatten().tolist()) <= set(image.flatten().tolist())
+    assert len(got[2].unique()) > 30 and got[2].min() >= 0 and got[2].max() <= 1
