@@ -13,8 +13,6 @@ from bnexport.errors import UnsupportedModelError
 from bnexport.exporting import computed_weights
 from tests.folding_module.nets import trained
 
-EXPORTERS = ["dynamo", "torchscript"]
-
 
 class BatchNormStandardised(nn.Conv2d):
     """Standardises its weight with a batch norm in training mode, with a gain for each output."""
@@ -45,8 +43,15 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("kind", CONVOLUTIONS)
+# The gain takes the way of the plain batch norm and one step more.
+CASES = [
+    ("batch norm with gain", "dynamo"),
+    *((kind, "torchscript") for kind in CONVOLUTIONS),
+    *(pytest.param(kind, "dynamo", marks=pytest.mark.slow) for kind in ("batch norm", "arithmetic")),
+]
+
+
+@pytest.mark.parametrize(("kind", "exporter"), CASES)
 def test_standardised_convolutions_fold(kind, exporter, tmp_path):
     """32 * 32 * 9 weights: more than the exporters' optimiser evaluates."""
     conv = CONVOLUTIONS[kind]

@@ -179,7 +179,7 @@ class Doubles(nn.Module):
         return y * 2 if y.shape[0] > self.above else y
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_batch_that_the_model_fixes(batch, tmp_path):
     """torch.export takes the condition for a constant at a batch of 2, to which it gets a batch of 1 doubled."""
     net, x = Doubles(2), torch.randn(batch, 3, 5, 5)
@@ -196,6 +196,7 @@ def test_an_onnx_graph_takes_the_batch_that_the_model_fixes(tmp_path):
     assert result.notes == ("input 'x': dimension 0 (batch) stays 1, the model fixes it",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "limit"), [(3, "at most 4"), (5, "at least 5")])
 def test_batches_that_the_model_limits(batch, limit, tmp_path):
     verify = batch == 3  # whose double the program does not take
