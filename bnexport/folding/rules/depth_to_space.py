@@ -4,8 +4,8 @@ DepthToSpace, mode CRD: output channel c comes from the input channels c b^2 ...
 mode DCR: from c, C + c, 2 C + c, ... with C the number of output channels. A map of the output is the map
 of the input with each channel repeated, or with all channels repeated as a block.
 
-SpaceToDepth spreads channel c to c, C + c, 2 C + c, ...: forward, the map is repeated as a block. The other
-directions would need a map that is equal on all channels that come together: not followed.
+SpaceToDepth spreads channel c to the channels that these modes name, CRD from opset 28 on: forward, the map is
+repeated in the same way. The other directions would need a map that is equal on all channels that come together: not followed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
     value, block = _check(node, axis)
     if node.op_type == "SpaceToDepth":
         raise Refused("no-rule", f"{label(node)} brings positions of one channel onto several")
-    mode = get_string(node, "mode", "DCR")
-    if mode not in ("DCR", "CRD"):
-        raise Refused("unknown-mode", f"{label(node)} has the unknown mode {mode!r}")
-    search.backward(value, axis, affine.repeat(block) if mode == "CRD" else _tiled(affine, block))
+    search.backward(value, axis, _spread(node, affine, block))
 
 
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
     _value, block = _check(node, axis)
     if index != 0 or node.op_type == "DepthToSpace":
         raise Refused("no-rule", f"{label(node)} brings several channels onto positions of one")
-    search.forward(node.outputs[0], axis, _tiled(affine, block))
+    search.forward(node.outputs[0], axis, _spread(node, affine, block))
 
 
-def _tiled(affine: ChannelAffine, count: int) -> ChannelAffine:
-    return affine.take(np.tile(np.arange(affine.channels), count))
+def _spread(node: ir.Node, affine: ChannelAffine, count: int) -> ChannelAffine:
+    """The map of the side with `count` times the channels."""
+    mode = get_string(node, "mode", "DCR")
+    if mode not in ("DCR", "CRD"):
+        raise Refused("unknown-mode", f"{label(node)} has the unknown mode {mode!r}")
+    return affine.repeat(count) if mode == "CRD" else affine.take(np.tile(np.arange(affine.channels), count))
 
 
 def _check(node: ir.Node, axis: int) -> tuple[ir.Value, int]:
