@@ -122,8 +122,8 @@ def export(
 
     reference = _reference(model, inputs, evaluate=mode == "deploy") if verify else None
     prepared = wrapper.for_deploy(model) if mode == "deploy" else wrapper.for_custom_op(model)
-    state = [] if mode == "deploy" else wrapper.training_state(prepared)
-    groups = wrapper.group_names(prepared)
+    state = [] if mode == "deploy" else wrapper.training_state(prepared, inputs)
+    groups, shared = wrapper.group_names(prepared), wrapper.shared_names(prepared)
     names = input_names or dynamo.input_names(model, len(inputs))
     if len(names) != len(inputs):
         raise UsageError(f"input_names: got {len(names)} names, expected {len(inputs)}, one for each input")
@@ -146,7 +146,7 @@ def export(
         outputs = output_names or wrapper.output_names(traced.output_spec, count)
         if len(outputs) != count:
             raise UsageError(f"output_names: got {len(outputs)} names, expected {count}, one for each output")
-        finish(graph, list(outputs), state_names, groups)
+        finish(graph, list(outputs), {tensor.name: tensor.value for tensor in state}, groups, shared)
         report = None
         if mode == "deploy" and fold:
             result = folding.fold(graph, verify=False)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.convenience
 import onnx_ir.passes.common as passes
+import torch
 from onnxscript import optimizer
 
 from bnexport import schema
@@ -20,16 +22,24 @@ STATE_SUFFIX = ".new"
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
-def finish(model: ir.Model, outputs: list[str], state: list[str], groups: dict[str, str]) -> None:
+def finish(
+    model: ir.Model,
+    outputs: list[str],
+    state: Mapping[str, torch.Tensor],
+    groups: Mapping[str, str],
+    shared: Mapping[str, str],
+) -> None:
     """Names initializers and outputs and completes sync batch norm nodes, in place.
 
-    outputs: names for the model's outputs; state: names of the state tensors, whose updates are the
-    remaining outputs; groups: what each group of this process is called in the model. A training
-    graph's constants are not folded: state is an initializer there.
+    outputs: names for the model's outputs; state: the state tensors by name, whose updates are the
+    remaining outputs; groups: what each group of this process is called in the model; shared: the first
+    name for each further name of a shared tensor. A training graph's constants are not folded: state is
+    an initializer there.
     """
     graph = model.graph
     graph.name = "bnexport"
     _strip_prefix(graph)
+    _use_first_names(graph, shared)
     _name_nodes(graph)
     passes.IdentityEliminationPass()(model)
     if not state:
@@ -37,7 +47,9 @@ def finish(model: ir.Model, outputs: list[str], state: list[str], groups: dict[s
         optimizer.fold_constants(model)
     passes.RemoveUnusedNodesPass()(model)
     _name_outputs(graph, outputs + [name + STATE_SUFFIX for name in state])
-    for output, name in zip(graph.outputs[len(outputs) :], state):
+    for output, (name, tensor) in zip(graph.outputs[len(outputs) :], state.items()):
+        if name not in graph.initializers:  # the forward replaces it without reading it
+            _add_initializer(graph, name, tensor.detach().cpu().numpy())
         output.shape = graph.initializers[name].shape
     sync_nodes = [
         node
@@ -98,6 +110,15 @@ def _strip_prefix(graph: ir.Graph) -> None:
     for name, value in list(graph.initializers.items()):
         if name.startswith(_PREFIX):
             names.rename(value, name.removeprefix(_PREFIX))
+
+
+def _use_first_names(graph: ir.Graph, shared: Mapping[str, str]) -> None:
+    """A tensor that several modules share has several names in the state_dict; exporters pick any of them."""
+    names = _Names(graph)
+    for name, first in shared.items():
+        value = graph.initializers.get(name)
+        if value is not None and first not in graph.initializers:
+            names.rename(value, first)
 
 
 def _name_nodes(graph: ir.Graph) -> None:
@@ -204,10 +225,15 @@ def _neutral(graph: ir.Graph, node: ir.Node, slot: str, fill: float) -> ir.Value
     dtype = _statistics_type(node)
     name = f"bnexport.neutral_{slot}_{channels}_{dtype.name.lower()}"
     if name not in graph.initializers:
-        tensor = ir.tensor(np.full(channels, fill, dtype.numpy()), name=name)
-        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([channels]), const_value=tensor)
-        graph.register_initializer(value)
+        _add_initializer(graph, name, np.full(channels, fill, dtype.numpy()))
     return graph.initializers[name]
+
+
+def _add_initializer(graph: ir.Graph, name: str, array: np.ndarray) -> None:
+    tensor = ir.tensor(array, name=name)
+    graph.register_initializer(
+        ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+    )
 
 
 def _attach_body(model: ir.Model) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.onnx import symbolic_helper
 
 from bnexport import schema
-from bnexport.errors import UsageError
+from bnexport.errors import UnsupportedModelError, UsageError
 from bnexport.exporting.dynamo import Shapes
 from bnexport.exporting.size_conditions import SizeConditions
 from bnexport.exporting.size_dependence import adaptive_pooling
@@ -88,7 +88,11 @@ def trace(
     Returns it, notes on dimensions that had to stay static, and no conditions: the tracer records none.
 
     shapes: the dynamic dimensions; those that the exporter cannot keep leave it, with a note.
+
+    Raises UnsupportedModelError for buffers that code other than our batch norms' changes: tracing loses
+    changes in place.
     """
+    _refuse_foreign_state(wrapper)
     notes = _fix_pooled(wrapper, args, names, shapes)
     axes = {name: shape for name, shape in zip(names, shapes) if shape}
     torch.onnx.register_custom_op_symbolic(  # type: ignore[attr-defined]
@@ -145,6 +149,15 @@ def _fix_pooled(wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str
 
 def _has_sync_batch_norm(wrapper: Traced) -> bool:
     return any(isinstance(module, SyncBatchNorm) for module in wrapper.modules())
+
+
+def _refuse_foreign_state(wrapper: Traced) -> None:
+    for tensor in wrapper.state:
+        if not any(isinstance(module, SyncBatchNorm) for module, _ in tensor.places):
+            raise UnsupportedModelError(
+                f"{tensor.name}: the forward changes this buffer, and exporter='torchscript' would lose that;"
+                " use exporter='dynamo', or put its module into eval mode"
+            )
 
 
 def _forget_wrong_shapes(graph: ir.Graph, axes: dict[str, dict[int, str]]) -> None:

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 
 from bnexport.errors import UnsupportedModelError
+from bnexport.exporting.weight_norm import PlainWeightNorm
 from bnexport.sync_bn import distributed
 from bnexport.sync_bn.convert import is_sync_batch_norm, replace, revert_sync_batchnorm, to_sync
 from bnexport.sync_bn.copies import copy_model
@@ -59,22 +60,70 @@ def _local_class(cls: type) -> type:
 
 @dataclasses.dataclass(frozen=True)
 class StateTensor:
-    """A buffer that a training forward replaces: `name` in the state_dict, its module and key."""
+    """A buffer that a training forward changes.
+
+    name: in the state_dict, the first one if it is shared. places: the modules and keys that hold it.
+    """
 
     name: str
-    module: nn.Module
-    key: str
+    places: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def value(self) -> torch.Tensor:
+        module, key = self.places[0]
+        buffer = module._buffers[key]
+        assert buffer is not None
+        return buffer
 
 
-def training_state(model: nn.Module) -> list[StateTensor]:
-    """The statistics that one forward of `model` updates, in state_dict order."""
-    state = []
+def training_state(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[StateTensor]:
+    """The buffers that one forward of `model` in its own mode changes, in state_dict order.
+
+    Statistics of batch norms are known; what else changes (spectral norm's vectors) shows in a run of a
+    copy, if it needs no other process.
+    """
+    changing = {
+        id(module._buffers[key])
+        for module in model.modules()
+        if isinstance(module, SyncBatchNorm) and module._updates_statistics()
+        for key in ("running_mean", "running_var", "num_batches_tracked")
+    }
+    if any(module.training for module in model.modules()) and not crosses_processes(model):
+        changing |= _changed_by_a_run(model, inputs)
+    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for prefix, module in model.named_modules():
-        if isinstance(module, SyncBatchNorm) and module._updates_statistics():
-            for key in ("running_mean", "running_var", "num_batches_tracked"):
-                if module._buffers[key] is not None:
-                    state.append(StateTensor(f"{prefix}.{key}" if prefix else key, module, key))
-    return state
+        for key, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) in changing:
+                places.setdefault(id(buffer), []).append((f"{prefix}.{key}" if prefix else key, module, key))
+    return [StateTensor(found[0][0], tuple((module, key) for _, module, key in found)) for found in places.values()]
+
+
+def _changed_by_a_run(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> set[int]:
+    """The identities of the buffers of `model` that a forward changes."""
+    copied = copy_model(model, share_parameters=True)
+    pairs = [
+        (id(buffer), other, key, other._buffers[key], other._buffers[key]._version)  # type: ignore[union-attr]
+        for module, other in zip(model.modules(), copied.modules())
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            copied(*(value.clone() for value in inputs))
+    except Exception:  # what the model's code raises, which it will raise again where it is traced
+        return set()
+    return {
+        identity
+        for identity, module, key, before, version in pairs
+        if (now := module._buffers.get(key)) is not before or now._version != version  # type: ignore[union-attr]
+    }
+
+
+def shared_names(model: nn.Module) -> dict[str, str]:
+    """From each further name of a shared parameter or buffer to its first name."""
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first[id(tensor)] for name, tensor in named if first.setdefault(id(tensor), name) != name}
 
 
 def group_names(model: nn.Module) -> dict[str, str]:
@@ -121,7 +170,7 @@ class Traced(nn.Module):
     def __init__(self, model: nn.Module, state: list[StateTensor]) -> None:
         super().__init__()
         self.model = model
-        self._state = state
+        self.state = state
         self._holder = _Holder()
         self.train(model.training)
 
@@ -142,19 +191,20 @@ class Traced(nn.Module):
             for key, buffer in module._buffers.items()
             if buffer is not None
         ]
-        changing = {(id(tensor.module), tensor.key) for tensor in self._state}
+        clones = {id(tensor.value): tensor.value.clone() for tensor in self.state}
+        modules = [module for module in self.model.modules() if isinstance(module, SyncBatchNorm)]
         try:
             for module, key, buffer in buffers:
-                if (id(module), key) in changing:
-                    module._buffers[key] = buffer.clone()
-            for tensor in self._state:
-                tensor.module.__dict__["_set_statistic"] = _Assign(tensor.module)
-            outputs, spec = _pytree.tree_flatten(self.model(*inputs))
+                module._buffers[key] = clones.get(id(buffer), buffer)
+            for module in modules:
+                module.__dict__["_set_statistic"] = _Assign(module, self.state)
+            with PlainWeightNorm():
+                outputs, spec = _pytree.tree_flatten(self.model(*inputs))
             self._holder.spec = spec
-            new_state = [tensor.module._buffers[tensor.key] for tensor in self._state]
+            new_state = [_current(tensor, clones) for tensor in self.state]
         finally:
-            for tensor in self._state:
-                tensor.module.__dict__.pop("_set_statistic", None)
+            for module in modules:
+                module.__dict__.pop("_set_statistic", None)
             for module, key, buffer in buffers:
                 module._buffers[key] = buffer
         for output in outputs:
@@ -165,16 +215,26 @@ class Traced(nn.Module):
         return (*outputs, *new_state)
 
 
-class _Assign:
-    """Stands in for SyncBatchNorm._set_statistic: replaces the buffer by the new tensor."""
+def _current(tensor: StateTensor, clones: dict[int, torch.Tensor]) -> torch.Tensor:
+    """What a state tensor is after the forward: changed in place, or assigned in one of its places."""
+    held = [module._buffers[key] for module, key in tensor.places]
+    assigned = [value for value in held if value is not None and all(value is not clone for clone in clones.values())]
+    return assigned[-1] if assigned else tensor.value
 
-    def __init__(self, module: nn.Module) -> None:
+
+class _Assign:
+    """Stands in for SyncBatchNorm._set_statistic: replaces the buffer by the new tensor, wherever it is shared."""
+
+    def __init__(self, module: nn.Module, state: list[StateTensor]) -> None:
+        self.places = {key: tensor.places for tensor in state for owner, key in tensor.places if owner is module}
         self.module = module
 
     def __call__(self, name: str, new: torch.Tensor) -> None:
         old = self.module._buffers[name]
         assert old is not None
-        self.module._buffers[name] = new if new.dtype == old.dtype else new.to(old.dtype)
+        new = new if new.dtype == old.dtype else new.to(old.dtype)
+        for module, key in self.places.get(name, ((self.module, name),)):
+            module._buffers[key] = new
 
 
 def output_names(spec: Any, count: int) -> list[str]:
