@@ -9,6 +9,7 @@ __all__ = [
     "MalformedModelError",
     "MissingDependencyError",
     "ModelError",
+    "NotConvertedWarning",
     "UnsafeModelError",
     "UnsupportedModelError",
     "UsageError",
@@ -64,3 +65,7 @@ class LibraryError(MissingDependencyError):
 
 class GroupError(MissingDependencyError):
     """A process group is missing, has another size, or its members disagree."""
+
+
+class NotConvertedWarning(UserWarning):
+    """A module derives from a batch norm and computes something else: it stays as it is."""

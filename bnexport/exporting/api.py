@@ -140,7 +140,8 @@ def export(
         others = plan_sizes(shapes, names, inputs, reference, notes)
     while True:
         planned = [set(shape) for shape in shapes]
-        graph, more, conditions = EXPORTERS[exporter](traced, inputs, list(names), shapes)
+        with wrapper.named_in_errors(model):
+            graph, more, conditions = EXPORTERS[exporter](traced, inputs, list(names), shapes)
         notes += more
         count = len(graph.graph.outputs) - len(state)
         outputs = output_names or wrapper.output_names(traced.output_spec, count)

@@ -60,7 +60,8 @@ def export(
     outputs = _output_names(copy_model(converted, share_parameters=True), inputs)
     if fold:
         try:
-            work, report = fold_copy(model, inputs, Options())
+            folded, report = fold_copy(model, inputs, Options())
+            work = wrapper.with_torchs_operators(folded)
         except UnsupportedModelError as error:
             notes.append(f"nothing was folded: {error}")
     if work is None:

@@ -121,6 +121,7 @@ def trace(
                 tensor = initializer.const_value
                 if isinstance(tensor, ir.ExternalTensor):
                     initializer.const_value = ir.Tensor(tensor.numpy().copy(), name=tensor.name)
+            _refuse_batch_statistics(model.graph)
             _forget_wrong_shapes(model.graph, axes)
             return model, notes, SizeConditions([])
     except OSError as error:
@@ -157,6 +158,21 @@ def _refuse_foreign_state(wrapper: Traced) -> None:
             raise UnsupportedModelError(
                 f"{tensor.name}: the forward changes this buffer, and exporter='torchscript' would lose that;"
                 " use exporter='dynamo', or put its module into eval mode"
+            )
+
+
+def _refuse_batch_statistics(graph: ir.Graph) -> None:
+    """Such a node would update statistics that the graph does not return; without any (constants here) it is right."""
+    for node in graph.all_nodes():
+        training = node.attributes.get("training_mode")
+        if node.op_type != "BatchNormalization" or training is None or not training.as_int():
+            continue
+        if any(value is not None and value.is_initializer() for value in node.inputs[3:5]):
+            path = (node.name or "").removeprefix("/model/").replace("/", ".").rpartition(".")[0]
+            raise UnsupportedModelError(
+                f"{path or 'the model'}: batch norm with the batch's statistics that is not one of the batch norm modules"
+                " that bnexport knows; put that module into eval mode, or use torch.nn.BatchNorm or"
+                " bnexport.SyncBatchNorm modules"
             )
 
 

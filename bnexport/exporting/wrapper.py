@@ -6,20 +6,23 @@ shared with the original.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 
-from bnexport.errors import UnsupportedModelError
+from bnexport.errors import BnexportError, UnsupportedModelError
 from bnexport.exporting.weight_norm import PlainWeightNorm
 from bnexport.sync_bn import distributed
-from bnexport.sync_bn.convert import is_sync_batch_norm, replace, revert_sync_batchnorm, to_sync
+from bnexport.sync_bn.convert import replace, to_plain, to_sync
 from bnexport.sync_bn.copies import copy_model
 from bnexport.sync_bn.module import SyncBatchNorm
+from bnexport.sync_bn.recognition import SYNC_KINDS, Unknown, known_kind, listed, unknown_batch_norms
 
 
 class LocalBatchNorm(SyncBatchNorm):
@@ -30,28 +33,68 @@ class LocalBatchNorm(SyncBatchNorm):
 
 
 def for_deploy(model: nn.Module) -> nn.Module:
-    """A copy in eval mode in which every sync batch norm is a plain one."""
-    return revert_sync_batchnorm(copy_model(model)).eval()
+    """A copy in eval mode in which every sync batch norm of a known class is a plain one.
+
+    Classes that derive from a batch norm and compute something else stay, and so does what they compute.
+    Those that derive from ours call torch's batch norm in place of our operator.
+    """
+    return with_torchs_operators(replace(copy_model(model), to_plain).eval())
+
+
+def with_torchs_operators(copied: nn.Module) -> nn.Module:
+    """`copied`, in which what derives from our batch norm calls torch's in place of our operator."""
+    for module in copied.modules():
+        if isinstance(module, SyncBatchNorm):
+            module.__dict__["_normalise"] = functools.partial(_normalise_in_torch, module)
+    return copied
+
+
+def _normalise_in_torch(module: SyncBatchNorm, input: torch.Tensor, use_batch: bool, size: int) -> Any:
+    del size
+    statistics = (None, None) if use_batch else (module.running_mean, module.running_var)
+    output = nn.functional.batch_norm(input, *statistics, module.weight, module.bias, use_batch, 0.0, module.eps)
+    return output, None, None
 
 
 def for_custom_op(model: nn.Module, *, fixed_statistics: bool = False) -> nn.Module:
     """A copy in the model's own mode in which every sync batch norm is ours.
 
-    A plain batch norm in training mode becomes ours over one process: exporters would give it
-    inference semantics without an error. fixed_statistics: one in eval mode, too.
+    A plain batch norm that uses the batch's statistics becomes ours over one process: exporters would
+    give it inference semantics without an error. fixed_statistics: one in eval mode, too.
+
+    Raises UnsupportedModelError for classes that derive from a batch norm and compute something else,
+    where the copy would need them to be ours. Training steps record what a plain one computes.
     """
+    _refuse_unknown(model, training_step=fixed_statistics)
 
     def prepare(module: nn.Module) -> nn.Module | None:
-        if is_sync_batch_norm(module):
+        kind = known_kind(module)
+        if kind in SYNC_KINDS:
             return to_sync(module, None)
-        if isinstance(module, _BatchNorm) and (module.training or fixed_statistics):
-            local = to_sync(module, None)
-            assert local is not None
-            local.__class__ = _local_class(type(local))
-            return local
-        return None
+        if kind not in ("batch_norm", "batch_norm_act"):
+            return None
+        if not (module.training or fixed_statistics or module.running_mean is None):
+            return None
+        local = to_sync(module, None)
+        assert local is not None
+        local.__class__ = _local_class(type(local))
+        return local
 
     return replace(copy_model(model), prepare)
+
+
+def _refuse_unknown(model: nn.Module, *, training_step: bool) -> None:
+    def needed(unknown: Unknown) -> bool:
+        sync, training = unknown.found.kind in SYNC_KINDS, unknown.module.training
+        return sync and training if training_step else sync or training
+
+    refused = [unknown for unknown in unknown_batch_norms(model) if needed(unknown)]
+    if refused:
+        way_out = "" if training_step else "export with mode='deploy', put plain ones into eval mode, "
+        raise UnsupportedModelError(
+            f"{listed(refused)}: computes something else than a batch norm and cannot be converted; {way_out}derive"
+            " the class from bnexport.SyncBatchNorm, or let a module hold a batch norm and call it"
+        )
 
 
 def _local_class(cls: type) -> type:
@@ -235,6 +278,22 @@ class _Assign:
         new = new if new.dtype == old.dtype else new.to(old.dtype)
         for module, key in self.places.get(name, ((self.module, name),)):
             module._buffers[key] = new
+
+
+@contextlib.contextmanager
+def named_in_errors(model: nn.Module) -> Iterator[None]:
+    """Turns what an exporter raises into an UnsupportedModelError that names the modules in question."""
+    try:
+        yield
+    except (BnexportError, MemoryError):
+        raise
+    except Exception as error:  # exporters raise many types, the model's own code among them
+        unknown = unknown_batch_norms(model, ours=True)
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise UnsupportedModelError(
+            f"{listed(unknown) if unknown else type(model).__name__}: the exporter fails:"
+            f" {type(error).__name__}: {(lines or [''])[0][:300]}"
+        ) from error
 
 
 def output_names(spec: Any, count: int) -> list[str]:

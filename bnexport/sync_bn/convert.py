@@ -1,66 +1,65 @@
 """From any batch norm to ours, and back to torch.nn.BatchNorm.
 
-Classes of other packages are recognised by name, without importing the package. A converted module
-takes over the old one's whole state (parameters, buffers, hooks, parametrisations, flags), so that
-dtype, device, training flag and sharing stay as they were.
+Which classes are known is in bnexport.sync_bn.recognition. A converted module takes over the old one's
+whole state (parameters, buffers, hooks, parametrisations, flags), so that dtype, device, training flag
+and sharing stay as they were.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
 
-from bnexport.errors import UsageError
+from bnexport.errors import NotConvertedWarning, UsageError
+from bnexport.sync_bn import variants
 from bnexport.sync_bn.module import SyncBatchNorm, new_layer
+from bnexport.sync_bn.recognition import (
+    SYNC_KINDS,
+    Recognised,
+    Unknown,
+    known_kind,
+    listed,
+    recognise,
+    unknown_batch_norms,
+)
+from bnexport.sync_bn.variants import BatchNormAct, FrozenBatchNorm, FrozenSyncBatchNorm, SyncBatchNormAct
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class SyncBatchNormActivation(SyncBatchNorm):
-    """SyncBatchNorm followed by an activation, as inplace_abn and apex fuse them."""
-
-    activation: str
-    activation_param: float
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _ACTIVATIONS[self.activation](super().forward(input), self.activation_param)
-
-
-class FrozenSyncBatchNorm(SyncBatchNorm):
-    """Fixed statistics and parameters, whatever train() says, as detectron2's FrozenBatchNorm2d."""
-
-    def train(self, mode: bool = True) -> FrozenSyncBatchNorm:
-        return super().train(False)
-
-
 # What torch.nn.Module and torch's batch norms keep in an instance.
 _MODULE_STATE = frozenset(nn.BatchNorm2d(1).__dict__)
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
-    "identity": lambda x, _: x,
-    "relu": lambda x, _: torch.relu(x),
-    "leaky_relu": nn.functional.leaky_relu,
-    "elu": nn.functional.elu,
+_ACTIVATIONS: dict[str, Callable[[float], nn.Module]] = {
+    "identity": lambda _: nn.Identity(),
+    "relu": lambda _: nn.ReLU(),
+    "leaky_relu": nn.LeakyReLU,
+    "elu": nn.ELU,
 }
 
 
 def convert_sync_batchnorm(module: nn.Module, process_group: ProcessGroup | None = None) -> nn.Module:
     """`module` with every batch norm in it replaced by bnexport.SyncBatchNorm.
 
-    Recognised: torch's BatchNorm1d/2d/3d and SyncBatchNorm and their subclasses (mmengine's reverted
-    class, apex's), MMCV's SyncBatchNorm (keeps its stats_mode; gradients are the group's mean, as
-    MMCV defines them), detectron2's NaiveSyncBatchNorm and FrozenBatchNorm2d, inplace_abn's ABN
-    classes. Other modules are left alone.
+    Recognised: torch's BatchNorm1d/2d/3d and SyncBatchNorm, MMCV's SyncBatchNorm (keeps its stats_mode;
+    gradients are the group's mean, as MMCV defines them), apex's, detectron2's NaiveSyncBatchNorm,
+    detectron2's and torchvision's FrozenBatchNorm2d, inplace_abn's ABN classes, timm's BatchNormAct2d and
+    SyncBatchNormAct with their activation and dropout; and subclasses of these that inherit what their
+    forward uses (mmengine's two, for example). A class that changes it, or an instance with a forward of
+    its own, stays as it is, and NotConvertedWarning names it. Other modules are left alone.
 
     Args:
-        module: changed in place below its root; the root itself is replaced when it is a batch norm.
+        module: changed in place below its root, where submodules keep their identity; the root itself is
+            replaced when it is a batch norm.
         process_group: the group of the new modules; None keeps what a module had, else the default.
 
     Returns the module, or its replacement. Parameters and buffers are the same tensors.
@@ -75,7 +74,9 @@ def convert_sync_batchnorm(module: nn.Module, process_group: ProcessGroup | None
         >>> model[1].weight is weight
         True
     """
-    return replace(module, functools.partial(to_sync, process_group=process_group))
+    converted = replace(module, functools.partial(to_sync, process_group=process_group))
+    _warn_of(unknown_batch_norms(converted))
+    return converted
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
@@ -83,78 +84,80 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
     A module that was converted from BatchNorm1d/2d/3d returns to that class. Where the use is not
     known the result is a BatchNorm2d that accepts every rank >= 2, so that torch.fx's fuse, which
-    asks for the exact class, understands it.
+    asks for the exact class, understands it. Frozen ones stay frozen. A subclass that changes what its
+    base computes stays as it is, and NotConvertedWarning names it.
 
     Examples:
         >>> from torch import nn
         >>> type(revert_sync_batchnorm(nn.SyncBatchNorm(4))).__name__
         'BatchNorm2d'
     """
-    return replace(module, _to_plain)
+    reverted = replace(module, functools.partial(to_plain, split=True))
+    _warn_of([unknown for unknown in unknown_batch_norms(reverted, ours=True) if unknown.found.kind in SYNC_KINDS])
+    return reverted
 
 
-def is_sync_batch_norm(module: nn.Module) -> bool:
-    """Whether `module` is a batch norm whose statistics are, or may be, those of a group."""
-    return _kind(module) in ("ours", "torch_sync", "mmcv", "apex", "detectron2_naive", "inplace_abn")
+def _warn_of(unknown: list[Unknown]) -> None:
+    if unknown:
+        warnings.warn(
+            f"left as they are, since they compute something else than a batch norm: {listed(unknown)};"
+            " derive such a class from bnexport.SyncBatchNorm, or let a module hold a batch norm and call it",
+            NotConvertedWarning,
+            stacklevel=3,
+        )
 
 
 def replace(module: nn.Module, convert: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
-    """`module` with each submodule for which `convert` returns another one replaced; shared ones stay shared."""
+    """`module` with each submodule that `convert` has a new one for turned into that, in place.
+
+    A submodule keeps its identity: a list, a hook or a function that refers to it refers to the new one.
+    The root is replaced.
+    """
     memo: dict[int, nn.Module] = {}
 
-    def visit(old: nn.Module) -> nn.Module:
+    def visit(old: nn.Module, path: str) -> nn.Module:
         if id(old) in memo:
             return memo[id(old)]
-        new = convert(old)
-        memo[id(old)] = old if new is None else new
-        if new is None:
-            for name, child in list(old._modules.items()):
-                if child is not None:
-                    replacement = visit(child)
-                    if replacement is not child:
-                        old._modules[name] = replacement
-        return memo[id(old)]
+        try:
+            new = convert(old)
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}" if path else str(error)) from error
+        if new is not None and path:
+            become(old, type(new), new.__dict__)
+        memo[id(old)] = result = new if new is not None and not path else old
+        for name, child in list(result._modules.items()):
+            if child is not None:
+                visit(child, f"{path}.{name}" if path else name)
+        return result
 
-    return visit(module)
+    return visit(module, "")
 
 
-def _kind(module: nn.Module) -> str | None:
-    """Which known batch norm `module` is, by the names in its class hierarchy."""
-    if isinstance(module, nn.SyncBatchNorm):
-        return "torch_sync"
-    if isinstance(module, SyncBatchNorm):
-        return "ours"
-    names = {(base.__module__.split(".")[0], base.__name__) for base in type(module).__mro__}
-    bare = {name for _, name in names}
-    if "SyncBatchNorm" in bare:
-        return "mmcv" if hasattr(module, "stats_mode") else "apex"
-    if "NaiveSyncBatchNorm" in bare:
-        return "detectron2_naive"
-    if bare & {"FrozenBatchNorm2d", "FrozenBatchNorm", "FrozenBatchNorm3d"}:
-        return "frozen"
-    if bare & {"ABN", "InPlaceABN", "InPlaceABNSync"}:
-        return "inplace_abn"
-    if isinstance(module, _BatchNorm):
-        return "batch_norm"
-    return None
+def become(module: nn.Module, new_class: type[nn.Module], state: dict[str, Any]) -> None:
+    """Gives `module` another class and other attributes; what refers to it refers to the new one."""
+    module.__class__ = new_class
+    module.__dict__.clear()
+    module.__dict__.update(state)
 
 
 def to_sync(old: nn.Module, process_group: ProcessGroup | None) -> nn.Module | None:
-    """Our module for a batch norm of any known class, with its state; None for anything else."""
-    kind = _kind(old)
-    if kind is None or (kind == "ours" and process_group is None):
+    """Our module for a batch norm of a known class, with its state; None for anything else."""
+    found = recognise(old)
+    if found is None or (found.changed and found.kind != "ours"):
+        return None
+    kind = found.kind
+    if kind == "ours" and process_group is None:
         return None
     if isinstance(old, nn.modules.lazy.LazyModuleMixin) and old.has_uninitialized_params():
         raise UsageError(f"{type(old).__name__}: its parameters are uninitialised; run one forward before converting")
     fuse_relu = kind == "apex" and bool(getattr(old, "fuse_relu", False))
-    if kind == "frozen":
-        new_class: type[SyncBatchNorm] = FrozenSyncBatchNorm
-    elif kind == "inplace_abn" or fuse_relu:
-        new_class = SyncBatchNormActivation
-    else:
-        new_class = (
-            type(old) if isinstance(old, SyncBatchNorm) and not hasattr(old, "parametrizations") else SyncBatchNorm
-        )
+    new_class: type[nn.Module] = SyncBatchNorm
+    if kind == "ours":
+        new_class = parametrize.type_before_parametrizations(old)
+    elif kind == "frozen":
+        new_class = FrozenSyncBatchNorm
+    elif kind in ("inplace_abn", "batch_norm_act", "timm_sync_act") or fuse_relu:
+        new_class = SyncBatchNormAct
     new = _take_over(old, new_class)
     group = process_group
     for name in ("process_group", "group"):
@@ -173,48 +176,68 @@ def to_sync(old: nn.Module, process_group: ProcessGroup | None) -> nn.Module | N
     new.__dict__.update(
         group=group,
         stats_mode=_stats_mode(old, kind),
-        grad_reduction="mean" if kind == "mmcv" else getattr(old, "grad_reduction", "local"),
+        grad_reduction="mean" if kind == "mmcv" else old.grad_reduction if kind == "ours" else "local",
         _layer=new_layer(),
         _lost_group=None,
-        reverts_to=_plain_class(old),
+        reverts_to=_plain_class(old, found),
     )
+    counts = "num_batches_tracked" in new._buffers
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         new._buffers.setdefault(name, None)
     for name in ("weight", "bias"):
-        new._parameters.setdefault(name, None)
+        if name not in new.__dict__:  # a hook computes it (torch.nn.utils.weight_norm)
+            new._parameters.setdefault(name, None)
     if fuse_relu:
-        new.__dict__.update(activation="relu", activation_param=0.0)
+        variants.fuse(new, nn.ReLU())
     if kind == "frozen":
         _thaw(new)
     if kind == "inplace_abn":
         _take_activation(new, old)
-    if new.running_mean is not None and new.num_batches_tracked is None:
+    if new.running_mean is not None and not counts:
         new._buffers["num_batches_tracked"] = torch.tensor(0, dtype=torch.long, device=new.running_mean.device)
     return new
 
 
-def _to_plain(old: nn.Module) -> nn.Module | None:
-    kind = _kind(old)
-    if kind is None or kind == "batch_norm":
+def to_plain(old: nn.Module, *, split: bool = False) -> nn.Module | None:
+    """A plain batch norm for a sync or frozen one of a known class, with its state; None for anything else.
+
+    split: a fused activation becomes a module of its own, behind a torch.nn.BatchNorm2d; names of
+    parameters change by it. A module with hooks stays one, since hooks see what the whole of it returns.
+    """
+    kind = known_kind(old)
+    if kind is None or kind in ("batch_norm", "batch_norm_act") or type(old) is FrozenBatchNorm:
         return None
     if kind != "ours":
         sync = to_sync(old, None)
         assert sync is not None
-        return _to_plain(sync)
+        return to_plain(sync, split=split)
     assert isinstance(old, SyncBatchNorm)
     plain: type[nn.Module] | None = old.__dict__.get("reverts_to")
-    new = _take_over(old, plain or nn.BatchNorm2d)
+    activated, frozen = isinstance(old, SyncBatchNormAct), isinstance(old, FrozenSyncBatchNorm)
+    split = split and activated and plain is None and variants.FUSED in old._modules and not _has_hooks(old)
+    fallback = FrozenBatchNorm if frozen else BatchNormAct if activated and not split else nn.BatchNorm2d
+    new = _take_over(old, plain or fallback)
     for name in ("group", "stats_mode", "grad_reduction", "_layer", "_lost_group", "reverts_to"):
         new.__dict__.pop(name, None)
     if plain is None:
         new._check_input_dim = _check_any_rank
-    if isinstance(old, SyncBatchNormActivation) and old.activation != "identity":
-        activation, parameter = new.__dict__.pop("activation"), new.__dict__.pop("activation_param")
-        layers = {"relu": nn.ReLU(), "leaky_relu": nn.LeakyReLU(parameter), "elu": nn.ELU(parameter)}
-        return nn.Sequential(new, layers[activation])
-    if isinstance(old, FrozenSyncBatchNorm):
-        new.eval()
-    return new
+    if not split:
+        return new
+    return nn.Sequential(new, new._modules.pop(variants.FUSED)).train(old.training)
+
+
+def split_activation(old: nn.Module) -> nn.Module | None:
+    """A Sequential of `norm`, `drop` and `act` for a batch norm with an activation and without hooks, else None."""
+    if known_kind(old) != "batch_norm_act" or _has_hooks(old):
+        return None
+    norm = _take_over(old, nn.BatchNorm2d)
+    parts = {name: norm._modules.pop(name) for name in ("drop", "act", variants.FUSED) if name in norm._modules}
+    return nn.Sequential(OrderedDict(norm=norm, **parts)).train(old.training)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(module.__dict__.get(name) for name in names)
 
 
 def _check_any_rank(input: torch.Tensor) -> None:
@@ -228,15 +251,15 @@ def _take_over(old: nn.Module, new_class: type[nn.Module]) -> Any:
     Attributes that another package, or a user, put on the module come along, unless they would hide an
     attribute of the new class (MMCV keeps a number in `group_size`, a method of ours).
     """
-    if hasattr(old, "parametrizations"):
+    if parametrize.is_parametrized(old):
         # torch.nn.utils.parametrize puts properties on a class of its own, made per instance.
         properties = {name: value for name, value in type(old).__dict__.items() if isinstance(value, property)}
         new_class = type(f"Parametrized{new_class.__name__}", (new_class,), properties)
     new = new_class.__new__(new_class)
     for key, value in old.__dict__.items():
         if key in _MODULE_STATE or not _hides(key, type(old), new_class):
-            new.__dict__[key] = value.copy() if isinstance(value, dict) else value
-    new.__dict__["_modules"] = dict(old._modules)
+            # Hooks stay in the dictionary that the handles to remove them know.
+            new.__dict__[key] = value.copy() if key in ("_parameters", "_buffers", "_modules") else value
     return new
 
 
@@ -276,13 +299,18 @@ def _stats_mode(old: nn.Module, kind: str) -> str:
     return "exact"
 
 
-def _plain_class(old: nn.Module) -> type[nn.Module] | None:
+def _plain_class(old: nn.Module, found: Recognised) -> type[nn.Module] | None:
+    """The class that revert_sync_batchnorm returns to; None where the use is not known."""
     if "reverts_to" in old.__dict__:
         return old.__dict__["reverts_to"]
+    if found.kind == "batch_norm_act":
+        return found.base
+    if found.kind == "frozen":
+        return FrozenBatchNorm
     for plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         if isinstance(old, plain):
             return plain
-    return nn.BatchNorm2d if _kind(old) in ("detectron2_naive", "frozen") else None
+    return nn.BatchNorm2d if found.kind == "detectron2_naive" else None
 
 
 def _thaw(new: FrozenSyncBatchNorm) -> None:
@@ -294,14 +322,14 @@ def _thaw(new: FrozenSyncBatchNorm) -> None:
     new.__dict__.update(affine=new._parameters.get("weight") is not None, training=False)
 
 
-def _take_activation(new: SyncBatchNormActivation, old: nn.Module) -> None:
+def _take_activation(new: SyncBatchNorm, old: nn.Module) -> None:
     """inplace_abn's InPlace classes scale by |weight| + eps; its plain ABN by weight."""
     activation = getattr(old, "activation", "leaky_relu")
     if activation not in _ACTIVATIONS:
         raise UsageError(
             f"{type(old).__name__}: got activation {activation!r}, expected one of {', '.join(_ACTIVATIONS)}"
         )
-    new.__dict__.update(activation=activation, activation_param=float(getattr(old, "activation_param", 0.01)))
+    variants.fuse(new, _ACTIVATIONS[activation](float(getattr(old, "activation_param", 0.01))))
     weight = new._parameters.get("weight")
     if weight is not None and any(base.__name__.startswith("InPlaceABN") for base in type(old).__mro__):
         new._parameters["weight"] = nn.Parameter(weight.detach().abs() + new.eps, requires_grad=weight.requires_grad)

@@ -135,7 +135,14 @@ class SyncBatchNorm(_BatchNorm):
                     f"group {self._lost_group!r} did not survive pickling: set the module's `group` before training"
                 )
             size = self.group_size()
-        output, new_mean, new_var = eager.sync_batch_norm(
+        output, new_mean, new_var = self._normalise(input, use_batch, size)
+        if self._updates_statistics() and not _recomputing():
+            self._update_statistics(new_mean, new_var)
+        return output
+
+    def _normalise(self, input: torch.Tensor, use_batch: bool, size: int) -> tuple[torch.Tensor, ...]:
+        """The output and the new statistics, of a group of `size`."""
+        return eager.sync_batch_norm(
             input,
             self.running_mean,
             self.running_var,
@@ -150,9 +157,6 @@ class SyncBatchNorm(_BatchNorm):
             self.grad_reduction,
             self._layer,
         )
-        if self._updates_statistics() and not _recomputing():
-            self._update_statistics(new_mean, new_var)
-        return output
 
     def _updates_statistics(self) -> bool:
         """Whether a forward changes the running statistics, now."""

@@ -39,7 +39,7 @@ def wrong_conversion(monkeypatch):
 
         for name in ("for_deploy", "for_custom_op"):
             monkeypatch.setattr(wrapper, name, wrong(getattr(wrapper, name)))
-        monkeypatch.setattr(fold_api, "revert_sync_batchnorm", wrong(fold_api.revert_sync_batchnorm))
+        monkeypatch.setattr(fold_api, "replace", wrong(fold_api.replace))
 
     return change
 

@@ -85,3 +85,39 @@ class _Abn(nn.Module):
 
 ABN = _in("inplace_abn.abn")(type("ABN", (_Abn,), {}))
 InPlaceABNSync = _in("inplace_abn.abn")(type("InPlaceABNSync", (ABN,), {}))
+
+
+# timm's, as of timm 1.0.31 (timm/layers/norm_act.py): attributes `drop` and `act`; the plain class has always
+# both, the sync class those that timm's own conversion gives it.
+@_in("timm.layers.norm_act")
+class BatchNormAct2d(nn.BatchNorm2d):
+    def __init__(self, num_features, act=None, drop=None, **options):
+        super().__init__(num_features, **options)
+        self.drop = nn.Identity() if drop is None else drop
+        self.act = nn.ReLU(inplace=True) if act is None else act
+
+    def forward(self, x):
+        assert x.ndim == 4
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        batch = self.training or self.running_mean is None
+        statistics = (self.running_mean, self.running_var)
+        y = nn.functional.batch_norm(x, *statistics, self.weight, self.bias, batch, self.momentum, self.eps)
+        return self.act(self.drop(y))
+
+
+@_in("timm.layers.norm_act")
+class SyncBatchNormAct(nn.SyncBatchNorm):
+    def forward(self, x):
+        x = super().forward(x)
+        for name in ("drop", "act"):
+            if hasattr(self, name):
+                x = getattr(self, name)(x)
+        return x
+
+
+def timm_sync_batch_norm_act(num_features, act):
+    """What timm's convert_sync_batchnorm makes of a BatchNormAct2d."""
+    module = SyncBatchNormAct(num_features)
+    module.act, module.drop = act, nn.Identity()
+    return module

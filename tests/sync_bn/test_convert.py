@@ -58,6 +58,7 @@ STAND_INS = {
 @pytest.mark.parametrize("make", STAND_INS.values(), ids=STAND_INS)
 def test_every_stand_in_trains_and_evaluates(make):
     old = make()
+    frozen = isinstance(old, lookalikes.FrozenBatchNorm2d)
     net = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(2, 3, 1), old)).train()
     before = net[1].running_mean.clone()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -65,7 +66,7 @@ def test_every_stand_in_trains_and_evaluates(make):
     net(torch.randn(4, 2, 5, 5)).square().mean().backward()
     optimizer.step()
     assert not torch.equal(net[0].weight, weight)
-    assert torch.equal(net[1].running_mean, before) == isinstance(old, lookalikes.FrozenBatchNorm2d)
+    assert torch.equal(net[1].running_mean, before) == frozen
     net.eval()(torch.randn(4, 2, 5, 5))
 
 

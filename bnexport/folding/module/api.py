@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +16,9 @@ from bnexport.folding.module import parts, tracing, verification
 from bnexport.folding.module.engine import Engine, Options
 from bnexport.folding.report import Counts, FoldReport, SiteReport
 from bnexport.folding.selection import as_names, check_names
-from bnexport.sync_bn.convert import is_sync_batch_norm, revert_sync_batchnorm
+from bnexport.sync_bn.convert import become, replace, split_activation, to_plain
 from bnexport.sync_bn.copies import copy_model
+from bnexport.sync_bn.recognition import is_sync_batch_norm
 
 
 def fold_module(
@@ -76,18 +79,25 @@ def fold_copy(
     """The folded copy and its report, not compared with `model`."""
     if isinstance(model, torch.jit.ScriptModule):
         raise UsageError(f"model: got a {type(model).__name__}; fold the module that it was made from")
-    before = _count(model)
     training = {path for path, module in model.named_modules() if module.training}
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
-    work = revert_sync_batchnorm(copy_model(model)).eval()
+    work = replace(copy_model(model), functools.partial(to_plain, split=True)).eval()
+    before = _count(model)
     norms = [path for path, module in work.named_modules() if isinstance(module, _BatchNorm)]
     check_names("only", options.only or (), norms, norms, "the model")
     check_names("skip", options.skip, norms, norms, "the model")
+    taken_apart = _take_activations_apart(work)
+    inner = {path: f"{path}.norm" for path in taken_apart}
     first = parts.trace(work, inputs)
-    sites = Engine(work, first, options).run()
+    sites = Engine(work, first, _with_names(options, inner)).run()
+    outer = {path: name for name, path in inner.items()}
+    sites = [dataclasses.replace(site, nodes=(outer.get(site.nodes[0], site.nodes[0]),)) for site in sites]
     folded = ", ".join(site.nodes[0] for site in sites if site.outcome == "folded")
     if folded:
         _trace_again(work, inputs, first, folded)
+    for module, kind, state in taken_apart.values():
+        if isinstance(module.norm, _BatchNorm):
+            become(module, kind, state)
     report = FoldReport(
         sites=tuple(_as_in_the_source(site, classes, training) for site in sites),
         before=before,
@@ -95,6 +105,22 @@ def fold_copy(
         meaning_changed=any(site.outcome == "folded" and site.nodes[0] in training for site in sites),
     )
     return work, report
+
+
+def _take_activations_apart(work: nn.Module) -> dict[str, tuple[nn.Module, type[nn.Module], dict[str, Any]]]:
+    """Makes norms with activations Sequentials of `norm`, `drop` and `act`; returns what they were, by path."""
+    found = {}
+    for path, module in list(work.named_modules()):
+        apart = split_activation(module) if path else None
+        if apart is not None:
+            found[path] = module, type(module), dict(module.__dict__)
+            become(module, type(apart), apart.__dict__)
+    return found
+
+
+def _with_names(options: Options, names: dict[str, str]) -> Options:
+    only = None if options.only is None else frozenset(names.get(path, path) for path in options.only)
+    return dataclasses.replace(options, only=only, skip=frozenset(names.get(path, path) for path in options.skip))
 
 
 def _trace_again(work: nn.Module, inputs: tuple[torch.Tensor, ...] | None, first: tracing.Trace, folded: str) -> None:

@@ -24,6 +24,7 @@ from torch.utils import _pytree
 from bnexport.errors import UnsupportedModelError, UsageError
 from bnexport.folding.module import layers
 from bnexport.sync_bn.copies import copy_model
+from bnexport.sync_bn.recognition import recognise
 
 _MODEL = "model"
 # Modules of one tensor to one tensor that stand next to batch norms.
@@ -74,9 +75,9 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def is_plain_batch_norm(module: nn.Module) -> bool:
-    """Whether the class computes what torch's batch norm computes: its forward is torch's own."""
-    own = "forward" in module.__dict__ or type(module).forward is not _BatchNorm.forward
-    return isinstance(module, _BatchNorm) and not own
+    """Whether the module computes in eval mode what torch's batch norm computes."""
+    found = recognise(module) if isinstance(module, _BatchNorm) else None
+    return found is not None and found.kind in ("batch_norm", "frozen") and set(found.changed) <= {"train", "eval"}
 
 
 def trace(

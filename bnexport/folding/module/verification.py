@@ -16,7 +16,7 @@ from bnexport import tolerances
 from bnexport.folding.comparison import OutputComparison, compare_output, compare_with_truth, verdict
 from bnexport.folding.smaller_inputs import Attempt, as_hidden, attempts, shows_inputs, with_smaller
 from bnexport.folding.verification import VerifyResult
-from bnexport.sync_bn.convert import revert_sync_batchnorm
+from bnexport.sync_bn.convert import replace, to_plain
 
 
 def compare(original: nn.Module, folded: nn.Module, inputs: tuple[torch.Tensor, ...]) -> VerifyResult:
@@ -32,7 +32,7 @@ def compare(original: nn.Module, folded: nn.Module, inputs: tuple[torch.Tensor, 
     try:
         expected, names = _run(original, inputs)
     except Exception:  # some packages' batch norms run on GPUs only
-        reference, original = "converted", revert_sync_batchnorm(original)
+        reference, original = "converted", replace(original, to_plain)
         expected, names = _run(original, inputs)
     if not _equal(expected, _run(original, inputs)[0]):
         return VerifyResult("not verified", "the model draws random numbers", engine=engine)

@@ -1,0 +1,152 @@
+"""Recognise batch norms: the known class that a module is of, and what the module changes of it.
+
+Classes of other packages are known by (top-level package, class name), without importing the package.
+A subclass counts as its known base only where it inherits unchanged all that the base's forward uses
+(_USED). Overrides of anything else do not reach the result, such as __init__, extra_repr,
+_check_input_dim and _check_non_zero_input_channels (they refuse inputs and change none), reset_parameters,
+_load_from_state_dict and its relatives, __deepcopy__, and methods that forward does not call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
+
+from bnexport.sync_bn import variants
+from bnexport.sync_bn.module import SyncBatchNorm
+
+# Kinds of batch norms whose statistics are, or may be, those of a group.
+SYNC_KINDS = frozenset({"ours", "torch_sync", "mmcv", "apex", "detectron2_naive", "inplace_abn", "timm_sync_act"})
+
+_OWN: dict[type, str] = {
+    SyncBatchNorm: "ours",
+    variants.SyncBatchNormAct: "ours",
+    variants.FrozenSyncBatchNorm: "ours",
+    variants.BatchNormAct: "batch_norm_act",
+    variants.FrozenBatchNorm: "frozen",
+    nn.SyncBatchNorm: "torch_sync",
+    _BatchNorm: "batch_norm",
+}
+_FOREIGN: dict[tuple[str, str], str] = {
+    ("mmcv", "SyncBatchNorm"): "mmcv",
+    ("apex", "SyncBatchNorm"): "apex",
+    ("detectron2", "NaiveSyncBatchNorm"): "detectron2_naive",
+    ("detectron2", "FrozenBatchNorm2d"): "frozen",
+    ("torchvision", "FrozenBatchNorm2d"): "frozen",
+    ("inplace_abn", "ABN"): "inplace_abn",
+    ("inplace_abn", "InPlaceABN"): "inplace_abn",
+    ("inplace_abn", "InPlaceABNSync"): "inplace_abn",
+    ("timm", "BatchNormAct2d"): "batch_norm_act",
+    ("timm", "SyncBatchNormAct"): "timm_sync_act",
+}
+
+# How a call reaches forward, and how modes change. An instance may have its own of these, too.
+_METHODS = ("forward", "train", "eval", "_call_impl", "_wrapped_call_impl")
+_SPECIAL_METHODS = ("__call__", "__getattr__", "__getattribute__")
+_READ = (
+    *("weight", "bias", "running_mean", "running_var", "num_batches_tracked"),
+    *("momentum", "eps", "training", "track_running_stats"),
+)
+_USED: dict[str, tuple[str, ...]] = {
+    "ours": (
+        *("group", "group_size", "stats_mode", "grad_reduction"),
+        *("_normalise", "_update_statistics", "_updates_statistics", "_set_statistic"),
+    ),
+    "torch_sync": ("process_group",),
+    "mmcv": ("group", "group_size", "stats_mode"),
+    "apex": ("process_group", "channel_last", "fuse_relu"),
+    "detectron2_naive": ("_stats_mode",),
+    "inplace_abn": ("activation", "activation_param"),
+    "batch_norm_act": ("drop", "act"),
+    "timm_sync_act": ("process_group", "drop", "act"),
+}
+_SCRIPTED = {"SyncBatchNorm": "torch_sync"} | {f"BatchNorm{n}d": "batch_norm" for n in (1, 2, 3)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recognised:
+    """kind: of the known class `base`, the module's own or its nearest. changed: what the module changes of it."""
+
+    kind: str
+    base: type
+    changed: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Unknown:
+    """A module at `path` that derives from a batch norm and computes something else."""
+
+    path: str
+    module: nn.Module
+    found: Recognised
+
+    def __str__(self) -> str:
+        cls = parametrize.type_before_parametrizations(self.module)
+        changes = ", ".join(self.found.changed)
+        return f"{self.path or 'the module itself'} ({cls.__module__}.{cls.__qualname__} changes {changes})"
+
+
+def recognise(module: nn.Module) -> Recognised | None:
+    """The known batch norm that `module` is, or derives from; None for anything else."""
+    if isinstance(module, torch.jit.ScriptModule):
+        kind = _SCRIPTED.get(getattr(module, "original_name", ""))
+        return None if kind is None else Recognised(kind, _BatchNorm, ("forward (compiled by TorchScript)",))
+    # torch.nn.utils.parametrize gives each instance a class of its own, with properties for what it computes.
+    cls = parametrize.type_before_parametrizations(module)
+    for base in cls.__mro__:
+        kind = _OWN.get(base) or _FOREIGN.get((base.__module__.split(".")[0], base.__name__))
+        if kind == "mmcv" and issubclass(base, _BatchNorm):
+            continue  # MMCV's own derives from nn.Module; this one wraps torch's
+        if kind is not None:
+            return Recognised(kind, base, tuple(_changes(module, cls, base, kind)))
+    return None
+
+
+def known_kind(module: nn.Module) -> str | None:
+    """The kind of a batch norm that is known and unchanged."""
+    found = recognise(module)
+    return None if found is None or found.changed else found.kind
+
+
+def is_sync_batch_norm(module: nn.Module) -> bool:
+    """Whether `module` is, or derives from, a batch norm whose statistics are, or may be, those of a group."""
+    found = recognise(module)
+    return found is not None and found.kind in SYNC_KINDS
+
+
+def unknown_batch_norms(model: nn.Module, *, ours: bool = False) -> list[Unknown]:
+    """The modules that derive from a known batch norm and change what it computes; subclasses of ours on request."""
+    found = ((path, module, recognise(module)) for path, module in model.named_modules())
+    return [
+        Unknown(path, module, one)
+        for path, module, one in found
+        if one and one.changed and (ours or one.kind != "ours")
+    ]
+
+
+def listed(unknown: Iterable[Unknown], most: int = 5) -> str:
+    """The modules for a message."""
+    texts = [str(one) for one in unknown]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
+
+
+def _changes(module: nn.Module, cls: type, base: type, kind: str) -> Iterator[str]:
+    for name in _METHODS:
+        if name in module.__dict__:
+            yield f"{name} (set on the instance)"
+    if base.__name__.startswith("InPlaceABN") and "weight" not in module._parameters:
+        yield "weight (computed)"  # it scales by |weight| + eps, which needs the parameter itself
+    for name in (*_METHODS, *_SPECIAL_METHODS, *_READ, *_USED.get(kind, ())):
+        attribute = inspect.getattr_static(cls, name, None)
+        if attribute is inspect.getattr_static(base, name, None):
+            continue
+        if name in module.__dict__ and not inspect.isdatadescriptor(attribute):
+            continue  # the instance's own value comes first
+        yield name

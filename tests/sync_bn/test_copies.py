@@ -1,0 +1,104 @@
+"""Functions that refer to a model refer to the copy's modules and tensors in a copy."""
+
+import functools
+
+import torch
+from torch import nn
+
+from bnexport.sync_bn.copies import copy_model
+
+NORM = nn.BatchNorm2d(3)
+_plain = NORM.forward
+
+
+def _of_the_globals(x):
+    return 2 * _plain(x)
+
+
+def _net():
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    return net, net[1], net[1].forward
+
+
+def _closure():
+    net, norm, plain = _net()
+    norm.forward = lambda x: 2 * plain(x)
+    return net
+
+
+def _nested_closure():
+    net, norm, plain = _net()
+
+    def inner(x):
+        return plain(x)
+
+    norm.forward = lambda x: 2 * inner(x)
+    return net
+
+
+def _default():
+    net, norm, plain = _net()
+    norm.forward = lambda x, plain=plain: 2 * plain(x)
+    return net
+
+
+def _keyword():
+    net, norm, plain = _net()
+
+    def forward(x, *, plain=plain):
+        return 2 * plain(x)
+
+    norm.forward = forward
+    return net
+
+
+def _partial():
+    net, norm, plain = _net()
+    norm.forward = functools.partial(lambda plain, x: 2 * plain(x), plain)
+    return net
+
+
+def _global():
+    NORM.__dict__.pop("forward", None)
+    NORM.forward = _of_the_globals
+    return nn.Sequential(nn.Conv2d(3, 3, 1), NORM)
+
+
+def _tensor_in_a_hook():
+    net, norm, _ = _net()
+    weight = net[0].weight
+    norm.register_forward_hook(lambda module, args, output: output * weight.mean())
+    return net
+
+
+def test_a_copy_runs_its_own_modules_and_tensors():
+    x = torch.randn(4, 3, 5, 5)
+    for make in (_closure, _nested_closure, _default, _keyword, _partial, _global, _tensor_in_a_hook):
+        net = make()
+        copied = copy_model(net)
+        before = {name: value.clone() for name, value in net.state_dict().items()}
+        with torch.no_grad():
+            copied[0].weight.mul_(3)
+            copied.eval()
+            y = copied(x)
+        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items()), make.__name__
+        with torch.no_grad():
+            net[0].weight.mul_(3)
+            torch.testing.assert_close(y, net.eval()(x), msg=make.__name__)
+
+
+def test_other_functions_stay_themselves():
+    calls = []
+    net, norm, _ = _net()
+    hook = lambda *_: calls.append("hook")  # noqa: E731
+    norm.register_forward_hook(hook)
+    copied = copy_model(net)
+    assert list(copied[1]._forward_hooks.values()) == [hook]
+    copied(torch.randn(2, 3, 4, 4))
+    assert calls == ["hook"]
+
+
+def test_copies_of_copies():
+    net = copy_model(copy_model(_closure())).eval()
+    x = torch.randn(2, 3, 4, 4)
+    torch.testing.assert_close(net(x), 2 * nn.BatchNorm2d.forward(net[1], net[0](x)))
