@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bnexport.errors import UnsupportedModelError, UsageError
 from bnexport.exporting import wrapper
+from bnexport.exporting.weight_norm import PlainWeightNorm
 from bnexport.training.description import Kind
 
 Tensor = torch.Tensor
@@ -29,11 +30,13 @@ class Problem:
     """
 
     def __init__(self, model: nn.Module, loss: Loss, *, training: bool) -> None:
+        _refuse_scripted(model)
         self.model = wrapper.for_custom_op(model, fixed_statistics=True) if training else wrapper.for_deploy(model)
         self.loss = loss
         self.parameters = {name: p.detach() for name, p in self.model.named_parameters()}
         self.trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         self.buffers = dict(self.model.named_buffers())
+        _refuse_bfloat16(self.state())
         persistent = model.state_dict(keep_vars=True)
         own = self.state()
         self.kinds = {
@@ -66,7 +69,7 @@ class Problem:
     def forward(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
         """The model's output; what the forward does to buffers shows in `buffers`."""
         self._path.clear()
-        with self._watched(), _Watch(self):
+        with self._watched(), _Watch(self), PlainWeightNorm():
             tensors = {**parameters, **buffers}
             output = torch.func.functional_call(self.model, tensors, inputs)
             buffers.update({name: tensors[name] for name in buffers})
@@ -107,6 +110,25 @@ class Problem:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    """TorchScript works with numbers for sizes: the record would hold the example's."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModelError(
+                f"{path or 'model'} ({module.original_name}): it is compiled by TorchScript, and a training step is"
+                " recorded from Python code; use the module that it was made from"
+            )
+
+
+def _refuse_bfloat16(state: dict[str, Tensor]) -> None:
+    for name, tensor in state.items():
+        if tensor.dtype == torch.bfloat16:
+            raise UnsupportedModelError(
+                f"{name}: got bfloat16, expected float16, float32 or float64; onnxruntime's Python interface takes no"
+                " bfloat16 arrays: train in float32, with model.float()"
+            )
 
 
 class _Watch(TorchDispatchMode):

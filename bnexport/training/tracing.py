@@ -151,9 +151,25 @@ def _record(function: Callable[..., Any], arguments: Named, dynamic: set[str], p
     except Exception as error:
         # torch raises many types here; what they share is that this model cannot be recorded.
         raise _recording_error(error, problem.where) from error
+    _refuse_fixed_size(environment)
     recorded.graph.eliminate_dead_code()
     recorded.recompile()
     return recorded
+
+
+def _refuse_fixed_size(environment: symbolic_shapes.ShapeEnv) -> None:
+    """Code that takes the batch size as a number (TorchScript does) fixes it: the record holds the example's.
+
+    Bounds say less: torch's own choice of a convolution asks whether there are 16 rows. Verification runs a
+    second size.
+    """
+    for sizes in environment.var_to_range.values():
+        if sizes.is_singleton():
+            raise UnsupportedModelError(
+                "the graph cannot be exported with a dynamic batch size: code in the model, such as a function compiled by"
+                f" torch.jit.script, takes it as the number {sizes.lower}; a model that fixes the batch size exports with"
+                " dynamic=False"
+            )
 
 
 def _is_data_dependent(error: BaseException | None) -> bool:

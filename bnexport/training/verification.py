@@ -33,7 +33,7 @@ from bnexport import model_io, tolerances
 from bnexport.errors import LibraryError, VerificationError
 from bnexport.exporting.comparison import OutputError
 from bnexport.exporting.reference import first_line
-from bnexport.exporting.verification import Verification
+from bnexport.exporting.verification import Verification, nearest
 from bnexport.exporting.wrapper import crosses_processes
 from bnexport.sync_bn.copies import copy_model
 from bnexport.training.description import GRADIENT_SUFFIX, NEW_SUFFIX, STEP
@@ -53,6 +53,9 @@ def check(
 ) -> Verification:
     """Runs the graph and the function on `batch` from one state. Raises VerificationError when ORT cannot.
 
+    Where the graph takes batches of any size, both run on a doubled batch, too: what was recorded as a number, such
+    as the size in a mean, is wrong there.
+
     original: a copy of the caller's module; where it cannot run here, the reference is the step's own model.
     """
     try:
@@ -71,30 +74,51 @@ def check(
         except LibraryError as error:
             return Verification.skipped(str(error))
     state = _warm(step.initial_state())
-    arguments = {**state, **batch, **({} if lr is None else {"lr": lr})}
     engine = f"onnxruntime {onnxruntime.__version__}"
+    batches = _batches(model, batch)
+    results = []
     try:
         session = onnxruntime.InferenceSession(model_io.to_bytes(model), options, providers=["CPUExecutionProvider"])
-        feeds = {value.name: _array(arguments[value.name]) for value in session.get_inputs()}
         names = [value.name for value in session.get_outputs()]
-        got = dict(zip(names, session.run(names, feeds)))
+        for arrays in batches:
+            arguments = {**state, **arrays, **({} if lr is None else {"lr": lr})}
+            feeds = {value.name: _array(arguments[value.name]) for value in session.get_inputs()}
+            results.append(dict(zip(names, session.run(names, feeds))))
     except Exception as error:  # ONNX Runtime raises one class for each status code
         raise VerificationError(f"{engine} cannot run the exported training step: {str(error).strip()}") from error
-    tensors = tuple(batch.values())
     reference, cause = _with_model(step, original), ""
-    try:
-        own = reference(state, tensors, lr)
-    except Exception as error:  # what the model's code raises: some packages' batch norms run on GPUs only
-        reference, cause = step, first_line(error)
-        own = reference(state, tensors, lr)
-    try:
-        exact = in_float64(reference)(_double(state), tuple(_double(batch).values()), lr)
-    except (RuntimeError, TypeError):
-        # The loss holds float32 tensors, or the model calls something without float64: torch's own step is the truth.
-        exact = own
-    judge = _Judge(state, {name: (got[name], _array(own[name]), _array(exact[name])) for name in names}, step)
-    errors = tuple(dataclasses.replace(judge(name), engine=engine) for name in names)
-    return Verification.of(errors, engine, cause)
+    errors: list[OutputError] = []
+    for arrays, got in zip(batches, results):
+        tensors = tuple(arrays.values())
+        try:
+            own = reference(state, tensors, lr)
+        except Exception as error:  # what the model's code raises: some packages' batch norms run on GPUs only
+            if reference is step:
+                raise
+            reference, cause = step, first_line(error)
+            own = reference(state, tensors, lr)
+        try:
+            exact = in_float64(reference)(_double(state), tuple(_double(arrays).values()), lr)
+        except (RuntimeError, TypeError):
+            # The loss holds float32 tensors, or the model calls something without float64: torch's own is the truth.
+            exact = own
+        judge = _Judge(state, {name: (got[name], _array(own[name]), _array(exact[name])) for name in names}, step)
+        errors += [dataclasses.replace(judge(name), engine=engine) for name in names]
+    return Verification.of(nearest(errors), engine, cause)
+
+
+def _batches(model: ir.Model, batch: Named) -> list[Named]:
+    """The example batch, and twice its rows where the graph takes any number of them."""
+    dynamic = {
+        value.name for value in model.graph.inputs if value.shape is not None and not all(map(_is_fixed, value.shape))
+    }
+    if not dynamic & batch.keys():
+        return [batch]
+    return [batch, {name: torch.cat([rows, rows]) if name in dynamic else rows for name, rows in batch.items()}]
+
+
+def _is_fixed(size: int | ir.SymbolicDim) -> bool:
+    return isinstance(size, int)
 
 
 def in_float64(step: Step) -> Step:

@@ -288,6 +288,46 @@ def test_a_fixed_batch_size(tmp_path):
         session.step([tensor.numpy() for tensor in batch(5)])
 
 
+@torch.jit.script
+def _scripted_swish(x):
+    return x * x.sigmoid()
+
+
+def test_code_that_takes_the_batch_size_as_a_number(tmp_path):
+    """A branch on it shows at a second size; TorchScript fixes it."""
+
+    class Branches(Net):
+        def forward(self, x):
+            return super().forward(x if x.shape[0] > 4 else 2 * x)
+
+    class Scripted(Net):
+        def forward(self, x):
+            return _scripted_swish(super().forward(x))
+
+    with pytest.raises(VerificationError, match="the exported step differs from torch"):
+        export(Branches(), tmp_path / "s.onnx")
+    with pytest.raises(UnsupportedModelError, match=r"dynamic batch size.*dynamic=False"):
+        export(Scripted(), tmp_path / "s.onnx")
+    scripted = Net()
+    scripted.head = torch.jit.script(scripted.head)
+    with pytest.raises(UnsupportedModelError, match=r"head \(Sequential\): it is compiled by TorchScript"):
+        export(scripted, tmp_path / "s.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_half_precision_parameters(tmp_path):
+    def loss(output, target):
+        return nn.functional.cross_entropy(output.float(), target)
+
+    model = Net().half()
+    _, session = export(model, tmp_path / "s.onnx", batch=batch(dtype=torch.float16), loss=loss)
+    data = batch(3, 1, torch.float16)
+    expected = loss(model(data[0]), data[1]).item()
+    assert session.step([tensor.numpy() for tensor in data]) == pytest.approx(expected, rel=1e-2)
+    with pytest.raises(UnsupportedModelError, match=r"stem\.0\.weight: got bfloat16"):
+        export(Net().bfloat16(), tmp_path / "b.onnx", batch=batch(dtype=torch.bfloat16))
+
+
 def test_a_batch_of_one(tmp_path):
     _, session = export(Net(), tmp_path / "s.onnx", batch=batch(1))
     data = batch(1, 5)

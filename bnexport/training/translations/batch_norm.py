@@ -189,10 +189,11 @@ class BatchNorm:
         stats_mode: str = "exact",
         grad_reduction: str = "local",
     ) -> tuple[Any, ...]:
-        weight = _in_statistics_type(weight, input)
+        like, weight = weight, _in_statistics_type(weight, input)
         if self._standard:
             _refuse_group(group, group_size)
-            grads = _standard_backward(grad_output, input, weight, saved_mean, saved_invstd, bool(training))
+            dx, *grads = _standard_backward(grad_output, input, weight, saved_mean, saved_invstd, bool(training))
+            grads = [dx, *(_in_type_of(grad, like) for grad in grads)]
             return only_needed(grad if needed else None for grad, needed in zip(grads, output_mask))
         outputs = _GRADIENT_NODE(
             grad_output,
@@ -211,7 +212,7 @@ class BatchNorm:
             if not is_needed:
                 output.name = ""
         kept = [output if is_needed else None for output, is_needed in zip(outputs, needed)]
-        return only_needed((kept[0], kept[3], kept[4]))
+        return only_needed((kept[0], _in_type_of(kept[3], like), _in_type_of(kept[4], like)))
 
 
 def _refuse_group(group: str, group_size: int) -> None:
@@ -237,6 +238,13 @@ def _in_statistics_type(vector: Any, input: Any) -> Any:
     if producer is not None and producer.op_type == "Cast" and producer.inputs[0].dtype == S:
         return producer.inputs[0]
     return op.Cast(vector, to=int(S))
+
+
+def _in_type_of(gradient: Any, weight: Any) -> Any:
+    """Gradients come in S; those of a half-precision parameter have its type."""
+    if gradient is None or weight is None or weight.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
+        return gradient
+    return op.CastLike(gradient, weight)
 
 
 def _axes(input: Any) -> Any:
