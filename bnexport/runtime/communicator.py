@@ -23,7 +23,7 @@ from bnexport.runtime.library import get_cuda_library_path
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["register_group", "unregister_group"]
+__all__ = ["check_group", "register_group", "unregister_group"]
 
 # Callbacks by group name. The library holds bare pointers to them, so they live until they are
 # unregistered; a run in progress may still use one that was just replaced, hence the second place.
@@ -103,6 +103,19 @@ def register_group(name: str, process_group: ProcessGroup | None = None) -> None
     if communicator is not None:
         capi.register_device_group(name, size, rank, communicator.all_gather, communicator.context)
         _communicators[name] = communicator
+
+
+def check_group(name: str) -> None:
+    """Raises GroupError if a collective between the GPUs of the group `name` failed so far.
+
+    A run on a GPU does not wait for its collectives, so one that fails shows in the output as NaN and raises here,
+    or in the next run. Call it before anything that a run returned replaces a model's state.
+    """
+    if name in _communicators:
+        try:
+            _communicators[name].check()
+        except GroupError as error:
+            raise GroupError(f"group {name!r}: the collective failed: {error}") from error
 
 
 def _forget(name: str) -> None:

@@ -48,6 +48,7 @@ def library() -> ctypes.CDLL:
         ):
             function = getattr(loaded, name)
             function.argtypes, function.restype = (*arguments, *text), ctypes.c_int
+        loaded.bnexport_nccl_status.argtypes = (ctypes.c_void_p, *text)
         loaded.bnexport_nccl_leave.argtypes, loaded.bnexport_nccl_leave.restype = (ctypes.c_void_p,), None
     except AttributeError as error:
         raise LibraryError(f"{loaded._name}: has no NCCL functions: {error}; reinstall bnexport") from error
@@ -95,8 +96,13 @@ class Communicator:
         # NCCL must not be running when the process takes the CUDA runtime down.
         atexit.register(self.leave)
 
+    def check(self) -> None:
+        """Raises GroupError if a gather failed so far; after the stream has ended, that covers every gather on it."""
+        if self.context:
+            _call("bnexport_nccl_status", self.context)
+
     def leave(self) -> None:
-        """Aborts what is under way and frees the communicator."""
+        """Frees the communicator when what is under way has ended; after five seconds it is aborted."""
         atexit.unregister(self.leave)
         handle, self.context = self.context, 0
         if handle:

@@ -70,6 +70,12 @@ class Group:
 
         return distributed.all_gather(torch.tensor(row, dtype=torch.float64), self._name).numpy()
 
+    def check(self) -> None:
+        """Raises GroupError if a collective between GPUs failed so far."""
+        from bnexport.runtime.communicator import check_group
+
+        check_group(self.public_name)
+
     def add_up(self, buffer: Array) -> None:
         """Sums a flat array over the ranks, in place; every rank gets the same bits. Raises GroupError."""
         import torch
@@ -190,6 +196,7 @@ class Parallel:
                     f"the step failed on rank {self._group.rank}: {' '.join(str(error).split())}"
                 ) from error
             raise
+        self._group.check()
         if rows == 0:
             for buffer in self._sums.buffers.values():
                 buffer[:] = 0

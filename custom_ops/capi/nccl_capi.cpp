@@ -62,6 +62,13 @@ int bnexport_nccl_join(const char* library, int64_t size, int64_t rank, const ch
 
 void bnexport_nccl_leave(void* communicator) { delete static_cast<bnexport::comm::NcclCommunicator*>(communicator); }
 
+int bnexport_nccl_status(void* communicator, char* error, size_t capacity) {
+  return guarded(error, capacity, [&] {
+    require(communicator != nullptr, "communicator: got NULL, expected one from bnexport_nccl_join");
+    static_cast<bnexport::comm::NcclCommunicator*>(communicator)->require_healthy();
+  });
+}
+
 int bnexport_nccl_all_gather(void* communicator, const double* send, double* receive, int64_t count, void* stream,
                              char* error, size_t capacity) {
   return guarded(error, capacity, [&] {

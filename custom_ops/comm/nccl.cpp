@@ -24,6 +24,7 @@ using Communicator = void*;
 using Result = int;
 constexpr Result kSuccess = 0, kInProgress = 7;
 constexpr int kFloat64 = 8;
+constexpr double kLongestLeave = 5;  // seconds
 struct UniqueId {
   char bytes[kNcclIdBytes];
 };
@@ -32,7 +33,7 @@ struct Config {
   size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;
   unsigned version = 21400;
-  int blocking = 0;
+  int blocking = 1;
 };
 
 struct Library {
@@ -41,6 +42,8 @@ struct Library {
   Result (*init)(Communicator*, int, UniqueId, int, Config*);
   Result (*all_gather)(const void*, void*, size_t, int, Communicator, cudaStream_t);
   Result (*async_error)(Communicator, Result*);
+  Result (*finalize)(Communicator);
+  Result (*destroy)(Communicator);
   Result (*abort)(Communicator);
   const char* (*error_string)(Result);
 };
@@ -73,6 +76,8 @@ const Library& library(const std::string& given) {
     resolve(handle, path, "ncclCommInitRankConfig", loaded->init);
     resolve(handle, path, "ncclAllGather", loaded->all_gather);
     resolve(handle, path, "ncclCommGetAsyncError", loaded->async_error);
+    resolve(handle, path, "ncclCommFinalize", loaded->finalize);
+    resolve(handle, path, "ncclCommDestroy", loaded->destroy);
     resolve(handle, path, "ncclCommAbort", loaded->abort);
     resolve(handle, path, "ncclGetErrorString", loaded->error_string);
     known = std::move(loaded);
@@ -88,6 +93,15 @@ void check(const Library& nccl, Result result, const char* what) {
 void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw NcclError(std::string("CUDA: ") + what + ": " + cudaGetErrorString(error));
 }
+
+// What the thread that joins shares with the one that waits for it.
+struct Joining {
+  std::mutex mutex;
+  std::condition_variable done;
+  bool ended = false, abandoned = false;
+  Result result = kSuccess;
+  Communicator communicator = nullptr;
+};
 
 }  // namespace
 
@@ -110,19 +124,10 @@ class NcclCommunicator::State {
   State(const std::string& path, int64_t size, int64_t rank, const char id[kNcclIdBytes], double timeout)
       : nccl_(library(path)),
         where_("rank " + std::to_string(rank) + " of " + std::to_string(size)),
+        size_(size),
         timeout_(timeout) {
     check(cudaGetDevice(&device_), "cudaGetDevice");
-    UniqueId unique;
-    std::memcpy(unique.bytes, id, kNcclIdBytes);
-    Config config;
-    check(nccl_, nccl_.init(&communicator_, static_cast<int>(size), unique, static_cast<int>(rank), &config),
-          "ncclCommInitRankConfig");
-    try {
-      settle("joining the group");
-    } catch (...) {
-      nccl_.abort(communicator_);
-      throw;
-    }
+    communicator_ = join(rank, id);
     watchdog_ = std::thread([this] { watch(); });
   }
 
@@ -133,73 +138,142 @@ class NcclCommunicator::State {
     }
     wake_.notify_all();
     watchdog_.join();
-    if (failure_.empty()) nccl_.abort(communicator_);
-    for (const Pending& pending : pending_) cudaEventDestroy(pending.event);
+    if (failure_.empty()) leave();
+    for (const Pending& pending : pending_) {
+      cudaEventDestroy(pending.start);
+      cudaEventDestroy(pending.end);
+    }
     for (cudaEvent_t event : free_) cudaEventDestroy(event);
   }
 
   void all_gather(const double* send, double* receive, int64_t count, cudaStream_t stream) {
-    const std::scoped_lock lock(mutex_);
-    if (!failure_.empty()) throw NcclError(failure_);
+    const std::scoped_lock turn(turn_);
+    {
+      const std::scoped_lock lock(mutex_);
+      if (!failure_.empty()) throw NcclError(failure_);
+    }
     try {
       enqueue(send, receive, count, stream);
     } catch (const NcclError& error) {
-      fail(error.what());
-      throw;
+      const std::scoped_lock lock(mutex_);
+      if (failure_.empty()) fail(error.what());
+      throw NcclError(failure_);
     }
+  }
+
+  void require_healthy() {
+    const std::scoped_lock lock(mutex_);
+    if (!failure_.empty()) throw NcclError(failure_);
   }
 
  private:
+  // A gather between two events. Its time starts when the stream has come to it: what was enqueued before
+  // may take as long as it likes.
   struct Pending {
-    cudaEvent_t event;
-    Clock::time_point deadline;
+    cudaEvent_t start, end;
+    bool started = false;
+    Clock::time_point deadline{};
   };
 
+  // A blocking communicator costs no polling at each gather, but joining blocks for as long as a peer does
+  // not come. So a thread of its own joins, and is left behind at the deadline: should the peer come after
+  // all, it aborts what it got.
+  Communicator join(int64_t rank, const char id[kNcclIdBytes]) {
+    auto joining = std::make_shared<Joining>();
+    UniqueId unique;
+    std::memcpy(unique.bytes, id, kNcclIdBytes);
+    std::thread([joining, unique, rank, &nccl = nccl_, size = size_, device = device_] {
+      cudaSetDevice(device);
+      Config config;
+      Communicator made = nullptr;
+      Result result = nccl.init(&made, static_cast<int>(size), unique, static_cast<int>(rank), &config);
+      while (result == kInProgress && nccl.async_error(made, &result) == kSuccess && result == kInProgress) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      const std::scoped_lock lock(joining->mutex);
+      if (joining->abandoned && result == kSuccess) nccl.abort(made);
+      joining->result = result;
+      joining->communicator = made;
+      joining->ended = true;
+      joining->done.notify_all();
+    }).detach();
+    std::unique_lock<std::mutex> lock(joining->mutex);
+    if (!joining->done.wait_until(lock, deadline(), [&] { return joining->ended; })) {
+      joining->abandoned = true;
+      throw NcclError(too_late("joining the group"));
+    }
+    check(nccl_, joining->result, "joining the group");
+    return joining->communicator;
+  }
+
+  // Ends what is under way and frees the communicator; a peer that is gone must not keep this process, so a
+  // thread does it that is left behind at the deadline.
+  void leave() {
+    auto leaving = std::make_shared<Joining>();
+    std::thread([leaving, &nccl = nccl_, communicator = communicator_, device = device_] {
+      cudaSetDevice(device);
+      const Result result = nccl.finalize(communicator);
+      const std::scoped_lock lock(leaving->mutex);
+      if (!leaving->abandoned && result == kSuccess) {
+        nccl.destroy(communicator);
+        leaving->communicator = communicator;
+      }
+      leaving->ended = true;
+      leaving->done.notify_all();
+    }).detach();
+    std::unique_lock<std::mutex> lock(leaving->mutex);
+    leaving->done.wait_until(lock, std::min(deadline(), after(kLongestLeave)), [&] { return leaving->ended; });
+    leaving->abandoned = true;
+    if (leaving->communicator == nullptr) nccl_.abort(communicator_);
+  }
+
   void enqueue(const double* send, double* receive, int64_t count, cudaStream_t stream) {
-    check(nccl_, nccl_.all_gather(send, receive, static_cast<size_t>(count), kFloat64, communicator_, stream),
-          "ncclAllGather");
-    settle("ncclAllGather");
+    // Should the gather be aborted, what was not received is NaN.
+    check(cudaMemsetAsync(receive, 0xff, static_cast<size_t>(size_ * count) * sizeof(double), stream),
+          "cudaMemsetAsync");
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
-    if (capture != cudaStreamCaptureStatusNone) return;
-    Pending pending{take_event(), deadline()};
-    if (const cudaError_t error = cudaEventRecord(pending.event, stream); error != cudaSuccess) {
-      free_.push_back(pending.event);
-      check(error, "cudaEventRecord");
+    const bool watched = capture == cudaStreamCaptureStatusNone;
+    const cudaEvent_t start = watched ? record(stream) : nullptr;
+    {
+      const std::scoped_lock lock(mutex_);
+      if (!failure_.empty()) throw NcclError(failure_);
+      call_deadline_ = deadline();
+      calling_ = true;
     }
-    pending_.push_back(pending);
+    const Result result = nccl_.all_gather(send, receive, static_cast<size_t>(count), kFloat64, communicator_, stream);
+    const std::scoped_lock lock(mutex_);
+    calling_ = false;
+    if (!failure_.empty()) throw NcclError(failure_);
+    check(nccl_, result, "ncclAllGather");
+    if (!watched) return;
+    pending_.push_back({start, record(stream)});
     wake_.notify_all();
   }
 
-  Clock::time_point deadline() const {
-    return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_));
+  static Clock::time_point after(double seconds) {
+    return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
   }
+  Clock::time_point deadline() const { return after(timeout_); }
 
   std::string too_late(const char* what) const {
     return std::string("NCCL: ") + what + " did not end within " + std::to_string(timeout_) + " s on " + where_ +
            "; check that every process of the group is alive and runs the same nodes";
   }
 
-  // Non-blocking communicators answer "in progress" while they set up connections.
-  void settle(const char* what) const {
-    const Clock::time_point end = deadline();
-    for (auto pause = std::chrono::microseconds(10);; pause = std::min(2 * pause, std::chrono::microseconds(5000))) {
-      Result state = kSuccess;
-      check(nccl_, nccl_.async_error(communicator_, &state), "ncclCommGetAsyncError");
-      check(nccl_, state, what);
-      if (state == kSuccess) return;
-      if (Clock::now() >= end) throw NcclError(too_late(what));
-      std::this_thread::sleep_for(pause);
-    }
-  }
-
-  cudaEvent_t take_event() {
+  // An event behind what is on the stream.
+  cudaEvent_t record(cudaStream_t stream) {
+    const std::scoped_lock lock(events_);
     cudaEvent_t event = nullptr;
     if (free_.empty()) {
       check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
     } else {
       event = free_.back();
       free_.pop_back();
+    }
+    if (const cudaError_t error = cudaEventRecord(event, stream); error != cudaSuccess) {
+      free_.push_back(event);
+      check(error, "cudaEventRecord");
     }
     return event;
   }
@@ -212,23 +286,40 @@ class NcclCommunicator::State {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!stop_) {
       wake_.wait_for(lock, std::chrono::milliseconds(100));
-      if (!failure_.empty()) continue;
-      Result state = kSuccess;
-      if (nccl_.async_error(communicator_, &state) != kSuccess || (state != kSuccess && state != kInProgress)) {
-        fail(std::string("NCCL: a collective failed on ") + where_ + ": " + nccl_.error_string(state));
-        continue;
+      if (failure_.empty()) look();
+    }
+  }
+
+  // With the mutex held. A communicator is not aborted under a thread that is inside of NCCL, unless that
+  // thread is what hangs.
+  void look() {
+    if (calling_) {
+      if (Clock::now() >= call_deadline_) fail(too_late("enqueuing an all-gather"));
+      return;
+    }
+    Result state = kSuccess;
+    if (nccl_.async_error(communicator_, &state) != kSuccess || (state != kSuccess && state != kInProgress)) {
+      return fail(std::string("NCCL: a collective failed on ") + where_ + ": " + nccl_.error_string(state));
+    }
+    cudaError_t query = cudaSuccess;
+    while (!pending_.empty() && (query = cudaEventQuery(pending_.front().end)) == cudaSuccess) {
+      const std::scoped_lock lock(events_);
+      free_.push_back(pending_.front().start);
+      free_.push_back(pending_.front().end);
+      pending_.pop_front();
+    }
+    if (query == cudaErrorNotReady) {
+      Pending& first = pending_.front();
+      if (!first.started && (query = cudaEventQuery(first.start)) == cudaSuccess) {
+        first.started = true;
+        first.deadline = deadline();
+      } else if (first.started && Clock::now() >= first.deadline) {
+        return fail(too_late("an all-gather"));
       }
-      cudaError_t query = cudaSuccess;
-      while (!pending_.empty() && (query = cudaEventQuery(pending_.front().event)) == cudaSuccess) {
-        free_.push_back(pending_.front().event);
-        pending_.pop_front();
-      }
-      if (query != cudaSuccess && query != cudaErrorNotReady) {
-        fail(std::string("CUDA: ") + cudaGetErrorString(query) + " (seen while an all-gather was under way on " +
-             where_ + ")");
-      } else if (!pending_.empty() && Clock::now() >= pending_.front().deadline) {
-        fail(too_late("an all-gather"));
-      }
+    }
+    if (query != cudaSuccess && query != cudaErrorNotReady) {
+      fail(std::string("CUDA: ") + cudaGetErrorString(query) + " (seen while an all-gather was under way on " + where_ +
+           ")");
     }
   }
 
@@ -240,12 +331,16 @@ class NcclCommunicator::State {
 
   const Library& nccl_;
   std::string where_;
+  int64_t size_;
   double timeout_;
   int device_ = 0;
   Communicator communicator_ = nullptr;
-  std::mutex mutex_;
+  std::mutex turn_;    // one gather at a time
+  std::mutex mutex_;   // everything below
+  std::mutex events_;  // free_
   std::condition_variable wake_;
-  bool stop_ = false;
+  bool stop_ = false, calling_ = false;
+  Clock::time_point call_deadline_{};
   std::string failure_;
   std::deque<Pending> pending_;
   std::vector<cudaEvent_t> free_;
@@ -261,5 +356,7 @@ NcclCommunicator::~NcclCommunicator() = default;
 void NcclCommunicator::all_gather(const double* send, double* receive, int64_t count, void* stream) {
   state_->all_gather(send, receive, count, static_cast<cudaStream_t>(stream));
 }
+
+void NcclCommunicator::require_healthy() const { state_->require_healthy(); }
 
 }  // namespace bnexport::comm

@@ -1,11 +1,15 @@
 // Groups over NCCL: an all-gather of doubles between GPUs, on the stream of the computation.
 //
 // libnccl is opened at run time; the few functions we call have had the same signatures since NCCL 2.14.
-// Nothing here waits for the device, except while a communicator is made. A peer that never comes would
-// block the stream for ever, so a thread of each communicator watches its collectives: when one has not
-// ended within the timeout, or NCCL reports an error, it aborts the communicator. The stream then goes on,
-// and every later call returns the reason. Collectives that are captured into a CUDA graph run when the
-// graph is replayed and are not watched.
+// A gather does not wait for the device. A peer that never comes would block the stream for ever, so a
+// thread of each communicator watches its collectives: when one has not ended within the timeout after the
+// stream came to it, or NCCL reports an error, the thread aborts the communicator. The stream then goes on
+// with NaN in place of the rows that did not arrive, and every later call returns the reason. Collectives
+// that are captured into a CUDA graph run when the graph is replayed and are not watched.
+//
+// A process that uses this communicator and another one of NCCL (torch's) on one device must start their
+// collectives in the same order on every rank, or let one end before the other starts: two that wait for
+// each other's multiprocessors never end.
 #ifndef BNEXPORT_COMM_NCCL_H
 #define BNEXPORT_COMM_NCCL_H
 
@@ -33,13 +37,15 @@ class NcclCommunicator {
   // Joins rank `rank` of `size`, on the current device; returns when all ranks have joined.
   NcclCommunicator(const std::string& library, int64_t size, int64_t rank, const char id[kNcclIdBytes],
                    double timeout_seconds);
-  // Aborts what is under way: peers that are gone must not keep this process.
+  // Lets what is under way end, for five seconds at most; aborts it where a peer does not.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
   // Enqueues: receive[r * count .. (r + 1) * count) = rank r's send. Device pointers.
   void all_gather(const double* send, double* receive, int64_t count, void* stream);
+  // Throws the reason if a gather failed so far. After the stream has ended it covers every gather on it.
+  void require_healthy() const;
 
  private:
   class State;

@@ -23,10 +23,13 @@ extern "C" {
 BNEXPORT_API int bnexport_nccl_version(const char* library, int* version, char* error, size_t capacity);
 BNEXPORT_API int bnexport_nccl_unique_id(const char* library, char* id, char* error, size_t capacity);
 /* Returns when all ranks have joined, or an error after `timeout_seconds`, which then also bounds every
- * all-gather: one that has not ended by then is aborted, and later calls return the reason. */
+ * all-gather: one that has not ended by then, counted from when the stream came to it, is aborted. What it
+ * would have received is NaN, the stream goes on, and later calls return the reason. */
 BNEXPORT_API int bnexport_nccl_join(const char* library, int64_t size, int64_t rank, const char* id,
                                     double timeout_seconds, void** communicator, char* error, size_t capacity);
 BNEXPORT_API void bnexport_nccl_leave(void* communicator);
+/* 0, or the reason why a gather failed so far. Asked after the stream has ended, it covers every gather on it. */
+BNEXPORT_API int bnexport_nccl_status(void* communicator, char* error, size_t capacity);
 /* A bnexport_device_all_gather; its context is the communicator. */
 BNEXPORT_API int bnexport_nccl_all_gather(void* communicator, const double* send, double* receive, int64_t count,
                                           void* stream, char* error, size_t capacity);

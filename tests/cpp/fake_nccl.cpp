@@ -1,5 +1,7 @@
-// A libnccl whose ranks are threads of one process. An all-gather ends on every rank's stream when the
-// last rank has come; like NCCL's, it never blocks the caller.
+// A libnccl whose ranks are threads of one process. Joining blocks until the last rank has come, as with a
+// blocking communicator. An all-gather ends on every rank's stream when the last rank has come, and blocks no
+// caller unless the test asks for it.
+#include <condition_variable>
 #include <cstddef>
 #include <cstring>
 #include <map>
@@ -36,8 +38,10 @@ struct Rank {
 };
 
 std::mutex mutex;
+std::condition_variable changed;
 std::map<std::string, World> worlds;
-int next_id = 0, aborts = 0, broken = 0;
+int next_id = 0, aborts = 0, ends = 0, broken = 0;
+bool hangs = false, answers_in_progress = false;
 
 void run_complete(World& world) {
   for (;;) {
@@ -72,21 +76,29 @@ int ncclGetUniqueId(UniqueId* id) {
   return 0;
 }
 int ncclCommInitRankConfig(Rank** communicator, int size, UniqueId id, int rank, Config* config) {
-  const std::scoped_lock lock(mutex);
-  if (config->magic != 0xcafebeef || config->blocking != 0 || config->version < 21400) return 4;
+  std::unique_lock<std::mutex> lock(mutex);
+  if (config->magic != 0xcafebeef || config->blocking != 1 || config->version < 21400) return 4;
   World& world = worlds[id.bytes];
   world.calls.resize(static_cast<size_t>(size));
   ++world.joined;
+  changed.notify_all();
   *communicator = new Rank{&world, rank, size};
-  return 7;
+  if (answers_in_progress) return 7;
+  changed.wait(lock, [&] { return world.joined >= size; });
+  return 0;
 }
 int ncclAllGather(const void* send, void* receive, size_t count, int type, Rank* self, FakeStream* stream) {
-  const std::scoped_lock lock(mutex);
+  std::unique_lock<std::mutex> lock(mutex);
   if (type != 8) return 4;
+  if (hangs) {
+    changed.wait(lock, [&] { return self->aborted; });
+    return 6;
+  }
   stream = fake_stream(stream);
   ++stream->enqueued;
   self->world->calls[static_cast<size_t>(self->rank)].push_back({send, receive, count, stream});
   run_complete(*self->world);
+  changed.notify_all();
   return 0;
 }
 int ncclCommGetAsyncError(Rank* self, int* state) {
@@ -99,6 +111,18 @@ int ncclCommAbort(Rank* self) {
   ++aborts;
   for (const Call& call : self->world->calls[static_cast<size_t>(self->rank)]) ++call.stream->done;
   self->world->calls[static_cast<size_t>(self->rank)].clear();
+  self->aborted = true;  // and kept: a thread may be inside
+  changed.notify_all();
+  return 0;
+}
+int ncclCommFinalize(Rank* self) {
+  std::unique_lock<std::mutex> lock(mutex);
+  changed.wait(lock, [&] { return self->aborted || self->world->calls[static_cast<size_t>(self->rank)].empty(); });
+  return self->aborted ? 6 : 0;
+}
+int ncclCommDestroy(Rank* self) {
+  const std::scoped_lock lock(mutex);
+  ++ends;
   delete self;
   return 0;
 }
@@ -108,6 +132,18 @@ const char* ncclGetErrorString(int result) { return result == 6 ? "remote proces
 int fake_nccl_aborts() {
   const std::scoped_lock lock(mutex);
   return aborts;
+}
+int fake_nccl_ends() {
+  const std::scoped_lock lock(mutex);
+  return ends;
+}
+void fake_nccl_hang(int yes) {
+  const std::scoped_lock lock(mutex);
+  hangs = yes != 0;
+}
+void fake_nccl_answer_in_progress(int yes) {
+  const std::scoped_lock lock(mutex);
+  answers_in_progress = yes != 0;
 }
 void fake_nccl_break(int result) {
   const std::scoped_lock lock(mutex);

@@ -5,7 +5,9 @@
 #include <dlfcn.h>
 
 #include <chrono>
+#include <cmath>
 #include <functional>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -34,6 +36,12 @@ struct Id {
   char bytes[bnexport::comm::kNcclIdBytes];
   Id() { bnexport::comm::nccl_unique_id(library, bytes); }
 };
+
+// A function of the fake library for its tests.
+template <class Result, class... Arguments>
+Result fake(const char* name, Arguments... arguments) {
+  return reinterpret_cast<Result (*)(Arguments...)>(dlsym(dlopen(library.c_str(), RTLD_NOW), name))(arguments...);
+}
 
 void on_ranks(int64_t size, const std::function<void(int64_t)>& body) {
   std::vector<std::thread> threads;
@@ -75,7 +83,7 @@ void events_are_reused() {
     communicator.all_gather(&value, &received, 1, &stream);
     std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the watchdog wakes with each call
   }
-  CHECK(fake_events_made - before <= 3);
+  CHECK(fake_events_made - before <= 6);
   CHECK(received == 1);
 }
 
@@ -95,36 +103,103 @@ void a_missing_peer_ends_in_an_error() {
   FakeStream streams[2];
   on_ranks(2, [&](int64_t rank) {
     NcclCommunicator communicator(library, 2, rank, id.bytes, 0.4);
-    double value = 1, received[2] = {};
+    double value = 1, received[2] = {5, 5};
     if (rank == 1) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1500));  // elsewhere
       return;
     }
     communicator.all_gather(&value, received, 1, &streams[0]);
-    wait(streams[0]);  // ends because the communicator is aborted
+    communicator.require_healthy();
+    wait(streams[0]);                                           // ends because the communicator is aborted
+    CHECK(std::isnan(received[0]) && std::isnan(received[1]));  // not what the memory held before
+    CHECK(contains(error_of([&] { communicator.require_healthy(); }), "did not end within"));
     const std::string error = error_of([&] { communicator.all_gather(&value, received, 1, &streams[0]); });
     CHECK(contains(error, "did not end within") && contains(error, "rank 0 of 2"));
   });
 }
 
+void time_before_a_gather_starts_does_not_count() {
+  const Id id;
+  FakeStream stream;
+  NcclCommunicator communicator(library, 1, 0, id.bytes, 0.3);
+  double value = 1, received = 0;
+  stream.enqueued += 2;  // work that takes longer than the timeout
+  communicator.all_gather(&value, &received, 1, &stream);
+  std::this_thread::sleep_for(std::chrono::milliseconds(900));
+  stream.done += 2;
+  std::this_thread::sleep_for(std::chrono::milliseconds(250));
+  communicator.require_healthy();
+}
+
 void a_peer_that_never_joins_ends_in_an_error() {
   const Id id;
-  const int aborts = reinterpret_cast<int (*)()>(dlsym(dlopen(library.c_str(), RTLD_NOW), "fake_nccl_aborts"))();
+  const int aborts = fake<int>("fake_nccl_aborts");
   const std::string error = error_of([&] { NcclCommunicator(library, 2, 0, id.bytes, 0.2); });
   CHECK(contains(error, "joining the group did not end within"));
-  CHECK(reinterpret_cast<int (*)()>(dlsym(dlopen(library.c_str(), RTLD_NOW), "fake_nccl_aborts"))() == aborts + 1);
+  // The peer comes after all: nobody uses what the first one gets.
+  const NcclCommunicator late(library, 2, 1, id.bytes, 10);
+  for (int i = 0; i < 100 && fake<int>("fake_nccl_aborts") == aborts; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  CHECK(fake<int>("fake_nccl_aborts") == aborts + 1);
+}
+
+void joining_waits_while_nccl_says_in_progress() {
+  const Id id;
+  fake<void>("fake_nccl_answer_in_progress", 1);
+  on_ranks(2, [&](int64_t rank) {
+    if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    NcclCommunicator(library, 2, rank, id.bytes, 10).require_healthy();
+  });
+  fake<void>("fake_nccl_answer_in_progress", 0);
+}
+
+void a_call_that_hangs_ends_in_an_error() {
+  const Id id;
+  FakeStream stream;
+  NcclCommunicator communicator(library, 1, 0, id.bytes, 0.3);
+  double value = 1, received = 0;
+  fake<void>("fake_nccl_hang", 1);
+  const std::string error = error_of([&] { communicator.all_gather(&value, &received, 1, &stream); });
+  fake<void>("fake_nccl_hang", 0);
+  CHECK(contains(error, "enqueuing an all-gather did not end within"));
+}
+
+void a_healthy_group_is_finalized() {
+  const Id id;
+  const int aborts = fake<int>("fake_nccl_aborts"), ends = fake<int>("fake_nccl_ends");
+  on_ranks(2, [&](int64_t rank) {
+    FakeStream stream;
+    NcclCommunicator communicator(library, 2, rank, id.bytes, 10);
+    double value = 1, received[2] = {};
+    communicator.all_gather(&value, received, 1, &stream);
+  });
+  CHECK(fake<int>("fake_nccl_aborts") == aborts && fake<int>("fake_nccl_ends") == ends + 2);
+}
+
+void leaving_does_not_wait_for_a_peer_that_is_gone() {
+  const Id id;
+  FakeStream stream;
+  const int aborts = fake<int>("fake_nccl_aborts");
+  on_ranks(2, [&](int64_t rank) {
+    auto communicator = std::make_unique<NcclCommunicator>(library, 2, rank, id.bytes, 0.5);
+    if (rank == 1) return;
+    double value = 1, received[2] = {};
+    communicator->all_gather(&value, received, 1, &stream);
+    communicator.reset();
+  });
+  CHECK(fake<int>("fake_nccl_aborts") == aborts + 1);
 }
 
 void an_error_of_nccl_is_passed_on() {
   const Id id;
-  const auto break_it = reinterpret_cast<void (*)(int)>(dlsym(dlopen(library.c_str(), RTLD_NOW), "fake_nccl_break"));
   FakeStream stream;
   NcclCommunicator communicator(library, 1, 0, id.bytes, 10);
   double value = 1, received = 0;
   communicator.all_gather(&value, &received, 1, &stream);
-  break_it(6);
+  fake<void>("fake_nccl_break", 6);
   std::this_thread::sleep_for(std::chrono::milliseconds(400));
-  break_it(0);
+  fake<void>("fake_nccl_break", 0);
   CHECK(contains(error_of([&] { communicator.all_gather(&value, &received, 1, &stream); }), "remote process exited"));
 }
 
@@ -155,7 +230,12 @@ int main(int argc, char** argv) {
   events_are_reused();
   a_captured_collective_is_not_watched();
   a_missing_peer_ends_in_an_error();
+  time_before_a_gather_starts_does_not_count();
   a_peer_that_never_joins_ends_in_an_error();
+  joining_waits_while_nccl_says_in_progress();
+  a_call_that_hangs_ends_in_an_error();
+  a_healthy_group_is_finalized();
+  leaving_does_not_wait_for_a_peer_that_is_gone();
   an_error_of_nccl_is_passed_on();
   an_error_of_the_device_is_passed_on();
   a_missing_library_is_named();

@@ -1,10 +1,15 @@
-// The part of the CUDA runtime that custom_ops/comm uses, without a GPU: a stream counts what was
-// enqueued and what is done, and an event waits for the count that it was recorded at.
+// The part of the CUDA runtime that custom_ops uses outside of kernels, without a GPU: a stream counts what was
+// enqueued and what is done, and an event waits for the count that it was recorded at; attributes of kernels are
+// kept for a test to look at.
 #ifndef BNEXPORT_TESTS_FAKE_CUDA_H
 #define BNEXPORT_TESTS_FAKE_CUDA_H
 
 #include <atomic>
 #include <cstdint>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <tuple>
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorNotReady = 600, cudaErrorLaunchFailure = 719 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
@@ -26,19 +31,45 @@ using cudaEvent_t = FakeEvent*;
 inline FakeStream fake_default_stream;
 inline FakeStream* fake_stream(FakeStream* stream) { return stream != nullptr ? stream : &fake_default_stream; }
 
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+  cudaFuncAttributePreferredSharedMemoryCarveout = 9,
+  cudaFuncAttributeNonPortableClusterSizeAllowed = 14
+};
+constexpr int cudaSharedmemCarveoutMaxShared = 100;
+// Kernel, device, attribute: value. Each time that one is set counts.
+inline std::map<std::tuple<const void*, int, int>, int> fake_attributes;
+inline std::atomic<int> fake_attributes_set{0};
+inline std::mutex fake_attributes_mutex;
+
+inline thread_local int fake_device = 0;
+
 inline std::atomic<int> fake_events_made{0}, fake_events_alive{0};
 
 inline const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaErrorLaunchFailure ? "launch failure" : "error";
 }
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = fake_device;
   return cudaSuccess;
 }
-inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+inline cudaError_t cudaSetDevice(int device) {
+  fake_device = device;
+  return cudaSuccess;
+}
+inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+  const std::scoped_lock lock(fake_attributes_mutex);
+  ++fake_attributes_set;
+  fake_attributes[{kernel, fake_device, attribute}] = value;
+  return cudaSuccess;
+}
 inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   *status = fake_stream(stream)->capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t) {
+  std::memset(at, value, bytes);
   return cudaSuccess;
 }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
