@@ -14,7 +14,8 @@ constexpr int64_t kVector = 16;  // bytes
 constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
 constexpr int64_t kLongestPart = int64_t{1} << 24;  // values: what float counts exactly
 constexpr int64_t kWaves = 4;                       // of split blocks: short ones even out the end
-constexpr int64_t kBlocksPerMultiprocessor = 4;     // of split kernels, by their launch bounds
+constexpr int64_t kBlocksPerMultiprocessor = 4;     // of split kernels for rows, by their launch bounds
+constexpr int64_t kColumnBlocks = 2;                // on a multiprocessor, by the launch bounds of those for columns
 constexpr int64_t kShortestPart = 1024;             // vectors: one round of 256 threads, 4 loads each
 constexpr int64_t kSmallPart = 16384;               // bytes: a block's work that is not worth sharing
 constexpr int64_t kSmallTensor = int64_t{4} << 20;  // bytes: launches cost more than idle multiprocessors
@@ -141,12 +142,14 @@ class Planner {
     plan_.shared = kScratchBytes;
   }
 
+  // Blocks that all run at the same time: each part writes C partial results and forward_channels merges them, so
+  // four waves of short parts would write an eighth of the tensor once more.
   void columns() {
     const int64_t R = problem_.N * problem_.S, vectors = ceil_div(larger(problem_.C, 1), plan_.width);
     plan_.lanes = smaller(power_of_two_from(vectors), 32);
     plan_.tiles = ceil_div(vectors, plan_.lanes);
     const int64_t high = kSplitBlockThreads / plan_.lanes, shortest = 8 * high;
-    const int64_t target = ceil_div(kWaves * 2 * device_.multiprocessors, plan_.tiles);
+    const int64_t target = kColumnBlocks * device_.multiprocessors / plan_.tiles;
     const int64_t parts = larger(larger(smaller(target, R / shortest), 1), ceil_div(R, kLongestPart / 2));
     plan_.part_length = round_up(ceil_div(larger(R, 1), parts), high);
     plan_.parts = larger(ceil_div(R, plan_.part_length), 1);

@@ -198,6 +198,23 @@ void test_extreme() {
   }
 }
 
+// Partial results of columns cost traffic of their own: written and read once.
+void test_columns() {
+  for (const Device& device : kDevices) {
+    const int64_t blocks = 2 * device.properties.multiprocessors;
+    for (const int64_t C : {24, 64, 256, 1000, 2048, 30000}) {
+      for (const int32_t dtype : {BNEXPORT_FLOAT16, BNEXPORT_FLOAT32}) {
+        const Problem p{32, C, 3136, dtype, BNEXPORT_NSC, 1, true, true};
+        const LaunchPlan plan = launch_plan(p, device.properties);
+        CHECK(plan.parts == 1 || plan.blocks <= blocks);  // one wave
+        CHECK(plan.tiles > blocks || plan.blocks > blocks / 2);
+        const double bytes = static_cast<double>(p.N * p.C * p.S * size_of(dtype));
+        CHECK(static_cast<double>(2 * plan.parts * C * kPartBytes) <= 0.06 * 3 * bytes);
+      }
+    }
+  }
+}
+
 // The rows of facts/performance.md on an H200: which way, and how many blocks share a channel.
 void test_known() {
   const DeviceProperties h200 = kDevices[6].properties;
@@ -231,6 +248,7 @@ int main() {
   test_small();
   test_random();
   test_extreme();
+  test_columns();
   test_known();
   CHECK(fused > 1000);
   std::printf("launch plan: ok (%lld plans, %lld of them in one launch)\n", static_cast<long long>(plans),
