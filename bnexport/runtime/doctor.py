@@ -34,6 +34,7 @@ def examine() -> list[Check]:
         *(_package(name) for name in _PACKAGES),
         _checked("custom-op library", _library),
         _providers(),
+        _devices(),
         _checked("registration in ONNX Runtime", _registration),
         _cuda_library(),
         _cuda_device(),
@@ -84,6 +85,20 @@ def _providers() -> Check:
     names = onnxruntime.get_available_providers()
     hint = "" if "CUDAExecutionProvider" in names else " (for CUDA: pip install 'bnexport[gpu]' instead of onnxruntime)"
     return Check("execution providers", ", ".join(names) + hint, True)
+
+
+def _devices() -> Check:
+    """Devices of registered providers; those of plugin providers are in no other list."""
+    name = "execution provider devices"
+    try:
+        from onnxruntime import get_ep_devices
+    except ImportError:
+        return Check(name, "not asked: there is no onnxruntime, or one before 1.22", None)
+    found = [
+        f"{device.ep_name} on {device.device.type.name} ({device.device.vendor or 'unknown vendor'})"
+        for device in get_ep_devices()
+    ]
+    return Check(name, ", ".join(found) or "none", True)
 
 
 def _cuda_library() -> Check:

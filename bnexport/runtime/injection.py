@@ -23,7 +23,7 @@ def session(data: bytes, weights: Mapping[str, np.ndarray], options: Any = None,
 
     weights: initializers that `data` declares as external, by name, kept alive by the session; an array that is not
     in C order is copied. With any, `options` serve this session only: ONNX Runtime keeps the names in them.
-    providers: None for CPU.
+    providers: None for the devices that `options` hold (add_provider_for_devices), or CPU.
     Raises MissingDependencyError without onnxruntime, and whatever ONNX Runtime raises.
     """
     try:
@@ -36,11 +36,20 @@ def session(data: bytes, weights: Mapping[str, np.ndarray], options: Any = None,
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in arrays]
     if values:
         options.add_external_initializers(list(weights), values)
-    # Its second try on the CPU, which it announces on stdout, is of use to other providers only.
-    again = {} if providers else {"enable_fallback": 0}
-    made = onnxruntime.InferenceSession(data, options, providers=list(providers or ["CPUExecutionProvider"]), **again)
+    if providers or _holds_devices(options):
+        # ONNX Runtime drops the devices when it is given a list of names, too.
+        chosen: dict[str, Any] = {"providers": list(providers)} if providers else {}
+    else:
+        # Its second try on the CPU, which it announces on stdout, is of use to other providers only.
+        chosen = {"providers": ["CPUExecutionProvider"], "enable_fallback": 0}
+    made = onnxruntime.InferenceSession(data, options, **chosen)
     made.bnexport_weights = values  # ONNX Runtime holds addresses, not arrays.
     return made
+
+
+def _holds_devices(options: Any) -> bool:
+    """Whether providers were added to the options; ONNX Runtime before 1.22 has no such thing."""
+    return hasattr(options, "has_providers") and bool(options.has_providers())
 
 
 def open_model(model: ir.Model, options: Any, providers: Providers = None, *, keep_options: bool = False) -> Any:

@@ -37,7 +37,8 @@ def InferenceSession(
 
     Args:
         path: the model file, or the serialised model, which then holds its weights.
-        providers: execution providers in order of preference; None for CPU.
+        providers: execution providers in order of preference; None for the devices that `session_options` hold
+            (`add_provider_for_devices`), or CPU.
         session_options: options to extend; a new set when None.
 
     Raises:
