@@ -86,6 +86,7 @@ class _Forward(ctypes.Structure):
         ("group_size", _i64),
         ("gathered", _pointer),
         ("threads", _i32),
+        ("saved_as_statistics", _i32),
     )
 
 
@@ -113,6 +114,7 @@ class _Backward(ctypes.Structure):
         ("gathered", _pointer),
         ("local_moments", _pointer),
         ("threads", _i32),
+        ("saved_as_statistics", _i32),
     )
 
 

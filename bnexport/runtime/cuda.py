@@ -25,6 +25,7 @@ __all__ = [
     "backward",
     "backward_moments",
     "backward_parameters",
+    "check_device",
     "device_count",
     "forward",
     "forward_parameters",
@@ -38,7 +39,7 @@ __all__ = [
 
 STRATEGIES = {"automatic": 0, "cluster": 1, "persistent": 2, "split": 3}
 
-_ABI_VERSION = 1
+_ABI_VERSION = 2
 _ERROR_CAPACITY = 1024
 
 
@@ -94,6 +95,7 @@ def library() -> ctypes.CDLL:
             function.argtypes = (*arguments, ctypes.c_char_p, size)
             function.restype = ctypes.c_int
     loaded.bnexport_cuda_prefer.argtypes = (ctypes.c_int32, ctypes.c_int32, ctypes.c_char_p, size)
+    loaded.bnexport_cuda_check_device.argtypes = (ctypes.c_int32, ctypes.c_char_p, size)
     loaded.bnexport_cuda_version.restype = ctypes.c_char_p
     return loaded
 
@@ -101,6 +103,11 @@ def library() -> ctypes.CDLL:
 def device_count() -> int:
     """How many devices there are; 0 without a driver. Raises LibraryError when the library cannot be had."""
     return library().bnexport_cuda_device_count()
+
+
+def check_device(index: int) -> None:
+    """Raises LibraryError with the reason when the kernels cannot run on device `index`."""
+    _call("check_device", index)
 
 
 def available() -> bool:

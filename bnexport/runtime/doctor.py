@@ -119,6 +119,11 @@ def _cuda_device() -> Check:
         return Check("CUDA devices", "not asked: there is no CUDA library", None)
     if count == 0:
         return Check("CUDA devices", "none: no NVIDIA driver, or no device that it may use", None)
+    for index in range(count):
+        try:
+            cuda.check_device(index)
+        except BnexportError as error:
+            return Check("CUDA devices", f"{count}; on device {index} torch's own operations are used: {error}", None)
     return Check("CUDA devices", str(count), True)
 
 

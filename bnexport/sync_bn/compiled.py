@@ -13,6 +13,7 @@ import functools
 import mmap
 import os
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -68,7 +69,22 @@ def usable(x: Tensor) -> bool:
         return False
     if x.device.type == "cpu":
         return _capi() is not None
-    return x.device.type == "cuda" and _capi() is not None and _cuda() is not None
+    if x.device.type != "cuda" or _capi() is None or _cuda() is None:
+        return False
+    return _runs_on(x.device.index)
+
+
+@functools.cache
+def _runs_on(device: int) -> bool:
+    """Whether the library has kernels for a CUDA device; says once why torch's operations stand in for them."""
+    try:
+        _cuda().check_device(device)
+    except LibraryError as error:
+        warnings.warn(
+            f"sync batch norm on cuda:{device} uses torch's own operations: {error}", RuntimeWarning, stacklevel=2
+        )
+        return False
+    return True
 
 
 @functools.cache
@@ -108,7 +124,7 @@ def _run(name: str, data: Tensor, geometry: dict[str, int], /, **params: Any) ->
     row = (params.pop("row"),) if "row" in params else ()
     filled = getattr(capi, f"{name}_params")(**geometry, **params)
     with torch.cuda.device(data.device):
-        size = _workspace_size(name.startswith("backward"), data.device.index, **geometry)
+        size = cuda.workspace_size(filled)
         # Freed memory is used again by later work of the same stream only.
         workspace = torch.empty(size, dtype=torch.uint8, device=data.device)
         stream = torch.cuda.current_stream().cuda_stream
@@ -130,14 +146,6 @@ def _leading(geometry: dict[str, int], stats_dtype: int) -> tuple[int, ...]:
     return (
         geometry["dtype"], stats_dtype, geometry["layout"], geometry["N"], geometry["C"], geometry["S"]
     )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4096)
-def _workspace_size(backward: bool, device: int, **geometry: int) -> int:
-    vectors = {"x": 0, "saved_mean": 0, "saved_invstd": 0, "stats_dtype": 0}
-    if backward:
-        return _cuda().workspace_size(_capi().backward_params(dy=0, **vectors, **geometry))
-    return _cuda().workspace_size(_capi().forward_params(y=0, **vectors, **geometry))
 
 
 def _vector(vector: Tensor | None, x: Tensor) -> Tensor | None:

@@ -2,7 +2,8 @@
 //
 // OrtApi is an append-only table of function pointers and OrtCustomOp a struct that only grows, so
 // positions never change. No header of ONNX Runtime is needed to build, and the library links none of
-// its code. Everything here exists since API 17 (ONNX Runtime 1.17), the version we ask for.
+// its code. Everything here exists since API 17 (ONNX Runtime 1.17), the version we ask for, but for what names
+// a later one.
 #ifndef BNEXPORT_ABI_ORT_ABI_H
 #define BNEXPORT_ABI_ORT_ABI_H
 
@@ -12,6 +13,7 @@
 namespace ort {
 
 constexpr uint32_t kApiVersion = 17;
+constexpr uint32_t kScratchApiVersion = 18;  // has ContextScratch
 
 // Opaque types of ONNX Runtime.
 struct Status;
@@ -60,6 +62,7 @@ using GetDimensionsCount = Slot<61, Status*(const TensorInfo*, size_t*)>;
 using GetDimensions = Slot<62, Status*(const TensorInfo*, int64_t*, size_t)>;
 using GetSymbolicDimensions = Slot<63, Status*(const TensorInfo*, const char**, size_t)>;
 using GetTensorTypeAndShape = Slot<65, Status*(const Value*, TensorInfo**)>;
+using MemoryInfoId = Slot<72, Status*(const MemoryInfo*, int*)>;
 using AllocatorAlloc = Slot<75, Status*(Allocator*, size_t, void**)>;
 using AllocatorFree = Slot<76, Status*(Allocator*, void*)>;
 using AttributeFloat = Slot<85, Status*(const KernelInfo*, const char*, float*)>;
@@ -83,6 +86,8 @@ using ShapeInputCount = Slot<267, Status*(const ShapeContext*, size_t*)>;
 using ShapeInput = Slot<268, Status*(const ShapeContext*, size_t, TensorInfo**)>;
 using ShapeSetOutput = Slot<270, Status*(const ShapeContext*, size_t, const TensorInfo*)>;
 using ParallelFor = Slot<274, Status*(const KernelContext*, void (*)(void*, size_t), size_t, size_t, void*)>;
+// From kScratchApiVersion on. Memory that belongs to the run's stream; ONNX Runtime reads the stream without a check.
+using ContextScratch = Slot<277, Status*(const KernelContext*, const MemoryInfo*, size_t, void**)>;
 
 // Field order is the ABI of OrtCustomOp at API 17.
 struct CustomOp {

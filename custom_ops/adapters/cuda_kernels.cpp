@@ -3,55 +3,11 @@
 #include <vector>
 
 #include "binding.h"
+#include "scratch.h"
 
 namespace bnexport::adapters {
 
 namespace {
-
-// Device memory of one run, in one piece from ONNX Runtime's allocator. It is given back when the work is
-// enqueued: whoever gets it next uses it later on the same stream.
-class Scratch {
- public:
-  Scratch(ort::Api api, const ort::KernelContext* context, const ort::Value* beside, int64_t doubles, size_t workspace)
-      : api_(api) {
-    // The workspace comes first: it has the allocator's alignment.
-    const size_t aligned = (workspace + 255) / 256 * 256;
-    const ort::MemoryInfo* memory = nullptr;
-    check(api_, ort::GetTensorMemoryInfo::call(api_, beside, &memory));
-    check(api_, ort::ContextAllocator::call(api_, context, memory, &allocator_));
-    if (ort::Status* status = ort::AllocatorAlloc::call(
-            api_, allocator_, aligned + static_cast<size_t>(doubles) * sizeof(double), &data_)) {
-      ort::ReleaseAllocator::call(api_, allocator_);
-      check(api_, status);
-    }
-    next_ = reinterpret_cast<double*>(static_cast<char*>(data_) + aligned);
-  }
-  ~Scratch() {
-    if (ort::Status* status = ort::AllocatorFree::call(api_, allocator_, data_)) ort::ReleaseStatus::call(api_, status);
-    ort::ReleaseAllocator::call(api_, allocator_);
-  }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-
-  void* workspace() const { return data_; }
-  double* take(int64_t doubles) {
-    double* const taken = next_;
-    next_ += doubles;
-    return taken;
-  }
-
- private:
-  ort::Api api_;
-  ort::Allocator* allocator_ = nullptr;
-  void* data_ = nullptr;
-  double* next_ = nullptr;
-};
-
-const ort::Value* first_input(ort::Api api, const ort::KernelContext* context) {
-  const ort::Value* value = nullptr;
-  check(api, ort::ContextInput::call(api, context, 0, &value));
-  return value;
-}
 
 void* stream_of(ort::Api api, const ort::KernelContext* context) {
   void* stream = nullptr;
@@ -66,6 +22,20 @@ void CudaKernel::checked(const Call& call) const {
   char error[512] = "";
   if (call(error, sizeof(error)) == 0) return;
   throw NodeError(attributes_.where + ": " + error);
+}
+
+CudaKernel::Place::Place(const CudaKernel& kernel, const ort::KernelContext* context)
+    : kernel_(kernel), stream(stream_of(kernel.api_, context)) {
+  const ort::Value* input = nullptr;
+  check(kernel_.api_, ort::ContextInput::call(kernel_.api_, context, 0, &input));
+  check(kernel_.api_, ort::GetTensorMemoryInfo::call(kernel_.api_, input, &memory));
+  check(kernel_.api_, ort::MemoryInfoId::call(kernel_.api_, memory, &device_));
+  kernel_.checked(
+      [&](char* error, size_t capacity) { return kernel_.cuda_.set_device(device_, &previous_, error, capacity); });
+}
+
+CudaKernel::Place::~Place() {
+  if (previous_ != device_) kernel_.cuda_.set_device(previous_, &device_, nullptr, 0);
 }
 
 void CudaKernel::exchange(const comm::Header& header, const double* row, double* gathered, double* scratch,
@@ -108,14 +78,16 @@ void CudaForwardKernel::compute(ort::KernelContext* context) const {
   bnexport_forward& params = bound.params;
   const int64_t C = params.C, row_size = 2 * C + 1, size = params.group_size;
   const bool exchanges = size > 1;
-  void* const stream = stream_of(api_, context);
+  const Place place(*this, context);
+  void* const stream = place.stream;
 
   size_t workspace = 0;
   checked([&](char* error, size_t capacity) { return cuda_.forward_workspace(&params, &workspace, error, capacity); });
-  const int64_t doubles = 2 * C + (exchanges ? row_size * (size + 1) + comm::kHeader * (size + 1) : 0);
-  Scratch scratch(api_, context, first_input(api_, context), doubles, workspace);
-  params.saved_mean = scratch.take(C);
-  params.saved_invstd = scratch.take(C);
+  const int64_t doubles = exchanges ? row_size * (size + 1) + comm::kHeader * (size + 1) : 0;
+  Scratch scratch(api_, context, place.memory, stream, tags_scratch_, workspace, doubles, kept_);
+  params.saved_mean = static_cast<double*>(bound.saved_mean);
+  params.saved_invstd = static_cast<double*>(bound.saved_invstd);
+  params.saved_as_statistics = 1;
   if (exchanges) {
     double* const row = scratch.take(row_size);
     double* const gathered = scratch.take(row_size * size);
@@ -128,13 +100,6 @@ void CudaForwardKernel::compute(ort::KernelContext* context) const {
   checked([&](char* error, size_t capacity) {
     return cuda_.forward(&params, scratch.workspace(), workspace, stream, error, capacity);
   });
-  for (const auto& [from, to] :
-       {std::pair(params.saved_mean, bound.saved_mean), std::pair(params.saved_invstd, bound.saved_invstd)}) {
-    if (to == nullptr) continue;
-    checked([&, from = from, to = to](char* error, size_t capacity) {
-      return cuda_.convert(from, BNEXPORT_FLOAT64, to, params.stats_dtype, C, stream, error, capacity);
-    });
-  }
 }
 
 void CudaBackwardKernel::compute(ort::KernelContext* context) const {
@@ -142,21 +107,16 @@ void CudaBackwardKernel::compute(ort::KernelContext* context) const {
   BackwardBinding bound = bind_backward(run, op_, attributes_, dtype_, stats_dtype());
   bnexport_backward& params = bound.params;
   const int64_t C = params.C, row_size = 2 * C + 1, size = params.group_size;
-  void* const stream = stream_of(api_, context);
+  const Place place(*this, context);
+  void* const stream = place.stream;
 
   size_t workspace = 0;
   checked([&](char* error, size_t capacity) { return cuda_.backward_workspace(&params, &workspace, error, capacity); });
-  const int64_t doubles = 2 * C + (bound.exchanges ? row_size * (size + 1) + comm::kHeader * (size + 1) : 0);
-  Scratch scratch(api_, context, first_input(api_, context), doubles, workspace);
-  double* const mean = scratch.take(C);
-  double* const invstd = scratch.take(C);
-  for (const auto& [from, to] : {std::pair(bound.saved_mean, mean), std::pair(bound.saved_invstd, invstd)}) {
-    checked([&, from = from, to = to](char* error, size_t capacity) {
-      return cuda_.convert(from, params.stats_dtype, to, BNEXPORT_FLOAT64, C, stream, error, capacity);
-    });
-  }
-  params.saved_mean = mean;
-  params.saved_invstd = invstd;
+  const int64_t doubles = bound.exchanges ? row_size * (size + 1) + comm::kHeader * (size + 1) : 0;
+  Scratch scratch(api_, context, place.memory, stream, tags_scratch_, workspace, doubles, kept_);
+  params.saved_mean = static_cast<const double*>(bound.saved_mean);
+  params.saved_invstd = static_cast<const double*>(bound.saved_invstd);
+  params.saved_as_statistics = 1;
   if (bound.exchanges) {
     double* const row = scratch.take(row_size);
     double* const gathered = scratch.take(row_size * size);

@@ -34,13 +34,15 @@ const CudaLibrary* open() {
   auto* const opened = new CudaLibrary();  // for good, as its code is
   const bool complete =
       resolve(handle, "bnexport_cuda_abi_version", abi_version) && abi_version() == BNEXPORT_CUDA_ABI_VERSION &&
+      resolve(handle, "bnexport_cuda_set_device", opened->set_device) &&
+      resolve(handle, "bnexport_cuda_mark", opened->mark) && resolve(handle, "bnexport_cuda_passed", opened->passed) &&
       resolve(handle, "bnexport_cuda_forward_workspace", opened->forward_workspace) &&
       resolve(handle, "bnexport_cuda_backward_workspace", opened->backward_workspace) &&
       resolve(handle, "bnexport_cuda_moments", opened->moments) &&
       resolve(handle, "bnexport_cuda_forward", opened->forward) &&
       resolve(handle, "bnexport_cuda_backward_moments", opened->backward_moments) &&
       resolve(handle, "bnexport_cuda_backward", opened->backward) &&
-      resolve(handle, "bnexport_cuda_convert", opened->convert) && resolve(handle, "bnexport_cuda_copy", opened->copy);
+      resolve(handle, "bnexport_cuda_copy", opened->copy);
   if (complete) return opened;
   delete opened;
   dlclose(handle);

@@ -10,13 +10,15 @@
 namespace bnexport::adapters {
 
 struct CudaLibrary {
+  decltype(&bnexport_cuda_set_device) set_device;
+  decltype(&bnexport_cuda_mark) mark;
+  decltype(&bnexport_cuda_passed) passed;
   decltype(&bnexport_cuda_forward_workspace) forward_workspace;
   decltype(&bnexport_cuda_backward_workspace) backward_workspace;
   decltype(&bnexport_cuda_moments) moments;
   decltype(&bnexport_cuda_forward) forward;
   decltype(&bnexport_cuda_backward_moments) backward_moments;
   decltype(&bnexport_cuda_backward) backward;
-  decltype(&bnexport_cuda_convert) convert;
   decltype(&bnexport_cuda_copy) copy;
 };
 

@@ -48,6 +48,11 @@ Kernel* make(ort::Api api, const ort::KernelInfo* info, const schema::Operator& 
   return new Made(api, info, op, dtype);
 }
 
+template <class Made, bool tags_scratch>
+Kernel* make_cuda(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, int32_t dtype) {
+  return new Made(api, info, op, dtype, tags_scratch);
+}
+
 ort::Status* create_kernel(const ort::CustomOp* op, ort::Api api, const ort::KernelInfo* info, void** kernel) {
   const Definition& d = definition(op);
   return guarded(api, [&] { *kernel = d.make(api, info, *d.op, d.dtype); });
@@ -96,12 +101,11 @@ ort::Status* infer_shapes(const ort::CustomOp*, ort::ShapeContext* context) {
   });
 }
 
-// Up to 1.23.2 a node with an empty input in the middle crashes as soon as shapes are inferred.
-bool can_infer_shapes(const char* version) {
+bool is_at_least(const char* version, long wanted_major, long wanted_minor) {
   char* rest = nullptr;
   const long major = std::strtol(version, &rest, 10);
   const long minor = *rest == '.' ? std::strtol(rest + 1, nullptr, 10) : 0;
-  return major > 1 || (major == 1 && minor >= 24);
+  return major > wanted_major || (major == wanted_major && minor >= wanted_minor);
 }
 
 std::unique_ptr<Definition> make_definition(const schema::Operator& op, int32_t dtype, bool cuda, MakeKernel* make) {
@@ -163,7 +167,11 @@ const Registration& registration(ort::Api api, const char* version) {
   auto created = std::make_unique<Registration>();
   created->api = api;
   shape_api = api;
-  const bool shapes = can_infer_shapes(version);
+  // Up to 1.23.2 a node with an empty input in the middle crashes as soon as shapes are inferred.
+  const bool shapes = is_at_least(version, 1, 24);
+  const bool tags = is_at_least(version, 1, ort::kScratchApiVersion);
+  MakeKernel* const cuda_forward = tags ? make_cuda<CudaForwardKernel, true> : make_cuda<CudaForwardKernel, false>;
+  MakeKernel* const cuda_backward = tags ? make_cuda<CudaBackwardKernel, true> : make_cuda<CudaBackwardKernel, false>;
   std::vector<const ort::CustomOp*> batch_norm, training;
   const auto add = [&](std::vector<const ort::CustomOp*>& group, std::unique_ptr<Definition> d) {
     group.push_back(d.get());
@@ -172,12 +180,10 @@ const Registration& registration(ort::Api api, const char* version) {
   for (const bool cuda : {false, true}) {
     if (cuda ? cuda_library() == nullptr : !kRegistersCpu) continue;
     for (int32_t dtype = 0; dtype < static_cast<int32_t>(schema::kForward.types.size); ++dtype) {
-      auto forward =
-          make_definition(schema::kForward, dtype, cuda, cuda ? make<CudaForwardKernel> : make<ForwardKernel>);
+      auto forward = make_definition(schema::kForward, dtype, cuda, cuda ? cuda_forward : make<ForwardKernel>);
       forward->infer_shapes = shapes ? infer_shapes : nullptr;
       add(batch_norm, std::move(forward));
-      add(batch_norm,
-          make_definition(schema::kBackward, dtype, cuda, cuda ? make<CudaBackwardKernel> : make<BackwardKernel>));
+      add(batch_norm, make_definition(schema::kBackward, dtype, cuda, cuda ? cuda_backward : make<BackwardKernel>));
     }
   }
   for (const TrainingOperator& op : training_operators()) {

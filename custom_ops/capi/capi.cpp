@@ -22,6 +22,7 @@ using namespace bnexport::capi;
 template <class Params>
 void validate_for_cpu(const Params* params, bool row_only) {
   validate(params, row_only);
+  require_range("params.saved_as_statistics (1 on CUDA devices alone)", params->saved_as_statistics, 0, 0);
   require_range("params.threads", params->threads, 1, 1024);
 }
 

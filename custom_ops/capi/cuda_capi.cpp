@@ -101,6 +101,20 @@ cuda::LaunchPlan plan_of_call(const Params& params, bool one_launch, void* works
   return plan;
 }
 
+// Statistics and output with the plan of the call; with the split one where the device refuses to start blocks
+// that wait for each other. Nobody asked for that strategy: a wish is an error when it is refused.
+template <class Params, class Run>
+void run_with_plan(const Params& params, void* workspace, size_t bytes, const Run& run) {
+  const bool one_launch = in_one_launch(params);
+  const cuda::LaunchPlan plan = plan_of_call(params, one_launch, workspace, bytes);
+  try {
+    run(plan);
+  } catch (const cuda::LaunchRefused&) {
+    if (!one_launch || wish.strategy != cuda::Strategy::kAutomatic) throw;
+    run(plan_of_call(params, false, workspace, bytes));
+  }
+}
+
 // guarded knows no CUDA errors: they are code 4.
 template <class Body>
 int cuda_guarded(char* error, size_t capacity, const Body& body) noexcept {
@@ -123,6 +137,37 @@ extern "C" {
 uint32_t bnexport_cuda_abi_version(void) { return BNEXPORT_CUDA_ABI_VERSION; }
 const char* bnexport_cuda_version(void) { return BNEXPORT_VERSION; }
 int bnexport_cuda_device_count(void) { return cuda::device_count(); }
+
+int bnexport_cuda_check_device(int32_t device, char* error, size_t capacity) {
+  return cuda_guarded(error, capacity, [&] {
+    require_range("device", device, 0, cuda::kMostDevices - 1);
+    cuda::check_device(device);
+  });
+}
+
+int bnexport_cuda_set_device(int32_t device, int32_t* previous, char* error, size_t capacity) {
+  return cuda_guarded(error, capacity, [&] {
+    require_range("device", device, 0, cuda::kMostDevices - 1);
+    require_pointer("previous", previous);
+    *previous = cuda::set_device(device);
+  });
+}
+
+int bnexport_cuda_mark(void* stream, void** mark, char* error, size_t capacity) {
+  return cuda_guarded(error, capacity, [&] {
+    require_pointer("mark", mark);
+    *mark = cuda::mark(stream);
+  });
+}
+
+int bnexport_cuda_passed(void* mark, int32_t wait, int32_t* passed, char* error, size_t capacity) {
+  return cuda_guarded(error, capacity, [&] {
+    require_pointer("mark", mark);
+    require_range("wait", wait, 0, 1);
+    require_pointer("passed", passed);
+    *passed = cuda::passed(mark, wait != 0) ? 1 : 0;
+  });
+}
 
 int bnexport_cuda_prefer(int32_t strategy, int32_t cluster, char* error, size_t capacity) {
   return cuda_guarded(error, capacity, [&] {
@@ -166,7 +211,8 @@ int bnexport_cuda_forward(const bnexport_forward* params, void* workspace, size_
     validate_sizes(params);
     bnexport_forward local = *params;
     if (!local.training) local.group_size = 1;  // nothing is exchanged
-    cuda::forward(local, plan_of_call(local, in_one_launch(local), workspace, bytes), {stream, workspace});
+    run_with_plan(local, workspace, bytes,
+                  [&](const cuda::LaunchPlan& plan) { cuda::forward(local, plan, {stream, workspace}); });
   });
 }
 
@@ -189,23 +235,8 @@ int bnexport_cuda_backward(const bnexport_backward* params, void* workspace, siz
     validate_sizes(params);
     bnexport_backward local = *params;
     if (!local.training && local.grad_reduction == BNEXPORT_GRAD_LOCAL) local.group_size = 1;
-    cuda::backward(local, plan_of_call(local, in_one_launch(local), workspace, bytes), {stream, workspace});
-  });
-}
-
-int bnexport_cuda_convert(const void* from, int32_t from_dtype, void* to, int32_t to_dtype, int64_t count, void* stream,
-                          char* error, size_t capacity) {
-  return cuda_guarded(error, capacity, [&] {
-    for (const int32_t dtype : {from_dtype, to_dtype}) {
-      if (dtype != BNEXPORT_FLOAT32 && dtype != BNEXPORT_FLOAT64) {
-        refuse("dtype", std::to_string(dtype), "0 (float32) or 3 (float64)");
-      }
-    }
-    require_range("count", count, 0, cuda::kMostChannels);
-    if (count == 0) return;
-    require_pointer("from", from);
-    require_pointer("to", to);
-    cuda::convert(from, from_dtype, to, to_dtype, count, stream);
+    run_with_plan(local, workspace, bytes,
+                  [&](const cuda::LaunchPlan& plan) { cuda::backward(local, plan, {stream, workspace}); });
   });
 }
 

@@ -57,6 +57,7 @@ int64_t validate_common(const Params* params) {
   require_range("params.training", params->training, 0, 1);
   require_range("params.stats_mode", params->stats_mode, 0, 2);
   require_range("params.group_size", params->group_size, 1, 1000000);
+  require_range("params.saved_as_statistics", params->saved_as_statistics, 0, 1);
   return params->N * params->C * params->S;
 }
 

@@ -62,6 +62,8 @@ typedef struct bnexport_forward {
   int64_t group_size;     /* 1: gathered is ignored */
   const double* gathered; /* group_size rows of 2 C + 1 doubles, in rank order */
   int32_t threads;        /* >= 1 */
+  /* 0, or on CUDA devices 1: saved_mean and saved_invstd point to C values of stats_dtype. */
+  int32_t saved_as_statistics;
 } bnexport_forward;
 
 /* Backward. dx, dweight, dbias may be NULL where they are not needed. */
@@ -86,6 +88,7 @@ typedef struct bnexport_backward {
   const double* gathered;      /* group_size rows of 2 C + 1 doubles, in rank order */
   const double* local_moments; /* this process's own row, required when group_size > 1 */
   int32_t threads;
+  int32_t saved_as_statistics; /* as above */
 } bnexport_backward;
 
 BNEXPORT_API uint32_t bnexport_abi_version(void);

@@ -26,12 +26,24 @@
 extern "C" {
 #endif
 
-#define BNEXPORT_CUDA_ABI_VERSION 1
+#define BNEXPORT_CUDA_ABI_VERSION 2
 
 BNEXPORT_API uint32_t bnexport_cuda_abi_version(void);
 BNEXPORT_API const char* bnexport_cuda_version(void);
 /* How many devices there are; 0 without a driver. */
 BNEXPORT_API int bnexport_cuda_device_count(void);
+
+/* 0 when the kernels can run on a device; else an error with the reason: no such device, or no code for it in
+ * this library. */
+BNEXPORT_API int bnexport_cuda_check_device(int32_t device, char* error, size_t capacity);
+/* Makes `device` this thread's current one; `previous` receives the one before. */
+BNEXPORT_API int bnexport_cuda_set_device(int32_t device, int32_t* previous, char* error, size_t capacity);
+
+/* A mark behind what is on a stream, for memory that must outlive it. NULL where the stream is being captured:
+ * the work then runs at each replay. bnexport_cuda_passed frees a mark that the stream has passed; `wait` 1 waits
+ * for it. */
+BNEXPORT_API int bnexport_cuda_mark(void* stream, void** mark, char* error, size_t capacity);
+BNEXPORT_API int bnexport_cuda_passed(void* mark, int32_t wait, int32_t* passed, char* error, size_t capacity);
 
 /* The size serves both the moments and the call that follows. */
 BNEXPORT_API int bnexport_cuda_forward_workspace(const bnexport_forward* params, size_t* bytes, char* error,
@@ -48,10 +60,6 @@ BNEXPORT_API int bnexport_cuda_backward_moments(const bnexport_backward* params,
 BNEXPORT_API int bnexport_cuda_backward(const bnexport_backward* params, void* workspace, size_t bytes, void* stream,
                                         char* error, size_t capacity);
 
-/* `count` numbers between float32 and float64 (bnexport_dtype); saved statistics leave ONNX nodes in the
- * statistics' type. */
-BNEXPORT_API int bnexport_cuda_convert(const void* from, int32_t from_dtype, void* to, int32_t to_dtype, int64_t count,
-                                       void* stream, char* error, size_t capacity);
 /* `to_host` 1: from the device to the host, and waits for the stream; 0: from the host to the device, and
  * returns when `from` may be changed. */
 BNEXPORT_API int bnexport_cuda_copy(void* to, const void* from, size_t bytes, int32_t to_host, void* stream,

@@ -40,6 +40,12 @@ struct GradientSums {
 BNEXPORT_HOST_DEVICE double load_statistic(const void* values, int32_t dtype, int64_t c, double absent);
 BNEXPORT_HOST_DEVICE void store_statistic(void* values, int32_t dtype, int64_t c, double value);
 
+// The type of saved_mean and saved_invstd.
+template <class Params>
+BNEXPORT_HOST_DEVICE inline int32_t saved_dtype(const Params& params) {
+  return params.saved_as_statistics != 0 ? params.stats_dtype : static_cast<int32_t>(BNEXPORT_FLOAT64);
+}
+
 // 1 / sqrt(variance + eps), and 0 where both are 0, as torch does on a CPU.
 BNEXPORT_HOST_DEVICE double inverse_std(double variance, double eps);
 

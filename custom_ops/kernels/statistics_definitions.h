@@ -59,15 +59,21 @@ BNEXPORT_STATISTICS GroupStatistics gathered_statistics(const bnexport_forward& 
   const int64_t C = params.C, G = params.group_size, width = 2 * C + 1;
   const auto row = [&](int64_t r) { return params.gathered + r * width; };
   GroupStatistics result;
+  double weight = 0;
+  for (int64_t r = 0; r < G; ++r) weight += row(r)[0];
+  if (weight != weight) {
+    // A gather that was aborted leaves NaN: the output shows it, and the running statistics keep their values.
+    result.mean = result.variance = weight;
+    return result;
+  }
   if (params.stats_mode == BNEXPORT_STATS_EXACT) {
     Moments merged;
     for (int64_t r = 0; r < G; ++r) merged.merge({row(r)[0], row(r)[1 + c], row(r)[1 + C + c]});
     return local_statistics(merged);
   }
   // MMCV: `default` divides by G, empty processes included; `N` by the sum of the N_r.
-  double weight = 0, mean = 0, variance = 0;
+  double mean = 0, variance = 0;
   for (int64_t r = 0; r < G; ++r) {
-    weight += row(r)[0];
     if (row(r)[0] > 0) mean += row(r)[0] * row(r)[1 + c];
   }
   if (weight == 0) return result;
@@ -108,8 +114,8 @@ BNEXPORT_STATISTICS ForwardCoefficients coefficients(const bnexport_forward& par
 }
 
 BNEXPORT_STATISTICS void save(const bnexport_forward& params, int64_t c, double mean, double invstd) {
-  if (params.saved_mean != nullptr) params.saved_mean[c] = mean;
-  if (params.saved_invstd != nullptr) params.saved_invstd[c] = invstd;
+  store_statistic(params.saved_mean, saved_dtype(params), c, mean);
+  store_statistic(params.saved_invstd, saved_dtype(params), c, invstd);
 }
 
 }  // namespace
@@ -203,7 +209,8 @@ BNEXPORT_STATISTICS void write_gradients(const bnexport_backward& params, int64_
 //   dx = w invstd (dy - lambda (A' + x_hat B)),   A' = A - (1 - k) invstd m B
 BNEXPORT_STATISTICS BackwardCoefficients backward_coefficients(const bnexport_backward& params, int64_t c,
                                                                const GradientSums& local, const GroupShare& share) {
-  const double mean = params.saved_mean[c], invstd = params.saved_invstd[c];
+  const double mean = load_statistic(params.saved_mean, saved_dtype(params), c, 0);
+  const double invstd = load_statistic(params.saved_invstd, saved_dtype(params), c, 0);
   const double scale = load_statistic(params.weight, params.stats_dtype, c, 1) * invstd;
   if (!params.training) return {0, scale, 0, 0, 0};
   const GradientSums total = group_sums(params, c, local);

@@ -1,19 +1,112 @@
-// A stand-in for the CUDA library whose device is the host: the CPU kernels behind the same functions. Its
-// "device" keeps a count of the bytes that were copied to the host, to see who waits for the device.
+// A stand-in for the CUDA library whose device is the host: the CPU kernels behind the same functions.
+//
+// Without a stream, work runs at once; on a FakeQueue it runs when the test says so, in two steps: one that uses
+// the workspace, one that relies on it. Every call checks that the stream's device is the current one. A count
+// of the bytes that were copied to the host tells who waits for the device.
+#include <atomic>
 #include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
 
 #include "../../custom_ops/kernels/statistics.h"
 #include "bnexport_cuda.h"
+#include "fake_streams.h"
 
 namespace {
 
-size_t bytes_to_host = 0;
+std::atomic<size_t> bytes_to_host{0};
+std::atomic<int64_t> next_token{1};
+thread_local int32_t current_device = 0;
 constexpr size_t kWorkspace = 1000;
 
-int need(bool holds, const char* what, char* error, size_t capacity) {
-  if (holds) return 0;
-  std::strncpy(error, what, capacity - 1);
+int fail(const char* what, char* error, size_t capacity) {
+  if (capacity > 0) std::strncpy(error, what, capacity - 1);
   return 1;
+}
+
+// Enqueues, or runs at once on no stream.
+template <class Step>
+void on(void* stream, const Step& step) {
+  if (stream == nullptr) {
+    step();
+  } else {
+    static_cast<FakeQueue*>(stream)->push(step);
+  }
+}
+
+const char* wrong_place(void* stream) {
+  const bool here = stream == nullptr || static_cast<FakeQueue*>(stream)->device == current_device;
+  return here ? nullptr : "enqueued on a stream of another device than the current one";
+}
+
+// The two steps of a kernel call: `run` works when the workspace still holds what the first step wrote,
+// `spoil` stands for the result when it does not.
+template <class Run, class Spoil>
+int two_steps(void* workspace, size_t bytes, void* stream, char* error, size_t capacity, const Run& run,
+              const Spoil& spoil) {
+  if (bytes != kWorkspace) return fail("workspace", error, capacity);
+  if (const char* const wrong = wrong_place(stream)) return fail(wrong, error, capacity);
+  const int64_t token = next_token++;
+  on(stream, [=] {
+    std::memset(workspace, 0xff, bytes);
+    std::memcpy(workspace, &token, sizeof(token));
+  });
+  int code = 0;
+  const auto second = [=](char* text, size_t size) {
+    int64_t found = 0;
+    std::memcpy(&found, workspace, sizeof(found));
+    if (found != token) {
+      spoil();
+      return 0;
+    }
+    return run(text, size);
+  };
+  if (stream == nullptr) {
+    code = second(error, capacity);
+  } else {
+    on(stream, [=] { second(nullptr, 0); });
+  }
+  return code;
+}
+
+void spoil_numbers(double* numbers, int64_t count) {
+  for (int64_t i = 0; numbers != nullptr && i < count; ++i) numbers[i] = std::numeric_limits<double>::quiet_NaN();
+}
+void spoil_data(void* data, int32_t dtype, int64_t count) {
+  const int64_t size = dtype == BNEXPORT_FLOAT64 ? 8 : dtype == BNEXPORT_FLOAT32 ? 4 : 2;
+  if (data != nullptr) std::memset(data, 0xff, static_cast<size_t>(size * count));
+}
+
+// The CPU kernels know saved statistics in double alone.
+int run_forward(bnexport_forward p, char* error, size_t capacity) {
+  void* const to[2] = {p.saved_mean, p.saved_invstd};
+  std::vector<double> saved(static_cast<size_t>(2 * p.C));
+  if (p.saved_as_statistics != 0) {
+    p.saved_mean = saved.data();
+    p.saved_invstd = saved.data() + p.C;
+  }
+  const bool narrow = p.saved_as_statistics != 0;
+  p.saved_as_statistics = 0;
+  const int code = bnexport_cpu_forward(&p, error, capacity);
+  for (int64_t i = 0; narrow && i < 2 * p.C; ++i) {
+    bnexport::store_statistic(to[i / p.C], p.stats_dtype, i % p.C, saved[static_cast<size_t>(i)]);
+  }
+  return code;
+}
+template <class Run>
+int run_backward(bnexport_backward p, const Run& run) {
+  std::vector<double> saved(static_cast<size_t>(2 * p.C));
+  const void* const from[2] = {p.saved_mean, p.saved_invstd};
+  if (p.saved_as_statistics != 0) {
+    for (int64_t i = 0; i < 2 * p.C; ++i) {
+      saved[static_cast<size_t>(i)] = bnexport::load_statistic(from[i / p.C], p.stats_dtype, i % p.C, 0);
+    }
+    p.saved_mean = saved.data();
+    p.saved_invstd = saved.data() + p.C;
+    p.saved_as_statistics = 0;
+  }
+  return run(p);
 }
 
 }  // namespace
@@ -21,10 +114,31 @@ int need(bool holds, const char* what, char* error, size_t capacity) {
 extern "C" {
 
 BNEXPORT_API size_t fake_cuda_bytes_to_host() { return bytes_to_host; }
+BNEXPORT_API int32_t fake_cuda_current_device() { return current_device; }
 
 uint32_t bnexport_cuda_abi_version(void) { return BNEXPORT_CUDA_ABI_VERSION; }
 const char* bnexport_cuda_version(void) { return "fake"; }
-int bnexport_cuda_device_count(void) { return 1; }
+int bnexport_cuda_device_count(void) { return 2; }
+int bnexport_cuda_check_device(int32_t, char*, size_t) { return 0; }
+int bnexport_cuda_set_device(int32_t device, int32_t* previous, char* error, size_t capacity) {
+  if (device < 0 || device > 1) return fail("no such device", error, capacity);
+  *previous = current_device;
+  current_device = device;
+  return 0;
+}
+int bnexport_cuda_mark(void* stream, void** mark, char* error, size_t capacity) {
+  if (const char* const wrong = wrong_place(stream)) return fail(wrong, error, capacity);
+  auto* const queue = static_cast<FakeQueue*>(stream);
+  *mark = new std::pair<FakeQueue*, int64_t>(queue, queue == nullptr ? 0 : queue->enqueued);
+  return 0;
+}
+int bnexport_cuda_passed(void* mark, int32_t wait, int32_t* passed, char*, size_t) {
+  auto* const made = static_cast<std::pair<FakeQueue*, int64_t>*>(mark);
+  if (made->first != nullptr && wait != 0) made->first->finish();
+  *passed = made->first == nullptr || made->first->done >= made->second ? 1 : 0;
+  if (*passed != 0) delete made;
+  return 0;
+}
 int bnexport_cuda_prefer(int32_t, int32_t, char*, size_t) { return 0; }
 int bnexport_cuda_plan_forward(const bnexport_forward*, bnexport_cuda_plan*, char*, size_t) { return 1; }
 int bnexport_cuda_plan_backward(const bnexport_backward*, bnexport_cuda_plan*, char*, size_t) { return 1; }
@@ -37,39 +151,48 @@ int bnexport_cuda_backward_workspace(const bnexport_backward*, size_t* bytes, ch
   *bytes = kWorkspace;
   return 0;
 }
-int bnexport_cuda_moments(const bnexport_forward* params, double* row, void* workspace, size_t bytes, void*,
+int bnexport_cuda_moments(const bnexport_forward* params, double* row, void* workspace, size_t bytes, void* stream,
                           char* error, size_t capacity) {
-  if (need(bytes == kWorkspace, "workspace", error, capacity) != 0) return 1;
-  std::memset(workspace, 0xff, bytes);
-  return bnexport_cpu_moments(params, row, error, capacity);
+  bnexport_forward p = *params;
+  p.saved_as_statistics = 0;  // none are written
+  return two_steps(
+      workspace, bytes, stream, error, capacity,
+      [=](char* text, size_t size) { return bnexport_cpu_moments(&p, row, text, size); },
+      [=] { spoil_numbers(row, 2 * p.C + 1); });
 }
-int bnexport_cuda_forward(const bnexport_forward* params, void* workspace, size_t bytes, void*, char* error,
+int bnexport_cuda_forward(const bnexport_forward* params, void* workspace, size_t bytes, void* stream, char* error,
                           size_t capacity) {
-  if (need(bytes == kWorkspace, "workspace", error, capacity) != 0) return 1;
-  std::memset(workspace, 0xff, bytes);
-  return bnexport_cpu_forward(params, error, capacity);
+  const bnexport_forward p = *params;
+  return two_steps(
+      workspace, bytes, stream, error, capacity, [=](char* text, size_t size) { return run_forward(p, text, size); },
+      [=] { spoil_data(p.y, p.dtype, p.N * p.C * p.S); });
 }
-int bnexport_cuda_backward_moments(const bnexport_backward* params, double* row, void* workspace, size_t bytes, void*,
-                                   char* error, size_t capacity) {
-  if (need(bytes == kWorkspace, "workspace", error, capacity) != 0) return 1;
-  std::memset(workspace, 0xff, bytes);
-  return bnexport_cpu_backward_moments(params, row, error, capacity);
+int bnexport_cuda_backward_moments(const bnexport_backward* params, double* row, void* workspace, size_t bytes,
+                                   void* stream, char* error, size_t capacity) {
+  const bnexport_backward p = *params;
+  return two_steps(
+      workspace, bytes, stream, error, capacity,
+      [=](char* text, size_t size) {
+        return run_backward(
+            p, [&](const bnexport_backward& q) { return bnexport_cpu_backward_moments(&q, row, text, size); });
+      },
+      [=] { spoil_numbers(row, 2 * p.C + 1); });
 }
-int bnexport_cuda_backward(const bnexport_backward* params, void* workspace, size_t bytes, void*, char* error,
+int bnexport_cuda_backward(const bnexport_backward* params, void* workspace, size_t bytes, void* stream, char* error,
                            size_t capacity) {
-  if (need(bytes == kWorkspace, "workspace", error, capacity) != 0) return 1;
-  std::memset(workspace, 0xff, bytes);
-  return bnexport_cpu_backward(params, error, capacity);
+  const bnexport_backward p = *params;
+  return two_steps(
+      workspace, bytes, stream, error, capacity,
+      [=](char* text, size_t size) {
+        return run_backward(p, [&](const bnexport_backward& q) { return bnexport_cpu_backward(&q, text, size); });
+      },
+      [=] { spoil_data(p.dx, p.dtype, p.N * p.C * p.S); });
 }
-int bnexport_cuda_convert(const void* from, int32_t from_dtype, void* to, int32_t to_dtype, int64_t count, void*, char*,
-                          size_t) {
-  for (int64_t i = 0; i < count; ++i) {
-    bnexport::store_statistic(to, to_dtype, i, bnexport::load_statistic(from, from_dtype, i, 0));
-  }
-  return 0;
-}
-int bnexport_cuda_copy(void* to, const void* from, size_t bytes, int32_t to_host, void*, char*, size_t) {
+int bnexport_cuda_copy(void* to, const void* from, size_t bytes, int32_t to_host, void* stream, char* error,
+                       size_t capacity) {
+  if (const char* const wrong = wrong_place(stream)) return fail(wrong, error, capacity);
   if (to_host != 0) bytes_to_host += bytes;
+  if (stream != nullptr) static_cast<FakeQueue*>(stream)->finish();
   std::memcpy(to, from, bytes);
   return 0;
 }

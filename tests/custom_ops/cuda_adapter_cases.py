@@ -88,6 +88,24 @@ def test_a_device_group_is_used_and_agrees_once() -> None:
     assert peer.counts == [HEADER, 11, 11, 11]
 
 
+def test_threads_share_a_session() -> None:
+    model = session(forward_model())
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(25):
+            feeds = forward_feeds(rng, (3, 5, 4, 4))
+            outputs = dict(zip([output.name for output in model.get_outputs()], model.run(None, feeds), strict=True))
+            want = oracle.forward(
+                [feeds["input"]], feeds["weight"], feeds["bias"], feeds["running_mean"], feeds["running_var"]
+            )[0]
+            bound = tolerances.statistic("float32", scale=4.0)
+            oracle.assert_within(outputs["saved_mean"], want.mean, bound, "saved_mean")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+
+
 def test_the_gradient_agrees_on_its_own() -> None:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(2, 4, 3, 3)).astype(np.float32)
@@ -177,6 +195,41 @@ def test_members_join_and_gather(fake_nccl) -> None:
     for _ in range(2):  # a group may be registered again
         with ThreadPoolExecutor(2) as pool:
             assert list(pool.map(member, range(2))) == [[0.0, 10.0, 1.0, 10.0]] * 2
+
+
+def test_a_gather_that_was_aborted_can_be_asked_about(fake_nccl) -> None:
+    """A training session asks before it updates its state."""
+
+    def member(rank: int) -> str:
+        joined = nccl.join("pair", 2, rank)
+        joined.check()
+        if rank == 1:
+            time.sleep(3.5)  # elsewhere, past the timeout
+            joined.leave()
+            return ""
+        gather = DEVICE_ALL_GATHER(joined.all_gather)
+        send, receive, error = (ctypes.c_double * 1)(1.0), (ctypes.c_double * 2)(), ctypes.create_string_buffer(256)
+        addresses = (ctypes.addressof(send), ctypes.addressof(receive))
+        assert gather(joined.context, *addresses, 1, None, ctypes.addressof(error), 256) == 0
+        communicator._communicators["pair"] = joined
+        try:
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline:
+                try:
+                    communicator.check_group("pair")
+                except GroupError as failure:
+                    assert all(np.isnan(receive))
+                    return str(failure)
+                time.sleep(0.05)
+            return "no error"
+        finally:
+            del communicator._communicators["pair"]
+            joined.leave()
+
+    with ThreadPoolExecutor(2) as pool:
+        message = next(iter(pool.map(member, range(2))))
+    assert "group 'pair': the collective failed: NCCL: an all-gather did not end within 2" in message
+    communicator.check_group("pair")  # nothing to ask
 
 
 def test_a_member_that_does_not_join_is_an_error(fake_nccl) -> None:

@@ -26,6 +26,7 @@ SOURCES = (
     "adapters/node",
     "adapters/register",
     "adapters/schema",
+    "adapters/scratch",
     "adapters/session_parallel",
     "capi/capi",
     "comm/group",

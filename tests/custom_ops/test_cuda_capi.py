@@ -1,5 +1,5 @@
 """The CUDA library's C API and its loader, with the kernels on an emulated device (tests/cpp/cuda): host memory is
-device memory. The same verification runs on a GPU in benchmarks/bench_cuda.py.
+device memory. The same verification runs on a GPU in benchmarks/gpu_kit.py.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ import itertools
 import os
 import shutil
 import subprocess
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import cuda_verify
-from benchmarks.cuda_layer import DTYPES, Calls, Layer
+from benchmarks.gpu import cases
+from benchmarks.gpu.layer import DTYPES, Calls, Layer
 from bnexport.errors import LibraryError, UsageError
 from bnexport.runtime import cuda
 from bnexport.runtime.library import CUDA_ENVIRONMENT_VARIABLE
+from bnexport.sync_bn import compiled
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
@@ -128,23 +130,56 @@ def test_plans_tell_what_a_call_does(emulated):
 def test_every_strategy_gives_the_closed_forms(emulated, dtype):
     torch.manual_seed(3)
     used = set()
-    for shape, wish in itertools.product([(65, 3), (5, 8, 9, 9), (2, 3, 30, 30)], cuda_verify.WISHES):
+    for shape, wish in itertools.product([(65, 3), (5, 8, 9, 9), (2, 3, 30, 30)], cases.WISHES):
         for channels_last in (False, True) if len(shape) == 4 else (False,):
-            used.add(cuda_verify.verify(cuda_verify.Case(shape, dtype, channels_last, *wish), "cpu"))
+            used.update(cases.verify(cases.Case(shape, dtype, channels_last, *wish), "cpu"))
     fused = {"cluster", "persistent"} if dtype != torch.float64 else set()
     assert used - {None} == {"split"} | fused
+
+
+TOGETHER, ANY_KERNEL = 1, 2  # what the emulated device refuses
+
+
+@pytest.fixture
+def refuse(emulated):
+    yield cuda.library().emulated_refuse
+    cuda.library().emulated_refuse(0)
+
+
+def test_a_launch_that_the_device_refuses_is_replaced_by_split_ones(refuse):
+    torch.manual_seed(5)
+    shape = (5, 8, 30, 30)
+    case = cases.Case(shape, torch.float32, False)
+    assert cases.verify(case, "cpu") == ("cluster", "cluster")
+    refuse(TOGETHER)
+    cases.verify(case, "cpu")
+    with pytest.raises(LibraryError, match="refused"):  # nobody stands in for what was asked for
+        cases.verify(cases.Case(shape, torch.float32, False, "cluster"), "cpu")
+
+
+def test_torch_s_operations_run_where_the_library_has_no_kernels(refuse, monkeypatch):
+    x = types.SimpleNamespace(device=torch.device("cuda", 0))
+    compiled._runs_on.cache_clear()
+    monkeypatch.setattr(compiled, "_cuda", lambda: cuda)
+    assert compiled.usable(x)
+    compiled._runs_on.cache_clear()
+    refuse(ANY_KERNEL)
+    with pytest.warns(RuntimeWarning, match="cuda:0 uses torch's own operations: .*no kernels for") as warned:
+        assert [compiled.usable(x) for _ in range(3)] == [False] * 3
+    assert len(warned) == 1
+    compiled._runs_on.cache_clear()
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_group_gives_what_its_batches_together_give(emulated, dtype, channels_last):
     torch.manual_seed(4)
-    cuda_verify.verify_group(dtype, channels_last, "cpu")
+    cases.verify_group(dtype, channels_last, "cpu")
 
 
 def test_verification_sees_wrong_results(emulated, monkeypatch):
     """What the benchmark relies on: one wrong value in the output, or one outside of it, is found."""
-    case = cuda_verify.Case((4, 3, 8, 8), torch.float32, False)
+    case = cases.Case((4, 3, 8, 8), torch.float32, False)
     forward = Calls.forward
     for where in (5, 4 * 3 * 64):  # the second lies behind the tensor
 
@@ -156,22 +191,45 @@ def test_verification_sees_wrong_results(emulated, monkeypatch):
 
         monkeypatch.setattr(Calls, "forward", wrong)
         with pytest.raises(AssertionError, match="values off" if where == 5 else "written outside"):
-            cuda_verify.verify(case, "cpu")
+            cases.verify(case, "cpu")
 
 
-@pytest.mark.slow
-def test_the_benchmark_s_verification(emulated):
-    counts = cuda_verify.verify_all("cpu", [(65, 3), (7, 3, 7, 7), (5, 8, 9, 9), (2, 3, 30, 30)])
-    assert all(counts[strategy] > 0 for strategy in ("split", "cluster", "persistent"))
+@pytest.mark.parametrize("shape", [(5, 8, 9, 9), (2, 3, 30, 30)], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("strategy", ["split", "cluster", "persistent"])
+def test_saved_statistics_in_the_statistics_type(emulated, shape, channels_last, strategy):
+    """The forward rounds them to it, and the backward starts from the rounded ones: the same bits as through float64."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    x, dy = (torch.randn(shape).contiguous(memory_format=layout) for _ in range(2))
+    runs = []
+    for narrow in (False, True):
+        layer = Layer.of(x)
+        layer.weight.fill_(1.5)
+        if narrow:
+            layer.saved_mean, layer.saved_invstd = (torch.full((shape[1],), torch.nan) for _ in range(2))
+        y, dx = (torch.full_like(x, torch.nan) for _ in range(2))
+        calls = Calls(x, dy, y, dx, layer)
+        calls.common["saved_as_statistics"] = int(narrow)
+        try:
+            with cuda.prefer(strategy):
+                calls.prepare()
+                calls.forward()
+                if not narrow:
+                    for saved in (layer.saved_mean, layer.saved_invstd):
+                        saved.copy_(saved.float())
+                calls.backward()
+        except UsageError:
+            pytest.skip("not for this tensor")
+        runs.append([layer.saved_mean.float(), layer.saved_invstd.float(), dx, layer.dweight, layer.dbias])
+    for wide, narrow_ in zip(*runs, strict=True):
+        assert torch.equal(wide, narrow_)
+        assert not narrow_.isnan().any()
 
 
-def test_conversion_and_copies(emulated):
+def test_copies(emulated):
     loaded = cuda.library()
-    wide, narrow, back = np.array([1.0, 0.1]), np.zeros(2, np.float32), np.zeros(2, np.float32)
-    from_, to = ctypes.c_void_p(wide.ctypes.data), ctypes.c_void_p(narrow.ctypes.data)
-    count, size = ctypes.c_int64(2), ctypes.c_size_t(8)
-    assert loaded.bnexport_cuda_convert(from_, 3, to, 0, count, None, None, 0) == 0
-    assert narrow.tolist() == wide.astype(np.float32).tolist()
-    assert loaded.bnexport_cuda_convert(from_, 1, to, 0, count, None, None, 0) == 1
-    assert loaded.bnexport_cuda_copy(ctypes.c_void_p(back.ctypes.data), to, size, 1, None, None, 0) == 0
-    assert back.tolist() == narrow.tolist()
+    values, back = np.array([1.0, 0.1]), np.zeros(2)
+    from_, to = ctypes.c_void_p(values.ctypes.data), ctypes.c_void_p(back.ctypes.data)
+    assert loaded.bnexport_cuda_copy(to, from_, ctypes.c_size_t(16), 1, None, None, 0) == 0
+    assert back.tolist() == values.tolist()
+    assert loaded.bnexport_cuda_copy(to, from_, ctypes.c_size_t(16), 2, None, None, 0) == 1

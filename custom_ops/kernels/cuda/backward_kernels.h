@@ -27,8 +27,7 @@ row_sums(BNEXPORT_ARGUMENTS BackwardArguments args) {
   const BackwardData<E> data(args.params);
   const int c = block_index() / split.parts, part = block_index() % split.parts;
   const Range range = part_of_slab(split.rows, c, part, split.part_length);
-  const BlockSums all = block_sums<E>(split.rows, range, Source{data.dy}, Source{data.x}, args.params.saved_mean + c,
-                                      args.params.saved_invstd + c);
+  const BlockSums all = block_sums<E>(split.rows, range, Source{data.dy}, Source{data.x}, args.params, c);
   if (thread_index() == 0) args.partials[c * args.parts.channel_stride + part * args.parts.part_stride] = all;
 }
 
@@ -36,8 +35,7 @@ template <class E>
 BNEXPORT_KERNEL(kSplitBlockThreads, 2)
 column_sums(BNEXPORT_ARGUMENTS BackwardArguments args) {
   const BackwardData<E> data(args.params);
-  block_column_sums<E>(args.columns, data.dy, data.x, args.params.saved_mean, args.params.saved_invstd, block_index(),
-                       args.partials);
+  block_column_sums<E>(args.columns, data.dy, data.x, args.params, block_index(), args.partials);
 }
 
 // A warp a channel: this process's row, or the gradients of weight and bias and the coefficients of dx.
@@ -120,8 +118,7 @@ cluster_backward(BNEXPORT_ARGUMENTS BackwardArguments args) {
   auto* kept = reinterpret_cast<typename E::Raw*>(shared_memory() + kScratchBytes);
   const Keeping<E> dy{data.dy, kept, range.begin};
   const Keeping<E> x{data.x, kept + split.part_length, range.begin};
-  const BlockSums mine =
-      block_sums<E>(split.rows, range, dy, x, args.params.saved_mean + c, args.params.saved_invstd + c);
+  const BlockSums mine = block_sums<E>(split.rows, range, dy, x, args.params, c);
   const BlockSums all = merge_cluster(mine, BlockSums{});
   const BackwardCoefficients k = finish_channel(args.params, c, all, cluster_rank() == 0);
   block_gradient<E>(split.rows, range, Kept<E>(dy), Kept<E>(x), data.dx, k, split.stream);
@@ -138,8 +135,7 @@ persistent_backward(BNEXPORT_ARGUMENTS BackwardArguments args) {
   for (int c = team, round = 0; c < split.rows.C; c += split.teams, ++round) {
     prefetch_channel(args.params, c);
     const Range range = part_of_slab(split.rows, c, member, split.part_length);
-    const BlockSums mine = block_sums<E>(split.rows, range, First{data.dy}, First{data.x}, args.params.saved_mean + c,
-                                         args.params.saved_invstd + c);
+    const BlockSums mine = block_sums<E>(split.rows, range, First{data.dy}, First{data.x}, args.params, c);
     const BlockSums all = merge_team(split, mine, args.partials, args.arrivals, round, BlockSums{});
     const BackwardCoefficients k = finish_channel(args.params, c, all, member == 0);
     block_gradient<E>(split.rows, range, Second{data.dy}, Second{data.x}, data.dx, k, split.stream);

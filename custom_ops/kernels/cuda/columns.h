@@ -8,6 +8,7 @@
 
 #include "elements.h"
 #include "reduction.h"
+#include "saved.h"
 
 namespace bnexport::cuda {
 
@@ -168,15 +169,15 @@ BNEXPORT_DEVICE void block_column_moments(const Columns& columns, const typename
 // sum dy and sum dy * x_hat of a part of every column.
 template <class E>
 BNEXPORT_DEVICE void block_column_sums(const Columns& columns, const typename E::Storage* dy,
-                                       const typename E::Storage* x, const double* mean, const double* invstd,
-                                       int block, BlockSums* parts) {
+                                       const typename E::Storage* x, const bnexport_backward& params, int block,
+                                       BlockSums* parts) {
   using Compute = typename E::Compute;
   constexpr int W = E::kWidth;
   const Cell cell = cell_of<W>(columns, block);
   Compute pivot[W] = {};
 #pragma unroll
   for (int k = 0; k < W; ++k) {
-    if (cell.inside) pivot[k] = static_cast<Compute>(mean[cell.column + k]);
+    if (cell.inside) pivot[k] = static_cast<Compute>(saved_mean(params, cell.column + k));
   }
   ColumnSums<Compute, W> all;
   for (int64_t row = cell.begin; row < cell.end; row += kColumnBatch * cell.step) {
@@ -202,10 +203,10 @@ BNEXPORT_DEVICE void block_column_sums(const Columns& columns, const typename E:
 #pragma unroll
   for (int k = 0; k < W; ++k) {
     const int64_t c = cell.column + k;
-    const double sum = static_cast<double>(all.dy[k]), rest = mean[c] - static_cast<double>(pivot[k]);
+    const double sum = static_cast<double>(all.dy[k]), rest = saved_mean(params, c) - static_cast<double>(pivot[k]);
     BlockSums& to = parts[part * columns.C + c];
     to.dy = sum;
-    to.dy_x_hat = (static_cast<double>(all.dy_x[k]) - rest * sum) * invstd[c];
+    to.dy_x_hat = (static_cast<double>(all.dy_x[k]) - rest * sum) * saved_invstd(params, c);
   }
 }
 

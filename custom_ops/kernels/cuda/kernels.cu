@@ -7,6 +7,7 @@
 #include <string>
 
 #include "../statistics_definitions.h"
+#include "kernel_attributes.h"
 #include "launch.h"
 
 namespace bnexport::cuda {
@@ -19,18 +20,11 @@ void check(cudaError_t code, const char* what) {
   throw CudaError(std::string("CUDA: ") + what + ": " + cudaGetErrorName(code) + " (" + cudaGetErrorString(code) + ")");
 }
 
-constexpr int64_t kSharedWithoutAsking = 48 << 10;
-constexpr int64_t kPortableCluster = 8;
-
-// Asked for at each launch: it takes less than a microsecond, and kernels are loaded once per device.
-void allow(const void* kernel, int64_t shared, int64_t cluster) {
-  if (shared > kSharedWithoutAsking) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
-          "shared memory of a kernel");
-  }
-  if (cluster > kPortableCluster) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "a kernel's cluster size");
-  }
+int current_device() {
+  int device = 0;
+  check(cudaGetDevice(&device), "the current device");
+  if (device >= kMostDevices) throw CudaError("CUDA: more than 64 devices");
+  return device;
 }
 
 struct Configuration {
@@ -57,25 +51,40 @@ struct Configuration {
   }
 };
 
-struct StreamLauncher {
-  cudaStream_t stream;
+// What a launch of blocks that wait for each other returns where they cannot all start.
+bool is_refusal(cudaError_t code) {
+  return code == cudaErrorCooperativeLaunchTooLarge || code == cudaErrorLaunchOutOfResources ||
+         code == cudaErrorInvalidClusterSize || code == cudaErrorNotSupported || code == cudaErrorNotPermitted;
+}
+
+class StreamLauncher {
+ public:
+  explicit StreamLauncher(void* stream)
+      : stream_(static_cast<cudaStream_t>(stream)),
+        device_(current_device()),
+        most_shared_(device_properties().shared_per_block) {}
 
   template <class Arguments>
   void launch(void (*kernel)(Arguments), const Launch& launch, const Arguments& arguments) {
-    allow(reinterpret_cast<const void*>(kernel), launch.shared, launch.cluster);
-    const Configuration configuration(launch, stream);
-    check(cudaLaunchKernelEx(&configuration.config, kernel, arguments), "launch of a kernel");
+    const auto* address = reinterpret_cast<const void*>(kernel);
+    check(allow(address, device_, launch.shared, launch.cluster, most_shared_), "attributes of a kernel");
+    const Configuration configuration(launch, stream_);
+    const cudaError_t code = cudaLaunchKernelEx(&configuration.config, kernel, arguments);
+    if ((launch.cooperative || launch.cluster > 1) && is_refusal(code)) {
+      cudaGetLastError();
+      throw LaunchRefused(std::string("CUDA: launch of a kernel: ") + cudaGetErrorName(code));
+    }
+    check(code, "launch of a kernel");
   }
   void zero(void* memory, int64_t bytes) {
-    check(cudaMemsetAsync(memory, 0, static_cast<size_t>(bytes), stream), "memset of the workspace");
+    check(cudaMemsetAsync(memory, 0, static_cast<size_t>(bytes), stream_), "memset of the workspace");
   }
-};
 
-BNEXPORT_KERNEL(kSplitBlockThreads, 2)
-convert_statistics(const void* from, int32_t from_dtype, void* to, int32_t to_dtype, int64_t count) {
-  const int64_t i = int64_t{block_index()} * thread_count() + thread_index();
-  if (i < count) store_statistic(to, to_dtype, i, load_statistic(from, from_dtype, i, 0));
-}
+ private:
+  cudaStream_t stream_;
+  int device_;
+  int64_t most_shared_;
+};
 
 // Clusters of 16 are not portable: a device has some only where that many multiprocessors share a
 // graphics processing cluster.
@@ -85,7 +94,7 @@ int64_t largest_cluster(int device, int64_t shared) {
   if (has_clusters == 0) return 1;
   const auto* kernel = reinterpret_cast<const void*>(cluster_forward<Vector<Float32, 4>>);
   for (const int64_t size : {int64_t{kLargestCluster}, kPortableCluster, int64_t{4}, int64_t{2}}) {
-    allow(kernel, shared, size);
+    check(allow(kernel, device, shared, size, shared), "attributes of a kernel");
     const Configuration configuration({size, kForwardClusterThreads, shared, size, false}, nullptr);
     int active = 0;
     const cudaError_t code = cudaOccupancyMaxActiveClusters(&active, kernel, &configuration.config);
@@ -120,13 +129,64 @@ int device_count() {
   return 0;
 }
 
+void check_device(int device) {
+  static std::mutex mutex;
+  static std::array<bool, kMostDevices> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (known[static_cast<size_t>(device)]) return;
+  const int previous = set_device(device);
+  cudaFuncAttributes attributes{};
+  const cudaError_t code = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(forward_channels));
+  cudaDeviceProp properties{};
+  const bool named = cudaGetDeviceProperties(&properties, device) == cudaSuccess;
+  set_device(previous);
+  if (code != cudaSuccess) {
+    cudaGetLastError();
+    const std::string name = named ? std::string(properties.name) + ", compute capability " +
+                                         std::to_string(properties.major) + "." + std::to_string(properties.minor)
+                                   : "device " + std::to_string(device);
+    throw CudaError("CUDA: this library has no kernels for " + name + ": " + cudaGetErrorName(code) +
+                    "; build it with that architecture in BNEXPORT_CUDA_ARCHITECTURES");
+  }
+  known[static_cast<size_t>(device)] = true;
+}
+
+int set_device(int device) {
+  const int previous = current_device();
+  if (previous != device) check(cudaSetDevice(device), "cudaSetDevice");
+  return previous;
+}
+
+void* mark(void* stream) {
+  auto* const queue = static_cast<cudaStream_t>(stream);
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(queue, &capture), "cudaStreamIsCapturing");
+  if (capture != cudaStreamCaptureStatusNone) return nullptr;
+  cudaEvent_t event = nullptr;
+  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  if (const cudaError_t code = cudaEventRecord(event, queue); code != cudaSuccess) {
+    cudaEventDestroy(event);
+    check(code, "cudaEventRecord");
+  }
+  return event;
+}
+
+bool passed(void* mark, bool wait) {
+  auto* const event = static_cast<cudaEvent_t>(mark);
+  const cudaError_t code = wait ? cudaEventSynchronize(event) : cudaEventQuery(event);
+  if (code == cudaErrorNotReady) {
+    cudaGetLastError();
+    return false;
+  }
+  cudaEventDestroy(event);
+  check(code, "cudaEventQuery");
+  return true;
+}
+
 const DeviceProperties& device_properties() {
-  constexpr int kMostDevices = 64;
   static std::mutex mutex;
   static std::array<std::unique_ptr<const DeviceProperties>, kMostDevices> known;
-  int device = 0;
-  check(cudaGetDevice(&device), "the current device");
-  if (device >= kMostDevices) throw CudaError("CUDA: more than 64 devices");
+  const int device = current_device();
   const std::lock_guard<std::mutex> lock(mutex);
   auto& properties = known[static_cast<size_t>(device)];
   if (properties == nullptr) properties = std::make_unique<const DeviceProperties>(ask(device));
@@ -134,30 +194,23 @@ const DeviceProperties& device_properties() {
 }
 
 void moments(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where, double* row) {
-  StreamLauncher launcher{static_cast<cudaStream_t>(where.stream)};
+  StreamLauncher launcher(where.stream);
   run_moments(params, plan, where.workspace, row, launcher);
 }
 
 void forward(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where) {
-  StreamLauncher launcher{static_cast<cudaStream_t>(where.stream)};
+  StreamLauncher launcher(where.stream);
   run_forward(params, plan, where.workspace, launcher);
 }
 
 void backward_moments(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where, double* row) {
-  StreamLauncher launcher{static_cast<cudaStream_t>(where.stream)};
+  StreamLauncher launcher(where.stream);
   run_backward_moments(params, plan, where.workspace, row, launcher);
 }
 
 void backward(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where) {
-  StreamLauncher launcher{static_cast<cudaStream_t>(where.stream)};
+  StreamLauncher launcher(where.stream);
   run_backward(params, plan, where.workspace, launcher);
-}
-
-void convert(const void* from, int32_t from_dtype, void* to, int32_t to_dtype, int64_t count, void* stream) {
-  const int64_t blocks = (count + kSplitBlockThreads - 1) / kSplitBlockThreads;
-  const Configuration configuration({blocks, kSplitBlockThreads, 0, 1, false}, static_cast<cudaStream_t>(stream));
-  check(cudaLaunchKernelEx(&configuration.config, convert_statistics, from, from_dtype, to, to_dtype, count),
-        "launch of a kernel");
 }
 
 void copy_and_wait(void* to, const void* from, size_t bytes, bool to_host, void* stream) {

@@ -16,7 +16,20 @@ class CudaError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A launch of blocks that must run at the same time was refused before anything ran: something else has part
+// of the device (MPS, a green context, a resident kernel). The split way needs no such launch.
+class LaunchRefused : public CudaError {
+ public:
+  using CudaError::CudaError;
+};
+
+constexpr int kMostDevices = 64;
+
 int device_count();
+// Throws CudaError when the kernels cannot run on the device; asked once for each.
+void check_device(int device);
+// Returns the device that was current before.
+int set_device(int device);
 // Of the current device; asked once for each.
 const DeviceProperties& device_properties();
 
@@ -31,8 +44,9 @@ void forward(const bnexport_forward& params, const LaunchPlan& plan, const Workp
 void backward_moments(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where, double* row);
 void backward(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where);
 
-// `count` > 0 numbers between float32 and float64.
-void convert(const void* from, int32_t from_dtype, void* to, int32_t to_dtype, int64_t count, void* stream);
+// A mark on a stream; null where it is being captured. passed() frees one that it answers true for.
+void* mark(void* stream);
+bool passed(void* mark, bool wait);
 // Between host and device; returns when the host's memory may be used.
 void copy_and_wait(void* to, const void* from, size_t bytes, bool to_host, void* stream);
 

@@ -12,6 +12,7 @@
 #include "elements.h"
 #include "reduction.h"
 #include "rows.h"
+#include "saved.h"
 
 namespace bnexport::cuda {
 
@@ -205,13 +206,13 @@ BNEXPORT_DEVICE void block_normalise(const Rows& rows, const Range& range, const
   });
 }
 
-// sum dy and sum dy * x_hat of the part, for the channel whose saved statistics are given; every thread
-// gets them. The statistics are read where they are needed, not held in registers meanwhile.
+// sum dy and sum dy * x_hat of the part, for channel c; every thread gets them. The saved statistics are read
+// where they are needed, not held in registers meanwhile.
 template <class E, class Source>
 BNEXPORT_DEVICE BlockSums block_sums(const Rows& rows, const Range& range, const Source& dy_source,
-                                     const Source& x_source, const double* mean, const double* invstd) {
+                                     const Source& x_source, const bnexport_backward& params, int64_t c) {
   using Compute = typename E::Compute;
-  const auto pivot = static_cast<Compute>(load_element<Reuse::kSoon>(mean));
+  const auto pivot = static_cast<Compute>(saved_mean(params, c));
   LaneSums<Compute> mine{0, 0};
   for_batches<E>(rows, range, [&](const auto& batch) {
     typename E::Raw dy[kBatch], x[kBatch];
@@ -230,11 +231,11 @@ BNEXPORT_DEVICE BlockSums block_sums(const Rows& rows, const Range& range, const
     }
   });
   const LaneSums<Compute> all = merge_block(mine, LaneSums<Compute>{0, 0});
-  const double dy = static_cast<double>(all.dy), exact = load_element<Reuse::kSoon>(mean);
+  const double dy = static_cast<double>(all.dy), exact = saved_mean(params, c);
   const double off = exact - static_cast<double>(static_cast<Compute>(exact));
   BlockSums sums;
   sums.dy = dy;
-  sums.dy_x_hat = (static_cast<double>(all.dy_x) - off * dy) * load_element<Reuse::kSoon>(invstd);
+  sums.dy_x_hat = (static_cast<double>(all.dy_x) - off * dy) * saved_invstd(params, c);
   return sums;
 }
 

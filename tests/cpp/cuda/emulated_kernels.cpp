@@ -8,7 +8,31 @@
 
 namespace bnexport::cuda {
 
+namespace {
+
+// What the device refuses; set by tests.
+enum Refusal { kNone = 0, kTogether = 1, kAnyKernel = 2 };
+int refusal = kNone;
+int current = 0;
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) void emulated_refuse(int what) { refusal = what; }
+
 int device_count() { return 1; }
+
+void check_device(int) {
+  if (refusal == kAnyKernel) throw CudaError("CUDA: this library has no kernels for Emulated, compute capability 0.1");
+}
+
+int set_device(int device) {
+  const int previous = current;
+  current = device;
+  return previous;
+}
+
+void* mark(void*) { return &current; }
+bool passed(void*, bool) { return true; }
 
 // Little of everything, so that small tensors take all the ways.
 const DeviceProperties& device_properties() {
@@ -21,7 +45,17 @@ void moments(const bnexport_forward& params, const LaunchPlan& plan, const Workp
   run_moments(params, plan, where.workspace, row, launcher);
 }
 
+namespace {
+
+void start(const LaunchPlan& plan) {
+  const bool together = plan.cluster > 1 || plan.strategy == Strategy::kPersistent;
+  if (refusal == kTogether && together) throw LaunchRefused("CUDA: launch of a kernel: refused");
+}
+
+}  // namespace
+
 void forward(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where) {
+  start(plan);
   EmulatedLauncher launcher;
   run_forward(params, plan, where.workspace, launcher);
 }
@@ -32,12 +66,9 @@ void backward_moments(const bnexport_backward& params, const LaunchPlan& plan, c
 }
 
 void backward(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where) {
+  start(plan);
   EmulatedLauncher launcher;
   run_backward(params, plan, where.workspace, launcher);
-}
-
-void convert(const void* from, int32_t from_dtype, void* to, int32_t to_dtype, int64_t count, void*) {
-  for (int64_t i = 0; i < count; ++i) store_statistic(to, to_dtype, i, load_statistic(from, from_dtype, i, 0));
 }
 
 void copy_and_wait(void* to, const void* from, size_t bytes, bool, void*) { std::memcpy(to, from, bytes); }

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cuda_layer import EPS, MOMENTUM, Layer
+from benchmarks.gpu.layer import EPS, MOMENTUM, Layer
 
 Call = Callable[[], Any]
 

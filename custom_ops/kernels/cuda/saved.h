@@ -1,0 +1,19 @@
+// The forward's statistics as the backward reads them.
+#ifndef BNEXPORT_KERNELS_CUDA_SAVED_H
+#define BNEXPORT_KERNELS_CUDA_SAVED_H
+
+#include "../statistics_definitions.h"
+#include "device.h"
+
+namespace bnexport::cuda {
+
+BNEXPORT_DEVICE double saved_mean(const bnexport_backward& params, int64_t c) {
+  return load_statistic(params.saved_mean, saved_dtype(params), c, 0);
+}
+BNEXPORT_DEVICE double saved_invstd(const bnexport_backward& params, int64_t c) {
+  return load_statistic(params.saved_invstd, saved_dtype(params), c, 0);
+}
+
+}  // namespace bnexport::cuda
+
+#endif  // BNEXPORT_KERNELS_CUDA_SAVED_H
