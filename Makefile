@@ -9,7 +9,7 @@ TOOLS  := PATH="$(CURDIR)/$(BIN):$$PATH"
 CXX_SOURCES = $(shell find custom_ops tests examples benchmarks -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h' | grep -v /node_modules/)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-slow test-browser test-matrix fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold cuda cuda-registers bench-cuda docs coverage public-api lint format tidy wheel clean
+.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-slow test-browser test-matrix fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold cuda cuda-registers gpu-kit docs coverage public-api lint format tidy wheel clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -102,8 +102,8 @@ cuda: ## the CUDA library in build/cuda (needs nvcc; two minutes on two cores)
 cuda-registers: ## registers and spills of every kernel for sm_90a, as the compiler reports them
 	$(PYTHON) benchmarks/cuda_registers.py
 
-bench-cuda: ## verify and measure the CUDA kernels (needs an NVIDIA GPU, torch and nvcc)
-	$(PYTHON) benchmarks/bench_cuda.py
+gpu-kit: ## check and measure the CUDA code in twenty minutes (needs an NVIDIA GPU, torch, and nvcc or built libraries)
+	$(PYTHON) benchmarks/gpu_kit.py
 
 # The library has no Python ABI and links nothing but the C library: py3-none-manylinux, of the C library it was built on.
 CUDA ?= AUTO

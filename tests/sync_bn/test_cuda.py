@@ -29,6 +29,14 @@ SHAPES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def exact(monkeypatch):
+    """No TF32, and cuDNN with one order of its sums: what differs is ours."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
 @pytest.fixture(params=["kernels", "torch"])
 def backend(request, monkeypatch):
     if request.param == "torch":

@@ -1,0 +1,97 @@
+"""Rows of a section: written one by one, so that each survives whatever ends the process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+WIDEST = 100  # characters of a value in the table
+
+
+class NotRun(Exception):
+    """A step cannot run here, and that is nothing wrong; the message is the reason."""
+
+
+class Row:
+    """What a step fills in. ok: None where there is nothing to be right or wrong."""
+
+    def __init__(self) -> None:
+        self.ok: bool | None = True
+        self.value = ""
+        self.data: dict[str, Any] = {}
+
+
+class Report:
+    """Appends rows to a file of JSON lines whose first line is a header. Steps that it holds already are skipped."""
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        self.path, self.end = path, time.monotonic() + seconds
+        self.done = {row["name"] for row in read_rows(path) if row["ok"] is not False}
+        self.failed = False
+
+    def left(self) -> float:
+        """Seconds until the section is killed."""
+        return self.end - time.monotonic()
+
+    def wanted(self, name: str, seconds: float = 5) -> bool:
+        """Whether a step is still to do, and can be done in the time that is left."""
+        return name not in self.done and self.left() > seconds
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[Row]:
+        """A row; an exception in the body is a wrong one, and the section goes on."""
+        row, start = Row(), time.perf_counter()
+        try:
+            yield row
+        except NotRun as reason:
+            row.ok, row.value = None, f"not run: {reason}"
+        except Exception as error:
+            traceback.print_exc()
+            row.ok, row.value = False, f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        self.failed |= row.ok is False
+        made = {
+            "name": name,
+            "ok": row.ok,
+            "value": row.value,
+            "seconds": round(time.perf_counter() - start, 3),
+            **row.data,
+        }
+        with self.path.open("a") as stream:
+            stream.write(json.dumps(made) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Whole rows of a file, the last one of each name; what a killed process left of a line is dropped."""
+    rows: dict[str, dict[str, Any]] = {}
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            row = json.loads(line)
+            if "name" in row:
+                rows[row["name"]] = row
+    return list(rows.values())
+
+
+def write_json(path: Path, value: Any, indent: int | None = 1) -> None:
+    """Writes a whole file or none."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(value, indent=indent) + "\n")
+    part.replace(path)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows for a terminal, the wrong ones first; those that only say that they are right are counted."""
+    marks = {True: "ok", False: "WRONG", None: "--"}
+    shown = [row for row in rows if row["ok"] is not True or row["value"]]
+    shown.sort(key=lambda row: row["ok"] is not False)
+    width = max((len(row["name"]) for row in shown), default=0)
+    lines = [f"{marks[row['ok']]:6}{row['name']:{width}}  {row['value'][:WIDEST]}" for row in shown]
+    rest = len(rows) - len(shown)
+    return "\n".join([*lines, *([f"ok    {rest} more"] if rest else [])])

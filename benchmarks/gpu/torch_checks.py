@@ -1,0 +1,188 @@
+"""Section `torch`: bnexport's operators and module on the device, kernels and torch operations alike.
+
+TF32 is off and cuDNN is deterministic: what differs is ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+import bnexport
+from benchmarks.gpu import closed_forms
+from benchmarks.gpu.report import NotRun, Report
+from benchmarks.gpu.section import Options
+from bnexport import tolerances
+from bnexport.sync_bn import compiled, operators
+
+LOCAL = ("", 1, "exact", "local", 0)
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+SHAPES = [(6, 3), (3, 65, 7, 7), (4, 3, 100, 100), (32, 64, 28, 28), (2, 3, 2, 3, 4), (16, 256, 1, 1)]
+LAYOUTS = ("contiguous", "channels_last", "transposed")
+
+
+def run(report: Report, options: Options) -> None:
+    device = options.device
+    torch.manual_seed(2)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    with report.step("the kernels are in use") as row:
+        row.ok = compiled.usable(torch.zeros(1, 1, device=device))
+    checks: list[tuple[str, Callable[[str], None]]] = []
+    for dtype, shape, layout in itertools.product(DTYPES, SHAPES[:3] if options.rehearse else SHAPES, LAYOUTS):
+        name = f"{dtype} {'x'.join(map(str, shape))} {layout}"
+        checks.append((name, lambda device, d=dtype, s=shape, where=layout: check_operators(device, d, s, where)))
+    for autocast, layout in itertools.product((None, torch.float16, torch.bfloat16), LAYOUTS[:2]):
+        name = f"a model trains as with BatchNorm2d, autocast {autocast}, {layout}"
+        checks.append((name, lambda device, a=autocast, where=layout: check_training(device, a, where)))
+    checks += [
+        ("same bits on every run", check_same_bits),
+        ("an empty batch", check_empty),
+        ("a CUDA graph replays a step", check_graph),
+        ("nothing waits for the device", check_waits),
+        ("torch.compile has one graph", check_compile),
+        ("a second device", check_second_device),
+    ]
+    for (name, check), backend in itertools.product(checks, ("kernels", "torch")):
+        if report.wanted(f"{name}, {backend}"):
+            with report.step(f"{name}, {backend}"):
+                os.environ[compiled.BACKEND_VARIABLE] = "torch" if backend == "torch" else ""
+                check(device)
+
+
+def within(got: torch.Tensor, want: np.ndarray, bound: tolerances.Tolerance, what: str) -> None:
+    values = got.detach().double().cpu().numpy()
+    error = np.abs(values - want) - (bound.rtol * np.abs(want) + bound.atol)
+    if not (error <= 0).all():  # NaN is wrong
+        raise AssertionError(f"{what}: {int((~(error <= 0)).sum())} of {want.size} values off, bound {bound}")
+
+
+def host(tensor: torch.Tensor) -> np.ndarray:
+    # NumPy's pairwise sums need contiguous rows: over strided ones they lose as many digits as a plain loop.
+    return np.ascontiguousarray(tensor.detach().double().cpu().numpy())
+
+
+def arranged(x: torch.Tensor, layout: str) -> torch.Tensor:
+    if layout == "channels_last" and x.dim() > 2:
+        return x.movedim(1, -1).contiguous().movedim(-1, 1)
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if layout == "transposed" else x
+
+
+def check_operators(device: str, dtype: str, shape: tuple[int, ...], layout: str) -> None:
+    T, S = DTYPES[dtype], torch.float64 if dtype == "float64" else torch.float32
+    x = arranged(torch.randn(shape, device=device).mul_(2).add_(1).to(T), layout)
+    dy = torch.randn(shape, device=device).to(T)
+    weight, bias, old_mean = (torch.randn(shape[1], dtype=S, device=device) for _ in range(3))
+    old_var = torch.rand(shape[1], dtype=S, device=device) + 0.5
+    y, new_mean, _, mean, invstd = operators.sync_batch_norm(
+        x, old_mean, old_var, weight, bias, True, 0.1, closed_forms.EPS, *LOCAL
+    )
+    want_y, want_mean, want_invstd = closed_forms.forward(host(x), host(weight), host(bias))
+    condition = 1 + float(np.abs(want_mean * want_invstd).max())
+    largest = float(weight.abs().max())
+    within(y, want_y, tolerances.forward(dtype, condition=condition, weight=largest), "y")
+    scale = float(np.abs(want_mean).max() + old_mean.abs().max() + 1)
+    within(new_mean, 0.9 * host(old_mean) + 0.1 * want_mean, tolerances.statistic(dtype, scale=scale), "running_mean")
+    dx, dweight, dbias = operators.sync_batch_norm_backward(dy, x, weight, mean, invstd, True, [True] * 3, *LOCAL)
+    want = closed_forms.backward(host(dy), host(x), host(weight), want_mean, want_invstd)
+    scale = float(np.abs(host(weight) * want_invstd).max() * dy.abs().max())
+    within(dx, want[0], tolerances.backward_input(dtype, condition=condition, scale=scale), "dx")
+    total = float(dy.double().abs().transpose(0, 1).flatten(1).sum(1).max()) * 5  # |x_hat| of these inputs is below 5
+    for got, expected, what in ((dweight, want[1], "dweight"), (dbias, want[2], "dbias")):
+        within(got, expected, tolerances.backward_sum(dtype, condition=condition, absolute_sum=total), what)
+
+
+def train_step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    model(x).float().square().mean().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def small_model(norm: type[nn.Module], device: str) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv2d(3, 16, 3), norm(16), nn.ReLU(), nn.Conv2d(16, 8, 3), norm(8)).to(device).train()
+
+
+def check_training(device: str, autocast: torch.dtype | None, layout: str) -> None:
+    ours, theirs = small_model(bnexport.SyncBatchNorm, device), small_model(nn.BatchNorm2d, device)
+    x = arranged(torch.randn(8, 3, 32, 32, device=device), layout)
+    with torch.autocast(device, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        gradients = train_step(ours, x)
+        # Two implementations round every layer to the autocast type, in another order; without it there is float64.
+        expected = train_step(theirs, x) if autocast is not None else train_step(theirs.double(), x.double())
+    roundoff = tolerances.UNIT_ROUNDOFF[str(autocast or torch.float32).removeprefix("torch.")]
+    for got, want in zip(gradients, expected, strict=True):
+        difference, largest = float((got - want).norm()), max(1.0, float(want.norm()))
+        if not difference <= 64 * roundoff * largest:
+            raise AssertionError(f"gradient: off by {difference:.3g}, allowed {64 * roundoff * largest:.3g}")
+
+
+def check_same_bits(device: str) -> None:
+    x, dy = torch.randn(2, 16, 96, 33, 17, device=device).unbind()
+    runs = []
+    for _ in range(5):
+        y, _, _, mean, invstd = operators.sync_batch_norm(x, None, None, None, None, True, 0.1, 1e-5, *LOCAL)
+        runs.append((y, *operators.sync_batch_norm_backward(dy, x, None, mean, invstd, True, [True] * 3, *LOCAL)))
+    for run_ in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], run_, strict=True))
+
+
+def check_empty(device: str) -> None:
+    module = bnexport.SyncBatchNorm(4).to(device)
+    y = module(torch.zeros(0, 4, 3, 3, device=device))
+    assert y.shape == (0, 4, 3, 3)
+    assert torch.equal(module.running_mean, torch.zeros(4, device=device))
+
+
+def check_graph(device: str) -> None:
+    need_device(device)
+    model, x = small_model(bnexport.SyncBatchNorm, device), torch.randn(8, 3, 32, 32, device=device)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            train_step(model, x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = train_step(model, x)
+    for _ in range(3):
+        x.copy_(torch.randn(8, 3, 32, 32))
+        graph.replay()
+        replayed = [gradient.clone() for gradient in captured]
+        assert all(torch.equal(a, b) for a, b in zip(replayed, train_step(model, x.clone()), strict=True))
+
+
+def check_waits(device: str) -> None:
+    need_device(device)
+    model, x = small_model(bnexport.SyncBatchNorm, device), torch.randn(4, 3, 16, 16, device=device)
+    train_step(model, x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train_step(model, x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def check_compile(device: str) -> None:
+    need_device(device)
+    model, x = small_model(bnexport.SyncBatchNorm, device), torch.randn(4, 3, 16, 16, device=device)
+    expected = train_step(model, x)
+    for got, want in zip(train_step(torch.compile(model, fullgraph=True), x), expected, strict=True):
+        assert torch.allclose(got, want, atol=1e-4)
+
+
+def check_second_device(device: str) -> None:
+    if device == "cpu" or torch.cuda.device_count() < 2:
+        raise NotRun("needs two CUDA devices")
+    check_operators("cuda:1", "float32", (4, 3, 8, 8), "contiguous")
+
+
+def need_device(device: str) -> None:
+    if device == "cpu":
+        raise NotRun("needs a CUDA device")

@@ -1,0 +1,201 @@
+"""Check and measure the CUDA code on a GPU: one command, in sections that each end with their figures on disk.
+
+    python benchmarks/gpu_kit.py                        everything that is not done yet
+    python benchmarks/gpu_kit.py --only verify,bench    these sections, again
+    python benchmarks/gpu_kit.py --pack FOLDER          the files that a machine without this checkout needs
+    python benchmarks/gpu_kit.py --rehearse             every section on an emulated device
+
+    build     both libraries for this GPU, unless they are there; do they load, and have they code for the device
+    verify    every strategy, type and layout against float64; groups on two streams; CUDA graphs
+    bench     times against a device copy, PyTorch's kernels, cuDNN's and those of its sync batch norm
+    ort       the operators in ONNX Runtime's CUDA provider (--provider)
+    torch     bnexport.SyncBatchNorm and its operators on the device
+    nccl      libnccl with one rank, two processes on one device
+    sanitize  compute-sanitizer's four tools over ten small cases
+    profile   hardware counters of four shapes from ncu
+
+A section is a process group of its own with a deadline, and writes each figure as it gets it: what was measured
+stays when it is killed, and the next call goes on behind it. Needs torch 2.11 or newer and NumPy; `ort` needs
+onnxruntime.
+
+Exit codes: 0; 1 when something is wrong or a section did not end; 2 usage; 4 without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import lzma
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+if "--rehearse" in sys.argv[1:]:
+    os.environ["BNEXPORT_KIT_REHEARSAL"] = "1"
+
+from benchmarks.gpu import libraries  # noqa: E402
+from benchmarks.gpu.report import read_rows, table, write_json  # noqa: E402
+
+SECTIONS = ("build", "verify", "bench", "ort", "torch", "nccl", "sanitize", "profile")
+LONGEST_SECTION = 480  # seconds
+SHORTEST_SECTION = 15  # what is left must allow so much, or the section waits for the next call
+LARGEST_PACK = 60_000_000  # bytes
+
+PACKED = ("bnexport/**/*.py", "benchmarks/__init__.py", "benchmarks/gpu_kit.py", "benchmarks/gpu/*.py")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="sections, separated by commas")
+    parser.add_argument("--deadline", type=float, default=20 * 60, help="seconds for the whole call (1200)")
+    parser.add_argument(
+        "--provider", default="installed", help="'installed', or the CUDA provider's library, also as .xz"
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "build/gpu_kit", help="folder of the results")
+    parser.add_argument("--architecture", default="90a", help="what `build` compiles for")
+    parser.add_argument("--rehearse", action="store_true", help="on an emulated device")
+    parser.add_argument("--pack", type=Path, help="copy what the kit needs into this folder and stop")
+    options = parser.parse_args()
+    sections = tuple(options.only.split(",")) if options.only else SECTIONS
+    unknown = sorted(set(sections) - set(SECTIONS))
+    if unknown:
+        parser.error(f"--only: got {', '.join(unknown)}, expected some of {','.join(SECTIONS)}")
+    if options.pack is not None:
+        return pack(options)
+    if not options.rehearse and (problem := libraries.driver_problem()) is not None:
+        print(f"gpu_kit: {problem}; --rehearse runs the sections on an emulated device", file=sys.stderr)
+        return 4
+    options.output.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + options.deadline
+    results: dict[str, Any] = {}
+    for name in sections:
+        results[name] = run_section(name, options, end, again=options.only is not None)
+        write_json(options.output / "gpu_kit.json", collect(options.output))
+        print(f"\n## {name}: {results[name]}\n\n{table(read_rows(options.output / f'{name}.jsonl'))}", flush=True)
+    print(f"\n{options.output / 'gpu_kit.json'}: {json.dumps(results)}")
+    return 0 if all(status == "passed" for status in results.values()) else 1
+
+
+def run_section(name: str, options: argparse.Namespace, end: float, *, again: bool) -> str:
+    """Runs a section and returns "passed", or what went wrong."""
+    rows_file = options.output / f"{name}.jsonl"
+    status_file = options.output / f"{name}.status"
+    stamp = fingerprint(options)
+    if again or not rows_file.exists() or stamp not in rows_file.read_text(errors="replace").partition("\n")[0]:
+        write_json(rows_file, {"fingerprint": stamp}, indent=None)
+        status_file.unlink(missing_ok=True)
+    if status_file.exists() and status_file.read_text() == "passed":
+        return "passed"
+    seconds = min(LONGEST_SECTION, end - time.monotonic())
+    if seconds < SHORTEST_SECTION:
+        return f"not run, {max(seconds, 0):.0f} s of --deadline are left"
+    log = options.output / f"{name}.log"
+    command = [
+        sys.executable, "-m", "benchmarks.gpu.section", name, "--rows", str(rows_file), "--seconds", f"{seconds:.0f}",
+        "--provider", provider(options), "--architecture", options.architecture, *(["--rehearse"] if options.rehearse else []),
+    ]  # fmt: skip
+    environment = {**os.environ, **libraries.environment(), "PYTHONPATH": str(ROOT)}
+    with log.open("ab") as stream:
+        child = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+        )  # fmt: skip
+        try:
+            code = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_group(child)
+    rows = read_rows(rows_file)
+    wrong = sum(row["ok"] is False for row in rows)
+    if code is None:
+        status = f"killed after {seconds:.0f} s"
+    elif code != 0 and not wrong:
+        status = f"ended with code {code}: " + last_line(log)
+    else:
+        status = f"{wrong} wrong" if wrong else "passed" if rows else "measured nothing"
+    status_file.write_text(status)
+    return status
+
+
+def end_group(child: subprocess.Popen[bytes]) -> None:
+    """Kills the section's process group: what a section starts does not outlive it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1][:200] if lines else "no output"
+
+
+def fingerprint(options: argparse.Namespace) -> str:
+    """Rows of other libraries, or of another kind of run, are not continued."""
+    digest = hashlib.sha256(b"rehearsal" if options.rehearse else b"device")
+    for path in libraries.find().values():
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def provider(options: argparse.Namespace) -> str:
+    """The provider's library, unpacked where it is compressed."""
+    given = Path(options.provider)
+    if given.suffix != ".xz":
+        return str(options.provider)
+    target = options.output / given.stem
+    if not target.exists():
+        part = target.with_suffix(".part")
+        with lzma.open(given) as source, part.open("wb") as unpacked:
+            shutil.copyfileobj(source, unpacked)
+        part.rename(target)
+    return str(target)
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """What all sections have measured so far."""
+    sections = {}
+    for name in SECTIONS:
+        if (folder / f"{name}.jsonl").exists():
+            status = folder / f"{name}.status"
+            sections[name] = {
+                "status": status.read_text() if status.exists() else "not ended",
+                "rows": read_rows(folder / f"{name}.jsonl"),
+            }
+    return {"schema_version": 1, "sections": sections}
+
+
+def pack(options: argparse.Namespace) -> int:
+    """Copies the kit, the package and the libraries; the provider compressed."""
+    found = libraries.find()
+    missing = [name for name in libraries.NAMES if name not in found]
+    if missing:
+        print(f"gpu_kit: {', '.join(missing)}: not built; run --only build where nvcc is", file=sys.stderr)
+        return 4
+    for pattern in PACKED:
+        for source in ROOT.glob(pattern):
+            target = options.pack / source.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+    (options.pack / "bnexport/lib").mkdir(exist_ok=True)
+    for path in found.values():
+        shutil.copyfile(path, options.pack / "bnexport/lib" / path.name)
+    if options.provider != "installed":
+        source = Path(options.provider)
+        with source.open("rb") as stream, lzma.open(options.pack / f"{source.name}.xz", "wb") as packed:
+            shutil.copyfileobj(stream, packed)
+    size = sum(path.stat().st_size for path in options.pack.rglob("*") if path.is_file())
+    print(f"{options.pack}: {size / 1e6:.1f} MB")
+    return 0 if size <= LARGEST_PACK else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

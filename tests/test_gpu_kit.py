@@ -1,0 +1,243 @@
+"""The kit for a GPU (benchmarks/gpu_kit.py): what it imports, what survives a kill, and (slow) a rehearsal of it all."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import gpu_kit
+from benchmarks.gpu import libraries, onnx_bytes, profile, report
+
+ROOT = Path(__file__).parents[1]
+FILES = [ROOT / "benchmarks/gpu_kit.py", *sorted((ROOT / "benchmarks/gpu").glob("*.py"))]
+WITHOUT_TORCH = {
+    "gpu_kit",
+    "report",
+    "libraries",
+    "section",
+    "bare",
+    "closed_forms",
+    "onnx_bytes",
+    "profile",
+    "sanitize",
+}
+# All names of torch that the kit uses; each is in torch 2.11. Look there before you add one.
+TORCH_NAMES = {
+    "Tensor", "allclose", "autocast", "backends", "batch_norm_backward_elemt", "batch_norm_backward_reduce", "batch_norm_elemt",
+    "batch_norm_gather_stats_with_counts", "batch_norm_stats", "bfloat16", "cat", "channels_last", "compile", "contiguous_format",
+    "cuda", "distributed", "dtype", "empty", "empty_like", "equal", "float16", "float32", "float64", "from_numpy", "full",
+    "full_like", "int32", "manual_seed", "nan", "nn", "ops", "rand", "randn", "stack", "uint8", "version", "where", "zeros",
+    "__version__",
+}  # fmt: skip
+
+
+def imports(tree: ast.AST) -> set[str]:
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    return names | {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_kit_needs_torch_numpy_and_onnxruntime_alone(file: Path) -> None:
+    tree = ast.parse(file.read_text())
+    tops = {name.split(".")[0] for name in imports(tree)}
+    assert tops - set(sys.stdlib_module_names) <= {"torch", "numpy", "onnxruntime", "bnexport", "benchmarks"}
+    if file.stem in WITHOUT_TORCH:
+        assert "torch" not in tops
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch"
+    }
+    assert used <= TORCH_NAMES
+
+
+def test_the_packages_that_it_uses_of_bnexport_need_no_other() -> None:
+    program = (
+        "import sys\n"
+        "class Ban:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in {'onnx', 'onnx_ir', 'onnxscript', 'ml_dtypes', 'typer', 'rich', 'safetensors'}:\n"
+        "            raise ImportError(f'{name} is not on the device machine')\n"
+        "sys.meta_path.insert(0, Ban())\n"
+        "import benchmarks.gpu.torch_checks, benchmarks.gpu.verify, benchmarks.gpu.onnx_runtime, benchmarks.gpu.nccl\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)
+
+
+def test_without_a_driver_there_is_one_line(tmp_path: Path) -> None:
+    if libraries.driver_problem() is None:
+        pytest.skip("there is a GPU")
+    command = [sys.executable, str(ROOT / "benchmarks/gpu_kit.py"), "--output", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 4
+    assert done.stderr.startswith("gpu_kit: ") and done.stderr.count("\n") == 1 and "NVIDIA driver" in done.stderr
+
+
+def test_an_unknown_section_is_a_usage_error() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/gpu_kit.py"), "--only", "verify,speed"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert "got speed, expected some of build,verify" in done.stderr
+
+
+def test_rows_survive_what_ends_the_process(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    made = report.Report(file, 100)
+    with made.step("first") as row:
+        row.value = "1"
+    with made.step("second"):
+        raise ValueError("no")
+    with made.step("third"):
+        raise report.NotRun("not here")
+    with file.open("a") as stream:
+        stream.write('{"name": "half a li')
+    rows = {row["name"]: row for row in report.read_rows(file)}
+    assert [rows[name]["ok"] for name in ("first", "second", "third")] == [True, False, None]
+    assert rows["second"]["value"] == "ValueError: no"
+    assert made.failed
+    again = report.Report(file, 100)
+    assert [again.wanted(name) for name in ("first", "second", "third", "fourth")] == [False, True, False, True]
+    assert not report.Report(file, 1).wanted("fourth")
+
+
+STUB = """
+import subprocess, sys, time
+from benchmarks.gpu.report import Report
+from pathlib import Path
+
+arguments = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+report = Report(Path(arguments["--rows"]), float(arguments["--seconds"]))
+for name in ("one", "two"):
+    if report.wanted(name, 0):
+        with report.step(name) as row:
+            row.value = "measured"
+        if name == "one":
+            grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+            Path(__file__).with_name("pid").write_text(str(grandchild.pid))
+            time.sleep(100)
+"""
+
+
+def is_running(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_section_that_does_not_end_is_killed_with_its_children_and_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "benchmarks/gpu"
+    package.mkdir(parents=True)
+    for file in (package / "__init__.py", package.parent / "__init__.py"):
+        file.touch()
+    (package / "section.py").write_text(STUB)
+    (package / "report.py").write_text(Path(report.__file__).read_text())
+    monkeypatch.setattr(gpu_kit, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_kit, "SHORTEST_SECTION", 0)
+    options = SimpleNamespace(output=tmp_path, provider="installed", architecture="90a", rehearse=True)
+
+    def run(seconds: float) -> str:
+        return gpu_kit.run_section("build", options, time.monotonic() + seconds, again=False)
+
+    assert run(4).startswith("killed after")
+    pid = int((package / "pid").read_text())
+    deadline = time.monotonic() + 5
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(pid)
+    assert [row["name"] for row in report.read_rows(tmp_path / "build.jsonl")] == ["one"]
+    collected = gpu_kit.collect(tmp_path)["sections"]["build"]
+    assert collected["status"].startswith("killed") and collected["rows"][0]["value"] == "measured"
+    assert run(20) == "passed"
+    assert [row["name"] for row in report.read_rows(tmp_path / "build.jsonl")] == ["one", "two"]
+    (package / "section.py").unlink()
+    assert run(20) == "passed"  # and is not started again
+    monkeypatch.setattr(gpu_kit, "SHORTEST_SECTION", 15)
+    (tmp_path / "build.status").unlink()
+    assert run(5) == "not run, 5 s of --deadline are left"
+
+
+def test_models_without_the_onnx_package_are_onnx_models() -> None:
+    onnx = pytest.importorskip("onnx")
+    from benchmarks.gpu import onnx_runtime
+
+    for made in (onnx_runtime.forward_model("float16", (2, 3, 4)), onnx_runtime.chain(2, (2, 3, 4), ours=False)):
+        model = onnx.load_model_from_string(made)
+        onnx.checker.check_model(model)
+    node = onnx.load_model_from_string(onnx_runtime.backward_model("float64", (2, 3, 4))).graph.node[0]
+    assert (node.op_type, node.domain, list(node.output)[:3]) == (
+        "MMCVSyncBatchNormGrad",
+        "mmcv",
+        ["grad_input", "", ""],
+    )
+    assert {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}["group_size"] == 1
+    assert onnx_bytes.TYPES == {"float32": 1, "float16": 10, "float64": 11}
+
+
+def test_counters_of_ncu_are_read() -> None:
+    text = (
+        "==PROF== Connected\n"
+        '"ID","Kernel Name","Grid Size","Metric Name","Metric Unit","Metric Value"\n'
+        '"0","void bnexport::cuda::cluster_forward<Vector<Float16, 8>>(bnexport::cuda::ForwardArguments)","(256, 1, 1)",'
+        '"dram__bytes_read.sum","byte","51,380,224"\n'
+        '"0","void bnexport::cuda::cluster_forward<Vector<Float16, 8>>(bnexport::cuda::ForwardArguments)","(256, 1, 1)",'
+        '"launch__registers_per_thread","","72"\n'
+    )
+    (launch,) = profile.launches_of(text)
+    assert launch["kernel"] == "cluster_forward<Vector<Float16, 8>>"
+    assert launch["dram__bytes_read.sum"] == 51380224.0
+    assert launch["launch__registers_per_thread"] == 72.0
+
+
+TOOLS = {
+    "compute-sanitizer": """#!/bin/sh
+while [ "$1" != "--error-exitcode" ]; do shift; done
+shift 2
+"$@" && echo "========= ERROR SUMMARY: 0 errors"
+""",
+    "ncu": """#!/bin/sh
+while [ "$1" != "--metrics" ]; do shift; done
+shift 2
+"$@" >/dev/null || exit 1
+echo '"ID","Kernel Name","Grid Size","Metric Name","Metric Unit","Metric Value"'
+echo '"0","cluster_forward","(1, 1, 1)","gpu__time_duration.sum","nsecond","1,000"'
+""",
+}
+PACKAGES = ("torch==2.13.0", "onnxruntime==1.30.0", "numpy==2.4.*")
+
+
+@pytest.mark.slow
+def test_rehearsal_of_every_section_from_a_bare_folder(tmp_path: Path) -> None:
+    python = tmp_path / "environment/bin/python"
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "environment")], check=True)
+    for package in PACKAGES:
+        subprocess.run([str(python), "-m", "pip", "install", "-q", package], check=True)
+    variables = {key: value for key, value in os.environ.items() if not key.startswith(("BNEXPORT", "PYTHON"))}
+    kit = ["benchmarks/gpu_kit.py", "--rehearse"]
+    built = tmp_path / "built"
+    subprocess.run(
+        [sys.executable, *kit, "--only", "build", "--output", str(built)], cwd=ROOT, env=variables, check=True
+    )
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, *kit, "--pack", str(bare)], cwd=ROOT, env=variables, check=True)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, text in TOOLS.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    variables["PATH"] = f"{tools}:/usr/bin:/bin"
+    done = subprocess.run([str(python), *kit], cwd=bare, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    result = json.loads((bare / "build/gpu_kit/gpu_kit.json").read_text())
+    assert {name: section["status"] for name, section in result["sections"].items()} == dict.fromkeys(
+        gpu_kit.SECTIONS, "passed"
+    )
+    assert sum(len(section["rows"]) for section in result["sections"].values()) > 100
