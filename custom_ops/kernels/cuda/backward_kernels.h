@@ -35,7 +35,8 @@ template <class E>
 BNEXPORT_KERNEL(kSplitBlockThreads, 2)
 column_sums(BNEXPORT_ARGUMENTS BackwardArguments args) {
   const BackwardData<E> data(args.params);
-  block_column_sums<E>(args.columns, data.dy, data.x, args.params, block_index(), args.partials);
+  using Source = RowsFromGlobal<E, Reuse::kSoon>;
+  block_column_sums<E>(args.columns, Source{data.dy}, Source{data.x}, args.params, block_index(), args.partials);
 }
 
 // A warp a channel: this process's row, or the gradients of weight and bias and the coefficients of dx.
@@ -86,8 +87,9 @@ template <class E>
 BNEXPORT_KERNEL(kSplitBlockThreads, 2)
 column_gradient(BNEXPORT_ARGUMENTS BackwardArguments args) {
   const BackwardData<E> data(args.params);
-  block_column_gradient<E>(args.columns, data.dy, data.x, data.dx, args.coefficients, block_count() - 1 - block_index(),
-                           args.split.stream);
+  using Source = RowsFromGlobal<E, Reuse::kNever>;
+  block_column_gradient<E>(args.columns, Source{data.dy}, Source{data.x}, data.dx, args.coefficients,
+                           block_count() - 1 - block_index(), args.split.stream);
 }
 
 // --- in one launch

@@ -19,11 +19,13 @@ struct Columns {
   int64_t part_rows = 0;  // rows of a part
   int tiles = 0;          // blocks side by side
   int lanes = 1;          // threads side by side: a power of two, at most a warp
+  int kept_at = 0;        // where blocks that keep their part have it in shared memory
 };
 
 // What a thread of a block works on: columns [column, column + width) and rows begin, begin + step, ..
 struct Cell {
   int64_t column, begin, end, step;
+  int64_t first;  // the part's first row
   bool inside;
 };
 
@@ -35,7 +37,8 @@ BNEXPORT_DEVICE Cell cell_of(const Columns& columns, int block) {
   Cell cell;
   cell.column = (tile * lanes + thread % lanes) * width;
   cell.inside = cell.column < columns.C;
-  cell.begin = part * columns.part_rows + thread / lanes;
+  cell.first = part * columns.part_rows;
+  cell.begin = cell.first + thread / lanes;
   cell.end = (part + 1) * columns.part_rows < columns.R ? (part + 1) * columns.part_rows : columns.R;
   cell.step = thread_count() / lanes;
   if (!cell.inside) cell.begin = cell.end;
@@ -51,6 +54,63 @@ BNEXPORT_DEVICE void load_rows(const typename E::Storage* data, const Columns& c
     const int64_t r = row + i * cell.step;
     raw[i] = E::template load_if<reuse>(data + r * columns.C + cell.column, r < cell.end);
   }
+}
+
+// Where a pass finds rows: in global memory, or in the shared memory that an earlier pass kept them in. Threads
+// read back only what they wrote themselves.
+template <class E, Reuse reuse>
+struct RowsFromGlobal {
+  const typename E::Storage* data;
+
+  BNEXPORT_DEVICE void load(const Columns& columns, const Cell& cell, int64_t row,
+                            typename E::Raw (&raw)[kColumnBatch]) const {
+    load_rows<E, reuse>(data, columns, cell, row, raw);
+  }
+};
+template <class E>
+BNEXPORT_DEVICE int64_t kept_slot(const Columns& columns, const Cell& cell, int64_t row) {
+  return (row - cell.first) * columns.lanes + thread_index() % columns.lanes;
+}
+template <class E>
+struct RowsKeeping {
+  const typename E::Storage* data;
+  typename E::Raw* kept;
+
+  BNEXPORT_DEVICE void load(const Columns& columns, const Cell& cell, int64_t row,
+                            typename E::Raw (&raw)[kColumnBatch]) const {
+    load_rows<E, Reuse::kNever>(data, columns, cell, row, raw);
+#pragma unroll
+    for (int i = 0; i < kColumnBatch; ++i) {
+      const int64_t r = row + i * cell.step;
+      if (r < cell.end) kept[kept_slot<E>(columns, cell, r)] = raw[i];
+    }
+  }
+};
+template <class E>
+struct RowsKept {
+  const typename E::Raw* kept;
+
+  BNEXPORT_DEVICE void load(const Columns& columns, const Cell& cell, int64_t row,
+                            typename E::Raw (&raw)[kColumnBatch]) const {
+#pragma unroll
+    for (int i = 0; i < kColumnBatch; ++i) {
+      const int64_t r = row + i * cell.step;
+      raw[i] = r < cell.end ? kept[kept_slot<E>(columns, cell, r)] : typename E::Raw{};
+    }
+  }
+};
+
+// Coefficients of a channel, which another block may have written in this launch.
+template <class Coefficients>
+BNEXPORT_DEVICE Coefficients load_coefficients(const Coefficients* from) {
+  Coefficients k;
+  const auto* source = reinterpret_cast<const double*>(from);
+  auto* to = reinterpret_cast<double*>(&k);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(Coefficients) / sizeof(double)); ++i) {
+    to[i] = load_shared_between_blocks(source + i);
+  }
+  return k;
 }
 
 template <class Compute, int width>
@@ -109,15 +169,15 @@ BNEXPORT_DEVICE Moments wide_column_moments(const typename E::Storage* x, int64_
 }
 
 // The moments of a part of every column, written by the block's first threads: parts[part * C + c].
-template <class E>
-BNEXPORT_DEVICE void block_column_moments(const Columns& columns, const typename E::Storage* x, int block,
-                                          Moments* parts) {
+template <class E, class Source>
+BNEXPORT_DEVICE void block_column_moments(const Columns& columns, const typename E::Storage* x, const Source& source,
+                                          int block, Moments* parts) {
   using Compute = typename E::Compute;
   constexpr int W = E::kWidth;
   const Cell cell = cell_of<W>(columns, block);
   const int64_t part = block / columns.tiles;
   // The same shift for all threads of a column: from the part's first, middle and last row.
-  const int64_t first_row = part * columns.part_rows;
+  const int64_t first_row = cell.first;
   const auto sample = [&](int64_t row) {
     return E::template load_if<Reuse::kSoon>(x + row * columns.C + cell.column, cell.inside);
   };
@@ -128,7 +188,7 @@ BNEXPORT_DEVICE void block_column_moments(const Columns& columns, const typename
   ColumnMoments<Compute, W> all;
   for (int64_t row = cell.begin; row < cell.end; row += kColumnBatch * cell.step) {
     typename E::Raw raw[kColumnBatch];
-    load_rows<E, Reuse::kSoon>(x, columns, cell, row, raw);
+    source.load(columns, cell, row, raw);
     int rows = 1;
 #pragma unroll
     for (int i = 1; i < kColumnBatch; ++i) rows += row + i * cell.step < cell.end ? 1 : 0;
@@ -167,10 +227,9 @@ BNEXPORT_DEVICE void block_column_moments(const Columns& columns, const typename
 }
 
 // sum dy and sum dy * x_hat of a part of every column.
-template <class E>
-BNEXPORT_DEVICE void block_column_sums(const Columns& columns, const typename E::Storage* dy,
-                                       const typename E::Storage* x, const bnexport_backward& params, int block,
-                                       BlockSums* parts) {
+template <class E, class Source>
+BNEXPORT_DEVICE void block_column_sums(const Columns& columns, const Source& dy, const Source& x,
+                                       const bnexport_backward& params, int block, BlockSums* parts) {
   using Compute = typename E::Compute;
   constexpr int W = E::kWidth;
   const Cell cell = cell_of<W>(columns, block);
@@ -182,8 +241,8 @@ BNEXPORT_DEVICE void block_column_sums(const Columns& columns, const typename E:
   ColumnSums<Compute, W> all;
   for (int64_t row = cell.begin; row < cell.end; row += kColumnBatch * cell.step) {
     typename E::Raw g[kColumnBatch], v[kColumnBatch];
-    load_rows<E, Reuse::kSoon>(dy, columns, cell, row, g);
-    load_rows<E, Reuse::kSoon>(x, columns, cell, row, v);
+    dy.load(columns, cell, row, g);
+    x.load(columns, cell, row, v);
     ColumnSums<Compute, W> batch;
 #pragma unroll
     for (int i = 0; i < kColumnBatch; ++i) {
@@ -211,10 +270,9 @@ BNEXPORT_DEVICE void block_column_sums(const Columns& columns, const typename E:
 }
 
 // y = (x - mean) * scale + bias
-template <class E>
-BNEXPORT_DEVICE void block_column_normalise(const Columns& columns, const typename E::Storage* x,
-                                            typename E::Storage* y, const ForwardCoefficients* coefficients, int block,
-                                            bool stream) {
+template <class E, class Source>
+BNEXPORT_DEVICE void block_column_normalise(const Columns& columns, const Source& x, typename E::Storage* y,
+                                            const ForwardCoefficients* coefficients, int block, bool stream) {
   using Compute = typename E::Compute;
   constexpr int W = E::kWidth;
   const Cell cell = cell_of<W>(columns, block);
@@ -222,14 +280,14 @@ BNEXPORT_DEVICE void block_column_normalise(const Columns& columns, const typena
   Compute mean[W], scale[W], bias[W];
 #pragma unroll
   for (int k = 0; k < W; ++k) {
-    const ForwardCoefficients& from = coefficients[cell.column + k];
+    const ForwardCoefficients from = load_coefficients(coefficients + cell.column + k);
     mean[k] = static_cast<Compute>(from.mean);
     scale[k] = static_cast<Compute>(from.scale);
     bias[k] = static_cast<Compute>(from.bias);
   }
   for (int64_t row = cell.begin; row < cell.end; row += kColumnBatch * cell.step) {
     typename E::Raw raw[kColumnBatch];
-    load_rows<E, Reuse::kNever>(x, columns, cell, row, raw);
+    x.load(columns, cell, row, raw);
 #pragma unroll
     for (int i = 0; i < kColumnBatch; ++i) {
       const int64_t r = row + i * cell.step;
@@ -242,10 +300,10 @@ BNEXPORT_DEVICE void block_column_normalise(const Columns& columns, const typena
 }
 
 // dx = scale * ((dy - offset) - (x - mean) * slope) + rest
-template <class E>
-BNEXPORT_DEVICE void block_column_gradient(const Columns& columns, const typename E::Storage* dy,
-                                           const typename E::Storage* x, typename E::Storage* dx,
-                                           const BackwardCoefficients* coefficients, int block, bool stream) {
+template <class E, class Source>
+BNEXPORT_DEVICE void block_column_gradient(const Columns& columns, const Source& dy, const Source& x,
+                                           typename E::Storage* dx, const BackwardCoefficients* coefficients, int block,
+                                           bool stream) {
   using Compute = typename E::Compute;
   constexpr int W = E::kWidth;
   const Cell cell = cell_of<W>(columns, block);
@@ -253,7 +311,7 @@ BNEXPORT_DEVICE void block_column_gradient(const Columns& columns, const typenam
   Compute mean[W], scale[W], offset[W], slope[W], rest[W];
 #pragma unroll
   for (int k = 0; k < W; ++k) {
-    const BackwardCoefficients& from = coefficients[cell.column + k];
+    const BackwardCoefficients from = load_coefficients(coefficients + cell.column + k);
     mean[k] = static_cast<Compute>(from.mean);
     scale[k] = static_cast<Compute>(from.scale);
     offset[k] = static_cast<Compute>(from.offset);
@@ -262,8 +320,8 @@ BNEXPORT_DEVICE void block_column_gradient(const Columns& columns, const typenam
   }
   for (int64_t row = cell.begin; row < cell.end; row += kColumnBatch * cell.step) {
     typename E::Raw g[kColumnBatch], v[kColumnBatch];
-    load_rows<E, Reuse::kNever>(dy, columns, cell, row, g);
-    load_rows<E, Reuse::kNever>(x, columns, cell, row, v);
+    dy.load(columns, cell, row, g);
+    x.load(columns, cell, row, v);
 #pragma unroll
     for (int i = 0; i < kColumnBatch; ++i) {
       const int64_t r = row + i * cell.step;

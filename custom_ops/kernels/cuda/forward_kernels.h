@@ -40,7 +40,8 @@ row_moments(BNEXPORT_ARGUMENTS ForwardArguments args) {
 template <class E>
 BNEXPORT_KERNEL(kSplitBlockThreads, 2)
 column_moments(BNEXPORT_ARGUMENTS ForwardArguments args) {
-  block_column_moments<E>(args.columns, input_of<E>(args.params), block_index(), args.partials);
+  const auto* x = input_of<E>(args.params);
+  block_column_moments<E>(args.columns, x, RowsFromGlobal<E, Reuse::kSoon>{x}, block_index(), args.partials);
 }
 
 // A warp a channel: this process's row, or the statistics and coefficients of the group.
@@ -85,8 +86,9 @@ row_normalise(BNEXPORT_ARGUMENTS ForwardArguments args) {
 template <class E>
 BNEXPORT_KERNEL(kSplitBlockThreads, 2)
 column_normalise(BNEXPORT_ARGUMENTS ForwardArguments args) {
-  block_column_normalise<E>(args.columns, input_of<E>(args.params), output_of<E>(args.params), args.coefficients,
-                            block_count() - 1 - block_index(), args.split.stream);
+  block_column_normalise<E>(args.columns, RowsFromGlobal<E, Reuse::kNever>{input_of<E>(args.params)},
+                            output_of<E>(args.params), args.coefficients, block_count() - 1 - block_index(),
+                            args.split.stream);
 }
 
 // --- in one launch

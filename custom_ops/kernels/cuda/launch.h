@@ -10,6 +10,7 @@
 #include "backward_kernels.h"
 #include "forward_kernels.h"
 #include "launch_plan.h"
+#include "team_columns.h"
 
 namespace bnexport::cuda {
 
@@ -17,6 +18,9 @@ struct Launch {
   int64_t blocks = 1, threads = 1, shared = 0, cluster = 1;
   bool cooperative = false;  // all blocks run at the same time
 };
+
+// Counters of persistent kernels: one a team, two where columns are shared out.
+inline int64_t arrival_bytes(const LaunchPlan& plan) { return plan.teams * (plan.columns ? 8 : 4); }
 
 // One launch of each kind of kernel that a pass consists of.
 inline Launch main_launch(const LaunchPlan& plan) {
@@ -32,8 +36,12 @@ Arguments arguments_of(const Params& params, const LaunchPlan& plan, void* works
   Arguments args;
   args.params = params;
   if (plan.columns) {
-    args.columns = {params.N * params.S, params.C, plan.part_length, static_cast<int>(plan.tiles),
-                    static_cast<int>(plan.lanes)};
+    args.columns = {params.N * params.S,
+                    params.C,
+                    plan.part_length,
+                    static_cast<int>(plan.tiles),
+                    static_cast<int>(plan.lanes),
+                    static_cast<int>(plan.kept_at)};
     args.parts = {plan.parts, 1, params.C};
   } else {
     args.split.rows = Rows(params.N, params.C, params.S, plan.width);
@@ -116,10 +124,13 @@ void run_forward(const bnexport_forward& params, const LaunchPlan& plan, void* w
     });
     return;
   }
-  if (plan.strategy == Strategy::kPersistent) launcher.zero(args.arrivals, plan.teams * 4);
+  if (plan.strategy == Strategy::kPersistent) launcher.zero(args.arrivals, arrival_bytes(plan));
   with_vectors(params.dtype, plan, [&](auto vector) {
     using E = decltype(vector);
     if constexpr (kHasFused<E>) {
+      if constexpr (E::kWhole) {
+        if (plan.columns) return launcher.launch(team_forward<E>, main_launch(plan), args);
+      }
       launcher.launch(plan.strategy == Strategy::kCluster ? cluster_forward<E> : persistent_forward<E>,
                       main_launch(plan), args);
     }
@@ -193,10 +204,13 @@ void run_backward(const bnexport_backward& params, const LaunchPlan& plan, void*
     });
     return;
   }
-  if (plan.strategy == Strategy::kPersistent) launcher.zero(args.arrivals, plan.teams * 4);
+  if (plan.strategy == Strategy::kPersistent) launcher.zero(args.arrivals, arrival_bytes(plan));
   with_vectors(params.dtype, plan, [&](auto vector) {
     using E = decltype(vector);
     if constexpr (kHasFused<E>) {
+      if constexpr (E::kWhole) {
+        if (plan.columns) return launcher.launch(team_backward<E>, main_launch(plan), args);
+      }
       launcher.launch(plan.strategy == Strategy::kCluster ? cluster_backward<E> : persistent_backward<E>,
                       main_launch(plan), args);
     }

@@ -57,6 +57,10 @@ class Planner {
     };
     const bool fusible = !empty && problem_.one_launch && !plan_.columns && plan_.width > 1;
     if (fusible && wanted(Strategy::kCluster) && cluster()) return finish(Strategy::kCluster);
+    if (!empty && problem_.one_launch && plan_.columns && plan_.width > 1 && wish_.strategy == Strategy::kPersistent &&
+        team_columns()) {
+      return finish(Strategy::kPersistent);
+    }
     if (fusible && wanted(Strategy::kPersistent) && persistent()) return finish(Strategy::kPersistent);
     if (!wanted(Strategy::kSplit)) return plan_;
     if (plan_.columns) {
@@ -158,6 +162,31 @@ class Planner {
     plan_.shared = kScratchBytes + kColumnValueBytes * kSplitBlockThreads;
   }
 
+  // Tiles as wide as allow the team's blocks, one on each multiprocessor, to keep all rows of one in shared memory:
+  // 128 bytes of a row, or 64, or 32, the least that memory is read in. Two teams halve a multiprocessor's memory.
+  bool team_columns() {
+    const int64_t R = problem_.N * problem_.S, vectors = problem_.C / plan_.width;
+    const int64_t half = smaller(device_.shared_per_block,
+                                 device_.shared_per_multiprocessor / kPersistentBlocks - device_.shared_reserved);
+    for (int64_t widest = 8; widest >= 2; widest /= 2) {
+      const int64_t lanes = smaller(widest, power_of_two_from(vectors)), high = kSplitBlockThreads / lanes;
+      const int64_t kept_at = kScratchBytes + kSplitBlockThreads / 32 * lanes * kColumnValueBytes;
+      const int64_t row = lanes * kVector * problem_.tensors, rows = (half - kept_at) / row;
+      if (rows < 1 || ceil_div(R, rows) > device_.multiprocessors) continue;
+      plan_.lanes = lanes;
+      plan_.tiles = ceil_div(vectors, lanes);
+      plan_.part_length = larger(ceil_div(R, device_.multiprocessors), smaller(4 * high, rows));
+      plan_.parts = ceil_div(R, plan_.part_length);
+      plan_.teams = smaller(kPersistentBlocks, plan_.tiles);
+      plan_.threads = kSplitBlockThreads;
+      plan_.blocks = plan_.teams * plan_.parts;
+      plan_.kept_at = kept_at;
+      plan_.shared = kept_at + plan_.part_length * row;
+      return plan_.part_length <= kLongestPart;
+    }
+    return false;
+  }
+
   LaunchPlan finish(Strategy strategy) {
     plan_.strategy = strategy;
     int64_t at = 0;
@@ -166,12 +195,13 @@ class Planner {
       at += round_up(bytes, 256);
       return from;
     };
-    const int64_t slots = strategy == Strategy::kSplit        ? problem_.C * plan_.parts
+    const bool by_channel = strategy == Strategy::kSplit || plan_.columns;
+    const int64_t slots = by_channel                          ? problem_.C * plan_.parts
                           : strategy == Strategy::kPersistent ? 2 * plan_.teams * plan_.parts
                                                               : 0;
     plan_.partials_at = place(slots * kPartBytes);
-    plan_.coefficients_at = place(strategy == Strategy::kSplit ? problem_.C * kCoefficientBytes : 0);
-    plan_.arrivals_at = place(plan_.teams * 4);
+    plan_.coefficients_at = place(by_channel ? problem_.C * kCoefficientBytes : 0);
+    plan_.arrivals_at = place(plan_.teams * 8);
     plan_.workspace = at;
     return plan_;
   }

@@ -48,6 +48,7 @@ struct LaunchPlan {
   int64_t parts = 1;             // blocks that share a channel (rows) or a tile of channels (columns)
   int64_t part_length = 0;       // rows: vectors of a part; columns: matrix rows of a part
   int64_t lanes = 1, tiles = 0;  // columns: threads side by side, blocks side by side
+  int64_t kept_at = 0;           // columns, persistent: where shared memory holds the part
 
   bool stream = false;  // the output would push everything else out of L2
 

@@ -57,6 +57,11 @@ struct Cluster {
 };
 
 extern Thread* current;
+
+// Bytes of the 32-byte sectors that launches load and store, each sector once a launch: what memory moves when a
+// launch's second read comes from caches. Counted while it is not negative.
+extern int64_t traffic;
+void touch(const void* at, bool stores);
 extern int64_t grid;
 
 void arrive(Barrier& barrier);
@@ -129,20 +134,24 @@ inline void check_aligned(const void* at) {
 template <Reuse>
 Words load_words(const void* from) {
   check_aligned(from);
+  emulator::touch(from, false);
   Words words;
   std::memcpy(&words, from, 16);
   return words;
 }
 template <Reuse, class Storage>
 Storage load_element(const Storage* from) {
+  emulator::touch(from, false);
   return *from;
 }
 inline void store_words(void* to, const Words& value, bool) {
   check_aligned(to);
+  emulator::touch(to, true);
   std::memcpy(to, &value, 16);
 }
 template <class Storage>
 void store_element(Storage* to, Storage value, bool) {
+  emulator::touch(to, true);
   *to = value;
 }
 inline void prefetch(const void*) {}

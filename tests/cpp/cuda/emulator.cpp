@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <memory>
 #include <random>
+#include <unordered_set>
 #include <vector>
 
 #include "../../../custom_ops/kernels/cuda/device.h"
@@ -18,6 +19,7 @@ namespace bnexport::cuda {
 namespace emulator {
 
 Thread* current = nullptr;
+int64_t traffic = -1;
 int64_t grid = 0;
 
 namespace {
@@ -159,6 +161,17 @@ void run_blocks(const Shape& shape, int64_t first, int64_t count, std::mt19937& 
 
 }  // namespace
 
+namespace {
+
+constexpr uintptr_t kSector = 32;
+std::unordered_set<uintptr_t> sectors[2];  // loaded, stored
+
+}  // namespace
+
+void touch(const void* at, bool stores) {
+  if (traffic >= 0) sectors[stores ? 1 : 0].insert(reinterpret_cast<uintptr_t>(at) / kSector);
+}
+
 void arrive(Barrier& barrier) {
   if (++barrier.arrived < barrier.expected) return;
   barrier.arrived = 0;
@@ -198,6 +211,10 @@ void run(const Shape& shape, uint32_t seed, const std::function<void()>& kernel)
   for (size_t i = 0; i < starts.size(); ++i) std::swap(starts[i], starts[random() % starts.size()]);
   for (const int64_t first : starts) run_blocks(shape, first, step, random);
   current = nullptr;
+  for (auto& touched : sectors) {
+    if (traffic >= 0) traffic += static_cast<int64_t>(touched.size() * kSector);
+    touched.clear();
+  }
 }
 
 }  // namespace emulator

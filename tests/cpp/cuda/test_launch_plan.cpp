@@ -95,11 +95,25 @@ void check_limits(const Problem& p, const DeviceProperties& d, const LaunchPlan&
   CHECK(plan.workspace >= 0 && plan.workspace % 256 == 0);
   CHECK(plan.part_length * (plan.columns ? 1 : plan.width) <= 1 << 24);  // counted in float
   if (plan.columns) {
-    CHECK(plan.strategy == Strategy::kSplit);
+    CHECK(plan.strategy == Strategy::kSplit || plan.strategy == Strategy::kPersistent);
     CHECK(plan.lanes <= 32 && (plan.lanes & (plan.lanes - 1)) == 0 && p.C % plan.width == 0);
-    CHECK(plan.blocks == 0 || plan.blocks == plan.tiles * plan.parts);
+    CHECK(plan.tiles * plan.lanes * plan.width >= p.C);
+    if (plan.strategy == Strategy::kPersistent) {
+      const int64_t row = plan.lanes * 16 * p.tensors, warps = plan.threads / 32;
+      CHECK(p.one_launch && plan.width > 1 && elements > 0);
+      CHECK(plan.teams >= 1 && plan.teams <= plan.tiles && plan.blocks == plan.teams * plan.parts);
+      CHECK(plan.parts <= d.multiprocessors && (plan.parts - 1) * plan.part_length < p.N * p.S);
+      CHECK(plan.kept_at % 16 == 0 && plan.kept_at >= kScratchBytes + warps * plan.lanes * kColumnValueBytes);
+      CHECK(plan.shared >= plan.kept_at + plan.part_length * row);
+      CHECK(kPersistentBlocks * (plan.shared + d.shared_reserved) <= d.shared_per_multiprocessor);
+      CHECK(plan.workspace - plan.arrivals_at >= plan.teams * 8);
+      CHECK((plan.tiles / plan.teams + 1) * plan.parts < int64_t{1} << 32);  // the count of arrivals
+    } else {
+      CHECK(plan.blocks == 0 || plan.blocks == plan.tiles * plan.parts);
+    }
     CHECK(plan.parts * plan.part_length >= p.N * p.S);
     CHECK(plan.coefficients_at - plan.partials_at >= plan.parts * p.C * kPartBytes);
+    CHECK(plan.arrivals_at - plan.coefficients_at >= p.C * kCoefficientBytes);
     return;
   }
   const Rows rows(p.N, p.C, p.S, plan.width);
