@@ -17,6 +17,7 @@ from onnxscript.values import Op, Opset
 from bnexport import schema
 from bnexport.errors import UnsupportedModelError
 from bnexport.exporting import computed_weights
+from bnexport.exporting.adaptive_pooling import AnySizePooling
 from bnexport.exporting.size_conditions import SizeConditions
 from bnexport.exporting.wrapper import Traced
 from bnexport.sync_bn import operators
@@ -91,7 +92,8 @@ def trace(
     """
     notes: list[str] = []
     with quiet():
-        program = export_program(wrapper, args, names, shapes, notes, variadic=True)
+        with AnySizePooling(dynamic=True):
+            program = export_program(wrapper, args, names, shapes, notes, variadic=True)
         _refuse_batch_statistics(program)
         conditions = SizeConditions(program_inputs(program))
         onnx_program = torch.onnx.export(

@@ -20,8 +20,9 @@ from bnexport.exporting.wrapper import Traced
 
 Tensors = tuple[torch.Tensor, ...]
 
-# Operators that exporters reduce to fixed windows or scales, the most likely first.
+# Exporters reduce it to fixed windows; the one of torch.nn.functional is written out (adaptive_pooling.py).
 _ADAPTIVE = ("adaptive_avg_pool", "adaptive_max_pool")
+# Operators that exporters reduce to fixed scales.
 _RESAMPLING = ("upsample_", "grid_sampler")
 # Operators whose numbers a model computes from sizes; a traced graph keeps those of the example.
 _SIZED = (
@@ -52,14 +53,6 @@ class _Call:
 _Test = Callable[[_Call, _Call | None], bool]
 
 
-def adaptive_pooling(module: nn.Module, inputs: Tensors) -> str:
-    """The first pooling to a fixed number of values and its module, as `name_operator` does; empty if there is none."""
-    try:
-        return next((str(call) for call in _record(module, inputs) if call.is_adaptive_pooling), "")
-    except Exception:  # what the model's code raises; the exporter reports it
-        return ""
-
-
 def name_operator(module: nn.Module, inputs: Tensors, others: Tensors) -> str:
     """The operator and its module, as "adaptive_avg_pool2d in 'head.pool'"; empty where none is known to depend on size.
 
@@ -70,9 +63,9 @@ def name_operator(module: nn.Module, inputs: Tensors, others: Tensors) -> str:
     except Exception:  # what the model's code raises; a name is a help, not a result
         return ""
     tests: list[_Test] = [
-        lambda call, _: call.is_adaptive_pooling,
         lambda call, _: call.operator.startswith(_RESAMPLING),
         lambda call, other: other is not None and call.operator.startswith(_SIZED) and call.numbers != other.numbers,
+        lambda call, _: call.is_adaptive_pooling,
     ]
     aligned = [(one.operator, one.module) for one in calls] == [(two.operator, two.module) for two in changed]
     pairs: list[tuple[_Call, _Call | None]] = [(call, None) for call in calls]

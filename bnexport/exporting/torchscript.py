@@ -17,11 +17,10 @@ from torch.onnx import symbolic_helper
 
 from bnexport import schema
 from bnexport.errors import UnsupportedModelError, UsageError
+from bnexport.exporting.adaptive_pooling import AnySizePooling
 from bnexport.exporting.dynamo import Shapes
 from bnexport.exporting.size_conditions import SizeConditions
-from bnexport.exporting.size_dependence import adaptive_pooling
 from bnexport.exporting.wrapper import Traced
-from bnexport.sync_bn.copies import copy_model
 from bnexport.sync_bn.module import SyncBatchNorm
 
 OPSET = 18
@@ -85,21 +84,19 @@ def trace(
 ) -> tuple[ir.Model, list[str], SizeConditions]:
     """Traces `wrapper` to an onnx_ir Model with torch.onnx.export(dynamo=False).
 
-    Returns it, notes on dimensions that had to stay static, and no conditions: the tracer records none.
-
-    shapes: the dynamic dimensions; those that the exporter cannot keep leave it, with a note.
+    Returns it, no notes and no conditions: the tracer records none. shapes: the dynamic dimensions.
 
     Raises UnsupportedModelError for buffers that code other than our batch norms' changes: tracing loses
     changes in place.
     """
     _refuse_foreign_state(wrapper)
-    notes = _fix_pooled(wrapper, args, names, shapes)
+    images = any(dimension for shape in shapes for dimension in shape)
     axes = {name: shape for name, shape in zip(names, shapes) if shape}
     torch.onnx.register_custom_op_symbolic(  # type: ignore[attr-defined]
         _OPERATOR, _symbolic, OPSET
     )
     try:
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), AnySizePooling(dynamic=images):
             warnings.simplefilter("ignore")
             file = Path(folder) / "model.onnx"
             torch.onnx.export(
@@ -123,7 +120,7 @@ def trace(
                     initializer.const_value = ir.Tensor(tensor.numpy().copy(), name=tensor.name)
             _refuse_batch_statistics(model.graph)
             _forget_wrong_shapes(model.graph, axes)
-            return model, notes, SizeConditions([])
+            return model, [], SizeConditions([])
     except OSError as error:
         raise UsageError(
             f"cannot write the traced model to the folder for temporary files: {error.strerror or error};"
@@ -131,21 +128,6 @@ def trace(
         ) from error
     finally:
         torch.onnx.unregister_custom_op_symbolic(_OPERATOR, OPSET)  # type: ignore[attr-defined]
-
-
-def _fix_pooled(wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes) -> list[str]:
-    """The exporter refuses adaptive pooling of an image whose size it does not know, and prints the graph."""
-    if not any(dimension for shape in shapes for dimension in shape):
-        return []
-    operator = adaptive_pooling(copy_model(wrapper, share_parameters=True), args)
-    notes = []
-    for name, arg, shape in zip(names, args, shapes if operator else []):
-        for dimension in [dimension for dimension in shape if dimension]:
-            notes.append(
-                f"input {name!r}: dimension {dimension} ({shape.pop(dimension)}) stays {arg.shape[dimension]}:"
-                f" torch's TorchScript exporter has {operator} at a known size only"
-            )
-    return notes
 
 
 def _has_sync_batch_norm(wrapper: Traced) -> bool:
