@@ -20,6 +20,7 @@ from bnexport.errors import UnsupportedModelError, UsageError
 from bnexport.exporting.adaptive_pooling import AnySizePooling
 from bnexport.exporting.dynamo import Shapes
 from bnexport.exporting.size_conditions import SizeConditions
+from bnexport.exporting.symbolic_int import with_symbolic_int
 from bnexport.exporting.wrapper import Traced
 from bnexport.sync_bn.module import SyncBatchNorm
 
@@ -90,28 +91,14 @@ def trace(
     changes in place.
     """
     _refuse_foreign_state(wrapper)
-    images = any(dimension for shape in shapes for dimension in shape)
     axes = {name: shape for name, shape in zip(names, shapes) if shape}
     torch.onnx.register_custom_op_symbolic(  # type: ignore[attr-defined]
         _OPERATOR, _symbolic, OPSET
     )
     try:
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), AnySizePooling(dynamic=images):
-            warnings.simplefilter("ignore")
+        with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model.onnx"
-            torch.onnx.export(
-                wrapper,
-                args,
-                str(file),
-                dynamo=False,
-                opset_version=OPSET,
-                custom_opsets={schema.DOMAIN: schema.VERSION} if _has_sync_batch_norm(wrapper) else {},
-                training=torch.onnx.TrainingMode.PRESERVE,
-                do_constant_folding=False,
-                keep_initializers_as_inputs=False,
-                input_names=names,
-                dynamic_axes=axes,
-            )
+            with_symbolic_int(wrapper.model, shapes, lambda shapes: _write(wrapper, args, names, shapes, file))
             model = ir.load(file)
             for initializer in model.graph.initializers.values():
                 # The folder goes away: external tensors of models over 2 GB come into memory.
@@ -128,6 +115,25 @@ def trace(
         ) from error
     finally:
         torch.onnx.unregister_custom_op_symbolic(_OPERATOR, OPSET)  # type: ignore[attr-defined]
+
+
+def _write(wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes, file: Path) -> None:
+    images = any(dimension for shape in shapes for dimension in shape)
+    with warnings.catch_warnings(), AnySizePooling(dynamic=images):
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            wrapper,
+            args,
+            str(file),
+            dynamo=False,
+            opset_version=OPSET,
+            custom_opsets={schema.DOMAIN: schema.VERSION} if _has_sync_batch_norm(wrapper) else {},
+            training=torch.onnx.TrainingMode.PRESERVE,
+            do_constant_folding=False,
+            keep_initializers_as_inputs=False,
+            input_names=names,
+            dynamic_axes={name: shape for name, shape in zip(names, shapes) if shape},
+        )
 
 
 def _has_sync_batch_norm(wrapper: Traced) -> bool:

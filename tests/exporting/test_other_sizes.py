@@ -22,7 +22,7 @@ def conv_and_norm():
 
 
 class Halves(nn.Module):
-    """A tracer sees int() as a number."""
+    """As code outside Python would, it takes the number out of a size; an exporter cannot follow."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,9 @@ class Halves(nn.Module):
 
     def forward(self, x):
         height, width = x.shape[-2:]
-        return F.interpolate(self.body(x), (int(height * 0.5), int(width * 0.5)), mode="bilinear", align_corners=False)
+        return F.interpolate(
+            self.body(x), ((height * 0.5).__int__(), (width * 0.5).__int__()), mode="bilinear", align_corners=False
+        )
 
 
 class Fuse(nn.Module):
@@ -163,7 +165,7 @@ def test_one_dimension_stays_static(tmp_path, monkeypatch):
 
     class Two(nn.Module):
         def forward(self, left, right):
-            height = torch.arange(float(int(left.shape[2] * 1.0)))
+            height = torch.arange(float((left.shape[2] * 1.0).__int__()))
             return left * height[:, None], right * 2.0
 
     args = (torch.randn(2, 3, 6, 5), torch.randn(2, 3, 4))

@@ -1,0 +1,158 @@
+"""Keep sizes that pass through int() symbolic while an exporter traces a model.
+
+`F.interpolate(x, (int(h * 0.5), int(w * 0.5)))`, or the `int(n) for n in size` of MMSegmentation's resize, turn a size
+that the exporter records into a number, and the file is right for one image size. int() cannot return anything else, so
+the name `int` is replaced in the modules of the model's own packages, as torch.export replaces `max` and `min`.
+
+Exporters compute in float32 what Python computes in float64: int(90 * 0.7) is 62 there and 63 in float32. So a number
+stays symbolic only if float32 computes it exactly, with factors as 0.5 and 1.375, or rounds once, at the end: int(h / 3)
+and int(n ** 0.5), where rounding cannot reach the next integer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+Traced = TypeVar("Traced")
+Shapes = list[dict[int, str]]
+
+_OTHERS = {"torch", "builtins", "bnexport"}
+# What a traced float is marked with: EXACT as computed in float32, or ROUNDED once; and what int() returns.
+_MARK, _EXACT, _ROUNDED, _INTEGER = "_bnexport_mark", "exact", "rounded", "int"
+# Sizes up to 4096, with 12 bits, times factors of 12 bits fit into the 24 bits of float32.
+_FRACTION, _LARGEST = 64, 64
+
+
+class _Integer(type):
+    """A stand-in for int that leaves recorded sizes as they are. kept: whether it has met one."""
+
+    kept = False
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        value = args[0] if len(args) == 1 and not kwargs else None
+        symbol: Any = None
+        if isinstance(value, torch.SymInt):
+            symbol = value
+        elif isinstance(value, torch.SymFloat) and _expression_mark(value.node.expr):
+            symbol = torch.sym_int(value)
+        elif isinstance(value, torch.Tensor) and _is_tracing() and _mark(value):
+            symbol = value.to(torch.int64)
+            setattr(symbol, _MARK, _INTEGER)
+        if symbol is None:
+            return int(*args, **kwargs)
+        cls.kept = True
+        return symbol
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, (int, torch.SymInt)) or getattr(instance, _MARK, "") == _INTEGER
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, int)
+
+
+class _Marking(TorchFunctionMode):
+    """Marks the results of arithmetic on traced sizes. In a trace a size is an int64 tensor."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dim() == 0 and not kwargs and _is_tracing():
+            name = getattr(func, "__name__", "")
+            mark = _mark_of_result(name, args[-1], [_mark(arg) for arg in args])
+            if mark:
+                setattr(result, _MARK, mark)
+        return result
+
+
+def with_symbolic_int(model: nn.Module, shapes: Shapes, trace: Callable[[Shapes], Traced]) -> Traced:
+    """What `trace` returns for the dynamic dimensions, with sizes kept symbolic through int() where that can be traced.
+
+    trace: may take dimensions out of `shapes`. Some operators need numbers, as a pooling its window: then it runs
+    again, with int as it is.
+    """
+    if not any(dimension for shape in shapes for dimension in shape):
+        return trace(shapes)  # numbers of images of one size
+    tried = [dict(shape) for shape in shapes]
+    with _symbolic_int(model) as integer:
+        try:
+            result = trace(tried)
+            shapes[:] = tried
+            return result
+        except Exception:
+            if not integer.kept:
+                raise
+    return trace(shapes)
+
+
+@contextlib.contextmanager
+def _symbolic_int(model: nn.Module) -> Iterator[_Integer]:
+    """Replace `int` in the modules of the packages that define the model's submodules."""
+    integer = _Integer("int", (int,), {})
+    packages = {kind.__module__.partition(".")[0] for module in model.modules() for kind in type(module).__mro__}
+    packages -= _OTHERS
+    changed = []
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in packages and isinstance(module, type(sys)) and "int" not in vars(module):
+            vars(module)["int"] = integer
+            changed.append(module)
+    try:
+        with _Marking():
+            yield integer
+    finally:
+        for module in changed:
+            vars(module).pop("int", None)
+
+
+def _is_tracing() -> bool:
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined]
+
+
+def _mark(value: Any) -> str:
+    """EXACT, ROUNDED, or empty: for a number or a traced tensor."""
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 0 and value.dtype == torch.int64:
+            return _EXACT
+        return str(getattr(value, _MARK, ""))
+    if isinstance(value, int):
+        return _EXACT
+    return _EXACT if isinstance(value, float) and abs(value) < _LARGEST and (value * _FRACTION).is_integer() else ""
+
+
+def _mark_of_result(name: str, last: Any, marks: list[str]) -> str:
+    """The mark of an operation on marked values; last: its last argument, the divisor of a division."""
+    if any(mark != _EXACT for mark in marks):
+        return ""
+    if name in ("add", "sub", "mul", "__rsub__"):
+        return _EXACT
+    if name == "div" and isinstance(last, (int, float)) and math.frexp(last)[0] == 0.5:
+        return _EXACT
+    return _ROUNDED if name in ("div", "pow") else ""
+
+
+def _expression_mark(expression: Any) -> str:
+    """The mark of a sympy expression of torch.export's sizes."""
+    if expression.is_Float:
+        return _mark(float(expression))
+    if expression.is_Symbol or expression.is_integer:
+        return _EXACT
+    names = {
+        "Add": "add",
+        "Mul": "mul",
+        "ToFloat": "add",
+        "IntTrueDiv": "div",
+        "FloatTrueDiv": "div",
+        "FloatPow": "pow",
+    }
+    last = expression.args[-1]
+    number = float(last) if last.is_number else None
+    name = names.get(type(expression).__name__, "")
+    return _mark_of_result(name, number, [_expression_mark(each) for each in expression.args])
