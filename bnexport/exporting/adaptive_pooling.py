@@ -42,7 +42,18 @@ class AnySizePooling(TorchFunctionMode):
         if func in _POOLINGS:
             axes, along = _POOLINGS[func]
             return self._pool(axes, along, func, *args, **kwargs)
+        if func is F.interpolate:
+            return self._interpolate(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _interpolate(self, input: Tensor, size: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Resampling by area is adaptive average pooling."""
+        mode = args[1] if len(args) > 1 else kwargs.get("mode")
+        axes = input.dim() - 2
+        if mode != "area" or size is None or not 1 <= axes <= 3:
+            return F.interpolate(input, size, *args, **kwargs)
+        pool = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[axes - 1]
+        return self._pool(axes, _average, pool, input, size)
 
     def _pool(
         self,

@@ -12,7 +12,7 @@ from torch import nn
 
 from bnexport import folding, model_io
 from bnexport.errors import UsageError, VerificationError
-from bnexport.exporting import dynamo, torch_formats, torchscript, verification, wrapper
+from bnexport.exporting import attempts, dynamo, torch_formats, torchscript, verification, wrapper
 from bnexport.exporting.dynamo import Shapes
 from bnexport.exporting.finish import STATE_SUFFIX, finish
 from bnexport.exporting.reference import Reference
@@ -141,7 +141,7 @@ def export(
     while True:
         planned = [set(shape) for shape in shapes]
         with wrapper.named_in_errors(model):
-            graph, more, conditions = EXPORTERS[exporter](traced, inputs, list(names), shapes)
+            graph, more, conditions = attempts.trace(EXPORTERS[exporter], traced, inputs, list(names), shapes)
         notes += more
         count = len(graph.graph.outputs) - len(state)
         outputs = output_names or wrapper.output_names(traced.output_spec, count)

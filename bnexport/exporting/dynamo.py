@@ -19,7 +19,6 @@ from bnexport.errors import UnsupportedModelError
 from bnexport.exporting import computed_weights
 from bnexport.exporting.adaptive_pooling import AnySizePooling
 from bnexport.exporting.size_conditions import SizeConditions
-from bnexport.exporting.symbolic_int import with_symbolic_int
 from bnexport.exporting.wrapper import Traced
 from bnexport.sync_bn import operators
 
@@ -91,12 +90,6 @@ def trace(
 
     shapes: the dynamic dimensions; those that the model fixes leave it.
     """
-    return with_symbolic_int(wrapper.model, shapes, lambda shapes: _trace(wrapper, args, names, shapes))
-
-
-def _trace(
-    wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes
-) -> tuple[ir.Model, list[str], SizeConditions]:
     notes: list[str] = []
     with quiet():
         with AnySizePooling(dynamic=True):

@@ -14,15 +14,12 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-
-Traced = TypeVar("Traced")
-Shapes = list[dict[int, str]]
 
 _OTHERS = {"torch", "builtins", "bnexport"}
 # What a traced float is marked with: EXACT as computed in float32, or ROUNDED once; and what int() returns.
@@ -73,28 +70,8 @@ class _Marking(TorchFunctionMode):
         return result
 
 
-def with_symbolic_int(model: nn.Module, shapes: Shapes, trace: Callable[[Shapes], Traced]) -> Traced:
-    """What `trace` returns for the dynamic dimensions, with sizes kept symbolic through int() where that can be traced.
-
-    trace: may take dimensions out of `shapes`. Some operators need numbers, as a pooling its window: then it runs
-    again, with int as it is.
-    """
-    if not any(dimension for shape in shapes for dimension in shape):
-        return trace(shapes)  # numbers of images of one size
-    tried = [dict(shape) for shape in shapes]
-    with _symbolic_int(model) as integer:
-        try:
-            result = trace(tried)
-            shapes[:] = tried
-            return result
-        except Exception:
-            if not integer.kept:
-                raise
-    return trace(shapes)
-
-
 @contextlib.contextmanager
-def _symbolic_int(model: nn.Module) -> Iterator[_Integer]:
+def symbolic_int(model: nn.Module) -> Iterator[_Integer]:
     """Replace `int` in the modules of the packages that define the model's submodules."""
     integer = _Integer("int", (int,), {})
     packages = {kind.__module__.partition(".")[0] for module in model.modules() for kind in type(module).__mro__}

@@ -20,7 +20,6 @@ from bnexport.errors import UnsupportedModelError, UsageError
 from bnexport.exporting.adaptive_pooling import AnySizePooling
 from bnexport.exporting.dynamo import Shapes
 from bnexport.exporting.size_conditions import SizeConditions
-from bnexport.exporting.symbolic_int import with_symbolic_int
 from bnexport.exporting.wrapper import Traced
 from bnexport.sync_bn.module import SyncBatchNorm
 
@@ -98,7 +97,7 @@ def trace(
     try:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model.onnx"
-            with_symbolic_int(wrapper.model, shapes, lambda shapes: _write(wrapper, args, names, shapes, file))
+            _write(wrapper, args, names, shapes, file)
             model = ir.load(file)
             for initializer in model.graph.initializers.values():
                 # The folder goes away: external tensors of models over 2 GB come into memory.

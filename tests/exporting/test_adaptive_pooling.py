@@ -47,6 +47,22 @@ def test_every_size(exporter, name, tmp_path):
         np.testing.assert_allclose(run(result, x), model(x), rtol=1e-5, atol=1e-6, err_msg=str(shape))
 
 
+class Area(nn.Module):
+    """Resampling by area is adaptive average pooling."""
+
+    def forward(self, x):
+        return F.interpolate(x, (4, x.shape[3]), mode="area")
+
+
+@pytest.mark.parametrize("exporter", [pytest.param("dynamo", marks=pytest.mark.slow), "torchscript"])
+def test_area(exporter, tmp_path):
+    result = bnexport.export(Area(), torch.randn(2, 3, 7, 6), tmp_path / "m.onnx", exporter=exporter)
+    assert result.verification.passed
+    assert not result.notes
+    x = torch.randn(1, 3, 9, 5)
+    np.testing.assert_allclose(run(result, x), Area()(x), rtol=1e-5, atol=1e-6)
+
+
 class Pyramid(nn.Module):
     """As PSPNet pools: between batch norms that fold."""
 

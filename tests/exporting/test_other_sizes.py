@@ -71,15 +71,11 @@ class Square(nn.Module):
         return x + x.transpose(2, 3)
 
 
-class OneHeight(nn.Module):
-    """The weights are for one height; the width is free."""
-
-    def __init__(self):
-        super().__init__()
-        self.pool = nn.AdaptiveAvgPool2d((3, 1))
+class Operator(nn.Module):
+    """The operator itself, past the function of torch.nn.functional."""
 
     def forward(self, x):
-        return self.pool(x)
+        return torch.ops.aten.adaptive_avg_pool2d(x, (2, 2))
 
 
 # The model, its dynamic dimensions in the file, and what the note says of each other one.
@@ -87,6 +83,11 @@ NETS = {
     "adaptive": (nn.AdaptiveAvgPool2d(2), DYNAMIC, None),
     "half": (Halves(), ["batch", 3, 6, 6], "interpolate"),
     "flat": (flat(), ["batch", 3, 6, 6], "the model ran at no other size that was tried"),
+    "operator": (
+        Operator(),
+        ["batch", 3, 6, 6],
+        "the exporter cannot write it for other sizes: Unsupported: ONNX export of operator adaptive",
+    ),
     "fuse": (Fuse(), DYNAMIC, None),
     "global": (nn.Sequential(conv_and_norm(), nn.AdaptiveAvgPool2d(1)), DYNAMIC, None),
     "skip": (Skip(), DYNAMIC, None),
@@ -94,7 +95,9 @@ NETS = {
 }
 DYNAMO = ["half", "skip"]
 CASES = [("torchscript", name) for name in NETS] + [
-    pytest.param("dynamo", name, marks=[] if name in DYNAMO else pytest.mark.slow) for name in NETS
+    pytest.param("dynamo", name, marks=[] if name in DYNAMO else pytest.mark.slow)
+    for name in NETS
+    if name != "operator"
 ]
 
 
@@ -135,6 +138,19 @@ def test_only_what_is_right_is_dynamic(exporter, name, tmp_path):
         assert all("stays 6" in note and cause in note for note in result.notes)
     image = (6, 6) if cause else (9, 9) if name == "square" else (11, 7)
     assert is_right(result, model, (5, 3, *image))
+
+
+class Rolled(nn.Module):
+    def forward(self, x):
+        return x.roll((x.shape[2] // 2, 1), (2, 3))
+
+
+@pytest.mark.slow
+def test_what_dynamo_cannot_write_for_other_sizes(tmp_path):
+    result = export(Rolled(), tmp_path, exporter="dynamo")
+    assert result.verification.passed
+    assert declared(result) == ["batch", 3, 6, 6]
+    assert all("the exporter cannot write it for other sizes: " in note for note in result.notes)
 
 
 @pytest.mark.parametrize("mode", ["deploy", "custom_op"])

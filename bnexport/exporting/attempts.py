@@ -1,0 +1,73 @@
+"""Trace a model with as many dynamic sizes as its exporter can write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+import torch
+
+from bnexport.errors import BnexportError
+from bnexport.exporting.dynamo import Shapes
+from bnexport.exporting.reference import first_line
+from bnexport.exporting.size_conditions import SizeConditions
+from bnexport.exporting.symbolic_int import symbolic_int
+from bnexport.exporting.wrapper import Traced
+
+Trace = tuple[ir.Model, list[str], SizeConditions]
+_LONGEST = 160
+
+
+def trace(
+    exporter: Callable[[Traced, tuple[torch.Tensor, ...], list[str], Shapes], Trace],
+    wrapper: Traced,
+    args: tuple[torch.Tensor, ...],
+    names: list[str],
+    shapes: Shapes,
+) -> Trace:
+    """The exporter's graph, notes and conditions. Dimensions that the graph does not have leave `shapes`.
+
+    Sizes of images stay symbolic through int(). Some operators need numbers, as a pooling its window: then the exporter
+    runs again, with int as it is. What it cannot write for other images at all, it writes for the example's.
+    """
+    if not any(dimension for shape in shapes for dimension in shape):
+        return exporter(wrapper, args, names, shapes)
+    tried = [dict(shape) for shape in shapes]
+    with symbolic_int(wrapper.model) as integer:
+        try:
+            result = exporter(wrapper, args, names, tried)
+            shapes[:] = tried
+            return result
+        except Exception as error:  # torch raises many types
+            failure = error
+    if integer.kept and not isinstance(failure, MemoryError):
+        tried = [dict(shape) for shape in shapes]
+        try:
+            result = exporter(wrapper, args, names, tried)
+            shapes[:] = tried
+            return result
+        except Exception as error:
+            failure = error
+    if isinstance(failure, (BnexportError, MemoryError)):
+        raise failure
+    batches = [{dimension: name for dimension, name in shape.items() if dimension == 0} for shape in shapes]
+    try:
+        graph, notes, conditions = exporter(wrapper, args, names, batches)
+    except Exception:
+        raise failure from None
+    reason = f"the exporter cannot write it for other sizes: {_cause(failure)}"
+    for name, arg, shape in zip(names, args, shapes):
+        notes += [
+            f"input {name!r}: dimension {dimension} ({size}) stays {arg.shape[dimension]}: {reason}"
+            for dimension, size in shape.items()
+            if dimension
+        ]
+    shapes[:] = batches
+    return graph, notes, conditions
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of the error that the others were raised from."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return first_line(error)[:_LONGEST]
