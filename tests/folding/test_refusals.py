@@ -1,0 +1,343 @@
+"""Each reason for which a rule refuses a map, in a graph that has nothing else wrong; and bounds just before they bind.
+
+A case asks for a map of 4 channels along axis 1: backward, on what makes `z`, or forward, on what reads `x`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.context import Context, Options
+from bnexport.folding.elementwise import read_elementwise, varying_axis
+from bnexport.folding.names import Names
+from bnexport.folding.refusal import Refused
+from bnexport.folding.rules import ALL
+from bnexport.folding.search import Search
+from bnexport.folding.shapes import Shapes
+from bnexport.folding.surgery import Surgery
+from tests.folding.helpers import batch_norm, model
+
+RULES = {op_type: rule for rule in ALL for op_type in rule.op_types}
+MAP = ChannelAffine(np.array([2.0, 3.0, -4.0, 5.0]), np.array([1.0, 0.0, 2.0, -1.0]), np.array([0.5, 1.0, 0.0, 3.0]))
+SCALE = MAP.only_scale()
+POSITIVE = ChannelAffine.scaling(np.array([2.0, 3.0, 4.0, 5.0]))
+SHIFT = ChannelAffine.shifting(np.array([1.0, 0.0, 2.0, -1.0]))
+X, ROWS = "float[N,4,H,W] x", "float[N,4] x"
+
+
+def attempt(
+    direction: str,
+    body: str,
+    *,
+    inputs: str = X,
+    affine: ChannelAffine = MAP,
+    axis: int = 1,
+    opset: int = 17,
+    value: str = "",
+    shapes: dict[str, tuple[int, ...]] | None = None,
+    **more: Any,
+) -> Search:
+    body = f"{body}\n y = Relu (z)" if direction == "backward" and "y = " not in body else body
+    arrays = {name: np.asarray(array) for name, array in more.items()}
+    proto = model(f"g ({inputs}) => (float[N,4,H,W] y) {{ {body} }}", shapes, values=arrays, opset=opset)
+    context = context_of(proto, opset)
+    search = Search(context, RULES)
+    graph = context.model.graph
+    values = {it.name: it for it in (*graph.inputs, *(out for node in graph for out in node.outputs))}
+    start = values[value or {"backward": "z", "forward": "x"}[direction]]
+    getattr(search, direction)(start, axis, affine)
+    return search
+
+
+def context_of(proto: onnx.ModelProto, opset: int) -> Context:
+    source, surgery = ir.from_proto(proto), Surgery()
+    return Context(source, opset, Names(source), Shapes(source, surgery), surgery, Options(), in_function=False)
+
+
+def w(*shape: int) -> dict[str, Any]:
+    return {"shapes": {"w": shape}}
+
+
+BACKWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "z = Conv (x, w)": ("shape", r"Conv makes 6 channels, the map has 4", w(6, 4, 1, 1)),
+    "z = Conv (x, w) ": ("axis", "axis 2", {**w(4, 4, 1, 1), "axis": 2}),
+    "z = Conv (x, w)  ": ("shape", r"a Conv weight of shape \(4, 4\) with 1 groups", w(4, 4)),
+    "z = Conv <group=3> (x, w)": ("shape", r"with 3 groups", w(4, 4, 1, 1)),
+    "z = Conv <group=0> (x, w)": ("shape", r"with 0 groups", w(4, 4, 1, 1)),
+    "z = Conv (x, w, b)": (
+        "shape", r"the Conv bias has shape \(3,\), expected \(4,\)", {"shapes": {"w": (4, 4, 1, 1), "b": (3,)}},
+    ),
+    "z = Conv (x, w, b) ": ("shape", r"bias has shape \(1, 4\)", {"shapes": {"w": (4, 4, 1, 1), "b": (1, 4)}}),
+    "z = ConvTranspose (x, w)": ("shape", "ConvTranspose makes 6 channels, the map has 4", w(4, 6, 1, 1)),
+    "z = ConvTranspose <group=2> (x, w)": ("shape", "ConvTranspose makes 6 channels", w(4, 3, 1, 1)),
+    "z = ConvTranspose (x, w) ": ("axis", "the map acts on axis 2", {**w(4, 4, 1, 1), "axis": 2}),
+    "z = ConvTranspose (x, w)  ": ("shape", r"a ConvTranspose weight of shape \(4, 4\)", w(4, 4)),
+    "z = ConvTranspose <group=3> (x, w)": ("shape", "with 3 groups", w(4, 4, 1, 1)),
+    "z = Gemm (x, w)": ("axis", "axis 0, Gemm's columns are axis 1", {**w(4, 4), "axis": 0, "inputs": ROWS}),
+    "z = Gemm (x, w) ": ("shape", "Gemm makes 6 columns, the map has 4", {**w(4, 6), "inputs": ROWS}),
+    "z = Gemm <transB=1> (x, w)": ("shape", "Gemm makes 6 columns, the map has 4", {**w(6, 4), "inputs": ROWS}),
+    "z = Gemm (x, w)  ": ("shape", r"a Gemm weight of shape \(4,\)", {**w(4), "inputs": ROWS}),
+    "z = Gemm (x, w, c)": (
+        "shape", r"a Gemm constant of shape \(3,\) for 4 columns", {"shapes": {"w": (4, 4), "c": (3,)}, "inputs": ROWS},
+    ),
+    "z = Gemm (x, w, c) ": (
+        "shape", r"a Gemm constant of shape \(1, 1, 4\)", {"shapes": {"w": (4, 4), "c": (1, 1, 4)}, "inputs": ROWS},
+    ),
+    "z = MatMul (x, w)": ("shape", "MatMul makes 6 channels, the map has 4", {**w(4, 6), "inputs": ROWS}),
+    "z = MatMul (w, x)": ("axis", "axis 1 of rank 2, the MatMul weight on axis 0", {**w(4, 4), "inputs": ROWS}),
+    "z = MatMul (w, x) ": (
+        "shape", "MatMul makes 6 channels", {**w(6, 4), "inputs": "float[4,N] x", "axis": 0, "affine": SCALE},
+    ),
+    "z = MatMul (x, x)": ("not-constant", "no operand, or both", {"inputs": ROWS}),
+    "z = MatMul (x, w)  ": ("rank", "not known or below 2", {**w(4), "inputs": ROWS}),
+    "z = MatMul (x, w)   ": ("rank", "not known or below 2", {**w(4, 4), "inputs": "float[4] x", "axis": 0}),
+    "z = MatMul (x, w)    ": ("shift", "MatMul has no bias", {**w(4, 4), "inputs": ROWS}),
+    "z = Add (x, b)": ("opset", "before opset 7", {**w(4), "opset": 6, "inputs": f"{X}, {X[:-1]}b"}),
+    "z = Add (b, b)": ("constant", "is a constant itself", {"shapes": {"b": (4, 1, 1)}}),
+    "z = Div (b, x)": ("rank", "broadcasts from another rank", {"inputs": f"{X}, float[4,1,1] b", "affine": SCALE}),
+    "z = Mul (x, x)": ("shift", "multiplies, so it cannot take a shift", {}),
+    "z = Div (x, d)": ("no-producer", "input of the graph", {"shapes": {"d": (4, 1, 1)}, "affine": SCALE}),
+    "z = Concat <axis=1> (x, x)": ("shape", "joins 8 channels, the map has 4", {}),
+    "z = Concat <axis=1> (x, b)": ("shape", "channels of an operand", {"inputs": f"{X}, float[N,C,H,W] b"}),
+    "z = Concat <axis=-1> (x, b)": ("rank", "rank of Concat", {"inputs": "float[] x, float[] b"}),
+    "z = Concat <axis=0> (b)": ("shape", r"constant of shape \(3, 5, 1, 1\)", {"shapes": {"b": (3, 5, 1, 1)}}),
+    "z = DepthToSpace <blocksize=2, mode=\"XYZ\"> (x)": ("unknown-mode", "'XYZ'", {"inputs": "float[N,16,H,W] x"}),
+    "z = DepthToSpace (x)": ("bad-node", "no block size", {}),
+    "z = DepthToSpace <blocksize=2> (x)": ("axis", "axis 2, the channels", {"axis": 2}),
+    "z = SpaceToDepth <blocksize=2> (x)": ("no-rule", "one channel onto several", {}),
+    "z = Pad <mode=\"XYZ\"> (x, p)": ("unknown-mode", "'XYZ'", {"p": [0, 0, 1, 1, 0, 0, 1, 1]}),
+    "z = Pad (x, p)": ("bad-node", "no pads, or not two", {"p": [0, 0, 1, 1]}),
+    "z = Pad (x, p) ": ("axis", "pads the channel axis", {"p": [0, 1, 0, 0, 0, 0, 0, 0]}),
+    "z = Pad (x, p)  ": ("axis", "pads the channel axis", {"p": [0, 0, 0, 0, 0, 1, 0, 0]}),
+    "z = Pad (x, p)   ": ("rank", "rank of Pad", {"p": [1, 1], "inputs": "float[] x"}),
+    "z = Pad (x)": ("bad-node", "no pads", {}),
+    "z = MaxPool <kernel_shape=[1,1]> (x)": ("order", "positive", {}),
+    "z = AveragePool <kernel_shape=[1,1]> (x)": ("axis", "axis 2, the channels", {"axis": 2}),
+    "z = ReduceMean (x)": ("axis", "reduces over every axis", {}),
+    "z = ReduceMean <axes=[2]> (x)": ("rank", "rank of ReduceMean", {"inputs": "float[] x"}),
+    "z = PRelu (x, b)": ("rank", "ranks of PRelu", {"shapes": {"b": (1, 1, 4, 1, 1)}, "affine": POSITIVE}),
+    "z = Relu (x)": ("order", "positive scales only", {"affine": SCALE}),
+    "z = Relu (x) ": ("order", "positive scales only", {"affine": SHIFT}),
+    "z = Transpose (x)": ("rank", "rank of Transpose", {"inputs": "float[] x"}),
+    "z = Transpose <perm=[0]> (x)": ("axis", "has no axis 1", {"inputs": "float[N] x"}),
+    "z = Unsqueeze (x, a)": ("axis", "names no axes", {"a": np.zeros(0, np.int64)}),
+    "z = Unsqueeze (x, a) ": ("rank", "rank of Unsqueeze", {"a": [2], "inputs": "float[] x"}),
+    "z = Unsqueeze (x, a)  ": ("axis", "drops the channel axis", {"a": [1]}),
+    "z = Squeeze (x, a)": ("rank", "rank of Squeeze", {"a": [2], "inputs": "float[] x"}),
+    "z = Reshape (x)": ("opset", "before opset 5", {"opset": 1}),
+    "z = Reshape (x, s)": ("shape", "shapes around", {"inputs": "float[] x, int64[2] s"}),
+    "z = Flatten (x)": ("shape", "shape before Flatten", {"inputs": "float[] x"}),
+    "z = Resize <mode=\"XYZ\"> (x, , s)": ("unknown-mode", "'XYZ'", {"s": np.array([1, 1, 2, 2], np.float32)}),
+    "z = Split <axis=1> (x, s)": ("shape", "do not add up to 4", {"s": [4, 1]}),
+    "z = Split <axis=1> (x)": ("shape", "gives 3 channels, the map has 4", {"inputs": "float[N,6,H,W] x"}),
+    "z = Split <axis=1> (x) ": ("shape", "channels of Split", {"inputs": "float[N,C,H,W] x"}),
+    "z = Split (x)": ("rank", "rank of Split", {"inputs": "float[] x"}),
+    "z = Slice (x, a, b, c)": ("bad-node", "1 starts, 2 ends and 1 axes", {"a": [0], "b": [1, 2], "c": [1]}),
+    "z = Slice (x, a)": ("bad-node", "no starts or no ends", {"a": [0]}),
+    "z = Slice (x, a, b, c, d)": ("axis", "reverses", {"a": [-1], "b": [-9], "c": [1], "d": [-1]}),
+    "z = Slice (x, a, b, c, d) ": ("axis", "reverses", {"a": [0], "b": [9], "c": [1], "d": [0]}),
+    "z = BatchNormalization (x, p_s, p_b, p_m, p_v)": (
+        "axis", "the map acts on axis 2", {"shapes": batch_norm("p", 4), "axis": 2},
+    ),
+    "z = BatchNormalization (x, p_s, p_b, p_m, p_v) ": ("axis", "the map acts on axis 1", {"shapes": batch_norm("p", 5)}),
+    "z = Cast <to=10> (x)": ("cast", "changes the type", {}),
+    "z = Sigmoid (x)": ("no-rule", "not linear", {}),
+}  # fmt: skip
+
+FORWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "y = Conv (x, w)": ("shape", "Conv reads 6 channels, the map has 4", w(4, 6, 1, 1)),
+    "y = Conv <group=2> (x, w)": ("shape", "Conv reads 6 channels", w(4, 3, 1, 1)),
+    "y = ConvTranspose (x, w)": ("shape", "ConvTranspose reads 6 channels, the map has 4", w(6, 4, 1, 1)),
+    "y = Gemm (x, w)": ("axis", "axis 0, Gemm sums over axis 1", {**w(4, 4), "axis": 0, "inputs": ROWS}),
+    "y = Gemm <transA=1> (x, w)": ("axis", "axis 1, Gemm sums over axis 0", {**w(4, 4), "inputs": ROWS}),
+    "y = Gemm (x, w) ": ("shape", "Gemm sums over 6 columns, the map has 4", {**w(6, 5), "inputs": ROWS}),
+    "y = Gemm (b, x)": ("not-data", "Gemm's input 1", {"inputs": f"{ROWS}, float[N,M] b"}),
+    "y = MatMul (x, w)": ("shape", "MatMul sums over 6 channels, the map has 4", {**w(6, 5), "inputs": ROWS}),
+    "y = MatMul (x, w) ": ("axis", "axis 0 of rank 2, MatMul sums over axis 1", {**w(4, 5), "axis": 0, "inputs": ROWS}),
+    "y = MatMul (w, x)": ("axis", "axis 1 of rank 2, MatMul sums over axis 0", {**w(5, 4), "inputs": "float[4,4] x"}),
+    "y = MatMul (x, w)   ": ("shift", "between the batches", {**w(3, 4, 5), "inputs": ROWS}),
+    "y = Add (x, b)": ("opset", "before opset 7", {"shapes": {"b": (4,)}, "opset": 6}),
+    "y = Add (x, b) ": ("rank", "that of its operand", {"shapes": {"b": (1, 4, 1, 1)}, "inputs": ROWS}),
+    "y = Add (x, b)  ": ("no-rule", "adds something that is not scaled", {"inputs": f"{X}, float[N,4,H,W] b"}),
+    "y = Mul (x, b)": ("shift", "only a scale passes", {"inputs": f"{X}, float[N,4,H,W] b"}),
+    "y = Div (b, x)": ("shift", "no divisor", {"inputs": f"{X}, float[N,4,H,W] b", "affine": SCALE}),
+    "y = Concat <axis=1> (x, x)": ("shared", "the same value twice", {}),
+    "y = Concat <axis=0> (x, b)": ("concat", "along another axis", {"inputs": f"{X}, float[N,4,H,W] b"}),
+    "y = Concat <axis=1> (x, b)": (
+        "shape", "operand 0 .* does not have 4", {"inputs": "float[N,6,H,W] x, float[N,2,H,W] b"},
+    ),
+    "y = DepthToSpace <blocksize=2> (x)": ("no-rule", "several channels onto positions of one", {}),
+    "y = Pad (b, x)": ("not-data", "input 1 of Pad", {"inputs": "int64[8] x, float[N,4,H,W] b"}),
+    "y = ReduceMean (b, x)": ("not-data", "input 1 of ReduceMean", {"inputs": "int64[1] x, float[N,4] b", "opset": 18}),
+    "y = PRelu (b, x)": ("not-data", "input 1 of PRelu", {"inputs": f"{X}, float[N,4,H,W] b"}),
+    "y = Reshape (b, x)": ("not-data", "input 1 of Reshape", {"inputs": "int64[4] x, float[N,4,H,W] b"}),
+    "y = Resize (b, , x)": ("not-data", "input 2 of Resize", {"inputs": "float[4] x, float[N,4,H,W] b"}),
+    "y = Slice (b, x, x)": ("not-data", "input 1 of Slice", {"inputs": "int64[4] x, float[N,4,H,W] b"}),
+    "y = Dropout (b, x)": ("not-data", "input 1 of Dropout", {"inputs": "float x, float[N,4,H,W] b"}),
+    "y = Transpose <perm=[0]> (x)": ("axis", "has no axis 1", {"inputs": "float[N] x"}),
+    "y = Squeeze (x, a)": ("axis", "drops the channel axis", {"a": [1]}),
+    "y = Slice (x, a, b, c)": (
+        "shape", "reads 6 channels, the map has 4", {"a": [0], "b": [1], "c": [1], "inputs": "float[N,6,H,W] x"},
+    ),
+    "y = Sigmoid (b)": ("unused", "nothing reads 'x'", {"inputs": f"{X}, float[N,4,H,W] b"}),
+    "y = BatchNormalization (x, p_s, p_b, p_m, p_v)": ("no-rule", "cannot take", {"shapes": batch_norm("p", 4)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BACKWARD)
+def test_backward(body: str) -> None:
+    code, message, options = BACKWARD[body]
+    if "Split" in body:
+        body = body.replace("z = ", "z, other = ")
+    with pytest.raises(Refused, match=message) as caught:
+        attempt("backward", body, **options)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("body", FORWARD)
+def test_forward(body: str) -> None:
+    code, message, options = FORWARD[body]
+    with pytest.raises(Refused, match=message) as caught:
+        attempt("forward", body, **options)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("count", [1, 62, 63])
+def test_depth_at_its_limit(count: int) -> None:
+    """A Concat, `count` operators and a Conv; the branch before them does not count."""
+    chain = "\n".join(f"a{index + 1} = Identity (a{index})" for index in range(count))
+    body = f"b = Conv (x, v)\n a0 = Conv (x, w)\n {chain}\n z = Concat <axis=1> (b, a{count})"
+    shapes = {"v": (2, 4, 1, 1), "w": (2, 4, 1, 1)}
+    if count == 63:
+        with pytest.raises(Refused, match="more than 64 operators away"):
+            attempt("backward", body, shapes=shapes)
+    else:
+        assert len(attempt("backward", body, shapes=shapes).plan.targets) == 2
+
+
+@pytest.mark.parametrize("count", [256, 257])
+def test_steps_down_at_their_limit(count: int) -> None:
+    body = "\n".join(f"c{index} = Conv (x, w)" for index in range(count)) + "\n y = Sum (c0, c1)"
+    if count == 257:
+        with pytest.raises(Refused, match="more than 256 operators would change"):
+            attempt("forward", body, **w(4, 4, 1, 1))
+    else:
+        assert len(attempt("forward", body, **w(4, 4, 1, 1)).plan.targets) == 256
+
+
+BODIES = "then_branch = a () => (float[N,4,H,W] q) { q = Relu (%s) }, else_branch = b () => (float[N,4,H,W] e) { e = Relu (v) }"
+
+
+def test_values_of_another_body() -> None:
+    inputs = f"{X}, float[N,4,H,W] v, bool c"
+    with pytest.raises(Refused, match="'x' is read inside a body"):
+        attempt("forward", f"y = If (c) <{BODIES % 'x'}>", inputs=inputs, affine=POSITIVE)
+    with pytest.raises(Refused, match="'z' is computed outside the body"):
+        attempt("backward", f"z = Conv (x, w)\n y = If (c) <{BODIES % 'z'}>", inputs=inputs, **w(4, 4, 1, 1))
+
+
+def test_the_constant_of_a_product_is_no_data() -> None:
+    with pytest.raises(Refused, match="reaches the constant of a MatMul"):
+        attempt("forward", "k = Identity (w)\n y = MatMul (x, k)", value="k", inputs=ROWS, **w(4, 4))
+
+
+CONV = "c = Conv (x, w)\n "
+QUANTIZED = {"q": np.ones((4, 4, 1, 1), np.int8), "affine": POSITIVE}
+SCALES = np.ones(4, np.float32)
+# Bodies, and the outputs of the nodes that change.
+ACCEPTED: dict[str, tuple[list[str], dict[str, Any]]] = {
+    CONV + "z = PRelu (c, b)": (["c"], {"shapes": {"w": (4, 4, 1, 1), "b": (1, 4, 1, 1)}, "affine": POSITIVE}),
+    CONV + "z = DepthToSpace <blocksize=1> (c)": (["c"], w(4, 4, 1, 1)),
+    CONV + "z, o = Split <axis=1> (c, s)": (["c"], {**w(4, 4, 1, 1), "s": [4, 0]}),
+    CONV + "z = Slice (c, s, e)": (["c"], {**w(4, 4, 1, 1), "s": [0], "e": [1]}),
+    CONV + "z = Pad (c, p, , a)": (["c"], {**w(4, 4, 1, 1), "p": [0, 0], "a": [-3]}),
+    CONV + "z = Concat <axis=-4> (c, c2)\n c2 = Conv (x, w)": (["c", "c2"], w(4, 4, 1, 1)),
+    "z = Gemm (x, w)": (["z"], {**w(4, 4), "inputs": ROWS}),
+    "z = MatMul (w, x)": (["z"], {**w(4, 4), "inputs": "float[4,N] x", "axis": 0, "affine": SCALE}),
+    "d = DequantizeLinear <axis=0> (q, s)\n z = Conv (x, d)": (["d", "z"], {**QUANTIZED, "s": SCALES}),
+    "d = DequantizeLinear <axis=-4> (q, s)\n z = Conv (x, d)": (["d", "z"], {**QUANTIZED, "s": SCALES}),
+    "d = DequantizeLinear (q, s)\n z = Conv (x, d)": (["d", "z"], {**QUANTIZED, "s": SCALES[0]}),
+}
+
+
+@pytest.mark.parametrize("body", ACCEPTED)
+def test_accepted(body: str) -> None:
+    changed, options = ACCEPTED[body]
+    body = "\n".join(sorted(body.split("\n "), key=lambda line: line.startswith("z")))
+    plan = attempt("backward", body, **options).plan
+    assert sorted(node.outputs[0].name or "" for node in plan.targets) == changed
+    assert {name for _, name in plan.attributes} == ({"axis"} if "Dequantize" in body else set())
+
+
+@pytest.mark.parametrize(
+    ("first", "options", "message"),
+    [
+        ("d = DequantizeLinear <axis=1> (q, s)", {"s": SCALES}, "does not follow the quantization axis"),
+        ("d = DequantizeLinear (q, s)", {"s": SCALES[0], "affine": SCALE}, "must stay positive"),
+        ("d = DequantizeLinear (q, s)\n e = Conv (x, d)", {"s": SCALES[0]}, "has other uses"),
+    ],
+)
+def test_quantized_weights(first: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused, match=message) as caught:
+        attempt("backward", f"{first}\n z = Conv (x, d)", **{**QUANTIZED, **options})
+    assert caught.value.code == "quantized"
+
+
+def elementwise(node: str, opset: int = 17, inputs: str = X, **constants: Any) -> ChannelAffine:
+    values = {name: np.asarray(array, np.float32) for name, array in constants.items()}
+    proto = model(f"g ({inputs}) => (float[N,4,H,W] y) {{ y = {node} }}", values=values, opset=opset)
+    context = context_of(proto, opset)
+    return read_elementwise(context.model.graph[0], 1, 4, context)
+
+
+VECTOR = [1.0, 2.0, 4.0, 8.0]
+
+
+def test_constants_by_axis_before_opset_7() -> None:
+    for start, shape in ((0, (1, 4)), (1, (4,)), (1, (4, 1, 1)), (0, (1, 4, 1, 1))):
+        node = f"Mul <broadcast=1, axis={start}> (x, d)"
+        assert elementwise(node, 6, d=np.reshape(VECTOR, shape)).scale.tolist() == VECTOR
+    for start, shape in ((-1, (4,)), (2, (4, 1, 1))):
+        with pytest.raises(Refused, match=f"broadcasts from axis {start} on"):
+            elementwise(f"Mul <broadcast=1, axis={start}> (x, d)", 6, d=np.reshape(VECTOR, shape))
+    with pytest.raises(Refused, match="no constant operand"):
+        elementwise("Mul <broadcast=1> (d, x)", 6, d=np.reshape(VECTOR, (4, 1, 1)))
+
+
+def test_constants() -> None:
+    column = np.reshape(VECTOR, (4, 1, 1))
+    assert elementwise("Add (x, d)", d=column).offset.tolist() == VECTOR
+    assert elementwise("Sub (x, d)", d=column).center.tolist() == VECTOR
+    flipped = elementwise("Sub (d, x)", d=column)
+    assert (flipped.scale.tolist(), flipped.offset.tolist()) == ([-1.0] * 4, VECTOR)
+    assert elementwise("Div (x, d)", d=column).scale.tolist() == [1, 0.5, 0.25, 0.125]
+    assert elementwise("Mul (x, d)", d=3.0).scale.tolist() == [3.0] * 4
+    assert elementwise("Mul (x, d)", d=[[[3.0]]]).scale.tolist() == [3.0] * 4
+    assert elementwise("Mul (x, d)", inputs="float[N,M] x", d=VECTOR).scale.tolist() == VECTOR
+    for node, constant, inputs, message in (
+        ("Div (d, x)", column, X, "divides a constant"),
+        ("Div (x, d)", 0 * column, X, "divides by zero"),
+        ("Mul (x, d)", VECTOR, X, "varies along another axis than 1"),
+        ("Mul (x, d)", VECTOR[:3], "float[N,M] x", "the constant has 3 values, the channel axis 4"),
+        ("Mul (x, d)", [VECTOR], "float[M] x", "a constant of rank 2 enlarges data of rank 1"),
+        ("Mul (x, d)", column, "float[] x", "the rank of the data is not known"),
+    ):
+        with pytest.raises(Refused, match=message):
+            elementwise(node, inputs=inputs, d=constant)
+
+
+def test_the_axis_along_which_a_constant_varies() -> None:
+    shapes = [(4, 1, 1), (1, 4, 1, 1), (4,), (1, 1, 1, 4), (4, 4), (1,), (1, 1, 4, 1, 1)]
+    assert [varying_axis(np.ones(shape), 4) for shape in shapes] == [1, 1, 3, 3, None, None, None]
+
+
+def test_a_scale_that_may_be_divided_by() -> None:
+    assert ChannelAffine.scaling(np.array([0.5, -4.0])).inverse_scale(2.0).tolist() == [2.0, -0.25]
+    with pytest.raises(Refused, match="would be divided by"):
+        ChannelAffine.scaling(np.array([0.5, -4.0])).inverse_scale(1.9)
