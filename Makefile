@@ -9,7 +9,7 @@ TOOLS  := PATH="$(CURDIR)/$(BIN):$$PATH"
 CXX_SOURCES = $(shell find custom_ops tests examples benchmarks -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h' | grep -v /node_modules/)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-slow test-browser test-matrix fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold cuda cuda-registers gpu-kit docs coverage public-api lint format tidy wheel clean
+.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-slow test-browser test-matrix fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold cuda cuda-registers gpu-kit docs coverage mutation public-api lint format tidy wheel clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -126,6 +126,14 @@ coverage: $(READY) ## branch coverage of the test suite, processes that it start
 	-$(BIN)/coverage combine -q # a process that a test kills leaves half a file behind
 	$(BIN)/coverage html -q
 	$(BIN)/coverage report
+
+GROUP   ?= folding
+COUNT   ?= 300
+SEED    ?= 0
+MINUTES ?= 600
+mutation: $(READY) ## changes of one place of the source that tests should notice (GROUP, COUNT, MINUTES); results in build/mutation
+	$(BIN)/python -m tests.mutation $(GROUP) --count $(COUNT) --seed $(SEED) --minutes $(MINUTES) $(AGAIN)
+	$(BIN)/python -m tests.mutation report
 
 public-api: $(READY) ## the list of public names and signatures that a test compares, written anew
 	$(BIN)/python -m tests.public_api

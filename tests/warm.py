@@ -137,8 +137,17 @@ class _Server:
 _server: _Server | None = None
 
 
+def preload() -> None:
+    """Import in this process what the server has imported."""
+    for name in PRELOAD:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
 def address() -> str:
-    """The path of the server's socket; the first call starts the server."""
+    """The path of the server's socket; the first call starts the server, unless BNEXPORT_WARM names one."""
+    if "BNEXPORT_WARM" in os.environ:
+        return os.environ["BNEXPORT_WARM"]
     global _server  # noqa: PLW0603  (one per process, started when it is needed)
     if _server is None:
         _server = _Server()
@@ -276,9 +285,7 @@ def _serve(path: str) -> dict[str, Any]:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen(64)
-    for name in PRELOAD:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    preload()
     runpy.run_path(str(ROOT / "tests/torch_registry.py"))["remember"](opsets=(18,))
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"a package of PRELOAD starts threads, {threads - 1} of them: a fork would not have them"
