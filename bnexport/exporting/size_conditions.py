@@ -8,6 +8,7 @@ compare the exported model at.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -18,21 +19,27 @@ from bnexport.exporting.sizes import Changes, Group, Shapes
 # Conditions of reshapes come by the dozen; those that a model's own code asks are short.
 _MOST = 16
 _LARGEST_MODULUS = 7
+_TORCH = str(Path(torch.__file__).parent)
 
 
 class SizeConditions:
-    """The conditions of a program. inputs: fake tensors, the program's inputs with their symbolic sizes."""
+    """The conditions of a program.
 
-    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+    inputs: fake tensors, the program's inputs with their symbolic sizes. asked: only those of the model's own code;
+    torch has many of its own, as for the choice of a kernel.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor], *, asked: bool = False) -> None:
         self._symbols: dict[Any, tuple[int, int]] = {}
-        found: dict[Any, None] = {}
+        found: dict[Any, bool] = {}
         for place, value in enumerate(inputs):
             for dimension, size in enumerate(value.shape):
                 if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
                     self._symbols[size.node.expr] = (place, dimension)
-                    found.update(dict.fromkeys(guard.expr for guard in size.node.shape_env.guards))
+                    found.update({guard.expr: _is_asked(guard) for guard in size.node.shape_env.guards})
         known = [condition for condition in found if condition.free_symbols <= set(self._symbols)]
-        self.all = sorted(known, key=lambda condition: int(condition.count_ops()))[:_MOST]
+        known = [condition for condition in known if found[condition] or not asked]
+        self.all = sorted(known, key=lambda condition: (not found[condition], int(condition.count_ops())))[:_MOST]
 
     def broken(self, shapes: Shapes) -> set[Any]:
         """The conditions that do not hold at these sizes."""
@@ -55,6 +62,12 @@ class SizeConditions:
             yield from ({group: size} for size in [*bounds, *near, 2 * n, n // 2] if size >= least)
         for one in concerned:
             yield from ({one: one.size + other.size, other: other.size} for other in concerned if one is not other)
+
+
+def _is_asked(guard: Any) -> bool:
+    """Whether a condition comes from code outside torch."""
+    place = getattr(guard.sloc.framework_loc, "filename", "")
+    return bool(place) and not place.startswith(_TORCH)
 
 
 def _is_false(condition: Any, sizes: dict[Any, Any]) -> bool:

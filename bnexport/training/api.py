@@ -28,6 +28,7 @@ from bnexport.training.description import (
     Description,
 )
 from bnexport.training.optimizers import make_optimizer
+from bnexport.training.other_batches import breaking
 from bnexport.training.problem import Loss, Problem
 from bnexport.training.step import Step
 
@@ -148,7 +149,7 @@ def export_training_step(
 
     arguments = {**state, **arrays, **({} if lr is None else {LEARNING_RATE: lr})}
     arguments[LOSS_WEIGHT] = torch.ones((), dtype=torch.float64)
-    made = tracing.trace(
+    made, conditions = tracing.trace(
         run,
         arguments,
         varying,
@@ -178,7 +179,8 @@ def export_training_step(
     made.metadata_props[METADATA_KEY] = description.to_json()
     checked = Verification.skipped("not asked for")
     if original is not None:
-        checked = verification.check(made, step, original, arrays, lr)
+        others = breaking(conditions, {name: arrays[name] for name in names if name in varying})
+        checked = verification.check(made, step, original, arrays, lr, [{**arrays, **other} for other in others])
         if checked.passed is False:
             raise VerificationError(
                 f"{path}: the exported step differs from torch, nothing was written: {checked.summary()}"
@@ -218,7 +220,7 @@ def _evaluation(
         flat = problem.flatten(output)
         return {LOSS: value, **dict(zip(wrapper.output_names(problem.output_spec, len(flat)), flat))}
 
-    made = tracing.trace(
+    made, _ = tracing.trace(
         run,
         {**state, **arrays},
         varying,

@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from bnexport.errors import BnexportError, UnsupportedModelError
 from bnexport.exporting.dynamo import quiet
+from bnexport.exporting.size_conditions import SizeConditions
 from bnexport.training import dropout, translations, updates
 from bnexport.training.problem import Problem
 
@@ -48,8 +49,10 @@ def trace(
     differentiates: bool,
     standard_ops_only: bool,
     cpu_kernels: bool,
-) -> ir.Model:
-    """The ONNX graph of `function`, with inputs and outputs under their names.
+) -> tuple[ir.Model, SizeConditions]:
+    """The ONNX graph of `function`, with inputs and outputs under their names, and what its code asks of sizes.
+
+    The conditions are those of the dynamic arguments in their order, where the function computes gradients.
 
     dynamic: arguments whose dimension 0 is dynamic. Those of equal size there share the name "batch".
     problem: knows which module runs, for messages. differentiates: whether the function computes gradients.
@@ -65,9 +68,10 @@ def trace(
         results[:] = made
         return _distinct(made.values())
 
-    module: nn.Module = _Module(flat)
+    module, conditions = _Module(flat), SizeConditions([])
     if differentiates:
-        module = _Module(_record(flat, arguments, dynamic, problem))
+        recorded, conditions = _record(flat, arguments, dynamic, problem)
+        module = _Module(recorded)
     shapes = [{0: torch.export.Dim.DYNAMIC} if name in dynamic else None for name in arguments]
     with quiet():
         try:
@@ -102,7 +106,7 @@ def trace(
         except Exception as error:
             raise _translation_error(error, problem) from error
     assert exported is not None
-    return exported.model
+    return exported.model, conditions
 
 
 def _distinct(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
@@ -124,7 +128,9 @@ class _Module(nn.Module):
         return self.function(*tensors)
 
 
-def _record(function: Callable[..., Any], arguments: Named, dynamic: set[str], problem: Problem) -> fx.GraphModule:
+def _record(
+    function: Callable[..., Any], arguments: Named, dynamic: set[str], problem: Problem
+) -> tuple[fx.GraphModule, SizeConditions]:
     environment = symbolic_shapes.ShapeEnv()
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
 
@@ -154,7 +160,7 @@ def _record(function: Callable[..., Any], arguments: Named, dynamic: set[str], p
     _refuse_fixed_size(environment)
     recorded.graph.eliminate_dead_code()
     recorded.recompile()
-    return recorded
+    return recorded, SizeConditions([tensor for name, tensor in zip(arguments, fakes) if name in dynamic], asked=True)
 
 
 def _refuse_fixed_size(environment: symbolic_shapes.ShapeEnv) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,12 @@ _JUMP = 2.0**-4
 
 
 def check(
-    model: ir.Model, step: Step, original: torch.nn.Module, batch: dict[str, Tensor], lr: Tensor | None
+    model: ir.Model,
+    step: Step,
+    original: torch.nn.Module,
+    batch: dict[str, Tensor],
+    lr: Tensor | None,
+    others: Sequence[dict[str, Tensor]] = (),
 ) -> Verification:
     """Runs the graph and the function on `batch` from one state. Raises VerificationError when ORT cannot.
 
@@ -57,6 +63,7 @@ def check(
     as the size in a mean, is wrong there.
 
     original: a copy of the caller's module; where it cannot run here, the reference is the step's own model.
+    others: batches of other sizes, of which the model's code asks. Sizes that the module refuses are left out.
     """
     try:
         import onnxruntime
@@ -75,35 +82,43 @@ def check(
             return Verification.skipped(str(error))
     state = _warm(step.initial_state())
     engine = f"onnxruntime {onnxruntime.__version__}"
-    batches = _batches(model, batch)
-    results = []
     try:
         session = onnxruntime.InferenceSession(model_io.to_bytes(model), options, providers=["CPUExecutionProvider"])
-        names = [value.name for value in session.get_outputs()]
-        for arrays in batches:
-            arguments = {**state, **arrays, **({} if lr is None else {"lr": lr})}
-            feeds = {value.name: _array(arguments[value.name]) for value in session.get_inputs()}
-            results.append(dict(zip(names, session.run(names, feeds))))
     except Exception as error:  # ONNX Runtime raises one class for each status code
-        raise VerificationError(f"{engine} cannot run the exported training step: {str(error).strip()}") from error
+        raise VerificationError(f"{engine} cannot load the exported training step: {str(error).strip()}") from error
+    names = [value.name for value in session.get_outputs()]
     reference, cause = _with_model(step, original), ""
     errors: list[OutputError] = []
-    for arrays, got in zip(batches, results):
+    for index, arrays in enumerate([*_batches(model, batch), *others]):
         tensors = tuple(arrays.values())
         try:
             own = reference(state, tensors, lr)
         except Exception as error:  # what the model's code raises: some packages' batch norms run on GPUs only
-            if reference is step:
-                raise
+            if index:
+                continue
             reference, cause = step, first_line(error)
             own = reference(state, tensors, lr)
+        arguments = {**state, **arrays, **({} if lr is None else {"lr": lr})}
+        try:
+            feeds = {value.name: _array(arguments[value.name]) for value in session.get_inputs()}
+            got = dict(zip(names, session.run(names, feeds)))
+        except Exception as error:
+            sizes = ", ".join(f"{name} {tuple(rows.shape)}" for name, rows in arrays.items())
+            raise VerificationError(
+                f"{engine} cannot run the exported training step on {sizes}: {str(error).strip()}"
+            ) from error
         try:
             exact = in_float64(reference)(_double(state), tuple(_double(arrays).values()), lr)
         except (RuntimeError, TypeError):
             # The loss holds float32 tensors, or the model calls something without float64: torch's own is the truth.
             exact = own
         judge = _Judge(state, {name: (got[name], _array(own[name]), _array(exact[name])) for name in names}, step)
-        errors += [dataclasses.replace(judge(name), engine=engine) for name in names]
+        found = [dataclasses.replace(judge(name), engine=engine) for name in names]
+        if index and any(error.failed for error in found):
+            sizes = ", ".join(f"{name} {tuple(rows.shape)}" for name, rows in arrays.items())
+            reason = f"with {sizes}; a model whose code takes the batch size as a number exports with dynamic=False"
+            found = [dataclasses.replace(error, reason=reason) for error in found if error.failed]
+        errors += found
     return Verification.of(nearest(errors), engine, cause)
 
 

@@ -328,6 +328,52 @@ def test_half_precision_parameters(tmp_path):
         export(Net().bfloat16(), tmp_path / "b.onnx", batch=batch(dtype=torch.bfloat16))
 
 
+class Asks(Net):
+    """Code that asks for the batch size; a graph keeps one branch of it."""
+
+    def __init__(self, condition, other):
+        super().__init__()
+        self.condition, self.other = condition, other
+
+    def forward(self, x):
+        return self.other(super().forward(x)) if self.condition(x.shape[0]) else super().forward(x)
+
+
+def refuse(x):
+    raise ValueError("not this batch")
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        pytest.param(lambda rows: rows % 2 == 1, marks=pytest.mark.slow, id="odd"),
+        pytest.param(lambda rows: rows < 3, id="small"),
+    ],
+)
+def test_a_branch_on_the_batch_size(condition, tmp_path):
+    """The example and its double take the other branch."""
+    path = tmp_path / "s.onnx"
+    with pytest.raises(
+        VerificationError, match=r"with x \(\d+, .* the batch size as a number exports with dynamic=False"
+    ):
+        export(Asks(condition, lambda y: 2 * y), path)
+    assert not path.exists()
+    result, _ = export(Asks(condition, lambda y: 2 * y), path, dynamic=False)
+    assert result.verification.passed
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        pytest.param(lambda rows: rows % 2 == 1, id="odd"),
+        pytest.param(lambda rows: rows > 5, marks=pytest.mark.slow, id="large"),
+    ],
+)
+def test_a_batch_size_that_the_model_refuses(condition, tmp_path):
+    result, _ = export(Asks(condition, refuse), tmp_path / "s.onnx")
+    assert result.verification.passed
+
+
 def test_a_batch_of_one(tmp_path):
     _, session = export(Net(), tmp_path / "s.onnx", batch=batch(1))
     data = batch(1, 5)
