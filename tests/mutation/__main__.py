@@ -19,6 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bnexport.runtime.library import get_library_path
 from tests.mutation.groups import GROUPS, ROOT
 
 COPIED = ("bnexport", "tests", "models", "docs", "benchmarks", "examples", "pyproject.toml", "README.md", "mkdocs.yml")
@@ -51,8 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
         wanted = ("group", "count", "seed", "minutes", "seconds", "again")
         order = {"log": str(log), **{key: getattr(arguments, key) for key in wanted}}
         (folder / "order.json").write_text(json.dumps(order))
+        # Of its own, too: an installation that changes meanwhile must not decide about mutants.
+        library = shutil.copy(get_library_path(), folder)
         environment = {
             **os.environ,
+            "BNEXPORT_LIBRARY": str(library),
             "PYTHONPATH": str(folder),
             "PYTHONDONTWRITEBYTECODE": "1",
             "TMPDIR": str(folder / "tmp"),

@@ -109,7 +109,7 @@ def _changes(tree: ast.Module) -> Iterator[_Change]:
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
-    """Nodes that run: no annotations, decorators, imports for type checkers or messages."""
+    """Nodes that run: no annotations, decorators, imports, messages or signals."""
     for field, value in ast.iter_fields(tree):
         if field in _NO_CODE:
             continue
@@ -126,6 +126,8 @@ def _is_skipped(node: ast.AST) -> bool:
         return ast.unparse(node.test) == "TYPE_CHECKING"
     if isinstance(node, ast.Assign):
         return any(isinstance(target, ast.Name) and target.id.startswith("__") for target in node.targets)
+    if isinstance(node, ast.Call):  # a changed signal or process number would hit bystanders
+        return ast.unparse(node.func) in ("os.kill", "os.killpg")
     return isinstance(node, (ast.Import, ast.ImportFrom))
 
 
