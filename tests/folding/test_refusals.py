@@ -104,6 +104,7 @@ BACKWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "z = Mul (x, x)": ("shift", "multiplies, so it cannot take a shift", {}),
     "z = Div (x, d)": ("no-producer", "input of the graph", {"shapes": {"d": (4, 1, 1)}, "affine": SCALE}),
     "z = Concat <axis=1> (x, x)": ("shape", "joins 8 channels, the map has 4", {}),
+    "z = Concat (x, x)": ("shape", "joins 8 channels", {"opset": 3}),  # the default axis is 1
     "z = Concat <axis=1> (x, b)": ("shape", "channels of an operand", {"inputs": f"{X}, float[N,C,H,W] b"}),
     "z = Concat <axis=-1> (x, b)": ("rank", "rank of Concat", {"inputs": "float[] x, float[] b"}),
     "z = Concat <axis=0> (b)": ("shape", r"constant of shape \(3, 5, 1, 1\)", {"shapes": {"b": (3, 5, 1, 1)}}),

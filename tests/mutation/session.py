@@ -140,20 +140,19 @@ class Plugin:
         return self.spread({number for numbers in self.lines[file].values() for number in numbers})
 
     def spread(self, numbers: set[int]) -> list[pytest.Item]:
-        """Of each test function its quickest case, then of each the next one, up to a limit of time."""
+        """The quickest tests, and then of each test function its quickest case, its second, ..., up to a limit of time."""
         functions: dict[str, list[pytest.Item]] = defaultdict(list)
         for item in sorted((self.items[number] for number in numbers), key=self.time_of):
             functions[item.nodeid.partition("[")[0]].append(item)
-        chosen, spent = [], 0.0
-        ranks = sorted(
-            (rank, self.time_of(it), it.nodeid, it) for of in functions.values() for rank, it in enumerate(of)
-        )
-        for _, seconds, _, item in ranks:
-            spent += seconds
-            if chosen and spent > self.order["seconds"]:
-                break
-            chosen.append(item)
-        return chosen
+        ranks = [(rank, self.time_of(it), it.nodeid, it) for of in functions.values() for rank, it in enumerate(of)]
+        chosen: dict[str, pytest.Item] = {}
+        spent, limit = 0.0, self.order["seconds"]
+        for share, key in ((0.4, lambda it: it[1:3]), (1.0, lambda it: it[:3])):
+            for _, seconds, name, item in sorted(ranks, key=key):
+                if name not in chosen and (not chosen or spent + seconds <= share * limit):
+                    chosen[name] = item
+                    spent += seconds
+        return list(chosen.values())
 
     def time_of(self, item: pytest.Item) -> float:
         return float(self.seconds[item.nodeid])
