@@ -13,9 +13,12 @@ import onnx_ir as ir
 import pytest
 
 from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.batch_norm import read_batch_norm
 from bnexport.folding.context import Context, Options
+from bnexport.folding.edits import Addend, Raw
 from bnexport.folding.elementwise import read_elementwise, varying_axis
 from bnexport.folding.names import Names
+from bnexport.folding.plan import Plan
 from bnexport.folding.refusal import Refused
 from bnexport.folding.rules import ALL
 from bnexport.folding.search import Search
@@ -342,3 +345,99 @@ def test_a_scale_that_may_be_divided_by() -> None:
     assert ChannelAffine.scaling(np.array([0.5, -4.0])).inverse_scale(2.0).tolist() == [2.0, -0.25]
     with pytest.raises(Refused, match="would be divided by"):
         ChannelAffine.scaling(np.array([0.5, -4.0])).inverse_scale(1.9)
+
+
+def norm(inputs: str, source: str = "float[N,4,H,W] x", opset: int = 17, attributes: str = "", **changed: Any) -> None:
+    values = {name: np.ones(4, np.float32) for name in "sbmv"}
+    values |= {name: np.asarray(array, np.float32) for name, array in changed.items()}
+    text = f"g ({source}) => (float[N,4,H,W] y) {{ y = BatchNormalization {attributes} ({inputs}) }}"
+    context = context_of(model(text, values=values, opset=opset), opset)
+    read_batch_norm(context.model.graph[0], context)
+
+
+ALL_INPUTS = "x, s, b, m, v"
+NORMS: list[tuple[str, str, dict[str, Any]]] = [
+    ("bad-node", "it has 4 inputs, expected 5", {"inputs": "x, s, b, m"}),
+    ("bad-node", "it has no input", {"inputs": '"", s, b, m, v'}),
+    ("rank", "its input has rank 1", {"source": "float[N] x"}),
+    ("shape", "its parameters have 4, 3, 4 and 4 elements", {"b": np.ones(3)}),
+    ("shape", r"the mean has shape \(1, 4\)", {"m": np.ones((1, 4))}),
+    ("not-finite", "the variance holds", {"v": [1, 1, np.inf, 1]}),
+    ("not-finite", "the bias holds", {"b": [1, 1, np.nan, 1]}),
+    ("negative-variance", "smallest -0.5", {"v": [1, 1, -0.5, 1]}),
+    ("zero-variance", "is 0 in a channel", {"v": [1, 1, 0, 1], "attributes": "<epsilon=0.0>"}),
+    ("bad-epsilon", "epsilon is -1", {"attributes": "<epsilon=-1.0>"}),
+    ("scale", "the bound is 1e", {"s": [1, 1, 1e7, 1]}),
+    ("training", "statistics of the batch", {"attributes": "<training_mode=1>"}),
+    ("not-per-channel", "spatial=0", {"attributes": "<spatial=0>", "opset": 7}),
+    ("unknown-attribute", "'other'", {"attributes": "<other=0>"}),
+]
+
+
+@pytest.mark.parametrize(("code", "message", "options"), NORMS)
+def test_batch_norms(code: str, message: str, options: dict[str, Any]) -> None:
+    norm(ALL_INPUTS)
+    with pytest.raises(Refused, match=message) as caught:
+        norm(**{"inputs": ALL_INPUTS, **options})
+    assert caught.value.code == code
+
+
+class TestPlan:
+    """One weight of shape (2, 4, 1, 1), edited more than once before anything is written."""
+
+    @pytest.fixture
+    def plan(self) -> Plan:
+        proto = model(f"g ({X}) => (float[N,2,H,W] y) {{ y = Conv (x, w) }}", {"w": (2, 4, 1, 1)})
+        return Plan(context_of(proto, 17))
+
+    @pytest.fixture
+    def node(self, plan: Plan) -> ir.Node:
+        return plan.context.model.graph[0]
+
+    def test_factors_multiply_in_one_view_only(self, plan: Plan, node: ir.Node) -> None:
+        weight = plan.value(node, 1, "weight")
+        plan.scale(node, 1, np.full((2, 1, 1), 3.0), "weight", (2, 2, 2))
+        plan.scale(node, 1, np.full((2, 1, 1), 2.0), "weight", (2, 2, 2))
+        np.testing.assert_array_equal(plan.value(node, 1, "weight"), 6 * weight)
+        for ask in (
+            lambda: plan.scale(node, 1, np.ones((2, 1, 1, 1)), "weight"),
+            lambda: plan.sums(node, 1, np.ones((1, 4, 1, 1)), (2, 4, 1, 1), (0,), "weight"),
+        ):
+            with pytest.raises(Refused, match="scaled in two ways that do not go together"):
+                ask()
+        sums, sizes = plan.sums(node, 1, np.ones((1, 1, 2)), (2, 2, 2), (0, 1), "weight")
+        np.testing.assert_allclose(sums, 6 * weight.reshape(2, 2, 2).sum(2), rtol=1e-12)
+        np.testing.assert_allclose(sizes, 6 * np.abs(weight).reshape(2, 2, 2).sum(2), rtol=1e-12)
+
+    def test_a_weight_that_was_replaced_is_scaled_in_place(self, plan: Plan, node: ir.Node) -> None:
+        values = np.arange(8.0).reshape(2, 4, 1, 1)
+        plan.replace(node, 1, values, np.dtype(np.float32), "weight")
+        plan.scale(node, 1, np.full((2, 1, 1), 2.0), "weight", (2, 2, 2))
+        plan.scale(node, 1, np.full((2, 1, 1, 1), 2.0), "weight")
+        np.testing.assert_array_equal(plan.value(node, 1, "weight"), 4 * values)
+        sums, sizes = plan.sums(node, 1, -np.ones((1, 4, 1, 1)), (2, 4, 1, 1), (0,), "weight")
+        assert sums.tolist() == [-24, -88] and sizes.tolist() == [24, 88]
+
+    def test_integers_are_not_scaled(self, plan: Plan, node: ir.Node) -> None:
+        plan.edits[node, 1] = Raw(np.ones((2, 4, 1, 1), np.int8))
+        with pytest.raises(Refused, match="expected a float type"):
+            plan.scale(node, 1, np.ones((2, 1, 1, 1)), "weight")
+        assert plan.value(node, 1, "weight").dtype == np.float64
+
+    def test_shifts_behind_a_node(self, plan: Plan, node: ir.Node) -> None:
+        addend = Addend(np.ones(2), 1, 4, np.dtype(np.float32))
+        plan.add_behind(node, addend)
+        with pytest.raises(Refused, match="two shifts meet"):
+            plan.add_behind(node, addend)
+        with pytest.raises(Refused, match="shift"):
+            plan.check_add(Addend(np.full(2, 1e300), 1, 4, np.dtype(np.float32)))
+
+    def test_a_branch_that_is_dropped_leaves_nothing(self, plan: Plan, node: ir.Node) -> None:
+        state = plan.snapshot()
+        plan.scale(node, 1, np.ones((2, 1, 1, 1)), "weight")
+        plan.add_behind(node, Addend(np.ones(2), 1, 4, np.dtype(np.float32)))
+        plan.set_attribute(node, ir.AttrInt64("group", 1))
+        plan.restore(state)
+        assert (plan.edits, plan.attributes, plan.targets, plan.adds) == ({}, {}, {}, {})
+        plan.commit()
+        assert [it.op_type for it in plan.context.model.graph] == ["Conv"] and "group" not in node.attributes
