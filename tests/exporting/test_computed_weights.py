@@ -100,8 +100,13 @@ HEAD = (
         ("{ a = RandomNormalLike (w) y = Gemm (x, a) }", ["RandomNormalLike", "Gemm"]),
         ("{ r = Constant <value_ints = [2, 2]> () a = Tile (w, r) y = Gemm (x, a) }", ["Constant", "Tile", "Gemm"]),
         ("{ a = ReduceMax (x) y = Mul (x, a) }", ["ReduceMax", "Mul"]),
+        (
+            "{ k = Constant <value_ints = [1, 2]> () s = SplitToSequence <axis = 1> (w, k)"
+            " i = Constant <value_int = 1> () a = SequenceAt (s, i) y = Gemm (x, a) }",
+            ["Constant", "SplitToSequence", "Constant", "SequenceAt", "Gemm"],
+        ),
     ],
-    ids=["evaluated", "left to the folder", "random", "larger than its source", "of data"],
+    ids=["evaluated", "left to the folder", "random", "larger than its source", "of data", "sequence"],
 )
 def test_what_is_evaluated(nodes, left):
     assert evaluated(HEAD + nodes) == left
