@@ -67,9 +67,10 @@ struct RowsFromGlobal {
     load_rows<E, reuse>(data, columns, cell, row, raw);
   }
 };
-template <class E>
-BNEXPORT_DEVICE int64_t kept_slot(const Columns& columns, const Cell& cell, int64_t row) {
-  return (row - cell.first) * columns.lanes + thread_index() % columns.lanes;
+// The slot of a batch's first row; the next ones are a block's threads apart.
+BNEXPORT_DEVICE uint32_t kept_slot(const Columns& columns, const Cell& cell, int64_t row) {
+  return static_cast<uint32_t>(row - cell.begin) * static_cast<uint32_t>(columns.lanes) +
+         static_cast<uint32_t>(thread_index());
 }
 template <class E>
 struct RowsKeeping {
@@ -79,10 +80,10 @@ struct RowsKeeping {
   BNEXPORT_DEVICE void load(const Columns& columns, const Cell& cell, int64_t row,
                             typename E::Raw (&raw)[kColumnBatch]) const {
     load_rows<E, Reuse::kNever>(data, columns, cell, row, raw);
+    typename E::Raw* slot = kept + kept_slot(columns, cell, row);
 #pragma unroll
-    for (int i = 0; i < kColumnBatch; ++i) {
-      const int64_t r = row + i * cell.step;
-      if (r < cell.end) kept[kept_slot<E>(columns, cell, r)] = raw[i];
+    for (int i = 0; i < kColumnBatch; ++i, slot += thread_count()) {
+      if (row + i * cell.step < cell.end) *slot = raw[i];
     }
   }
 };
@@ -92,10 +93,10 @@ struct RowsKept {
 
   BNEXPORT_DEVICE void load(const Columns& columns, const Cell& cell, int64_t row,
                             typename E::Raw (&raw)[kColumnBatch]) const {
+    const typename E::Raw* slot = kept + kept_slot(columns, cell, row);
 #pragma unroll
-    for (int i = 0; i < kColumnBatch; ++i) {
-      const int64_t r = row + i * cell.step;
-      raw[i] = r < cell.end ? kept[kept_slot<E>(columns, cell, r)] : typename E::Raw{};
+    for (int i = 0; i < kColumnBatch; ++i, slot += thread_count()) {
+      raw[i] = row + i * cell.step < cell.end ? *slot : typename E::Raw{};
     }
   }
 };
