@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_kit.py                        everything that is not done yet
     python benchmarks/gpu_kit.py --only verify,bench    these sections, again
+    python benchmarks/gpu_kit.py --only build           the libraries alone, where nvcc is; needs no GPU
     python benchmarks/gpu_kit.py --pack FOLDER          the files that a machine without this checkout needs
     python benchmarks/gpu_kit.py --rehearse             every section on an emulated device
 
@@ -71,7 +72,8 @@ def main() -> int:
         parser.error(f"--only: got {', '.join(unknown)}, expected some of {','.join(SECTIONS)}")
     if options.pack is not None:
         return pack(options)
-    if not options.rehearse and (problem := libraries.driver_problem()) is not None:
+    needs_device = not options.rehearse and sections != ("build",)
+    if needs_device and (problem := libraries.driver_problem()) is not None:
         print(f"gpu_kit: {problem}; --rehearse runs the sections on an emulated device", file=sys.stderr)
         return 4
     options.output.mkdir(parents=True, exist_ok=True)

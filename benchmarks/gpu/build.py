@@ -7,7 +7,7 @@ import platform
 import sys
 
 from benchmarks.gpu import libraries
-from benchmarks.gpu.report import Report
+from benchmarks.gpu.report import NotRun, Report
 from benchmarks.gpu.section import Options
 
 
@@ -28,6 +28,8 @@ def run(report: Report, options: Options) -> None:
     with report.step("code for the device") as row:
         from bnexport.runtime import cuda
 
+        if not options.rehearse and (problem := libraries.driver_problem()) is not None:
+            raise NotRun(problem)
         count = cuda.device_count()
         for index in range(max(count, 1)):  # without one, device 0 gives the driver's reason
             cuda.check_device(index)
@@ -45,4 +47,6 @@ def describe(rehearse: bool) -> str:
     except ImportError:
         return f"{text}, no torch"
     text += f", torch {torch.__version__}"
-    return text if rehearse else f"{text}, {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    if rehearse or not torch.cuda.is_available():
+        return text
+    return f"{text}, {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
