@@ -31,8 +31,8 @@ from torch.onnx._internal.exporter._building import OpRecorder
 
 from benchmarks import machine
 from bnexport import tolerances
-from bnexport.runtime import library
-from bnexport.training import kernels
+from bnexport.native import library
+from bnexport.training.building import contract
 from bnexport.training.translations import input_gradient, weight_gradient
 from bnexport.training.translations.geometry import Geometry
 
@@ -82,7 +82,7 @@ def session(build: Callable[..., Any], arrays: list[np.ndarray], threads: int) -
         output = build(*inputs)
     for index, node in enumerate(recorder.nodes):
         node.outputs[0].name = f"v{index}"
-    graph = ir.Graph(inputs, [output], nodes=recorder.nodes, opset_imports={"": 18, kernels.DOMAIN: kernels.VERSION})
+    graph = ir.Graph(inputs, [output], nodes=recorder.nodes, opset_imports={"": 18, contract.DOMAIN: contract.VERSION})
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
@@ -125,7 +125,7 @@ def candidates(
         "dilations": shape.dilation,
         "group": shape.groups,
     }
-    of_weight, of_input = kernels.node(kernels.CONV_WEIGHT_GRAD), kernels.node(kernels.CONV_INPUT_GRAD)
+    of_weight, of_input = contract.node(contract.CONV_WEIGHT_GRAD), contract.node(contract.CONV_INPUT_GRAD)
     build = lambda x, g: of_weight(g, x, kernel_shape=shape.kernel, **window_attributes)  # noqa: E731
     by_weight["library"] = verified("library", build, [x, g], 1)
     by_input: dict[str, Callable[[], Any]] = {"torch": lambda: torch_gradient(0, g, x, w)}

@@ -37,8 +37,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import machine  # noqa: E402  (the checkout goes first)
 from bnexport import tolerances  # noqa: E402
-from bnexport.runtime import capi  # noqa: E402
-from bnexport.runtime.library import register  # noqa: E402
+from bnexport.native import capi  # noqa: E402
+from bnexport.native.library import register  # noqa: E402
 
 LARGE = [
     (32, 256, 56, 56),

@@ -61,7 +61,7 @@ def describe() -> dict[str, Any]:
 
     The load is that of the last minute, the program's own included: beyond its threads, others were at work.
     """
-    from bnexport.runtime import capi
+    from bnexport.native import capi
 
     return {
         "processor": processor(),

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from bnexport.exporting.checkpoint import load_checkpoint
     from bnexport.folding import FoldResult, InspectReport, VerifyResult, fold, inspect, verify
     from bnexport.folding.module import fold_module
+    from bnexport.native.library import get_library_path, register
     from bnexport.runtime.communicator import register_group
-    from bnexport.runtime.library import get_library_path, register
     from bnexport.runtime.session import InferenceSession
     from bnexport.sync_bn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
     from bnexport.training.api import TrainingExportResult, export_training_step
-    from bnexport.training.session import TrainingSession
+    from bnexport.training.running.session import TrainingSession
 
 __version__ = "0.1.0"
 
@@ -29,17 +29,17 @@ _HOMES = {
     "InspectReport": "folding",
     "SyncBatchNorm": "sync_bn",
     "TrainingExportResult": "training.api",
-    "TrainingSession": "training.session",
+    "TrainingSession": "training.running.session",
     "VerifyResult": "folding",
     "convert_sync_batchnorm": "sync_bn",
     "export": "exporting",
     "export_training_step": "training.api",
     "fold": "folding",
     "fold_module": "folding.module",
-    "get_library_path": "runtime.library",
+    "get_library_path": "native.library",
     "inspect": "folding",
     "load_checkpoint": "exporting.checkpoint",
-    "register": "runtime.library",
+    "register": "native.library",
     "register_group": "runtime.communicator",
     "revert_sync_batchnorm": "sync_bn",
     "verify": "folding",

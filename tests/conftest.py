@@ -15,8 +15,8 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import pytest
 import torch
 
-from tests import torch_registry, warm
-from tests.cluster import Cluster
+from tests.support import torch_registry, warm
+from tests.support.cluster import Cluster
 
 torch.set_num_threads(1)
 if not warm.COLD:

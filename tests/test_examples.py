@@ -14,9 +14,9 @@ import bnexport
 from bnexport import tolerances
 from models.resnet import digits_resnet
 from models.segmentation import Segmenter
-from tests.checks import assert_within
 from tests.docs import pages
-from tests.folding_module.nets import trained
+from tests.folding.module.nets import trained
+from tests.support.checks import assert_within
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RUNTIME = sorted((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.1.*"))

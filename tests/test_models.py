@@ -9,7 +9,7 @@ import torch
 
 import bnexport
 from models.segmentation import Segmenter
-from tests import warm
+from tests.support import warm
 
 ROOT = Path(__file__).parents[1]
 EXPORTERS = ["dynamo", "torchscript"]

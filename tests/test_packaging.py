@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import bnexport
-from bnexport.runtime import capi
+from bnexport.native import capi
 
 ROOT = Path(__file__).parents[1]
 LARGEST_SDIST = 500_000  # bytes

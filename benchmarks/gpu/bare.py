@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.gpu import closed_forms, libraries
 from bnexport import tolerances
-from bnexport.runtime import capi, cuda
+from bnexport.native import capi, cuda
 
 TYPES = {"float32": np.float32, "float16": np.float16, "float64": np.float64}
 

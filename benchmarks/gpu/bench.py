@@ -21,7 +21,7 @@ from benchmarks.gpu.peers import PEERS
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.section import Options
 from bnexport.errors import UsageError
-from bnexport.runtime import cuda
+from bnexport.native import cuda
 
 # (N, C, H, W): the five of the performance notes, 16 MB and up in float16 but for the fourth; then small ones.
 SHAPES = [

@@ -21,12 +21,12 @@ def run(report: Report, options: Options) -> None:
         row.ok = not problem and len(found) == 2
         row.value = problem or ", ".join(f"{path.name} {path.stat().st_size / 1e6:.1f} MB" for path in found.values())
     with report.step("loading") as row:
-        from bnexport.runtime import capi, cuda
+        from bnexport.native import capi, cuda
 
         row.value = f"operators {capi.version()} ({capi.instruction_set()}), CUDA {cuda.version()}"
         row.ok = capi.version() == cuda.version() or options.rehearse
     with report.step("code for the device") as row:
-        from bnexport.runtime import cuda
+        from bnexport.native import cuda
 
         if not options.rehearse and (problem := libraries.driver_problem()) is not None:
             raise NotRun(problem)

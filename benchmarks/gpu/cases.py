@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu.layer import DTYPES, EPS, MOMENTUM, Calls, Layer
 from bnexport import tolerances
 from bnexport.errors import UsageError
-from bnexport.runtime import cuda
+from bnexport.native import cuda
 
 T = TypeVar("T")
 GUARD = 64  # elements

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bnexport.runtime import capi, cuda
+from bnexport.native import capi, cuda
 
 DTYPES = {
     torch.float32: "float32",

@@ -71,7 +71,7 @@ EMULATED = (
 
 def build_emulated() -> str:
     """The CUDA library on an emulated device, beside a copy of the operators' library. Returns what was wrong."""
-    from bnexport.runtime.library import get_library_path
+    from bnexport.native.library import get_library_path
 
     BUILD.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(get_library_path(), BUILD / NAMES[0])

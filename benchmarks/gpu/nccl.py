@@ -32,7 +32,7 @@ def one_rank(options: Options, row: Row) -> None:
         raise NotRun("an emulated device has no NCCL")
     import torch
 
-    from bnexport.runtime import nccl
+    from bnexport.native import nccl
 
     path, error = nccl._nccl(), ctypes.create_string_buffer(512)
     identifier = ctypes.create_string_buffer(128)

@@ -46,7 +46,7 @@ class Sessions:
                 raise RuntimeError(f"{options.provider}: ONNX Runtime {onnxruntime.__version__} gets no device from it")
 
     def open(self, model: bytes, **provider_options: str) -> Any:
-        from bnexport.runtime.library import register
+        from bnexport.native.library import register
 
         options = self.ort.SessionOptions()
         options.log_severity_level = 3

@@ -149,7 +149,7 @@ def fold(
 
 
 def write_html(report: Any, path: Path) -> None:
-    from bnexport.folding import html_report
+    from bnexport.folding.reporting import html_report
 
     write_whole(path, html_report.render_html(report.to_dict()))
 

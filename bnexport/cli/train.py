@@ -15,7 +15,7 @@ from bnexport.cli.output import check_targets, emit, table
 from bnexport.errors import UsageError
 
 if TYPE_CHECKING:
-    from bnexport.training.trainer import Trainer
+    from bnexport.training.running.trainer import Trainer
 
 _DATA = "FILE.npz|X.npy,Y.npy"
 
@@ -72,9 +72,9 @@ def train(
     if checkpoint is not None and checkpoint.exists() and not resume:
         raise UsageError(f"--checkpoint: {str(checkpoint)!r} exists; go on from it with --resume, or remove it")
 
-    from bnexport.training.data import load_rows
-    from bnexport.training.session import TrainingSession
-    from bnexport.training.trainer import Settings, Trainer
+    from bnexport.training.running.data import load_rows
+    from bnexport.training.running.session import TrainingSession
+    from bnexport.training.running.trainer import Settings, Trainer
 
     group = _join_group(timeout)
     session = TrainingSession(

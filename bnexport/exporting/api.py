@@ -13,11 +13,11 @@ from torch import nn
 from bnexport import folding, model_io
 from bnexport.errors import UsageError, VerificationError
 from bnexport.exporting import attempts, dynamo, torch_formats, torchscript, verification, wrapper
+from bnexport.exporting.dimensions.size_dependence import fix_dimensions, plan_sizes
 from bnexport.exporting.dynamo import Shapes
 from bnexport.exporting.finish import STATE_SUFFIX, finish
-from bnexport.exporting.reference import Reference
-from bnexport.exporting.size_dependence import fix_dimensions, plan_sizes
 from bnexport.exporting.verification import Checked, Verification
+from bnexport.verification.reference import Reference
 
 MODES = ("deploy", "custom_op")
 EXPORTERS = {"dynamo": dynamo.trace, "torchscript": torchscript.trace}

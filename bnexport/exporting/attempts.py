@@ -8,11 +8,11 @@ import onnx_ir as ir
 import torch
 
 from bnexport.errors import BnexportError
+from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.dynamo import Shapes
-from bnexport.exporting.reference import first_line
-from bnexport.exporting.size_conditions import SizeConditions
 from bnexport.exporting.symbolic_int import symbolic_int
 from bnexport.exporting.wrapper import Traced
+from bnexport.verification.reference import first_line
 
 Trace = tuple[ir.Model, list[str], SizeConditions]
 _LONGEST = 160

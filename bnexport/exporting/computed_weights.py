@@ -1,7 +1,7 @@
 """Weights that a model computes from parameters alone, such as those of weight-standardised convolutions.
 
 Such a subgraph gives the same values in every run. It is evaluated once, by onnx's reference evaluator, where the
-folder would not evaluate it itself (`bnexport.folding.evaluate`); the result takes the place of the subgraph, and a
+folder would not evaluate it itself (`bnexport.graph.evaluate`); the result takes the place of the subgraph, and a
 batch norm behind the layer folds into it. In the dynamo exporter's program a batch norm in training mode that
 normalises a weight becomes arithmetic, since torch.onnx translates it with inference semantics.
 """
@@ -16,7 +16,7 @@ import onnx_ir as ir
 import torch
 from onnx.reference import ReferenceEvaluator
 
-from bnexport.folding.evaluate import EVALUATORS
+from bnexport.graph.evaluate import EVALUATORS
 
 _KNOWN = frozenset((*EVALUATORS, "Constant"))
 _RANDOM = ("Random", "Bernoulli", "Multinomial", "Dropout")

@@ -18,7 +18,7 @@ from bnexport import schema
 from bnexport.errors import UnsupportedModelError
 from bnexport.exporting import computed_weights
 from bnexport.exporting.adaptive_pooling import AnySizePooling
-from bnexport.exporting.size_conditions import SizeConditions
+from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.wrapper import Traced
 from bnexport.sync_bn import operators
 

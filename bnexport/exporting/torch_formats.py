@@ -16,14 +16,15 @@ from torch import nn
 from torch.utils import _pytree
 
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
-from bnexport.exporting import dynamo, fresh_process, pt2, torchscript_format, wrapper
-from bnexport.exporting.other_sizes import OtherSizes
-from bnexport.exporting.reference import Reference
-from bnexport.exporting.size_dependence import fix_dimensions, plan_sizes
+from bnexport.exporting import dynamo, pt2, torchscript_format, wrapper
+from bnexport.exporting.dimensions.other_sizes import OtherSizes
+from bnexport.exporting.dimensions.size_dependence import fix_dimensions, plan_sizes
 from bnexport.exporting.verification import Checked, Verification, verdict
 from bnexport.folding.module import Options, fold_copy
-from bnexport.folding.report import FoldReport
+from bnexport.folding.reporting.report import FoldReport
 from bnexport.sync_bn.copies import copy_model
+from bnexport.verification import fresh_process
+from bnexport.verification.reference import Reference
 
 FORMATS = ("torchscript", "pt2")
 

@@ -18,8 +18,8 @@ from torch.onnx import symbolic_helper
 from bnexport import schema
 from bnexport.errors import UnsupportedModelError, UsageError
 from bnexport.exporting.adaptive_pooling import AnySizePooling
+from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.dynamo import Shapes
-from bnexport.exporting.size_conditions import SizeConditions
 from bnexport.exporting.wrapper import Traced
 from bnexport.sync_bn.module import SyncBatchNorm
 

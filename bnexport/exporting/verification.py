@@ -14,12 +14,12 @@ import torch
 
 from bnexport import schema
 from bnexport.errors import LibraryError, VerificationError
-from bnexport.exporting.comparison import Array, OutputError, to_array
-from bnexport.exporting.judging import Engine, Outcome, judge
-from bnexport.exporting.other_sizes import Fault, OtherSizes
-from bnexport.exporting.reference import Reference
-from bnexport.exporting.sizes import Shapes, is_constant, resized, shapes
+from bnexport.exporting.dimensions.other_sizes import Fault, OtherSizes
+from bnexport.exporting.dimensions.sizes import Shapes, is_constant, resized, shapes
 from bnexport.runtime import injection
+from bnexport.verification.judging import Engine, Outcome, judge
+from bnexport.verification.reference import Reference
+from bnexport.verification.torch_outputs import Array, OutputError, to_array
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -163,7 +163,7 @@ def _engines(model: ir.Model) -> tuple[list[Engine], str]:
     """Every way in which the model is meant to run here: with the library, by its portable body."""
     import onnxruntime
 
-    from bnexport.runtime import library
+    from bnexport.native import library
 
     def options() -> Any:
         made = onnxruntime.SessionOptions()

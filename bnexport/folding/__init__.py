@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bnexport.folding.api import FoldResult, fold
-    from bnexport.folding.comparison import OutputComparison
     from bnexport.folding.inspection import InspectReport, inspect
-    from bnexport.folding.report import FoldReport, Refusal, SiteReport, render
-    from bnexport.folding.verification import VerifyResult, verify
+    from bnexport.folding.reporting.report import FoldReport, Refusal, SiteReport, render
+    from bnexport.verification.comparison import OutputComparison
+    from bnexport.verification.models import VerifyResult, verify
 
 _HOMES = {
-    "FoldReport": "report",
-    "FoldResult": "api",
-    "InspectReport": "inspection",
-    "OutputComparison": "comparison",
-    "Refusal": "report",
-    "SiteReport": "report",
-    "VerifyResult": "verification",
-    "fold": "api",
-    "inspect": "inspection",
-    "render": "report",
-    "verify": "verification",
+    "FoldReport": "folding.reporting.report",
+    "FoldResult": "folding.api",
+    "InspectReport": "folding.inspection",
+    "OutputComparison": "verification.comparison",
+    "Refusal": "folding.reporting.report",
+    "SiteReport": "folding.reporting.report",
+    "VerifyResult": "verification.models",
+    "fold": "folding.api",
+    "inspect": "folding.inspection",
+    "render": "folding.reporting.report",
+    "verify": "verification.models",
 }
 
 __all__ = [
@@ -47,7 +47,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'bnexport.folding' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"bnexport.folding.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"bnexport.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 

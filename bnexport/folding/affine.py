@@ -40,7 +40,7 @@ import ml_dtypes
 import numpy as np
 
 from bnexport import tolerances
-from bnexport.folding.refusal import Refused
+from bnexport.graph.refusal import Refused
 
 # Weights are rounded to these types; anything else is not a parameter type.
 FLOAT_TYPES = {

@@ -13,19 +13,19 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.errors import UsageError, VerificationError
-from bnexport.folding import verification
 from bnexport.folding.context import Options
-from bnexport.folding.engine import Engine, count
-from bnexport.folding.engine_process import PROCESS
-from bnexport.folding.mixed_types import insert_casts
-from bnexport.folding.refusal import Refused
-from bnexport.folding.report import Counts, FoldReport
+from bnexport.folding.folder import Engine, count
+from bnexport.folding.reporting.report import Counts, FoldReport
 from bnexport.folding.rules import ALL
 from bnexport.folding.selection import as_names, check_selection
-from bnexport.folding.verification import Source, Terms, VerifyResult
+from bnexport.graph.mixed_types import insert_casts
+from bnexport.graph.refusal import Refused
 from bnexport.model_io import ModelSource, Staged, load, write
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.read import open_source
+from bnexport.verification import models
+from bnexport.verification.isolated_process import PROCESS
+from bnexport.verification.models import Source, Terms, VerifyResult
 
 SCHEMA_VERSION = 1
 # Seconds that each step of the search for a wrong fold may spend on a float64 run.
@@ -224,7 +224,7 @@ def _verify(done: _Transformed, candidate: ir.Model, terms: Terms) -> VerifyResu
     """Against the first reference that can be run: the original, or else the converted but unfolded graph."""
     result = VerifyResult("not verified", "there is no reference")
     for index, reference in enumerate(done.references):
-        result = verification.compare(reference, candidate, terms)
+        result = models.compare(reference, candidate, terms)
         if index or done.engine.training_converted:
             result = dataclasses.replace(result, reference="converted")
         if result.status != "not verified":

@@ -7,12 +7,12 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.folding.constants import Constants
-from bnexport.folding.edits import Edit, Exact, Raw, Slot
-from bnexport.folding.names import Names
-from bnexport.folding.nodes import input_at
-from bnexport.folding.shapes import Shape, Shapes
-from bnexport.folding.surgery import Surgery
+from bnexport.folding.editing.edits import Edit, Exact, Raw, Slot
+from bnexport.graph.constants import Constants
+from bnexport.graph.names import Names
+from bnexport.graph.nodes import input_at
+from bnexport.graph.shapes import Shape, Shapes
+from bnexport.graph.surgery import Surgery
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import Any
 import onnx_ir as ir
 
 from bnexport import schema
-from bnexport.folding.nodes import is_standard, label
-from bnexport.folding.sync_bn import is_portable_body, is_sync_batch_norm
-from bnexport.folding.verification import Source
+from bnexport.folding.converting.sync_bn import is_portable_body, is_sync_batch_norm
+from bnexport.graph.nodes import is_standard, label
 from bnexport.model_io import walk
 from bnexport.model_io.external import ContainedTensor
 from bnexport.model_io.read import open_source
 from bnexport.model_io.write import tensor_total
+from bnexport.verification.models import Source
 
 SCHEMA_VERSION = 1
 

@@ -17,8 +17,8 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from bnexport.errors import GroupError, UsageError
-from bnexport.runtime import capi, nccl
-from bnexport.runtime.library import get_cuda_library_path
+from bnexport.native import capi, nccl
+from bnexport.native.library import get_cuda_library_path
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

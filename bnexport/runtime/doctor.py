@@ -59,7 +59,7 @@ def _checked(name: str, look: Callable[[], str]) -> Check:
 
 
 def _library() -> str:
-    from bnexport.runtime import capi, library
+    from bnexport.native import capi, library
 
     return f"{library.get_library_path()} ({capi.version()}, {capi.instruction_set()})"
 
@@ -67,7 +67,7 @@ def _library() -> str:
 def _registration() -> str:
     import onnxruntime
 
-    from bnexport.runtime import library
+    from bnexport.native import library
 
     library.register(onnxruntime.SessionOptions())
     return "works"
@@ -102,7 +102,7 @@ def _devices() -> Check:
 
 
 def _cuda_library() -> Check:
-    from bnexport.runtime import cuda, library
+    from bnexport.native import cuda, library
 
     try:
         return Check("CUDA library", f"{cuda.version()}, {library.get_cuda_library_path()}", True)
@@ -111,7 +111,7 @@ def _cuda_library() -> Check:
 
 
 def _cuda_device() -> Check:
-    from bnexport.runtime import cuda
+    from bnexport.native import cuda
 
     try:
         count = cuda.device_count()
@@ -128,7 +128,7 @@ def _cuda_device() -> Check:
 
 
 def _nccl() -> Check:
-    from bnexport.runtime import cuda, nccl
+    from bnexport.native import cuda, nccl
 
     try:
         cuda.library()

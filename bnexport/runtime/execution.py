@@ -14,7 +14,8 @@ import onnx_ir as ir
 from bnexport import model_io, schema
 from bnexport.errors import BnexportError, LibraryError, MissingDependencyError, UnsupportedModelError, UsageError
 from bnexport.model_io.validate import printable
-from bnexport.runtime import injection, library
+from bnexport.native import library
+from bnexport.runtime import injection
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 from bnexport import model_io
 from bnexport.errors import MissingDependencyError
-from bnexport.runtime import injection, library
+from bnexport.native import library
+from bnexport.runtime import injection
 
 __all__ = ["InferenceSession"]
 

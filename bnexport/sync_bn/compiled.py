@@ -32,7 +32,7 @@ _LARGE = 4 << 20
 
 @functools.cache
 def _capi() -> Any:
-    from bnexport.runtime import capi
+    from bnexport.native import capi
 
     try:
         capi.library()
@@ -59,7 +59,7 @@ def _openmp_parallel() -> int:
 
 @functools.cache
 def _cuda() -> Any:
-    from bnexport.runtime import cuda
+    from bnexport.native import cuda
 
     return cuda if cuda.available() else None
 

@@ -16,9 +16,9 @@ from bnexport.errors import UsageError, VerificationError
 from bnexport.exporting import dynamo, wrapper
 from bnexport.exporting.verification import Verification
 from bnexport.sync_bn.copies import copy_model
-from bnexport.training import files, graph, parallel_graph, tracing, verification
-from bnexport.training.activations import SavedActivation, saved_activations
-from bnexport.training.description import (
+from bnexport.training.building import graph, parallel_graph, tracing, verification
+from bnexport.training.building.activations import SavedActivation, saved_activations
+from bnexport.training.building.description import (
     LEARNING_RATE,
     LOSS,
     LOSS_WEIGHT,
@@ -27,10 +27,11 @@ from bnexport.training.description import (
     SEED,
     Description,
 )
-from bnexport.training.optimizers import make_optimizer
-from bnexport.training.other_batches import breaking
-from bnexport.training.problem import Loss, Problem
-from bnexport.training.step import Step
+from bnexport.training.building.optimizers import make_optimizer
+from bnexport.training.building.other_batches import breaking
+from bnexport.training.building.problem import Loss, Problem
+from bnexport.training.building.step import Step
+from bnexport.training.running import files
 
 MODES = ("step", "gradients")
 _TARGET = "target"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bnexport.errors import UsageError
-from bnexport.training.problem import Loss
+from bnexport.training.building.problem import Loss
 
 _CLASSES = ("cross_entropy", "nll_loss")
 _VALUES = ("binary_cross_entropy_with_logits", "l1_loss", "mse_loss", "smooth_l1_loss")

@@ -1,6 +1,6 @@
 // Convolutions against their definition in double, over random shapes; memory of the exact size, so that the
 // sanitizers see a value read or written past an end, and real threads, so that they see races.
-#include "../../custom_ops/kernels/cpu/training/convolution.h"
+#include "../../custom_ops/kernels/cpu/training/convolution/convolution.h"
 
 #include <cstring>
 #include <memory>

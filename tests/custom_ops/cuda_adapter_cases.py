@@ -8,18 +8,19 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import kernel_oracle as oracle
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from node_models import forward_feeds, forward_model, grad_model, session
 
 from bnexport import tolerances
 from bnexport.errors import GroupError
-from bnexport.runtime import capi, communicator, nccl
-from bnexport.runtime.library import get_library_path
+from bnexport.native import capi, nccl
+from bnexport.native.library import get_library_path
+from bnexport.runtime import communicator
 from bnexport.sync_bn import distributed
+from tests.support import kernel_oracle as oracle
+from tests.support.node_models import forward_feeds, forward_model, grad_model, session
 
 # int all_gather(context, send, receive, count, stream, error, capacity)
 DEVICE_ALL_GATHER = ctypes.CFUNCTYPE(

@@ -35,10 +35,10 @@ def install(packages: list[str], folder: Path) -> None:
 
 def run(script: str, folder: Path) -> tuple[bool, str]:
     # The folder first: its packages hide those of the environment (numpy 2 among them).
-    path = os.pathsep.join([str(folder), str(HERE), str(HERE.parents[1])])
+    path = os.pathsep.join([str(folder), str(HERE.parents[1])])
     environment = os.environ | {"PYTHONPATH": path}
     if "BNEXPORT_LIBRARY" not in environment:
-        from bnexport.runtime.library import get_library_path
+        from bnexport.native.library import get_library_path
 
         environment["BNEXPORT_LIBRARY"] = get_library_path()
     result = subprocess.run(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 
-import kernel_oracle as oracle
 import numpy as np
 import onnxruntime as ort
-from node_models import forward_feeds, forward_model, grad_model, run, session
 
 from bnexport import tolerances
+from tests.support import kernel_oracle as oracle
+from tests.support.node_models import forward_feeds, forward_model, grad_model, run, session
 
 
 def check_forward() -> int:

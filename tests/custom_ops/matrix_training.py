@@ -18,7 +18,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.training import api, artifacts
 
-from bnexport.runtime.library import get_library_path
+from bnexport.native.library import get_library_path
 from bnexport.runtime.ort_training import register_gradient
 
 STEPS = 6

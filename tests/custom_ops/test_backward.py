@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 
-import kernel_oracle as oracle
 import numpy as np
 import onnx
 import pytest
-from node_models import ELEMENT_TYPES, grad_model, run, session
 from onnx import helper
 
 from bnexport import tolerances
+from tests.support import kernel_oracle as oracle
+from tests.support.node_models import ELEMENT_TYPES, grad_model, run, session
 
 SHAPES = [
     (6, 5),

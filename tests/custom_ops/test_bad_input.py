@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from node_models import forward_feeds, forward_model, grad_model, run, session
+
+from tests.support.node_models import forward_feeds, forward_model, grad_model, run, session
 
 ATTRIBUTES = [
     ({"eps": -1.0}, "attribute 'eps': got -1, expected a finite number >= 0"),

@@ -9,14 +9,14 @@ import sys
 import threading
 from pathlib import Path
 
-import kernel_oracle as oracle
 import numpy as np
 import pytest
 
 from bnexport import tolerances
 from bnexport.errors import UsageError
-from bnexport.runtime import capi
-from bnexport.runtime.library import get_library_path
+from bnexport.native import capi
+from bnexport.native.library import get_library_path
+from tests.support import kernel_oracle as oracle
 
 SHAPES = [
     (4, 3, 5, 7),

@@ -19,8 +19,8 @@ import torch
 from benchmarks.gpu import cases
 from benchmarks.gpu.layer import DTYPES, Calls, Layer
 from bnexport.errors import LibraryError, UsageError
-from bnexport.runtime import cuda
-from bnexport.runtime.library import CUDA_ENVIRONMENT_VARIABLE
+from bnexport.native import cuda
+from bnexport.native.library import CUDA_ENVIRONMENT_VARIABLE
 from bnexport.sync_bn import compiled
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-import kernel_oracle as oracle
 import numpy as np
 import pytest
-from node_models import FORWARD_INPUTS, FORWARD_OUTPUTS, forward_feeds, forward_model, run, session
 
 from bnexport import tolerances
+from tests.support import kernel_oracle as oracle
+from tests.support.node_models import FORWARD_INPUTS, FORWARD_OUTPUTS, forward_feeds, forward_model, run, session
 
 # Attributes are float32 in a model.
 MOMENTUM, EPS = float(np.float32(0.1)), float(np.float32(1e-5))

@@ -9,14 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 
-import kernel_oracle as oracle
 import numpy as np
 import onnxruntime as ort
 import pytest
-from node_models import FORWARD_INPUTS, FORWARD_OUTPUTS, GRAD_INPUTS, node_model, run, session
 
 from bnexport import schema, tolerances
-from bnexport.runtime import capi
+from bnexport.native import capi
+from tests.support import kernel_oracle as oracle
+from tests.support.node_models import FORWARD_INPUTS, FORWARD_OUTPUTS, GRAD_INPUTS, node_model, run, session
 
 CASES = int(os.environ.get("BNEXPORT_FUZZ_CASES", "400"))
 SEED = int(os.environ.get("BNEXPORT_FUZZ_SEED", "0"))

@@ -6,10 +6,18 @@ import ctypes
 
 import numpy as np
 import pytest
-from node_models import FORWARD_INPUTS, FORWARD_OUTPUTS, GRAD_INPUTS, forward_feeds, forward_model, grad_model, run
 
 from bnexport import schema
-from bnexport.runtime import capi
+from bnexport.native import capi
+from tests.support.node_models import (
+    FORWARD_INPUTS,
+    FORWARD_OUTPUTS,
+    GRAD_INPUTS,
+    forward_feeds,
+    forward_model,
+    grad_model,
+    run,
+)
 
 # The attributes that MMCV's symbolic writes.
 MMCV = {"eps": 1e-3, "momentum": 0.2, "stats_mode": "default"}

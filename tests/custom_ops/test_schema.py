@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from bnexport import schema
-from bnexport.runtime import capi
-from bnexport.training import kernels
+from bnexport.native import capi
+from bnexport.training.building import contract
 
-OPERATORS = (*schema.OPERATORS, *kernels.OPERATORS)
+OPERATORS = (*schema.OPERATORS, *contract.OPERATORS)
 
 
 @pytest.fixture(scope="module")

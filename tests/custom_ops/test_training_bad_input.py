@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training_nodes import model, run, session
 
-from bnexport.runtime import capi
-from bnexport.runtime.library import get_library_path
-from bnexport.training import kernels
+from bnexport.native import capi
+from bnexport.native.library import get_library_path
+from bnexport.training.building import contract
+from tests.support.training_nodes import model, run, session
 
 WINDOW = {"strides": [1, 1], "pads": [1, 1], "dilations": [1, 1], "group": 1}
 POOL = {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1], "dilations": [1, 1]}
@@ -29,28 +29,28 @@ IMAGE, KERNEL = ones(2, 3, 8, 9), ones(4, 3, 3, 3)
 GRADIENT = ones(2, 4, 8, 9)
 # operator, inputs, attributes: each runs as it is.
 VALID = {
-    "Conv": (kernels.CONV, {"input": IMAGE, "weight": KERNEL, "bias": ones(4)}, WINDOW),
+    "Conv": (contract.CONV, {"input": IMAGE, "weight": KERNEL, "bias": ones(4)}, WINDOW),
     "ConvInputGrad": (
-        kernels.CONV_INPUT_GRAD,
+        contract.CONV_INPUT_GRAD,
         {"grad_output": GRADIENT, "weight": KERNEL},
         {**WINDOW, "input_shape": [8, 9]},
     ),
     "ConvWeightGrad": (
-        kernels.CONV_WEIGHT_GRAD,
+        contract.CONV_WEIGHT_GRAD,
         {"grad_output": GRADIENT, "input": IMAGE},
         {**WINDOW, "kernel_shape": [3, 3]},
     ),
-    "ReluGrad": (kernels.RELU_GRAD, {"grad_output": IMAGE, "input": IMAGE}, {"low": 0.0}),
-    "MaxPoolGrad": (kernels.MAX_POOL_GRAD, {"grad_output": ones(2, 3, 4, 5), "input": IMAGE}, POOL),
+    "ReluGrad": (contract.RELU_GRAD, {"grad_output": IMAGE, "input": IMAGE}, {"low": 0.0}),
+    "MaxPoolGrad": (contract.MAX_POOL_GRAD, {"grad_output": ones(2, 3, 4, 5), "input": IMAGE}, POOL),
     "AdamUpdate": (
-        kernels.ADAM_UPDATE,
-        {value.name: ones(5) for value in kernels.ADAM_UPDATE.inputs[:5]}
-        | {value.name: ones() for value in kernels.ADAM_UPDATE.inputs[5:]},
+        contract.ADAM_UPDATE,
+        {value.name: ones(5) for value in contract.ADAM_UPDATE.inputs[:5]}
+        | {value.name: ones() for value in contract.ADAM_UPDATE.inputs[5:]},
         ADAM,
     ),
     "SgdUpdate": (
-        kernels.SGD_UPDATE,
-        {value.name: ones(5) for value in kernels.SGD_UPDATE.inputs[:3]} | {"lr": ones(), "share": ones()},
+        contract.SGD_UPDATE,
+        {value.name: ones(5) for value in contract.SGD_UPDATE.inputs[:3]} | {"lr": ones(), "share": ones()},
         SGD,
     ),
 }

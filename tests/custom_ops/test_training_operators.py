@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from training_nodes import run
 
 from bnexport import tolerances
-from bnexport.training import kernels, updates
+from bnexport.training.building import contract, updates
+from tests.support.training_nodes import run
 
 ATEN = torch.ops.aten
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -107,14 +107,14 @@ def check_convolution(shape: Convolution, seed: int) -> None:
         for total in absolute
     ]
     feeds = {"input": x, "weight": weight, "bias": bias}
-    got = run(kernels.CONV, feeds, **shape.attributes)["output"]
+    got = run(contract.CONV, feeds, **shape.attributes)["output"]
     assert_within(got, expected[0], bounds[0], "output")
     if shape.has_input_gradient:
         attributes = {**shape.attributes, "input_shape": shape.extents}
-        got = run(kernels.CONV_INPUT_GRAD, {"grad_output": grad, "weight": weight}, **attributes)["grad_input"]
+        got = run(contract.CONV_INPUT_GRAD, {"grad_output": grad, "weight": weight}, **attributes)["grad_input"]
         assert_within(got, expected[1], bounds[1], "grad_input")
     attributes = {**shape.attributes, "kernel_shape": shape.kernel}
-    got = run(kernels.CONV_WEIGHT_GRAD, {"grad_output": grad, "input": x}, **attributes)["grad_weight"]
+    got = run(contract.CONV_WEIGHT_GRAD, {"grad_output": grad, "input": x}, **attributes)["grad_weight"]
     assert_within(got, expected[2], bounds[2], "grad_weight")
 
 
@@ -149,9 +149,9 @@ def test_convolutions_have_the_same_bits_for_any_number_of_threads(shape):
     x, weight, bias, grad = shape.tensors(0)
     attributes = shape.attributes
     for operator, feeds, more in (
-        (kernels.CONV, {"input": x, "weight": weight, "bias": bias}, {}),
-        (kernels.CONV_INPUT_GRAD, {"grad_output": grad, "weight": weight}, {"input_shape": shape.extents}),
-        (kernels.CONV_WEIGHT_GRAD, {"grad_output": grad, "input": x}, {"kernel_shape": shape.kernel}),
+        (contract.CONV, {"input": x, "weight": weight, "bias": bias}, {}),
+        (contract.CONV_INPUT_GRAD, {"grad_output": grad, "weight": weight}, {"input_shape": shape.extents}),
+        (contract.CONV_WEIGHT_GRAD, {"grad_output": grad, "input": x}, {"kernel_shape": shape.kernel}),
     ):
         results = [run(operator, feeds, threads=threads, **attributes, **more) for threads in (1, 2, 3)]
         for name, first in results[0].items():
@@ -169,13 +169,13 @@ def test_relu_gradient(count, high):
     else:
         expected = torch.where((x <= 0) | (x >= high), 0.0, grad)
     for threads in (1, 2):
-        got = run(kernels.RELU_GRAD, {"grad_output": grad, "input": x}, threads=threads, high=high)["grad_input"]
+        got = run(contract.RELU_GRAD, {"grad_output": grad, "input": x}, threads=threads, high=high)["grad_input"]
         assert np.array_equal(got, expected.numpy())
 
 
 def test_relu_gradient_between_other_ends():
     x, grad = torch.linspace(-3, 3, 97).reshape(1, 97, 1), draw_tensor((1, 97, 1), 0)
-    got = run(kernels.RELU_GRAD, {"grad_output": grad, "input": x}, low=-1.0, high=2.0)["grad_input"]
+    got = run(contract.RELU_GRAD, {"grad_output": grad, "input": x}, low=-1.0, high=2.0)["grad_input"]
     assert np.array_equal(got, ATEN.hardtanh_backward(grad, x, -1.0, 2.0).numpy())
 
 
@@ -204,7 +204,7 @@ def check_max_pool(shape, window, kind: str, seed: int = 0, threads: int = 2) ->
     absolute = ATEN.max_pool2d_with_indices_backward(grad.double().abs(), x.double(), *window, indices)
     kernel, stride, padding, dilation, _ = window
     attributes = {"kernel_shape": kernel, "strides": stride, "pads": padding, "dilations": dilation}
-    got = run(kernels.MAX_POOL_GRAD, {"grad_output": grad, "input": x}, threads=threads, **attributes)["grad_input"]
+    got = run(contract.MAX_POOL_GRAD, {"grad_output": grad, "input": x}, threads=threads, **attributes)["grad_input"]
     total = float(absolute.max()) if absolute.numel() else 0.0
     assert_within(got, exact, tolerances.backward_sum("float32", absolute_sum=total), str((shape, window)))
     return got
@@ -254,7 +254,7 @@ def check_adam(shape, options):
         feeds["keep"] = torch.tensor(0.99)
     wide = {name: tensor.double() for name, tensor in feeds.items()}
     expected = updates.adam(
-        *(wide.get(value.name) for value in kernels.ADAM_UPDATE.inputs), beta1, beta2, eps, decay
+        *(wide.get(value.name) for value in contract.ADAM_UPDATE.inputs), beta1, beta2, eps, decay
     )  # fmt: skip
     attributes = {
         "one_minus_beta1": 1 - beta1,
@@ -263,8 +263,8 @@ def check_adam(shape, options):
         "eps": eps,
         "weight_decay": decay,
     }
-    names = [value.name for value in kernels.ADAM_UPDATE.outputs][: 4 if options.get("amsgrad") else 3]
-    results = [run(kernels.ADAM_UPDATE, feeds, names, threads, **attributes) for threads in (1, 2)]
+    names = [value.name for value in contract.ADAM_UPDATE.outputs][: 4 if options.get("amsgrad") else 3]
+    results = [run(contract.ADAM_UPDATE, feeds, names, threads, **attributes) for threads in (1, 2)]
     grad = wide["grad"] + decay * wide["parameter"]
     scales = {"new_exp_avg": wide["exp_avg"].abs() + grad.abs(), "new_parameter": wide["parameter"].abs()}
     scales["new_exp_avg_sq"] = scales["new_max_exp_avg_sq"] = wide["exp_avg_sq"] + grad**2
@@ -304,11 +304,11 @@ def check_sgd(shape, options):
     if "share" in options:
         feeds["share"] = torch.tensor(options["share"])
     wide = {name: tensor.double() for name, tensor in feeds.items()}
-    tensors = (wide.get(value.name) for value in kernels.SGD_UPDATE.inputs)
+    tensors = (wide.get(value.name) for value in contract.SGD_UPDATE.inputs)
     expected = updates.sgd(*tensors, momentum, decay, nesterov)
-    names = [value.name for value in kernels.SGD_UPDATE.outputs][: 2 if momentum else 1]
+    names = [value.name for value in contract.SGD_UPDATE.outputs][: 2 if momentum else 1]
     attributes = {"momentum": momentum, "weight_decay": decay, "nesterov": int(nesterov)}
-    results = [run(kernels.SGD_UPDATE, feeds, names, threads, **attributes) for threads in (1, 2)]
+    results = [run(contract.SGD_UPDATE, feeds, names, threads, **attributes) for threads in (1, 2)]
     scale = sum(float(tensor.abs().max()) if tensor.numel() else 0.0 for tensor in wide.values())
     for name, exact in zip(names, expected):
         assert_within(results[0][name], exact, tolerances.statistic("float32", scale=scale), name)
@@ -323,5 +323,5 @@ def test_nan_stays_in_amsgrads_maximum():
     feeds["exp_avg_sq"][18] = np.nan
     feeds |= {"step_size": np.float32(1), "bias_correction2_sqrt": np.float32(1)}
     numbers = {"one_minus_beta1": 0.1, "beta2": 0.9, "one_minus_beta2": 0.1, "eps": 0.0, "weight_decay": 0.0}
-    got = run(kernels.ADAM_UPDATE, feeds, **numbers)["new_max_exp_avg_sq"]
+    got = run(contract.ADAM_UPDATE, feeds, **numbers)["new_max_exp_avg_sq"]
     assert np.flatnonzero(np.isnan(got)).tolist() == [3, 18] and (got[[0, 17, 19]] == 2).all()

@@ -8,7 +8,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from tests import warm
+from tests.support import warm
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 600  # seconds; a hang is not what these tests look for

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import bnexport
 from bnexport.errors import UnsupportedModelError
 from bnexport.exporting import computed_weights
-from tests.folding_module.nets import trained
+from tests.folding.module.nets import trained
 
 
 class BatchNormStandardised(nn.Conv2d):

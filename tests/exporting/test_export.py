@@ -16,7 +16,7 @@ from bnexport import SyncBatchNorm, schema
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from bnexport.exporting import api
 from bnexport.runtime import communicator
-from tests.cluster import Raised
+from tests.support.cluster import Raised
 
 EXPORTERS = ["dynamo", "torchscript"]
 

@@ -11,7 +11,7 @@ from torch import nn
 import bnexport
 from bnexport.errors import VerificationError
 from bnexport.exporting import api
-from bnexport.folding.module import engine
+from bnexport.folding.module import folder
 
 X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 ILL = "the network is ill-conditioned on these inputs: torch itself differs from the model in float64 by"
@@ -68,13 +68,13 @@ def test_a_model_that_is_more_accurate_than_torch(tmp_path):
 
 
 def test_torchs_formats(monkeypatch, tmp_path):
-    write = engine.Layer.write
+    write = folder.Layer.write
 
     def wrong(layer):
         write(layer)
         layer.module._parameters["bias"].data += 1e-2
 
-    monkeypatch.setattr(engine.Layer, "write", wrong)
+    monkeypatch.setattr(folder.Layer, "write", wrong)
     result = bnexport.export(cancelling(), X, tmp_path / "m.pt", format="torchscript")
     assert result.verification.passed is None
     assert ILL in result.verification.reason

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import bnexport
 from bnexport.errors import VerificationError
-from bnexport.exporting import api, sizes
+from bnexport.exporting import api
+from bnexport.exporting.dimensions import sizes
 
 DYNAMIC = ["batch", 3, "height", "width"]
 

@@ -10,7 +10,7 @@ from onnx import helper
 from bnexport import schema, tolerances
 from bnexport.exporting.portable_body import portable_body
 from bnexport.sync_bn import reference
-from tests.checks import assert_within, condition_of
+from tests.support.checks import assert_within, condition_of
 
 TYPES = {"float32": (1, 1), "float16": (10, 1), "float64": (11, 11)}
 OPERATOR = schema.SYNC_BATCH_NORM

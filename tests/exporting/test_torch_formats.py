@@ -11,12 +11,13 @@ from torch import nn
 import bnexport
 from bnexport.cli import main
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
-from bnexport.exporting import fresh_process, pt2, torchscript_format
-from bnexport.folding.module import engine
+from bnexport.exporting import pt2, torchscript_format
+from bnexport.folding.module import folder
+from bnexport.verification import fresh_process
 from models.resnet import digits_resnet
 from models.segmentation import Segmenter
-from tests import warm
-from tests.folding_module.nets import trained
+from tests.folding.module.nets import trained
+from tests.support import warm
 from tests.sync_bn import lookalikes
 
 NETWORKS = {
@@ -272,13 +273,13 @@ def test_operators_of_other_libraries_are_refused(format, tmp_path):
 
 
 def test_a_wrong_fold_is_never_written(format, tmp_path, monkeypatch):
-    write = engine.Layer.write
+    write = folder.Layer.write
 
     def wrong(layer):
         write(layer)
         layer.module._parameters["bias"].data += 1e-3
 
-    monkeypatch.setattr(engine.Layer, "write", wrong)
+    monkeypatch.setattr(folder.Layer, "write", wrong)
     with pytest.raises(VerificationError, match="nothing was written: output 'output' differs"):
         bnexport.export(pair(), torch.randn(2, 3, 6, 6), tmp_path / "m", format=format)
     assert not list(tmp_path.iterdir())

@@ -11,11 +11,11 @@ import numpy as np
 import onnx
 import pytest
 
-import bnexport.folding.plan
+import bnexport.folding.editing.plan
 from bnexport.errors import UsageError, VerificationError
 from bnexport.folding import fold, inspect, render, verify
 from bnexport.model_io import as_model, load, save, to_proto
-from tests.folding.helpers import batch_norm, batch_norms, model, operators
+from tests.support.onnx_text import batch_norm, batch_norms, model, operators
 
 BODY = """g (float[N,6,H,W] x) => (float[N,8,A,B] y) {
     z = Conv (x, w)
@@ -63,7 +63,7 @@ def test_report_is_data(source: Path) -> None:
 def test_a_table_that_people_read(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of very many sites, those that were not folded; the caption says what is missing."""
     report = fold(source, verify=False).report
-    monkeypatch.setattr("bnexport.folding.report._SHOWN", 1)
+    monkeypatch.setattr("bnexport.folding.reporting.report._SHOWN", 1)
     table = render(report)[0]
     assert list(table.columns[0].cells) == ["second"]
     assert table.caption == "1 of 2 folded; these are the first 1 of the others, --json and --html have all"
@@ -124,9 +124,9 @@ def test_nothing_to_fold(tmp_path: Path) -> None:
 
 
 def test_a_wrong_fold_is_not_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = bnexport.folding.plan.scale_small
+    real = bnexport.folding.editing.plan.scale_small
     monkeypatch.setattr(
-        "bnexport.folding.plan.scale_small", lambda weight, factor, *rest: real(weight, factor * 1.001, *rest)
+        "bnexport.folding.editing.plan.scale_small", lambda weight, factor, *rest: real(weight, factor * 1.001, *rest)
     )
     with pytest.raises(VerificationError, match="first") as caught:
         fold(source, tmp_path / "target.onnx")

@@ -25,7 +25,7 @@ import pytest
 from bnexport import tolerances
 from bnexport.folding import fold
 from bnexport.model_io import to_proto
-from tests.folding.helpers import assert_near, batch_norms, run
+from tests.support.onnx_text import assert_near, batch_norms, run
 
 DATA = Path(onnx.__file__).parent / "backend/test/data"
 FILES = sorted(path for kind in ("light", "simple", "pytorch-*") for path in (DATA.glob(f"{kind}/**/*.onnx")))

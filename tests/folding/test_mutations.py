@@ -10,8 +10,8 @@ import pytest
 from bnexport.errors import BnexportError
 from bnexport.folding import fold, inspect
 from bnexport.model_io import to_proto
+from tests.folding.converting.test_sync_bn import with_body
 from tests.folding.test_random_graphs import build, in_a_function
-from tests.folding.test_sync_bn import with_body
 
 SEEDS = {
     "pieces": build(["conv", "norm", "branches", "norm", "positions", "flattened", "pooled"], 1, True),

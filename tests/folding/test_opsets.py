@@ -9,7 +9,7 @@ import pytest
 
 from bnexport.folding import fold
 from bnexport.model_io import to_proto
-from tests.folding.helpers import (
+from tests.support.onnx_text import (
     assert_near,
     assert_refused,
     batch_norm,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bnexport.folding import fold
 from bnexport.model_io import to_proto
-from tests.folding.helpers import assert_near, batch_norms, run
+from tests.support.onnx_text import assert_near, batch_norms, run
 
 
 @dataclasses.dataclass

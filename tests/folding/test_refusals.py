@@ -13,18 +13,18 @@ import onnx_ir as ir
 import pytest
 
 from bnexport.folding.affine import ChannelAffine
-from bnexport.folding.batch_norm import read_batch_norm
 from bnexport.folding.context import Context, Options
-from bnexport.folding.edits import Addend, Raw
-from bnexport.folding.elementwise import read_elementwise, varying_axis
-from bnexport.folding.names import Names
-from bnexport.folding.plan import Plan
-from bnexport.folding.refusal import Refused
+from bnexport.folding.editing.edits import Addend, Raw
+from bnexport.folding.editing.plan import Plan
+from bnexport.folding.placing.search import Search
+from bnexport.folding.reading.batch_norm import read_batch_norm
+from bnexport.folding.reading.elementwise import read_elementwise, varying_axis
 from bnexport.folding.rules import ALL
-from bnexport.folding.search import Search
-from bnexport.folding.shapes import Shapes
-from bnexport.folding.surgery import Surgery
-from tests.folding.helpers import batch_norm, model
+from bnexport.graph.names import Names
+from bnexport.graph.refusal import Refused
+from bnexport.graph.shapes import Shapes
+from bnexport.graph.surgery import Surgery
+from tests.support.onnx_text import batch_norm, model
 
 RULES = {op_type: rule for rule in ALL for op_type in rule.op_types}
 MAP = ChannelAffine(np.array([2.0, 3.0, -4.0, 5.0]), np.array([1.0, 0.0, 2.0, -1.0]), np.array([0.5, 1.0, 0.0, 3.0]))

@@ -18,10 +18,10 @@ import pytest
 
 from bnexport.folding import fold
 from bnexport.folding.context import Options
-from bnexport.folding.engine import Engine
+from bnexport.folding.folder import Engine
 from bnexport.model_io import to_proto
 from bnexport.model_io.read import open_source
-from tests.folding.helpers import assert_near, batch_norms, fold_and_check, make_inputs, model, operators, run
+from tests.support.onnx_text import assert_near, batch_norms, fold_and_check, make_inputs, model, operators, run
 
 FLOAT = onnx.TensorProto.FLOAT
 _NEAR_LINEAR = 30

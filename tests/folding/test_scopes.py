@@ -9,7 +9,7 @@ import pytest
 
 from bnexport.folding import fold
 from bnexport.model_io import to_proto
-from tests.folding.helpers import (
+from tests.support.onnx_text import (
     assert_near,
     batch_norm,
     batch_norms,
@@ -301,7 +301,7 @@ def test_names_of_the_caller_are_not_captured() -> None:
         u = Neg (z)
         y, n, k = local.twice (u, c, p_s, p_b, p_m, p_v) }}"""
     proto = functions(model(body, SHAPES, header=HEADER), text)
-    from bnexport.folding.functions import inline_calls
+    from bnexport.graph.inlining import inline_calls
     from bnexport.model_io.read import open_source
 
     opened = open_source(proto).model

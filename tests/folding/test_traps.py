@@ -13,10 +13,11 @@ import pytest
 
 import bnexport.errors
 from bnexport import tolerances
-from bnexport.folding import fold, precise
-from bnexport.folding.runner import Serialised
+from bnexport.folding import fold
 from bnexport.model_io import to_proto
-from tests.folding.helpers import (
+from bnexport.verification import precise
+from bnexport.verification.runner import Serialised
+from tests.support.onnx_text import (
     assert_near,
     assert_refused,
     batch_norm,

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bnexport.runtime import library
+from bnexport.native import library
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "frameworks"

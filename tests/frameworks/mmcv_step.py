@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from bnexport import SyncBatchNorm, convert_sync_batchnorm
-from tests.cluster import Raised, join, run_once
 from tests.frameworks import stand_ins
+from tests.support.cluster import Raised, join, run_once
 
 
 def _tensors(net: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:

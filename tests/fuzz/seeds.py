@@ -13,7 +13,7 @@ import onnx.numpy_helper
 from onnx import TensorProto
 
 from bnexport import schema
-from tests.folding.helpers import batch_norm, model
+from tests.support.onnx_text import batch_norm, model
 
 _NORM = "BatchNormalization ({x}, p_s, p_b, p_m, p_v)"
 _HEADS = (

@@ -23,7 +23,8 @@ import onnxruntime
 from bnexport.errors import BnexportError
 from bnexport.folding import fold, inspect
 from bnexport.model_io import load, save
-from bnexport.runtime import capi, execution
+from bnexport.native import capi
+from bnexport.runtime import execution
 from tests.fuzz import seeds
 
 SECONDS = 10.0

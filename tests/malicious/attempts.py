@@ -21,7 +21,7 @@ from onnx import TensorProto
 
 from bnexport.errors import BnexportError, MalformedModelError, UnsafeModelError, UnsupportedModelError
 from bnexport.model_io.wire import field, varint
-from tests.folding.helpers import model
+from tests.support.onnx_text import model
 
 SECRET = b"the secret" * 1024
 WEIGHT = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)

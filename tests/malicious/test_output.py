@@ -21,8 +21,8 @@ from bnexport.errors import UsageError
 from bnexport.folding import fold
 from bnexport.model_io import load, save
 from bnexport.model_io.wire import field
-from tests import warm
-from tests.folding.helpers import batch_norm, model
+from tests.support import warm
+from tests.support.onnx_text import batch_norm, model
 
 _KILLS = int(os.environ.get("BNEXPORT_KILLS", "12"))
 SHAPES = {"w": (256, 64, 3, 3), **batch_norm("p", 256)}

@@ -75,16 +75,16 @@ def test_between_the_check_and_onnxruntime(change: object, victim: Path, monkeyp
 
 
 def test_between_the_check_and_verification(victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bnexport.folding import verification
+    from bnexport.verification import models
 
-    real = verification.open_source
+    real = models.open_source
 
     def open_and_change(source: object) -> object:
         opened = real(source)  # type: ignore[arg-type]
         replace_by_a_link(victim)
         return opened
 
-    monkeypatch.setattr(verification, "open_source", open_and_change)
+    monkeypatch.setattr(models, "open_source", open_and_change)
     with pytest.raises(UnsafeModelError):
         verify(victim, victim)
 

@@ -17,7 +17,7 @@ from bnexport.errors import MalformedModelError, UnsafeModelError
 from bnexport.runtime import injection
 from bnexport.runtime.session import InferenceSession
 from bnexport.training.api import export_training_step
-from bnexport.training.session import TrainingSession
+from bnexport.training.running.session import TrainingSession
 from tests.malicious.attempts import WEIGHT, example
 
 X = np.ones((2, 64), np.float32)

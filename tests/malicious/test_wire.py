@@ -19,8 +19,8 @@ import pytest
 from bnexport.errors import BnexportError, MalformedModelError
 from bnexport.folding import fold
 from bnexport.model_io import Limits, load, save, to_proto, wire
-from tests.folding.helpers import batch_norm, model
 from tests.fuzz.mutations import mutate_bytes
+from tests.support.onnx_text import batch_norm, model
 
 _CASES = int(os.environ.get("BNEXPORT_FUZZ_CASES", "1500"))
 

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bnexport.runtime.library import get_library_path
+from bnexport.native.library import get_library_path
 from tests.mutation.groups import GROUPS, ROOT
 
 COPIED = ("bnexport", "tests", "models", "docs", "benchmarks", "examples", "pyproject.toml", "README.md", "mkdocs.yml")

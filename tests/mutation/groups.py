@@ -31,14 +31,17 @@ def _named(pattern: str, names: str) -> tuple[str, ...]:
 GROUPS = {
     "folding": Group(
         (
-            "bnexport/folding/rules/*.py",
-            *_named("bnexport/folding/{}.py", "affine search placement plan site edits context elementwise batch_norm"),
-            "bnexport/folding/parameters.py",
+            *_named("bnexport/folding/{}/*.py", "rules placing"),
+            *_named("bnexport/folding/reading/{}.py", "site elementwise batch_norm"),
+            *_named("bnexport/folding/editing/{}.py", "plan edits parameters"),
+            *_named("bnexport/folding/{}.py", "affine context"),
         ),
-        _named(
-            "tests/folding/test_{}.py",
-            "affine traps forward backward merge resize decomposed opsets sync_bn scopes scaled_tensor contradictions "
-            "api random_graphs refusals",
+        (
+            *_named("tests/folding/rules/test_{}.py", "forward backward resize"),
+            *_named("tests/folding/editing/test_{}.py", "merge scaled_tensor"),
+            *_named("tests/folding/reading/test_{}.py", "decomposed contradictions"),
+            "tests/folding/converting/test_sync_bn.py",
+            *_named("tests/folding/test_{}.py", "affine traps opsets scopes api random_graphs refusals"),
         ),
     ),
     "sync_bn": Group(
@@ -49,11 +52,11 @@ GROUPS = {
     "model_io": Group(
         ("bnexport/model_io/*.py",),
         (
-            *("tests/test_model_io.py", "tests/test_model_io_parts.py", "tests/test_validate.py"),
+            *("tests/model_io/test_model_io.py", "tests/model_io/test_parts.py", "tests/model_io/test_validate.py"),
             *_named("tests/malicious/test_{}.py", "attempts limits wire races memory output"),
             *("tests/folding/test_api.py", "tests/folding/test_scopes.py"),
         ),
     ),
     # One file, one test: for the tests of this tool.
-    "names": Group(("bnexport/folding/names.py",), ("tests/mutation/example.py",)),
+    "names": Group(("bnexport/graph/names.py",), ("tests/mutation/example.py",)),
 }

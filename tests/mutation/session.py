@@ -28,10 +28,10 @@ import coverage
 import pytest
 from _pytest.runner import runtestprotocol
 
-from tests import warm
 from tests.mutation.groups import GROUPS
 from tests.mutation.live import functions_of, patch
 from tests.mutation.mutants import Mutant, mutants
+from tests.support import warm
 
 COLD = 77  # exit status of a child: the change takes an import
 PLANTED = "raise ImportError('a planted mutant')\n"

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import torch.distributed as dist
-from providers import open_session
 
+from bnexport.native.library import register
 from bnexport.runtime.communicator import register_group, unregister_group
-from bnexport.runtime.library import register
-from tests.cluster import join
+from tests.support.cluster import join
+from tests.support.providers import open_session
 
 Steps = list[dict[str, np.ndarray]]
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import kernel_oracle as oracle
 import numpy as np
 import pytest
-from node_models import forward_feeds, forward_model, grad_model, run
 
 from bnexport import tolerances
 from bnexport.errors import GroupError, UsageError
 from bnexport.runtime import communicator
-from tests.cluster import run_once
 from tests.runtime.group_sessions import run_steps, run_until_a_peer_dies
+from tests.support import kernel_oracle as oracle
+from tests.support.cluster import run_once
+from tests.support.node_models import forward_feeds, forward_model, grad_model, run
 
 
 def run_group(cluster, size: int, feeds, *, model: bytes | list[bytes]):

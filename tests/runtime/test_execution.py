@@ -11,7 +11,7 @@ import pytest
 from bnexport.errors import UnsupportedModelError, UsageError
 from bnexport.model_io import as_model, save
 from bnexport.runtime import execution
-from tests.folding.helpers import model
+from tests.support.onnx_text import model
 
 WEIGHT = np.random.default_rng(0).standard_normal((256, 128)).astype(np.float32)
 INPUT = np.random.default_rng(1).standard_normal((3, 256)).astype(np.float32)

@@ -10,7 +10,7 @@ from torch import nn
 import bnexport
 from bnexport import tolerances
 from bnexport.sync_bn import compiled, operators, reference
-from tests.checks import assert_within, condition_of
+from tests.support.checks import assert_within, condition_of
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from bnexport import SyncBatchNorm, tolerances
 from bnexport.sync_bn import distributed, operators, reference
-from tests.checks import assert_within, condition_of
-from tests.cluster import Raised, join, run_once, short_group
+from tests.support.checks import assert_within, condition_of
+from tests.support.cluster import Raised, join, run_once, short_group
 
 C = 3
 

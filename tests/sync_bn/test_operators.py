@@ -10,7 +10,7 @@ import torch
 from bnexport import tolerances
 from bnexport.errors import UsageError
 from bnexport.sync_bn import compiled, operators, reference
-from tests.checks import assert_within, condition_of
+from tests.support.checks import assert_within, condition_of
 
 LOCAL = ("", 1, "exact", "local", 0)
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

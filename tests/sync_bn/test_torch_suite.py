@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster import Cluster, Raised
+from tests.support.cluster import Cluster, Raised
 from tests.sync_bn import torch_suite
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,8 @@ from torch import nn
 import bnexport
 from bnexport import model_io, tolerances
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
-from bnexport.training import verification
 from bnexport.training.api import TrainingExportResult
+from bnexport.training.building import verification
 from tests.training.torch_step import torch_step
 
 
@@ -139,7 +139,7 @@ def test_standard_operators_need_no_library(tmp_path, monkeypatch):
     def refuse(options):
         raise bnexport.errors.LibraryError("no library here")
 
-    monkeypatch.setattr("bnexport.runtime.library.register", refuse)
+    monkeypatch.setattr("bnexport.native.library.register", refuse)
     assert bnexport.TrainingSession(tmp_path / "s.onnx").step([tensor.numpy() for tensor in batch()]) == expected
 
 

@@ -16,8 +16,8 @@ import pytest
 import bnexport
 from bnexport import model_io, tolerances
 from bnexport.cli import main
-from bnexport.training.data import load_rows
-from tests import warm
+from bnexport.training.running.data import load_rows
+from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 NETWORK = """

@@ -1,6 +1,6 @@
 """Folding of batch norms in torch modules. Needs torch, which the rest of bnexport.folding does not."""
 
 from bnexport.folding.module.api import fold_copy, fold_module
-from bnexport.folding.module.engine import Options
+from bnexport.folding.module.folder import Options
 
 __all__ = ["Options", "fold_copy", "fold_module"]

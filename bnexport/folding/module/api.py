@@ -12,13 +12,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
-from bnexport.folding.module import parts, tracing, verification
-from bnexport.folding.module.engine import Engine, Options
-from bnexport.folding.report import Counts, FoldReport, SiteReport
+from bnexport.folding.module import parts, tracing
+from bnexport.folding.module.folder import Engine, Options
+from bnexport.folding.reporting.report import Counts, FoldReport, SiteReport
 from bnexport.folding.selection import as_names, check_names
 from bnexport.sync_bn.convert import become, replace, split_activation, to_plain
 from bnexport.sync_bn.copies import copy_model
 from bnexport.sync_bn.recognition import is_sync_batch_norm
+from bnexport.verification import modules
 
 
 def fold_module(
@@ -65,7 +66,7 @@ def fold_module(
     folded, report = fold_copy(model, inputs, options)
     if verify and inputs is not None and report.changed:
         original = copy_model(model, share_parameters=True).eval()
-        result = verification.compare(original, copy_model(folded, share_parameters=True), inputs)
+        result = modules.compare(original, copy_model(folded, share_parameters=True), inputs)
         if result.status == "failed":
             raise VerificationError(f"the folded module differs from the original: {result.reason}")
         report = dataclasses.replace(report, verification=result)

@@ -23,9 +23,9 @@ import onnx_ir as ir
 from torch import nn
 
 from bnexport.folding.affine import ChannelAffine, hidden_error, round_vector
+from bnexport.folding.editing.scaled_tensor import ScaledTensor, check_scaled, weighted_sums
 from bnexport.folding.module.tensors import from_numpy, to_numpy
-from bnexport.folding.refusal import Refused
-from bnexport.folding.scaled_tensor import ScaledTensor, check_scaled, weighted_sums
+from bnexport.graph.refusal import Refused
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

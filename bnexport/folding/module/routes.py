@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from bnexport.folding.module.tracing import Trace
-from bnexport.folding.refusal import Refused
+from bnexport.graph.refusal import Refused
 
 _SAME_METHODS = ("contiguous",)
 _DROPOUTS = (

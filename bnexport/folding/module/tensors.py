@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from bnexport.folding.affine import FLOAT_TYPES
-from bnexport.folding.refusal import Refused
+from bnexport.graph.refusal import Refused
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bnexport.folding.placing.search import Rule
 from bnexport.folding.rules import (
     batch_norm,
     concat,
@@ -19,7 +20,6 @@ from bnexport.folding.rules import (
     split,
     transparent,
 )
-from bnexport.folding.search import Rule
 
 ALL: tuple[Rule, ...] = (
     conv.RULE,

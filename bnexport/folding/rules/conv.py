@@ -21,11 +21,11 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
-from bnexport.folding.constants import Described
 from bnexport.folding.context import Context
-from bnexport.folding.nodes import get_int, get_ints, get_string, input_at, only_attributes
-from bnexport.folding.refusal import Refused
-from bnexport.folding.search import Rule, Search
+from bnexport.folding.placing.search import Rule, Search
+from bnexport.graph.constants import Described
+from bnexport.graph.nodes import get_int, get_ints, get_string, input_at, only_attributes
+from bnexport.graph.refusal import Refused
 
 _ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 

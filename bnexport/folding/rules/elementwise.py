@@ -24,9 +24,9 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
-from bnexport.folding.nodes import input_at, label, only_attributes
-from bnexport.folding.refusal import Refused
-from bnexport.folding.search import Rule, Search
+from bnexport.folding.placing.search import Rule, Search
+from bnexport.graph.nodes import input_at, label, only_attributes
+from bnexport.graph.refusal import Refused
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:

@@ -17,14 +17,14 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine, along
-from bnexport.folding.constants import Described
 from bnexport.folding.context import Context
-from bnexport.folding.edits import Addend
-from bnexport.folding.elementwise import data_and_constant
-from bnexport.folding.nodes import input_at, is_standard, only_attributes
-from bnexport.folding.refusal import Refused
-from bnexport.folding.search import Rule, Search
-from bnexport.folding.site import sole_use
+from bnexport.folding.editing.edits import Addend
+from bnexport.folding.placing.search import Rule, Search
+from bnexport.folding.reading.elementwise import data_and_constant
+from bnexport.folding.reading.site import sole_use
+from bnexport.graph.constants import Described
+from bnexport.graph.nodes import input_at, is_standard, only_attributes
+from bnexport.graph.refusal import Refused
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:

@@ -12,10 +12,10 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
-from bnexport.folding.nodes import get_int, get_ints, input_at, label, only_attributes, used
-from bnexport.folding.refusal import Refused
+from bnexport.folding.placing.search import Rule, Search
 from bnexport.folding.rules.conv import padded
-from bnexport.folding.search import Rule, Search
+from bnexport.graph.nodes import get_int, get_ints, input_at, label, only_attributes, used
+from bnexport.graph.refusal import Refused
 
 _ATTRIBUTES = {
     "AveragePool": ("auto_pad", "ceil_mode", "count_include_pad", "dilations", "kernel_shape", "pads", "strides"),

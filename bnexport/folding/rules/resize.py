@@ -14,9 +14,9 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
-from bnexport.folding.nodes import get_float, get_ints, get_string, input_at, label, only_attributes
-from bnexport.folding.refusal import Refused
-from bnexport.folding.search import Rule, Search
+from bnexport.folding.placing.search import Rule, Search
+from bnexport.graph.nodes import get_float, get_ints, get_string, input_at, label, only_attributes
+from bnexport.graph.refusal import Refused
 
 _MODES = ("nearest", "linear", "bilinear", "cubic")
 _ATTRIBUTES = (

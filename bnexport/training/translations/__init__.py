@@ -80,7 +80,7 @@ def translation_table(
 
     standard_ops_only: batch norm in standard ONNX operators instead of MMCVSyncBatchNorm and
     MMCVSyncBatchNormGrad, for runtimes that cannot load the custom-op library. with_cpu_kernels: the
-    operators of bnexport/training/kernels.py where they serve.
+    operators of bnexport/training/building/contract.py where they serve.
     """
     norm = BatchNorm(standard_ops_only)
     return {

@@ -1,4 +1,4 @@
-"""Translations into the operators of bnexport/training/kernels.py, float32 on CPUs.
+"""Translations into the operators of bnexport/training/building/contract.py, float32 on CPUs.
 
 What they do not serve keeps its standard form: other types, three spatial dimensions, transposed
 convolutions, input gradients with stride and dilation together.
@@ -12,7 +12,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from bnexport.training import kernels
+from bnexport.training.building import contract
 from bnexport.training.translations import activations, convolution, max_pooling
 from bnexport.training.translations.geometry import Geometry
 from bnexport.training.translations.input_gradient import input_gradient
@@ -21,11 +21,11 @@ from bnexport.training.translations.weight_gradient import weight_gradient
 
 _ATEN = torch.ops.aten
 
-_CONV = kernels.node(kernels.CONV)
-_INPUT_GRAD = kernels.node(kernels.CONV_INPUT_GRAD)
-_WEIGHT_GRAD = kernels.node(kernels.CONV_WEIGHT_GRAD)
-_RELU_GRAD = kernels.node(kernels.RELU_GRAD)
-_MAX_POOL_GRAD = kernels.node(kernels.MAX_POOL_GRAD)
+_CONV = contract.node(contract.CONV)
+_INPUT_GRAD = contract.node(contract.CONV_INPUT_GRAD)
+_WEIGHT_GRAD = contract.node(contract.CONV_WEIGHT_GRAD)
+_RELU_GRAD = contract.node(contract.RELU_GRAD)
+_MAX_POOL_GRAD = contract.node(contract.MAX_POOL_GRAD)
 
 
 def _is_float32(*values: Any) -> bool:

@@ -1,7 +1,7 @@
 #ifndef BNEXPORT_ADAPTERS_TRAINING_CONVOLUTION_H
 #define BNEXPORT_ADAPTERS_TRAINING_CONVOLUTION_H
 
-#include "../../kernels/cpu/training/convolution.h"
+#include "../../kernels/cpu/training/convolution/convolution.h"
 #include "node.h"
 
 namespace bnexport::adapters {

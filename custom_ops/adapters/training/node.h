@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../kernels/cpu/training/convolution.h"
+#include "../../kernels/cpu/training/convolution/convolution.h"
 #include "../node.h"
 
 namespace bnexport::adapters {

@@ -1,5 +1,5 @@
 // The operators of a training step: name, inputs, outputs and attributes of each. float32, on the CPU provider.
-// bnexport/training/kernels.py is the contract; a test compares the two.
+// bnexport/training/building/contract.py is the contract; a test compares the two.
 #ifndef BNEXPORT_ADAPTERS_TRAINING_SCHEMA_H
 #define BNEXPORT_ADAPTERS_TRAINING_SCHEMA_H
 

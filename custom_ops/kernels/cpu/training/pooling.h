@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "../parallel.h"
-#include "convolution.h"
+#include "convolution/convolution.h"
 
 namespace bnexport::cpu {
 

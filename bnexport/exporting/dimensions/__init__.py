@@ -1,0 +1,1 @@
+"""Decide which dimensions of an exported model are dynamic."""

@@ -1,0 +1,179 @@
+"""Finds the dimensions that an exported model declares dynamic and in which it is not right, or was not seen to be.
+
+A dimension stays dynamic only if the exported model was right at another value of it. All dimensions change at once, to
+keep the number of runs small; where the exported model differs from its reference, or does not run, each is changed
+alone to find those at fault. Sizes at which the reference itself does not run say nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+
+from bnexport.exporting.dimensions import sizes
+from bnexport.exporting.dimensions.size_conditions import SizeConditions
+from bnexport.exporting.dimensions.sizes import Changes, Group, Shapes
+from bnexport.verification.judging import Outcome
+
+Tensors = tuple[torch.Tensor, ...]
+Judge = Callable[[list[Tensors], list[Tensors]], list[Outcome]]
+
+# Alternatives that are tried until the reference runs.
+_TRIES = 6
+# Runs for the conditions of a program: each costs one of the reference and one of the exported model.
+_MOST_CONDITIONS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The reference at other sizes."""
+
+    changes: Changes
+    inputs: Tensors
+    expected: Tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """Dimensions that cannot be dynamic.
+
+    axes: (input, dimension). run, outcome: where the exported model is wrong, and how; None where the reference ran at
+    no other size that was tried.
+    """
+
+    axes: tuple[tuple[int, int], ...]
+    run: Run | None = None
+    outcome: Outcome | None = None
+
+    @property
+    def reason(self) -> str:
+        if self.run is None or self.outcome is None:
+            return "the model ran at no other size that was tried"
+        size = next(size for group, size in self.run.changes.items() if set(group.axes) >= set(self.axes))
+        return f"the exported model {'does not run' if self.outcome.failure else 'differs from torch'} at {size}"
+
+
+class OtherSizes:
+    """Runs of the reference at other sizes of the dynamic dimensions.
+
+    reference: the outputs for any inputs; it raises where the model does not run, and returns None where the exported
+    model says that it does not. guarded: the exported model refuses sizes that it is not for; that says nothing as long
+    as it is right at others.
+    """
+
+    def __init__(
+        self, inputs: Tensors, reference: Callable[[Tensors], Tensors | None], *, guarded: bool = False
+    ) -> None:
+        self._inputs = inputs
+        self._reference = reference
+        self._guarded = guarded
+        self.runs: list[Run] = []
+        self.unseen: list[Fault] = []
+
+    def plan(self, dynamic: Sequence[Collection[int]]) -> None:
+        """Find `runs` that change each of these dimensions, of each input; `unseen` are those that none changes."""
+        inputs, groups = self._inputs, sizes.groups(self._inputs, dynamic)
+        one = self._first(sizes.smallest_batch(inputs, groups))
+        found = [one]
+        always_one = all(group.size == 1 for group in groups if group.place == 0)
+        found += map(self._first, sizes.stages(inputs, groups, one=one is not None or always_one))
+        for group in groups:
+            if not any(run is not None and group in run.changes for run in found):
+                alternatives = [sizes.alone(inputs, group), sizes.together(inputs, group, groups)]
+                found.append(next((run for each in alternatives if (run := self._first(each)) is not None), None))
+        self.runs = [run for run in found if run is not None]
+        seen = {group for run in self.runs for group in run.changes}
+        self.unseen = [Fault(group.axes) for group in groups if group not in seen and group.size > 0]
+
+    def add(self, conditions: SizeConditions, dynamic: Sequence[Collection[int]]) -> None:
+        """Add runs that break those conditions of the exported program that no run breaks yet."""
+        groups = sizes.groups(self._inputs, dynamic)
+        example = conditions.broken(sizes.shapes(self._inputs, {}))
+        known = example.union(*(conditions.broken(self.shapes(run)) for run in self.runs))
+        added = 0
+        for condition in conditions.all:
+            if condition in known or added == _MOST_CONDITIONS:
+                continue
+            candidates = sizes.allowed(self._inputs, conditions.candidates(condition, groups))
+            breaking = [
+                changes for changes in candidates if condition in conditions.broken(sizes.shapes(self._inputs, changes))
+            ]
+            run = self._first(breaking)
+            if run is not None:
+                added += 1
+                self.runs.append(run)
+                known |= conditions.broken(self.shapes(run))
+
+    def faults(self, outcomes: Sequence[Outcome], judge: Judge) -> list[Fault]:
+        """The dimensions in which the exported model is wrong, or was not seen to be right.
+
+        outcomes: its comparisons for `runs`. judge: makes more of them.
+        """
+        for run, outcome in zip(self.runs, outcomes, strict=True):
+            if outcome.differs and not (self._guarded and outcome.failure):
+                return self._at_fault(run, outcome, judge)
+        seen: dict[Group, list[bool]] = {}
+        for run, outcome in zip(self.runs, outcomes):
+            for group in run.changes if outcome.passed or outcome.failure else ():
+                seen.setdefault(group, []).append(outcome.passed)
+        right = {group for group, passed in seen.items() if _mostly(passed)}
+        rest = dict.fromkeys(group for run in self.runs for group in run.changes if group not in right)
+        return [*self.unseen, *self._not_right(list(rest), judge)]
+
+    def _not_right(self, groups: list[Group], judge: Judge) -> list[Fault]:
+        """A last look at groups that no comparison has shown to be right: each changed alone, at several sizes.
+
+        Comparisons that decide nothing show no fault either.
+        """
+        runs = [
+            (group, run)
+            for group in groups
+            for changes in sizes.alone(self._inputs, group)
+            if (run := self._first([changes])) is not None
+        ]
+        outcomes = judge([run.inputs for _, run in runs], [run.expected for _, run in runs])
+        faults = []
+        for group in groups:
+            own = [(run, outcome) for (changed, run), outcome in zip(runs, outcomes) if changed == group]
+            wrong = next((pair for pair in own if pair[1].differs), None)
+            if wrong is not None and not _mostly([outcome.passed for _, outcome in own]):
+                faults.append(Fault(group.axes, *wrong))
+        return faults
+
+    def shapes(self, run: Run) -> Shapes:
+        return sizes.shapes(self._inputs, run.changes)
+
+    def _first(self, alternatives: Iterable[Changes]) -> Run | None:
+        """The reference at the first of the alternatives at which it runs."""
+        for changes in list(alternatives)[:_TRIES]:
+            feed = sizes.resized(self._inputs, changes)
+            with contextlib.suppress(Exception):  # what the model's code raises at sizes that it does not take
+                expected = self._reference(feed)
+                if expected is not None:
+                    return Run(changes, feed, expected)
+        return None
+
+    def _at_fault(self, wrong: Run, outcome: Outcome, judge: Judge) -> list[Fault]:
+        """The groups among the changes that make the exported model wrong."""
+        tried: dict[Group, Run] = {}
+        if len(wrong.changes) > 1:
+            for group, size in wrong.changes.items():
+                run = self._first([{group: size}, *sizes.alone(self._inputs, group)])
+                if run is not None:
+                    tried[group] = run
+        outcomes = judge([run.inputs for run in tried.values()], [run.expected for run in tried.values()])
+        faulty = {group: (run, own) for (group, run), own in zip(tried.items(), outcomes) if own.differs}
+        if not faulty:
+            # Tied to others, the model runs at no change of one alone; or the fault is in how two go together.
+            rest = [group for group in wrong.changes if group not in tried]
+            rest = rest or [group for group in wrong.changes if group.place != 0] or list(wrong.changes)
+            faulty = dict.fromkeys(rest, (wrong, outcome))
+        return [Fault(group.axes, run, own) for group, (run, own) in faulty.items()]
+
+
+def _mostly(passed: Sequence[bool]) -> bool:
+    """A program that takes a size now and then, as one with int(height * 0.5) takes 7 for 6, is for the example's size."""
+    return 2 * sum(passed) > len(passed)

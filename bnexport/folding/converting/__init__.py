@@ -1,0 +1,1 @@
+"""Turn sync batch norm and training nodes into inference BatchNormalization."""

@@ -1,0 +1,166 @@
+"""MMCVSyncBatchNorm -> BatchNormalization in inference, from the running statistics.
+
+    MMCVSyncBatchNorm(input, running_mean, running_var, weight, bias)   eps
+    BatchNormalization(input, scale=weight, bias=bias, mean=running_mean, var=running_var)   epsilon
+
+In a training graph that changes what the graph computes, on purpose: the updated statistics are
+replaced by the old ones, in the order of the graph, so that a module used twice reads its own old
+values; graph outputs that carried updates stay and return the old values.
+
+Refused: no running statistics; saved_mean or saved_invstd in use (a gradient is computed); a training
+node whose statistics are the neutral 0 and 1 and are not updated, since that is how a module without
+statistics is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport import schema
+from bnexport.folding.context import Context
+from bnexport.folding.converting.old_values import return_old
+from bnexport.folding.editing.parameters import new_constant
+from bnexport.graph.constants import Constants
+from bnexport.graph.evaluate import read_tensor
+from bnexport.graph.nodes import get_float, get_int, input_at, label, used
+from bnexport.graph.refusal import Refused
+from bnexport.model_io import walk
+
+OP_TYPE = schema.SYNC_BATCH_NORM.name
+_INPUT = {value.name: index for index, value in enumerate(schema.SYNC_BATCH_NORM.inputs)}
+_OUTPUT = {value.name: index for index, value in enumerate(schema.SYNC_BATCH_NORM.outputs)}
+# For graphs that import no standard opset.
+FALLBACK_OPSET = 17
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """What happened to one node. batch_norm: what it is now; None when refused."""
+
+    name: str
+    op_type: str
+    training: bool
+    batch_norm: ir.Node | None
+    reason: Refused | None = None
+
+
+def is_sync_batch_norm(node: ir.Node) -> bool:
+    """The operator in any domain: MMCV's own, the default one of old exports, or another."""
+    return node.op_type == OP_TYPE
+
+
+def is_portable_body(function: ir.Function) -> bool:
+    return function.name == OP_TYPE
+
+
+def training_mode(node: ir.Node) -> bool:
+    return get_int(node, "training_mode", int(schema.SYNC_BATCH_NORM.attribute("training_mode").default)) != 0
+
+
+def convert(context: Context, graphs: list[ir.Graph]) -> list[Conversion]:
+    """Converts every node of `graphs` that can be converted."""
+    conversions = []
+    for graph in graphs:
+        for node in tuple(graph):
+            if not is_sync_batch_norm(node):
+                continue
+            name = label(node)
+            try:
+                training = training_mode(node)
+                conversions.append(Conversion(name, OP_TYPE, training, _convert(node, training, context)))
+            except Refused as reason:
+                conversions.append(Conversion(name, OP_TYPE, True, None, reason))
+    return conversions
+
+
+def drop_unused_bodies(model: ir.Model) -> None:
+    """Removes portable bodies, and opset imports of their domains, that no node refers to any more."""
+    if not model.functions and schema.DOMAIN not in model.opset_imports:
+        return
+    bodies = [key for key, function in model.functions.items() if is_portable_body(function)]
+    calls = {node.op_identifier() for node in walk.nodes(model)}
+    for key in bodies:
+        if key not in calls:
+            del model.functions[key]
+    domains = {node.domain for node in walk.nodes(model)} | {key[0] for key in model.functions}
+    if schema.DOMAIN not in domains:
+        for imports in (model.opset_imports, *(function.opset_imports for function in model.functions.values())):
+            # A model without any import is not valid.
+            if len(imports) > 1:
+                imports.pop(schema.DOMAIN, None)
+
+
+def _convert(node: ir.Node, training: bool, context: Context) -> ir.Node:
+    source, mean, var = (input_at(node, _INPUT[name]) for name in ("input", "running_mean", "running_var"))
+    if source is None or not node.outputs:
+        raise Refused("bad-node", f"it has no {'output' if source else 'input'}")
+    if mean is None or var is None:
+        raise Refused("no-statistics", "it has no running statistics; only the batch's own can normalise its input")
+    for name in ("saved_mean", "saved_invstd"):
+        if len(node.outputs) > _OUTPUT[name] and used(node.outputs[_OUTPUT[name]]):
+            raise Refused("statistics-used", f"its output {name} is used, as for a gradient")
+    updates = [
+        node.outputs[_OUTPUT[name]]
+        for name in ("running_mean_out", "running_var_out")
+        if len(node.outputs) > _OUTPUT[name]
+    ]
+    if training and not any(used(output) for output in updates) and _neutral(mean, var, context.constants):
+        raise Refused(
+            "no-statistics",
+            "its running statistics are the neutral 0 and 1 and are not updated, as in a module without statistics",
+        )
+    eps = get_float(node, "eps", float(schema.SYNC_BATCH_NORM.attribute("eps").default))
+    weight = _parameter(node, "weight", mean, 1.0, context)
+    bias = _parameter(node, "bias", mean, 0.0, context)
+    for output, old in zip(updates, (mean, var), strict=False):
+        return_old(output, old, node, context)
+    batch_norm = _insert(node, source, [weight, bias, mean, var], eps, context)
+    context.surgery.remove(node)
+    return batch_norm
+
+
+def _insert(node: ir.Node, source: ir.Value, parameters: list[ir.Value], eps: float, context: Context) -> ir.Node:
+    """Puts the BatchNormalization where the node is. `mixed_types` mends what its opset does not allow."""
+    graph = node.graph
+    assert graph is not None
+    attributes = [ir.AttrFloat32("epsilon", eps)]
+    if context.opset < 7:
+        attributes.append(ir.AttrInt64("is_test", 1))
+    old = node.outputs[0]
+    name = node.name or context.names.fresh(f"{label(node)}.BatchNormalization")
+    batch_norm = ir.Node("", "BatchNormalization", [source, *parameters], attributes, name=name)
+    replacement = batch_norm.outputs[0]
+    replacement.name, replacement.type, replacement.shape = old.name, old.type or source.type, old.shape
+    replacement.metadata_props.update(old.metadata_props)
+    batch_norm.metadata_props.update(node.metadata_props)
+    graph.insert_before(node, batch_norm)
+    context.surgery.replace(old, replacement)
+    return batch_norm
+
+
+def _parameter(node: ir.Node, name: str, mean: ir.Value, fill: float, context: Context) -> ir.Value:
+    """weight or bias; a constant of ones or zeros where the node has none."""
+    value = input_at(node, _INPUT[name])
+    if value is not None:
+        return value
+    size = context.size(mean, 0)
+    if size is None and mean.const_value is not None:
+        size = int(mean.const_value.size)
+    if size is None or mean.dtype is None:
+        raise Refused("shape", f"it has no {name}, and the number of channels is not known")
+    assert node.graph is not None
+    array = np.full(size, fill, mean.dtype.numpy())
+    return new_constant(context, node.graph, node, array, f"{label(node)}.{name}")
+
+
+def _neutral(mean: ir.Value, var: ir.Value, constants: Constants) -> bool:
+    try:
+        tensors = [constants.stored(value, "running statistic") for value in (mean, var)]
+    except Refused:
+        return False
+    if tensors[0] is None or tensors[1] is None:
+        return False
+    return bool((read_tensor(tensors[0]) == 0).all() and (read_tensor(tensors[1]) == 1).all())

@@ -1,0 +1,1 @@
+"""Plan, check and apply changes of parameters."""

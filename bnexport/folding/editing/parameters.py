@@ -1,0 +1,116 @@
+"""Constants in and out of a model: computed once, shared ones left alone, unused ones removed."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.folding.affine import round_vector
+from bnexport.folding.context import Context
+from bnexport.folding.editing.edits import Addend, Edit, Exact, Raw
+from bnexport.folding.editing.scaled_tensor import ScaledTensor
+from bnexport.graph.nodes import input_at, label
+
+
+def write_parameters(context: Context) -> None:
+    """Puts every edited parameter into the model."""
+    readers: dict[ir.Value, int] = {}
+    for (node, index), edit in context.edits.items():
+        if not context.surgery.is_dead(node):
+            _put(context, node, index, _edited(context, node, index, edit), readers)
+    context.edits.clear()
+
+
+def _edited(context: Context, node: ir.Node, index: int, edit: Edit) -> ir.TensorProtocol:
+    if isinstance(edit, Exact):
+        return ir.Tensor(edit.rounded)
+    if isinstance(edit, Raw):
+        return ir.Tensor(edit.values)
+    if edit.result is not None:
+        return ir.Tensor(edit.result)
+    base = context.constants.tensor(input_at(node, index), "parameter")
+    checked = context.options.check_early
+    return ScaledTensor(base, edit.factor, edit.view, checked=checked, hidden=edit.hidden)
+
+
+def _put(context: Context, node: ir.Node, index: int, tensor: ir.TensorProtocol, readers: dict[ir.Value, int]) -> None:
+    """Makes `tensor` input `index` of `node`. readers: how many inputs still read a value, where that is known.
+
+    The initializer that only this input uses keeps its name; anything shared is left alone.
+    """
+    old = input_at(node, index)
+    graph = node.graph
+    assert graph is not None
+    if old is not None and old not in readers:
+        readers[old] = len(old.uses())
+    if (
+        old is not None
+        and old.is_initializer()
+        and not old.is_graph_output()
+        and readers[old] == 1
+        and old.graph is graph
+        and old.const_value is not None
+        and old.const_value.dtype == tensor.dtype
+    ):
+        tensor.name = old.name
+        old.const_value = tensor
+        if old.shape != tensor.shape:
+            old.shape = ir.Shape(tensor.shape.numpy())
+        return
+    wish = f"{label(node)}.bias" if old is None else f"{old.name}.folded"
+    value = new_constant(context, graph, node, tensor, wish)
+    if index >= len(node.inputs):
+        node.resize_inputs(index + 1)
+    node.replace_input_with(index, value)
+    if old is not None:
+        readers[old] -= 1
+        context.surgery.may_be_unused(old)
+
+
+def new_constant(
+    context: Context, graph: ir.Graph, before: ir.Node, data: np.ndarray | ir.TensorProtocol, wish: str
+) -> ir.Value:
+    """A constant visible at `before`: an initializer, or a Constant node inside a function."""
+    name = context.names.fresh(wish)
+    tensor = ir.Tensor(data) if isinstance(data, np.ndarray) else data
+    tensor.name = name
+    shape = ir.Shape(tensor.shape.numpy())
+    if context.in_function:
+        node = ir.Node(
+            "", "Constant", [], [ir.AttrTensor("value", tensor)], name=context.names.fresh(f"{wish}.constant")
+        )
+        node.outputs[0].name = name
+        graph.insert_before(before, node)
+        value = node.outputs[0]
+        value.dtype, value.shape = tensor.dtype, shape
+        return value
+    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
+    graph.register_initializer(value)
+    if context.model.ir_version < 4 and graph is context.model.graph:
+        graph.inputs.append(value)
+    return value
+
+
+def insert_add(context: Context, value: ir.Value, addend: Addend) -> ir.Node:
+    """Whatever read `value` reads value + addend; a graph output keeps its name."""
+    producer = value.producer()
+    assert producer is not None and producer.graph is not None
+    graph = producer.graph
+    uses = tuple(value.uses())
+    # Leading dimensions of size 1 say nothing.
+    shape = (-1, *[1] * (addend.rank - addend.axis - 1))
+    array = round_vector(addend.vector, addend.dtype, "shift").reshape(shape)
+    name = context.names.fresh(f"{value.name}.shift")
+    node = ir.Node("", "Add", [value], name=name)
+    graph.insert_after(producer, node)
+    node.resize_inputs(2)
+    node.replace_input_with(1, new_constant(context, graph, node, array, f"{name}.addend"))
+    total = node.outputs[0]
+    context.same_shape(total, value)
+    total.name, total.type, total.shape = context.names.fresh(f"{value.name}.shifted"), value.type, value.shape
+    for use in uses:
+        use.node.replace_input_with(use.idx, total)
+    if value.is_graph_output():
+        context.surgery.replace_output(value, total)
+        value.name, total.name = total.name, value.name
+    return node

@@ -1,0 +1,185 @@
+"""The edits that one batch norm needs: each is checked as it is added, all are committed or none.
+
+A rule never edits a parameter. It asks a `Plan` for "input 1 of this node times this factor" or "input
+2 becomes this vector"; the plan checks that the type can hold the result. Only when all edits have been
+accepted is the plan committed, and only at the end is each parameter computed, from its original and
+the product of all factors, with one rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.folding.affine import hidden_error, round_vector
+from bnexport.folding.context import Context
+from bnexport.folding.editing.edits import Addend, Edit, Exact, Raw, Scaled, Slot
+from bnexport.folding.editing.parameters import insert_add
+from bnexport.folding.editing.scaled_tensor import FLOAT_DATA_TYPES, check_scaled, is_small, scale_small, weighted_sums
+from bnexport.graph.nodes import get_int, input_at, is_standard, label
+from bnexport.graph.refusal import Refused
+
+
+class Plan:
+    """The edits of one site, checked as they are added and committed together or not at all."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.edits: dict[Slot, Edit] = {}
+        self.attributes: dict[tuple[ir.Node, str], ir.Attr] = {}
+        # A set that keeps its order.
+        self.targets: dict[ir.Node, None] = {}
+        # Shifts that find no bias: an Add behind the node's first output.
+        self.adds: dict[ir.Node, Addend] = {}
+
+    def scale(
+        self,
+        node: ir.Node,
+        index: int,
+        factor: np.ndarray,
+        what: str,
+        view: tuple[int, ...] | None = None,
+        *,
+        shift: np.ndarray | None = None,
+        products: float = 1,
+    ) -> None:
+        """Multiplies parameter `index` of `node` by `factor`, which broadcasts to it.
+
+        view: a shape in which the parameter is looked at, as (groups, rows, ...); every factor of one
+        parameter must use the same one. shift: of the output channels, as `factor`, where each slice of one
+        factor makes such a channel on its own, of so many products: rounding at its output hides small errors.
+        """
+        edit = self._edit(node, index)
+        if isinstance(edit, Exact):
+            values = edit.values if view is None else edit.values.reshape(view)
+            self.replace(node, index, (values * factor).reshape(edit.values.shape), edit.rounded.dtype, what)
+            return
+        value = input_at(node, index)
+        weight = self.context.constants.tensor(value, what)
+        if weight.dtype not in FLOAT_DATA_TYPES or isinstance(edit, Raw):
+            raise Refused("type", f"the {what} has type {weight.dtype.name.lower()}, expected a float type")
+        producer = value.producer()  # type: ignore[union-attr]
+        if producer is not None and is_standard(producer, "DequantizeLinear"):
+            shape = tuple(weight.shape.numpy())
+            scale_quantized(self, producer, np.broadcast_to(factor, view or shape).reshape(shape))
+            self.target(node)
+            return
+        view = view or tuple(weight.shape.numpy())
+        if edit is not None:
+            if edit.view != view:
+                raise Refused("conflict", f"the {what} is scaled in two ways that do not go together")
+            factor = edit.factor * factor
+        hidden = None if shift is None else hidden_error(shift, products, weight.dtype.numpy())
+        result = scale_small(weight, factor, view, hidden) if is_small(view) else None
+        if result is None and self.context.options.check_early:
+            check_scaled(weight, factor, view, hidden)
+        self.edits[node, index] = Scaled(factor, view, result, hidden)
+        self.target(node)
+
+    def replace(
+        self,
+        node: ir.Node,
+        index: int,
+        values: np.ndarray,
+        dtype: np.dtype,
+        what: str,
+        magnitude: np.ndarray | None = None,
+    ) -> None:
+        """Gives parameter `index` of `node` a new value, or its first one."""
+        self.edits[node, index] = Exact(values, round_vector(values, dtype, what, magnitude))
+        self.target(node)
+
+    def value(self, node: ir.Node, index: int, what: str) -> np.ndarray:
+        """The parameter as float64, with the edits of this plan."""
+        return self.context.current(node, index, what, self.edits)
+
+    def sums(
+        self, node: ir.Node, index: int, weights: np.ndarray, view: tuple[int, ...], kept: tuple[int, ...], what: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Sums of parameter * weights over all axes of `view` but those `kept`, and the sums of the magnitudes.
+
+        weights broadcasts to the parameter in the shape `view` and has its rank.
+        """
+        edit = self._edit(node, index)
+        if isinstance(edit, (Exact, Raw)):
+            source: ir.TensorProtocol | np.ndarray = self.value(node, index, what)
+        else:
+            source = self.context.constants.tensor(input_at(node, index), what)
+            if edit is not None:
+                if edit.view != view:
+                    raise Refused("conflict", f"the {what} is scaled in two ways that do not go together")
+                weights = weights * edit.factor
+        return weighted_sums(source, weights, view, kept)
+
+    def _edit(self, node: ir.Node, index: int) -> Edit | None:
+        slot = (node, index)
+        edit = self.edits.get(slot)
+        return self.context.edits.get(slot) if edit is None else edit
+
+    def set_attribute(self, node: ir.Node, attribute: ir.Attr) -> None:
+        self.attributes[node, attribute.name] = attribute
+
+    def target(self, node: ir.Node) -> None:
+        self.targets[node] = None
+
+    def check_add(self, addend: Addend) -> None:
+        """Refuses a shift that its type cannot hold."""
+        round_vector(addend.vector, addend.dtype, "shift")
+
+    def add_behind(self, node: ir.Node, addend: Addend) -> None:
+        """Adds a vector to the node's first output, by an Add of its own."""
+        self.check_add(addend)
+        if node in self.adds:
+            raise Refused("conflict", "two shifts meet behind one node")
+        self.adds[node] = addend
+        self.target(node)
+
+    def snapshot(self) -> tuple[dict[Any, Any], ...]:
+        return dict(self.edits), dict(self.attributes), dict(self.targets), dict(self.adds)
+
+    def restore(self, state: tuple[dict[Any, Any], ...]) -> None:
+        self.edits, self.attributes, self.targets, self.adds = (dict(part) for part in state)
+
+    def commit(self) -> None:
+        self.context.edits.update(self.edits)
+        for (node, name), attribute in self.attributes.items():
+            node.attributes[name] = attribute
+        for node, addend in self.adds.items():
+            insert_add(self.context, node.outputs[0], addend)
+
+
+def scale_quantized(plan: Plan, node: ir.Node, factor: np.ndarray) -> None:
+    """Scales the output of a DequantizeLinear: (q - zero) * s becomes (q - zero) * (s * factor).
+
+    The stored integers stay. It needs a positive factor along one axis, the node's own if its scale is
+    a vector already.
+    """
+    if len(node.outputs[0].uses()) != 1 or node.outputs[0].is_graph_output():
+        raise Refused("quantized", f"the quantized weight of {label(node)} has other uses")
+    if (node, 1) in plan.edits or (node, 1) in plan.context.edits:
+        raise Refused("quantized", f"the scale of {label(node)} has been changed already")
+    if not (factor > 0).all():
+        raise Refused("quantized", f"the quantization scale of {label(node)} must stay positive")
+    scale = plan.value(node, 1, "quantization scale")
+    axes = [axis for axis in range(factor.ndim) if (factor == _slice_along(factor, axis)).all()]
+    if scale.size > 1:
+        own = get_int(node, "axis", 1)
+        axes = [axis for axis in axes if axis == (own + factor.ndim if own < 0 else own)]
+    if not axes:
+        raise Refused("quantized", f"the map does not follow the quantization axis of {label(node)}")
+    axis = axes[0]
+    values = scale.reshape(-1) * _slice_along(factor, axis).reshape(-1)
+    dtype = plan.context.constants.array(input_at(node, 1), "quantization scale").dtype
+    plan.replace(node, 1, values, dtype, "quantization scale")
+    zero = input_at(node, 2)
+    if zero is not None:
+        points = plan.context.constants.array(zero, "zero point")
+        plan.edits[node, 2] = Raw(np.broadcast_to(points.reshape(-1), values.shape).copy())
+    plan.set_attribute(node, ir.AttrInt64("axis", axis))
+
+
+def _slice_along(array: np.ndarray, axis: int) -> np.ndarray:
+    """The first element along every axis but one."""
+    return array[tuple(slice(None) if place == axis else slice(0, 1) for place in range(array.ndim))]

@@ -1,0 +1,210 @@
+"""Folds the batch norms of a module, guided by its trace.
+
+requires: a model of the caller's own, in eval mode, whose batch norms are torch's; its trace.
+ensures: its class, its other modules and its hooks stay; a folded batch norm becomes an Identity and
+the layers beside it get new parameters; every batch norm is in the report.
+
+A module may be called several times. It takes a map only when all of its calls want that map: all of
+them lead to (or come from) calls of this one batch norm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.module import layers
+from bnexport.folding.module.layers import Layer
+from bnexport.folding.module.routes import End, Routes, data_input
+from bnexport.folding.module.tracing import Trace, has_hooks, is_plain_batch_norm
+from bnexport.folding.reporting.report import Refusal, SiteReport
+from bnexport.graph.refusal import Refused
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """only, skip: paths of batch norms. max_scale: largest |gamma| / sqrt(var + eps) that is folded."""
+
+    only: frozenset[str] | None = None
+    skip: frozenset[str] = frozenset()
+    max_scale: float = 1e6
+
+
+class Engine:
+    """Folds `model` in place."""
+
+    def __init__(self, model: nn.Module, trace: Trace, options: Options) -> None:
+        self._model = model
+        self._options = options
+        self._modules = dict(model.named_modules())
+        self._calls = trace.calls()
+        self._layers: dict[str, Layer] = {}
+        unfit: dict[str, Refused] = {}
+        self._changed: set[str] = set()
+        self._read = {id(_tensor(model, path)) for path in trace.read}
+        self._hidden = self._below_opaque(trace)
+        self._opaque = trace.opaque
+        self._routes = Routes(trace, self._modules, self._layers, unfit)
+        for path, module in self._modules.items():
+            if layers.is_known(module) and path in self._calls:
+                try:
+                    self._refuse_module(path, module)
+                    self._layers[path] = Layer.read(module)
+                except Refused as reason:
+                    unfit[path] = reason
+
+    def run(self) -> list[SiteReport]:
+        """Folds what can be folded: into layers before, top to bottom, then into layers behind, bottom to top."""
+        norms = {path: module for path, module in self._modules.items() if isinstance(module, _BatchNorm)}
+        order = [path for path in self._calls if path in norms] + [path for path in norms if path not in self._calls]
+        affines: dict[str, ChannelAffine] = {}
+        reports: dict[str, SiteReport] = {}
+        for path in order:
+            report = SiteReport((path,), type(norms[path]).__name__, "", "kept")
+            try:
+                affines[path] = self._affine(path, norms[path])
+            except Refused as reason:
+                report = dataclasses.replace(report, refusals=(Refusal("batch_norm", path, reason.code, reason.text),))
+            else:
+                sizes = np.abs(affines[path].scale)
+                report = dataclasses.replace(
+                    report,
+                    channels=int(sizes.size),
+                    scale_min=float(sizes.min()) if sizes.size else None,
+                    scale_max=float(sizes.max()) if sizes.size else None,
+                )
+            reports[path] = report
+        for direction, attempt, paths in (
+            ("backward", self._backward, list(affines)),
+            ("forward", self._forward, list(affines)[::-1]),
+        ):
+            for path in paths:
+                if reports[path].outcome != "folded":
+                    reports[path] = self._try(direction, attempt, path, affines[path], reports[path])
+        for path in self._changed:
+            self._layers[path].write()
+        for path in self._routes.removed:
+            _replace_everywhere(self._model, norms[path], nn.Identity())
+        return list(reports.values())
+
+    def _try(
+        self,
+        direction: str,
+        attempt: Callable[[str, ChannelAffine], dict[str, Layer]],
+        path: str,
+        affine: ChannelAffine,
+        report: SiteReport,
+    ) -> SiteReport:
+        try:
+            changed = attempt(path, affine)
+        except Refused as reason:
+            refusal = Refusal(direction, path, reason.code, reason.text)
+            return dataclasses.replace(report, refusals=(*report.refusals, refusal))
+        self._layers.update(changed)
+        self._changed.update(changed)
+        self._routes.removed.add(path)
+        return dataclasses.replace(report, outcome="folded", rules=(direction,), targets=tuple(changed), refusals=())
+
+    def _affine(self, path: str, module: nn.Module) -> ChannelAffine:
+        if path in self._options.skip or (self._options.only is not None and path not in self._options.only):
+            raise Refused("skipped", "it was left alone on request")
+        if not is_plain_batch_norm(module):
+            raise Refused("own-forward", f"{type(module).__name__} has a forward of its own")
+        self._refuse_module(path, module)
+        if path not in self._calls:
+            raise Refused("unused", "the forward does not call it")
+        return layers.read_batch_norm(module, self._options.max_scale)
+
+    def _backward(self, path: str, affine: ChannelAffine) -> dict[str, Layer]:
+        ends = [self._routes.up(call) for call in self._calls[path]]
+        return {target: layer.mapped(affine) for target, layer in self._targets(ends, "output").items()}
+
+    def _forward(self, path: str, affine: ChannelAffine) -> dict[str, Layer]:
+        ends = [end for call in self._calls[path] for end in self._routes.down(call)]
+        result = {}
+        for target, layer in self._targets(ends, "input").items():
+            flattened = {end.flattened for end in ends if self._routes.trace.paths[end.node] == target}
+            if len(flattened) > 1:
+                raise Refused("axis", f"{target} reads it flattened and as it is")
+            spread = affine
+            if flattened == {True}:
+                if layer.inputs % affine.channels:
+                    raise Refused("shape", f"{target} reads {layer.inputs} features of {affine.channels} channels")
+                spread = affine.repeat(layer.inputs // affine.channels)
+            result[target] = layer.preceded(spread)
+        return result
+
+    def _targets(self, ends: list[End], side: str) -> dict[str, Layer]:
+        """The layers at the ends; Refused where one is called elsewhere too, or has its channels elsewhere."""
+        found: dict[str, Layer] = {}
+        nodes = {end.node for end in ends}
+        for end in ends:
+            target = self._routes.trace.paths[end.node]
+            layer = self._layers[target]
+            other = [call for call in self._calls[target] if call not in nodes]
+            if other:
+                raise Refused("called-elsewhere", f"{target} is called {len(self._calls[target])} times, not only here")
+            self._check_axis(end, target, layer, side)
+            found[target] = layer
+        return found
+
+    def _check_axis(self, end: End, target: str, layer: Layer, side: str) -> None:
+        node = end.node if side == "output" else data_input(end.node)
+        rank = self._routes.rank(node)
+        if end.flattened and end.axis == 1 and layer.is_linear:
+            return
+        if layer.is_linear:
+            if rank is None:
+                raise Refused("rank", f"the rank of the {side} of {target} is not known without example_inputs")
+            if end.axis != rank - 1:
+                raise Refused("axis", f"the map acts on axis {end.axis} of {rank}, {target} (Linear) on the last")
+            return
+        # A convolution takes input without a batch as well; batch norm does not.
+        if end.flattened or end.axis != 1 or (rank is not None and rank != layer.rank):
+            raise Refused(
+                "axis", f"the map acts on axis {end.axis}, {target} ({type(layer.module).__name__}) on axis 1"
+            )
+
+    def _below_opaque(self, trace: Trace) -> dict[int, str]:
+        """Modules that code which is not known may call: those below an opaque one, but for parts with a graph."""
+        hidden: dict[int, str] = {}
+        for path in sorted({*trace.opaque, *trace.parts}, key=_depth):
+            for module in self._modules[path].modules():
+                if path in trace.opaque:
+                    hidden.setdefault(id(module), path)
+                else:
+                    hidden.pop(id(module), None)
+        return hidden
+
+    def _refuse_module(self, path: str, module: nn.Module) -> None:
+        hidden = self._hidden.get(id(module))
+        if hidden is not None:
+            raise Refused(
+                "opaque", f"inside {hidden or 'the model'}, which torch.fx cannot trace: {self._opaque[hidden]}"
+            )
+        if has_hooks(module):
+            raise Refused("hook", f"{path} has hooks")
+        if any(id(tensor) in self._read for tensor in (*module.parameters(), *module.buffers())):
+            raise Refused("read-elsewhere", f"code outside of {path} reads its parameters or statistics")
+
+
+def _replace_everywhere(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    new.training = old.training
+    for module in model.modules():
+        for name, child in list(module._modules.items()):
+            if child is old:
+                module._modules[name] = new
+
+
+def _depth(path: str) -> int:
+    return path.count(".") + 1 if path else 0
+
+
+def _tensor(model: nn.Module, path: str) -> object:
+    owner, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(owner), name)

@@ -1,0 +1,1 @@
+"""Find the operators that can absorb a map."""

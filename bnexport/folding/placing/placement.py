@@ -1,0 +1,105 @@
+"""The ways to give one map y = k (x - c) + t = k x + h a place, in the order in which they are tried.
+
+    backward    the whole map into what makes x
+    forward     the whole map into everything that reads y
+    apart       y = (k x) + h:      k backward, h forward
+                y = k (x + h / k):  h / k backward, k forward - through a Relu and through padding, for k > 0
+    scale       k backward, and an Add of h stays: for producers that have no bias, as MatMul
+
+The first three remove the site; the last leaves an Add in its place, which costs about as much as a batch
+norm (docs/folding.md), and is tried only where a missing bias or padding was the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.context import Context
+from bnexport.folding.editing.edits import Addend
+from bnexport.folding.editing.parameters import insert_add
+from bnexport.folding.editing.rewrite import bypass, parameter_type
+from bnexport.folding.placing.search import Rule, Search
+from bnexport.folding.reading.site import Site
+from bnexport.graph.refusal import Refused
+
+Attempt = Callable[[Site, Context, dict[str, Rule]], Search]
+
+
+def place(site: Site, context: Context, rules: dict[str, Rule]) -> Search | list[tuple[str, Refused]]:
+    """Carries out the first way that is open; otherwise why the whole map can go neither up nor down."""
+    refusals: list[tuple[str, Refused]] = []
+    for name, attempt in _ATTEMPTS:
+        if name == "scale" and all(reason.code != "shift" for direction, reason in refusals if direction == "backward"):
+            continue
+        try:
+            return attempt(site, context, rules)
+        except Refused as reason:
+            # The text of `apart` would repeat one of the first two.
+            if name != "apart":
+                refusals.append((name, reason))
+    return refusals
+
+
+def _backward(site: Site, context: Context, rules: dict[str, Rule]) -> Search:
+    search = Search(context, rules)
+    search.backward(site.input, site.axis, site.affine)
+    return _commit(search, site)
+
+
+def _forward(site: Site, context: Context, rules: dict[str, Rule]) -> Search:
+    search = Search(context, rules)
+    search.forward(site.output, site.axis, site.affine)
+    return _commit(search, site)
+
+
+def _scale_up(site: Site, context: Context, rules: dict[str, Rule]) -> Search:
+    search = Search(context, rules)
+    _refuse_half(site.affine)
+    search.forward(site.output, site.axis, ChannelAffine.shifting(site.affine.offset))
+    search.backward(site.input, site.axis, site.affine.only_scale())
+    return _commit(search, site)
+
+
+def _scale_down(site: Site, context: Context, rules: dict[str, Rule]) -> Search:
+    search = Search(context, rules)
+    affine = site.affine
+    _refuse_half(affine)
+    shift = affine.shift * affine.inverse_scale(context.options.max_scale)
+    search.forward(site.output, site.axis, affine.only_scale())
+    search.backward(site.input, site.axis, ChannelAffine(affine.scale * 0 + 1, affine.center, shift))
+    return _commit(search, site)
+
+
+def _scale_and_add(site: Site, context: Context, rules: dict[str, Rule]) -> Search:
+    rank = context.rank(site.input)
+    if rank is None:
+        raise Refused("rank", "the rank of its input is not known, so no Add can take the shift")
+    search = Search(context, rules)
+    search.backward(site.input, site.axis, site.affine.only_scale())
+    addend = Addend(site.affine.offset, site.axis, rank, parameter_type(site, search.plan))
+    search.plan.check_add(addend)
+    search.plan.commit()
+    insert_add(context, bypass(site, context), addend)
+    return search
+
+
+def _commit(search: Search, site: Site) -> Search:
+    search.plan.commit()
+    bypass(site, search.context)
+    return search
+
+
+def _refuse_half(affine: ChannelAffine) -> None:
+    """A map of one half has nothing to be taken apart."""
+    if affine.is_scaling or affine.is_shift:
+        raise Refused("shift", "it only scales or only shifts")
+
+
+_ATTEMPTS: tuple[tuple[str, Attempt], ...] = (
+    ("backward", _backward),
+    ("forward", _forward),
+    ("apart", _scale_up),
+    ("apart", _scale_down),
+    ("scale", _scale_and_add),
+)

@@ -1,0 +1,1 @@
+"""Read batch norms and per-channel maps out of a graph."""

@@ -1,0 +1,70 @@
+"""BatchNormalization in every opset, read as a ChannelAffine - or the reason why it is not one.
+
+Opset 1 and 6 carry is_test (0: training), opset 1 to 7 spatial (0: one mean per position), 7 to 13
+mean training by having more than one output, 14 and up by training_mode.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.context import Context
+from bnexport.graph.nodes import get_float, get_int, only_attributes, used
+from bnexport.graph.refusal import Refused
+
+_ATTRIBUTES = {
+    1: ("epsilon", "momentum", "is_test", "spatial", "consumed_inputs"),
+    6: ("epsilon", "momentum", "is_test", "spatial"),
+    7: ("epsilon", "momentum", "spatial"),
+    9: ("epsilon", "momentum"),
+    14: ("epsilon", "momentum", "training_mode"),
+}
+
+PARAMETERS = (("scale", 1), ("bias", 2), ("mean", 3), ("variance", 4))
+
+
+def is_training(node: ir.Node, opset: int) -> bool:
+    """Whether the node normalises with the batch's own statistics."""
+    if opset < 7:
+        return get_int(node, "is_test", 0) == 0
+    if opset < 14:
+        return any(used(output) for output in node.outputs[1:])
+    return get_int(node, "training_mode", 0) != 0
+
+
+def read_batch_norm(node: ir.Node, context: Context) -> ChannelAffine:
+    """The map of an inference batch norm with constant parameters; Refused otherwise."""
+    opset = context.opset
+    since = max(version for version in _ATTRIBUTES if version <= opset)
+    only_attributes(node, _ATTRIBUTES[since])
+    if is_training(node, opset):
+        raise Refused("training", "it is in training mode: it normalises with the statistics of the batch")
+    if any(used(output) for output in node.outputs[1:]):
+        raise Refused("statistics-used", "its statistics outputs are used")
+    if get_int(node, "spatial", 1) != 1:
+        raise Refused("not-per-channel", "spatial=0: it has a mean for every position, not for every channel")
+    if len(node.inputs) != 5:
+        raise Refused("bad-node", f"it has {len(node.inputs)} inputs, expected 5")
+    source = node.inputs[0]
+    if source is None:
+        raise Refused("bad-node", "it has no input")
+    if source.shape is not None and len(source.shape) < 2:
+        raise Refused("rank", f"its input has rank {len(source.shape)}, expected at least 2")
+    gamma, beta, mean, var = (_vector(context.current(node, index, name), name) for name, index in PARAMETERS)
+    if len({vector.size for vector in (gamma, beta, mean, var)}) != 1:
+        raise Refused("shape", f"its parameters have {gamma.size}, {beta.size}, {mean.size} and {var.size} elements")
+    affine = ChannelAffine.from_batch_norm(gamma, beta, mean, var, get_float(node, "epsilon", 1e-5))
+    largest = float(np.abs(affine.scale).max(initial=0.0))
+    if largest > context.options.max_scale:
+        raise Refused(
+            "scale", f"gamma / std reaches {largest:.3g}, the bound is {context.options.max_scale:.3g} (max_scale)"
+        )
+    return affine
+
+
+def _vector(array: np.ndarray, what: str) -> np.ndarray:
+    if array.ndim != 1:
+        raise Refused("shape", f"the {what} has shape {array.shape}, expected one value for each channel")
+    return array

@@ -1,0 +1,152 @@
+"""A site: a run of per-channel maps, each read by the next one only, and their composition.
+
+Every batch norm starts a site. Neighbouring batch norms and elementwise operations with per-channel
+constants join it, so that their product is rounded once and they leave together. A Mul and Add pair
+with per-channel constants and no batch norm is what exporters make of one, and is a site as well.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import onnx_ir as ir
+
+from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.context import Context
+from bnexport.folding.reading.batch_norm import read_batch_norm
+from bnexport.folding.reading.elementwise import (
+    OP_TYPES,
+    constant_operand,
+    data_and_constant,
+    read_elementwise,
+    varying_axis,
+)
+from bnexport.graph.nodes import input_at, is_standard
+from bnexport.graph.refusal import Refused
+
+# Operators whose own rule checks the number of channels, so that unknown shapes do no harm.
+_CHECK_CHANNELS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "BatchNormalization")
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """nodes: top to bottom. data: which input of the first node is the data. axis: of the channels."""
+
+    nodes: tuple[ir.Node, ...]
+    affine: ChannelAffine
+    axis: int
+    data: int
+
+    @property
+    def input(self) -> ir.Value:
+        value = self.nodes[0].inputs[self.data]
+        assert value is not None
+        return value
+
+    @property
+    def output(self) -> ir.Value:
+        return self.nodes[-1].outputs[0]
+
+
+def batch_norm_site(node: ir.Node, context: Context) -> Site:
+    """The site around a BatchNormalization; Refused where the node itself cannot be read."""
+    affine = read_batch_norm(node, context)
+    return _grow(Site((node,), affine, axis=1, data=0), context)
+
+
+def elementwise_site(node: ir.Node, context: Context) -> Site | None:
+    """The site that starts at a Mul, Add, Sub or Div and scales as well as shifts; None where there is none."""
+    operands = data_and_constant(node, context)
+    if operands is None:
+        return None
+    source = input_at(node, operands[0])
+    rank = None if source is None else context.rank(source)
+    if source is None or rank is None:
+        return None
+    try:
+        values = constant_operand(node, operands, context)
+        axis = varying_axis(values, rank)
+        if axis is None:
+            return None
+        affine = read_elementwise(node, axis, values.size, context)
+    except Refused:
+        return None
+    if not _keeps_channels(node, operands[0], axis, affine.channels, context):
+        return None
+    site = _grow(Site((node,), affine, axis, operands[0]), context)
+    scales = any(step.op_type in ("Mul", "Div", "BatchNormalization") for step in site.nodes)
+    shifts = any(step.op_type in ("Add", "Sub", "BatchNormalization") for step in site.nodes)
+    return site if scales and shifts else None
+
+
+def sole_use(value: ir.Value, graph: ir.Graph | None) -> ir.Node | None:
+    """The one node that reads `value`, if it is one, reads it once, and lies in the same graph."""
+    uses = tuple(value.uses())
+    if len(uses) != 1 or value.is_graph_output() or uses[0].node.graph is not graph:
+        return None
+    return uses[0].node
+
+
+def _grow(site: Site, context: Context) -> Site:
+    nodes = collections.deque(site.nodes)
+    affine, data = site.affine, site.data
+    while (step := _above(nodes[0], data, site.axis, affine.channels, context)) is not None:
+        node, before, data = step
+        nodes.appendleft(node)
+        affine = before.then(affine)
+    while (below := _below(nodes[-1], site.axis, affine.channels, context)) is not None:
+        node, after = below
+        nodes.append(node)
+        affine = affine.then(after)
+    return site if len(nodes) == len(site.nodes) else Site(tuple(nodes), affine, site.axis, data)
+
+
+def _step(node: ir.Node, axis: int, channels: int, context: Context) -> ChannelAffine | None:
+    try:
+        if is_standard(node, "BatchNormalization"):
+            affine = read_batch_norm(node, context) if axis == 1 else None
+            return affine if affine is not None and affine.channels == channels else None
+        if is_standard(node, *OP_TYPES):
+            return read_elementwise(node, axis, channels, context)
+    except Refused:
+        return None
+    return None
+
+
+def _above(
+    first: ir.Node, data: int, axis: int, channels: int, context: Context
+) -> tuple[ir.Node, ChannelAffine, int] | None:
+    """The node that makes what `first` reads, its map, and which of its inputs is data; None where it does not join."""
+    value = first.inputs[data]
+    node = None if value is None else value.producer()
+    if value is None or node is None or sole_use(value, first.graph) is not first or node.graph is not first.graph:
+        return None
+    affine = _step(node, axis, channels, context)
+    if affine is None or is_standard(node, "BatchNormalization"):
+        return None if affine is None else (node, affine, 0)
+    operands = data_and_constant(node, context)
+    if operands is None or not _keeps_channels(node, operands[0], axis, channels, context):
+        return None
+    return node, affine, operands[0]
+
+
+def _below(last: ir.Node, axis: int, channels: int, context: Context) -> tuple[ir.Node, ChannelAffine] | None:
+    """The only reader of `last` and its map; None where it does not join."""
+    output = last.outputs[0]
+    node = sole_use(output, last.graph)
+    if node is None or (is_standard(node, "BatchNormalization") and node.inputs[0] is not output):
+        return None
+    affine = _step(node, axis, channels, context)
+    return None if affine is None else (node, affine)
+
+
+def _keeps_channels(node: ir.Node, data: int, axis: int, channels: int, context: Context) -> bool:
+    """Whether the data has `channels` channels before the node already: a constant may broadcast it."""
+    source = input_at(node, data)
+    assert source is not None
+    size = context.size(source, axis)
+    if size is not None:
+        return size == channels
+    producer = source.producer()
+    return producer is not None and is_standard(producer, *_CHECK_CHANNELS)

@@ -1,0 +1,1 @@
+"""Reports of a fold: data, tables and an HTML page."""

@@ -1,0 +1,183 @@
+"""What a value is worth, when that is fixed by the model alone.
+
+Initializers that a caller may override (listed as inputs, IR version 4 and up) are not constants;
+before IR 4 every initializer had to be listed and they are. Constant expressions over small tensors
+(Cast, Reshape, Mul, Sqrt, ...) are evaluated in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.folding.affine import FLOAT_TYPES
+from bnexport.graph.evaluate import ELEMENTS, EVALUATORS, constant_node, read_tensor
+from bnexport.graph.nodes import get_int, is_standard, label, only_attributes
+from bnexport.graph.refusal import Refused
+from bnexport.graph.shapes import Shapes
+
+# A longer chain of constant nodes than any exporter writes; a bound for hostile files.
+_DEPTH = 32
+# Longer than any list of axes, pads or parts.
+_INTEGERS = 1 << 12
+_FLOATS = frozenset(FLOAT_TYPES.values())
+
+
+class Described(NamedTuple):
+    """A constant without its data."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+class Constants:
+    """Resolves the values of one model."""
+
+    def __init__(self, model: ir.Model, shapes: Shapes) -> None:
+        self._model = model
+        self._shapes = shapes
+        # A constant expression may share operands many times over; each is looked at once.
+        self._fixed: set[ir.Value] = set()
+        self._evaluated: dict[ir.Value, np.ndarray] = {}
+
+    def array(self, value: ir.Value | None, what: str) -> np.ndarray:
+        """The value in its own type; Refused where it is not fixed."""
+        if value is None:
+            raise Refused("missing", f"the {what} is missing")
+        return self._array(value, what, _DEPTH)
+
+    def tensor(self, value: ir.Value | None, what: str) -> ir.TensorProtocol:
+        """The value as a tensor; what the file holds is not read."""
+        if value is not None:
+            tensor = self.stored(value, what)
+            if tensor is not None:
+                return tensor
+        return ir.Tensor(self.array(value, what))
+
+    def describe(self, value: ir.Value | None, what: str) -> Described:
+        """Shape and type of a constant; an initializer is not read."""
+        if value is None:
+            raise Refused("missing", f"the {what} is missing")
+        tensor = self.stored(value, what)
+        if tensor is not None:
+            # Without the Shape object that a tensor of the file makes anew each time it is asked.
+            raw = tensor.raw.dims if isinstance(tensor, ir.serde.TensorProtoTensor) else tensor.shape.numpy()
+            return Described(tuple(raw), tensor.dtype.numpy())
+        array = self._array(value, what, _DEPTH)
+        return Described(array.shape, array.dtype)
+
+    def floats(self, value: ir.Value | None, what: str) -> np.ndarray:
+        """The value as float64; Refused where it is not fixed or not a float tensor."""
+        array = self.array(value, what)
+        if array.dtype not in _FLOATS:
+            raise Refused("type", f"the {what} has type {array.dtype}, expected a float type")
+        return array.astype(np.float64)
+
+    def ints(self, value: ir.Value | None, what: str) -> tuple[int, ...]:
+        """A small integer tensor, flattened."""
+        array = self.array(value, what)
+        if array.dtype.kind not in "iu" or array.size > _INTEGERS:
+            raise Refused("type", f"the {what} is not a short list of integers")
+        return tuple(int(item) for item in array.reshape(-1))
+
+    def is_constant(self, value: ir.Value | None) -> bool:
+        try:
+            self.check(value, "value")
+        except Refused:
+            return False
+        return True
+
+    def check(self, value: ir.Value | None, what: str, depth: int = _DEPTH) -> None:
+        """Refuses a value that is not fixed, without computing it."""
+        if value is None:
+            raise Refused("missing", f"the {what} is missing")
+        if value in self._fixed or self.stored(value, what) is not None:
+            return
+        node = value.producer()
+        if node is None or depth == 0:
+            raise Refused("not-constant", f"the {what} {value.name!r} is computed when the model runs")
+        if is_standard(node, "Shape"):
+            self._shape_of(node)
+        elif not is_standard(node, "Constant", "CastLike", *EVALUATORS):
+            raise Refused("not-constant", f"the {what} {value.name!r} is computed by {label(node)}")
+        else:
+            for operand in _operands(node):
+                if operand is not None:
+                    self.check(operand, _operand(what), depth - 1)
+        self._fixed.add(value)
+
+    def _shape_of(self, node: ir.Node) -> np.ndarray:
+        """Shape, where the sizes that it asks for are numbers."""
+        only_attributes(node, ("start", "end"))
+        shape = self._shapes.of(node.inputs[0]) if node.inputs and node.inputs[0] is not None else None
+        if shape is None:
+            raise Refused("not-constant", f"{label(node)} reads a shape that is not known")
+        end = get_int(node, "end", len(shape))
+        sizes = shape[slice(get_int(node, "start", 0), end)]
+        numbers = [size for size in sizes if isinstance(size, int)]
+        if len(numbers) != len(sizes):
+            raise Refused("not-constant", f"{label(node)} reads a size that is free")
+        return np.asarray(numbers, np.int64)
+
+    def _cast_like(self, node: ir.Node, data: np.ndarray | None) -> np.ndarray:
+        like = node.inputs[1] if len(node.inputs) == 2 else None
+        dtype = None if like is None else self._shapes.dtype(like)
+        if data is None or dtype is None or dtype.numpy() not in _FLOATS:
+            raise Refused("type", f"{label(node)} casts to a type that is not known or no float type")
+        return data.astype(dtype.numpy())
+
+    def stored(self, value: ir.Value, what: str) -> ir.TensorProtocol | None:
+        """The initializer behind a value, None for another kind of value."""
+        if value.is_initializer():
+            # The inputs of a body are given by its If, Loop or Scan in every version.
+            if value.is_graph_input() and (self._model.ir_version >= 4 or value.graph is not self._model.graph):
+                raise Refused("overridable", f"the {what} {value.name!r} is a graph input: a caller may override it")
+            return value.const_value
+        if value.is_graph_input() or value.producer() is None:
+            raise Refused("not-constant", f"the {what} {value.name!r} is an input")
+        return None
+
+    def _array(self, value: ir.Value, what: str, depth: int) -> np.ndarray:
+        tensor = self.stored(value, what)
+        if tensor is not None:
+            return read_tensor(tensor)
+        self.check(value, what, depth)
+        node = value.producer()
+        assert node is not None
+        if node.op_type == "Constant":
+            return constant_node(node)
+        if value in self._evaluated:
+            return self._evaluated[value]
+        if node.op_type == "Shape":
+            return self._shape_of(node)
+        operands = [
+            None if operand is None else self._array(operand, _operand(what), depth - 1) for operand in _operands(node)
+        ]
+        if sum(operand.size for operand in operands if operand is not None) > ELEMENTS:
+            raise Refused("too-large", f"the {what} is computed from too many elements to evaluate here")
+        try:
+            with np.errstate(all="ignore"):
+                evaluate: Callable[..., np.ndarray] = EVALUATORS.get(node.op_type, self._cast_like)
+                result = evaluate(node, *operands)
+        except Refused:
+            raise
+        except Exception as error:
+            raise Refused("not-constant", f"the {what} cannot be evaluated at {label(node)}: {error}") from error
+        self._evaluated[value] = np.asarray(result)
+        return self._evaluated[value]
+
+
+def _operands(node: ir.Node) -> Sequence[ir.Value | None]:
+    """The inputs whose values count: of the second input of CastLike only the type does."""
+    return node.inputs[:1] if node.op_type == "CastLike" else node.inputs
+
+
+def _operand(what: str) -> str:
+    return what if what.endswith("operand") else f"{what}'s operand"

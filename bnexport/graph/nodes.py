@@ -1,0 +1,79 @@
+"""Reading nodes without guessing: which operator it is, and attributes that are really there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.graph.refusal import Refused
+from bnexport.model_io.validate import printable
+
+# Names up to this length are shown whole.
+_LONG = 600
+
+
+def label(node: ir.Node) -> str:
+    """How the report names a node: its name, or its first output; printable, since it comes from the file."""
+    name = node.name
+    if name:
+        return name if name.isprintable() and len(name) < _LONG else printable(name)
+    output = next((value.name for value in node.outputs if value.name), "")
+    return printable(f"{node.op_type} -> {output}")
+
+
+def is_standard(node: ir.Node, *op_types: str) -> bool:
+    """Whether the node is one of these ONNX operators; a foreign domain's namesake is not."""
+    return node.domain == "" and node.op_type in op_types
+
+
+def input_at(node: ir.Node, index: int) -> ir.Value | None:
+    """Input `index`, None where it is absent or left empty."""
+    value = node.inputs[index] if index < len(node.inputs) else None
+    return value if value is not None and value.name else None
+
+
+def used(value: ir.Value) -> bool:
+    return bool(value.is_graph_output() or value.uses())
+
+
+def only_attributes(node: ir.Node, known: Iterable[str]) -> None:
+    """Refuses attributes outside `known`: they may change what the operator means."""
+    unknown = sorted(set(node.attributes) - set(known))
+    if unknown:
+        raise Refused("unknown-attribute", f"{node.op_type} has the attribute {unknown[0]!r}, which is not known here")
+
+
+def _attribute(node: ir.Node, name: str, kind: ir.AttributeType) -> ir.Attr | None:
+    attribute = node.attributes.get(name)
+    if attribute is None:
+        return None
+    if attribute.is_ref():
+        raise Refused("reference-attribute", f"{node.op_type}'s {name} is given by the function's caller")
+    if attribute.type is not kind:
+        raise Refused(
+            "bad-attribute", f"{node.op_type}'s {name} is of type {attribute.type.name}, expected {kind.name}"
+        )
+    return attribute
+
+
+def get_int(node: ir.Node, name: str, default: int) -> int:
+    attribute = _attribute(node, name, ir.AttributeType.INT)
+    return default if attribute is None else attribute.as_int()
+
+
+def get_float(node: ir.Node, name: str, default: float) -> float:
+    attribute = _attribute(node, name, ir.AttributeType.FLOAT)
+    # Attributes are float32 in the file, and so are the defaults of the standard.
+    return float(np.float32(default)) if attribute is None else attribute.as_float()
+
+
+def get_string(node: ir.Node, name: str, default: str) -> str:
+    attribute = _attribute(node, name, ir.AttributeType.STRING)
+    return default if attribute is None else attribute.as_string()
+
+
+def get_ints(node: ir.Node, name: str) -> tuple[int, ...] | None:
+    attribute = _attribute(node, name, ir.AttributeType.INTS)
+    return None if attribute is None else tuple(attribute.as_ints())

@@ -1,0 +1,1 @@
+"""The compiled libraries: finding them and calling their C functions."""

@@ -1,0 +1,345 @@
+"""The C API of the compiled library (custom_ops/include/bnexport.h) through ctypes.
+
+Pointers are integers (`tensor.data_ptr()`, `array.ctypes.data`), 0 where something is absent. The
+caller keeps the memory alive and answers for sizes and contiguity. ctypes releases the GIL during
+calls. Needs neither torch nor onnxruntime.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import threading
+from typing import Any
+
+from bnexport.errors import LibraryError, UsageError
+from bnexport.native.library import get_library_path
+
+__all__ = [
+    "ALL_GATHER",
+    "DTYPES",
+    "GRAD_REDUCTIONS",
+    "LAYOUTS",
+    "STATS_MODES",
+    "available",
+    "backward_moments_params",
+    "backward_params",
+    "cpu_backward",
+    "cpu_backward_moments",
+    "cpu_forward",
+    "cpu_moments",
+    "describe",
+    "forward_params",
+    "instruction_set",
+    "lend_openmp",
+    "library",
+    "moments_params",
+    "register_device_group",
+    "register_group",
+    "run_backward",
+    "run_forward",
+    "unregister_group",
+    "version",
+]
+
+# The values of the header's enums.
+DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "float64": 3}
+LAYOUTS = {"NCS": 0, "NSC": 1}
+STATS_MODES = {"exact": 0, "default": 1, "N": 2}
+GRAD_REDUCTIONS = {"local": 0, "mean": 1, "sum": 2}
+
+_ABI_VERSION = 1
+_ERROR_CAPACITY = 1024
+
+# int all_gather(context, send, receive, count, error, capacity)
+ALL_GATHER = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t
+)
+
+_i32, _i64, _pointer, _double = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+
+
+class _Forward(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_uint32),
+        ("dtype", _i32),
+        ("stats_dtype", _i32),
+        ("layout", _i32),
+        ("N", _i64),
+        ("C", _i64),
+        ("S", _i64),
+        ("x", _pointer),
+        ("y", _pointer),
+        ("weight", _pointer),
+        ("bias", _pointer),
+        ("running_mean", _pointer),
+        ("running_var", _pointer),
+        ("running_mean_out", _pointer),
+        ("running_var_out", _pointer),
+        ("saved_mean", _pointer),
+        ("saved_invstd", _pointer),
+        ("momentum", _double),
+        ("eps", _double),
+        ("training", _i32),
+        ("stats_mode", _i32),
+        ("group_size", _i64),
+        ("gathered", _pointer),
+        ("threads", _i32),
+        ("saved_as_statistics", _i32),
+    )
+
+
+class _Backward(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_uint32),
+        ("dtype", _i32),
+        ("stats_dtype", _i32),
+        ("layout", _i32),
+        ("N", _i64),
+        ("C", _i64),
+        ("S", _i64),
+        ("dy", _pointer),
+        ("x", _pointer),
+        ("dx", _pointer),
+        ("weight", _pointer),
+        ("saved_mean", _pointer),
+        ("saved_invstd", _pointer),
+        ("dweight", _pointer),
+        ("dbias", _pointer),
+        ("training", _i32),
+        ("stats_mode", _i32),
+        ("grad_reduction", _i32),
+        ("group_size", _i64),
+        ("gathered", _pointer),
+        ("local_moments", _pointer),
+        ("threads", _i32),
+        ("saved_as_statistics", _i32),
+    )
+
+
+_FORWARD_SIZE = ctypes.sizeof(_Forward)
+_BACKWARD_SIZE = ctypes.sizeof(_Backward)
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The loaded library, its functions typed. Raises LibraryError when it cannot be had."""
+    path = get_library_path()
+    try:
+        loaded = ctypes.CDLL(path)
+        abi = loaded.bnexport_abi_version()
+    except (OSError, AttributeError) as error:
+        raise LibraryError(
+            f"{path}: cannot be loaded: {error}; expected the library of this bnexport; reinstall bnexport"
+        ) from error
+    if abi != _ABI_VERSION:
+        raise LibraryError(f"{path}: got ABI version {abi}, expected {_ABI_VERSION}; reinstall bnexport")
+    error_arguments = (ctypes.c_char_p, ctypes.c_size_t)
+    for name, arguments in (
+        ("bnexport_cpu_moments", (ctypes.POINTER(_Forward), _pointer)),
+        ("bnexport_cpu_forward", (ctypes.POINTER(_Forward),)),
+        ("bnexport_cpu_backward_moments", (ctypes.POINTER(_Backward), _pointer)),
+        ("bnexport_cpu_backward", (ctypes.POINTER(_Backward),)),
+        ("bnexport_register_group", (ctypes.c_char_p, _i64, _i64, ALL_GATHER, _pointer)),
+        ("bnexport_register_device_group", (ctypes.c_char_p, _i64, _i64, _pointer, _pointer)),
+        ("bnexport_unregister_group", (ctypes.c_char_p,)),
+    ):
+        function = getattr(loaded, name)
+        function.argtypes = (*arguments, *error_arguments)
+        function.restype = ctypes.c_int
+    loaded.bnexport_lend_openmp.argtypes = (_pointer,)
+    loaded.bnexport_lend_openmp.restype = None
+    for name in ("bnexport_version", "bnexport_describe", "bnexport_instruction_set"):
+        getattr(loaded, name).restype = ctypes.c_char_p
+    return loaded
+
+
+def available() -> bool:
+    """Whether the library can be loaded."""
+    try:
+        library()
+    except LibraryError:
+        return False
+    return True
+
+
+class _Errors(threading.local):
+    """Where the library writes its messages: one buffer for each thread, since a fresh one is zeroed for each call."""
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(_ERROR_CAPACITY)
+
+
+_errors = _Errors()
+
+
+def _call(name: str, *arguments: Any) -> None:
+    error = _errors.buffer
+    if getattr(library(), name)(*arguments, error, _ERROR_CAPACITY) != 0:
+        raise UsageError(f"{name}: {error.value.decode('utf-8', 'replace')}")
+
+
+def forward_params(
+    *,
+    dtype: int,
+    stats_dtype: int,
+    layout: int,
+    N: int,
+    C: int,
+    S: int,
+    x: int,
+    y: int,
+    saved_mean: int,
+    saved_invstd: int,
+    weight: int = 0,
+    bias: int = 0,
+    running_mean: int = 0,
+    running_var: int = 0,
+    running_mean_out: int = 0,
+    running_var_out: int = 0,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    training: int = 1,
+    stats_mode: int = 0,
+    group_size: int = 1,
+    gathered: int = 0,
+    threads: int = 1,
+) -> ctypes.Structure:
+    """A bnexport_forward. `saved_mean`, `saved_invstd`: C float64 each, or 0."""
+    return _Forward(
+        _FORWARD_SIZE, dtype, stats_dtype, layout, N, C, S, x, y, weight, bias, running_mean, running_var, running_mean_out,
+        running_var_out, saved_mean, saved_invstd, momentum, eps, training, stats_mode, group_size, gathered, threads,
+    )  # fmt: skip
+
+
+def cpu_forward(**params: Any) -> None:
+    """bnexport_cpu_forward, with the arguments of `forward_params`. Raises UsageError."""
+    _call("bnexport_cpu_forward", forward_params(**params))
+
+
+def run_forward(*fields: Any) -> None:
+    """bnexport_cpu_forward with all fields of a bnexport_forward behind its size, in their order. Raises UsageError."""
+    _call("bnexport_cpu_forward", _Forward(_FORWARD_SIZE, *fields))
+
+
+def run_backward(*fields: Any) -> None:
+    """bnexport_cpu_backward with all fields of a bnexport_backward behind its size, in their order. Raises UsageError."""
+    _call("bnexport_cpu_backward", _Backward(_BACKWARD_SIZE, *fields))
+
+
+def moments_params(
+    *, dtype: int, layout: int, N: int, C: int, S: int, x: int, stats_mode: int = 0, threads: int = 1
+) -> ctypes.Structure:
+    """The fields of a bnexport_forward that its moments need."""
+    params = _Forward(_FORWARD_SIZE, dtype, 0, layout, N, C, S, x)
+    params.training = 1
+    params.stats_mode = stats_mode
+    params.group_size = 1
+    params.threads = threads
+    return params
+
+
+def cpu_moments(*, row: int, **params: Any) -> None:
+    """bnexport_cpu_moments, with the arguments of `moments_params`: 2 C + 1 float64 into `row`. Raises UsageError."""
+    _call("bnexport_cpu_moments", moments_params(**params), row)
+
+
+def backward_params(
+    *,
+    dtype: int,
+    stats_dtype: int,
+    layout: int,
+    N: int,
+    C: int,
+    S: int,
+    dy: int,
+    x: int,
+    saved_mean: int,
+    saved_invstd: int,
+    dx: int = 0,
+    weight: int = 0,
+    dweight: int = 0,
+    dbias: int = 0,
+    training: int = 1,
+    stats_mode: int = 0,
+    grad_reduction: int = 0,
+    group_size: int = 1,
+    gathered: int = 0,
+    local_moments: int = 0,
+    threads: int = 1,
+) -> ctypes.Structure:
+    """A bnexport_backward. `saved_mean`, `saved_invstd`: C float64 each."""
+    return _Backward(
+        _BACKWARD_SIZE, dtype, stats_dtype, layout, N, C, S, dy, x, dx, weight, saved_mean, saved_invstd, dweight, dbias,
+        training, stats_mode, grad_reduction, group_size, gathered, local_moments, threads,
+    )  # fmt: skip
+
+
+def cpu_backward(**params: Any) -> None:
+    """bnexport_cpu_backward, with the arguments of `backward_params`. Raises UsageError."""
+    _call("bnexport_cpu_backward", backward_params(**params))
+
+
+def backward_moments_params(
+    *,
+    dtype: int,
+    layout: int,
+    N: int,
+    C: int,
+    S: int,
+    dy: int,
+    x: int,
+    saved_mean: int,
+    saved_invstd: int,
+    stats_mode: int = 0,
+    threads: int = 1,
+) -> ctypes.Structure:
+    """The fields of a bnexport_backward that its moments need."""
+    params = _Backward(_BACKWARD_SIZE, dtype, 0, layout, N, C, S, dy, x)
+    params.saved_mean = saved_mean
+    params.saved_invstd = saved_invstd
+    params.training = 1
+    params.stats_mode = stats_mode
+    params.group_size = 1
+    params.threads = threads
+    return params
+
+
+def cpu_backward_moments(*, row: int, **params: Any) -> None:
+    """bnexport_cpu_backward_moments, with the arguments of `backward_moments_params`: 2 C + 1 float64 into `row`."""
+    _call("bnexport_cpu_backward_moments", backward_moments_params(**params), row)
+
+
+def lend_openmp(gomp_parallel: int) -> None:
+    """bnexport_lend_openmp: the address of the program's GOMP_parallel, or 0 for threads of the library's own."""
+    library().bnexport_lend_openmp(gomp_parallel or None)
+
+
+def register_group(name: str, size: int, rank: int, all_gather: Any) -> None:
+    """bnexport_register_group. `all_gather`: an ALL_GATHER object that the caller keeps alive. Raises UsageError."""
+    _call("bnexport_register_group", name.encode(), size, rank, all_gather, None)
+
+
+def register_device_group(name: str, size: int, rank: int, all_gather: int, context: int) -> None:
+    """bnexport_register_device_group. `all_gather`: address of a C function; `context`: its first argument. Raises UsageError."""
+    _call("bnexport_register_device_group", name.encode(), size, rank, all_gather, context)
+
+
+def unregister_group(name: str) -> None:
+    """bnexport_unregister_group. Raises UsageError when there is no such group."""
+    _call("bnexport_unregister_group", name.encode())
+
+
+def describe() -> dict[str, Any]:
+    """The operators as the library implements them; bnexport.schema is the contract they are tested against."""
+    return json.loads(library().bnexport_describe())
+
+
+def version() -> str:
+    return library().bnexport_version().decode()
+
+
+def instruction_set() -> str:
+    """What the kernels use on this processor: baseline, avx2 or avx512."""
+    return library().bnexport_instruction_set().decode()

@@ -1,0 +1,204 @@
+"""The C API of the CUDA library (custom_ops/include/bnexport_cuda.h) through ctypes.
+
+Pointers are integers (`tensor.data_ptr()`), device addresses of the current device, and 0 where something
+is absent; `stream` is a cudaStream_t. Calls enqueue work and return. The caller keeps the memory alive and
+answers for sizes and contiguity. Needs neither torch nor a driver to be imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from bnexport.errors import LibraryError, UsageError
+from bnexport.native.capi import _Backward, _Forward
+from bnexport.native.library import CUDA_ENVIRONMENT_VARIABLE, get_cuda_library_path
+
+__all__ = [
+    "STRATEGIES",
+    "Plan",
+    "available",
+    "backward",
+    "backward_moments",
+    "backward_parameters",
+    "check_device",
+    "device_count",
+    "forward",
+    "forward_parameters",
+    "library",
+    "moments",
+    "plan",
+    "prefer",
+    "version",
+    "workspace_size",
+]
+
+STRATEGIES = {"automatic": 0, "cluster": 1, "persistent": 2, "split": 3}
+
+_ABI_VERSION = 2
+_ERROR_CAPACITY = 1024
+
+
+class _Plan(ctypes.Structure):
+    _fields_ = (
+        ("strategy", ctypes.c_int32),
+        ("cluster", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("shared", ctypes.c_int32),
+        ("blocks", ctypes.c_int64),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a call does: the strategy's name, blocks per cluster, threads and bytes of shared memory per block, blocks."""
+
+    strategy: str
+    cluster: int
+    threads: int
+    shared: int
+    blocks: int
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The loaded library, its functions typed. Raises LibraryError when it cannot be had."""
+    path = get_cuda_library_path()
+    if path is None:
+        raise LibraryError(
+            "there is no CUDA library beside the operators' library: bnexport was installed where no nvcc was found; build it "
+            f"with `make cuda`, or install bnexport again with the CUDA toolkit, or set {CUDA_ENVIRONMENT_VARIABLE} if it lies elsewhere"
+        )
+    try:
+        loaded = ctypes.CDLL(path)
+        abi = loaded.bnexport_cuda_abi_version()
+    except (OSError, AttributeError) as error:
+        raise LibraryError(
+            f"{path}: cannot be loaded: {error}; expected the CUDA library of this bnexport; build it again"
+        ) from error
+    if abi != _ABI_VERSION:
+        raise LibraryError(f"{path}: got ABI version {abi}, expected {_ABI_VERSION}; build it again")
+    p, size = ctypes.c_void_p, ctypes.c_size_t
+    for direction, structure in (("forward", _Forward), ("backward", _Backward)):
+        params, row = ctypes.POINTER(structure), "moments" if direction == "forward" else "backward_moments"
+        for name, arguments in (
+            (direction, (params, p, size, p)),
+            (row, (params, p, p, size, p)),
+            (f"{direction}_workspace", (params, ctypes.POINTER(size))),
+            (f"plan_{direction}", (params, ctypes.POINTER(_Plan))),
+        ):
+            function = getattr(loaded, f"bnexport_cuda_{name}")
+            function.argtypes = (*arguments, ctypes.c_char_p, size)
+            function.restype = ctypes.c_int
+    loaded.bnexport_cuda_prefer.argtypes = (ctypes.c_int32, ctypes.c_int32, ctypes.c_char_p, size)
+    loaded.bnexport_cuda_check_device.argtypes = (ctypes.c_int32, ctypes.c_char_p, size)
+    loaded.bnexport_cuda_version.restype = ctypes.c_char_p
+    return loaded
+
+
+def device_count() -> int:
+    """How many devices there are; 0 without a driver. Raises LibraryError when the library cannot be had."""
+    return library().bnexport_cuda_device_count()
+
+
+def check_device(index: int) -> None:
+    """Raises LibraryError with the reason when the kernels cannot run on device `index`."""
+    _call("check_device", index)
+
+
+def available() -> bool:
+    """Whether the library can be loaded and there is a device."""
+    try:
+        return device_count() > 0
+    except LibraryError:
+        return False
+
+
+def version() -> str:
+    return library().bnexport_cuda_version().decode()
+
+
+def _call(name: str, *arguments: Any) -> None:
+    error = ctypes.create_string_buffer(_ERROR_CAPACITY)
+    code = getattr(library(), f"bnexport_cuda_{name}")(*arguments, error, _ERROR_CAPACITY)
+    if code == 0:
+        return
+    message = f"bnexport_cuda_{name}: {error.value.decode('utf-8', 'replace')}"
+    raise UsageError(message) if code == 1 else LibraryError(message)
+
+
+def _fill(params: Any, values: dict[str, Any]) -> Any:
+    names = {name for name, _ in params._fields_} - {"struct_size"}
+    unknown = sorted(values.keys() - names)
+    if unknown:
+        raise UsageError(
+            f"{type(params).__name__[1:].lower()}: got {unknown}, expected fields of bnexport.h: {sorted(names)}"
+        )
+    params.struct_size = ctypes.sizeof(params)
+    params.group_size = params.training = params.threads = 1
+    for name, value in values.items():
+        setattr(params, name, value)
+    return params
+
+
+def forward_parameters(**values: Any) -> ctypes.Structure:
+    """A bnexport_forward; unset fields are 0, but training, group_size, momentum (0.1) and eps (1e-5)."""
+    return _fill(_Forward(), {"momentum": 0.1, "eps": 1e-5} | values)
+
+
+def backward_parameters(**values: Any) -> ctypes.Structure:
+    """A bnexport_backward; unset fields are 0, but training and group_size."""
+    return _fill(_Backward(), values)
+
+
+def _direction(params: ctypes.Structure) -> str:
+    return "forward" if isinstance(params, _Forward) else "backward"
+
+
+def workspace_size(params: ctypes.Structure) -> int:
+    """Bytes that calls with these parameters need, aligned to 256 bytes; may be 0."""
+    size = ctypes.c_size_t()
+    _call(f"{_direction(params)}_workspace", params, size)
+    return size.value
+
+
+def plan(params: ctypes.Structure) -> Plan:
+    """What the call with these parameters will do on the current device."""
+    result = _Plan()
+    _call(f"plan_{_direction(params)}", params, result)
+    names = {value: name for name, value in STRATEGIES.items()}
+    return Plan(names[result.strategy], result.cluster, result.threads, result.shared, result.blocks)
+
+
+def forward(params: ctypes.Structure, workspace: int, size: int, stream: int = 0) -> None:
+    """bnexport_cuda_forward. Raises UsageError, and LibraryError for an error of the CUDA runtime."""
+    _call("forward", params, workspace, size, stream)
+
+
+def backward(params: ctypes.Structure, workspace: int, size: int, stream: int = 0) -> None:
+    """bnexport_cuda_backward. Raises UsageError, and LibraryError for an error of the CUDA runtime."""
+    _call("backward", params, workspace, size, stream)
+
+
+def moments(params: ctypes.Structure, row: int, workspace: int, size: int, stream: int = 0) -> None:
+    """bnexport_cuda_moments: this process's row of 2 C + 1 float64."""
+    _call("moments", params, row, workspace, size, stream)
+
+
+def backward_moments(params: ctypes.Structure, row: int, workspace: int, size: int, stream: int = 0) -> None:
+    """bnexport_cuda_backward_moments: this process's row of 2 C + 1 float64."""
+    _call("backward_moments", params, row, workspace, size, stream)
+
+
+@contextlib.contextmanager
+def prefer(strategy: str, cluster: int = 0) -> Iterator[None]:
+    """For measurements: this thread's calls use `strategy`, with `cluster` blocks per cluster (0: automatic)."""
+    _call("prefer", STRATEGIES[strategy], cluster)
+    try:
+        yield
+    finally:
+        _call("prefer", 0, 0)

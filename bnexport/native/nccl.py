@@ -1,0 +1,143 @@
+"""Groups between GPUs over NCCL, for nodes on the CUDA provider.
+
+The CUDA library (custom_ops/include/bnexport_nccl.h) opens libnccl at run time: the one that PyTorch
+loaded, or that of the package nvidia-nccl. A communicator of its own is made for each registered group;
+the id that its members share travels through the group's store. Its all-gathers run on ONNX Runtime's
+stream, and end in an error after the group's timeout where a member is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import importlib.metadata
+from typing import Any
+
+from bnexport.errors import GroupError, LibraryError
+from bnexport.native import cuda
+
+__all__ = ["Communicator", "join", "library", "version"]
+
+_ID_BYTES = 128
+_ERROR_CAPACITY = 1024
+_SONAME = "libnccl.so.2"
+_DISTRIBUTIONS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The CUDA library with its NCCL functions typed. Raises LibraryError when there is none."""
+    loaded = cuda.library()
+    try:
+        text = (ctypes.c_char_p, ctypes.c_size_t)
+        for name, arguments in (
+            ("bnexport_nccl_version", (ctypes.c_char_p, ctypes.POINTER(ctypes.c_int))),
+            ("bnexport_nccl_unique_id", (ctypes.c_char_p, ctypes.c_char_p)),
+            (
+                "bnexport_nccl_join",
+                (
+                    ctypes.c_char_p,
+                    ctypes.c_int64,
+                    ctypes.c_int64,
+                    ctypes.c_char_p,
+                    ctypes.c_double,
+                    ctypes.POINTER(ctypes.c_void_p),
+                ),
+            ),
+        ):
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = (*arguments, *text), ctypes.c_int
+        loaded.bnexport_nccl_status.argtypes = (ctypes.c_void_p, *text)
+        loaded.bnexport_nccl_leave.argtypes, loaded.bnexport_nccl_leave.restype = (ctypes.c_void_p,), None
+    except AttributeError as error:
+        raise LibraryError(f"{loaded._name}: has no NCCL functions: {error}; reinstall bnexport") from error
+    return loaded
+
+
+def _call(name: str, *arguments: Any) -> None:
+    error = ctypes.create_string_buffer(_ERROR_CAPACITY)
+    if getattr(library(), name)(*arguments, error, _ERROR_CAPACITY) != 0:
+        raise GroupError(error.value.decode("utf-8", "replace"))
+
+
+@functools.cache
+def _nccl() -> bytes | None:
+    """Path of libnccl; None where the loader finds it by name, as when PyTorch has it loaded."""
+    try:
+        ctypes.CDLL(_SONAME)
+        return None
+    except OSError:
+        pass
+    for distribution in _DISTRIBUTIONS:
+        try:
+            files = importlib.metadata.distribution(distribution).files or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for file in files:
+            if file.name == _SONAME:
+                return str(file.locate()).encode()
+    return None
+
+
+def version() -> str:
+    """NCCL's version, such as "2.27.3". Raises GroupError when NCCL is missing, LibraryError without the CUDA library."""
+    number = ctypes.c_int()
+    _call("bnexport_nccl_version", _nccl(), ctypes.byref(number))
+    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+
+
+class Communicator:
+    """One process's part in a group. `context` and `all_gather` are what bnexport_register_device_group takes."""
+
+    def __init__(self, handle: int) -> None:
+        self.context = handle
+        self.all_gather: int = ctypes.cast(library().bnexport_nccl_all_gather, ctypes.c_void_p).value or 0
+        # NCCL must not be running when the process takes the CUDA runtime down.
+        atexit.register(self.leave)
+
+    def check(self) -> None:
+        """Raises GroupError if a gather failed so far; after the stream has ended, that covers every gather on it."""
+        if self.context:
+            _call("bnexport_nccl_status", self.context)
+
+    def leave(self) -> None:
+        """Frees the communicator when what is under way has ended; after five seconds it is aborted."""
+        atexit.unregister(self.leave)
+        handle, self.context = self.context, 0
+        if handle:
+            library().bnexport_nccl_leave(handle)
+
+
+_joined: dict[tuple[str, int], int] = {}
+
+
+def join(group_name: str, size: int, rank: int) -> Communicator:
+    """Makes a communicator of the torch.distributed group `group_name`, on this process's current CUDA device.
+
+    Every member calls it, the same number of times; it returns when all have. `group_name` is the name of
+    bnexport.sync_bn.distributed.
+
+    Raises:
+        GroupError: NCCL is missing or fails, or a member does not come within the group's timeout.
+        LibraryError: there is no CUDA library.
+    """
+    import torch
+
+    from bnexport.sync_bn import distributed
+
+    store = distributed.store_of(group_name)
+    number = _joined[group_name, rank] = _joined.get((group_name, rank), 0) + 1
+    key = f"bnexport/nccl/{number}"
+    if rank == 0:
+        made = ctypes.create_string_buffer(_ID_BYTES)
+        _call("bnexport_nccl_unique_id", _nccl(), made)
+        store.set(key, made.raw)
+    try:
+        identifier = store.get(key)
+    except RuntimeError as error:
+        raise GroupError(f"group {group_name!r}: rank 0 did not join within the group's timeout: {error}") from error
+    torch.cuda.synchronize()  # the device has a context, and it is the current one
+    handle = ctypes.c_void_p()
+    _call("bnexport_nccl_join", _nccl(), size, rank, identifier, store.timeout.total_seconds(), ctypes.byref(handle))
+    return Communicator(handle.value or 0)

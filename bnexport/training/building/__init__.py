@@ -1,0 +1,1 @@
+"""Build the graph of a training step."""

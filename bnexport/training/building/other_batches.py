@@ -1,0 +1,24 @@
+"""Batches of other sizes, where a model's code asks for the size: a graph keeps one of its branches."""
+
+from __future__ import annotations
+
+import torch
+
+from bnexport.exporting.dimensions import sizes
+from bnexport.exporting.dimensions.size_conditions import SizeConditions
+
+# Each is one more step in torch, in float64 and in ONNX Runtime.
+_MOST = 2
+
+
+def breaking(conditions: SizeConditions, arrays: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Batches at which a condition does not hold. arrays: those with dynamic rows, in the order of the conditions."""
+    tensors = tuple(arrays.values())
+    groups = sizes.groups(tensors, [{0}] * len(tensors))
+    found: list[dict[str, torch.Tensor]] = []
+    for condition in conditions.all[:_MOST]:
+        for changes in sizes.allowed(tensors, conditions.candidates(condition, groups)):
+            if condition in conditions.broken(sizes.shapes(tensors, changes)):
+                found.append(dict(zip(arrays, sizes.resized(tensors, changes))))
+                break
+    return found

@@ -1,0 +1,150 @@
+"""The model made ready for tracing: a copy whose batch norms are ours, the names of its state, its loss."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bnexport.errors import UnsupportedModelError, UsageError
+from bnexport.exporting import wrapper
+from bnexport.exporting.weight_norm import PlainWeightNorm
+from bnexport.training.building.description import Kind
+
+Tensor = torch.Tensor
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Problem:
+    """A model and its loss as a function of named tensors; the model that was given stays untouched.
+
+    parameters, buffers: name -> initial value, names of the state_dict, shared tensors once, under their
+    first name. trainable: names of the parameters that get gradients. kinds: what each is, in state_dict order.
+    aliases: further names of shared tensors. where: the module whose forward runs, or raised.
+    modules: operator -> the first module that called it.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, *, training: bool) -> None:
+        _refuse_scripted(model)
+        self.model = wrapper.for_custom_op(model, fixed_statistics=True) if training else wrapper.for_deploy(model)
+        self.loss = loss
+        self.parameters = {name: p.detach() for name, p in self.model.named_parameters()}
+        self.trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+        self.buffers = dict(self.model.named_buffers())
+        _refuse_bfloat16(self.state())
+        persistent = model.state_dict(keep_vars=True)
+        own = self.state()
+        self.kinds = {
+            name: Kind.PARAMETER if name in self.parameters else Kind.BUFFER for name in persistent if name in own
+        }
+        self.kinds |= {name: Kind.CONSTANT for name in own if name not in persistent}
+        first: dict[int, str] = {}
+        self.aliases = {}
+        for name, tensor in persistent.items():
+            if isinstance(tensor, Tensor) and first.setdefault(id(tensor), name) != name:
+                self.aliases[name] = first[id(tensor)]
+        self.output_spec: Any = None
+        self.modules: dict[str, str] = {}
+        self._path: list[str] = []
+
+    def state(self) -> dict[str, Tensor]:
+        return {**self.parameters, **self.buffers}
+
+    @property
+    def where(self) -> str:
+        return self._path[-1] if self._path else ""
+
+    def module_of(self, operator: str) -> str:
+        """The module that called `operator` ("aten.relu.default"), or the operator whose gradient it is."""
+        if operator in self.modules:
+            return self.modules[operator]
+        name = operator.split(".")[1].removesuffix("_backward")
+        return next((path for other, path in self.modules.items() if other.split(".")[1] == name), "")
+
+    def forward(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
+        """The model's output; what the forward does to buffers shows in `buffers`."""
+        self._path.clear()
+        with self._watched(), _Watch(self), PlainWeightNorm():
+            tensors = {**parameters, **buffers}
+            output = torch.func.functional_call(self.model, tensors, inputs)
+            buffers.update({name: tensors[name] for name in buffers})
+        return output
+
+    def loss_of(self, output: Any, target: Tensor) -> Tensor:
+        """Raises UsageError unless the loss is one floating-point number."""
+        value = self.loss(output, target)
+        if not isinstance(value, Tensor):
+            raise UsageError(f"loss: got a {type(value).__name__}, expected a tensor of shape ()")
+        if value.numel() != 1 or not value.is_floating_point():
+            raise UsageError(
+                f"loss: got a tensor of shape {tuple(value.shape)} and {value.dtype}, expected one floating-point number; "
+                "reduce it with .mean() or .sum()"
+            )
+        return value.reshape(())
+
+    def flatten(self, output: Any) -> tuple[Tensor, ...]:
+        tensors, self.output_spec = _pytree.tree_flatten(output)
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                raise UnsupportedModelError(
+                    f"the model returned a {type(tensor).__name__} among its outputs, expected tensors only"
+                )
+        return tuple(tensors)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Keeps `where`: hooks push a module's path before its forward and pop it after one that did not raise."""
+        handles = []
+        for path, module in self.model.named_modules():
+            handles += [
+                module.register_forward_pre_hook(lambda *_, path=path: self._path.append(path)),
+                module.register_forward_hook(lambda *_: _discard(self._path)),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    """TorchScript works with numbers for sizes: the record would hold the example's."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModelError(
+                f"{path or 'model'} ({module.original_name}): it is compiled by TorchScript, and a training step is"
+                " recorded from Python code; use the module that it was made from"
+            )
+
+
+def _refuse_bfloat16(state: dict[str, Tensor]) -> None:
+    for name, tensor in state.items():
+        if tensor.dtype == torch.bfloat16:
+            raise UnsupportedModelError(
+                f"{name}: got bfloat16, expected float16, float32 or float64; onnxruntime's Python interface takes no"
+                " bfloat16 arrays: train in float32, with model.float()"
+            )
+
+
+class _Watch(TorchDispatchMode):
+    """Notes which module calls which operator, for messages."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__()
+        self.problem = problem
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.problem.modules.setdefault(str(func), self.problem.where)
+        return func(*args, **(kwargs or {}))
+
+
+def _discard(path: list[str]) -> None:
+    """A hook's return value would replace the module's output."""
+    path.pop()

@@ -1,0 +1,253 @@
+"""From a function of named tensors to an ONNX graph.
+
+    make_fx         runs the function on fake tensors and records it, autograd's backward included
+    torch.export    makes the record functional; shapes stay symbolic in dimension 0 of a batch
+    torch.onnx      translates it, with the tables of bnexport.training.translations
+
+torch.export alone cannot record torch.autograd.grad: strict mode writes a graph whose gradients are
+wrong, the other refuses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import fx, nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from bnexport.errors import BnexportError, UnsupportedModelError
+from bnexport.exporting.dimensions.size_conditions import SizeConditions
+from bnexport.exporting.dynamo import quiet
+from bnexport.training import translations
+from bnexport.training.building import dropout, updates
+from bnexport.training.building.problem import Problem
+
+Tensor = torch.Tensor
+Named = dict[str, Tensor]
+
+BATCH = "batch"
+
+_DATA_DEPENDENT = (
+    torch._subclasses.fake_tensor.DataDependentOutputException,
+    torch._subclasses.fake_tensor.DynamicOutputShapeException,
+    symbolic_shapes.GuardOnDataDependentSymNode,
+)
+
+
+def trace(
+    function: Callable[[Named], Named],
+    arguments: Named,
+    dynamic: set[str],
+    problem: Problem,
+    *,
+    differentiates: bool,
+    standard_ops_only: bool,
+    cpu_kernels: bool,
+) -> tuple[ir.Model, SizeConditions]:
+    """The ONNX graph of `function`, with inputs and outputs under their names, and what its code asks of sizes.
+
+    The conditions are those of the dynamic arguments in their order, where the function computes gradients.
+
+    dynamic: arguments whose dimension 0 is dynamic. Those of equal size there share the name "batch".
+    problem: knows which module runs, for messages. differentiates: whether the function computes gradients.
+    standard_ops_only, cpu_kernels: which operators the graph may hold (translations.translation_table).
+
+    Raises UnsupportedModelError: data-dependent control flow, a batch size that the model fixes, random
+    numbers, an operator without translation.
+    """
+    results: list[str] = []
+
+    def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
+        made = function(dict(zip(arguments, tensors)))
+        results[:] = made
+        return _distinct(made.values())
+
+    module, conditions = _Module(flat), SizeConditions([])
+    if differentiates:
+        recorded, conditions = _record(flat, arguments, dynamic, problem)
+        module = _Module(recorded)
+    shapes = [{0: torch.export.Dim.DYNAMIC} if name in dynamic else None for name in arguments]
+    with quiet():
+        try:
+            with torch.no_grad():
+                program = torch.export.export(
+                    module, tuple(arguments.values()), dynamic_shapes=(tuple(shapes),), strict=False
+                )
+        except BnexportError:
+            raise
+        except (torch._dynamo.exc.UserError, symbolic_shapes.ConstraintViolationError, ValueError) as error:
+            if _is_data_dependent(error):
+                raise _recording_error(error, problem.where) from error
+            raise UnsupportedModelError(
+                f"{_place(problem.where)}the graph cannot be exported with a dynamic batch size: {_first_line(error)}; "
+                "a model that fixes the batch size exports with dynamic=False"
+            ) from error
+        except Exception as error:
+            raise _recording_error(error, problem.where) from error
+        _refuse_random_numbers(program, problem)
+        table: dict[Any, Callable[..., Any]] = dict(translations.translation_table(standard_ops_only, cpu_kernels))
+        try:
+            exported = torch.onnx.export(
+                program,
+                dynamo=True,
+                custom_translation_table={**table, **dropout.TRANSLATIONS, **updates.TRANSLATIONS},
+                dynamic_shapes=(tuple(_names_of_dimensions(arguments, dynamic)),),
+                input_names=list(arguments),
+                output_names=results,
+                optimize=False,
+                verbose=False,
+            )
+        except Exception as error:
+            raise _translation_error(error, problem) from error
+    assert exported is not None
+    return exported.model, conditions
+
+
+def _distinct(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """A graph output has one name: what is returned twice is copied."""
+    seen: set[int] = set()
+    outputs = []
+    for tensor in tensors:
+        outputs.append(tensor.clone() if id(tensor) in seen else tensor)
+        seen.add(id(tensor))
+    return tuple(outputs)
+
+
+class _Module(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.function(*tensors)
+
+
+def _record(
+    function: Callable[..., Any], arguments: Named, dynamic: set[str], problem: Problem
+) -> tuple[fx.GraphModule, SizeConditions]:
+    environment = symbolic_shapes.ShapeEnv()
+    mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+
+    def fake(name: str, tensor: Tensor) -> Tensor:
+        static = symbolic_shapes.DimDynamic.STATIC
+        sizes = [static] * tensor.dim()
+        if name in dynamic:
+            # Dimensions of equal size share a symbol: the rows of a batch.
+            sizes[0] = symbolic_shapes.DimDynamic.DUCK
+        context: Any = symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=sizes)
+        return mode.from_tensor(tensor.detach(), symbolic_context=context, source=ConstantSource(name))
+
+    fakes = [fake(name, tensor) for name, tensor in arguments.items()]
+    try:
+        recorded = make_fx(
+            function,
+            # Here, and not in run_decompositions: one more pass over the program costs a third of the export.
+            decomposition_table=translations.decompositions(),
+            tracing_mode="symbolic",
+            _allow_non_fake_inputs=True,
+        )(*fakes)
+    except BnexportError as error:
+        raise type(error)(f"{_place(problem.where)}{error}") from error
+    except Exception as error:
+        # torch raises many types here; what they share is that this model cannot be recorded.
+        raise _recording_error(error, problem.where) from error
+    _refuse_fixed_size(environment)
+    recorded.graph.eliminate_dead_code()
+    recorded.recompile()
+    return recorded, SizeConditions([tensor for name, tensor in zip(arguments, fakes) if name in dynamic], asked=True)
+
+
+def _refuse_fixed_size(environment: symbolic_shapes.ShapeEnv) -> None:
+    """Code that takes the batch size as a number (TorchScript does) fixes it: the record holds the example's.
+
+    Bounds say less: torch's own choice of a convolution asks whether there are 16 rows. Verification runs a
+    second size.
+    """
+    for sizes in environment.var_to_range.values():
+        if sizes.is_singleton():
+            raise UnsupportedModelError(
+                "the graph cannot be exported with a dynamic batch size: code in the model, such as a function compiled by"
+                f" torch.jit.script, takes it as the number {sizes.lower}; a model that fixes the batch size exports with"
+                " dynamic=False"
+            )
+
+
+def _is_data_dependent(error: BaseException | None) -> bool:
+    """Whether a branch on a tensor's values is what stopped torch; its errors wrap each other."""
+    seen = 0
+    while error is not None and seen < 20:
+        if isinstance(error, _DATA_DEPENDENT):
+            return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
+
+
+def _recording_error(error: Exception, where: str) -> UnsupportedModelError:
+    if _is_data_dependent(error):
+        return UnsupportedModelError(
+            f"{_place(where)}the code reads values of a tensor to decide what to compute, which one graph cannot hold; "
+            "replace the branch or the .item() by torch.where, or move it out of the training step"
+        )
+    return UnsupportedModelError(
+        f"{_place(where)}the training step cannot be recorded: {type(error).__name__}: {_first_line(error)}"
+    )
+
+
+def _place(where: str) -> str:
+    return f"module {where!r}: " if where else ""
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _refuse_random_numbers(program: torch.export.ExportedProgram, problem: Problem) -> None:
+    for node in program.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and _draws(node.target, node.args):
+            raise UnsupportedModelError(
+                f"{_place(problem.module_of(str(node.target)))}{node.target} draws random numbers, which a graph cannot "
+                "repeat; use torch.nn.Dropout and its relatives, which are seeded, or pass the numbers as an input"
+            )
+
+
+def _draws(operator: torch._ops.OpOverload, arguments: Sequence[Any]) -> bool:
+    """Dropout in eval mode is recorded as such and draws nothing."""
+    given = {argument.name: value for argument, value in zip(operator._schema.arguments, arguments)}
+    return torch.Tag.nondeterministic_seeded in operator.tags and given.get("train") is not False
+
+
+def _translation_error(error: Exception, problem: Problem) -> UnsupportedModelError:
+    """Names the operator that torch.onnx could not translate, and the module it came from."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    known = next((link for link in chain if isinstance(link, UnsupportedModelError)), None)
+    for link in chain:
+        found = re.search(r"No ONNX function found for <OpOverload\(op='([\w.:]+)', overload='(\w+)'\)>", str(link))
+        if found:
+            name = f"{found.group(1)}.{found.group(2)}"
+            return UnsupportedModelError(
+                f"{_place(problem.module_of(name))}operator {name} has no ONNX translation; replace it in the model, "
+                "or see docs/training.md for the supported operators"
+            )
+    if known is not None:
+        return UnsupportedModelError(str(known))
+    return UnsupportedModelError(f"the training step cannot be translated to ONNX: {_first_line(chain[-1])}")
+
+
+def _names_of_dimensions(arguments: Named, dynamic: set[str]) -> list[dict[int, str] | None]:
+    sizes = [tensor.shape[0] for name, tensor in arguments.items() if name in dynamic]
+    return [
+        ({0: BATCH if tensor.shape[0] == sizes[0] else f"{name}_{BATCH}"} if name in dynamic else None)
+        for name, tensor in arguments.items()
+    ]

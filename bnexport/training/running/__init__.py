@@ -1,0 +1,1 @@
+"""Run the graph of a training step."""

@@ -1,0 +1,1 @@
+"""Do two models compute the same? Runs both and gives one verdict."""

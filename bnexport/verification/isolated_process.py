@@ -1,0 +1,211 @@
+"""The parent's side of the verifying process: models out by descriptor, a verdict in, whatever happens.
+
+One process is kept for the next request. It sees descriptors of the files that model_io checked, and one
+temporary file for what lies in no file: graphs, small weights and inputs. A crash, a limit on its time or
+the kernel's killing of it ends this process only, and becomes part of the result.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+import onnx_ir as ir
+
+import bnexport
+from bnexport.errors import UsageError
+from bnexport.model_io import ContainedTensor, Parts
+from bnexport.model_io.write import stream
+from bnexport.verification import worker
+
+_START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from bnexport.verification import worker; worker.main(int(sys.argv[2]))"
+_ALIGNMENT = 64
+
+
+class EngineFailure(Exception):
+    """The process ended, or took too long.
+
+    stage: "reference", "candidate", "comparison", or "" before any. crashed: the engine did it, by a signal
+    that is not the kernel's for a process that takes too much memory.
+    """
+
+    def __init__(self, reason: str, stage: str, engine: str, *, crashed: bool) -> None:
+        super().__init__(reason)
+        self.stage = stage
+        self.engine = engine
+        self.crashed = crashed
+
+
+class Shipment:
+    """Files for a request. Use it as a context: the descriptors are closed at its end."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._loose = _unnamed_file()
+        self._stack.callback(self._loose.close)
+        self.descriptors = [self._loose.fileno()]
+        self._files: dict[Any, int] = {}
+
+    def __enter__(self) -> Shipment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def model(self, parts: Parts, library: str | None, no_library: str | None) -> dict[str, Any]:
+        """A model, its file weights by descriptor and the rest in the temporary file."""
+        weights = [self._tensor(name, tensor) for name, tensor in parts.weights.items()]
+        start = self._loose.seek(0, os.SEEK_END)
+        self._loose.write(parts.data)
+        return {"data": (start, len(parts.data)), "weights": weights, "library": library, "no_library": no_library}
+
+    def array(self, name: str, value: Any) -> dict[str, Any]:
+        """An input."""
+        array = np.asarray(value)
+        if array.dtype == object or array.dtype.kind in "US":
+            return {"name": name, "text": array.tolist()}
+        start = self._aligned()
+        self._loose.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return _entry(name, array.dtype.name, array.shape, 0, start)
+
+    def ready(self) -> list[int]:
+        """The descriptors, once everything has been put in."""
+        self._loose.flush()
+        return self.descriptors
+
+    def _tensor(self, name: str, tensor: ir.TensorProtocol) -> dict[str, Any]:
+        dtype, shape = tensor.dtype.numpy().name, tensor.shape.numpy()
+        if isinstance(tensor, ContainedTensor):
+            if tensor.file not in self._files and len(self.descriptors) < worker.MAX_DESCRIPTORS:
+                self._files[tensor.file] = len(self.descriptors)
+                self.descriptors.append(self._stack.enter_context(tensor.file.open()).fileno())
+            if tensor.file in self._files:
+                return _entry(name, dtype, shape, self._files[tensor.file], tensor.offset or 0)
+        start = self._aligned()
+        stream(tensor, self._loose)
+        return _entry(name, dtype, shape, 0, start)
+
+    def _aligned(self) -> int:
+        end = self._loose.seek(0, os.SEEK_END)
+        return self._loose.seek(end + -end % _ALIGNMENT)
+
+
+def _unnamed_file() -> BinaryIO:
+    return tempfile.TemporaryFile(prefix="bnexport-")
+
+
+def _entry(name: str, dtype: str, shape: Sequence[int], file: int, offset: int) -> dict[str, Any]:
+    return {"name": name, "dtype": dtype, "shape": list(shape), "file": file, "offset": offset}
+
+
+class EngineProcess:
+    """A process that verifies, started by `start` or when it is first needed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._errors: BinaryIO | None = None
+        self._owner = 0
+        self._used = 0.0
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Starts the process ahead of its first request, so that it loads its engine meanwhile; `ask` tells what failed."""
+        with self._lock, contextlib.suppress(UsageError, OSError):
+            self._ensure()
+
+    def ask(self, request: Mapping[str, Any], descriptors: Sequence[int], timeout: float | None) -> dict[str, Any]:
+        """The answer to a request. Raises EngineFailure."""
+        with self._lock:
+            try:
+                self._ensure()
+                answer = self._ask(request, descriptors, timeout)
+                self._used = time.monotonic()
+                return answer
+            except BaseException:
+                self._end()
+                raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _ask(self, request: Mapping[str, Any], descriptors: Sequence[int], timeout: float | None) -> dict[str, Any]:
+        assert self._channel is not None
+        deadline = None if timeout is None else time.monotonic() + timeout
+        stage, engine = "", ""
+        try:
+            worker.send(self._channel, dict(request), descriptors)
+            while True:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if not select.select([self._channel], [], [], left)[0]:
+                    raise EngineFailure(f"it took longer than {timeout:g} s", stage, engine, crashed=False)
+                message, _ = worker.receive(self._channel)
+                if "result" in message:
+                    return message["result"]
+                stage, engine = message["stage"], message["engine"]
+        except (EOFError, OSError) as error:
+            assert self._process is not None
+            code = self._process.wait()
+            crashed = code < 0 and -code not in (signal.SIGKILL, signal.SIGTERM)
+            raise EngineFailure(self._cause(code), stage, engine, crashed=crashed) from error
+
+    def _cause(self, code: int) -> str:
+        """How the process ended."""
+        if code < 0:
+            known = -code in signal.valid_signals()
+            return f"it was ended by signal {-code}" + (f" ({signal.Signals(-code).name})" if known else "")
+        assert self._errors is not None
+        self._errors.seek(0)
+        lines = self._errors.read(1 << 16).decode(errors="replace").strip().splitlines()
+        return f"it ended with code {code}" + (f": {lines[-1][:300]}" if lines else "")
+
+    def _ensure(self) -> None:
+        # One that has waited for long may be about to leave.
+        recent = time.monotonic() - self._used < worker.IDLE_SECONDS / 2
+        if self._process is not None and self._owner == os.getpid() and recent and self._process.poll() is None:
+            return
+        self._end()
+        if not sys.executable:
+            raise UsageError("there is no Python executable to start a process with; use verify=False")
+        own, other = socket.socketpair()
+        with other:
+            root = os.path.dirname(os.path.dirname(os.path.abspath(bnexport.__file__)))
+            # Not the current folder, which may be a stranger's.
+            path = [entry for entry in sys.path if entry] + [root]
+            self._errors = _unnamed_file()
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _START, json.dumps(path), str(other.fileno())],
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+            )
+        self._channel, self._owner, self._used = own, os.getpid(), time.monotonic()
+
+    def _end(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        if self._process is not None and self._owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+        if self._errors is not None:
+            self._errors.close()
+        self._process = self._channel = self._errors = None
+
+
+PROCESS = EngineProcess()
+atexit.register(PROCESS.close)

@@ -1,0 +1,77 @@
+// What the matrix products of convolutions share: panels of columns, planes of the input, memory.
+#ifndef BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_PANELS_H
+#define BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_PANELS_H
+
+#include <algorithm>
+
+#include "../../plan.h"
+#include "convolution.h"
+#include "loops.h"
+#include "planes.h"
+
+namespace bnexport::cpu {
+
+// Steps of a sum between packing and packing: 48 KB of panel.
+constexpr int64_t kPanelSteps = 256;
+
+inline int64_t taps(const Convolution& s) { return s.kernel.h * s.kernel.w; }
+inline int64_t pixels(const Pair& extents) { return extents.h * extents.w; }
+inline bool is_depthwise(const Convolution& s) {
+  return s.groups == s.channels && s.channels == s.outputs && s.groups > 1;
+}
+
+inline float* floats(Workspace& workspace, int64_t count) {
+  return static_cast<float*>(workspace.allocate(static_cast<size_t>(count + kSlack) * sizeof(float)));
+}
+
+// Columns cut into panels as wide as a tile can be; the last one has as many vectors as it needs.
+struct Panels {
+  explicit Panels(int64_t all) : columns(all), width(kMostVectors * loops().lanes), count(ceil_div(all, width)) {}
+  int64_t vectors(int64_t panel) const { return std::min<int64_t>(kMostVectors, ceil_div(rest(panel), loops().lanes)); }
+  int64_t width_of(int64_t panel) const { return vectors(panel) * loops().lanes; }
+  int64_t rest(int64_t panel) const { return columns - panel * width; }
+
+  int64_t columns, width, count;
+};
+
+struct InputPlanes {
+  const float* data;
+  const float* limit;  // the end of what may be read
+  int64_t plane;
+};
+
+inline InputPlanes make_planes(const PlaneLayout& layout, const float* source, int64_t count, Parallel& parallel,
+                               Workspace& workspace) {
+  const int64_t plane = layout.size();
+  if (layout.is_copy()) return {source, source + count * plane, plane};
+  float* data = floats(workspace, count * plane);
+  const int64_t pixels = layout.rows.source * layout.columns.source;
+  const int64_t together = std::max<int64_t>(1, 16384 / plane);
+  parallel_for(parallel, ceil_div(count, together), [&](int64_t task) {
+    const int64_t end = std::min(count, (task + 1) * together);
+    for (int64_t i = task * together; i < end; ++i) layout.fill(source + i * pixels, data + i * plane);
+  });
+  return {data, data + count * plane + kSlack, plane};
+}
+
+// c (rows, columns of a panel of `vectors` vectors) += a panel, as Loops::tile; the last tile may be a short one.
+// row(r) is where row r < rows begins.
+template <class Row>
+void multiply(int64_t rows, int64_t vectors, const Walk& walk, const float* panel, float* c, const Row& row) {
+  const Loops& loop = loops();
+  for (int64_t first = 0; first < rows;) {
+    const bool is_short = rows - first <= loop.short_rows;
+    const int64_t count = is_short ? loop.short_rows : loop.rows;
+    const float* at[kMostTileRows];
+    for (int64_t r = 0; r < count; ++r) at[r] = row(std::min(first + r, rows - 1));
+    (is_short ? loop.short_tile : loop.tile)[vectors](at, walk, panel, c + first * vectors * loop.lanes);
+    first += count;
+  }
+}
+
+// Rows of sums that `multiply` writes.
+inline int64_t padded_rows(int64_t rows) { return ceil_div(rows, loops().short_rows) * loops().short_rows; }
+
+}  // namespace bnexport::cpu
+
+#endif  // BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_PANELS_H

@@ -1,0 +1,301 @@
+"""The command line on real files: output, exit codes, one-line errors, no leftovers."""
+
+import json
+import os
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+import bnexport
+from bnexport.cli import main
+from models.resnet import ResNet
+from tests.support import warm
+
+
+def tiny():
+    torch.manual_seed(0)
+    return ResNet(in_channels=1, widths=(4, 8), blocks=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    torch.save(tiny().state_dict(), folder / "tiny.pt")
+    for name, train in (("eval", False), ("train", True)):
+        bnexport.export(tiny().train(train), torch.randn(4, 1, 8, 8), folder / f"{name}.onnx", mode="custom_op")
+    return folder
+
+
+def _cli(*arguments, capsys=None):
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_fold_then_verify_run_and_inspect(folder, tmp_path, capsys):
+    target = tmp_path / "folded.onnx"
+    code, out, err = _cli("fold", folder / "eval.onnx", target, capsys=capsys)
+    assert code == 0, err
+    assert "stem.1/MMCVSyncBatchNorm" in out.replace("\n", "") or "folded" in out
+    assert "6 of 6 batch norms folded" in err
+    assert "verification passed" in err
+    assert _cli("verify", folder / "eval.onnx", target, capsys=capsys)[0] == 0
+    code, out, _ = _cli(
+        "run", target, "--input", "x:3,1,8,8", "--output", tmp_path / "out.npz", "--json", "-", capsys=capsys
+    )
+    assert code == 0
+    assert json.loads(out)["outputs"][0]["shape"] == [3, 10]
+    assert np.load(tmp_path / "out.npz")["output"].shape == (3, 10)
+    code, out, _ = _cli("inspect", target, "--json", "-", capsys=capsys)
+    assert code == 0
+    assert json.loads(out)["batch_norms"] == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folded.onnx", "out.npz"]
+
+
+def test_fold_of_a_training_graph_says_so(folder, tmp_path, capsys):
+    code, _, err = _cli("fold", folder / "train.onnx", tmp_path / "f.onnx", capsys=capsys)
+    assert code == 0
+    assert "the graph trained; it is an inference graph now" in err
+    session = bnexport.InferenceSession(tmp_path / "f.onnx")
+    names = [output.name for output in session.get_outputs()]
+    got = dict(zip(names, session.run(None, {"x": np.ones((2, 1, 8, 8), np.float32)})))
+    old = {i.name: onnx.numpy_helper.to_array(i) for i in onnx.load(folder / "train.onnx").graph.initializer}
+    state = [name for name in names if name.endswith(".new")]
+    assert len(state) == 3 * 6
+    for name in state:
+        np.testing.assert_array_equal(got[name], old[name.removesuffix(".new")], err_msg=name)
+
+
+def test_folding_can_be_limited_and_explained(folder, tmp_path, capsys):
+    name = "stem.1/MMCVSyncBatchNorm"
+    code, _, err = _cli(
+        "fold", folder / "eval.onnx", tmp_path / "f.onnx", "--skip", name, "--explain", name, capsys=capsys
+    )
+    assert code == 0
+    assert "5 of 6 batch norms folded" in err
+    assert f"{name}: converted: it was left alone on request" in err
+
+
+def test_an_input_is_only_replaced_on_request(folder, tmp_path, capsys):
+    path = tmp_path / "m.onnx"
+    path.write_bytes((folder / "eval.onnx").read_bytes())
+    before = path.read_bytes()
+    assert _cli("fold", path, path, capsys=capsys)[0] == 2
+    assert path.read_bytes() == before
+    assert _cli("fold", path, path, "--overwrite", capsys=capsys)[0] == 0
+    assert path.read_bytes() != before
+
+
+def test_nothing_to_fold_is_an_unchanged_copy(folder, tmp_path, capsys):
+    once, twice = tmp_path / "1.onnx", tmp_path / "2.onnx"
+    assert _cli("fold", folder / "eval.onnx", once, capsys=capsys)[0] == 0
+    code, _, err = _cli("fold", once, twice, capsys=capsys)
+    assert code == 0
+    assert "nothing to fold" in err
+    assert onnx.load(once).graph == onnx.load(twice).graph
+
+
+def test_json_goes_to_a_file(folder, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    code, out, _ = _cli("fold", folder / "eval.onnx", tmp_path / "f.onnx", "--json", report, capsys=capsys)
+    assert (code, out) == (0, "")
+    assert json.loads(report.read_text())["after"]["sync_batch_norm"] == 0
+
+
+def test_export(folder, tmp_path, capsys):
+    target = tmp_path / "e.onnx"
+    arguments = ["tests.cli.test_cli:tiny", target, "--checkpoint", folder / "tiny.pt", "--input", "x:2,1,8,8"]
+    code, _, err = _cli("export", *arguments, capsys=capsys)
+    assert code == 0, err
+    assert "verification passed" in err
+    assert _cli("verify", folder / "eval.onnx", target, capsys=capsys)[0] == 0
+    code, out, _ = _cli(
+        "export",
+        *arguments,
+        "--mode",
+        "custom_op",
+        "--train",
+        "--exporter",
+        "torchscript",
+        "--json",
+        "-",
+        capsys=capsys,
+    )
+    assert code == 0
+    assert "stem.1.running_var" in json.loads(out)["state"]
+
+
+def test_verify_of_different_models_exits_with_1(folder, tmp_path, capsys):
+    model = onnx.load(folder / "eval.onnx")
+    weight = next(i for i in model.graph.initializer if i.name == "classify.bias")
+    weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) + 1, weight.name))
+    onnx.save(model, tmp_path / "other.onnx")
+    code, out, err = _cli("verify", folder / "eval.onnx", tmp_path / "other.onnx", capsys=capsys)
+    assert code == 1
+    assert "differs" in err
+    assert "output" in out
+
+
+def test_npy_inputs(folder, tmp_path, capsys):
+    x = np.random.default_rng(0).standard_normal((2, 1, 8, 8)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    code, out, _ = _cli("run", folder / "eval.onnx", "--input", f"x:{tmp_path / 'x.npy'}", "--json", "-", capsys=capsys)
+    assert code == 0
+    expected = tiny().eval()(torch.from_numpy(x))
+    assert json.loads(out)["outputs"][0]["max"] == pytest.approx(float(expected.max()), rel=1e-4)
+
+
+def test_doctor(capsys):
+    code, out, _ = _cli("doctor", "--json", "-", capsys=capsys)
+    checks = {check["name"]: check for check in json.loads(out)["checks"]}
+    assert code == 0
+    assert checks["registration in ONNX Runtime"]["ok"]
+
+
+def _bad_files(folder):
+    data = (folder / "eval.onnx").read_bytes()
+    (folder / "truncated.onnx").write_bytes(data[: len(data) // 2])
+    (folder / "text.onnx").write_text("no model at all\n")
+    (folder / "empty.onnx").write_bytes(b"")
+
+
+@pytest.mark.parametrize("name", ["missing.onnx", "truncated.onnx", "text.onnx", "empty.onnx", "."])
+@pytest.mark.parametrize("command", ["fold", "inspect", "verify", "run"])
+def test_bad_files_are_refused_in_one_line(folder, tmp_path, command, name, capsys):
+    _bad_files(folder)
+    extra = {"fold": [tmp_path / "out.onnx"], "verify": [folder / "eval.onnx"], "run": ["--input", "x:1,1,8,8"]}.get(
+        command, []
+    )
+    code, out, err = _cli(command, folder / name, *extra, capsys=capsys)
+    assert code == 3
+    assert out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert name.strip(".") in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fold"], "Missing argument 'IN'"),
+        (["frobnicate"], "No such command 'frobnicate'"),
+        (["run", "{eval}"], "missing x"),
+        (
+            ["run", "{eval}", "--input", "y:1,1,8,8"],
+            "no input 'y', expected one of: x: float32 (batch, 1, height, width)",
+        ),
+        (["run", "{eval}", "--input", "x:nothing.npy"], "'nothing.npy' is neither a shape nor a file that exists"),
+        (["export", "tests.cli.test_cli", "o.onnx", "--input", "x:1"], "MODULE:FACTORY: got"),
+        (["export", "tests.nowhere:f", "o.onnx", "--input", "x:1"], "cannot be imported"),
+        (["export", "tests.cli.test_cli:tiny", "o.onnx", "--input", "x:2,1,8,8", "--mode", "fast"], "mode: got 'fast'"),
+        (
+            ["export", "tests.cli.test_cli:tiny", "o.onnx", "--input", "x:2,1,8,8", "--checkpoint", "{eval}"],
+            "cannot be read",
+        ),
+    ],
+)
+def test_usage_errors_exit_with_2(folder, arguments, message, capsys):
+    code, out, err = _cli(
+        *(argument.replace("{eval}", str(folder / "eval.onnx")) for argument in arguments), capsys=capsys
+    )
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_library_that_cannot_be_loaded(folder, tmp_path):
+    broken = tmp_path / "libbroken.so"
+    broken.write_bytes(b"not a library")
+    for path in (broken, tmp_path / "missing.so"):
+        done = warm.run("-m", "bnexport", "doctor", env={**os.environ, "BNEXPORT_LIBRARY": str(path)})
+        assert done.returncode == 4
+        assert "Traceback" not in done.stderr
+        assert path.name in done.stderr
+
+
+def _node_model(path, x_shape=("n", 3, "l"), channels=3, function=False, **attributes):
+    """A file with one MMCVSyncBatchNorm node."""
+    helper, float_ = onnx.helper, onnx.TensorProto.FLOAT
+    node = helper.make_node("MMCVSyncBatchNorm", ["x", "m", "v"], ["y"], "the_node", domain="mmcv", **attributes)
+    vectors = [
+        onnx.numpy_helper.from_array(np.full(channels, value, np.float32), name) for name, value in (("m", 0), ("v", 1))
+    ]
+    inputs = [helper.make_tensor_value_info("x", float_, x_shape)]
+    graph = helper.make_graph([node], "g", inputs, [helper.make_tensor_value_info("y", float_, x_shape)], vectors)
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("mmcv", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "words"),
+    [
+        ({"x_shape": ("n",), "training_mode": 0}, "5", ["the_node", "rank"]),
+        ({"channels": 4, "training_mode": 0, "x_shape": ("n", "c", "l")}, "2,3,4", ["the_node", "3", "4"]),
+        ({"stats_mode": "median"}, "2,3,4", ["the_node", "stats_mode", "median"]),
+        ({"training_mode": 7}, "2,3,4", ["the_node", "training_mode", "7"]),
+        ({"eps": -1.0}, "2,3,4", ["the_node", "eps", "-1"]),
+        ({"momentum": 2.0}, "2,3,4", ["the_node", "momentum", "2"]),
+        ({"group": "pair", "group_size": 2}, "2,3,4", ["the_node", "pair", "register_group"]),
+    ],
+    ids=["rank 1", "C mismatch", "stats_mode", "training_mode", "eps", "momentum", "unregistered group"],
+)
+def test_bad_nodes_are_refused_in_one_line(model, shape, words, tmp_path, capsys):
+    path = tmp_path / "m.onnx"
+    _node_model(path, **model)
+    code, out, err = _cli("run", path, "--input", f"x:{shape}", "--output", tmp_path / "out.npz", capsys=capsys)
+    assert (code, out) == (3, "")
+    assert err.startswith("error: ") and err.count("\n") == 1
+    for word in words:
+        assert word in err
+    assert not (tmp_path / "out.npz").exists()
+
+
+def test_bench_compares_in_turn_and_draws(folder, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    _cli("fold", folder / "eval.onnx", tmp_path / "folded.onnx", capsys=capsys)
+    models = (folder / "eval.onnx", tmp_path / "folded.onnx")
+    code, out, err = _cli(
+        "bench", *models, "--input", "x:2,1,8,8", "--runs", "12", "--warm-up", "1", "--threads", "1",
+        "--chart", tmp_path / "chart.png", "--json", "-", capsys=capsys,
+    )  # fmt: skip
+    assert code == 0, err
+    report = json.loads(out)
+    assert [row["model"] for row in report["models"]] == [str(model) for model in models]
+    assert report["models"][0]["ratio"] == 1.0
+    assert all(0 < row["p50_ms"] <= row["p99_ms"] and row["runs"] == 12 for row in report["models"])
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    code, out, err = _cli("bench", *models, "--input", "x:2,1,8,8", "--runs", "2", capsys=capsys)
+    assert code == 0, err
+    assert "against" in out and "p99" in out
+
+
+def test_bench_without_an_input_says_which(folder, capsys):
+    code, _, err = _cli("bench", folder / "eval.onnx", capsys=capsys)
+    assert code == 2
+    assert "missing x" in err
+
+
+def test_export_reads_checkpoints_of_frameworks(tmp_path, capsys):
+    weights = {f"module.{name}": value for name, value in tiny().state_dict().items()}
+    torch.save(
+        {"meta": {}, "ema": weights, "state_dict": {**weights, "module.head.weight": torch.ones(1)}}, tmp_path / "c.pth"
+    )
+    arguments = (
+        "export",
+        "tests.cli.test_cli:tiny",
+        tmp_path / "m.onnx",
+        "--checkpoint",
+        tmp_path / "c.pth",
+        "-i",
+        "x:2,1,8,8",
+    )
+    code, _, err = _cli(*arguments, capsys=capsys)
+    assert code == 2
+    assert "1 unexpected" in err and "module.head.weight" not in err.split("unexpected")[0]
+    assert not (tmp_path / "m.onnx").exists()
+    code, _, err = _cli(*arguments, "--allow-unexpected", capsys=capsys)
+    assert code == 0, err
+    assert "unexpected: head.weight" in err
+    assert _cli(*arguments, "--key", "ema", capsys=capsys)[0] == 0

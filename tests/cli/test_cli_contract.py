@@ -1,0 +1,266 @@
+"""What holds for every command: what goes where, JSON, -q, -v, NO_COLOR, exit codes."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+import bnexport
+from bnexport.cli import app, main
+from models.resnet import ResNet
+from tests.support import warm
+
+
+def tiny():
+    torch.manual_seed(0)
+    print("a factory may print what it likes")
+    return ResNet(in_channels=1, widths=(4,), blocks=1)
+
+
+# Arguments of a call that succeeds, its messages, and a key of its JSON.
+CALLS = {
+    "doctor": ([], [], "checks"),
+    "inspect": (["{folder}/kept.onnx"], [], "batch_norms"),
+    "fold": (["{folder}/kept.onnx", "{new}/f.onnx"], ["3 of 3 batch norms folded", "verification passed"], "sites"),
+    "verify": (["{folder}/kept.onnx", "{folder}/kept.onnx"], ["verification passed"], "outputs"),
+    "run": (["{folder}/kept.onnx", "-i", "x:1,1,8,8", "-o", "{new}/o.npz"], ["o.npz written"], "outputs"),
+    "bench": (["{folder}/kept.onnx", "-i", "x:1,1,8,8", "--runs", "2", "--warm-up", "0"], [], "models"),
+    "export": (
+        ["tests.cli.test_cli_contract:tiny", "{new}/e.onnx", "-i", "x:2,1,8,8"],
+        ["e.onnx written", "verification passed"],
+        "report",
+    ),
+}
+CALLS["train-export"] = (
+    ["tests.cli.test_cli_contract:tiny", "{new}/s.onnx", "-i", "x:4,1,8,8"],
+    ["s.onnx", "verification passed"],
+    "inputs",
+)
+CALLS["train"] = (
+    ["{folder}/step.onnx", "--data", "{folder}/rows.npz", "--batch-size", "4"],
+    ["epoch 1 of 1: loss"],
+    "epochs",
+)
+COMMANDS = sorted(command.name or command.callback.__name__ for command in app.registered_commands)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("contract")
+    bnexport.export(tiny().eval(), torch.randn(2, 1, 8, 8), folder / "kept.onnx", mode="custom_op")
+    x, target = torch.randn(8, 1, 8, 8), torch.randint(0, 10, (8,))
+    loss = torch.nn.functional.cross_entropy
+    bnexport.export_training_step(tiny().train(), loss, (x, target), folder / "step.onnx", verify=False)
+    np.savez(folder / "rows.npz", x=x.numpy(), target=target.numpy())
+    return folder
+
+
+def arguments_of(command, folder, new):
+    return [command, *(text.format(folder=folder, new=new) for text in CALLS[command][0])]
+
+
+def call(arguments, capfd):
+    capfd.readouterr()
+    code = main([str(argument) for argument in arguments])
+    return code, *capfd.readouterr()
+
+
+def strict(text):
+    """JSON as other languages read it."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_every_command_is_covered():
+    assert set(COMMANDS) == set(CALLS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_json_alone_is_on_stdout(command, folder, tmp_path, capfd):
+    code, out, err = call([*arguments_of(command, folder, tmp_path), "--json", "-"], capfd)
+    assert code == 0, err
+    data = strict(out)
+    assert data["schema_version"] == 1
+    assert CALLS[command][2] in data
+    for message in CALLS[command][1]:
+        assert message in err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_tables_are_on_stdout_and_messages_on_stderr(command, folder, tmp_path, capfd):
+    code, out, err = call(arguments_of(command, folder, tmp_path), capfd)
+    assert code == 0, err
+    assert out.count("\n") >= 3
+    for message in CALLS[command][1]:
+        assert message in err
+        assert message not in out
+    assert "\x1b" not in out + err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_quiet_prints_nothing_but_the_json_asked_for(command, folder, tmp_path, capfd):
+    target = tmp_path / "result.json"
+    code, out, err = call([*arguments_of(command, folder, tmp_path), "-q", "--json", target], capfd)
+    printed_by_the_factory = "a factory may print what it likes\n" if "export" in command else ""
+    assert (code, out, err) == (0, "", printed_by_the_factory)
+    assert strict(target.read_text())["schema_version"] == 1
+    code, out, err = call([*arguments_of(command, folder, tmp_path), "--quiet", "--json", "-"], capfd)
+    assert (code, err) == (0, printed_by_the_factory)
+    assert strict(out).keys() == strict(target.read_text()).keys()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_errors_are_one_line_even_when_quiet_and_verbose_says_where(command, capfd):
+    code, out, err = call([command, "--json", "/nowhere/at/all.json", *FIRST[command], "-q"], capfd)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: --json: ") and err.count("\n") == 1
+    code, out, err = call([command, "--json", "/nowhere/at/all.json", *FIRST[command], "-v"], capfd)
+    assert (code, out) == (2, "")
+    assert "Traceback" in err
+    assert err.splitlines()[-1].startswith("error: --json: ")
+
+
+# The arguments that a command cannot do without.
+FIRST = {
+    "doctor": [],
+    "inspect": ["a.onnx"],
+    "fold": ["a.onnx", "b.onnx"],
+    "verify": ["a.onnx", "b.onnx"],
+    "run": ["a.onnx"],
+    "bench": ["a.onnx"],
+    "export": ["a:b", "c.onnx", "--input", "x:1"],
+    "train-export": ["a:b", "c.onnx", "--input", "x:1"],
+    "train": ["a.onnx", "--data", "b.npz"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_have_one_name(command, capfd):
+    code, out, err = call([command, "--help"], capfd)
+    assert (code, err) == (0, "")
+    for option in ("--json PATH|-", "-q, --quiet", "-v, --verbose", "-h, --help"):
+        assert option in out
+    if command not in ("doctor", "inspect"):
+        assert "--seed INT" in out
+    if command not in ("doctor", "inspect", "train"):
+        assert re.search(r"-i, --input NAME:\d+,3,224,224\|NAME:FILE.npy", out)
+    if command in ("fold", "verify"):
+        assert "--atol FLOAT" in out and "--rtol FLOAT" in out
+    assert max(map(len, out.splitlines())) <= 110
+
+
+def test_quiet_and_verbose_exclude_each_other(capfd):
+    code, out, err = call(["doctor", "-q", "-v"], capfd)
+    assert (code, out) == (2, "")
+    assert "expected one of them at most" in err
+
+
+def test_verbose_says_more(folder, capfd):
+    quiet, loud = (
+        call(["verify", folder / "kept.onnx", folder / "kept.onnx", *more], capfd)[2] for more in ([], ["-v"])
+    )
+    assert loud.startswith(quiet) and "sets of inputs in" in loud
+
+
+ON_A_TERMINAL = """
+import sys
+from bnexport.cli import main
+for line in sys.stdin.read().splitlines():
+    assert main(line.split("\\t")) == 0, line
+main(["inspect", "missing.onnx"])
+main(["--help"])
+"""
+
+
+def on_a_terminal(calls, **environment):
+    """What a terminal receives on stdout and stderr."""
+    first, second = pty.openpty()
+    try:
+        process = warm.start(
+            *("-c", ON_A_TERMINAL),
+            stdin=subprocess.PIPE,
+            stdout=second,
+            stderr=second,
+            env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **environment},
+        )
+        os.close(second)
+        process.stdin.write("\n".join("\t".join(map(str, call)) for call in calls).encode())
+        process.stdin.close()
+        received = b""
+        while True:
+            try:
+                part = os.read(first, 65536)
+            except OSError:  # the other side is closed
+                break
+            if not part:
+                break
+            received += part
+        assert process.wait(600) == 0, received.decode()
+        return received.decode()
+    finally:
+        os.close(first)
+
+
+def test_no_color_means_no_escape_sequence(folder, tmp_path):
+    text = on_a_terminal([arguments_of(command, folder, tmp_path) for command in COMMANDS], NO_COLOR="1")
+    assert "verification passed" in text and "error: " in text
+    assert "\x1b" not in text
+
+
+def test_a_terminal_gets_colours_and_a_spinner(folder, tmp_path):
+    text = on_a_terminal([arguments_of("verify", folder, tmp_path), ["doctor"]], NO_COLOR="")
+    assert "\x1b[31merror:" in text
+    assert "\x1b[?25l" in text, "the spinner hides the cursor"
+
+
+def test_nothing_heavy_is_imported_for_help():
+    script = "import sys; from bnexport.cli import main; main(['--help']); print(sorted(sys.modules), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = set(eval(done.stderr))
+    assert not loaded & {"torch", "numpy", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "rich.markdown"}
+
+
+def test_without_a_command_help_is_on_stderr(capfd):
+    code, out, err = call([], capfd)
+    assert (code, out) == (2, "")
+    for command in COMMANDS:
+        assert f"\n  {command} " in err
+    assert "..." not in err.partition("Commands:")[2], "a description is too long for one line"
+    assert "Exit codes" in err
+
+
+def test_names_from_a_file_do_not_steer_the_terminal(tmp_path, capfd):
+    helper = onnx.helper
+    name = "[red]x[/red]\x1b]0;title\x07"
+    value = helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, (2,))
+    output = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, (2,))
+    graph = helper.make_graph([helper.make_node("Relu", [name], ["y"])], "g", [value], [output])
+    opset = helper.make_opsetid("", 18)
+    onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=10), tmp_path / "m.onnx")
+    for arguments in (["inspect"], ["run"], ["run", "-i", "y:1"]):
+        _, out, err = call([arguments[0], tmp_path / "m.onnx", *arguments[1:]], capfd)
+        assert "\x1b" not in out + err and "\x07" not in out + err
+        if arguments != ["run"]:
+            assert "[red]x[/red]\ufffd]0;title\ufffd" in out + err
+
+
+def test_numbers_that_json_has_not(folder, capfd):
+    code, out, _ = call(["run", folder / "kept.onnx", "-i", "x:0,1,8,8", "--json", "-"], capfd)
+    assert code == 0
+    assert strict(out)["outputs"][0]["max"] is None
+
+
+def test_a_reader_that_leaves_is_no_error(folder):
+    command = f"{sys.executable} -m bnexport inspect {folder / 'kept.onnx'} --json - | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("", "")

@@ -1,0 +1,202 @@
+"""Wrong usage, judged as a user would: one line that says what, where, got, expected and the way out; the exit code."""
+
+import os
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+import bnexport
+from bnexport.cli import main
+from models.resnet import ResNet
+from tests.support import warm
+
+HERE = "tests.cli.test_cli_errors"
+
+
+def tiny():
+    return ResNet(in_channels=1, widths=(4,), blocks=1)
+
+
+def raises():
+    raise FileNotFoundError("config.py: no such config")
+
+
+def needs_an_argument(width):
+    return tiny()
+
+
+def a_number():
+    return 3
+
+
+class DependsOnValues(torch.nn.Module):
+    def forward(self, x):
+        return x if x.sum().item() > 0 else -x
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("errors")
+    torch.manual_seed(0)
+    bnexport.export(tiny().eval(), torch.randn(2, 1, 8, 8), folder / "m.onnx", mode="custom_op")
+    (folder / "cut.onnx").write_bytes((folder / "m.onnx").read_bytes()[:4000])
+    (folder / "text").write_text("no model, no array, no checkpoint")
+    np.save(folder / "x64.npy", np.zeros((2, 1, 8, 8)))
+    np.savez(folder / "several.npz", a=np.zeros(1), b=np.zeros(1))
+    torch.save({"epoch": 3}, folder / "empty.pth")
+    torch.save({"state_dict": {"module.head.weight": torch.ones(1)}}, folder / "other.pth")
+    torch.save({"state_dict": tiny().state_dict(), "ema": tiny().state_dict()}, folder / "both.pth")
+    return folder
+
+
+EXPORT = ["export", f"{HERE}:tiny", "o.onnx", "-i", "x:2,1,8,8"]
+# (arguments, exit code, what the line must say)
+WRONG = [
+    (["frobnicate"], 2, ["'frobnicate'", "bnexport --help"]),
+    (["fold", "m.onnx"], 2, ["'OUT'", "bnexport fold --help"]),
+    (["fold", "m.onnx", "o.onnx", "--frob"], 2, ["--frob", "bnexport fold --help"]),
+    (["fold", "gone.onnx", "o.onnx"], 3, ["'gone.onnx'", "does not exist"]),
+    (["fold", ".", "o.onnx"], 3, ["'.'", "is a directory", "expected"]),
+    (["fold", "cut.onnx", "o.onnx"], 3, ["'cut.onnx'", "truncated or not an ONNX file"]),
+    (["fold", "text", "o.onnx"], 3, ["'text'", "truncated or not an ONNX file"]),
+    (["fold", "m.onnx", "m.onnx"], 2, ["OUT: got 'm.onnx'", "is IN", "another file", "--overwrite"]),
+    (["fold", "m.onnx", "."], 2, ["OUT: got the folder '.'", "expected the name of a file"]),
+    (["fold", "m.onnx", "gone/o.onnx"], 2, ["OUT: cannot write 'gone/o.onnx'", "'gone' does not exist; make it first"]),
+    (["fold", "m.onnx", "text/o.onnx"], 2, ["OUT: cannot write 'text/o.onnx'", "'text' is a file"]),
+    (["fold", "m.onnx", "o.onnx", "--html", "gone/r.html"], 2, ["--html: cannot write", "make it first"]),
+    (["fold", "m.onnx", "o.onnx", "--json", "gone/r.json"], 2, ["--json: cannot write", "make it first"]),
+    (["fold", "m.onnx", "o.onnx", "--only", "stem"], 2, ["--only: got 'stem'", "a batch norm of m.onnx: stem.1/MMCVSyncBatchNorm"]),
+    (["fold", "m.onnx", "o.onnx", "--skip", "stem"], 2, ["--skip: got 'stem'", "expected a batch norm of m.onnx"]),
+    (["fold", "m.onnx", "o.onnx", "--explain", "stem"], 2, ["--explain: got 'stem'", "expected a batch norm of m.onnx"]),
+    (["fold", "m.onnx", "o.onnx", "--seed", "one"], 2, ["'--seed'", "integer"]),
+    (["verify", "m.onnx", "m.onnx", "--seed", "-1"], 2, ["'--seed'", "greater than or equal to 0"]),
+    (["verify", "m.onnx", "m.onnx", "--atol", "-1"], 2, ["'--atol'", "-1 is no bound", "expected a finite number >= 0"]),
+    (["verify", "m.onnx", "m.onnx", "--rtol", "nan"], 2, ["'--rtol'", "nan is no bound"]),
+    (["verify", "m.onnx", "gone.onnx"], 3, ["'gone.onnx'", "does not exist"]),
+    (["verify", "m.onnx", "m.onnx", "-i", "x:2,3,8,8"], 2, ["x: got shape (2, 3, 8, 8)", "(batch, 1, height, width)"]),
+    (["run", "m.onnx"], 2, ["missing x", "x: float32 (batch, 1, height, width)", "such as --input x:1,1,64,64"]),
+    (["run", "m.onnx", "-i", "x"], 2, ["got 'x'", "expected NAME:SHAPE such as x:1,3,224,224, or NAME:FILE.npy"]),
+    (["run", "m.onnx", "-i", "x:"], 2, ["got 'x:'", "expected NAME:SHAPE"]),
+    (["run", "m.onnx", "-i", "y:1"], 2, ["m.onnx has no input 'y'", "expected one of: x: float32"]),
+    (["run", "m.onnx", "-i", "x:1,1,8,8", "-i", "x:1,1,8,8"], 2, ["got 'x' twice"]),
+    (["run", "m.onnx", "-i", "x:1,-1,8,8"], 2, ["'1,-1,8,8' is neither a shape nor a file that exists"]),
+    (["run", "m.onnx", "-i", "x:gone.npy"], 2, ["'gone.npy' is neither a shape nor a file that exists"]),
+    (["run", "m.onnx", "-i", "x:text"], 2, ["cannot read 'text'", "expected a file that numpy.save wrote"]),
+    (["run", "m.onnx", "-i", "x:several.npz"], 2, ["'several.npz' holds several arrays", "expected one"]),
+    (["run", "m.onnx", "-i", "x:x64.npy"], 2, ["got float64", "expected x: float32", "convert it first"]),
+    (["run", "m.onnx", "-i", "x:1,1,8,8", "-o", "o.txt"], 2, ["--output: got 'o.txt'", "ends in .npz"]),
+    (["run", "m.onnx", "-i", "x:1,1,8,8", "-o", "gone/o.npz"], 2, ["--output: cannot write 'gone/o.npz'"]),
+    (["run", "m.onnx", "-i", "x:99999999,1,99999,99999"], 4, ["not enough memory"]),
+    (["bench", "m.onnx"], 2, ["missing x", "such as --input"]),
+    (["bench", "m.onnx", "m.onnx", "-i", "x:1,1,8,8"], 2, ["expected each file once"]),
+    (["bench", "m.onnx", "-i", "x:1,1,8,8", "--runs", "0"], 2, ["'--runs'", "greater than or equal to 1"]),
+    (["bench", "m.onnx", "-i", "x:1,1,8,8", "--threads", "-3"], 2, ["'--threads'", "greater than or equal to 0"]),
+    (["bench", "m.onnx", "-i", "x:1,1,8,8", "--chart", "c.txt"], 2, ["--chart: got 'c.txt'", ".png, .svg or .pdf"]),
+    (["export", HERE, "o.onnx", "-i", "x:1"], 2, ["MODULE:FACTORY: got", "models.resnet:digits_resnet"]),
+    (["export", "gone:f", "o.onnx", "-i", "x:1"], 2, ["gone:f", "No module named 'gone'", "PYTHONPATH"]),
+    (["export", f"{HERE}:gone", "o.onnx", "-i", "x:1"], 2, ["cannot be imported", "no attribute 'gone'"]),
+    (["export", f"{HERE}:raises", "o.onnx", "-i", "x:1"], 2, ["failed: FileNotFoundError: config.py: no such config"]),
+    (["export", f"{HERE}:needs_an_argument", "o.onnx", "-i", "x:1"], 2, ["'width'", "write a function of your own"]),
+    (["export", f"{HERE}:a_number", "o.onnx", "-i", "x:1"], 2, ["returned a int", "expected a torch.nn.Module"]),
+    (["export", f"{HERE}:WRONG", "o.onnx", "-i", "x:1"], 2, ["got a list", "expected a function"]),
+    (["export", f"{HERE}:tiny", "o.onnx"], 2, ["'--input'", "bnexport export --help"]),
+    (["export", f"{HERE}:tiny", "o.onnx", "-i", "1,1,8,8"], 2, ["got '1,1,8,8'", "expected NAME:SHAPE"]),
+    (["export", f"{HERE}:tiny", "o.onnx", "-i", "x:1,3,8,8"], 2, ["does not run on inputs of shape (1, 3, 8, 8)", "1 channels"]),
+    ([*EXPORT, "-i", "y:1"], 2, ["does not run on inputs of shape (2, 1, 8, 8), (1,)"]),
+    ([*EXPORT, "--mode", "fast"], 2, ["mode: got 'fast'", "deploy, custom_op"]),
+    ([*EXPORT, "--format", "tflite"], 2, ["format: got 'tflite'", "onnx, torchscript, pt2"]),
+    ([*EXPORT, "--format", "pt2", "--mode", "custom_op"], 2, ["'custom_op' with format 'pt2'", "expected 'deploy'"]),
+    ([*EXPORT, "--checkpoint", "gone.pth"], 2, ["gone.pth: no such file", "expected a checkpoint"]),
+    ([*EXPORT, "--checkpoint", "text"], 2, ["text: cannot be read as a checkpoint", "torch.save"]),
+    ([*EXPORT, "--checkpoint", "empty.pth"], 2, ["empty.pth: found no tensors", "its keys are epoch", "--key"]),
+    ([*EXPORT, "--checkpoint", "other.pth"], 2, ["17 missing: stem.0.weight", "and 9 more", "1 unexpected", "--allow-unexpected"]),
+    ([*EXPORT, "--checkpoint", "both.pth", "--key", "best"], 2, ["has no key 'best'", "expected one of state_dict, ema"]),
+    (["export", f"{HERE}:DependsOnValues", "o.onnx", "-i", "x:2,2"], 3, ["cannot export it, though it runs", "--exporter torchscript"]),
+    (["inspect", "gone.onnx"], 3, ["'gone.onnx'", "does not exist"]),
+    (["doctor", "now"], 2, ["(now)", "bnexport doctor --help"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "exit_code", "words"), WRONG, ids=[" ".join(case[0])[-60:] for case in WRONG])
+def test_wrong_usage(arguments, exit_code, words, folder, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    for path in folder.iterdir():
+        os.link(path, tmp_path / path.name) if path.suffix == ".npy" else (tmp_path / path.name).write_bytes(
+            path.read_bytes()
+        )
+    before = sorted(path.name for path in tmp_path.iterdir())
+    code = main(arguments)
+    out, err = capfd.readouterr()
+    assert (code, out) == (exit_code, "")
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    for word in words:
+        assert word in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert (tmp_path / "m.onnx").read_bytes() == (folder / "m.onnx").read_bytes()
+
+
+def in_a_process(arguments, folder, script=""):
+    """The command line in a process of its own, after `script`."""
+    program = f"{script}\nimport sys\nfrom bnexport.cli import main\nsys.argv[0] = 'bnexport'\nmain()"
+    return warm.run("-c", program, *arguments, cwd=folder)
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "way_out"),
+    [
+        ("onnxruntime", ["run", "m.onnx", "-i", "x:1,1,8,8"], "bnexport[cpu]"),
+        ("onnxruntime", ["bench", "m.onnx", "-i", "x:1,1,8,8"], "bnexport[cpu]"),
+        ("matplotlib", ["bench", "m.onnx", "-i", "x:1,1,8,8", "--runs", "1", "--chart", "c.png"], "pip install matplotlib"),
+        ("torch", ["export", "a:b", "o.onnx", "-i", "x:1"], "pip install torch"),
+    ],
+)  # fmt: skip
+def test_a_package_that_is_not_installed(package, arguments, way_out, folder):
+    done = in_a_process(arguments, folder, f"import sys; sys.modules[{package!r}] = None")
+    assert done.returncode == 4, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert package in done.stderr and way_out in done.stderr
+
+
+def test_a_group_needs_the_library(folder, tmp_path):
+    """Nodes of several processes have no body that could run in the library's place."""
+    model = onnx.load(folder / "m.onnx")
+    del model.functions[:]
+    onnx.save(model, tmp_path / "m.onnx")
+    script = "import os; os.environ['BNEXPORT_LIBRARY'] = 'gone.so'"
+    done = in_a_process(["run", "m.onnx", "-i", "x:1,1,8,8"], tmp_path, script)
+    assert done.returncode == 4
+    assert "gone.so" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_folder_that_may_not_be_written_to(folder, tmp_path):
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    (tmp_path / "locked").mkdir(mode=0o500)
+    done = in_a_process(["fold", folder / "m.onnx", "locked/o.onnx"], tmp_path)
+    assert done.returncode == 2
+    assert "'locked' may not be written to" in done.stderr
+
+
+def test_a_full_disk(folder, tmp_path):
+    script = "import resource, signal; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))"
+    script += "; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
+    done = in_a_process(["inspect", str(folder / "m.onnx"), "--json", "out.json"], tmp_path, script)
+    assert done.returncode == 4
+    assert done.stderr == "error: out.json: cannot be written: File too large\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_our_own_is_told_apart(folder, monkeypatch, capfd):
+    def broken(_):
+        raise ZeroDivisionError("somewhere deep inside")
+
+    monkeypatch.setattr("bnexport.folding.inspect", broken)
+    assert main(["inspect", str(folder / "m.onnx")]) == 70
+    err = capfd.readouterr().err
+    assert "an error of bnexport itself: ZeroDivisionError: somewhere deep inside" in err
+    assert "Traceback" not in err
+    assert main(["inspect", str(folder / "m.onnx"), "-v"]) == 70
+    assert "Traceback" in capfd.readouterr().err

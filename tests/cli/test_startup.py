@@ -1,0 +1,66 @@
+"""What `bnexport.cli.startup` does to the process of a command, and to no other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+from bnexport.model_io import save
+from tests.support.onnx_text import batch_norm, model
+
+
+def run(code: str, *arguments: Path) -> list[str]:
+    """The lines that a process of its own prints."""
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    body = """g (float[N,4,H,W] x) => (float[N,6,A,B] y) {
+        z = Conv (x, w)
+        y = BatchNormalization (z, p_s, p_b, p_m, p_v) }"""
+    save(ir.from_proto(model(body, {"w": (6, 4, 3, 3), **batch_norm("p", 6)})), tmp_path / "source.onnx")
+    return tmp_path / "source.onnx"
+
+
+def test_a_fold_loads_no_sympy(source: Path, tmp_path: Path) -> None:
+    code = """
+import atexit, sys
+atexit.register(lambda: print(any(name.startswith("sympy.") for name in sys.modules)))
+from bnexport.cli import main
+sys.argv[1:] = ["fold", *sys.argv[1:], "--no-verify"]
+main()
+"""
+    assert run(code, source, tmp_path / "target.onnx")[-1] == "False"
+    assert (tmp_path / "target.onnx").exists()
+
+
+def test_symbolic_sizes_still_work() -> None:
+    code = """
+from bnexport.cli import startup
+startup.prepare()
+import onnx_ir, sys
+before = any(name.startswith("sympy.") for name in sys.modules)
+size = onnx_ir.SymbolicDim("N")
+print(before, size + 1, onnx_ir.SymbolicDim("2*N") - size)
+from sympy import Symbol
+print(Symbol("x") + 1)
+"""
+    assert run(code) == ["False N + 1 N", "x + 1"]
+
+
+def test_the_library_changes_nothing() -> None:
+    code = """
+import gc, sys
+before = list(sys.meta_path)
+import bnexport.cli, bnexport.folding.api
+bnexport.cli.main(["--version"])
+bnexport.cli.startup.settle()
+print(sys.meta_path == before, gc.get_freeze_count(), "sympy.core" in sys.modules)
+"""
+    assert run(code)[-1] == "True 0 True"

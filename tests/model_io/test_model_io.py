@@ -1,0 +1,300 @@
+"""The door for model files: what is kept, what a caller may ask for, and that writing is all or nothing.
+
+What is refused is in tests/malicious.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.helper
+import onnx.numpy_helper
+import onnx_ir as ir
+import pytest
+
+from bnexport import model_io
+from bnexport.errors import MalformedModelError, UnsafeModelError, UnsupportedModelError, UsageError
+from bnexport.model_io import Limits, as_model, load, save, to_proto
+from bnexport.model_io.collection import paused_collection
+from tests.support.onnx_text import model
+
+WEIGHT = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
+
+
+def example() -> onnx.ModelProto:
+    return model("g (float[N,64] x) => (float[N,32] y) { y = Gemm (x, w) }", values={"w": WEIGHT})
+
+
+@pytest.fixture
+def external(tmp_path: Path) -> Path:
+    """A model whose weight lies in model.onnx.data beside it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save(ir.from_proto(example()), folder / "model.onnx", external_data=True)
+    return folder / "model.onnx"
+
+
+def weight(loaded: ir.Model) -> np.ndarray:
+    tensor = loaded.graph.initializers["w"].const_value
+    assert tensor is not None
+    return tensor.numpy()
+
+
+def edit(path: Path, change: Callable[[onnx.ModelProto], None]) -> None:
+    proto = onnx.load(path, load_external_data=False)
+    change(proto)
+    path.write_bytes(proto.SerializeToString())
+
+
+def set_entry(path: Path, key: str, value: str) -> None:
+    def change(proto: onnx.ModelProto) -> None:
+        tensor = proto.graph.initializer[0]
+        for entry in tensor.external_data:
+            if entry.key == key:
+                entry.value = value
+                return
+        tensor.external_data.add(key=key, value=value)
+
+    edit(path, change)
+
+
+class TestLimits:
+    @pytest.mark.parametrize(
+        "limits",
+        [
+            Limits(model_bytes=100),
+            Limits(structure_bytes=20),
+            Limits(nodes=0),
+            Limits(tensors=0),
+            Limits(name_length=3),
+            Limits(tensor_bytes=100),
+        ],
+        ids=["model", "structure", "nodes", "tensors", "name", "tensor"],
+    )
+    def test_each_is_kept(self, tmp_path: Path, limits: Limits) -> None:
+        onnx.save(example(), tmp_path / "model.onnx")
+        load(tmp_path / "model.onnx")
+        with pytest.raises(UnsafeModelError):
+            load(tmp_path / "model.onnx", limits=limits)
+
+    def test_large_tensors_are_no_structure(self, tmp_path: Path) -> None:
+        proto = model("g (float[N,64] x) => (float[N,64] y) { y = MatMul (x, w) }", {"w": (64, 64)})
+        onnx.save(proto, tmp_path / "model.onnx")
+        loaded = load(tmp_path / "model.onnx", limits=Limits(structure_bytes=2000))
+        weight = loaded.graph.initializers["w"].const_value
+        assert weight is not None and weight.nbytes == 64 * 64 * 4
+
+    def test_wrong_kind_of_source(self) -> None:
+        with pytest.raises(UsageError, match="int"):
+            as_model(3)  # type: ignore[arg-type]
+
+
+def test_nested_too_deep() -> None:
+    proto = example()
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Identity", ["x"], ["o"])],
+        "leaf",
+        [],
+        [onnx.helper.make_tensor_value_info("o", 1, None)],
+    )
+    for level in range(5):
+        node = onnx.helper.make_node("If", ["x"], ["o"], then_branch=graph, else_branch=graph)
+        graph = onnx.helper.make_graph([node], f"level{level}", [], [onnx.helper.make_tensor_value_info("o", 1, None)])
+    proto.graph.node.append(onnx.helper.make_node("If", ["x"], ["o"], then_branch=graph, else_branch=graph))
+    as_model(proto)
+    with pytest.raises(UnsafeModelError, match="nested"):
+        as_model(proto, limits=Limits(graph_depth=4))
+
+
+class TestExternalData:
+    def test_lazy_and_right(self, external: Path) -> None:
+        loaded = load(external)
+        np.testing.assert_array_equal(weight(loaded), WEIGHT)
+        assert isinstance(loaded.graph.initializers["w"].const_value, model_io.ContainedTensor)
+
+    def test_bare_name(self, external: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A relative name without a folder is as safe as any other."""
+        secret = external.parent.parent / "secret"
+        secret.write_bytes(WEIGHT.tobytes())
+        monkeypatch.chdir(external.parent)
+        np.testing.assert_array_equal(weight(load("model.onnx")), WEIGHT)
+        set_entry(external, "location", "../secret")
+        with pytest.raises(UnsafeModelError, match="leaves the folder"):
+            load("model.onnx")
+
+    def test_link_inside_by_request(self, external: Path) -> None:
+        data = external.parent / "model.onnx.data"
+        data.rename(external.parent / "blob")
+        data.symlink_to("blob")
+        with pytest.raises(UnsafeModelError):
+            load(external)
+        np.testing.assert_array_equal(weight(load(external, limits=Limits(allow_links=True))), WEIGHT)
+
+    def test_in_memory_model_has_no_folder(self, external: Path) -> None:
+        with pytest.raises(UnsafeModelError, match="no folder"):
+            as_model(onnx.load(external, load_external_data=False))
+
+    def test_four_bit_weights(self, tmp_path: Path) -> None:
+        tensor = onnx.helper.make_tensor("w", onnx.TensorProto.INT4, [64, 64], np.arange(4096) % 15 - 7)
+        graph = onnx.helper.make_graph(
+            [onnx.helper.make_node("Identity", ["w"], ["y"])],
+            "g",
+            [],
+            [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.INT4, [64, 64])],
+            [tensor],
+        )
+        proto = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
+        save(as_model(proto), tmp_path / "model.onnx", external_data=True)
+        loaded = load(tmp_path / "model.onnx")
+        assert (weight(loaded).astype(np.int32).reshape(-1) == np.arange(4096) % 15 - 7).all()
+
+
+class TestSave:
+    def test_round_trip(self, tmp_path: Path) -> None:
+        proto = example()
+        save(as_model(proto), tmp_path / "model.onnx")
+        np.testing.assert_array_equal(weight(load(tmp_path / "model.onnx")), WEIGHT)
+        assert os.listdir(tmp_path) == ["model.onnx"]
+        assert to_proto(load(tmp_path / "model.onnx")) == to_proto(as_model(proto))
+
+    def test_external_data_stays_external(self, external: Path, tmp_path: Path) -> None:
+        save(load(external), tmp_path / "copy.onnx")
+        assert (tmp_path / "copy.onnx.data").stat().st_size == WEIGHT.nbytes
+        np.testing.assert_array_equal(weight(load(tmp_path / "copy.onnx")), WEIGHT)
+
+    def test_the_model_is_unchanged(self, external: Path, tmp_path: Path) -> None:
+        loaded = load(external)
+        save(loaded, tmp_path / "copy.onnx", external_data=False)
+        assert isinstance(loaded.graph.initializers["w"].const_value, model_io.ContainedTensor)
+        np.testing.assert_array_equal(weight(loaded), WEIGHT)
+
+    def test_over_an_input_only_by_request(self, external: Path) -> None:
+        loaded = load(external)
+        data = external.parent / "model.onnx.data"
+        for target in (external, data):
+            with pytest.raises(UsageError, match="input"):
+                save(loaded, target, inputs=[external])
+        np.testing.assert_array_equal(weight(load(external)), WEIGHT)
+        save(loaded, external, inputs=[external], overwrite_input=True)
+        np.testing.assert_array_equal(weight(load(external)), WEIGHT)
+        assert len(os.listdir(external.parent)) == 2
+
+    def test_too_large_for_one_message(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Weights go outside by themselves, unless the caller wants them inside."""
+        monkeypatch.setattr("bnexport.model_io.write.PROTOBUF_LIMIT", 4000)
+        staged = model_io.stage(as_model(example()), tmp_path / "model.onnx")
+        assert (staged.too_large, staged.data_name) == (True, "model.onnx.data")
+        staged.commit()
+        np.testing.assert_array_equal(weight(load(tmp_path / "model.onnx")), WEIGHT)
+        with pytest.raises(UnsupportedModelError, match="external data"):
+            save(as_model(example()), tmp_path / "other.onnx", external_data=False)
+        with pytest.raises(UnsupportedModelError, match="2 GiB"):
+            to_proto(as_model(example()))
+
+    def test_many_tensors_by_several_threads(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("bnexport.model_io.write._BATCH", 5000)
+        values = {f"w{i}": np.full((64, 8 + i), i, np.float32) for i in range(40)}
+        body = "\n".join(f"y{i} = MatMul (x, w{i})" for i in range(40))
+        outputs = ", ".join(f"float[N,{8 + i}] y{i}" for i in range(40))
+        proto = model(f"g (float[N,64] x) => ({outputs}) {{ {body} }}", values=values)
+        for external_data in (False, True):
+            save(as_model(proto), tmp_path / "model.onnx", external_data=external_data)
+            assert to_proto(load(tmp_path / "model.onnx")) == to_proto(as_model(proto))
+
+    def test_a_tensor_of_the_wrong_size_is_not_written(self, tmp_path: Path) -> None:
+        class Short(ir.Tensor):
+            def tofile(self, file: Any) -> None:
+                file.write(b"1234")
+
+        loaded = as_model(example())
+        loaded.graph.initializers["w"].const_value = Short(WEIGHT, name="w")
+        with pytest.raises(MalformedModelError, match="wrote 4 bytes"):
+            save(loaded, tmp_path / "model.onnx")
+        assert os.listdir(tmp_path) == []
+
+    def test_quantization_annotations_are_kept(self, tmp_path: Path) -> None:
+        proto = example()
+        entry = proto.graph.quantization_annotation.add(tensor_name="w")
+        entry.quant_parameter_tensor_names.add(key="SCALE_TENSOR", value="x")
+        assert to_proto(as_model(proto)).graph.quantization_annotation == proto.graph.quantization_annotation
+
+    def test_failure_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        save(as_model(example()), tmp_path / "model.onnx")
+        before = (tmp_path / "model.onnx").read_bytes()
+
+        def full(descriptor: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(UsageError, match="No space left"):
+            save(as_model(example()), tmp_path / "model.onnx", external_data=True)
+        assert os.listdir(tmp_path) == ["model.onnx"]
+        assert (tmp_path / "model.onnx").read_bytes() == before
+
+    def test_leftovers_of_a_dead_process_go(self, tmp_path: Path) -> None:
+        dead = tmp_path / ".model.onnx.999999999-0123abcd.bnexport"
+        dead.mkdir()
+        (dead / "model.onnx").write_bytes(b"half")
+        alive = tmp_path / f".model.onnx.{os.getppid()}-0123abcd.bnexport"
+        alive.mkdir()
+        save(as_model(example()), tmp_path / "model.onnx")
+        assert sorted(os.listdir(tmp_path)) == [alive.name, "model.onnx"]
+
+    @pytest.mark.parametrize("target", ["", "missing/model.onnx", "folder"])
+    def test_bad_targets(self, tmp_path: Path, target: str) -> None:
+        (tmp_path / "folder").mkdir()
+        with pytest.raises(UsageError):
+            save(as_model(example()), f"{tmp_path}/{target}")
+        assert os.listdir(tmp_path) == ["folder"]
+
+    def test_stage_commits_at_once(self, tmp_path: Path) -> None:
+        staged = model_io.stage(as_model(example()), tmp_path / "model.onnx", external_data=True)
+        assert not (tmp_path / "model.onnx").exists()
+        np.testing.assert_array_equal(weight(load(staged.path)), WEIGHT)
+        staged.commit()
+        assert sorted(os.listdir(tmp_path)) == ["model.onnx", "model.onnx.data"]
+        np.testing.assert_array_equal(weight(load(tmp_path / "model.onnx")), WEIGHT)
+
+
+def test_sources_are_copied() -> None:
+    proto = example()
+    before = proto.SerializeToString()
+    for source in (proto, ir.from_proto(proto)):
+        own = as_model(source)
+        own.graph.initializers["w"].const_value = ir.Tensor(np.zeros((64, 32), np.float32), name="w")
+        own.graph.node(0).name = "changed"
+        assert to_proto(source if isinstance(source, ir.Model) else as_model(source)) == to_proto(as_model(proto))
+    assert proto.SerializeToString() == before
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_collection_is_as_it_was(frozen: bool) -> None:
+    """Objects that the caller froze stay so; garbage made inside is collected later."""
+
+    class Node:
+        def __init__(self) -> None:
+            self.me = self
+
+    gc.collect()
+    if frozen:
+        gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        with paused_collection():
+            assert not gc.isenabled()
+            with paused_collection():
+                gone = weakref.ref(Node())
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() == before
+        gc.collect()
+        assert gone() is None
+    finally:
+        gc.unfreeze()

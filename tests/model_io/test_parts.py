@@ -1,0 +1,249 @@
+"""What the door for model files does piece by piece: tensors in files and lists, copies, leftovers, safetensors."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.helper
+import onnx.numpy_helper
+import onnx_ir as ir
+import pytest
+
+from bnexport.errors import MalformedModelError, MissingDependencyError, UnsafeModelError, UsageError
+from bnexport.model_io import external, load, load_tensors, save, save_tensors, staging, to_proto, walk
+from bnexport.model_io.external import ContainedTensor
+from bnexport.model_io.read import from_proto, innermost
+from tests.support.onnx_text import model
+
+BIG = np.random.default_rng(0).standard_normal((300, 256)).astype(np.float32)  # more than a cut's smallest
+
+
+class TestSafetensors:
+    def test_there_and_back(self, tmp_path: Path) -> None:
+        tensors = {"b": np.arange(6, dtype=np.float32).reshape(2, 3).T, "a": np.array(3, np.int64)}
+        save_tensors(tensors, {"key": "value"}, tmp_path / "t.safetensors")
+        got, metadata = load_tensors(tmp_path / "t.safetensors")
+        assert metadata == {"key": "value"}
+        assert sorted(got) == ["a", "b"]
+        for name, tensor in tensors.items():
+            np.testing.assert_array_equal(got[name], tensor)
+            assert got[name].dtype == tensor.dtype
+        first = (tmp_path / "t.safetensors").read_bytes()
+        save_tensors(tensors, {"key": "value"}, tmp_path / "t.safetensors")
+        assert (tmp_path / "t.safetensors").read_bytes() == first
+        assert os.listdir(tmp_path) == ["t.safetensors"]
+
+    def test_a_link_is_written_through(self, tmp_path: Path) -> None:
+        (tmp_path / "real").mkdir()
+        (tmp_path / "link").symlink_to(tmp_path / "real/t")
+        save_tensors({"a": np.ones(2)}, {}, tmp_path / "link")
+        assert (tmp_path / "link").is_symlink() and list(load_tensors(tmp_path / "real/t")[0]) == ["a"]
+
+    def test_targets_that_cannot_be(self, tmp_path: Path) -> None:
+        for target in (tmp_path, tmp_path / "missing/t"):
+            with pytest.raises(UsageError, match="it is a folder, or its folder does not exist"):
+                save_tensors({}, {}, target)
+
+    def test_a_failure_leaves_the_old_file_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        save_tensors({"a": np.ones(2)}, {}, tmp_path / "t")
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "replace", full)
+        with pytest.raises(UsageError, match=r"cannot write .*: No space left on device; nothing was changed"):
+            save_tensors({"a": np.zeros(2)}, {}, tmp_path / "t")
+        assert os.listdir(tmp_path) == ["t"]
+        np.testing.assert_array_equal(load_tensors(tmp_path / "t")[0]["a"], np.ones(2))
+
+    def test_files_that_are_none(self, tmp_path: Path) -> None:
+        with pytest.raises(MalformedModelError, match="got no such file"):
+            load_tensors(tmp_path / "t")
+        save_tensors({"a": np.ones(20)}, {}, tmp_path / "t")
+        (tmp_path / "t").write_bytes((tmp_path / "t").read_bytes()[:-1])
+        with pytest.raises(MalformedModelError, match="not a whole safetensors file"):
+            load_tensors(tmp_path / "t")
+
+    def test_without_safetensors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+        with pytest.raises(MissingDependencyError, match="pip install safetensors"):
+            save_tensors({}, {}, tmp_path / "t")
+
+
+def with_lists() -> onnx.ModelProto:
+    """An initializer, and attributes that hold one tensor, two tensors, and a body with one."""
+    make = onnx.helper
+    pair = [onnx.numpy_helper.from_array(np.full(2, value, np.float32), f"l{value}") for value in (1, 2)]
+    body = make.make_graph(
+        [make.make_node("Identity", ["inner"], ["o"])], "body", [],
+        [make.make_tensor_value_info("o", onnx.TensorProto.FLOAT, [1])],
+        [onnx.numpy_helper.from_array(np.ones(1, np.float32), "inner")],
+    )  # fmt: skip
+    one = make.make_node("One", ["x"], ["a"], domain="d", value=onnx.numpy_helper.from_array(BIG, "one"))
+    two = make.make_node("Two", ["a"], ["b"], domain="d", values=pair)
+    two.attribute[0].doc_string = "said of the list"
+    bodies = make.make_node("Bodies", ["b"], ["y"], domain="d", body=body)
+    value = make.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
+    result = make.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])
+    initializer = onnx.numpy_helper.from_array(BIG, "w")
+    initializer.doc_string = "said of w"
+    initializer.metadata_props.add(key="k", value="v")
+    graph = make.make_graph([one, two, bodies], "main", [value], [result], [initializer])
+    return make.make_model(graph, opset_imports=[make.make_opsetid("", 17), make.make_opsetid("d", 1)], ir_version=10)
+
+
+class TestTensors:
+    def test_every_place(self) -> None:
+        slots = list(walk.tensors(from_proto(with_lists())))
+        assert [slot.get().name for slot in slots] == ["w", "one", "l1", "l2", "inner"]
+        assert [slot.is_attribute for slot in slots] == [False, True, True, True, False]
+
+    def test_one_of_a_list_is_replaced(self) -> None:
+        source = from_proto(with_lists())
+        slots = list(walk.tensors(source))
+        for slot, value in ((slots[1], 7.0), (slots[3], 8.0)):
+            slot.set(ir.tensor(np.full(2, value, np.float32)))
+        one, two = (node.attribute[0] for node in to_proto(source).graph.node[:2])
+        assert onnx.numpy_helper.to_array(one.t).tolist() == [7, 7]
+        assert [onnx.numpy_helper.to_array(it).tolist() for it in two.tensors] == [[1, 1], [8, 8]]
+        assert two.doc_string == "said of the list"
+
+    @pytest.mark.parametrize("external_data", [False, True])
+    def test_nothing_is_lost_on_the_way_through_a_file(self, tmp_path: Path, external_data: bool) -> None:
+        expected = with_lists()
+        save(from_proto(expected), tmp_path / "m.onnx", external_data=external_data)
+        assert (tmp_path / "m.onnx.data").exists() == external_data
+        # Once more from the file, whose large tensors are not in memory.
+        loaded = load(tmp_path / "m.onnx")
+        save(loaded, tmp_path / "again.onnx", external_data=False)
+        got = onnx.load(tmp_path / "again.onnx")
+        assert [it.SerializeToString() for it in got.graph.node] == [
+            it.SerializeToString() for it in expected.graph.node
+        ]
+        (tensor,) = got.graph.initializer
+        assert tensor.SerializeToString() == expected.graph.initializer[0].SerializeToString()
+
+
+class TestContained:
+    @pytest.fixture
+    def tensor(self, tmp_path: Path) -> ContainedTensor:
+        save(from_proto(model("g (float[N,300] x) => (float[N,256] y) { y = MatMul (x, w) }", values={"w": BIG})),
+             tmp_path / "m.onnx", external_data=True)  # fmt: skip
+        found = load(tmp_path / "m.onnx").graph.initializers["w"].const_value
+        assert isinstance(found, ContainedTensor)
+        return found
+
+    def test_as_an_array(self, tensor: ContainedTensor) -> None:
+        np.testing.assert_array_equal(np.asarray(tensor), BIG)
+        assert np.asarray(tensor, np.float64).dtype == np.float64
+        assert tensor.tobytes() == BIG.tobytes()
+
+    def test_copies(self, tensor: ContainedTensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Into memory, into a file, and into a file where the kernel cannot copy, or only a part."""
+        memory = io.BytesIO(b"head")
+        memory.seek(4)
+        memory.fileno = None  # type: ignore[method-assign,assignment]
+        del memory.fileno
+        plain = type("Plain", (), {"write": memory.write})()
+        tensor.tofile(plain)
+        assert memory.getvalue() == b"head" + BIG.tobytes()
+
+        copy = os.copy_file_range
+
+        def cannot(*_: object) -> int:
+            raise OSError(errno.EXDEV, "another file system")
+
+        for replacement in (copy, lambda a, b, count, i, o: copy(a, b, min(count, 1000), i, o), cannot):
+            calls = iter([True, False, False])
+            monkeypatch.setattr(
+                os, "copy_file_range", lambda *a, calls=calls, it=replacement: it(*a) if next(calls, False) else 0
+            )
+            with open(tmp_path / "copy", "w+b") as file:
+                file.write(b"head")
+                tensor.tofile(file)
+                assert file.tell() == 4 + BIG.nbytes
+            assert (tmp_path / "copy").read_bytes() == b"head" + BIG.tobytes()
+
+        def broken(*_: object) -> int:
+            raise OSError(errno.EIO, "broken")
+
+        monkeypatch.setattr(os, "copy_file_range", broken)
+        with open(tmp_path / "copy", "w+b") as file, pytest.raises(OSError, match="broken"):
+            tensor.tofile(file)
+
+    def test_a_file_that_got_shorter(self, tensor: ContainedTensor, tmp_path: Path) -> None:
+        with open(tmp_path / "m.onnx.data", "r+b") as file:
+            file.truncate(BIG.nbytes - 10)
+        with pytest.raises(UnsafeModelError, match="changed since the model was loaded"):
+            tensor.tobytes()
+        with pytest.raises(MalformedModelError, match="ends 10 bytes too early"):
+            external._read_into(io.BytesIO(bytes(20)), memoryview(bytearray(30)))
+
+
+class TestLeftovers:
+    def folder(self, directory: Path, pid: int, name: str = "m.onnx") -> Path:
+        made = directory / f".{name}.{pid}-0123abcd.bnexport"
+        made.mkdir()
+        return made
+
+    def test_of_runs_that_ended(self, tmp_path: Path) -> None:
+        ended, alive, other = (
+            self.folder(tmp_path, *it) for it in ((2**22 + 1,), (os.getpid(),), (2**22 + 1, "n.onnx"))
+        )
+        for name in ("m.onnx.data", "m.onnx.2.data", "n.onnx.data"):
+            (tmp_path / name).write_bytes(b"")
+        (ended / "data").write_text("m.onnx.data\nn.onnx.data\n../x")
+        made = Path(staging.make_folder(str(tmp_path / "m.onnx")))
+        assert not ended.exists() and alive.exists() and other.exists() and made.is_dir()
+        assert sorted(path.name for path in tmp_path.glob("*.data")) == ["m.onnx.2.data", "n.onnx.data"]
+
+    def test_a_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"cannot write .*: No such file or directory"):
+            staging.make_folder(str(tmp_path / "missing/m.onnx"))
+
+    def test_names_that_are_free(self, tmp_path: Path) -> None:
+        target = tmp_path / "m.onnx"
+        for expected in ("m.onnx.data", "m.onnx.1.data", "m.onnx.2.data"):
+            assert staging.free_data_name(str(target)) == expected
+            (tmp_path / expected).symlink_to("nowhere")
+
+    def test_a_data_file_that_another_run_made_stays(self, tmp_path: Path) -> None:
+        source = from_proto(model("g (float[N,300] x) => (float[N,256] y) { y = MatMul (x, w) }", values={"w": BIG}))
+        from bnexport.model_io import stage
+
+        staged = stage(source, tmp_path / "m.onnx", external_data=True)
+        (tmp_path / "m.onnx.data").write_text("theirs")
+        with pytest.raises(
+            UsageError, match=r"'m.onnx.data' was made by another run in the meantime; nothing was changed"
+        ):
+            staged.commit()
+        staged.discard()
+        assert os.listdir(tmp_path) == ["m.onnx.data"] and (tmp_path / "m.onnx.data").read_text() == "theirs"
+
+    def test_without_hard_links(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def none(*_: object) -> None:
+            raise OSError(errno.EPERM, "no links here")
+
+        monkeypatch.setattr(os, "link", none)
+        source = from_proto(model("g (float[N,300] x) => (float[N,256] y) { y = MatMul (x, w) }", values={"w": BIG}))
+        save(source, tmp_path / "m.onnx", external_data=True)
+        save(source, tmp_path / "m.onnx", external_data=True)
+        assert len(os.listdir(tmp_path)) == 2
+        assert load(tmp_path / "m.onnx").graph.initializers["w"].const_value.tobytes() == BIG.tobytes()
+
+
+def test_the_innermost_error() -> None:
+    try:
+        try:
+            raise ValueError("first line\nsecond")
+        except ValueError as error:
+            raise RuntimeError("outer") from error
+    except RuntimeError as error:
+        assert innermost(error) == "first line"
+    assert innermost(KeyError()) == "KeyError"
