@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bnexport.exporting import ExportResult, export
     from bnexport.exporting.checkpoint import load_checkpoint
-    from bnexport.folding import FoldResult, InspectReport, VerifyResult, fold, inspect, verify
+    from bnexport.folding import FoldResult, InspectReport, Verification, fold, inspect, verify
     from bnexport.folding.module import fold_module
     from bnexport.native.library import get_library_path, register
     from bnexport.runtime.communicator import register_group
@@ -30,7 +30,7 @@ _HOMES = {
     "SyncBatchNorm": "sync_bn",
     "TrainingExportResult": "training.api",
     "TrainingSession": "training.running.session",
-    "VerifyResult": "folding",
+    "Verification": "folding",
     "convert_sync_batchnorm": "sync_bn",
     "export": "exporting",
     "export_training_step": "training.api",

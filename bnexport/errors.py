@@ -10,11 +10,17 @@ __all__ = [
     "MissingDependencyError",
     "ModelError",
     "NotConvertedWarning",
+    "NotVerifiedWarning",
     "UnsafeModelError",
     "UnsupportedModelError",
     "UsageError",
     "VerificationError",
 ]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text that says something, or its class."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip(" \t:")), type(error).__name__)
 
 
 class BnexportError(Exception):
@@ -51,6 +57,10 @@ class VerificationError(BnexportError):
     """A result differs from its reference by more than the tolerance."""
 
     exit_code = 1
+
+
+class NotVerifiedWarning(UserWarning):
+    """A file was kept although nothing could show that it is right; the text says why."""
 
 
 class MissingDependencyError(BnexportError, RuntimeError):

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 if TYPE_CHECKING:
     import onnx
@@ -27,6 +29,11 @@ S_TYPES = ("float", "double")
 
 # The name under which exporters write torch.distributed's default group.
 WORLD_GROUP = "world"
+
+# The update of the state tensor `name` is `name.new`: ONNX forbids one name for both.
+NEW_SUFFIX = ".new"
+# Version of the reports that are printed with --json and that `to_dict` gives.
+REPORT_VERSION = 1
 
 STATS_MODES = ("exact", "default", "N")
 GRAD_REDUCTIONS = ("local", "mean", "sum")
@@ -200,6 +207,115 @@ SYNC_BATCH_NORM_GRAD = Operator(
 )
 
 OPERATORS = (SYNC_BATCH_NORM, SYNC_BATCH_NORM_GRAD)
+
+
+class GroupSpec(NamedTuple):
+    """How statistics and gradients are shared: the last arguments of every torch operator, in this order.
+
+    layer: a number of the module, the same in every process; mismatched calls are told apart by it.
+    """
+
+    group: str
+    group_size: int
+    stats_mode: str
+    grad_reduction: str
+    layer: int
+
+
+# One process by itself.
+LOCAL = GroupSpec("", 1, "exact", "local", 0)
+
+
+class Argument(NamedTuple):
+    """An argument of a torch operator; `type` as torch's schema strings write it."""
+
+    name: str
+    type: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchOperator:
+    """A torch operator of the library `bnexport`; all return tensors."""
+
+    name: str
+    arguments: tuple[Argument, ...]
+    results: int
+
+    @property
+    def definition(self) -> str:
+        """The schema string for torch.library.
+
+        >>> TorchOperator("f", (Argument("x", "Tensor"),), 1).definition
+        'f(Tensor x) -> (Tensor)'
+        """
+        arguments = ", ".join(f"{argument.type} {argument.name}" for argument in self.arguments)
+        return f"{self.name}({arguments}) -> ({', '.join(['Tensor'] * self.results)})"
+
+    def sign(self, function: Callable[..., Any], *leading: str) -> Callable[..., Any]:
+        """Give a function of *arguments the operator's arguments as its signature, for exporters that inspect it.
+
+        leading: names of further arguments in front.
+        """
+        kinds = dict.fromkeys(leading, Any) | {
+            argument.name: _PYTHON_TYPES.get(argument.type, Any) for argument in self.arguments
+        }
+        positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(name, positional, annotation=kind) for name, kind in kinds.items()]
+        function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        function.__annotations__ = dict(kinds)
+        return function
+
+    def bind(self, arguments: Sequence[Any]) -> dict[str, Any]:
+        """The arguments of a call by name."""
+        return dict(zip((argument.name for argument in self.arguments), arguments, strict=True))
+
+
+_PYTHON_TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "str": str}
+_GROUP_ARGUMENTS = tuple(Argument(name, kind.__name__) for name, kind in get_type_hints(GroupSpec).items())
+
+
+def _arguments(text: str) -> tuple[Argument, ...]:
+    """The arguments in a torch schema string, and those of the group."""
+    pairs = (part.split() for part in text.split(", "))
+    return (*(Argument(name, kind) for kind, name in pairs), *_GROUP_ARGUMENTS)
+
+
+TORCH_SYNC_BATCH_NORM = TorchOperator(
+    "sync_batch_norm",
+    _arguments(
+        "Tensor input, Tensor? running_mean, Tensor? running_var, Tensor? weight, Tensor? bias, "
+        "bool training, float momentum, float eps"
+    ),
+    results=5,
+)
+TORCH_SYNC_BATCH_NORM_BACKWARD = TorchOperator(
+    "sync_batch_norm_backward",
+    _arguments(
+        "Tensor grad_output, Tensor input, Tensor? weight, Tensor saved_mean, Tensor saved_invstd, "
+        "bool training, bool[3] output_mask"
+    ),
+    results=3,
+)
+TORCH_SYNC_BATCH_NORM_DOUBLE_BACKWARD = TorchOperator(
+    "sync_batch_norm_double_backward",
+    _arguments(
+        "Tensor? grad_grad_input, Tensor? grad_grad_weight, Tensor? grad_grad_bias, "
+        "Tensor grad_output, Tensor input, Tensor? weight, Tensor saved_mean, Tensor saved_invstd, bool training"
+    ),
+    results=3,
+)
+TORCH_OPERATORS = (TORCH_SYNC_BATCH_NORM, TORCH_SYNC_BATCH_NORM_BACKWARD, TORCH_SYNC_BATCH_NORM_DOUBLE_BACKWARD)
+
+
+def node_attributes(operator: Operator, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The ONNX attributes of a node that stands for a call of the torch operator with these arguments."""
+    casts = {AttributeKind.INT: int, AttributeKind.FLOAT: float, AttributeKind.STRING: str}
+    return {
+        attribute.name: casts[attribute.kind](
+            arguments["training" if attribute.name == "training_mode" else attribute.name]
+        )
+        for attribute in operator.attributes
+    }
 
 
 def op_schema(operator: Operator) -> onnx.defs.OpSchema:

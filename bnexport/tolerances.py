@@ -82,6 +82,9 @@ class Tolerance:
     rtol: float
     atol: float
 
+    def __str__(self) -> str:
+        return f"{self.atol:.3g}" + (f" + {self.rtol:.3g} * |value|" if self.rtol else "")
+
     def __add__(self, other: Tolerance) -> Tolerance:
         """The bound of two errors in a row, as when two implementations are compared."""
         return Tolerance(self.rtol + other.rtol, self.atol + other.atol)

@@ -48,7 +48,7 @@ def test_the_sdist_has_every_source_and_nothing_else(sdist: Path) -> None:
     sources = {
         str(path.relative_to(ROOT))
         for folder, patterns in {
-            "bnexport": ("*.py", "py.typed"),
+            "bnexport": ("*.py", "*.jinja", "py.typed"),
             "custom_ops": ("*.cpp", "*.cu", "*.h", "*.map"),
         }.items()
         for pattern in patterns
@@ -110,7 +110,10 @@ def test_a_wheel_installs_into_an_empty_environment(sdist: Path, tmp_path: Path)
         "model = bnexport.convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)));"
         "x = torch.randn(2, 3, 8, 8);"
         "bnexport.export(model.eval(), x, 'kept.onnx', mode='custom_op');"
-        "print(bnexport.fold('kept.onnx', 'folded.onnx').report.verification.status)"
+        "report = bnexport.fold('kept.onnx', 'folded.onnx').report;"
+        "from bnexport.folding.reporting.html_report import render_html;"
+        "assert 'Compared with the original' in render_html(report.to_dict());"
+        "print(report.verification.status)"
     )
     assert run(environment / "bin/python", "-c", program, cwd=tmp_path).split()[-1] == "passed"
 

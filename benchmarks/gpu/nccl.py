@@ -34,13 +34,9 @@ def one_rank(options: Options, row: Row) -> None:
 
     from bnexport.native import nccl
 
-    path, error = nccl._nccl(), ctypes.create_string_buffer(512)
-    identifier = ctypes.create_string_buffer(128)
-    nccl._call("bnexport_nccl_unique_id", path, identifier)
+    error = ctypes.create_string_buffer(512)
     torch.cuda.synchronize()
-    handle = ctypes.c_void_p()
-    nccl._call("bnexport_nccl_join", path, 1, 0, identifier.raw, 30.0, ctypes.byref(handle))
-    joined = nccl.Communicator(handle.value or 0)
+    joined = nccl.join(nccl.unique_id(), 1, 0, 30.0)
     values = torch.randn(COUNT, dtype=torch.float64, device="cuda")
     gathered = torch.full_like(values, float("nan"))
     gather = nccl.library().bnexport_nccl_all_gather

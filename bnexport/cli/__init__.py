@@ -1,4 +1,4 @@
-"""The command line: arguments in, library calls, tables or JSON out.
+"""Command line: arguments in, library calls, tables or JSON out.
 
 Data go to stdout, messages to stderr. Exit codes: 0 ok, 1 verification failed, 2 usage, 3 model
 refused, 4 environment; 130 when interrupted, 70 for an error of bnexport itself.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -25,7 +26,7 @@ from bnexport.cli import (  # noqa: F401 - each registers its commands
 )
 from bnexport.cli.common import app
 from bnexport.cli.console import complain, err, is_verbose, out, set_level
-from bnexport.errors import BnexportError
+from bnexport.errors import BnexportError, NotVerifiedWarning
 
 __all__ = ["app", "main"]
 
@@ -48,7 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        result = app(arguments, standalone_mode=False, prog_name="bnexport")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotVerifiedWarning)  # the commands say it in their own line
+            result = app(arguments, standalone_mode=False, prog_name="bnexport")
         code = result if isinstance(result, int) else 0
     except typer.Exit as exit_:
         code = exit_.exit_code

@@ -103,4 +103,5 @@ def export(
     for note in result.notes:
         say(f"note: {note}")
     say(f"{target} written")
-    say(f"{'verification passed: ' if result.verification.passed else ''}{result.verification.summary()}")
+    mark = "verification passed: " if result.verification else "warning: " if verify else ""
+    say(f"{mark}{result.verification.summary()}")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bnexport.cli.console import is_verbose
-from bnexport.errors import BnexportError, UnsupportedModelError, UsageError
+from bnexport.errors import BnexportError, UnsupportedModelError, UsageError, first_line
 
 
 def build(factory: str) -> Any:
@@ -83,5 +83,5 @@ def explained(factory: str, model: Any, args: tuple[Any, ...]) -> Iterator[None]
 
 def _summary(error: BaseException) -> str:
     """Its kind, and the first line of its text that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    kind, text = type(error).__name__, first_line(error)
+    return kind if text == kind else f"{kind}: {text}"

@@ -161,8 +161,8 @@ def _explanation(node: str, site: Any) -> str:
 
 
 def _verdict(result: Any) -> str:
-    if result.status == "not verified":
-        return f"not verified: {result.reason}"
+    if result.status == "not_verified":
+        return f"warning: not verified: {result.reason}"
     against = "" if result.reference == "original" else " from the converted, unfolded graph"
     smaller = "" if result.input_scale == 1.0 else f", on inputs times {result.input_scale:.3g}"
     return (
@@ -202,7 +202,7 @@ def verify(
     columns = ("output", "type", "largest difference", "relative", "allowed", "")
     tables = [table(f"{reference} and {candidate}", columns, rows, right=columns[2:4])] if rows else []
     emit(result.to_dict(), json_target, tables)
-    if result.status == "not verified":
+    if result.status == "not_verified":
         raise MissingDependencyError(f"not verified: {result.reason}")
     if not result.passed:
         raise VerificationError(f"{candidate} differs from {reference}: {result.reason}")

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from bnexport import schema
 from bnexport.cli.console import out, plain
 from bnexport.errors import UsageError
-
-SCHEMA_VERSION = 1
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()) -> Table:
@@ -37,7 +35,7 @@ def emit(data: dict[str, Any], target: str | None, tables: Iterable[Table]) -> N
         for each in tables:
             out.print(each)
         return
-    text = json.dumps(_json({"schema_version": SCHEMA_VERSION, **data}), indent=2, allow_nan=False, default=str)
+    text = json.dumps(_json({"schema_version": schema.REPORT_VERSION, **data}), indent=2, allow_nan=False, default=str)
     if target == "-":
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -77,31 +75,14 @@ def check_targets(**targets: str | Path | None) -> None:
 
 
 @contextlib.contextmanager
-def whole_file(target: Path) -> Iterator[Any]:
-    """A binary file that appears under its name whole or not at all; a device or pipe, as /dev/null, is written to."""
-    if target.exists() and not target.is_file():
-        with open(target, "wb") as stream:
-            yield stream
-        return
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, target)
-    except BaseException as error:
-        os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise OSError(error.errno, f"cannot be written: {error.strerror}", str(target)) from error
-        raise
+def binary_file(target: Path) -> Iterator[Any]:
+    """A stream; the file is written as `model_io.staging.whole_file` does."""
+    from bnexport.model_io.staging import whole_file
 
-
-def _umask() -> int:
-    value = os.umask(0)
-    os.umask(value)
-    return value
+    with whole_file(target) as staged, open(staged, "wb") as file:
+        yield file
 
 
 def write_whole(target: Path, text: str) -> None:
-    with whole_file(target) as file:
+    with binary_file(target) as file:
         file.write(text.encode("utf-8", "replace"))

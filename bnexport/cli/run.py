@@ -11,7 +11,7 @@ import typer
 from bnexport.cli.common import Inputs, Json, Model, Seed, app
 from bnexport.cli.console import detail, progress, say, status
 from bnexport.cli.inputs import feeds_of
-from bnexport.cli.output import check_targets, emit, table, whole_file
+from bnexport.cli.output import binary_file, check_targets, emit, table
 from bnexport.errors import UsageError
 
 
@@ -35,7 +35,7 @@ def run(
         done = execution.run(model, feeds_of(inputs, seed, model, all_of_them=True))
     rows = [_row(name, np.asarray(value)) for name, value in done.outputs.items()]
     if output is not None:
-        with whole_file(output) as file:
+        with binary_file(output) as file:
             np.savez(file, **done.outputs)  # type: ignore[arg-type]
     cells = [
         (row["name"], row["dtype"], row["shape"], *(f"{row[key]:.6g}" for key in ("min", "mean", "max")))

@@ -117,7 +117,8 @@ def train_export(
     columns = ("tensor", "operator", "type", "shape", "bytes")
     emit(result.to_dict(), json_target, [table(title, columns, rows, right=("bytes",))])
     say(f"{target}, {result.evaluation_path} and {result.state_path} written")
-    say(f"{'verification passed: ' if result.verification.passed else ''}{result.verification.summary()}")
+    mark = "verification passed: " if result.verification else "warning: " if verify else ""
+    say(f"{mark}{result.verification.summary()}")
 
 
 def _shape(shape: tuple[int | str, ...] | None) -> str:

@@ -10,14 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from bnexport import folding, model_io
+from bnexport import folding, model_io, schema
 from bnexport.errors import UsageError, VerificationError
 from bnexport.exporting import attempts, dynamo, torch_formats, torchscript, verification, wrapper
 from bnexport.exporting.dimensions.size_dependence import fix_dimensions, plan_sizes
 from bnexport.exporting.dynamo import Shapes
-from bnexport.exporting.finish import STATE_SUFFIX, finish
-from bnexport.exporting.verification import Checked, Verification
+from bnexport.exporting.finish import finish
+from bnexport.exporting.verification import Checked
 from bnexport.verification.reference import Reference
+from bnexport.verification.verdict import Verification
 
 MODES = ("deploy", "custom_op")
 EXPORTERS = {"dynamo": dynamo.trace, "torchscript": torchscript.trace}
@@ -108,6 +109,9 @@ def export(
         input_names: names in an ONNX graph; by default forward's parameter names.
         output_names: names in an ONNX graph; by default "output" (or "output_0", ..., or the keys of a dict).
 
+    Warns:
+        NotVerifiedWarning: the file was written, and nothing could verify it.
+
     Raises:
         UsageError: an argument is wrong.
         UnsupportedModelError: the model cannot be exported with its semantics kept; says what to do.
@@ -163,7 +167,7 @@ def export(
             others.plan(shapes)
         others.add(conditions, shapes)
         checked = verification.check(graph, reference, inputs, others)
-        if checked.verification.passed is False:
+        if checked.verification.status == "failed":
             raise VerificationError(
                 f"{target}: the exported model differs from torch, nothing was written: {checked.verification.summary()}"
             )
@@ -177,6 +181,8 @@ def export(
             for name in reference.unreturned
         ]
     model_io.save(graph, target)
+    if verify:
+        checked.verification.warn(str(target), stacklevel=2)
     return ExportResult(
         path=target,
         model=graph,
@@ -184,7 +190,7 @@ def export(
         exporter=exporter,
         training=bool(state),
         inputs=tuple(names),
-        outputs=(*outputs, *(name + STATE_SUFFIX for name in state_names)),
+        outputs=(*outputs, *(name + schema.NEW_SUFFIX for name in state_names)),
         state=tuple(state_names),
         report=report,
         verification=checked.verification,
@@ -212,6 +218,8 @@ def _to_torch_format(
 ) -> ExportResult:
     names = dynamo.input_names(model, len(inputs))
     done = torch_formats.export(model, inputs, target, format, names=names, fold=fold, dynamic=dynamic, verify=verify)
+    if verify:
+        done.verification.warn(str(target), stacklevel=3)
     return ExportResult(
         path=target,
         model=done.model,

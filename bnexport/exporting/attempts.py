@@ -7,12 +7,11 @@ from collections.abc import Callable
 import onnx_ir as ir
 import torch
 
-from bnexport.errors import BnexportError
+from bnexport.errors import BnexportError, first_line
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.dynamo import Shapes
 from bnexport.exporting.symbolic_int import symbolic_int
 from bnexport.exporting.wrapper import Traced
-from bnexport.verification.reference import first_line
 
 Trace = tuple[ir.Model, list[str], SizeConditions]
 _LONGEST = 160

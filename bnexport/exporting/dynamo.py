@@ -40,42 +40,15 @@ _BATCH_NORMS = {
 }
 
 
-def _translate(
-    input: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any,
-    bias: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-    group: str,
-    group_size: int,
-    stats_mode: str,
-    grad_reduction: str,
-    layer: int,
-) -> Any:
-    del grad_reduction, layer
-    double = input.dtype == ir.DataType.DOUBLE
-    to = ir.DataType.DOUBLE if double else ir.DataType.FLOAT
+def _translate(*arguments: Any) -> Any:
+    given = schema.TORCH_SYNC_BATCH_NORM.bind(arguments)
+    data, *vectors = (given[value.name] for value in schema.SYNC_BATCH_NORM.inputs)
+    to = ir.DataType.DOUBLE if data.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+    vectors = [vector if vector is None or vector.dtype == to else op.Cast(vector, to=int(to)) for vector in vectors]
+    return _NODE(data, *vectors, **schema.node_attributes(schema.SYNC_BATCH_NORM, given))
 
-    def statistics(vector: Any) -> Any:
-        return vector if vector is None or vector.dtype == to else op.Cast(vector, to=int(to))
 
-    return _NODE(
-        input,
-        statistics(running_mean),
-        statistics(running_var),
-        statistics(weight),
-        statistics(bias),
-        momentum=momentum,
-        eps=eps,
-        group=group,
-        group_size=group_size,
-        training_mode=int(training),
-        stats_mode=stats_mode,
-    )
-
+schema.TORCH_SYNC_BATCH_NORM.sign(_translate)
 
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {operators.sync_batch_norm: _translate}
 

@@ -18,7 +18,6 @@ from bnexport.exporting import computed_weights
 from bnexport.exporting.portable_body import MINIMUM_OPSET, portable_body
 
 _PREFIX = "model."
-STATE_SUFFIX = ".new"
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
@@ -46,7 +45,7 @@ def finish(
         computed_weights.evaluate(model)
         optimizer.fold_constants(model)
     passes.RemoveUnusedNodesPass()(model)
-    _name_outputs(graph, outputs + [name + STATE_SUFFIX for name in state])
+    _name_outputs(graph, outputs + [name + schema.NEW_SUFFIX for name in state])
     for output, (name, tensor) in zip(graph.outputs[len(outputs) :], state.items()):
         if name not in graph.initializers:  # the forward replaces it without reading it
             _add_initializer(graph, name, tensor.detach().cpu().numpy())

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
-import tempfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +15,14 @@ from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from bnexport.exporting import dynamo, pt2, torchscript_format, wrapper
 from bnexport.exporting.dimensions.other_sizes import OtherSizes
 from bnexport.exporting.dimensions.size_dependence import fix_dimensions, plan_sizes
-from bnexport.exporting.verification import Checked, Verification, verdict
+from bnexport.exporting.verification import Checked, verdict
 from bnexport.folding.module import Options, fold_copy
 from bnexport.folding.reporting.report import FoldReport
+from bnexport.model_io.staging import whole_file
 from bnexport.sync_bn.copies import copy_model
 from bnexport.verification import fresh_process
 from bnexport.verification.reference import Reference
+from bnexport.verification.verdict import Verification
 
 FORMATS = ("torchscript", "pt2")
 
@@ -74,7 +72,8 @@ def export(
         fixed: list[str] = []
         others = plan_sizes(shapes, names, inputs, reference, fixed, guarded=format == "pt2")
         notes += fixed if format == "pt2" else []
-    with replaced_whole(target) as temporary:
+    with whole_file(target) as staged:
+        temporary = Path(staged)
         while True:
             planned = [set(shape) for shape in shapes]
             built: Any
@@ -93,7 +92,7 @@ def export(
                 others = _allowed_sizes(built, inputs, reference, others, shapes, [set(s) for s in shapes] != planned)
             checked = verdict([fresh_process.FreshProcess(temporary, format)], outputs, reference, inputs, others)
             wrong = next((fault for fault in checked.faults if fault.outcome is not None), None)
-            if checked.verification.passed is False or (wrong is not None and format == "torchscript"):
+            if checked.verification.status == "failed" or (wrong is not None and format == "torchscript"):
                 reason = checked.verification.summary()
                 if wrong is not None:
                     reason = f"{wrong.reason}, though not at the example's size, which dynamic=False asks for"
@@ -135,23 +134,3 @@ def _output_names(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[st
         raise UsageError(f"args: the model fails on inputs of shape {shapes}: {error}") from error
     names = wrapper.output_names(spec, len(leaves))
     return [name for name, value in zip(names, leaves) if isinstance(value, torch.Tensor)]
-
-
-@contextlib.contextmanager
-def replaced_whole(target: Path) -> Iterator[Path]:
-    """A path beside `target` to write to; it takes the target's place at the end, or disappears on an error."""
-    if not target.parent.is_dir():
-        raise UsageError(f"{target}: its folder does not exist")
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=target.suffix)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)  # mkstemp lets nobody else read it
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)

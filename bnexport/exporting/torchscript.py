@@ -27,24 +27,9 @@ OPSET = 18
 _OPERATOR = "bnexport::sync_batch_norm"
 
 
-@symbolic_helper.parse_args("v", "v", "v", "v", "v", "i", "f", "f", "s", "i", "s", "s", "i")
-def _symbolic(
-    g: Any,
-    input: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any,
-    bias: Any,
-    training: int,
-    momentum: float,
-    eps: float,
-    group: str,
-    group_size: int,
-    stats_mode: str,
-    grad_reduction: str,
-    layer: int,
-) -> Any:
-    del grad_reduction, layer
+def _symbolic(g: Any, *arguments: Any) -> Any:
+    given = schema.TORCH_SYNC_BATCH_NORM.bind(arguments)
+    input, *vectors = (given[value.name] for value in schema.SYNC_BATCH_NORM.inputs)
     double = input.type().scalarType() == "Double"
     to = int(ir.DataType.DOUBLE if double else ir.DataType.FLOAT)
     wanted = "Double" if double else "Float"
@@ -54,19 +39,13 @@ def _symbolic(
             return vector
         return g.op("Cast", vector, to_i=to)
 
+    attributes = schema.node_attributes(schema.SYNC_BATCH_NORM, given)
+    kinds = {attribute.name: attribute.kind.value[0] for attribute in schema.SYNC_BATCH_NORM.attributes}
     outputs = g.op(
         f"{schema.DOMAIN}::{schema.SYNC_BATCH_NORM.name}",
         input,
-        statistics(running_mean),
-        statistics(running_var),
-        statistics(weight),
-        statistics(bias),
-        momentum_f=momentum,
-        eps_f=eps,
-        group_s=group,
-        group_size_i=group_size,
-        training_mode_i=training,
-        stats_mode_s=stats_mode,
+        *map(statistics, vectors),
+        **{f"{name}_{kinds[name]}": value for name, value in attributes.items()},
         outputs=len(schema.SYNC_BATCH_NORM.outputs),
     )
     outputs[0].setType(input.type())
@@ -77,6 +56,13 @@ def _symbolic(
     for output in outputs[1:]:
         output.setType(statistics_type)
     return tuple(outputs)
+
+
+# How torch reads the arguments of a symbolic function: values, integers, floats, strings.
+_DESCRIPTORS: dict[str, Any] = {"bool": "i", "int": "i", "float": "f", "str": "s"}
+_parsed_symbolic = symbolic_helper.parse_args(
+    *(_DESCRIPTORS.get(argument.type, "v") for argument in schema.TORCH_SYNC_BATCH_NORM.arguments)
+)(schema.TORCH_SYNC_BATCH_NORM.sign(_symbolic, "g"))
 
 
 def trace(
@@ -92,7 +78,7 @@ def trace(
     _refuse_foreign_state(wrapper)
     axes = {name: shape for name, shape in zip(names, shapes) if shape}
     torch.onnx.register_custom_op_symbolic(  # type: ignore[attr-defined]
-        _OPERATOR, _symbolic, OPSET
+        _OPERATOR, _parsed_symbolic, OPSET
     )
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bnexport.errors import UnsupportedModelError
+from bnexport.errors import UnsupportedModelError, first_line
 
 NAMESPACES = ("aten", "prim")
 _FORBIDDEN = ("prim::PythonOp", "prim::CallMethod", "prim::CallFunction")
@@ -33,7 +33,7 @@ def build(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.jit
         try:
             frozen = _freeze(torch.jit.script(model))
         except Exception as error:  # the compiler raises what it likes
-            method, reason = "trace", _cause(error)
+            method, reason = "trace", first_line(error)[:200].rstrip(":")
             notes.append(
                 f"scripting fails ({reason}); traced instead: control flow and Python numbers stay as they are for the"
                 " example inputs"
@@ -44,7 +44,7 @@ def build(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.jit
             except Exception as second:
                 raise UnsupportedModelError(
                     f"{type(model).__name__}: TorchScript can neither script it ({reason}) nor trace it"
-                    f" ({_cause(second)}); use format='onnx' or format='pt2'"
+                    f" ({first_line(second)[:200].rstrip(':')}); use format='onnx' or format='pt2'"
                 ) from second
         _refuse_foreign_operators(frozen, type(model).__name__)
     return frozen, method, notes
@@ -88,9 +88,3 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _cause(error: BaseException) -> str:
-    """The first line that says something; the compiler starts with an empty one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip(" \t:")]
-    return (lines[0] if lines else type(error).__name__)[:200].rstrip(":")

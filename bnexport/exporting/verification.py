@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,61 +14,14 @@ import torch
 from bnexport import schema
 from bnexport.errors import LibraryError, VerificationError
 from bnexport.exporting.dimensions.other_sizes import Fault, OtherSizes
-from bnexport.exporting.dimensions.sizes import Shapes, is_constant, resized, shapes
+from bnexport.exporting.dimensions.sizes import is_constant, resized, shapes
 from bnexport.runtime import injection
 from bnexport.verification.judging import Engine, Outcome, judge
 from bnexport.verification.reference import Reference
-from bnexport.verification.torch_outputs import Array, OutputError, to_array
+from bnexport.verification.torch_outputs import Array, to_array
+from bnexport.verification.verdict import OutputComparison, Verification
 
 Tensors = tuple[torch.Tensor, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Verification:
-    """passed is None when nothing could be compared, or decided; `reason` says why.
-
-    outputs: for each output and engine the comparison nearest to its bound. reference: "original", the caller's
-    module, or "converted": its copy with our or torch's batch norms, where the module itself cannot run here;
-    `reason` says why. input_scale: what the float inputs were multiplied by; below 1 where the outputs for the
-    example itself decide nothing. sizes: the shapes of the inputs of each comparison, the example's first.
-    """
-
-    passed: bool | None
-    engine: str
-    outputs: tuple[OutputError, ...]
-    reason: str = ""
-    reference: str = "original"
-    input_scale: float = 1.0
-    sizes: tuple[Shapes, ...] = ()
-
-    @classmethod
-    def skipped(cls, reason: str) -> Verification:
-        return cls(None, "", (), reason)
-
-    @classmethod
-    def of(cls, errors: Sequence[OutputError], engine: str, cause: str = "", scale: float = 1.0) -> Verification:
-        """The verdict on all outputs. cause: why the caller's module cannot run here, if it cannot."""
-        undecided = next((error for error in errors if not error.decided and not error.failed), None)
-        passed: bool | None = not any(error.failed for error in errors)
-        reason = cause
-        if passed and undecided is not None:
-            passed, reason = None, f"output {undecided.name!r}: {undecided.reason}"
-        return cls(passed, engine, tuple(errors), reason, "converted" if cause else "original", scale)
-
-    def summary(self) -> str:
-        if self.passed is None:
-            return f"not verified: {self.reason}"
-        text = max(self.outputs, key=_nearness).summary()
-        if len(self.sizes) > 1:
-            text += f", at {len(self.sizes)} sizes: {', '.join(map(_size, self.sizes))}"
-        if self.input_scale != 1.0:
-            text += f", on inputs times {self.input_scale:.3g}"
-        if self.reference == "converted":
-            text += f"; compared with the converted model, since the model itself cannot run here: {self.reason}"
-        return text
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +85,16 @@ def verdict(
         tried += [others.shapes(run) for run, outcome in zip(others.runs, elsewhere) if outcome.passed]
     errors = nearest([error for outcome in held for error in outcome.errors])
     engine = " and ".join(each.name for each in engines)
-    verification = Verification.of(errors, engine, reference.cause, outcomes[0].scale)
-    return Checked(dataclasses.replace(verification, sizes=tuple(tried)), tuple(faults))
+    verification = Verification.of(
+        errors,
+        engine=engine,
+        reason=reference.cause,
+        reference="converted" if reference.cause else "original",
+        samples=len(held),
+        input_scale=outcomes[0].scale,
+        sizes=tuple(tried),
+    )
+    return Checked(verification, tuple(faults))
 
 
 class _Session:
@@ -187,21 +147,11 @@ def _engines(model: ir.Model) -> tuple[list[Engine], str]:
     return engines, reason
 
 
-def nearest(errors: Sequence[OutputError]) -> list[OutputError]:
+def nearest(outputs: Sequence[OutputComparison]) -> list[OutputComparison]:
     """Of each output in each engine the comparison nearest to its bound."""
-    found: dict[tuple[str, str], OutputError] = {}
-    for error in errors:
-        key = (error.name, error.engine)
-        if key not in found or _nearness(error) > _nearness(found[key]):
-            found[key] = error
+    found: dict[tuple[str, str], OutputComparison] = {}
+    for output in outputs:
+        key = (output.name, output.engine)
+        if key not in found or output.nearness() > found[key].nearness():
+            found[key] = output
     return list(found.values())
-
-
-def _nearness(error: OutputError) -> tuple[bool, bool, float]:
-    """Failures first, then what is undecided, then by the share of the bound; a bound of 0 is that of integers."""
-    share = error.max_abs_error / error.bound if error.bound else (math.inf if error.max_abs_error else 0.0)
-    return error.failed, not error.decided, share
-
-
-def _size(shapes: Shapes) -> str:
-    return " + ".join("x".join(map(str, shape)) or "scalar" for shape in shapes)

@@ -1,4 +1,4 @@
-"""Removes batch norms from ONNX models: exact algebra, refusals with reasons, verified results.
+"""Fold batch norms into neighbouring weights: exact algebra, refusals with reasons, verified results.
 
 The names are imported when they are first used: the verifying process needs few of them.
 """
@@ -10,33 +10,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bnexport.folding.api import FoldResult, fold
+    from bnexport.folding.comparing import verify
+    from bnexport.folding.folder import BatchNormFolder
     from bnexport.folding.inspection import InspectReport, inspect
     from bnexport.folding.reporting.report import FoldReport, Refusal, SiteReport, render
-    from bnexport.verification.comparison import OutputComparison
-    from bnexport.verification.models import VerifyResult, verify
+    from bnexport.verification.verdict import OutputComparison, Verification
 
 _HOMES = {
+    "BatchNormFolder": "folding.folder",
     "FoldReport": "folding.reporting.report",
     "FoldResult": "folding.api",
     "InspectReport": "folding.inspection",
-    "OutputComparison": "verification.comparison",
+    "OutputComparison": "verification.verdict",
     "Refusal": "folding.reporting.report",
     "SiteReport": "folding.reporting.report",
-    "VerifyResult": "verification.models",
+    "Verification": "verification.verdict",
     "fold": "folding.api",
     "inspect": "folding.inspection",
     "render": "folding.reporting.report",
-    "verify": "verification.models",
+    "verify": "folding.comparing",
 }
 
 __all__ = [
+    "BatchNormFolder",
     "FoldReport",
     "FoldResult",
     "InspectReport",
     "OutputComparison",
     "Refusal",
     "SiteReport",
-    "VerifyResult",
+    "Verification",
     "fold",
     "inspect",
     "render",

@@ -42,14 +42,6 @@ import numpy as np
 from bnexport import tolerances
 from bnexport.graph.refusal import Refused
 
-# Weights are rounded to these types; anything else is not a parameter type.
-FLOAT_TYPES = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-}
-
 # What is this much smaller than a rounding error of its neighbours does not count.
 _NEGLIGIBLE = 2.0**-40
 

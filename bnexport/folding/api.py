@@ -12,22 +12,24 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.errors import UsageError, VerificationError
+from bnexport.errors import VerificationError
 from bnexport.folding.context import Options
-from bnexport.folding.folder import Engine, count
-from bnexport.folding.reporting.report import Counts, FoldReport
-from bnexport.folding.rules import ALL
+from bnexport.folding.folder import convert_model
+from bnexport.folding.reporting.counts import Counts, count
+from bnexport.folding.reporting.report import FoldReport
+from bnexport.folding.rules import check_rules
 from bnexport.folding.selection import as_names, check_selection
+from bnexport.folding.steps import Folding
 from bnexport.graph.mixed_types import insert_casts
 from bnexport.graph.refusal import Refused
 from bnexport.model_io import ModelSource, Staged, load, write
 from bnexport.model_io.collection import paused_collection
-from bnexport.model_io.read import open_source
+from bnexport.model_io.read import Source, open_source
 from bnexport.verification import models
 from bnexport.verification.isolated_process import PROCESS
-from bnexport.verification.models import Source, Terms, VerifyResult
+from bnexport.verification.models import Terms
+from bnexport.verification.verdict import Verification
 
-SCHEMA_VERSION = 1
 # Seconds that each step of the search for a wrong fold may spend on a float64 run.
 _PATIENCE = 5.0
 
@@ -81,6 +83,9 @@ def fold(
         external_data: write the weights to a file beside `target`; None where the source has them so, or where
             one protobuf message cannot hold them.
 
+    Warns:
+        NotVerifiedWarning: `target` was written, and nothing could verify it.
+
     Raises:
         UsageError: an argument is wrong, `only` or `skip` names no batch norm, or `target` cannot be written.
         ModelError: the model is refused.
@@ -106,16 +111,12 @@ def fold(
         >>> [site.outcome for site in result.report.sites]
         ['folded']
     """
-    known = {rule.name for rule in ALL}
-    unknown = sorted(set(rules or ()) - known)
-    if unknown:
-        raise UsageError(f"there is no rule {unknown[0]!r}; rules are {', '.join(sorted(known))}")
     options = Options(
         max_scale=max_scale,
         only=None if only is None else as_names("only", only),
         skip=as_names("skip", skip),
         training_to_inference=training_to_inference,
-        rules=None if rules is None else frozenset(rules),
+        rules=None if rules is None else check_rules(rules),
     )
     terms = Terms(inputs, seed, samples, atol, rtol, timeout)
     if verify:
@@ -131,10 +132,10 @@ def fold(
         done, staged = result or work(options)
         model = done.model
         report = FoldReport(
-            sites=tuple(done.engine.sites),
+            sites=tuple(done.folding.sites),
             before=done.before,
             after=count(model),
-            meaning_changed=done.engine.meaning_changed,
+            meaning_changed=done.folding.meaning_changed,
             source=done.path,
             target=None if target is None else os.fspath(target),
             notes=_notes(staged),
@@ -153,6 +154,8 @@ def fold(
             if staged.target == done.path:
                 # Lazy weights refer to the file that has just been replaced.
                 model = load(staged.target)
+            if report.verification is not None:
+                report.verification.warn(staged.target, stacklevel=2)
     finally:
         if staged is not None:
             staged.discard()
@@ -169,12 +172,12 @@ def _notes(staged: Staged | None) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Transformed:
-    """The engine after its work on `model`, and what its result is to be compared with, best first."""
+    """A fold after its work on `model`, and what its result is to be compared with, best first."""
 
     model: ir.Model
     path: str | None
     before: Counts
-    engine: Engine
+    folding: Folding
     references: tuple[ir.Model, ...]
 
 
@@ -206,28 +209,29 @@ def _transform(opened: ModelSource, options: Options, *, keep_references: bool) 
     model = opened.model
     before = count(model)
     references = [model.clone()] if keep_references else []
-    engine = Engine(model, options)
-    engine.convert()
-    if keep_references and engine.converted:
-        if engine.training_converted:
+    folding = Folding(model, options)
+    folding.prepare()
+    folding.convert()
+    if keep_references and folding.converted:
+        if folding.training_converted:
             references.clear()
         converted = model.clone()
         insert_casts(converted)
         references.append(converted)
-    engine.fold()
-    if engine.converted:
+    folding.fold()
+    if folding.converted:
         insert_casts(model)
-    return _Transformed(model, opened.path, before, engine, tuple(references))
+    return _Transformed(model, opened.path, before, folding, tuple(references))
 
 
-def _verify(done: _Transformed, candidate: ir.Model, terms: Terms) -> VerifyResult:
+def _verify(done: _Transformed, candidate: ir.Model, terms: Terms) -> Verification:
     """Against the first reference that can be run: the original, or else the converted but unfolded graph."""
-    result = VerifyResult("not verified", "there is no reference")
+    result = Verification.skipped("there is no reference")
     for index, reference in enumerate(done.references):
-        result = models.compare(reference, candidate, terms)
-        if index or done.engine.training_converted:
+        result = models.compare(reference, candidate, terms, convert_model)
+        if index or done.folding.training_converted:
             result = dataclasses.replace(result, reference="converted")
-        if result.status != "not verified":
+        if result.status != "not_verified":
             break
     return result
 
@@ -242,7 +246,7 @@ def _first_wrong_fold(source: Source, options: Options, folds: int, terms: Terms
         done = _transform(opened, dataclasses.replace(options, limit=middle + 1), keep_references=True)
         if _verify(done, opened.model, terms).status == "failed":
             wrong = middle
-            site = [report for report in done.engine.sites if report.outcome == "folded"][-1]
+            site = [report for report in done.folding.sites if report.outcome == "folded"][-1]
         else:
             right = middle + 1
     if site is None:

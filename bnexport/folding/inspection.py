@@ -9,15 +9,12 @@ from typing import Any
 import onnx_ir as ir
 
 from bnexport import schema
-from bnexport.folding.converting.sync_bn import is_portable_body, is_sync_batch_norm
 from bnexport.graph.nodes import is_standard, label
+from bnexport.graph.sync_bn_nodes import is_portable_body, is_sync_batch_norm
 from bnexport.model_io import walk
 from bnexport.model_io.external import ContainedTensor
-from bnexport.model_io.read import open_source
+from bnexport.model_io.read import Source, open_source
 from bnexport.model_io.write import tensor_total
-from bnexport.verification.models import Source
-
-SCHEMA_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +65,7 @@ class InspectReport:
 
     def to_dict(self) -> dict[str, Any]:
         """What the command line prints with --json."""
-        return {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+        return {"schema_version": schema.REPORT_VERSION, **dataclasses.asdict(self)}
 
 
 def inspect(source: Source) -> InspectReport:

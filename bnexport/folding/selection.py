@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterable
 import onnx_ir as ir
 
 from bnexport.errors import UsageError
-from bnexport.folding.converting.sync_bn import is_sync_batch_norm
 from bnexport.folding.reading.elementwise import OP_TYPES
 from bnexport.graph.inlining import inline_calls
 from bnexport.graph.nodes import is_standard, label
+from bnexport.graph.sync_bn_nodes import is_sync_batch_norm
 from bnexport.model_io import walk
 
 # Names that a message lists.

@@ -1,1 +1,1 @@
-"""Reading and editing onnx-ir graphs."""
+"""Read and edit onnx-ir graphs."""

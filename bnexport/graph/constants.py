@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.folding.affine import FLOAT_TYPES
+from bnexport.graph.element_types import FLOAT_TYPES
 from bnexport.graph.evaluate import ELEMENTS, EVALUATORS, constant_node, read_tensor
 from bnexport.graph.nodes import get_int, is_standard, label, only_attributes
 from bnexport.graph.refusal import Refused

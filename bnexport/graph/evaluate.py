@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.errors import MalformedModelError
-from bnexport.folding.affine import FLOAT_TYPES
+from bnexport.graph.element_types import FLOAT_TYPES
 from bnexport.graph.nodes import get_int, get_ints, label, only_attributes
 from bnexport.graph.refusal import Refused
 

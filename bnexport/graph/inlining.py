@@ -18,13 +18,13 @@ from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
-from bnexport.folding.converting.sync_bn import is_portable_body, is_sync_batch_norm
 from bnexport.graph.calls import callers_first, expanded_sizes
 from bnexport.graph.constants import Constants
 from bnexport.graph.evaluate import EVALUATORS
 from bnexport.graph.names import Names
 from bnexport.graph.nodes import input_at, is_standard, label
 from bnexport.graph.shapes import Shapes
+from bnexport.graph.sync_bn_nodes import is_portable_body, is_sync_batch_norm
 from bnexport.model_io import walk
 
 # Nodes that may come in; more is no model that an exporter writes.
@@ -175,10 +175,7 @@ class _Inliner:
                 if value.name:
                     value.name = self._fresh(f"{prefix}.{value.name}")
             for attribute in node.attributes.values():
-                if attribute.type is ir.AttributeType.GRAPH:
-                    bodies[attribute.as_graph()] = None
-                elif attribute.type is ir.AttributeType.GRAPHS:
-                    bodies.update(dict.fromkeys(attribute.as_graphs()))
+                bodies.update(dict.fromkeys(walk.bodies(attribute)))
         for graph in bodies:
             for value in (*graph.inputs, *tuple(graph.initializers.values())):
                 value.name = self._fresh(f"{prefix}.{value.name}")
@@ -212,14 +209,7 @@ def _sources(values: Iterable[ir.Value | None]) -> Iterator[ir.Value]:
 def _bodies(node: ir.Node) -> Iterator[ir.Node]:
     """The nodes of a node's bodies, at any depth."""
     for attribute in node.attributes.values():
-        if attribute.is_ref():
-            continue
-        graphs: tuple[ir.Graph, ...] = ()
-        if attribute.type is ir.AttributeType.GRAPH:
-            graphs = (attribute.as_graph(),)
-        elif attribute.type is ir.AttributeType.GRAPHS:
-            graphs = tuple(attribute.as_graphs())
-        for graph in graphs:
+        for graph in walk.bodies(attribute):
             yield from graph.all_nodes()
 
 

@@ -1,4 +1,4 @@
-"""The only door through which model files come in and go out.
+"""Read and write model files; nothing else in the package opens one.
 
 In:  path -> `wire` (lengths; large tensors stay in the file) -> ModelProto -> `validate` (structure, sizes)
      -> onnx_ir.Model whose large and external tensors are `ContainedTensor`s: lazy, checked again at each read.

@@ -23,7 +23,7 @@ from bnexport.errors import MalformedModelError
 from bnexport.model_io import walk
 from bnexport.model_io.external import ContainedTensor
 from bnexport.model_io.read import innermost
-from bnexport.model_io.validate import BITS
+from bnexport.model_io.validate import BITS, bodies
 from bnexport.model_io.wire import SMALLEST_CUT, field, header
 
 # Smaller tensors stay in the model file: shapes and scalars that tools want to see.
@@ -212,7 +212,7 @@ def _drop_types_of_initializers(proto: onnx.GraphProto) -> None:
     """onnx-ir repeats type and shape of every initializer of a body as value_info; files do not have that."""
     for node in proto.node:
         for attribute in node.attribute:
-            for graph in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
+            for graph in bodies(attribute):
                 stored = {tensor.name for tensor in graph.initializer}
                 kept = [value for value in graph.value_info if value.name not in stored]
                 if len(kept) != len(graph.value_info):

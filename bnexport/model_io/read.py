@@ -12,11 +12,13 @@ import google.protobuf.message  # type: ignore[import-untyped]
 import onnx
 import onnx_ir as ir
 
-from bnexport.errors import BnexportError, MalformedModelError, UnsafeModelError, UsageError
+from bnexport.errors import BnexportError, MalformedModelError, UnsafeModelError, UsageError, first_line
 from bnexport.model_io import validate, walk, wire
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.external import DataFile, Folder
 from bnexport.model_io.limits import Limits, current
+
+Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +39,13 @@ def load(path: str | os.PathLike[str], *, limits: Limits | None = None) -> ir.Mo
     return open_source(path, limits=limits).model
 
 
-def as_model(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, *, limits: Limits | None = None) -> ir.Model:
+def as_model(source: Source, *, limits: Limits | None = None) -> ir.Model:
     """A model of the caller's own: loaded from a path, or a copy of what is given."""
     return open_source(source, limits=limits).model
 
 
 @paused_collection()
-def open_source(
-    source: str | os.PathLike[str] | onnx.ModelProto | ir.Model, *, limits: Limits | None = None
-) -> ModelSource:
+def open_source(source: Source, *, limits: Limits | None = None) -> ModelSource:
     """`as_model` that also tells the file's real path."""
     limits = limits or current()
     if isinstance(source, ir.Model):
@@ -103,7 +103,7 @@ def innermost(error: BaseException) -> str:
     """The first line of the error that started a chain."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return validate.printable(str(error).splitlines()[0]) if str(error) else type(error).__name__
+    return validate.printable(first_line(error))
 
 
 def read_proto(real: str, shown: str, limits: Limits) -> tuple[onnx.ModelProto, Folder]:

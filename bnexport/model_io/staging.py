@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterator
 
 from bnexport.errors import BnexportError, UsageError
 from bnexport.model_io import limits, validate
@@ -69,6 +70,38 @@ def make_folder(target: str) -> str:
     except OSError as error:
         raise UsageError(f"cannot write {target!r}: {error.strerror}") from error
     return folder
+
+
+@contextlib.contextmanager
+def whole_file(target: str | os.PathLike[str]) -> Iterator[str]:
+    """A path to write to. The file takes the target's place at the end, flushed; on an error nothing changes.
+
+    A target that exists and is no regular file, such as /dev/null or a pipe, is written to as it is.
+
+    Raises UsageError where the target's folder is missing or may not be written to, and OSError, which names the
+    target, where the disk fails.
+    """
+    real = os.path.realpath(target)
+    if os.path.exists(real) and not os.path.isfile(real) and not os.path.isdir(real):
+        yield real
+        return
+    directory, name = os.path.split(real)
+    if os.path.isdir(real) or not os.path.isdir(directory):
+        raise UsageError(f"cannot write {os.fspath(target)!r}: it is a folder, or its folder does not exist")
+    folder = make_folder(real)
+    staged = os.path.join(folder, name)
+    try:
+        yield staged
+        with open(staged, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(staged, real)
+        sync_folder(directory)
+    except OSError as error:
+        if error.filename is not None and not str(error.filename).startswith(folder):
+            raise
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", os.fspath(target)) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def free_data_name(target: str) -> str:

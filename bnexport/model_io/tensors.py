@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 
 import numpy as np
@@ -19,23 +18,13 @@ def save_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str],
     numpy_format = _safetensors()
     import safetensors
 
-    target = os.path.realpath(path)
-    if os.path.isdir(target) or not os.path.isdir(os.path.dirname(target)):
-        raise UsageError(f"cannot write {os.fspath(path)!r}: it is a folder, or its folder does not exist")
-    folder = staging.make_folder(target)
+    contiguous = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
     try:
-        staged = os.path.join(folder, os.path.basename(target))
-        contiguous = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
-        numpy_format.save_file(contiguous, staged, dict(metadata))
-        with open(staged, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(staged, target)
-        staging.sync_folder(os.path.dirname(target))
+        with staging.whole_file(path) as staged:
+            numpy_format.save_file(contiguous, staged, dict(metadata))
     except (OSError, safetensors.SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise UsageError(f"cannot write {os.fspath(path)!r}: {reason}; nothing was changed") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_tensors(path: str | os.PathLike[str]) -> tuple[Tensors, dict[str, str]]:

@@ -237,7 +237,7 @@ class _Scope:
         self.plain((attribute.doc_string,), where)
         for tensor in attribute.tensors:
             self._tensor(tensor)
-        for graph in _bodies(attribute):
+        for graph in bodies(attribute):
             self.graph(graph, depth + 1)
 
     def _count(self, what: str, number: int) -> None:
@@ -316,11 +316,12 @@ def _node_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]
             if attribute.HasField("t"):
                 yield attribute.t
             yield from attribute.tensors
-            for graph in _bodies(attribute):
+            for graph in bodies(attribute):
                 yield from _graph_tensors(graph)
 
 
-def _bodies(attribute: onnx.AttributeProto) -> Iterator[onnx.GraphProto]:
+def bodies(attribute: onnx.AttributeProto) -> Iterator[onnx.GraphProto]:
+    """The graphs that an attribute holds."""
     if attribute.HasField("g"):
         yield attribute.g
     yield from attribute.graphs
@@ -331,7 +332,7 @@ def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
     for node in nodes:
         yield node
         for attribute in node.attribute:
-            for graph in _bodies(attribute):
+            for graph in bodies(attribute):
                 yield from all_nodes(graph.node)
 
 

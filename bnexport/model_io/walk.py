@@ -25,11 +25,12 @@ def _with_bodies(graph: ir.Graph) -> Iterator[ir.Graph]:
     yield graph
     for node in graph:
         for attribute in _attributes(node):
-            for body in _bodies(attribute):
+            for body in bodies(attribute):
                 yield from _with_bodies(body)
 
 
-def _bodies(attribute: ir.Attr) -> Iterable[ir.Graph]:
+def bodies(attribute: ir.Attr) -> Iterable[ir.Graph]:
+    """The graphs that an attribute holds; none for a reference."""
     if attribute.is_ref():
         return ()
     if attribute.type is ir.AttributeType.GRAPH:
@@ -127,7 +128,7 @@ def _tensors(graph: ir.Graph) -> Iterator[TensorSlot]:
                 for index in range(len(attribute.value)):
                     yield AttributeSlot(node, attribute.name, index)
             else:
-                for body in _bodies(attribute):
+                for body in bodies(attribute):
                     yield from _tensors(body)
 
 

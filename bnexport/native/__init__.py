@@ -1,1 +1,1 @@
-"""The compiled libraries: finding them and calling their C functions."""
+"""Find the compiled libraries and call their C functions."""

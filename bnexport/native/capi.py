@@ -23,7 +23,6 @@ __all__ = [
     "LAYOUTS",
     "STATS_MODES",
     "available",
-    "backward_moments_params",
     "backward_params",
     "cpu_backward",
     "cpu_backward_moments",
@@ -34,7 +33,6 @@ __all__ = [
     "instruction_set",
     "lend_openmp",
     "library",
-    "moments_params",
     "register_device_group",
     "register_group",
     "run_backward",
@@ -180,37 +178,24 @@ def _call(name: str, *arguments: Any) -> None:
         raise UsageError(f"{name}: {error.value.decode('utf-8', 'replace')}")
 
 
-def forward_params(
-    *,
-    dtype: int,
-    stats_dtype: int,
-    layout: int,
-    N: int,
-    C: int,
-    S: int,
-    x: int,
-    y: int,
-    saved_mean: int,
-    saved_invstd: int,
-    weight: int = 0,
-    bias: int = 0,
-    running_mean: int = 0,
-    running_var: int = 0,
-    running_mean_out: int = 0,
-    running_var_out: int = 0,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    training: int = 1,
-    stats_mode: int = 0,
-    group_size: int = 1,
-    gathered: int = 0,
-    threads: int = 1,
-) -> ctypes.Structure:
-    """A bnexport_forward. `saved_mean`, `saved_invstd`: C float64 each, or 0."""
-    return _Forward(
-        _FORWARD_SIZE, dtype, stats_dtype, layout, N, C, S, x, y, weight, bias, running_mean, running_var, running_mean_out,
-        running_var_out, saved_mean, saved_invstd, momentum, eps, training, stats_mode, group_size, gathered, threads,
-    )  # fmt: skip
+def _filled(structure: type[ctypes.Structure], values: dict[str, Any]) -> Any:
+    """A struct of the C API. What is not given is 0; training, group_size and threads are 1."""
+    names = [name for name, _ in structure._fields_[1:]]  # type: ignore[misc]
+    unknown = sorted(values.keys() - set(names))
+    if unknown:
+        raise UsageError(f"{structure.__name__[1:].lower()}: got {unknown}, expected fields of bnexport.h: {names}")
+    params = structure(ctypes.sizeof(structure))
+    for name, value in {"training": 1, "group_size": 1, "threads": 1, **values}.items():
+        setattr(params, name, value)
+    return params
+
+
+def forward_params(**values: Any) -> ctypes.Structure:
+    """A bnexport_forward by the names of its fields; momentum is 0.1 and eps 1e-5 where they are not given.
+
+    Raises UsageError for a name that is no field.
+    """
+    return _filled(_Forward, {"momentum": 0.1, "eps": 1e-5, **values})
 
 
 def cpu_forward(**params: Any) -> None:
@@ -228,52 +213,14 @@ def run_backward(*fields: Any) -> None:
     _call("bnexport_cpu_backward", _Backward(_BACKWARD_SIZE, *fields))
 
 
-def moments_params(
-    *, dtype: int, layout: int, N: int, C: int, S: int, x: int, stats_mode: int = 0, threads: int = 1
-) -> ctypes.Structure:
-    """The fields of a bnexport_forward that its moments need."""
-    params = _Forward(_FORWARD_SIZE, dtype, 0, layout, N, C, S, x)
-    params.training = 1
-    params.stats_mode = stats_mode
-    params.group_size = 1
-    params.threads = threads
-    return params
-
-
 def cpu_moments(*, row: int, **params: Any) -> None:
-    """bnexport_cpu_moments, with the arguments of `moments_params`: 2 C + 1 float64 into `row`. Raises UsageError."""
-    _call("bnexport_cpu_moments", moments_params(**params), row)
+    """bnexport_cpu_moments, with the arguments of `forward_params`: 2 C + 1 float64 into `row`. Raises UsageError."""
+    _call("bnexport_cpu_moments", forward_params(**params), row)
 
 
-def backward_params(
-    *,
-    dtype: int,
-    stats_dtype: int,
-    layout: int,
-    N: int,
-    C: int,
-    S: int,
-    dy: int,
-    x: int,
-    saved_mean: int,
-    saved_invstd: int,
-    dx: int = 0,
-    weight: int = 0,
-    dweight: int = 0,
-    dbias: int = 0,
-    training: int = 1,
-    stats_mode: int = 0,
-    grad_reduction: int = 0,
-    group_size: int = 1,
-    gathered: int = 0,
-    local_moments: int = 0,
-    threads: int = 1,
-) -> ctypes.Structure:
-    """A bnexport_backward. `saved_mean`, `saved_invstd`: C float64 each."""
-    return _Backward(
-        _BACKWARD_SIZE, dtype, stats_dtype, layout, N, C, S, dy, x, dx, weight, saved_mean, saved_invstd, dweight, dbias,
-        training, stats_mode, grad_reduction, group_size, gathered, local_moments, threads,
-    )  # fmt: skip
+def backward_params(**values: Any) -> ctypes.Structure:
+    """A bnexport_backward by the names of its fields. Raises UsageError for a name that is no field."""
+    return _filled(_Backward, values)
 
 
 def cpu_backward(**params: Any) -> None:
@@ -281,34 +228,9 @@ def cpu_backward(**params: Any) -> None:
     _call("bnexport_cpu_backward", backward_params(**params))
 
 
-def backward_moments_params(
-    *,
-    dtype: int,
-    layout: int,
-    N: int,
-    C: int,
-    S: int,
-    dy: int,
-    x: int,
-    saved_mean: int,
-    saved_invstd: int,
-    stats_mode: int = 0,
-    threads: int = 1,
-) -> ctypes.Structure:
-    """The fields of a bnexport_backward that its moments need."""
-    params = _Backward(_BACKWARD_SIZE, dtype, 0, layout, N, C, S, dy, x)
-    params.saved_mean = saved_mean
-    params.saved_invstd = saved_invstd
-    params.training = 1
-    params.stats_mode = stats_mode
-    params.group_size = 1
-    params.threads = threads
-    return params
-
-
 def cpu_backward_moments(*, row: int, **params: Any) -> None:
-    """bnexport_cpu_backward_moments, with the arguments of `backward_moments_params`: 2 C + 1 float64 into `row`."""
-    _call("bnexport_cpu_backward_moments", backward_moments_params(**params), row)
+    """bnexport_cpu_backward_moments, with the arguments of `backward_params`: 2 C + 1 float64 into `row`."""
+    _call("bnexport_cpu_backward_moments", backward_params(**params), row)
 
 
 def lend_openmp(gomp_parallel: int) -> None:

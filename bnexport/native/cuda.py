@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bnexport.errors import LibraryError, UsageError
-from bnexport.native.capi import _Backward, _Forward
+from bnexport.native.capi import _Backward, _Forward, backward_params, forward_params
 from bnexport.native.library import CUDA_ENVIRONMENT_VARIABLE, get_cuda_library_path
 
 __all__ = [
@@ -36,6 +36,9 @@ __all__ = [
     "version",
     "workspace_size",
 ]
+
+# The structs are those of the CPU's functions.
+forward_parameters, backward_parameters = forward_params, backward_params
 
 STRATEGIES = {"automatic": 0, "cluster": 1, "persistent": 2, "split": 3}
 
@@ -129,30 +132,6 @@ def _call(name: str, *arguments: Any) -> None:
         return
     message = f"bnexport_cuda_{name}: {error.value.decode('utf-8', 'replace')}"
     raise UsageError(message) if code == 1 else LibraryError(message)
-
-
-def _fill(params: Any, values: dict[str, Any]) -> Any:
-    names = {name for name, _ in params._fields_} - {"struct_size"}
-    unknown = sorted(values.keys() - names)
-    if unknown:
-        raise UsageError(
-            f"{type(params).__name__[1:].lower()}: got {unknown}, expected fields of bnexport.h: {sorted(names)}"
-        )
-    params.struct_size = ctypes.sizeof(params)
-    params.group_size = params.training = params.threads = 1
-    for name, value in values.items():
-        setattr(params, name, value)
-    return params
-
-
-def forward_parameters(**values: Any) -> ctypes.Structure:
-    """A bnexport_forward; unset fields are 0, but training, group_size, momentum (0.1) and eps (1e-5)."""
-    return _fill(_Forward(), {"momentum": 0.1, "eps": 1e-5} | values)
-
-
-def backward_parameters(**values: Any) -> ctypes.Structure:
-    """A bnexport_backward; unset fields are 0, but training and group_size."""
-    return _fill(_Backward(), values)
 
 
 def _direction(params: ctypes.Structure) -> str:

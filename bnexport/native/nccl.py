@@ -1,9 +1,8 @@
-"""Groups between GPUs over NCCL, for nodes on the CUDA provider.
+"""Communicators between GPUs over NCCL.
 
 The CUDA library (custom_ops/include/bnexport_nccl.h) opens libnccl at run time: the one that PyTorch
-loaded, or that of the package nvidia-nccl. A communicator of its own is made for each registered group;
-the id that its members share travels through the group's store. Its all-gathers run on ONNX Runtime's
-stream, and end in an error after the group's timeout where a member is gone.
+loaded, or that of the package nvidia-nccl. All-gathers run on ONNX Runtime's stream, and end in an error
+after the timeout where a member is gone.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 from bnexport.errors import GroupError, LibraryError
 from bnexport.native import cuda
 
-__all__ = ["Communicator", "join", "library", "version"]
+__all__ = ["Communicator", "join", "library", "unique_id", "version"]
 
 _ID_BYTES = 128
 _ERROR_CAPACITY = 1024
@@ -109,35 +108,19 @@ class Communicator:
             library().bnexport_nccl_leave(handle)
 
 
-_joined: dict[tuple[str, int], int] = {}
+def unique_id() -> bytes:
+    """The id of a new communicator, made by one member for all. Raises what `version` raises."""
+    made = ctypes.create_string_buffer(_ID_BYTES)
+    _call("bnexport_nccl_unique_id", _nccl(), made)
+    return made.raw
 
 
-def join(group_name: str, size: int, rank: int) -> Communicator:
-    """Makes a communicator of the torch.distributed group `group_name`, on this process's current CUDA device.
+def join(identifier: bytes, size: int, rank: int, seconds: float) -> Communicator:
+    """A communicator of `size` members on the current CUDA device, which has a context; returns when all have joined.
 
-    Every member calls it, the same number of times; it returns when all have. `group_name` is the name of
-    bnexport.sync_bn.distributed.
-
-    Raises:
-        GroupError: NCCL is missing or fails, or a member does not come within the group's timeout.
-        LibraryError: there is no CUDA library.
+    identifier: what `unique_id` gave one of them. seconds: how long to wait for the others.
+    Raises GroupError when NCCL is missing or fails or a member does not come, LibraryError without the CUDA library.
     """
-    import torch
-
-    from bnexport.sync_bn import distributed
-
-    store = distributed.store_of(group_name)
-    number = _joined[group_name, rank] = _joined.get((group_name, rank), 0) + 1
-    key = f"bnexport/nccl/{number}"
-    if rank == 0:
-        made = ctypes.create_string_buffer(_ID_BYTES)
-        _call("bnexport_nccl_unique_id", _nccl(), made)
-        store.set(key, made.raw)
-    try:
-        identifier = store.get(key)
-    except RuntimeError as error:
-        raise GroupError(f"group {group_name!r}: rank 0 did not join within the group's timeout: {error}") from error
-    torch.cuda.synchronize()  # the device has a context, and it is the current one
     handle = ctypes.c_void_p()
-    _call("bnexport_nccl_join", _nccl(), size, rank, identifier, store.timeout.total_seconds(), ctypes.byref(handle))
+    _call("bnexport_nccl_join", _nccl(), size, rank, identifier, seconds, ctypes.byref(handle))
     return Communicator(handle.value or 0)

@@ -1,1 +1,1 @@
-"""Finding, loading and using the compiled library. Nothing here imports torch or onnxruntime early."""
+"""ONNX Runtime: sessions, groups of processes, latency, doctor."""

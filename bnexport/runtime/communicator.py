@@ -2,7 +2,7 @@
 
 A node with group_size > 1 finds its group by name in the library's registry. `register_group` puts
 there a C callback that gathers float64 numbers with torch.distributed (gloo for CPU kernels), and, for a
-group that works on GPUs through NCCL, a communicator of the library's own (nccl.py). What goes wrong in
+group that works on GPUs through NCCL, a communicator of the library's own (device_groups.py). What goes wrong in
 it - a dead peer, a timeout - comes back as a message, never as an exception through C frames, and ONNX
 Runtime raises it from `session.run`.
 
@@ -79,6 +79,7 @@ def register_group(name: str, process_group: ProcessGroup | None = None) -> None
         raise UsageError(
             f"register_group: name: got {name!r}, expected the value of the nodes' group attribute, such as 'world'"
         )
+    from bnexport.runtime import device_groups
     from bnexport.sync_bn import distributed
 
     if not distributed.is_initialized():
@@ -94,7 +95,7 @@ def register_group(name: str, process_group: ProcessGroup | None = None) -> None
         )
     communicator = None
     if distributed.backend_of(group_name, "cuda") == "nccl" and get_cuda_library_path() is not None:
-        communicator = nccl.join(group_name, size, rank)
+        communicator = device_groups.join(group_name, size, rank)
     distributed.publish(name, group_name)
     callback = _make_callback(group_name, size)
     _forget(name)

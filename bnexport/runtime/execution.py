@@ -12,7 +12,13 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport import model_io, schema
-from bnexport.errors import BnexportError, LibraryError, MissingDependencyError, UnsupportedModelError, UsageError
+from bnexport.errors import (
+    BnexportError,
+    LibraryError,
+    UnsupportedModelError,
+    UsageError,
+    first_line,
+)
 from bnexport.model_io.validate import printable
 from bnexport.native import library
 from bnexport.runtime import injection
@@ -66,10 +72,7 @@ def run(path: str | os.PathLike[str], inputs: Mapping[str, np.ndarray]) -> Execu
 
 def load(path: str | os.PathLike[str], session_options: Any = None) -> Loaded:
     """Loads the model at `path` into ONNX Runtime on the CPU; raises what `run` raises."""
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise MissingDependencyError("onnxruntime is not installed; install bnexport[cpu] or bnexport[gpu]") from error
+    onnxruntime = injection.import_onnxruntime()
     model = model_io.load(path)
     options = onnxruntime.SessionOptions() if session_options is None else session_options
     options.log_severity_level = 4
@@ -87,7 +90,7 @@ def load(path: str | os.PathLike[str], session_options: Any = None) -> Loaded:
 
 def _cannot_run(name: str, error: Exception) -> UnsupportedModelError:
     # Its message repeats names of the file.
-    text = printable(str(error).strip().splitlines()[0]) if str(error).strip() else type(error).__name__
+    text = printable(first_line(error))
     return UnsupportedModelError(f"{name}: ONNX Runtime cannot run it: {text}")
 
 

@@ -18,6 +18,17 @@ _LARGEST_MESSAGE = 2**30
 Providers = Sequence[str | tuple[str, dict[str, Any]]] | None
 
 
+def import_onnxruntime() -> Any:
+    """The module, or MissingDependencyError that says what to install."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingDependencyError(
+            "onnxruntime is not installed; install bnexport[cpu] or bnexport[gpu] (one of them, not both)"
+        ) from error
+    return onnxruntime
+
+
 def session(data: bytes, weights: Mapping[str, np.ndarray], options: Any = None, providers: Providers = None) -> Any:
     """An `onnxruntime.InferenceSession` that uses the arrays where they are.
 
@@ -26,10 +37,7 @@ def session(data: bytes, weights: Mapping[str, np.ndarray], options: Any = None,
     providers: None for the devices that `options` hold (add_provider_for_devices), or CPU.
     Raises MissingDependencyError without onnxruntime, and whatever ONNX Runtime raises.
     """
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise MissingDependencyError("onnxruntime is not installed; install bnexport[cpu] or bnexport[gpu]") from error
+    onnxruntime = import_onnxruntime()
     options = onnxruntime.SessionOptions() if options is None else options
     # ONNX Runtime copies a transposed view into a buffer of its own, and takes none of those for an initializer.
     arrays = [np.asarray(array, order="C") for array in weights.values()]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from bnexport.errors import MissingDependencyError, UsageError
+from bnexport.model_io.staging import whole_file
 
 __all__ = ["Latency", "chart", "measure"]
 
@@ -110,7 +111,5 @@ def chart(latencies: Sequence[Latency], path: str | os.PathLike[str]) -> None:
     kind = target.suffix.lstrip(".").lower()
     if kind not in figure.canvas.get_supported_filetypes():
         raise UsageError(f"chart: got {str(target)!r}, expected a file that ends in .png, .svg or .pdf")
-    temporary = target.with_name(target.name + ".part")
-    with matplotlib.rc_context({"svg.hashsalt": "bnexport"}):
-        figure.savefig(temporary, format=kind, dpi=150)
-    os.replace(temporary, target)
+    with matplotlib.rc_context({"svg.hashsalt": "bnexport"}), whole_file(target) as staged:
+        figure.savefig(staged, format=kind, dpi=150)

@@ -7,22 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from bnexport import model_io
-from bnexport.errors import MissingDependencyError
 from bnexport.native import library
 from bnexport.runtime import injection
 
 __all__ = ["InferenceSession"]
-
-
-def import_onnxruntime() -> Any:
-    """The module, or MissingDependencyError that says what to install."""
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise MissingDependencyError(
-            "onnxruntime is not installed; install bnexport[cpu] or bnexport[gpu] (one of them, not both)"
-        ) from error
-    return onnxruntime
 
 
 def InferenceSession(
@@ -49,7 +37,7 @@ def InferenceSession(
         UnsafeModelError: the file reaches outside its folder or past a limit.
         UnsupportedModelError: it holds what bnexport does not read, such as sparse initializers.
     """
-    onnxruntime = import_onnxruntime()
+    onnxruntime = injection.import_onnxruntime()
     options = session_options if session_options is not None else onnxruntime.SessionOptions()
     library.register(options)
     if isinstance(path, bytes):

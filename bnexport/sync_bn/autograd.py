@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from bnexport import schema
+
 Tensor = torch.Tensor
 
-_FORWARD_ARGUMENTS = 13
-_BACKWARD_ARGUMENTS = 12
+_FORWARD_ARGUMENTS = len(schema.TORCH_SYNC_BATCH_NORM.arguments)
+_BACKWARD_ARGUMENTS = len(schema.TORCH_SYNC_BATCH_NORM_BACKWARD.arguments)
 
 
 def _below(name: str, *arguments: Any) -> Any:
@@ -68,7 +70,7 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_output, input, weight, mean, invstd = ctx.saved_tensors
         grads = tuple(grad if needed else None for grad, needed in zip(grads, ctx.mask))
-        alone = ctx.group_arguments[1] == 1
+        alone = schema.GroupSpec(*ctx.group_arguments).group_size == 1
         if alone and all(grad is None for grad in grads):
             return (None,) * _BACKWARD_ARGUMENTS
         by_dy, by_x, by_weight = torch.ops.bnexport.sync_batch_norm_double_backward.default(

@@ -122,7 +122,7 @@ def _run(name: str, data: Tensor, geometry: dict[str, int], /, **params: Any) ->
         return
     cuda, capi = _cuda(), _capi()
     row = (params.pop("row"),) if "row" in params else ()
-    filled = getattr(capi, f"{name}_params")(**geometry, **params)
+    filled = (capi.backward_params if name.startswith("backward") else capi.forward_params)(**geometry, **params)
     with torch.cuda.device(data.device):
         size = cuda.workspace_size(filled)
         # Freed memory is used again by later work of the same stream only.

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from bnexport.schema import GroupSpec
 from bnexport.sync_bn import distributed, moments
 
 Tensor = torch.Tensor
@@ -35,13 +36,10 @@ def double_backward(
     saved_mean: Tensor,
     saved_invstd: Tensor,
     training: bool,
-    group: str,
-    group_size: int,
-    stats_mode: str,
-    grad_reduction: str,
-    layer: int,
+    *group: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of L (see above) by grad_output, input and weight, in their types."""
+    spec = GroupSpec(*group)
     x, dy = input.double(), grad_output.double()
     wide = moments.wide
     axes = [0, *range(2, x.dim())]
@@ -54,24 +52,25 @@ def double_backward(
     v = torch.zeros_like(x) if grad_grad_input is None else grad_grad_input.double()
     p = zero if grad_grad_weight is None else grad_grad_weight.double()
     q = zero if grad_grad_bias is None else grad_grad_bias.double()
-    header = moments.header(input, stats_mode, grad_reduction)
+    header = moments.header(input, spec.stats_mode, spec.grad_reduction)
 
     def group_sum(*vectors: Tensor) -> list[Tensor]:
         row = torch.cat(
-            [torch.tensor([moments.row_weight(x, stats_mode)], dtype=torch.float64, device=x.device), *vectors]
+            [torch.tensor([moments.row_weight(x, spec.stats_mode)], dtype=torch.float64, device=x.device), *vectors]
         )
-        if group_size == 1:
+        if spec.group_size == 1:
             return [row[0:1], *vectors]
-        rows = distributed.exchange(row, group, group_size, layer, f"double backward of {len(vectors)}", header)
+        direction = f"double backward of {len(vectors)}"
+        rows = distributed.exchange(row, spec.group, spec.group_size, spec.layer, direction, header)
         total = rows[:, 1:].sum(0)
         return [rows[:, 0], *total.split(C)]
 
     def local(value: Tensor) -> Tensor:
         return value.sum(axes)
 
-    if grad_reduction != "local":
+    if spec.grad_reduction != "local":
         _, p, q = group_sum(p, q)
-        p, q = (p / group_size, q / group_size) if grad_reduction == "mean" else (p, q)
+        p, q = (p / spec.group_size, q / spec.group_size) if spec.grad_reduction == "mean" else (p, q)
     if not training:
         by_dy = v * wide(w * s, x) + x_hat * wide(p, x) + wide(q, x)
         by_x = dy * wide(p * s, x)
@@ -82,7 +81,7 @@ def double_backward(
         )
 
     weights = group_sum(zero)[0]
-    lam, k = moments.local_lambda(weights, x, stats_mode)
+    lam, k = moments.local_lambda(weights, x, spec.stats_mode)
     if float(k) != 1.0:
         raise NotImplementedError(
             "double backward with stats_mode 'default' and empty processes: use stats_mode 'exact'"

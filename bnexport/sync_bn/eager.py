@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from bnexport.schema import GroupSpec
 from bnexport.sync_bn import autograd, operators
 
 Tensor = torch.Tensor
@@ -82,15 +83,11 @@ def sync_batch_norm(
     training: bool,
     momentum: float,
     eps: float,
-    group: str,
-    group_size: int,
-    stats_mode: str,
-    grad_reduction: str,
-    layer: int,
+    group: GroupSpec,
 ) -> Any:
     """Output and new running statistics, the first three outputs of `operators.sync_batch_norm`, by the shortest way."""
-    others = (training, momentum, eps, group, group_size, stats_mode, grad_reduction, layer)
-    if group_size != 1 or not _unobserved(input, running_mean, running_var, weight, bias):
+    others = (training, momentum, eps, *group)
+    if group.group_size != 1 or not _unobserved(input, running_mean, running_var, weight, bias):
         return operators.sync_batch_norm(input, running_mean, running_var, weight, bias, *others)[:3]
     if not autograd.need_gradient(input, weight, bias):
         return operators.forward_kernel(input, running_mean, running_var, weight, bias, *others)[:3]

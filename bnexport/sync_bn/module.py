@@ -151,11 +151,13 @@ class SyncBatchNorm(_BatchNorm):
             use_batch,
             1.0 if self.momentum is None else self.momentum,
             self.eps,
-            distributed.name_of(self.group) if size > 1 else "",
-            size,
-            self.stats_mode,
-            self.grad_reduction,
-            self._layer,
+            schema.GroupSpec(
+                distributed.name_of(self.group) if size > 1 else "",
+                size,
+                self.stats_mode,
+                self.grad_reduction,
+                self._layer,
+            ),
         )
 
     def _updates_statistics(self) -> bool:

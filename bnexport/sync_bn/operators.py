@@ -11,32 +11,22 @@ saved_invstd are float64 whatever the data's type, so that x_hat survives |mean|
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from bnexport import schema
 from bnexport.errors import UsageError
+from bnexport.schema import GroupSpec
 from bnexport.sync_bn import autograd, compiled, distributed, double_backward, moments, torch_operations
 
 Tensor = torch.Tensor
 
 library = torch.library.Library("bnexport", "DEF")
 
-_GROUP_ARGUMENTS = "str group, int group_size, str stats_mode, str grad_reduction, int layer"
-library.define(
-    "sync_batch_norm(Tensor input, Tensor? running_mean, Tensor? running_var, Tensor? weight, Tensor? bias, "
-    f"bool training, float momentum, float eps, {_GROUP_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-library.define(
-    "sync_batch_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor saved_mean, Tensor saved_invstd, "
-    f"bool training, bool[3] output_mask, {_GROUP_ARGUMENTS}) -> (Tensor, Tensor, Tensor)"
-)
-library.define(
-    "sync_batch_norm_double_backward(Tensor? grad_grad_input, Tensor? grad_grad_weight, Tensor? grad_grad_bias, "
-    "Tensor grad_output, Tensor input, Tensor? weight, Tensor saved_mean, Tensor saved_invstd, "
-    f"bool training, {_GROUP_ARGUMENTS}) -> (Tensor, Tensor, Tensor)"
-)
+for _operator in schema.TORCH_OPERATORS:
+    library.define(_operator.definition)
 
 sync_batch_norm = torch.ops.bnexport.sync_batch_norm.default
 sync_batch_norm_backward = torch.ops.bnexport.sync_batch_norm_backward.default
@@ -44,9 +34,7 @@ sync_batch_norm_backward = torch.ops.bnexport.sync_batch_norm_backward.default
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _check(
-    input: Tensor, vectors: dict[str, Tensor | None], training: bool, stats_mode: str, grad_reduction: str
-) -> None:
+def _check(input: Tensor, vectors: dict[str, Tensor | None], training: bool, spec: GroupSpec) -> None:
     if input.dim() < 2:
         raise UsageError(f"input: got rank {input.dim()}, expected rank >= 2 (N, C, *)")
     if input.dtype not in _FLOATING:
@@ -66,8 +54,8 @@ def _check(
             "running_mean and running_var: got None, expected (C,) tensors, which inference normalises with"
         )
     for name, value, allowed in (
-        ("stats_mode", stats_mode, schema.STATS_MODES),
-        ("grad_reduction", grad_reduction, schema.GRAD_REDUCTIONS),
+        ("stats_mode", spec.stats_mode, schema.STATS_MODES),
+        ("grad_reduction", spec.grad_reduction, schema.GRAD_REDUCTIONS),
     ):
         if value not in allowed:
             raise UsageError(f"{name}: got {value!r}, expected one of {', '.join(allowed)}")
@@ -88,34 +76,34 @@ def forward_kernel(
     training: bool,
     momentum: float,
     eps: float,
-    group: str,
-    group_size: int,
-    stats_mode: str,
-    grad_reduction: str,
-    layer: int,
+    *group: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    spec = GroupSpec(*group)
     vectors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    _check(input, vectors, training, stats_mode, grad_reduction)
+    _check(input, vectors, training, spec)
     backend = _backend(input)
     x = backend.arrange(input)
     count = x.shape[0] * moments.spatial_size(x)
     rows = None
-    if training and group_size > 1:
-        row = backend.forward_row(x, stats_mode)
-        rows = distributed.exchange(
-            row, group, group_size, layer, "forward", moments.header(x, stats_mode, grad_reduction)
-        )
-        if stats_mode == "exact" and x.device.type == "cpu":
+    if training and spec.group_size > 1:
+        rows = _exchange(backend.forward_row(x, spec.stats_mode), x, "forward", spec)
+        if spec.stats_mode == "exact" and x.device.type == "cpu":
             _require_two_values(int(rows[:, 0].sum()), input)
     elif training:
         _require_two_values(count, input)
     y, new_mean, new_var, mean, invstd = backend.forward(
-        x, running_mean, running_var, weight, bias, training, momentum, eps, stats_mode, rows
+        x, running_mean, running_var, weight, bias, training, momentum, eps, spec.stats_mode, rows
     )
     new_mean, new_var = (_or_empty(vector, x) for vector in (new_mean, new_var))
     # The compiled kernels' output is an empty_like of their input.
     made = x is input and backend is compiled
     return y if made else _like(y, input), new_mean, new_var, mean, invstd
+
+
+def _exchange(row: Tensor, x: Tensor, direction: str, spec: GroupSpec) -> Tensor:
+    """The rows of all members of the group."""
+    header = moments.header(x, spec.stats_mode, spec.grad_reduction)
+    return distributed.exchange(row, spec.group, spec.group_size, spec.layer, direction, header)
 
 
 def _backend(x: Tensor) -> Any:
@@ -140,14 +128,11 @@ def _forward_fake(
     training: bool,
     momentum: float,
     eps: float,
-    group: str,
-    group_size: int,
-    stats_mode: str,
-    grad_reduction: str,
-    layer: int,
+    *group: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    spec = GroupSpec(*group)
     vectors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    _check(input, vectors, training, stats_mode, grad_reduction)
+    _check(input, vectors, training, spec)
     C, S = input.shape[1], moments.statistics_type(input.dtype)
     return (
         torch.empty_like(input),
@@ -166,25 +151,20 @@ def backward_kernel(
     saved_invstd: Tensor,
     training: bool,
     output_mask: list[bool],
-    group: str,
-    group_size: int,
-    stats_mode: str,
-    grad_reduction: str,
-    layer: int,
+    *group: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    spec = GroupSpec(*group)
     backend = _backend(input)
     x = backend.arrange(input)
     dy = torch.empty_like(x).copy_(grad_output) if grad_output.stride() != x.stride() else grad_output
     need_input, need_weight, need_bias = output_mask
     row = rows = None
-    if group_size > 1 and ((need_input and training) or need_weight or need_bias):
-        row = backend.backward_row(dy, x, saved_mean, saved_invstd, stats_mode)
-        if (need_input and training) or grad_reduction != "local":
-            rows = distributed.exchange(
-                row, group, group_size, layer, "backward", moments.header(x, stats_mode, grad_reduction)
-            )
+    if spec.group_size > 1 and ((need_input and training) or need_weight or need_bias):
+        row = backend.backward_row(dy, x, saved_mean, saved_invstd, spec.stats_mode)
+        if (need_input and training) or spec.grad_reduction != "local":
+            rows = _exchange(row, x, "backward", spec)
     grad_input, grad_weight, grad_bias = backend.backward(
-        dy, x, weight, saved_mean, saved_invstd, training, output_mask, stats_mode, grad_reduction, row, rows
+        dy, x, weight, saved_mean, saved_invstd, training, output_mask, spec.stats_mode, spec.grad_reduction, row, rows
     )
     dtype = moments.statistics_type(x.dtype) if weight is None else weight.dtype
     made = x is input and backend is compiled
@@ -202,11 +182,7 @@ def _backward_fake(
     saved_invstd: Tensor,
     training: bool,
     output_mask: list[bool],
-    group: str,
-    group_size: int,
-    stats_mode: str,
-    grad_reduction: str,
-    layer: int,
+    *group: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     C = input.shape[1]
     dtype = moments.statistics_type(input.dtype) if weight is None else weight.dtype
@@ -218,12 +194,13 @@ def _backward_fake(
     )
 
 
-for _name, _kernel, _fake in (
-    ("sync_batch_norm", forward_kernel, _forward_fake),
-    ("sync_batch_norm_backward", backward_kernel, _backward_fake),
-    ("sync_batch_norm_double_backward", double_backward.double_backward, double_backward.fake),
-):
-    library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"bnexport::{_name}", _fake, lib=library)
+_KERNELS: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
+    (forward_kernel, _forward_fake),
+    (backward_kernel, _backward_fake),
+    (double_backward.double_backward, double_backward.fake),
+)
+for _operator, (_kernel, _fake) in zip(schema.TORCH_OPERATORS, _KERNELS, strict=True):
+    library.impl(_operator.name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"bnexport::{_operator.name}", _fake, lib=library)
 
 autograd.register(library)

@@ -1,4 +1,4 @@
-"""A whole training step as one ONNX graph, and the session that runs it.
+"""Export a training step as one ONNX graph, and run it.
 
 problem       the model made ready: batch norms, names of its state, forward and loss
 optimizers    SGD, Adam and AdamW as pure functions

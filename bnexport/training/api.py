@@ -14,24 +14,17 @@ from torch import nn
 
 from bnexport.errors import UsageError, VerificationError
 from bnexport.exporting import dynamo, wrapper
-from bnexport.exporting.verification import Verification
+from bnexport.schema import NEW_SUFFIX
 from bnexport.sync_bn.copies import copy_model
 from bnexport.training.building import graph, parallel_graph, tracing, verification
 from bnexport.training.building.activations import SavedActivation, saved_activations
-from bnexport.training.building.description import (
-    LEARNING_RATE,
-    LOSS,
-    LOSS_WEIGHT,
-    METADATA_KEY,
-    NEW_SUFFIX,
-    SEED,
-    Description,
-)
+from bnexport.training.building.description import LEARNING_RATE, LOSS, LOSS_WEIGHT, METADATA_KEY, SEED, Description
 from bnexport.training.building.optimizers import make_optimizer
 from bnexport.training.building.other_batches import breaking
 from bnexport.training.building.problem import Loss, Problem
 from bnexport.training.building.step import Step
 from bnexport.training.running import files
+from bnexport.verification.verdict import Verification
 
 MODES = ("step", "gradients")
 _TARGET = "target"
@@ -119,6 +112,9 @@ def export_training_step(
         verify: run the step in ONNX Runtime and compare it on `batch` with a step of a copy of `model` itself.
         input_names: names of the batch's arrays; by default forward's parameter names and "target".
 
+    Warns:
+        NotVerifiedWarning: the files were written, and nothing could verify them.
+
     Raises:
         UsageError: an argument is wrong, or the loss is not one number that depends on a parameter.
         UnsupportedModelError: the step cannot be one graph; names the operator or module, and a way out.
@@ -182,13 +178,15 @@ def export_training_step(
     if original is not None:
         others = breaking(conditions, {name: arrays[name] for name in names if name in varying})
         checked = verification.check(made, step, original, arrays, lr, [{**arrays, **other} for other in others])
-        if checked.passed is False:
+        if checked.status == "failed":
             raise VerificationError(
                 f"{path}: the exported step differs from torch, nothing was written: {checked.summary()}"
             )
     paths = files.paths(path)
     initial = {name: state[name].detach().cpu().numpy() for name in kinds}
     files.write(paths, made, evaluation, initial)
+    if original is not None:
+        checked.warn(paths.step, stacklevel=2)
     return TrainingExportResult(
         path=pathlib.Path(paths.step),
         evaluation_path=pathlib.Path(paths.evaluation),

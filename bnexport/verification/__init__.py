@@ -1,1 +1,1 @@
-"""Do two models compute the same? Runs both and gives one verdict."""
+"""Run two models on the same inputs and give one verdict."""

@@ -12,9 +12,10 @@ where the reference does at one or two (weights, the sums of products, the shift
 
     max |y - y*| <= 4 e
 
-is the bound then. It grows only as the reference's own error does, and a fold that is wrong by a
-thousandth of |mean| / std is far outside. Above 1 % of the output (`tolerances.is_evidence`) it would
-accept a wrong fold as well: what exceeds it fails, what does not is undecided.
+is the bound then, where it is more than the first. It grows only as the reference's own error does, and a fold
+that is wrong by a thousandth of |mean| / std is far outside. Above 1 % of the output (`tolerances.is_evidence`) it
+would accept a wrong fold as well: what exceeds it fails, what does not is undecided - but for a model within the first
+bound, relative to y*, of y* itself, which is right whatever the reference's error is.
 
 What cannot be decided. A reference that is not finite says nothing: an infinity of an intermediate overflow may be
 a number in a folded model. Where the two are not finite alike that passes; where only the reference is not, or
@@ -24,44 +25,16 @@ where it has no finite value at all, the output is undecided. It fails only wher
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from bnexport import tolerances
+from bnexport.verification.verdict import OutputComparison
 
 # Coarsest first.
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 _SATURATING = 4.0
-
-
-@dataclasses.dataclass(frozen=True)
-class OutputComparison:
-    """One output over all samples. max_rel_diff: max_abs_diff over the largest finite reference value.
-
-    decided: False where the reference's values, as `reason` says, can show neither equality nor a difference.
-
-    bound: where atol and rtol are from: "table", "caller", or "float64" where the reference's own rounding
-    error was measured; max_abs_diff and max_rel_diff then are those from the model in float64.
-    """
-
-    name: str
-    dtype: str
-    elements: int
-    max_abs_diff: float
-    max_rel_diff: float
-    atol: float
-    rtol: float
-    passed: bool
-    reason: str | None = None
-    bound: str = "table"
-    decided: bool = True
-
-    @property
-    def failed(self) -> bool:
-        """Whether the output differs by more than its bound."""
-        return self.decided and not self.passed
 
 
 def compare_output(
@@ -72,10 +45,12 @@ def compare_output(
     atol: float | None = None,
     rtol: float | None = None,
     before: list[Any] | None = None,
+    table: tolerances.Tolerance | None = None,
 ) -> OutputComparison:
     """All samples of one output; the largest errors, and the first reason to fail.
 
-    before: the reference's values in front of a saturating function that makes this output.
+    before: the reference's values in front of a saturating function that makes this output. table: the bound instead
+    of that of `bnexport.tolerances.model`.
     """
     worst_abs = worst_rel = 0.0
     elements, bound = 0, tolerances.Tolerance(rtol or 0.0, atol or 0.0)
@@ -98,7 +73,7 @@ def compare_output(
             continue
         exact, near = reference.astype(np.float64), value.astype(np.float64)
         if atol is None and rtol is None:
-            bound = tolerances.model(_coarser(working, dtype), exact if before is None else before[index])
+            bound = table or tolerances.model(_coarser(working, dtype), exact if before is None else before[index])
             if before is not None:
                 bound += tolerances.Tolerance(0.0, _SATURATING * tolerances.UNIT_ROUNDOFF[_coarser(working, dtype)])
         finite = np.isfinite(exact)
@@ -117,31 +92,32 @@ def compare_output(
         worst_rel = max(worst_rel, worst / largest if largest else (np.inf if worst else 0.0))
         excess = difference - bound.atol - bound.rtol * np.abs(exact, where=finite, out=np.zeros_like(exact))
         if excess.size and excess.max() > 0:
-            reason = reason or f"differs by {worst:.3g}, allowed {bound.atol:.3g} + {bound.rtol:.3g} * |value|"
+            reason = reason or f"differs by {worst:.3g}, allowed {bound}"
     source = "table" if atol is None and rtol is None else "caller"
     passed, decided = reason is None and doubt is None, reason is not None or doubt is None
     return OutputComparison(
-        name, dtype, elements, worst_abs, worst_rel, bound.atol, bound.rtol, passed, reason or doubt, source, decided
+        name,
+        dtype,
+        elements,
+        worst_abs,
+        worst_rel,
+        bound.atol,
+        bound.rtol,
+        passed,
+        reason or doubt or "",
+        source,
+        decided,
     )
 
 
-def verdict(outputs: Sequence[OutputComparison]) -> tuple[str, str | None]:
-    """The status of a verification, and the reason of the first output that failed, or else is undecided."""
-    wrong = next((output for output in outputs if output.failed), None)
-    wrong = wrong or next((output for output in outputs if not output.decided), None)
-    if wrong is None:
-        return "passed", None
-    return "failed" if wrong.failed else "not verified", f"output {wrong.name!r}: {wrong.reason}"
-
-
 def compare_with_truth(
-    failed: OutputComparison, expected: list[Any], got: list[Any], truth: list[Any]
+    failed: OutputComparison, expected: list[Any], got: list[Any], truth: list[Any], scale: float = 0.0
 ) -> OutputComparison:
     """An output that differs by more than the table allows, held against the model in float64.
 
-    expected, got, truth: the values in the reference, the candidate and the float64 model. Returns `failed`
-    where they have no errors to compare, or where the candidate's is too large; undecided where the reference's
-    is too large to judge by.
+    expected, got, truth: the values in the reference, the candidate and the float64 model. scale: size of the data that
+    the output averages, where that is more than its own. Returns `failed` where they have no errors to compare, or where
+    the candidate's is too large; undecided where the reference's is too large to judge by.
     """
     own = worst = largest = size = 0.0
     for reference, value, exact in zip(expected, got, truth, strict=True):
@@ -151,33 +127,36 @@ def compare_with_truth(
         if not reference.shape == value.shape == exact.shape or reference.dtype != value.dtype:
             return failed
         wide = [np.asarray(array, np.float64) for array in arrays]
-        if not all(np.isfinite(array).all() for array in wide):
+        finite = np.isfinite(wide[0])
+        if not all(np.array_equal(finite, np.isfinite(array)) for array in wide[1:]):
             return failed
+        wide = [array[finite] for array in wide]
         own = max(own, float(np.abs(wide[0] - wide[2]).max(initial=0.0)))
         worst = max(worst, float(np.abs(wide[1] - wide[2]).max(initial=0.0)))
         largest = max(largest, float(np.abs(wide[2]).max(initial=0.0)))
         size = max(size, float(np.abs(wide[0]).max(initial=0.0)))
-    bound = tolerances.OWN_ERROR * own
+    relative = worst / largest if largest else 0.0
+    near = failed.atol * min(1.0, max(largest, scale) / size) if size else failed.atol
+    bound = near if worst <= near else max(failed.atol, tolerances.OWN_ERROR * own)
     if worst > bound:
         more = f"; from the model in float64 it differs by {worst:.3g}, the reference by {own:.3g}"
         return dataclasses.replace(failed, reason=f"{failed.reason}{more}")
-    reason = None
-    if not tolerances.is_evidence(bound, failed.atol, size):
+    reason = ""
+    if worst > near and not tolerances.is_evidence(bound, failed.atol, max(size, scale)):
         reason = (
             f"the network is ill-conditioned on these inputs: the reference itself differs from the model in float64"
             f" by {own:.3g}, where its largest value is {size:.3g}"
         )
-    relative = worst / largest if largest else 0.0
     return dataclasses.replace(
         failed,
         max_abs_diff=worst,
         max_rel_diff=relative,
         atol=bound,
         rtol=0.0,
-        passed=reason is None,
+        passed=not reason,
         reason=reason,
         bound="float64",
-        decided=reason is None,
+        decided=not reason,
     )
 
 

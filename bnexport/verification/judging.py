@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from bnexport.errors import VerificationError
 from bnexport.verification import smaller_inputs
 from bnexport.verification.reference import Reference
-from bnexport.verification.torch_outputs import Array, OutputError, compare, to_array
+from bnexport.verification.torch_outputs import Array, compare, to_array
+from bnexport.verification.verdict import OutputComparison
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -30,7 +30,7 @@ class Engine(Protocol):
 class Outcome:
     """One set of inputs compared. scale: what float inputs were multiplied by. failure: why the model did not run."""
 
-    errors: tuple[OutputError, ...] = ()
+    errors: tuple[OutputComparison, ...] = ()
     scale: float = 1.0
     failure: str = ""
 
@@ -93,7 +93,7 @@ class _Feed:
             except Exception:  # what the model's code raises on other values
                 return None
 
-        first: list[OutputError] = []
+        first: list[OutputComparison] = []
         scalable = any(value.is_floating_point() for value in self._feed)
         for attempt in smaller_inputs.attempts(run, scalable=scalable):
             (rows,) = attempt.expected
@@ -110,7 +110,7 @@ class _Feed:
             ]
         return Outcome(tuple(first))
 
-    def _compare(self, scale: float, rows: Sequence[Array]) -> list[OutputError]:
+    def _compare(self, scale: float, rows: Sequence[Array]) -> list[OutputComparison]:
         if scale not in self._got:  # an engine may take seconds to start: all smaller inputs at once
             smaller = [_scaled(self._feed, each) for each in smaller_inputs.SCALES]
             results = [engine.run(smaller) for engine in self._engines]
@@ -141,14 +141,11 @@ def _scaled(inputs: Tensors, scale: float) -> Tensors:
     return tuple(value * scale if value.is_floating_point() else value for value in inputs)
 
 
-def _without_hidden(errors: list[OutputError], expected: list[Any], halved: list[Any]) -> list[OutputError]:
+def _without_hidden(errors: list[OutputComparison], expected: list[Any], halved: list[Any]) -> list[OutputComparison]:
     """Passes are undecided where the bound hides what the inputs change. Engines follow one another in `errors`."""
     results = []
     for index, error in enumerate(errors):
         one, two = (rows[index % len(expected)] for rows in (expected, halved))
-        shown = not smaller_inputs.is_float(one) or one.shape != two.shape
-        if not shown:
-            shown = smaller_inputs.is_small(error.bound, [(one.astype(np.float64), two.astype(np.float64))])
-        hidden = error.passed and not shown
-        results.append(dataclasses.replace(error, decided=False, reason=smaller_inputs.HIDDEN) if hidden else error)
+        shown = one.shape != two.shape or smaller_inputs.shows_inputs(error, [one], [two])
+        results.append(error if shown else smaller_inputs.as_hidden(error))
     return results

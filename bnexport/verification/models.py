@@ -15,68 +15,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from bnexport.errors import BnexportError, ModelError
-from bnexport.folding.converting.sync_bn import is_sync_batch_norm, training_mode
-from bnexport.graph.mixed_types import insert_casts
-from bnexport.graph.refusal import Refused
+from bnexport.graph.sync_bn_nodes import has_sync_batch_norm, is_sync_batch_norm, trains
 from bnexport.model_io import Parts, to_parts, walk
-from bnexport.model_io.read import open_source
-from bnexport.verification.comparison import FLOATS, OutputComparison
+from bnexport.verification.comparison import FLOATS
 from bnexport.verification.isolated_process import PROCESS, EngineFailure, Shipment
 from bnexport.verification.probes import Probe, find_probes
 from bnexport.verification.samples import InputSpec
+from bnexport.verification.verdict import OutputComparison, Verification
 
-SCHEMA_VERSION = 1
-Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 Inputs = Mapping[str, np.ndarray] | Sequence[Mapping[str, np.ndarray]]
-
-
-@dataclasses.dataclass(frozen=True)
-class VerifyResult:
-    """status: "passed", "failed" or "not verified" (then `reason` says why).
-
-    engine: what ran the models. reference: "original", or "converted" where a training graph, or one that no
-    engine runs, was compared after MMCVSyncBatchNorm had become BatchNormalization. input_scale: what the float
-    inputs were multiplied by; below 1 where the outputs of the first inputs decide nothing.
-    """
-
-    status: str
-    reason: str | None = None
-    outputs: tuple[OutputComparison, ...] = ()
-    samples: int = 0
-    seed: int = 0
-    reference: str = "original"
-    engine: str = ""
-    input_scale: float = 1.0
-
-    @property
-    def passed(self) -> bool:
-        """Whether every output was compared and lies within its bound."""
-        return self.status == "passed"
-
-    @property
-    def max_abs_diff(self) -> float:
-        """The largest absolute difference over all outputs; 0 when none was compared."""
-        return max((output.max_abs_diff for output in self.outputs), default=0.0)
-
-    @property
-    def max_rel_diff(self) -> float:
-        """The largest relative difference over all outputs; 0 when none was compared."""
-        return max((output.max_rel_diff for output in self.outputs), default=0.0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """What the command line prints with --json."""
-        return {"schema_version": SCHEMA_VERSION, "passed": self.passed, **dataclasses.asdict(self)}
+# Turns MMCVSyncBatchNorm into inference BatchNormalization, in place; it lies above this package.
+Convert = Callable[[ir.Model], ir.Model]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,56 +52,28 @@ class Terms:
     patience: float = 30.0
 
 
-def verify(
-    reference: Source,
-    candidate: Source,
-    *,
-    inputs: Inputs | None = None,
-    seed: int = 0,
-    samples: int = 2,
-    atol: float | None = None,
-    rtol: float | None = None,
-    timeout: float | None = None,
-) -> VerifyResult:
-    """Runs both models on the same inputs and compares every output.
-
-    What cannot be run, crashes or takes too long is a result, not an error.
-
-    Args:
-        reference: a path, ModelProto or onnx_ir.Model.
-        candidate: the model to check, with the same inputs and outputs.
-        inputs: arrays by the names of the inputs, one set or several; None makes random ones.
-        seed: of the first random set; the others count on.
-        samples: number of random sets.
-        atol: absolute bound instead of the table's (`bnexport/tolerances.py`).
-        rtol: bound relative to each value of the reference; what is not given of the two is 0 then.
-        timeout: seconds for both models together; None for no limit.
-
-    Raises:
-        ModelError: a file is refused.
-    """
-    first, second = open_source(reference).model, open_source(candidate).model
-    compare_with = functools.partial(compare, terms=Terms(inputs, seed, samples, atol, rtol, timeout))
-    result = compare_with(first, second)
-    if result.status == "not verified" and result.reference == "original" and _has_nodes(first):
+def compare_or_convert(reference: ir.Model, candidate: ir.Model, terms: Terms, convert: Convert) -> Verification:
+    """`compare`, and once more with the converted reference where nothing runs its nodes."""
+    result = compare(reference, candidate, terms, convert)
+    if result.status == "not_verified" and result.reference == "original" and has_sync_batch_norm(reference):
         # No engine has the operator; its converted, unfolded graph any engine runs.
-        converted = compare_with(_converted(first), second)
-        if converted.status != "not verified" and not _has_nodes(second):
+        converted = compare(convert(reference), candidate, terms, convert)
+        if converted.status != "not_verified" and not has_sync_batch_norm(candidate):
             return dataclasses.replace(converted, reference="converted")
     return result
 
 
-def compare(reference: ir.Model, candidate: ir.Model, terms: Terms) -> VerifyResult:
-    """`verify` for models that are open already; they may be changed."""
+def compare(reference: ir.Model, candidate: ir.Model, terms: Terms, convert: Convert) -> Verification:
+    """Compares models that are open already; they may be changed."""
     label = "original"
-    if _trains(reference) and not _has_nodes(candidate):
-        reference, label = _converted(reference), "converted"
+    if trains(reference) and not has_sync_batch_norm(candidate):
+        reference, label = convert(reference), "converted"
     difference = _interface(reference, candidate)
     if difference:
-        return VerifyResult("failed", difference, seed=terms.seed, reference=label)
+        return Verification("failed", difference, seed=terms.seed, reference=label)
     answer = _ask(reference, candidate, terms)
     outputs = tuple(OutputComparison(**output) for output in answer.pop("outputs", ()))
-    return VerifyResult(outputs=outputs, seed=terms.seed, reference=label, **answer)
+    return Verification(outputs=outputs, seed=terms.seed, reference=label, **answer)
 
 
 def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, Any]:
@@ -171,13 +100,13 @@ def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, An
         return _failure(failure)
     except ModelError as error:
         # It cannot be written for an engine: no one can run it.
-        return {"status": "not verified", "reason": str(error)}
+        return {"status": "not_verified", "reason": str(error)}
 
 
 def _failure(failure: EngineFailure) -> dict[str, Any]:
     """What the end of the verifying process says about the models: a candidate that crashes an engine differs."""
     where = f" while it ran the {failure.stage} in {failure.engine}" if failure.stage else ""
-    status = "failed" if failure.crashed and failure.stage == "candidate" else "not verified"
+    status = "failed" if failure.crashed and failure.stage == "candidate" else "not_verified"
     return {"status": status, "reason": f"the verifying process: {failure}{where}", "engine": failure.engine}
 
 
@@ -271,27 +200,3 @@ def _interface(reference: ir.Model, candidate: ir.Model) -> str | None:
         if names != others:
             return f"the {what} differ: {names[:8]} and {others[:8]}"
     return None
-
-
-def _has_nodes(model: ir.Model) -> bool:
-    return any(is_sync_batch_norm(node) for node in walk.nodes(model))
-
-
-def _trains(model: ir.Model) -> bool:
-    for node in walk.nodes(model):
-        if is_sync_batch_norm(node):
-            try:
-                if training_mode(node):
-                    return True
-            except Refused:
-                return True
-    return False
-
-
-def _converted(model: ir.Model) -> ir.Model:
-    from bnexport.folding.context import Options
-    from bnexport.folding.folder import Engine  # the engine's report holds a VerifyResult
-
-    Engine(model, Options()).convert()
-    insert_casts(model)
-    return model

@@ -14,12 +14,12 @@ from torch.utils import _pytree
 
 from bnexport import tolerances
 from bnexport.sync_bn.convert import replace, to_plain
-from bnexport.verification.comparison import OutputComparison, compare_output, compare_with_truth, verdict
-from bnexport.verification.models import VerifyResult
+from bnexport.verification.comparison import compare_output, compare_with_truth
 from bnexport.verification.smaller_inputs import Attempt, as_hidden, attempts, shows_inputs, with_smaller
+from bnexport.verification.verdict import OutputComparison, Verification
 
 
-def compare(original: nn.Module, folded: nn.Module, inputs: tuple[torch.Tensor, ...]) -> VerifyResult:
+def compare(original: nn.Module, folded: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Verification:
     """Runs both, which are in eval mode and may change by it, and compares every output tensor.
 
     The bound is that of `bnexport.tolerances.model`. Where it is missed, the error is held against
@@ -35,7 +35,7 @@ def compare(original: nn.Module, folded: nn.Module, inputs: tuple[torch.Tensor, 
         reference, original = "converted", replace(original, to_plain)
         expected, names = _run(original, inputs)
     if not _equal(expected, _run(original, inputs)[0]):
-        return VerifyResult("not verified", "the model draws random numbers", engine=engine)
+        return Verification.skipped("the model draws random numbers")
 
     def run(scale: float) -> list[list[Any]] | None:
         if scale == 1.0:
@@ -46,27 +46,27 @@ def compare(original: nn.Module, folded: nn.Module, inputs: tuple[torch.Tensor, 
             return None
         return [list(rows)] if others == names else None
 
-    result: VerifyResult | None = None
+    result: Verification | None = None
     scalable = any(value.is_floating_point() for value in inputs)
     for attempt in attempts(run, scalable=scalable):
         again = _compare(original, folded, _scaled(inputs, attempt.scale), names, attempt)
         again = dataclasses.replace(again, reference=reference, engine=engine, input_scale=attempt.scale)
-        if again.status != "not verified":
+        if again.status != "not_verified":
             return again
         result = result or again
     assert result is not None
-    return dataclasses.replace(result, reason=with_smaller(str(result.reason))) if scalable else result
+    return dataclasses.replace(result, reason=with_smaller(result.reason)) if scalable else result
 
 
 def _compare(
     original: nn.Module, folded: nn.Module, inputs: tuple[torch.Tensor, ...], names: list[str], attempt: Attempt
-) -> VerifyResult:
+) -> Verification:
     try:
         got, other = _run(folded, inputs)
     except Exception as error:  # what the model's code raises, when it misses its batch norms
-        return VerifyResult("failed", f"the folded module fails: {error}")
+        return Verification("failed", f"the folded module fails: {error}")
     if names != other:
-        return VerifyResult("failed", f"the outputs differ: {names[:8]} and {other[:8]}")
+        return Verification("failed", f"the outputs differ: {names[:8]} and {other[:8]}")
     (expected,) = attempt.expected
     working = _working_type(original, inputs)
     outputs = [compare_output(name, [one], [two], working) for name, one, two in zip(names, expected, got)]
@@ -77,8 +77,7 @@ def _compare(
             output if shows_inputs(output, [one], [half]) else as_hidden(output)
             for output, one, half in zip(outputs, expected, attempt.halved[0])
         ]
-    status, reason = verdict(outputs)
-    return VerifyResult(status, reason, tuple(outputs), samples=1)
+    return Verification.of(outputs, samples=1)
 
 
 def _scaled(inputs: tuple[torch.Tensor, ...], scale: float) -> tuple[torch.Tensor, ...]:

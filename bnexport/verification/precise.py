@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from bnexport.errors import UnsupportedModelError
+from bnexport.model_io.validate import bodies
 from bnexport.verification.runner import Serialised, whole
 
 # Parameters of a model that is worth the time, which is that of NumPy.
@@ -107,9 +108,5 @@ def _widen_attributes(nodes: Iterable[Any], floats: Sequence[int]) -> None:
 def _graphs(graphs: list[Any]) -> list[Any]:
     """Graphs and the bodies inside them."""
     for graph in graphs:
-        graphs += [body for node in graph.node for attribute in node.attribute for body in _bodies(attribute)]
+        graphs += [body for node in graph.node for attribute in node.attribute for body in bodies(attribute)]
     return graphs
-
-
-def _bodies(attribute: Any) -> list[Any]:
-    return [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]

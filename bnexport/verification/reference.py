@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
+from bnexport.errors import first_line
 from bnexport.sync_bn.copies import copy_model
 
 Tensors = tuple[torch.Tensor, ...]
@@ -126,11 +127,6 @@ def _run(model: nn.Module, inputs: Tensors) -> tuple[Tensors, Buffers]:
         leaves = _pytree.tree_leaves(model(*(value.clone() for value in inputs)))
     outputs = tuple(value.detach() for value in leaves if isinstance(value, torch.Tensor))
     return outputs, dict(model.named_buffers(remove_duplicate=False))
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, or its class where that is nothing."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:

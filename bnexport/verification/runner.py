@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bnexport.errors import BnexportError, UnsupportedModelError
+from bnexport.errors import BnexportError, UnsupportedModelError, first_line
 from bnexport.model_io.validate import printable
 
 # Parameters of a model that the reference implementation may be asked to run.
@@ -68,13 +68,17 @@ class ReferenceRunner:
         try:
             self._evaluator = onnx.reference.ReferenceEvaluator(whole(model))
         except Exception as error:  # it raises whatever an operator raises
-            raise UnsupportedModelError(f"onnx.reference cannot load it: {_first_line(error)}") from error
+            raise UnsupportedModelError(
+                f"onnx.reference cannot load it: {printable(first_line(error))[:300]}"
+            ) from error
 
     def run(self, inputs: Mapping[str, np.ndarray], outputs: Sequence[str]) -> list[Any]:
         try:
             return list(self._evaluator.run(list(outputs), dict(inputs)))
         except Exception as error:
-            raise UnsupportedModelError(f"onnx.reference cannot run it: {_first_line(error)}") from error
+            raise UnsupportedModelError(
+                f"onnx.reference cannot run it: {printable(first_line(error))[:300]}"
+            ) from error
 
 
 class RuntimeRunner:
@@ -91,14 +95,16 @@ class RuntimeRunner:
             raise
         except Exception as error:  # ONNX Runtime raises one class for each status code
             hint = f"; {model.no_library}" if model.no_library else ""
-            raise UnsupportedModelError(f"ONNX Runtime cannot load it: {_first_line(error)}{hint}") from error
+            raise UnsupportedModelError(
+                f"ONNX Runtime cannot load it: {printable(first_line(error))[:300]}{hint}"
+            ) from error
 
     def run(self, inputs: Mapping[str, np.ndarray], outputs: Sequence[str]) -> list[Any]:
         known = {value.name for value in self._session.get_inputs()}
         try:
             return list(self._session.run(list(outputs), {name: inputs[name] for name in inputs if name in known}))
         except Exception as error:
-            raise UnsupportedModelError(f"ONNX Runtime cannot run it: {_first_line(error)}") from error
+            raise UnsupportedModelError(f"ONNX Runtime cannot run it: {printable(first_line(error))[:300]}") from error
 
 
 ENGINES: tuple[type[Runner], ...] = (RuntimeRunner, ReferenceRunner)
@@ -137,8 +143,3 @@ def _options(model: Serialised) -> Any:
         os.environ[library.ENVIRONMENT_VARIABLE] = model.library
         library.register(options)
     return options
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return printable(text.splitlines()[0])[:300] if text else type(error).__name__

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bnexport.verification.comparison import OutputComparison
+from bnexport.verification.verdict import OutputComparison
 
 SCALES = tuple(2.0**-power for power in (3, 6, 9, 12))
 # Largest bound, as a share of max |y(x) - y(x / 2)|. Float16's bound is 1.6 % of max |y|: x must make a sixth of y.

@@ -22,7 +22,7 @@ import numpy as np
 
 from bnexport.errors import BnexportError
 from bnexport.verification import precise, runner
-from bnexport.verification.comparison import OutputComparison, compare_output, compare_with_truth, verdict
+from bnexport.verification.comparison import compare_output, compare_with_truth
 from bnexport.verification.runner import ENGINES, Runner, Serialised
 from bnexport.verification.samples import FREE_SIZES, InputSpec, samples
 from bnexport.verification.smaller_inputs import (
@@ -34,6 +34,7 @@ from bnexport.verification.smaller_inputs import (
     shows_inputs,
     with_smaller,
 )
+from bnexport.verification.verdict import OutputComparison, Verification
 
 LENGTH = struct.Struct("<Q")
 MAX_DESCRIPTORS = 64
@@ -53,7 +54,7 @@ def main(descriptor: int) -> None:
                 return
             channel.settimeout(None)
             try:
-                result = _Verification(request, descriptors, channel).run()
+                result = _Job(request, descriptors, channel).run()
             finally:
                 for each in descriptors:
                     os.close(each)
@@ -87,7 +88,7 @@ def _exactly(channel: socket.socket, size: int) -> bytes:
     return b"".join(pieces)
 
 
-class _Verification:
+class _Job:
     """One request: models, inputs, and what is asked of them."""
 
     def __init__(self, request: dict[str, Any], descriptors: list[int], channel: socket.socket) -> None:
@@ -96,7 +97,7 @@ class _Verification:
         self._channel = channel
 
     def run(self) -> dict[str, Any]:
-        """The fields of a VerifyResult that this process knows."""
+        """The fields of a Verification that this process knows."""
         reference, candidate = self._model("reference"), self._model("candidate")
         reasons = []
         for engine in ENGINES:
@@ -104,7 +105,7 @@ class _Verification:
                 return self._run(engine, reference, candidate)
             except BnexportError as error:
                 reasons.append(str(error))
-        return {"status": "not verified", "reason": "; ".join(reasons)}
+        return {"status": "not_verified", "reason": "; ".join(reasons)}
 
     def _run(self, engine: type[Runner], reference: Serialised, candidate: Serialised) -> dict[str, Any]:
         """The verdict in one engine, on smaller inputs where the first decide nothing.
@@ -144,7 +145,7 @@ class _Verification:
             self._stage("comparison", engine)
             answer = self._compare(reference, feeds, attempt, got)
             answer |= {"engine": engine.name, "samples": len(inputs), "input_scale": attempt.scale}
-            if answer["status"] != "not verified":
+            if answer["status"] != "not_verified":
                 return answer
             first = first or answer
         assert first is not None
@@ -225,10 +226,11 @@ class _Verification:
             shown = [places.get(name, index) for index, name in enumerate(names)]
             seen = [shows_inputs(compared[i], columns[i][0], [row[i] for row in attempt.halved]) for i in shown]
             compared = [output if sees else as_hidden(output) for output, sees in zip(compared, seen, strict=True)]
-        status, reason = verdict(compared)
-        if status == "passed" and not any(output.elements for output in compared):
-            status, reason = "not verified", "the outputs are empty"
-        return {"status": status, "reason": reason, "outputs": [dataclasses.asdict(output) for output in compared]}
+        verdict = Verification.of(compared)
+        if verdict and not any(output.elements for output in compared):
+            verdict = dataclasses.replace(verdict, status="not_verified", reason="the outputs are empty")
+        outputs = [dataclasses.asdict(output) for output in compared]
+        return {"status": verdict.status, "reason": verdict.reason, "outputs": outputs}
 
     def _against_float64(
         self,

@@ -65,20 +65,29 @@ std::string number(double value) {
   return buffer;
 }
 
+bool is(const schema::Attribute& a, const char* name) { return std::strcmp(a.name, name) == 0; }
+
+// The schema has an attribute that nothing below reads: a node would run with its default.
+[[noreturn]] void unread(const std::string& where, const schema::Attribute& a) {
+  throw NodeError(where + ": attribute '" + a.name + "' is in the schema and is not read; add it to read_attributes");
+}
+
 void set(Attributes& attributes, const schema::Attribute& a, double value) {
   const std::string prefix = attributes.where + ": attribute '" + a.name + "': got " + number(value) + ", expected ";
-  if (a.zero_or_one) {
+  if (is(a, "training_mode")) {
     if (value != 0 && value != 1) throw NodeError(prefix + "0 or 1");
     attributes.training = static_cast<int32_t>(value);
-  } else if (std::strcmp(a.name, "momentum") == 0) {
+  } else if (is(a, "momentum")) {
     if (!(value >= 0 && value <= 1)) throw NodeError(prefix + "a number in [0, 1], the weight of the new value");
     attributes.momentum = value;
-  } else if (std::strcmp(a.name, "eps") == 0) {
+  } else if (is(a, "eps")) {
     if (!(value >= 0 && std::isfinite(value))) throw NodeError(prefix + "a finite number >= 0");
     attributes.eps = value;
-  } else {
+  } else if (is(a, "group_size")) {
     if (!(value >= 1 && value <= 1e6)) throw NodeError(prefix + "a number of processes, 1 to 1000000");
     attributes.group_size = static_cast<int64_t>(value);
+  } else {
+    unread(attributes.where, a);
   }
 }
 
@@ -119,15 +128,17 @@ Attributes read_attributes(ort::Api api, const ort::KernelInfo* info, const sche
       set(attributes, a, read_number(api, info, attributes.where, a));
       continue;
     }
-    if (std::strcmp(a.name, "group") == 0) {
+    if (is(a, "group")) {
       attributes.group = read_group(api, info, attributes.where, a);
       continue;
     }
     const std::string value = read_text(api, info, attributes.where, a);
-    if (std::strcmp(a.name, "stats_mode") == 0) {
+    if (is(a, "stats_mode")) {
       attributes.stats_mode = index_of(attributes.where, a, value);
-    } else {
+    } else if (is(a, "grad_reduction")) {
       attributes.grad_reduction = index_of(attributes.where, a, value);
+    } else {
+      unread(attributes.where, a);
     }
   }
   return attributes;

@@ -17,7 +17,7 @@ from bnexport import tolerances
 from bnexport.errors import GroupError
 from bnexport.native import capi, nccl
 from bnexport.native.library import get_library_path
-from bnexport.runtime import communicator
+from bnexport.runtime import communicator, device_groups
 from bnexport.sync_bn import distributed
 from tests.support import kernel_oracle as oracle
 from tests.support.node_models import forward_feeds, forward_model, grad_model, session
@@ -166,7 +166,7 @@ def fake_nccl(monkeypatch: pytest.MonkeyPatch):
     store.set_timeout(datetime.timedelta(seconds=2))
     path = Path(get_library_path()).with_name("libfake_nccl.so")
     monkeypatch.setattr(nccl, "_nccl", lambda: str(path).encode())
-    monkeypatch.setattr(nccl, "_joined", {})
+    monkeypatch.setattr(device_groups, "_joined", {})
     monkeypatch.setattr(distributed, "store_of", lambda name: store)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return store
@@ -176,7 +176,7 @@ def test_members_join_and_gather(fake_nccl) -> None:
     assert nccl.version() == "2.27.3"
 
     def member(rank: int) -> list[float]:
-        joined = nccl.join("pair", 2, rank)
+        joined = device_groups.join("pair", 2, rank)
         gather = DEVICE_ALL_GATHER(joined.all_gather)
         send, receive = (ctypes.c_double * 2)(rank, 10.0), (ctypes.c_double * 4)()
         error = ctypes.create_string_buffer(256)
@@ -235,10 +235,10 @@ def test_a_gather_that_was_aborted_can_be_asked_about(fake_nccl) -> None:
 
 def test_a_member_that_does_not_join_is_an_error(fake_nccl) -> None:
     with pytest.raises(GroupError, match="joining the group did not end within 2"):
-        nccl.join("pair", 2, 0)
+        device_groups.join("pair", 2, 0)
     fake_nccl.delete_key("bnexport/nccl/1")
     with pytest.raises(GroupError, match="rank 0 did not join within the group's timeout"):
-        nccl.join("other", 2, 1)
+        device_groups.join("other", 2, 1)
 
 
 def test_a_group_over_nccl_is_registered_for_both_kinds_of_node(fake_nccl, monkeypatch, tmp_path) -> None:

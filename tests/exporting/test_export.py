@@ -250,7 +250,7 @@ def test_frozen_statistics_in_a_training_model(exporter, tmp_path):
 def test_dropout_in_train_mode_is_not_called_verified(tmp_path):
     net = nn.Sequential(SyncBatchNorm(3), nn.Dropout())
     result = bnexport.export(net, torch.randn(8, 3), tmp_path / "m.onnx", mode="custom_op")
-    assert result.verification.passed is None
+    assert result.verification.status == "not_verified"
     assert "random" in result.verification.reason
 
 
@@ -274,7 +274,7 @@ def test_a_wrong_graph_is_never_written(tmp_path, monkeypatch):
     monkeypatch.setattr(api, "finish", wrong)
     path = tmp_path / "m.onnx"
     path.write_bytes(b"what was there")
-    with pytest.raises(VerificationError, match="nothing was written: output 'output' differs"):
+    with pytest.raises(VerificationError, match=r"nothing was written: output 'output' in .*: differs"):
         bnexport.export(_trained().eval(), torch.randn(2, 3, 6, 5), path)
     assert path.read_bytes() == b"what was there"
     assert list(tmp_path.iterdir()) == [path]
@@ -330,7 +330,7 @@ def test_a_group_of_processes_is_written_by_its_public_name(cluster, tmp_path):
     for result in cluster.call(3, _export_in_group, str(tmp_path), False, False):
         assert result == {"group": "", "size": 1, "functions": 1, "verified": True}
     for result in cluster.call(2, _export_in_group, str(tmp_path), True):
-        assert result == {"group": "pair", "size": 2, "functions": 0, "verified": None}
+        assert result == {"group": "pair", "size": 2, "functions": 0, "verified": False}
     for result in cluster.run(2, _export_in_group, str(tmp_path), False):
         assert isinstance(result, Raised), "the group is not registered any more"
     for result in cluster.call(4, _export_in_group, str(tmp_path), False):

@@ -245,7 +245,7 @@ def test_equal_values_hide_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(api, "finish", wrong)
     model = nn.Conv2d(3, 4, 1, bias=False).eval()
-    with pytest.raises(VerificationError, match="nothing was written: output 'output' differs"):
+    with pytest.raises(VerificationError, match=r"nothing was written: output 'output' in .*: differs"):
         bnexport.export(model, torch.zeros(1, 3, 4, 4), tmp_path / "m.onnx", exporter="torchscript", dynamic=False)
 
 

@@ -63,7 +63,7 @@ def test_networks_at_any_size(network, format, tmp_path):
     before = {name: value.clone() for name, value in net.state_dict().items()}
     result = bnexport.export(net, example, tmp_path / f"m.{format}", format=format)
     assert result.verification.passed
-    assert all(output.max_abs_error < 1e-5 for output in result.verification.outputs)
+    assert all(output.max_abs_diff < 1e-5 for output in result.verification.outputs)
     assert result.exporter == ("script" if format == "torchscript" else "torch.export")
     assert result.outputs == (("out", "aux") if network == "segmenter" else ("output",))
     assert not batch_norms(result)
@@ -88,7 +88,7 @@ def test_a_process_that_cannot_import_bnexport(format, tmp_path):
     )
     done = warm.run("-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert result.verification.passed is None
+    assert result.verification.status == "not_verified"
     assert result.outputs == ("output",)
 
 
@@ -280,7 +280,7 @@ def test_a_wrong_fold_is_never_written(format, tmp_path, monkeypatch):
         layer.module._parameters["bias"].data += 1e-3
 
     monkeypatch.setattr(folder.Layer, "write", wrong)
-    with pytest.raises(VerificationError, match="nothing was written: output 'output' differs"):
+    with pytest.raises(VerificationError, match=r"nothing was written: output 'output' in .*: differs"):
         bnexport.export(pair(), torch.randn(2, 3, 6, 6), tmp_path / "m", format=format)
     assert not list(tmp_path.iterdir())
 

@@ -142,7 +142,7 @@ def test_not_verified_is_said(tmp_path: Path) -> None:
     body = BODY.replace("r = Relu (t)", "r = other.Secret (t)")
     result = fold(model(body, SHAPES, header=header), tmp_path / "target.onnx")
     assert result.report.verification is not None
-    assert result.report.verification.status == "not verified"
+    assert result.report.verification.status == "not_verified"
     assert result.report.verification.reason
     assert not result.report.verification.passed
     assert (tmp_path / "target.onnx").exists()
@@ -170,7 +170,7 @@ class TestVerify:
         proto = onnx.load(source)
         proto.graph.node[2].op_type = "NoSuchOperator"
         assert verify(source, proto).status == "failed"
-        assert verify(proto, source).status == "not verified"
+        assert verify(proto, source).status == "not_verified"
 
     def test_nan_in_the_candidate_only(self) -> None:
         first = model("g (float[N,3] x) => (float[N,3] y) { y = Identity (x) }")

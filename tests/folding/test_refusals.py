@@ -50,7 +50,7 @@ def attempt(
     arrays = {name: np.asarray(array) for name, array in more.items()}
     proto = model(f"g ({inputs}) => (float[N,4,H,W] y) {{ {body} }}", shapes, values=arrays, opset=opset)
     context = context_of(proto, opset)
-    search = Search(context, RULES)
+    search = Search(Plan(context), RULES)
     graph = context.model.graph
     values = {it.name: it for it in (*graph.inputs, *(out for node in graph for out in node.outputs))}
     start = values[value or {"backward": "z", "forward": "x"}[direction]]
@@ -433,11 +433,14 @@ class TestPlan:
             plan.check_add(Addend(np.full(2, 1e300), 1, 4, np.dtype(np.float32)))
 
     def test_a_branch_that_is_dropped_leaves_nothing(self, plan: Plan, node: ir.Node) -> None:
-        state = plan.snapshot()
-        plan.scale(node, 1, np.ones((2, 1, 1, 1)), "weight")
-        plan.add_behind(node, Addend(np.ones(2), 1, 4, np.dtype(np.float32)))
-        plan.set_attribute(node, ir.AttrInt64("group", 1))
-        plan.restore(state)
+        with pytest.raises(Refused), plan.trial():
+            plan.scale(node, 1, np.ones((2, 1, 1, 1)), "weight")
+            plan.add_behind(node, Addend(np.ones(2), 1, 4, np.dtype(np.float32)))
+            plan.set_attribute(node, ir.AttrInt64("group", 1))
+            plan.rules["conv"] = None
+            plan.steps_down += 1
+            raise Refused("shape", "given up")
         assert (plan.edits, plan.attributes, plan.targets, plan.adds) == ({}, {}, {}, {})
+        assert (plan.rules, plan.steps_down) == ({}, 0)
         plan.commit()
         assert [it.op_type for it in plan.context.model.graph] == ["Conv"] and "group" not in node.attributes

@@ -18,7 +18,7 @@ import pytest
 
 from bnexport.folding import fold
 from bnexport.folding.context import Options
-from bnexport.folding.folder import Engine
+from bnexport.folding.steps import Folding
 from bnexport.model_io import to_proto
 from bnexport.model_io.read import open_source
 from tests.support.onnx_text import assert_near, batch_norms, fold_and_check, make_inputs, model, operators, run
@@ -177,10 +177,11 @@ def engine_time(proto: onnx.ModelProto) -> tuple[float, set[str]]:
     ir_model = open_source(proto).model
     gc.collect()
     start = time.process_time()
-    engine = Engine(ir_model, Options())
-    engine.convert()
-    engine.fold()
-    return time.process_time() - start, {site.outcome for site in engine.sites}
+    folding = Folding(ir_model, Options())
+    folding.prepare()
+    folding.convert()
+    folding.fold()
+    return time.process_time() - start, {site.outcome for site in folding.sites}
 
 
 @pytest.mark.parametrize("case", GROWING)
@@ -274,8 +275,9 @@ def test_deeper_than_a_file() -> None:
     graph.outputs.clear()
     graph.remove(nodes)
     top = ir.Graph([x, c], outputs, nodes=nodes, initializers=parameters, opset_imports={"": 17}, name="main")
-    engine = Engine(ir.Model(top, ir_version=8), Options())
-    engine.convert()
-    engine.fold()
-    assert {site.outcome for site in engine.sites} == {"folded"}
-    assert len(engine.sites) == 101
+    folding = Folding(ir.Model(top, ir_version=8), Options())
+    folding.prepare()
+    folding.convert()
+    folding.fold()
+    assert {site.outcome for site in folding.sites} == {"folded"}
+    assert len(folding.sites) == 101

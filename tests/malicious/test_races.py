@@ -75,16 +75,16 @@ def test_between_the_check_and_onnxruntime(change: object, victim: Path, monkeyp
 
 
 def test_between_the_check_and_verification(victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bnexport.verification import models
+    from bnexport.folding import comparing
 
-    real = models.open_source
+    real = comparing.open_source
 
     def open_and_change(source: object) -> object:
         opened = real(source)  # type: ignore[arg-type]
         replace_by_a_link(victim)
         return opened
 
-    monkeypatch.setattr(models, "open_source", open_and_change)
+    monkeypatch.setattr(comparing, "open_source", open_and_change)
     with pytest.raises(UnsafeModelError):
         verify(victim, victim)
 

@@ -41,7 +41,7 @@ GROUPS = {
             *_named("tests/folding/editing/test_{}.py", "merge scaled_tensor"),
             *_named("tests/folding/reading/test_{}.py", "decomposed contradictions"),
             "tests/folding/converting/test_sync_bn.py",
-            *_named("tests/folding/test_{}.py", "affine traps opsets scopes api random_graphs refusals"),
+            *_named("tests/folding/test_{}.py", "affine traps opsets scopes api random_graphs refusals folder"),
         ),
     ),
     "sync_bn": Group(

@@ -538,12 +538,12 @@ WRONG = [("stem.0.weight.new", 1.5), ("head.1.running_mean.new", 1.001), ("loss"
 def test_a_wrong_graph_is_seen(wrong, plain):
     """An update that is off by half, and what the forward makes when it is off by 1e-3."""
     verdict = verification.check(*plain.check)
-    assert verdict.passed is False
+    assert verdict.status == "failed"
     assert [error.name for error in verdict.outputs if not error.passed] == [wrong]
 
 
 @pytest.mark.parametrize("wrong", WRONG[-1:], indirect=True)
 def test_a_wrong_graph_is_not_written(wrong, tmp_path):
-    with pytest.raises(VerificationError, match=f"{wrong!r} differs"):
+    with pytest.raises(VerificationError, match=f"{wrong!r} in .*: differs"):
         export(Net(), tmp_path / "s.onnx")
     assert not list(tmp_path.iterdir())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from bnexport import schema
 from bnexport.folding.context import Context
 
 _COUNTER = ".num_batches_tracked"
-_SUFFIX = ".new"
 
 
 def return_old_counters(graph: ir.Graph, context: Context) -> None:
@@ -15,9 +15,9 @@ def return_old_counters(graph: ir.Graph, context: Context) -> None:
     outputs = {str(value.name) for value in graph.outputs}
     for output in tuple(graph.outputs):
         name = str(output.name)
-        old = graph.initializers.get(name.removesuffix(_SUFFIX))
+        old = graph.initializers.get(name.removesuffix(schema.NEW_SUFFIX))
         node = output.producer()
-        if not name.endswith(_COUNTER + _SUFFIX) or old is None or node is None:
+        if not name.endswith(_COUNTER + schema.NEW_SUFFIX) or old is None or node is None:
             continue
         statistics = (name.replace(_COUNTER, f".{kind}") for kind in ("running_mean", "running_var"))
         if outputs.issuperset(statistics):

@@ -25,11 +25,11 @@ from bnexport.folding.converting.old_values import return_old
 from bnexport.folding.editing.parameters import new_constant
 from bnexport.graph.constants import Constants
 from bnexport.graph.evaluate import read_tensor
-from bnexport.graph.nodes import get_float, get_int, input_at, label, used
+from bnexport.graph.nodes import get_float, input_at, label, used
 from bnexport.graph.refusal import Refused
+from bnexport.graph.sync_bn_nodes import OP_TYPE, is_portable_body, is_sync_batch_norm, training_mode
 from bnexport.model_io import walk
 
-OP_TYPE = schema.SYNC_BATCH_NORM.name
 _INPUT = {value.name: index for index, value in enumerate(schema.SYNC_BATCH_NORM.inputs)}
 _OUTPUT = {value.name: index for index, value in enumerate(schema.SYNC_BATCH_NORM.outputs)}
 # For graphs that import no standard opset.
@@ -45,19 +45,6 @@ class Conversion:
     training: bool
     batch_norm: ir.Node | None
     reason: Refused | None = None
-
-
-def is_sync_batch_norm(node: ir.Node) -> bool:
-    """The operator in any domain: MMCV's own, the default one of old exports, or another."""
-    return node.op_type == OP_TYPE
-
-
-def is_portable_body(function: ir.Function) -> bool:
-    return function.name == OP_TYPE
-
-
-def training_mode(node: ir.Node) -> bool:
-    return get_int(node, "training_mode", int(schema.SYNC_BATCH_NORM.attribute("training_mode").default)) != 0
 
 
 def convert(context: Context, graphs: list[ir.Graph]) -> list[Conversion]:

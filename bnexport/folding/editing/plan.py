@@ -8,7 +8,8 @@ the product of all factors, with one rounding.
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir as ir
@@ -33,6 +34,10 @@ class Plan:
         self.targets: dict[ir.Node, None] = {}
         # Shifts that find no bias: an Add behind the node's first output.
         self.adds: dict[ir.Node, Addend] = {}
+        # Names of the rules that the edits are from, in the order of their first use.
+        self.rules: dict[str, None] = {}
+        # Steps of the search that led here; paths downwards may meet again, so their number needs a bound.
+        self.steps_down = 0
 
     def scale(
         self,
@@ -136,11 +141,15 @@ class Plan:
         self.adds[node] = addend
         self.target(node)
 
-    def snapshot(self) -> tuple[dict[Any, Any], ...]:
-        return dict(self.edits), dict(self.attributes), dict(self.targets), dict(self.adds)
-
-    def restore(self, state: tuple[dict[Any, Any], ...]) -> None:
-        self.edits, self.attributes, self.targets, self.adds = (dict(part) for part in state)
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[None]:
+        """Takes back all that was planned inside where that ends in Refused, which goes on."""
+        before = {name: value.copy() if isinstance(value, dict) else value for name, value in vars(self).items()}
+        try:
+            yield
+        except Refused:
+            vars(self).update(before)
+            raise
 
     def commit(self) -> None:
         self.context.edits.update(self.edits)

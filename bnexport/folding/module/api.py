@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from bnexport.folding.module import parts, tracing
 from bnexport.folding.module.folder import Engine, Options
-from bnexport.folding.reporting.report import Counts, FoldReport, SiteReport
+from bnexport.folding.reporting.counts import Counts
+from bnexport.folding.reporting.report import FoldReport, SiteReport
 from bnexport.folding.selection import as_names, check_names
 from bnexport.sync_bn.convert import become, replace, split_activation, to_plain
 from bnexport.sync_bn.copies import copy_model

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from bnexport.folding.affine import FLOAT_TYPES
+from bnexport.graph.element_types import FLOAT_TYPES
 from bnexport.graph.refusal import Refused
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

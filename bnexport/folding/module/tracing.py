@@ -21,7 +21,7 @@ from torch.fx.proxy import TraceError
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 
-from bnexport.errors import UnsupportedModelError, UsageError
+from bnexport.errors import UnsupportedModelError, UsageError, first_line
 from bnexport.folding.module import layers
 from bnexport.sync_bn.copies import copy_model
 from bnexport.sync_bn.recognition import recognise
@@ -67,7 +67,7 @@ class Trace:
 
 def reason(error: UnsupportedModelError) -> str:
     """Why torch.fx failed, of an error that `trace` raised."""
-    return _first_line(error.__cause__ or error)
+    return first_line(error.__cause__ or error)[:200]
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -109,11 +109,11 @@ def trace(
         except Exception as error:  # whatever the model's code makes of symbols
             if not tracer.failed:
                 raise UnsupportedModelError(
-                    f"{type(model).__name__}: its forward cannot be traced by torch.fx ({_first_line(error)}), so where"
+                    f"{type(model).__name__}: its forward cannot be traced by torch.fx ({first_line(error)[:200]}), so where"
                     " values go is not known; fold its parts instead, such as"
                     f" model.{_some_child(model)} = bnexport.fold_module(model.{_some_child(model)})"
                 ) from error
-            opaque[tracer.failed] = _first_line(error)
+            opaque[tracer.failed] = first_line(error)[:200]
     paths = {node: _inner(str(node.target)) for node in graph.nodes if node.op == "call_module"}
     read = tuple(
         _inner(str(node.target))
@@ -230,7 +230,7 @@ def run(model: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> None:
     except Exception as error:
         shapes = ", ".join(str(tuple(value.shape)) for value in inputs)
         raise UsageError(
-            f"example_inputs: the model fails on inputs of shape {shapes}: {_first_line(error)}"
+            f"example_inputs: the model fails on inputs of shape {shapes}: {first_line(error)[:200]}"
         ) from error
 
 
@@ -248,11 +248,6 @@ def _input_count(model: nn.Module) -> int:
 
 def _inner(path: str) -> str:
     return path.removeprefix(_MODEL).removeprefix(".")
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return (text[0] if text else type(error).__name__)[:200]
 
 
 def _some_child(model: nn.Module) -> str:

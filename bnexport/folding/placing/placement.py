@@ -18,16 +18,17 @@ from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.editing.edits import Addend
 from bnexport.folding.editing.parameters import insert_add
+from bnexport.folding.editing.plan import Plan
 from bnexport.folding.editing.rewrite import bypass, parameter_type
 from bnexport.folding.placing.search import Rule, Search
 from bnexport.folding.reading.site import Site
 from bnexport.graph.refusal import Refused
 
-Attempt = Callable[[Site, Context, dict[str, Rule]], Search]
+Attempt = Callable[[Site, Context, dict[str, Rule]], Plan]
 
 
-def place(site: Site, context: Context, rules: dict[str, Rule]) -> Search | list[tuple[str, Refused]]:
-    """Carries out the first way that is open; otherwise why the whole map can go neither up nor down."""
+def place(site: Site, context: Context, rules: dict[str, Rule]) -> Plan | list[tuple[str, Refused]]:
+    """Carries out the first way that is open, and returns its plan; otherwise why the whole map can go neither up nor down."""
     refusals: list[tuple[str, Refused]] = []
     for name, attempt in _ATTEMPTS:
         if name == "scale" and all(reason.code != "shift" for direction, reason in refusals if direction == "backward"):
@@ -41,53 +42,53 @@ def place(site: Site, context: Context, rules: dict[str, Rule]) -> Search | list
     return refusals
 
 
-def _backward(site: Site, context: Context, rules: dict[str, Rule]) -> Search:
-    search = Search(context, rules)
+def _backward(site: Site, context: Context, rules: dict[str, Rule]) -> Plan:
+    search = Search(Plan(context), rules)
     search.backward(site.input, site.axis, site.affine)
-    return _commit(search, site)
+    return _commit(search.plan, site)
 
 
-def _forward(site: Site, context: Context, rules: dict[str, Rule]) -> Search:
-    search = Search(context, rules)
+def _forward(site: Site, context: Context, rules: dict[str, Rule]) -> Plan:
+    search = Search(Plan(context), rules)
     search.forward(site.output, site.axis, site.affine)
-    return _commit(search, site)
+    return _commit(search.plan, site)
 
 
-def _scale_up(site: Site, context: Context, rules: dict[str, Rule]) -> Search:
-    search = Search(context, rules)
+def _scale_up(site: Site, context: Context, rules: dict[str, Rule]) -> Plan:
+    search = Search(Plan(context), rules)
     _refuse_half(site.affine)
     search.forward(site.output, site.axis, ChannelAffine.shifting(site.affine.offset))
     search.backward(site.input, site.axis, site.affine.only_scale())
-    return _commit(search, site)
+    return _commit(search.plan, site)
 
 
-def _scale_down(site: Site, context: Context, rules: dict[str, Rule]) -> Search:
-    search = Search(context, rules)
+def _scale_down(site: Site, context: Context, rules: dict[str, Rule]) -> Plan:
+    search = Search(Plan(context), rules)
     affine = site.affine
     _refuse_half(affine)
     shift = affine.shift * affine.inverse_scale(context.options.max_scale)
     search.forward(site.output, site.axis, affine.only_scale())
     search.backward(site.input, site.axis, ChannelAffine(affine.scale * 0 + 1, affine.center, shift))
-    return _commit(search, site)
+    return _commit(search.plan, site)
 
 
-def _scale_and_add(site: Site, context: Context, rules: dict[str, Rule]) -> Search:
+def _scale_and_add(site: Site, context: Context, rules: dict[str, Rule]) -> Plan:
     rank = context.rank(site.input)
     if rank is None:
         raise Refused("rank", "the rank of its input is not known, so no Add can take the shift")
-    search = Search(context, rules)
+    search = Search(Plan(context), rules)
     search.backward(site.input, site.axis, site.affine.only_scale())
     addend = Addend(site.affine.offset, site.axis, rank, parameter_type(site, search.plan))
     search.plan.check_add(addend)
     search.plan.commit()
     insert_add(context, bypass(site, context), addend)
-    return search
+    return search.plan
 
 
-def _commit(search: Search, site: Site) -> Search:
-    search.plan.commit()
-    bypass(site, search.context)
-    return search
+def _commit(plan: Plan, site: Site) -> Plan:
+    plan.commit()
+    bypass(site, plan.context)
+    return plan
 
 
 def _refuse_half(affine: ChannelAffine) -> None:

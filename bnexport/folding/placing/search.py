@@ -9,7 +9,7 @@ for the values behind it. Where one branch refuses, the whole plan is dropped.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
 
@@ -20,7 +20,7 @@ from bnexport.graph.nodes import is_standard, label
 from bnexport.graph.refusal import Refused
 
 # A path from a map to its place is at most this long. Upwards each value has one reader, so that every
-# operator is met once by a map; downwards paths may meet again, and their number needs a bound of its own.
+# operator is met once by a map; downwards paths may meet again, and the number of steps has a bound of its own.
 _DEPTH = 64
 _STEPS_DOWN = 256
 
@@ -44,25 +44,24 @@ class Rule:
     all_outputs: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
 class Search:
-    """One attempt to place one map."""
+    """One step of an attempt to place one map; what was planned so far, and by which rules, is in `plan`.
 
-    def __init__(self, context: Context, rules: dict[str, Rule]) -> None:
-        self.context = context
-        self.plan = Plan(context)
-        self.used_rules: list[str] = []
-        self._asked: ir.Value | None = None
-        self._rules = rules
-        self._steps_down = 0
-        self._depth = 0
+    depth: steps between the map and here. asked: the output of its node that a `backward` rule is asked for.
+    """
+
+    plan: Plan
+    rules: Mapping[str, Rule]
+    depth: int = 0
+    asked: ir.Value | None = None
 
     @property
-    def asked(self) -> ir.Value:
-        """Which output of its node the current `backward` rule is asked for."""
-        assert self._asked is not None
-        return self._asked
+    def context(self) -> Context:
+        return self.plan.context
 
     def backward(self, value: ir.Value, axis: int, affine: ChannelAffine) -> None:
+        """Plans the edits after which `value` carries affine(value). Raises Refused."""
         node = value.producer()
         if node is None:
             raise Refused("no-producer", f"its input {value.name!r} is an input of the graph or a parameter")
@@ -76,12 +75,10 @@ class Search:
         rule = self._rule(node)
         if rule.backward is None or (value is not node.outputs[0] and not rule.all_outputs):
             raise Refused("no-rule", f"{node.op_type} ({label(node)}) cannot take a per-channel map in")
-        self._enter(rule)
-        self._asked = value
-        rule.backward(node, axis, affine, self)
-        self._depth -= 1
+        rule.backward(node, axis, affine, self._step(rule, value))
 
     def forward(self, value: ir.Value, axis: int, affine: ChannelAffine) -> None:
+        """Plans the edits after which all that reads `value` behaves as if it read affine(value). Raises Refused."""
         if value.is_graph_output():
             raise Refused("graph-output", f"{value.name!r} is an output of the graph")
         if not value.uses():
@@ -93,22 +90,20 @@ class Search:
             rule = self._rule(use.node)
             if rule.forward is None:
                 raise Refused("no-rule", f"{use.node.op_type} ({label(use.node)}) cannot take a per-channel map in")
-            self._enter(rule)
-            self._steps_down += 1
-            if self._steps_down > _STEPS_DOWN:
+            step = self._step(rule, None)
+            self.plan.steps_down += 1
+            if self.plan.steps_down > _STEPS_DOWN:
                 raise Refused("too-far", f"more than {_STEPS_DOWN} operators would change")
-            rule.forward(use.node, use.idx, axis, affine, self)
-            self._depth -= 1
+            rule.forward(use.node, use.idx, axis, affine, step)
 
     def _rule(self, node: ir.Node) -> Rule:
-        rule = self._rules.get(node.op_type)
+        rule = self.rules.get(node.op_type)
         if rule is None or not is_standard(node, *rule.op_types):
             raise Refused("no-rule", f"{node.op_type} ({label(node)}) is not linear in each channel")
         return rule
 
-    def _enter(self, rule: Rule) -> None:
-        self._depth += 1
-        if self._depth > _DEPTH:
+    def _step(self, rule: Rule, asked: ir.Value | None) -> Search:
+        if self.depth == _DEPTH:
             raise Refused("too-far", f"its place is more than {_DEPTH} operators away")
-        if rule.name not in self.used_rules:
-            self.used_rules.append(rule.name)
+        self.plan.rules[rule.name] = None
+        return Search(self.plan, self.rules, self.depth + 1, asked)

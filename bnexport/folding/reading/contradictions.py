@@ -19,10 +19,11 @@ import onnx_ir as ir
 
 from bnexport import schema
 from bnexport.errors import MalformedModelError
-from bnexport.folding.converting.sync_bn import is_portable_body, is_sync_batch_norm
 from bnexport.folding.reading.elementwise import OP_TYPES
 from bnexport.graph.nodes import get_int, input_at, is_standard, label
 from bnexport.graph.refusal import Refused
+from bnexport.graph.sync_bn_nodes import is_portable_body, is_sync_batch_norm
+from bnexport.model_io import walk
 from bnexport.model_io.validate import printable
 
 # Sizes that are certain, None for others; None altogether where not even the rank is certain.
@@ -92,12 +93,7 @@ class _Graph:
 
 def _bodies(node: ir.Node) -> Iterator[ir.Graph]:
     for attribute in node.attributes.values():
-        if attribute.is_ref():
-            continue
-        if attribute.type is ir.AttributeType.GRAPH:
-            yield attribute.as_graph()
-        elif attribute.type is ir.AttributeType.GRAPHS:
-            yield from attribute.as_graphs()
+        yield from walk.bodies(attribute)
 
 
 def _declared(value: ir.Value) -> Sizes | None:

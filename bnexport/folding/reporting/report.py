@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from bnexport.verification.models import VerifyResult
+from bnexport import schema
+from bnexport.folding.reporting.counts import Counts
+from bnexport.verification.verdict import Verification
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-SCHEMA_VERSION = 1
 # Rows of a table that anybody reads; more take a millisecond each to lay out.
 _SHOWN = 500
 
@@ -53,16 +54,6 @@ class SiteReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class Counts:
-    """Nodes of a model, bodies and functions included; a portable body counts as its node."""
-
-    nodes: int
-    batch_norm: int
-    sync_batch_norm: int
-    parameter_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class FoldReport:
     """meaning_changed: a training node was turned into inference. verification: None when it was not run.
 
@@ -73,7 +64,7 @@ class FoldReport:
     before: Counts
     after: Counts
     meaning_changed: bool
-    verification: VerifyResult | None = None
+    verification: Verification | None = None
     source: str | None = None
     target: str | None = None
     notes: tuple[str, ...] = ()
@@ -104,7 +95,7 @@ class FoldReport:
             {**vars(site), "refusals": tuple(dict(vars(each)) for each in site.refusals)} for site in self.sites
         )
         return {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": schema.REPORT_VERSION,
             **vars(self),
             "sites": sites,
             "before": dict(vars(self.before)),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from bnexport.errors import UsageError
 from bnexport.folding.placing.search import Rule
 from bnexport.folding.rules import (
     batch_norm,
@@ -38,6 +41,16 @@ ALL: tuple[Rule, ...] = (
     pad.RULE,
     relu.RULE,
 )
+
+
+def check_rules(names: Iterable[str]) -> frozenset[str]:
+    """The names as a set; raise UsageError for one that no rule has."""
+    known = {rule.name for rule in ALL}
+    chosen = frozenset(names)
+    unknown = sorted(chosen - known)
+    if unknown:
+        raise UsageError(f"there is no rule {unknown[0]!r}; rules are {', '.join(sorted(known))}")
+    return chosen
 
 
 def by_operator(names: frozenset[str] | None = None) -> dict[str, Rule]:

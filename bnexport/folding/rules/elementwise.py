@@ -141,11 +141,10 @@ def _operand(node: ir.Node, index: int, axis: int, affine: ChannelAffine, rank: 
 
 def _either(node: ir.Node, axis: int, affine: ChannelAffine, rank: int, search: Search) -> None:
     """Into the first operand, or else the second. What is shifted as a subtrahend is shifted the other way."""
-    state = search.plan.snapshot()
     try:
-        _operand(node, 0, axis, affine, rank, search)
+        with search.plan.trial():
+            _operand(node, 0, axis, affine, rank, search)
     except Refused:
-        search.plan.restore(state)
         if node.op_type == "Sub":
             affine = ChannelAffine.shifting(-affine.offset)
         _operand(node, 1, axis, affine, rank, search)

@@ -30,6 +30,7 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
         search.backward(value, axis, affine)
         return
     size, parts = channels
+    assert search.asked is not None
     own = parts[node.outputs.index(search.asked)]
     if own.size != affine.channels:
         raise Refused("shape", f"{label(node)} gives {own.size} channels, the map has {affine.channels}")

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 import onnx_ir as ir
 
 from bnexport import schema
-from bnexport.training.building.description import GRADIENT_SUFFIX, NEW_SUFFIX, Description, Kind
+from bnexport.schema import NEW_SUFFIX
+from bnexport.training.building.description import GRADIENT_SUFFIX, Description, Kind
 
 # They read a value's sizes, for which nobody keeps its elements.
 _READS_SIZES = {"Shape", "Size"}

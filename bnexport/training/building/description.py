@@ -21,7 +21,6 @@ LOSS_WEIGHT = "loss_weight"
 SEED = "seed"
 STEP = "optimizer.step"
 ACCUMULATED = "optimizer.accumulated"
-NEW_SUFFIX = ".new"
 GRADIENT_SUFFIX = ".grad"
 
 

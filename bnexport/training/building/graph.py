@@ -10,8 +10,8 @@ import onnx_ir.passes.common as passes
 from onnxscript import optimizer
 
 from bnexport import schema
+from bnexport.schema import NEW_SUFFIX
 from bnexport.training.building import contract
-from bnexport.training.building.description import NEW_SUFFIX
 
 _OURS = {operator.name for operator in schema.OPERATORS}
 

@@ -27,15 +27,8 @@ import onnx_ir.passes.common as passes
 
 from bnexport import schema
 from bnexport.errors import MalformedModelError, UnsupportedModelError
-from bnexport.training.building.description import (
-    GRADIENT_SUFFIX,
-    LEARNING_RATE,
-    LOSS_WEIGHT,
-    NEW_SUFFIX,
-    SEED,
-    Description,
-    Kind,
-)
+from bnexport.schema import NEW_SUFFIX
+from bnexport.training.building.description import GRADIENT_SUFFIX, LEARNING_RATE, LOSS_WEIGHT, SEED, Description, Kind
 
 COUNTED = "counted"
 EVERY_ROW = 2**63 - 1

@@ -11,7 +11,8 @@ import dataclasses
 import torch
 
 from bnexport.errors import UsageError
-from bnexport.training.building.description import ACCUMULATED, GRADIENT_SUFFIX, LOSS, NEW_SUFFIX, SEED, STEP, Kind
+from bnexport.schema import NEW_SUFFIX
+from bnexport.training.building.description import ACCUMULATED, GRADIENT_SUFFIX, LOSS, SEED, STEP, Kind
 from bnexport.training.building.dropout import SeededDropout
 from bnexport.training.building.optimizers import Optimizer
 from bnexport.training.building.problem import Problem

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from bnexport.errors import BnexportError, UnsupportedModelError
+from bnexport.errors import BnexportError, UnsupportedModelError, first_line
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.dynamo import quiet
 from bnexport.training import translations
@@ -86,7 +86,7 @@ def trace(
             if _is_data_dependent(error):
                 raise _recording_error(error, problem.where) from error
             raise UnsupportedModelError(
-                f"{_place(problem.where)}the graph cannot be exported with a dynamic batch size: {_first_line(error)}; "
+                f"{_place(problem.where)}the graph cannot be exported with a dynamic batch size: {first_line(error)}; "
                 "a model that fixes the batch size exports with dynamic=False"
             ) from error
         except Exception as error:
@@ -196,17 +196,12 @@ def _recording_error(error: Exception, where: str) -> UnsupportedModelError:
             "replace the branch or the .item() by torch.where, or move it out of the training step"
         )
     return UnsupportedModelError(
-        f"{_place(where)}the training step cannot be recorded: {type(error).__name__}: {_first_line(error)}"
+        f"{_place(where)}the training step cannot be recorded: {type(error).__name__}: {first_line(error)}"
     )
 
 
 def _place(where: str) -> str:
     return f"module {where!r}: " if where else ""
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 def _refuse_random_numbers(program: torch.export.ExportedProgram, problem: Problem) -> None:
@@ -242,7 +237,7 @@ def _translation_error(error: Exception, problem: Problem) -> UnsupportedModelEr
             )
     if known is not None:
         return UnsupportedModelError(str(known))
-    return UnsupportedModelError(f"the training step cannot be translated to ONNX: {_first_line(chain[-1])}")
+    return UnsupportedModelError(f"the training step cannot be translated to ONNX: {first_line(chain[-1])}")
 
 
 def _names_of_dimensions(arguments: Named, dynamic: set[str]) -> list[dict[int, str] | None]:

@@ -31,15 +31,15 @@ import onnx_ir as ir
 import torch
 
 from bnexport import model_io, tolerances
-from bnexport.errors import LibraryError, VerificationError
-from bnexport.exporting.verification import Verification, nearest
+from bnexport.errors import LibraryError, VerificationError, first_line
+from bnexport.exporting.verification import nearest
 from bnexport.exporting.wrapper import crosses_processes
+from bnexport.schema import NEW_SUFFIX
 from bnexport.sync_bn.copies import copy_model
-from bnexport.training.building.description import GRADIENT_SUFFIX, NEW_SUFFIX, STEP
+from bnexport.training.building.description import GRADIENT_SUFFIX, STEP
 from bnexport.training.building.graph import uses_library
 from bnexport.training.building.step import Step
-from bnexport.verification.reference import first_line
-from bnexport.verification.torch_outputs import OutputError
+from bnexport.verification.verdict import OutputComparison, Verification
 
 Tensor = torch.Tensor
 Named = dict[str, Tensor]
@@ -88,7 +88,8 @@ def check(
         raise VerificationError(f"{engine} cannot load the exported training step: {str(error).strip()}") from error
     names = [value.name for value in session.get_outputs()]
     reference, cause = _with_model(step, original), ""
-    errors: list[OutputError] = []
+    errors: list[OutputComparison] = []
+    judged = 0
     for index, arrays in enumerate([*_batches(model, batch), *others]):
         tensors = tuple(arrays.values())
         try:
@@ -116,10 +117,17 @@ def check(
         found = [dataclasses.replace(judge(name), engine=engine) for name in names]
         if index and any(error.failed for error in found):
             sizes = ", ".join(f"{name} {tuple(rows.shape)}" for name, rows in arrays.items())
-            reason = f"with {sizes}; a model whose code takes the batch size as a number exports with dynamic=False"
-            found = [dataclasses.replace(error, reason=reason) for error in found if error.failed]
+            more = f", with {sizes}; a model whose code takes the batch size as a number exports with dynamic=False"
+            found = [dataclasses.replace(error, reason=error.reason + more) for error in found if error.failed]
         errors += found
-    return Verification.of(nearest(errors), engine, cause)
+        judged += 1
+    return Verification.of(
+        nearest(errors),
+        engine=engine,
+        reason=cause,
+        reference="converted" if cause else "original",
+        samples=judged,
+    )
 
 
 def _batches(model: ir.Model, batch: Named) -> list[Named]:
@@ -185,14 +193,15 @@ class _Judge:
             kind = _kind(name)
             self._norms[kind] = max(self._norms.get(kind, 0.0), _norm(exact - self._old.get(name, 0)))
 
-    def __call__(self, name: str) -> OutputError:
+    def __call__(self, name: str) -> OutputComparison:
         got, own, exact = self._results[name]
         if got.shape != own.shape or got.dtype != own.dtype:
-            return OutputError(name, float("inf"), 0.0)
+            reason = f"got {got.dtype}{list(got.shape)}, expected {own.dtype}{list(own.shape)}"
+            return OutputComparison(name, own.dtype.name, own.size, float("inf"), 0.0, 0.0, 0.0, False, reason)
         if not (np.isfinite(own).all() and np.isfinite(exact).all()):
-            return OutputError(name, 0.0, 0.0, reason="torch's own values are not finite", decided=False)
+            return _held(name, own, 0.0, 0.0, doubt="torch's own values are not finite")
         if not np.issubdtype(own.dtype, np.floating):
-            return OutputError(name, _largest(got - exact), 0.0)
+            return _held(name, own, _largest(got - exact), 0.0)
         # eps and momentum are float32 attributes in ONNX; torch holds them in float64.
         unit = tolerances.UNIT_ROUNDOFF["float32" if own.dtype == np.float64 else own.dtype.name]
         error, own_error = got.astype(np.float64) - exact, own - exact
@@ -200,14 +209,14 @@ class _Judge:
             reference = np.append(exact, self._scale_of_mean(name))
             table = tolerances.model(got.dtype.name.replace("64", "32"), reference).atol
             return _judged(
-                name, _largest(error), table, tolerances.OWN_ERROR * _largest(own_error), _largest(reference)
+                name, own, _largest(error), table, tolerances.OWN_ERROR * _largest(own_error), _largest(reference)
             )
         change, kind = _norm(exact - self._old.get(name, 0)), self._norms[_kind(name)]
         rounding = 16.0 * unit * (_norm(exact) + kind)
         own_bound = tolerances.OWN_ERROR * _norm(own_error) + rounding
         # A wrong translation is off by the change itself; a change of rounding errors alone shows nothing.
         size = max(change / tolerances.LARGEST_SHARE, kind)
-        return _judged(name, _norm(error), _JUMP * change + rounding, own_bound, size)
+        return _judged(name, own, _norm(error), _JUMP * change + rounding, own_bound, size, "norm")
 
     def _scale_of_mean(self, name: str) -> float:
         """What a running mean's rounding is relative to: the spread of the values that the batch's mean is of."""
@@ -220,13 +229,27 @@ class _Judge:
         return float(momentum * np.sqrt(np.nan_to_num(of_batch).max(initial=0.0)))
 
 
-def _judged(name: str, error: float, table: float, own: float, size: float) -> OutputError:
+def _judged(
+    name: str, own: Array, error: float, table: float, own_bound: float, size: float, source: str = "table"
+) -> OutputComparison:
     """Held to the larger of two bounds, as long as that can find a wrong step."""
-    bound = max(table, own)
-    if error <= table or tolerances.is_evidence(bound, table, size):
-        return OutputError(name, error, bound)
-    reason = "the step is ill-conditioned on this batch: torch itself is as far from the step in float64"
-    return OutputError(name, error, bound, reason=reason, decided=False)
+    largest = max(table, own_bound)
+    doubt = ""
+    if error > table and not tolerances.is_evidence(largest, table, size):
+        doubt = "the step is ill-conditioned on this batch: torch itself is as far from the step in float64"
+    return _held(name, own, error, largest, doubt=doubt, relative=error / size if size else 0.0, source=source)
+
+
+def _held(
+    name: str, own: Array, error: float, bound: float, *, doubt: str = "", relative: float = 0.0, source: str = "table"
+) -> OutputComparison:
+    """The comparison of one result. doubt: why an error within the bound decides nothing."""
+    within = bool(error <= bound)
+    reason = doubt if within else f"differs by {error:.3g}, allowed {bound:.3g}"
+    passed, decided = within and not doubt, not (within and doubt)
+    return OutputComparison(
+        name, own.dtype.name, own.size, error, relative, bound, 0.0, passed, reason, source, decided
+    )
 
 
 def _kind(name: str) -> str:

@@ -13,7 +13,7 @@ from bnexport.errors import BnexportError, MalformedModelError, UsageError
 from bnexport.model_io.validate import printable
 from bnexport.native import library
 from bnexport.runtime import injection
-from bnexport.runtime.session import import_onnxruntime
+from bnexport.runtime.injection import import_onnxruntime
 from bnexport.training.building import contract
 from bnexport.training.building.description import LOSS, METADATA_KEY, SEED, Description, Kind
 from bnexport.training.running import files

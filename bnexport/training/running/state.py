@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bnexport.errors import UsageError
-from bnexport.training.building.description import NEW_SUFFIX
+from bnexport.schema import NEW_SUFFIX
 
 Array = np.ndarray[Any, Any]
 

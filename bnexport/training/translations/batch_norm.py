@@ -25,6 +25,7 @@ from onnxscript.values import Op, Opset
 
 from bnexport import schema
 from bnexport.errors import UnsupportedModelError
+from bnexport.schema import LOCAL, GroupSpec
 from bnexport.training.translations.values import constant, ints, only_needed, op, sizes
 
 _MMCV = Opset(schema.DOMAIN, schema.VERSION)
@@ -81,65 +82,28 @@ class BatchNorm:
             saved_invstd = op.Reciprocal(op.Sqrt(op.Add(running_var, constant(eps, _statistics_type(input)))))
         return self._backward(grad_output, input, weight, saved_mean, saved_invstd, training, output_mask)
 
-    def sync(
-        self,
-        input: Any,
-        running_mean: Any,
-        running_var: Any,
-        weight: Any,
-        bias: Any,
-        training: bool,
-        momentum: float,
-        eps: float,
-        group: str,
-        group_size: int,
-        stats_mode: str,
-        grad_reduction: str,
-        layer: int,
-    ) -> tuple[Any, ...]:
+    def sync(self, *arguments: Any) -> tuple[Any, ...]:
         """bnexport::sync_batch_norm."""
-        del grad_reduction, layer
+        data, running_mean, running_var, weight, bias, training, momentum, eps, *group = arguments
         y, new_mean, new_var, mean, invstd = self._forward(
-            input, running_mean, running_var, weight, bias, training, momentum, eps, group, group_size, stats_mode
+            data, running_mean, running_var, weight, bias, training, momentum, eps, GroupSpec(*group)
         )
         if running_mean is None:
-            new_mean = new_var = constant(np.empty(0), _statistics_type(input))
+            new_mean = new_var = constant(np.empty(0), _statistics_type(data))
         # torch keeps these in float64; _in_statistics_type looks through the casts.
-        mean.dtype = invstd.dtype = _statistics_type(input)
+        mean.dtype = invstd.dtype = _statistics_type(data)
         wide_mean, wide_invstd = (op.Cast(vector, to=int(ir.DataType.DOUBLE)) for vector in (mean, invstd))
         return y, new_mean, new_var, wide_mean, wide_invstd
 
-    def sync_backward(
-        self,
-        grad_output: Any,
-        input: Any,
-        weight: Any,
-        saved_mean: Any,
-        saved_invstd: Any,
-        training: bool,
-        output_mask: Sequence[bool],
-        group: str,
-        group_size: int,
-        stats_mode: str,
-        grad_reduction: str,
-        layer: int,
-    ) -> tuple[Any, ...]:
+    schema.TORCH_SYNC_BATCH_NORM.sign(sync, "self")
+
+    def sync_backward(self, *arguments: Any) -> tuple[Any, ...]:
         """bnexport::sync_batch_norm_backward."""
-        del layer
-        mean, invstd = (_in_statistics_type(vector, input) for vector in (saved_mean, saved_invstd))
-        return self._backward(
-            grad_output,
-            input,
-            weight,
-            mean,
-            invstd,
-            training,
-            output_mask,
-            group,
-            group_size,
-            stats_mode,
-            grad_reduction,
-        )
+        grad_output, data, weight, saved_mean, saved_invstd, training, output_mask, *group = arguments
+        mean, invstd = (_in_statistics_type(vector, data) for vector in (saved_mean, saved_invstd))
+        return self._backward(grad_output, data, weight, mean, invstd, training, output_mask, GroupSpec(*group))
+
+    schema.TORCH_SYNC_BATCH_NORM_BACKWARD.sign(sync_backward, "self")
 
     def _forward(
         self,
@@ -151,23 +115,19 @@ class BatchNorm:
         training: bool,
         momentum: float,
         eps: float,
-        group: str = "",
-        group_size: int = 1,
-        stats_mode: str = "exact",
+        spec: GroupSpec = LOCAL,
     ) -> tuple[Any, ...]:
         vectors = [_in_statistics_type(vector, input) for vector in (running_mean, running_var, weight, bias)]
         if self._standard:
-            _refuse_group(group, group_size)
+            _refuse_group(spec)
             return _standard_forward(input, vectors, bool(training), momentum, eps)
         outputs = _NODE(
             input,
             *vectors,
-            momentum=float(momentum),
-            eps=float(eps),
-            group=group,
-            group_size=group_size,
-            training_mode=int(training),
-            stats_mode=stats_mode,
+            **schema.node_attributes(
+                schema.SYNC_BATCH_NORM,
+                {"training": training, "momentum": momentum, "eps": eps, **spec._asdict()},
+            ),
         )
         if running_mean is None:
             # Without running statistics there are no updated ones; an empty name leaves a slot out.
@@ -184,14 +144,11 @@ class BatchNorm:
         saved_invstd: Any,
         training: bool,
         output_mask: Sequence[bool],
-        group: str = "",
-        group_size: int = 1,
-        stats_mode: str = "exact",
-        grad_reduction: str = "local",
+        spec: GroupSpec = LOCAL,
     ) -> tuple[Any, ...]:
         like, weight = weight, _in_statistics_type(weight, input)
         if self._standard:
-            _refuse_group(group, group_size)
+            _refuse_group(spec)
             dx, *grads = _standard_backward(grad_output, input, weight, saved_mean, saved_invstd, bool(training))
             grads = [dx, *(_in_type_of(grad, like) for grad in grads)]
             return only_needed(grad if needed else None for grad, needed in zip(grads, output_mask))
@@ -201,11 +158,7 @@ class BatchNorm:
             weight,
             saved_mean,
             saved_invstd,
-            group=group,
-            group_size=group_size,
-            training_mode=int(training),
-            stats_mode=stats_mode,
-            grad_reduction=grad_reduction,
+            **schema.node_attributes(schema.SYNC_BATCH_NORM_GRAD, {"training": training, **spec._asdict()}),
         )
         needed = [output_mask[0], False, False, *output_mask[1:]]
         for output, is_needed in zip(outputs, needed):
@@ -215,10 +168,10 @@ class BatchNorm:
         return only_needed((kept[0], _in_type_of(kept[3], like), _in_type_of(kept[4], like)))
 
 
-def _refuse_group(group: str, group_size: int) -> None:
-    if group_size != 1:
+def _refuse_group(spec: GroupSpec) -> None:
+    if spec.group_size != 1:
         raise UnsupportedModelError(
-            f"bnexport::sync_batch_norm: got a group {group!r} of {group_size} processes, expected 1 with standard "
+            f"bnexport::sync_batch_norm: got a group {spec.group!r} of {spec.group_size} processes, expected 1 with standard "
             "operators only, which cannot communicate; export without standard_ops_only"
         )
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "../math.h"
 #include "table.h"
 
 namespace bnexport::cpu {
@@ -32,8 +33,6 @@ struct Caches {
   bool hold(int64_t bytes) const { return bytes <= shared / 2; }
 };
 Caches caches();
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int64_t kMostChannels = 256;  // of a task that takes channels one group at a time
 constexpr int64_t kMostRows = 64;       // rows of a block: each is a stream of its own for the prefetcher

@@ -3,6 +3,7 @@
 #include "launch_plan.h"
 
 #include "../../include/bnexport.h"
+#include "../math.h"
 #include "limits.h"
 #include "rows.h"
 
@@ -20,7 +21,6 @@ constexpr int64_t kShortestPart = 1024;             // vectors: one round of 256
 constexpr int64_t kSmallPart = 16384;               // bytes: a block's work that is not worth sharing
 constexpr int64_t kSmallTensor = int64_t{4} << 20;  // bytes: launches cost more than idle multiprocessors
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }

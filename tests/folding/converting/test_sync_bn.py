@@ -65,7 +65,7 @@ def test_verify_converts_what_no_engine_has() -> None:
     proto = sync("y = MMCVSyncBatchNorm <eps=0.001, training_mode=0> (z, p_m, p_v, p_s, p_b)", domain="custom.ops")
     result = verify(proto, PLAIN)
     assert (result.status, result.reference) == ("passed", "converted")
-    assert verify(proto, proto).status == "not verified"
+    assert verify(proto, proto).status == "not_verified"
     wrong = sync("y = MMCVSyncBatchNorm <eps=0.5, training_mode=0> (z, p_m, p_v, p_s, p_b)", domain="custom.ops")
     assert verify(wrong, PLAIN).status == "failed"
 

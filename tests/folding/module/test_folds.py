@@ -282,7 +282,7 @@ def test_outputs_that_decide_nothing(factor, eps, reason):
     folded = bnexport.fold_module(net, X2, max_scale=1e9)
     assert left(folded) == []
     verification = folded.fold_report.verification
-    assert verification.status == "not verified"
+    assert verification.status == "not_verified"
     assert reason in verification.reason
 
 

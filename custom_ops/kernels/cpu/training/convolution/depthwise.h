@@ -1,6 +1,6 @@
 // Convolutions with one channel in each group: a plane at a time, which stays in the cache.
-#ifndef BNEXPORT_KERNELS_CPU_TRAINING_DEPTHWISE_H
-#define BNEXPORT_KERNELS_CPU_TRAINING_DEPTHWISE_H
+#ifndef BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_DEPTHWISE_H
+#define BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_DEPTHWISE_H
 
 #include <vector>
 
@@ -21,4 +21,4 @@ void depthwise_weight_gradient(const Convolution& shape, const PlaneLayout& layo
 
 }  // namespace bnexport::cpu
 
-#endif  // BNEXPORT_KERNELS_CPU_TRAINING_DEPTHWISE_H
+#endif  // BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_DEPTHWISE_H

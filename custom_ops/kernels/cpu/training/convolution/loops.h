@@ -1,6 +1,6 @@
 // The inner loops of convolutions, one table per instruction set. Sizes and strides in floats.
-#ifndef BNEXPORT_KERNELS_CPU_TRAINING_LOOPS_H
-#define BNEXPORT_KERNELS_CPU_TRAINING_LOOPS_H
+#ifndef BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_LOOPS_H
+#define BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_LOOPS_H
 
 #include <cstdint>
 
@@ -60,4 +60,4 @@ const Loops& loops();
 
 }  // namespace bnexport::cpu
 
-#endif  // BNEXPORT_KERNELS_CPU_TRAINING_LOOPS_H
+#endif  // BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_LOOPS_H

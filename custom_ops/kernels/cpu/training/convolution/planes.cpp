@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../../../math.h"
+
 namespace bnexport::cpu {
 
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return a >= 0 ? (a + b - 1) / b : -(-a / b); }
 
 void fill_row(const Axis& axis, int64_t phase, const float* source, float* row) {
   // source[stride * i + shift] for i in [first, end).

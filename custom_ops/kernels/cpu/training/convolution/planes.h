@@ -1,7 +1,7 @@
 // A channel's plane as the loops want it: padded, and cut into phases when there is a stride, so that what
 // a tap of the kernel sees of a row of the output is a run of neighbours, at a constant offset.
-#ifndef BNEXPORT_KERNELS_CPU_TRAINING_PLANES_H
-#define BNEXPORT_KERNELS_CPU_TRAINING_PLANES_H
+#ifndef BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_PLANES_H
+#define BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_PLANES_H
 
 #include <cstdint>
 #include <vector>
@@ -44,4 +44,4 @@ PlaneLayout gradient_planes(const Convolution& shape, std::vector<GradientPhase>
 
 }  // namespace bnexport::cpu
 
-#endif  // BNEXPORT_KERNELS_CPU_TRAINING_PLANES_H
+#endif  // BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_PLANES_H

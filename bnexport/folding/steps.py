@@ -1,0 +1,245 @@
+"""The steps of a fold: prepare (inline calls that are in the way), convert, fold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from bnexport.errors import UnsupportedModelError
+from bnexport.folding.context import Context, Options
+from bnexport.folding.converting import sync_bn, training_mode
+from bnexport.folding.converting.old_values import return_old_counters
+from bnexport.folding.editing.parameters import write_parameters
+from bnexport.folding.editing.plan import Plan
+from bnexport.folding.editing.rewrite import merge
+from bnexport.folding.placing.placement import place
+from bnexport.folding.reading import decomposed
+from bnexport.folding.reading.contradictions import refuse_contradictions
+from bnexport.folding.reading.elementwise import OP_TYPES
+from bnexport.folding.reading.site import Site, batch_norm_site, elementwise_site
+from bnexport.folding.reporting.report import Refusal, SiteReport
+from bnexport.folding.rules import by_operator
+from bnexport.folding.scopes import Scope, import_standard_operators, scopes
+from bnexport.graph.inlining import inline_calls
+from bnexport.graph.nodes import is_standard, label
+from bnexport.graph.refusal import Refused
+from bnexport.graph.surgery import Surgery
+from bnexport.graph.sync_bn_nodes import OP_TYPE
+from bnexport.model_io import walk
+
+NEWEST_OPSET = onnx.defs.onnx_opset_version()
+# A fold may make room for another (two batch norms around one operator); more rounds than this gain nothing.
+_ROUNDS = 4
+
+
+# Where a site stands in the model, what became of it, and the site, where it could be read.
+Entry = tuple[int, SiteReport, Site | None]
+
+
+class Folding:
+    """One model being folded in place. `prepare` first, then `convert`, then `fold`; `sites` grows as they run."""
+
+    def __init__(self, model: ir.Model, options: Options) -> None:
+        self.model = model
+        self.options = options
+        self.sites: list[SiteReport] = []
+        self._folded = 0
+        self._conversions: dict[ir.Node, sync_bn.Conversion] = {}
+        self._rules = by_operator(options.rules)
+        self._labels: dict[ir.Node, str] = {}
+        self._surgery = Surgery()
+        self._scopes: tuple[Scope, ...] = ()
+
+    def prepare(self) -> None:
+        """Inlines calls that stand between a batch norm and its place. Raises ModelError for a contradiction."""
+        refuse_redefined_operators(self.model)
+        refuse_contradictions(self.model)
+        if self.options.only is None and _inlining_helps(self.model, self.options):
+            inline_calls(self.model)
+        self._open()
+
+    def _open(self) -> None:
+        self._scopes = scopes(self.model, self.options, self._surgery)
+
+    @property
+    def meaning_changed(self) -> bool:
+        return any(site.training and site.outcome != "kept" for site in self.sites)
+
+    def convert(self) -> None:
+        """MMCVSyncBatchNorm -> BatchNormalization."""
+        for scope in self._scopes:
+            import_standard_operators(scope)
+            conversions = sync_bn.convert(scope.context, list(scope.graphs))
+            if self.options.training_to_inference:
+                conversions += training_mode.convert(scope.context, list(scope.graphs))
+            for conversion in conversions:
+                if conversion.batch_norm is not None:
+                    self._conversions[conversion.batch_norm] = conversion
+                    continue
+                assert conversion.reason is not None
+                refusal = Refusal("to_inference", conversion.name, conversion.reason.code, conversion.reason.text)
+                self.sites.append(
+                    SiteReport((conversion.name,), conversion.op_type, scope.name, "kept", refusals=(refusal,))
+                )
+            if any(conversion.training and conversion.batch_norm is not None for conversion in conversions):
+                return_old_counters(scope.graphs[0], scope.context)
+        self._surgery.sweep()
+        sync_bn.drop_unused_bodies(self.model)
+
+    @property
+    def training_converted(self) -> bool:
+        return any(conversion.training for conversion in self._conversions.values())
+
+    @property
+    def converted(self) -> bool:
+        return bool(self._conversions)
+
+    # A signalling NaN; whoever reads the values refuses them.
+    @np.errstate(invalid="ignore")
+    def fold(self) -> None:
+        """Every site of every graph, top to bottom; again while a fold makes room for another."""
+        order = {node: index for index, node in enumerate(walk.nodes(self.model))}
+        entries: list[Entry] = []
+        for scope in self._scopes:
+            for _ in range(_ROUNDS):
+                found = list(self._pass(scope, order))
+                done = [entry for entry in found if entry[1].outcome == "folded"]
+                entries += done
+                if not done or len(done) == len(found):
+                    break
+            for position, report, site in found:
+                if report.outcome != "folded":
+                    entries.append((position, self._merge(site, report, scope.context), site))
+            write_parameters(scope.context)
+        self._surgery.sweep()
+        self.sites += [report for _, report, _ in sorted(entries, key=lambda entry: entry[0])]
+
+    def _pass(self, scope: Scope, order: dict[ir.Node, int]) -> Iterator[Entry]:
+        for graph in scope.graphs:
+            seen: set[ir.Node] = set()
+            nodes = [node for node in graph if is_standard(node, "BatchNormalization", *OP_TYPES)]
+            for node in nodes:
+                if node.op_type == "BatchNormalization" and node not in seen and not self._surgery.is_dead(node):
+                    try:
+                        site = self._batch_norm_site(node, scope)
+                    except Refused as reason:
+                        yield order.get(node, len(order)), self._unread(node, scope, reason), None
+                        continue
+                    seen.update(site.nodes)
+                    yield order.get(node, len(order)), self._place(site, scope), site
+            for node in nodes:
+                if node.op_type != "BatchNormalization" and node not in seen and not self._surgery.is_dead(node):
+                    found = self._elementwise_site(node, scope)
+                    if found is not None:
+                        seen.update(found.nodes)
+                        yield order.get(node, len(order)), self._place(found, scope), found
+            for node in decomposed.training_sites(nodes, scope.context):
+                yield order.get(node, len(order)), self._unread(node, scope, decomposed.REASON), None
+
+    def _batch_norm_site(self, node: ir.Node, scope: Scope) -> Site:
+        name = self._label(node)
+        if name in self.options.skip or (self.options.only is not None and name not in self.options.only):
+            raise Refused("skipped", "it was left alone on request")
+        if not 1 <= scope.context.opset <= NEWEST_OPSET:
+            raise Refused("opset", f"opset {scope.context.opset} is not known here, the newest is {NEWEST_OPSET}")
+        return batch_norm_site(node, scope.context)
+
+    def _elementwise_site(self, node: ir.Node, scope: Scope) -> Site | None:
+        if scope.context.opset > NEWEST_OPSET or self.options.only is not None:
+            return None
+        site = elementwise_site(node, scope.context)
+        if site is None or any(self._label(step) in self.options.skip for step in site.nodes):
+            return None
+        return site
+
+    def _unread(self, node: ir.Node, scope: Scope, reason: Refused) -> SiteReport:
+        """The report of a batch norm that cannot be read as a map."""
+        conversion = self._conversions.get(node)
+        name = self._label(node)
+        return SiteReport(
+            (name,),
+            conversion.op_type if conversion else node.op_type,
+            scope.name,
+            "converted" if conversion else "kept",
+            refusals=(Refusal("batch_norm", name, reason.code, reason.text),),
+            training=conversion is not None and conversion.training,
+        )
+
+    def _label(self, node: ir.Node) -> str:
+        """The name that the source gives the node."""
+        if node not in self._labels:
+            conversion = self._conversions.get(node)
+            self._labels[node] = label(node) if conversion is None else conversion.name
+        return self._labels[node]
+
+    def _place(self, site: Site, scope: Scope) -> SiteReport:
+        """Folds the site, or says why that cannot be done."""
+        names = tuple(self._label(node) for node in site.nodes)
+        conversions = [self._conversions[node] for node in site.nodes if node in self._conversions]
+        magnitudes = np.abs(site.affine.scale)
+        outcome = "converted" if conversions else "kept"
+        rules: tuple[str, ...] = ()
+        targets: tuple[str, ...] = ()
+        refusals: tuple[Refusal, ...] = ()
+        if self.options.limit is not None and self._folded >= self.options.limit:
+            refusals = (Refusal("limit", names[-1], "skipped", "the limit on folds was reached"),)
+        else:
+            placed = place(site, scope.context, self._rules)
+            if isinstance(placed, Plan):
+                self._folded += 1
+                outcome, rules = "folded", tuple(placed.rules)
+                targets = tuple(self._label(node) for node in placed.targets)
+            else:
+                refusals = tuple(Refusal(way, names[-1], reason.code, reason.text) for way, reason in placed)
+        # A map that starts at a batch norm is named after it, wherever it stands in its site.
+        own = next((node for node in site.nodes if is_standard(node, "BatchNormalization")), site.nodes[0])
+        return SiteReport(
+            names,
+            conversions[0].op_type if conversions else own.op_type,
+            scope.name,
+            outcome,
+            rules,
+            targets,
+            refusals,
+            training=any(conversion.training for conversion in conversions),
+            channels=site.affine.channels,
+            scale_min=float(magnitudes.min()) if magnitudes.size else None,
+            scale_max=float(magnitudes.max()) if magnitudes.size else None,
+        )
+
+    def _merge(self, site: Site | None, report: SiteReport, context: Context) -> SiteReport:
+        """Leaves one batch norm of a site that found no place; a site of one node stays as it is."""
+        if site is None or len(site.nodes) == 1 or site.axis != 1:
+            return report
+        try:
+            kept = merge(site, context)
+        except Refused as reason:
+            refusal = Refusal("merge", report.nodes[-1], reason.code, reason.text)
+            return dataclasses.replace(report, refusals=(*report.refusals, refusal))
+        return dataclasses.replace(report, outcome="merged", targets=(self._label(kept),))
+
+
+def _inlining_helps(model: ir.Model, options: Options) -> bool:
+    """Calls stand between a batch norm and its place; found out on a copy, which shares all tensors."""
+    if not model.functions:
+        return False
+    trial = model.clone()
+    new = inline_calls(trial)
+    if not new:
+        return False
+    refuse_contradictions(trial)
+    folding = Folding(trial, options)
+    folding._open()
+    folding.convert()
+    folding.fold()
+    return any(site.outcome in ("folded", "merged") and not new.isdisjoint(site.nodes) for site in folding.sites)
+
+
+def refuse_redefined_operators(model: ir.Model) -> None:
+    for domain, name, _overload in model.functions:
+        if domain == "" and name != OP_TYPE:
+            raise UnsupportedModelError(f"the model redefines the standard operator {name!r} as a function of its own")

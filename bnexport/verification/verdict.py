@@ -1,0 +1,150 @@
+"""The one verdict of every comparison: of files, exports, folded modules and training steps.
+
+Plain data; it imports nothing of what makes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from bnexport import schema
+from bnexport.errors import NotVerifiedWarning
+
+Status = Literal["passed", "failed", "not_verified"]
+# The shape of each input of one run.
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputComparison:
+    """One output over all samples. max_rel_diff: max_abs_diff over the largest finite reference value.
+
+    decided: False where the reference's values, as `reason` says, can show neither equality nor a difference.
+
+    bound: where atol and rtol are from: "table", "caller", "float64" where the reference's own rounding error was
+    measured (max_abs_diff and max_rel_diff then are those from the model in float64), or "norm" where differences are
+    2-norms, as those of a training step's gradients. engine: what ran the candidate, where several did.
+    """
+
+    name: str
+    dtype: str
+    elements: int
+    max_abs_diff: float
+    max_rel_diff: float
+    atol: float
+    rtol: float
+    passed: bool
+    reason: str = ""
+    bound: str = "table"
+    decided: bool = True
+    engine: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """The output differs by more than its bound."""
+        return self.decided and not self.passed
+
+    def summary(self) -> str:
+        """One line."""
+        relative = f" + {self.rtol:.3g} * |value|" if self.rtol else ""
+        text = self.reason or f"differs by {self.max_abs_diff:.3g}, allowed {self.atol:.3g}{relative}"
+        return f"output {self.name!r}{f' in {self.engine}' if self.engine else ''}: {text}"
+
+    def nearness(self) -> tuple[bool, bool, float]:
+        """A key to sort by: failures last, then what is undecided, then by the share of the bound."""
+        bound = self.atol or self.rtol
+        difference = self.max_abs_diff if self.atol else self.max_rel_diff
+        # A bound of 0 is that of integers.
+        return self.failed, not self.decided, difference / bound if bound else math.inf if difference else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """The verdict on a candidate: whether it computes what its reference does.
+
+    status: "passed"; "failed"; or "not_verified" where nothing could be compared, or decided. `reason` says why it is
+    not "passed", or why the reference is "converted". True in a condition only where it passed.
+
+    outputs: each output's comparison; where there are several engines or inputs, the one nearest to its bound.
+    engine: what ran the models. reference: "original", or "converted" where the original cannot run here, or is a
+    training graph, and was compared after its sync batch norms had been converted. samples, seed: sets of random inputs
+    and the seed of the first. input_scale: what the float inputs were multiplied by; below 1 where the outputs for the
+    first inputs decide nothing. sizes: the shapes of the inputs of each run, the example's first.
+    """
+
+    status: Status
+    reason: str = ""
+    outputs: tuple[OutputComparison, ...] = ()
+    engine: str = ""
+    reference: str = "original"
+    samples: int = 0
+    seed: int = 0
+    input_scale: float = 1.0
+    sizes: tuple[Shapes, ...] = ()
+
+    @classmethod
+    def skipped(cls, reason: str) -> Verification:
+        """Nothing was compared."""
+        return cls("not_verified", reason)
+
+    @classmethod
+    def of(cls, outputs: Sequence[OutputComparison], **others: Any) -> Verification:
+        """The verdict on all outputs; the reason is that of the first that failed, or else is undecided."""
+        wrong = next((output for output in outputs if output.failed), None)
+        wrong = wrong or next((output for output in outputs if not output.decided), None)
+        if wrong is None:
+            return cls("passed", outputs=tuple(outputs), **others)
+        others["reason"] = f"output {wrong.name!r}: {wrong.reason}"
+        return cls("failed" if wrong.failed else "not_verified", outputs=tuple(outputs), **others)
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    @property
+    def passed(self) -> bool:
+        """Every output was compared and lies within its bound."""
+        return self.status == "passed"
+
+    @property
+    def max_abs_diff(self) -> float:
+        """The largest absolute difference over all outputs; 0 when none was compared."""
+        return max((output.max_abs_diff for output in self.outputs), default=0.0)
+
+    @property
+    def max_rel_diff(self) -> float:
+        """The largest relative difference over all outputs; 0 when none was compared."""
+        return max((output.max_rel_diff for output in self.outputs), default=0.0)
+
+    def summary(self) -> str:
+        """The verdict in one line: the output nearest to its bound, and under which conditions."""
+        if self.status == "not_verified":
+            return f"not verified: {self.reason}"
+        if not self.outputs:
+            return self.reason or "there is nothing to compare"
+        text = max(self.outputs, key=OutputComparison.nearness).summary()
+        if len(self.sizes) > 1:
+            text += f", at {len(self.sizes)} sizes: {', '.join(map(_size, self.sizes))}"
+        if self.input_scale != 1.0:
+            text += f", on inputs times {self.input_scale:.3g}"
+        if self.reference == "converted" and self.passed:
+            text += "; compared with the converted model"
+            text += f", since the model itself cannot run here: {self.reason}" if self.reason else ""
+        return text
+
+    def warn(self, kept: str, *, stacklevel: int) -> None:
+        """Warn that `kept`, a file, is there and not verified; nothing where it was, or failed."""
+        if self.status == "not_verified":
+            text = f"{kept} is kept and not verified: {self.reason}"
+            warnings.warn(NotVerifiedWarning(text), stacklevel=stacklevel + 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The verdict as the command line prints it with --json."""
+        return {"schema_version": schema.REPORT_VERSION, "passed": self.passed, **dataclasses.asdict(self)}
+
+
+def _size(shapes: Shapes) -> str:
+    return " + ".join("x".join(map(str, shape)) or "scalar" for shape in shapes)

@@ -1,0 +1,205 @@
+"""The import order of the packages, and no circle of files."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "bnexport"
+MOST_FILES, MOST_LINES, MOST_PARAMETERS = 20, 80, 12
+# Signatures that are given: the public API with its docstrings, the command line's options, an operator of torch.
+LONG = {
+    "cli/export.py: export",
+    "cli/models.py: fold",
+    "cli/train.py: train",
+    "cli/train_export.py: train_export",
+    "exporting/api.py: export",
+    "folding/api.py: fold",
+    "training/api.py: export_training_step",
+    "training/translations/convolution.py: convolution_backward",
+}
+
+# Each level may import those before it. Peers of one level do not import each other, the first level apart.
+ORDER = (
+    ("__init__", "errors", "schema", "tolerances"),
+    ("model_io", "native"),
+    ("graph", "sync_bn"),
+    ("runtime",),
+    ("verification",),
+    ("folding",),
+    ("exporting",),
+    ("training",),
+    ("cli",),
+    ("__main__",),
+)
+LEVELS = {name: level for level, names in enumerate(ORDER) for name in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class Edge:
+    """One import: the importing and the imported module, dotted, and the line; `lazy` inside a function."""
+
+    source: str
+    target: str
+    line: int
+    lazy: bool
+
+    def __str__(self) -> str:
+        return f"{path_of(self.source)}:{self.line} imports {path_of(self.target)}"
+
+
+def path_of(module: str) -> str:
+    path = PACKAGE.parent / module.replace(".", "/")
+    return str((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).relative_to(PACKAGE.parent))
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """The files of a package by their dotted names."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def edges(package: Path) -> list[Edge]:
+    """Every import of a module of the package by another, lazy ones too; `if TYPE_CHECKING:` apart."""
+    files = modules(package)
+    found = []
+    for module, path in files.items():
+        for node, lazy in _imports(ast.parse(path.read_text()), lazy=False):
+            for name in _targets(node, files):
+                if name != module:
+                    found.append(Edge(module, name, node.lineno, lazy))
+    return found
+
+
+def _imports(node: ast.AST, *, lazy: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, lazy
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for other in child.orelse:
+                yield from _imports(other, lazy=lazy)
+        else:
+            yield from _imports(child, lazy=lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def _targets(node: ast.Import | ast.ImportFrom, files: dict[str, Path]) -> Iterator[str]:
+    root = next(iter(files))
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    else:
+        assert node.level == 0, "relative imports hide where a name is from"
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    for name in names:
+        if name.split(".")[0] == root:
+            parts = name.split(".")
+            yield next(found for end in range(len(parts), 0, -1) if (found := ".".join(parts[:end])) in files)
+
+
+def level_of(module: str) -> tuple[int, str]:
+    parts = module.split(".")
+    name = parts[1] if len(parts) > 1 else "__init__"
+    return LEVELS[name], name
+
+
+def violations(found: list[Edge]) -> list[str]:
+    """Imports against the order, or between peers."""
+    wrong = []
+    for edge in found:
+        (source, package), (target, other) = level_of(edge.source), level_of(edge.target)
+        if source < target or (source == target != 0 and package != other):
+            wrong.append(f"{edge}: {other} does not come before {package}")
+    return wrong
+
+
+def circle(found: list[Edge]) -> list[str]:
+    """The files of one circle of imports; empty if there is none. A package counts as its __init__.py."""
+    order: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
+    for edge in found:
+        order.add(edge.source, edge.target)
+    try:
+        order.prepare()
+    except graphlib.CycleError as error:
+        return [path_of(module) for module in error.args[1]]
+    return []
+
+
+def test_packages_import_in_one_direction() -> None:
+    assert violations(edges(PACKAGE)) == []
+
+
+def test_no_circle_of_files() -> None:
+    assert circle(edges(PACKAGE)) == []
+
+
+def test_every_package_has_its_level() -> None:
+    names = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if _is_python(path)}
+    assert names == set(LEVELS)
+
+
+def test_no_folder_is_crowded() -> None:
+    crowded = [
+        f"{folder.relative_to(ROOT)}: {count} files"
+        for top in ("bnexport", "custom_ops")
+        for folder in (ROOT / top, *(path for path in (ROOT / top).rglob("*") if path.is_dir()))
+        if folder.name != "__pycache__" and (count := sum(path.is_file() for path in folder.iterdir())) > MOST_FILES
+    ]
+    assert crowded == []
+
+
+def test_no_function_is_long() -> None:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            taken = node.args
+            count = len(taken.posonlyargs) + len(taken.args) + len(taken.kwonlyargs)
+            name = f"{path.relative_to(PACKAGE)}: {node.name}"
+            if (lines > MOST_LINES or count > MOST_PARAMETERS) and name not in LONG:
+                found.append(f"{name}: {lines} lines, {count} parameters")
+    assert found == []
+
+
+def _is_python(path: Path) -> bool:
+    return path.suffix == ".py" or (path / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("module", "target", "expected"),
+    [
+        ("graph/nodes.py", "from bnexport.folding.api import fold", "folding does not come before graph"),
+        ("graph/nodes.py", "def f():\n    import bnexport.folding.api", "folding does not come before graph"),
+        ("model_io/read.py", "from bnexport import native", "native does not come before model_io"),
+        ("graph/nodes.py", "if TYPE_CHECKING:\n    from bnexport.folding.api import fold", None),
+        ("folding/api.py", "from bnexport.graph import nodes", None),
+    ],
+)
+def test_an_edge_against_the_order_is_found(tmp_path: Path, module: str, target: str, expected: str | None) -> None:
+    package = tmp_path / "bnexport"
+    for file in ("__init__.py", "graph/nodes.py", "folding/api.py", "model_io/read.py", "native/__init__.py"):
+        path = package / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        (path.parent / "__init__.py").touch()
+    (package / module).write_text(target)
+    found = violations(edges(package))
+    assert [text.partition(": ")[2] for text in found] == ([] if expected is None else [expected])
+
+
+def test_a_circle_of_files_is_found(tmp_path: Path) -> None:
+    package = tmp_path / "bnexport"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "errors.py").write_text("from bnexport import schema")
+    (package / "schema.py").write_text("def f():\n    from bnexport.errors import BnexportError")
+    assert set(circle(edges(package))) == {"bnexport/errors.py", "bnexport/schema.py"}
