@@ -64,9 +64,14 @@ def explained(factory: str, model: Any, args: tuple[Any, ...]) -> Iterator[None]
 
     try:
         yield
-    except BnexportError:
-        raise
-    except Exception as error:
+    except Exception as raised:
+        error: BaseException = raised
+        if isinstance(raised, BnexportError):
+            from bnexport.exporting.wrapper import ExporterFailure
+
+            if not isinstance(raised, ExporterFailure) or raised.__cause__ is None:
+                raise
+            error = raised.__cause__
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in args)
         try:
             with torch.no_grad():

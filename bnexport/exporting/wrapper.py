@@ -280,9 +280,13 @@ class _Assign:
             module._buffers[key] = new
 
 
+class ExporterFailure(UnsupportedModelError):
+    """What torch's exporter raised, its cause, with the names of the modules in question."""
+
+
 @contextlib.contextmanager
 def named_in_errors(model: nn.Module) -> Iterator[None]:
-    """Turns what an exporter raises into an UnsupportedModelError that names the modules in question."""
+    """Turns what an exporter raises into an ExporterFailure that names the modules in question."""
     try:
         yield
     except (BnexportError, MemoryError):
@@ -290,7 +294,7 @@ def named_in_errors(model: nn.Module) -> Iterator[None]:
     except Exception as error:  # exporters raise many types, the model's own code among them
         unknown = unknown_batch_norms(model, ours=True)
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise UnsupportedModelError(
+        raise ExporterFailure(
             f"{listed(unknown) if unknown else type(model).__name__}: the exporter fails:"
             f" {type(error).__name__}: {(lines or [''])[0][:300]}"
         ) from error
