@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from bnexport.folding import fold
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context, Options
 from bnexport.folding.editing.edits import Addend, Raw
@@ -24,7 +25,8 @@ from bnexport.graph.names import Names
 from bnexport.graph.refusal import Refused
 from bnexport.graph.shapes import Shapes
 from bnexport.graph.surgery import Surgery
-from tests.support.onnx_text import batch_norm, model
+from bnexport.model_io import to_proto
+from tests.support.onnx_text import batch_norm, fold_and_check, model, operators
 
 RULES = {op_type: rule for rule in ALL for op_type in rule.op_types}
 MAP = ChannelAffine(np.array([2.0, 3.0, -4.0, 5.0]), np.array([1.0, 0.0, 2.0, -1.0]), np.array([0.5, 1.0, 0.0, 3.0]))
@@ -150,6 +152,15 @@ BACKWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
         "axis", "the map acts on axis 2", {"shapes": batch_norm("p", 4), "axis": 2},
     ),
     "z = BatchNormalization (x, p_s, p_b, p_m, p_v) ": ("axis", "the map acts on axis 1", {"shapes": batch_norm("p", 5)}),
+    "z = Split (x)   ": ("no-producer", "input of the graph", {}),  # the default axis is 0
+    "z = Concat <axis=1> (x, \"\")": ("bad-node", "empty input", {}),
+    "z = Upsample <height_scale=2.0, width_scale=2.0> (x)": ("axis", "resizes the channel axis", {"axis": 2, "opset": 1}),
+    "z = Upsample <height_scale=2.0, width_scale=2.0> (x) ": (
+        "axis", "resizes the channel axis", {"inputs": "float[N,4,H] x", "opset": 1},
+    ),
+    "z = Split (x)    ": ("shape", "gives 2 channels, the map has 4", {"axis": 0, "inputs": "float[4,4] x"}),
+    "z = Concat <axis=-3> (x, x)": ("shape", "joins 8 channels", {}),
+    "z = ConvTranspose <group=0> (x, w)": ("shape", "with 0 groups", w(4, 4, 1, 1)),
     "z = Cast <to=10> (x)": ("cast", "changes the type", {}),
     "z = Sigmoid (x)": ("no-rule", "not linear", {}),
 }  # fmt: skip
@@ -189,6 +200,7 @@ FORWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "y = Slice (x, a, b, c)": (
         "shape", "reads 6 channels, the map has 4", {"a": [0], "b": [1], "c": [1], "inputs": "float[N,6,H,W] x"},
     ),
+    "y = Reshape (x, s)": ("reshape", "does not keep the channels", {"inputs": "float[2,4,3] x", "s": [8, 3]}),
     "y = Sigmoid (b)": ("unused", "nothing reads 'x'", {"inputs": f"{X}, float[N,4,H,W] b"}),
     "y = BatchNormalization (x, p_s, p_b, p_m, p_v)": ("no-rule", "cannot take", {"shapes": batch_norm("p", 4)}),
 }  # fmt: skip
@@ -223,6 +235,48 @@ def test_depth_at_its_limit(count: int) -> None:
             attempt("backward", body, shapes=shapes)
     else:
         assert len(attempt("backward", body, shapes=shapes).plan.targets) == 2
+
+
+@pytest.mark.parametrize("count", [63, 64])
+def test_depth_below_at_its_limit(count: int) -> None:
+    """`count` operators and a Conv; the reader before them does not count."""
+    chain = "\n".join(f"a{index + 1} = Identity (a{index})" for index in range(1, count))
+    body = f"b = Conv (x, w)\n a1 = Identity (x)\n {chain}\n y = Conv (a{count}, w)"
+    if count == 64:
+        with pytest.raises(Refused, match="more than 64 operators away"):
+            attempt("forward", body, **w(4, 4, 1, 1))
+    else:
+        assert len(attempt("forward", body, **w(4, 4, 1, 1)).plan.targets) == 2
+
+
+UNARY = "AveragePool Flatten Gemm Identity Relu Transpose Squeeze Unsqueeze DepthToSpace Pad Resize Split Slice Concat"
+
+
+@pytest.mark.parametrize("op_type", [*UNARY.split(), "Conv", "ConvTranspose", "MatMul", "Add", "ReduceMean", "Dropout"])
+def test_attributes_that_are_not_known(op_type: str) -> None:
+    shape = (4, 4) if op_type in ("Gemm", "MatMul") else (4, 4, 1, 1)
+    weight = ", w" if op_type not in UNARY or op_type == "Gemm" else ""
+    body = f"z = {op_type} <other=1> (x{weight})"
+    with pytest.raises(Refused, match="has the attribute 'other'") as caught:
+        attempt("backward", body, inputs=ROWS if op_type in ("Gemm", "MatMul") else X, **w(*shape))
+    assert caught.value.code == "unknown-attribute"
+
+
+@pytest.mark.parametrize("fields", ["", '<strides=[1,1], pads=[0,0,0,0], output_padding=[0,0], auto_pad="VALID">'])
+def test_a_shift_goes_forward_into_a_pointwise_transposed_convolution(fields: str) -> None:
+    plan = attempt("forward", f"y = ConvTranspose {fields} (x, w)", **w(4, 3, 1, 1)).plan
+    assert [index for _, index in plan.edits] == [2, 1]
+    for other in (
+        "strides=[2,2]",
+        "pads=[0,0,0,1]",
+        "output_padding=[1,0]",
+        "output_shape=[5,5]",
+        'auto_pad="SAME_UPPER"',
+    ):
+        with pytest.raises(Refused, match="mixes positions"):
+            attempt("forward", f"y = ConvTranspose <{other}> (x, w)", **w(4, 3, 1, 1))
+    with pytest.raises(Refused, match="mixes positions"):
+        attempt("forward", "y = ConvTranspose (x, w)", **w(4, 3, 1, 2))
 
 
 @pytest.mark.parametrize("count", [256, 257])
@@ -262,6 +316,12 @@ ACCEPTED: dict[str, tuple[list[str], dict[str, Any]]] = {
     CONV + "z = Slice (c, s, e)": (["c"], {**w(4, 4, 1, 1), "s": [0], "e": [1]}),
     CONV + "z = Pad (c, p, , a)": (["c"], {**w(4, 4, 1, 1), "p": [0, 0], "a": [-3]}),
     CONV + "z = Concat <axis=-4> (c, c2)\n c2 = Conv (x, w)": (["c", "c2"], w(4, 4, 1, 1)),
+    CONV + "z = Upsample <height_scale=2.0, width_scale=2.0> (c)": (["c"], {**w(4, 4, 1, 1), "opset": 1}),
+    CONV + "z = Reshape (c, s)": (["c"], {**w(4, 4, 1, 1), "opset": 5, "s": [0, 0, -1]}),
+    CONV + "z = Resize (c, r, f)": (
+        ["c"],
+        {**w(4, 4, 1, 1), "opset": 11, "r": np.zeros(0, np.float32), "f": np.array([1, 1, 2, 2], np.float32)},
+    ),
     "z = Gemm (x, w)": (["z"], {**w(4, 4), "inputs": ROWS}),
     "z = MatMul (w, x)": (["z"], {**w(4, 4), "inputs": "float[4,N] x", "axis": 0, "affine": SCALE}),
     "d = DequantizeLinear <axis=0> (q, s)\n z = Conv (x, d)": (["d", "z"], {**QUANTIZED, "s": SCALES}),
@@ -444,3 +504,70 @@ class TestPlan:
         assert (plan.rules, plan.steps_down) == ({}, 0)
         plan.commit()
         assert [it.op_type for it in plan.context.model.graph] == ["Conv"] and "group" not in node.attributes
+
+
+def test_the_scale_of_a_quantized_weight_changes_once() -> None:
+    body = "d = DequantizeLinear (q, s)\n z = Conv (x, d)"
+    search = attempt("backward", body, **QUANTIZED, s=SCALES[0])
+    conv = search.context.model.graph[1]
+    for later in (search.plan, Plan(search.context)):
+        with pytest.raises(Refused, match="has been changed already"):
+            later.scale(conv, 1, np.full((4, 1, 1, 1), 2.0), "weight")
+        search.plan.commit()
+
+
+def test_a_shift_that_its_type_cannot_hold_changes_nothing() -> None:
+    """60,000 in float16, and with twice that 180,000."""
+    proto = model(
+        f"g (float16[N,4] x) => (float16[N,4] y) {{ z = MatMul (x, w)\n y = BatchNormalization (z, {ALL_INPUTS[3:]}) }}",
+        values={
+            name: np.full(4, value, np.float16) for name, value in zip("sbmv", (2, 60_000, -60_000, 1), strict=True)
+        }
+        | {"w": np.ones((4, 4), np.float16)},
+    )
+    result = fold(proto, verify=False)
+    assert [site.outcome for site in result.report.sites] == ["kept"]
+    folded = to_proto(result.model)
+    assert [node.op_type for node in folded.graph.node] == ["MatMul", "BatchNormalization"]
+    assert {it.name: it.raw_data for it in folded.graph.initializer} == {
+        it.name: it.raw_data for it in proto.graph.initializer
+    }
+
+
+def test_a_new_bias_is_the_last_input() -> None:
+    body = f"g ({X}) => (float[N,4,H,W] y) {{ z = Conv (x, w)\n y = BatchNormalization (z, p_s, p_b, p_m, p_v) }}"
+    proto = model(body, {"w": (4, 4, 1, 1), **batch_norm("p", 4)})
+    (node,) = fold(proto, verify=False).model.graph
+    assert [value is not None for value in node.inputs] == [True, True, True]
+
+
+def test_scales_up_to_the_bound_are_folded() -> None:
+    proto = model(
+        f"g ({X}) => (float[N,4,H,W] y) {{ z = Conv (x, w)\n y = BatchNormalization <epsilon=0.0> (z, {ALL_INPUTS[3:]}) }}",
+        {"w": (4, 4, 1, 1)},
+        values={name: np.full(4, 0.5 if name == "s" else 1, np.float32) for name in "sbmv"},
+    )
+    for bound, outcome in ((0.5, "folded"), (0.49, "kept")):
+        result = fold(proto, verify=False, max_scale=bound)
+        assert [site.outcome for site in result.report.sites] == [outcome]
+
+
+def test_a_weight_that_three_nodes_share_stays_for_the_one_that_folds_nothing() -> None:
+    norms = "\n".join(
+        f"z{i} = BatchNormalization (c{i}, {i}_s, {i}_b, {i}_m, {i}_v)".replace(f" {i}_", f" p{i}_") for i in "ab"
+    )
+    body = f"ca = Conv (x, w)\n cb = Conv (x, w)\n cc = Conv (x, w)\n {norms}\n t = Add (za, zb)\n y = Add (t, cc)"
+    shapes = {"w": (4, 4, 1, 1), **batch_norm("pa", 4), **batch_norm("pb", 4)}
+    folded, _ = fold_and_check(model(f"g ({X}) => (float[N,4,H,W] y) {{ {body} }}", shapes))
+    assert operators(folded) == ["Conv", "Conv", "Conv", "Add", "Add"]
+
+
+@pytest.mark.parametrize(
+    ("node", "sign"), [("Add (x, b)", 1), ("Add (b, x)", 1), ("Sub (x, b)", 1), ("Sub (b, x)", -1)]
+)
+def test_a_shift_passes_a_sum(node: str, sign: int) -> None:
+    inputs = f"{X}, float[N,4,H,W] b"
+    search = attempt("forward", f"t = {node}\n y = Conv (t, w)", inputs=inputs, affine=SHIFT, **w(3, 4, 1, 1))
+    conv = search.context.model.graph[1]
+    weight = search.plan.value(conv, 1, "weight").reshape(3, 4)
+    np.testing.assert_allclose(search.plan.value(conv, 2, "bias"), sign * weight @ SHIFT.offset, rtol=1e-12)
