@@ -94,7 +94,7 @@ NETS = {
     "skip": (Skip(), DYNAMIC, None),
     "square": (Square(), DYNAMIC, None),
 }
-DYNAMO = ["half", "skip"]
+DYNAMO = ["half"]
 CASES = [("torchscript", name) for name in NETS] + [
     pytest.param("dynamo", name, marks=[] if name in DYNAMO else pytest.mark.slow)
     for name in NETS
@@ -214,7 +214,7 @@ BRANCHES = {
 }
 
 
-@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("name", [pytest.param("large batch", marks=pytest.mark.slow), "multiple of 7", "large height"])
 def test_branches_that_no_ordinary_size_takes(name, tmp_path):
     """torch.export knows the conditions; the graph is compared where they do not hold."""
     condition, words = BRANCHES[name]
@@ -226,7 +226,7 @@ def test_branches_that_no_ordinary_size_takes(name, tmp_path):
     assert isinstance(declared(result)[0], int) is name.endswith(("batch", "7"))
 
 
-@pytest.mark.parametrize("format", ["onnx", "pt2"])
+@pytest.mark.parametrize("format", ["onnx", pytest.param("pt2", marks=pytest.mark.slow)])
 def test_a_batch_of_one_that_takes_another_branch(format, tmp_path):
     """It is doubled for torch.export, which then sees an even batch."""
     model, x = Branch(lambda n, c, h, w: n % 2 == 0).eval(), torch.randn(1, 3, 6, 6)

@@ -48,7 +48,7 @@ FIXED = {
     "rounded twice": (lambda x: resize(x, (x.shape[2] / 3 * 3, x.shape[3])), "interpolate", 2),
     "window": (lambda x: F.avg_pool2d(x, (int(x.shape[2]), 1)), "", 2),
 }
-DEFAULT = ["half", "window"]
+DEFAULT = ["half"]
 
 
 def cases(names):

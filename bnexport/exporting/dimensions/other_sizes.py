@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
@@ -98,9 +99,9 @@ class OtherSizes:
             if condition in known or added == _MOST_CONDITIONS:
                 continue
             candidates = sizes.allowed(self._inputs, conditions.candidates(condition, groups))
-            breaking = [
-                changes for changes in candidates if condition in conditions.broken(sizes.shapes(self._inputs, changes))
-            ]
+            breaking = (
+                changes for changes in candidates if conditions.breaks(condition, sizes.shapes(self._inputs, changes))
+            )
             run = self._first(breaking)
             if run is not None:
                 added += 1
@@ -148,7 +149,7 @@ class OtherSizes:
 
     def _first(self, alternatives: Iterable[Changes]) -> Run | None:
         """The reference at the first of the alternatives at which it runs."""
-        for changes in list(alternatives)[:_TRIES]:
+        for changes in itertools.islice(alternatives, _TRIES):
             feed = sizes.resized(self._inputs, changes)
             with contextlib.suppress(Exception):  # what the model's code raises at sizes that it does not take
                 expected = self._reference(feed)

@@ -43,8 +43,15 @@ class SizeConditions:
 
     def broken(self, shapes: Shapes) -> set[Any]:
         """The conditions that do not hold at these sizes."""
+        return {condition for condition in self.all if self.breaks(condition, shapes)}
+
+    def breaks(self, condition: Any, shapes: Shapes) -> bool:
+        """Whether one of the conditions does not hold at these sizes."""
         sizes = {symbol: sympy.Integer(shapes[place][index]) for symbol, (place, index) in self._symbols.items()}
-        return {condition for condition in self.all if _is_false(condition, sizes)}
+        try:
+            return bool(condition.xreplace(sizes) == sympy.false)
+        except (ArithmeticError, TypeError, ValueError):  # a division by zero
+            return False
 
     def candidates(self, condition: Any, groups: Sequence[Group]) -> Iterator[Changes]:
         """Changes of one or two groups that may break a condition.
@@ -68,10 +75,3 @@ def _is_asked(guard: Any) -> bool:
     """Whether a condition comes from code outside torch."""
     place = getattr(guard.sloc.framework_loc, "filename", "")
     return bool(place) and not place.startswith(_TORCH)
-
-
-def _is_false(condition: Any, sizes: dict[Any, Any]) -> bool:
-    try:
-        return bool(condition.xreplace(sizes) == sympy.false)
-    except (ArithmeticError, TypeError, ValueError):  # a division by zero
-        return False

@@ -18,7 +18,7 @@ def breaking(conditions: SizeConditions, arrays: dict[str, torch.Tensor]) -> lis
     found: list[dict[str, torch.Tensor]] = []
     for condition in conditions.all[:_MOST]:
         for changes in sizes.allowed(tensors, conditions.candidates(condition, groups)):
-            if condition in conditions.broken(sizes.shapes(tensors, changes)):
+            if conditions.breaks(condition, sizes.shapes(tensors, changes)):
                 found.append(dict(zip(arrays, sizes.resized(tensors, changes))))
                 break
     return found

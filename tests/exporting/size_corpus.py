@@ -1,0 +1,162 @@
+"""Small networks whose operators depend on the image size or the batch, and what their exported files declare."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+IMAGE = frozenset({2, 3})
+
+
+class Net(nn.Module):
+    def __init__(self, function: Function | nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.body(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """fixed: dimensions that are static in the file of an exporter, and a word of the note that says why.
+
+    refused: exporters that do not take it at any size.
+    """
+
+    function: Function | nn.Module
+    fixed: dict[str, tuple[frozenset[int], str]] = dataclasses.field(default_factory=dict)
+    refused: tuple[str, ...] = ()
+
+
+def both(dimensions: frozenset[int], word: str) -> dict[str, tuple[frozenset[int], str]]:
+    return dict.fromkeys(("dynamo", "torchscript"), (dimensions, word))
+
+
+def windows(x: torch.Tensor) -> torch.Tensor:
+    n, c, h, w = x.shape
+    return x.view(n, c, h // 4, 4, w // 4, 4).permute(0, 2, 4, 1, 3, 5).reshape(-1, c, 4, 4)
+
+
+def pad_to_multiple(x: torch.Tensor) -> torch.Tensor:
+    h, w = x.shape[2:]
+    return F.pad(x, (0, (4 - w % 4) % 4, 0, (4 - h % 4) % 4))
+
+
+def positions(x: torch.Tensor) -> torch.Tensor:
+    grid = torch.arange(64.0).reshape(1, 4, 4, 4)
+    return x + F.interpolate(grid, x.shape[2:], mode="bicubic")
+
+
+def coordinates(x: torch.Tensor) -> torch.Tensor:
+    rows, columns = torch.meshgrid(torch.arange(x.shape[2]), torch.arange(x.shape[3]), indexing="ij")
+    return x + rows + 2.0 * columns
+
+
+def warp(x: torch.Tensor) -> torch.Tensor:
+    rows, columns = torch.meshgrid(
+        torch.linspace(-0.9, 0.9, x.shape[2]), torch.linspace(-0.9, 0.9, x.shape[3]), indexing="ij"
+    )
+    grid = torch.stack((columns, rows), -1)[None].expand(x.shape[0], -1, -1, -1)
+    return F.grid_sample(x, grid, align_corners=False)
+
+
+def skip(x: torch.Tensor) -> torch.Tensor:
+    y = F.interpolate(F.max_pool2d(x, 2), scale_factor=2)
+    rows, columns = x.shape[2] - y.shape[2], x.shape[3] - y.shape[3]
+    return torch.cat([x, F.pad(y, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))], 1)
+
+
+def pyramid(x: torch.Tensor) -> torch.Tensor:
+    pooled = [F.interpolate(F.adaptive_avg_pool2d(x, size), x.shape[2:], mode="bilinear") for size in (1, 2, 3, 6)]
+    return torch.cat([x, *pooled], 1)
+
+
+class Attention(nn.Module):
+    """Attention between all places of an image and those of a smaller one, or of itself."""
+
+    def __init__(self, pool: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.pool = pool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries = x.flatten(2).transpose(1, 2)
+        keys = F.max_pool2d(x, self.pool).flatten(2).transpose(1, 2) if self.pool > 1 else queries
+        return self.attention(queries, keys, keys)[0]
+
+
+def interpolate(mode: str, **options: float) -> Function:
+    return lambda x: F.interpolate(x, mode=mode, **options)
+
+
+CASES = {
+    "convolution": Case(lambda x: x),
+    "global average": Case(nn.AdaptiveAvgPool2d(1)),
+    "global maximum": Case(nn.AdaptiveMaxPool2d(1)),
+    "average to one number": Case(nn.AdaptiveAvgPool2d(3)),
+    "average to a tuple": Case(nn.AdaptiveAvgPool2d((5, 2))),
+    "average with None": Case(nn.AdaptiveAvgPool2d((None, 2))),
+    "maximum to one number": Case(nn.AdaptiveMaxPool2d(3)),
+    "maximum to a tuple": Case(nn.AdaptiveMaxPool2d((5, 2))),
+    "maximum with None": Case(nn.AdaptiveMaxPool2d((None, 2))),
+    "pyramid": Case(pyramid),
+    "pooling with ceil_mode": Case(lambda x: F.max_pool2d(x, 3, 2, ceil_mode=True)),
+    "average with ceil_mode": Case(lambda x: F.avg_pool2d(x, 3, 2, padding=1, ceil_mode=True, count_include_pad=False)),
+    "window of the image": Case(lambda x: F.avg_pool2d(x, (int(x.shape[2]), 1)), both(frozenset({2}), "")),
+    "scale 2": Case(interpolate("bilinear", scale_factor=2)),
+    "scale 1/2": Case(interpolate("bilinear", scale_factor=0.5)),
+    "nearest": Case(interpolate("nearest", scale_factor=2)),
+    "nearest-exact": Case(interpolate("nearest-exact", scale_factor=2), refused=("torchscript",)),
+    "bicubic": Case(interpolate("bicubic", scale_factor=2)),
+    "fixed size": Case(lambda x: F.interpolate(x, (5, 7), mode="bilinear")),
+    "area": Case(lambda x: F.interpolate(x, (5, 7), mode="area")),
+    "size of another": Case(lambda x: F.interpolate(F.max_pool2d(x, 2), x.shape[2:], mode="bilinear")),
+    "twice the size": Case(lambda x: F.interpolate(x, (x.shape[2] * 2, x.shape[3] * 2), mode="bilinear")),
+    "int of half": Case(lambda x: F.interpolate(x, (int(x.shape[2] * 0.5), int(x.shape[3] * 0.5)), mode="bilinear")),
+    "int of 0.7": Case(
+        lambda x: F.interpolate(x, (int(x.shape[2] * 0.7), x.shape[3]), mode="bilinear"),
+        both(frozenset({2}), "interpolate"),
+    ),
+    "flatten into Linear": Case(
+        nn.Sequential(nn.Flatten(), nn.Linear(4 * 8 * 8, 5)), both(IMAGE, "the model ran at no other size")
+    ),
+    "tokens": Case(lambda x: x.view(x.shape[0], 4, x.shape[2] * x.shape[3]).transpose(1, 2).softmax(1)),
+    "attention to itself": Case(Attention(1), {"torchscript": (IMAGE, "view")}),
+    "attention to a smaller map": Case(Attention(2), {"torchscript": (IMAGE, "view")}),
+    "square grid": Case(lambda x: x.flatten(2).unflatten(2, (int((x.shape[2] * x.shape[3]) ** 0.5), -1)).sum(3)),
+    "mean by division": Case(lambda x: x.sum((2, 3)) / (x.shape[2] * x.shape[3])),
+    "standard deviation": Case(lambda x: x.std((2, 3))),
+    "larger side": Case(lambda x: x / max(x.shape[2], x.shape[3]), {"torchscript": (IMAGE, "differs from torch")}),
+    "windows": Case(windows),
+    "pad to a multiple": Case(pad_to_multiple),
+    "positional embedding": Case(positions),
+    "coordinates": Case(coordinates),
+    "grid_sample": Case(warp, {"dynamo": (IMAGE, "the model fixes it")}),
+    "skip of odd size": Case(skip),
+    "crop": Case(lambda x: x[:, :, : x.shape[2] // 2 * 2, 1:]),
+    "pixel shuffle": Case(lambda x: F.pixel_shuffle(x, 2)),
+    "pixel unshuffle": Case(lambda x: F.pixel_unshuffle(x, 2)),
+    "unfold": Case(lambda x: F.unfold(x, 3, padding=1)),
+    "fold": Case(lambda x: F.fold(F.unfold(x, 2, stride=2), x.shape[2:], 2, stride=2), refused=("torchscript",)),
+    "roll": Case(lambda x: x.roll((2, -3), (2, 3))),
+    "roll by half": Case(
+        lambda x: x.roll((x.shape[2] // 2, 1), (2, 3)),
+        {"dynamo": (IMAGE, "the exporter cannot write it for other sizes")},
+        refused=("torchscript",),
+    ),
+    "pairs of the batch": Case(lambda x: x.reshape(x.shape[0] // 2, 2, *x.shape[1:]).sum(1)),
+    "halves of the batch": Case(lambda x: x.reshape(2, -1, *x.shape[1:]).sum(0)),
+    "batch of a multiple of 3": Case(
+        lambda x: x * 2 if x.shape[0] % 3 == 0 else x, both(frozenset({0}), "differs from torch")
+    ),
+    "large batch": Case(lambda x: x * 2 if x.shape[0] > 6 else x, both(frozenset({0}), "differs from torch")),
+    "odd height": Case(lambda x: x[:, :, :-1] if x.shape[2] % 2 else x, both(frozenset({2}), "differs from torch")),
+    "upright": Case(lambda x: x * 2 if x.shape[2] > x.shape[3] else x, both(IMAGE, "differs from torch")),
+}
