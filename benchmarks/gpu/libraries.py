@@ -74,6 +74,8 @@ def build_emulated() -> str:
     from bnexport.native.library import get_library_path
 
     BUILD.mkdir(parents=True, exist_ok=True)
+    if os.environ.get(VARIABLES[0]) == str(BUILD / NAMES[0]):
+        del os.environ[VARIABLES[0]]  # an earlier copy; the installed one may be newer
     shutil.copyfile(get_library_path(), BUILD / NAMES[0])
     sources = [path for folder in ("custom_ops", "tests/cpp/cuda") for path in (ROOT / folder).rglob("*.[ch]*")]
     target = BUILD / NAMES[1]
