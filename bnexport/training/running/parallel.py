@@ -60,8 +60,12 @@ class Group:
                 '"cpu:gloo,cuda:nccl"'
             )
         # Nodes find the group under its public name.
-        self.public_name = distributed.published_name(self._name) or f"training.{self._name}"
+        known = distributed.published_name(self._name)
+        self.public_name = known or f"training.{self._name}"
         register_group(self.public_name, process_group)
+        if known is None:
+            # A name for the nodes of this session; no export may write it.
+            distributed.withdraw(self.public_name)
 
     def gather(self, row: Sequence[float]) -> Array:
         """Rows (n,) of all ranks, float64 (size, n). Raises GroupError."""

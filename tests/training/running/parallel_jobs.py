@@ -16,6 +16,7 @@ import onnxruntime
 import torch.distributed as dist
 
 import bnexport
+from bnexport.sync_bn import distributed
 from tests.support.cluster import join
 
 
@@ -46,6 +47,7 @@ def train(rank: int, group: Any, job: dict, folder: Path) -> None:
         group=group,
         loss_reduction=job.get("loss_reduction", "mean"),
     )
+    assert distributed.published_name(distributed.name_of(group)) in (None, "world"), "exports would write the name"
     if "load" in job:
         session.load_checkpoint(folder / job["load"])
     if job.get("other_state") == rank:
