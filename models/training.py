@@ -76,6 +76,8 @@ def _work(
     if rank == 0:
         torch.save(model.module.state_dict(), checkpoint)
     dist.barrier()
+    # DDP holds the group as well. Dropped after the group's end, it may wait for a thread that waits for Python.
+    del model
     dist.destroy_process_group()
 
 
