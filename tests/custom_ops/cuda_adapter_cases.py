@@ -202,7 +202,7 @@ def test_a_gather_that_was_aborted_can_be_asked_about(fake_nccl) -> None:
     """A training session asks before it updates its state."""
 
     def member(rank: int) -> str:
-        joined = nccl.join("pair", 2, rank)
+        joined = device_groups.join("pair", 2, rank)
         joined.check()
         if rank == 1:
             time.sleep(3.5)  # elsewhere, past the timeout

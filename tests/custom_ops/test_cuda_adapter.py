@@ -38,7 +38,7 @@ SOURCES = (
     "kernels/cpu/pool",
     *(
         str(path.relative_to(ROOT / "custom_ops").with_suffix(""))
-        for path in (ROOT / "custom_ops").rglob("training/*.cpp")
+        for path in (ROOT / "custom_ops").rglob("training/**/*.cpp")
     ),
 )
 
@@ -98,8 +98,8 @@ def test_device_groups(library: Path) -> None:
 
 def test_without_the_cuda_library_nothing_is_registered_for_cuda(library: Path) -> None:
     # The stand-in build registers nothing for the CPU provider, so without it the node is unknown.
-    environment = {**os.environ, "BNEXPORT_LIBRARY": str(library), "BNEXPORT_CUDA_LIBRARY": "", "PYTHONPATH": str(HERE)}
-    script = "from node_models import forward_model, session; session(forward_model())"
+    environment = {**os.environ, "BNEXPORT_LIBRARY": str(library), "BNEXPORT_CUDA_LIBRARY": "", "PYTHONPATH": str(ROOT)}
+    script = "from tests.support.node_models import forward_model, session; session(forward_model())"
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=ROOT,
