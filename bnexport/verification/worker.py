@@ -1,6 +1,6 @@
 """The verifying process: runs two models and compares their outputs, where a crash or a full memory hurts nobody.
 
-It is started by `engine_process`, talks over one socket, and ends when the socket does or after a minute
+It is started by `isolated_process`, talks over one socket, and ends when the socket does or after a minute
 without work. Messages are JSON behind their length; a request brings descriptors of the files that hold
 the models, opened and checked by the parent, so this process opens no model file.
 """
