@@ -58,13 +58,12 @@ def test_json_has_one_shape() -> None:
         *("schema_version", "passed", "status", "reason", "outputs", "engine", "reference", "samples", "seed"),
         *("input_scale", "sizes"),
     }
-    for verdict in (Verification.of([GOOD, BAD]), Verification.skipped("no engine")):
+    for verdict in (Verification.skipped("no engine"), Verification.of([GOOD, BAD])):
         data = json.loads(json.dumps(verdict.to_dict()))
         assert set(data) == keys
         assert data["passed"] is False
-    assert set(data["outputs"] or json.loads(json.dumps(Verification.of([BAD]).to_dict()))["outputs"][0]) == {
-        field.name for field in dataclasses.fields(OutputComparison)
-    }
+    names = {field.name for field in dataclasses.fields(OutputComparison)}
+    assert [set(output) for output in data["outputs"]] == [names, names]
 
 
 def test_only_what_nothing_verified_is_warned_about() -> None:
