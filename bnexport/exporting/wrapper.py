@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from bnexport.errors import BnexportError, UnsupportedModelError
+from bnexport.errors import BnexportError, UnsupportedModelError, first_line
 from bnexport.exporting.weight_norm import PlainWeightNorm
 from bnexport.sync_bn import distributed
 from bnexport.sync_bn.convert import replace, to_plain, to_sync
@@ -293,10 +293,9 @@ def named_in_errors(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:  # exporters raise many types, the model's own code among them
         unknown = unknown_batch_norms(model, ours=True)
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ExporterFailure(
             f"{listed(unknown) if unknown else type(model).__name__}: the exporter fails:"
-            f" {type(error).__name__}: {(lines or [''])[0][:300]}"
+            f" {type(error).__name__}: {first_line(error)[:300]}"
         ) from error
 
 
