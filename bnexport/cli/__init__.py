@@ -1,11 +1,12 @@
 """Command line: arguments in, library calls, tables or JSON out.
 
 Data go to stdout, messages to stderr. Exit codes: 0 ok, 1 verification failed, 2 usage, 3 model
-refused, 4 environment; 130 when interrupted, 70 for an error of bnexport itself.
+refused, 4 environment; 70 an error of bnexport itself, 130 interrupted, 141 closed pipe.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -26,10 +27,12 @@ from bnexport.cli import (  # noqa: F401 - each registers its commands
 )
 from bnexport.cli.common import app
 from bnexport.cli.console import complain, err, is_verbose, out, set_level
+from bnexport.cli.output import interrupted
 from bnexport.errors import BnexportError, NotVerifiedWarning
 
 __all__ = ["app", "main"]
 
+_COMPLETION = "_BNEXPORT_COMPLETE"
 _BROKEN_PIPE, _INTERRUPTED, _INTERNAL = 141, 130, 70
 _EXTRAS = {
     "onnxruntime": "pip install 'bnexport[cpu]' or 'bnexport[gpu]', not both",
@@ -51,21 +54,44 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotVerifiedWarning)  # the commands say it in their own line
-            result = app(arguments, standalone_mode=False, prog_name="bnexport")
+            result = _invoke(sys.argv[1:] if arguments is None else arguments)
         code = result if isinstance(result, int) else 0
     except typer.Exit as exit_:
         code = exit_.exit_code
-    except (typer.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt) as error:
         code = _INTERRUPTED
-        complain("interrupted")
+        complain(str(error) or interrupted())
     except BrokenPipeError:
         code = _BROKEN_PIPE
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        for stream in (sys.stdout, sys.stderr):
+            _abandon(stream)
     except Exception as error:
-        code = _explain(error)
+        try:
+            code = _explain(error)
+        except BrokenPipeError:
+            code = _BROKEN_PIPE
+            _abandon(sys.stderr)
     if arguments is None:
         sys.exit(code)
     return code
+
+
+def _invoke(arguments: list[str]) -> Any:
+    """Runs the command, or answers the shell that asks for completions.
+
+    typer's own entry point turns a closed pipe into 1 and an interrupt into a silent exit: the context is ours.
+    """
+    if _COMPLETION in os.environ:
+        return app(arguments, prog_name="bnexport", complete_var=_COMPLETION)
+    command = typer.main.get_command(app)
+    with command.make_context("bnexport", list(arguments)) as context:
+        return command.invoke(context)
+
+
+def _abandon(stream: Any) -> None:
+    """What is left in the buffer of a closed pipe goes nowhere, so that Python's own flush at the end is silent."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _explain(error: Exception) -> int:

@@ -10,8 +10,31 @@ from typing import IO, Any
 
 from rich.console import Console
 
-# Tables for programs and files are as wide as they need to be: a name is never broken.
-_UNLIMITED = 4000
+# Without a terminal: wide enough for names, narrow enough for a log that somebody reads.
+_PIPE_WIDTH = 120
+
+
+def open_closed_streams() -> None:
+    """Opens the null device in place of each closed standard stream (`<&-`, `>&-`), which Python leaves None.
+
+    Otherwise the next file that is opened becomes the standard stream of every process that we start.
+    """
+    for name, descriptor, flags, mode in (("stdin", 0, os.O_RDONLY, "r"), ("stdout", 1, os.O_WRONLY, "w"),
+                                          ("stderr", 2, os.O_WRONLY, "w")):  # fmt: skip
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, flags)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - for good
+
+
+class _Console(Console):
+    """A console that leaves a closed pipe to `main`, which knows its exit code."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # noqa: PLE0704 - rich calls this while it handles the error
 
 
 def _console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
@@ -19,17 +42,18 @@ def _console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     bare = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     color_system: Any = None if bare else "auto"
-    return Console(
+    return _Console(
         stderr=stderr,
         file=file,
         highlight=False,
         markup=False,
         emoji=False,
         color_system=color_system,
-        width=None if stream.isatty() or "COLUMNS" in os.environ else _UNLIMITED,
+        width=None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH,
     )
 
 
+open_closed_streams()
 out = _console()
 err = _console(stderr=True)
 # -q silences `out` and `err`, not errors.

@@ -99,9 +99,9 @@ def export(
             say(f"note: nothing was folded, so that there is no report for {html}")
         else:
             write_html(result.report, html)
-    emit(result.to_dict(), json_target, [] if result.report is None else folding.render(result.report))
     for note in result.notes:
         say(f"note: {note}")
     say(f"{target} written")
     mark = "verification passed: " if result.verification else "warning: " if verify else ""
     say(f"{mark}{result.verification.summary()}")
+    emit(result.to_dict(), json_target, [] if result.report is None else folding.render(result.report))

@@ -55,9 +55,9 @@ def inspect(model: Model, json_target: Json = None) -> None:
                 right=["channels"],
             )
         )
-    emit(report.to_dict(), json_target, tables)
     if not sites:
         say("no batch norms: there is nothing to fold, unless an exporter wrote them as arithmetic")
+    emit(report.to_dict(), json_target, tables)
 
 
 def _attribute(value: Any) -> str:
@@ -131,7 +131,6 @@ def fold(
     report = result.report
     if html is not None:
         write_html(report, html)
-    emit(report.to_dict(), json_target, [] if json_target else folding.render(report))
     if explain is not None:
         say(_explanation(explain, report.explain(explain)))
     if not report.changed:
@@ -146,6 +145,7 @@ def fold(
     if report.verification is not None:
         say(_verdict(report.verification))
         detail(f"verified with {report.verification.samples} sets of inputs in {report.verification.engine}")
+    emit(report.to_dict(), json_target, [] if json_target else folding.render(report))
 
 
 def write_html(report: Any, path: Path) -> None:
@@ -201,10 +201,11 @@ def verify(
     ]
     columns = ("output", "type", "largest difference", "relative", "allowed", "")
     tables = [table(f"{reference} and {candidate}", columns, rows, right=columns[2:4])] if rows else []
+    if result.passed:
+        say(_verdict(result))
+        detail(f"verified with {result.samples} sets of inputs in {result.engine}")
     emit(result.to_dict(), json_target, tables)
     if result.status == "not_verified":
         raise MissingDependencyError(f"not verified: {result.reason}")
     if not result.passed:
         raise VerificationError(f"{candidate} differs from {reference}: {result.reason}")
-    say(_verdict(result))
-    detail(f"verified with {result.samples} sets of inputs in {result.engine}")

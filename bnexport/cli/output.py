@@ -52,12 +52,36 @@ def _json(value: Any) -> Any:
     return [_json(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+# The files of the running command, with the identity of what was there before.
+_targets: dict[str, tuple[int, int, int] | None] = {}
+
+
+def _identity(path: str) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
+def interrupted() -> str:
+    """What an interrupted command left of its files, in one line."""
+    left = []
+    for path, before in _targets.items():
+        now = _identity(path)
+        left.append(
+            f"{path} was not written" if now is None else f"{path} is {'unchanged' if now == before else 'complete'}"
+        )
+    return "; ".join(["interrupted", *left])
+
+
 def check_targets(**targets: str | Path | None) -> None:
     """Raises UsageError for a file that cannot be written, before any work is done for it.
 
     Args:
         targets: where an option (by its name without dashes) or an argument (in capitals) writes; "-" is stdout.
     """
+    _targets.clear()
     for name, target in targets.items():
         if target is None or target == "-":
             continue
@@ -72,6 +96,7 @@ def check_targets(**targets: str | Path | None) -> None:
             raise UsageError(
                 f"{option}: cannot write {str(target)!r}: its folder {str(folder)!r} may not be written to"
             )
+        _targets[str(target)] = _identity(str(target))
 
 
 @contextlib.contextmanager

@@ -42,14 +42,14 @@ def run(
         for row in rows
     ]
     columns = ("output", "type", "shape", "min", "mean", "max")
+    if output is not None:
+        say(f"{output} written")
+    detail("with the custom-op library" if done.library else "with ONNX Runtime's own operators only")
     emit(
         {"model": str(model), "seconds": done.seconds, "library": done.library, "outputs": rows},
         json_target,
         [table(f"{model}: {done.seconds * 1e3:.1f} ms", columns, cells, right=columns[3:])],
     )
-    if output is not None:
-        say(f"{output} written")
-    detail("with the custom-op library" if done.library else "with ONNX Runtime's own operators only")
 
 
 def _row(name: str, array: Any) -> dict[str, Any]:
@@ -105,6 +105,5 @@ def bench(
     ]
     if chart is not None:
         latency.chart(results, chart)
-    emit({"models": rows}, json_target, [table(f"latency in ms, {runs} runs each", columns, cells, right=columns[1:])])
-    if chart is not None:
         say(f"{chart} written")
+    emit({"models": rows}, json_target, [table(f"latency in ms, {runs} runs each", columns, cells, right=columns[1:])])

@@ -106,8 +106,11 @@ def train(
         trainer.resume(checkpoint)
         say(f"going on after step {trainer.steps_done} of {trainer.steps}")
     begun, start = trainer.steps_done, time.perf_counter()
-    with progress("training", trainer.steps) as advance:
-        trainer.run(advance, lambda record: say(_line(record, epochs)))
+    try:
+        with progress("training", trainer.steps) as advance:
+            trainer.run(advance, lambda record: say(_line(record, epochs)))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_stopped(trainer, checkpoint)) from None
     seconds = time.perf_counter() - start
     if group is not None:
         from bnexport.sync_bn import distributed
@@ -148,6 +151,19 @@ def _line(record: dict[str, float], epochs: int) -> str:
     return f"epoch {record['epoch']:.0f} of {epochs}: {', '.join(parts)}"
 
 
+def _stopped(trainer: Trainer, checkpoint: Path | None) -> str:
+    """How far an interrupted training is, what is kept of it, and how it goes on."""
+    done, within = trainer.progress.epoch, trainer.progress.step
+    place = f"stopped after epoch {done}" if not within else f"stopped in epoch {done + 1}, after {within} steps of it"
+    if checkpoint is None:
+        return f"{place}; nothing was kept, since there is no --checkpoint"
+    if trainer.saved_steps is None:
+        return f"{place}; {checkpoint} was not written yet"
+    missing = trainer.steps_done - trainer.saved_steps
+    kept = f"{checkpoint} has it" if not missing else f"{checkpoint} has all but the last {missing} steps"
+    return f"{place}; {kept}; --resume goes on"
+
+
 def _report(
     trainer: Trainer,
     step: Path,
@@ -162,6 +178,12 @@ def _report(
     names = {name: None for record in history for name in record}
     rows = [[f"{record[name]:.6g}" if name in record else "" for name in names] for record in history]
     columns = [name.replace("_", " ") for name in names]
+    if checkpoint is not None:
+        say(f"{checkpoint} written")
+    if folded is not None:
+        say(
+            f"{inference} written, {folded.report.before.batch_norm - folded.report.after.batch_norm} batch norms folded"
+        )
     emit(
         {
             "step": str(step),
@@ -177,9 +199,3 @@ def _report(
         json_target,
         [table(f"{step}: {trainer.steps} steps", columns, rows, right=columns)],
     )
-    if checkpoint is not None:
-        say(f"{checkpoint} written")
-    if folded is not None:
-        say(
-            f"{inference} written, {folded.report.before.batch_norm - folded.report.after.batch_norm} batch norms folded"
-        )

@@ -115,10 +115,10 @@ def train_export(
     total = sum(each.bytes or 0 for each in saved)
     title = f"kept between forward and backward: {total:,} bytes in {len(saved)} tensors"
     columns = ("tensor", "operator", "type", "shape", "bytes")
-    emit(result.to_dict(), json_target, [table(title, columns, rows, right=("bytes",))])
     say(f"{target}, {result.evaluation_path} and {result.state_path} written")
     mark = "verification passed: " if result.verification else "warning: " if verify else ""
     say(f"{mark}{result.verification.summary()}")
+    emit(result.to_dict(), json_target, [table(title, columns, rows, right=("bytes",))])
 
 
 def _shape(shape: tuple[int | str, ...] | None) -> str:

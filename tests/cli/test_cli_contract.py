@@ -7,12 +7,10 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import onnx
 import pytest
 import torch
 
-import bnexport
 from bnexport.cli import app, main
 from models.resnet import ResNet
 from tests.support import warm
@@ -51,15 +49,9 @@ CALLS["train"] = (
 COMMANDS = sorted(command.name or command.callback.__name__ for command in app.registered_commands)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("contract")
-    bnexport.export(tiny().eval(), torch.randn(2, 1, 8, 8), folder / "kept.onnx", mode="custom_op")
-    x, target = torch.randn(8, 1, 8, 8), torch.randint(0, 10, (8,))
-    loss = torch.nn.functional.cross_entropy
-    bnexport.export_training_step(tiny().train(), loss, (x, target), folder / "step.onnx", verify=False)
-    np.savez(folder / "rows.npz", x=x.numpy(), target=target.numpy())
-    return folder
+@pytest.fixture
+def folder(small_files):
+    return small_files
 
 
 def arguments_of(command, folder, new):

@@ -104,6 +104,8 @@ class Trainer:
         self.session, self.data, self.settings, self.validation = session, data, settings, validation
         self.checkpoint, self.save_every = checkpoint, save_every
         self.progress = Progress()
+        # Steps in the checkpoint file, None before it has been written or read.
+        self.saved_steps: int | None = None
         self.steps_per_epoch = settings.steps_per_epoch(len(data))
         if self.steps_per_epoch == 0:
             raise UsageError(
@@ -148,6 +150,7 @@ class Trainer:
             raise UsageError(f"{os.fspath(path)}: the checkpoint of another training: {listed}")
         self.session.load_checkpoint(path)
         self.progress = progress
+        self.saved_steps = self.steps_done
 
     def run(
         self,
@@ -208,6 +211,7 @@ class Trainer:
         if self.checkpoint is not None and self.session.rank == 0:
             kept = {"training": self._identity(), "progress": dataclasses.asdict(self.progress)}
             self.session.save_checkpoint(self.checkpoint, {_PROGRESS: json.dumps(kept)})
+            self.saved_steps = self.steps_done
 
     def _identity(self) -> dict[str, Any]:
         """What must not change for the same result; epochs matter to a schedule only."""

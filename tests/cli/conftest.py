@@ -1,0 +1,26 @@
+"""Small files that several tests of the command line only read."""
+
+import numpy as np
+import pytest
+import torch
+
+import bnexport
+from models.resnet import ResNet
+
+
+def tiny():
+    torch.manual_seed(0)
+    return ResNet(in_channels=1, widths=(4,), blocks=1)
+
+
+@pytest.fixture(scope="package")
+def small_files(tmp_path_factory):
+    """kept.onnx with 3 sync batch norms, step.onnx with rows.npz, and weights.pth."""
+    folder = tmp_path_factory.mktemp("small_files")
+    bnexport.export(tiny().eval(), torch.randn(2, 1, 8, 8), folder / "kept.onnx", mode="custom_op")
+    x, target = torch.randn(8, 1, 8, 8), torch.randint(0, 10, (8,))
+    loss = torch.nn.functional.cross_entropy
+    bnexport.export_training_step(tiny().train(), loss, (x, target), folder / "step.onnx", verify=False)
+    np.savez(folder / "rows.npz", x=x.numpy(), target=target.numpy())
+    torch.save(tiny().state_dict(), folder / "weights.pth")
+    return folder
