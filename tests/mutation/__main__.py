@@ -4,7 +4,7 @@
 
 Works on a copy of the repository, which a planted mutant shows to be the one that the tests import. Results are
 appended to build/mutation/GROUP.jsonl, a line for each mutant; the sequence of mutants depends on the seed alone, so a
-run goes on where an earlier one stopped. After new tests, `--again` judges once more what has survived.
+run goes on where an earlier one stopped. After new tests, `--again` judges once more what has survived or timed out.
 `python -m tests.mutation report` prints the scores and the survivors of all groups.
 """
 
@@ -71,10 +71,11 @@ def report(results: Path) -> None:
         if not log.exists():
             continue
         rows = {row["mutant"]: row for row in map(json.loads, log.read_text().splitlines())}  # the last one counts
-        alive = sorted(name for name, row in rows.items() if row["outcome"] == "survived")
+        alive = sorted(name for name, row in rows.items() if row["outcome"] not in ("killed", "hangs"))
         print(f"{group}: {len(rows) - len(alive)} of {len(rows)} killed, {1 - len(alive) / len(rows):.1%}")
         for name in alive:
-            print(f"  {name}  line {rows[name]['line']}, {rows[name]['tests']} tests")
+            row = rows[name]
+            print(f"  {name}  line {row['line']}, {row['outcome']} {row['tests']} tests")
 
 
 def main() -> int:
@@ -83,8 +84,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=300, help="mutants, of the sequence that the seed makes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many")
-    parser.add_argument("--seconds", type=float, default=10, help="of processor time for the tests of one mutant")
-    parser.add_argument("--again", action="store_true", help="judge survivors of an earlier run once more")
+    parser.add_argument("--seconds", type=float, default=10, help="for the tests of one mutant, as they take without it")
+    parser.add_argument("--again", action="store_true", help="judge survivors and timeouts of an earlier run once more")
     parser.add_argument("--results", type=Path, default=ROOT / "build/mutation")
     arguments = parser.parse_args()
     if arguments.group == "report":

@@ -6,6 +6,9 @@ In the folder of a copy of the repository (`tests.mutation` makes it). For each 
 process forks, the child puts the changed code into the functions in its memory and runs the tests that reach the
 changed line until the first one fails. What runs when a module is imported is judged by a pytest in a process of its
 own, which imports the changed file, as are changes that only tests in other processes can notice.
+
+A change that makes a test run on and on uses up its processor time, whatever else the machine does: it "hangs", and
+counts as killed. Where only the clock ran out the outcome is "timeout", which says nothing; `--again` repeats it.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ from tests.mutation.mutants import Mutant, mutants
 from tests.support import warm
 
 COLD = 77  # exit status of a child: the change takes an import
+OUTCOMES = {0: "survived", 1: "killed", COLD: "cold", -signal.SIGXCPU: "hangs", -signal.SIGKILL: "timeout"}
+AGAIN = ("survived", "timeout")
 PLANTED = "raise ImportError('a planted mutant')\n"
 
 
@@ -71,7 +76,7 @@ class Plugin:
         everything.sort(key=lambda it: it.order(self.order["seed"]))
         log = Path(self.order["log"])
         rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-        done = {row["mutant"] for row in rows if row["outcome"] != "survived" or not self.order["again"]}
+        done = {row["mutant"] for row in rows if row["outcome"] not in AGAIN or not self.order["again"]}
         chosen = everything[: self.order["count"]]
         for number, mutant in enumerate(chosen, 1):
             if mutant.name in done:
@@ -112,9 +117,9 @@ class Plugin:
             seconds, failed = {}, []
             for number, (item, following) in enumerate(zip(self.items, [*self.items[1:], None])):
                 cover.switch_context(str(number))
-                start = time.process_time()
+                start = time.monotonic()  # the processor time of the programs that it starts is not in this process
                 reports = runtestprotocol(item, nextitem=following, log=False)
-                seconds[item.nodeid] = round(time.process_time() - start, 3)
+                seconds[item.nodeid] = round(time.monotonic() - start, 3)
                 if any(report.failed for report in reports):
                     failed.append(item.nodeid)
             cover.stop()
@@ -166,7 +171,7 @@ class Plugin:
         verdict: dict[str, Any] = {"outcome": "survived", "by": "", "tests": 0}
         if items:
             verdict = self.hot(mutant, items)
-            if verdict["outcome"] in ("killed", "timeout"):
+            if verdict["outcome"] not in ("survived", "cold"):
                 return verdict
         if verdict["outcome"] == "cold" or self.imported[mutant.file] & set(range(mutant.line, mutant.last + 1)):
             return self.cold(mutant, items or self.whole_file(mutant.file))
@@ -176,28 +181,25 @@ class Plugin:
         with _written(self.folder / mutant.file, mutant.text):
             verdict = self.folder / "verdict"
             verdict.write_text("")
-            limit = 3 * sum(map(self.time_of, items)) + 10
             pid = os.fork()
             if pid == 0:
-                self._run(mutant, items, limit, verdict)
-            code = _wait(pid, 2 * limit + 10)
-            outcomes = {0: "survived", 1: "killed", COLD: "cold"}
-            outcome = outcomes.get(code, "timeout" if code in (-signal.SIGKILL, -signal.SIGXCPU) else "killed")
-            return {"outcome": outcome, "by": verdict.read_text(), "tests": len(items)}
+                self._run(mutant, items, verdict)
+            code = _wait(pid, 10 * sum(map(self.time_of, items)) + 60)
+            return {"outcome": OUTCOMES.get(code, "killed"), "by": verdict.read_text(), "tests": len(items)}
 
-    def _run(self, mutant: Mutant, items: list[pytest.Item], seconds: float, verdict: Path) -> None:
+    def _run(self, mutant: Mutant, items: list[pytest.Item], verdict: Path) -> None:
         code = 3
         try:
             os.setsid()  # a group of its own: what it starts ends with it
             silent = os.open(os.devnull, os.O_RDWR)
             for number in range(3):
                 os.dup2(silent, number)
-            resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 5))
             if not patch(self.functions[mutant.file], mutant.text, str(self.folder / mutant.file)):
                 os._exit(COLD)
             code = 0
             for item, following in zip(items, [*items[1:], None]):
                 verdict.write_text(item.nodeid)  # also for a test that ends the process
+                _limit(os.getpid(), time.process_time() + 5 * self.time_of(item) + 5)
                 if any(report.failed for report in runtestprotocol(item, nextitem=following, log=False)):
                     code = 1
                     break
@@ -217,15 +219,17 @@ class Plugin:
                 stdout=os.open(self.folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
                 stderr=subprocess.STDOUT,
             )
+            _limit(process.pid, 5 * self.order["seconds"] + 30)
             try:
-                code = process.wait(4 * self.order["seconds"] + 40)
+                code = process.wait(10 * self.order["seconds"] + 60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 return {"outcome": "timeout", "by": "", "tests": len(names)}
         lines = (self.folder / "output").read_text().splitlines()
         assert not any("not found:" in line for line in lines), lines[-20:]
         by = next((line for line in lines if line.startswith(("FAILED", "ERROR", "ImportError"))), "")
-        return {"outcome": "killed" if code else "survived", "by": by[:200], "tests": len(names), "cold": True}
+        outcome = "hangs" if code == -signal.SIGXCPU else "killed" if code else "survived"
+        return {"outcome": outcome, "by": by[:200], "tests": len(names), "cold": True}
 
 
 @contextlib.contextmanager
@@ -236,6 +240,11 @@ def _written(path: Path, text: str) -> Iterator[None]:
         yield
     finally:
         path.write_text(original)
+
+
+def _limit(pid: int, seconds: float) -> None:
+    """Let the process end after so many seconds of processor time."""
+    resource.prlimit(pid, resource.RLIMIT_CPU, (int(seconds), resource.RLIM_INFINITY))
 
 
 def _wait(pid: int, seconds: float) -> int:
