@@ -161,6 +161,12 @@ BACKWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "z = Split (x)    ": ("shape", "gives 2 channels, the map has 4", {"axis": 0, "inputs": "float[4,4] x"}),
     "z = Concat <axis=-3> (x, x)": ("shape", "joins 8 channels", {}),
     "z = ConvTranspose <group=0> (x, w)": ("shape", "with 0 groups", w(4, 4, 1, 1)),
+    "z = Pad (x, p, , a)": ("axis", "pads the channel axis", {"p": [1, 0], "a": [-3], "affine": SCALE}),
+    "z = Identity ()": ("bad-node", "has no input", {}),
+    "z = Resize <axes=[-1]> (x, , s)": (
+        "axis", "or it is not known", {"inputs": "float[] x", "opset": 18, "s": np.array([2], np.float32)},
+    ),
+    "z = Reshape (x, s)   ": ("reshape", r"\(\?, 4, 3\) to \(12, unk__0\)", {"inputs": "float[?,4,3] x", "s": [12, -1]}),
     "z = Cast <to=10> (x)": ("cast", "changes the type", {}),
     "z = Sigmoid (x)": ("no-rule", "not linear", {}),
 }  # fmt: skip
@@ -339,6 +345,52 @@ def test_accepted(body: str) -> None:
     assert {name for _, name in plan.attributes} == ({"axis"} if "Dequantize" in body else set())
 
 
+ACCEPTED_BELOW: dict[str, dict[str, Any]] = {
+    "u = Unsqueeze <axes=[1]> (x)\n y = MatMul (u, w)": {**w(4, 4), "inputs": ROWS, "opset": 11, "affine": SCALE},
+    "r = Reshape (x, s)\n y = Conv (r, w)": {**w(4, 4, 1), "inputs": "float[?,4,3,3] x", "s": [0, 4, 9]},
+}
+
+
+@pytest.mark.parametrize("body", ACCEPTED_BELOW)
+def test_accepted_below(body: str) -> None:
+    assert [node.outputs[0].name for node in attempt("forward", body, **ACCEPTED_BELOW[body]).plan.targets] == ["y"]
+
+
+def test_a_zero_point_becomes_one_for_each_channel() -> None:
+    """Scales do; ONNX asks for zero points of their shape."""
+    body = "d = DequantizeLinear (q, s, o)\n z = Conv (x, d)"
+    plan = attempt("backward", body, **QUANTIZED, s=SCALES[0], o=np.int8(3)).plan
+    (points,) = [edit for (node, index), edit in plan.edits.items() if (node.op_type, index) == ("DequantizeLinear", 2)]
+    assert isinstance(points, Raw) and points.values.tolist() == [3] * 4 and points.values.dtype == np.int8
+
+
+@pytest.mark.parametrize(
+    ("body", "products", "options"),
+    [
+        ("z = Gemm <alpha=0.5> (x, w)", 6 * 0.25, {**w(6, 4), "inputs": "float[N,6] x"}),
+        ("z = ConvTranspose <group=2> (x, w)", 9, {**w(6, 2, 1, 3), "inputs": "float[N,6,H,W] x"}),
+    ],
+)
+def test_products_that_an_output_adds_up(
+    monkeypatch: pytest.MonkeyPatch, body: str, products: float, options: dict[str, Any]
+) -> None:
+    """They bound the rounding error that hides what a weight loses."""
+    seen = []
+    monkeypatch.setattr(Plan, "scale", lambda *_, products, **__: seen.append(products))
+    attempt("backward", body, **options)
+    assert seen == [products]
+
+
+@pytest.mark.parametrize(("ir_version", "opset"), [(3, 8), (4, 9)])
+def test_new_constants_are_inputs_before_ir_version_4_only(ir_version: int, opset: int) -> None:
+    body = "g (float[N,4,H,W] x) => (float[N,4,A,B] y) { z = Conv (x, w)\n y = BatchNormalization (z, p_s, p_b, p_m, p_v) }"
+    proto = model(body, {"w": (4, 4, 1, 1), **batch_norm("p", 4)}, ir_version=ir_version, opset=opset)
+    folded, _ = fold_and_check(proto, oracle=False)  # onnx's reference has no BatchNormalization so old
+    names = {tensor.name for tensor in folded.graph.initializer}
+    assert len(names) == 2
+    assert {value.name for value in folded.graph.input} == ({"x", *names} if ir_version == 3 else {"x"})
+
+
 @pytest.mark.parametrize(
     ("first", "options", "message"),
     [
@@ -383,6 +435,9 @@ def test_constants() -> None:
     assert elementwise("Div (x, d)", d=column).scale.tolist() == [1, 0.5, 0.25, 0.125]
     assert elementwise("Mul (x, d)", d=3.0).scale.tolist() == [3.0] * 4
     assert elementwise("Mul (x, d)", d=[[[3.0]]]).scale.tolist() == [3.0] * 4
+    assert elementwise("Mul (d, x)", 7, d=column).scale.tolist() == VECTOR
+    for one in (3.0, [3.0]):  # of no axis, whatever the rank of the data
+        assert elementwise("Mul (x, d)", inputs="float[] x", d=one).scale.tolist() == [3.0] * 4
     assert elementwise("Mul (x, d)", inputs="float[N,M] x", d=VECTOR).scale.tolist() == VECTOR
     for node, constant, inputs, message in (
         ("Div (d, x)", column, X, "divides a constant"),
@@ -391,6 +446,8 @@ def test_constants() -> None:
         ("Mul (x, d)", VECTOR[:3], "float[N,M] x", "the constant has 3 values, the channel axis 4"),
         ("Mul (x, d)", [VECTOR], "float[M] x", "a constant of rank 2 enlarges data of rank 1"),
         ("Mul (x, d)", column, "float[] x", "the rank of the data is not known"),
+        ("Mul (x, d)", [[3.0]], "float[] x", "the rank of the data is not known"),
+        ("Pow (x, d)", column, X, "Pow has no constant operand"),
     ):
         with pytest.raises(Refused, match=message):
             elementwise(node, inputs=inputs, d=constant)
