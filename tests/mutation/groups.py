@@ -46,7 +46,10 @@ GROUPS = {
     ),
     "sync_bn": Group(
         ("bnexport/sync_bn/*.py",),
-        _named("tests/sync_bn/test_{}.py", "reference eager convert module operators distributed copies module_copies"),
+        _named(
+            "tests/sync_bn/test_{}.py",
+            "reference rows eager convert recognition module operators distributed copies module_copies",
+        ),
         ("tests/sync_bn/test_distributed.py",),
     ),
     "model_io": Group(

@@ -225,3 +225,58 @@ def test_checkpoints_go_both_ways(cls):
     ours(_inputs())
     theirs.load_state_dict(ours.state_dict())
     assert torch.equal(theirs.running_var, ours.running_var)
+
+
+def test_a_class_that_says_little_of_itself():
+    """torchvision's FrozenBatchNorm2d has neither num_features nor momentum, affine or a training mode."""
+    old = lookalikes.FrozenBatchNorm2d(3)
+    del old.num_features
+    new = convert_sync_batchnorm(old)
+    said = (new.num_features, new.eps, new.momentum, new.affine, new.track_running_stats)
+    assert said == (3, 1e-5, 0.1, True, True)
+    assert not _without_weight().affine
+
+
+def _without_weight():
+    old = lookalikes.FrozenBatchNorm2d(3)
+    del old.weight, old.bias
+    return convert_sync_batchnorm(old)
+
+
+def test_the_group_is_the_new_one_else_the_modules_own():
+    mine, theirs = object(), object()
+    for old, name in ((nn.SyncBatchNorm(3), "process_group"), (lookalikes.MmcvSyncBatchNorm(3), "group")):
+        setattr(old, name, theirs)
+        assert convert_sync_batchnorm(copy.copy(old)).group is theirs
+        assert convert_sync_batchnorm(copy.copy(old), mine).group is mine
+    ours = nn.Sequential(SyncBatchNorm(3, group=theirs))
+    assert convert_sync_batchnorm(ours)[0].group is theirs
+    assert convert_sync_batchnorm(ours, mine)[0].group is mine
+
+
+def test_a_norm_that_gets_another_group_reverts_to_its_first_class():
+    ours = convert_sync_batchnorm(convert_sync_batchnorm(nn.BatchNorm1d(3)), object())
+    assert type(revert_sync_batchnorm(ours)) is nn.BatchNorm1d
+
+
+def test_a_weight_that_a_hook_computes_stays_computed():
+    old = torch.nn.utils.weight_norm(nn.BatchNorm2d(3))
+    new = convert_sync_batchnorm(old)
+    assert "weight" not in new._parameters and {"weight_g", "weight_v"} <= set(new._parameters)
+    with torch.no_grad():
+        new.weight_g.mul_(2)
+    x = _inputs()
+    expected = nn.functional.batch_norm(x, None, None, new.weight_g.abs() * new.weight_v.sign(), new.bias, True)
+    torch.testing.assert_close(new(x), expected)
+
+
+def test_an_error_names_the_path():
+    with pytest.raises(UsageError, match=r"^stem\.norm: LazyBatchNorm2d: its parameters are uninitialised"):
+        convert_sync_batchnorm(nn.ModuleDict({"stem": nn.ModuleDict({"norm": nn.LazyBatchNorm2d()})}))
+
+
+def test_train_returns_the_module_of_a_frozen_class():
+    sync = convert_sync_batchnorm(lookalikes.FrozenBatchNorm2d(3))
+    assert sync.train() is sync and not sync.training
+    plain = revert_sync_batchnorm(sync)
+    assert plain.train() is plain and not plain.training

@@ -57,6 +57,22 @@ def test_what_cannot_be_copied_is_named() -> None:
         copy_model(model)
 
 
+def test_a_copy_takes_lists_and_unfilled_closures_as_they_are() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    model.my_hooks = [len]  # type: ignore[assignment]
+
+    def hook(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        return later(output) if module is model else output
+
+    model.register_forward_hook(hook)
+    made = copy_model(model)
+    assert made.my_hooks == [len]
+    later = torch.relu
+    for one in (made, model):  # the hook of each knows its own model
+        y = one(torch.tensor([[1.0, 2.0], [3.0, 5.0]]))
+        assert torch.equal(y > 0, torch.tensor([[False, False], [True, True]])) and y.min() == 0
+
+
 def test_copies_share_the_group_and_nothing_else() -> None:
     module = SyncBatchNorm(3)
     module.group = Connection()

@@ -1,14 +1,18 @@
 """The torch operators, compiled kernels and torch operations alike, against the float64 closed forms."""
 
+import itertools
 import subprocess
 import sys
+import types
+import warnings
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from bnexport import tolerances
-from bnexport.errors import UsageError
+from bnexport.errors import LibraryError, UsageError
 from bnexport.sync_bn import compiled, operators, reference
 from tests.support.checks import assert_within, condition_of
 
@@ -180,6 +184,40 @@ def test_only_needed_gradients(backend, mask):
         assert torch.equal(one, two) if needed else two.numel() == 0
 
 
+def _looks(tensors):
+    return [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=_name)
+@pytest.mark.parametrize("given", [True, False], ids=["all vectors", "no vectors"])
+def test_fakes_look_like_the_results(backend, dtype, given):
+    """Of each operator, whatever is absent or not needed."""
+    S = torch.float64 if dtype == torch.float64 else torch.float32
+    x, dy = torch.randn(2, 4, 3, 5, dtype=dtype), torch.randn(2, 4, 3, 5, dtype=dtype)
+    vector = torch.ones(3, dtype=S).abs() if given else None
+    x, dy = x.transpose(1, 2), dy.transpose(1, 2)  # memory that an output does not have
+    with FakeTensorMode() as mode:
+        fake_x, fake_dy = mode.from_tensor(x), mode.from_tensor(dy)
+        fake_vector = None if vector is None else mode.from_tensor(vector)
+    forward = operators.sync_batch_norm(x, *[vector] * 4, True, 0.1, 1e-5, *LOCAL)
+    fakes = operators.sync_batch_norm(fake_x, *[fake_vector] * 4, True, 0.1, 1e-5, *LOCAL)
+    assert _looks(fakes) == _looks(forward)
+    real, fake = (dy, x, vector, *forward[3:]), (fake_dy, fake_x, fake_vector, *fakes[3:])
+    for mask in itertools.product([True, False], repeat=3):
+        got = operators.sync_batch_norm_backward(*fake, True, list(mask), *LOCAL)
+        assert _looks(got) == _looks(operators.sync_batch_norm_backward(*real, True, list(mask), *LOCAL))
+    twice = torch.ops.bnexport.sync_batch_norm_double_backward.default
+    got = twice(fake_dy, None, None, *fake, True, *LOCAL)
+    assert _looks(got)[2] == _looks(twice(dy, None, None, *real, True, *LOCAL))[2]
+
+
+def test_a_gradient_of_nothing_is_none():
+    x, dy = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
+    *_, mean, invstd = operators.sync_batch_norm(x.detach(), None, None, None, None, True, 0.1, 1e-5, *LOCAL)
+    _, dw, _ = operators.sync_batch_norm_backward(dy, x, None, mean, invstd, True, [True, False, False], *LOCAL)
+    assert torch.autograd.grad(dw.sum(), (dy, x), allow_unused=True) == (None, None)
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
 def test_gradcheck(backend, training, affine):
@@ -241,3 +279,33 @@ def test_the_kernels_run_in_the_openmp_runtime_that_torch_links():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "omp" in done.stdout
     assert "sklearn" not in done.stdout and "scikit_learn" not in done.stdout
+
+
+class _Library:
+    """Stands for the library's CUDA part."""
+
+    def __init__(self, error=None):
+        self.error = error
+
+    def check_device(self, device):
+        if self.error is not None:
+            raise self.error
+
+
+def test_kernels_are_used_on_a_cuda_device_that_they_support(monkeypatch):
+    """Without a device: the way to the decision."""
+    x = types.SimpleNamespace(device=torch.device("cuda", 1))
+    for error, used in ((None, True), (LibraryError("no code for it"), False)):
+        compiled._runs_on.cache_clear()
+        monkeypatch.setattr(compiled, "_cuda", lambda error=error: _Library(error))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert compiled.usable(x) == compiled.usable(x) == used
+        told = [str(one.message) for one in caught]
+        assert told == ([] if used else ["sync batch norm on cuda:1 uses torch's own operations: no code for it"])
+    compiled._runs_on.cache_clear()
+    for name in ("_capi", "_cuda"):
+        with monkeypatch.context() as context:
+            context.setattr(compiled, name, lambda: None)
+            assert not compiled.usable(x)
+    assert not compiled.usable(types.SimpleNamespace(device=torch.device("meta")))

@@ -8,7 +8,7 @@ from torch.nn.utils import parametrize
 
 from bnexport import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 from bnexport.errors import NotConvertedWarning
-from bnexport.sync_bn.recognition import known_kind, recognise, unknown_batch_norms
+from bnexport.sync_bn.recognition import is_sync_batch_norm, known_kind, recognise, unknown_batch_norms
 from tests.corpus import classes
 from tests.sync_bn import lookalikes
 
@@ -94,6 +94,7 @@ def test_what_stays_is_named_with_path_class_and_change():
         converted = convert_sync_batchnorm(net)
     assert type(converted[0][0]) is classes.Activated
     assert type(converted[1]) is SyncBatchNorm
+    assert caught[0].filename == __file__
     message = str(caught[0].message)
     assert "0.0 (tests.corpus.classes.Activated changes forward)" in message
     assert "derive such a class from bnexport.SyncBatchNorm" in message
@@ -103,6 +104,25 @@ def test_what_stays_is_named_with_path_class_and_change():
         revert_sync_batchnorm(converted)  # a plain one is nothing to revert
     with pytest.warns(NotConvertedWarning, match=r"0 \(.*ActivatedTorchSync changes forward\)"):
         revert_sync_batchnorm(nn.Sequential(classes.ActivatedTorchSync(3)))
+
+
+def test_of_many_that_stay_five_are_named():
+    with pytest.warns(NotConvertedWarning, match=r"4 \(.*Activated changes forward\) and 2 more; derive"):
+        convert_sync_batchnorm(nn.Sequential(*(classes.Activated(3) for _ in range(7))))
+    with pytest.warns(NotConvertedWarning, match=r"4 \(.*Activated changes forward\); derive"):
+        convert_sync_batchnorm(nn.Sequential(*(classes.Activated(3) for _ in range(5))))
+
+
+def test_subclasses_of_ours_are_unknown_on_request():
+    net = nn.Sequential(classes.ActivatedOurs(3), classes.Activated(3), SyncBatchNorm(3))
+    assert [one.path for one in unknown_batch_norms(net)] == ["1"]
+    assert [one.path for one in unknown_batch_norms(net, ours=True)] == ["0", "1"]
+
+
+def test_sync_batch_norms():
+    sync = (SyncBatchNorm(3), nn.SyncBatchNorm(3), lookalikes.ABN(3), classes.ActivatedOurs(3))
+    assert [is_sync_batch_norm(module) for module in sync] == [True] * 4
+    assert [is_sync_batch_norm(module) for module in (nn.BatchNorm2d(3), nn.Linear(2, 2))] == [False] * 2
 
 
 def test_timms_classes_keep_dropout_and_activation():

@@ -189,3 +189,10 @@ def test_constant_channel_without_eps_gives_the_bias():
     result = reference.forward(np.full((4, 1), 7.0), [2.0], [3.0], eps=0.0)
     assert result.invstd.tolist() == [0.0]
     assert result.output.ravel().tolist() == [3.0] * 4
+
+
+def test_statistics_are_given_whole_or_computed():
+    x, dy, w, _ = _tensors((4, 3, 5))
+    own = reference.group_backward([dy], [x], w)[0]
+    for given in ({"means": np.zeros(3)}, {"variances": np.ones(3)}):
+        assert np.array_equal(reference.group_backward([dy], [x], w, **given)[0].grad_input, own.grad_input)
