@@ -84,7 +84,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=300, help="mutants, of the sequence that the seed makes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many")
-    parser.add_argument("--seconds", type=float, default=10, help="for the tests of one mutant, as they take without it")
+    parser.add_argument(
+        "--seconds", type=float, default=10, help="for the tests of one mutant, as they take without it"
+    )
     parser.add_argument("--again", action="store_true", help="judge survivors and timeouts of an earlier run once more")
     parser.add_argument("--results", type=Path, default=ROOT / "build/mutation")
     arguments = parser.parse_args()
