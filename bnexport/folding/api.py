@@ -74,8 +74,9 @@ def fold(
         target: the file to write, whole or not at all.
         verify: run both models in a process of its own, and compare.
         inputs: as `verify` takes them, and so are seed, samples, atol, rtol and timeout.
-        only: labels of the nodes to fold, as the report shows them; None for all.
-        skip: labels of nodes to leave alone.
+        only: labels of the nodes to fold, as the report shows them; None for all. `parallel` stands for all merges
+            of branches.
+        skip: labels of nodes to leave alone; `parallel` for branches.
         max_scale: largest |gamma| / std that is folded.
         training_to_inference: also turn BatchNormalization that trains into inference.
         rules: names of the rules that may be used (`bnexport.folding.rules.ALL`); None for all.
@@ -246,7 +247,7 @@ def _first_wrong_fold(source: Source, options: Options, folds: int, terms: Terms
         done = _transform(opened, dataclasses.replace(options, limit=middle + 1), keep_references=True)
         if _verify(done, opened.model, terms).status == "failed":
             wrong = middle
-            site = [report for report in done.folding.sites if report.outcome == "folded"][-1]
+            site = done.folding.last
         else:
             right = middle + 1
     if site is None:

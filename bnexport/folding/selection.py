@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from bnexport.errors import UsageError
 from bnexport.folding.reading.elementwise import OP_TYPES
+from bnexport.folding.rules.parallel import NAME as PARALLEL
 from bnexport.graph.inlining import inline_calls
 from bnexport.graph.nodes import is_standard, label
 from bnexport.graph.sync_bn_nodes import is_sync_batch_norm
@@ -29,10 +30,12 @@ def check_selection(
 ) -> None:
     """Raise UsageError for a label that no node of `model` has.
 
-    `only` selects batch norms; `skip` also the arithmetic that an exporter may have made of one; `explain` any
-    node. Calls that folding inlines give their nodes new labels, which count, but for `only`: it inlines nothing.
+    `only` selects batch norms; `skip` also the arithmetic that an exporter may have made of one; either may name the
+    rule `parallel`. `explain` takes any node. Calls that folding inlines give their nodes new labels, which count, but
+    for `only`: it inlines nothing.
     """
-    only, skip, explain = tuple(only), tuple(skip), tuple(explain)
+    only, skip = (tuple(name for name in names if name != PARALLEL) for names in (only, skip))
+    explain = tuple(explain)
     if not (only or skip or explain):
         return
     nodes = list(walk.nodes(model))

@@ -16,6 +16,7 @@ from bnexport.folding.converting.old_values import return_old_counters
 from bnexport.folding.editing.parameters import write_parameters
 from bnexport.folding.editing.plan import Plan
 from bnexport.folding.editing.rewrite import merge
+from bnexport.folding.parallel.sites import Branches, is_wanted
 from bnexport.folding.placing.placement import place
 from bnexport.folding.reading import decomposed
 from bnexport.folding.reading.contradictions import refuse_contradictions
@@ -47,6 +48,8 @@ class Folding:
         self.model = model
         self.options = options
         self.sites: list[SiteReport] = []
+        # The site that was folded last, which is not always the lowest.
+        self.last: SiteReport | None = None
         self._folded = 0
         self._conversions: dict[ir.Node, sync_bn.Conversion] = {}
         self._rules = by_operator(options.rules)
@@ -101,10 +104,15 @@ class Folding:
     # A signalling NaN; whoever reads the values refuses them.
     @np.errstate(invalid="ignore")
     def fold(self) -> None:
-        """Every site of every graph, top to bottom; again while a fold makes room for another."""
+        """Merges parallel branches, then folds every site of every graph; again while a fold makes room for another."""
         order = {node: index for index, node in enumerate(walk.nodes(self.model))}
         entries: list[Entry] = []
+        branches = Branches(self.options, self._conversions, self._label, self._has_room)
         for scope in self._scopes:
+            if is_wanted(self.options) and 1 <= scope.context.opset <= NEWEST_OPSET:
+                for position, report in branches.merge(scope, order):
+                    self._count(report)
+                    entries.append((position, report, None))
             for _ in range(_ROUNDS):
                 found = list(self._pass(scope, order))
                 done = [entry for entry in found if entry[1].outcome == "folded"]
@@ -169,6 +177,10 @@ class Folding:
             training=conversion is not None and conversion.training,
         )
 
+    def _has_room(self) -> bool:
+        """Whether another site may be folded."""
+        return self.options.limit is None or self._folded < self.options.limit
+
     def _label(self, node: ir.Node) -> str:
         """The name that the source gives the node."""
         if node not in self._labels:
@@ -185,19 +197,18 @@ class Folding:
         rules: tuple[str, ...] = ()
         targets: tuple[str, ...] = ()
         refusals: tuple[Refusal, ...] = ()
-        if self.options.limit is not None and self._folded >= self.options.limit:
+        if not self._has_room():
             refusals = (Refusal("limit", names[-1], "skipped", "the limit on folds was reached"),)
         else:
             placed = place(site, scope.context, self._rules)
             if isinstance(placed, Plan):
-                self._folded += 1
                 outcome, rules = "folded", tuple(placed.rules)
                 targets = tuple(self._label(node) for node in placed.targets)
             else:
                 refusals = tuple(Refusal(way, names[-1], reason.code, reason.text) for way, reason in placed)
         # A map that starts at a batch norm is named after it, wherever it stands in its site.
         own = next((node for node in site.nodes if is_standard(node, "BatchNormalization")), site.nodes[0])
-        return SiteReport(
+        report = SiteReport(
             names,
             conversions[0].op_type if conversions else own.op_type,
             scope.name,
@@ -210,10 +221,19 @@ class Folding:
             scale_min=float(magnitudes.min()) if magnitudes.size else None,
             scale_max=float(magnitudes.max()) if magnitudes.size else None,
         )
+        self._count(report)
+        return report
+
+    def _count(self, report: SiteReport) -> None:
+        if report.outcome == "folded":
+            self._folded += 1
+            self.last = report
 
     def _merge(self, site: Site | None, report: SiteReport, context: Context) -> SiteReport:
-        """Leaves one batch norm of a site that found no place; a site of one node stays as it is."""
+        """Leaves one batch norm of a site that found no place. One node stays as it is, and so does plain arithmetic."""
         if site is None or len(site.nodes) == 1 or site.axis != 1:
+            return report
+        if not any(is_standard(node, "BatchNormalization") for node in site.nodes):
             return report
         try:
             kept = merge(site, context)

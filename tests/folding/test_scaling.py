@@ -126,7 +126,7 @@ def kept(count: int) -> onnx.ModelProto:
 
 
 def written_out(count: int) -> onnx.ModelProto:
-    """Mul and Add behind what takes nothing in: each pair becomes a batch norm."""
+    """Mul and Add behind what takes nothing in."""
     text, value = Text(), "x"
     for index in range(count):
         value = text.node("Softmax", [value], f"r{index}")
@@ -160,6 +160,28 @@ def training(count: int) -> onnx.ModelProto:
     return proto
 
 
+def branches(count: int) -> onnx.ModelProto:
+    """Blocks of a 3x3, a 1x1 and an identity, each with its batch norm."""
+    text, value = Text(), "x"
+    for index in range(count):
+        large = text.node("Conv", [value, text.parameter(f"w{index}", 4, 4, 3, 3)], f"a{index}", pads=[1, 1, 1, 1])
+        small = text.node("Conv", [value, text.parameter(f"v{index}", 4, 4, 1, 1)], f"b{index}")
+        parts = [text.norm(part, f"{part}.n", 4) for part in (large, small)]
+        total = text.node("Add", [*parts], f"t{index}")
+        total = text.node("Add", [total, text.norm(value, f"c{index}", 4)], f"u{index}")
+        value = text.node("Relu", [total], f"r{index}")
+    return text.model([value])
+
+
+def one_sum(count: int) -> onnx.ModelProto:
+    """A single sum of many convolutions of one value."""
+    text, value = Text(), "x"
+    for index in range(count):
+        part = text.node("Conv", ["x", text.parameter(f"w{index}", 4, 4, 1, 1)], f"z{index}")
+        value = text.node("Add", [part, value], f"y{index}")
+    return text.model([value])
+
+
 GROWING: dict[str, tuple[Callable[[int], onnx.ModelProto], str]] = {
     "chain": (chain, "folded"),
     "ir-3": (ir_3, "folded"),
@@ -167,8 +189,10 @@ GROWING: dict[str, tuple[Callable[[int], onnx.ModelProto], str]] = {
     "outputs": (outputs, "folded"),
     "kept": (kept, "kept"),
     "run-of-norms": (run_of_norms, "merged"),
-    "written-out": (written_out, "merged"),
+    "written-out": (written_out, "kept"),
     "training": (training, "folded"),
+    "branches": (branches, "folded"),
+    "one-sum": (one_sum, "folded"),
 }
 
 

@@ -213,10 +213,15 @@ def fold_and_check(
 
 
 def assert_refused(
-    proto: onnx.ModelProto, code: str, *, sizes: Mapping[str, int] | None = None, node: str | None = None
+    proto: onnx.ModelProto,
+    code: str,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    node: str | None = None,
+    **options: object,
 ) -> None:
     """The batch norms stay, for the reason given, and nothing else changes."""
-    result = fold(proto, inputs=make_inputs(proto, sizes), verify=False)
+    result = fold(proto, inputs=make_inputs(proto, sizes), verify=False, **options)  # type: ignore[arg-type]
     sites = [site for site in result.report.sites if node is None or node in site.nodes]
     assert sites, "no site was reported"
     for site in sites:

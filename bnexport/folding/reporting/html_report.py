@@ -77,7 +77,8 @@ def _site(site: Data) -> dict[str, Any]:
         **{name: site.get(name) for name in ("op_type", "graph")},
         **{name: list(site.get(name) or ()) for name in ("nodes", "targets", "rules")},
         "outcome": str(site.get("outcome")),
-        "reasons": list(dict.fromkeys(refusal.get("text") for refusal in site.get("refusals") or ())),
+        "reasons": [site["summary"]] * bool(site.get("summary"))
+        + list(dict.fromkeys(refusal.get("text") for refusal in site.get("refusals") or ())),
         "channels": _number(site.get("channels")),
         "low": _number(site.get("scale_min")),
         "high": _number(site.get("scale_max")),

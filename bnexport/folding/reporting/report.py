@@ -32,7 +32,8 @@ class SiteReport:
 
     outcome: "folded" (into `targets`, by `rules`), "merged" (one node is left), "converted" (a plain
     BatchNormalization is left) or "kept". nodes: labels of the nodes of the site, top to bottom.
-    scale_min, scale_max: the range of |gamma| / sqrt(var + eps) over the channels.
+    scale_min, scale_max: the range of |gamma| / sqrt(var + eps) over the channels. summary: of merged branches, which
+    are a site as well: its nodes are all that are gone, its targets what was written for them.
     """
 
     nodes: tuple[str, ...]
@@ -46,6 +47,7 @@ class SiteReport:
     channels: int | None = None
     scale_min: float | None = None
     scale_max: float | None = None
+    summary: str = ""
 
     @property
     def reason(self) -> str:
@@ -118,7 +120,7 @@ def render(report: FoldReport) -> list[Table]:
             "" if site.channels is None else str(site.channels),
             site.outcome,
             ", ".join(site.targets),
-            site.reason,
+            site.summary or site.reason,
         )
     if len(shown) < len(report.sites):
         sites.caption = (

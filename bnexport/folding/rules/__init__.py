@@ -16,6 +16,7 @@ from bnexport.folding.rules import (
     gemm,
     matmul,
     pad,
+    parallel,
     pooling,
     relu,
     reshape,
@@ -40,6 +41,7 @@ ALL: tuple[Rule, ...] = (
     split.RULE,
     pad.RULE,
     relu.RULE,
+    parallel.RULE,
 )
 
 

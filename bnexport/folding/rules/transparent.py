@@ -15,17 +15,17 @@ from bnexport.graph.refusal import Refused
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
-    search.backward(_passed(node, search.context), axis, affine)
+    search.backward(passed(node, search.context), axis, affine)
 
 
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
     if index != 0:
         raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
-    _passed(node, search.context)
+    passed(node, search.context)
     search.forward(node.outputs[0], axis, affine)
 
 
-def _passed(node: ir.Node, context: Context) -> ir.Value:
+def passed(node: ir.Node, context: Context) -> ir.Value:
     """The input that comes out unchanged, or Refused."""
     value = input_at(node, 0)
     if value is None:

@@ -334,6 +334,7 @@ def test_folds_into_the_producer(case: str) -> None:
     inputs, output, nodes, shapes, left = CASES[case]
     count = channels(output)
     proto = model(f"g ({inputs}) => ({output} y) {{ {nodes}\n {BN} }}", {**shapes, **batch_norm("p", count)})
-    folded, result = fold_and_check(proto)
+    # Branches that are merged leave no map to place.
+    folded, result = fold_and_check(proto, skip=["parallel"])
     assert operators(folded) == left
     assert result.report.folded

@@ -1,0 +1,1 @@
+"""Merge sums of parallel linear branches of one value into one convolution or matrix product."""

@@ -1,0 +1,249 @@
+"""The algebra of linear branches: kernels that are mapped per channel, composed and added. NumPy, float64.
+
+A kernel makes from x, with g the group, o and i the output and input channel in the group, j the kernel position:
+
+    z[g, o](p) = sum_ij W[g, o, i, j] x[g, i](stride p + dilation j - begin) + b[g, o]
+
+where x counts as zero outside; a matrix product is a kernel without positions.
+
+Mapped:    k (z - c) + t has W' = k W and b' = k (b - c) + t.
+Composed:  a 1x1 kernel A behind any W: A W, A b + a; the strides multiply. Any W behind a 1x1 kernel A with stride 1:
+           W A, b + sum_ij W a; the pads add. If W pads, its zeros take the place of a behind A: a must be zero.
+Added:     W1 + W2 on the union of their positions. With -begin <= position <= -begin + dilation (size - 1) the union
+           runs from the least to the greatest. Both make results of one size for every input if and only if
+           begin + end - dilation (size - 1) and the strides agree; it stays the same for the sum.
+Regrouped: with G = gcd of the numbers of groups, the groups of each lie block-diagonally in those of the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from bnexport.folding.affine import ChannelAffine
+from bnexport.graph.refusal import Refused
+
+Axes = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Where a kernel reads: for each axis of positions its size, zeros before and behind, stride and dilation."""
+
+    sizes: Axes
+    begins: Axes
+    ends: Axes
+    strides: Axes
+    dilations: Axes
+
+    @classmethod
+    def point(cls, rank: int) -> Window:
+        """One position, stride 1, no padding."""
+        return cls((1,) * rank, (0,) * rank, (0,) * rank, (1,) * rank, (1,) * rank)
+
+    @property
+    def is_point(self) -> bool:
+        return all(size == 1 for size in self.sizes)
+
+    @property
+    def pads(self) -> bool:
+        return any(self.begins) or any(self.ends)
+
+    @property
+    def strides_by_one(self) -> bool:
+        return all(stride == 1 for stride in self.strides)
+
+    def joined(self, other: Window) -> Window:
+        """The least window that holds both. Refused where the results differ in size or the positions do not meet."""
+        if len(self.sizes) != len(other.sizes) or self.strides != other.strides:
+            raise Refused("shape", f"its branches have strides {list(self.strides)} and {list(other.strides)}")
+        axes = [_join(*pair) for pair in zip(self._axes(), other._axes(), strict=True)]
+        sizes, begins, ends, dilations = zip(*axes, strict=True) if axes else ((), (), (), ())
+        return Window(sizes, begins, ends, self.strides, dilations)
+
+    def offsets(self, inner: Window) -> tuple[slice, ...]:
+        """Where the positions of `inner` lie among those of this window."""
+        places = []
+        for size, begin, dilation, own, before in zip(
+            self.sizes, self.begins, self.dilations, inner.sizes, inner.begins, strict=True
+        ):
+            start = (begin - before) // dilation
+            assert 0 <= start <= size - own
+            places.append(slice(start, start + own))
+        return tuple(places)
+
+    def _axes(self) -> list[tuple[int, int, int, int]]:
+        return list(zip(self.sizes, self.begins, self.ends, self.dilations, strict=True))
+
+
+def _join(one: tuple[int, int, int, int], two: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """The union along one axis: size, begin, end, dilation."""
+    if one[0] < two[0]:
+        one, two = two, one
+    size, begin, end, dilation = one
+    own, before, behind, step = two
+    if size == 1:
+        dilation = step = 1
+    growth = begin + end - dilation * (size - 1)
+    # The dilation of a single position says nothing.
+    step = dilation if own == 1 else step
+    if before + behind - step * (own - 1) != growth:
+        raise Refused("shape", "its branches make results of different sizes")
+    if step != dilation or (begin - before) % dilation:
+        raise Refused("shape", f"the positions of its branches do not meet: dilations {dilation} and {step}")
+    low = max(begin, before)
+    high = max(dilation * (size - 1) - begin, dilation * (own - 1) - before)
+    return (low + high) // dilation + 1, low, growth + high, dilation
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """weight: (groups, outputs / groups, inputs / groups, *sizes). bias: (outputs,).
+
+    bias_size: magnitudes of the terms whose sum the bias is; peak: the largest magnitude in the weights of any term,
+    for each output. All float64.
+    """
+
+    weight: np.ndarray
+    bias: np.ndarray
+    window: Window
+    bias_size: np.ndarray
+    peak: np.ndarray
+
+    @classmethod
+    def of(cls, weight: np.ndarray, bias: np.ndarray | None, window: Window) -> Kernel:
+        outputs = weight.shape[0] * weight.shape[1]
+        bias = np.zeros(outputs) if bias is None else bias
+        return cls(weight, bias, window, np.abs(bias), _peak(weight))
+
+    @classmethod
+    def identity(cls, channels: int, rank: int) -> Kernel:
+        return cls.of(np.ones((channels, 1, 1, *[1] * rank)), None, Window.point(rank))
+
+    @property
+    def groups(self) -> int:
+        return int(self.weight.shape[0])
+
+    @property
+    def outputs(self) -> int:
+        return int(self.weight.shape[0] * self.weight.shape[1])
+
+    @property
+    def inputs(self) -> int:
+        return int(self.weight.shape[0] * self.weight.shape[2])
+
+    def mapped(self, affine: ChannelAffine) -> Kernel:
+        """Followed by `affine`."""
+        rows = self._rows(affine.scale)
+        size = np.abs(affine.scale) * (self.bias_size + np.abs(affine.center)) + np.abs(affine.shift)
+        weight = self.weight * rows
+        return Kernel(weight, affine.apply(self.bias), self.window, size, _peak(weight))
+
+    def padded(self, begins: Axes, ends: Axes) -> Kernel:
+        """Followed by zeros around its result. Refused where that is not the same as zeros around its input."""
+        if not self.window.is_point or not self.window.strides_by_one or any(pad < 0 for pad in (*begins, *ends)):
+            raise Refused("padding", "zeros around the result of a branch are no zeros around its input")
+        if (any(begins) or any(ends)) and self.bias.any():
+            raise Refused("padding", "a branch pads with zeros behind a shift, which padding before it would change")
+        window = dataclasses.replace(
+            self.window, begins=_sum(self.window.begins, begins), ends=_sum(self.window.ends, ends)
+        )
+        return dataclasses.replace(self, window=window)
+
+    def after(self, inner: Kernel) -> Kernel:
+        """Preceded by `inner`."""
+        if inner.outputs != self.inputs:
+            raise Refused("shape", f"a branch makes {inner.outputs} channels where {self.inputs} are read")
+        own = self.window
+        if own.is_point and not own.pads:
+            strides = tuple(one * two for one, two in zip(own.strides, inner.window.strides, strict=True))
+            window = dataclasses.replace(inner.window, strides=strides)
+        else:
+            inner = inner.padded(own.begins, own.ends)
+            window = dataclasses.replace(own, begins=inner.window.begins, ends=inner.window.ends)
+        weight = _composed(self, inner, window.sizes)
+        bias, size = self._of_constant(inner.bias), self._of_constant(inner.bias_size, absolute=True)
+        return Kernel(weight, self.bias + bias, window, self.bias_size + size, _peak(weight))
+
+    def plus(self, other: Kernel, window: Window) -> Kernel:
+        """Both on the same input; `window`: their windows joined."""
+        if (self.inputs, self.outputs) != (other.inputs, other.outputs):
+            raise Refused(
+                "shape",
+                f"its branches make {self.outputs} channels of {self.inputs} and {other.outputs} of {other.inputs}",
+            )
+        groups = math.gcd(self.groups, other.groups)
+        shape = (groups, self.outputs // groups, self.inputs // groups, *window.sizes)
+        weight = np.zeros(shape)
+        for kernel in (self, other):
+            _add_blocks(weight, kernel.weight, window.offsets(kernel.window))
+        return Kernel(
+            weight,
+            self.bias + other.bias,
+            window,
+            self.bias_size + other.bias_size,
+            np.maximum(self.peak, other.peak),
+        )
+
+    def _of_constant(self, values: np.ndarray, *, absolute: bool = False) -> np.ndarray:
+        """What the weights make of an input that is `values` everywhere."""
+        if not values.any():
+            return np.zeros(self.outputs)
+        weight = np.abs(self.weight) if absolute else self.weight
+        sums = weight.sum(axis=tuple(range(3, weight.ndim)))
+        return np.matmul(sums, values.reshape(self.groups, -1, 1)).reshape(-1)
+
+    def _rows(self, vector: np.ndarray) -> np.ndarray:
+        return vector.reshape(*self.weight.shape[:2], *[1] * (self.weight.ndim - 2))
+
+
+def joined_size(one: Kernel, two: Kernel, window: Window) -> int:
+    """Elements of the weight of their sum: multiplications for each position of the result."""
+    return one.outputs * (one.inputs // math.gcd(one.groups, two.groups)) * math.prod(window.sizes)
+
+
+def _composed(outer: Kernel, inner: Kernel, sizes: Axes) -> np.ndarray:
+    # Depthwise, on either side: one of the two has a single position, so that their positions broadcast.
+    if outer.weight.shape[1:3] == (1, 1):
+        return inner.weight * outer.weight.reshape(*inner.weight.shape[:2], 1, *outer.window.sizes)
+    if inner.weight.shape[1:3] == (1, 1):
+        return outer.weight * inner.weight.reshape(outer.groups, 1, outer.weight.shape[2], *inner.window.sizes)
+    groups = math.gcd(outer.groups, inner.groups)
+    one, two = (_regrouped(kernel.weight, groups) for kernel in (outer, inner))
+    # (groups, positions, outputs, between) @ (groups, positions, between, inputs); one of them has a single position.
+    left, right = (weight.reshape(*weight.shape[:3], -1).transpose(0, 3, 1, 2) for weight in (one, two))
+    product = np.matmul(left, right).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(product).reshape(groups, one.shape[1], two.shape[2], *sizes)
+
+
+def _regrouped(weight: np.ndarray, groups: int) -> np.ndarray:
+    """The weight in fewer groups, zeros between those that were apart."""
+    if weight.shape[0] == groups:
+        return weight
+    ratio = weight.shape[0] // groups
+    wide = np.zeros((groups, ratio * weight.shape[1], ratio * weight.shape[2], *weight.shape[3:]))
+    _add_blocks(wide, weight, tuple(slice(None) for _ in weight.shape[3:]))
+    return wide
+
+
+def _add_blocks(target: np.ndarray, weight: np.ndarray, places: tuple[slice, ...]) -> None:
+    """Adds `weight` to `target`, which has fewer groups or as many, at the positions `places`."""
+    ratio = weight.shape[0] // target.shape[0]
+    blocks = weight.reshape(target.shape[0], ratio, *weight.shape[1:])
+    wide = target.reshape(target.shape[0], ratio, weight.shape[1], ratio, weight.shape[2], *target.shape[3:])
+    diagonal = np.arange(ratio)
+    # Two arrays as indices with a slice between them: their axis comes first.
+    index: tuple[Any, ...] = (slice(None), diagonal, slice(None), diagonal, slice(None), *places)
+    wide[index] += blocks.swapaxes(0, 1)
+
+
+def _peak(weight: np.ndarray) -> np.ndarray:
+    axes = tuple(range(2, weight.ndim))
+    return np.abs(weight).max(axis=axes, initial=0.0).reshape(-1)
+
+
+def _sum(one: Axes, two: Axes) -> Axes:
+    return tuple(first + second for first, second in zip(one, two, strict=True))
