@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "../abi/ort_abi.h"
-#include "schema.h"
+#include "../schema/operator.h"
 #include "session_parallel.h"
 
 namespace bnexport::adapters {

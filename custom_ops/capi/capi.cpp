@@ -2,11 +2,11 @@
 #include <memory>
 #include <string>
 
-#include "../adapters/schema.h"
 #include "../comm/group.h"
-#include "../kernels/cpu/kernels.h"
+#include "../kernels/cpu/batch_norm/kernels.h"
+#include "../kernels/cpu/batch_norm/table.h"
 #include "../kernels/cpu/pool.h"
-#include "../kernels/cpu/table.h"
+#include "../schema/operator.h"
 #include "bnexport.h"
 #include "validation.h"
 

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../custom_ops/kernels/statistics.h"
+#include "../../custom_ops/kernels/common/statistics.h"
 #include "bnexport_cuda.h"
 #include "fake_streams.h"
 

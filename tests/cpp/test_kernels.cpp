@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <thread>
 
-#include "../../custom_ops/kernels/cpu/kernels.h"
+#include "../../custom_ops/kernels/cpu/batch_norm/kernels.h"
 #include "allocations.h"
 #include "check.h"
 #include "tensors.h"

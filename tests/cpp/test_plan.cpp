@@ -1,5 +1,5 @@
 // Plans are pure functions of a shape: every element belongs to exactly one block, task and stretch.
-#include "../../custom_ops/kernels/cpu/plan.h"
+#include "../../custom_ops/kernels/cpu/batch_norm/plan.h"
 
 #include <vector>
 

@@ -2,7 +2,7 @@
 #define BNEXPORT_ADAPTERS_TRAINING_CONVOLUTION_H
 
 #include "../../kernels/cpu/training/convolution/convolution.h"
-#include "node.h"
+#include "tensors.h"
 
 namespace bnexport::adapters {
 

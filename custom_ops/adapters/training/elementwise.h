@@ -2,7 +2,7 @@
 #define BNEXPORT_ADAPTERS_TRAINING_ELEMENTWISE_H
 
 #include "../../kernels/cpu/training/elementwise.h"
-#include "node.h"
+#include "tensors.h"
 
 namespace bnexport::adapters {
 

@@ -2,8 +2,8 @@
 #ifndef BNEXPORT_ADAPTERS_TRAINING_OPERATORS_H
 #define BNEXPORT_ADAPTERS_TRAINING_OPERATORS_H
 
+#include "../../schema/training.h"
 #include "../node.h"
-#include "schema.h"
 
 namespace bnexport::adapters {
 

@@ -2,7 +2,7 @@
 #define BNEXPORT_ADAPTERS_TRAINING_OPTIMIZER_H
 
 #include "../../kernels/cpu/training/optimizer.h"
-#include "node.h"
+#include "tensors.h"
 
 namespace bnexport::adapters {
 

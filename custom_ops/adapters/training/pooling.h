@@ -2,7 +2,7 @@
 #define BNEXPORT_ADAPTERS_TRAINING_POOLING_H
 
 #include "../../kernels/cpu/training/pooling.h"
-#include "node.h"
+#include "tensors.h"
 
 namespace bnexport::adapters {
 

@@ -2,7 +2,7 @@
 #ifndef BNEXPORT_KERNELS_CUDA_ARGUMENTS_H
 #define BNEXPORT_KERNELS_CUDA_ARGUMENTS_H
 
-#include "../statistics.h"
+#include "../common/statistics.h"
 #include "columns.h"
 #include "rows.h"
 

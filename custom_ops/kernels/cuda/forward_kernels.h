@@ -9,7 +9,7 @@
 #ifndef BNEXPORT_KERNELS_CUDA_FORWARD_KERNELS_H
 #define BNEXPORT_KERNELS_CUDA_FORWARD_KERNELS_H
 
-#include "../statistics_definitions.h"
+#include "../common/statistics_definitions.h"
 #include "arguments.h"
 #include "slab.h"
 

@@ -6,7 +6,7 @@
 #include <mutex>
 #include <string>
 
-#include "../statistics_definitions.h"
+#include "../common/statistics_definitions.h"
 #include "kernel_attributes.h"
 #include "launch.h"
 

@@ -3,7 +3,7 @@
 #include "launch_plan.h"
 
 #include "../../include/bnexport.h"
-#include "../math.h"
+#include "../common/math.h"
 #include "limits.h"
 #include "rows.h"
 

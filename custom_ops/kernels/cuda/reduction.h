@@ -10,8 +10,8 @@
 #ifndef BNEXPORT_KERNELS_CUDA_REDUCTION_H
 #define BNEXPORT_KERNELS_CUDA_REDUCTION_H
 
-#include "../moments.h"
-#include "../statistics.h"
+#include "../common/moments.h"
+#include "../common/statistics.h"
 #include "device.h"
 #include "limits.h"
 

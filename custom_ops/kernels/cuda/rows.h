@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "../moments.h"
+#include "../common/moments.h"
 
 namespace bnexport::cuda {
 

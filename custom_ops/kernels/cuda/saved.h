@@ -2,7 +2,7 @@
 #ifndef BNEXPORT_KERNELS_CUDA_SAVED_H
 #define BNEXPORT_KERNELS_CUDA_SAVED_H
 
-#include "../statistics_definitions.h"
+#include "../common/statistics_definitions.h"
 #include "device.h"
 
 namespace bnexport::cuda {

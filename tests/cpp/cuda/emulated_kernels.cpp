@@ -2,8 +2,8 @@
 // device memory. The loader and the verification of the benchmark are tested with it.
 #include <cstring>
 
+#include "../../../custom_ops/kernels/common/statistics_definitions.h"
 #include "../../../custom_ops/kernels/cuda/kernels.h"
-#include "../../../custom_ops/kernels/statistics_definitions.h"
 #include "emulated_launcher.h"
 
 namespace bnexport::cuda {

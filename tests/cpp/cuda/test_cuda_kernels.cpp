@@ -3,7 +3,7 @@
 // BNEXPORT_CUDA_CASES=all takes every combination; by default a part of them, chosen by a fixed rule.
 #include <cstdlib>
 
-#include "../../../custom_ops/kernels/statistics_definitions.h"
+#include "../../../custom_ops/kernels/common/statistics_definitions.h"
 #include "emulated_launcher.h"
 #include "reference.h"
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "../batch_norm/plan.h"
 #include "../parallel.h"
-#include "../plan.h"
 
 namespace bnexport::cpu {
 

@@ -1,6 +1,6 @@
 #include "pooling.h"
 
-#include "../plan.h"
+#include "../batch_norm/plan.h"
 #include "table.h"
 
 namespace bnexport::cpu {

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "../../plan.h"
+#include "../../batch_norm/plan.h"
 #include "convolution.h"
 #include "loops.h"
 #include "planes.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../../../math.h"
+#include "../../../common/math.h"
 
 namespace bnexport::cpu {
 

@@ -1,7 +1,7 @@
 #include "kernels.h"
 
-#include "../kernels/cpu/kernels.h"
-#include "../kernels/statistics.h"
+#include "../../kernels/common/statistics.h"
+#include "../../kernels/cpu/batch_norm/kernels.h"
 #include "binding.h"
 
 namespace bnexport::adapters {

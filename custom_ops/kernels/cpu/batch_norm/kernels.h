@@ -2,11 +2,11 @@
 //
 // With group_size > 1 the caller first asks for this process's row, exchanges rows, sets
 // `gathered`, and then calls forward or backward. They may throw std::bad_alloc.
-#ifndef BNEXPORT_KERNELS_CPU_KERNELS_H
-#define BNEXPORT_KERNELS_CPU_KERNELS_H
+#ifndef BNEXPORT_KERNELS_CPU_BATCH_NORM_KERNELS_H
+#define BNEXPORT_KERNELS_CPU_BATCH_NORM_KERNELS_H
 
+#include "../parallel.h"
 #include "bnexport.h"
-#include "parallel.h"
 
 namespace bnexport::cpu {
 
@@ -17,4 +17,4 @@ void backward(const bnexport_backward& params, Parallel& parallel);
 
 }  // namespace bnexport::cpu
 
-#endif  // BNEXPORT_KERNELS_CPU_KERNELS_H
+#endif  // BNEXPORT_KERNELS_CPU_BATCH_NORM_KERNELS_H

@@ -1,10 +1,10 @@
 // Columns of a matrix by bands of whole channels, and what belongs to each channel.
-#ifndef BNEXPORT_KERNELS_CPU_BANDS_H
-#define BNEXPORT_KERNELS_CPU_BANDS_H
+#ifndef BNEXPORT_KERNELS_CPU_BATCH_NORM_BANDS_H
+#define BNEXPORT_KERNELS_CPU_BATCH_NORM_BANDS_H
 
 #include <vector>
 
-#include "parallel.h"
+#include "../parallel.h"
 #include "plan.h"
 
 namespace bnexport::cpu {
@@ -96,4 +96,4 @@ class CoefficientPlanes {
 
 }  // namespace bnexport::cpu
 
-#endif  // BNEXPORT_KERNELS_CPU_BANDS_H
+#endif  // BNEXPORT_KERNELS_CPU_BATCH_NORM_BANDS_H

@@ -2,12 +2,12 @@
 //
 // Blocks fix the order of every sum, so they depend on the shape alone. Tasks only group blocks; they
 // may follow the number of threads without changing a bit of the result.
-#ifndef BNEXPORT_KERNELS_CPU_PLAN_H
-#define BNEXPORT_KERNELS_CPU_PLAN_H
+#ifndef BNEXPORT_KERNELS_CPU_BATCH_NORM_PLAN_H
+#define BNEXPORT_KERNELS_CPU_BATCH_NORM_PLAN_H
 
 #include <cstdint>
 
-#include "../math.h"
+#include "../../common/math.h"
 #include "table.h"
 
 namespace bnexport::cpu {
@@ -247,4 +247,4 @@ struct StreamPlan {
 
 }  // namespace bnexport::cpu
 
-#endif  // BNEXPORT_KERNELS_CPU_PLAN_H
+#endif  // BNEXPORT_KERNELS_CPU_BATCH_NORM_PLAN_H

@@ -1,9 +1,9 @@
 // A node's tensors as the kernels' parameters, validated: the same for every provider.
-#ifndef BNEXPORT_ADAPTERS_BINDING_H
-#define BNEXPORT_ADAPTERS_BINDING_H
+#ifndef BNEXPORT_ADAPTERS_BATCH_NORM_BINDING_H
+#define BNEXPORT_ADAPTERS_BATCH_NORM_BINDING_H
 
+#include "../node.h"
 #include "bnexport.h"
-#include "node.h"
 
 namespace bnexport::adapters {
 
@@ -27,4 +27,4 @@ BackwardBinding bind_backward(const Run& run, const schema::Operator& op, const 
 
 }  // namespace bnexport::adapters
 
-#endif  // BNEXPORT_ADAPTERS_BINDING_H
+#endif  // BNEXPORT_ADAPTERS_BATCH_NORM_BINDING_H

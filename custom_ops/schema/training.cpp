@@ -1,4 +1,4 @@
-#include "schema.h"
+#include "training.h"
 
 #include <cmath>
 

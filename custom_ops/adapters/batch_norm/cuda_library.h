@@ -2,8 +2,8 @@
 //
 // It needs no driver to be opened, and nothing of it runs before a node is placed on the CUDA provider.
 // The environment variable BNEXPORT_CUDA_LIBRARY names another file; empty, it means none.
-#ifndef BNEXPORT_ADAPTERS_CUDA_LIBRARY_H
-#define BNEXPORT_ADAPTERS_CUDA_LIBRARY_H
+#ifndef BNEXPORT_ADAPTERS_BATCH_NORM_CUDA_LIBRARY_H
+#define BNEXPORT_ADAPTERS_BATCH_NORM_CUDA_LIBRARY_H
 
 #include "bnexport_cuda.h"
 
@@ -27,4 +27,4 @@ const CudaLibrary* cuda_library();
 
 }  // namespace bnexport::adapters
 
-#endif  // BNEXPORT_ADAPTERS_CUDA_LIBRARY_H
+#endif  // BNEXPORT_ADAPTERS_BATCH_NORM_CUDA_LIBRARY_H

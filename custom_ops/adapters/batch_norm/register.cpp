@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "../training/operators.h"
 #include "cuda_kernels.h"
-#include "training/operators.h"
 
 namespace bnexport::adapters {
 

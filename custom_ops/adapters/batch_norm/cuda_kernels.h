@@ -1,6 +1,6 @@
 // The two operators on the CUDA provider: the same nodes, on ONNX Runtime's stream and in its memory.
-#ifndef BNEXPORT_ADAPTERS_CUDA_KERNELS_H
-#define BNEXPORT_ADAPTERS_CUDA_KERNELS_H
+#ifndef BNEXPORT_ADAPTERS_BATCH_NORM_CUDA_KERNELS_H
+#define BNEXPORT_ADAPTERS_BATCH_NORM_CUDA_KERNELS_H
 
 #include <atomic>
 
@@ -65,4 +65,4 @@ class CudaBackwardKernel final : public CudaKernel {
 
 }  // namespace bnexport::adapters
 
-#endif  // BNEXPORT_ADAPTERS_CUDA_KERNELS_H
+#endif  // BNEXPORT_ADAPTERS_BATCH_NORM_CUDA_KERNELS_H

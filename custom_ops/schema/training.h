@@ -1,9 +1,9 @@
 // The operators of a training step: name, inputs, outputs and attributes of each. float32, on the CPU provider.
 // bnexport/training/building/contract.py is the contract; a test compares the two.
-#ifndef BNEXPORT_ADAPTERS_TRAINING_SCHEMA_H
-#define BNEXPORT_ADAPTERS_TRAINING_SCHEMA_H
+#ifndef BNEXPORT_SCHEMA_TRAINING_H
+#define BNEXPORT_SCHEMA_TRAINING_H
 
-#include "../schema.h"
+#include "operator.h"
 
 namespace bnexport::schema {
 
@@ -14,4 +14,4 @@ extern const Operator* const kTrainingOperators[7];
 
 }  // namespace bnexport::schema
 
-#endif  // BNEXPORT_ADAPTERS_TRAINING_SCHEMA_H
+#endif  // BNEXPORT_SCHEMA_TRAINING_H

@@ -1,6 +1,6 @@
 // Integer arithmetic that kernels and launch plans share.
-#ifndef BNEXPORT_KERNELS_MATH_H
-#define BNEXPORT_KERNELS_MATH_H
+#ifndef BNEXPORT_KERNELS_COMMON_MATH_H
+#define BNEXPORT_KERNELS_COMMON_MATH_H
 
 #include <cstdint>
 
@@ -11,4 +11,4 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return a > 0 ? (a + b - 1) / 
 
 }  // namespace bnexport
 
-#endif  // BNEXPORT_KERNELS_MATH_H
+#endif  // BNEXPORT_KERNELS_COMMON_MATH_H

@@ -1,11 +1,11 @@
 // The inner loops, one table per element type and instruction set. Sizes and strides in elements.
-#ifndef BNEXPORT_KERNELS_CPU_TABLE_H
-#define BNEXPORT_KERNELS_CPU_TABLE_H
+#ifndef BNEXPORT_KERNELS_CPU_BATCH_NORM_TABLE_H
+#define BNEXPORT_KERNELS_CPU_BATCH_NORM_TABLE_H
 
 #include <cstdint>
 
-#include "../moments.h"
-#include "../statistics.h"
+#include "../../common/moments.h"
+#include "../../common/statistics.h"
 
 namespace bnexport::cpu {
 
@@ -78,4 +78,4 @@ const char* instruction_set();
 
 }  // namespace bnexport::cpu
 
-#endif  // BNEXPORT_KERNELS_CPU_TABLE_H
+#endif  // BNEXPORT_KERNELS_CPU_BATCH_NORM_TABLE_H

@@ -2,8 +2,8 @@
 //
 // Everything here is per channel, in double, and knows nothing of how the data was read. Host and device
 // share the definitions (statistics_definitions.h).
-#ifndef BNEXPORT_KERNELS_STATISTICS_H
-#define BNEXPORT_KERNELS_STATISTICS_H
+#ifndef BNEXPORT_KERNELS_COMMON_STATISTICS_H
+#define BNEXPORT_KERNELS_COMMON_STATISTICS_H
 
 #include <cstdint>
 
@@ -82,4 +82,4 @@ BNEXPORT_HOST_DEVICE BackwardCoefficients backward_coefficients(const bnexport_b
 
 }  // namespace bnexport
 
-#endif  // BNEXPORT_KERNELS_STATISTICS_H
+#endif  // BNEXPORT_KERNELS_COMMON_STATISTICS_H

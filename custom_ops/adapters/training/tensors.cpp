@@ -1,4 +1,4 @@
-#include "node.h"
+#include "tensors.h"
 
 #include <cmath>
 #include <cstring>

@@ -7,12 +7,12 @@
 //
 // Loops that sum across lanes work on whole vectors. Loops that compute each value alone work on the smallest
 // piece that an element type can store, so that few registers are in flight.
-#ifndef BNEXPORT_KERNELS_CPU_SIMD_H
-#define BNEXPORT_KERNELS_CPU_SIMD_H
+#ifndef BNEXPORT_KERNELS_CPU_BATCH_NORM_SIMD_H
+#define BNEXPORT_KERNELS_CPU_BATCH_NORM_SIMD_H
 
 #include <type_traits>
 
-#include "native.h"
+#include "../native.h"
 
 namespace bnexport::cpu {
 namespace {
@@ -229,4 +229,4 @@ BNEXPORT_INLINE double sum_lanes(const VectorF& v) { return sum_lanes(folded(v))
 }  // namespace
 }  // namespace bnexport::cpu
 
-#endif  // BNEXPORT_KERNELS_CPU_SIMD_H
+#endif  // BNEXPORT_KERNELS_CPU_BATCH_NORM_SIMD_H

@@ -1,7 +1,7 @@
 // The operators as this library implements them. bnexport/schema.py is the contract; a test compares
 // the two through bnexport_describe().
-#ifndef BNEXPORT_ADAPTERS_SCHEMA_H
-#define BNEXPORT_ADAPTERS_SCHEMA_H
+#ifndef BNEXPORT_SCHEMA_OPERATOR_H
+#define BNEXPORT_SCHEMA_OPERATOR_H
 
 #include <cstddef>
 
@@ -60,4 +60,4 @@ const char* describe();
 
 }  // namespace bnexport::schema
 
-#endif  // BNEXPORT_ADAPTERS_SCHEMA_H
+#endif  // BNEXPORT_SCHEMA_OPERATOR_H

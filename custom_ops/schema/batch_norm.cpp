@@ -1,11 +1,11 @@
-#include "schema.h"
+#include "operator.h"
 
 #include <cmath>
 #include <cstdio>
 #include <string>
 
 #include "bnexport.h"
-#include "training/schema.h"
+#include "training.h"
 
 namespace bnexport::schema {
 

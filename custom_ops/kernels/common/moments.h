@@ -6,8 +6,8 @@
 //
 // The counts are integers kept in doubles (exact to 2^53). Merging in a fixed order gives the same
 // bits for any number of threads.
-#ifndef BNEXPORT_KERNELS_MOMENTS_H
-#define BNEXPORT_KERNELS_MOMENTS_H
+#ifndef BNEXPORT_KERNELS_COMMON_MOMENTS_H
+#define BNEXPORT_KERNELS_COMMON_MOMENTS_H
 
 #if defined(__CUDACC__)
 #define BNEXPORT_HOST_DEVICE __host__ __device__
@@ -47,4 +47,4 @@ struct Moments {
 
 }  // namespace bnexport
 
-#endif  // BNEXPORT_KERNELS_MOMENTS_H
+#endif  // BNEXPORT_KERNELS_COMMON_MOMENTS_H

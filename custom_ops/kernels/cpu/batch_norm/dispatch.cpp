@@ -4,9 +4,9 @@
 #include <cstring>
 #include <string>
 
+#include "../training/table.h"
 #include "plan.h"
 #include "table.h"
-#include "training/table.h"
 
 namespace bnexport::cpu {
 

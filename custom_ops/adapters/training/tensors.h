@@ -1,6 +1,6 @@
 // What the training operators share: attributes read by name, float32 tensors, memory for a run.
-#ifndef BNEXPORT_ADAPTERS_TRAINING_NODE_H
-#define BNEXPORT_ADAPTERS_TRAINING_NODE_H
+#ifndef BNEXPORT_ADAPTERS_TRAINING_TENSORS_H
+#define BNEXPORT_ADAPTERS_TRAINING_TENSORS_H
 
 #include <initializer_list>
 #include <optional>
@@ -79,4 +79,4 @@ class ArenaWorkspace final : public cpu::Workspace {
 
 }  // namespace bnexport::adapters
 
-#endif  // BNEXPORT_ADAPTERS_TRAINING_NODE_H
+#endif  // BNEXPORT_ADAPTERS_TRAINING_TENSORS_H

@@ -1,11 +1,11 @@
 // Batch norm and its gradient as ONNX Runtime calls them.
-#ifndef BNEXPORT_ADAPTERS_KERNELS_H
-#define BNEXPORT_ADAPTERS_KERNELS_H
+#ifndef BNEXPORT_ADAPTERS_BATCH_NORM_KERNELS_H
+#define BNEXPORT_ADAPTERS_BATCH_NORM_KERNELS_H
 
 #include <memory>
 
-#include "../comm/group.h"
-#include "node.h"
+#include "../../comm/group.h"
+#include "../node.h"
 
 namespace bnexport::adapters {
 
@@ -40,4 +40,4 @@ class BackwardKernel final : public BatchNormKernel {
 
 }  // namespace bnexport::adapters
 
-#endif  // BNEXPORT_ADAPTERS_KERNELS_H
+#endif  // BNEXPORT_ADAPTERS_BATCH_NORM_KERNELS_H
