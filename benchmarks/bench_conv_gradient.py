@@ -86,7 +86,7 @@ def session(build: Callable[..., Any], arrays: list[np.ndarray], threads: int) -
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    library.register(options)
+    library.register(options, training=True)
     loaded = onnxruntime.InferenceSession(
         ir.to_proto(ir.Model(graph, ir_version=9)).SerializeToString(), options, providers=["CPUExecutionProvider"]
     )

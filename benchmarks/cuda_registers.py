@@ -35,7 +35,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         command = [
             "nvcc", "-std=c++17", "-O3", f"-gencode=arch=compute_{target},code=sm_{target}", "-Xptxas", "-v",
-            f"-I{ROOT / 'custom_ops/include'}", "-c", str(ROOT / "custom_ops/kernels/cuda/kernels.cu"), "-o", f"{folder}/kernels.o",
+            f"-I{ROOT / 'custom_ops/include'}", f"-I{ROOT / 'custom_ops/kernels/cuda/nvcc'}",
+            "-c", str(ROOT / "custom_ops/kernels/cuda/kernels.cu"), "-o", f"{folder}/kernels.o",
         ]  # fmt: skip
         log = subprocess.run(command, capture_output=True, text=True, check=False)
     if log.returncode != 0:

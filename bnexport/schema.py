@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import onnx
 
 DOMAIN = "mmcv"
+TRAINING_DOMAIN = "bnexport"  # the operators of training steps: training/building/contract.py
 VERSION = 1
 # Old exports wrote the node into the default domain; the library serves both.
 ACCEPTED_DOMAINS = ("mmcv", "")

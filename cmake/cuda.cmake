@@ -61,15 +61,11 @@ add_library(bnexport_ops_cuda MODULE
   custom_ops/comm/nccl.cpp
   custom_ops/capi/nccl_capi.cpp
   custom_ops/capi/cuda_capi.cpp)
-target_include_directories(bnexport_ops_cuda PRIVATE custom_ops/include ${CUDAToolkit_INCLUDE_DIRS})
+target_include_directories(bnexport_ops_cuda PRIVATE custom_ops/kernels/cuda/nvcc ${CUDAToolkit_INCLUDE_DIRS})
 target_link_libraries(bnexport_ops_cuda PRIVATE Threads::Threads ${CMAKE_DL_LIBS})
 target_compile_options(bnexport_ops_cuda PRIVATE
-  $<$<COMPILE_LANGUAGE:CXX>:-O3 -Wall -Wextra>
   $<$<COMPILE_LANGUAGE:CUDA>:-O3 -Xcompiler=-Wall,-Wextra --threads=0 -Xfatbin=-compress-all>)
 target_compile_options(bnexport_ops_cuda PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${cuda_targets}>")
-if(SKBUILD_PROJECT_VERSION)
-  target_compile_definitions(bnexport_ops_cuda PRIVATE BNEXPORT_VERSION="${SKBUILD_PROJECT_VERSION}")
-endif()
 set_target_properties(bnexport_ops_cuda PROPERTIES
   CUDA_STANDARD 17 CUDA_STANDARD_REQUIRED ON CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
 # The runtime inside is the driver's partner for good: it must not be unloaded with a session.

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import bnexport
-from bnexport.native import capi
+from bnexport.native import library
 
 ROOT = Path(__file__).parents[1]
 LARGEST_SDIST = 500_000  # bytes
@@ -66,7 +66,8 @@ def test_one_version_everywhere(sdist: Path) -> None:
     version = found[1]
     assert sdist.name == f"bnexport-{version}.tar.gz"
     assert bnexport.__version__ == version
-    assert capi.version() == version
+    for kind in ("ops", "training"):
+        assert library.version(kind) == version
 
 
 def test_every_source_that_cmake_names_is_there() -> None:
@@ -100,7 +101,7 @@ def libraries(wheel: Path) -> set[str]:
 def test_a_wheel_installs_into_an_empty_environment(sdist: Path, tmp_path: Path) -> None:
     wheel = wheel_of(sdist, tmp_path, {"cmake.define.BNEXPORT_CUDA": "OFF"})
     assert "-py3-none-manylinux_" in wheel.name
-    assert libraries(wheel) == {"libbnexport_ops.so"}
+    assert libraries(wheel) == {"libbnexport_ops.so", "libbnexport_training.so"}
     environment = tmp_path / "environment"
     run(sys.executable, "-m", "venv", environment)
     run(environment / "bin/python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", f"{wheel}[cpu]")
@@ -125,7 +126,7 @@ def test_the_sdist_installs_into_an_empty_environment(sdist: Path, tmp_path: Pat
     python = tmp_path / "environment/bin/python"
     run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", f"{sdist}[cpu]", timeout=1200)
     assert Path(
-        run(python, "-c", "import bnexport; print(bnexport.get_library_path())", cwd=tmp_path).strip()
+        run(python, "-c", "import bnexport; print(bnexport.get_library_path('training'))", cwd=tmp_path).strip()
     ).is_file()
 
 
@@ -136,4 +137,4 @@ def test_the_wheel_has_the_cuda_library_where_nvcc_is(sdist: Path, tmp_path: Pat
         sdist, tmp_path, {"cmake.define.BNEXPORT_CUDA": "ON", "cmake.define.BNEXPORT_CUDA_ARCHITECTURES": "80"}
     )
     assert "-py3-none-manylinux_" in wheel.name
-    assert libraries(wheel) == {"libbnexport_ops.so", "libbnexport_ops_cuda.so"}
+    assert libraries(wheel) == {"libbnexport_ops.so", "libbnexport_ops_cuda.so", "libbnexport_training.so"}

@@ -71,6 +71,7 @@ EMULATED = (
 
 def build_emulated() -> str:
     """The CUDA library on an emulated device, beside a copy of the operators' library. Returns what was wrong."""
+    from bnexport import __version__
     from bnexport.native.library import get_library_path
 
     BUILD.mkdir(parents=True, exist_ok=True)
@@ -82,7 +83,8 @@ def build_emulated() -> str:
     if target.exists() and target.stat().st_mtime > max(path.stat().st_mtime for path in sources):
         return ""
     includes = [f"-I{ROOT / 'tests/cpp/cuda'}", f"-I{ROOT / 'custom_ops/include'}"]
-    command = ["g++", "-std=gnu++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas", *includes]
+    version = f'-DBNEXPORT_VERSION="{__version__}"'
+    command = ["g++", "-std=gnu++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas", version, *includes]
     command += [*(str(ROOT / source) for source in EMULATED), "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else done.stderr[-1000:]

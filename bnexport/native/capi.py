@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-import threading
 from typing import Any
 
 from bnexport.errors import LibraryError, UsageError
-from bnexport.native.library import get_library_path
+from bnexport.native import calls
+from bnexport.native.library import load
 
 __all__ = [
     "ALL_GATHER",
@@ -38,7 +38,6 @@ __all__ = [
     "run_backward",
     "run_forward",
     "unregister_group",
-    "version",
 ]
 
 # The values of the header's enums.
@@ -48,7 +47,6 @@ STATS_MODES = {"exact": 0, "default": 1, "N": 2}
 GRAD_REDUCTIONS = {"local": 0, "mean": 1, "sum": 2}
 
 _ABI_VERSION = 1
-_ERROR_CAPACITY = 1024
 
 # int all_gather(context, send, receive, count, error, capacity)
 ALL_GATHER = ctypes.CFUNCTYPE(
@@ -123,32 +121,20 @@ _BACKWARD_SIZE = ctypes.sizeof(_Backward)
 @functools.cache
 def library() -> ctypes.CDLL:
     """The loaded library, its functions typed. Raises LibraryError when it cannot be had."""
-    path = get_library_path()
-    try:
-        loaded = ctypes.CDLL(path)
-        abi = loaded.bnexport_abi_version()
-    except (OSError, AttributeError) as error:
-        raise LibraryError(
-            f"{path}: cannot be loaded: {error}; expected the library of this bnexport; reinstall bnexport"
-        ) from error
-    if abi != _ABI_VERSION:
-        raise LibraryError(f"{path}: got ABI version {abi}, expected {_ABI_VERSION}; reinstall bnexport")
-    error_arguments = (ctypes.c_char_p, ctypes.c_size_t)
-    for name, arguments in (
-        ("bnexport_cpu_moments", (ctypes.POINTER(_Forward), _pointer)),
-        ("bnexport_cpu_forward", (ctypes.POINTER(_Forward),)),
-        ("bnexport_cpu_backward_moments", (ctypes.POINTER(_Backward), _pointer)),
-        ("bnexport_cpu_backward", (ctypes.POINTER(_Backward),)),
-        ("bnexport_register_group", (ctypes.c_char_p, _i64, _i64, ALL_GATHER, _pointer)),
-        ("bnexport_register_device_group", (ctypes.c_char_p, _i64, _i64, _pointer, _pointer)),
-        ("bnexport_unregister_group", (ctypes.c_char_p,)),
-    ):
-        function = getattr(loaded, name)
-        function.argtypes = (*arguments, *error_arguments)
-        function.restype = ctypes.c_int
+    loaded, forward, backward = load("ops"), ctypes.POINTER(_Forward), ctypes.POINTER(_Backward)
+    functions = {
+        "bnexport_cpu_moments": (forward, _pointer),
+        "bnexport_cpu_forward": (forward,),
+        "bnexport_cpu_backward_moments": (backward, _pointer),
+        "bnexport_cpu_backward": (backward,),
+        "bnexport_register_group": (ctypes.c_char_p, _i64, _i64, ALL_GATHER, _pointer),
+        "bnexport_register_device_group": (ctypes.c_char_p, _i64, _i64, _pointer, _pointer),
+        "bnexport_unregister_group": (ctypes.c_char_p,),
+    }
+    calls.declare(loaded, functions, ("bnexport_abi_version", _ABI_VERSION))
     loaded.bnexport_lend_openmp.argtypes = (_pointer,)
     loaded.bnexport_lend_openmp.restype = None
-    for name in ("bnexport_version", "bnexport_describe", "bnexport_instruction_set"):
+    for name in ("bnexport_describe", "bnexport_instruction_set"):
         getattr(loaded, name).restype = ctypes.c_char_p
     return loaded
 
@@ -162,20 +148,10 @@ def available() -> bool:
     return True
 
 
-class _Errors(threading.local):
-    """Where the library writes its messages: one buffer for each thread, since a fresh one is zeroed for each call."""
-
-    def __init__(self) -> None:
-        self.buffer = ctypes.create_string_buffer(_ERROR_CAPACITY)
-
-
-_errors = _Errors()
-
-
 def _call(name: str, *arguments: Any) -> None:
-    error = _errors.buffer
-    if getattr(library(), name)(*arguments, error, _ERROR_CAPACITY) != 0:
-        raise UsageError(f"{name}: {error.value.decode('utf-8', 'replace')}")
+    status, message = calls.call(library(), name, *arguments)
+    if status != 0:
+        raise UsageError(f"{name}: {message}")
 
 
 def _filled(structure: type[ctypes.Structure], values: dict[str, Any]) -> Any:
@@ -256,10 +232,6 @@ def unregister_group(name: str) -> None:
 def describe() -> dict[str, Any]:
     """The operators as the library implements them; bnexport.schema is the contract they are tested against."""
     return json.loads(library().bnexport_describe())
-
-
-def version() -> str:
-    return library().bnexport_version().decode()
 
 
 def instruction_set() -> str:

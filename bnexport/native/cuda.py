@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from bnexport.errors import LibraryError, UsageError
+from bnexport.native import calls
 from bnexport.native.capi import _Backward, _Forward, backward_params, forward_params
-from bnexport.native.library import CUDA_ENVIRONMENT_VARIABLE, get_cuda_library_path
+from bnexport.native.library import load
 
 __all__ = [
     "STRATEGIES",
@@ -33,7 +34,6 @@ __all__ = [
     "moments",
     "plan",
     "prefer",
-    "version",
     "workspace_size",
 ]
 
@@ -43,7 +43,6 @@ forward_parameters, backward_parameters = forward_params, backward_params
 STRATEGIES = {"automatic": 0, "cluster": 1, "persistent": 2, "split": 3}
 
 _ABI_VERSION = 2
-_ERROR_CAPACITY = 1024
 
 
 class _Plan(ctypes.Structure):
@@ -70,36 +69,21 @@ class Plan:
 @functools.cache
 def library() -> ctypes.CDLL:
     """The loaded library, its functions typed. Raises LibraryError when it cannot be had."""
-    path = get_cuda_library_path()
-    if path is None:
-        raise LibraryError(
-            "there is no CUDA library beside the operators' library: bnexport was installed where no nvcc was found; build it "
-            f"with `make cuda`, or install bnexport again with the CUDA toolkit, or set {CUDA_ENVIRONMENT_VARIABLE} if it lies elsewhere"
-        )
-    try:
-        loaded = ctypes.CDLL(path)
-        abi = loaded.bnexport_cuda_abi_version()
-    except (OSError, AttributeError) as error:
-        raise LibraryError(
-            f"{path}: cannot be loaded: {error}; expected the CUDA library of this bnexport; build it again"
-        ) from error
-    if abi != _ABI_VERSION:
-        raise LibraryError(f"{path}: got ABI version {abi}, expected {_ABI_VERSION}; build it again")
-    p, size = ctypes.c_void_p, ctypes.c_size_t
+    loaded, p, size = load("cuda"), ctypes.c_void_p, ctypes.c_size_t
+    functions: dict[str, tuple[Any, ...]] = {
+        "prefer": (ctypes.c_int32, ctypes.c_int32),
+        "check_device": (ctypes.c_int32,),
+    }
     for direction, structure in (("forward", _Forward), ("backward", _Backward)):
         params, row = ctypes.POINTER(structure), "moments" if direction == "forward" else "backward_moments"
-        for name, arguments in (
-            (direction, (params, p, size, p)),
-            (row, (params, p, p, size, p)),
-            (f"{direction}_workspace", (params, ctypes.POINTER(size))),
-            (f"plan_{direction}", (params, ctypes.POINTER(_Plan))),
-        ):
-            function = getattr(loaded, f"bnexport_cuda_{name}")
-            function.argtypes = (*arguments, ctypes.c_char_p, size)
-            function.restype = ctypes.c_int
-    loaded.bnexport_cuda_prefer.argtypes = (ctypes.c_int32, ctypes.c_int32, ctypes.c_char_p, size)
-    loaded.bnexport_cuda_check_device.argtypes = (ctypes.c_int32, ctypes.c_char_p, size)
-    loaded.bnexport_cuda_version.restype = ctypes.c_char_p
+        functions |= {
+            direction: (params, p, size, p),
+            row: (params, p, p, size, p),
+            f"{direction}_workspace": (params, ctypes.POINTER(size)),
+            f"plan_{direction}": (params, ctypes.POINTER(_Plan)),
+        }
+    named = {f"bnexport_cuda_{name}": arguments for name, arguments in functions.items()}
+    calls.declare(loaded, named, ("bnexport_cuda_abi_version", _ABI_VERSION))
     return loaded
 
 
@@ -121,17 +105,12 @@ def available() -> bool:
         return False
 
 
-def version() -> str:
-    return library().bnexport_cuda_version().decode()
-
-
 def _call(name: str, *arguments: Any) -> None:
-    error = ctypes.create_string_buffer(_ERROR_CAPACITY)
-    code = getattr(library(), f"bnexport_cuda_{name}")(*arguments, error, _ERROR_CAPACITY)
-    if code == 0:
+    status, text = calls.call(library(), f"bnexport_cuda_{name}", *arguments)
+    if status == 0:
         return
-    message = f"bnexport_cuda_{name}: {error.value.decode('utf-8', 'replace')}"
-    raise UsageError(message) if code == 1 else LibraryError(message)
+    message = f"bnexport_cuda_{name}: {text}"
+    raise UsageError(message) if status == 1 else LibraryError(message)
 
 
 def _direction(params: ctypes.Structure) -> str:

@@ -1,36 +1,58 @@
-"""Where the compiled library is, and how it gets into an ONNX Runtime session.
+"""The compiled libraries: where they are, how they are loaded, and how they get into an ONNX Runtime session.
 
-The library belongs to the installed distribution, not to the folder this file lies in: an editable
-install keeps Python files in the checkout and the compiled file in site-packages. So the record of
-the installation is asked first.
+They belong to the installed distribution, not to the folder this file lies in: an editable install keeps Python files
+in the checkout and the compiled files in site-packages. So the record of the installation is asked first.
 
-The environment variable BNEXPORT_LIBRARY, when set, names the file to use and overrides everything;
-it serves development builds.
+The environment variable BNEXPORT_LIBRARY, when set, names the operators' library to use and overrides everything; it
+serves development builds. The other two lie next to it; BNEXPORT_CUDA_LIBRARY names another CUDA library, or none.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import sys
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from bnexport.errors import LibraryError
+from bnexport import __version__
+from bnexport.errors import LibraryError, UsageError, first_line
 
 if TYPE_CHECKING:
     import onnxruntime
 
-__all__ = ["CUDA_ENVIRONMENT_VARIABLE", "ENVIRONMENT_VARIABLE", "get_cuda_library_path", "get_library_path", "register"]
+__all__ = [
+    "CUDA_ENVIRONMENT_VARIABLE",
+    "ENVIRONMENT_VARIABLE",
+    "Kind",
+    "file_name",
+    "find",
+    "get_library_path",
+    "load",
+    "register",
+    "version",
+]
 
 ENVIRONMENT_VARIABLE = "BNEXPORT_LIBRARY"
 CUDA_ENVIRONMENT_VARIABLE = "BNEXPORT_CUDA_LIBRARY"
 
+Kind = Literal["ops", "cuda", "training"]
+
 _DISTRIBUTION = "bnexport"
-# CMake names MODULE libraries .so on Linux and on macOS alike.
-_FILE_NAME = "bnexport_ops.dll" if sys.platform == "win32" else "libbnexport_ops.so"
-_CUDA_FILE_NAME = "bnexport_ops_cuda.dll" if sys.platform == "win32" else "libbnexport_ops_cuda.so"
+_STEMS: dict[str, str] = {"ops": "bnexport_ops", "cuda": "bnexport_ops_cuda", "training": "bnexport_training"}
+_VERSIONS = {"ops": "bnexport_version", "cuda": "bnexport_cuda_version", "training": "bnexport_training_version"}
+_WAYS_OUT = {
+    "cuda": "bnexport was installed where no nvcc was found: build it with `make cuda`, or install bnexport again with the "
+    f"CUDA toolkit, or set {CUDA_ENVIRONMENT_VARIABLE} if it lies elsewhere",
+    "training": "install bnexport again, or put all libraries of one build into one folder",
+}
+
+
+def file_name(kind: Kind) -> str:
+    """The library's name; CMake names MODULE libraries .so on Linux and on macOS alike."""
+    return f"{_STEMS[kind]}.dll" if sys.platform == "win32" else f"lib{_STEMS[kind]}.so"
 
 
 def _installed() -> Path | None:
@@ -39,75 +61,109 @@ def _installed() -> Path | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     for file in files:
-        if file.name == _FILE_NAME:
+        if file.name == file_name("ops"):
             path = Path(str(file.locate()))
             if path.is_file():
                 return path.resolve()
     return None
 
 
-def get_library_path() -> str:
-    """Absolute path of the custom-op library, for `SessionOptions.register_custom_ops_library` in any language.
+def get_library_path(kind: Literal["ops", "cuda", "training"] = "ops") -> str:
+    """Absolute path of a compiled library, for `SessionOptions.register_custom_ops_library` in any language.
+
+    kind: "ops", batch norm and its gradient, all that deployment needs; "training", the kernels of training steps, which
+    is registered next to the first; "cuda", the CUDA kernels, which the first opens itself.
 
     Raises:
-        LibraryError: no library is installed, or BNEXPORT_LIBRARY names a file that does not exist.
+        LibraryError: there is no such library, or an environment variable names a file that does not exist.
+        UsageError: another kind.
     """
-    override = os.environ.get(ENVIRONMENT_VARIABLE)
-    if override:
-        path = Path(override)
-        if not path.is_file():
-            raise LibraryError(
-                f"{ENVIRONMENT_VARIABLE}: got {override!r}, expected an existing {_FILE_NAME}; correct the variable or unset it"
-            )
-        return str(path.resolve())
-    beside = Path(__file__).resolve().parent.parent / "lib" / _FILE_NAME
-    found = _installed() or (beside if beside.is_file() else None)
-    if found is None:
+    if kind not in _STEMS:
+        raise UsageError(f"kind: got {kind!r}, expected one of {', '.join(map(repr, _STEMS))}")
+    found = find(kind)
+    if found is not None:
+        return found
+    if kind == "ops":
         raise LibraryError(
-            f"{_FILE_NAME} is not installed with bnexport; install bnexport with pip (it compiles the library), "
+            f"{file_name(kind)} is not installed with bnexport; install bnexport with pip (it compiles the library), "
             f"or set {ENVIRONMENT_VARIABLE} to a built one"
         )
-    return str(found)
+    raise LibraryError(f"{file_name(kind)}: got none next to {get_library_path()}; {_WAYS_OUT[kind]}")
 
 
-def get_cuda_library_path() -> str | None:
-    """Absolute path of the library with the CUDA kernels, which lies beside the other; None where there is none.
+def find(kind: Kind) -> str | None:
+    """Absolute path of a compiled library; None where there is none.
 
-    The environment variable BNEXPORT_CUDA_LIBRARY, when set, names the file to use; empty, it means none.
-
-    Raises:
-        LibraryError: see `get_library_path`; or the variable names a file that does not exist.
+    Raises LibraryError where an environment variable names a file that does not exist.
     """
-    override = os.environ.get(CUDA_ENVIRONMENT_VARIABLE)
-    if override and not Path(override).is_file():
-        raise LibraryError(
-            f"{override}: got no such file, expected the CUDA library; build it with `make cuda`, or correct or unset "
-            f"{CUDA_ENVIRONMENT_VARIABLE}"
-        )
-    path = Path(get_library_path()).parent / _CUDA_FILE_NAME if override is None else Path(override)
+    variable = {"ops": ENVIRONMENT_VARIABLE, "cuda": CUDA_ENVIRONMENT_VARIABLE}.get(kind)
+    override = os.environ.get(variable) if variable else None
+    if override:
+        if not Path(override).is_file():
+            raise LibraryError(
+                f"{variable}: got {override!r}, expected an existing {file_name(kind)}; correct the variable or unset it"
+                + (" (`make cuda` builds one)" if kind == "cuda" else "")
+            )
+        return str(Path(override).resolve())
+    if kind == "ops":
+        beside = Path(__file__).resolve().parent.parent / "lib" / file_name(kind)
+        path = _installed() or beside
+    elif override is not None or (operators := find("ops")) is None:
+        return None
+    else:
+        path = Path(operators).parent / file_name(kind)
     return str(path.resolve()) if path.is_file() else None
 
 
+def load(kind: Kind) -> ctypes.CDLL:
+    """The library, loaded. Raises LibraryError where it is missing, cannot be loaded, or is of another version."""
+    path = get_library_path(kind)
+    try:
+        loaded = ctypes.CDLL(path)
+        function = getattr(loaded, _VERSIONS[kind])
+    except (OSError, AttributeError) as error:
+        raise LibraryError(
+            f"{path}: cannot be loaded: {error}; expected the library of this bnexport; reinstall bnexport"
+        ) from error
+    function.restype = ctypes.c_char_p
+    found = function().decode("utf-8", "replace")
+    if found != __version__:
+        raise LibraryError(f"{path}: got version {found}, expected {__version__}, that of bnexport; reinstall bnexport")
+    return loaded
+
+
+def version(kind: Kind) -> str:
+    """The version of a library. Raises LibraryError, see `load`."""
+    return str(getattr(load(kind), _VERSIONS[kind])().decode())
+
+
 # A session accepts a domain once and says so only when it is built; asking twice is no mistake.
-_registered: weakref.WeakSet[Any] = weakref.WeakSet()
+_registered: dict[str, weakref.WeakSet[Any]] = {"ops": weakref.WeakSet(), "training": weakref.WeakSet()}
 
 
-def register(session_options: onnxruntime.SessionOptions) -> None:
+def register(session_options: onnxruntime.SessionOptions, training: bool = False) -> None:
     """Adds the operators to `session_options`. Doing it again changes nothing.
 
-    Raises:
-        LibraryError: the library is missing, or this ONNX Runtime cannot load it.
-    """
-    path = get_library_path()
-    if session_options in _registered:
-        return
-    try:
-        session_options.register_custom_ops_library(path)
-    except Exception as error:
-        import onnxruntime
+    training: also the kernels of training steps, which graphs of `export_training_step` need. They serve every session
+    of the process from then on.
 
-        raise LibraryError(
-            f"ONNX Runtime {onnxruntime.__version__} cannot load {path}: {error}; expected a library built for this system and "
-            "onnxruntime 1.17 or newer; reinstall bnexport"
-        ) from error
-    _registered.add(session_options)
+    Raises:
+        LibraryError: a library is missing or of another version, or this ONNX Runtime cannot load it.
+    """
+    kinds: tuple[Kind, ...] = ("ops", "training") if training else ("ops",)
+    for kind in kinds:
+        path = get_library_path(kind)
+        if session_options in _registered[kind]:
+            continue
+        if kind == "training":
+            load(kind)
+        try:
+            session_options.register_custom_ops_library(path)
+        except Exception as error:
+            import onnxruntime
+
+            raise LibraryError(
+                f"ONNX Runtime {onnxruntime.__version__} cannot load {path}: {first_line(error)}; expected a library built "
+                "for this system and onnxruntime 1.17 or newer; reinstall bnexport"
+            ) from error
+        _registered[kind].add(session_options)

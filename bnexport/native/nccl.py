@@ -13,13 +13,12 @@ import functools
 import importlib.metadata
 from typing import Any
 
-from bnexport.errors import GroupError, LibraryError
-from bnexport.native import cuda
+from bnexport.errors import GroupError
+from bnexport.native import calls, cuda
 
 __all__ = ["Communicator", "join", "library", "unique_id", "version"]
 
 _ID_BYTES = 128
-_ERROR_CAPACITY = 1024
 _SONAME = "libnccl.so.2"
 _DISTRIBUTIONS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
@@ -27,37 +26,29 @@ _DISTRIBUTIONS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 @functools.cache
 def library() -> ctypes.CDLL:
     """The CUDA library with its NCCL functions typed. Raises LibraryError when there is none."""
-    loaded = cuda.library()
-    try:
-        text = (ctypes.c_char_p, ctypes.c_size_t)
-        for name, arguments in (
-            ("bnexport_nccl_version", (ctypes.c_char_p, ctypes.POINTER(ctypes.c_int))),
-            ("bnexport_nccl_unique_id", (ctypes.c_char_p, ctypes.c_char_p)),
-            (
-                "bnexport_nccl_join",
-                (
-                    ctypes.c_char_p,
-                    ctypes.c_int64,
-                    ctypes.c_int64,
-                    ctypes.c_char_p,
-                    ctypes.c_double,
-                    ctypes.POINTER(ctypes.c_void_p),
-                ),
-            ),
-        ):
-            function = getattr(loaded, name)
-            function.argtypes, function.restype = (*arguments, *text), ctypes.c_int
-        loaded.bnexport_nccl_status.argtypes = (ctypes.c_void_p, *text)
-        loaded.bnexport_nccl_leave.argtypes, loaded.bnexport_nccl_leave.restype = (ctypes.c_void_p,), None
-    except AttributeError as error:
-        raise LibraryError(f"{loaded._name}: has no NCCL functions: {error}; reinstall bnexport") from error
+    loaded, text = cuda.library(), ctypes.c_char_p
+    functions = {
+        "bnexport_nccl_version": (text, ctypes.POINTER(ctypes.c_int)),
+        "bnexport_nccl_unique_id": (text, text),
+        "bnexport_nccl_join": (
+            text,
+            ctypes.c_int64,
+            ctypes.c_int64,
+            text,
+            ctypes.c_double,
+            ctypes.POINTER(ctypes.c_void_p),
+        ),
+        "bnexport_nccl_status": (ctypes.c_void_p,),
+    }
+    calls.declare(loaded, functions)
+    loaded.bnexport_nccl_leave.argtypes, loaded.bnexport_nccl_leave.restype = (ctypes.c_void_p,), None
     return loaded
 
 
 def _call(name: str, *arguments: Any) -> None:
-    error = ctypes.create_string_buffer(_ERROR_CAPACITY)
-    if getattr(library(), name)(*arguments, error, _ERROR_CAPACITY) != 0:
-        raise GroupError(error.value.decode("utf-8", "replace"))
+    status, message = calls.call(library(), name, *arguments)
+    if status != 0:
+        raise GroupError(message)
 
 
 @functools.cache

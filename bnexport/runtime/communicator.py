@@ -17,8 +17,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from bnexport.errors import GroupError, UsageError
-from bnexport.native import capi, nccl
-from bnexport.native.library import get_cuda_library_path
+from bnexport.native import capi, library, nccl
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -94,7 +93,7 @@ def register_group(name: str, process_group: ProcessGroup | None = None) -> None
             f"register_group({name!r}): this process is not a member of the group; register it in members only"
         )
     communicator = None
-    if distributed.backend_of(group_name, "cuda") == "nccl" and get_cuda_library_path() is not None:
+    if distributed.backend_of(group_name, "cuda") == "nccl" and library.find("cuda") is not None:
         communicator = device_groups.join(group_name, size, rank)
     distributed.publish(name, group_name)
     callback = _make_callback(group_name, size)

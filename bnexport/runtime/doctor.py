@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import platform
 from collections.abc import Callable
 
 from bnexport.errors import BnexportError
+from bnexport.native import capi, cuda, library, nccl
 
 __all__ = ["Check", "examine"]
 
@@ -32,11 +34,12 @@ def examine() -> list[Check]:
         Check("bnexport", __version__, True),
         Check("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}", True),
         *(_package(name) for name in _PACKAGES),
-        _checked("custom-op library", _library),
+        _checked("operators' library", lambda: _library("ops")),
+        _checked("training library", lambda: _library("training")),
+        _checked("CUDA library", lambda: _library("cuda"), broken=None),
         _providers(),
         _devices(),
         _checked("registration in ONNX Runtime", _registration),
-        _cuda_library(),
         _cuda_device(),
         _nccl(),
     ]
@@ -49,27 +52,25 @@ def _package(name: str) -> Check:
         return Check(name, f"missing: {error}", None if name in _OPTIONAL else False)
 
 
-def _checked(name: str, look: Callable[[], str]) -> Check:
+def _checked(name: str, look: Callable[[], str], broken: bool | None = False) -> Check:
     try:
         return Check(name, look(), True)
     except ImportError as error:
         return Check(name, f"missing: {error}", None)
     except BnexportError as error:
-        return Check(name, str(error), False)
+        return Check(name, str(error), broken)
 
 
-def _library() -> str:
-    from bnexport.native import capi, library
-
-    return f"{library.get_library_path()} ({capi.version()}, {capi.instruction_set()})"
+def _library(kind: library.Kind) -> str:
+    path = library.get_library_path(kind)
+    more = f", {capi.instruction_set()}" if kind == "ops" else ""
+    return f"{path} ({library.version(kind)}, {os.path.getsize(path) / 1000:,.0f} kB{more})"
 
 
 def _registration() -> str:
     import onnxruntime
 
-    from bnexport.native import library
-
-    library.register(onnxruntime.SessionOptions())
+    library.register(onnxruntime.SessionOptions(), training=True)
     return "works"
 
 
@@ -101,18 +102,7 @@ def _devices() -> Check:
     return Check(name, ", ".join(found) or "none", True)
 
 
-def _cuda_library() -> Check:
-    from bnexport.native import cuda, library
-
-    try:
-        return Check("CUDA library", f"{cuda.version()}, {library.get_cuda_library_path()}", True)
-    except BnexportError as error:
-        return Check("CUDA library", str(error), None)
-
-
 def _cuda_device() -> Check:
-    from bnexport.native import cuda
-
     try:
         count = cuda.device_count()
     except BnexportError:
@@ -128,8 +118,6 @@ def _cuda_device() -> Check:
 
 
 def _nccl() -> Check:
-    from bnexport.native import cuda, nccl
-
     try:
         cuda.library()
     except BnexportError:

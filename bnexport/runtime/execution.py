@@ -95,15 +95,16 @@ def _cannot_run(name: str, error: Exception) -> UnsupportedModelError:
 
 
 def _register(model: ir.Model, options: Any) -> bool:
+    training = schema.TRAINING_DOMAIN in model.opset_imports
     nodes = [
         node for node in model.graph.all_nodes() if any(node.op_type == operator.name for operator in schema.OPERATORS)
     ]
-    if not nodes:
+    if not nodes and not training:
         return False
     try:
-        library.register(options)
+        library.register(options, training=training)
     except LibraryError:
-        if any(node.op_identifier() not in model.functions for node in nodes):
+        if training or any(node.op_identifier() not in model.functions for node in nodes):
             raise
         return False
     return True

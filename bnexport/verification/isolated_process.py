@@ -65,12 +65,15 @@ class Shipment:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def model(self, parts: Parts, library: str | None, no_library: str | None) -> dict[str, Any]:
+    def model(
+        self, parts: Parts, library: str | None, no_library: str | None, training: bool = False
+    ) -> dict[str, Any]:
         """A model, its file weights by descriptor and the rest in the temporary file."""
         weights = [self._tensor(name, tensor) for name, tensor in parts.weights.items()]
         start = self._loose.seek(0, os.SEEK_END)
         self._loose.write(parts.data)
-        return {"data": (start, len(parts.data)), "weights": weights, "library": library, "no_library": no_library}
+        named = {"library": library, "no_library": no_library, "training": training}
+        return {"data": (start, len(parts.data)), "weights": weights, **named}
 
     def array(self, name: str, value: Any) -> dict[str, Any]:
         """An input."""

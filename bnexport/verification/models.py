@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from bnexport import schema
 from bnexport.errors import BnexportError, ModelError
 from bnexport.graph.sync_bn_nodes import has_sync_batch_norm, is_sync_batch_norm, trains
 from bnexport.model_io import Parts, to_parts, walk
@@ -116,7 +117,7 @@ def _shipped(model: ir.Model, probes: Sequence[ir.Value], shipment: Shipment) ->
         library, no_library = _library()
     with _also_outputs(model, probes):
         parts: Parts = to_parts(model)
-    return shipment.model(parts, library, no_library)
+    return shipment.model(parts, library, no_library, schema.TRAINING_DOMAIN in model.opset_imports)
 
 
 def _named(probe: Probe) -> dict[str, str]:
@@ -142,6 +143,8 @@ def _also_outputs(model: ir.Model, values: Sequence[ir.Value]) -> Iterator[None]
 
 def _needs_library(model: ir.Model) -> bool:
     """Whether a node of ours has no portable body."""
+    if schema.TRAINING_DOMAIN in model.opset_imports:
+        return True
     return any(is_sync_batch_norm(node) and node.op_identifier() not in model.functions for node in walk.nodes(model))
 
 

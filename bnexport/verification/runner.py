@@ -26,13 +26,14 @@ _REFERENCE_BYTES = 1 << 26
 class Serialised:
     """data: the model. weights: what it declares as given. library: the custom-op library, where it needs one.
 
-    no_library: why there is none, where it needs one.
+    no_library: why there is none, where it needs one. training: whether it has nodes of a training step.
     """
 
     data: bytes
     weights: dict[str, np.ndarray]
     library: str | None = None
     no_library: str | None = None
+    training: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -141,5 +142,5 @@ def _options(model: Serialised) -> Any:
         from bnexport.native import library
 
         os.environ[library.ENVIRONMENT_VARIABLE] = model.library
-        library.register(options)
+        library.register(options, training=model.training)
     return options

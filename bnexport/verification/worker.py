@@ -159,7 +159,7 @@ class _Job:
         fields = self._request[which]
         data = os.pread(self._descriptors[0], fields["data"][1], fields["data"][0])
         weights = {entry["name"]: self._mapped(entry) for entry in fields["weights"]}
-        return Serialised(data, weights, fields["library"], fields["no_library"])
+        return Serialised(data, weights, fields["library"], fields["no_library"], fields["training"])
 
     def _mapped(self, entry: dict[str, Any]) -> np.ndarray:
         """A tensor where it lies in its file."""

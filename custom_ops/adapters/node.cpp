@@ -1,12 +1,6 @@
 #include "node.h"
 
-#include <cmath>
-#include <cstring>
-#include <new>
-
 namespace bnexport::adapters {
-
-namespace {
 
 std::string message_of(ort::Api api, ort::Status* status) {
   const std::string message = ort::GetErrorMessage::call(api, status);
@@ -14,134 +8,8 @@ std::string message_of(ort::Api api, ort::Status* status) {
   return message;
 }
 
-double read_number(ort::Api api, const ort::KernelInfo* info, const std::string& where, const schema::Attribute& a) {
-  if (a.kind == schema::Kind::kFloat) {
-    auto value = static_cast<float>(a.number);
-    float read = 0;
-    if (attribute_present(api, ort::AttributeFloat::call(api, info, a.name, &read), where, a)) value = read;
-    return static_cast<double>(value);
-  }
-  int64_t read = 0;
-  if (!attribute_present(api, ort::AttributeInt::call(api, info, a.name, &read), where, a)) return a.number;
-  // Past 2^53 a double would round; no attribute of ours may be that large.
-  if (read > (int64_t{1} << 53) || read < -(int64_t{1} << 53)) {
-    throw NodeError(where + ": attribute '" + a.name + "': got " + std::to_string(read) + ", expected less than 2^53");
-  }
-  return static_cast<double>(read);
-}
-
-std::string read_text(ort::Api api, const ort::KernelInfo* info, const std::string& where, const schema::Attribute& a) {
-  size_t size = 0;
-  if (!attribute_present(api, ort::AttributeString::call(api, info, a.name, nullptr, &size), where, a)) return a.text;
-  std::string value(size, '\0');
-  if (size == 0) return value;
-  check(api, ort::AttributeString::call(api, info, a.name, value.data(), &size));
-  value.resize(size > 0 ? size - 1 : 0);  // the size counts the terminating zero
-  return value;
-}
-
-// MMCV writes the group's number as an int: its name is the number in decimal.
-std::string read_group(ort::Api api, const ort::KernelInfo* info, const std::string& where,
-                       const schema::Attribute& a) {
-  int64_t number = 0;
-  ort::Status* status = ort::AttributeInt::call(api, info, a.name, &number);
-  if (status == nullptr) return std::to_string(number);
-  ort::ReleaseStatus::call(api, status);
-  return read_text(api, info, where, a);
-}
-
-int32_t index_of(const std::string& where, const schema::Attribute& a, const std::string& value) {
-  std::string allowed;
-  for (int32_t i = 0; a.allowed_texts[i] != nullptr; ++i) {
-    if (value == a.allowed_texts[i]) return i;
-    allowed += (i > 0 ? ", '" : "'") + std::string(a.allowed_texts[i]) + "'";
-  }
-  throw NodeError(where + ": attribute '" + a.name + "': got '" + value + "', expected one of " + allowed);
-}
-
-std::string number(double value) {
-  char buffer[32];
-  std::snprintf(buffer, sizeof(buffer), "%.9g", value);
-  return buffer;
-}
-
-bool is(const schema::Attribute& a, const char* name) { return std::strcmp(a.name, name) == 0; }
-
-// The schema has an attribute that nothing below reads: a node would run with its default.
-[[noreturn]] void unread(const std::string& where, const schema::Attribute& a) {
-  throw NodeError(where + ": attribute '" + a.name + "' is in the schema and is not read; add it to read_attributes");
-}
-
-void set(Attributes& attributes, const schema::Attribute& a, double value) {
-  const std::string prefix = attributes.where + ": attribute '" + a.name + "': got " + number(value) + ", expected ";
-  if (is(a, "training_mode")) {
-    if (value != 0 && value != 1) throw NodeError(prefix + "0 or 1");
-    attributes.training = static_cast<int32_t>(value);
-  } else if (is(a, "momentum")) {
-    if (!(value >= 0 && value <= 1)) throw NodeError(prefix + "a number in [0, 1], the weight of the new value");
-    attributes.momentum = value;
-  } else if (is(a, "eps")) {
-    if (!(value >= 0 && std::isfinite(value))) throw NodeError(prefix + "a finite number >= 0");
-    attributes.eps = value;
-  } else if (is(a, "group_size")) {
-    if (!(value >= 1 && value <= 1e6)) throw NodeError(prefix + "a number of processes, 1 to 1000000");
-    attributes.group_size = static_cast<int64_t>(value);
-  } else {
-    unread(attributes.where, a);
-  }
-}
-
-}  // namespace
-
 void check(ort::Api api, ort::Status* status) {
   if (status != nullptr) throw NodeError("bnexport: ONNX Runtime: " + message_of(api, status));
-}
-
-bool attribute_present(ort::Api api, ort::Status* status, const std::string& where, const schema::Attribute& a) {
-  if (status == nullptr) return true;
-  const std::string message = message_of(api, status);
-  if (message.find("No attribute with") != std::string::npos) return false;
-  throw NodeError(where + ": attribute '" + a.name + "': got a value of another type, expected " +
-                  (a.kind == schema::Kind::kInts ? "a list of ints" : std::string("a single ") + kind_name(a.kind)) +
-                  " (" + message + ")");
-}
-
-std::string node_name(ort::Api api, const ort::KernelInfo* info) {
-  size_t size = 0;
-  check(api, ort::InfoNodeName::call(api, info, nullptr, &size));
-  std::string name(size, '\0');
-  if (size > 0) check(api, ort::InfoNodeName::call(api, info, name.data(), &size));
-  name.resize(size > 0 ? size - 1 : 0);  // the size counts the terminating zero
-  return name;
-}
-
-std::string where_of(const schema::Operator& op, const std::string& node) {
-  return std::string(op.name) + " node '" + node + "'";
-}
-
-Attributes read_attributes(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op) {
-  Attributes attributes;
-  attributes.node = node_name(api, info);
-  attributes.where = where_of(op, attributes.node);
-  for (const schema::Attribute& a : op.attributes) {
-    if (a.kind != schema::Kind::kString) {
-      set(attributes, a, read_number(api, info, attributes.where, a));
-      continue;
-    }
-    if (is(a, "group")) {
-      attributes.group = read_group(api, info, attributes.where, a);
-      continue;
-    }
-    const std::string value = read_text(api, info, attributes.where, a);
-    if (is(a, "stats_mode")) {
-      attributes.stats_mode = index_of(attributes.where, a, value);
-    } else if (is(a, "grad_reduction")) {
-      attributes.grad_reduction = index_of(attributes.where, a, value);
-    } else {
-      unread(attributes.where, a);
-    }
-  }
-  return attributes;
 }
 
 std::string text(const std::vector<int64_t>& shape) {

@@ -1,4 +1,4 @@
-// What the operators need from ONNX Runtime: attributes, validated tensors, outputs, threads, errors.
+// What the operators need from ONNX Runtime: validated tensors, outputs, threads, errors.
 // Of the library, only this folder and abi/ know ONNX Runtime.
 #ifndef BNEXPORT_ADAPTERS_NODE_H
 #define BNEXPORT_ADAPTERS_NODE_H
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "../abi/ort_abi.h"
-#include "../schema/operator.h"
+#include "attributes.h"
 #include "session_parallel.h"
 
 namespace bnexport::adapters {
@@ -20,6 +20,8 @@ class NodeError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// ONNX Runtime's message; releases the status.
+std::string message_of(ort::Api api, ort::Status* status);
 // Throws NodeError with ONNX Runtime's message, and releases the status.
 void check(ort::Api api, ort::Status* status);
 
@@ -43,7 +45,7 @@ ort::Status* guarded(ort::Api api, const Body& body) noexcept {
 // An operator as ONNX Runtime calls it: one object for each node of a session.
 class Kernel {
  public:
-  Kernel(ort::Api api, const schema::Operator& op) : api_(api), op_(op) {}
+  explicit Kernel(const AttributeReader& read) : api_(read.api()), op_(read.op()), where_(read.where()) {}
   virtual ~Kernel() = default;
   virtual void compute(ort::KernelContext* context) const = 0;
   ort::Api api() const { return api_; }
@@ -51,28 +53,9 @@ class Kernel {
  protected:
   ort::Api api_;
   const schema::Operator& op_;
+  std::string where_;  // for messages
   mutable ThreadCount threads_;
 };
-
-using MakeKernel = Kernel*(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, int32_t dtype);
-
-std::string node_name(ort::Api api, const ort::KernelInfo* info);
-// "Operator node 'name'", for messages.
-std::string where_of(const schema::Operator& op, const std::string& node);
-// True when the attribute was read, false when the node does not have it. Throws NodeError for a value of
-// another type.
-bool attribute_present(ort::Api api, ort::Status* status, const std::string& where, const schema::Attribute& a);
-
-// The attributes of a batch-norm node, read and checked once when the session is built.
-struct Attributes {
-  std::string where;
-  std::string node;
-  std::string group;
-  int64_t group_size = 1;
-  double momentum = 0, eps = 0;
-  int32_t training = 1, stats_mode = 0, grad_reduction = 0;
-};
-Attributes read_attributes(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op);
 
 struct Tensor {
   const void* data = nullptr;

@@ -4,15 +4,12 @@
 
 #include "../comm/group.h"
 #include "../kernels/cpu/batch_norm/kernels.h"
-#include "../kernels/cpu/batch_norm/table.h"
 #include "../kernels/cpu/pool.h"
-#include "../schema/operator.h"
+#include "../kernels/cpu/processor.h"
+#include "../schema/batch_norm.h"
+#include "../schema/training.h"
 #include "bnexport.h"
 #include "validation.h"
-
-#ifndef BNEXPORT_VERSION
-#define BNEXPORT_VERSION "0.0.0"
-#endif
 
 namespace {
 
@@ -32,8 +29,15 @@ extern "C" {
 
 uint32_t bnexport_abi_version(void) { return BNEXPORT_ABI_VERSION; }
 const char* bnexport_version(void) { return BNEXPORT_VERSION; }
-const char* bnexport_describe(void) { return schema::describe(); }
-const char* bnexport_instruction_set(void) { return cpu::instruction_set(); }
+const char* bnexport_describe(void) {
+  static const std::string json = [] {
+    std::string made = "{\"operators\": [" + describe(schema::kForward) + ", " + describe(schema::kBackward);
+    for (const schema::Operator& op : schema::kTrainingOperators) made += ", " + describe(op);
+    return made + "]}";
+  }();
+  return json.c_str();
+}
+const char* bnexport_instruction_set(void) { return cpu::instruction_set_name(); }
 void bnexport_lend_openmp(void* gomp_parallel) {
   cpu::lend_openmp(reinterpret_cast<cpu::OpenMpParallel>(gomp_parallel));
 }

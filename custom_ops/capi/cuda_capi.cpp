@@ -7,10 +7,6 @@
 #include "bnexport_cuda.h"
 #include "validation.h"
 
-#ifndef BNEXPORT_VERSION
-#define BNEXPORT_VERSION "0.0.0"
-#endif
-
 namespace {
 
 using namespace bnexport;

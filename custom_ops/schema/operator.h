@@ -1,9 +1,10 @@
-// The operators as this library implements them. bnexport/schema.py is the contract; a test compares
-// the two through bnexport_describe().
+// What an operator of ours is: name, domains, inputs, outputs, attributes. bnexport/schema.py and
+// bnexport/training/building/contract.py are the contracts; a test compares them through bnexport_describe().
 #ifndef BNEXPORT_SCHEMA_OPERATOR_H
 #define BNEXPORT_SCHEMA_OPERATOR_H
 
 #include <cstddef>
+#include <string>
 
 namespace bnexport::schema {
 
@@ -49,14 +50,15 @@ struct Operator {
   List<Value> inputs, outputs;
   List<Attribute> attributes;
   List<Variant> types;  // index = bnexport_dtype
-};
 
-extern const Operator kForward;
-extern const Operator kBackward;
+  // Null when there is none of the name.
+  const Attribute* find(const char* attribute) const;
+};
 
 // "float", "int", "ints" or "string".
 const char* kind_name(Kind kind);
-const char* describe();
+// As JSON.
+std::string describe(const Operator& op);
 
 }  // namespace bnexport::schema
 

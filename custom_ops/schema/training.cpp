@@ -57,17 +57,14 @@ constexpr Attribute kSgdAttributes[] = {number("momentum"), number("weight_decay
 
 }  // namespace
 
-constexpr Operator kConv = {"Conv", kDomains, kConvInputs, kConvOutputs, kConvAttributes, kFloat32};
-constexpr Operator kConvInputGrad = {"ConvInputGrad",      kDomains, kInputGradInputs, kGradInput,
-                                     kInputGradAttributes, kFloat32};
-constexpr Operator kConvWeightGrad = {"ConvWeightGrad",      kDomains, kGradAndInput, kGradWeight,
-                                      kWeightGradAttributes, kFloat32};
-constexpr Operator kReluGrad = {"ReluGrad", kDomains, kGradAndInput, kGradInput, kReluGradAttributes, kFloat32};
-constexpr Operator kMaxPoolGrad = {"MaxPoolGrad", kDomains, kGradAndInput, kGradInput, kPoolAttributes, kFloat32};
-constexpr Operator kAdamUpdate = {"AdamUpdate", kDomains, kAdamInputs, kAdamOutputs, kAdamAttributes, kFloat32};
-constexpr Operator kSgdUpdate = {"SgdUpdate", kDomains, kSgdInputs, kSgdOutputs, kSgdAttributes, kFloat32};
-
-const Operator* const kTrainingOperators[7] = {&kConv,        &kConvInputGrad, &kConvWeightGrad, &kReluGrad,
-                                               &kMaxPoolGrad, &kAdamUpdate,    &kSgdUpdate};
+constexpr Operator kTrainingOperators[kTrainingOperatorCount] = {
+    {"Conv", kDomains, kConvInputs, kConvOutputs, kConvAttributes, kFloat32},
+    {"ConvInputGrad", kDomains, kInputGradInputs, kGradInput, kInputGradAttributes, kFloat32},
+    {"ConvWeightGrad", kDomains, kGradAndInput, kGradWeight, kWeightGradAttributes, kFloat32},
+    {"ReluGrad", kDomains, kGradAndInput, kGradInput, kReluGradAttributes, kFloat32},
+    {"MaxPoolGrad", kDomains, kGradAndInput, kGradInput, kPoolAttributes, kFloat32},
+    {"AdamUpdate", kDomains, kAdamInputs, kAdamOutputs, kAdamAttributes, kFloat32},
+    {"SgdUpdate", kDomains, kSgdInputs, kSgdOutputs, kSgdAttributes, kFloat32},
+};
 
 }  // namespace bnexport::schema

@@ -1,5 +1,4 @@
-// The operators of a training step: name, inputs, outputs and attributes of each. float32, on the CPU provider.
-// bnexport/training/building/contract.py is the contract; a test compares the two.
+// The operators of a training step, float32, on the CPU provider.
 #ifndef BNEXPORT_SCHEMA_TRAINING_H
 #define BNEXPORT_SCHEMA_TRAINING_H
 
@@ -9,8 +8,8 @@ namespace bnexport::schema {
 
 constexpr const char* kTrainingDomain = "bnexport";
 
-extern const Operator kConv, kConvInputGrad, kConvWeightGrad, kReluGrad, kMaxPoolGrad, kAdamUpdate, kSgdUpdate;
-extern const Operator* const kTrainingOperators[7];
+constexpr size_t kTrainingOperatorCount = 7;
+extern const Operator kTrainingOperators[kTrainingOperatorCount];
 
 }  // namespace bnexport::schema
 

@@ -117,7 +117,7 @@ BNEXPORT_API size_t fake_cuda_bytes_to_host() { return bytes_to_host; }
 BNEXPORT_API int32_t fake_cuda_current_device() { return current_device; }
 
 uint32_t bnexport_cuda_abi_version(void) { return BNEXPORT_CUDA_ABI_VERSION; }
-const char* bnexport_cuda_version(void) { return "fake"; }
+const char* bnexport_cuda_version(void) { return BNEXPORT_VERSION; }
 int bnexport_cuda_device_count(void) { return 2; }
 int bnexport_cuda_check_device(int32_t, char*, size_t) { return 0; }
 int bnexport_cuda_set_device(int32_t device, int32_t* previous, char* error, size_t capacity) {

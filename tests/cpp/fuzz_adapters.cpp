@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "../../custom_ops/adapters/training_library.h"
 #include "bnexport.h"
 #include "fake_ort.h"
 
@@ -90,6 +91,7 @@ void prepare() {
   static const bool once = [] {
     static const ort::ApiBase base{[](uint32_t) { return table(); }, [] { return "1.99.0"; }};
     if (RegisterCustomOps(nullptr, &base) != nullptr || registered().empty()) std::abort();
+    bnexport_lend_training(&bnexport::adapters::training_kernels());
     char error[200];
     if (bnexport_register_group("echo", 2, 0, echo, nullptr, error, sizeof(error)) != 0) std::abort();
     if (bnexport_register_group("broken", 2, 1, broken, nullptr, error, sizeof(error)) != 0) std::abort();

@@ -14,7 +14,7 @@ import pytest
 
 from bnexport import tolerances
 from bnexport.errors import UsageError
-from bnexport.native import capi
+from bnexport.native import capi, library
 from bnexport.native.library import get_library_path
 from tests.support import kernel_oracle as oracle
 
@@ -466,4 +466,4 @@ def test_group_registration():
 
 def test_names():
     assert capi.instruction_set() in ("baseline", "avx2", "avx512")
-    assert capi.version()
+    assert library.version("ops")

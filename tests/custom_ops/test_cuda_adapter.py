@@ -16,13 +16,23 @@ from pathlib import Path
 
 import pytest
 
+from bnexport import __version__
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-# All of the operators' library, its loops for one instruction set.
+# The operators' library, its loops for one instruction set.
+OTHER_LIBRARIES = (
+    "kernels/cuda/",
+    "capi/cuda_capi",
+    "capi/nccl_capi",
+    "comm/nccl",
+    "adapters/training/",
+    "cpu/training/",
+)
 SOURCES = tuple(
     str(path.relative_to(ROOT / "custom_ops").with_suffix(""))
     for path in sorted((ROOT / "custom_ops").rglob("*.cpp"))
-    if path.parent.name != "cuda" and path.name not in ("cuda_capi.cpp", "nccl_capi.cpp", "nccl.cpp")
+    if not any(part in path.as_posix() for part in OTHER_LIBRARIES)
 )
 
 
@@ -36,7 +46,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs g++ on Linux")
     folder = tmp_path_factory.mktemp("cuda_on_cpu")
     flags = ["-std=gnu++17", "-O1", "-fPIC", "-Wno-psabi", f"-I{ROOT / 'custom_ops/include'}"]
-    flags += ["-DBNEXPORT_TEST_CUDA_ON_CPU", "-DBNEXPORT_ISA=baseline"]
+    flags += ["-DBNEXPORT_TEST_CUDA_ON_CPU", "-DBNEXPORT_ISA=baseline", f'-DBNEXPORT_VERSION="{__version__}"']
 
     def compile_one(source: str) -> str:
         target = str(folder / (source.replace("/", "_") + ".o"))

@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.gpu import cases
 from benchmarks.gpu.layer import DTYPES, Calls, Layer
+from bnexport import __version__
 from bnexport.errors import LibraryError, UsageError
 from bnexport.native import cuda
 from bnexport.native.library import CUDA_ENVIRONMENT_VARIABLE
@@ -38,7 +39,7 @@ def library_file(tmp_path_factory):
     if COMPILER is None:
         pytest.skip("needs a C++ compiler")
     file = tmp_path_factory.mktemp("cuda") / "libbnexport_ops_cuda.so"
-    flags = ["-std=gnu++17", "-O0", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
+    flags = ["-std=gnu++17", "-O0", "-shared", "-fPIC", "-Wno-unknown-pragmas", f'-DBNEXPORT_VERSION="{__version__}"']
     includes = [f"-I{ROOT / 'tests/cpp/cuda'}", f"-I{ROOT / 'custom_ops/include'}"]
     sources = [str(ROOT / source) for source in SOURCES]
     subprocess.run([str(COMPILER), *flags, *includes, *sources, "-o", str(file)], check=True)
@@ -59,7 +60,7 @@ def emulated(fresh, library_file):
 
 def test_a_missing_library_is_an_error_that_says_how_to_get_one(fresh, tmp_path):
     fresh.setenv(CUDA_ENVIRONMENT_VARIABLE, str(tmp_path / "none.so"))
-    with pytest.raises(LibraryError, match=r"none\.so: got no such file.*make cuda"):
+    with pytest.raises(LibraryError, match=r"none\.so', expected an existing .*make cuda"):
         cuda.library()
     assert not cuda.available()
 

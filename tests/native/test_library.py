@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,13 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from bnexport.errors import LibraryError, MalformedModelError
+import bnexport
+from bnexport.errors import LibraryError, MalformedModelError, UsageError
 from bnexport.native import capi, library
+from bnexport.runtime import execution
 from bnexport.runtime.session import InferenceSession
+from bnexport.training.building import contract
+from tests.support import training_nodes, warm
 from tests.support.node_models import forward_feeds, forward_model
 
 
@@ -53,7 +58,7 @@ def test_found_beside_the_package(monkeypatch, tmp_path):
     monkeypatch.delenv(library.ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
     monkeypatch.setattr(library, "__file__", str(tmp_path / "runtime" / "library.py"))
-    beside = tmp_path / "lib" / library._FILE_NAME
+    beside = tmp_path / "lib" / library.file_name("ops")
     beside.parent.mkdir()
     beside.write_bytes(b"")
     assert library.get_library_path() == str(beside)
@@ -126,3 +131,111 @@ def test_domains_can_be_left_to_another_library(monkeypatch, domains, works):
         else:
             with pytest.raises(Exception, match="MMCVSyncBatchNorm"):
                 ort.InferenceSession(forward_model(domain=domain), options)
+
+
+def relu_gradient() -> bytes:
+    """A graph of one node of a training step."""
+    x = np.ones((2, 3), np.float32)
+    return training_nodes.model(contract.RELU_GRAD, {"grad_output": x, "input": x})
+
+
+@pytest.mark.parametrize("kind", ["ops", "training"])
+def test_every_library_has_a_path_and_the_version_of_the_package(kind):
+    path = Path(library.get_library_path(kind))
+    assert path.name == library.file_name(kind) and path.is_absolute()
+    assert library.version(kind) == bnexport.__version__
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(UsageError, match=r"kind: got 'gpu', expected one of 'ops', 'cuda', 'training'"):
+        library.get_library_path("gpu")
+
+
+def test_a_missing_third_library_is_named(monkeypatch, tmp_path):
+    """And nothing else stops working."""
+    copy = shutil.copy(library.get_library_path(), tmp_path)
+    monkeypatch.setenv(library.ENVIRONMENT_VARIABLE, str(copy))
+    options = ort.SessionOptions()
+    library.register(options)
+    with pytest.raises(
+        LibraryError, match=r"^libbnexport_training\.so: got none next to .*libbnexport_ops\.so; install"
+    ):
+        library.register(options, training=True)
+    assert ort.InferenceSession(forward_model(), options)
+
+
+@pytest.mark.parametrize("kind", ["ops", "training"])
+def test_a_library_of_another_version_is_refused(monkeypatch, kind):
+    monkeypatch.setattr(library, "__version__", "9.9")
+    with pytest.raises(LibraryError, match=rf"{kind}\.so: got version {bnexport.__version__}, expected 9\.9"):
+        library.load(kind)
+    if kind == "training":
+        with pytest.raises(LibraryError, match=r"got version .*, expected 9\.9"):
+            library.register(ort.SessionOptions(), training=True)
+
+
+def test_libraries_of_two_versions_next_to_each_other_are_refused(tmp_path):
+    """In any language: by ONNX Runtime's own call."""
+    ours, other = f"{bnexport.__version__}\0".encode(), b"9.9.9\0"
+    content = Path(library.get_library_path()).read_bytes()
+    assert content.count(ours) == 1 and len(ours) == len(other)
+    (tmp_path / library.file_name("ops")).write_bytes(content.replace(ours, other))
+    training = shutil.copy(library.get_library_path("training"), tmp_path)
+    with pytest.raises(Exception, match=rf"libbnexport_ops\.so: got version 9\.9\.9, expected {bnexport.__version__}"):
+        ort.SessionOptions().register_custom_ops_library(training)
+    (tmp_path / "alone").mkdir()
+    training = shutil.copy(training, tmp_path / "alone")
+    with pytest.raises(Exception, match=r"libbnexport_ops\.so: cannot be opened .*expected next to"):
+        ort.SessionOptions().register_custom_ops_library(training)
+
+
+STEP_WITHOUT_KERNELS = """
+import sys
+import onnxruntime as ort
+import bnexport
+
+model = open(sys.argv[1], "rb").read()
+options = ort.SessionOptions()
+options.log_severity_level = 4
+bnexport.register(options)
+try:
+    ort.InferenceSession(model, options)
+except Exception as error:
+    print(error)
+bnexport.register(options, training=True)
+ort.InferenceSession(model, options)
+"""
+
+
+def test_a_step_s_graph_without_its_kernels_says_what_to_call(tmp_path):
+    """In a process of its own: kernels that were registered once serve every session."""
+    path = tmp_path / "step.onnx"
+    path.write_bytes(relu_gradient())
+    done = warm.run("-c", STEP_WITHOUT_KERNELS, str(path))
+    assert done.returncode == 0, done.stderr
+    assert "ReluGrad node" in done.stdout
+    assert "call bnexport.register(session_options, training=True) or use bnexport.TrainingSession" in done.stdout
+
+
+def test_registering_in_any_order_and_twice():
+    for calls in ((True,), (False, True), (True, False, True)):
+        options = ort.SessionOptions()
+        for training in calls:
+            library.register(options, training=training)
+        ort.InferenceSession(relu_gradient(), options)
+        ort.InferenceSession(forward_model(), options)
+    for kinds in (("ops", "training"), ("training", "ops")):
+        options = ort.SessionOptions()
+        for kind in kinds:
+            options.register_custom_ops_library(library.get_library_path(kind))
+        ort.InferenceSession(relu_gradient(), options)
+
+
+def test_a_step_s_graph_runs_where_the_model_says_what_it_needs(tmp_path):
+    """`bnexport run` and the verification read the graph, and register what it has."""
+    path = tmp_path / "step.onnx"
+    path.write_bytes(relu_gradient())
+    feeds = {"grad_output": np.ones((2, 3), np.float32), "input": np.array([[-1, 0, 1]] * 2, np.float32)}
+    done = execution.run(path, feeds)
+    assert done.library and done.outputs["grad_input"].tolist() == [[0, 0, 1]] * 2
+    assert bnexport.verify(path, path).status == "passed"

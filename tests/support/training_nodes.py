@@ -43,7 +43,7 @@ def session(made: bytes, threads: int = 2) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = threads
-    register(options)
+    register(options, training=True)
     return ort.InferenceSession(made, options, providers=["CPUExecutionProvider"])
 
 

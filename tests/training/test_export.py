@@ -136,7 +136,7 @@ def test_standard_operators_need_no_library(tmp_path, monkeypatch):
     session = bnexport.TrainingSession(tmp_path / "s.onnx")
     expected = session.step([tensor.numpy() for tensor in batch()])
 
-    def refuse(options):
+    def refuse(options, training):
         raise bnexport.errors.LibraryError("no library here")
 
     monkeypatch.setattr("bnexport.native.library.register", refuse)

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bnexport.schema import Attribute, AttributeKind, Operator, Value, op_schema
+from bnexport.schema import TRAINING_DOMAIN, Attribute, AttributeKind, Operator, Value, op_schema
 
 if TYPE_CHECKING:
     from onnxscript.values import Op
 
-DOMAIN = "bnexport"
+DOMAIN = TRAINING_DOMAIN
 VERSION = 1
 
 

@@ -77,7 +77,7 @@ def check(
         from bnexport.native import library
 
         try:
-            library.register(options)
+            library.register(options, training=True)
         except LibraryError as error:
             return Verification.skipped(str(error))
     state = _warm(step.initial_state())

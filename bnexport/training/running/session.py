@@ -62,7 +62,7 @@ class TrainingSession:
 
     Raises:
         MalformedModelError: a file is missing, damaged, or not a training graph.
-        LibraryError: the graph holds our nodes and the compiled library cannot be loaded.
+        LibraryError: the graph holds our nodes and a compiled library cannot be loaded.
         MissingDependencyError: onnxruntime or safetensors is not installed.
         GroupError: the group has no CPU backend, or torch.distributed is not initialised.
         UnsupportedModelError: for a group, the step would differ between processes (docs/training.md).
@@ -233,7 +233,7 @@ class TrainingSession:
         """A session for a graph of `path` as it was checked: ONNX Runtime opens no file itself."""
         options = self._options if self._options is not None else import_onnxruntime().SessionOptions()
         if set(model.opset_imports) - {""}:
-            library.register(options)
+            library.register(options, training=True)
         try:
             return injection.open_model(model, options, self._providers, keep_options=True)
         except BnexportError:

@@ -1,6 +1,25 @@
 #include "binding.h"
 
+#include <limits>
+
 namespace bnexport::adapters {
+
+Attributes read_attributes(const AttributeReader& read) {
+  Attributes a;
+  a.node = read.node();
+  // MMCV writes the group's number as an int: its name is the number in decimal.
+  a.group = read.text_or_integer("group");
+  a.group_size = read.integer("group_size", 1, 1000000, "a number of processes, 1 to 1000000");
+  a.training = static_cast<int32_t>(read.integer("training_mode", 0, 1, "0 or 1"));
+  a.stats_mode = read.choice("stats_mode");
+  if (read.op().find("grad_reduction") != nullptr) {
+    a.grad_reduction = read.choice("grad_reduction");
+  } else {
+    a.momentum = read.number("momentum", "a number in [0, 1], the weight of the new value", 0, 1);
+    a.eps = read.number("eps", "a finite number >= 0", 0, std::numeric_limits<float>::max());
+  }
+  return a;
+}
 
 ForwardBinding bind_forward(const Run& run, const Attributes& attributes, int32_t dtype, int32_t stats_dtype) {
   ForwardBinding bound;

@@ -1,4 +1,4 @@
-// A node's tensors as the kernels' parameters, validated: the same for every provider.
+// A node's attributes and tensors as the kernels' parameters, validated: the same for every provider.
 #ifndef BNEXPORT_ADAPTERS_BATCH_NORM_BINDING_H
 #define BNEXPORT_ADAPTERS_BATCH_NORM_BINDING_H
 
@@ -6,6 +6,16 @@
 #include "bnexport.h"
 
 namespace bnexport::adapters {
+
+// The attributes of a node, read and checked once when the session is built.
+struct Attributes {
+  std::string node;
+  std::string group;
+  int64_t group_size = 1;
+  double momentum = 0, eps = 0;
+  int32_t training = 1, stats_mode = 0, grad_reduction = 0;
+};
+Attributes read_attributes(const AttributeReader& read);
 
 // saved_mean and saved_invstd of the params, and what is gathered, are left to the provider: kernels
 // work on doubles, the node's tensors have type S.

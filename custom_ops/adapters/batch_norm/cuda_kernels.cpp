@@ -2,7 +2,6 @@
 
 #include <vector>
 
-#include "binding.h"
 #include "scratch.h"
 
 namespace bnexport::adapters {
@@ -21,7 +20,7 @@ template <class Call>
 void CudaKernel::checked(const Call& call) const {
   char error[512] = "";
   if (call(error, sizeof(error)) == 0) return;
-  throw NodeError(attributes_.where + ": " + error);
+  throw NodeError(where_ + ": " + error);
 }
 
 CudaKernel::Place::Place(const CudaKernel& kernel, const ort::KernelContext* context)
@@ -73,7 +72,7 @@ void CudaKernel::exchange(const comm::Header& header, const double* row, double*
 }
 
 void CudaForwardKernel::compute(ort::KernelContext* context) const {
-  const Run run(api_, context, op_, attributes_.where);
+  const Run run(api_, context, op_, where_);
   ForwardBinding bound = bind_forward(run, attributes_, dtype_, stats_dtype());
   bnexport_forward& params = bound.params;
   const int64_t C = params.C, row_size = 2 * C + 1, size = params.group_size;
@@ -103,7 +102,7 @@ void CudaForwardKernel::compute(ort::KernelContext* context) const {
 }
 
 void CudaBackwardKernel::compute(ort::KernelContext* context) const {
-  const Run run(api_, context, op_, attributes_.where);
+  const Run run(api_, context, op_, where_);
   BackwardBinding bound = bind_backward(run, op_, attributes_, dtype_, stats_dtype());
   bnexport_backward& params = bound.params;
   const int64_t C = params.C, row_size = 2 * C + 1, size = params.group_size;

@@ -13,8 +13,8 @@ namespace bnexport::adapters {
 class CudaKernel : public BatchNormKernel {
  public:
   // `tags_scratch`: the API has ContextScratch.
-  CudaKernel(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, int32_t dtype, bool tags_scratch)
-      : BatchNormKernel(api, info, op, dtype), cuda_(*cuda_library()), tags_scratch_(tags_scratch), kept_(api, cuda_) {}
+  CudaKernel(const AttributeReader& read, int32_t dtype, bool tags_scratch)
+      : BatchNormKernel(read, dtype), cuda_(*cuda_library()), tags_scratch_(tags_scratch), kept_(api_, cuda_) {}
 
  protected:
   // Where a run computes. The device of the first input is the current one as long as this lives: ONNX Runtime

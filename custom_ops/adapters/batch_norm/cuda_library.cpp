@@ -3,7 +3,10 @@
 #include <dlfcn.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <string>
+
+#include "../node.h"
 
 namespace bnexport::adapters {
 
@@ -31,9 +34,11 @@ const CudaLibrary* open() {
   void* const handle = file.empty() ? nullptr : dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) return nullptr;
   decltype(&bnexport_cuda_abi_version) abi_version = nullptr;
+  decltype(&bnexport_cuda_version) version = nullptr;
   auto* const opened = new CudaLibrary();  // for good, as its code is
   const bool complete =
       resolve(handle, "bnexport_cuda_abi_version", abi_version) && abi_version() == BNEXPORT_CUDA_ABI_VERSION &&
+      resolve(handle, "bnexport_cuda_version", version) && std::strcmp(version(), BNEXPORT_VERSION) == 0 &&
       resolve(handle, "bnexport_cuda_set_device", opened->set_device) &&
       resolve(handle, "bnexport_cuda_mark", opened->mark) && resolve(handle, "bnexport_cuda_passed", opened->passed) &&
       resolve(handle, "bnexport_cuda_forward_workspace", opened->forward_workspace) &&
@@ -46,7 +51,9 @@ const CudaLibrary* open() {
   if (complete) return opened;
   delete opened;
   dlclose(handle);
-  return nullptr;
+  throw NodeError("bnexport: " + file + ": got a CUDA library of another version than " + BNEXPORT_VERSION +
+                  ", expected the one that was built with this library; build both again, or set BNEXPORT_CUDA_LIBRARY "
+                  "to nothing to do without");
 }
 
 }  // namespace

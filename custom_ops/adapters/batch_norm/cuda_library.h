@@ -22,7 +22,7 @@ struct CudaLibrary {
   decltype(&bnexport_cuda_copy) copy;
 };
 
-// Null when there is none, or when it is not the one that belongs to this library.
+// Null when there is none. Throws NodeError for one of another version.
 const CudaLibrary* cuda_library();
 
 }  // namespace bnexport::adapters

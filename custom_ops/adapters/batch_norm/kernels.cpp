@@ -2,14 +2,13 @@
 
 #include "../../kernels/common/statistics.h"
 #include "../../kernels/cpu/batch_norm/kernels.h"
-#include "binding.h"
 
 namespace bnexport::adapters {
 
 std::shared_ptr<const comm::Group> BatchNormKernel::group() const {
   const std::shared_ptr<const comm::Group> found = comm::find_group(attributes_.group);
   if (found == nullptr) {
-    throw NodeError(attributes_.where + ": attribute 'group': got '" + attributes_.group + "' with group_size " +
+    throw NodeError(where_ + ": attribute 'group': got '" + attributes_.group + "' with group_size " +
                     std::to_string(attributes_.group_size) +
                     ", expected the name of a registered group; call bnexport.register_group('" + attributes_.group +
                     "', process_group) in every process before the session runs");
@@ -19,7 +18,7 @@ std::shared_ptr<const comm::Group> BatchNormKernel::group() const {
 }
 
 std::string BatchNormKernel::wrong_size(int64_t registered) const {
-  return attributes_.where + ": attribute 'group_size': got " + std::to_string(attributes_.group_size) + ", expected " +
+  return where_ + ": attribute 'group_size': got " + std::to_string(attributes_.group_size) + ", expected " +
          std::to_string(registered) + ", the size of the registered group '" + attributes_.group +
          "'; register a group of that size or export the model for this one";
 }
@@ -39,7 +38,7 @@ comm::Header BatchNormKernel::header(bool backward, int64_t channels) const {
 }
 
 void ForwardKernel::compute(ort::KernelContext* context) const {
-  const Run run(api_, context, op_, attributes_.where);
+  const Run run(api_, context, op_, where_);
   ForwardBinding bound = bind_forward(run, attributes_, dtype_, stats_dtype());
   bnexport_forward& params = bound.params;
   std::vector<double> saved(static_cast<size_t>(2 * params.C));
@@ -63,7 +62,7 @@ void ForwardKernel::compute(ort::KernelContext* context) const {
 }
 
 void BackwardKernel::compute(ort::KernelContext* context) const {
-  const Run run(api_, context, op_, attributes_.where);
+  const Run run(api_, context, op_, where_);
   BackwardBinding bound = bind_backward(run, op_, attributes_, dtype_, stats_dtype());
   bnexport_backward& params = bound.params;
   std::vector<double> saved(static_cast<size_t>(2 * params.C));

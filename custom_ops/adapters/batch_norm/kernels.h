@@ -5,14 +5,14 @@
 #include <memory>
 
 #include "../../comm/group.h"
-#include "../node.h"
+#include "binding.h"
 
 namespace bnexport::adapters {
 
 class BatchNormKernel : public Kernel {
  public:
-  BatchNormKernel(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, int32_t dtype)
-      : Kernel(api, op), dtype_(dtype), attributes_(read_attributes(api, info, op)) {}
+  BatchNormKernel(const AttributeReader& read, int32_t dtype)
+      : Kernel(read), dtype_(dtype), attributes_(read_attributes(read)) {}
 
  protected:
   int32_t stats_dtype() const { return dtype_ == BNEXPORT_FLOAT64 ? BNEXPORT_FLOAT64 : BNEXPORT_FLOAT32; }

@@ -1,66 +1,61 @@
-// RegisterCustomOps: the library's entry point for ONNX Runtime.
+// RegisterCustomOps: the entry point of libbnexport_ops.so for ONNX Runtime.
 //
 // Batch norm: four typed variants of each operator for the CPU provider, and four for the CUDA provider where
 // the CUDA library is there (a session without that provider ignores them), in the domains "mmcv" and "" (old
-// exports). The operators of training steps: for the CPU provider, in the domain "bnexport". A session accepts
-// a domain once, so another library that also serves one of them needs it left out here: the environment
-// variable BNEXPORT_DOMAINS lists the domains to register, "mmcv,ai.onnx,bnexport" unless set.
+// exports). The operators of training steps are declared for the CPU provider, in the domain "bnexport"; their kernels
+// are the training library's. A session accepts a domain once, so another library that also serves one of them needs
+// it left out here: the environment variable BNEXPORT_DOMAINS lists the domains to register,
+// "mmcv,ai.onnx,bnexport" unless set.
+#include <atomic>
 #include <cstdlib>
-#include <cstring>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
-#include "../training/operators.h"
+#include "../../schema/batch_norm.h"
+#include "../../schema/training.h"
+#include "../definition.h"
+#include "../training_library.h"
 #include "cuda_kernels.h"
 
 namespace bnexport::adapters {
 
 namespace {
 
+constexpr const char* kCpuProvider = "CPUExecutionProvider";
 // Tests run the CUDA operators in a CPU session, over a stand-in for the CUDA library.
 #if defined(BNEXPORT_TEST_CUDA_ON_CPU)
-constexpr const char* kCudaProvider = "CPUExecutionProvider";
+constexpr const char* kCudaProvider = kCpuProvider;
 constexpr bool kRegistersCpu = false;
 #else
 constexpr const char* kCudaProvider = "CUDAExecutionProvider";
 constexpr bool kRegistersCpu = true;
 #endif
 
-struct Definition : ort::CustomOp {
-  const schema::Operator* op;
-  int32_t dtype;
-  bool cuda;
-  MakeKernel* make;
-};
-
-const Definition& definition(const ort::CustomOp* op) { return *static_cast<const Definition*>(op); }
-
-ort::ElementType element_type(char kind, int32_t dtype) {
-  if (kind == 'S') return dtype == BNEXPORT_FLOAT64 ? ort::kDouble : ort::kFloat;
-  constexpr ort::ElementType types[] = {ort::kFloat, ort::kFloat16, ort::kBFloat16, ort::kDouble};
-  return types[dtype];
-}
-
 template <class Made>
-Kernel* make(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, int32_t dtype) {
-  return new Made(api, info, op, dtype);
+Kernel* make(const AttributeReader& read, int32_t dtype) {
+  return new Made(read, dtype);
 }
 
 template <class Made, bool tags_scratch>
-Kernel* make_cuda(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, int32_t dtype) {
-  return new Made(api, info, op, dtype, tags_scratch);
+Kernel* make_cuda(const AttributeReader& read, int32_t dtype) {
+  return new Made(read, dtype, tags_scratch);
 }
 
-ort::Status* create_kernel(const ort::CustomOp* op, ort::Api api, const ort::KernelInfo* info, void** kernel) {
-  const Definition& d = definition(op);
-  return guarded(api, [&] { *kernel = d.make(api, info, *d.op, d.dtype); });
-}
+std::atomic<const TrainingKernels*> lent{nullptr};
 
-ort::Status* compute(void* state, ort::KernelContext* context) {
-  const auto* kernel = static_cast<const Kernel*>(state);
-  return guarded(kernel->api(), [&] { kernel->compute(context); });
+ort::Status* create_lent(const ort::CustomOp* op, ort::Api api, const ort::KernelInfo* info, void** kernel) {
+  const schema::Operator* const declared = static_cast<const Definition*>(op)->op;
+  if (const TrainingKernels* const kernels = lent) {
+    return kernels->create(static_cast<size_t>(declared - schema::kTrainingOperators), api, info, kernel);
+  }
+  return guarded(api, [&] {
+    throw NodeError(
+        AttributeReader(api, info, *declared).where() +
+        ": the kernels of training steps are not registered, expected those of libbnexport_training.so; call "
+        "bnexport.register(session_options, training=True) or use bnexport.TrainingSession, and without "
+        "Python register that library, too");
+  });
 }
 
 // The output's shape is the input's. Only that output is sure to exist, and ONNX Runtime up to 1.27
@@ -108,46 +103,6 @@ bool is_at_least(const char* version, long wanted_major, long wanted_minor) {
   return major > wanted_major || (major == wanted_major && minor >= wanted_minor);
 }
 
-std::unique_ptr<Definition> make_definition(const schema::Operator& op, int32_t dtype, bool cuda, MakeKernel* make) {
-  auto d = std::make_unique<Definition>();
-  std::memset(static_cast<ort::CustomOp*>(d.get()), 0, sizeof(ort::CustomOp));
-  d->op = &op;
-  d->dtype = dtype;
-  d->cuda = cuda;
-  d->make = make;
-  d->version = ort::kApiVersion;
-  d->name = [](const ort::CustomOp* o) { return definition(o).op->name; };
-  d->execution_provider = [](const ort::CustomOp* o) {
-    return definition(o).cuda ? kCudaProvider : "CPUExecutionProvider";
-  };
-  d->input_type = [](const ort::CustomOp* o, size_t i) {
-    return element_type(definition(o).op->inputs[i].type, definition(o).dtype);
-  };
-  d->output_type = [](const ort::CustomOp* o, size_t i) {
-    return element_type(definition(o).op->outputs[i].type, definition(o).dtype);
-  };
-  d->input_count = [](const ort::CustomOp* o) { return definition(o).op->inputs.size; };
-  d->output_count = [](const ort::CustomOp* o) { return definition(o).op->outputs.size; };
-  d->input_presence = [](const ort::CustomOp* o, size_t i) {
-    return definition(o).op->inputs[i].optional ? ort::kOptional : ort::kRequired;
-  };
-  d->output_presence = [](const ort::CustomOp* o, size_t i) {
-    return definition(o).op->outputs[i].optional ? ort::kOptional : ort::kRequired;
-  };
-  d->input_memory = [](const ort::CustomOp*, size_t) { return ort::kDefaultMemory; };
-  const auto zero = [](const ort::CustomOp*) { return 0; };
-  d->variadic_input_minimum = zero;
-  d->variadic_input_homogeneous = zero;
-  d->variadic_output_minimum = zero;
-  d->variadic_output_homogeneous = zero;
-  d->create_kernel_v2 = create_kernel;
-  d->compute_v2 = compute;
-  d->destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-  d->start_version = [](const ort::CustomOp*) { return 1; };
-  d->end_version = [](const ort::CustomOp*) { return 0x7fffffff; };
-  return d;
-}
-
 bool wanted(const char* domain) {
   const char* list = std::getenv("BNEXPORT_DOMAINS");
   if (list == nullptr) return true;
@@ -180,14 +135,21 @@ const Registration& registration(ort::Api api, const char* version) {
   for (const bool cuda : {false, true}) {
     if (cuda ? cuda_library() == nullptr : !kRegistersCpu) continue;
     for (int32_t dtype = 0; dtype < static_cast<int32_t>(schema::kForward.types.size); ++dtype) {
-      auto forward = make_definition(schema::kForward, dtype, cuda, cuda ? cuda_forward : make<ForwardKernel>);
+      const char* const provider = cuda ? kCudaProvider : kCpuProvider;
+      auto forward = define(schema::kForward, dtype, provider, cuda ? cuda_forward : make<ForwardKernel>);
       forward->infer_shapes = shapes ? infer_shapes : nullptr;
       add(batch_norm, std::move(forward));
-      add(batch_norm, make_definition(schema::kBackward, dtype, cuda, cuda ? cuda_backward : make<BackwardKernel>));
+      add(batch_norm, define(schema::kBackward, dtype, provider, cuda ? cuda_backward : make<BackwardKernel>));
     }
   }
-  for (const TrainingOperator& op : training_operators()) {
-    add(training, make_definition(*op.schema, BNEXPORT_FLOAT32, false, op.make));
+  for (const schema::Operator& op : schema::kTrainingOperators) {
+    auto declared = define(op, BNEXPORT_FLOAT32, kCpuProvider, nullptr);
+    declared->create_kernel_v2 = create_lent;
+    declared->compute_v2 = [](void* kernel, ort::KernelContext* context) {
+      return lent.load()->compute(kernel, context);
+    };
+    declared->destroy = [](void* kernel) { lent.load()->destroy(kernel); };
+    add(training, std::move(declared));
   }
   const auto add_domain = [&](const char* name, const std::vector<const ort::CustomOp*>& operators) {
     ort::CustomOpDomain* domain = nullptr;
@@ -207,18 +169,15 @@ const Registration& registration(ort::Api api, const char* version) {
 
 extern "C" BNEXPORT_API ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
   using namespace bnexport::adapters;
-  const ort::Api api = base->GetApi(ort::kApiVersion);
-  if (api == nullptr) {
-    // The oldest table can still build the message.
-    const ort::Api oldest = base->GetApi(1);
-    if (oldest == nullptr) return nullptr;
-    const std::string message = std::string("bnexport: ONNX Runtime ") + base->GetVersionString() +
-                                " is too old, expected 1.17 or newer; install a newer onnxruntime";
-    return ort::CreateStatus::call(oldest, ort::kNotImplemented, message.c_str());
-  }
-  return guarded(api, [&] {
+  return registered(base, [&](ort::Api api) {
     for (const auto& [name, domain] : registration(api, base->GetVersionString()).domains) {
       if (wanted(name.c_str())) check(api, ort::AddCustomOpDomain::call(api, options, domain));
     }
   });
+}
+
+extern "C" BNEXPORT_API void bnexport_lend_training(const bnexport::adapters::TrainingKernels* kernels) {
+  // The first ones stay: sessions have kernels of theirs.
+  const bnexport::adapters::TrainingKernels* none = nullptr;
+  bnexport::adapters::lent.compare_exchange_strong(none, kernels);
 }

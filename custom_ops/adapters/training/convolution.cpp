@@ -1,11 +1,61 @@
-#include "convolution.h"
-
 #include <algorithm>
+
+#include "../../kernels/cpu/training/convolution/convolution.h"
+#include "operators.h"
+#include "tensors.h"
 
 namespace bnexport::adapters {
 
-ConvolutionKernel::ConvolutionKernel(const AttributeReader& read, ort::Api api, const schema::Operator& op)
-    : TrainingKernel(api, op, read.where()),
+namespace {
+
+// One- and two-dimensional convolutions. The lists of attributes have a number for each dimension.
+class ConvolutionKernel : public Kernel {
+ protected:
+  explicit ConvolutionKernel(const AttributeReader& read);
+
+  size_t rank() const { return strides_.size(); }
+  // One number for each dimension as height and width; one-dimensional ones have height `absent`.
+  cpu::Pair pair(const std::vector<int64_t>& numbers, int64_t absent) const;
+  std::vector<int64_t> spatial(const Tensor& tensor) const;
+  std::vector<int64_t> with_spatial(int64_t first, int64_t second, const cpu::Pair& extents) const;
+  // An input of rank 2 + rank().
+  Tensor tensor(const Run& run, size_t index) const;
+  // From x (batch, channels, *in) and w (outputs, channels / groups, *kernel), all checked, products in range.
+  cpu::Convolution shape(const Run& run, int64_t batch, int64_t channels, int64_t outputs,
+                         const std::vector<int64_t>& in, const std::vector<int64_t>& kernel) const;
+  // Fails unless the input `index`, g, has shape (batch, outputs, *out).
+  void require_output_shape(const Run& run, size_t index, const Tensor& g, const cpu::Convolution& shape) const;
+
+  std::vector<int64_t> strides_, pads_, dilations_;
+  int64_t group_;
+};
+
+class ConvKernel final : public ConvolutionKernel {
+ public:
+  explicit ConvKernel(const AttributeReader& read) : ConvolutionKernel(read) {}
+  void compute(ort::KernelContext* context) const override;
+};
+
+class ConvInputGradKernel final : public ConvolutionKernel {
+ public:
+  explicit ConvInputGradKernel(const AttributeReader& read);
+  void compute(ort::KernelContext* context) const override;
+
+ private:
+  std::vector<int64_t> input_shape_;
+};
+
+class ConvWeightGradKernel final : public ConvolutionKernel {
+ public:
+  explicit ConvWeightGradKernel(const AttributeReader& read);
+  void compute(ort::KernelContext* context) const override;
+
+ private:
+  std::vector<int64_t> kernel_shape_;
+};
+
+ConvolutionKernel::ConvolutionKernel(const AttributeReader& read)
+    : Kernel(read),
       strides_(read.integers("strides", 1, 0)),
       pads_(read.integers("pads", 0, strides_.size())),
       dilations_(read.integers("dilations", 1, strides_.size())),
@@ -75,9 +125,6 @@ void ConvolutionKernel::require_output_shape(const Run& run, size_t index, const
                 "the output's of this convolution");
 }
 
-ConvKernel::ConvKernel(const AttributeReader& read, ort::Api api, const schema::Operator& op)
-    : ConvolutionKernel(read, api, op) {}
-
 void ConvKernel::compute(ort::KernelContext* context) const {
   const Run run(api_, context, op_, where_);
   const Tensor x = tensor(run, 0), weight = tensor(run, 1), bias = run.input(2);
@@ -92,8 +139,8 @@ void ConvKernel::compute(ort::KernelContext* context) const {
   cpu::convolve(s, values(x), values(weight), values(bias), y, parallel, workspace);
 }
 
-ConvInputGradKernel::ConvInputGradKernel(const AttributeReader& read, ort::Api api, const schema::Operator& op)
-    : ConvolutionKernel(read, api, op), input_shape_(read.integers("input_shape", 1, rank())) {}
+ConvInputGradKernel::ConvInputGradKernel(const AttributeReader& read)
+    : ConvolutionKernel(read), input_shape_(read.integers("input_shape", 1, rank())) {}
 
 void ConvInputGradKernel::compute(ort::KernelContext* context) const {
   const Run run(api_, context, op_, where_);
@@ -114,8 +161,8 @@ void ConvInputGradKernel::compute(ort::KernelContext* context) const {
   cpu::input_gradient(s, values(grad), values(weight), grad_input, parallel, workspace);
 }
 
-ConvWeightGradKernel::ConvWeightGradKernel(const AttributeReader& read, ort::Api api, const schema::Operator& op)
-    : ConvolutionKernel(read, api, op), kernel_shape_(read.integers("kernel_shape", 1, rank())) {}
+ConvWeightGradKernel::ConvWeightGradKernel(const AttributeReader& read)
+    : ConvolutionKernel(read), kernel_shape_(read.integers("kernel_shape", 1, rank())) {}
 
 void ConvWeightGradKernel::compute(ort::KernelContext* context) const {
   const Run run(api_, context, op_, where_);
@@ -132,5 +179,11 @@ void ConvWeightGradKernel::compute(ort::KernelContext* context) const {
   ArenaWorkspace workspace(api_, context);
   cpu::weight_gradient(s, values(grad), values(x), grad_weight, parallel, workspace);
 }
+
+}  // namespace
+
+Kernel* make_conv(const AttributeReader& read, int32_t) { return new ConvKernel(read); }
+Kernel* make_conv_input_grad(const AttributeReader& read, int32_t) { return new ConvInputGradKernel(read); }
+Kernel* make_conv_weight_grad(const AttributeReader& read, int32_t) { return new ConvWeightGradKernel(read); }
 
 }  // namespace bnexport::adapters

@@ -1,31 +1,26 @@
 #include "operators.h"
 
-#include "convolution.h"
-#include "elementwise.h"
-#include "optimizer.h"
-#include "pooling.h"
+#include "../../schema/training.h"
+#include "../training_library.h"
 
 namespace bnexport::adapters {
 
 namespace {
 
-template <class Made>
-Kernel* make(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, int32_t) {
-  return new Made(AttributeReader(api, info, op), api, op);
-}
-
-constexpr TrainingOperator kOperators[] = {
-    {&schema::kConv, make<ConvKernel>},
-    {&schema::kConvInputGrad, make<ConvInputGradKernel>},
-    {&schema::kConvWeightGrad, make<ConvWeightGradKernel>},
-    {&schema::kReluGrad, make<ReluGradKernel>},
-    {&schema::kMaxPoolGrad, make<MaxPoolGradKernel>},
-    {&schema::kAdamUpdate, make<AdamUpdateKernel>},
-    {&schema::kSgdUpdate, make<SgdUpdateKernel>},
-};
+// In the order of the schema.
+constexpr MakeKernel* kMakers[schema::kTrainingOperatorCount] = {
+    make_conv,          make_conv_input_grad, make_conv_weight_grad, make_relu_grad,
+    make_max_pool_grad, make_adam_update,     make_sgd_update};
 
 }  // namespace
 
-schema::List<TrainingOperator> training_operators() { return kOperators; }
+const TrainingKernels& training_kernels() {
+  static constexpr TrainingKernels kernels = {
+      [](size_t index, ort::Api api, const ort::KernelInfo* info, void** kernel) {
+        return create_kernel(api, info, schema::kTrainingOperators[index], BNEXPORT_FLOAT32, kMakers[index], kernel);
+      },
+      compute_kernel, destroy_kernel};
+  return kernels;
+}
 
 }  // namespace bnexport::adapters

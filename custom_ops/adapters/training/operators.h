@@ -1,18 +1,13 @@
-// The operators of a training step, and who makes the kernel of each.
+// Makers of the training kernels.
 #ifndef BNEXPORT_ADAPTERS_TRAINING_OPERATORS_H
 #define BNEXPORT_ADAPTERS_TRAINING_OPERATORS_H
 
-#include "../../schema/training.h"
-#include "../node.h"
+#include "../definition.h"
 
 namespace bnexport::adapters {
 
-struct TrainingOperator {
-  const schema::Operator* schema;
-  MakeKernel* make;
-};
-
-schema::List<TrainingOperator> training_operators();
+MakeKernel make_conv, make_conv_input_grad, make_conv_weight_grad, make_relu_grad, make_max_pool_grad, make_adam_update,
+    make_sgd_update;
 
 }  // namespace bnexport::adapters
 

@@ -53,7 +53,7 @@ def test_bytes_are_those_of_a_run(step):
             values[name].type = ir.TensorType(ir.DataType.INT64)
         model.graph.outputs.append(values[name])
     options = onnxruntime.SessionOptions()
-    bnexport.register(options)
+    bnexport.register(options, training=True)
     session = onnxruntime.InferenceSession(model_io.to_bytes(model), options)
     state = TrainingSession(step.path)._state
     feeds = {value.name: state.get(value.name) for value in session.get_inputs() if value.name in state.names()}

@@ -87,7 +87,7 @@ def test_the_graph_names_its_state(path, model):
 
 def _with_library():
     options = onnxruntime.SessionOptions()
-    bnexport.register(options)
+    bnexport.register(options, training=True)
     return options
 
 

@@ -1,12 +1,9 @@
-// The tables of inner loops for one instruction set. Compiled once for each, with BNEXPORT_ISA the
-// name (baseline, avx2, avx512) and the matching compiler flags.
+// The tables of inner loops for one instruction set (processor.h).
+#include "../processor.h"
 #include "columns.h"
 #include "map_rows.h"
 #include "rows.h"
 #include "table.h"
-
-#define BNEXPORT_CONCAT_(a, b) a##b
-#define BNEXPORT_CONCAT(a, b) BNEXPORT_CONCAT_(a, b)
 
 namespace bnexport::cpu {
 namespace {
@@ -33,8 +30,8 @@ constexpr Table make_table() {
 }  // namespace
 
 // In the order of bnexport_dtype.
-extern const Table BNEXPORT_CONCAT(tables_, BNEXPORT_ISA)[4];
-constexpr Table BNEXPORT_CONCAT(tables_, BNEXPORT_ISA)[4] = {make_table<Float32>(), make_table<Float16>(),
-                                                             make_table<BFloat16>(), make_table<Float64>()};
+extern const Table BNEXPORT_TABLE(tables)[4];
+constexpr Table BNEXPORT_TABLE(tables)[4] = {make_table<Float32>(), make_table<Float16>(), make_table<BFloat16>(),
+                                             make_table<Float64>()};
 
 }  // namespace bnexport::cpu

@@ -8,31 +8,19 @@
 #include <cstdint>
 
 #include "../../common/math.h"
+#include "../processor.h"
 #include "table.h"
 
 namespace bnexport::cpu {
 
 constexpr int64_t kTask = 32768;           // elements that are worth a task of their own
-constexpr int64_t kSerial = 16384;         // below this, waking another thread costs more than it saves
 constexpr int64_t kFoldedColumns = 64;     // narrow matrices are read several rows at a time
 constexpr int64_t kColumnChunk = 1 << 16;  // elements per chunk of a column matrix
 constexpr int64_t kWideBand = 8192;        // columns of a task of the second pass
 
-constexpr int64_t kRun = 1 << 16;          // bytes of one stretch of memory that run at full speed
 constexpr int64_t kShortestRun = 1 << 15;  // below this, two passes in order are faster than one in stretches
 
 constexpr int64_t kLongRow = 1024;  // values
-
-// Bytes of cache: a core's own second level, and the last level that all share. Output that does not fit
-// the latter together with the input is written past the caches.
-struct Caches {
-  int64_t own, shared;
-
-  // Half of it: the rest holds what neighbours and the next operator need. (12.8 MB in and out with a
-  // shared cache of 32 MB: 0.69 to 1.0 ms past the caches, 1.1 to 1.2 ms through them.)
-  bool hold(int64_t bytes) const { return bytes <= shared / 2; }
-};
-Caches caches();
 
 constexpr int64_t kMostChannels = 256;  // of a task that takes channels one group at a time
 constexpr int64_t kMostRows = 64;       // rows of a block: each is a stream of its own for the prefetcher

@@ -71,10 +71,8 @@ struct Table {
                         double count, int64_t cols);
 };
 
-// The table for a bnexport_dtype on this processor. The environment variable BNEXPORT_ISA
-// (baseline, avx2, avx512) asks for less than the processor has; it is read once.
+// The table for a bnexport_dtype on this processor.
 const Table& table(int32_t dtype);
-const char* instruction_set();
 
 }  // namespace bnexport::cpu
 

@@ -5,8 +5,9 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "../batch_norm/plan.h"
+#include "../../common/math.h"
 #include "../parallel.h"
+#include "../processor.h"
 
 namespace bnexport::cpu {
 

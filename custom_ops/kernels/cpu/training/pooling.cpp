@@ -1,6 +1,7 @@
 #include "pooling.h"
 
-#include "../batch_norm/plan.h"
+#include "../../common/math.h"
+#include "../processor.h"
 #include "table.h"
 
 namespace bnexport::cpu {

@@ -21,7 +21,7 @@ struct TrainingTable {
   void (*max_pool_gradient)(const MaxPool& pool, const float* grad, const float* x, float* grad_input);
 };
 
-// The table for this processor, chosen as table() of the batch norm's kernels is.
+// The table for this processor.
 const TrainingTable& training_table();
 
 }  // namespace bnexport::cpu

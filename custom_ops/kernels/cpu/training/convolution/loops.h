@@ -55,7 +55,7 @@ struct Loops {
                        double* sums);
 };
 
-// The table for this processor; BNEXPORT_ISA asks for less than it has, as in table.h.
+// The table for this processor.
 const Loops& loops();
 
 }  // namespace bnexport::cpu

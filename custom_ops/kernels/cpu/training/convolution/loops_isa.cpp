@@ -1,10 +1,8 @@
-// The inner loops of convolutions for one instruction set, as isa.cpp.
+// The inner loops of convolutions for one instruction set (../../processor.h).
 #include <cstring>
 
+#include "../../processor.h"
 #include "loops.h"
-
-#define BNEXPORT_CONCAT_(a, b) a##b
-#define BNEXPORT_CONCAT(a, b) BNEXPORT_CONCAT_(a, b)
 
 namespace bnexport::cpu {
 namespace {
@@ -163,16 +161,15 @@ void correlations(const float* g, const float* x, const int64_t* offsets, int64_
 
 }  // namespace
 
-extern const Loops BNEXPORT_CONCAT(loops_, BNEXPORT_ISA);
-const Loops BNEXPORT_CONCAT(loops_, BNEXPORT_ISA) = {
-    kRows,
-    kShortRows,
-    kLanes,
-    {nullptr, tile<1, kRows>, tile<2, kRows>, tile<3, kRows>},
-    {nullptr, tile<1, kShortRows>, tile<2, kShortRows>, tile<3, kShortRows>},
-    pack,
-    transpose,
-    correlate,
-    correlations};
+extern const Loops BNEXPORT_TABLE(loops);
+const Loops BNEXPORT_TABLE(loops) = {kRows,
+                                     kShortRows,
+                                     kLanes,
+                                     {nullptr, tile<1, kRows>, tile<2, kRows>, tile<3, kRows>},
+                                     {nullptr, tile<1, kShortRows>, tile<2, kShortRows>, tile<3, kShortRows>},
+                                     pack,
+                                     transpose,
+                                     correlate,
+                                     correlations};
 
 }  // namespace bnexport::cpu

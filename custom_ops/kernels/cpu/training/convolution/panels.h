@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "../../batch_norm/plan.h"
+#include "../../../common/math.h"
 #include "convolution.h"
 #include "loops.h"
 #include "planes.h"

@@ -1,39 +1,15 @@
-#include <cinttypes>
+#include "processor.h"
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
 
-#include "../training/table.h"
-#include "plan.h"
-#include "table.h"
-
 namespace bnexport::cpu {
-
-struct Loops;
-
-extern const Table tables_baseline[4];
-extern const TrainingTable training_table_baseline;
-extern const Loops loops_baseline;
-#if defined(BNEXPORT_X86)
-extern const Table tables_avx2[4];
-extern const TrainingTable training_table_avx2;
-extern const Loops loops_avx2;
-extern const Table tables_avx512[4];
-extern const TrainingTable training_table_avx512;
-extern const Loops loops_avx512;
-#endif
 
 namespace {
 
-struct Choice {
-  const char* name;
-  const Table* tables;
-  const TrainingTable* training;
-  const Loops* loops;
-};
-
-Choice choose() {
+InstructionSet best() {
 #if defined(BNEXPORT_X86)
   const char* limit = std::getenv("BNEXPORT_ISA");
   const auto allowed = [&](const char* name) {
@@ -43,19 +19,14 @@ Choice choose() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq") && allowed("avx512")) {
-    return {"avx512", tables_avx512, &training_table_avx512, &loops_avx512};
+    return InstructionSet::kAvx512;
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
       allowed("avx2")) {
-    return {"avx2", tables_avx2, &training_table_avx2, &loops_avx2};
+    return InstructionSet::kAvx2;
   }
 #endif
-  return {"baseline", tables_baseline, &training_table_baseline, &loops_baseline};
-}
-
-const Choice& choice() {
-  static const Choice chosen = choose();
-  return chosen;
+  return InstructionSet::kBaseline;
 }
 
 // In bytes. sysconf(_SC_LEVEL3_CACHE_SIZE) counts all sockets, or ten times too much on some processors.
@@ -73,14 +44,19 @@ int64_t cache_size(int level, int64_t otherwise) {
 
 }  // namespace
 
+InstructionSet instruction_set() {
+  static const InstructionSet chosen = best();
+  return chosen;
+}
+
+const char* instruction_set_name() {
+  constexpr const char* names[] = {"baseline", "avx2", "avx512"};
+  return names[static_cast<int>(instruction_set())];
+}
+
 Caches caches() {
   static const Caches found = {cache_size(2, int64_t{512} << 10), cache_size(3, int64_t{16} << 20)};
   return found;
 }
-
-const Table& table(int32_t dtype) { return choice().tables[dtype]; }
-const TrainingTable& training_table() { return *choice().training; }
-const Loops& loops() { return *choice().loops; }
-const char* instruction_set() { return choice().name; }
 
 }  // namespace bnexport::cpu

@@ -1,0 +1,47 @@
+"""C functions that return a status and write a message: declared once, called with one buffer for each thread."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from bnexport.errors import LibraryError
+
+__all__ = ["call", "declare"]
+
+_CAPACITY = 1024
+
+
+class _Errors(threading.local):
+    """Where a library writes its messages: one buffer for each thread, since a fresh one is zeroed for each call."""
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(_CAPACITY)
+
+
+_errors = _Errors()
+
+
+def declare(loaded: ctypes.CDLL, functions: Mapping[str, tuple[Any, ...]], abi: tuple[str, int] | None = None) -> None:
+    """Types functions by the arguments before the message; checks what the function `abi[0]` returns.
+
+    Raises LibraryError for a library of another ABI version or without one of the functions.
+    """
+    try:
+        if abi is not None and (found := getattr(loaded, abi[0])()) != abi[1]:
+            raise LibraryError(f"{loaded._name}: got ABI version {found}, expected {abi[1]}; build it again")
+        for name, arguments in functions.items():
+            function = getattr(loaded, name)
+            function.argtypes = (*arguments, ctypes.c_char_p, ctypes.c_size_t)
+            function.restype = ctypes.c_int
+    except AttributeError as error:
+        raise LibraryError(f"{loaded._name}: lacks a function: {error}; reinstall bnexport") from error
+
+
+def call(loaded: ctypes.CDLL, name: str, *arguments: Any) -> tuple[int, str]:
+    """The status of a call, and its message where that is not 0."""
+    buffer = _errors.buffer
+    status = getattr(loaded, name)(*arguments, buffer, _CAPACITY)
+    return (0, "") if status == 0 else (status, buffer.value.decode("utf-8", "replace"))

@@ -1,0 +1,35 @@
+// Operators as ONNX Runtime sees them, made out of their schemas.
+#ifndef BNEXPORT_ADAPTERS_DEFINITION_H
+#define BNEXPORT_ADAPTERS_DEFINITION_H
+
+#include <functional>
+#include <memory>
+
+#include "node.h"
+
+namespace bnexport::adapters {
+
+// Makes the kernel of one node.
+using MakeKernel = Kernel*(const AttributeReader& read, int32_t dtype);
+
+struct Definition : ort::CustomOp {
+  const schema::Operator* op;
+  int32_t dtype;
+  const char* provider;
+  MakeKernel* make;
+};
+
+std::unique_ptr<Definition> define(const schema::Operator& op, int32_t dtype, const char* provider, MakeKernel* make);
+
+// The functions of OrtCustomOp, for kernels of ours.
+ort::Status* create_kernel(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, int32_t dtype,
+                           MakeKernel* make, void** kernel);
+ort::Status* compute_kernel(void* kernel, ort::KernelContext* context);
+void destroy_kernel(void* kernel);
+
+// The body of a library's RegisterCustomOps, whose errors become a status, as does an ONNX Runtime that is too old.
+ort::Status* registered(const ort::ApiBase* base, const std::function<void(ort::Api)>& body);
+
+}  // namespace bnexport::adapters
+
+#endif  // BNEXPORT_ADAPTERS_DEFINITION_H

@@ -1,0 +1,157 @@
+// The primitives of device.h in CUDA.
+#ifndef BNEXPORT_KERNELS_CUDA_NVCC_DEVICE_PRIMITIVES_H
+#define BNEXPORT_KERNELS_CUDA_NVCC_DEVICE_PRIMITIVES_H
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#define BNEXPORT_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
+#define BNEXPORT_DEVICE __device__ __forceinline__
+// Arguments stay in constant memory: a reference to them makes no copy.
+#define BNEXPORT_ARGUMENTS const __grid_constant__
+
+namespace bnexport::cuda {
+
+BNEXPORT_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+BNEXPORT_DEVICE int thread_count() { return static_cast<int>(blockDim.x); }
+BNEXPORT_DEVICE int block_index() { return static_cast<int>(blockIdx.x); }
+BNEXPORT_DEVICE int block_count() { return static_cast<int>(gridDim.x); }
+
+// Dynamic shared memory, 16-byte aligned.
+BNEXPORT_DEVICE unsigned char* shared_memory() {
+  extern __shared__ __align__(16) unsigned char bnexport_shared[];
+  return bnexport_shared;
+}
+
+BNEXPORT_DEVICE void sync_block() { __syncthreads(); }
+
+// The value of the lane `distance` above, one's own where there is none. All lanes of the warp call it.
+template <class Value>
+BNEXPORT_DEVICE Value shuffle_down(const Value& value, int distance) {
+  static_assert(sizeof(Value) % 4 == 0, "whole words");
+  constexpr int kWords = sizeof(Value) / 4;
+  union Bits {
+    Value value;
+    uint32_t word[kWords];
+    BNEXPORT_DEVICE explicit Bits(const Value& from) : value(from) {}
+  } bits(value);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    bits.word[i] = __shfl_down_sync(0xffffffffu, bits.word[i], static_cast<unsigned>(distance));
+  }
+  return bits.value;
+}
+
+// Clusters exist from sm_90 on; before, and in a launch without one, a block is a cluster of its own.
+BNEXPORT_DEVICE int cluster_size() {
+#if __CUDA_ARCH__ >= 900
+  return static_cast<int>(__clusterSizeInBlocks());
+#else
+  return 1;
+#endif
+}
+BNEXPORT_DEVICE int cluster_rank() {
+#if __CUDA_ARCH__ >= 900
+  return static_cast<int>(__clusterRelativeBlockRank());
+#else
+  return 0;
+#endif
+}
+// Arrive releases what this thread wrote to shared memory anywhere in the cluster; wait acquires.
+BNEXPORT_DEVICE void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  __cluster_barrier_arrive();
+#endif
+}
+BNEXPORT_DEVICE void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  __cluster_barrier_wait();
+#endif
+}
+// The same place in the shared memory of another block of the cluster.
+template <class Value>
+BNEXPORT_DEVICE Value* in_block(Value* shared, int rank) {
+#if __CUDA_ARCH__ >= 900
+  return static_cast<Value*>(__cluster_map_shared_rank(shared, static_cast<unsigned>(rank)));
+#else
+  (void)rank;
+  return shared;
+#endif
+}
+
+// Global memory. Kernels may write to what they read (y == x), so loads do not go the read-only way;
+// nothing is read twice from one multiprocessor's first level, so they leave it out.
+template <Reuse reuse>
+BNEXPORT_DEVICE Words load_words(const void* from) {
+  const auto* at = static_cast<const uint4*>(from);
+  const uint4 v = reuse == Reuse::kNever ? __ldcs(at) : __ldcg(at);
+  return {{v.x, v.y, v.z, v.w}};
+}
+template <Reuse reuse, class Storage>
+BNEXPORT_DEVICE Storage load_element(const Storage* from) {
+  return reuse == Reuse::kNever ? __ldcs(from) : __ldcg(from);
+}
+// `stream`: nobody reads it soon, and it should be the first to leave L2.
+BNEXPORT_DEVICE void store_words(void* to, const Words& value, bool stream) {
+  const uint4 v = make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]);
+  if (stream) {
+    __stcs(static_cast<uint4*>(to), v);
+  } else {
+    __stcg(static_cast<uint4*>(to), v);
+  }
+}
+template <class Storage>
+BNEXPORT_DEVICE void store_element(Storage* to, Storage value, bool stream) {
+  if (stream) {
+    __stcs(to, value);
+  } else {
+    __stcg(to, value);
+  }
+}
+// Starts to bring a line near; a null pointer is allowed.
+BNEXPORT_DEVICE void prefetch(const void* at) {
+  if (at != nullptr) asm volatile("prefetch.global.L1 [%0];" ::"l"(at));
+}
+BNEXPORT_DEVICE double load_shared_between_blocks(const double* from) { return __ldcg(from); }
+
+// A count of arrivals in global memory. signal makes this thread's earlier writes visible to whoever
+// sees the count in await.
+BNEXPORT_DEVICE void signal(uint32_t* counter) {
+  __threadfence();
+  atomicAdd(counter, 1u);
+}
+BNEXPORT_DEVICE void await(const uint32_t* counter, uint32_t count) {
+  const volatile uint32_t* seen = counter;
+  while (*seen < count) {
+#if __CUDA_ARCH__ >= 700
+    __nanosleep(20);
+#endif
+  }
+  __threadfence();
+}
+
+BNEXPORT_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
+BNEXPORT_DEVICE int count_bits(uint32_t bits) { return __popc(bits); }
+// Within 2 ulp; for shares of counts.
+BNEXPORT_DEVICE float divide_fast(float a, float b) { return __fdividef(a, b); }
+BNEXPORT_DEVICE double divide_fast(double a, double b) { return a / b; }
+
+BNEXPORT_DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
+BNEXPORT_DEVICE uint32_t float_to_bits(float value) { return __float_as_uint(value); }
+BNEXPORT_DEVICE double bits_to_double(uint64_t bits) { return __longlong_as_double(static_cast<long long>(bits)); }
+BNEXPORT_DEVICE uint64_t double_to_bits(double value) { return static_cast<uint64_t>(__double_as_longlong(value)); }
+BNEXPORT_DEVICE float half_to_float(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
+// Two values, the first in the low half; round to nearest even.
+BNEXPORT_DEVICE uint32_t floats_to_halves(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return static_cast<uint32_t>(__half_as_ushort(pair.x)) | static_cast<uint32_t>(__half_as_ushort(pair.y)) << 16;
+}
+BNEXPORT_DEVICE uint32_t floats_to_bfloats(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return static_cast<uint32_t>(__bfloat16_as_ushort(pair.x)) | static_cast<uint32_t>(__bfloat16_as_ushort(pair.y))
+                                                                   << 16;
+}
+
+}  // namespace bnexport::cuda
+
+#endif  // BNEXPORT_KERNELS_CUDA_NVCC_DEVICE_PRIMITIVES_H
