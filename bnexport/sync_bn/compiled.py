@@ -14,6 +14,7 @@ import mmap
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,13 +89,20 @@ def _runs_on(device: int) -> bool:
 
 
 @functools.cache
-def _type_code(dtype: torch.dtype) -> int:
-    return _capi().DTYPES[str(dtype).removeprefix("torch.")]
+def _type_codes(dtype: torch.dtype) -> tuple[int, int]:
+    """The codes of a type and of its statistics' type."""
+    codes = [_capi().DTYPES[str(it).removeprefix("torch.")] for it in (dtype, statistics_type(dtype))]
+    return codes[0], codes[1]
 
 
 def arrange(x: Tensor) -> Tensor:
     """x, or a contiguous copy where the kernels cannot walk its memory."""
     return x if _layout(x) is not None else x.contiguous()
+
+
+def takes(x: Tensor) -> bool:
+    """Whether the kernels can walk x as it is."""
+    return usable(x) and _layout(x) is not None
 
 
 def _layout(x: Tensor) -> str | None:
@@ -104,15 +112,15 @@ def _layout(x: Tensor) -> str | None:
 
 
 def _geometry(x: Tensor) -> dict[str, int]:
+    return dict(zip(("dtype", "stats_dtype", "layout", "N", "C", "S"), _leading(x), strict=True))
+
+
+def _leading(x: Tensor) -> tuple[int, ...]:
+    """The first fields of the C API's structs: type, type of the statistics, layout, N, C, S."""
     layout = _layout(x)
     assert layout is not None
-    return {
-        "dtype": _type_code(x.dtype),
-        "layout": _capi().LAYOUTS[layout],
-        "N": x.shape[0],
-        "C": x.shape[1],
-        "S": spatial_size(x),
-    }
+    N, C, *_ = x.shape
+    return (*_type_codes(x.dtype), _capi().LAYOUTS[layout], N, C, spatial_size(x))
 
 
 def _run(name: str, data: Tensor, geometry: dict[str, int], /, **params: Any) -> None:
@@ -140,12 +148,6 @@ _BACKWARD_FIELDS = (
     "dy", "x", "dx", "weight", "saved_mean", "saved_invstd", "dweight", "dbias", "training", "stats_mode",
     "grad_reduction", "group_size", "gathered", "local_moments",
 )  # fmt: skip
-
-
-def _leading(geometry: dict[str, int], stats_dtype: int) -> tuple[int, ...]:
-    return (
-        geometry["dtype"], stats_dtype, geometry["layout"], geometry["N"], geometry["C"], geometry["S"]
-    )  # fmt: skip
 
 
 def _vector(vector: Tensor | None, x: Tensor) -> Tensor | None:
@@ -212,16 +214,15 @@ def forward(
     new_mean = None if old_mean is None else x.new_empty(C, dtype=S)
     new_var = None if old_var is None else x.new_empty(C, dtype=S)
     mean, invstd = x.new_empty(C, dtype=torch.float64), x.new_empty(C, dtype=torch.float64)
-    geometry = _geometry(x)
     fields = (
         x.data_ptr(), y.data_ptr(), _pointer(w), _pointer(b), _pointer(old_mean), _pointer(old_var), _pointer(new_mean),
         _pointer(new_var), mean.data_ptr(), invstd.data_ptr(), momentum, eps, int(training), capi.STATS_MODES[stats_mode],
         1 if rows is None else rows.shape[0], _pointer(rows),
     )  # fmt: skip
     if not x.is_cuda:
-        capi.run_forward(*_leading(geometry, _type_code(S)), *fields, torch.get_num_threads())
+        capi.run_forward(*_leading(x), *fields, torch.get_num_threads())
     else:
-        _run("forward", x, geometry, stats_dtype=_type_code(S), **dict(zip(_FORWARD_FIELDS, fields, strict=True)))
+        _run("forward", x, _geometry(x), **dict(zip(_FORWARD_FIELDS, fields, strict=True)))
     return y, new_mean, new_var, mean, invstd
 
 
@@ -249,7 +250,7 @@ def backward(
     mean: Tensor,
     invstd: Tensor,
     training: bool,
-    output_mask: list[bool],
+    output_mask: Sequence[bool],
     stats_mode: str,
     grad_reduction: str,
     row: Tensor | None,
@@ -260,14 +261,13 @@ def backward(
     w = _vector(weight, x)
     dx = _empty_like(x) if output_mask[0] else None
     dweight, dbias = (x.new_empty(C, dtype=S) if needed else None for needed in output_mask[1:])
-    geometry = _geometry(x)
     fields = (
         dy.data_ptr(), x.data_ptr(), _pointer(dx), _pointer(w), mean.data_ptr(), invstd.data_ptr(), _pointer(dweight),
         _pointer(dbias), int(training), capi.STATS_MODES[stats_mode], capi.GRAD_REDUCTIONS[grad_reduction],
         1 if rows is None else rows.shape[0], _pointer(rows), _pointer(row),
     )  # fmt: skip
     if not x.is_cuda:
-        capi.run_backward(*_leading(geometry, _type_code(S)), *fields, torch.get_num_threads())
+        capi.run_backward(*_leading(x), *fields, torch.get_num_threads())
     else:
-        _run("backward", x, geometry, stats_dtype=_type_code(S), **dict(zip(_BACKWARD_FIELDS, fields, strict=True)))
+        _run("backward", x, _geometry(x), **dict(zip(_BACKWARD_FIELDS, fields, strict=True)))
     return dx, dweight, dbias

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bnexport.schema import GroupSpec
-from bnexport.sync_bn import autograd, operators
+from bnexport.sync_bn import autograd, compiled, operators
 
 Tensor = torch.Tensor
 
@@ -37,11 +37,11 @@ def _unobserved(*tensors: Tensor | None) -> bool:
 class _Call:
     """The arguments of a forward that carry no gradient, and its outputs but the first."""
 
-    __slots__ = ("arguments", "outputs")
+    __slots__ = ("arguments", "group", "outputs")
 
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
-        self.arguments = arguments
-        self.outputs: tuple[Tensor, ...] = ()
+    def __init__(self, arguments: tuple[Any, ...], group: GroupSpec) -> None:
+        self.arguments, self.group = arguments, group
+        self.outputs: list[Tensor | None] = []
 
 
 class _Forward(torch.autograd.Function):
@@ -50,28 +50,30 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, call: _Call) -> Tensor:
-        running_mean, running_var, *others = call.arguments
-        outputs = operators.forward_kernel(input, running_mean, running_var, weight, bias, *others)
-        call.outputs = outputs[1:]
-        ctx.save_for_backward(input, weight, outputs[3], outputs[4])
-        ctx.arguments = others
-        return outputs[0]
+        running_mean, running_var, training, momentum, eps = call.arguments
+        output, *call.outputs, mean, invstd = compiled.forward(
+            input, running_mean, running_var, weight, bias, training, momentum, eps, call.group.stats_mode, None
+        )
+        ctx.save_for_backward(input, weight, mean, invstd)
+        ctx.training, ctx.group = training, call.group
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, mean, invstd = ctx.saved_tensors
-        mask = list(ctx.needs_input_grad[:3])
-        training, _, _, *group = ctx.arguments
+        input, weight, mean, invstd = saved = ctx.saved_tensors
+        mask = ctx.needs_input_grad[:3]
+        training, group = ctx.training, ctx.group
         # The operator where a graph of the backward is wanted, too.
-        observed = torch.is_grad_enabled() or not _unobserved(grad_output, input, weight, mean, invstd)
-        backward = operators.sync_batch_norm_backward if observed else operators.backward_kernel
-        by_input, by_weight, by_bias = backward(grad_output, input, weight, mean, invstd, training, mask, *group)
-        return (
-            by_input if mask[0] else None,
-            by_weight if mask[1] else None,
-            by_bias if mask[2] else None,
-            None,
-        )
+        if torch.is_grad_enabled() or not _unobserved(grad_output, *saved):
+            grads = operators.sync_batch_norm_backward(
+                grad_output, input, weight, mean, invstd, training, list(mask), *group
+            )
+            return (*(grad if needed else None for grad, needed in zip(grads, mask, strict=True)), None)
+        dy = grad_output if grad_output.stride() == input.stride() else torch.empty_like(input).copy_(grad_output)
+        # Autograd itself gives gradients the type of what they belong to.
+        return *compiled.backward(
+            dy, input, weight, mean, invstd, training, mask, group.stats_mode, group.grad_reduction, None, None
+        ), None
 
 
 def sync_batch_norm(
@@ -85,12 +87,24 @@ def sync_batch_norm(
     eps: float,
     group: GroupSpec,
 ) -> Any:
-    """Output and new running statistics, the first three outputs of `operators.sync_batch_norm`, by the shortest way."""
-    others = (training, momentum, eps, *group)
-    if group.group_size != 1 or not _unobserved(input, running_mean, running_var, weight, bias):
-        return operators.sync_batch_norm(input, running_mean, running_var, weight, bias, *others)[:3]
-    if not autograd.need_gradient(input, weight, bias):
-        return operators.forward_kernel(input, running_mean, running_var, weight, bias, *others)[:3]
-    call = _Call((running_mean, running_var, *others))
-    output = _Forward.apply(input, weight, bias, call)
-    return output, call.outputs[0], call.outputs[1]
+    """Output and new running statistics by the shortest way; None for statistics that there are none of.
+
+    Arguments and errors as of `operators.sync_batch_norm`.
+    """
+    if (
+        group.group_size != 1
+        or not _unobserved(input, running_mean, running_var, weight, bias)
+        or not operators.regular(input, running_mean, running_var, weight, bias, training, group)
+        or not compiled.takes(input)
+        or (training and input.numel() == input.shape[1])  # one value per channel
+    ):
+        return operators.sync_batch_norm(
+            input, running_mean, running_var, weight, bias, training, momentum, eps, *group
+        )[:3]
+    call = _Call((running_mean, running_var, training, momentum, eps), group)
+    if autograd.need_gradient(input, weight, bias):
+        output = _Forward.apply(input, weight, bias, call)
+        return output, *call.outputs
+    return compiled.forward(
+        input, running_mean, running_var, weight, bias, training, momentum, eps, group.stats_mode, None
+    )[:3]

@@ -126,7 +126,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
-        use_batch = self.training or self.running_mean is None
+        use_batch = self.training or self._statistic("running_mean") is None
         size = 1
         # Eval without running statistics normalises with this process's batch: evaluation may run on one rank alone.
         if self.training:
@@ -144,8 +144,8 @@ class SyncBatchNorm(_BatchNorm):
         """The output and the new statistics, of a group of `size`."""
         return eager.sync_batch_norm(
             input,
-            self.running_mean,
-            self.running_var,
+            self._statistic("running_mean"),
+            self._statistic("running_var"),
             self.weight,
             self.bias,
             use_batch,
@@ -162,15 +162,16 @@ class SyncBatchNorm(_BatchNorm):
 
     def _updates_statistics(self) -> bool:
         """Whether a forward changes the running statistics, now."""
-        return self.training and self.track_running_stats and self.running_mean is not None
+        return self.training and self.track_running_stats and self._statistic("running_mean") is not None
 
     def _update_statistics(self, new_mean: torch.Tensor, new_var: torch.Tensor) -> None:
         """Writes the new statistics into the buffers; momentum None averages all batches seen."""
-        assert self.running_mean is not None and self.running_var is not None
-        if self.num_batches_tracked is not None:
-            batches = self.num_batches_tracked + 1
+        counted = self._statistic("num_batches_tracked")
+        if counted is not None:
+            batches = counted + 1
             self._set_statistic("num_batches_tracked", batches)
             if self.momentum is None:
+                assert self.running_mean is not None and self.running_var is not None
                 share = 1.0 / batches.to(new_mean.dtype)
                 new_mean = self.running_mean + (new_mean - self.running_mean) * share
                 new_var = self.running_var + (new_var - self.running_var) * share
@@ -178,6 +179,11 @@ class SyncBatchNorm(_BatchNorm):
             return  # as torch: without a count an average of all batches cannot go on
         self._set_statistic("running_mean", new_mean)
         self._set_statistic("running_var", new_var)
+
+    def _statistic(self, name: str) -> torch.Tensor | None:
+        """The buffer `name`: as an attribute it is found after a search of a microsecond."""
+        found = self._buffers.get(name)
+        return getattr(self, name) if found is None else found
 
     def _set_statistic(self, name: str, new: torch.Tensor) -> None:
         self._buffers[name].copy_(new)  # type: ignore[union-attr]
