@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from bnexport.cli import main
 from bnexport.errors import UnsafeModelError, UsageError
 from bnexport.model_io import DEFAULT_LIMITS, Limits, limits, load
+from bnexport.model_io.write import PROTOBUF_LIMIT
 from tests.malicious.attempts import ATTEMPTS, data, example, external, write
 
 
@@ -76,6 +78,7 @@ def test_links_that_leave_stay_refused(tmp_path: Path) -> None:
         ("nodes=5000000", "nodes", 5_000_000),
         ("structure_bytes=512M", "structure_bytes", 2**29),
         ("tensor_bytes=2T", "tensor_bytes", 2**41),
+        ("tensor_bytes=3G", "tensor_bytes", 3 * 2**30),
         ("values=3K", "values", 3072),
         ("allow_links=yes", "allow_links", True),
         ("allow_links=no", "allow_links", False),
@@ -107,3 +110,18 @@ def test_what_is_no_setting(text: str, path: Path, monkeypatch: pytest.MonkeyPat
     if text:
         monkeypatch.setenv(limits.ENVIRONMENT_VARIABLE, text)
         assert main(["inspect", str(path)]) == 2
+
+
+def test_the_defaults_are_the_documented_ones() -> None:
+    table = (
+        (Path(__file__).parents[2] / "docs/security.md").read_text().partition("## Limits")[2].partition("\nA chain")[0]
+    )
+    documented = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.MULTILINE))
+    units = {"GiB": 2**30, "MiB": 2**20, "TiB": 2**40}
+    for name, text in documented.items():
+        number, _, unit = text.partition(" ")
+        unit, _, less = unit.partition(" - ")
+        value = False if text == "no" else int(number.replace(",", "")) * units.get(unit, 1) - int(less or 0)
+        assert getattr(DEFAULT_LIMITS, name) == value, name
+    assert list(documented) == [field.name for field in dataclasses.fields(DEFAULT_LIMITS)]
+    assert DEFAULT_LIMITS.model_bytes == PROTOBUF_LIMIT

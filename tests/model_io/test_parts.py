@@ -6,18 +6,42 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx.helper
 import onnx.numpy_helper
 import onnx_ir as ir
 import pytest
+from google.protobuf.message import DecodeError
 
-from bnexport.errors import MalformedModelError, MissingDependencyError, UnsafeModelError, UsageError
-from bnexport.model_io import external, load, load_tensors, save, save_tensors, staging, to_proto, walk
+from bnexport.errors import (
+    MalformedModelError,
+    MissingDependencyError,
+    UnsafeModelError,
+    UnsupportedModelError,
+    UsageError,
+)
+from bnexport.model_io import (
+    external,
+    load,
+    load_tensors,
+    read,
+    save,
+    save_tensors,
+    stage,
+    staging,
+    to_proto,
+    walk,
+    wire,
+    write,
+)
+from bnexport.model_io import parts as parts_of
 from bnexport.model_io.external import ContainedTensor
+from bnexport.model_io.parts import to_parts
 from bnexport.model_io.read import from_proto, innermost
 from tests.support.onnx_text import model
 
@@ -185,6 +209,165 @@ class TestContained:
         with pytest.raises(MalformedModelError, match="ends 10 bytes too early"):
             external._read_into(io.BytesIO(bytes(20)), memoryview(bytearray(30)))
 
+    def test_what_changed_is_named(self, tensor: ContainedTensor, tmp_path: Path) -> None:
+        (tmp_path / "m.onnx.data").write_bytes(b"other")
+        with pytest.raises(UnsafeModelError, match=r"^external data 'm.onnx.data' changed since"):
+            tensor.tobytes()
+        save(from_proto(model("g (float[N,300] x) => (float[N,256] y) { y = MatMul (x, w) }", values={"w": BIG})),
+             tmp_path / "one.onnx")  # fmt: skip
+        inside = load(tmp_path / "one.onnx").graph.initializers["w"].const_value
+        (tmp_path / "one.onnx").write_bytes(b"other")
+        with pytest.raises(UnsafeModelError, match=r"^the model file 'one.onnx' changed since"):
+            inside.tobytes()
+
+    def test_a_pipe_is_no_matter_of_links(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(
+            UnsafeModelError, match=r"'pipe' is not a regular file; copy the data into a file of its own$"
+        ):
+            external._open_below(str(tmp_path), ("pipe",), allow_links=False)
+
+    def test_a_location_may_hold_spaces(self) -> None:
+        assert external.split_location("./a b/c d", "t") == ("a b", "c d")
+
+
+class TestForAnEngine:
+    def test_large_weights_travel_apart(self) -> None:
+        large = np.zeros((256, 64), np.float32)  # the bytes from which they do
+        shapes = {"big": large, "less": large[:, :63], "asked": large, "odd": large}
+        body = "g (float[256,64] x, float[256,64] asked) => (float[256,64] y) { y = Add (x, big) }"
+        source = from_proto(model(body, values={name: np.ascontiguousarray(it) for name, it in shapes.items()}))
+        odd = source.graph.initializers["odd"]
+        odd.const_value = ir.Tensor(np.zeros((256, 128), ml_dtypes.bfloat16), name="odd")
+        before = to_proto(source).SerializeToString()
+        parts = to_parts(source)
+        assert list(parts.weights) == ["big"]
+        proto = onnx.ModelProto.FromString(parts.data)
+        given = [it.name for it in proto.graph.initializer if it.data_location == onnx.TensorProto.EXTERNAL]
+        assert given == ["big"] and len(parts.data) < 4 * large.nbytes
+        assert to_proto(source).SerializeToString() == before
+
+    def test_a_graph_past_protobuf(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(parts_of, "PROTOBUF_LIMIT", 10)
+        with pytest.raises(UnsupportedModelError, match=r"the graph has \d+ bytes without its weights"):
+            to_parts(from_proto(model("g (float[N] x) => (float[N] y) { y = Relu (x) }")))
+
+
+class TestWrite:
+    def test_pieces_that_are_written_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(write, "_BATCH", 4)
+        lengths = {(): [0], (4,): [1], (4, 2): [1, 1], (1, 2, 1, 5, 3): [3, 1, 1], (2, 1): [2]}
+        for pieces, expected in lengths.items():
+            batches = list(write._batches([bytes(length) for length in pieces]))
+            assert [len(batch) for batch in batches] == expected
+            offsets = [offset for batch in batches for offset, _ in batch]
+            assert offsets == [sum(pieces[:index]) for index in range(len(pieces))]
+
+    def test_room_is_taken_where_the_file_system_can(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(write, "_BATCH", 1)
+        source = from_proto(model("g (float[N] x) => (float[N] y) { y = Relu (x) }"))
+        for number, accepted in ((errno.EOPNOTSUPP, True), (errno.EINVAL, True), (errno.ENOSPC, False)):
+
+            def fails(*_: object, number: int = number) -> None:
+                raise OSError(number, os.strerror(number))
+
+            monkeypatch.setattr(os, "posix_fallocate", fails)
+            if accepted:
+                save(source, tmp_path / "m.onnx")
+            else:
+                with pytest.raises(UsageError, match="No space left on device"):
+                    save(source, tmp_path / "m.onnx")
+        assert to_proto(load(tmp_path / "m.onnx")) == to_proto(source)
+
+    def test_a_model_past_protobuf_without_its_weights(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(write, "PROTOBUF_LIMIT", 10)
+        source = from_proto(model("g (float[N] x) => (float[N] y) { y = Relu (x) }"))
+        for asked in (None, True):
+            with pytest.raises(UnsupportedModelError, match=r"would have \d+ bytes without its weights"):
+                save(source, tmp_path / "m.onnx", external_data=asked)
+        assert os.listdir(tmp_path) == []
+
+
+class TestCommit:
+    def test_data_that_loses_its_model_is_noted_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A run that ends at the rename leaves the name for the next one, which removes the file."""
+        source = from_proto(model("g (float[N,300] x) => (float[N,256] y) { y = MatMul (x, w) }", values={"w": BIG}))
+        save(source, tmp_path / "m.onnx", external_data=True)
+        staged = stage(source, tmp_path / "m.onnx", external_data=False)
+        assert staged.data_name is None
+
+        def ends(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as context:
+            context.setattr(os, "rename", ends)
+            with pytest.raises(KeyboardInterrupt):
+                staged.commit()
+        assert (Path(staged.folder) / "data").read_text() == "m.onnx.data"
+        staged.commit()
+        assert os.listdir(tmp_path) == ["m.onnx"]
+
+    def test_the_folder_is_flushed_before_and_after_the_model_is_in_place(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        source, steps = from_proto(model("g (float[N] x) => (float[N] y) { y = Relu (x) }")), []
+        rename, flush = os.rename, staging.sync_folder
+        monkeypatch.setattr(os, "rename", lambda *names: (steps.append("rename"), rename(*names)))
+        monkeypatch.setattr(staging, "sync_folder", lambda folder: (steps.append("flush"), flush(folder)))
+        save(source, tmp_path / "m.onnx")
+        assert steps == ["flush", "rename", "flush"]
+
+    def test_flushing_a_folder_leaves_nothing_open(self, tmp_path: Path) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        staging.sync_folder(str(tmp_path))
+        staging.sync_folder(str(tmp_path / "missing"))
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    def test_errors_of_the_target_name_it_and_others_stay(self, tmp_path: Path) -> None:
+        target = tmp_path / "t"
+        for error, named in (
+            (OSError(errno.ENOSPC, "full"), str(target)),
+            (FileNotFoundError(errno.ENOENT, "gone", "elsewhere"), "elsewhere"),
+        ):
+            with pytest.raises(OSError, match=r"full|gone") as caught, staging.whole_file(target):
+                raise error
+            assert caught.value.filename == named
+        with pytest.raises(OSError, match="cannot be written: gone") as caught, staging.whole_file(target) as staged:
+            raise FileNotFoundError(errno.ENOENT, "gone", staged)
+        assert caught.value.filename == str(target)
+
+    def test_processes_that_live(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert staging._alive(os.getpid()) is True
+
+        def foreign(*_: object) -> None:
+            raise PermissionError
+
+        monkeypatch.setattr(os, "kill", foreign)
+        assert staging._alive(1) is True
+
+
+def test_what_parsing_says_of_memory() -> None:
+    def fails(error: Exception) -> Callable[[], wire.Cut]:
+        def walk() -> wire.Cut:
+            raise error
+
+        return walk
+
+    for error in (MemoryError(), DecodeError("cannot alloc")):
+        with pytest.raises(UnsafeModelError, match="'m' needs more memory than there is"):
+            read._parse(fails(error), "m")
+    with pytest.raises(MalformedModelError, match="'m' is truncated"):
+        read._parse(fails(DecodeError("bad tag")), "m")
+
+
+def test_a_refusal_while_the_graph_is_built_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise UnsafeModelError("no")
+
+    monkeypatch.setattr(ir.serde, "deserialize_model", refuses)
+    with pytest.raises(UnsafeModelError, match=r"^no$"):
+        from_proto(model("g (float[N] x) => (float[N] y) { y = Relu (x) }"))
+
 
 class TestLeftovers:
     def folder(self, directory: Path, pid: int, name: str = "m.onnx") -> Path:
@@ -215,8 +398,6 @@ class TestLeftovers:
 
     def test_a_data_file_that_another_run_made_stays(self, tmp_path: Path) -> None:
         source = from_proto(model("g (float[N,300] x) => (float[N,256] y) { y = MatMul (x, w) }", values={"w": BIG}))
-        from bnexport.model_io import stage
-
         staged = stage(source, tmp_path / "m.onnx", external_data=True)
         (tmp_path / "m.onnx.data").write_text("theirs")
         with pytest.raises(

@@ -123,6 +123,9 @@ REFUSED: dict[str, tuple[Callable[[onnx.ModelProto], object], type[ModelError], 
     "functions that call each other": (
         recursive(("G", "H"), ("H", "K"), ("K", "G")), UnsafeModelError, "function local:[GHK] calls itself",
     ),
+    "functions that call each other, called by another": (
+        recursive(("G", "H"), ("H", "K"), ("K", "H")), UnsafeModelError, "function local:[HK] calls itself",
+    ),
     "no type": (weight(dtype=T.UNDEFINED), MalformedModelError, "tensor 'w' has no data type$"),
     "unknown type": (weight(dtype=99), MalformedModelError, "tensor 'w' has the unknown data type 99$"),
     "negative dimension": (weight(dims=(2, -1)), MalformedModelError, r"a negative dimension: \(2, -1\)"),
@@ -185,6 +188,13 @@ REFUSED: dict[str, tuple[Callable[[onnx.ModelProto], object], type[ModelError], 
     ),
     "name of the caller in a function": (
         lambda p: p.functions[0].node[1].input.append("x"), MalformedModelError, "Add '' reads 'x'",
+    ),
+    "name of another function": (
+        lambda p: p.functions.append(
+            make.make_function("local", "G", ["c"], ["d"], [make.make_node("Add", ["c", "k"], ["d"])], [])
+        ),
+        MalformedModelError,
+        "Add '' reads 'k'",
     ),
     "undefined output": (
         lambda p: p.graph.output.add(name="gone"), MalformedModelError, "graph 'main': output 'gone' is produced by no node",
@@ -320,6 +330,9 @@ def test_depth_at_its_limit() -> None:
     node = make.make_node("If", ["a"], ["o"], then_branch=body_of(example()))
     proto = changed(lambda p: p.functions[0].node.append(node))
     proto.functions[0].node[-1].attribute[0].g.node[0].input[0] = "a"
+    del proto.graph.node[1]
+    proto.graph.node[1].input[0] = "x"
+    validate(proto, dataclasses.replace(DEFAULT_LIMITS, graph_depth=2))
     with pytest.raises(UnsafeModelError, match="nested deeper"):
         validate(proto, dataclasses.replace(DEFAULT_LIMITS, graph_depth=1))
 

@@ -55,7 +55,7 @@ GROUPS = {
     "model_io": Group(
         ("bnexport/model_io/*.py",),
         (
-            *("tests/model_io/test_model_io.py", "tests/model_io/test_parts.py", "tests/model_io/test_validate.py"),
+            *_named("tests/model_io/test_{}.py", "model_io parts validate wire"),
             *_named("tests/malicious/test_{}.py", "attempts limits wire races memory output"),
             *("tests/folding/test_api.py", "tests/folding/test_scopes.py"),
         ),
