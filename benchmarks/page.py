@@ -113,6 +113,18 @@ def fold_run_time(report: Report) -> str:
     )
 
 
+def branches(report: Report) -> str:
+    rows = []
+    for row in report["rows"]:
+        apart, merged = row["apart"], row["merged"]
+        cells = [f"{own['nodes']}, {own['batch_norms']}, {own['megabytes']:.0f}" for own in (apart, merged)]
+        times = [f"{own['median_ms']:.1f}" for own in (apart, merged)]
+        rows.append([row["network"], *cells, *times, f"{row['ratio']:.2f}", f"{row['best_ratio']:.2f}"])
+    header = ["network", "nodes, batch norms, MB: folded", "and merged", "folded, ms", "and merged, ms", "ratio"]
+    how = setting(report, f"{report['threads']} threads")
+    return f"{how}\n\n{table([*header, 'of the least times'], rows)}"
+
+
 def torchscript(report: Report) -> str:
     rows = [[row["candidate"], f"{row['ratio']:.2f}", f"{row['least_ms']:.0f}"] for row in report["rows"]]
     return f"{setting(report, '1 thread')}\n\n{table(['candidate', 'time, ratio', 'ms'], rows)}"
@@ -180,6 +192,7 @@ BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "torch_operator": ("performance.md", "torch_operator_cpu.json", torch_operator),
     "fold": ("performance.md", "fold.json", fold),
     "fold_run_time": ("performance.md", "fold.json", fold_run_time),
+    "branches": ("performance.md", "branches.json", branches),
     "training_step": ("performance.md", "training_step.json", training_step),
     "parallel_training": ("training.md", "parallel_training.json", parallel_training),
     "conv_gradient": ("performance.md", "conv_gradient.json", conv_gradient),

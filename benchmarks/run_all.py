@@ -39,6 +39,7 @@ BENCHMARKS = {
     "training-step-avx2": Benchmark("bench_training_step", 5, ("--isa", "avx2")),
     "parallel-training": Benchmark("bench_parallel_training", 2),
     "conv-gradient": Benchmark("bench_conv_gradient", 2),
+    "branches": Benchmark("bench_branches", 1),
     "fold": Benchmark("bench_fold", 30),
 }
 LONGEST = 10

@@ -157,6 +157,27 @@ def _gather(node: ir.Node, data: np.ndarray, indices: np.ndarray) -> np.ndarray:
     return np.take(data, indices, axis=get_int(node, "axis", 0))
 
 
+def _slice(
+    node: ir.Node,
+    data: np.ndarray,
+    starts: np.ndarray | None = None,
+    ends: np.ndarray | None = None,
+    axes: np.ndarray | None = None,
+    steps: np.ndarray | None = None,
+) -> np.ndarray:
+    given = [
+        get_ints(node, name) if operand is None else tuple(int(item) for item in operand.reshape(-1))
+        for name, operand in (("starts", starts), ("ends", ends), ("axes", axes), ("steps", steps))
+    ]
+    first, last = given[0] or (), given[1] or ()
+    places, strides = given[2] or tuple(range(len(first))), given[3] or (1,) * len(first)
+    index = [slice(None)] * data.ndim
+    # ONNX counts and cuts off starts and ends as Python does.
+    for start, end, axis, step in zip(first, last, places, strides, strict=True):
+        index[axis] = slice(start, end, step)
+    return data[tuple(index)]
+
+
 def _dequantize(node: ir.Node, data: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None) -> np.ndarray:
     if get_int(node, "block_size", 0):
         raise Refused("quantized", "block-wise DequantizeLinear")
@@ -189,6 +210,7 @@ EVALUATORS: dict[str, Callable[..., np.ndarray]] = {
     "ConstantOfShape": _constant_of_shape,
     "DequantizeLinear": _dequantize,
     "Reshape": _reshape,
+    "Slice": _slice,
     "Squeeze": _squeeze,
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,

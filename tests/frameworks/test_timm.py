@@ -14,6 +14,8 @@ from tests.sync_bn import lookalikes
 pytestmark = pytest.mark.slow
 
 MODELS = ("regnetx_002", "densenet121", "efficientnet_b0", "levit_128s", "mobilevit_xxs", "dm_nfnet_f0")
+# Networks of parallel branches, and one whose arithmetic looks like a batch norm.
+BRANCHES = ("repvgg_a0", "mobileone_s0", "fastvit_t8", "repvit_m0_9", "repghostnet_050", "poolformer_s12")
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
@@ -24,6 +26,19 @@ def test_model(name: str, exporter: str) -> None:
     assert result["reference"] == "original"
     assert max(result["differences"].values()) < 1e-4, result
     assert result["training"] < 1e-4, result
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_parallel_branches(name: str) -> None:
+    """As few batch norms and convolutions as timm's own re-parameterisation leaves."""
+    result = json.loads(environment.run("tests.frameworks.timm_branches", name, timeout=1800).splitlines()[-1])
+    counts = result["counts"]
+    assert result["passed"], result
+    assert counts["merged"]["BatchNormalization"] == counts["theirs"]["BatchNormalization"] == 0, result
+    for operator in ("Conv", "Gemm", "MatMul", "nodes"):
+        assert counts["merged"][operator] <= counts["theirs"][operator], result
+    assert counts["plain"]["BatchNormalization"] > 0 or name == "poolformer_s12", result
+    assert max(result["differences"].values()) < 1e-4, result
 
 
 def test_the_stand_ins_have_the_attributes_of_the_classes() -> None:

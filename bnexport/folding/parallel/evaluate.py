@@ -21,6 +21,7 @@ from bnexport.folding.context import Context
 from bnexport.folding.editing.scaled_tensor import FLOAT_DATA_TYPES
 from bnexport.folding.parallel.kernels import Kernel, Window, joined_size
 from bnexport.folding.parallel.sums import CARRIERS, Sum, Term
+from bnexport.folding.parallel.windows import read_pads, read_window
 from bnexport.folding.reading.batch_norm import read_batch_norm
 from bnexport.folding.reading.elementwise import data_and_constant, per_channel, read_elementwise
 from bnexport.folding.rules.transparent import passed
@@ -256,28 +257,9 @@ class Evaluator:
         return Kernel.of(np.full((channels, 1, 1, *sizes), 1.0 / math.prod(sizes)), None, window)
 
     def _pads(self, node: ir.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Zeros before and behind each axis of positions."""
-        only_attributes(node, ("mode", "pads", "paddings", "value"))
-        constants, rank = self._context.constants, self._frame.rank
-        pads = get_ints(node, "pads") or get_ints(node, "paddings")
-        if (operand := input_at(node, 1)) is not None:
-            pads = constants.ints(operand, f"pads of {label(node)}")
-        axes = tuple(range(rank))
-        if (operand := input_at(node, 3)) is not None:
-            axes = tuple(axis + rank if axis < 0 else axis for axis in constants.ints(operand, "axes"))
-        if pads is None or len(pads) != 2 * len(axes) or len(set(axes)) != len(axes):
-            raise Refused("bad-node", f"{label(node)} has no pads, or not two for each axis")
-        fill = get_float(node, "value", 0.0)
-        if (operand := input_at(node, 2)) is not None:
-            fill = float(constants.floats(operand, f"value of {label(node)}").reshape(-1)[0])
-        if get_string(node, "mode", "constant") != "constant" or fill != 0:
-            raise Refused("padding", f"{label(node)} pads with something else than zeros")
-        begins, ends = np.zeros(rank, int), np.zeros(rank, int)
-        for place, axis in enumerate(axes):
-            begins[axis], ends[axis] = pads[place], pads[place + len(axes)]
-        if self._frame.axis != 1 or begins[:2].any() or ends[:2].any():
-            raise Refused("axis", f"{label(node)} pads the channels or the batch")
-        return tuple(begins[2:].tolist()), tuple(ends[2:].tolist())
+        if self._frame.axis != 1:
+            raise Refused("axis", f"{label(node)} pads the last axis, along which a matrix product sums")
+        return read_pads(node, self._frame.rank, self._context)
 
     def _weight(self, node: ir.Node) -> np.ndarray:
         what = f"{node.op_type} weight"
@@ -309,29 +291,3 @@ class Evaluator:
         if bias.shape != (outputs,):
             raise Refused("shape", f"the bias of {label(node)} has shape {bias.shape}, expected ({outputs},)")
         return bias
-
-
-def read_window(node: ir.Node, sizes: tuple[int, ...]) -> Window:
-    """The window of a Conv or a pool. Refused where its padding depends on the size of the input."""
-    rank = len(sizes)
-    strides = get_ints(node, "strides") or (1,) * rank
-    dilations = get_ints(node, "dilations") or (1,) * rank
-    pads = get_ints(node, "pads") or (0,) * 2 * rank
-    if len(strides) != rank or len(dilations) != rank or len(pads) != 2 * rank:
-        raise Refused("shape", f"the strides, dilations or pads of {label(node)} are not those of {rank} axes")
-    if min((*strides, *dilations)) < 1 or min(pads) < 0:
-        raise Refused("bad-attribute", f"{label(node)} has a stride, a dilation or pads below what is allowed")
-    begins, ends = pads[:rank], pads[rank:]
-    auto_pad = get_string(node, "auto_pad", "NOTSET")
-    if auto_pad not in ("NOTSET", "") and any(pads):
-        raise Refused("padding", f"{label(node)} has pads and auto_pad")
-    if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
-        if any(stride != 1 for stride in strides):
-            raise Refused("padding", f"the padding of {label(node)} depends on the size of its input")
-        totals = [dilation * (size - 1) for size, dilation in zip(sizes, dilations, strict=True)]
-        less = tuple(total // 2 for total in totals)
-        more = tuple(total - half for total, half in zip(totals, less, strict=True))
-        begins, ends = (less, more) if auto_pad == "SAME_UPPER" else (more, less)
-    elif auto_pad not in ("NOTSET", "", "VALID"):
-        raise Refused("padding", f"{label(node)} has the unknown auto_pad {auto_pad!r}")
-    return Window(tuple(sizes), begins, ends, tuple(strides), tuple(dilations))

@@ -171,9 +171,11 @@ class Merging:
         bases = [self._current(operator.terms[0].base) for operator in operators]
         others = [(sign, self._current(term.value)) for sign, term in total.terms if term not in gone]
         nodes = [node for _, term in total.terms if term in gone for node in term.nodes()] + total.nodes
+        nodes = list(dict.fromkeys(nodes))
         written = write(total.value, operators, bases, [*others, *constants], nodes, self._context)
         self._now[total.value] = written[-1].outputs[0]
         kernel = operators[0].kernel
+        nodes = [node for node in nodes if self._context.surgery.is_dead(node)]
         return Merged(
             tuple(nodes), tuple(written), sum(term.leaves for term in gone), kernel.outputs, kernel.window.sizes
         )

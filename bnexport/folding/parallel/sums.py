@@ -3,7 +3,8 @@
 A value is a sum of terms and constants. A term is its base itself, or what a linear node (Conv, BatchNormalization,
 a product with a constant, ...) makes of a value that is a sum of terms of one base. Values in between have one reader,
 so that nothing else sees them change; the base of a term is the first value above that has several, or that no linear
-node makes. Nodes are taken in the order of the graph, each once. No weight is read here.
+node makes. A Pad of zeros is looked through although several nodes read it: merged branches pad by themselves, and it
+goes with its last reader. Nodes are taken in the order of the graph, each once. No weight is read here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 import onnx_ir as ir
 
 from bnexport.folding.context import Context
+from bnexport.folding.parallel.windows import read_pads
 from bnexport.folding.reading.elementwise import data_and_constant
 from bnexport.folding.reading.site import sole_use
 from bnexport.graph.nodes import get_ints, get_string, input_at, is_standard
@@ -113,12 +115,15 @@ class _Reader:
         self._context = context
         self.sums: dict[ir.Value, Sum] = {}
         self.unfit: dict[ir.Value, tuple[ir.Value, Refused]] = {}
+        self._shared_pads: dict[ir.Value, Sum] = {}
 
     def read(self, node: ir.Node) -> None:
         if not node.outputs or any(output.uses() for output in node.outputs[1:]):
             return
         output = node.outputs[0]
-        if node.op_type in _SUMS:
+        if node.op_type == "Pad":
+            total = self._padded(node)
+        elif node.op_type in _SUMS:
             total = self._sum(node)
         elif node.op_type in ("Mul", "Div"):
             total = self._product(node)
@@ -158,8 +163,23 @@ class _Reader:
         data = node.inputs[operands[0]]
         return None if data is None else self._applied(node, data)
 
+    def _padded(self, node: ir.Node) -> Sum | None:
+        data = input_at(node, 0)
+        if data is None:
+            return None
+        try:
+            read_pads(node, self._context.rank(data) or 0, self._context)
+        except Refused as reason:
+            self.unfit[node.outputs[0]] = (data, reason)
+            return None
+        if sole_use(node.outputs[0], node.graph) is None:
+            # What makes its data stays in any case, for the other readers.
+            self._shared_pads[node.outputs[0]] = Sum(node.outputs[0], [(1.0, Term(data, node))])
+            return None
+        return self._applied(node, data)
+
     def _applied(self, node: ir.Node, data: ir.Value) -> Sum | None:
-        inner = self.sums.get(data) if sole_use(data, node.graph) is node else None
+        inner = self.sums.get(data) if sole_use(data, node.graph) is node else self._shared_pads.get(data)
         try:
             is_point, pads = self._window(node)
         except Refused as reason:
@@ -169,7 +189,7 @@ class _Reader:
             return None
         composes = inner is not None and (inner.is_point or (is_point and not pads)) and inner.depth < _DEPTH
         if inner is not None and inner.base is not None and composes:
-            del self.sums[data]
+            self.sums.pop(data, None)
             term = Term(inner.base, node, inner, is_point and inner.is_point, inner.leaves, inner.depth + 1)
             return Sum(node.outputs[0], [(1.0, term)])
         return Sum(node.outputs[0], [(1.0, Term(data, node, is_point=is_point))])

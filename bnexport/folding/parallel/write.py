@@ -21,7 +21,7 @@ from bnexport.folding.editing.rewrite import take_over
 from bnexport.folding.parallel.evaluate import Frame
 from bnexport.folding.parallel.kernels import Kernel
 from bnexport.folding.parallel.sums import Term
-from bnexport.graph.nodes import get_int, input_at, label
+from bnexport.graph.nodes import get_int, input_at, label, used
 from bnexport.graph.refusal import Refused
 
 
@@ -146,6 +146,14 @@ def _attributes(operator: Operator) -> list[ir.Attr]:
 
 
 def _remove(nodes: Sequence[ir.Node], context: Context) -> None:
+    # A Pad that others read stays: what merged branches read of it, they have no more.
+    pads = [node for node in nodes if node.op_type == "Pad"]
+    others = [node for node in nodes if node.op_type != "Pad"]
+    _take_out(others, context)
+    _take_out([node for node in pads if not used(node.outputs[0])], context)
+
+
+def _take_out(nodes: Sequence[ir.Node], context: Context) -> None:
     gone = set(nodes)
     for node in nodes:
         for value in node.inputs:

@@ -230,6 +230,30 @@ CASES: dict[str, tuple[str, list[str]]] = {
         f"\n b0 = Conv <{PAD}> (x, v3)\n y = Add (a, b0)",
         ["Conv"],
     ),
+    "one-pad-for-two-branches": (
+        f"p = Pad (x, pads1)\n a = Conv (p, w3)\n c = Conv (p, v3)\n e = Conv <{PAD}> (x, w3)\n t = Add (a, c)"
+        "\n y = Add (t, e)",
+        ["Conv"],
+    ),
+    "one-pad-for-a-branch-and-something-else": (
+        f"p = Pad (x, pads1)\n a = Conv (p, w3)\n e = Conv <{PAD}> (x, v3)\n t = Add (a, e)\n r = MaxPool <kernel_shape=[3,3]> (p)"
+        "\n y = Add (t, r)",
+        ["Pad", "MaxPool", "Conv", "Add"],
+    ),
+    "one-pad-of-a-point-for-two-branches": (
+        "s = Conv (x, w1)\n p = Pad (s, pads1)\n a = Conv (p, w3)\n c = Conv (p, v3)\n y = Add (a, c)",
+        ["Conv", "Conv"],
+    ),
+    "one-pad-of-a-point-for-other-sums": (
+        "s = Conv (x, w1)\n p = Pad (s, pads1)\n a = Conv (p, w3)\n c = Conv (p, v3)\n t = Add (a, c)\n r = Relu (p)"
+        "\n e = Conv (r, w3)\n y = Add (t, e)",
+        ["Conv", "Pad", "Conv", "Relu", "Conv", "Add"],
+    ),
+    "pads-that-are-computed-from-constants": (
+        "l = Slice (backwards, minus1, far, zero, minus1)\n p = Pad (x, l)\n a = Conv (p, w3)\n"
+        f" c = Conv <{PAD}> (x, v3)\n y = Add (a, c)",
+        ["Conv"],
+    ),
     "padded-with-ones": (
         f"p = Pad (x, pads1, unit)\n a = Conv (p, w3)\n b0 = Conv <{PAD}> (x, v3)\n y = Add (a, b0)",
         ["Pad", "Conv", "Conv", "Add"],
@@ -316,6 +340,10 @@ CASES: dict[str, tuple[str, list[str]]] = {
 VALUES = {
     "pads1": np.array([0, 0, 1, 1, 0, 0, 1, 1]),
     "crop": np.array([0, 0, -1, -1, 0, 0, -1, -1]),
+    "backwards": np.array([1, 1, 0, 0, 1, 1, 0, 0]),
+    "minus1": np.array([-1]),
+    "far": np.array([-(2**63) + 1]),
+    "zero": np.array([0]),
     "unit": np.ones(1, np.float32),
     "ones": np.array([1, 1]),
     "sixes": np.array([6, 6]),

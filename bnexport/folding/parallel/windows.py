@@ -1,0 +1,61 @@
+"""Read the window of a Conv or a pool, and the zeros of a Pad."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.folding.context import Context
+from bnexport.folding.parallel.kernels import Window
+from bnexport.graph.nodes import get_float, get_ints, get_string, input_at, label, only_attributes
+from bnexport.graph.refusal import Refused
+
+
+def read_window(node: ir.Node, sizes: tuple[int, ...]) -> Window:
+    """The window of a Conv or a pool. Refused where its padding depends on the size of the input."""
+    rank = len(sizes)
+    strides = get_ints(node, "strides") or (1,) * rank
+    dilations = get_ints(node, "dilations") or (1,) * rank
+    pads = get_ints(node, "pads") or (0,) * 2 * rank
+    if len(strides) != rank or len(dilations) != rank or len(pads) != 2 * rank:
+        raise Refused("shape", f"the strides, dilations or pads of {label(node)} are not those of {rank} axes")
+    if min((*strides, *dilations)) < 1 or min(pads) < 0:
+        raise Refused("bad-attribute", f"{label(node)} has a stride, a dilation or pads below what is allowed")
+    begins, ends = pads[:rank], pads[rank:]
+    auto_pad = get_string(node, "auto_pad", "NOTSET")
+    if auto_pad not in ("NOTSET", "") and any(pads):
+        raise Refused("padding", f"{label(node)} has pads and auto_pad")
+    if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+        if any(stride != 1 for stride in strides):
+            raise Refused("padding", f"the padding of {label(node)} depends on the size of its input")
+        totals = [dilation * (size - 1) for size, dilation in zip(sizes, dilations, strict=True)]
+        less = tuple(total // 2 for total in totals)
+        more = tuple(total - half for total, half in zip(totals, less, strict=True))
+        begins, ends = (less, more) if auto_pad == "SAME_UPPER" else (more, less)
+    elif auto_pad not in ("NOTSET", "", "VALID"):
+        raise Refused("padding", f"{label(node)} has the unknown auto_pad {auto_pad!r}")
+    return Window(tuple(sizes), begins, ends, tuple(strides), tuple(dilations))
+
+
+def read_pads(node: ir.Node, rank: int, context: Context) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Zeros that a Pad adds before and behind each axis of positions. Refused where it does something else."""
+    only_attributes(node, ("mode", "pads", "paddings", "value"))
+    pads = get_ints(node, "pads") or get_ints(node, "paddings")
+    if (operand := input_at(node, 1)) is not None:
+        pads = context.constants.ints(operand, f"pads of {label(node)}")
+    axes = tuple(range(rank))
+    if (operand := input_at(node, 3)) is not None:
+        axes = tuple(axis + rank if axis < 0 else axis for axis in context.constants.ints(operand, "axes"))
+    if pads is None or len(pads) != 2 * len(axes) or len(set(axes)) != len(axes) or max(axes, default=0) >= rank:
+        raise Refused("bad-node", f"{label(node)} has no pads, or not two for each axis")
+    fill = get_float(node, "value", 0.0)
+    if (operand := input_at(node, 2)) is not None:
+        fill = float(context.constants.floats(operand, f"value of {label(node)}").reshape(-1)[0])
+    if get_string(node, "mode", "constant") != "constant" or fill != 0 or min(pads, default=0) < 0:
+        raise Refused("padding", f"{label(node)} crops, or pads with something else than zeros")
+    begins, ends = np.zeros(rank, int), np.zeros(rank, int)
+    for place, axis in enumerate(axes):
+        begins[axis], ends[axis] = pads[place], pads[place + len(axes)]
+    if begins[:2].any() or ends[:2].any():
+        raise Refused("axis", f"{label(node)} pads the channels or the batch")
+    return tuple(begins[2:].tolist()), tuple(ends[2:].tolist())
