@@ -51,7 +51,7 @@ CASES: dict[str, tuple[int, int, bool, int]] = {
 OURS = "bnexport"
 TOOLS: dict[str, str] = {
     OURS: """
-sys.argv[1:] = ['fold', source, target, '--no-verify', '--json', target + '.json']
+sys.argv[1:] = ['fold', source, target, '--no-verify', '--overwrite', '--json', target + '.json']
 import bnexport.cli
 bnexport.cli.main()""",
     "load and save": "import onnx; save(onnx.load(source))",

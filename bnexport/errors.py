@@ -8,9 +8,11 @@ __all__ = [
     "LibraryError",
     "MalformedModelError",
     "MissingDependencyError",
+    "MissingFileError",
     "ModelError",
     "NotConvertedWarning",
     "NotVerifiedWarning",
+    "StorageError",
     "UnsafeModelError",
     "UnsupportedModelError",
     "UsageError",
@@ -35,6 +37,16 @@ class UsageError(BnexportError, ValueError):
     exit_code = 2
 
 
+class MissingFileError(UsageError, FileNotFoundError):
+    """A file that is to be read does not exist."""
+
+
+class StorageError(BnexportError, OSError):
+    """A file cannot be written because the disk is full or fails; nothing was changed."""
+
+    exit_code = 4
+
+
 class ModelError(BnexportError):
     """A model is refused."""
 
@@ -42,7 +54,7 @@ class ModelError(BnexportError):
 
 
 class MalformedModelError(ModelError):
-    """A model file is missing, truncated, or not a valid ONNX model."""
+    """A model file is truncated, or not a valid ONNX model."""
 
 
 class UnsafeModelError(ModelError):

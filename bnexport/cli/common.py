@@ -69,6 +69,7 @@ Atol = Annotated[
 Rtol = Annotated[
     float | None, typer.Option(metavar="FLOAT", callback=_bound, help="Relative bound instead of the table's.")
 ]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT where it exists, as a whole.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Write the fold report as one HTML page.")]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="An ONNX file.")]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only, and the JSON that was asked for.")]

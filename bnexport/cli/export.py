@@ -9,12 +9,13 @@ from typing import Annotated
 
 import typer
 
-from bnexport.cli.common import Html, Json, Seed, app
+from bnexport import choices
+from bnexport.cli.common import Html, Json, Overwrite, Seed, app
 from bnexport.cli.console import detail, say, status
-from bnexport.cli.factory import build, calm, explained
-from bnexport.cli.inputs import example_inputs
+from bnexport.cli.factory import build, calm, check_reference, explained
+from bnexport.cli.inputs import example_inputs, parse
 from bnexport.cli.models import write_html
-from bnexport.cli.output import check_targets, emit
+from bnexport.cli.output import check_exists, check_new, check_targets, emit
 
 
 @app.command()
@@ -52,7 +53,12 @@ def export(
         str, typer.Option(metavar="MODE", help="deploy: folded inference. custom_op: the node is kept.")
     ] = "deploy",
     exporter: Annotated[str, typer.Option(metavar="NAME", help="For ONNX: dynamo or torchscript.")] = "dynamo",
-    file_format: Annotated[str, typer.Option("--format", metavar="NAME", help="onnx, torchscript or pt2.")] = "onnx",
+    file_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format", metavar="NAME", help="onnx, torchscript or pt2; OUT's suffix names it: .onnx, .pt, .pt2."
+        ),
+    ] = None,
     fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Fold batch norms, in mode deploy.")] = True,
     train: Annotated[
         bool, typer.Option("--train/--eval", help="The mode of the module; training graphs return new statistics.")
@@ -60,17 +66,25 @@ def export(
     dynamic: Annotated[bool, typer.Option("--dynamic/--static", help="Dynamic batch and spatial sizes.")] = True,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with torch.")] = True,
     seed: Seed = 0,
+    overwrite: Overwrite = False,
     html: Html = None,
     json_target: Json = None,
 ) -> None:
     """Exports a torch module, folded and verified."""
-    from bnexport import exporting, folding
-    from bnexport.exporting.checkpoint import load_checkpoint
-
     check_targets(OUT=target, html=html, json=json_target)
+    check_new(target, overwrite)
+    kind = choices.choose_format(target, file_format, path_name="OUT", name="--format")
+    choices.check_choice("--mode", mode, choices.MODES)
+    choices.check_choice("--exporter", exporter, choices.EXPORTERS)
+    arguments = parse(inputs)
+    check_exists(checkpoint, "--checkpoint")
+    check_reference(factory)
     # What a factory or an exporter prints is no data.
     with contextlib.redirect_stdout(sys.stderr):
-        input_names, args = example_inputs(inputs, seed)
+        with status("importing torch"):
+            from bnexport import exporting, folding
+            from bnexport.exporting.checkpoint import load_checkpoint
+        input_names, args = example_inputs(arguments, seed)
         model = build(factory)
         if checkpoint is not None:
             loaded = load_checkpoint(model, checkpoint, key=key, allow_unexpected=allow_unexpected)
@@ -88,11 +102,11 @@ def export(
                 target,
                 mode=mode,  # type: ignore[arg-type]
                 exporter=exporter,  # type: ignore[arg-type]
-                format=file_format,  # type: ignore[arg-type]
+                format=kind,  # type: ignore[arg-type]
                 fold=fold,
                 dynamic=dynamic,
                 verify=verify,
-                input_names=input_names if file_format == "onnx" else None,
+                input_names=input_names if kind == "onnx" else None,
             )
     if html is not None:
         if result.report is None:

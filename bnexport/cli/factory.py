@@ -2,32 +2,100 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
+import importlib.machinery
+import importlib.util
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+from bnexport.choices import suggestion
 from bnexport.cli.console import is_verbose
 from bnexport.errors import BnexportError, UnsupportedModelError, UsageError, first_line
 
+_DYNAMIC = re.compile(r"import \*|__getattr__|\b(globals|vars|exec|setattr)\(|sys\.modules")
+
+
+def check_reference(reference: str, argument: str = "MODULE:FACTORY") -> None:
+    """Raise UsageError for a MODULE:NAME that cannot be imported, as far as its source shows: nothing is imported."""
+    module_name, separator, attribute = reference.partition(":")
+    if not separator or not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
+        raise UsageError(f"{argument}: got {reference!r}, expected such as models.resnet:digits_resnet")
+    shown = f"{argument} {reference}" if argument.startswith("--") else reference
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    top, *others = module_name.split(".")
+    spec = None if top in sys.modules else importlib.util.find_spec(top)
+    if spec is None and top not in sys.modules:
+        raise UsageError(
+            f"{shown}: cannot be imported: No module named {top!r}; "
+            f"modules are looked for in {folder!r} and on PYTHONPATH"
+        )
+    source = None if spec is None else _source(spec, others)
+    if source is None or _DYNAMIC.search(source):
+        return
+    try:
+        names = _bound_names(ast.parse(source))
+    except SyntaxError:
+        return  # The import says where.
+    if attribute not in names:
+        raise UsageError(
+            f"{shown}: cannot be imported: module {module_name!r} has no attribute {attribute!r}"
+            f"{suggestion(attribute, names)}"
+        )
+
+
+def _source(spec: importlib.machinery.ModuleSpec, parts: list[str]) -> str | None:
+    """The source text of a submodule of a package that is not imported; None where it is in no plain file."""
+    path = spec.origin if not spec.submodule_search_locations else None
+    places = list(spec.submodule_search_locations or ())
+    if places and not parts:
+        path = os.path.join(places[0], "__init__.py")
+    elif len(places) == 1 and parts:
+        stem = os.path.join(places[0], *parts)
+        path = next((each for each in (f"{stem}.py", os.path.join(stem, "__init__.py")) if os.path.isfile(each)), None)
+    if path is None or not path.endswith(".py"):
+        return None
+    try:
+        with open(path, "rb") as file:
+            return importlib.util.decode_source(file.read())
+    except (OSError, SyntaxError, UnicodeError):
+        return None
+
+
+def _bound_names(tree: ast.Module) -> set[str]:
+    """Every name that the module's statements bind, in functions too: never one too few."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+    return names
+
 
 def build(factory: str) -> Any:
+    """The module that MODULE:FACTORY names, built; raise UsageError with the factory's own error."""
     import torch
 
-    module_name, separator, attribute = factory.partition(":")
-    if not separator or not module_name or not attribute:
-        raise UsageError(f"MODULE:FACTORY: got {factory!r}, expected such as models.resnet:digits_resnet")
-    sys.path.insert(0, os.getcwd())
+    module_name, _, attribute = factory.partition(":")
+    check_reference(factory)
     try:
         target = getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:
         place = f"; modules are looked for in {os.getcwd()!r} and on PYTHONPATH" if error.name == module_name else ""
         raise UsageError(f"{factory}: cannot be imported: {error}{place}") from error
     except Exception as error:
-        raise UsageError(f"{factory}: cannot be imported: {_summary(error)}") from error
+        near = suggestion(attribute, dir(sys.modules.get(module_name))) if isinstance(error, AttributeError) else ""
+        raise UsageError(f"{factory}: cannot be imported: {_summary(error)}{near}") from error
     if isinstance(target, torch.nn.Module):
         return target
     if not callable(target):

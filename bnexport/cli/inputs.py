@@ -18,7 +18,7 @@ _FORM = "expected NAME:SHAPE such as x:1,3,224,224, or NAME:FILE.npy"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Argument:
+class Argument:
     """One --input: the values of a file, or a shape that gets random ones."""
 
     name: str
@@ -26,32 +26,34 @@ class _Argument:
     values: np.ndarray | None
 
 
-def _parse(texts: Sequence[str]) -> list[_Argument]:
-    arguments: dict[str, _Argument] = {}
+def parse(texts: Sequence[str]) -> list[Argument]:
+    arguments: dict[str, Argument] = {}
     for text in texts:
         name, _, value = text.rpartition(":")
         if not name or not value:
-            raise UsageError(f"--input: got {text!r}, {_FORM}")
+            other = text.replace("=", ":", 1)
+            hint = f"; did you mean {other!r}?" if ":" not in text and "=" in text else ""
+            raise UsageError(f"--input: got {text!r}, {_FORM}{hint}")
         if name in arguments:
             raise UsageError(f"--input: got {name!r} twice, expected each input once")
-        arguments[name] = _argument(name, value)
+        arguments[name] = _read_argument(name, value)
     return list(arguments.values())
 
 
-def _argument(name: str, value: str) -> _Argument:
-    import numpy as np
-
+def _read_argument(name: str, value: str) -> Argument:
     if re.fullmatch(r"\d+(,\d+)*", value):
-        return _Argument(name, tuple(map(int, value.split(","))), None)
+        return Argument(name, tuple(map(int, value.split(","))), None)
     if not Path(value).is_file():
         raise UsageError(f"--input {name}: {value!r} is neither a shape nor a file that exists; {_FORM}")
+    import numpy as np
+
     try:
         values = np.load(value, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise UsageError(f"--input {name}: cannot read {value!r}, expected a file that numpy.save wrote") from error
     if not isinstance(values, np.ndarray):
         raise UsageError(f"--input {name}: {value!r} holds several arrays, expected one, as numpy.save writes it")
-    return _Argument(name, values.shape, values)
+    return Argument(name, values.shape, values)
 
 
 def feeds_of(inputs: list[str] | None, seed: int, model: Path, *, all_of_them: bool = False) -> dict[str, np.ndarray]:
@@ -67,7 +69,7 @@ def feeds_of(inputs: list[str] | None, seed: int, model: Path, *, all_of_them: b
 
     if not inputs and not all_of_them:
         return {}
-    given = {argument.name: argument for argument in _parse(inputs or ())}
+    given = {argument.name: argument for argument in parse(inputs or ())}
     graph_inputs = load(model).graph.inputs
     declared = {str(value.name): value for value in graph_inputs}
     for name in given:
@@ -79,7 +81,7 @@ def feeds_of(inputs: list[str] | None, seed: int, model: Path, *, all_of_them: b
     for name, value in declared.items():
         argument = given.get(name)
         if argument is None and not value.is_initializer():
-            argument = _Argument(name, _fixed_shape(value, model), None)
+            argument = Argument(name, _fixed_shape(value, model), None)
         if argument is not None:
             feeds[name] = _fitting(argument, value, generator)
     return feeds
@@ -100,7 +102,7 @@ def _example(axis: int, size: Any) -> str:
     return str(size) if isinstance(size, int) else ("1" if axis == 0 else "64")
 
 
-def _fitting(argument: _Argument, value: ir.Value, generator: np.random.Generator) -> np.ndarray:
+def _fitting(argument: Argument, value: ir.Value, generator: np.random.Generator) -> np.ndarray:
     """Its values, or random ones."""
     import numpy as np
 
@@ -138,12 +140,11 @@ def _shape(shape: Any) -> str:
     return "(" + ", ".join(str(size) if isinstance(size, int) else (size.value or "?") for size in shape) + ")"
 
 
-def example_inputs(inputs: list[str], seed: int) -> tuple[list[str], tuple[Any, ...]]:
+def example_inputs(arguments: Sequence[Argument], seed: int) -> tuple[list[str], tuple[Any, ...]]:
     """The names and tensors of an export, in the order given; random ones are float32."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    arguments = _parse(inputs)
     tensors = tuple(
         torch.randn(argument.shape, generator=generator)
         if argument.values is None

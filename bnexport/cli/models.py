@@ -7,11 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from bnexport import choices
 from bnexport.cli import startup
 from bnexport.cli.common import Atol, Html, Inputs, Json, Model, Rtol, Seed, app
 from bnexport.cli.console import detail, say, status
 from bnexport.cli.inputs import feeds_of
-from bnexport.cli.output import check_targets, emit, table, write_whole
+from bnexport.cli.output import check_exists, check_new, check_targets, emit, table, write_whole
 from bnexport.errors import MissingDependencyError, UsageError, VerificationError
 
 
@@ -93,19 +94,22 @@ def fold(
         typer.Option("--training-to-inference", help="Also turn BatchNormalization in training mode into inference."),
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Allow OUT to be IN; it is replaced as a whole.")
+        bool, typer.Option("--overwrite", help="Replace OUT where it exists, as a whole; it may be IN.")
     ] = False,
     html: Html = None,
     json_target: Json = None,
 ) -> None:
     """Folds batch norms into the weights beside them."""
-    from bnexport import folding
-
     check_targets(OUT=target, html=html, json=json_target)
+    choices.check_onnx_suffix(target, "OUT")
     if not overwrite and source.exists() and target.exists() and source.samefile(target):
         raise UsageError(
             f"OUT: got {str(target)!r}, which is IN; write to another file, or replace IN with --overwrite"
         )
+    check_exists(source, "IN")
+    check_new(target, overwrite)
+    from bnexport import folding
+
     if only or skip or explain:
         from bnexport.folding.selection import check_selection
         from bnexport.model_io import load

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from bnexport import schema
 from bnexport.cli.console import out, plain
-from bnexport.errors import UsageError
+from bnexport.errors import MissingFileError, UsageError
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()) -> Table:
@@ -97,6 +97,18 @@ def check_targets(**targets: str | Path | None) -> None:
                 f"{option}: cannot write {str(target)!r}: its folder {str(folder)!r} may not be written to"
             )
         _targets[str(target)] = _identity(str(target))
+
+
+def check_new(target: str | Path, overwrite: bool, argument: str = "OUT") -> None:
+    """Raise UsageError for a model file that exists, before any work is done, unless it may be replaced."""
+    if not overwrite and Path(target).exists():
+        raise UsageError(f"{argument}: {str(target)!r} exists; write to another file, or replace it with --overwrite")
+
+
+def check_exists(path: str | Path | None, argument: str) -> None:
+    """Raise MissingFileError for a file to read that does not exist, before anything slow is imported."""
+    if path is not None and not Path(path).exists():
+        raise MissingFileError(f"{argument}: {path}: no such file; check the path")
 
 
 @contextlib.contextmanager

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bnexport import choices
 from bnexport.cli.common import Json, app
 from bnexport.cli.console import is_verbose, progress, say, set_level
-from bnexport.cli.output import check_targets, emit, table
+from bnexport.cli.output import check_exists, check_new, check_targets, emit, table
 from bnexport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -61,10 +62,17 @@ def train(
         float, typer.Option(metavar="SECONDS", min=1.0, help="How long a process waits for the others.")
     ] = 300.0,
     seed: Annotated[int, typer.Option(metavar="INT", min=0, help="Seed of the order of rows and of dropout.")] = 0,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the file of --inference where it exists, as a whole.")
+    ] = False,
     json_target: Json = None,
 ) -> None:
     """Trains an exported step in ONNX Runtime. On several processes: torchrun --nproc-per-node N -m bnexport train ..."""
     check_targets(checkpoint=checkpoint, inference=inference, json=json_target)
+    check_exists(step, "STEP")
+    if inference is not None:
+        choices.check_onnx_suffix(inference, "--inference")
+        check_new(inference, overwrite, "--inference")
     if checkpoint is None and (resume or save_every):
         raise UsageError(
             f"{'--resume' if resume else '--save-every'}: got no --checkpoint, expected the file that it is for"

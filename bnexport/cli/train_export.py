@@ -10,11 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from bnexport.cli.common import Json, app
+from bnexport import choices
+from bnexport.cli.common import Json, Overwrite, app
 from bnexport.cli.console import say, status
-from bnexport.cli.factory import build, calm, explained
-from bnexport.cli.inputs import example_inputs
-from bnexport.cli.output import check_targets, emit, table
+from bnexport.cli.factory import build, calm, check_reference, explained
+from bnexport.cli.inputs import example_inputs, parse
+from bnexport.cli.output import check_exists, check_new, check_targets, emit, table
 from bnexport.errors import UsageError
 
 _SHOWN = 10
@@ -68,19 +69,33 @@ def train_export(
     seed: Annotated[
         int, typer.Option(metavar="INT", min=0, help="Seed of the module's weights and random inputs.")
     ] = 0,
+    overwrite: Overwrite = False,
     json_target: Json = None,
 ) -> None:
     """Exports a training step of a torch module. Forward, loss, gradients and optimizer become one graph."""
-    import torch
-
-    from bnexport.exporting.checkpoint import load_checkpoint
-    from bnexport.training import examples
-    from bnexport.training.api import export_training_step
-
     check_targets(OUT=target, json=json_target)
+    check_new(target, overwrite)
+    choices.check_onnx_suffix(target, "OUT")
+    choices.check_choice("--optimizer", optimizer, choices.OPTIMIZERS)
+    arguments, settings = parse(inputs), _parse_options(options or [])
+    if ":" in loss:
+        check_reference(loss, "--loss")
+        if example is None:
+            raise UsageError("--target: missing, expected an example target for a loss of your own")
+    else:
+        choices.check_choice("--loss", loss, (*choices.LOSSES, "MODULE:FUNCTION"))
+    check_exists(example, "--target")
+    check_exists(checkpoint, "--checkpoint")
+    check_reference(factory)
     with contextlib.redirect_stdout(sys.stderr):
+        with status("importing torch"):
+            import torch
+
+            from bnexport.exporting.checkpoint import load_checkpoint
+            from bnexport.training import examples
+            from bnexport.training.api import export_training_step
         torch.manual_seed(seed)
-        names, args = example_inputs(inputs, seed)
+        names, args = example_inputs(arguments, seed)
         model = build(factory)
         function = _load_function(loss) if ":" in loss else examples.named_loss(loss)
         if checkpoint is not None:
@@ -89,8 +104,6 @@ def train_export(
             output = model.eval()(*args)
         if example is not None:
             wanted = _load_target(example)
-        elif ":" in loss:
-            raise UsageError("--target: missing, expected an example target for a loss of your own")
         else:
             wanted = examples.example_target(loss, output, torch.Generator().manual_seed(seed))
         with status(f"exporting a training step of {factory}"), calm():
@@ -100,7 +113,7 @@ def train_export(
                 (*args, wanted),
                 target,
                 optimizer=optimizer,  # type: ignore[arg-type]
-                optimizer_options=_parse_options(options or []),
+                optimizer_options=settings,
                 clip_grad_norm=clip_grad_norm,
                 accumulate=accumulate,
                 standard_ops_only=standard_ops_only,

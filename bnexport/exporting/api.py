@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from bnexport import folding, model_io, schema
+from bnexport import choices, folding, model_io, schema
 from bnexport.errors import UsageError, VerificationError
 from bnexport.exporting import attempts, dynamo, torch_formats, torchscript, verification, wrapper
 from bnexport.exporting.dimensions.size_dependence import fix_dimensions, plan_sizes
@@ -20,9 +20,7 @@ from bnexport.exporting.verification import Checked
 from bnexport.verification.reference import Reference
 from bnexport.verification.verdict import Verification
 
-MODES = ("deploy", "custom_op")
-EXPORTERS = {"dynamo": dynamo.trace, "torchscript": torchscript.trace}
-FORMATS = ("onnx", *torch_formats.FORMATS)
+_TRACERS = {"dynamo": dynamo.trace, "torchscript": torchscript.trace}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +69,7 @@ def export(
     *,
     mode: Literal["deploy", "custom_op"] = "deploy",
     exporter: Literal["dynamo", "torchscript"] = "dynamo",
-    format: Literal["onnx", "torchscript", "pt2"] = "onnx",
+    format: Literal["onnx", "torchscript", "pt2"] | None = None,
     dynamic: bool = True,
     verify: bool = True,
     fold: bool = True,
@@ -100,7 +98,7 @@ def export(
         path: the file to write, whole or not at all.
         mode: "deploy" or "custom_op".
         exporter: for ONNX, "dynamo" (torch.export) or "torchscript" (tracing).
-        format: "onnx", "torchscript" or "pt2".
+        format: "onnx", "torchscript" or "pt2"; None for the one that the suffix of `path` names: .onnx, .pt or .pt2.
         dynamic: dimension 0 and every dimension from 2 on of each input of rank >= 2 are dynamic, where the exported
             model is right at other sizes; the others get the example's size, with a note.
         verify: run the exported model, in ONNX Runtime or in a new process, and compare it with a copy of
@@ -118,11 +116,13 @@ def export(
         VerificationError: the exported model differs from torch; no file is written.
     """
     inputs = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-    _check(model, inputs, mode, exporter, format)
+    _check(model, inputs, mode, exporter)
     target = pathlib.Path(path)
-    if format != "onnx":
-        _check_torch_format(format, mode, input_names or output_names)
-        return _to_torch_format(model, inputs, target, format, dynamic=dynamic, verify=verify, fold=fold)
+    kind = choices.choose_format(path, format)
+    model_io.check_space(target, sum(tensor.nbytes for tensor in model.state_dict().values()))
+    if kind != "onnx":
+        _check_torch_format(kind, mode, input_names or output_names)
+        return _to_torch_format(model, inputs, target, kind, dynamic=dynamic, verify=verify, fold=fold)
 
     reference = _reference(model, inputs, evaluate=mode == "deploy") if verify else None
     prepared = wrapper.for_deploy(model) if mode == "deploy" else wrapper.for_custom_op(model)
@@ -145,7 +145,7 @@ def export(
     while True:
         planned = [set(shape) for shape in shapes]
         with wrapper.named_in_errors(model):
-            graph, more, conditions = attempts.trace(EXPORTERS[exporter], traced, inputs, list(names), shapes)
+            graph, more, conditions = attempts.trace(_TRACERS[exporter], traced, inputs, list(names), shapes)
         notes += more
         count = len(graph.graph.outputs) - len(state)
         outputs = output_names or wrapper.output_names(traced.output_spec, count)
@@ -242,16 +242,11 @@ def _check_torch_format(format: str, mode: str, names: list[str] | None) -> None
         raise UsageError(f"input_names, output_names: given with format {format!r}, expected with 'onnx' only")
 
 
-def _check(model: nn.Module, inputs: tuple[Any, ...], mode: str, exporter: str, format: str) -> None:
+def _check(model: nn.Module, inputs: tuple[Any, ...], mode: str, exporter: str) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
-    for name, value, allowed in (
-        ("mode", mode, MODES),
-        ("exporter", exporter, tuple(EXPORTERS)),
-        ("format", format, FORMATS),
-    ):
-        if value not in allowed:
-            raise UsageError(f"{name}: got {value!r}, expected one of {', '.join(allowed)}")
+    choices.check_choice("mode", mode, choices.MODES)
+    choices.check_choice("exporter", exporter, choices.EXPORTERS)
     for index, value in enumerate(inputs):
         if not isinstance(value, torch.Tensor):
             raise UsageError(f"args[{index}]: got {type(value).__name__}, expected a torch.Tensor")

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bnexport.errors import UsageError
+from bnexport.errors import MissingFileError, UsageError
 
 __all__ = ["LoadedCheckpoint", "load_checkpoint", "read_state_dict"]
 
@@ -136,7 +136,7 @@ def _read(path: Path) -> tuple[Any, tuple[str, ...]]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True), ()
     except FileNotFoundError as error:
-        raise UsageError(f"{path}: no such file; expected a checkpoint written by torch.save") from error
+        raise MissingFileError(f"{path}: no such file; expected a checkpoint written by torch.save") from error
     except pickle.UnpicklingError:
         ignored: set[str] = set()
         try:

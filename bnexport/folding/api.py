@@ -22,7 +22,7 @@ from bnexport.folding.selection import as_names, check_selection
 from bnexport.folding.steps import Folding
 from bnexport.graph.mixed_types import insert_casts
 from bnexport.graph.refusal import Refused
-from bnexport.model_io import ModelSource, Staged, load, write
+from bnexport.model_io import ModelSource, Staged, check_space, load, write
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.read import Source, open_source
 from bnexport.verification import models
@@ -194,6 +194,9 @@ def _fold(
     """Everything up to the file that waits for its name; Refused where a weight turns out too late not to fit."""
     opened = open_source(source)
     check_selection(opened.model, only=options.only or (), skip=options.skip)
+    if target is not None:
+        # Batch norms leave, convolutions stay: nine tenths is a lower bound for all but tiny models.
+        check_space(target, write.tensor_total(opened.model) * 9 // 10)
     if external_data is None and write.has_external_data(opened.model):
         external_data = True
     done = _transform(opened, options, keep_references=verify)

@@ -12,7 +12,7 @@ from bnexport.model_io.external import ContainedTensor
 from bnexport.model_io.limits import DEFAULT_LIMITS, Limits
 from bnexport.model_io.parts import Parts, to_parts
 from bnexport.model_io.read import ModelSource, as_model, check, from_proto, load
-from bnexport.model_io.staging import Staged
+from bnexport.model_io.staging import Staged, check_space
 from bnexport.model_io.tensors import load_tensors, save_tensors
 from bnexport.model_io.write import save, stage, to_bytes, to_proto
 
@@ -25,6 +25,7 @@ __all__ = [
     "Staged",
     "as_model",
     "check",
+    "check_space",
     "from_proto",
     "load",
     "load_tensors",

@@ -12,7 +12,14 @@ import google.protobuf.message  # type: ignore[import-untyped]
 import onnx
 import onnx_ir as ir
 
-from bnexport.errors import BnexportError, MalformedModelError, UnsafeModelError, UsageError, first_line
+from bnexport.errors import (
+    BnexportError,
+    MalformedModelError,
+    MissingFileError,
+    UnsafeModelError,
+    UsageError,
+    first_line,
+)
 from bnexport.model_io import validate, walk, wire
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.external import DataFile, Folder
@@ -33,7 +40,7 @@ def load(path: str | os.PathLike[str], *, limits: Limits | None = None) -> ir.Mo
     """The model in the file `path`; external data and tensors of 4 KiB and more stay on disk until they are used.
 
     limits: None for `limits.current()`.
-    Raises MalformedModelError (missing, directory, empty, truncated, not ONNX), UnsafeModelError
+    Raises MissingFileError, MalformedModelError (directory, empty, truncated, not ONNX), UnsafeModelError
     (external data outside the folder, links, wrong sizes) or UnsupportedModelError.
     """
     return open_source(path, limits=limits).model
@@ -112,7 +119,7 @@ def read_proto(real: str, shown: str, limits: Limits) -> tuple[onnx.ModelProto, 
         # O_NONBLOCK: opening a pipe that nobody writes to must not hang.
         descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:
-        raise MalformedModelError(f"model file {shown!r} does not exist") from error
+        raise MissingFileError(f"model file {shown!r} does not exist") from error
     except (OSError, ValueError) as error:
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         raise MalformedModelError(f"model file {shown!r} cannot be read: {reason}") from error

@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 
-from bnexport.errors import BnexportError, UsageError
+from bnexport.errors import BnexportError, StorageError, UsageError
 from bnexport.model_io import limits, validate
 from bnexport.model_io.read import read_proto
 
 _DATA_NAMES = "data"
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+# safetensors tells the number of the system's error in its text alone.
+_FULL = re.compile(rf"os error ({'|'.join(map(str, sorted(_DISK)))})\b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +73,30 @@ def make_folder(target: str) -> str:
     try:
         os.mkdir(folder)
     except OSError as error:
-        raise UsageError(f"cannot write {target!r}: {error.strerror}") from error
+        raise write_error(target, error) from error
     return folder
+
+
+def write_error(target: str | os.PathLike[str], error: Exception) -> BnexportError:
+    """The error to raise for a file that could not be written: a full or failing disk is no wrong argument."""
+    number = error.errno if isinstance(error, OSError) else None
+    kind = StorageError if number in _DISK or _FULL.search(str(error)) else UsageError
+    reason = (os.strerror(number) if number else None) or str(error)
+    return kind(f"cannot write {os.fspath(target)!r}: {reason}; nothing was changed")
+
+
+def check_space(target: str | os.PathLike[str], length: int) -> None:
+    """Raise StorageError where the disk of `target` has fewer than `length` bytes left, before any work is done."""
+    folder = os.path.dirname(os.path.realpath(target))
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return
+    if free < length:
+        raise StorageError(
+            f"cannot write {os.fspath(target)!r}: it takes about {length / 1e9:.3g} GB and {folder!r} has "
+            f"{free / 1e9:.3g} GB left; nothing was changed"
+        )
 
 
 @contextlib.contextmanager
@@ -92,6 +119,8 @@ def whole_file(target: str | os.PathLike[str]) -> Iterator[str]:
     staged = os.path.join(folder, name)
     try:
         yield staged
+        # Writers such as safetensors make files of mode 0600: the folder, as mkdir made it, has the umask's.
+        os.chmod(staged, stat.S_IMODE(os.stat(folder).st_mode) & 0o666)
         with open(staged, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(staged, real)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from bnexport.errors import MalformedModelError, MissingDependencyError, UsageError
+from bnexport.errors import MalformedModelError, MissingDependencyError, MissingFileError
 from bnexport.model_io import staging
 
 Tensors = dict[str, np.ndarray]
@@ -23,21 +23,20 @@ def save_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str],
         with staging.whole_file(path) as staged:
             numpy_format.save_file(contiguous, staged, dict(metadata))
     except (OSError, safetensors.SafetensorError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise UsageError(f"cannot write {os.fspath(path)!r}: {reason}; nothing was changed") from error
+        raise staging.write_error(path, error) from error
 
 
 def load_tensors(path: str | os.PathLike[str]) -> tuple[Tensors, dict[str, str]]:
     """The tensors and the metadata of a safetensors file, which is read completely.
 
-    Raises MalformedModelError: the file is missing, truncated, or no safetensors file.
+    Raises MissingFileError, or MalformedModelError: the file is truncated, or no safetensors file.
     """
     _safetensors()
     import safetensors
 
     name = os.fspath(path)
     if not os.path.isfile(name):
-        raise MalformedModelError(f"{name}: got no such file, expected a safetensors file; check the path")
+        raise MissingFileError(f"{name}: got no such file, expected a safetensors file; check the path")
     try:
         with safetensors.safe_open(name, framework="numpy") as file:
             names = file.keys()

@@ -12,11 +12,11 @@ from typing import BinaryIO
 import onnx
 import onnx_ir as ir
 
-from bnexport.errors import MalformedModelError, UnsupportedModelError, UsageError
+from bnexport.errors import BnexportError, MalformedModelError, UnsupportedModelError, UsageError
 from bnexport.model_io import walk
 from bnexport.model_io.encode import Encoded, Piece, encode, size
 from bnexport.model_io.external import ContainedTensor
-from bnexport.model_io.staging import Staged, free_data_name, make_folder
+from bnexport.model_io.staging import Staged, free_data_name, make_folder, write_error
 
 # What one message of protobuf can hold.
 PROTOBUF_LIMIT = 2**31 - 1
@@ -78,10 +78,8 @@ def stage(
         return staged
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise UsageError(
-                f"cannot write {os.fspath(path)!r}: {error.strerror or error}; nothing was changed"
-            ) from error
+        if isinstance(error, OSError) and not isinstance(error, BnexportError):
+            raise write_error(path, error) from error
         raise
 
 

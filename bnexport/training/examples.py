@@ -6,12 +6,9 @@ from typing import Any
 
 import torch
 
+from bnexport.choices import LOSSES, VALUE_LOSSES
 from bnexport.errors import UsageError
 from bnexport.training.building.problem import Loss
-
-_CLASSES = ("cross_entropy", "nll_loss")
-_VALUES = ("binary_cross_entropy_with_logits", "l1_loss", "mse_loss", "smooth_l1_loss")
-LOSSES = (*_CLASSES, *_VALUES)
 
 
 def named_loss(name: str) -> Loss:
@@ -33,7 +30,7 @@ def example_target(name: str, output: Any, generator: torch.Generator) -> torch.
             f"--loss: {name} takes one tensor, the model returns a {type(output).__name__}; write a function of your "
             "own (MODULE:FUNCTION) and give an example with --target FILE.npy"
         )
-    if name in _VALUES:
+    if name in VALUE_LOSSES:
         return torch.rand(output.shape, generator=generator, dtype=torch.float32).to(output.dtype)
     if output.dim() < 2:
         raise UsageError(f"--loss: {name} takes an output of shape (N, C, *), the model returns {tuple(output.shape)}")

@@ -52,12 +52,13 @@ def folder(tmp_path_factory):
 
 
 EXPORT = ["export", f"{HERE}:tiny", "o.onnx", "-i", "x:2,1,8,8"]
+STEP = ["train-export", f"{HERE}:tiny", "o.onnx", "-i", "x:1"]
 # (arguments, exit code, what the line must say)
 WRONG = [
     (["frobnicate"], 2, ["'frobnicate'", "bnexport --help"]),
     (["fold", "m.onnx"], 2, ["'OUT'", "bnexport fold --help"]),
     (["fold", "m.onnx", "o.onnx", "--frob"], 2, ["--frob", "bnexport fold --help"]),
-    (["fold", "gone.onnx", "o.onnx"], 3, ["'gone.onnx'", "does not exist"]),
+    (["fold", "gone.onnx", "o.onnx"], 2, ["IN: gone.onnx", "no such file"]),
     (["fold", ".", "o.onnx"], 3, ["'.'", "is a directory", "expected"]),
     (["fold", "cut.onnx", "o.onnx"], 3, ["'cut.onnx'", "truncated or not an ONNX file"]),
     (["fold", "text", "o.onnx"], 3, ["'text'", "truncated or not an ONNX file"]),
@@ -74,7 +75,7 @@ WRONG = [
     (["verify", "m.onnx", "m.onnx", "--seed", "-1"], 2, ["'--seed'", "greater than or equal to 0"]),
     (["verify", "m.onnx", "m.onnx", "--atol", "-1"], 2, ["'--atol'", "-1 is no bound", "expected a finite number >= 0"]),
     (["verify", "m.onnx", "m.onnx", "--rtol", "nan"], 2, ["'--rtol'", "nan is no bound"]),
-    (["verify", "m.onnx", "gone.onnx"], 3, ["'gone.onnx'", "does not exist"]),
+    (["verify", "m.onnx", "gone.onnx"], 2, ["'gone.onnx'", "does not exist"]),
     (["verify", "m.onnx", "m.onnx", "-i", "x:2,3,8,8"], 2, ["x: got shape (2, 3, 8, 8)", "(batch, 1, height, width)"]),
     (["run", "m.onnx"], 2, ["missing x", "x: float32 (batch, 1, height, width)", "such as --input x:1,1,64,64"]),
     (["run", "m.onnx", "-i", "x"], 2, ["got 'x'", "expected NAME:SHAPE such as x:1,3,224,224, or NAME:FILE.npy"]),
@@ -107,14 +108,27 @@ WRONG = [
     ([*EXPORT, "-i", "y:1"], 2, ["does not run on inputs of shape (2, 1, 8, 8), (1,)"]),
     ([*EXPORT, "--mode", "fast"], 2, ["mode: got 'fast'", "deploy, custom_op"]),
     ([*EXPORT, "--format", "tflite"], 2, ["format: got 'tflite'", "onnx, torchscript, pt2"]),
-    ([*EXPORT, "--format", "pt2", "--mode", "custom_op"], 2, ["'custom_op' with format 'pt2'", "expected 'deploy'"]),
-    ([*EXPORT, "--checkpoint", "gone.pth"], 2, ["gone.pth: no such file", "expected a checkpoint"]),
+    (["export", f"{HERE}:tiny", "o.pt2", "-i", "x:1", "--mode", "custom_op"], 2, ["'custom_op' with format 'pt2'", "expected 'deploy'"]),
+    ([*EXPORT, "--checkpoint", "gone.pth"], 2, ["gone.pth: no such file", "check the path"]),
     ([*EXPORT, "--checkpoint", "text"], 2, ["text: cannot be read as a checkpoint", "torch.save"]),
     ([*EXPORT, "--checkpoint", "empty.pth"], 2, ["empty.pth: found no tensors", "its keys are epoch", "--key"]),
     ([*EXPORT, "--checkpoint", "other.pth"], 2, ["17 missing: stem.0.weight", "and 9 more", "1 unexpected", "--allow-unexpected"]),
     ([*EXPORT, "--checkpoint", "both.pth", "--key", "best"], 2, ["has no key 'best'", "expected one of state_dict, ema"]),
     (["export", f"{HERE}:DependsOnValues", "o.onnx", "-i", "x:2,2"], 3, ["cannot export it, though it runs", "--exporter torchscript"]),
-    (["inspect", "gone.onnx"], 3, ["'gone.onnx'", "does not exist"]),
+    (["inspect", "gone.onnx"], 2, ["'gone.onnx'", "does not exist"]),
+    (["fold", "m.onnx", "text"], 2, ["OUT: 'text' exists", "--overwrite"]),
+    (["fold", "m.onnx", "o.pt"], 2, ["OUT: got 'o.pt'", "names 'torchscript'", "expected .onnx"]),
+    (["export", f"{HERE}:tiny", "m.onnx", "-i", "x:1"], 2, ["OUT: 'm.onnx' exists", "--overwrite"]),
+    (["export", f"{HERE}:tiny", "o", "-i", "x:1"], 2, ["OUT: got 'o', whose suffix names no format", ".pt2", "--format"]),
+    (["export", f"{HERE}:tiny", "o.pt", "-i", "x:1", "--format", "onnx"], 2, ["--format: got 'onnx' for 'o.pt'", "names 'torchscript'"]),
+    (["export", f"{HERE}:tiny", "o.onnx", "-i", "x=1,3,8,8"], 2, ["got 'x=1,3,8,8'", "did you mean 'x:1,3,8,8'?"]),
+    (["export", f"{HERE}:tinny", "o.onnx", "-i", "x:1"], 2, ["no attribute 'tinny'", "did you mean 'tiny'?"]),
+    ([*EXPORT, "--mode", "custom-op"], 2, ["--mode: got 'custom-op'", "did you mean 'custom_op'?"]),
+    ([*EXPORT, "--format", "onxx"], 2, ["--format: got 'onxx'", "did you mean 'onnx'?"]),
+    ([*STEP, "--optimizer", "adan"], 2, ["--optimizer: got 'adan'", "did you mean 'adam'?"]),
+    ([*STEP, "--loss", "crossentropy"], 2, ["did you mean 'cross_entropy'?"]),
+    (["train", "m.onnx", "--data", "x64.npy"], 3, ["expected a training graph", "bnexport train-export"]),
+    (["train", "gone.onnx", "--data", "x64.npy"], 2, ["STEP: gone.onnx: no such file"]),
     (["doctor", "now"], 2, ["(now)", "bnexport doctor --help"]),
 ]  # fmt: skip
 
@@ -149,7 +163,7 @@ def in_a_process(arguments, folder, script=""):
         ("onnxruntime", ["run", "m.onnx", "-i", "x:1,1,8,8"], "bnexport[cpu]"),
         ("onnxruntime", ["bench", "m.onnx", "-i", "x:1,1,8,8"], "bnexport[cpu]"),
         ("matplotlib", ["bench", "m.onnx", "-i", "x:1,1,8,8", "--runs", "1", "--chart", "c.png"], "pip install matplotlib"),
-        ("torch", ["export", "a:b", "o.onnx", "-i", "x:1"], "pip install torch"),
+        ("torch", ["export", "collections:Counter", "o.onnx", "-i", "x:1"], "pip install torch"),
     ],
 )  # fmt: skip
 def test_a_package_that_is_not_installed(package, arguments, way_out, folder):

@@ -314,7 +314,7 @@ def test_onnx_without_folding(tmp_path):
         ),
         ({"input_names": ["a"]}, "input_names, output_names: given with format"),
         ({"args": torch.randn(2, 5, 6, 6)}, r"args: the model fails on inputs of shape \(2, 5, 6, 6\)"),
-        ({"path": "missing/m.pt"}, "its folder does not exist"),
+        ({"path": "missing/m"}, "its folder does not exist"),
     ],
 )
 def test_usage_errors(change, message, format, tmp_path):

@@ -19,7 +19,13 @@ import onnx.helper
 import onnx.numpy_helper
 from onnx import TensorProto
 
-from bnexport.errors import BnexportError, MalformedModelError, UnsafeModelError, UnsupportedModelError
+from bnexport.errors import (
+    BnexportError,
+    MalformedModelError,
+    MissingFileError,
+    UnsafeModelError,
+    UnsupportedModelError,
+)
 from bnexport.model_io.wire import field, varint
 from tests.support.onnx_text import model
 
@@ -627,7 +633,7 @@ def folder_as_model(folder: Path) -> Path:
     return folder / "model.onnx"
 
 
-@attempt(515, "missing-model", MalformedModelError)
+@attempt(515, "missing-model", MissingFileError)
 def missing_model(folder: Path) -> Path:
     return folder / "model.onnx"
 

@@ -61,7 +61,7 @@ def test_attempt(attempt: Attempt, victim: Path, capfd: pytest.CaptureFixture[st
             assert code in (0, 2, 3)
             assert command[0] == "run" or code == 0, err
         else:
-            assert code == 3, err
+            assert code == attempt.verdict.exit_code, err
             assert len(err.strip().splitlines()) == 1
             assert err.strip().isprintable()
     if attempt.verdict is not HANDLED:

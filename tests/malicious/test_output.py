@@ -128,7 +128,18 @@ def _limited(limit: int, size: int, source: Path, target: Path) -> subprocess.Co
         resource.setrlimit(limit, (size, size))
 
     return subprocess.run(
-        [sys.executable, "-m", "bnexport", "fold", str(source), str(target), "--no-verify", "--limit", "elements=64M"],
+        [
+            sys.executable,
+            "-m",
+            "bnexport",
+            "fold",
+            str(source),
+            str(target),
+            "--no-verify",
+            "--overwrite",
+            "--limit",
+            "elements=64M",
+        ],
         preexec_fn=apply,
         capture_output=True,
         text=True,
@@ -145,7 +156,7 @@ def test_full_disk(source: Path, tmp_path: Path, external_data: bool) -> None:
     target.write_bytes(b"an older file")
     before = sorted(os.listdir(tmp_path))
     done = _limited(resource.RLIMIT_FSIZE, 100_000, own, target)
-    assert done.returncode == 2
+    assert done.returncode == 4
     assert "nothing was changed" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert target.read_bytes() == b"an older file"

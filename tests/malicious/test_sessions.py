@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bnexport import model_io
-from bnexport.errors import MalformedModelError, UnsafeModelError
+from bnexport.errors import MalformedModelError, MissingFileError, UnsafeModelError
 from bnexport.runtime import injection
 from bnexport.runtime.session import InferenceSession
 from bnexport.training.api import export_training_step
@@ -113,5 +113,5 @@ def test_training_opens_no_file_again(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(UnsafeModelError, match="leaves the folder"):
         TrainingSession(graphs[0])
     os.unlink(graphs[0])
-    with pytest.raises(MalformedModelError, match="no such file"):
+    with pytest.raises(MissingFileError, match="no such file"):
         TrainingSession(graphs[0])

@@ -20,7 +20,7 @@ import onnx_ir as ir
 import pytest
 
 from bnexport import model_io
-from bnexport.errors import MalformedModelError, UnsafeModelError, UnsupportedModelError, UsageError
+from bnexport.errors import MalformedModelError, StorageError, UnsafeModelError, UnsupportedModelError, UsageError
 from bnexport.model_io import Limits, as_model, load, save, to_proto
 from bnexport.model_io.collection import paused_collection
 from tests.support.onnx_text import model
@@ -233,7 +233,7 @@ class TestSave:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(UsageError, match="No space left"):
+        with pytest.raises(StorageError, match="No space left"):
             save(as_model(example()), tmp_path / "model.onnx", external_data=True)
         assert os.listdir(tmp_path) == ["model.onnx"]
         assert (tmp_path / "model.onnx").read_bytes() == before

@@ -21,6 +21,8 @@ from google.protobuf.message import DecodeError
 from bnexport.errors import (
     MalformedModelError,
     MissingDependencyError,
+    MissingFileError,
+    StorageError,
     UnsafeModelError,
     UnsupportedModelError,
     UsageError,
@@ -81,13 +83,13 @@ class TestSafetensors:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         monkeypatch.setattr(os, "replace", full)
-        with pytest.raises(UsageError, match=r"cannot write .*: No space left on device; nothing was changed"):
+        with pytest.raises(StorageError, match=r"cannot write .*: No space left on device; nothing was changed"):
             save_tensors({"a": np.zeros(2)}, {}, tmp_path / "t")
         assert os.listdir(tmp_path) == ["t"]
         np.testing.assert_array_equal(load_tensors(tmp_path / "t")[0]["a"], np.ones(2))
 
     def test_files_that_are_none(self, tmp_path: Path) -> None:
-        with pytest.raises(MalformedModelError, match="got no such file"):
+        with pytest.raises(MissingFileError, match="got no such file"):
             load_tensors(tmp_path / "t")
         save_tensors({"a": np.ones(20)}, {}, tmp_path / "t")
         (tmp_path / "t").write_bytes((tmp_path / "t").read_bytes()[:-1])

@@ -13,7 +13,7 @@ import onnxruntime as ort
 import pytest
 
 import bnexport
-from bnexport.errors import LibraryError, MalformedModelError, UsageError
+from bnexport.errors import LibraryError, MissingFileError, UsageError
 from bnexport.native import capi, library
 from bnexport.runtime import execution
 from bnexport.runtime.session import InferenceSession
@@ -103,7 +103,7 @@ def test_session_runs_a_model(tmp_path):
 
 
 def test_session_of_a_missing_file(tmp_path):
-    with pytest.raises(MalformedModelError, match=r"nothing\.onnx' does not exist"):
+    with pytest.raises(MissingFileError, match=r"nothing\.onnx' does not exist"):
         InferenceSession(tmp_path / "nothing.onnx")
 
 

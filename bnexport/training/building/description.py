@@ -71,7 +71,7 @@ class Description:
         if text is None:
             raise MalformedModelError(
                 f"{where}: got a model without the metadata {METADATA_KEY!r}, expected a training graph; "
-                "write one with bnexport.export_training_step"
+                "write one with `bnexport train-export` or bnexport.export_training_step"
             )
         try:
             values = json.loads(text)

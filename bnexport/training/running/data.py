@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bnexport.errors import UsageError
+from bnexport.errors import MissingFileError, UsageError
 
 Array = np.ndarray[Any, Any]
 
@@ -85,4 +85,5 @@ def _load_npz(path: str, names: Sequence[str], option: str) -> dict[str, Array]:
 
 def _unreadable(path: str, option: str, error: Exception) -> UsageError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return UsageError(f"{option}: cannot read {path!r} as a NumPy file: {reason}")
+    kind = MissingFileError if isinstance(error, FileNotFoundError) else UsageError
+    return kind(f"{option}: cannot read {path!r} as a NumPy file: {reason}")

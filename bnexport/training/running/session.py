@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from bnexport import model_io
-from bnexport.errors import BnexportError, MalformedModelError, UsageError
+from bnexport.errors import BnexportError, MalformedModelError, MissingFileError, UsageError
 from bnexport.model_io.validate import printable
 from bnexport.native import library
 from bnexport.runtime import injection
@@ -118,6 +118,11 @@ class TrainingSession:
         return self._steps.rank
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the state, and so of a checkpoint."""
+        return sum(self._state.get(name).nbytes for name in self._state.names())
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the step's file, in hexadecimal."""
         return files.digest(self._paths.step)
@@ -223,7 +228,7 @@ class TrainingSession:
 
     def _load(self, path: str) -> ir.Model:
         if not os.path.isfile(path):
-            raise MalformedModelError(f"{path}: got no such file, expected a training graph; check the path")
+            raise MissingFileError(f"{path}: got no such file, expected a training graph; check the path")
         model = model_io.load(path)
         if contract.DOMAIN in model.opset_imports:
             _require_cpu(path, self._providers or ())

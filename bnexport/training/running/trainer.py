@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from bnexport.errors import MalformedModelError, UsageError
+from bnexport.model_io import check_space
 from bnexport.training.running import files
 from bnexport.training.running.data import Rows
 from bnexport.training.running.session import TrainingSession
@@ -115,6 +116,8 @@ class Trainer:
             if rows is not None:
                 session.check(rows[self._mine(np.arange(min(len(rows), settings.batch_size)))])
         session.seed = settings.seed
+        if checkpoint is not None and session.rank == 0:
+            check_space(checkpoint, session.state_bytes)
 
     @property
     def steps(self) -> int:

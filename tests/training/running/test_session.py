@@ -13,7 +13,7 @@ from torch import nn
 
 import bnexport
 from bnexport import model_io
-from bnexport.errors import MalformedModelError, UsageError
+from bnexport.errors import MalformedModelError, MissingFileError, UsageError
 
 IMAGE = (2, 6, 6)
 
@@ -234,9 +234,9 @@ def test_damaged_files_are_named(session, path, tmp_path):
         (tmp_path / "cut.safetensors").write_bytes(data[:cut])
         with pytest.raises(MalformedModelError, match=r"cut\.safetensors: not a whole safetensors file"):
             session.load_checkpoint(tmp_path / "cut.safetensors")
-    with pytest.raises(MalformedModelError, match="no such file"):
+    with pytest.raises(MissingFileError, match="no such file"):
         session.load_checkpoint(tmp_path / "absent.safetensors")
-    with pytest.raises(MalformedModelError, match="no such file"):
+    with pytest.raises(MissingFileError, match="no such file"):
         bnexport.TrainingSession(tmp_path / "absent.onnx")
     (tmp_path / "text.onnx").write_bytes(b"no model")
     with pytest.raises(MalformedModelError, match=r"text\.onnx' is truncated or not an ONNX file"):
