@@ -130,7 +130,7 @@ def compare(
             sum(isinstance(module, bnexport.SyncBatchNorm) for module in model.modules()),
         ),
         "ORT, library (node kept)": (
-            session_run(bnexport.InferenceSession(kept, session_options=session_options(threads))),
+            session_run(bnexport.InferenceSession(kept, sess_options=session_options(threads))),
             kept,
             None,
         ),
@@ -176,7 +176,7 @@ def compare_training_graph(model: torch.nn.Module, path: Path, example: torch.Te
     }
     errors = {}
     for engine, session in {
-        "library": bnexport.InferenceSession(path, session_options=session_options(threads)),
+        "library": bnexport.InferenceSession(path, sess_options=session_options(threads)),
         "portable body": onnxruntime.InferenceSession(path, session_options(threads)),
     }.items():
         names = [output.name for output in session.get_outputs()]

@@ -27,6 +27,7 @@ from bnexport.cli import (  # noqa: F401 - each registers its commands
 )
 from bnexport.cli.common import app
 from bnexport.cli.console import complain, err, is_verbose, out, set_level
+from bnexport.cli.help import place
 from bnexport.cli.output import interrupted
 from bnexport.errors import BnexportError, NotVerifiedWarning
 
@@ -81,6 +82,7 @@ def _invoke(arguments: list[str]) -> Any:
 
     typer's own entry point turns a closed pipe into 1 and an interrupt into a silent exit: the context is ours.
     """
+    app.registered_commands.sort(key=place)
     if _COMPLETION in os.environ:
         return app(arguments, prog_name="bnexport", complete_var=_COMPLETION)
     command = typer.main.get_command(app)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from bnexport.cli.console import set_level
+from bnexport.cli.help import EXIT_CODES, HelpfulCommand
 from bnexport.errors import UsageError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -24,7 +25,7 @@ class _App(typer.Typer):
     """Every command takes -q, -v and --limit, because it is registered here."""
 
     def command(self, *args: Any, **options: Any) -> Callable[[_Function], _Function]:
-        register = super().command(*args, **options)
+        register = super().command(*args, cls=HelpfulCommand, **options)
 
         def decorate(function: _Function) -> _Function:
             register(_with_common_options(function))
@@ -36,8 +37,7 @@ class _App(typer.Typer):
 app = _App(
     name="bnexport",
     help="From a model trained with sync batch norm to one that runs anywhere.",
-    epilog="Exit codes: 0 ok, 1 verification failed, 2 usage, 3 model refused, 4 something is missing here.",
-    add_completion=False,
+    epilog=EXIT_CODES,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -68,6 +68,10 @@ Atol = Annotated[
 ]
 Rtol = Annotated[
     float | None, typer.Option(metavar="FLOAT", callback=_bound, help="Relative bound instead of the table's.")
+]
+Providers = Annotated[
+    list[str] | None,
+    typer.Option("--provider", metavar="NAME", help="An execution provider, such as cuda; repeatable. Default: cpu."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT where it exists, as a whole.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Write the fold report as one HTML page.")]

@@ -1,9 +1,11 @@
-"""The command that says what works here."""
+"""The command that checks the installation."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
+import typer
 from rich.text import Text
 
 from bnexport.cli.common import Json, app
@@ -12,16 +14,19 @@ from bnexport.errors import MissingDependencyError
 
 
 @app.command()
-def doctor(json_target: Json = None) -> None:
-    """Says what works here, and what does not and why."""
+def doctor(
+    deep: Annotated[bool, typer.Option("--deep", help="Import every package, torch too, and run an operator.")] = False,
+    json_target: Json = None,
+) -> None:
+    """Checks the installation."""
     from bnexport.runtime.doctor import examine
 
     check_targets(json=json_target)
-    checks = examine()
+    checks = examine(deep=deep)
     marks = {True: Text("ok", "green"), False: Text("no", "red"), None: Text("--", "yellow")}
     rows = [(marks[check.ok], check.name, check.value) for check in checks]
     emit(
-        {"checks": [dataclasses.asdict(check) for check in checks]},
+        {"deep": deep, "checks": [dataclasses.asdict(check) for check in checks]},
         json_target,
         [table("bnexport doctor", ("", "", ""), rows)],
     )

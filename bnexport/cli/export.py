@@ -11,10 +11,10 @@ import typer
 
 from bnexport import choices
 from bnexport.cli.common import Html, Json, Overwrite, Seed, app
-from bnexport.cli.console import detail, say, status
+from bnexport.cli.console import detail, is_verbose, say, status
 from bnexport.cli.factory import build, calm, check_reference, explained
 from bnexport.cli.inputs import example_inputs, parse
-from bnexport.cli.models import write_html
+from bnexport.cli.models import verdict, write_html
 from bnexport.cli.output import check_exists, check_new, check_targets, emit
 
 
@@ -115,7 +115,11 @@ def export(
             write_html(result.report, html)
     for note in result.notes:
         say(f"note: {note}")
-    say(f"{target} written")
-    mark = "verification passed: " if result.verification else "warning: " if verify else ""
-    say(f"{mark}{result.verification.summary()}")
-    emit(result.to_dict(), json_target, [] if result.report is None else folding.render(result.report))
+    folded = "" if result.report is None else f"{result.report.summary()}; "
+    say(f"{folded}{target} written")
+    say(verdict(result.verification, wanted=verify))
+    emit(
+        result.to_dict(),
+        json_target,
+        [] if result.report is None else folding.render(result.report, everything=is_verbose()),
+    )

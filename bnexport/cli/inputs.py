@@ -56,12 +56,15 @@ def _read_argument(name: str, value: str) -> Argument:
     return Argument(name, values.shape, values)
 
 
-def feeds_of(inputs: list[str] | None, seed: int, model: Path, *, all_of_them: bool = False) -> dict[str, np.ndarray]:
+def feeds_of(
+    inputs: list[str] | None, seed: int, model: Path, *, all_of_them: bool = False, free: tuple[int, int] | None = None
+) -> dict[str, np.ndarray]:
     """The arrays to feed to `model`, by name.
 
     Random ones are of the type that the model asks for, in the order of its inputs. Inputs that are not given
     are made up where all their sizes are fixed. Without any --input the result is empty, unless `all_of_them`
-    are needed.
+    are needed. free: the first size and the others of inputs that leave them open, for want of which they are an
+    error; the same name of a dimension gets the same size.
     """
     import numpy as np
 
@@ -77,18 +80,26 @@ def feeds_of(inputs: list[str] | None, seed: int, model: Path, *, all_of_them: b
             choices = "; ".join(_describe(value) for value in declared.values()) or "none"
             raise UsageError(f"--input: {model} has no input {name!r}, expected one of: {choices}")
     generator = np.random.default_rng(seed)
-    feeds = {}
+    feeds: dict[str, np.ndarray] = {}
+    named: dict[str, int] = {}
     for name, value in declared.items():
         argument = given.get(name)
         if argument is None and not value.is_initializer():
-            argument = Argument(name, _fixed_shape(value, model), None)
+            argument = Argument(name, _own_shape(value, model, free, named), None)
         if argument is not None:
             feeds[name] = _fitting(argument, value, generator)
     return feeds
 
 
-def _fixed_shape(value: ir.Value, model: Path) -> tuple[int, ...]:
+def _own_shape(value: ir.Value, model: Path, free: tuple[int, int] | None, named: dict[str, int]) -> tuple[int, ...]:
     sizes = tuple(value.shape) if value.shape is not None else (None,)
+    if free is not None and value.shape is not None:
+        chosen = []
+        for axis, size in enumerate(sizes):
+            default = free[0] if axis == 0 else free[1]
+            name = None if isinstance(size, int) or size is None else size.value
+            chosen.append(size if isinstance(size, int) else named.setdefault(name, default) if name else default)
+        return tuple(chosen)
     shape = tuple(size for size in sizes if isinstance(size, int))
     if len(shape) != len(sizes):
         raise UsageError(

@@ -10,7 +10,7 @@ import typer
 from bnexport import choices
 from bnexport.cli import startup
 from bnexport.cli.common import Atol, Html, Inputs, Json, Model, Rtol, Seed, app
-from bnexport.cli.console import detail, say, status
+from bnexport.cli.console import detail, is_verbose, say, status
 from bnexport.cli.inputs import feeds_of
 from bnexport.cli.output import check_exists, check_new, check_targets, emit, table, write_whole
 from bnexport.errors import MissingDependencyError, UsageError, VerificationError
@@ -23,7 +23,12 @@ def inspect(model: Model, json_target: Json = None) -> None:
 
     check_targets(json=json_target)
     report = folding.inspect(model)
-    operators = ", ".join(f"{count} {name}" for name, count in list(report.op_counts.items())[:8])
+    kinds = [f"{count} {name}" for name, count in report.op_counts.items()]
+    shown = len(kinds) if is_verbose() else 8
+    if len(kinds) > shown:
+        rest = sum(list(report.op_counts.values())[shown:])
+        kinds[shown:] = [f"and {rest} of {len(kinds) - shown} more kinds"]
+    operators = ", ".join(kinds)
     opsets = ", ".join(f"{name or 'onnx'} {version}" for name, version in report.opsets.items())
     summary = (
         ("producer", report.producer),
@@ -140,16 +145,15 @@ def fold(
     if not report.changed:
         say(f"nothing to fold: {target} is an unchanged copy")
     else:
-        before, after = (counts.batch_norm + counts.sync_batch_norm for counts in (report.before, report.after))
-        say(f"{before - after} of {before} batch norms folded; {target} written")
+        say(f"{report.summary()}; {target} written")
     if report.meaning_changed:
         say("note: the graph trained; it is an inference graph now, with its stored running statistics")
     for note in report.notes:
         say(f"note: {note}")
     if report.verification is not None:
-        say(_verdict(report.verification))
-        detail(f"verified with {report.verification.samples} sets of inputs in {report.verification.engine}")
-    emit(report.to_dict(), json_target, [] if json_target else folding.render(report))
+        say(verdict(report.verification))
+        detail(f"verified with {report.verification.samples} sets of inputs, seed {report.verification.seed}")
+    emit(report.to_dict(), json_target, [] if json_target else folding.render(report, everything=is_verbose()))
 
 
 def write_html(report: Any, path: Path) -> None:
@@ -164,15 +168,11 @@ def _explanation(node: str, site: Any) -> str:
     return f"{node}: {site.outcome}" + (f" into {', '.join(site.targets)}" if site.targets else f": {site.reason}")
 
 
-def _verdict(result: Any) -> str:
+def verdict(result: Any, *, wanted: bool = True) -> str:
+    """The line that every command prints about a verification."""
     if result.status == "not_verified":
-        return f"warning: not verified: {result.reason}"
-    against = "" if result.reference == "original" else " from the converted, unfolded graph"
-    smaller = "" if result.input_scale == 1.0 else f", on inputs times {result.input_scale:.3g}"
-    return (
-        f"verification {result.status}: largest difference{against} {result.max_abs_diff:.3g},"
-        f" relative {result.max_rel_diff:.3g}{smaller}"
-    )
+        return f"{'warning: ' if wanted else ''}{result.summary()}"
+    return f"verification {result.status}: {result.summary()}"
 
 
 @app.command()
@@ -206,8 +206,8 @@ def verify(
     columns = ("output", "type", "largest difference", "relative", "allowed", "")
     tables = [table(f"{reference} and {candidate}", columns, rows, right=columns[2:4])] if rows else []
     if result.passed:
-        say(_verdict(result))
-        detail(f"verified with {result.samples} sets of inputs in {result.engine}")
+        say(verdict(result))
+        detail(f"verified with {result.samples} sets of inputs, seed {result.seed}")
     emit(result.to_dict(), json_target, tables)
     if result.status == "not_verified":
         raise MissingDependencyError(f"not verified: {result.reason}")

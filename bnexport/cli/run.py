@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from bnexport.cli.common import Inputs, Json, Model, Seed, app
+from bnexport.cli.common import Inputs, Json, Model, Providers, Seed, app
 from bnexport.cli.console import detail, progress, say, status
 from bnexport.cli.inputs import feeds_of
 from bnexport.cli.output import binary_file, check_targets, emit, table
-from bnexport.errors import UsageError
+from bnexport.errors import UnsupportedModelError, UsageError
 
 
 @app.command()
@@ -21,22 +22,23 @@ def run(
     inputs: Inputs = None,
     seed: Seed = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE.npz", help="Save the outputs.")] = None,
+    provider: Providers = None,
     json_target: Json = None,
 ) -> None:
     """Runs a model once in ONNX Runtime. Nodes that need our library get it."""
     import numpy as np
 
-    from bnexport.runtime import execution
-
     check_targets(output=output, json=json_target)
     if output is not None and output.suffix != ".npz":
         raise UsageError(f"--output: got {str(output)!r}, expected a file that ends in .npz")
     with status(f"running {model}"):
-        done = execution.run(model, feeds_of(inputs, seed, model, all_of_them=True))
+        feeds, done = _run(model, inputs, seed, provider or ())
+    chosen = ", ".join(f"{name} {'x'.join(map(str, array.shape)) or 'scalar'}" for name, array in feeds.items())
+    say(f"inputs: {chosen or 'none'}, seed {seed}; in {done.engine}")
     rows = [_row(name, np.asarray(value)) for name, value in done.outputs.items()]
     if output is not None:
         with binary_file(output) as file:
-            np.savez(file, **done.outputs)  # type: ignore[arg-type]
+            np.savez(file, **done.outputs)
     cells = [
         (row["name"], row["dtype"], row["shape"], *(f"{row[key]:.6g}" for key in ("min", "mean", "max")))
         for row in rows
@@ -46,10 +48,39 @@ def run(
         say(f"{output} written")
     detail("with the custom-op library" if done.library else "with ONNX Runtime's own operators only")
     emit(
-        {"model": str(model), "seconds": done.seconds, "library": done.library, "outputs": rows},
+        {
+            "model": str(model),
+            "inputs": [
+                {"name": name, "dtype": str(array.dtype), "shape": list(array.shape)} for name, array in feeds.items()
+            ],
+            "seed": seed,
+            "engine": done.engine,
+            "seconds": done.seconds,
+            "library": done.library,
+            "outputs": rows,
+        },
         json_target,
         [table(f"{model}: {done.seconds * 1e3:.1f} ms", columns, cells, right=columns[3:])],
     )
+
+
+def _run(model: Path, inputs: list[str] | None, seed: int, providers: Sequence[str]) -> tuple[dict[str, Any], Any]:
+    """The inputs, of the first sizes that the model runs on where it leaves them open, and what came out."""
+    from bnexport.runtime import execution
+    from bnexport.verification.samples import FREE_SIZES
+
+    loaded, tried = None, None
+    for free in FREE_SIZES:
+        feeds = feeds_of(inputs, seed, model, all_of_them=True, free=free)
+        loaded = loaded or execution.load(model, providers=providers)
+        shapes = [array.shape for array in feeds.values()]
+        if shapes == tried:  # No size is open.
+            break
+        try:
+            return feeds, execution.run(loaded, feeds)
+        except UnsupportedModelError as error:
+            tried, refused = shapes, error
+    raise refused
 
 
 def _row(name: str, array: Any) -> dict[str, Any]:
@@ -74,6 +105,7 @@ def bench(
     chart: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Draw the distributions to a .png, .svg or .pdf file.")
     ] = None,
+    provider: Providers = None,
     json_target: Json = None,
 ) -> None:
     """Compares the latency of models in ONNX Runtime. They take turns."""
@@ -94,7 +126,7 @@ def bench(
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         with status(f"loading {path}"):
-            loaded = execution.load(path, options)
+            loaded = execution.load(path, options, provider or ())
         calls[str(path)] = functools.partial(loaded.run, feeds[str(path)])
     with progress("timing", runs * len(models)) as advance:
         results = latency.measure(calls, runs=runs, warm_up=warm_up, progress=advance)

@@ -38,16 +38,20 @@ def train(
         float | None, typer.Option("--learning-rate", metavar="FLOAT", min=0.0, help="Instead of the exported one.")
     ] = None,
     schedule: Annotated[str, typer.Option(metavar="NAME", help="constant, or cosine: falls to 0.")] = "constant",
-    warm_up: Annotated[int, typer.Option(metavar="INT", min=0, help="Steps in which the rate rises from 0.")] = 0,
+    warm_up_steps: Annotated[
+        int, typer.Option(metavar="INT", min=0, help="Steps in which the learning rate rises from 0.")
+    ] = 0,
     drop_last: Annotated[bool, typer.Option("--drop-last", help="Leave out an epoch's last, smaller batch.")] = False,
     checkpoint: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="File that is replaced after each epoch.")
+        Path | None,
+        typer.Option("--save", metavar="PATH", help="Checkpoint to write: replaced after each epoch."),
     ] = None,
     save_every: Annotated[
         int, typer.Option(metavar="INT", min=0, help="Replace it after so many steps, too; 0: epochs only.")
     ] = 0,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the checkpoint, if there is one, to the same bits.")
+        bool,
+        typer.Option("--resume", help="Resume from the file of --save if it exists (bit-exact); --epochs may grow."),
     ] = False,
     inference: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Write the trained model, folded and verified.")
@@ -68,17 +72,15 @@ def train(
     json_target: Json = None,
 ) -> None:
     """Trains an exported step in ONNX Runtime. On several processes: torchrun --nproc-per-node N -m bnexport train ..."""
-    check_targets(checkpoint=checkpoint, inference=inference, json=json_target)
+    check_targets(save=checkpoint, inference=inference, json=json_target)
     check_exists(step, "STEP")
     if inference is not None:
         choices.check_onnx_suffix(inference, "--inference")
         check_new(inference, overwrite, "--inference")
     if checkpoint is None and (resume or save_every):
-        raise UsageError(
-            f"{'--resume' if resume else '--save-every'}: got no --checkpoint, expected the file that it is for"
-        )
+        raise UsageError(f"{'--resume' if resume else '--save-every'}: got no --save, expected the file that it is for")
     if checkpoint is not None and checkpoint.exists() and not resume:
-        raise UsageError(f"--checkpoint: {str(checkpoint)!r} exists; go on from it with --resume, or remove it")
+        raise UsageError(f"--save: {str(checkpoint)!r} exists; go on from it with --resume, or remove it")
 
     from bnexport.training.running.data import load_rows
     from bnexport.training.running.session import TrainingSession
@@ -99,7 +101,7 @@ def train(
         learning_rate=session.learning_rate if learning_rate is None else learning_rate,
         seed=seed,
         schedule=schedule,  # type: ignore[arg-type]
-        warm_up=warm_up,
+        warm_up=warm_up_steps,
         drop_last=drop_last,
     )
     trainer = Trainer(
@@ -113,6 +115,8 @@ def train(
     if resume and checkpoint is not None and checkpoint.exists():
         trainer.resume(checkpoint)
         say(f"going on after step {trainer.steps_done} of {trainer.steps}")
+        if trainer.grown:
+            say(f"note: {trainer.grown}")
     begun, start = trainer.steps_done, time.perf_counter()
     try:
         with progress("training", trainer.steps) as advance:
@@ -164,7 +168,7 @@ def _stopped(trainer: Trainer, checkpoint: Path | None) -> str:
     done, within = trainer.progress.epoch, trainer.progress.step
     place = f"stopped after epoch {done}" if not within else f"stopped in epoch {done + 1}, after {within} steps of it"
     if checkpoint is None:
-        return f"{place}; nothing was kept, since there is no --checkpoint"
+        return f"{place}; nothing was kept, since there is no --save"
     if trainer.saved_steps is None:
         return f"{place}; {checkpoint} was not written yet"
     missing = trainer.steps_done - trainer.saved_steps

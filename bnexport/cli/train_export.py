@@ -15,6 +15,7 @@ from bnexport.cli.common import Json, Overwrite, app
 from bnexport.cli.console import say, status
 from bnexport.cli.factory import build, calm, check_reference, explained
 from bnexport.cli.inputs import example_inputs, parse
+from bnexport.cli.models import verdict
 from bnexport.cli.output import check_exists, check_new, check_targets, emit, table
 from bnexport.errors import UsageError
 
@@ -129,8 +130,7 @@ def train_export(
     title = f"kept between forward and backward: {total:,} bytes in {len(saved)} tensors"
     columns = ("tensor", "operator", "type", "shape", "bytes")
     say(f"{target}, {result.evaluation_path} and {result.state_path} written")
-    mark = "verification passed: " if result.verification else "warning: " if verify else ""
-    say(f"{mark}{result.verification.summary()}")
+    say(verdict(result.verification, wanted=verify))
     emit(result.to_dict(), json_target, [table(title, columns, rows, right=("bytes",))])
 
 

@@ -17,6 +17,8 @@ from bnexport.exporting.dimensions.size_dependence import fix_dimensions, plan_s
 from bnexport.exporting.dynamo import Shapes
 from bnexport.exporting.finish import finish
 from bnexport.exporting.verification import Checked
+from bnexport.folding.reporting.report import FoldReport
+from bnexport.sync_bn.recognition import is_sync_batch_norm
 from bnexport.verification.reference import Reference
 from bnexport.verification.verdict import Verification
 
@@ -154,7 +156,7 @@ def export(
         finish(graph, list(outputs), {tensor.name: tensor.value for tensor in state}, groups, shared)
         report = None
         if mode == "deploy" and fold:
-            report = folding.BatchNormFolder().call(graph).report
+            report = _with_modules(folding.BatchNormFolder().call(graph).report, model)
         if reference is None:
             checked = Checked(Verification.skipped("not asked for"))
             break
@@ -194,6 +196,15 @@ def export(
         report=report,
         verification=checked.verification,
         notes=tuple(notes),
+    )
+
+
+def _with_modules(report: FoldReport, model: nn.Module) -> FoldReport:
+    """The report with the sync batch norm modules of `model` counted as such: the graph has them converted."""
+    sync = sum(is_sync_batch_norm(module) for module in model.modules())
+    plain = max(0, report.before.batch_norm - sync)
+    return dataclasses.replace(
+        report, before=dataclasses.replace(report.before, batch_norm=plain, sync_batch_norm=sync)
     )
 
 

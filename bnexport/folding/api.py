@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from bnexport.errors import VerificationError
@@ -22,7 +23,7 @@ from bnexport.folding.selection import as_names, check_selection
 from bnexport.folding.steps import Folding
 from bnexport.graph.mixed_types import insert_casts
 from bnexport.graph.refusal import Refused
-from bnexport.model_io import ModelSource, Staged, check_space, load, write
+from bnexport.model_io import ModelSource, Staged, check_space, load, to_proto, write
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.read import Source, open_source
 from bnexport.verification import models
@@ -36,9 +37,12 @@ _PATIENCE = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class FoldResult:
-    """model: the folded model, the caller's own. report: what was done to it."""
+    """model: the folded model, the caller's own: a ModelProto where `source` was one, else an onnx_ir.Model.
 
-    model: ir.Model
+    report: what was done to it.
+    """
+
+    model: Any
     report: FoldReport
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,9 +109,10 @@ def fold(
         ...     }
         ... ''')
         >>> result = fold(model, verify=False)
-        >>> [node.op_type for node in result.model.graph]
+        >>> [node.op_type for node in result.model.graph.node]
         ['MatMul', 'Add']
-        >>> [float(value) for value in result.model.graph.node(0).inputs[1].const_value.numpy().ravel()]
+        >>> weight = next(each for each in result.model.graph.initializer if each.name == result.model.graph.node[0].input[1])
+        >>> onnx.numpy_helper.to_array(weight).ravel().tolist()
         [6.0, 6.0]
         >>> [site.outcome for site in result.report.sites]
         ['folded']
@@ -160,7 +165,7 @@ def fold(
     finally:
         if staged is not None:
             staged.discard()
-    return FoldResult(model, report)
+    return FoldResult(to_proto(model) if isinstance(source, onnx.ModelProto) else model, report)
 
 
 def _notes(staged: Staged | None) -> tuple[str, ...]:

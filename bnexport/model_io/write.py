@@ -35,8 +35,10 @@ def has_external_data(model: ir.Model) -> bool:
     return any(not (isinstance(tensor, ContainedTensor) and tensor.file.is_model) for _, tensor in walk.external(model))
 
 
-def to_proto(model: ir.Model) -> onnx.ModelProto:
-    """The model with all data inline. Raises UnsupportedModelError over protobuf's 2 GiB."""
+def to_proto(model: ir.Model | onnx.ModelProto) -> onnx.ModelProto:
+    """The model with all data inline; a proto as it is. Raises UnsupportedModelError over protobuf's 2 GiB."""
+    if isinstance(model, onnx.ModelProto):
+        return model
     return onnx.ModelProto.FromString(to_bytes(model))
 
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+import importlib.metadata
 import os
 import platform
 from collections.abc import Callable
 
-from bnexport.errors import BnexportError
+from bnexport.errors import BnexportError, LibraryError
 from bnexport.native import capi, cuda, library, nccl
 
 __all__ = ["Check", "examine"]
 
 _PACKAGES = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "numpy")
 _OPTIONAL = ("onnxruntime",)
+# Distributions that hold a package under another name; any of them will do.
+_DISTRIBUTIONS = {
+    "onnx_ir": ("onnx-ir",),
+    "onnxruntime": ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-rocm"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,30 +33,58 @@ class Check:
     ok: bool | None
 
 
-def examine() -> list[Check]:
-    """Versions, the libraries, ONNX Runtime's providers, CUDA and NCCL."""
+def examine(*, deep: bool = False) -> list[Check]:
+    """Versions, the libraries, ONNX Runtime's providers, CUDA and NCCL.
+
+    deep: import each package, and run a batch norm of torch and one in ONNX Runtime; else versions are read from the
+    packages' metadata and nothing that imports torch is imported.
+    """
     from bnexport import __version__
 
     return [
         Check("bnexport", __version__, True),
         Check("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}", True),
-        *(_package(name) for name in _PACKAGES),
+        *((_imported if deep else _installed)(name) for name in _PACKAGES),
         _checked("operators' library", lambda: _library("ops")),
         _checked("training library", lambda: _library("training")),
-        _checked("CUDA library", lambda: _library("cuda"), broken=None),
         _providers(),
         _devices(),
         _checked("registration in ONNX Runtime", _registration),
-        _cuda_device(),
-        _nccl(),
+        *_cuda(),
+        *([_checked("operators in torch", _torch_operator)] if deep else []),
     ]
 
 
-def _package(name: str) -> Check:
+def _imported(name: str) -> Check:
     try:
         return Check(name, str(importlib.import_module(name).__version__), True)
-    except ImportError as error:
-        return Check(name, f"missing: {error}", None if name in _OPTIONAL else False)
+    except (ImportError, OSError) as error:
+        return Check(name, f"missing or broken: {error}", None if name in _OPTIONAL else False)
+
+
+def _installed(name: str) -> Check:
+    for distribution in _DISTRIBUTIONS.get(name, (name,)):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return Check(name, importlib.metadata.version(distribution), True)
+    return Check(name, "missing", None if name in _OPTIONAL else False)
+
+
+def _torch_operator() -> str:
+    import torch
+
+    from bnexport.sync_bn import SyncBatchNorm
+
+    # A batch norm of random numbers has mean 0 in every channel.
+    mean = SyncBatchNorm(3)(torch.randn(2, 3, 4, 4)).mean((0, 2, 3)).abs().max()
+    if not float(mean) < 1e-5:
+        raise LibraryError(f"a batch norm of random numbers has mean {float(mean):.3g}, expected 0")
+    return "works"
+
+
+def _cuda() -> list[Check]:
+    """The CUDA library, and what needs it only where it is there."""
+    found = _checked("CUDA library", lambda: _library("cuda"), broken=None)
+    return [found, _cuda_device(), _nccl()] if found.ok else [found]
 
 
 def _checked(name: str, look: Callable[[], str], broken: bool | None = False) -> Check:
@@ -105,8 +140,8 @@ def _devices() -> Check:
 def _cuda_device() -> Check:
     try:
         count = cuda.device_count()
-    except BnexportError:
-        return Check("CUDA devices", "not asked: there is no CUDA library", None)
+    except BnexportError as error:
+        return Check("CUDA devices", str(error), None)
     if count == 0:
         return Check("CUDA devices", "none: no NVIDIA driver, or no device that it may use", None)
     for index in range(count):
@@ -118,10 +153,6 @@ def _cuda_device() -> Check:
 
 
 def _nccl() -> Check:
-    try:
-        cuda.library()
-    except BnexportError:
-        return Check("NCCL", "not asked: there is no CUDA library", None)
     try:
         return Check("NCCL", nccl.version(), True)
     except BnexportError as error:

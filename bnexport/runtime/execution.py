@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,12 @@ from bnexport.runtime import injection
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """outputs by name, the seconds of the run, and whether the custom-op library was registered."""
+    """outputs by name, the seconds of the run, whether the custom-op library was registered, and the engine."""
 
     outputs: dict[str, np.ndarray]
     seconds: float
     library: bool
+    engine: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Loaded:
     session: Any
     needed: tuple[str, ...]
     library: bool
+    engine: str
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> list[Any]:
         """All outputs, in order. Raises UsageError for a missing input, UnsupportedModelError where the run fails."""
@@ -53,39 +55,43 @@ class Loaded:
             raise _cannot_run(self.name, error) from error
 
 
-def run(path: str | os.PathLike[str], inputs: Mapping[str, np.ndarray]) -> Execution:
-    """Runs the model at `path` on the CPU in ONNX Runtime.
+def run(source: Loaded | str | os.PathLike[str], inputs: Mapping[str, np.ndarray]) -> Execution:
+    """Runs a model once, and times it; raises what `load` and `Loaded.run` raise."""
+    model = source if isinstance(source, Loaded) else load(source)
+    start = time.perf_counter()
+    values = model.run(inputs)
+    seconds = time.perf_counter() - start
+    names = [output.name for output in model.session.get_outputs()]
+    return Execution(
+        {name: np.asarray(value) for name, value in zip(names, values)}, seconds, model.library, model.engine
+    )
+
+
+def load(path: str | os.PathLike[str], session_options: Any = None, providers: Sequence[str] = ()) -> Loaded:
+    """Loads the model at `path` into ONNX Runtime, on the CPU or with the providers given.
 
     Raises:
         ModelError: the file is refused, or ONNX Runtime cannot load or run it.
-        UsageError: an input is missing.
+        UsageError: a provider is none of this ONNX Runtime's.
         LibraryError: the model has nodes of ours without a portable body, and no library is there.
         MissingDependencyError: onnxruntime is not installed.
     """
-    loaded = load(path)
-    start = time.perf_counter()
-    values = loaded.run(inputs)
-    seconds = time.perf_counter() - start
-    names = [output.name for output in loaded.session.get_outputs()]
-    return Execution({name: np.asarray(value) for name, value in zip(names, values)}, seconds, loaded.library)
-
-
-def load(path: str | os.PathLike[str], session_options: Any = None) -> Loaded:
-    """Loads the model at `path` into ONNX Runtime on the CPU; raises what `run` raises."""
     onnxruntime = injection.import_onnxruntime()
+    names = injection.check_providers(providers)
     model = model_io.load(path)
     options = onnxruntime.SessionOptions() if session_options is None else session_options
     options.log_severity_level = 4
     registered = _register(model, options)
     try:
         # The model and its weights as they were checked: ONNX Runtime opens no file itself.
-        session = injection.open_model(model, options)
+        session = injection.open_model(model, options, names or None)
     except BnexportError:
         raise
     except Exception as error:  # ONNX Runtime raises one class for each status code
         raise _cannot_run(os.fspath(path), error) from error
     needed = tuple(str(value.name) for value in model.graph.inputs if not value.is_initializer())
-    return Loaded(os.fspath(path), session, needed, registered)
+    engine = f"onnxruntime {onnxruntime.__version__}{f' ({names[0]})' if names else ''}"
+    return Loaded(os.fspath(path), session, needed, registered, engine)
 
 
 def _cannot_run(name: str, error: Exception) -> UnsupportedModelError:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bnexport.errors import MissingDependencyError
+from bnexport.choices import suggestion
+from bnexport.errors import MissingDependencyError, UsageError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -29,6 +31,46 @@ def import_onnxruntime() -> Any:
     return onnxruntime
 
 
+def check_providers(names: Sequence[str]) -> list[str]:
+    """The providers' full names: `cuda` is CUDAExecutionProvider. Raise UsageError for one that is not available."""
+    if not names:
+        return []
+    available = import_onnxruntime().get_available_providers()
+    by_name = {name.removesuffix("ExecutionProvider").lower(): name for name in available}
+    full = [by_name.get(name.removesuffix("ExecutionProvider").lower(), name) for name in names]
+    for given, name in zip(names, full):
+        if name not in available:
+            raise UsageError(
+                f"provider: got {given!r}, expected one of {', '.join(by_name)}, which this onnxruntime has"
+                f"{suggestion(given.lower(), by_name)}"
+            )
+    return full
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Arguments of `onnxruntime.InferenceSession` beside the options, and values to keep alive with the session."""
+
+    data: bytes
+    arguments: dict[str, Any]
+    values: list[Any]
+
+
+def prepare(data: bytes, weights: Mapping[str, np.ndarray], options: Any, providers: Providers = None) -> Prepared:
+    """A serialised model for a session with `options`, which then hold the weights; see `session`."""
+    onnxruntime = import_onnxruntime()
+    # ONNX Runtime copies a transposed view into a buffer of its own, and takes none of those for an initializer.
+    arrays = [np.asarray(array, order="C") for array in weights.values()]
+    values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in arrays]
+    if values:
+        options.add_external_initializers(list(weights), values)
+    if providers or _holds_devices(options):
+        # ONNX Runtime drops the devices when it is given a list of names, too.
+        return Prepared(data, {"providers": list(providers)} if providers else {}, values)
+    # Its second try on the CPU, which it announces on stdout, is of use to other providers only.
+    return Prepared(data, {"providers": ["CPUExecutionProvider"], "enable_fallback": 0}, values)
+
+
 def session(data: bytes, weights: Mapping[str, np.ndarray], options: Any = None, providers: Providers = None) -> Any:
     """An `onnxruntime.InferenceSession` that uses the arrays where they are.
 
@@ -39,19 +81,12 @@ def session(data: bytes, weights: Mapping[str, np.ndarray], options: Any = None,
     """
     onnxruntime = import_onnxruntime()
     options = onnxruntime.SessionOptions() if options is None else options
-    # ONNX Runtime copies a transposed view into a buffer of its own, and takes none of those for an initializer.
-    arrays = [np.asarray(array, order="C") for array in weights.values()]
-    values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in arrays]
-    if values:
-        options.add_external_initializers(list(weights), values)
-    if providers or _holds_devices(options):
-        # ONNX Runtime drops the devices when it is given a list of names, too.
-        chosen: dict[str, Any] = {"providers": list(providers)} if providers else {}
-    else:
-        # Its second try on the CPU, which it announces on stdout, is of use to other providers only.
-        chosen = {"providers": ["CPUExecutionProvider"], "enable_fallback": 0}
-    made = onnxruntime.InferenceSession(data, options, **chosen)
-    made.bnexport_weights = values  # ONNX Runtime holds addresses, not arrays.
+    return _made(prepare(data, weights, options, providers), options)
+
+
+def _made(prepared: Prepared, options: Any) -> Any:
+    made = import_onnxruntime().InferenceSession(prepared.data, options, **prepared.arguments)
+    made.bnexport_weights = prepared.values  # ONNX Runtime holds addresses, not arrays.
     return made
 
 
@@ -61,16 +96,23 @@ def _holds_devices(options: Any) -> bool:
 
 
 def open_model(model: ir.Model, options: Any, providers: Providers = None, *, keep_options: bool = False) -> Any:
-    """`session` for a model that `model_io` has checked; its weights are read here.
+    """`session` for a model that `model_io` has checked; its weights are read here. Raises what both raise."""
+    return _made(prepare_model(model, options, providers, keep_options=keep_options), options)
+
+
+def prepare_model(
+    model: ir.Model, options: Any, providers: Providers = None, *, keep_options: bool = False
+) -> Prepared:
+    """`prepare` for a model that `model_io` has checked; its weights are read here.
 
     keep_options: other sessions are made with the same options, so weights go inside the message where it holds
-    them. Raises what `session` and reading a model raise.
+    them. Raises what reading a model raises.
     """
     from bnexport import model_io
     from bnexport.model_io.write import tensor_total
 
     if keep_options and tensor_total(model) <= _LARGEST_MESSAGE:
-        return session(model_io.to_bytes(model), {}, options, providers)
+        return prepare(model_io.to_bytes(model), {}, options, providers)
     parts = model_io.to_parts(model)
     weights = {name: tensor.numpy() for name, tensor in parts.weights.items()}
-    return session(parts.data, weights, options, providers)
+    return prepare(parts.data, weights, options, providers)

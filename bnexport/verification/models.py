@@ -74,7 +74,8 @@ def compare(reference: ir.Model, candidate: ir.Model, terms: Terms, convert: Con
         return Verification("failed", difference, seed=terms.seed, reference=label)
     answer = _ask(reference, candidate, terms)
     outputs = tuple(OutputComparison(**output) for output in answer.pop("outputs", ()))
-    return Verification(outputs=outputs, seed=terms.seed, reference=label, **answer)
+    sizes = tuple(tuple(map(tuple, feed)) for feed in answer.pop("sizes", ()))
+    return Verification(outputs=outputs, sizes=sizes, seed=terms.seed, reference=label, **answer)
 
 
 def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, Any]:

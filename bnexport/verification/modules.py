@@ -77,7 +77,8 @@ def _compare(
             output if shows_inputs(output, [one], [half]) else as_hidden(output)
             for output, one, half in zip(outputs, expected, attempt.halved[0])
         ]
-    return Verification.of(outputs, samples=1)
+    sizes = (tuple(tuple(value.shape) for value in inputs),)
+    return Verification.of(outputs, samples=1, engine=f"torch {torch.__version__}", sizes=sizes)
 
 
 def _scaled(inputs: tuple[torch.Tensor, ...], scale: float) -> tuple[torch.Tensor, ...]:

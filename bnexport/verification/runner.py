@@ -52,6 +52,10 @@ class Runner(Protocol):
     def __init__(self, model: Serialised) -> None:
         """Raises UnsupportedModelError where the engine cannot load it, MissingDependencyError without an engine."""
 
+    @staticmethod
+    def label() -> str:
+        """The engine's name and version."""
+
     def run(self, inputs: Mapping[str, np.ndarray], outputs: Sequence[str]) -> list[Any]:
         """Values of `outputs`. Raises UnsupportedModelError where the engine cannot run it."""
 
@@ -60,6 +64,10 @@ class ReferenceRunner:
     """ONNX's own implementation in NumPy."""
 
     name = "onnx.reference"
+
+    @staticmethod
+    def label() -> str:
+        return f"onnx.reference {importlib.import_module('onnx').__version__}"
 
     def __init__(self, model: Serialised) -> None:
         if model.nbytes > _REFERENCE_BYTES:
@@ -86,6 +94,10 @@ class RuntimeRunner:
     """One session of ONNX Runtime."""
 
     name = "onnxruntime"
+
+    @staticmethod
+    def label() -> str:
+        return f"onnxruntime {importlib.import_module('onnxruntime').__version__}"
 
     def __init__(self, model: Serialised) -> None:
         from bnexport.runtime import injection

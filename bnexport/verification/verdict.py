@@ -125,9 +125,13 @@ class Verification:
             return f"not verified: {self.reason}"
         if not self.outputs:
             return self.reason or "there is nothing to compare"
-        text = max(self.outputs, key=OutputComparison.nearness).summary()
-        if len(self.sizes) > 1:
-            text += f", at {len(self.sizes)} sizes: {', '.join(map(_size, self.sizes))}"
+        nearest = max(self.outputs, key=OutputComparison.nearness)
+        text = nearest.summary()
+        if self.engine and not nearest.engine:
+            text += f", in {self.engine}"
+        sizes = list(dict.fromkeys(self.sizes))
+        if sizes:
+            text += f", at {f'{len(sizes)} sizes: ' if len(sizes) > 1 else ''}{', '.join(map(_size, sizes))}"
         if self.input_scale != 1.0:
             text += f", on inputs times {self.input_scale:.3g}"
         if self.reference == "converted" and self.passed:

@@ -144,7 +144,7 @@ class _Job:
             del loaded
             self._stage("comparison", engine)
             answer = self._compare(reference, feeds, attempt, got)
-            answer |= {"engine": engine.name, "samples": len(inputs), "input_scale": attempt.scale}
+            answer |= {"engine": engine.label(), "samples": len(inputs), "input_scale": attempt.scale}
             if answer["status"] != "not_verified":
                 return answer
             first = first or answer
@@ -230,7 +230,8 @@ class _Job:
         if verdict and not any(output.elements for output in compared):
             verdict = dataclasses.replace(verdict, status="not_verified", reason="the outputs are empty")
         outputs = [dataclasses.asdict(output) for output in compared]
-        return {"status": verdict.status, "reason": verdict.reason, "outputs": outputs}
+        sizes = [[np.shape(array) for array in feed.values()] for feed in feeds]
+        return {"status": verdict.status, "reason": verdict.reason, "outputs": outputs, "sizes": sizes}
 
     def _against_float64(
         self,

@@ -13,6 +13,10 @@ def tiny():
     return ResNet(in_channels=1, widths=(4,), blocks=1)
 
 
+def synced():
+    return bnexport.convert_sync_batchnorm(tiny())
+
+
 @pytest.fixture(scope="package")
 def small_files(tmp_path_factory):
     """kept.onnx with 3 sync batch norms, step.onnx with rows.npz, and weights.pth."""

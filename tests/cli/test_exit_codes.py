@@ -63,7 +63,7 @@ CASES = [
     (3, ["fold", "text.onnx", "new.onnx"], None),
     (4, ["fold", "kept.onnx", "new.onnx"], full_disk),
     (4, EXPORT, full_disk),
-    (4, ["train", "step.onnx", "--data", "rows.npz", "--checkpoint", "new.safetensors"], full_disk),
+    (4, ["train", "step.onnx", "--data", "rows.npz", "--save", "new.safetensors"], full_disk),
     (4, EXPORT, no_torch),
     (70, ["inspect", "kept.onnx"], broken),
     (130, ["inspect", "kept.onnx"], interrupted),

@@ -58,7 +58,7 @@ def test_closed_standard_streams(closed, small_files, tmp_path):
     assert (tmp_path / "r.json").stat().st_size
 
 
-KEPT = ["--checkpoint", "{0}/run.safetensors"]
+KEPT = ["--save", "{0}/run.safetensors"]
 
 
 def interrupt(*_, **__):
@@ -81,7 +81,7 @@ def test_an_interrupted_fold_says_what_is_left(before, left, small_files, tmp_pa
         (KEPT, 5, "stopped in epoch 3, after 1 steps of it; {0}/run.safetensors has all but the last 1 steps; --resume goes on"),
         (KEPT, 4, "stopped after epoch 2; {0}/run.safetensors has it; --resume goes on"),
         (KEPT, 0, "stopped after epoch 0; {0}/run.safetensors was not written yet"),
-        ([], 3, "stopped in epoch 2, after 1 steps of it; nothing was kept, since there is no --checkpoint"),
+        ([], 3, "stopped in epoch 2, after 1 steps of it; nothing was kept, since there is no --save"),
     ],
 )  # fmt: skip
 def test_an_interrupted_training_says_what_it_kept(options, at, words, small_files, tmp_path, monkeypatch, capfd):

@@ -57,7 +57,9 @@ def test_report_is_data(source: Path) -> None:
     assert kept.outcome == "kept"
     assert {refusal.rule for refusal in kept.refusals} == {"backward", "forward"}
     assert "Relu" in kept.reason
-    assert len(render(report)[0].rows) == 2
+    assert list(render(report)[0].columns[0].cells) == ["second"]
+    assert len(render(report, everything=True)[0].rows) == 2
+    assert report.summary() == "1 of 2 batch norms folded into convolutions"
 
 
 def test_a_table_that_people_read(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +68,12 @@ def test_a_table_that_people_read(source: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("bnexport.folding.reporting.report._SHOWN", 1)
     table = render(report)[0]
     assert list(table.columns[0].cells) == ["second"]
-    assert table.caption == "1 of 2 folded; these are the first 1 of the others, --json and --html have all"
-    table = render(dataclasses.replace(report, sites=report.folded * 2))[0]
+    table = render(dataclasses.replace(report, sites=report.sites * 2))[0]
+    assert list(table.columns[0].cells) == ["second"]
+    assert table.caption == "2 of 4 folded; these are the first 1 of the others, --json and --html have all"
+    everything = dataclasses.replace(report, sites=report.folded * 2)
+    assert [table.title for table in render(everything)] == ["Before and after"]
+    table = render(everything, everything=True)[0]
     assert list(table.columns[0].cells) == ["first"]
     assert table.caption == "2 of 2 folded; these are the first 1, --json and --html have all"
 

@@ -196,7 +196,7 @@ class TestOverridable:
         proto = conv_bn(inputs=self.INPUTS)
         assert_refused(proto, "overridable")
         result = fold(proto, verify=False)
-        assert [value.name for value in result.model.graph.inputs] == ["x", "w"]
+        assert [value.name for value in result.model.graph.input] == ["x", "w"]
 
     def test_statistics_that_a_caller_may_override(self) -> None:
         assert_refused(conv_bn(inputs=f"{X4}, float[8] p_m"), "overridable")
@@ -601,7 +601,7 @@ class TestNumbers:
         assert operators(to_proto(result.model)) == ["Conv"]
         exact_values = {name: value.astype(np.float64) for name, value in values.items()}
         scale = exact_values["p_s"] / np.sqrt(exact_values["p_v"] + np.float64(np.float32(1e-5)))
-        initializers = result.model.graph.initializers
+        initializers = ir.from_proto(result.model).graph.initializers
         weight = exact_values["w"] * scale.reshape(8, 1, 1, 1)
         bias = (exact_values["c"] - exact_values["p_m"]) * scale + exact_values["p_b"]
         for name, expected in (("w", weight), ("c", bias)):
@@ -628,7 +628,8 @@ class TestNumbers:
         result = fold(proto)
         assert operators(to_proto(result.model)) == ["Conv"]
         assert result.report.verification is not None
-        assert (result.report.verification.status, result.report.verification.engine) == ("passed", "onnx.reference")
+        assert result.report.verification.passed
+        assert result.report.verification.engine.startswith("onnx.reference ")
         inputs = make_inputs(proto)
         assert_near(exact(to_proto(result.model), inputs)[0], exact(proto, inputs)[0])
 

@@ -25,13 +25,13 @@ X = np.ones((2, 64), np.float32)
 
 def after_the_check(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
     """Changes files between the check of a model and the making of its session."""
-    real = injection.session
+    real = injection.prepare
 
     def change_first(*arguments: object) -> object:
         change()
         return real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(injection, "session", change_first)
+    monkeypatch.setattr(injection, "prepare", change_first)
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -40,15 +40,15 @@ def test_options_serve_several_sessions(victim: Path, large: bool, monkeypatch: 
     if large:
         monkeypatch.setattr(injection, "_LARGEST_MESSAGE", 0)
     options = onnxruntime.SessionOptions()
-    sessions = [InferenceSession(victim), InferenceSession(victim, session_options=options)]
+    sessions = [InferenceSession(victim), InferenceSession(victim, sess_options=options)]
     if not large:
         other = victim.with_name("other.onnx")
         proto = example()
         proto.graph.initializer[0].name = proto.graph.node[0].input[1] = "v"
         other.write_bytes(proto.SerializeToString())
         sessions += [
-            InferenceSession(other, session_options=options),
-            InferenceSession(victim, session_options=options),
+            InferenceSession(other, sess_options=options),
+            InferenceSession(victim, sess_options=options),
         ]
     for session in sessions:
         np.testing.assert_allclose(session.run(None, {"x": X})[0], X @ WEIGHT, rtol=1e-4, atol=1e-4)

@@ -86,7 +86,7 @@ def test_registering_twice_is_the_same_as_once():
     library.register(twice)
     feeds = forward_feeds(np.random.default_rng(0), (2, 3, 4, 5))
     sessions = [ort.InferenceSession(forward_model(), options) for options in (once, twice)]
-    sessions.append(InferenceSession(forward_model(), session_options=twice))
+    sessions.append(InferenceSession(forward_model(), sess_options=twice))
     first, *others = (session.run(None, feeds) for session in sessions)
     for other in others:
         for value, expected in zip(other, first, strict=True):

@@ -29,7 +29,7 @@ def test_devices_in_the_options_are_used(tmp_path, from_file) -> None:
     (tmp_path / "model.onnx").write_bytes(model())
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # ONNX Runtime says so when it drops the devices for a list of names
-        session = bnexport.InferenceSession(tmp_path / "model.onnx" if from_file else model(), session_options=options)
+        session = bnexport.InferenceSession(tmp_path / "model.onnx" if from_file else model(), sess_options=options)
     assert session.get_providers() == ["CPUExecutionProvider"]
     assert session.run(None, {"x": np.array([-1, 2], np.float32)})[0].tolist() == [0, 2]
 

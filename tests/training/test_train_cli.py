@@ -92,8 +92,8 @@ def test_the_export_says_what_it_made(folder):
 def test_training_learns_and_writes_a_model(folder, tmp_path, capsys):
     code, out, err = cli(
         *("train", folder / "step.onnx", "--data", folder / "train.npz", "--validation", folder / "valid.npz"),
-        *("--epochs", 12, "--batch-size", 16, "--learning-rate", 0.02, "--schedule", "cosine", "--warm-up", 5),
-        *("--inference", tmp_path / "model.onnx", "--checkpoint", tmp_path / "c.safetensors", "--json", "-"),
+        *("--epochs", 12, "--batch-size", 16, "--learning-rate", 0.02, "--schedule", "cosine", "--warm-up-steps", 5),
+        *("--inference", tmp_path / "model.onnx", "--save", tmp_path / "c.safetensors", "--json", "-"),
         capsys=capsys,
     )
     assert code == 0, err
@@ -113,7 +113,7 @@ def test_the_steps_are_those_of_a_session(folder, tmp_path, capsys):
     """The order of rows, the last batch, the rate and the seed, written out."""
     code, _, err = cli(
         *("train", folder / "step.onnx", "--data", f"{folder / 'train_x.npy'},{folder / 'train_y.npy'}"),
-        *("--epochs", 2, "--batch-size", 40, "--seed", 5, "--warm-up", 4, "--checkpoint", tmp_path / "c.safetensors"),
+        *("--epochs", 2, "--batch-size", 40, "--seed", 5, "--warm-up-steps", 4, "--save", tmp_path / "c.safetensors"),
         capsys=capsys,
     )
     assert code == 0, err
@@ -137,7 +137,7 @@ def start(folder: Path, checkpoint: Path, *more: str | Path) -> warm.Process:
     return warm.start(
         *("-m", "bnexport", "train", "step.onnx", "--data", "train.npz", "--epochs", "60"),
         *("--batch-size", "8", "--schedule", "cosine", "--save-every", "3", "--threads", "1"),
-        *("--validation", "valid.npz", "--resume", "--checkpoint", str(checkpoint), *more),
+        *("--validation", "valid.npz", "--resume", "--save", str(checkpoint), *more),
         cwd=folder,
         env=environment(),
         stderr=subprocess.PIPE,
@@ -186,11 +186,11 @@ def test_torchrun_trains_as_one_process(folder, tmp_path, capsys):
         *("--validation", str(folder / "valid.npz"), "--batch-size", "32"),
     ]
     one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
-    code, out, err = cli(*arguments, "--checkpoint", one, "--json", "-", capsys=capsys)
+    code, out, err = cli(*arguments, "--save", one, "--json", "-", capsys=capsys)
     assert code == 0, err
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     done = warm.run(
-        *(*launcher, "-m", "bnexport", *arguments, "--checkpoint", two, "--timeout", "300"),
+        *(*launcher, "-m", "bnexport", *arguments, "--save", two, "--timeout", "300"),
         *("--json", "-", "--inference", tmp_path / "model.onnx"),
         cwd=folder,
         env=environment(),
@@ -226,7 +226,7 @@ def bad(folder) -> Path:
     np.savez(folder / "wide.npz", image=x[:, :, :5], target=y)
     (folder / "text.npy").write_text("no array")
     assert main(["train", str(folder / "step.onnx"), "--data", str(folder / "train.npz"), "--batch-size", "45",
-                 "--checkpoint", str(folder / "seed0.safetensors"), "-q"]) == 0  # fmt: skip
+                 "--save", str(folder / "seed0.safetensors"), "-q"]) == 0  # fmt: skip
     model_io.save_tensors({"x": np.zeros(2)}, {}, folder / "foreign.safetensors")
     return folder
 
@@ -245,13 +245,13 @@ def bad(folder) -> Path:
         (["--data", "train.npz", "--validation", "wide.npz"], "image: got shape"),
         (["--data", "train.npz", "--batch-size", "100", "--drop-last"], "fewer than one batch of 100"),
         (["--data", "train.npz", "--schedule", "steps"], "schedule: got 'steps', expected one of constant, cosine"),
-        (["--data", "train.npz", "--resume"], "--resume: got no --checkpoint"),
-        (["--data", "train.npz", "--checkpoint", "seed0.safetensors"], "exists; go on from it with --resume"),
+        (["--data", "train.npz", "--resume"], "--resume: got no --save"),
+        (["--data", "train.npz", "--save", "seed0.safetensors"], "exists; go on from it with --resume"),
         (
-            ["--data", "train.npz", "--checkpoint", "seed0.safetensors", "--resume", "--seed", "1"],
+            ["--data", "train.npz", "--save", "seed0.safetensors", "--resume", "--seed", "1"],
             "the checkpoint of another training: batch_size: it has 45, this one 32; seed: it has 0, this one 1",
         ),
-        (["--data", "train.npz", "--checkpoint", "foreign.safetensors", "--resume"], "is no checkpoint of"),
+        (["--data", "train.npz", "--save", "foreign.safetensors", "--resume"], "is no checkpoint of"),
     ],
 )
 def test_bad_arguments_are_refused_in_one_line(bad, arguments, message, monkeypatch, capsys):

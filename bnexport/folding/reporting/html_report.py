@@ -64,6 +64,7 @@ def _template() -> Any:
         "short": lambda value: "" if value is None else f"{value:.3g}",
         "thousands": lambda value: f"{value:,.0f}",
         "bytes": _bytes,
+        "sizes": _sizes,
         "pixels": lambda value: f"{value:.1f}",
         "power": lambda exponent: f"{10.0**exponent:g}" if -3 <= exponent <= 4 else f"1e{exponent}",
         "css_class": lambda name: str(name) if name in _CLASSES else "verify",
@@ -128,6 +129,12 @@ def _text(value: object) -> str:
     text = "" if value is None else str(value)
     shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
     return "".join(character if character.isprintable() else "\ufffd" for character in shown)
+
+
+def _sizes(runs: Iterable[Iterable[Iterable[int]]]) -> str:
+    """The shapes of the inputs of each run, each once."""
+    texts = (" + ".join("x".join(map(str, shape)) or "scalar" for shape in shapes) for shapes in runs)
+    return ", ".join(dict.fromkeys(texts))
 
 
 def _number(value: object) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,15 @@ if TYPE_CHECKING:
 
 # Rows of a table that anybody reads; more take a millisecond each to lay out.
 _SHOWN = 500
+# What the rules fold into, where their name does not say it.
+_INTO = {
+    "conv": "convolutions",
+    "parallel": "sums of parallel branches",
+    "conv_transpose": "transposed convolutions",
+    "gemm": "linear layers",
+    "matmul": "matrix products",
+    "batch_norm": "other batch norms",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +91,19 @@ class FoldReport:
         """The others: kept, merged into another node, or only converted to another form."""
         return tuple(site for site in self.sites if site.outcome != "folded")
 
+    def summary(self) -> str:
+        """One line on the batch norms: how many are gone, and into what kind of operator."""
+        if not self.sites:
+            return "no batch norms"
+        rules = collections.Counter(_INTO.get(rule, rule) for site in self.folded for rule in site.rules[-1:])
+        into = ", ".join(name if len(rules) == 1 else f"{count} into {name}" for name, count in rules.most_common(4))
+        more = f" and {len(rules) - 4} more kinds" if len(rules) > 4 else ""
+        before, after = (each.batch_norm + each.sync_batch_norm for each in (self.before, self.after))
+        # Several batch norms may be one site; an exporter's arithmetic is a site without a node of its own.
+        gone, total = (before - after, before) if before else (len(self.folded), len(self.sites))
+        text = f"{gone} of {total} batch norms folded"
+        return f"{text} into {into}" if len(rules) == 1 else f"{text}: {into}{more}" if rules else text
+
     @property
     def changed(self) -> bool:
         """Whether the model differs from its source at all."""
@@ -106,30 +129,42 @@ class FoldReport:
         }
 
 
-def render(report: FoldReport) -> list[Table]:
-    """Rich tables of a report: the sites, then the counts. Of very many sites, the first that were not folded."""
+def render(report: FoldReport, *, everything: bool = False) -> list[Table]:
+    """Rich tables of a report: the batch norms that were not folded, or all of them, then the counts."""
     from rich.table import Table
 
-    shown = report.sites if len(report.sites) <= _SHOWN else (report.kept or report.sites)[:_SHOWN]
-    sites = Table(title="Batch norms")
-    for column in ("node", "channels", "outcome", "into", "reason"):
-        sites.add_column(column, overflow="fold")
-    for site in shown:
-        sites.add_row(
-            " + ".join(site.nodes),
-            "" if site.channels is None else str(site.channels),
-            site.outcome,
-            ", ".join(site.targets),
-            site.summary or site.reason,
-        )
-    if len(shown) < len(report.sites):
-        sites.caption = (
-            f"{len(report.folded):,} of {len(report.sites):,} folded; these are the first {len(shown)}"
-            f"{' of the others' if report.kept else ''}, --json and --html have all"
-        )
-    counts = Table(title="Before and after")
+    tables = []
+    if report.kept or (everything and report.sites):
+        tables.append(_sites(report, everything))
+    counts = Table(title="Before and after", title_justify="left")
     for column in ("", "before", "after"):
         counts.add_column(column, justify="right" if column else "left")
     for name in ("nodes", "batch_norm", "sync_batch_norm", "parameter_bytes"):
         counts.add_row(name.replace("_", " "), f"{getattr(report.before, name):,}", f"{getattr(report.after, name):,}")
-    return [sites, counts]
+    return [*tables, counts]
+
+
+def _sites(report: FoldReport, everything: bool) -> Table:
+    """Columns that are empty in every row are left out; so are rows beyond those that anybody reads."""
+    from rich.table import Table
+
+    chosen = report.sites if everything else report.kept
+    table = Table(title="Batch norms" if everything else "Not folded", title_justify="left")
+    cells = {
+        "node": [" + ".join(site.nodes) for site in chosen[:_SHOWN]],
+        "channels": ["" if site.channels is None else str(site.channels) for site in chosen[:_SHOWN]],
+        "outcome": [site.outcome for site in chosen[:_SHOWN]],
+        "into": [", ".join(site.targets) for site in chosen[:_SHOWN]],
+        "reason": [site.summary or site.reason for site in chosen[:_SHOWN]],
+    }
+    shown = {name: column for name, column in cells.items() if any(column)}
+    for name in shown:
+        table.add_column(name, overflow="fold")
+    for row in zip(*shown.values()):
+        table.add_row(*row)
+    if len(chosen) > _SHOWN:
+        table.caption = (
+            f"{len(report.folded):,} of {len(report.sites):,} folded; these are the first {_SHOWN}"
+            f"{'' if everything else ' of the others'}, --json and --html have all"
+        )
+    return table

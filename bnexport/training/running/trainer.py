@@ -107,6 +107,8 @@ class Trainer:
         self.progress = Progress()
         # Steps in the checkpoint file, None before it has been written or read.
         self.saved_steps: int | None = None
+        # What changes where a resumed training has more epochs than its schedule had; empty where nothing does.
+        self.grown = ""
         self.steps_per_epoch = settings.steps_per_epoch(len(data))
         if self.steps_per_epoch == 0:
             raise UsageError(
@@ -129,7 +131,7 @@ class Trainer:
         return self.progress.epoch * self.steps_per_epoch + self.progress.step
 
     def resume(self, path: str | os.PathLike[str]) -> None:
-        """Goes on from a checkpoint of a training with the same graph, data and settings.
+        """Goes on from a checkpoint of a training with the same graph, data and settings; epochs may be more.
 
         Raises UsageError that lists what differs, MalformedModelError for a damaged file.
         """
@@ -148,6 +150,12 @@ class Trainer:
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise MalformedModelError(f"{os.fspath(path)}: its progress is damaged: {error}") from error
+        old = different.get("epochs", (self.settings.epochs, 0))[0]
+        if set(different) == {"epochs"} and isinstance(old, int) and old < self.settings.epochs:
+            self.grown = (
+                f"the schedule {self.settings.schedule!r} was for {old} epochs, it is for {self.settings.epochs} now"
+            )
+            different = {}
         if different:
             listed = "; ".join(f"{name}: it has {old}, this one {new}" for name, (old, new) in different.items())
             raise UsageError(f"{os.fspath(path)}: the checkpoint of another training: {listed}")

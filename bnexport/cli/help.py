@@ -1,0 +1,78 @@
+"""Help as a terminal shows it: plain names of arguments, examples, and the exit codes."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from typer.core import TyperCommand
+
+# Commands in the order in which a model goes through them.
+ORDER = ("export", "inspect", "fold", "verify", "run", "bench", "train-export", "train", "doctor")
+EXAMPLES = {
+    "export": (
+        "bnexport export package:network model.onnx --checkpoint weights.pth -i x:1,3,224,224",
+        "bnexport export package:network kept.onnx --mode custom_op -i x:1,3,224,224",
+        "bnexport export package:network model.pt2 -i image:image.npy --static",
+    ),
+    "inspect": ("bnexport inspect model.onnx", "bnexport inspect model.onnx --json -"),
+    "fold": (
+        "bnexport fold kept.onnx folded.onnx",
+        "bnexport fold kept.onnx folded.onnx --html report.html -i x:1,3,224,224",
+        "bnexport fold kept.onnx folded.onnx --explain layer1.0.bn2",
+    ),
+    "verify": ("bnexport verify kept.onnx folded.onnx", "bnexport verify kept.onnx folded.onnx -i x:image.npy"),
+    "run": ("bnexport run model.onnx", "bnexport run model.onnx -i x:image.npy -o outputs.npz --provider cuda"),
+    "bench": ("bnexport bench kept.onnx folded.onnx -i x:1,3,224,224 --chart latency.png",),
+    "train-export": (
+        "bnexport train-export package:network step.onnx -i x:8,3,32,32 --optimizer adamw --option lr=1e-3",
+    ),
+    "train": (
+        "bnexport train step.onnx --data rows.npz --epochs 10 --save run.safetensors --inference model.onnx",
+        "bnexport train step.onnx --data rows.npz --epochs 20 --save run.safetensors --resume",
+    ),
+    "doctor": ("bnexport doctor", "bnexport doctor --deep"),
+}
+EXIT_CODES = (
+    "Exit codes: 0 ok, 1 verification failed, 2 usage, 3 model refused, 4 missing dependency or resource, "
+    "70 defect of bnexport, 130 interrupted, 141 closed pipe."
+)
+
+
+def place(command: Any) -> int:
+    """The place of a registered command in the list of all."""
+    name = command.name or command.callback.__name__
+    return ORDER.index(name) if name in ORDER else len(ORDER)
+
+
+class HelpfulCommand(TyperCommand):
+    """A command whose help names its arguments as its messages do, and ends with examples."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [self.options_metavar or "", *(_shown(each) for each in self.params if _is_argument(each))]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        arguments = [(_shown(each), getattr(each, "help", "") or "") for each in self.params if _is_argument(each)]
+        if arguments:
+            with formatter.section("Arguments"):
+                formatter.write_dl(arguments)
+        records = [each.get_help_record(ctx) for each in self.get_params(ctx) if not _is_argument(each)]
+        with formatter.section("Options"):
+            formatter.write_dl([record for record in records if record is not None])
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Examples"):
+            for example in EXAMPLES.get(self.name or "", ()):
+                lines = textwrap.wrap(example, max(formatter.width - 6, 20), break_on_hyphens=False)
+                formatter.write("  " + " \\\n      ".join(lines) + "\n")
+        formatter.write_paragraph()
+        formatter.write_text(EXIT_CODES)
+
+
+def _is_argument(parameter: Any) -> bool:
+    return bool(parameter.param_type_name == "argument")
+
+
+def _shown(argument: Any) -> str:
+    name = str(argument.metavar or argument.name).removesuffix("...")
+    return f"{name}..." if argument.nargs == -1 else name

@@ -1,0 +1,57 @@
+"""Help: examples that parse, commands in the order of the work, plain names, completion; nothing wider than the terminal."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from bnexport.cli import app, main
+from bnexport.cli.help import EXAMPLES, ORDER
+from tests.support import warm
+
+
+def help_of(*command, capfd):
+    assert main([*command, "--help"]) == 0
+    return capfd.readouterr().out
+
+
+def test_commands_are_listed_in_the_order_of_the_work(capfd):
+    text = help_of(capfd=capfd)
+    assert re.findall(r"^  ([a-z-]+)  +[A-Z]", text.partition("Commands:")[2], re.MULTILINE) == list(ORDER)
+    assert "141 closed pipe" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("command", ORDER)
+def test_help_of_a_command(command, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help_of(command, capfd=capfd)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "<path>" not in text and "{" not in text.partition("Options:")[0]
+    examples = re.sub(r" \\\n +", " ", text.partition("Examples:\n")[2].partition("\n\n")[0])
+    assert [line.strip() for line in examples.splitlines()] == list(EXAMPLES[command])
+    assert "Exit codes: 0 ok" in text
+
+
+@pytest.mark.parametrize("example", [each for examples in EXAMPLES.values() for each in examples])
+def test_examples_parse(example):
+    name, *arguments = shlex.split(example)[1:]
+    command = typer.main.get_command(app).commands[name]
+    command.make_context(name, arguments)  # raises for an option that is none
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell, tmp_path):
+    """One command installs it; the shell then asks, and gets the commands that begin so."""
+    environment = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "PATH": "/usr/bin:/bin"}
+    words = {"COMP_WORDS": "bnexport tr", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "bnexport tr"}
+    action = {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    asked = warm.run(
+        "-m", "bnexport", env={**environment, **words, **action, "_BNEXPORT_COMPLETE": f"complete_{shell}"}
+    )
+    assert "train-export" in asked.stdout and "inspect" not in asked.stdout
+    done = warm.run("-m", "bnexport", "--install-completion", shell, env=environment)
+    assert done.returncode == 0, done.stderr
+    installed = [path for path in Path(tmp_path).rglob("*") if path.is_file() and "bnexport" in path.read_text()]
+    assert installed, done.stdout
