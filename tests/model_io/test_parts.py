@@ -277,7 +277,7 @@ class TestWrite:
             if accepted:
                 save(source, tmp_path / "m.onnx")
             else:
-                with pytest.raises(UsageError, match="No space left on device"):
+                with pytest.raises(StorageError, match="No space left on device"):
                     save(source, tmp_path / "m.onnx")
         assert to_proto(load(tmp_path / "m.onnx")) == to_proto(source)
 
