@@ -7,6 +7,7 @@ from torch.nn.utils import parametrize
 
 from bnexport import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 from bnexport.errors import UsageError
+from bnexport.sync_bn.convert import split_activation
 from tests.sync_bn import lookalikes
 
 
@@ -147,6 +148,24 @@ def test_plain_abn_scales_by_the_weight_itself():
     torch.testing.assert_close(convert_sync_batchnorm(old)(x), expected)
 
 
+def test_the_slope_that_inplace_abn_has_by_default():
+    old = lookalikes.InPlaceABNSync(3, "leaky_relu")
+    del old.activation_param
+    assert convert_sync_batchnorm(old).fused_activation.negative_slope == 0.01
+
+
+def test_activations_are_split_off_where_no_hook_sees_them():
+    old = lookalikes.BatchNormAct2d(3, act=nn.SiLU(), drop=nn.Tanh()).eval()
+    x = _inputs()
+    expected = old(x)
+    split = split_activation(old)
+    assert [name for name, _ in split.named_children()] == ["norm", "drop", "act"] and not split.training
+    torch.testing.assert_close(split(x), expected)
+    old.register_forward_hook(lambda *_: None)
+    assert split_activation(old) is None
+    assert split_activation(nn.BatchNorm2d(3)) is None
+
+
 def test_unknown_activation():
     with pytest.raises(UsageError, match="activation 'swish'"):
         convert_sync_batchnorm(lookalikes.InPlaceABNSync(3, "swish"))
@@ -235,6 +254,9 @@ def test_a_class_that_says_little_of_itself():
     said = (new.num_features, new.eps, new.momentum, new.affine, new.track_running_stats)
     assert said == (3, 1e-5, 0.1, True, True)
     assert not _without_weight().affine
+    abn = lookalikes.ABN(3)
+    del abn.affine
+    assert convert_sync_batchnorm(abn).affine
 
 
 def _without_weight():

@@ -135,6 +135,7 @@ def test_repr_names_what_differs():
         ({"num_features": -1}, "num_features: got -1"),
         ({"num_features": 3, "eps": -1.0}, "eps: got -1.0"),
         ({"num_features": 3, "eps": float("nan")}, "eps: got nan"),
+        ({"num_features": 3, "eps": float("inf")}, "eps: got inf"),
         ({"num_features": 3, "momentum": 1.5}, "momentum: got 1.5"),
         ({"num_features": 3, "stats_mode": "all"}, "stats_mode: got 'all'"),
         ({"num_features": 3, "grad_reduction": "max"}, "grad_reduction: got 'max'"),

@@ -1,5 +1,6 @@
 """The torch operators, compiled kernels and torch operations alike, against the float64 closed forms."""
 
+import ctypes
 import itertools
 import subprocess
 import sys
@@ -279,6 +280,11 @@ def test_the_kernels_run_in_the_openmp_runtime_that_torch_links():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "omp" in done.stdout
     assert "sklearn" not in done.stdout and "scikit_learn" not in done.stdout
+
+
+def test_addresses_reach_the_system_whole():
+    """ctypes would cut what it takes for an int to 32 bits."""
+    assert compiled._madvise() is None or compiled._madvise().argtypes[:2] == (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class _Library:

@@ -196,3 +196,11 @@ def test_statistics_are_given_whole_or_computed():
     own = reference.group_backward([dy], [x], w)[0]
     for given in ({"means": np.zeros(3)}, {"variances": np.ones(3)}):
         assert np.array_equal(reference.group_backward([dy], [x], w, **given)[0].grad_input, own.grad_input)
+
+
+def test_nhwc_backward_of_one_value_a_channel():
+    x, dy = np.array([[[[1.0, -2.0]]]]), np.array([[[[3.0, 5.0]]]])
+    one = np.ones(2)
+    assert np.array_equal(reference.backward_nhwc(dy, x, one, x[0, 0, 0], 0 * one).grad_input, np.zeros_like(x))
+    by_default = reference.backward_nhwc(dy, x, one, 0 * one, one).grad_weight
+    np.testing.assert_allclose(by_default, (dy * x)[0, 0, 0] / np.sqrt(1.001), rtol=1e-15)
