@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -153,6 +154,73 @@ def test_no_folder_is_crowded() -> None:
         if folder.name != "__pycache__" and (count := sum(path.is_file() for path in folder.iterdir())) > MOST_FILES
     ]
     assert crowded == []
+
+
+# What each room of custom_ops may include, itself apart. The public headers of include/ are open to all.
+ROOMS = {
+    "abi": set(),
+    "schema": set(),
+    "kernels/common": set(),
+    "kernels/cpu": {"kernels/common"},
+    "kernels/cuda": {"kernels/common"},
+    "comm": set(),
+    "capi": {"schema", "comm", "kernels/cpu", "kernels/cuda"},
+    "adapters": {"abi", "schema", "comm", "kernels/common", "kernels/cpu"},
+}
+
+
+def room_of(path: Path) -> str | None:
+    name = path.as_posix()
+    return max((room for room in ROOMS if name.startswith(f"{room}/")), key=len, default=None)
+
+
+def foreign_includes(top: Path) -> list[str]:
+    """Includes of a room that may not be there, of tests, or between batch norm and training."""
+    found = []
+    for path in sorted(path for path in top.rglob("*") if path.suffix in (".h", ".cpp", ".cu")):
+        own = path.relative_to(top)
+        if own.parts[0] == "include":
+            continue
+        for name in re.findall(r'#include "([^"]+)"', path.read_text()):
+            target = (path.parent / name).resolve()
+            if not target.is_file():
+                continue  # on the include path
+            other = target.relative_to(top.resolve()) if target.is_relative_to(top.resolve()) else None
+            if other is not None and other.parts[0] == "include":
+                continue
+            source, room = room_of(own), other and room_of(other)
+            subjects = [{"batch_norm", "training"} & set(file.parts) for file in (own, other) if file is not None]
+            if (
+                room is None
+                or (room != source and room not in ROOMS.get(str(source), ROOMS))
+                or (source != "schema" and all(subjects) and subjects[0] != subjects[-1])
+            ):
+                found.append(f"{own} includes {name}")
+    return found
+
+
+def test_custom_ops_include_in_one_direction() -> None:
+    assert foreign_includes(ROOT / "custom_ops") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("kernels/cpu/pool.cpp", "../../adapters/node.h"),
+        ("kernels/cuda/device.h", "../../../tests/emulated.h"),
+        ("capi/capi.cpp", "../adapters/node.h"),
+        ("kernels/cpu/training/tasks.cpp", "../batch_norm/plan.h"),
+    ],
+)
+def test_a_foreign_include_is_found(tmp_path: Path, path: str, name: str) -> None:
+    source = tmp_path / "custom_ops" / path
+    source.parent.mkdir(parents=True)
+    source.write_text(f'#include "{name}"')
+    target = source.parent / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.resolve().parent.mkdir(parents=True, exist_ok=True)
+    target.resolve().touch()
+    assert foreign_includes(tmp_path / "custom_ops") == [f"{path} includes {name}"]
 
 
 def test_no_function_is_long() -> None:

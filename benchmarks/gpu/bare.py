@@ -124,7 +124,7 @@ def run_case(case: Case, device: Host | Driver, *, check: bool) -> None:
     }
     fields["backward"] |= {"saved_invstd", "dweight", "dbias"}
     with cuda.prefer(case.strategy, case.cluster):
-        for direction, make in (("forward", cuda.forward_parameters), ("backward", cuda.backward_parameters)):
+        for direction, make in (("forward", capi.forward_params), ("backward", capi.backward_params)):
             params = make(**common, **{name: at[name] for name in fields[direction]})
             size = cuda.workspace_size(params)
             workspace = device.upload(np.full(size, 0xFF, np.uint8))

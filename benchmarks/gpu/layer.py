@@ -101,8 +101,8 @@ class Calls:
     def prepare(self, **changes: Any) -> None:
         """Parameters and workspace for the preferred strategy; `changes` to the parameters, where a direction has them."""
         forward = {k: v for k, v in changes.items() if k not in {"local_moments", "grad_reduction"}}
-        self.forward_parameters = cuda.forward_parameters(**self.common, **self.forward_only, **forward)
-        self.backward_parameters = cuda.backward_parameters(**self.common, **self.backward_only, **changes)
+        self.forward_parameters = capi.forward_params(**self.common, **self.forward_only, **forward)
+        self.backward_parameters = capi.backward_params(**self.common, **self.backward_only, **changes)
         size = max(cuda.workspace_size(self.forward_parameters), cuda.workspace_size(self.backward_parameters))
         # Whatever it holds; 256 bytes more to align on a host.
         memory = torch.full((size + 256,), 0xFF, dtype=torch.uint8, device=self.tensors[0].device)

@@ -56,15 +56,20 @@ ALL_GATHER = ctypes.CFUNCTYPE(
 _i32, _i64, _pointer, _double = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
+_SIZES = (
+    ("struct_size", ctypes.c_uint32),
+    ("dtype", _i32),
+    ("stats_dtype", _i32),
+    ("layout", _i32),
+    ("N", _i64),
+    ("C", _i64),
+    ("S", _i64),
+)
+
+
 class _Forward(ctypes.Structure):
     _fields_ = (
-        ("struct_size", ctypes.c_uint32),
-        ("dtype", _i32),
-        ("stats_dtype", _i32),
-        ("layout", _i32),
-        ("N", _i64),
-        ("C", _i64),
-        ("S", _i64),
+        *_SIZES,
         ("x", _pointer),
         ("y", _pointer),
         ("weight", _pointer),
@@ -88,13 +93,7 @@ class _Forward(ctypes.Structure):
 
 class _Backward(ctypes.Structure):
     _fields_ = (
-        ("struct_size", ctypes.c_uint32),
-        ("dtype", _i32),
-        ("stats_dtype", _i32),
-        ("layout", _i32),
-        ("N", _i64),
-        ("C", _i64),
-        ("S", _i64),
+        *_SIZES,
         ("dy", _pointer),
         ("x", _pointer),
         ("dx", _pointer),

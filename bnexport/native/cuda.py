@@ -1,8 +1,9 @@
 """The C API of the CUDA library (custom_ops/include/bnexport_cuda.h) through ctypes.
 
 Pointers are integers (`tensor.data_ptr()`), device addresses of the current device, and 0 where something
-is absent; `stream` is a cudaStream_t. Calls enqueue work and return. The caller keeps the memory alive and
-answers for sizes and contiguity. Needs neither torch nor a driver to be imported.
+is absent; `stream` is a cudaStream_t. Parameters are those of `capi.forward_params` and `capi.backward_params`.
+Calls enqueue work and return. The caller keeps the memory alive and answers for sizes and contiguity. Needs
+neither torch nor a driver to be imported.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from bnexport.errors import LibraryError, UsageError
 from bnexport.native import calls
-from bnexport.native.capi import _Backward, _Forward, backward_params, forward_params
+from bnexport.native.capi import _Backward, _Forward
 from bnexport.native.library import load
 
 __all__ = [
@@ -25,20 +26,15 @@ __all__ = [
     "available",
     "backward",
     "backward_moments",
-    "backward_parameters",
     "check_device",
     "device_count",
     "forward",
-    "forward_parameters",
     "library",
     "moments",
     "plan",
     "prefer",
     "workspace_size",
 ]
-
-# The structs are those of the CPU's functions.
-forward_parameters, backward_parameters = forward_params, backward_params
 
 STRATEGIES = {"automatic": 0, "cluster": 1, "persistent": 2, "split": 3}
 

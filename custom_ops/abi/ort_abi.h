@@ -4,8 +4,7 @@
 // positions never change. No header of ONNX Runtime is needed to build, and the library links none of
 // its code. Everything here exists since API 17 (ONNX Runtime 1.17), the version we ask for, but for what names
 // a later one.
-#ifndef BNEXPORT_ABI_ORT_ABI_H
-#define BNEXPORT_ABI_ORT_ABI_H
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -57,7 +56,6 @@ using CreateCustomOpDomain = Slot<26, Status*(const char*, CustomOpDomain**)>;
 using CustomOpDomainAdd = Slot<27, Status*(CustomOpDomain*, const CustomOp*)>;
 using AddCustomOpDomain = Slot<28, Status*(SessionOptions*, CustomOpDomain*)>;
 using GetTensorMutableData = Slot<51, Status*(Value*, void**)>;
-using GetTensorElementType = Slot<60, Status*(const TensorInfo*, ElementType*)>;
 using GetDimensionsCount = Slot<61, Status*(const TensorInfo*, size_t*)>;
 using GetDimensions = Slot<62, Status*(const TensorInfo*, int64_t*, size_t)>;
 using GetSymbolicDimensions = Slot<63, Status*(const TensorInfo*, const char**, size_t)>;
@@ -74,15 +72,12 @@ using ContextInput = Slot<90, Status*(const KernelContext*, size_t, const Value*
 using ContextOutput = Slot<91, Status*(KernelContext*, size_t, const int64_t*, size_t, Value**)>;
 using ReleaseStatus = Slot<93, void(Status*)>;
 using ReleaseTensorInfo = Slot<99, void(TensorInfo*)>;
-using ReleaseCustomOpDomain = Slot<101, void(CustomOpDomain*)>;
 using ReleaseAllocator = Slot<132, void(Allocator*)>;
 using AttributeInts = Slot<163, Status*(const KernelInfo*, const char*, int64_t*, size_t*)>;
 using ContextStream = Slot<193, Status*(const KernelContext*, void**)>;
 using GetTensorMemoryInfo = Slot<194, Status*(const Value*, const MemoryInfo**)>;
-using InfoOutputCount = Slot<231, Status*(const KernelInfo*, size_t*)>;
 using InfoNodeName = Slot<244, Status*(const KernelInfo*, char*, size_t*)>;
 using ContextAllocator = Slot<253, Status*(const KernelContext*, const MemoryInfo*, Allocator**)>;
-using ShapeInputCount = Slot<267, Status*(const ShapeContext*, size_t*)>;
 using ShapeInput = Slot<268, Status*(const ShapeContext*, size_t, TensorInfo**)>;
 using ShapeSetOutput = Slot<270, Status*(const ShapeContext*, size_t, const TensorInfo*)>;
 using ParallelFor = Slot<274, Status*(const KernelContext*, void (*)(void*, size_t), size_t, size_t, void*)>;
@@ -117,5 +112,3 @@ struct CustomOp {
 static_assert(sizeof(CustomOp) == 22 * sizeof(void*), "the ABI of OrtCustomOp, API 17");
 
 }  // namespace ort
-
-#endif  // BNEXPORT_ABI_ORT_ABI_H

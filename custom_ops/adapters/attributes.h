@@ -1,6 +1,5 @@
 // A node's attributes, read by name while its session is built: one reader for all operators.
-#ifndef BNEXPORT_ADAPTERS_ATTRIBUTES_H
-#define BNEXPORT_ADAPTERS_ATTRIBUTES_H
+#pragma once
 
 #include <cstdint>
 #include <limits>
@@ -59,5 +58,3 @@ class AttributeReader {
 };
 
 }  // namespace bnexport::adapters
-
-#endif  // BNEXPORT_ADAPTERS_ATTRIBUTES_H

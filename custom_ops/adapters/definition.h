@@ -1,6 +1,5 @@
 // Operators as ONNX Runtime sees them, made out of their schemas.
-#ifndef BNEXPORT_ADAPTERS_DEFINITION_H
-#define BNEXPORT_ADAPTERS_DEFINITION_H
+#pragma once
 
 #include <functional>
 #include <memory>
@@ -31,5 +30,3 @@ void destroy_kernel(void* kernel);
 ort::Status* registered(const ort::ApiBase* base, const std::function<void(ort::Api)>& body);
 
 }  // namespace bnexport::adapters
-
-#endif  // BNEXPORT_ADAPTERS_DEFINITION_H

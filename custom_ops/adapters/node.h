@@ -1,7 +1,6 @@
 // What the operators need from ONNX Runtime: validated tensors, outputs, threads, errors.
 // Of the library, only this folder and abi/ know ONNX Runtime.
-#ifndef BNEXPORT_ADAPTERS_NODE_H
-#define BNEXPORT_ADAPTERS_NODE_H
+#pragma once
 
 #include <cstdint>
 #include <stdexcept>
@@ -93,5 +92,3 @@ struct Extents {
 Extents extents(const Run& run, const char* name, const std::vector<int64_t>& shape);
 
 }  // namespace bnexport::adapters
-
-#endif  // BNEXPORT_ADAPTERS_NODE_H

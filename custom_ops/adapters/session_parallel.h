@@ -1,6 +1,5 @@
 // Threads for the kernels: ONNX Runtime's own, those of the session that runs the node.
-#ifndef BNEXPORT_ADAPTERS_SESSION_PARALLEL_H
-#define BNEXPORT_ADAPTERS_SESSION_PARALLEL_H
+#pragma once
 
 #include <atomic>
 #include <cstdint>
@@ -38,5 +37,3 @@ class SessionParallel final : public cpu::Parallel {
 };
 
 }  // namespace bnexport::adapters
-
-#endif  // BNEXPORT_ADAPTERS_SESSION_PARALLEL_H

@@ -1,8 +1,7 @@
 // How libbnexport_training.so serves the nodes that libbnexport_ops.so declares: a session accepts a domain from one
 // library alone, so the operators' library has the domain "bnexport" and says what to register where its kernels are
 // not there. Both libraries are of one version, which is compared, so this is no interface that has to last.
-#ifndef BNEXPORT_ADAPTERS_TRAINING_LIBRARY_H
-#define BNEXPORT_ADAPTERS_TRAINING_LIBRARY_H
+#pragma once
 
 #include "../abi/ort_abi.h"
 #include "bnexport.h"
@@ -23,5 +22,3 @@ const TrainingKernels& training_kernels();
 
 // Of the operators' library: nodes of the domain "bnexport" run in these kernels from now on, in any session.
 extern "C" BNEXPORT_API void bnexport_lend_training(const bnexport::adapters::TrainingKernels* kernels);
-
-#endif  // BNEXPORT_ADAPTERS_TRAINING_LIBRARY_H

@@ -1,7 +1,6 @@
 // What the C APIs have in common: sizes, enums and pointers are checked before any work, and nothing is
 // thrown out of the library.
-#ifndef BNEXPORT_CAPI_VALIDATION_H
-#define BNEXPORT_CAPI_VALIDATION_H
+#pragma once
 
 #include <cmath>
 #include <cstdio>
@@ -125,5 +124,3 @@ int guarded(char* error, size_t capacity, const Body& body) noexcept {
 }
 
 }  // namespace bnexport::capi
-
-#endif  // BNEXPORT_CAPI_VALIDATION_H

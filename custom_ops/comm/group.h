@@ -9,8 +9,7 @@
 // agree does a second collective, of a size then known to be equal, carry the rest. A rank that runs
 // another node, type, mode or channel count is thus an error on every rank, at every step, and rows of
 // up to kFrame - kHeader numbers still take one collective.
-#ifndef BNEXPORT_COMM_GROUP_H
-#define BNEXPORT_COMM_GROUP_H
+#pragma once
 
 #include <cstdint>
 #include <memory>
@@ -92,5 +91,3 @@ std::shared_ptr<const Group> find_group(const std::string& name);
 std::shared_ptr<const DeviceGroup> find_device_group(const std::string& name);
 
 }  // namespace bnexport::comm
-
-#endif  // BNEXPORT_COMM_GROUP_H

@@ -10,8 +10,7 @@
 // A process that uses this communicator and another one of NCCL (torch's) on one device must start their
 // collectives in the same order on every rank, or let one end before the other starts: two that wait for
 // each other's multiprocessors never end.
-#ifndef BNEXPORT_COMM_NCCL_H
-#define BNEXPORT_COMM_NCCL_H
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -53,5 +52,3 @@ class NcclCommunicator {
 };
 
 }  // namespace bnexport::comm
-
-#endif  // BNEXPORT_COMM_NCCL_H

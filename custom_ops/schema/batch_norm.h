@@ -1,6 +1,5 @@
 // Batch norm and its gradient.
-#ifndef BNEXPORT_SCHEMA_BATCH_NORM_H
-#define BNEXPORT_SCHEMA_BATCH_NORM_H
+#pragma once
 
 #include "operator.h"
 
@@ -9,5 +8,3 @@ namespace bnexport::schema {
 extern const Operator kForward, kBackward;
 
 }  // namespace bnexport::schema
-
-#endif  // BNEXPORT_SCHEMA_BATCH_NORM_H

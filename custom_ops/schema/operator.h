@@ -1,7 +1,6 @@
 // What an operator of ours is: name, domains, inputs, outputs, attributes. bnexport/schema.py and
 // bnexport/training/building/contract.py are the contracts; a test compares them through bnexport_describe().
-#ifndef BNEXPORT_SCHEMA_OPERATOR_H
-#define BNEXPORT_SCHEMA_OPERATOR_H
+#pragma once
 
 #include <cstddef>
 #include <string>
@@ -61,5 +60,3 @@ const char* kind_name(Kind kind);
 std::string describe(const Operator& op);
 
 }  // namespace bnexport::schema
-
-#endif  // BNEXPORT_SCHEMA_OPERATOR_H

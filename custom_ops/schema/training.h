@@ -1,6 +1,5 @@
 // The operators of a training step, float32, on the CPU provider.
-#ifndef BNEXPORT_SCHEMA_TRAINING_H
-#define BNEXPORT_SCHEMA_TRAINING_H
+#pragma once
 
 #include "operator.h"
 
@@ -12,5 +11,3 @@ constexpr size_t kTrainingOperatorCount = 7;
 extern const Operator kTrainingOperators[kTrainingOperatorCount];
 
 }  // namespace bnexport::schema
-
-#endif  // BNEXPORT_SCHEMA_TRAINING_H

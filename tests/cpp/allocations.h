@@ -1,7 +1,6 @@
 // Fails where a task of the kernels allocates: an exception there would end the process, since nothing may unwind
 // through the threads of ONNX Runtime or OpenMP. Include it in one file of a program.
-#ifndef BNEXPORT_TESTS_ALLOCATIONS_H
-#define BNEXPORT_TESTS_ALLOCATIONS_H
+#pragma once
 
 #include <cstdio>
 #include <cstdlib>
@@ -31,5 +30,3 @@ void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete[](void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
-
-#endif  // BNEXPORT_TESTS_ALLOCATIONS_H

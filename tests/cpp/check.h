@@ -1,6 +1,5 @@
 // A test is a function; a failed CHECK prints where and what, and the program exits with 1.
-#ifndef BNEXPORT_TESTS_CHECK_H
-#define BNEXPORT_TESTS_CHECK_H
+#pragma once
 
 #include <cmath>
 #include <cstdio>
@@ -21,5 +20,3 @@ inline void check(bool holds, const char* file, int line, const std::string& wha
           #got ": got " + std::to_string(got_) + ", expected " + std::to_string(expected_) + " within " + \
               std::to_string(bound_));                                                                    \
   } while (0)
-
-#endif  // BNEXPORT_TESTS_CHECK_H

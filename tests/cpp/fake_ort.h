@@ -3,8 +3,7 @@
 // A node's runs have a stream and memory on a device where the test says so. Memory comes dirty, from an arena
 // that does with streams what ONNX Runtime's does: a free piece goes to the stream that it was used on, and one
 // that was asked for without a stream goes to any.
-#ifndef BNEXPORT_TESTS_FAKE_ORT_H
-#define BNEXPORT_TESTS_FAKE_ORT_H
+#pragma once
 
 #include <algorithm>
 #include <array>
@@ -326,5 +325,3 @@ inline ort::Api table() {
 }
 
 }  // namespace fake_ort
-
-#endif  // BNEXPORT_TESTS_FAKE_ORT_H

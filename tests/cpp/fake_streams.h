@@ -1,6 +1,5 @@
 // Streams of the stand-in for the CUDA library: what is enqueued runs when the test says so.
-#ifndef BNEXPORT_TESTS_FAKE_STREAMS_H
-#define BNEXPORT_TESTS_FAKE_STREAMS_H
+#pragma once
 
 #include <cstdint>
 #include <deque>
@@ -37,5 +36,3 @@ struct FakeQueue {
     }
   }
 };
-
-#endif  // BNEXPORT_TESTS_FAKE_STREAMS_H

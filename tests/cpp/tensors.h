@@ -1,7 +1,6 @@
 // Tensors of every element type as exactly sized heap blocks, so that a sanitizer sees each access past
 // the end, and the naive double reference.
-#ifndef BNEXPORT_TESTS_TENSORS_H
-#define BNEXPORT_TESTS_TENSORS_H
+#pragma once
 
 #include <cmath>
 #include <cstdint>
@@ -118,5 +117,3 @@ inline Statistics naive(const Shape& shape, int32_t layout, const Tensor& x, con
   return {static_cast<double>(mean), static_cast<double>(variance), static_cast<double>(sum),
           static_cast<double>(product)};
 }
-
-#endif  // BNEXPORT_TESTS_TENSORS_H

@@ -12,7 +12,10 @@ import numpy as np
 import onnxruntime as ort
 
 from bnexport import tolerances
+from bnexport.native.library import register
+from bnexport.training.building import contract
 from tests.support import kernel_oracle as oracle
+from tests.support import training_nodes
 from tests.support.node_models import forward_feeds, forward_model, grad_model, run, session
 
 
@@ -72,6 +75,25 @@ def check_gradient() -> int:
     return len(subsets)
 
 
+def check_training_steps() -> int:
+    """Kernels of a second library; without them the node says what to register. Kernels that are there stay."""
+    x, dy = np.random.default_rng(4).normal(size=(2, 3, 5)).astype(np.float32)[None], np.ones((1, 2, 3, 5), np.float32)
+    feeds = {"grad_output": dy, "input": x}
+    made = training_nodes.model(contract.RELU_GRAD, feeds)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    register(options)
+    try:
+        ort.InferenceSession(made, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        assert "bnexport.register(session_options, training=True)" in str(error), str(error)
+    else:
+        raise AssertionError("a training step's graph must ask for its kernels")
+    got = training_nodes.run(contract.RELU_GRAD, feeds)
+    np.testing.assert_array_equal(got["grad_input"], dy * (x > 0))
+    return 2
+
+
 def check_errors() -> int:
     feeds = forward_feeds(np.random.default_rng(2), (2, 3, 4, 5))
     cases = [
@@ -100,6 +122,7 @@ def check_threads() -> int:
 
 def main() -> None:
     cases = check_forward() + check_absent_inputs_and_outputs() + check_gradient() + check_errors() + check_threads()
+    cases += check_training_steps()
     print(f"onnxruntime {ort.__version__}, numpy {np.__version__}: {cases} cases")
 
 

@@ -20,7 +20,7 @@ from benchmarks.gpu import cases
 from benchmarks.gpu.layer import DTYPES, Calls, Layer
 from bnexport import __version__
 from bnexport.errors import LibraryError, UsageError
-from bnexport.native import cuda
+from bnexport.native import capi, cuda
 from bnexport.native.library import CUDA_ENVIRONMENT_VARIABLE
 from bnexport.sync_bn import compiled
 
@@ -73,24 +73,24 @@ def test_a_file_that_is_no_library_is_an_error(fresh, tmp_path):
 
 
 def test_parameters_have_the_header_s_names():
-    params = cuda.forward_parameters(N=2, C=3, S=4, dtype=1)
+    params = capi.forward_params(N=2, C=3, S=4, dtype=1)
     assert (params.N, params.training, params.group_size, params.momentum) == (2, 1, 1, 0.1)
     with pytest.raises(UsageError, match=r"forward: got \['size'\]"):
-        cuda.forward_parameters(size=3)
+        capi.forward_params(size=3)
 
 
 def test_wrong_arguments_are_refused(emulated):
     row = 1 << 20  # an address that nobody reads
     for params, message in (
-        (cuda.forward_parameters(N=1, C=1, S=(1 << 30) + 1, x=256), r"params\.S: got 1073741825"),
-        (cuda.forward_parameters(N=1, C=1 << 31, S=1, x=256), r"params\.C: got 2147483648"),
-        (cuda.forward_parameters(N=1, C=1, S=1), r"params\.x: got NULL"),
-        (cuda.forward_parameters(N=1, C=1, S=1, dtype=9, x=256), r"params\.dtype: got 9"),
+        (capi.forward_params(N=1, C=1, S=(1 << 30) + 1, x=256), r"params\.S: got 1073741825"),
+        (capi.forward_params(N=1, C=1 << 31, S=1, x=256), r"params\.C: got 2147483648"),
+        (capi.forward_params(N=1, C=1, S=1), r"params\.x: got NULL"),
+        (capi.forward_params(N=1, C=1, S=1, dtype=9, x=256), r"params\.dtype: got 9"),
     ):
         with pytest.raises(UsageError, match=message):
             cuda.moments(params, row, 0, 0)
     with pytest.raises(UsageError, match="row: got NULL"):
-        cuda.moments(cuda.forward_parameters(N=1, C=1, S=1, x=256), 0, 0, 0)
+        cuda.moments(capi.forward_params(N=1, C=1, S=1, x=256), 0, 0, 0)
     with pytest.raises(UsageError, match="cluster: got 17"), cuda.prefer("cluster", 17):
         pass
 

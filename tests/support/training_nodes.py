@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 import onnxruntime as ort
-import torch
 from onnx import TensorProto, helper
 
 from bnexport import schema
 from bnexport.native.library import register
 from bnexport.training.building import contract
+
+if TYPE_CHECKING:
+    import torch
 
 
 def model(

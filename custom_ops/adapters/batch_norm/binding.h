@@ -1,6 +1,5 @@
 // A node's attributes and tensors as the kernels' parameters, validated: the same for every provider.
-#ifndef BNEXPORT_ADAPTERS_BATCH_NORM_BINDING_H
-#define BNEXPORT_ADAPTERS_BATCH_NORM_BINDING_H
+#pragma once
 
 #include "../node.h"
 #include "bnexport.h"
@@ -36,5 +35,3 @@ BackwardBinding bind_backward(const Run& run, const schema::Operator& op, const 
                               int32_t stats_dtype);
 
 }  // namespace bnexport::adapters
-
-#endif  // BNEXPORT_ADAPTERS_BATCH_NORM_BINDING_H

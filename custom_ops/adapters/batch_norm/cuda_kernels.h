@@ -1,6 +1,5 @@
 // The two operators on the CUDA provider: the same nodes, on ONNX Runtime's stream and in its memory.
-#ifndef BNEXPORT_ADAPTERS_BATCH_NORM_CUDA_KERNELS_H
-#define BNEXPORT_ADAPTERS_BATCH_NORM_CUDA_KERNELS_H
+#pragma once
 
 #include <atomic>
 
@@ -64,5 +63,3 @@ class CudaBackwardKernel final : public CudaKernel {
 };
 
 }  // namespace bnexport::adapters
-
-#endif  // BNEXPORT_ADAPTERS_BATCH_NORM_CUDA_KERNELS_H

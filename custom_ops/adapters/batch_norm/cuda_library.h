@@ -2,8 +2,7 @@
 //
 // It needs no driver to be opened, and nothing of it runs before a node is placed on the CUDA provider.
 // The environment variable BNEXPORT_CUDA_LIBRARY names another file; empty, it means none.
-#ifndef BNEXPORT_ADAPTERS_BATCH_NORM_CUDA_LIBRARY_H
-#define BNEXPORT_ADAPTERS_BATCH_NORM_CUDA_LIBRARY_H
+#pragma once
 
 #include "bnexport_cuda.h"
 
@@ -26,5 +25,3 @@ struct CudaLibrary {
 const CudaLibrary* cuda_library();
 
 }  // namespace bnexport::adapters
-
-#endif  // BNEXPORT_ADAPTERS_BATCH_NORM_CUDA_LIBRARY_H

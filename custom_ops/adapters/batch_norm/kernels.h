@@ -1,6 +1,5 @@
 // Batch norm and its gradient as ONNX Runtime calls them.
-#ifndef BNEXPORT_ADAPTERS_BATCH_NORM_KERNELS_H
-#define BNEXPORT_ADAPTERS_BATCH_NORM_KERNELS_H
+#pragma once
 
 #include <memory>
 
@@ -39,5 +38,3 @@ class BackwardKernel final : public BatchNormKernel {
 };
 
 }  // namespace bnexport::adapters
-
-#endif  // BNEXPORT_ADAPTERS_BATCH_NORM_KERNELS_H

@@ -3,8 +3,7 @@
 // The work on it is only enqueued when the run returns, so giving it back means: it may be handed out again for
 // later work on the same stream, and for no other. From API 18 on ONNX Runtime's arena knows the stream of such
 // a piece. Before, and where the run has no stream of its own, a piece is kept until the stream has passed a mark.
-#ifndef BNEXPORT_ADAPTERS_BATCH_NORM_SCRATCH_H
-#define BNEXPORT_ADAPTERS_BATCH_NORM_SCRATCH_H
+#pragma once
 
 #include <mutex>
 #include <vector>
@@ -71,5 +70,3 @@ class Scratch {
 };
 
 }  // namespace bnexport::adapters
-
-#endif  // BNEXPORT_ADAPTERS_BATCH_NORM_SCRATCH_H

@@ -1,6 +1,5 @@
 // Makers of the training kernels.
-#ifndef BNEXPORT_ADAPTERS_TRAINING_OPERATORS_H
-#define BNEXPORT_ADAPTERS_TRAINING_OPERATORS_H
+#pragma once
 
 #include "../definition.h"
 
@@ -10,5 +9,3 @@ MakeKernel make_conv, make_conv_input_grad, make_conv_weight_grad, make_relu_gra
     make_sgd_update;
 
 }  // namespace bnexport::adapters
-
-#endif  // BNEXPORT_ADAPTERS_TRAINING_OPERATORS_H

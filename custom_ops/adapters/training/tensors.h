@@ -1,6 +1,5 @@
 // What the training operators share: float32 tensors, memory for a run.
-#ifndef BNEXPORT_ADAPTERS_TRAINING_TENSORS_H
-#define BNEXPORT_ADAPTERS_TRAINING_TENSORS_H
+#pragma once
 
 #include <initializer_list>
 #include <vector>
@@ -39,5 +38,3 @@ class ArenaWorkspace final : public cpu::Workspace {
 };
 
 }  // namespace bnexport::adapters
-
-#endif  // BNEXPORT_ADAPTERS_TRAINING_TENSORS_H

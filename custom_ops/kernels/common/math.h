@@ -1,6 +1,5 @@
 // Integer arithmetic that kernels and launch plans share.
-#ifndef BNEXPORT_KERNELS_COMMON_MATH_H
-#define BNEXPORT_KERNELS_COMMON_MATH_H
+#pragma once
 
 #include <cstdint>
 
@@ -10,5 +9,3 @@ namespace bnexport {
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return a > 0 ? (a + b - 1) / b : -(-a / b); }
 
 }  // namespace bnexport
-
-#endif  // BNEXPORT_KERNELS_COMMON_MATH_H

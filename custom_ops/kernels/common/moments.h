@@ -6,8 +6,7 @@
 //
 // The counts are integers kept in doubles (exact to 2^53). Merging in a fixed order gives the same
 // bits for any number of threads.
-#ifndef BNEXPORT_KERNELS_COMMON_MOMENTS_H
-#define BNEXPORT_KERNELS_COMMON_MOMENTS_H
+#pragma once
 
 #if defined(__CUDACC__)
 #define BNEXPORT_HOST_DEVICE __host__ __device__
@@ -46,5 +45,3 @@ struct Moments {
 };
 
 }  // namespace bnexport
-
-#endif  // BNEXPORT_KERNELS_COMMON_MOMENTS_H

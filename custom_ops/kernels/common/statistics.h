@@ -2,8 +2,7 @@
 //
 // Everything here is per channel, in double, and knows nothing of how the data was read. Host and device
 // share the definitions (statistics_definitions.h).
-#ifndef BNEXPORT_KERNELS_COMMON_STATISTICS_H
-#define BNEXPORT_KERNELS_COMMON_STATISTICS_H
+#pragma once
 
 #include <cstdint>
 
@@ -81,5 +80,3 @@ BNEXPORT_HOST_DEVICE BackwardCoefficients backward_coefficients(const bnexport_b
                                                                 const GradientSums& local, const GroupShare& share);
 
 }  // namespace bnexport
-
-#endif  // BNEXPORT_KERNELS_COMMON_STATISTICS_H

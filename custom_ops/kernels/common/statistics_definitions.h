@@ -2,8 +2,7 @@
 //
 // Host code compiles them once, in statistics.cpp, so that every way through the CPU kernels gives the
 // same bits; a CUDA file includes this header and gets inline functions of its own.
-#ifndef BNEXPORT_KERNELS_COMMON_STATISTICS_DEFINITIONS_H
-#define BNEXPORT_KERNELS_COMMON_STATISTICS_DEFINITIONS_H
+#pragma once
 
 #include <cmath>
 
@@ -229,5 +228,3 @@ BNEXPORT_STATISTICS BackwardCoefficients finish_backward(const bnexport_backward
 }
 
 }  // namespace bnexport
-
-#endif  // BNEXPORT_KERNELS_COMMON_STATISTICS_DEFINITIONS_H

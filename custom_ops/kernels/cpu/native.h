@@ -6,8 +6,7 @@
 //
 // Included by translation units that are compiled once per instruction set: everything must have internal
 // linkage, or the linker might keep the AVX-512 copy of a shared inline function.
-#ifndef BNEXPORT_KERNELS_CPU_NATIVE_H
-#define BNEXPORT_KERNELS_CPU_NATIVE_H
+#pragma once
 
 #include <cstdint>
 #include <cstring>
@@ -322,5 +321,3 @@ BNEXPORT_INLINE Number quiet(Number value) {
 
 }  // namespace
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_NATIVE_H

@@ -1,6 +1,5 @@
 // How kernels ask for threads: the caller brings them (ONNX Runtime's pool, or ours behind the C API).
-#ifndef BNEXPORT_KERNELS_CPU_PARALLEL_H
-#define BNEXPORT_KERNELS_CPU_PARALLEL_H
+#pragma once
 
 #include <cstdint>
 
@@ -30,5 +29,3 @@ void parallel_for(Parallel& parallel, int64_t count, const Body& body) {
 }
 
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_PARALLEL_H

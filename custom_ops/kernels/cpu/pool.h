@@ -1,7 +1,6 @@
 // The threads behind the C API: the program's own OpenMP threads where it lends them, else a pool that
 // is started on first use, kept, and shared by all callers.
-#ifndef BNEXPORT_KERNELS_CPU_POOL_H
-#define BNEXPORT_KERNELS_CPU_POOL_H
+#pragma once
 
 #include "parallel.h"
 
@@ -29,5 +28,3 @@ using OpenMpParallel = void (*)(void (*body)(void*), void* data, unsigned thread
 void lend_openmp(OpenMpParallel parallel);
 
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_POOL_H

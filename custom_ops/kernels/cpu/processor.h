@@ -1,6 +1,5 @@
 // The processor that this runs on: its instruction set, and with it the tables of inner loops, and its caches.
-#ifndef BNEXPORT_KERNELS_CPU_PROCESSOR_H
-#define BNEXPORT_KERNELS_CPU_PROCESSOR_H
+#pragma once
 
 #include <cstdint>
 
@@ -48,5 +47,3 @@ struct Caches {
 Caches caches();
 
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_PROCESSOR_H

@@ -1,6 +1,5 @@
 // What kernels are launched with: the caller's parameters, how the tensor is cut, and the workspace.
-#ifndef BNEXPORT_KERNELS_CUDA_ARGUMENTS_H
-#define BNEXPORT_KERNELS_CUDA_ARGUMENTS_H
+#pragma once
 
 #include "../common/statistics.h"
 #include "columns.h"
@@ -50,5 +49,3 @@ struct BackwardArguments {
 };
 
 }  // namespace bnexport::cuda
-
-#endif  // BNEXPORT_KERNELS_CUDA_ARGUMENTS_H

@@ -1,6 +1,5 @@
 // Backward kernels, in the same three ways as forward_kernels.h.
-#ifndef BNEXPORT_KERNELS_CUDA_BACKWARD_KERNELS_H
-#define BNEXPORT_KERNELS_CUDA_BACKWARD_KERNELS_H
+#pragma once
 
 #include "forward_kernels.h"
 
@@ -145,5 +144,3 @@ persistent_backward(BNEXPORT_ARGUMENTS BackwardArguments args) {
 }
 
 }  // namespace bnexport::cuda
-
-#endif  // BNEXPORT_KERNELS_CUDA_BACKWARD_KERNELS_H

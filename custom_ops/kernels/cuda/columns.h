@@ -3,8 +3,7 @@
 // A block is `lanes` threads wide and blockDim / lanes high; a thread takes one vector of columns and
 // every (blockDim / lanes)-th row of the block's part, kBatch rows at a time. Columns do not mix until the
 // threads above each other are merged.
-#ifndef BNEXPORT_KERNELS_CUDA_COLUMNS_H
-#define BNEXPORT_KERNELS_CUDA_COLUMNS_H
+#pragma once
 
 #include "elements.h"
 #include "reduction.h"
@@ -337,5 +336,3 @@ BNEXPORT_DEVICE void block_column_gradient(const Columns& columns, const Source&
 }
 
 }  // namespace bnexport::cuda
-
-#endif  // BNEXPORT_KERNELS_CUDA_COLUMNS_H

@@ -1,8 +1,7 @@
 // The few things that kernels ask of a device. Everything else in this folder is plain C++ on top of
 // them, so that the same kernels run on any device that has these primitives: the include path says which
 // (nvcc/device_primitives.h, or a device that tests emulate).
-#ifndef BNEXPORT_KERNELS_CUDA_DEVICE_H
-#define BNEXPORT_KERNELS_CUDA_DEVICE_H
+#pragma once
 
 #include <cstdint>
 
@@ -22,5 +21,3 @@ enum class Reuse { kSoon, kNever };
 }  // namespace bnexport::cuda
 
 #include "device_primitives.h"
-
-#endif  // BNEXPORT_KERNELS_CUDA_DEVICE_H

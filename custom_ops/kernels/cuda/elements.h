@@ -1,6 +1,5 @@
 // Element types, and vectors of them as loads and stores see them.
-#ifndef BNEXPORT_KERNELS_CUDA_ELEMENTS_H
-#define BNEXPORT_KERNELS_CUDA_ELEMENTS_H
+#pragma once
 
 #include <cstdint>
 #include <type_traits>
@@ -134,5 +133,3 @@ struct Vector {
 };
 
 }  // namespace bnexport::cuda
-
-#endif  // BNEXPORT_KERNELS_CUDA_ELEMENTS_H

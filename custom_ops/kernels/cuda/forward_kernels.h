@@ -6,8 +6,7 @@
 //               they read it again: one launch
 //
 // They are the same three steps put together in different ways (slab.h, columns.h).
-#ifndef BNEXPORT_KERNELS_CUDA_FORWARD_KERNELS_H
-#define BNEXPORT_KERNELS_CUDA_FORWARD_KERNELS_H
+#pragma once
 
 #include "../common/statistics_definitions.h"
 #include "arguments.h"
@@ -172,5 +171,3 @@ persistent_forward(BNEXPORT_ARGUMENTS ForwardArguments args) {
 }
 
 }  // namespace bnexport::cuda
-
-#endif  // BNEXPORT_KERNELS_CUDA_FORWARD_KERNELS_H

@@ -3,8 +3,7 @@
 // The limits are a kernel's on a device, for all threads and streams: set to the size of one launch, they would
 // take from another thread's launch what it had just asked for. So they are set once, to the most that the
 // device gives.
-#ifndef BNEXPORT_KERNELS_CUDA_KERNEL_ATTRIBUTES_H
-#define BNEXPORT_KERNELS_CUDA_KERNEL_ATTRIBUTES_H
+#pragma once
 
 #include <cuda_runtime_api.h>
 
@@ -43,5 +42,3 @@ inline cudaError_t allow(const void* kernel, int device, int64_t shared, int64_t
 }
 
 }  // namespace bnexport::cuda
-
-#endif  // BNEXPORT_KERNELS_CUDA_KERNEL_ATTRIBUTES_H

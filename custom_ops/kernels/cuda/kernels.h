@@ -1,6 +1,5 @@
 // The CUDA kernels' entry points, without CUDA: enqueues the work of a plan on a stream.
-#ifndef BNEXPORT_KERNELS_CUDA_KERNELS_H
-#define BNEXPORT_KERNELS_CUDA_KERNELS_H
+#pragma once
 
 #include <cstddef>
 #include <stdexcept>
@@ -51,5 +50,3 @@ bool passed(void* mark, bool wait);
 void copy_and_wait(void* to, const void* from, size_t bytes, bool to_host, void* stream);
 
 }  // namespace bnexport::cuda
-
-#endif  // BNEXPORT_KERNELS_CUDA_KERNELS_H

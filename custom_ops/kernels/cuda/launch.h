@@ -4,8 +4,7 @@
 //   void launch(Kernel kernel, const Launch& launch, const Arguments& arguments)
 //   void zero(void* memory, int64_t bytes)
 // in stream order; CUDA's is in stream.h, the tests have one that runs kernels on the host.
-#ifndef BNEXPORT_KERNELS_CUDA_LAUNCH_H
-#define BNEXPORT_KERNELS_CUDA_LAUNCH_H
+#pragma once
 
 #include "backward_kernels.h"
 #include "forward_kernels.h"
@@ -218,5 +217,3 @@ void run_backward(const bnexport_backward& params, const LaunchPlan& plan, void*
 }
 
 }  // namespace bnexport::cuda
-
-#endif  // BNEXPORT_KERNELS_CUDA_LAUNCH_H

@@ -1,7 +1,6 @@
 // How a tensor is shared out among a device's multiprocessors: a pure function of the tensor's shape and
 // type and of the device's properties. No CUDA call, so every plan can be tested without a GPU.
-#ifndef BNEXPORT_KERNELS_CUDA_LAUNCH_PLAN_H
-#define BNEXPORT_KERNELS_CUDA_LAUNCH_PLAN_H
+#pragma once
 
 #include <cstdint>
 
@@ -63,5 +62,3 @@ constexpr int64_t kLongestRow = int64_t{1} << 30;
 LaunchPlan launch_plan(const Problem& problem, const DeviceProperties& device, const Wish& wish = {});
 
 }  // namespace bnexport::cuda
-
-#endif  // BNEXPORT_KERNELS_CUDA_LAUNCH_PLAN_H

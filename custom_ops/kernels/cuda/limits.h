@@ -1,6 +1,5 @@
 // What the plan and the kernels must agree on; kernels check their own types against it.
-#ifndef BNEXPORT_KERNELS_CUDA_LIMITS_H
-#define BNEXPORT_KERNELS_CUDA_LIMITS_H
+#pragma once
 
 #include <cstdint>
 
@@ -22,5 +21,3 @@ constexpr int64_t kPartBytes = 24;         // moments or sums of a part
 constexpr int64_t kCoefficientBytes = 40;  // of a channel
 
 }  // namespace bnexport::cuda
-
-#endif  // BNEXPORT_KERNELS_CUDA_LIMITS_H

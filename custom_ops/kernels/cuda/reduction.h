@@ -7,8 +7,7 @@
 //
 // and are merged by the formula of moments.h. A block's result leaves as Moments in double. Every order
 // is fixed: the same input gives the same bits on every run.
-#ifndef BNEXPORT_KERNELS_CUDA_REDUCTION_H
-#define BNEXPORT_KERNELS_CUDA_REDUCTION_H
+#pragma once
 
 #include "../common/moments.h"
 #include "../common/statistics.h"
@@ -147,5 +146,3 @@ BNEXPORT_DEVICE Value merge_cluster(const Value& mine, const Value& none) {
 }
 
 }  // namespace bnexport::cuda
-
-#endif  // BNEXPORT_KERNELS_CUDA_REDUCTION_H

@@ -4,8 +4,7 @@
 // by a mask, so that every access is aligned and touches only the row's own elements. The slab of a
 // channel is its N rows; its units are counted through, `units` to a row, some of them empty when rows
 // begin at different places.
-#ifndef BNEXPORT_KERNELS_CUDA_ROWS_H
-#define BNEXPORT_KERNELS_CUDA_ROWS_H
+#pragma once
 
 #include <cstdint>
 
@@ -88,5 +87,3 @@ BNEXPORT_HOST_DEVICE inline Unit unit_of_slab(const Rows& rows, const Range& ran
 }
 
 }  // namespace bnexport::cuda
-
-#endif  // BNEXPORT_KERNELS_CUDA_ROWS_H

@@ -1,6 +1,5 @@
 // The forward's statistics as the backward reads them.
-#ifndef BNEXPORT_KERNELS_CUDA_SAVED_H
-#define BNEXPORT_KERNELS_CUDA_SAVED_H
+#pragma once
 
 #include "../common/statistics_definitions.h"
 #include "device.h"
@@ -15,5 +14,3 @@ BNEXPORT_DEVICE double saved_invstd(const bnexport_backward& params, int64_t c) 
 }
 
 }  // namespace bnexport::cuda
-
-#endif  // BNEXPORT_KERNELS_CUDA_SAVED_H

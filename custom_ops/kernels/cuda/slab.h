@@ -6,8 +6,7 @@
 // Moments of a batch are two passes over registers: its mean, then M2 around it. Batches are merged by
 // Chan's formula, so that no choice of a pivot can spoil the result, for half an instruction a value more
 // than sums around one pivot would take.
-#ifndef BNEXPORT_KERNELS_CUDA_SLAB_H
-#define BNEXPORT_KERNELS_CUDA_SLAB_H
+#pragma once
 
 #include "elements.h"
 #include "reduction.h"
@@ -265,5 +264,3 @@ BNEXPORT_DEVICE void block_gradient(const Rows& rows, const Range& range, const 
 }
 
 }  // namespace bnexport::cuda
-
-#endif  // BNEXPORT_KERNELS_CUDA_SLAB_H

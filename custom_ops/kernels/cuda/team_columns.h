@@ -6,8 +6,7 @@
 //
 // With two teams, one block of each on a multiprocessor, one loads while the other waits or stores. Chosen only
 // where it is asked for: whether it beats two reads is for a device to say.
-#ifndef BNEXPORT_KERNELS_CUDA_TEAM_COLUMNS_H
-#define BNEXPORT_KERNELS_CUDA_TEAM_COLUMNS_H
+#pragma once
 
 #include "backward_kernels.h"
 
@@ -97,5 +96,3 @@ team_backward(BNEXPORT_ARGUMENTS BackwardArguments args) {
 }
 
 }  // namespace bnexport::cuda
-
-#endif  // BNEXPORT_KERNELS_CUDA_TEAM_COLUMNS_H

@@ -4,8 +4,7 @@
 // count of arrivals), and which one runs next is random, so that a missing barrier shows up as a wrong
 // result. Barriers that not all threads reach, and waits for what nobody will signal, end the program
 // with a message. Shared memory is a heap block of the size that was asked for, filled with NaN.
-#ifndef BNEXPORT_TESTS_CUDA_DEVICE_PRIMITIVES_H
-#define BNEXPORT_TESTS_CUDA_DEVICE_PRIMITIVES_H
+#pragma once
 
 #include <cstdint>
 #include <cstring>
@@ -186,5 +185,3 @@ inline uint32_t floats_to_bfloats(float low, float high) {
 }
 
 }  // namespace bnexport::cuda
-
-#endif  // BNEXPORT_TESTS_CUDA_DEVICE_PRIMITIVES_H

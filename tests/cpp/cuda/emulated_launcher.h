@@ -1,6 +1,5 @@
 // Launches kernels on the emulated device, in a new random order each time.
-#ifndef BNEXPORT_TESTS_EMULATED_LAUNCHER_H
-#define BNEXPORT_TESTS_EMULATED_LAUNCHER_H
+#pragma once
 
 #include <cstring>
 
@@ -22,5 +21,3 @@ struct EmulatedLauncher {
 };
 
 }  // namespace bnexport::cuda
-
-#endif  // BNEXPORT_TESTS_EMULATED_LAUNCHER_H

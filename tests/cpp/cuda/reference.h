@@ -1,7 +1,6 @@
 // Tensors as a device has them, the naive reference in long double, and the bounds of
 // bnexport/tolerances.py.
-#ifndef BNEXPORT_TESTS_CUDA_REFERENCE_H
-#define BNEXPORT_TESTS_CUDA_REFERENCE_H
+#pragma once
 
 #include <algorithm>
 #include <cmath>
@@ -132,5 +131,3 @@ inline double roundoff(int32_t dtype) {
   return kUnit[dtype];
 }
 inline double statistics_roundoff(int32_t dtype) { return std::min(roundoff(dtype), 0x1p-24); }
-
-#endif  // BNEXPORT_TESTS_CUDA_REFERENCE_H

@@ -1,8 +1,7 @@
 // The part of the CUDA runtime that custom_ops uses outside of kernels, without a GPU: a stream counts what was
 // enqueued and what is done, and an event waits for the count that it was recorded at; attributes of kernels are
 // kept for a test to look at.
-#ifndef BNEXPORT_TESTS_FAKE_CUDA_H
-#define BNEXPORT_TESTS_FAKE_CUDA_H
+#pragma once
 
 #include <atomic>
 #include <cstdint>
@@ -92,5 +91,3 @@ inline cudaError_t cudaEventQuery(cudaEvent_t event) {
   if (event->stream->broken) return cudaErrorLaunchFailure;
   return event->stream->done >= event->target ? cudaSuccess : cudaErrorNotReady;
 }
-
-#endif  // BNEXPORT_TESTS_FAKE_CUDA_H

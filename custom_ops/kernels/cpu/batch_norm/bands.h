@@ -1,6 +1,5 @@
 // Columns of a matrix by bands of whole channels, and what belongs to each channel.
-#ifndef BNEXPORT_KERNELS_CPU_BATCH_NORM_BANDS_H
-#define BNEXPORT_KERNELS_CPU_BATCH_NORM_BANDS_H
+#pragma once
 
 #include <vector>
 
@@ -95,5 +94,3 @@ class CoefficientPlanes {
 };
 
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_BATCH_NORM_BANDS_H

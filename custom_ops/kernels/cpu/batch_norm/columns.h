@@ -8,8 +8,7 @@
 // All loops take pieces of columns. What is left at the end of a row is part of a piece that overlaps the one before
 // it (its sums stand behind those of the others); matrices with less than a piece of columns are copied to
 // rows of one piece.
-#ifndef BNEXPORT_KERNELS_CPU_BATCH_NORM_COLUMNS_H
-#define BNEXPORT_KERNELS_CPU_BATCH_NORM_COLUMNS_H
+#pragma once
 
 #include <cstring>
 
@@ -425,5 +424,3 @@ inline void merge_columns(double* __restrict mean, double* __restrict m2, double
 
 }  // namespace
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_BATCH_NORM_COLUMNS_H

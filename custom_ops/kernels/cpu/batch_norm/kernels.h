@@ -2,8 +2,7 @@
 //
 // With group_size > 1 the caller first asks for this process's row, exchanges rows, sets
 // `gathered`, and then calls forward or backward. They may throw std::bad_alloc.
-#ifndef BNEXPORT_KERNELS_CPU_BATCH_NORM_KERNELS_H
-#define BNEXPORT_KERNELS_CPU_BATCH_NORM_KERNELS_H
+#pragma once
 
 #include "../parallel.h"
 #include "bnexport.h"
@@ -16,5 +15,3 @@ void backward_row(const bnexport_backward& params, Parallel& parallel, double* r
 void backward(const bnexport_backward& params, Parallel& parallel);
 
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_BATCH_NORM_KERNELS_H

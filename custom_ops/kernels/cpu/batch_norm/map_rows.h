@@ -3,8 +3,7 @@
 // Neighbouring rows belong to neighbouring channels and are walked as one run of memory, so that all stores but
 // those at the ends are aligned whatever the length of a row. A piece that holds the end of one row and the
 // beginning of the next takes its coefficients from both.
-#ifndef BNEXPORT_KERNELS_CPU_BATCH_NORM_MAP_ROWS_H
-#define BNEXPORT_KERNELS_CPU_BATCH_NORM_MAP_ROWS_H
+#pragma once
 
 #include "maps.h"
 
@@ -73,5 +72,3 @@ void gradient(const void* dy, const void* x, void* dx, Span span, int64_t channe
 
 }  // namespace
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_BATCH_NORM_MAP_ROWS_H

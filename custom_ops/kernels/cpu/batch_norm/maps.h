@@ -2,8 +2,7 @@
 //
 // A map knows its inputs and its coefficients, and how rows (map_rows.h) and columns (columns.h) get at them: one
 // set for all lanes of a vector, or one for each lane.
-#ifndef BNEXPORT_KERNELS_CPU_BATCH_NORM_MAPS_H
-#define BNEXPORT_KERNELS_CPU_BATCH_NORM_MAPS_H
+#pragma once
 
 #include <cstring>
 
@@ -135,5 +134,3 @@ BNEXPORT_INLINE void map_part(const Map& map, typename T::Storage* y, int64_t i,
 
 }  // namespace
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_BATCH_NORM_MAPS_H

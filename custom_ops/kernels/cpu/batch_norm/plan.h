@@ -2,8 +2,7 @@
 //
 // Blocks fix the order of every sum, so they depend on the shape alone. Tasks only group blocks; they
 // may follow the number of threads without changing a bit of the result.
-#ifndef BNEXPORT_KERNELS_CPU_BATCH_NORM_PLAN_H
-#define BNEXPORT_KERNELS_CPU_BATCH_NORM_PLAN_H
+#pragma once
 
 #include <cstdint>
 
@@ -234,5 +233,3 @@ struct StreamPlan {
 };
 
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_BATCH_NORM_PLAN_H

@@ -9,8 +9,7 @@
 // the block; where that was a bad choice (a loss of more than 3) the block, still in L1, is read again
 // with K = K + s / n. Where the squares leave the range of float32, it is read again in double. Both
 // depend on the block alone, so the result does not depend on threads.
-#ifndef BNEXPORT_KERNELS_CPU_BATCH_NORM_ROWS_H
-#define BNEXPORT_KERNELS_CPU_BATCH_NORM_ROWS_H
+#pragma once
 
 #include <type_traits>
 
@@ -232,5 +231,3 @@ void gradient_sums(const void* dy_data, const void* x_data, Span span, int64_t c
 
 }  // namespace
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_BATCH_NORM_ROWS_H

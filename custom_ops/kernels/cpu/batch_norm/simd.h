@@ -7,8 +7,7 @@
 //
 // Loops that sum across lanes work on whole vectors. Loops that compute each value alone work on the smallest
 // piece that an element type can store, so that few registers are in flight.
-#ifndef BNEXPORT_KERNELS_CPU_BATCH_NORM_SIMD_H
-#define BNEXPORT_KERNELS_CPU_BATCH_NORM_SIMD_H
+#pragma once
 
 #include <type_traits>
 
@@ -228,5 +227,3 @@ BNEXPORT_INLINE double sum_lanes(const VectorF& v) { return sum_lanes(folded(v))
 
 }  // namespace
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_BATCH_NORM_SIMD_H

@@ -1,6 +1,5 @@
 // The inner loops, one table per element type and instruction set. Sizes and strides in elements.
-#ifndef BNEXPORT_KERNELS_CPU_BATCH_NORM_TABLE_H
-#define BNEXPORT_KERNELS_CPU_BATCH_NORM_TABLE_H
+#pragma once
 
 #include <cstdint>
 
@@ -75,5 +74,3 @@ struct Table {
 const Table& table(int32_t dtype);
 
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_BATCH_NORM_TABLE_H

@@ -1,6 +1,5 @@
 // The gradient of ReLU and its bounded relatives, float32.
-#ifndef BNEXPORT_KERNELS_CPU_TRAINING_ELEMENTWISE_H
-#define BNEXPORT_KERNELS_CPU_TRAINING_ELEMENTWISE_H
+#pragma once
 
 #include <cstdint>
 
@@ -19,5 +18,3 @@ void relu_gradient(const OpenRange& range, const float* grad, const float* x, fl
                    Parallel& parallel);
 
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_TRAINING_ELEMENTWISE_H

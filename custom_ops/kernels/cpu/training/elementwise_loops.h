@@ -1,6 +1,5 @@
 // The inner loop of elementwise.h. Compiled once per instruction set; see ../native.h.
-#ifndef BNEXPORT_KERNELS_CPU_TRAINING_ELEMENTWISE_LOOPS_H
-#define BNEXPORT_KERNELS_CPU_TRAINING_ELEMENTWISE_LOOPS_H
+#pragma once
 
 #include "../native.h"
 #include "elementwise.h"
@@ -44,5 +43,3 @@ void relu_gradient_loop(const OpenRange& range, const float* grad, const float* 
 
 }  // namespace
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_TRAINING_ELEMENTWISE_LOOPS_H

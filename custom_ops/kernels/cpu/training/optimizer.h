@@ -11,8 +11,7 @@
 //          p  = p - lr (g' + momentum b  with nesterov, b  with momentum, else g')
 //
 // Outputs may be the inputs themselves.
-#ifndef BNEXPORT_KERNELS_CPU_TRAINING_OPTIMIZER_H
-#define BNEXPORT_KERNELS_CPU_TRAINING_OPTIMIZER_H
+#pragma once
 
 #include <cstdint>
 
@@ -42,5 +41,3 @@ void update(const AdamUpdate& adam, int64_t count, Parallel& parallel);
 void update(const SgdUpdate& sgd, int64_t count, Parallel& parallel);
 
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_TRAINING_OPTIMIZER_H

@@ -1,6 +1,5 @@
 // The inner loops of optimizer.h. Compiled once per instruction set; see ../native.h.
-#ifndef BNEXPORT_KERNELS_CPU_TRAINING_OPTIMIZER_LOOPS_H
-#define BNEXPORT_KERNELS_CPU_TRAINING_OPTIMIZER_LOOPS_H
+#pragma once
 
 #include "../native.h"
 #include "optimizer.h"
@@ -90,5 +89,3 @@ void sgd_loop(const SgdUpdate& k, int64_t first, int64_t count, bool stream) {
 
 }  // namespace
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_TRAINING_OPTIMIZER_LOOPS_H

@@ -2,8 +2,7 @@
 //
 // A window's gradient goes to its maximum: the first of equal ones in row-major order, the last NaN if
 // there is one, as in torch. The maximum is searched again, so that a forward need not keep where it was.
-#ifndef BNEXPORT_KERNELS_CPU_TRAINING_POOLING_H
-#define BNEXPORT_KERNELS_CPU_TRAINING_POOLING_H
+#pragma once
 
 #include <cstdint>
 
@@ -21,5 +20,3 @@ struct MaxPool {
 void max_pool_gradient(const MaxPool& pool, const float* grad, const float* x, float* grad_input, Parallel& parallel);
 
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_TRAINING_POOLING_H

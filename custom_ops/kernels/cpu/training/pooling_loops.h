@@ -2,8 +2,7 @@
 //
 // Kernel positions are the outer loop and neighbouring windows the inner one, which compilers turn into
 // vectors; padding only shortens the range of windows that a position belongs to.
-#ifndef BNEXPORT_KERNELS_CPU_TRAINING_POOLING_LOOPS_H
-#define BNEXPORT_KERNELS_CPU_TRAINING_POOLING_LOOPS_H
+#pragma once
 
 #include "../native.h"
 #include "pooling.h"
@@ -71,5 +70,3 @@ void max_pool_gradient_loop(const MaxPool& pool, const float* grad, const float*
 
 }  // namespace
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_TRAINING_POOLING_LOOPS_H

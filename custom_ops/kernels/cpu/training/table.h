@@ -1,6 +1,5 @@
 // The inner loops of the training kernels, one table per instruction set. All element counts may be 0.
-#ifndef BNEXPORT_KERNELS_CPU_TRAINING_TABLE_H
-#define BNEXPORT_KERNELS_CPU_TRAINING_TABLE_H
+#pragma once
 
 #include <cstdint>
 
@@ -25,5 +24,3 @@ struct TrainingTable {
 const TrainingTable& training_table();
 
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_TRAINING_TABLE_H

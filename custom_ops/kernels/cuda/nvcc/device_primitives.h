@@ -1,6 +1,5 @@
 // The primitives of device.h in CUDA.
-#ifndef BNEXPORT_KERNELS_CUDA_NVCC_DEVICE_PRIMITIVES_H
-#define BNEXPORT_KERNELS_CUDA_NVCC_DEVICE_PRIMITIVES_H
+#pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -153,5 +152,3 @@ BNEXPORT_DEVICE uint32_t floats_to_bfloats(float low, float high) {
 }
 
 }  // namespace bnexport::cuda
-
-#endif  // BNEXPORT_KERNELS_CUDA_NVCC_DEVICE_PRIMITIVES_H

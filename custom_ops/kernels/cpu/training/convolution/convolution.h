@@ -8,8 +8,7 @@
 //   dw[o, c, k] = sum_n,i  g[n, o, i] x[n, c, s i + d k - p]
 //
 // Sums run in one order whatever the number of threads, so a result has the same bits for all.
-#ifndef BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_CONVOLUTION_H
-#define BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_CONVOLUTION_H
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -50,5 +49,3 @@ void weight_gradient(const Convolution& shape, const float* grad, const float* x
                      Parallel& parallel, Workspace& workspace);
 
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_CONVOLUTION_H

@@ -1,6 +1,5 @@
 // Convolutions with one channel in each group: a plane at a time, which stays in the cache.
-#ifndef BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_DEPTHWISE_H
-#define BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_DEPTHWISE_H
+#pragma once
 
 #include <vector>
 
@@ -20,5 +19,3 @@ void depthwise_weight_gradient(const Convolution& shape, const PlaneLayout& layo
                                Workspace& workspace);
 
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_DEPTHWISE_H

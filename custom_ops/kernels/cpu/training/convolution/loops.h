@@ -1,6 +1,5 @@
 // The inner loops of convolutions, one table per instruction set. Sizes and strides in floats.
-#ifndef BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_LOOPS_H
-#define BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_LOOPS_H
+#pragma once
 
 #include <cstdint>
 
@@ -59,5 +58,3 @@ struct Loops {
 const Loops& loops();
 
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_LOOPS_H

@@ -1,6 +1,5 @@
 // What the matrix products of convolutions share: panels of columns, planes of the input, memory.
-#ifndef BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_PANELS_H
-#define BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_PANELS_H
+#pragma once
 
 #include <algorithm>
 
@@ -73,5 +72,3 @@ void multiply(int64_t rows, int64_t vectors, const Walk& walk, const float* pane
 inline int64_t padded_rows(int64_t rows) { return ceil_div(rows, loops().short_rows) * loops().short_rows; }
 
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_PANELS_H

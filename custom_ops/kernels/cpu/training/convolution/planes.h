@@ -1,7 +1,6 @@
 // A channel's plane as the loops want it: padded, and cut into phases when there is a stride, so that what
 // a tap of the kernel sees of a row of the output is a run of neighbours, at a constant offset.
-#ifndef BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_PLANES_H
-#define BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_PLANES_H
+#pragma once
 
 #include <cstdint>
 #include <vector>
@@ -43,5 +42,3 @@ struct GradientPhase {
 PlaneLayout gradient_planes(const Convolution& shape, std::vector<GradientPhase>* phases);
 
 }  // namespace bnexport::cpu
-
-#endif  // BNEXPORT_KERNELS_CPU_TRAINING_CONVOLUTION_PLANES_H
