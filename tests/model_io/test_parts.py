@@ -28,6 +28,7 @@ from bnexport.errors import (
     UsageError,
 )
 from bnexport.model_io import (
+    DEFAULT_LIMITS,
     external,
     load,
     load_tensors,
@@ -282,6 +283,7 @@ class TestWrite:
         assert to_proto(load(tmp_path / "m.onnx")) == to_proto(source)
 
     def test_a_model_past_protobuf_without_its_weights(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert DEFAULT_LIMITS.model_bytes == write.PROTOBUF_LIMIT
         monkeypatch.setattr(write, "PROTOBUF_LIMIT", 10)
         source = from_proto(model("g (float[N] x) => (float[N] y) { y = Relu (x) }"))
         for asked in (None, True):

@@ -38,12 +38,22 @@ def test_raw_data_comes_once() -> None:
             wire.whole(data, Limits())
 
 
-@pytest.mark.parametrize("field", ["float_data", "int32_data", "int64_data", "double_data", "uint64_data"])
+LIKE_TAGS = b"\x12" * 8
+NUMBERS = {
+    "float_data": (onnx.TensorProto.FLOAT, np.frombuffer(LIKE_TAGS, "<f4")[0]),
+    "double_data": (onnx.TensorProto.DOUBLE, np.frombuffer(LIKE_TAGS, "<f8")[0]),
+    "int32_data": (onnx.TensorProto.INT32, LIKE_TAGS[0]),
+    "int64_data": (onnx.TensorProto.INT64, LIKE_TAGS[0]),
+    "uint64_data": (onnx.TensorProto.UINT64, LIKE_TAGS[0]),
+}
+
+
+@pytest.mark.parametrize("field", NUMBERS)
 def test_numbers_count_as_no_texts(field: str) -> None:
-    """Their bytes may look like tags."""
-    kinds = {"float_data": 1, "int32_data": 6, "int64_data": 7, "double_data": 11, "uint64_data": 13}
-    tensor = onnx.TensorProto(name="t", dims=[5000], data_type=kinds[field])
-    getattr(tensor, field).extend([2.3283064365386963e-10 if "f" in field or "double" in field else 18] * 5000)
+    """Whatever their bytes look like."""
+    kind, value = NUMBERS[field]
+    tensor = onnx.TensorProto(name="t", dims=[5000], data_type=kind)
+    getattr(tensor, field).extend([value] * 5000)
     data = onnx.helper.make_model(onnx.helper.make_graph([], "g", [], [], [tensor])).SerializeToString()
     assert wire.whole(data, Limits(elements=100)).data == data
 
