@@ -204,3 +204,10 @@ def test_nhwc_backward_of_one_value_a_channel():
     assert np.array_equal(reference.backward_nhwc(dy, x, one, x[0, 0, 0], 0 * one).grad_input, np.zeros_like(x))
     by_default = reference.backward_nhwc(dy, x, one, 0 * one, one).grad_weight
     np.testing.assert_allclose(by_default, (dy * x)[0, 0, 0] / np.sqrt(1.001), rtol=1e-15)
+
+
+def test_the_second_half_of_the_backward_without_a_weight():
+    x, dy, _, _ = _tensors((4, 3, 5))
+    vectors = np.arange(12.0).reshape(4, 3)
+    got = reference.apply_backward(dy, x, None, *vectors)
+    assert np.array_equal(got, reference.apply_backward(dy, x, np.ones(3), *vectors))
