@@ -340,6 +340,16 @@ class TestCommit:
             raise FileNotFoundError(errno.ENOENT, "gone", staged)
         assert caught.value.filename == str(target)
 
+    @pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+    def test_a_file_has_the_mode_that_the_umask_leaves(self, tmp_path: Path, umask: int) -> None:
+        before = os.umask(umask)
+        try:
+            with staging.whole_file(tmp_path / "t") as staged:
+                os.close(os.open(staged, os.O_CREAT | os.O_WRONLY, 0o600))
+        finally:
+            os.umask(before)
+        assert (tmp_path / "t").stat().st_mode & 0o777 == 0o666 & ~umask
+
     def test_processes_that_live(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert staging._alive(os.getpid()) is True
 
