@@ -1,4 +1,4 @@
-"""Who calls which model-local function, and how large a model is once all calls are replaced by bodies.
+"""Call graph of model-local functions, and the size of a model after inlining.
 
 Functions that call each other twice, level by level, double in size with every level: a file of a few
 kilobytes can stand for more nodes than fit in memory. What looks through calls asks `expanded_sizes` first.
@@ -14,7 +14,7 @@ from bnexport.model_io import walk
 
 
 def callers_first(model: ir.Model) -> list[ir.OperatorIdentifier]:
-    """The functions of a model, each behind those that call it. model_io refuses recursion."""
+    """Return the functions of a model, callers before callees. model_io refuses recursion."""
     order: graphlib.TopologicalSorter[ir.OperatorIdentifier] = graphlib.TopologicalSorter()
     for key, function in model.functions.items():
         order.add(key)
@@ -25,7 +25,7 @@ def callers_first(model: ir.Model) -> list[ir.OperatorIdentifier]:
 
 
 def expanded_sizes(model: ir.Model) -> tuple[int, dict[ir.OperatorIdentifier, int]]:
-    """Nodes of the main graph, and of each function, with every call counted as the body it stands for."""
+    """Count nodes of the main graph and of each function as if every call were inlined."""
     sizes: dict[ir.OperatorIdentifier, int] = {}
     for key in reversed(callers_first(model)):
         sizes[key] = sum(1 + sizes.get(node.op_identifier(), 0) for node in model.functions[key].all_nodes())
@@ -35,7 +35,7 @@ def expanded_sizes(model: ir.Model) -> tuple[int, dict[ir.OperatorIdentifier, in
 
 
 def calls(model: ir.Model) -> dict[ir.OperatorIdentifier, list[ir.Node]]:
-    """The nodes that call each function."""
+    """Return the nodes that call each function."""
     found: dict[ir.OperatorIdentifier, list[ir.Node]] = {}
     for node in walk.nodes(model):
         if node.op_identifier() in model.functions:

@@ -1,4 +1,4 @@
-"""What a value is worth, when that is fixed by the model alone.
+"""Constant values: initializers and constant expressions, evaluated in float64 or in their own type.
 
 Initializers that a caller may override (listed as inputs, IR version 4 and up) are not constants;
 before IR 4 every initializer had to be listed and they are. Constant expressions over small tensors
@@ -27,7 +27,7 @@ _FLOATS = frozenset(FLOAT_TYPES.values())
 
 
 class Described(NamedTuple):
-    """A constant without its data."""
+    """Shape and type of a constant, without its data."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -38,7 +38,7 @@ class Described(NamedTuple):
 
 
 class Constants:
-    """Resolves the values of one model."""
+    """Constant values of one model, evaluated on demand."""
 
     def __init__(self, model: ir.Model, shapes: Shapes) -> None:
         self._model = model
@@ -48,13 +48,13 @@ class Constants:
         self._evaluated: dict[ir.Value, np.ndarray] = {}
 
     def array(self, value: ir.Value | None, what: str) -> np.ndarray:
-        """The value in its own type; Refused where it is not fixed."""
+        """Return the value in its own type. Raise Refused if it is not constant."""
         if value is None:
             raise Refused("missing", f"the {what} is missing")
         return self._array(value, what, _DEPTH)
 
     def tensor(self, value: ir.Value | None, what: str) -> ir.TensorProtocol:
-        """The value as a tensor; what the file holds is not read."""
+        """Return the value as a tensor. Data in files is not read."""
         if value is not None:
             tensor = self.stored(value, what)
             if tensor is not None:
@@ -62,7 +62,7 @@ class Constants:
         return ir.Tensor(self.array(value, what))
 
     def describe(self, value: ir.Value | None, what: str) -> Described:
-        """Shape and type of a constant; an initializer is not read."""
+        """Return shape and type of a constant. Initializers are not read."""
         if value is None:
             raise Refused("missing", f"the {what} is missing")
         tensor = self.stored(value, what)
@@ -74,14 +74,14 @@ class Constants:
         return Described(array.shape, array.dtype)
 
     def floats(self, value: ir.Value | None, what: str) -> np.ndarray:
-        """The value as float64; Refused where it is not fixed or not a float tensor."""
+        """Return the value as float64. Raise Refused if it is not constant or not a float tensor."""
         array = self.array(value, what)
         if array.dtype not in _FLOATS:
             raise Refused("type", f"the {what} has type {array.dtype}, expected a float type")
         return array.astype(np.float64)
 
     def ints(self, value: ir.Value | None, what: str) -> tuple[int, ...]:
-        """A small integer tensor, flattened."""
+        """Return a small integer tensor, flattened."""
         array = self.array(value, what)
         if array.dtype.kind not in "iu" or array.size > _INTEGERS:
             raise Refused("type", f"the {what} is not a short list of integers")
@@ -95,7 +95,7 @@ class Constants:
         return True
 
     def check(self, value: ir.Value | None, what: str, depth: int = _DEPTH) -> None:
-        """Refuses a value that is not fixed, without computing it."""
+        """Raise Refused for a value that is not constant, without computing it."""
         if value is None:
             raise Refused("missing", f"the {what} is missing")
         if value in self._fixed or self.stored(value, what) is not None:
@@ -114,7 +114,7 @@ class Constants:
         self._fixed.add(value)
 
     def _shape_of(self, node: ir.Node) -> np.ndarray:
-        """Shape, where the sizes that it asks for are numbers."""
+        """Return the shape, if the requested sizes are known numbers."""
         only_attributes(node, ("start", "end"))
         shape = self._shapes.of(node.inputs[0]) if node.inputs and node.inputs[0] is not None else None
         if shape is None:
@@ -134,7 +134,7 @@ class Constants:
         return data.astype(dtype.numpy())
 
     def stored(self, value: ir.Value, what: str) -> ir.TensorProtocol | None:
-        """The initializer behind a value, None for another kind of value."""
+        """Return the initializer of a value, or None for any other kind of value."""
         if value.is_initializer():
             # The inputs of a body are given by its If, Loop or Scan in every version.
             if value.is_graph_input() and (self._model.ir_version >= 4 or value.graph is not self._model.graph):
@@ -175,7 +175,7 @@ class Constants:
 
 
 def _operands(node: ir.Node) -> Sequence[ir.Value | None]:
-    """The inputs whose values count: of the second input of CastLike only the type does."""
+    """Return the inputs whose values matter: CastLike uses only the type of its second input."""
     return node.inputs[:1] if node.op_type == "CastLike" else node.inputs
 
 

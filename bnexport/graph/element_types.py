@@ -1,4 +1,4 @@
-"""The float types that parameters may have."""
+"""Float types supported for parameters."""
 
 from __future__ import annotations
 

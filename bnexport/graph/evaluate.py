@@ -1,4 +1,4 @@
-"""Constant nodes and small constant expressions, in NumPy.
+"""Constant nodes and small constant expressions, evaluated in NumPy.
 
 Arithmetic on floats is done in float64 and rounded to the operands' type, so that a standard deviation
 that an exporter computes in the graph is not worse than one computed here.
@@ -30,7 +30,7 @@ _STORED: dict[int, np.dtype] = {
 
 
 def read_tensor(tensor: ir.TensorProtocol) -> np.ndarray:
-    """The tensor's values, checked against its declared shape."""
+    """Return the tensor's values, checked against its declared shape."""
     try:
         if isinstance(tensor, ir.serde.TensorProtoTensor):
             # What `numpy` does for these types as well, in a tenth of the time; models hold many small vectors.
@@ -57,7 +57,7 @@ _CONSTANTS = {
 
 
 def constant_node(node: ir.Node) -> np.ndarray:
-    """A Constant node of any form; each carries exactly one attribute."""
+    """Evaluate a Constant node of any form; each carries exactly one attribute."""
     if len(node.attributes) != 1:
         raise Refused("bad-attribute", f"{label(node)} has {len(node.attributes)} attributes, expected one")
     attribute = next(iter(node.attributes.values()))
@@ -80,7 +80,7 @@ def constant_node(node: ir.Node) -> np.ndarray:
 
 
 def _same_type(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Arithmetic on floats in float64, rounded to the operands' type."""
+    """Compute in float64 for floats, and round to the operands' type."""
 
     def evaluate(node: ir.Node, *operands: np.ndarray) -> np.ndarray:
         only_attributes(node, ())

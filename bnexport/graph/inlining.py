@@ -1,4 +1,4 @@
-"""Calls of model-local functions that part a batch norm from its parameters or from its neighbours.
+"""Inlining of model-local functions that separate a batch norm from its parameters or its neighbours.
 
 Exporters that make a function of every module pass the weights in as inputs, and inside the function they
 are no constants. Such a call is replaced by a copy of the function's body:
@@ -33,7 +33,7 @@ _LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Add")
 
 
 def inline_calls(model: ir.Model) -> set[str]:
-    """Replaces the calls named above, in place; the names of the nodes that came in."""
+    """Inline the calls described above, in place; return the names of the inserted nodes."""
     return _Inliner(model).run() if model.functions else set()
 
 
@@ -79,7 +79,7 @@ class _Inliner:
         return bool(needs) and self._given(call, needs)
 
     def _neighbours(self, norm: ir.Node) -> Iterator[ir.Node]:
-        """Calls above and below a batch norm that hide a linear operator."""
+        """Return calls above and below a batch norm that contain a linear operator."""
         data = input_at(norm, 0)
         above = None if data is None else data.producer()
         if above is not None and self._given(above, self._linear.get(above.op_identifier())):
@@ -93,7 +93,7 @@ class _Inliner:
                     yield use.node
 
     def _given(self, call: ir.Node, needs: frozenset[int | str] | None) -> bool:
-        """Whether the call can be replaced, and gives constants for what its function needs."""
+        """Whether the call can be inlined and passes constants for the inputs that must be constant."""
         function = self._functions.get(call.op_identifier())
         if function is None or needs is None or self._sizes[call.op_identifier()] > self._budget:
             return False
@@ -113,8 +113,9 @@ class _Inliner:
         return all(call.inputs[place] is None or self._constants.is_constant(call.inputs[place]) for place in places)
 
     def _find_needs(self, *, norms: bool) -> dict[ir.OperatorIdentifier, frozenset[int | str]]:
-        """For functions that hold a batch norm, or else a linear operator, at any depth of calls: the inputs
-        (places) and attributes (names) that parameters of these nodes come from."""
+        """For each function that contains a batch norm, or else a linear operator, at any depth of calls: find the
+        inputs (indices) and attributes (names) that the parameters of these nodes depend on.
+        """
         found: dict[ir.OperatorIdentifier, frozenset[int | str]] = {}
         for key in reversed(callers_first(self._model)):
             function = self._functions.get(key)
@@ -140,7 +141,7 @@ class _Inliner:
         return found
 
     def _inline(self, call: ir.Node) -> list[ir.Node]:
-        """Puts a copy of the function's body where the call is; the nodes of the copy."""
+        """Replace the call by a copy of the function's body; return the copied nodes."""
         function, graph = self._functions[call.op_identifier()], call.graph
         assert graph is not None
         copy = function.clone()
@@ -191,7 +192,7 @@ def _is_norm(node: ir.Node) -> bool:
 
 
 def _sources(values: Iterable[ir.Value | None]) -> Iterator[ir.Value]:
-    """What constant expressions start from."""
+    """Return the leaves of constant expressions."""
     pending = [value for value in values if value is not None]
     seen: set[ir.Value] = set()
     while pending:
@@ -207,14 +208,14 @@ def _sources(values: Iterable[ir.Value | None]) -> Iterator[ir.Value]:
 
 
 def _bodies(node: ir.Node) -> Iterator[ir.Node]:
-    """The nodes of a node's bodies, at any depth."""
+    """Yield the nodes of a node's subgraphs, at any depth."""
     for attribute in node.attributes.values():
         for graph in walk.bodies(attribute):
             yield from graph.all_nodes()
 
 
 def _resolve_attributes(node: ir.Node, call: ir.Node, function: ir.Function) -> None:
-    """References to the call's attributes become what it gives, or the function's default, or nothing."""
+    """Replace references to the call's attributes by the given value or the function's default; drop the others."""
     for name, attribute in tuple(node.attributes.items()):
         if not attribute.is_ref():
             continue

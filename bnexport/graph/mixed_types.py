@@ -1,4 +1,4 @@
-"""BatchNormalization with parameters of another type than its data, before opset 15.
+"""Casts around BatchNormalization whose parameters have another type than its data, before opset 15.
 
 MMCVSyncBatchNorm keeps float32 statistics beside float16 data; BatchNormalization can do so from opset 15
 on. What the rules leave of such nodes in older models is put between two Casts.
@@ -16,7 +16,7 @@ _MIXED_TYPES_OPSET = 15
 
 
 def insert_casts(model: ir.Model) -> None:
-    """data -> Cast -> BatchNormalization -> Cast, wherever the opset asks for one type."""
+    """Insert data -> Cast -> BatchNormalization -> Cast if the opset requires a single type."""
     owners = [model.graph, *(function.graph for function in model.functions.values())]
     names, shapes = Names(model), Shapes(model)
     for owner in owners:

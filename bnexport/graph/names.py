@@ -1,4 +1,4 @@
-"""Names that no value or node of the model has."""
+"""Allocation of unused names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Names:
                     self._taken.add(node.name)
 
     def fresh(self, wish: str) -> str:
-        """`wish`, or `wish` with a number."""
+        """Return `wish` if it is unused, otherwise `wish` with a number appended."""
         name, number = wish, self._numbers.get(wish, 1)
         while name in self._taken:
             name, number = f"{wish}_{number}", number + 1

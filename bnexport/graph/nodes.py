@@ -1,4 +1,4 @@
-"""Reading nodes without guessing: which operator it is, and attributes that are really there."""
+"""Strict access to nodes: operator type, inputs and attributes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONG = 600
 
 
 def label(node: ir.Node) -> str:
-    """How the report names a node: its name, or its first output; printable, since it comes from the file."""
+    """Return the name of a node in reports: its name or its first output, with unprintable characters escaped."""
     name = node.name
     if name:
         return name if name.isprintable() and len(name) < _LONG else printable(name)
@@ -24,12 +24,12 @@ def label(node: ir.Node) -> str:
 
 
 def is_standard(node: ir.Node, *op_types: str) -> bool:
-    """Whether the node is one of these ONNX operators; a foreign domain's namesake is not."""
+    """Whether the node is one of these ONNX operators of the standard domain."""
     return node.domain == "" and node.op_type in op_types
 
 
 def input_at(node: ir.Node, index: int) -> ir.Value | None:
-    """Input `index`, None where it is absent or left empty."""
+    """Return input `index`, or None if it is absent or empty."""
     value = node.inputs[index] if index < len(node.inputs) else None
     return value if value is not None and value.name else None
 
@@ -39,7 +39,7 @@ def used(value: ir.Value) -> bool:
 
 
 def only_attributes(node: ir.Node, known: Iterable[str]) -> None:
-    """Refuses attributes outside `known`: they may change what the operator means."""
+    """Raise Refused for attributes outside `known`, which may change the meaning of the operator."""
     unknown = sorted(set(node.attributes) - set(known))
     if unknown:
         raise Refused("unknown-attribute", f"{node.op_type} has the attribute {unknown[0]!r}, which is not known here")

@@ -1,4 +1,4 @@
-"""A refusal is a result: a code that tests and tools compare, and a sentence for people."""
+"""Refusals: a code for tests and tools, and a sentence for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LONG = 600
 
 
 class Refused(Exception):
-    """Raised inside a rule's check. The engine turns it into data; it never leaves this package."""
+    """Raised when a rule or a reader does not apply. The folder records it; it never leaves the package."""
 
     def __init__(self, code: str, text: str) -> None:
         self.code = code

@@ -1,4 +1,4 @@
-"""Shapes that the model does not declare, from ONNX's own inference, kept beside the model.
+"""Shapes inferred by ONNX for values without a declared shape, stored outside the model.
 
 The model's value_info stays as it is: inference runs on a copy, once, when a rule first asks for a
 shape that is missing. A function's inputs have what all its calls agree on.
@@ -27,12 +27,12 @@ class Shapes:
         self._inferred: Inferred | None = None
 
     def of(self, value: ir.Value) -> Shape | None:
-        """Sizes (numbers, names, None for unknown), or None where not even the rank is known."""
+        """Return the sizes (numbers, names, None if unknown), or None if the rank is unknown."""
         shape = _declared(value)
         return self._all()[0].get(value) if shape is None else shape
 
     def dtype(self, value: ir.Value) -> ir.DataType | None:
-        """The element type, or None where it is not known."""
+        """Return the element type, or None if it is unknown."""
         if value.dtype is not None:
             return value.dtype
         if value.const_value is not None:
@@ -40,7 +40,7 @@ class Shapes:
         return self._all()[1].get(value)
 
     def same(self, new: ir.Value, old: ir.Value) -> None:
-        """Tells that `new`, a value made since, has the shape and type of `old`."""
+        """Record that the new value `new` has the shape and type of `old`."""
         shapes, types = self._all() if self._inferred is not None else ({}, {})
         if old in shapes:
             shapes[new] = shapes[old]
@@ -96,7 +96,7 @@ def _infer(model: ir.Model, surgery: Surgery) -> Inferred:
 def _common(
     values: list[ir.Value | None], shapes: dict[ir.Value, Shape], types: dict[ir.Value, ir.DataType]
 ) -> tuple[Shape | None, ir.DataType | None]:
-    """What all calls of a function agree on."""
+    """Return the value on which all calls of a function agree."""
     known: list[Shape | None] = []
     for value in values:
         shape = None if value is None else _declared(value)
@@ -122,7 +122,7 @@ def _match(
     shapes: dict[ir.Value, Shape],
     types: dict[ir.Value, ir.DataType],
 ) -> None:
-    """Infers `copy`, and keeps what the originals do not declare. Dead nodes are no part of the graph."""
+    """Infer the shapes of `copy` and record those that the originals do not declare. Dead nodes are ignored."""
     from onnx_ir.passes.common import ShapeInferencePass
 
     pairs: list[tuple[ir.Node, ir.Node]] = []

@@ -1,4 +1,4 @@
-"""Nodes and constants out of a graph, and values in the place of others, in time linear in their number.
+"""Removal and replacement of nodes and values, in time linear in their number.
 
 A graph's own methods look through all its outputs for each node that is removed, and through all its
 inputs for each input. Here a removed node loses its inputs at once, so that nothing sees it as a reader,
@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 
 class Surgery:
-    """Changes of one graph family that `sweep` completes."""
+    """Pending changes of a graph and its subgraphs, completed by `sweep`."""
 
     def __init__(self) -> None:
         self._dead: dict[ir.Node, None] = {}
@@ -22,23 +22,23 @@ class Surgery:
         return node in self._dead
 
     def remove(self, node: ir.Node) -> None:
-        """Takes a node out, whose outputs have been replaced."""
+        """Remove a node whose outputs have been replaced."""
         node.resize_inputs(0)
         self._dead[node] = None
 
     def may_be_unused(self, value: ir.Value) -> None:
-        """A constant that lost a reader: if it was the last one it goes, with the nodes that made it."""
+        """Mark a constant that lost a reader; `sweep` removes it, and the nodes that computed it, if no reader is left."""
         self._orphans[value] = None
 
     def replace(self, old: ir.Value, new: ir.Value) -> None:
-        """What read `old` reads `new`, and so do graph outputs; names stay as they are."""
+        """Redirect the readers of `old`, graph outputs included, to `new`; names stay as they are."""
         for use in old.uses():
             use.node.replace_input_with(use.idx, new)
         if old.is_graph_output():
             self.replace_output(old, new)
 
     def replace_output(self, old: ir.Value, new: ir.Value) -> None:
-        """`new` in the place of the graph output `old`."""
+        """Replace the graph output `old` by `new`."""
         graph = old.graph
         assert graph is not None
         if graph not in self._places:
@@ -51,7 +51,7 @@ class Surgery:
         self._places[graph].setdefault(new, []).extend(places)
 
     def sweep(self) -> None:
-        """Completes what was begun."""
+        """Apply all pending changes."""
         inputs: dict[ir.Graph, set[ir.Value]] = {}
         while self._orphans:
             value, _ = self._orphans.popitem()

@@ -1,4 +1,4 @@
-"""Read and write model files; nothing else in the package opens one.
+"""Reading and writing of model files; no other package opens one.
 
 In:  path -> `wire` (lengths; large tensors stay in the file) -> ModelProto -> `validate` (structure, sizes)
      -> onnx_ir.Model whose large and external tensors are `ContainedTensor`s: lazy, checked again at each read.

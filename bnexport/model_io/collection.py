@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, out of the way while a model is built.
+"""Suspension of Python's cyclic garbage collector while a model is built.
 
 Each full collection visits every object there is. A model of 10,000 convolutions is a million objects, none
 of them garbage, and visiting them took half of the time of loading and of folding it.
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused_collection() -> Iterator[None]:
-    """No cyclic collection inside; as it was afterwards. Also a decorator."""
+    """Disable cyclic garbage collection inside, then restore the previous state. Also a decorator."""
     if not gc.isenabled():
         yield
         return

@@ -1,4 +1,4 @@
-"""A model as the bytes of its files, with the large tensors still to be asked for their own.
+"""Serialisation of a model into pieces of bytes; large tensors are written later, on demand.
 
 A file is a list of pieces, bytes or tensors, in order. A tensor in the list stands for its raw bytes, so a
 file of many gigabytes is laid out, and its size known, before any of its weights is read. In the model file
@@ -39,7 +39,7 @@ Piece = bytes | ir.TensorProtocol
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """model: the pieces of the model file. data: those of the external data file, if there is one."""
+    """model: the pieces of the model file. data: the pieces of the external data file, possibly none."""
 
     model: list[Piece]
     data: list[Piece]
@@ -50,7 +50,7 @@ class Encoded:
 
 
 def size(piece: Piece) -> int:
-    """Bytes that a piece, or a tensor, takes in a file; strings are not counted."""
+    """Return the number of bytes that a piece or a tensor takes in a file; strings are not counted."""
     if isinstance(piece, bytes):
         return len(piece)
     # Not isinstance, which costs more than all the rest for classes that implement a protocol.
@@ -60,7 +60,7 @@ def size(piece: Piece) -> int:
 
 
 def encode(model: ir.Model, data_name: str | None = None, *, given: bool = False) -> Encoded:
-    """Lays `model` out; with a `data_name`, tensors of initializers go to a file of that name.
+    """Serialise `model` into pieces; with a `data_name`, tensors of initializers go to a file of that name.
 
     given: references that are no files of ours stay references. Raises MalformedModelError for a model that
     has no serialised form.
@@ -103,7 +103,7 @@ def _model_pieces(model: ir.Model) -> list[Piece]:
 
 
 def _initializer(value: ir.Value) -> list[Piece]:
-    """GraphProto.initializer, with the raw bytes of a large tensor as a piece of their own."""
+    """Encode GraphProto.initializer, with the raw bytes of a large tensor as a separate piece."""
     tensor = value.const_value
     assert tensor is not None
     tensor.name = value.name
@@ -121,7 +121,7 @@ def _initializer(value: ir.Value) -> list[Piece]:
 
 
 def _streams(tensor: ir.TensorProtocol) -> bool:
-    """Whether the bytes of a tensor are taken from where they are: in a file, or large."""
+    """Whether the bytes of a tensor are written from their source: a file or a large array."""
     if type(tensor) is ir.serde.TensorProtoTensor:
         if not tensor.raw.HasField("raw_data"):
             return False
@@ -133,7 +133,7 @@ def _streams(tensor: ir.TensorProtocol) -> bool:
 def _externalised(
     model: ir.Model, data_name: str
 ) -> tuple[list[tuple[walk.TensorSlot, ir.TensorProtocol]], list[Piece]]:
-    """What stands in the model file for each tensor that is kept outside it, and the pieces of the data file."""
+    """Return the external reference of each tensor stored in the data file, and the pieces of that file."""
     replacements: list[tuple[walk.TensorSlot, ir.TensorProtocol]] = []
     data: list[Piece] = []
     placed: dict[int, ir.ExternalTensor] = {}
@@ -169,7 +169,7 @@ def _reference(tensor: ir.TensorProtocol, data_name: str, offset: int) -> ir.Ext
 
 
 def _stored_elsewhere(model: ir.Model, given: bool) -> Iterator[tuple[walk.TensorSlot, ir.ExternalTensor]]:
-    """Tensors in files, but for those that `_model_pieces` takes from there itself."""
+    """Return the tensors stored in files, except those that `_model_pieces` copies itself."""
     own = model.graph.initializers
     for slot, tensor in walk.external(model):
         taken = slot.value is not None and own.get(str(slot.value.name)) is slot.value
@@ -185,7 +185,7 @@ def _in_memory(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 
 @contextlib.contextmanager
 def replaced(replacements: Iterable[tuple[walk.TensorSlot, ir.TensorProtocol]]) -> Iterator[None]:
-    """Other tensors in some slots, for the time of one serialisation."""
+    """Replace tensors in some slots during one serialisation."""
     undo: list[tuple[walk.TensorSlot, ir.TensorProtocol]] = []
     try:
         for slot, tensor in replacements:
@@ -198,7 +198,7 @@ def replaced(replacements: Iterable[tuple[walk.TensorSlot, ir.TensorProtocol]]) 
 
 
 def _annotate(proto: onnx.GraphProto, graph: ir.Graph) -> None:
-    """The quantization annotations of initializers, which the graph without initializers has not got."""
+    """Restore the quantization annotations of initializers, which the graph without initializers lacks."""
     done = {annotation.tensor_name for annotation in proto.quantization_annotation}
     for value in graph.initializers.values():
         names = value.meta.get(_QUANTIZATION)
@@ -209,7 +209,7 @@ def _annotate(proto: onnx.GraphProto, graph: ir.Graph) -> None:
 
 
 def _drop_types_of_initializers(proto: onnx.GraphProto) -> None:
-    """onnx-ir repeats type and shape of every initializer of a body as value_info; files do not have that."""
+    """Drop the value_info that onnx-ir adds for every initializer of a subgraph; files do not have it."""
     for node in proto.node:
         for attribute in node.attribute:
             for graph in bodies(attribute):
@@ -222,7 +222,7 @@ def _drop_types_of_initializers(proto: onnx.GraphProto) -> None:
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Neighbouring bytes as one piece."""
+    """Join adjacent bytes into one piece."""
     joined: list[Piece] = []
     run: list[bytes] = []
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Tensor data that stays in files, and cannot leave the model's folder.
+"""External tensor data, confined to the model's folder.
 
 A location is a relative path of plain components. Each component is opened relative to the folder's
 descriptor without following links, so there is no moment between the check and the use of a name.
@@ -48,7 +48,7 @@ class _Identity:
 
 @dataclasses.dataclass(frozen=True)
 class DataFile:
-    """One file with tensor data: the folder's real path, the components below it, what it looked like.
+    """One file with tensor data: the folder's real path, the components below it, and its identity when checked.
 
     is_model: it is the model file itself, not external data.
     """
@@ -61,7 +61,7 @@ class DataFile:
 
     @classmethod
     def of_model(cls, path: str, status: os.stat_result) -> DataFile:
-        """The model file at a real path, which may have several hard links."""
+        """Return the model file at a real path, which may have several hard links."""
         folder, name = os.path.split(path)
         return cls(folder, (name,), _Identity.of(status), allow_links=True, is_model=True)
 
@@ -71,7 +71,7 @@ class DataFile:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[BinaryIO]:
-        """The file, opened again under the same rules and still the same file."""
+        """Open the file again under the same rules, and check that it has not changed."""
         descriptor = _open_below(self.folder, self.parts, self.allow_links)
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             if _Identity.of(os.fstat(descriptor)) != self.identity:
@@ -83,7 +83,7 @@ class DataFile:
 
 
 def split_location(location: str, tensor: str) -> tuple[str, ...]:
-    """The components of a location, or UnsafeModelError."""
+    """Return the components of a location. Raise UnsafeModelError if it leaves the folder."""
 
     def refuse(reason: str) -> UnsafeModelError:
         return UnsafeModelError(
@@ -106,7 +106,7 @@ def split_location(location: str, tensor: str) -> tuple[str, ...]:
 
 
 def _open_below(folder: str, parts: tuple[str, ...], allow_links: bool) -> int:
-    """A read-only descriptor of a regular file below `folder`. Never blocks on a pipe or device."""
+    """Open a regular file below `folder` and return its read-only descriptor. Never block on a pipe or device."""
     shown = "/".join(parts)
     try:
         if allow_links:
@@ -146,7 +146,7 @@ def _open_below(folder: str, parts: tuple[str, ...], allow_links: bool) -> int:
 
 
 class ContainedTensor(ir.ExternalTensor):
-    """An external tensor whose every read goes through `DataFile.open`. Nothing is kept in memory."""
+    """An external tensor that reads through `DataFile.open` every time. Nothing is kept in memory."""
 
     __slots__ = ("_file",)
 
@@ -172,7 +172,7 @@ class ContainedTensor(ir.ExternalTensor):
         return self.numpy().__array__(dtype)
 
     def tofile(self, file: Any) -> None:
-        """Copies the bytes, inside the kernel where both ends are files that it can copy between."""
+        """Copy the bytes, inside the kernel if both ends are files that it can copy between."""
         with self._file.open() as source:
             offset, left = self.offset or 0, self.length or 0
             if hasattr(file, "fileno") and hasattr(os, "copy_file_range"):
@@ -187,7 +187,7 @@ class ContainedTensor(ir.ExternalTensor):
                 left -= len(chunk)
 
     def _read(self) -> np.ndarray:
-        """The bytes, in an array of their own."""
+        """Return the bytes in a new array."""
         data = np.empty(self.length or 0, np.uint8)
         with self._file.open() as source:
             source.seek(self.offset or 0)
@@ -196,7 +196,7 @@ class ContainedTensor(ir.ExternalTensor):
 
 
 def _kernel_copy(source: BinaryIO, file: Any, offset: int, length: int) -> int:
-    """Copies to the end of `file` without a detour through memory; how much, 0 where the kernel cannot."""
+    """Copy to the end of `file` inside the kernel; return the number of bytes, 0 if the kernel cannot."""
     file.flush()
     start, copied = file.tell(), 0
     try:
@@ -221,7 +221,7 @@ def _read_into(file: Any, buffer: memoryview) -> None:
 
 
 class Folder:
-    """The files that hold a model's tensors: those below one folder, each checked once, and the model file.
+    """The files that hold a model's tensors: files below one folder, each checked once, and the model file.
 
     model: the model file, where `places` lie: location -> (offset, length) of the tensors left in it.
     """
@@ -240,7 +240,7 @@ class Folder:
         self._places = places or {}
 
     def check(self, proto: onnx.TensorProto) -> None:
-        """Whether all that `proto` declares lies in its file; nothing is read."""
+        """Raise a ModelError unless all data that `proto` declares lies inside its file; nothing is read."""
         name, nbytes = proto.name, tensor_bytes(proto, self._limits)
         entries = _entries(proto)
         location = entries.get("location", "")
@@ -269,7 +269,7 @@ class Folder:
             )
 
     def tensor(self, declared: ir.ExternalTensor) -> ContainedTensor:
-        """The tensor that `declared`, made from a proto that was checked, stands for."""
+        """Return the tensor for `declared`, which was made from a checked proto."""
         location, offset = str(declared.location), declared.offset or 0
         if location in self._places:
             assert self._model is not None

@@ -1,4 +1,4 @@
-"""Documented bounds on what a model file may ask for.
+"""Documented limits for model files.
 
 A caller raises one by passing a record of its own; a user by the command line's `--limit NAME=NUMBER`, or by the
 environment variable BNEXPORT_LIMITS, which holds the same settings separated by commas.
@@ -21,7 +21,7 @@ _SWITCH = {"yes": True, "no": False}
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Bounds that hold for one `load`. docs/security.md tells the memory that they add up to.
+    """Limits of one `load`. docs/security.md states the memory that they add up to.
 
     model_bytes: size of the .onnx file itself; protobuf cannot hold more than 2 GiB.
     structure_bytes: the same without raw_data of 4 KiB and more, which stays in the file.
@@ -51,7 +51,7 @@ DEFAULT_LIMITS = Limits()
 
 
 def current() -> Limits:
-    """The limits where a caller passes none: the defaults, with what BNEXPORT_LIMITS sets.
+    """Return the default limits, with the settings of BNEXPORT_LIMITS applied.
 
     Raises UsageError for a setting that is none.
     """
@@ -60,7 +60,7 @@ def current() -> Limits:
 
 
 def parse(settings: Iterable[str], where: str) -> Limits:
-    """Limits from settings such as nodes=5000000, structure_bytes=512M (binary units) or allow_links=yes."""
+    """Parse limits from settings such as nodes=5000000, structure_bytes=512M (binary units) or allow_links=yes."""
     names = [field.name for field in dataclasses.fields(Limits)]
     values: dict[str, int | bool] = {}
     for setting in settings:
@@ -79,5 +79,5 @@ def parse(settings: Iterable[str], where: str) -> Limits:
 
 
 def way_out(name: str) -> str:
-    """The end of an error about a limit."""
+    """Return the end of an error about a limit: how to raise it."""
     return f"a file that you trust may have more with --limit {name}=... (docs/security.md)"

@@ -1,4 +1,4 @@
-"""A model for an engine that is given weights apart from the graph: one message, and tensors by name.
+"""A model in two parts for ONNX Runtime: one serialised message, and large weights by name.
 
 The engine sees no file name, so what it reads is what was checked when the model was loaded.
 """
@@ -29,14 +29,14 @@ _NATIVE = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """data: the serialised model. weights: initializers of its graph that it declares but does not hold."""
+    """data: the serialised model. weights: initializers that its graph declares but does not hold."""
 
     data: bytes
     weights: dict[str, ir.TensorProtocol]
 
 
 def to_parts(model: ir.Model) -> Parts:
-    """Takes the large initializers of the main graph out; `model` is unchanged and nothing large is read.
+    """Split the large initializers off the main graph; `model` is unchanged and nothing large is read.
 
     Raises UnsupportedModelError where the rest exceeds one message of protobuf.
     """

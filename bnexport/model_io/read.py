@@ -1,4 +1,4 @@
-"""Paths, protos and models in, a checked onnx_ir.Model out."""
+"""Loading of paths, protos and models into a checked onnx_ir.Model."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """A model that nobody else holds, and the file it came from (None for a model in memory)."""
+    """A model with no other owner, and the file it came from (None for a model in memory)."""
 
     model: ir.Model
     path: str | None
 
 
 def load(path: str | os.PathLike[str], *, limits: Limits | None = None) -> ir.Model:
-    """The model in the file `path`; external data and tensors of 4 KiB and more stay on disk until they are used.
+    """Load the model in the file `path`; external data and tensors of 4 KiB and more stay on disk until they are used.
 
     limits: None for `limits.current()`.
     Raises MissingFileError, MalformedModelError (directory, empty, truncated, not ONNX), UnsafeModelError
@@ -47,13 +47,13 @@ def load(path: str | os.PathLike[str], *, limits: Limits | None = None) -> ir.Mo
 
 
 def as_model(source: Source, *, limits: Limits | None = None) -> ir.Model:
-    """A model of the caller's own: loaded from a path, or a copy of what is given."""
+    """Load a model from a path, or copy the given one."""
     return open_source(source, limits=limits).model
 
 
 @paused_collection()
 def open_source(source: Source, *, limits: Limits | None = None) -> ModelSource:
-    """`as_model` that also tells the file's real path."""
+    """Load a model as `as_model` does, and return the file's real path, too."""
     limits = limits or current()
     if isinstance(source, ir.Model):
         return ModelSource(source.clone(), None)
@@ -69,13 +69,13 @@ def open_source(source: Source, *, limits: Limits | None = None) -> ModelSource:
 
 
 def from_proto(proto: onnx.ModelProto, *, folder: str | None = None, limits: Limits | None = None) -> ir.Model:
-    """Checks `proto` and builds a model that shares its tensors. `folder`: where external data lies."""
+    """Check `proto` and build a model that shares its tensors. `folder`: the folder of external data."""
     limits = limits or current()
     return _build(proto, Folder(folder, limits), limits)
 
 
 def _check_proto(proto: onnx.ModelProto, files: Folder, limits: Limits) -> bool:
-    """Whether it refers to tensors in files."""
+    """Validate the proto; return whether it refers to tensors in files."""
     external = validate.validate(proto, limits)
     for declared in external:
         files.check(declared)
@@ -97,7 +97,7 @@ def _build(proto: onnx.ModelProto, files: Folder, limits: Limits) -> ir.Model:
 
 
 def check(data: bytes, *, limits: Limits | None = None) -> None:
-    """Whether a serialised model in memory, which holds all its weights, is one that `load` would accept.
+    """Raise ModelError if `load` would refuse the serialised model, which holds all its weights.
 
     Raises what `load` raises.
     """
@@ -107,14 +107,14 @@ def check(data: bytes, *, limits: Limits | None = None) -> None:
 
 
 def innermost(error: BaseException) -> str:
-    """The first line of the error that started a chain."""
+    """Return the first line of the error that started a chain."""
     while error.__cause__ is not None:
         error = error.__cause__
     return validate.printable(first_line(error))
 
 
 def read_proto(real: str, shown: str, limits: Limits) -> tuple[onnx.ModelProto, Folder]:
-    """The model at a real path, its large tensors marked as external data of the folder that comes with it."""
+    """Read the model at a real path; its large tensors become external data of the returned folder."""
     try:
         # O_NONBLOCK: opening a pipe that nobody writes to must not hang.
         descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

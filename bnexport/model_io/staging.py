@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all.
+"""Atomic writing of files: into a temporary place first, then moved.
 
 Everything is written into a folder beside the target, flushed, and renamed into place. Data goes first,
 under a name that no model refers to yet, so the rename of the model file is the single moment of change:
@@ -31,7 +31,7 @@ _FULL = re.compile(rf"os error ({'|'.join(map(str, sorted(_DISK)))})\b")
 
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """A complete model in a temporary folder beside its target; `commit` moves it into place.
+    """A complete model in a temporary folder next to its target; `commit` moves it into place.
 
     data_name: its file of external data, None where the weights are inside. too_large: they are outside
     because one protobuf message cannot hold them.
@@ -66,7 +66,7 @@ class Staged:
 
 
 def make_folder(target: str) -> str:
-    """A temporary folder beside `target`, after those of earlier runs that ended have been removed."""
+    """Create a temporary folder next to `target`; remove leftovers of earlier runs that have ended."""
     directory, name = os.path.split(target)
     _remove_leftovers(directory, name)
     folder = os.path.join(directory, f".{name}.{os.getpid()}-{secrets.token_hex(4)}.bnexport")
@@ -101,7 +101,7 @@ def check_space(target: str | os.PathLike[str], length: int) -> None:
 
 @contextlib.contextmanager
 def whole_file(target: str | os.PathLike[str]) -> Iterator[str]:
-    """A path to write to. The file takes the target's place at the end, flushed; on an error nothing changes.
+    """Write a file atomically: yield a temporary path that replaces the target at the end. On an error nothing changes.
 
     A target that exists and is no regular file, such as /dev/null or a pipe, is written to as it is.
 
@@ -134,7 +134,7 @@ def whole_file(target: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def free_data_name(target: str) -> str:
-    """model.onnx.data, or with a number where that name is taken."""
+    """Return model.onnx.data, with a number if that name is taken."""
     directory, name = os.path.split(target)
     candidate, number = f"{name}.data", 1
     while os.path.lexists(os.path.join(directory, candidate)):
@@ -143,7 +143,7 @@ def free_data_name(target: str) -> str:
 
 
 def sync_folder(directory: str) -> None:
-    """Makes renames inside a folder outlast a loss of power."""
+    """Make renames inside a folder survive a power failure."""
     with contextlib.suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:
@@ -153,7 +153,7 @@ def sync_folder(directory: str) -> None:
 
 
 def _move_new(source: str, target: str) -> None:
-    """A rename that replaces nothing."""
+    """Rename without replacing an existing file."""
     try:
         os.link(source, target)
     except FileExistsError as error:
@@ -174,7 +174,7 @@ def _note(folder: str, names: list[str]) -> None:
 
 
 def _remove_leftovers(directory: str, name: str) -> None:
-    """Temporary folders of this target whose process has ended, and data files that lost their model."""
+    """Remove temporary folders of this target whose process has ended, and data files whose model is gone."""
     pattern = re.compile(rf"\.{re.escape(name)}\.([0-9]+)-[0-9a-f]{{8}}\.bnexport\Z")
     with contextlib.suppress(OSError):
         for entry in os.listdir(directory):
@@ -191,7 +191,7 @@ def _remove_leftovers(directory: str, name: str) -> None:
 
 
 def _remove_unused(directory: str, name: str, candidates: list[str]) -> None:
-    """Removes data files of the model `name` that it does not refer to; nothing where that cannot be read."""
+    """Remove data files of the model `name` that it does not refer to; keep all if it cannot be read."""
     if not candidates:
         return
     target, pattern = os.path.join(directory, name), _data_pattern(name)
@@ -205,7 +205,7 @@ def _remove_unused(directory: str, name: str, candidates: list[str]) -> None:
 
 
 def _own_data(target: str) -> list[str]:
-    """Data files that the model now at `target` refers to and that carry its name."""
+    """Return the data files that the model at `target` refers to and that carry its name."""
     pattern = _data_pattern(os.path.basename(target))
     used = _locations(target) if os.path.exists(target) else None
     return sorted(name for name in used or () if pattern.match(name))
@@ -216,7 +216,7 @@ def _data_pattern(name: str) -> re.Pattern[str]:
 
 
 def _locations(path: str) -> set[str] | None:
-    """Names of the data files that a model refers to, None where it is no model."""
+    """Return the names of the data files that a model refers to, or None if it is not a model."""
     try:
         proto, _ = read_proto(path, path, limits.current())
     except BnexportError:

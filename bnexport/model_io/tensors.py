@@ -1,4 +1,4 @@
-"""Named tensors in and out as safetensors files: a training graph's initial values and its checkpoints."""
+"""Named tensors in safetensors files: initial values and checkpoints of a training graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def save_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str], path: str | os.PathLike[str]) -> None:
-    """Writes a safetensors file, which appears whole or not at all; the same tensors give the same bytes."""
+    """Write a safetensors file atomically; the same tensors give the same bytes."""
     numpy_format = _safetensors()
     import safetensors
 
@@ -27,7 +27,7 @@ def save_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str],
 
 
 def load_tensors(path: str | os.PathLike[str]) -> tuple[Tensors, dict[str, str]]:
-    """The tensors and the metadata of a safetensors file, which is read completely.
+    """Read the tensors and the metadata of a safetensors file completely.
 
     Raises MissingFileError, or MalformedModelError: the file is truncated, or no safetensors file.
     """

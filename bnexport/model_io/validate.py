@@ -1,4 +1,4 @@
-"""Structure and sizes of an untrusted ModelProto, checked before anything is built from it.
+"""Validation of an untrusted ModelProto (structure and sizes) before anything is built from it.
 
 After `validate` returns: every name that is read is defined before, once per scope; no tensor
 declares more data than it carries; nothing that onnx-ir would drop in silence is present.
@@ -36,7 +36,7 @@ BITS: dict[int, int] = {
 
 
 def validate(proto: onnx.ModelProto, limits: Limits) -> list[onnx.TensorProto]:
-    """The tensors that are external data, which only their file can judge.
+    """Validate the model; return the tensors in external files, which still have to be checked.
 
     Raises MalformedModelError, UnsafeModelError or UnsupportedModelError, in one printable line.
     """
@@ -48,7 +48,7 @@ def validate(proto: onnx.ModelProto, limits: Limits) -> list[onnx.TensorProto]:
 
 
 def printable(text: str) -> str:
-    """Names come from the file: nothing that a terminal would obey, nothing endless."""
+    """Escape and shorten a name from the file for messages: no control characters, limited length."""
     return "".join(character if character.isprintable() else "?" for character in text[:600])
 
 
@@ -76,7 +76,7 @@ def _validate(proto: onnx.ModelProto, limits: Limits) -> list[onnx.TensorProto]:
 
 
 def tensor_bytes(proto: onnx.TensorProto, limits: Limits) -> int:
-    """Bytes that the declared type and shape need (packed types rounded up)."""
+    """Return the number of bytes that the declared type and shape need (packed types rounded up)."""
     bits = BITS.get(proto.data_type)
     if bits is None:
         if proto.data_type != onnx.TensorProto.STRING:
@@ -133,7 +133,7 @@ def _check_tensor(proto: onnx.TensorProto, limits: Limits) -> None:
 
 
 class _Scope:
-    """Walks the graphs and functions of one model, with a stack of the names that are visible."""
+    """A walk over the graphs and functions of one model, with a stack of the visible names."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -258,14 +258,14 @@ class _Scope:
             self.external.append(tensor)
 
     def plain(self, values: Sequence[Any], where: str) -> None:
-        """Texts of any length. protobuf hands invalid UTF-8 out as bytes."""
+        """Refuse texts that are not valid UTF-8 (which protobuf returns as bytes); any length is accepted."""
         try:
             "".join(values)
         except TypeError:
             raise MalformedModelError(f"{where}: a text is not valid UTF-8") from None
 
     def text(self, values: Sequence[Any], where: str) -> None:
-        """protobuf hands invalid UTF-8 out as bytes."""
+        """Refuse names that are too long or not valid UTF-8 (which protobuf returns as bytes)."""
         try:
             if len("".join(values)) <= self._limits.name_length:
                 return  # all of them are text, and none is longer than all together
@@ -294,12 +294,12 @@ class _Scope:
 
 
 def _entries(pairs: Any) -> list[Any]:
-    """Keys and values of a repeated StringStringEntryProto."""
+    """Yield keys and values of a repeated StringStringEntryProto."""
     return [text for pair in pairs for text in (pair.key, pair.value)] if pairs else []
 
 
 def tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor: initializers and attributes of all graphs and functions."""
+    """Yield every tensor: initializers and attributes of all graphs and functions."""
     yield from _graph_tensors(proto.graph)
     for function in proto.functions:
         yield from _node_tensors(function.node)
@@ -321,14 +321,14 @@ def _node_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]
 
 
 def bodies(attribute: onnx.AttributeProto) -> Iterator[onnx.GraphProto]:
-    """The graphs that an attribute holds."""
+    """Yield the graphs that an attribute holds."""
     if attribute.HasField("g"):
         yield attribute.g
     yield from attribute.graphs
 
 
 def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Nodes with those of their bodies; the depth has been bounded by `validate`."""
+    """Yield all nodes, subgraphs included; `validate` has bounded the depth."""
     for node in nodes:
         yield node
         for attribute in node.attribute:
@@ -337,7 +337,7 @@ def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def _refuse_recursion(proto: onnx.ModelProto) -> None:
-    """A function that calls itself, directly or not, never ends."""
+    """Refuse a function that calls itself, directly or indirectly."""
     calls = {
         (function.domain, function.name): {(node.domain, node.op_type) for node in all_nodes(function.node)}
         for function in proto.functions

@@ -1,4 +1,4 @@
-"""All graphs, nodes and tensors of a model: main graph, bodies, functions and their bodies."""
+"""Iteration over graphs, nodes and tensors of a model: main graph, functions and their subgraphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOLDERS = frozenset(
 
 
 def graphs(model: ir.Model) -> Iterator[ir.Graph]:
-    """Every graph, outer before inner. A function is represented by its own graph."""
+    """Yield every graph, outer before inner. A function is represented by its own graph."""
     yield from _with_bodies(model.graph)
     for function in model.functions.values():
         yield from _with_bodies(function.graph)
@@ -30,7 +30,7 @@ def _with_bodies(graph: ir.Graph) -> Iterator[ir.Graph]:
 
 
 def bodies(attribute: ir.Attr) -> Iterable[ir.Graph]:
-    """The graphs that an attribute holds; none for a reference."""
+    """Return the graphs that an attribute holds; none for a reference."""
     if attribute.is_ref():
         return ()
     if attribute.type is ir.AttributeType.GRAPH:
@@ -39,23 +39,23 @@ def bodies(attribute: ir.Attr) -> Iterable[ir.Graph]:
 
 
 def _attributes(node: ir.Node) -> tuple[ir.Attr, ...]:
-    """A node's attributes, which may be replaced meanwhile."""
+    """Return a node's attributes, which may be replaced during iteration."""
     return tuple(_plain(node.attributes).values())
 
 
 def _plain(mapping: Any) -> Any:
-    """The dictionary inside a UserDict, whose own views cost more than all the rest of a walk."""
+    """Return the dictionary inside a UserDict: its own views would dominate the cost of a walk."""
     return getattr(mapping, "data", mapping)
 
 
 def nodes(model: ir.Model) -> Iterator[ir.Node]:
-    """Every node of every graph."""
+    """Yield every node of every graph."""
     for graph in graphs(model):
         yield from graph
 
 
 class InitializerSlot:
-    """An initializer's tensor."""
+    """A slot for the tensor of an initializer."""
 
     __slots__ = ("value",)
 
@@ -74,7 +74,7 @@ class InitializerSlot:
 
 
 class AttributeSlot:
-    """A tensor that is an attribute, or with an index one of a list of tensors."""
+    """A slot for a tensor attribute, or with an index for one of a list of tensors."""
 
     __slots__ = ("_index", "_name", "_node")
 
@@ -107,7 +107,7 @@ TensorSlot = InitializerSlot | AttributeSlot
 
 
 def tensors(model: ir.Model) -> Iterator[TensorSlot]:
-    """Every place that holds a tensor."""
+    """Yield a slot for every tensor."""
     yield from _tensors(model.graph)
     for function in model.functions.values():
         yield from _tensors(function.graph)
@@ -133,7 +133,7 @@ def _tensors(graph: ir.Graph) -> Iterator[TensorSlot]:
 
 
 def external(model: ir.Model) -> Iterator[tuple[TensorSlot, ir.ExternalTensor]]:
-    """Every place whose tensor lies in a file, and that tensor."""
+    """Yield a slot for every tensor stored in a file, and that tensor."""
     for slot in tensors(model):
         tensor = slot.get()
         if lies_in_file(tensor):
@@ -141,7 +141,7 @@ def external(model: ir.Model) -> Iterator[tuple[TensorSlot, ir.ExternalTensor]]:
 
 
 def lies_in_file(tensor: ir.TensorProtocol) -> TypeGuard[ir.ExternalTensor]:
-    """isinstance, which is slow for classes that implement a protocol, and asked only once for each class."""
+    """Whether the tensor lies in a file: isinstance, slow for protocols, cached for each class."""
     return _is_external(type(tensor))
 
 

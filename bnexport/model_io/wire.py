@@ -1,4 +1,4 @@
-"""The wire format of a ModelProto, as far as it takes to leave large tensors in the file they came in.
+"""Reader of the wire format of a ModelProto that leaves large tensors in their file.
 
 A protobuf message is a list of fields: a tag (number << 3 | wire type) and a value, which for bytes and
 for messages inside is a length and as many bytes. `cut` walks these lists on the way to raw_data
@@ -58,7 +58,7 @@ class Cut:
 
 
 def cut(descriptor: int, size: int, limits: Limits, smallest: int = SMALLEST_CUT) -> Cut:
-    """The model in the first `size` bytes of an open file.
+    """Read the model in the first `size` bytes of an open file without its large tensors.
 
     smallest: bytes of raw_data from which a tensor is left out. Raises MalformedModelError for what is no
     protobuf message, UnsafeModelError past a limit, OSError.
@@ -67,13 +67,13 @@ def cut(descriptor: int, size: int, limits: Limits, smallest: int = SMALLEST_CUT
 
 
 def whole(data: bytes, limits: Limits) -> Cut:
-    """A serialised model in memory, walked as `cut` does and with nothing left out; raises what `cut` raises."""
+    """Walk a complete serialised model in memory as `cut` does; raise the same errors."""
     _Cutter(lambda count, at: data[at : at + count], len(data), limits, SMALLEST_CUT).run()
     return Cut(data, {})
 
 
 def varint(value: int) -> bytes:
-    """A length or tag in base 128, low digits first."""
+    """Encode a length or tag in base 128, low digits first."""
     digits = bytearray()
     while value > 127:
         digits.append(value & 127 | 128)
@@ -83,12 +83,12 @@ def varint(value: int) -> bytes:
 
 
 def field(number: int, content: bytes) -> bytes:
-    """A field of bytes, of text, or of a message inside."""
+    """Encode a field of bytes, text, or a nested message."""
     return header(number, len(content)) + content
 
 
 def header(number: int, length: int) -> bytes:
-    """What stands in front of `length` bytes of field `number`."""
+    """Encode the header of field `number` with `length` bytes."""
     return varint(number << 3 | _BYTES) + varint(length)
 
 
@@ -118,7 +118,7 @@ class _Cutter:
         return Cut(data, self._places)
 
     def _message(self, kind: str, start: int, end: int, depth: int) -> tuple[Sequence[bytes], int]:
-        """The message between two offsets without its large tensors, in pieces, and their total length."""
+        """Return the pieces of a message between two offsets without its large tensors, and their total length."""
         if depth > self._limits.graph_depth:
             raise UnsafeModelError(
                 f"graphs are nested deeper than {self._limits.graph_depth}; {way_out('graph_depth')}"
@@ -177,7 +177,7 @@ class _Cutter:
         return field(_EXTERNAL_DATA, entry) + varint(_DATA_LOCATION << 3 | _VARINT) + varint(_EXTERNAL)
 
     def _varint(self, at: int) -> tuple[int, int]:
-        """The number at an offset, and the offset behind it."""
+        """Return the number at an offset, and the offset after it."""
         place = at - self._start
         if place < 0 or place + _LONGEST_VARINT > len(self._window):
             self._window, self._start, place = self._read(_WINDOW, at), at, 0
@@ -198,7 +198,7 @@ class _Cutter:
         raise MalformedModelError(f"the number at byte {at} has more than {_LONGEST_VARINT} digits")
 
     def _copy(self, start: int, end: int) -> bytes:
-        """Bytes that stay as they are."""
+        """Copy bytes unchanged."""
         self._kept += end - start
         if self._kept > self._limits.structure_bytes:
             raise UnsafeModelError(
