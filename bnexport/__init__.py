@@ -1,4 +1,4 @@
-"""bnexport: from a model trained with sync batch norm to one that runs anywhere, fast.
+"""bnexport: export models trained with sync batch norm to inference formats, and fold their batch norms.
 
 The names below are imported when they are first used: folding and running a model need no torch.
 """

@@ -1,4 +1,4 @@
-"""The errors that bnexport raises on purpose, each with the exit code of the command line."""
+"""Errors and warnings of bnexport, each error with the exit code of the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something, or its class."""
+    """Return the first non-empty line of an error's text, or the name of its class."""
     return next((line.strip() for line in str(error).splitlines() if line.strip(" \t:")), type(error).__name__)
 
 
@@ -32,7 +32,7 @@ class BnexportError(Exception):
 
 
 class UsageError(BnexportError, ValueError):
-    """An argument is wrong."""
+    """An invalid argument."""
 
     exit_code = 2
 
@@ -48,7 +48,7 @@ class StorageError(BnexportError, OSError):
 
 
 class ModelError(BnexportError):
-    """A model is refused."""
+    """A refused model."""
 
     exit_code = 3
 
@@ -62,32 +62,32 @@ class UnsafeModelError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """A valid model asks for something that cannot be done correctly."""
+    """A valid model with a property that cannot be handled correctly."""
 
 
 class VerificationError(BnexportError):
-    """A result differs from its reference by more than the tolerance."""
+    """A result that differs from its reference by more than the tolerance."""
 
     exit_code = 1
 
 
 class NotVerifiedWarning(UserWarning):
-    """A file was kept although nothing could show that it is right; the text says why."""
+    """A file was kept although it could not be verified; the text gives the reason."""
 
 
 class MissingDependencyError(BnexportError, RuntimeError):
-    """Something that has to be installed or started is missing."""
+    """A missing dependency or resource."""
 
     exit_code = 4
 
 
 class LibraryError(MissingDependencyError):
-    """The compiled custom-op library cannot be found or loaded."""
+    """A compiled library that cannot be found or loaded."""
 
 
 class GroupError(MissingDependencyError):
-    """A process group is missing, has another size, or its members disagree."""
+    """A process group that is missing, has another size, or whose members disagree."""
 
 
 class NotConvertedWarning(UserWarning):
-    """A module derives from a batch norm and computes something else: it stays as it is."""
+    """A module derives from a batch norm but computes something else, so it is not converted."""

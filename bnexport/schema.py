@@ -1,4 +1,4 @@
-"""The contract of our two operators: names, types, shapes, attributes and defaults, in one place.
+"""Contract of the two operators: names, types, shapes, attributes and defaults.
 
 `MMCVSyncBatchNorm` is the node that MMCV writes for its synchronised batch norm, and
 `MMCVSyncBatchNormGrad` is its gradient. The ONNX `OpSchema`, the table in `docs/operator.md`, the
@@ -60,7 +60,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Attribute:
-    """An attribute with its default, None for none. `allowed` lists the accepted values where they are few."""
+    """An attribute with its default, None if there is none. `allowed` lists the accepted values if they are few."""
 
     name: str
     kind: AttributeKind
@@ -82,7 +82,7 @@ class Operator:
     types: tuple[str, ...] = T_TYPES
 
     def attribute(self, name: str) -> Attribute:
-        """The attribute of that name; KeyError when there is none.
+        """Return the attribute of that name. Raise KeyError if it does not exist.
 
         >>> SYNC_BATCH_NORM.attribute("stats_mode").allowed
         ('exact', 'default', 'N')
@@ -93,11 +93,11 @@ class Operator:
         raise KeyError(f"{self.name} has no attribute {name!r}")
 
     def input_index(self, name: str) -> int:
-        """The place of an input; ValueError when there is none of that name."""
+        """Return the index of an input. Raise ValueError for an unknown name."""
         return [value.name for value in self.inputs].index(name)
 
     def output_index(self, name: str) -> int:
-        """The place of an output; ValueError when there is none of that name."""
+        """Return the index of an output. Raise ValueError for an unknown name."""
         return [value.name for value in self.outputs].index(name)
 
 
@@ -211,7 +211,7 @@ OPERATORS = (SYNC_BATCH_NORM, SYNC_BATCH_NORM_GRAD)
 
 
 class GroupSpec(NamedTuple):
-    """How statistics and gradients are shared: the last arguments of every torch operator, in this order.
+    """Sharing of statistics and gradients: the last arguments of every torch operator, in this order.
 
     layer: a number of the module, the same in every process; mismatched calls are told apart by it.
     """
@@ -267,7 +267,7 @@ class TorchOperator:
         return function
 
     def bind(self, arguments: Sequence[Any]) -> dict[str, Any]:
-        """The arguments of a call by name."""
+        """Return the arguments of a call by name."""
         return dict(zip((argument.name for argument in self.arguments), arguments, strict=True))
 
 
@@ -276,7 +276,7 @@ _GROUP_ARGUMENTS = tuple(Argument(name, kind.__name__) for name, kind in get_typ
 
 
 def _arguments(text: str) -> tuple[Argument, ...]:
-    """The arguments in a torch schema string, and those of the group."""
+    """Return the arguments of a torch schema string, followed by those of the group."""
     pairs = (part.split() for part in text.split(", "))
     return (*(Argument(name, kind) for kind, name in pairs), *_GROUP_ARGUMENTS)
 
@@ -309,7 +309,7 @@ TORCH_OPERATORS = (TORCH_SYNC_BATCH_NORM, TORCH_SYNC_BATCH_NORM_BACKWARD, TORCH_
 
 
 def node_attributes(operator: Operator, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The ONNX attributes of a node that stands for a call of the torch operator with these arguments."""
+    """Return the ONNX attributes of a node for a call of the torch operator with these arguments."""
     casts = {AttributeKind.INT: int, AttributeKind.FLOAT: float, AttributeKind.STRING: str}
     return {
         attribute.name: casts[attribute.kind](
@@ -320,7 +320,7 @@ def node_attributes(operator: Operator, arguments: Mapping[str, Any]) -> dict[st
 
 
 def op_schema(operator: Operator) -> onnx.defs.OpSchema:
-    """The ONNX schema of `operator`, one of ours."""
+    """Return the ONNX schema of `operator`, MMCVSyncBatchNorm or its gradient."""
     import onnx.defs
     import onnx.helper
 
@@ -356,7 +356,7 @@ def op_schema(operator: Operator) -> onnx.defs.OpSchema:
 
 
 def markdown(operator: Operator) -> str:
-    """The operator's tables for docs/operator.md."""
+    """Return the operator's tables for docs/operator.md."""
     lines = [f"### `{operator.name}` (domain `{operator.domain}`, version {operator.version})", "", operator.doc, ""]
     lines += ["| | name | type | shape | | meaning |", "|---|---|---|---|---|---|"]
     for direction, values in (("in", operator.inputs), ("out", operator.outputs)):

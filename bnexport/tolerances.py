@@ -1,4 +1,4 @@
-"""The one table of error bounds; tests, `verify` and the documents use it.
+"""Table of error bounds, used by tests, `verify` and the documents.
 
 Symbols: u the unit roundoff of a type (half an ulp of 1), T the data's type, S the type in which
 statistics and weights are kept and in which kernels compute (float32; float64 for float64 data),
@@ -86,19 +86,19 @@ class Tolerance:
         return f"{self.atol:.3g}" + (f" + {self.rtol:.3g} * |value|" if self.rtol else "")
 
     def __add__(self, other: Tolerance) -> Tolerance:
-        """The bound of two errors in a row, as when two implementations are compared."""
+        """Return the bound of two errors in sequence, as when two implementations are compared."""
         return Tolerance(self.rtol + other.rtol, self.atol + other.atol)
 
 
 def condition(mean: np.ndarray, std: np.ndarray) -> float:
-    """1 + max |mean| / std over the channels; channels with std 0 do not count."""
+    """Return 1 + max |mean| / std over the channels; channels with std 0 do not count."""
     mean, std = np.abs(np.asarray(mean, np.float64)), np.asarray(std, np.float64)
     ratio = np.divide(mean, std, out=np.zeros_like(mean), where=std > 0)
     return 1.0 + float(ratio.max(initial=0.0))
 
 
 def forward(dtype: str, *, condition: float = 1.0, weight: float = 1.0) -> Tolerance:
-    """Bound for the output of sync batch norm. `weight`: max |weight|.
+    """Bound the output of sync batch norm. `weight`: max |weight|.
 
     >>> forward("float16").rtol > forward("float32").rtol > forward("float64").rtol
     True
@@ -108,25 +108,25 @@ def forward(dtype: str, *, condition: float = 1.0, weight: float = 1.0) -> Toler
 
 
 def backward_input(dtype: str, *, condition: float = 1.0, scale: float = 1.0) -> Tolerance:
-    """Bound for grad_input. `scale`: max |weight * invstd| * max |grad_output|."""
+    """Bound grad_input. `scale`: max |weight * invstd| * max |grad_output|."""
     u_t, u_s = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF[STATISTICS_TYPE[dtype]]
     return Tolerance(2 * u_t, _BACKWARD * u_s * condition * scale)
 
 
 def backward_sum(dtype: str, *, condition: float = 1.0, absolute_sum: float = 1.0) -> Tolerance:
-    """Bound for grad_weight or grad_bias. `absolute_sum`: the largest sum of |terms| of a channel."""
+    """Bound grad_weight or grad_bias. `absolute_sum`: the largest sum of |terms| of a channel."""
     u_s = UNIT_ROUNDOFF[STATISTICS_TYPE[dtype]]
     return Tolerance(u_s, _SUM * u_s * condition * absolute_sum)
 
 
 def statistic(dtype: str, *, scale: float = 1.0) -> Tolerance:
-    """Bound for running statistics. `scale`: max(|old|, std) of the channels."""
+    """Bound running statistics. `scale`: max(|old|, std) of the channels."""
     u_s = UNIT_ROUNDOFF[STATISTICS_TYPE[dtype]]
     return Tolerance(_STATISTIC * u_s, _STATISTIC * u_s * scale)
 
 
 def model(dtype: str, reference: np.ndarray) -> Tolerance:
-    """Bound for an output of a whole model, relative to the largest finite reference value."""
+    """Bound an output of a whole model, relative to the largest finite reference value."""
     values = np.abs(np.asarray(reference, np.float64))
     largest = float(values[np.isfinite(values)].max(initial=0.0))
     statistics = STATISTICS_TYPE[dtype]
@@ -135,7 +135,7 @@ def model(dtype: str, reference: np.ndarray) -> Tolerance:
 
 
 def is_evidence(bound: float, table: float, largest: float) -> bool:
-    """Whether a bound from the reference's own error can find a wrong model.
+    """Whether a bound derived from the reference's own error can detect a wrong model.
 
     table: the bound of `model`. largest: the largest finite magnitude of the reference.
 

@@ -1,1 +1,1 @@
-"""Find the compiled libraries and call their C functions."""
+"""Access to the compiled libraries and their C functions."""

@@ -1,4 +1,4 @@
-"""C functions that return a status and write a message: declared once, called with one buffer for each thread."""
+"""Calls of C functions that return a status and write a message into a buffer of the calling thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CAPACITY = 1024
 
 
 class _Errors(threading.local):
-    """Where a library writes its messages: one buffer for each thread, since a fresh one is zeroed for each call."""
+    """The message buffers of a library: one for each thread, since a new one is zeroed for each call."""
 
     def __init__(self) -> None:
         self.buffer = ctypes.create_string_buffer(_CAPACITY)
@@ -25,7 +25,7 @@ _errors = _Errors()
 
 
 def declare(loaded: ctypes.CDLL, functions: Mapping[str, tuple[Any, ...]], abi: tuple[str, int] | None = None) -> None:
-    """Types functions by the arguments before the message; checks what the function `abi[0]` returns.
+    """Declare the types of functions by the arguments before the message; check what the function `abi[0]` returns.
 
     Raises LibraryError for a library of another ABI version or without one of the functions.
     """
@@ -41,7 +41,7 @@ def declare(loaded: ctypes.CDLL, functions: Mapping[str, tuple[Any, ...]], abi: 
 
 
 def call(loaded: ctypes.CDLL, name: str, *arguments: Any) -> tuple[int, str]:
-    """The status of a call, and its message where that is not 0."""
+    """Call a function; return its status, and its message if that is not 0."""
     buffer = _errors.buffer
     status = getattr(loaded, name)(*arguments, buffer, _CAPACITY)
     return (0, "") if status == 0 else (status, buffer.value.decode("utf-8", "replace"))

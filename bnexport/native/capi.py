@@ -119,7 +119,7 @@ _BACKWARD_SIZE = ctypes.sizeof(_Backward)
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The loaded library, its functions typed. Raises LibraryError when it cannot be had."""
+    """Return the loaded library with typed functions. Raise LibraryError if it is not available."""
     loaded, forward, backward = load("ops"), ctypes.POINTER(_Forward), ctypes.POINTER(_Backward)
     functions = {
         "bnexport_cpu_moments": (forward, _pointer),
@@ -154,7 +154,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def _filled(structure: type[ctypes.Structure], values: dict[str, Any]) -> Any:
-    """A struct of the C API. What is not given is 0; training, group_size and threads are 1."""
+    """Fill a struct of the C API. Missing fields are 0; training, group_size and threads are 1."""
     names = [name for name, _ in structure._fields_[1:]]  # type: ignore[misc]
     unknown = sorted(values.keys() - set(names))
     if unknown:
@@ -166,7 +166,7 @@ def _filled(structure: type[ctypes.Structure], values: dict[str, Any]) -> Any:
 
 
 def forward_params(**values: Any) -> ctypes.Structure:
-    """A bnexport_forward by the names of its fields; momentum is 0.1 and eps 1e-5 where they are not given.
+    """Build a bnexport_forward from named fields; momentum defaults to 0.1 and eps to 1e-5.
 
     Raises UsageError for a name that is no field.
     """
@@ -174,65 +174,69 @@ def forward_params(**values: Any) -> ctypes.Structure:
 
 
 def cpu_forward(**params: Any) -> None:
-    """bnexport_cpu_forward, with the arguments of `forward_params`. Raises UsageError."""
+    """Call bnexport_cpu_forward with the arguments of `forward_params`. Raises UsageError."""
     _call("bnexport_cpu_forward", forward_params(**params))
 
 
 def run_forward(*fields: Any) -> None:
-    """bnexport_cpu_forward with all fields of a bnexport_forward behind its size, in their order. Raises UsageError."""
+    """Call bnexport_cpu_forward with all fields of a bnexport_forward after its size, in order. Raises UsageError."""
     _call("bnexport_cpu_forward", _Forward(_FORWARD_SIZE, *fields))
 
 
 def run_backward(*fields: Any) -> None:
-    """bnexport_cpu_backward with all fields of a bnexport_backward behind its size, in their order. Raises UsageError."""
+    """Call bnexport_cpu_backward with all fields of a bnexport_backward after its size, in order. Raises UsageError."""
     _call("bnexport_cpu_backward", _Backward(_BACKWARD_SIZE, *fields))
 
 
 def cpu_moments(*, row: int, **params: Any) -> None:
-    """bnexport_cpu_moments, with the arguments of `forward_params`: 2 C + 1 float64 into `row`. Raises UsageError."""
+    """Call bnexport_cpu_moments with the arguments of `forward_params`: write 2 C + 1 float64 to `row`. Raises
+    UsageError.
+    """
     _call("bnexport_cpu_moments", forward_params(**params), row)
 
 
 def backward_params(**values: Any) -> ctypes.Structure:
-    """A bnexport_backward by the names of its fields. Raises UsageError for a name that is no field."""
+    """Build a bnexport_backward from named fields. Raises UsageError for an unknown name."""
     return _filled(_Backward, values)
 
 
 def cpu_backward(**params: Any) -> None:
-    """bnexport_cpu_backward, with the arguments of `backward_params`. Raises UsageError."""
+    """Call bnexport_cpu_backward with the arguments of `backward_params`. Raises UsageError."""
     _call("bnexport_cpu_backward", backward_params(**params))
 
 
 def cpu_backward_moments(*, row: int, **params: Any) -> None:
-    """bnexport_cpu_backward_moments, with the arguments of `backward_params`: 2 C + 1 float64 into `row`."""
+    """Call bnexport_cpu_backward_moments with the arguments of `backward_params`: write 2 C + 1 float64 to `row`."""
     _call("bnexport_cpu_backward_moments", backward_params(**params), row)
 
 
 def lend_openmp(gomp_parallel: int) -> None:
-    """bnexport_lend_openmp: the address of the program's GOMP_parallel, or 0 for threads of the library's own."""
+    """Call bnexport_lend_openmp: pass the address of the program's GOMP_parallel, or 0 for the library's own threads."""
     library().bnexport_lend_openmp(gomp_parallel or None)
 
 
 def register_group(name: str, size: int, rank: int, all_gather: Any) -> None:
-    """bnexport_register_group. `all_gather`: an ALL_GATHER object that the caller keeps alive. Raises UsageError."""
+    """Call bnexport_register_group. `all_gather`: an ALL_GATHER object that the caller keeps alive. Raises UsageError."""
     _call("bnexport_register_group", name.encode(), size, rank, all_gather, None)
 
 
 def register_device_group(name: str, size: int, rank: int, all_gather: int, context: int) -> None:
-    """bnexport_register_device_group. `all_gather`: address of a C function; `context`: its first argument. Raises UsageError."""
+    """Call bnexport_register_device_group. `all_gather`: address of a C function; `context`: its first argument. Raises
+    UsageError.
+    """
     _call("bnexport_register_device_group", name.encode(), size, rank, all_gather, context)
 
 
 def unregister_group(name: str) -> None:
-    """bnexport_unregister_group. Raises UsageError when there is no such group."""
+    """Call bnexport_unregister_group. Raises UsageError if the group does not exist."""
     _call("bnexport_unregister_group", name.encode())
 
 
 def describe() -> dict[str, Any]:
-    """The operators as the library implements them; bnexport.schema is the contract they are tested against."""
+    """Return the operators as the library implements them; tests compare them with bnexport.schema."""
     return json.loads(library().bnexport_describe())
 
 
 def instruction_set() -> str:
-    """What the kernels use on this processor: baseline, avx2 or avx512."""
+    """Return the instruction set that the kernels use: baseline, avx2 or avx512."""
     return library().bnexport_instruction_set().decode()

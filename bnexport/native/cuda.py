@@ -22,7 +22,7 @@ from bnexport.native.library import load
 
 __all__ = [
     "STRATEGIES",
-    "Plan",
+    "LaunchPlan",
     "available",
     "backward",
     "backward_moments",
@@ -52,8 +52,8 @@ class _Plan(ctypes.Structure):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a call does: the strategy's name, blocks per cluster, threads and bytes of shared memory per block, blocks."""
+class LaunchPlan:
+    """Launch plan of a call: strategy, blocks per cluster, threads and bytes of shared memory per block, blocks."""
 
     strategy: str
     cluster: int
@@ -64,7 +64,7 @@ class Plan:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The loaded library, its functions typed. Raises LibraryError when it cannot be had."""
+    """Return the loaded library with typed functions. Raise LibraryError if it is not available."""
     loaded, p, size = load("cuda"), ctypes.c_void_p, ctypes.c_size_t
     functions: dict[str, tuple[Any, ...]] = {
         "prefer": (ctypes.c_int32, ctypes.c_int32),
@@ -84,17 +84,17 @@ def library() -> ctypes.CDLL:
 
 
 def device_count() -> int:
-    """How many devices there are; 0 without a driver. Raises LibraryError when the library cannot be had."""
+    """Return the number of devices; 0 without a driver. Raise LibraryError if the library is not available."""
     return library().bnexport_cuda_device_count()
 
 
 def check_device(index: int) -> None:
-    """Raises LibraryError with the reason when the kernels cannot run on device `index`."""
+    """Raise LibraryError with the reason if the kernels cannot run on device `index`."""
     _call("check_device", index)
 
 
 def available() -> bool:
-    """Whether the library can be loaded and there is a device."""
+    """Whether the library can be loaded and a device exists."""
     try:
         return device_count() > 0
     except LibraryError:
@@ -114,43 +114,43 @@ def _direction(params: ctypes.Structure) -> str:
 
 
 def workspace_size(params: ctypes.Structure) -> int:
-    """Bytes that calls with these parameters need, aligned to 256 bytes; may be 0."""
+    """Return the workspace bytes that calls with these parameters need, aligned to 256 bytes; may be 0."""
     size = ctypes.c_size_t()
     _call(f"{_direction(params)}_workspace", params, size)
     return size.value
 
 
-def plan(params: ctypes.Structure) -> Plan:
-    """What the call with these parameters will do on the current device."""
+def plan(params: ctypes.Structure) -> LaunchPlan:
+    """Return the launch plan of a call with these parameters on the current device."""
     result = _Plan()
     _call(f"plan_{_direction(params)}", params, result)
     names = {value: name for name, value in STRATEGIES.items()}
-    return Plan(names[result.strategy], result.cluster, result.threads, result.shared, result.blocks)
+    return LaunchPlan(names[result.strategy], result.cluster, result.threads, result.shared, result.blocks)
 
 
 def forward(params: ctypes.Structure, workspace: int, size: int, stream: int = 0) -> None:
-    """bnexport_cuda_forward. Raises UsageError, and LibraryError for an error of the CUDA runtime."""
+    """Call bnexport_cuda_forward. Raises UsageError, and LibraryError for an error of the CUDA runtime."""
     _call("forward", params, workspace, size, stream)
 
 
 def backward(params: ctypes.Structure, workspace: int, size: int, stream: int = 0) -> None:
-    """bnexport_cuda_backward. Raises UsageError, and LibraryError for an error of the CUDA runtime."""
+    """Call bnexport_cuda_backward. Raises UsageError, and LibraryError for an error of the CUDA runtime."""
     _call("backward", params, workspace, size, stream)
 
 
 def moments(params: ctypes.Structure, row: int, workspace: int, size: int, stream: int = 0) -> None:
-    """bnexport_cuda_moments: this process's row of 2 C + 1 float64."""
+    """Compute this process's row of 2 C + 1 float64 with bnexport_cuda_moments."""
     _call("moments", params, row, workspace, size, stream)
 
 
 def backward_moments(params: ctypes.Structure, row: int, workspace: int, size: int, stream: int = 0) -> None:
-    """bnexport_cuda_backward_moments: this process's row of 2 C + 1 float64."""
+    """Compute this process's row of 2 C + 1 float64 with bnexport_cuda_backward_moments."""
     _call("backward_moments", params, row, workspace, size, stream)
 
 
 @contextlib.contextmanager
 def prefer(strategy: str, cluster: int = 0) -> Iterator[None]:
-    """For measurements: this thread's calls use `strategy`, with `cluster` blocks per cluster (0: automatic)."""
+    """Force `strategy` with `cluster` blocks per cluster (0: automatic) for this thread's calls; for measurements."""
     _call("prefer", STRATEGIES[strategy], cluster)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The compiled libraries: where they are, how they are loaded, and how they get into an ONNX Runtime session.
+"""Search, loading and registration of the compiled libraries.
 
 They belong to the installed distribution, not to the folder this file lies in: an editable install keeps Python files
 in the checkout and the compiled files in site-packages. So the record of the installation is asked first.
@@ -51,7 +51,7 @@ _WAYS_OUT = {
 
 
 def file_name(kind: Kind) -> str:
-    """The library's name; CMake names MODULE libraries .so on Linux and on macOS alike."""
+    """Return the library's file name; CMake names MODULE libraries .so on Linux and macOS alike."""
     return f"{_STEMS[kind]}.dll" if sys.platform == "win32" else f"lib{_STEMS[kind]}.so"
 
 
@@ -69,7 +69,7 @@ def _installed() -> Path | None:
 
 
 def get_library_path(kind: Literal["ops", "cuda", "training"] = "ops") -> str:
-    """Absolute path of a compiled library, for `SessionOptions.register_custom_ops_library` in any language.
+    """Return the absolute path of a compiled library, for `SessionOptions.register_custom_ops_library` in any language.
 
     kind: "ops", batch norm and its gradient, all that deployment needs; "training", the kernels of training steps, which
     is registered next to the first; "cuda", the CUDA kernels, which the first opens itself.
@@ -92,7 +92,7 @@ def get_library_path(kind: Literal["ops", "cuda", "training"] = "ops") -> str:
 
 
 def find(kind: Kind) -> str | None:
-    """Absolute path of a compiled library; None where there is none.
+    """Return the absolute path of a compiled library, or None if it is not there.
 
     Raises LibraryError where an environment variable names a file that does not exist.
     """
@@ -116,7 +116,7 @@ def find(kind: Kind) -> str | None:
 
 
 def load(kind: Kind) -> ctypes.CDLL:
-    """The library, loaded. Raises LibraryError where it is missing, cannot be loaded, or is of another version."""
+    """Load the library. Raise LibraryError if it is missing, cannot be loaded, or has another version."""
     path = get_library_path(kind)
     try:
         loaded = ctypes.CDLL(path)
@@ -133,7 +133,7 @@ def load(kind: Kind) -> ctypes.CDLL:
 
 
 def version(kind: Kind) -> str:
-    """The version of a library. Raises LibraryError, see `load`."""
+    """Return the version of a library. Raise LibraryError, see `load`."""
     return str(getattr(load(kind), _VERSIONS[kind])().decode())
 
 
@@ -142,7 +142,7 @@ _registered: dict[str, weakref.WeakSet[Any]] = {"ops": weakref.WeakSet(), "train
 
 
 def register(session_options: onnxruntime.SessionOptions, training: bool = False) -> None:
-    """Adds the operators to `session_options`. Doing it again changes nothing.
+    """Add the operators to `session_options`. A second call changes nothing.
 
     training: also the kernels of training steps, which graphs of `export_training_step` need. They serve every session
     of the process from then on.

@@ -25,7 +25,7 @@ _DISTRIBUTIONS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The CUDA library with its NCCL functions typed. Raises LibraryError when there is none."""
+    """Return the CUDA library with typed NCCL functions. Raise LibraryError if it is not available."""
     loaded, text = cuda.library(), ctypes.c_char_p
     functions = {
         "bnexport_nccl_version": (text, ctypes.POINTER(ctypes.c_int)),
@@ -53,7 +53,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 @functools.cache
 def _nccl() -> bytes | None:
-    """Path of libnccl; None where the loader finds it by name, as when PyTorch has it loaded."""
+    """Return the path of libnccl, or None if the loader finds it by name, as when PyTorch has loaded it."""
     try:
         ctypes.CDLL(_SONAME)
         return None
@@ -71,14 +71,14 @@ def _nccl() -> bytes | None:
 
 
 def version() -> str:
-    """NCCL's version, such as "2.27.3". Raises GroupError when NCCL is missing, LibraryError without the CUDA library."""
+    """Return NCCL's version, such as "2.27.3". Raise GroupError without NCCL, LibraryError without the CUDA library."""
     number = ctypes.c_int()
     _call("bnexport_nccl_version", _nccl(), ctypes.byref(number))
     return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 class Communicator:
-    """One process's part in a group. `context` and `all_gather` are what bnexport_register_device_group takes."""
+    """Membership of one process in a group. `context` and `all_gather` are arguments of bnexport_register_device_group."""
 
     def __init__(self, handle: int) -> None:
         self.context = handle
@@ -87,12 +87,12 @@ class Communicator:
         atexit.register(self.leave)
 
     def check(self) -> None:
-        """Raises GroupError if a gather failed so far; after the stream has ended, that covers every gather on it."""
+        """Raise GroupError if a gather has failed; after the stream has ended, this covers every gather on it."""
         if self.context:
             _call("bnexport_nccl_status", self.context)
 
     def leave(self) -> None:
-        """Frees the communicator when what is under way has ended; after five seconds it is aborted."""
+        """Free the communicator when pending work has ended; abort it after five seconds."""
         atexit.unregister(self.leave)
         handle, self.context = self.context, 0
         if handle:
@@ -100,14 +100,15 @@ class Communicator:
 
 
 def unique_id() -> bytes:
-    """The id of a new communicator, made by one member for all. Raises what `version` raises."""
+    """Return the id of a new communicator, made by one member for all. Raise the errors of `version`."""
     made = ctypes.create_string_buffer(_ID_BYTES)
     _call("bnexport_nccl_unique_id", _nccl(), made)
     return made.raw
 
 
 def join(identifier: bytes, size: int, rank: int, seconds: float) -> Communicator:
-    """A communicator of `size` members on the current CUDA device, which has a context; returns when all have joined.
+    """Join a communicator of `size` members on the current CUDA device, which has a context; return when all have
+    joined.
 
     identifier: what `unique_id` gave one of them. seconds: how long to wait for the others.
     Raises GroupError when NCCL is missing or fails or a member does not come, LibraryError without the CUDA library.
