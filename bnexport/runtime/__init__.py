@@ -1,1 +1,1 @@
-"""ONNX Runtime: sessions, groups of processes, latency, doctor."""
+"""ONNX Runtime: sessions, groups of processes, latency, installation check."""

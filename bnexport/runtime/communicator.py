@@ -57,7 +57,7 @@ def _make_callback(group_name: str, size: int) -> Any:
 
 
 def register_group(name: str, process_group: ProcessGroup | None = None) -> None:
-    """Makes `process_group` the group that nodes know as `name`; replaces an earlier registration.
+    """Register `process_group` under `name` for nodes; replace an earlier registration.
 
     Call it in every process of the group before a session runs. Exporters write "world" for the
     default group. Nodes on CPUs need a group with a backend for CPU tensors (gloo). Nodes on the CUDA
@@ -106,7 +106,7 @@ def register_group(name: str, process_group: ProcessGroup | None = None) -> None
 
 
 def check_group(name: str) -> None:
-    """Raises GroupError if a collective between the GPUs of the group `name` failed so far.
+    """Raise GroupError if a collective between the GPUs of the group `name` has failed.
 
     A run on a GPU does not wait for its collectives, so one that fails shows in the output as NaN and raises here,
     or in the next run. Call it before anything that a run returned replaces a model's state.
@@ -128,7 +128,7 @@ def _forget(name: str) -> None:
 
 
 def unregister_group(name: str) -> None:
-    """Forgets the group called `name`; nodes of that group then fail until it is registered again, and no export
+    """Remove the registration of the group `name`. Its nodes then fail until it is registered again, and no export
     writes the name.
 
     Raises:

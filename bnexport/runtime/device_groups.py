@@ -1,4 +1,4 @@
-"""Groups between GPUs, for nodes on the CUDA provider: a communicator of our own for each registered group.
+"""Groups between GPUs, for nodes on the CUDA provider: one NCCL communicator for each registered group.
 
 The id that its members share travels through the store of the torch.distributed group.
 """
@@ -15,7 +15,7 @@ _joined: dict[tuple[str, int], int] = {}
 
 
 def join(group_name: str, size: int, rank: int) -> nccl.Communicator:
-    """Makes a communicator of the torch.distributed group `group_name`, on this process's current CUDA device.
+    """Create a communicator of the torch.distributed group `group_name`, on this process's current CUDA device.
 
     Every member calls it, the same number of times; it returns when all have. `group_name` is the name of
     bnexport.sync_bn.distributed.

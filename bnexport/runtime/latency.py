@@ -1,4 +1,4 @@
-"""Compares the latency of models: in turn, in blocks, so that what else the machine does hits all alike."""
+"""Latency comparison of models: interleaved in blocks, so that other load on the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def measure(
     warm_up: int = 10,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Latency]:
-    """Times `runs` calls of each model, after `warm_up` that do not count.
+    """Time `runs` calls of each model after `warm_up` uncounted ones.
 
     Args:
         models: a function that runs the model once, by name.
@@ -76,7 +76,7 @@ def measure(
 
 
 def chart(latencies: Sequence[Latency], path: str | os.PathLike[str]) -> None:
-    """Draws the cumulative distributions of the latencies to a PNG, SVG or PDF file.
+    """Draw the cumulative distributions of the latencies to a PNG, SVG or PDF file.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.

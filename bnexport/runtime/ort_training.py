@@ -1,4 +1,4 @@
-"""Our gradient in ONNX Runtime's training build (onnxruntime-training 1.19.2 is the last one).
+"""The gradient operator in ONNX Runtime's training build (onnxruntime-training 1.19.2 is the last one).
 
 The training build makes a gradient graph from registered definitions. One call of `register_gradient`
 before `onnxruntime.training.artifacts.generate_artifacts(..., custom_op_library=get_library_path())` is
@@ -21,7 +21,7 @@ def register_gradient(
     grad_reduction: str = "local",
     domain: str = schema.DOMAIN,
 ) -> None:
-    """Registers MMCVSyncBatchNormGrad as the gradient of MMCVSyncBatchNorm, for this process.
+    """Register MMCVSyncBatchNormGrad as the gradient of MMCVSyncBatchNorm, for this process.
 
     A definition holds attribute values, not references to the forward node's, so all training nodes of
     a process share those given here; give the values that the model's nodes have. The first

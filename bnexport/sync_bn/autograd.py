@@ -1,4 +1,4 @@
-"""Autograd of the operators.
+"""Autograd of the torch operators.
 
 Registered as kernels of the Autograd dispatch key instead of torch.library.register_autograd, whose
 bookkeeping costs as much as a small layer (70 of 140 microseconds).
@@ -19,7 +19,7 @@ _BACKWARD_ARGUMENTS = len(schema.TORCH_SYNC_BATCH_NORM_BACKWARD.arguments)
 
 
 def _below(name: str, *arguments: Any) -> Any:
-    """The operator `name` without autograd."""
+    """Return the operator `name` without autograd."""
     with torch._C._AutoDispatchBelowAutograd():
         return getattr(torch.ops.bnexport, name).default(*arguments)
 

@@ -1,5 +1,4 @@
-"""Sync batch norm through the compiled kernels (the C API): what runs on a CPU or a CUDA device when the
-library for it is there.
+"""Sync batch norm through the compiled kernels (the C API), used on a CPU or a CUDA device if its library is there.
 
 Same interface as torch_operations.py. Tensors that are neither contiguous nor channels last go
 through one contiguous copy. On a CUDA device the work is enqueued on torch's current stream, and nothing
@@ -44,7 +43,7 @@ def _capi() -> Any:
 
 
 def _openmp_parallel() -> int:
-    """The address of GOMP_parallel in the OpenMP runtime that torch computes with; 0 where there is none.
+    """Return the address of GOMP_parallel in the OpenMP runtime that torch uses; 0 if there is none.
 
     Looked up through torch's own library: scikit-learn, say, brings another runtime along, and the
     spinning threads of two cost more than they do (88 ms for a batch that takes 6).
@@ -77,7 +76,7 @@ def usable(x: Tensor) -> bool:
 
 @functools.cache
 def _runs_on(device: int) -> bool:
-    """Whether the library has kernels for a CUDA device; says once why torch's operations stand in for them."""
+    """Whether the library has kernels for a CUDA device; log once why torch operations are used instead."""
     try:
         _cuda().check_device(device)
     except LibraryError as error:
@@ -90,18 +89,18 @@ def _runs_on(device: int) -> bool:
 
 @functools.cache
 def _type_codes(dtype: torch.dtype) -> tuple[int, int]:
-    """The codes of a type and of its statistics' type."""
+    """Return the codes of a type and of its statistics' type."""
     codes = [_capi().DTYPES[str(it).removeprefix("torch.")] for it in (dtype, statistics_type(dtype))]
     return codes[0], codes[1]
 
 
 def arrange(x: Tensor) -> Tensor:
-    """x, or a contiguous copy where the kernels cannot walk its memory."""
+    """Return x, or a contiguous copy if the kernels do not support its memory layout."""
     return x if _layout(x) is not None else x.contiguous()
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the kernels can walk x as it is."""
+    """Whether the kernels support the memory layout of x."""
     return usable(x) and _layout(x) is not None
 
 
@@ -116,7 +115,7 @@ def _geometry(x: Tensor) -> dict[str, int]:
 
 
 def _leading(x: Tensor) -> tuple[int, ...]:
-    """The first fields of the C API's structs: type, type of the statistics, layout, N, C, S."""
+    """Return the first fields of the C API's structs: type, type of the statistics, layout, N, C, S."""
     layout = _layout(x)
     assert layout is not None
     N, C, *_ = x.shape
@@ -124,7 +123,7 @@ def _leading(x: Tensor) -> tuple[int, ...]:
 
 
 def _run(name: str, data: Tensor, geometry: dict[str, int], /, **params: Any) -> None:
-    """Calls the kernel `name` ("forward", "moments", ...) on the device of `data`."""
+    """Call the kernel `name` ("forward", "moments", ...) on the device of `data`."""
     if not data.is_cuda:
         getattr(_capi(), f"cpu_{name}")(threads=torch.get_num_threads(), **geometry, **params)
         return
@@ -158,7 +157,7 @@ def _vector(vector: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """An uninitialised tensor like x, on huge pages where it is large.
+    """Allocate an uninitialised tensor like x, on huge pages if it is large.
 
     The allocator returns large blocks to the system, so that a kernel that writes at memory speed
     spends most of its time in page faults: 9.3 ms against 1.3 ms for one pass over 26 MB.
@@ -188,7 +187,7 @@ def _pointer(tensor: Tensor | None) -> int:
 
 
 def forward_row(x: Tensor, stats_mode: str) -> Tensor:
-    """This process's row [weight, mean.., spread..] (2 C + 1,) float64."""
+    """Compute this process's row [weight, mean.., spread..] (2 C + 1,) float64."""
     row = x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64)
     mode = _capi().STATS_MODES[stats_mode]
     _run("moments", x, _geometry(x), x=x.data_ptr(), row=row.data_ptr(), stats_mode=mode)
@@ -207,7 +206,7 @@ def forward(
     stats_mode: str,
     rows: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
-    """y, new running statistics, saved mean and invstd. rows: the group's, or None for one process."""
+    """Compute y, new running statistics, saved mean and invstd. rows: the group's, or None for one process."""
     capi, C, S = _capi(), x.shape[1], statistics_type(x.dtype)
     old_mean, old_var, w, b = (_vector(vector, x) for vector in (running_mean, running_var, weight, bias))
     y = _empty_like(x)
@@ -227,7 +226,7 @@ def forward(
 
 
 def backward_row(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, stats_mode: str) -> Tensor:
-    """This process's row [weight, sum dy.., sum dy * x_hat..] (2 C + 1,) float64."""
+    """Compute this process's row [weight, sum dy.., sum dy * x_hat..] (2 C + 1,) float64."""
     row = x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64)
     _run(
         "backward_moments",
@@ -256,7 +255,9 @@ def backward(
     row: Tensor | None,
     rows: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight, dbias, None where not needed. row, rows: this process's and the group's, or None for one process."""
+    """Compute dx, dweight, dbias, None if not needed. row, rows: this process's and the group's, or None for one
+    process.
+    """
     capi, C, S = _capi(), x.shape[1], statistics_type(x.dtype)
     w = _vector(weight, x)
     dx = _empty_like(x) if output_mask[0] else None

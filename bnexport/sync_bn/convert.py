@@ -1,4 +1,4 @@
-"""From any batch norm to ours, and back to torch.nn.BatchNorm.
+"""Conversion of any known batch norm to bnexport.SyncBatchNorm, and back to torch.nn.BatchNorm.
 
 Which classes are known is in bnexport.sync_bn.recognition. A converted module takes over the old one's
 whole state (parameters, buffers, hooks, parametrisations, flags), so that dtype, device, training flag
@@ -48,7 +48,7 @@ _ACTIVATIONS: dict[str, Callable[[float], nn.Module]] = {
 
 
 def convert_sync_batchnorm(module: nn.Module, process_group: ProcessGroup | None = None) -> nn.Module:
-    """`module` with every batch norm in it replaced by bnexport.SyncBatchNorm.
+    """Replace every batch norm in `module` by bnexport.SyncBatchNorm; return the module.
 
     Recognised: torch's BatchNorm1d/2d/3d and SyncBatchNorm, MMCV's SyncBatchNorm (keeps its stats_mode;
     gradients are the group's mean, as MMCV defines them), apex's, detectron2's NaiveSyncBatchNorm,
@@ -80,7 +80,8 @@ def convert_sync_batchnorm(module: nn.Module, process_group: ProcessGroup | None
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """`module` with every sync batch norm (ours, torch's, MMCV's, ...) replaced by torch.nn.BatchNorm.
+    """Replace every sync batch norm (bnexport's, torch's, MMCV's, ...) in `module` by torch.nn.BatchNorm; return the
+    module.
 
     A module that was converted from BatchNorm1d/2d/3d returns to that class. Where the use is not
     known the result is a BatchNorm2d that accepts every rank >= 2, so that torch.fx's fuse, which
@@ -108,7 +109,7 @@ def _warn_of(unknown: list[Unknown]) -> None:
 
 
 def replace(module: nn.Module, convert: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
-    """`module` with each submodule that `convert` has a new one for turned into that, in place.
+    """Replace, in place, each submodule of `module` for which `convert` returns a new one.
 
     A submodule keeps its identity: a list, a hook or a function that refers to it refers to the new one.
     The root is replaced.
@@ -134,14 +135,14 @@ def replace(module: nn.Module, convert: Callable[[nn.Module], nn.Module | None])
 
 
 def become(module: nn.Module, new_class: type[nn.Module], state: dict[str, Any]) -> None:
-    """Gives `module` another class and other attributes; what refers to it refers to the new one."""
+    """Change the class and attributes of `module` in place, so that references to it stay valid."""
     module.__class__ = new_class
     module.__dict__.clear()
     module.__dict__.update(state)
 
 
 def to_sync(old: nn.Module, process_group: ProcessGroup | None) -> nn.Module | None:
-    """Our module for a batch norm of a known class, with its state; None for anything else."""
+    """Return a SyncBatchNorm with the state of a batch norm of a known class; None for anything else."""
     found = recognise(old)
     if found is None or (found.changed and found.kind != "ours"):
         return None
@@ -199,7 +200,7 @@ def to_sync(old: nn.Module, process_group: ProcessGroup | None) -> nn.Module | N
 
 
 def to_plain(old: nn.Module, *, split: bool = False) -> nn.Module | None:
-    """A plain batch norm for a sync or frozen one of a known class, with its state; None for anything else.
+    """Return a plain batch norm with the state of a sync or frozen one of a known class; None for anything else.
 
     split: a fused activation becomes a module of its own, behind a torch.nn.BatchNorm2d; names of
     parameters change by it. A module with hooks stays one, since hooks see what the whole of it returns.
@@ -227,7 +228,9 @@ def to_plain(old: nn.Module, *, split: bool = False) -> nn.Module | None:
 
 
 def split_activation(old: nn.Module) -> nn.Module | None:
-    """A Sequential of `norm`, `drop` and `act` for a batch norm with an activation and without hooks, else None."""
+    """Return a Sequential of `norm`, `drop` and `act` for a batch norm with an activation and without hooks, else
+    None.
+    """
     if known_kind(old) != "batch_norm_act" or _has_hooks(old):
         return None
     norm = _take_over(old, nn.BatchNorm2d)
@@ -246,7 +249,7 @@ def _check_any_rank(input: torch.Tensor) -> None:
 
 
 def _take_over(old: nn.Module, new_class: type[nn.Module]) -> Any:
-    """An instance of `new_class` with a copy of the state of `old`: same tensors, hooks and flags.
+    """Create an instance of `new_class` with a copy of the state of `old`: same tensors, hooks and flags.
 
     Attributes that another package, or a user, put on the module come along, unless they would hide an
     attribute of the new class (MMCV keeps a number in `group_size`, a method of ours).
@@ -264,7 +267,9 @@ def _take_over(old: nn.Module, new_class: type[nn.Module]) -> Any:
 
 
 def _hides(key: str, old_class: type, new_class: type) -> bool:
-    """Whether the instance attribute `key` would hide one of `new_class` that it did not hide in `old_class`."""
+    """Whether the instance attribute `key` would hide an attribute of `new_class` that it did not hide in
+    `old_class`.
+    """
     if key == "_compiled_call_impl":  # torch.compile's, bound to the old module
         return True
     attribute = inspect.getattr_static(new_class, key, None)
@@ -272,7 +277,7 @@ def _hides(key: str, old_class: type, new_class: type) -> bool:
 
 
 def _as_group(value: Any) -> Any:
-    """A process group, or None for what stands for the default group (MMCV stores its own world)."""
+    """Return a process group, or None for a stand-in of the default group (MMCV stores its own world)."""
     if value is None or isinstance(value, (int, str)) or not torch.distributed.is_available():
         return None
     return None if value is torch.distributed.group.WORLD else value
@@ -300,7 +305,7 @@ def _stats_mode(old: nn.Module, kind: str) -> str:
 
 
 def _plain_class(old: nn.Module, found: Recognised) -> type[nn.Module] | None:
-    """The class that revert_sync_batchnorm returns to; None where the use is not known."""
+    """Return the class for revert_sync_batchnorm, or None if the use is unknown."""
     if "reverts_to" in old.__dict__:
         return old.__dict__["reverts_to"]
     if found.kind == "batch_norm_act":
@@ -314,7 +319,7 @@ def _plain_class(old: nn.Module, found: Recognised) -> type[nn.Module] | None:
 
 
 def _thaw(new: FrozenSyncBatchNorm) -> None:
-    """Frozen classes keep weight and bias as buffers; ours keeps them as parameters without gradient."""
+    """Turn weight and bias into parameters without gradient; frozen classes keep them as buffers."""
     for name in ("weight", "bias"):
         buffer = new._buffers.pop(name, None)
         if buffer is not None:
@@ -323,7 +328,9 @@ def _thaw(new: FrozenSyncBatchNorm) -> None:
 
 
 def _take_activation(new: SyncBatchNorm, old: nn.Module) -> None:
-    """inplace_abn's InPlace classes scale by |weight| + eps; its plain ABN by weight."""
+    """Copy the activation of an inplace_abn module: InPlace classes scale by |weight| + eps, the plain ABN by
+    weight.
+    """
     activation = getattr(old, "activation", "leaky_relu")
     if activation not in _ACTIVATIONS:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Copies of modules: process groups are shared, functions that refer to the model refer to the copy."""
+"""Copies of modules that share process groups and redirect functions to the copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bnexport.errors import UnsupportedModelError
 
 
 def copy_model(model: nn.Module, *, share_parameters: bool = False) -> nn.Module:
-    """A deep copy that shares process groups, which cannot be copied.
+    """Copy a model deeply but share its process groups, which cannot be copied.
 
     Python does not copy functions. A forward set on an instance, or a hook, may refer to the model's
     modules and tensors (`norm.forward = lambda x: relu(plain(x))`); in the copy it refers to the copy's.
@@ -61,7 +61,7 @@ def _is_process_group(value: Any) -> bool:
 
 
 class _References:
-    """Moves functions from a model to its copy; those that do not refer to the model stay as they are."""
+    """Redirection of functions from a model to its copy; functions that do not refer to the model are shared."""
 
     def __init__(self, model: nn.Module, memo: dict[int, Any]) -> None:
         tensors = (*model.parameters(), *model.buffers())

@@ -1,4 +1,5 @@
-"""The only file that knows torch.distributed: groups by name, agreement between members, one gather.
+"""Access to torch.distributed (the only file that imports it): groups by name, agreement between members, one
+gather.
 
 Operators carry a group as a string. A name is local to this process unless it is "world": it
 resolves to a torch.distributed group here and is never written into a model as it stands.
@@ -35,7 +36,7 @@ _gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, 
 
 @dataclasses.dataclass
 class _Membership:
-    """What this process knows of a group: its layers by agreement number, and the longest row."""
+    """State of this process in a group: its layers by agreement number, and the longest row."""
 
     name: str
     group: weakref.ref[Any]
@@ -59,7 +60,7 @@ def is_initialized() -> bool:
 
 
 def join(timeout: float) -> ProcessGroup:
-    """The default group, over gloo, that the environment of torchrun describes; timeout: seconds.
+    """Create the default group over gloo from the environment of torchrun; timeout: seconds.
 
     Raises GroupError when the environment is not torchrun's or not all processes come within the timeout.
     """
@@ -74,7 +75,7 @@ def join(timeout: float) -> ProcessGroup:
 
 
 def leave() -> None:
-    """Ends the default group once every process is here. Raises GroupError when one does not come."""
+    """Destroy the default group once every process is here. Raises GroupError if one does not come."""
     try:
         dist.barrier()
     except RuntimeError as error:
@@ -83,7 +84,7 @@ def leave() -> None:
 
 
 def name_of(group: ProcessGroup | None) -> str:
-    """The name under which operators find `group`; "world" for the default group, "" for no group.
+    """Return the name under which operators find `group`: "world" for the default group, "" for no group.
 
     None means the default group when torch.distributed is initialised.
     """
@@ -97,24 +98,26 @@ def name_of(group: ProcessGroup | None) -> str:
 
 
 def size_of(group: ProcessGroup | None) -> int:
-    """Number of members; 1 when torch.distributed is not initialised."""
+    """Return the number of members; 1 if torch.distributed is not initialised."""
     return dist.get_world_size(group) if is_initialized() else 1
 
 
 def backend_of(name: str, device: str) -> str | None:
-    """The backend that the group `name` has for tensors on "cpu" or "cuda", such as "gloo" or "nccl"; None for none."""
+    """Return the backend of the group `name` for tensors on "cpu" or "cuda", such as "gloo" or "nccl"; None if there
+    is none.
+    """
     config = dist.get_backend_config(resolve(name))
     entries = (entry.partition(":") for entry in config.split(","))
     return next((backend for kind, _, backend in entries if kind == device), None)
 
 
 def store_of(name: str) -> Any:
-    """The key-value store of the group `name`; waiting in it ends with the group's timeout."""
+    """Return the key-value store of the group `name`; waiting in it ends with the group's timeout."""
     return resolve(name).get_group_store()
 
 
 def resolve(name: str) -> Any:
-    """The group called `name`. Raises GroupError when there is none."""
+    """Return the group `name`. Raise GroupError if it does not exist."""
     if not is_initialized():
         raise GroupError(
             f"group {name!r}: torch.distributed is not initialised; call torch.distributed.init_process_group first"
@@ -132,7 +135,7 @@ def resolve(name: str) -> Any:
 def exchange(
     row: torch.Tensor, name: str, group_size: int, layer: int, purpose: str, header: dict[str, Any]
 ) -> torch.Tensor:
-    """Gathers this layer's float64 row (n,) from all members to (group_size, n) in rank order: one collective.
+    """Gather this layer's float64 row (n,) from all members to (group_size, n) in rank order: one collective.
 
     layer names a module within this process; purpose ("forward", ...) tells its exchanges apart;
     header is compared before the first exchange.
@@ -166,12 +169,12 @@ def exchange(
 
 
 def all_gather(row: torch.Tensor, name: str) -> torch.Tensor:
-    """Gathers rows (n,), of one size on every member, to (group_size, n) in rank order. Raises GroupError."""
+    """Gather rows (n,), of one size on every member, to (group_size, n) in rank order. Raises GroupError."""
     return _gather(_membership(name), row)
 
 
 def all_reduce(tensor: torch.Tensor, name: str) -> None:
-    """Adds up `tensor`, of one size on every member, in place; every member gets the same bits. Raises GroupError."""
+    """Sum `tensor`, of one size on every member, in place; every member gets the same bits. Raises GroupError."""
     membership = _membership(name)
     try:
         dist.all_reduce(tensor, group=membership.group())
@@ -182,18 +185,18 @@ def all_reduce(tensor: torch.Tensor, name: str) -> None:
 
 
 def publish(public_name: str, name: str) -> None:
-    """Records that models know the group `name` of this process as `public_name`."""
+    """Record that models refer to the group `name` of this process as `public_name`."""
     _published[name] = public_name
 
 
 def withdraw(public_name: str) -> None:
-    """Takes back `publish`: no group of this process is known to models as `public_name`."""
+    """Undo `publish`: no group of this process is called `public_name` in models."""
     for name in [name for name, known in _published.items() if known == public_name]:
         del _published[name]
 
 
 def published_name(name: str) -> str | None:
-    """The name that a model may carry for the group `name`: "world", or what it was registered as."""
+    """Return the name of the group `name` in models: "world", or its registered name."""
     return name if name == schema.WORLD_GROUP else _published.get(name)
 
 
@@ -220,7 +223,7 @@ def _gather(membership: _Membership, row: torch.Tensor) -> torch.Tensor:
 
 
 def _agree(membership: _Membership, header: dict[str, Any]) -> int:
-    """Compares `header` between the members, through the group's store; returns the agreement's number."""
+    """Compare `header` between the members through the group's store; return the agreement's number."""
     number = membership.agreements
     membership.agreements += 1
     store = store_of(membership.name)

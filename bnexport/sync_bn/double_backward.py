@@ -1,4 +1,4 @@
-"""The derivative of the derivative: what gradient penalties and gradgradcheck need.
+"""Second derivative of sync batch norm, for gradient penalties and gradgradcheck.
 
 Gradients of L = sum(v * dx) + sum(p * dweight + q * dbias) by dy, x and weight.
 
@@ -38,7 +38,7 @@ def double_backward(
     training: bool,
     *group: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of L (see above) by grad_output, input and weight, in their types."""
+    """Compute gradients of L (see above) by grad_output, input and weight, in their types."""
     spec = GroupSpec(*group)
     x, dy = input.double(), grad_output.double()
     wide = moments.wide

@@ -1,4 +1,4 @@
-"""Sync batch norm without the dispatcher, where nothing needs it.
+"""Sync batch norm without torch's dispatcher, if no transform or hook needs it.
 
 A call of an operator goes through the dispatcher twice, for autograd and for the kernel, and each time its thirteen
 arguments become Python objects: as long as a layer of a small image takes. In eager mode, on one process and on plain
@@ -23,7 +23,7 @@ _level_of_transforms = torch._C._functorch.maybe_current_level
 
 
 def _unobserved(*tensors: Tensor | None) -> bool:
-    """Whether a call on these tensors can only mean to compute, now."""
+    """Whether a call on these tensors is a plain eager computation that nothing traces or transforms."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._is_tracing()
@@ -35,7 +35,7 @@ def _unobserved(*tensors: Tensor | None) -> bool:
 
 
 class _Call:
-    """The arguments of a forward that carry no gradient, and its outputs but the first."""
+    """Arguments of a forward that carry no gradient, and its outputs except the first."""
 
     __slots__ = ("arguments", "group", "outputs")
 
@@ -45,8 +45,9 @@ class _Call:
 
 
 class _Forward(torch.autograd.Function):
-    """The operator's autograd function (autograd.py) with what has a gradient and nothing else: each further
-    argument, output or mark costs a microsecond."""
+    """The operator's autograd function (autograd.py), reduced to arguments with a gradient: each further argument,
+    output or mark costs a microsecond.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, call: _Call) -> Tensor:
@@ -87,7 +88,7 @@ def sync_batch_norm(
     eps: float,
     group: GroupSpec,
 ) -> Any:
-    """Output and new running statistics by the shortest way; None for statistics that there are none of.
+    """Compute output and new running statistics on the shortest path; statistics that are not kept are None.
 
     Arguments and errors as of `operators.sync_batch_norm`.
     """

@@ -1,4 +1,4 @@
-"""The module: torch.nn.BatchNorm's parameters, buffers and state_dict, statistics over a group."""
+"""The module SyncBatchNorm: torch.nn.BatchNorm's parameters, buffers and state_dict, statistics over a group."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ _layers = itertools.count()
 
 
 def new_layer() -> int:
-    """A number that names one module within this process; members of a group compare before its first gather."""
+    """Return a number that identifies one module within this process; members of a group compare it before its first
+    gather.
+    """
     return next(_layers)
 
 
 def _recomputing() -> bool:
-    """Whether this forward runs inside a backward pass: activation checkpointing computes it once more.
+    """Whether this forward runs inside a backward pass: activation checkpointing runs it a second time.
 
     The first forward has updated the statistics already.
     """
@@ -113,7 +115,7 @@ class SyncBatchNorm(_BatchNorm):
         return text
 
     def group_size(self) -> int:
-        """Number of processes that share statistics, now."""
+        """Return the current number of processes that share statistics."""
         return distributed.size_of(self.group)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -141,7 +143,7 @@ class SyncBatchNorm(_BatchNorm):
         return output
 
     def _normalise(self, input: torch.Tensor, use_batch: bool, size: int) -> tuple[torch.Tensor, ...]:
-        """The output and the new statistics, of a group of `size`."""
+        """Compute the output and the new statistics of a group of `size`."""
         return eager.sync_batch_norm(
             input,
             self._statistic("running_mean"),
@@ -161,11 +163,11 @@ class SyncBatchNorm(_BatchNorm):
         )
 
     def _updates_statistics(self) -> bool:
-        """Whether a forward changes the running statistics, now."""
+        """Whether a forward would update the running statistics now."""
         return self.training and self.track_running_stats and self._statistic("running_mean") is not None
 
     def _update_statistics(self, new_mean: torch.Tensor, new_var: torch.Tensor) -> None:
-        """Writes the new statistics into the buffers; momentum None averages all batches seen."""
+        """Write the new statistics into the buffers; momentum None averages all batches seen."""
         counted = self._statistic("num_batches_tracked")
         if counted is not None:
             batches = counted + 1
@@ -181,7 +183,7 @@ class SyncBatchNorm(_BatchNorm):
         self._set_statistic("running_var", new_var)
 
     def _statistic(self, name: str) -> torch.Tensor | None:
-        """The buffer `name`: as an attribute it is found after a search of a microsecond."""
+        """Return the buffer `name` directly: attribute access would search for a microsecond."""
         found = self._buffers.get(name)
         return getattr(self, name) if found is None else found
 

@@ -1,4 +1,4 @@
-"""Moments and their merge in torch operations: what runs when the compiled kernels cannot.
+"""Moments and their merge in torch operations, the fallback for the compiled kernels.
 
 Rows are those of custom_ops/include/bnexport.h: [weight, mean.., spread..] forward and
 [weight, sum dy.., sum dy * x_hat..] backward, in float64. The algebra and its symbols stand in
@@ -37,7 +37,7 @@ def spatial_size(x: Tensor) -> int:
 
 
 def header(x: Tensor, stats_mode: str, grad_reduction: str) -> dict[str, Any]:
-    """What the members of a group compare before a layer's first exchange."""
+    """Return the configuration that the members of a group compare before a layer's first exchange."""
     dtype = str(x.dtype).removeprefix("torch.")
     return {"C": x.shape[1], "dtype": dtype, "stats_mode": stats_mode, "grad_reduction": grad_reduction}
 
@@ -58,7 +58,7 @@ def row_weight(x: Tensor, stats_mode: str) -> float:
 
 
 def forward_row(x: Tensor, stats_mode: str) -> Tensor:
-    """This process's row (2 C + 1,) float64, two passes over x."""
+    """Compute this process's row (2 C + 1,) float64 in two passes over x."""
     C, count = x.shape[1], x.shape[0] * spatial_size(x)
     row = torch.zeros(2 * C + 1, dtype=torch.float64, device=x.device)
     if count == 0:
@@ -73,7 +73,7 @@ def forward_row(x: Tensor, stats_mode: str) -> Tensor:
 
 
 def merge(rows: Tensor, stats_mode: str, local_count: int) -> Merged:
-    """Merges the rows of a group (G, 2 C + 1) in rank order, without asking the device for a value.
+    """Merge the rows of a group (G, 2 C + 1) in rank order, without synchronising with the device.
 
     `exact` is Chan, Golub and LeVeque's update of (count, mean, M2); MMCV's modes are the weighted
     sums that reference.py states. With every process empty mean and var are 0.
@@ -102,13 +102,13 @@ def merge(rows: Tensor, stats_mode: str, local_count: int) -> Merged:
 
 
 def update_running(old: Tensor, new: Tensor, momentum: float, total: Tensor) -> Tensor:
-    """(1 - m) * old + m * new in float64, rounded once to the statistics' type; old when total is 0."""
+    """Compute (1 - m) * old + m * new in float64, rounded once to the statistics' type; old if total is 0."""
     m = momentum * (total > 0).double()
     return ((1 - m) * old.double() + m * new).to(statistics_type(old.dtype))
 
 
 def unbiased(merged: Merged) -> Tensor:
-    """var * n / (n - 1), with factor 1 for n <= 1."""
+    """Compute var * n / (n - 1), with factor 1 for n <= 1."""
     n = merged.bessel_count
     return merged.var * torch.where(n > 1, n / (n - 1).clamp(min=1), torch.ones_like(n))
 
@@ -119,7 +119,7 @@ def inverse_std(var: Tensor, eps: float) -> Tensor:
 
 
 def centred(x: Tensor, mean: Tensor) -> Tensor:
-    """x - mean in the statistics' type, with mean split into two parts so that none of it is lost."""
+    """Compute x - mean in the statistics' type; mean is split into two parts to keep its precision."""
     S = statistics_type(x.dtype)
     if torch.float64 == S:
         return x - wide(mean, x)
@@ -129,7 +129,7 @@ def centred(x: Tensor, mean: Tensor) -> Tensor:
 
 
 def normalise(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """weight * (x - mean) * invstd + bias, in x's type and memory format."""
+    """Compute weight * (x - mean) * invstd + bias, in x's type and memory format."""
     S = statistics_type(x.dtype)
     scale = invstd if weight is None else invstd * weight
     y = centred(x, mean).mul_(wide(scale.to(S), x))
@@ -171,7 +171,7 @@ def group_sums(rows: Tensor, mean: Tensor, invstd: Tensor, x: Tensor, stats_mode
 
 
 def local_lambda(weights: Tensor, x: Tensor, stats_mode: str) -> tuple[Tensor, Tensor]:
-    """lambda of this process and k, from the weights of all rows."""
+    """Compute lambda of this process and k from the weights of all rows."""
     G, total = weights.numel(), weights.sum()
     one = torch.ones_like(total)
     count = x.shape[0] * spatial_size(x)
@@ -187,7 +187,7 @@ def local_lambda(weights: Tensor, x: Tensor, stats_mode: str) -> tuple[Tensor, T
 def apply_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, sums: GroupSums | None
 ) -> Tensor:
-    """weight * invstd * (dy - lambda * (A' + x_hat * B)); without sums weight * invstd * dy."""
+    """Compute weight * invstd * (dy - lambda * (A' + x_hat * B)), or weight * invstd * dy without sums."""
     S = statistics_type(x.dtype)
     scale = (invstd if weight is None else invstd * weight).to(S)
     if sums is None:

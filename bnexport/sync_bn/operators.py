@@ -43,7 +43,7 @@ def regular(
     training: bool,
     spec: GroupSpec,
 ) -> bool:
-    """Whether nothing is wrong with the arguments, at a glance: what `_check` would say takes longer to find out."""
+    """Whether a quick look finds the arguments valid; `_check` would find the reason but takes longer."""
     shape, dtype = input.shape[1:2], input.dtype
     for vector in (running_mean, running_var, weight, bias):
         if vector is not None and (vector.shape != shape or vector.dtype not in (torch.float32, dtype)):
@@ -85,7 +85,7 @@ def _check(input: Tensor, vectors: dict[str, Tensor | None], training: bool, spe
 
 
 def _like(result: Tensor, x: Tensor) -> Tensor:
-    """`result` in the memory format that fake kernels promise, that of empty_like(x)."""
+    """Return `result` in the memory format that fake kernels promise, that of empty_like(x)."""
     promised = torch.empty_like(x)
     return result if result.stride() == promised.stride() else promised.copy_(result)
 
@@ -124,7 +124,7 @@ def forward_kernel(
 
 
 def _exchange(row: Tensor, x: Tensor, direction: str, spec: GroupSpec) -> Tensor:
-    """The rows of all members of the group."""
+    """Gather the rows of all members of the group."""
     header = moments.header(x, spec.stats_mode, spec.grad_reduction)
     return distributed.exchange(row, spec.group, spec.group_size, spec.layer, direction, header)
 

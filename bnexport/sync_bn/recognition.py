@@ -1,4 +1,4 @@
-"""Recognise batch norms: the known class that a module is of, and what the module changes of it.
+"""Recognition of batch norms: the known class that a module belongs to, and its deviations from it.
 
 Classes of other packages are known by (top-level package, class name), without importing the package.
 A subclass counts as its known base only where it inherits unchanged all that the base's forward uses
@@ -71,7 +71,7 @@ _SCRIPTED = {"SyncBatchNorm": "torch_sync"} | {f"BatchNorm{n}d": "batch_norm" fo
 
 @dataclasses.dataclass(frozen=True)
 class Recognised:
-    """kind: of the known class `base`, the module's own or its nearest. changed: what the module changes of it."""
+    """kind: of the known class `base`, the module's own or its nearest. changed: deviations of the module from it."""
 
     kind: str
     base: type
@@ -80,7 +80,7 @@ class Recognised:
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """A module at `path` that derives from a batch norm and computes something else."""
+    """A module at `path` that derives from a batch norm but computes something else."""
 
     path: str
     module: nn.Module
@@ -93,7 +93,7 @@ class Unknown:
 
 
 def recognise(module: nn.Module) -> Recognised | None:
-    """The known batch norm that `module` is, or derives from; None for anything else."""
+    """Find the known batch norm class that `module` is or derives from; None for anything else."""
     if isinstance(module, torch.jit.ScriptModule):
         kind = _SCRIPTED.get(getattr(module, "original_name", ""))
         return None if kind is None else Recognised(kind, _BatchNorm, ("forward (compiled by TorchScript)",))
@@ -109,7 +109,7 @@ def recognise(module: nn.Module) -> Recognised | None:
 
 
 def known_kind(module: nn.Module) -> str | None:
-    """The kind of a batch norm that is known and unchanged."""
+    """Return the kind of a known, unchanged batch norm."""
     found = recognise(module)
     return None if found is None or found.changed else found.kind
 
@@ -121,7 +121,9 @@ def is_sync_batch_norm(module: nn.Module) -> bool:
 
 
 def unknown_batch_norms(model: nn.Module, *, ours: bool = False) -> list[Unknown]:
-    """The modules that derive from a known batch norm and change what it computes; subclasses of ours on request."""
+    """Find modules that derive from a known batch norm but compute something else; subclasses of bnexport's own on
+    request.
+    """
     found = ((path, module, recognise(module)) for path, module in model.named_modules())
     return [
         Unknown(path, module, one)
@@ -131,7 +133,7 @@ def unknown_batch_norms(model: nn.Module, *, ours: bool = False) -> list[Unknown
 
 
 def listed(unknown: Iterable[Unknown], most: int = 5) -> str:
-    """The modules for a message."""
+    """Format the modules for a message."""
     texts = [str(one) for one in unknown]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more

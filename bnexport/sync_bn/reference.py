@@ -1,4 +1,4 @@
-"""Closed forms of (sync) batch norm in NumPy float64: the oracle of every implementation here.
+"""Closed forms of (sync) batch norm in NumPy float64: the reference for every implementation.
 
 Symbols. x is seen as (N, C, S) with S the product of the spatial sizes; sums run over all axes but
 the channel's. Process r of a group of G holds n_r = N_r * S_r values a channel.
@@ -61,7 +61,7 @@ class Backward:
 
 
 def inverse_std(var: ArrayLike, eps: float) -> Array:
-    """1 / sqrt(var + eps), and 0 where both are 0: a constant channel then yields its bias, not NaN."""
+    """Compute 1 / sqrt(var + eps), and 0 if both are 0: a constant channel then yields its bias, not NaN."""
     total = np.asarray(var, np.float64) + eps
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(total == 0, 0.0, 1.0 / np.sqrt(total))
@@ -78,7 +78,7 @@ def forward(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Forward:
-    """Batch norm of one process. input (N, C, *), rank >= 2; all others (C,).
+    """Compute batch norm of one process. input (N, C, *), rank >= 2; all others (C,).
 
     Raises UsageError for a wrong shape, and in inference without running statistics.
     """
@@ -106,7 +106,7 @@ def group_forward(
     eps: float = 1e-5,
     stats_mode: str = "exact",
 ) -> list[Forward]:
-    """Sync batch norm of a group: one input (N_r, C, *) a process, one result each.
+    """Compute sync batch norm of a group: one input (N_r, C, *) and one result for each process.
 
     running_var takes var * n / (n - 1), n the total count in `exact`; in MMCV's modes
     n = n_r * G, so that processes with uneven batches get different running_var. n <= 1 means
@@ -149,7 +149,7 @@ def backward(
     mean: ArrayLike | None = None,
     var: ArrayLike | None = None,
 ) -> Backward:
-    """The whole derivative of batch norm over inputs of shape [B, C, H, W] (any rank >= 2).
+    """Compute the full derivative of batch norm over inputs of shape [B, C, H, W] (any rank >= 2).
 
     Statistics are those of the batch, not the running ones: the forward used them, so the
     derivative goes through them; count = B * H * W; weight (gamma) is broadcast as (1, C, 1, 1);
@@ -178,7 +178,7 @@ def group_backward(
     means: ArrayLike | None = None,
     variances: ArrayLike | None = None,
 ) -> list[Backward]:
-    """The derivative of `group_forward`: one grad_output and input a process, one result each.
+    """Compute the derivative of `group_forward`: one grad_output, input and result for each process.
 
     grad_weight and grad_bias are each process's sums (`local`), or their mean or sum over the group.
     """
@@ -216,7 +216,7 @@ def backward_nhwc(
     *,
     epsilon: float = 1e-3,
 ) -> Backward:
-    """Training batch norm's gradient in NHWC with the batch's mean and (biased) variance supplied.
+    """Compute training batch norm's gradient in NHWC from the batch's mean and (biased) variance.
 
     grad_output, input (N, H, W, C); scale, mean, variance (C,). The supplied statistics act as the
     statistics of this batch: the derivative goes through them, with count = N * H * W, whatever
@@ -245,7 +245,7 @@ def backward_nhwc(
 
 @dataclasses.dataclass(frozen=True)
 class Reduced:
-    """What one process adds in the first half of the two-collective backward; all (C,)."""
+    """Contribution of one process to the first half of the two-collective backward; all (C,)."""
 
     sum_dy: Array
     sum_dy_xmu: Array
@@ -260,7 +260,7 @@ def reduce_backward(
     invstd: ArrayLike,
     needs_input_grad: tuple[bool, bool, bool] = (True, True, True),
 ) -> Reduced:
-    """First half of apex's formulation: local sums, before two collectives average them.
+    """Compute the first half of apex's formulation: local sums, before two collectives average them.
 
         sum_dy = sum dy,   sum_dy_xmu = sum dy * (x - mean)
         grad_weight = sum_dy_xmu * invstd,   grad_bias = sum_dy        (local; no collective)
@@ -286,7 +286,7 @@ def apply_backward(
     mean_dy: ArrayLike,
     mean_dy_xmu: ArrayLike,
 ) -> Array:
-    """Second half: grad_input from the two averages over all values of the group.
+    """Compute the second half: grad_input from the two averages over all values of the group.
 
         dx = weight * invstd * (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu)
 
@@ -314,7 +314,7 @@ def _normalise(
 
 
 def _lambdas(xs: Sequence[Array], stats_mode: str) -> tuple[list[float], float]:
-    """lambda of each process, and k = the sum of lambda over all values."""
+    """Compute lambda of each process, and k = the sum of lambda over all values."""
     counts = [_count(x) for x in xs]
     G, total = len(xs), sum(counts)
     if stats_mode == "exact":

@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 def arrange(x: Tensor) -> Tensor:
-    """x itself where it covers its memory without gaps or overlap, else a contiguous copy."""
+    """Return x if it covers its memory without gaps or overlap, else a contiguous copy."""
     return x if torch.ops.aten.is_non_overlapping_and_dense(x) else x.contiguous()
 
 
@@ -32,7 +32,7 @@ def forward(
     stats_mode: str,
     rows: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
-    """y, new running statistics, saved mean and invstd. rows: the group's, or None for one process."""
+    """Compute y, new running statistics, saved mean and invstd. rows: the group's, or None for one process."""
     S = statistics_type(x.dtype)
     if not training:
         assert running_mean is not None and running_var is not None
@@ -67,7 +67,9 @@ def backward(
     row: Tensor | None,
     rows: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight, dbias, None where not needed. row, rows: this process's and the group's, or None for one process."""
+    """Compute dx, dweight, dbias, None if not needed. row, rows: this process's and the group's, or None for one
+    process.
+    """
     need_input, need_weight, need_bias = output_mask
     C, S = x.shape[1], statistics_type(x.dtype)
     if row is None and (training or need_weight or need_bias):

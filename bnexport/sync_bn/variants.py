@@ -1,4 +1,4 @@
-"""Batch norms that do more than normalise: an activation behind the norm, or statistics that never change.
+"""Batch norm variants: with a following activation, or with fixed statistics.
 
 Sync classes are what modules of other packages become; plain ones are what those return to.
 """
@@ -43,7 +43,7 @@ class FrozenBatchNorm(nn.BatchNorm2d):
 
 
 def fuse(module: nn.Module, activation: nn.Module) -> None:
-    """Lets a SyncBatchNormAct run `activation` behind the norm, and nothing else."""
+    """Make a SyncBatchNormAct run `activation` after the norm, and nothing else."""
     module._modules[FUSED] = activation
 
 
