@@ -1,4 +1,4 @@
-"""Fold batch norms into neighbouring weights: exact algebra, refusals with reasons, verified results.
+"""Folding of batch norms into neighbouring weights: exact algebra, refusals with reasons, verified results.
 
 The names are imported when they are first used: the verifying process needs few of them.
 """

@@ -1,4 +1,4 @@
-"""The algebra of per-channel maps. NumPy only; everything is float64 until it is rounded once.
+"""Algebra of per-channel maps, in NumPy; everything is float64 until it is rounded once.
 
 A batch norm in inference is, for each channel,
 
@@ -65,7 +65,7 @@ class ChannelAffine:
     def from_batch_norm(
         cls, gamma: np.ndarray, beta: np.ndarray, mean: np.ndarray, var: np.ndarray, eps: float
     ) -> ChannelAffine:
-        """Raises Refused for statistics or an eps that no trained batch norm has."""
+        """Compute the map of a batch norm. Raise Refused for statistics or an eps that no trained batch norm has."""
         gamma, beta, mean, var = (np.asarray(array, np.float64) for array in (gamma, beta, mean, var))
         # One test for the four vectors: a sum with NaN or infinity is not finite.
         if not np.isfinite(gamma + beta + mean + var).all():
@@ -101,51 +101,51 @@ class ChannelAffine:
 
     @property
     def is_scaling(self) -> bool:
-        """Whether 0 stays 0, so that zero padding does not notice the map."""
+        """Whether 0 stays 0, so that zero padding is unaffected by the map."""
         return bool((self.offset == 0).all())
 
     def apply(self, values: np.ndarray) -> np.ndarray:
-        """The map on an array whose last axis is the channel (or broadcasts to it)."""
+        """Apply the map to an array whose last axis is the channel (or broadcasts to it)."""
         return (np.asarray(values, np.float64) - self.center) * self.scale + self.shift
 
     def then(self, after: ChannelAffine) -> ChannelAffine:
-        """First this map, then `after`."""
+        """Compose the maps: this one first, then `after`."""
         return ChannelAffine(
             self.scale * after.scale, self.center, (self.shift - after.center) * after.scale + after.shift
         )
 
     @property
     def is_shift(self) -> bool:
-        """Whether the map adds a constant and does nothing else."""
+        """Whether the map only adds a constant."""
         return bool((self.scale == 1).all())
 
     def only_scale(self) -> ChannelAffine:
         return ChannelAffine.scaling(self.scale)
 
     def inverse_scale(self, bound: float) -> np.ndarray:
-        """1 / scale, refused where it is beyond `bound`."""
+        """Return 1 / scale. Raise Refused if it exceeds `bound`."""
         smallest = float(np.abs(self.scale).min(initial=np.inf))
         if smallest * bound < 1:
             raise Refused("scale", f"a scale of {smallest:.3g} would be divided by, the bound is 1 / {bound:.3g}")
         return 1.0 / self.scale
 
     def take(self, channels: np.ndarray | slice) -> ChannelAffine:
-        """The map on some of the channels, in the order given."""
+        """Return the map on some of the channels, in the order given."""
         return ChannelAffine(self.scale[channels], self.center[channels], self.shift[channels])
 
     def spread(self, channels: np.ndarray | slice, size: int) -> ChannelAffine:
-        """The map on these channels of `size`, and the identity on the others."""
+        """Return the map on these channels of `size`, and the identity on the others."""
         scale, center, shift = np.ones(size), np.zeros(size), np.zeros(size)
         scale[channels], center[channels], shift[channels] = self.scale, self.center, self.shift
         return ChannelAffine(scale, center, shift)
 
     def repeat(self, count: int) -> ChannelAffine:
-        """Each channel `count` times in a row, as when (C, S) is flattened."""
+        """Repeat each channel `count` times in a row, as when (C, S) is flattened."""
         return ChannelAffine(*(np.repeat(part, count) for part in (self.scale, self.center, self.shift)))
 
 
 def along(vector: np.ndarray, axis: int, rank: int) -> np.ndarray:
-    """`vector` shaped to broadcast along `axis` of an array of `rank` dimensions."""
+    """Reshape `vector` so that it broadcasts along `axis` of an array of `rank` dimensions."""
     shape = [1] * rank
     shape[axis] = -1
     return vector.reshape(shape)
@@ -158,13 +158,15 @@ def _limits(dtype: np.dtype) -> _Limits:
 
 
 def holds(largest: np.ndarray, dtype: np.dtype) -> bool:
-    """Whether `dtype` holds the largest magnitude of each slice as a normal number; only then nothing is to be asked."""
+    """Whether `dtype` holds the largest magnitude of each slice as a normal number; further checks are then
+    unnecessary.
+    """
     limits = _limits(dtype)
     return bool(largest.min() >= limits.smallest_normal and largest.max() <= limits.max)
 
 
 def hidden_error(shift: np.ndarray, products: float, dtype: np.dtype) -> np.ndarray:
-    """The largest error of a weight that no output shows, for each channel; see the head of this file.
+    """Return the largest weight error that no output shows, for each channel; see the head of this file.
 
     shift: of the outputs of the map that is folded; products: K, how many weights an output adds.
     """
@@ -174,7 +176,7 @@ def hidden_error(shift: np.ndarray, products: float, dtype: np.dtype) -> np.ndar
 
 
 def check_range(largest: np.ndarray, factor: np.ndarray, dtype: np.dtype, hidden: np.ndarray | None = None) -> None:
-    """Refuses a scaling that `dtype` cannot hold; see the head of this file.
+    """Raise Refused for a scaling that `dtype` cannot represent; see the head of this file.
 
     largest: the largest magnitude of each slice; factor: the magnitude of what it is multiplied by; hidden: the
     `hidden_error` of the channel that a slice makes, broadcast to the slices, where it makes one on its own.
@@ -202,7 +204,7 @@ def check_range(largest: np.ndarray, factor: np.ndarray, dtype: np.dtype, hidden
 
 
 def round_vector(values: np.ndarray, dtype: np.dtype, what: str, magnitude: np.ndarray | None = None) -> np.ndarray:
-    """Exact values rounded once to `dtype`.
+    """Round exact values once to `dtype`.
 
     magnitude: size of the terms whose sum `values` is. What cancelled to less than the rounding of
     its terms may become zero; a value that is small in itself may not.

@@ -1,4 +1,4 @@
-"""verify: compare any two models, MMCVSyncBatchNorm converted where nothing runs it."""
+"""Function verify: compare two models, with MMCVSyncBatchNorm converted if no library implements it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def verify(
     rtol: float | None = None,
     timeout: float | None = None,
 ) -> Verification:
-    """Runs both models on the same inputs and compares every output.
+    """Run both models on the same inputs and compares every output.
 
     What cannot be run, crashes or takes too long is a result, not an error.
 

@@ -1,4 +1,4 @@
-"""Everything a rule may look at, and the book of parameters that will change."""
+"""Context of a rule: read access to the graph and the pending edits of parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bnexport.graph.surgery import Surgery
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a caller may ask of the engine.
+    """Options of a fold.
 
     max_scale: largest |gamma| / sqrt(var + eps) that is folded. only, skip: names of nodes.
     training_to_inference: also turn BatchNormalization with training_mode=1 into inference.
@@ -36,7 +36,7 @@ class Options:
 
 
 class Context:
-    """One graph family (the main graph and its bodies, or a function and its bodies) under one opset."""
+    """One scope (the main graph or a function, with its subgraphs) under one opset."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Context:
         self.memory: dict[tuple[ir.Node, int], np.ndarray] = {}
 
     def shape(self, value: ir.Value) -> Shape | None:
-        """Sizes, names of sizes, or None for an unknown size; None altogether where not even the rank is known."""
+        """Return sizes, names of sizes, or None for an unknown size; None if the rank is unknown."""
         return self._shapes.of(value)
 
     def same_shape(self, new: ir.Value, old: ir.Value) -> None:
@@ -76,7 +76,7 @@ class Context:
         return None if shape is None else len(shape)
 
     def size(self, value: ir.Value, axis: int) -> int | None:
-        """One dimension where it is a known number."""
+        """Return one dimension if it is a known number."""
         shape = self.shape(value)
         if shape is None or not 0 <= axis < len(shape):
             return None
@@ -84,7 +84,7 @@ class Context:
         return size if isinstance(size, int) else None
 
     def current(self, node: ir.Node, index: int, what: str, edits: dict[Slot, Edit] | None = None) -> np.ndarray:
-        """A parameter as float64 with all edits so far, not rounded."""
+        """Return a parameter as float64 with all edits so far, not rounded."""
         slot = (node, index)
         edit = edits.get(slot) if edits else None
         if edit is None:

@@ -1,4 +1,4 @@
-"""The folder as a pass of onnx-ir, which composes with the passes of onnx-ir and onnxscript.
+"""BatchNormFolder, the folder as a pass of onnx-ir that composes with the passes of onnx-ir and onnxscript.
 
 requires: names of operators keep their standard meaning, and certain sizes do not contradict one another.
 ensures: graph inputs and outputs keep their names, order and types; nodes that are no part of a site stay; every
@@ -24,13 +24,14 @@ from bnexport.graph.mixed_types import insert_casts
 
 @dataclasses.dataclass
 class FolderResult(ir.passes.PassResult):
-    """What the pass did: the model, whether it changed, and the report."""
+    """Result of the pass: the model, whether it changed, and the report."""
 
     report: FoldReport
 
 
 class BatchNormFolder(ir.passes.InPlacePass):
-    """Convert sync batch norm and fold every batch norm into its neighbours, in place and without verification.
+    """Pass that converts sync batch norm and folds batch norms into their neighbours, in place, without
+    verification.
 
     `bnexport.fold` runs the same steps on a copy and compares the result with the original.
 
@@ -94,7 +95,7 @@ class BatchNormFolder(ir.passes.InPlacePass):
 
 
 def convert_model(model: ir.Model) -> ir.Model:
-    """Converts MMCVSyncBatchNorm in place and folds nothing; also what its opset does not allow is mended."""
+    """Convert MMCVSyncBatchNorm in place without folding; add casts that its opset requires."""
     folding = Folding(model, Options())
     folding.prepare()
     folding.convert()

@@ -1,4 +1,4 @@
-"""What is in a model: operators, batch norms with their attributes and shapes, versions, sizes."""
+"""Inspection of a model: operators, batch norms with their attributes and shapes, versions, sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ValueInfo:
 
 @dataclasses.dataclass(frozen=True)
 class BatchNormInfo:
-    """One batch norm node. channels: from the statistics, where they are stored in the model."""
+    """One batch norm node. channels: from the statistics, if they are stored in the model."""
 
     node: str
     domain: str
@@ -42,7 +42,7 @@ class BatchNormInfo:
 
 @dataclasses.dataclass(frozen=True)
 class InspectReport:
-    """What `inspect` found. nodes, op_counts: bodies and functions included; a portable body counts as its node.
+    """Result of `inspect`. nodes, op_counts: bodies and functions included; a portable body counts as its node.
 
     groups: (name, size) of the nodes' process groups. external_files: files beside the model that hold weights.
     """
@@ -64,12 +64,12 @@ class InspectReport:
     path: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """What the command line prints with --json."""
+        """Return the report as the command line prints it with --json."""
         return {"schema_version": schema.REPORT_VERSION, **dataclasses.asdict(self)}
 
 
 def inspect(source: Source) -> InspectReport:
-    """Describes a model; weights are not read.
+    """Describe a model; weights are not read.
 
     Args:
         source: a path, ModelProto or onnx_ir.Model.

@@ -1,4 +1,4 @@
-"""Scopes of a model: each graph that imports its own opset, with the bodies inside it."""
+"""Scopes of a model: each graph that imports its own opset, with its subgraphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bnexport.graph.sync_bn_nodes import is_portable_body, is_sync_batch_norm
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """A graph with its bodies, under one opset: the main graph, or a function."""
+    """A graph with its subgraphs, under one opset: the main graph, or a function."""
 
     name: str
     graphs: tuple[ir.Graph, ...]
@@ -24,7 +24,7 @@ class Scope:
 
 
 def scopes(model: ir.Model, options: Options, surgery: Surgery) -> tuple[Scope, ...]:
-    """The main graph, then the functions; portable bodies are left out."""
+    """Return the main graph, then the functions; portable bodies are left out."""
     names, shapes = Names(model), Shapes(model, surgery)
 
     def scope(name: str, graph: ir.Graph, *, in_function: bool) -> Scope:
@@ -41,7 +41,7 @@ def scopes(model: ir.Model, options: Options, surgery: Surgery) -> tuple[Scope, 
 
 
 def import_standard_operators(scope: Scope) -> None:
-    """A graph of nothing but foreign nodes imports no standard opset; the nodes that we write need one."""
+    """Import the standard opset if the graph lacks it: inserted nodes need one."""
     if scope.context.opset:
         return
     nodes = [node for graph in scope.graphs for node in graph]

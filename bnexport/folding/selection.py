@@ -1,4 +1,4 @@
-"""Check the names of batch norms that a caller selects: a typo would fold nothing, or everything, in silence."""
+"""Validation of the names of batch norms that a caller selects: a typo would fold nothing, or everything, silently."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_selection(
 
 
 def as_names(option: str, names: Iterable[str]) -> frozenset[str]:
-    """The names as a set; raise UsageError for a single string, whose letters are no names."""
+    """Return the names as a set. Raise UsageError for a single string, whose letters are no names."""
     if isinstance(names, str):
         raise UsageError(f"{option}: got the string {names!r}, expected a list of names")
     return frozenset(names)

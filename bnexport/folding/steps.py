@@ -1,4 +1,4 @@
-"""The steps of a fold: prepare (inline calls that are in the way), convert, fold."""
+"""Steps of a fold: prepare (inline calls that are in the way), convert, fold."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Entry = tuple[int, SiteReport, Site | None]
 
 
 class Folding:
-    """One model being folded in place. `prepare` first, then `convert`, then `fold`; `sites` grows as they run."""
+    """State of one fold in place. Call `prepare`, then `convert`, then `fold`; `sites` grows as they run."""
 
     def __init__(self, model: ir.Model, options: Options) -> None:
         self.model = model
@@ -58,7 +58,7 @@ class Folding:
         self._scopes: tuple[Scope, ...] = ()
 
     def prepare(self) -> None:
-        """Inlines calls that stand between a batch norm and its place. Raises ModelError for a contradiction."""
+        """Inline calls between a batch norm and its place. Raises ModelError for a contradiction."""
         refuse_redefined_operators(self.model)
         refuse_contradictions(self.model)
         if self.options.only is None and _inlining_helps(self.model, self.options):
@@ -73,7 +73,7 @@ class Folding:
         return any(site.training and site.outcome != "kept" for site in self.sites)
 
     def convert(self) -> None:
-        """MMCVSyncBatchNorm -> BatchNormalization."""
+        """Convert MMCVSyncBatchNorm to BatchNormalization."""
         for scope in self._scopes:
             import_standard_operators(scope)
             conversions = sync_bn.convert(scope.context, list(scope.graphs))
@@ -104,7 +104,7 @@ class Folding:
     # A signalling NaN; whoever reads the values refuses them.
     @np.errstate(invalid="ignore")
     def fold(self) -> None:
-        """Merges parallel branches, then folds every site of every graph; again while a fold makes room for another."""
+        """Merge parallel branches, then fold every site of every graph; repeat while a fold enables another."""
         order = {node: index for index, node in enumerate(walk.nodes(self.model))}
         entries: list[Entry] = []
         branches = Branches(self.options, self._conversions, self._label, self._has_room)
@@ -165,7 +165,7 @@ class Folding:
         return site
 
     def _unread(self, node: ir.Node, scope: Scope, reason: Refused) -> SiteReport:
-        """The report of a batch norm that cannot be read as a map."""
+        """Return the report of a batch norm that cannot be read as a map."""
         conversion = self._conversions.get(node)
         name = self._label(node)
         return SiteReport(
@@ -178,18 +178,18 @@ class Folding:
         )
 
     def _has_room(self) -> bool:
-        """Whether another site may be folded."""
+        """Whether the limit on folded sites is not reached."""
         return self.options.limit is None or self._folded < self.options.limit
 
     def _label(self, node: ir.Node) -> str:
-        """The name that the source gives the node."""
+        """Return the name of the node in the source."""
         if node not in self._labels:
             conversion = self._conversions.get(node)
             self._labels[node] = label(node) if conversion is None else conversion.name
         return self._labels[node]
 
     def _place(self, site: Site, scope: Scope) -> SiteReport:
-        """Folds the site, or says why that cannot be done."""
+        """Fold the site, or report why that cannot be done."""
         names = tuple(self._label(node) for node in site.nodes)
         conversions = [self._conversions[node] for node in site.nodes if node in self._conversions]
         magnitudes = np.abs(site.affine.scale)
@@ -230,7 +230,7 @@ class Folding:
             self.last = report
 
     def _merge(self, site: Site | None, report: SiteReport, context: Context) -> SiteReport:
-        """Leaves one batch norm of a site that found no place. One node stays as it is, and so does plain arithmetic."""
+        """Merge a site that found no place into one batch norm. A single node, or plain arithmetic, stays as it is."""
         if site is None or len(site.nodes) == 1 or site.axis != 1:
             return report
         if not any(is_standard(node, "BatchNormalization") for node in site.nodes):
@@ -244,7 +244,7 @@ class Folding:
 
 
 def _inlining_helps(model: ir.Model, options: Options) -> bool:
-    """Calls stand between a batch norm and its place; found out on a copy, which shares all tensors."""
+    """Whether inlining enables a fold, tried on a copy that shares all tensors."""
     if not model.functions:
         return False
     trial = model.clone()

@@ -1,1 +1,1 @@
-"""Turn sync batch norm and training nodes into inference BatchNormalization."""
+"""Conversion of sync batch norm and training nodes to inference BatchNormalization."""

@@ -1,4 +1,4 @@
-"""Outputs that carried updated statistics, or their batch counter, return the old ones."""
+"""Outputs for updated statistics or batch counters, redirected to the old values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COUNTER = ".num_batches_tracked"
 
 
 def return_old_counters(graph: ir.Graph, context: Context) -> None:
-    """Batch counters that our exporter writes beside the statistics stand still in inference, too."""
+    """Redirect the outputs of batch counters, which are written beside the statistics, to their old values."""
     outputs = {str(value.name) for value in graph.outputs}
     for output in tuple(graph.outputs):
         name = str(output.name)
@@ -26,7 +26,7 @@ def return_old_counters(graph: ir.Graph, context: Context) -> None:
 
 
 def return_old(output: ir.Value, old: ir.Value, node: ir.Node, context: Context) -> None:
-    """Whatever reads `output`, a statistic that `node` updates, reads `old`; a graph output keeps its name."""
+    """Redirect readers of `output`, a statistic that `node` updates, to `old`; a graph output keeps its name."""
     graph = node.graph
     assert graph is not None
     for use in output.uses():

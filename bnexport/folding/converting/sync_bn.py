@@ -1,4 +1,4 @@
-"""MMCVSyncBatchNorm -> BatchNormalization in inference, from the running statistics.
+"""Conversion of MMCVSyncBatchNorm to inference BatchNormalization with the running statistics.
 
     MMCVSyncBatchNorm(input, running_mean, running_var, weight, bias)   eps
     BatchNormalization(input, scale=weight, bias=bias, mean=running_mean, var=running_var)   epsilon
@@ -38,7 +38,7 @@ FALLBACK_OPSET = 17
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """What happened to one node. batch_norm: what it is now; None when refused."""
+    """Result for one node. batch_norm: the converted node; None if refused."""
 
     name: str
     op_type: str
@@ -48,7 +48,7 @@ class Conversion:
 
 
 def convert(context: Context, graphs: list[ir.Graph]) -> list[Conversion]:
-    """Converts every node of `graphs` that can be converted."""
+    """Convert every node of `graphs` that can be converted."""
     conversions = []
     for graph in graphs:
         for node in tuple(graph):
@@ -64,7 +64,7 @@ def convert(context: Context, graphs: list[ir.Graph]) -> list[Conversion]:
 
 
 def drop_unused_bodies(model: ir.Model) -> None:
-    """Removes portable bodies, and opset imports of their domains, that no node refers to any more."""
+    """Remove portable bodies, and opset imports of their domains, that no node refers to any more."""
     if not model.functions and schema.DOMAIN not in model.opset_imports:
         return
     bodies = [key for key, function in model.functions.items() if is_portable_body(function)]
@@ -110,7 +110,7 @@ def _convert(node: ir.Node, training: bool, context: Context) -> ir.Node:
 
 
 def _insert(node: ir.Node, source: ir.Value, parameters: list[ir.Value], eps: float, context: Context) -> ir.Node:
-    """Puts the BatchNormalization where the node is. `mixed_types` mends what its opset does not allow."""
+    """Insert the BatchNormalization in place of the node. `mixed_types` adds casts if its opset requires them."""
     graph = node.graph
     assert graph is not None
     attributes = [ir.AttrFloat32("epsilon", eps)]
@@ -129,7 +129,7 @@ def _insert(node: ir.Node, source: ir.Value, parameters: list[ir.Value], eps: fl
 
 
 def _parameter(node: ir.Node, name: str, mean: ir.Value, fill: float, context: Context) -> ir.Value:
-    """weight or bias; a constant of ones or zeros where the node has none."""
+    """Return weight or bias; a constant of ones or zeros if the node has none."""
     value = input_at(node, _INPUT[name])
     if value is not None:
         return value

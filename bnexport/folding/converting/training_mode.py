@@ -1,4 +1,4 @@
-"""BatchNormalization in training -> inference, only when the caller asks for it.
+"""Conversion of BatchNormalization in training mode to inference, only on request.
 
 The node stays; training_mode (or is_test, or the extra outputs) goes. Its updated statistics become the
 old ones, as for MMCVSyncBatchNorm.
@@ -17,7 +17,7 @@ from bnexport.graph.refusal import Refused
 
 
 def convert(context: Context, graphs: list[ir.Graph]) -> list[Conversion]:
-    """Turns every BatchNormalization that trains into inference."""
+    """Convert every BatchNormalization in training mode to inference."""
     conversions = []
     for graph in graphs:
         for node in tuple(graph):

@@ -1,1 +1,1 @@
-"""Plan, check and apply changes of parameters."""
+"""Planning, checking and application of parameter changes."""

@@ -1,4 +1,4 @@
-"""What will happen to a parameter. Edits are kept beside the model and carried out once, at the end."""
+"""Pending changes of parameters, stored outside the model and applied at the end of the pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Slot = tuple[ir.Node, int]
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """A parameter, reshaped to `view`, times a factor that broadcasts to it. result: the product, of a small one.
+    """A parameter, reshaped to `view`, times a factor that broadcasts to it. result: the product, if it is small.
 
     hidden: the errors that no output shows (`affine.hidden_error`), where they are known.
     """
@@ -26,7 +26,7 @@ class Scaled:
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """A parameter with a new value: in float64 (any shape), and rounded to the type it is kept in."""
+    """A parameter with a new value: in float64 (any shape), and rounded to the type of the parameter."""
 
     values: np.ndarray
     rounded: np.ndarray
@@ -34,7 +34,7 @@ class Exact:
 
 @dataclasses.dataclass(frozen=True)
 class Raw:
-    """A parameter that is replaced as it stands."""
+    """A parameter replaced by a given array as it is."""
 
     values: np.ndarray
 

@@ -1,4 +1,4 @@
-"""Constants in and out of a model: computed once, shared ones left alone, unused ones removed."""
+"""Insertion of changed parameters into a model: each computed once, shared ones copied, unused ones removed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bnexport.graph.nodes import input_at, label
 
 
 def write_parameters(context: Context) -> None:
-    """Puts every edited parameter into the model."""
+    """Write every edited parameter into the model."""
     readers: dict[ir.Value, int] = {}
     for (node, index), edit in context.edits.items():
         if not context.surgery.is_dead(node):
@@ -34,7 +34,7 @@ def _edited(context: Context, node: ir.Node, index: int, edit: Edit) -> ir.Tenso
 
 
 def _put(context: Context, node: ir.Node, index: int, tensor: ir.TensorProtocol, readers: dict[ir.Value, int]) -> None:
-    """Makes `tensor` input `index` of `node`. readers: how many inputs still read a value, where that is known.
+    """Make `tensor` input `index` of `node`. readers: remaining readers of a value, if known.
 
     The initializer that only this input uses keeps its name; anything shared is left alone.
     """
@@ -70,7 +70,7 @@ def _put(context: Context, node: ir.Node, index: int, tensor: ir.TensorProtocol,
 def new_constant(
     context: Context, graph: ir.Graph, before: ir.Node, data: np.ndarray | ir.TensorProtocol, wish: str
 ) -> ir.Value:
-    """A constant visible at `before`: an initializer, or a Constant node inside a function."""
+    """Create a constant visible at `before`: an initializer, or a Constant node inside a function."""
     name = context.names.fresh(wish)
     tensor = ir.Tensor(data) if isinstance(data, np.ndarray) else data
     tensor.name = name
@@ -92,7 +92,7 @@ def new_constant(
 
 
 def insert_add(context: Context, value: ir.Value, addend: Addend) -> ir.Node:
-    """Whatever read `value` reads value + addend; a graph output keeps its name."""
+    """Insert an Add so that readers of `value` read value + addend; a graph output keeps its name."""
     producer = value.producer()
     assert producer is not None and producer.graph is not None
     graph = producer.graph

@@ -1,4 +1,4 @@
-"""The edits that one batch norm needs: each is checked as it is added, all are committed or none.
+"""Plan of the edits for one batch norm: each is checked when added, all are committed or none.
 
 A rule never edits a parameter. It asks a `Plan` for "input 1 of this node times this factor" or "input
 2 becomes this vector"; the plan checks that the type can hold the result. Only when all edits have been
@@ -24,7 +24,7 @@ from bnexport.graph.refusal import Refused
 
 
 class Plan:
-    """The edits of one site, checked as they are added and committed together or not at all."""
+    """Edits of one site, checked when added and committed together or not at all."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -50,7 +50,7 @@ class Plan:
         shift: np.ndarray | None = None,
         products: float = 1,
     ) -> None:
-        """Multiplies parameter `index` of `node` by `factor`, which broadcasts to it.
+        """Multiply parameter `index` of `node` by `factor`, which broadcasts to it.
 
         view: a shape in which the parameter is looked at, as (groups, rows, ...); every factor of one
         parameter must use the same one. shift: of the output channels, as `factor`, where each slice of one
@@ -92,18 +92,19 @@ class Plan:
         what: str,
         magnitude: np.ndarray | None = None,
     ) -> None:
-        """Gives parameter `index` of `node` a new value, or its first one."""
+        """Set parameter `index` of `node` to a new value; add it if it is absent."""
         self.edits[node, index] = Exact(values, round_vector(values, dtype, what, magnitude))
         self.target(node)
 
     def value(self, node: ir.Node, index: int, what: str) -> np.ndarray:
-        """The parameter as float64, with the edits of this plan."""
+        """Return the parameter as float64, with the edits of this plan."""
         return self.context.current(node, index, what, self.edits)
 
     def sums(
         self, node: ir.Node, index: int, weights: np.ndarray, view: tuple[int, ...], kept: tuple[int, ...], what: str
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Sums of parameter * weights over all axes of `view` but those `kept`, and the sums of the magnitudes.
+        """Sum parameter * weights over all axes of `view` except `kept`; return the sums and the sums of the
+        magnitudes.
 
         weights broadcasts to the parameter in the shape `view` and has its rank.
         """
@@ -130,11 +131,11 @@ class Plan:
         self.targets[node] = None
 
     def check_add(self, addend: Addend) -> None:
-        """Refuses a shift that its type cannot hold."""
+        """Raise Refused for a shift that its type cannot represent."""
         round_vector(addend.vector, addend.dtype, "shift")
 
     def add_behind(self, node: ir.Node, addend: Addend) -> None:
-        """Adds a vector to the node's first output, by an Add of its own."""
+        """Add a vector to the node's first output with a separate Add."""
         self.check_add(addend)
         if node in self.adds:
             raise Refused("conflict", "two shifts meet behind one node")
@@ -143,7 +144,7 @@ class Plan:
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
-        """Takes back all that was planned inside where that ends in Refused, which goes on."""
+        """Roll back all edits planned inside if it ends in Refused, which is raised again."""
         before = {name: value.copy() if isinstance(value, dict) else value for name, value in vars(self).items()}
         try:
             yield
@@ -160,7 +161,7 @@ class Plan:
 
 
 def scale_quantized(plan: Plan, node: ir.Node, factor: np.ndarray) -> None:
-    """Scales the output of a DequantizeLinear: (q - zero) * s becomes (q - zero) * (s * factor).
+    """Scale the output of a DequantizeLinear: (q - zero) * s becomes (q - zero) * (s * factor).
 
     The stored integers stay. It needs a positive factor along one axis, the node's own if its scale is
     a vector already.
@@ -190,5 +191,5 @@ def scale_quantized(plan: Plan, node: ir.Node, factor: np.ndarray) -> None:
 
 
 def _slice_along(array: np.ndarray, axis: int) -> np.ndarray:
-    """The first element along every axis but one."""
+    """Return the first element along every axis except one."""
     return array[tuple(slice(None) if place == axis else slice(0, 1) for place in range(array.ndim))]

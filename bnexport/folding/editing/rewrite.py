@@ -1,4 +1,4 @@
-"""What happens to the nodes of a site once its map has a place, or has none.
+"""Rewriting of a site's nodes: bypassed once its map is placed, merged otherwise.
 
 Merging keeps the first batch norm, with its variance and epsilon, and gives it the whole map
 scale * (x - center) + shift: mean = center, bias = shift, and a scale of scale * sqrt(var + eps).
@@ -18,7 +18,7 @@ from bnexport.graph.nodes import get_float, input_at, is_standard
 
 
 def parameter_type(site: Site, plan: Plan) -> np.dtype:
-    """The type of the data, or of the weight that takes the scale where the model does not declare it."""
+    """Return the type of the data, or of the weight that takes the scale if the model does not declare it."""
     for value in (site.input, site.output):
         if value.dtype is not None and value.dtype.is_floating_point():
             return value.dtype.numpy()
@@ -27,7 +27,7 @@ def parameter_type(site: Site, plan: Plan) -> np.dtype:
 
 
 def bypass(site: Site, context: Context) -> ir.Value:
-    """Removes the nodes of a site: what read its output reads its input, which is returned."""
+    """Remove the nodes of a site: redirect readers of its output to its input, which is returned."""
     source, output = site.input, site.output
     was_output = output.is_graph_output()
     context.surgery.replace(output, source)
@@ -43,7 +43,7 @@ def bypass(site: Site, context: Context) -> ir.Value:
 
 
 def merge(site: Site, context: Context) -> ir.Node:
-    """One batch norm for all nodes of a site that holds one; Refused where its type cannot hold the map."""
+    """Merge all nodes of a site that contains a batch norm into one; Refused if its type cannot represent the map."""
     kept = next(node for node in site.nodes if is_standard(node, "BatchNormalization"))
     source, output, result = site.input, site.output, kept.outputs[0]
     std = np.sqrt(context.current(kept, 4, "variance") + get_float(kept, "epsilon", 1e-5))
@@ -60,7 +60,7 @@ def merge(site: Site, context: Context) -> ir.Node:
 
 
 def take_over(old: ir.Value, new: ir.Value, context: Context) -> None:
-    """`new` in the place of `old`; a graph output keeps its name."""
+    """Replace `old` by `new`; a graph output keeps its name."""
     new.type, new.shape = old.type or new.type, old.shape or new.shape
     was_output = old.is_graph_output()
     context.same_shape(new, old)

@@ -1,4 +1,4 @@
-"""A weight times a factor for each of its slices, block by block.
+"""A weight times a factor for each of its slices, computed block by block.
 
     W'[s, j] = round(W[s, j] * factor[s])          in float64, rounded once to the type of W
 
@@ -35,14 +35,16 @@ Index = tuple[slice, ...]
 
 
 def is_small(view: tuple[int, ...]) -> bool:
-    """Whether a weight of this shape is worth holding."""
+    """Whether a weight of this shape is small enough to keep in memory."""
     return math.prod(view) <= _SMALL
 
 
 def scale_small(
     weight: ir.TensorProtocol, factor: np.ndarray, view: tuple[int, ...], hidden: np.ndarray | None = None
 ) -> np.ndarray:
-    """A small weight, seen in the shape `view`, times `factor`, in its own type and shape; Refused as `check_scaled`."""
+    """Multiply a small weight, in the shape `view`, by `factor`, in its own type and shape; Refused as
+    `check_scaled`.
+    """
     array = read_tensor(weight)
     product = np.multiply(array.reshape(view), factor, dtype=np.float64)
     if product.size:
@@ -53,7 +55,8 @@ def scale_small(
 
 
 class ScaledTensor(ir.LazyTensor):
-    """`base`, seen in the shape `view`, times `factor`, which broadcasts to it and has its rank. Nothing is kept.
+    """Product of `base`, in the shape `view`, and `factor`, which broadcasts to it and has its rank. Nothing is kept
+    in memory.
 
     checked: `check_scaled` has accepted it. Otherwise whatever asks for all elements gets Refused, behind the last
     one, where their type cannot hold them. hidden: as `check_scaled` takes it.
@@ -83,7 +86,7 @@ class ScaledTensor(ir.LazyTensor):
         return self._base
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """The scaled elements in their order, as contiguous arrays of the tensor's type, each valid until the next."""
+        """Yield the scaled elements in order, as contiguous arrays of the tensor's type, each valid until the next."""
         extent = None if self._checked else _Extent(self._factor)
         # Memory that is used again stays in the cache and costs no page faults: half of the time at 250 MB.
         product, rounded = np.empty(0), np.empty(0, self.dtype.numpy())
@@ -103,7 +106,7 @@ class ScaledTensor(ir.LazyTensor):
             extent.check(rounded.dtype, self._hidden)
 
     def tofile(self, file: Any) -> None:
-        """Writes the bytes block by block."""
+        """Write the bytes block by block."""
         for block in self.blocks():
             file.write(block.reshape(-1).view(np.uint8).data)
 
@@ -117,7 +120,7 @@ class ScaledTensor(ir.LazyTensor):
 
 
 class _Extent:
-    """The largest magnitude of each slice, gathered block by block. factor has one element for each slice."""
+    """The largest magnitude of each slice, updated block by block. factor has one element for each slice."""
 
     def __init__(self, factor: np.ndarray) -> None:
         self._factor = factor
@@ -140,13 +143,13 @@ class _Extent:
         np.maximum(part, highest, out=part)
 
     def check(self, dtype: np.dtype, hidden: np.ndarray | None = None) -> None:
-        """Refuses what `dtype` cannot hold, once every block has been seen."""
+        """Refuse what `dtype` cannot hold, once every block has been seen."""
         if self._largest is not None:
             check_range(self._largest, np.abs(self._factor), dtype, hidden)
 
 
 def _shared(factor: np.ndarray) -> tuple[int, ...]:
-    """The axes along which elements have the same factor."""
+    """Return the axes along which elements have the same factor."""
     return tuple(axis for axis, size in enumerate(factor.shape) if size == 1)
 
 
@@ -156,7 +159,7 @@ def check_scaled(
     view: tuple[int, ...],
     hidden: np.ndarray | None = None,
 ) -> None:
-    """Refuses a scaling that the weight's type cannot hold (`affine.check_range`).
+    """Raise Refused for a scaling that the weight's type cannot represent (`affine.check_range`).
 
     `factor` has the view's rank; `hidden` broadcasts to it.
     """
@@ -170,7 +173,7 @@ def check_scaled(
 def weighted_sums(
     weight: ir.TensorProtocol | np.ndarray, factor: np.ndarray, view: tuple[int, ...], kept: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sums of weight * factor over all axes but those `kept`, in float64, and the sums of the magnitudes.
+    """Sum weight * factor over all axes except `kept`, in float64; return the sums and the sums of the magnitudes.
 
     factor broadcasts to `view` and has its rank. Both results have the sizes of the kept axes.
     """
@@ -188,7 +191,7 @@ def weighted_sums(
 
 
 def blocks(tensor: ir.TensorProtocol | np.ndarray, view: tuple[int, ...]) -> Iterator[tuple[Index, np.ndarray]]:
-    """The tensor in the shape `view`, in pieces: where each lies, and its elements, valid until the next."""
+    """Yield the tensor in the shape `view` in pieces: position and elements, valid until the next piece."""
     if isinstance(tensor, ContainedTensor) and tensor.dtype.bitwidth >= 8:
         dtype = tensor.dtype.numpy().newbyteorder("<")
         with tensor.file.open() as file:
@@ -208,12 +211,12 @@ def blocks(tensor: ir.TensorProtocol | np.ndarray, view: tuple[int, ...]) -> Ite
 
 
 def at(factor: np.ndarray, index: Index) -> Index:
-    """Where the factors of a piece lie."""
+    """Return the position of the factors of a piece."""
     return tuple(slice(None) if size == 1 else place for size, place in zip(factor.shape, index, strict=True))
 
 
 def _indices(view: tuple[int, ...]) -> Iterator[Index]:
-    """Contiguous pieces of at most _BLOCK elements, or of one element of the axis that must be cut."""
+    """Yield contiguous pieces of at most _BLOCK elements, or of one element of the axis that must be cut."""
     whole = tuple(slice(0, size) for size in view)
     if math.prod(view) <= _BLOCK:
         yield whole

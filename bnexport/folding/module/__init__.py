@@ -1,4 +1,4 @@
-"""Folding of batch norms in torch modules. Needs torch, which the rest of bnexport.folding does not."""
+"""Folding of batch norms in torch modules. It needs torch; the rest of bnexport.folding does not."""
 
 from bnexport.folding.module.api import fold_copy, fold_module
 from bnexport.folding.module.folder import Options

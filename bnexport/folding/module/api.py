@@ -1,4 +1,4 @@
-"""fold_module: copy, trace, fold, trace again, compare."""
+"""Function fold_module: copy, trace, fold, trace again, compare."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fold_module(
     skip: Iterable[str] = (),
     max_scale: float = 1e6,
 ) -> nn.Module:
-    """A copy of `model` for inference, its batch norms folded into the layers beside them.
+    """Copy `model` for inference and fold its batch norms into the neighbouring layers.
 
     Every batch norm that `convert_sync_batchnorm` knows is taken with its running statistics, whatever
     mode the module is in. It is folded into the Conv1d/2d/3d, ConvTranspose1d/2d/3d or Linear that makes
@@ -78,7 +78,7 @@ def fold_module(
 def fold_copy(
     model: nn.Module, inputs: tuple[torch.Tensor, ...] | None, options: Options
 ) -> tuple[nn.Module, FoldReport]:
-    """The folded copy and its report, not compared with `model`."""
+    """Fold a copy; return it and its report, not compared with `model`."""
     if isinstance(model, torch.jit.ScriptModule):
         raise UsageError(f"model: got a {type(model).__name__}; fold the module that it was made from")
     training = {path for path, module in model.named_modules() if module.training}
@@ -110,7 +110,9 @@ def fold_copy(
 
 
 def _take_activations_apart(work: nn.Module) -> dict[str, tuple[nn.Module, type[nn.Module], dict[str, Any]]]:
-    """Makes norms with activations Sequentials of `norm`, `drop` and `act`; returns what they were, by path."""
+    """Split norms with activations into Sequentials of `norm`, `drop` and `act`; return the original classes, by
+    path.
+    """
     found = {}
     for path, module in list(work.named_modules()):
         apart = split_activation(module) if path else None
@@ -126,7 +128,9 @@ def _with_names(options: Options, names: dict[str, str]) -> Options:
 
 
 def _trace_again(work: nn.Module, inputs: tuple[torch.Tensor, ...] | None, first: tracing.Trace, folded: str) -> None:
-    """Code may ask a batch norm for its attributes or class: it has to go the same way without it."""
+    """Trace the folded model and check that it takes the same path: code may ask for a batch norm's attributes or
+    class.
+    """
     second = parts.trace_again(work, inputs)
     if second.outline() == first.outline() and second.opaque == first.opaque:
         return
@@ -148,14 +152,14 @@ def _inputs(example_inputs: torch.Tensor | Sequence[torch.Tensor] | None) -> tup
 
 
 def _as_in_the_source(site: SiteReport, classes: dict[str, str], training: set[str]) -> SiteReport:
-    """Under the class that the model's author used. A batch norm with an activation became two modules."""
+    """Restore the class that the model's author used in a report; a batch norm with an activation was split in two."""
     path = site.nodes[0]
     source = path if path in classes else path.rpartition(".")[0]
     return dataclasses.replace(site, op_type=classes.get(source, site.op_type), training=source in training)
 
 
 def _count(model: nn.Module) -> Counts:
-    """nodes: modules without children, but for identities."""
+    """Count the modules without children, identities excluded."""
     modules = list(model.modules())
     sync = sum(is_sync_batch_norm(module) for module in modules)
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

@@ -1,4 +1,4 @@
-"""Folds the batch norms of a module, guided by its trace.
+"""Folder of the batch norms of a torch module, guided by its trace.
 
 requires: a model of the caller's own, in eval mode, whose batch norms are torch's; its trace.
 ensures: its class, its other modules and its hooks stay; a folded batch norm becomes an Identity and
@@ -36,7 +36,7 @@ class Options:
 
 
 class Engine:
-    """Folds `model` in place."""
+    """Folder that edits `model` in place."""
 
     def __init__(self, model: nn.Module, trace: Trace, options: Options) -> None:
         self._model = model
@@ -59,7 +59,7 @@ class Engine:
                     unfit[path] = reason
 
     def run(self) -> list[SiteReport]:
-        """Folds what can be folded: into layers before, top to bottom, then into layers behind, bottom to top."""
+        """Fold batch norms: into preceding layers, top to bottom, then into following layers, bottom to top."""
         norms = {path: module for path, module in self._modules.items() if isinstance(module, _BatchNorm)}
         order = [path for path in self._calls if path in norms] + [path for path in norms if path not in self._calls]
         affines: dict[str, ChannelAffine] = {}
@@ -140,7 +140,9 @@ class Engine:
         return result
 
     def _targets(self, ends: list[End], side: str) -> dict[str, Layer]:
-        """The layers at the ends; Refused where one is called elsewhere too, or has its channels elsewhere."""
+        """Return the layers at the ends. Raise Refused if one is called elsewhere or has its channels on another
+        axis.
+        """
         found: dict[str, Layer] = {}
         nodes = {end.node for end in ends}
         for end in ends:
@@ -171,7 +173,7 @@ class Engine:
             )
 
     def _below_opaque(self, trace: Trace) -> dict[int, str]:
-        """Modules that code which is not known may call: those below an opaque one, but for parts with a graph."""
+        """Return modules that unknown code may call: those below an opaque one, except parts with a graph."""
         hidden: dict[int, str] = {}
         for path in sorted({*trace.opaque, *trace.parts}, key=_depth):
             for module in self._modules[path].modules():

@@ -1,4 +1,4 @@
-"""The linear layers of torch under per-channel maps, in one view for all of them.
+"""A common view of torch's linear layers under per-channel maps.
 
 A weight is seen as W[g, a, b, k] with g the group and k the kernel position:
 
@@ -33,7 +33,7 @@ _CLASSES = (*_CONVS, *_TRANSPOSED, nn.Linear)
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether it is a layer whose forward is torch's own; a subclass, or an instance, may have changed it."""
+    """Whether the forward is torch's own; a subclass, or an instance, may have changed it."""
     base = next((base for base in _CLASSES if isinstance(module, base)), None)
     if base is None:
         return False
@@ -43,7 +43,7 @@ def is_known(module: nn.Module) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A layer and what its parameters are to become.
+    """A layer and its pending parameters.
 
     weight: the old one as (groups, a, b, positions), in its own type. factor: float64, broadcasts to
     it. bias: float64 (out,). bias_size: size of the terms whose sum the bias is. output_axis: 1 or 2.
@@ -58,7 +58,7 @@ class Layer:
 
     @classmethod
     def read(cls, module: nn.Module) -> Layer:
-        """Raises Refused for parameters that cannot be replaced."""
+        """Read a layer. Raise Refused for parameters that cannot be replaced."""
         if hasattr(module, "parametrizations"):
             raise Refused("parametrized", "its layer's parameters are computed; remove the parametrization first")
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
@@ -78,7 +78,7 @@ class Layer:
 
     @property
     def rank(self) -> int:
-        """Of its input and output: a convolution's, with a batch."""
+        """Rank of the layer's input and output, the batch of a convolution included."""
         weight = self.module._parameters["weight"]
         assert weight is not None
         return weight.dim()
@@ -92,7 +92,7 @@ class Layer:
         return int(self.weight.shape[0] * self.weight.shape[3 - self.output_axis])
 
     def mapped(self, affine: ChannelAffine) -> Layer:
-        """Followed by `affine`."""
+        """Apply `affine` after the layer."""
         if affine.channels != self.outputs:
             raise Refused("shape", f"{self._name} makes {self.outputs} channels, the map has {affine.channels}")
         size = np.abs(affine.scale) * (self.bias_size + np.abs(affine.center)) + np.abs(affine.shift)
@@ -101,7 +101,7 @@ class Layer:
         return self._checked(factor, affine.apply(self.bias), size, self._along(hidden, self.output_axis))
 
     def preceded(self, affine: ChannelAffine) -> Layer:
-        """Preceded by `affine`."""
+        """Apply `affine` before the layer."""
         if affine.channels != self.inputs:
             raise Refused("shape", f"{self._name} reads {self.inputs} channels, the map has {affine.channels}")
         bias, size, axis = self.bias, self.bias_size, 3 - self.output_axis
@@ -114,7 +114,7 @@ class Layer:
         return self._checked(self.factor * self._along(affine.scale, axis), bias, size)
 
     def write(self) -> None:
-        """Gives the module its new parameters; the old tensors stay as they are."""
+        """Set the module's new parameters; the old tensors are not changed."""
         weight = self.module._parameters["weight"]
         assert weight is not None
         scaled = ScaledTensor(ir.Tensor(self.weight), self.factor, self.weight.shape).numpy()
@@ -158,7 +158,7 @@ class Layer:
 
 
 def read_batch_norm(module: Any, max_scale: float) -> ChannelAffine:
-    """The map of a torch batch norm with its running statistics; Refused where it has none."""
+    """Return the map of a torch batch norm with its running statistics. Raise Refused if it has none."""
     if hasattr(module, "parametrizations"):
         raise Refused("parametrized", "its parameters are computed; remove the parametrization first")
     mean, var = module._buffers.get("running_mean"), module._buffers.get("running_var")

@@ -1,4 +1,4 @@
-"""Traces a model whole where torch.fx can, and otherwise those of its submodules that nothing reaches into.
+"""Tracing of a model as a whole by torch.fx, or else of its self-contained submodules.
 
 A submodule of code that cannot be traced is a part if it is traced on its own, and if all that the code does with it
 is to call it with one input (`reach`): then each of its batch norms gets its input from the same layer in every call,
@@ -21,7 +21,7 @@ from bnexport.sync_bn.copies import copy_model
 
 
 def trace(model: nn.Module, example_inputs: tuple[torch.Tensor, ...] | None) -> Trace:
-    """The trace of `model` and of the parts of its opaque submodules, as `tracing.trace`.
+    """Trace `model` and the parts of its opaque submodules, as `tracing.trace`.
 
     Raises UnsupportedModelError where the outermost forward cannot be traced and no part has a batch norm.
     """
@@ -33,7 +33,7 @@ def trace(model: nn.Module, example_inputs: tuple[torch.Tensor, ...] | None) -> 
 
 
 def trace_again(model: nn.Module, example_inputs: tuple[torch.Tensor, ...] | None) -> Trace:
-    """The trace, without shapes, of a model after its batch norms were folded."""
+    """Trace a model without shapes after its batch norms were folded."""
     return _trace(model, example_inputs, shapes=False)[0]
 
 
@@ -55,7 +55,7 @@ def _trace(
 
 
 class _Search:
-    """Finds the parts below modules that cannot be traced."""
+    """Search for traceable parts below modules that cannot be traced."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -73,7 +73,7 @@ class _Search:
         return self._parts
 
     def _read_all(self, pending: Iterable[nn.Module]) -> None:
-        """Reads the code of modules, and of those that they call and that are no parts."""
+        """Read the code of modules, and of the modules that they call and that are no parts."""
         queue = list(pending)
         while queue:
             module = queue.pop()
@@ -96,7 +96,7 @@ class _Search:
                     queue += [child.get_submodule(path) for path in inner.opaque]
 
     def _is_whole(self, part: nn.Module, inner: Trace) -> bool:
-        """Whether code that is not in the trace only calls `part` itself."""
+        """Whether code outside the trace only calls `part` itself."""
         hidden = {module for path in inner.opaque for module in part.get_submodule(path).modules()}
         seen = set(part.modules()) - hidden
         if part in self._used or (seen - {part}) & (self._called | self._used):
@@ -117,7 +117,7 @@ def _trace_alone(module: nn.Module) -> Trace | None:
 
 
 def _joined(whole: Trace, path: str, part: Trace) -> Trace:
-    """`whole` with the graph of the submodule at `path`."""
+    """Return `whole` extended by the graph of the submodule at `path`."""
 
     def full(inner: str) -> str:
         return f"{path}.{inner}" if inner else path

@@ -1,4 +1,4 @@
-"""What the code of a module does with its submodules, read from its source.
+"""Uses of submodules by the code of a module, read from its source.
 
 For modules that torch.fx cannot trace. A use of a submodule is a call, `self.body(x)`, or anything else: its layers
 taken by index, its weights read, the module handed to a function. What the reader does not understand counts as a use
@@ -42,7 +42,7 @@ class Reach:
 
 
 def read(module: nn.Module) -> Reach:
-    """What a call of `module` does with the modules below it. Modules that it calls are not looked into."""
+    """Find the submodules that a call of `module` uses, and how. The code of called modules is not read."""
     reach = Reach()
     own_rules = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _ACCESS)
     if own_rules or isinstance(module, torch.jit.ScriptModule) or has_hooks(module) or "forward" in module.__dict__:
@@ -58,7 +58,7 @@ class _Reader:
         self._done: set[tuple[nn.Module, Any]] = set()
 
     def method(self, owner: nn.Module, function: Any) -> None:
-        """Reads a function whose first parameter is `owner`."""
+        """Read a function whose first parameter is `owner`."""
         if (owner, function) in self._done:
             return
         self._done.add((owner, function))
@@ -82,7 +82,7 @@ class _Reader:
                 self.method(owner, target)
 
     def _use(self, owner: nn.Module, name: ast.Name, code: _Code) -> bool:
-        """Follows self.a.b.c from self on; whether it was understood."""
+        """Follow self.a.b.c from self on; return whether it was understood."""
         module, node = owner, cast(ast.expr, name)
         while isinstance(attribute := code.parent(node), ast.Attribute):
             child = module._modules.get(attribute.attr, _MISSING)
@@ -117,7 +117,7 @@ class _Reader:
                 self._reach.call(child, _is_simple(item))
 
     def _attribute(self, owner: nn.Module, name: str) -> bool:
-        """An attribute of self that is no submodule; whether it is understood."""
+        """Read an attribute of self that is not a submodule; return whether it was understood."""
         if name in owner._parameters or name in owner._buffers:
             return True
         value = inspect.getattr_static(type(owner), name, _MISSING)
@@ -134,7 +134,7 @@ class _Reader:
 
 
 class _Code:
-    """The source of one function as a tree."""
+    """Source of one function as a syntax tree."""
 
     def __init__(self, function: types.FunctionType, tree: ast.FunctionDef) -> None:
         self._function = function
@@ -144,7 +144,7 @@ class _Code:
 
     @classmethod
     def of(cls, function: Any) -> _Code:
-        """Raises what inspect and ast raise, or ValueError for code that hides its use of self."""
+        """Parse a function. Raise what inspect and ast raise, or ValueError for code that hides its use of self."""
         while hasattr(function, "__wrapped__"):
             if not str(function.__globals__.get("__name__")).startswith("torch."):
                 raise ValueError("a decorator may do anything")
@@ -157,7 +157,7 @@ class _Code:
         return code
 
     def _check(self) -> None:
-        """self has to be self everywhere, what is used has to be named, and the source has to be that of the code."""
+        """Check that self is never rebound, that all uses are named, and that the source matches the code."""
         names = {
             getattr(node, field, "") for node in self._nodes for field in ("id", "attr", "name", "module", "asname")
         }
@@ -176,7 +176,7 @@ class _Code:
         return self._parents.get(node)
 
     def defining_class(self) -> Any:
-        """The class whose body the function stands in; known to functions that use super."""
+        """Return the class whose body contains the function; known to functions that use super."""
         captured = dict(zip(self._function.__code__.co_freevars, self._function.__closure__ or ()))
         return captured["__class__"].cell_contents if "__class__" in captured else None
 
@@ -186,7 +186,7 @@ class _Code:
                 yield node
 
     def super_calls(self) -> Iterator[str | None]:
-        """Names of the methods called as super().name(...); None for any other use of super."""
+        """Return names of the methods called as super().name(...); None for any other use of super."""
         for node in self._nodes:
             if isinstance(node, ast.Name) and node.id == "super":
                 call = self.parent(node)
@@ -195,7 +195,7 @@ class _Code:
                 yield attribute.attr if known and isinstance(attribute, ast.Attribute) else None
 
     def asks_for_presence(self, node: ast.AST) -> bool:
-        """if self.body: or self.body is None."""
+        """Whether the code is a test such as `if self.body:` or `self.body is None`."""
         parent = self.parent(node)
         if isinstance(parent, (ast.If, ast.IfExp)):
             return parent.test is node
@@ -205,12 +205,12 @@ class _Code:
         return none and all(isinstance(operator, (ast.Is, ast.IsNot)) for operator in parent.ops)
 
     def call_of(self, node: ast.AST) -> ast.Call | None:
-        """The call whose function is `node`."""
+        """Return the call whose function is `node`."""
         parent = self.parent(node)
         return parent if isinstance(parent, ast.Call) and parent.func is node else None
 
     def calls_of_items(self, node: ast.expr, container: type) -> list[ast.Call] | None:
-        """Every call of an item of the list that `node` is; None where its items are used otherwise."""
+        """Return every call of an item of the list `node`; None if its items are used otherwise."""
         parent = self.parent(node)
         if isinstance(parent, ast.Subscript) and parent.value is node and container in _LISTS:
             call = self.call_of(parent)
@@ -221,7 +221,7 @@ class _Code:
         return None if target is None else self._calls_of_variable(target)
 
     def _loop_target(self, node: ast.expr) -> ast.Name | None:
-        """The variable that goes over the items: for x in node, or in enumerate and zip of it."""
+        """Return the loop variable over the items: for x in node, or in enumerate and zip of it."""
         loop, place = self.parent(node), None
         if isinstance(loop, ast.Call) and isinstance(loop.func, ast.Name) and not loop.keywords:
             if loop.func.id == "enumerate" and loop.args == [node]:
@@ -256,7 +256,7 @@ def _is_simple(call: ast.Call) -> bool:
 
 
 def _after(cls: type, defining: Any, name: str) -> Callable[..., Any] | None:
-    """The function that super().name finds from within `defining`."""
+    """Return the function that super().name finds from within `defining`, or None."""
     order = cls.__mro__
     if defining not in order:
         return None
@@ -268,7 +268,8 @@ def _after(cls: type, defining: Any, name: str) -> Callable[..., Any] | None:
 
 
 def _modules_in(value: Any, depth: int = 4) -> set[nn.Module]:
-    """Modules that a value leads to: itself, in containers, as the object of a method or in an object's attributes.
+    """Yield the modules reachable from a value: itself, in containers, as a method's object or in an object's
+    attributes.
 
     What a function captures is left out: a copy of a model copies its functions by reference, so they hold other modules.
     """

@@ -1,4 +1,4 @@
-"""From a batch norm to the layers that make its input, or read its output, with the channel axis.
+"""Routes from a batch norm to the layers that make its input or read its output, with the channel axis.
 
 A route leads through what leaves each value as it is: identity, dropout at inference, contiguous,
 transpose and permute, flattening of (C, *) on the way down. Upwards each value on it has one reader
@@ -65,7 +65,7 @@ class Routes:
         self._unfit = unfit
 
     def up(self, call: fx.Node) -> End:
-        """The call of a layer that makes the input of `call`, a batch norm."""
+        """Return the call of a layer that makes the input of `call`, a batch norm."""
         node, axis = data_input(call), 1
         while True:
             self._refuse_hooked(node)
@@ -79,7 +79,7 @@ class Routes:
             node = data_input(node)
 
     def down(self, call: fx.Node) -> list[End]:
-        """The calls of all layers that read the output of `call`, a batch norm."""
+        """Return the calls of all layers that read the output of `call`, a batch norm."""
         ends: list[End] = []
         pending = [End(call, 1)]
         while pending:
@@ -151,7 +151,7 @@ class Routes:
         return End(node, order.index(reached.axis), reached.flattened)
 
     def _order(self, node: fx.Node) -> list[int] | None:
-        """The permutation that a node makes: output dimension k is input dimension order[k]; None for none."""
+        """Return the permutation that a node makes: output dimension k is input dimension order[k]; None for none."""
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         if self._module(node) is not None or name not in ("permute", "transpose"):
             return None
@@ -171,7 +171,7 @@ class Routes:
 
 
 def data_input(node: fx.Node) -> fx.Node:
-    """The node that `node` reads its data from, by position or as the keyword `input`."""
+    """Return the node that `node` reads its data from, by position or as the keyword `input`."""
     value = node.args[0] if node.args else node.kwargs.get("input")
     if not isinstance(value, fx.Node):
         raise Refused("not-data", f"the input of {node.target} is no value of the trace")

@@ -1,4 +1,4 @@
-"""Parameters of torch as NumPy arrays and back, bfloat16 included."""
+"""Conversion between torch parameters and NumPy arrays, bfloat16 included."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The values in their own type, on the CPU; Refused for what is no plain tensor of a float type."""
+    """Return the values in their own type, on the CPU. Raise Refused for anything but a plain float tensor."""
     name = str(tensor.dtype).removeprefix("torch.")
     if type(tensor) not in _PLAIN or tensor.is_quantized or tensor.layout is not torch.strided or tensor.is_meta:
         raise Refused("no-values", f"a {type(tensor).__name__} on {tensor.device.type} has no values to compute with")
@@ -26,7 +26,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def from_numpy(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """A tensor with memory of its own, on the device and in the memory format of `like`."""
+    """Copy an array into a new tensor, on the device and in the memory format of `like`."""
     array = np.ascontiguousarray(array)
     bfloat16 = array.dtype == ml_dtypes.bfloat16
     values = torch.from_numpy(array.view(np.int16) if bfloat16 else array)

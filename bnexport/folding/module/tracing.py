@@ -1,4 +1,4 @@
-"""Which value of a module's forward goes where: a symbolic trace by torch.fx, as evidence for folds.
+"""Data flow of a module's forward: a symbolic trace by torch.fx, as evidence for folds.
 
 Values are symbols in a trace, so what it shows holds for every input: code that looks at a value to
 choose its way cannot be traced. A submodule in which that happens is taken as one opaque call. Where
@@ -37,7 +37,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A forward as a graph of symbols, or several of submodules.
+    """A forward as a graph of symbols, or several graphs of submodules.
 
     paths: of each call of a submodule, its path (the first one of a shared module). opaque: paths of
     the submodules that could not be traced, each with the reason. seen_by_hooks: the values that hooks
@@ -54,19 +54,19 @@ class Trace:
     parts: tuple[str, ...] = ()
 
     def calls(self) -> dict[str, list[fx.Node]]:
-        """The calls of each submodule, by its path."""
+        """Return the calls of each submodule, by its path."""
         found: dict[str, list[fx.Node]] = {}
         for node, path in self.paths.items():
             found.setdefault(path, []).append(node)
         return found
 
     def outline(self) -> list[str]:
-        """Every step, for a comparison of two traces."""
+        """Return every step, for a comparison of two traces."""
         return [f"{node.op} {node.target}" for graph in self.graphs for node in graph.nodes]
 
 
 def reason(error: UnsupportedModelError) -> str:
-    """Why torch.fx failed, of an error that `trace` raised."""
+    """Return the reason for a failure of torch.fx from an error that `trace` raised."""
     return first_line(error.__cause__ or error)[:200]
 
 
@@ -75,7 +75,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def is_plain_batch_norm(module: nn.Module) -> bool:
-    """Whether the module computes in eval mode what torch's batch norm computes."""
+    """Whether the module computes in eval mode the same as torch's batch norm."""
     found = recognise(module) if isinstance(module, _BatchNorm) else None
     return found is not None and found.kind in ("batch_norm", "frozen") and set(found.changed) <= {"train", "eval"}
 
@@ -87,7 +87,7 @@ def trace(
     shapes: bool = True,
     count: int | None = None,
 ) -> Trace:
-    """Traces model(*inputs); `model` stays as it is. Other parameters of its forward keep their defaults.
+    """Trace model(*inputs); `model` is not changed. Other parameters of its forward keep their defaults.
 
     shapes: run the model on the example inputs, for the shapes in it. count: of inputs that may be anything, instead of
     example inputs, which are tensors.
@@ -125,7 +125,7 @@ def trace(
 
 
 class _Root(nn.Module):
-    """Gives the model itself a name, a caller and a fixed number of inputs."""
+    """A wrapper that gives the model a name, a caller and a fixed number of inputs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class _Tracer(fx.Tracer):
         return a.node if type(a) is _Symbol else super().create_arg(a)
 
     def is_tensor(self, node: fx.Node) -> bool:
-        """Inputs are tensors where that is known, and so is what these modules return."""
+        """Whether a value is known to be a tensor: an input, or a result of these modules."""
         if node.op != "call_module":
             return node.op == "placeholder" and self._tensors
         module = self.root.get_submodule(str(node.target))
@@ -222,7 +222,7 @@ def _shapes(root: nn.Module, graph: fx.Graph, inputs: tuple[torch.Tensor, ...]) 
 
 
 def run(model: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> None:
-    """Runs the model on its example inputs. Raises UsageError where it fails on them."""
+    """Run the model on its example inputs. Raises UsageError if it fails on them."""
     try:
         with torch.no_grad():
             # Code that works in place may change its inputs.

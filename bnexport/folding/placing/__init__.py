@@ -1,1 +1,1 @@
-"""Find the operators that can absorb a map."""
+"""Search for the operators that absorb a map."""

@@ -1,4 +1,5 @@
-"""The ways to give one map y = k (x - c) + t = k x + h a place, in the order in which they are tried.
+"""Placement of one map y = k (x - c) + t = k x + h: the ways to split and move it, in the order in which they are
+tried.
 
     backward    the whole map into what makes x
     forward     the whole map into everything that reads y
@@ -28,7 +29,9 @@ Attempt = Callable[[Site, Context, dict[str, Rule]], Plan]
 
 
 def place(site: Site, context: Context, rules: dict[str, Rule]) -> Plan | list[tuple[str, Refused]]:
-    """Carries out the first way that is open, and returns its plan; otherwise why the whole map can go neither up nor down."""
+    """Commit the first way that succeeds and return its plan; otherwise return why the whole map moves neither up nor
+    down.
+    """
     refusals: list[tuple[str, Refused]] = []
     for name, attempt in _ATTEMPTS:
         if name == "scale" and all(reason.code != "shift" for direction, reason in refusals if direction == "backward"):
@@ -92,7 +95,7 @@ def _commit(plan: Plan, site: Site) -> Plan:
 
 
 def _refuse_half(affine: ChannelAffine) -> None:
-    """A map of one half has nothing to be taken apart."""
+    """Refuse a map that only scales or only shifts: there is nothing to split."""
     if affine.is_scaling or affine.is_shift:
         raise Refused("shift", "it only scales or only shifts")
 

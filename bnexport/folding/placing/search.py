@@ -1,4 +1,4 @@
-"""Where a map can go: upwards into the operators that make its input, or downwards into its readers.
+"""Search for a place of a map: upwards into the operators that make its input, or downwards into its readers.
 
 `backward(value, axis, affine)` plans the edits after which `value` carries affine(value).
 `forward(value, axis, affine)` plans the edits after which everything that reads `value` behaves as if
@@ -32,7 +32,7 @@ Forward = Callable[[ir.Node, int, int, ChannelAffine, "Search"], None]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How one family of operators takes a map in. None: not in this direction.
+    """Handlers of one family of operators that absorb or pass a map. None: unsupported in this direction.
 
     all_outputs: whether `backward` may be asked for other outputs than the first.
     """
@@ -46,7 +46,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """One step of an attempt to place one map; what was planned so far, and by which rules, is in `plan`.
+    """One step of an attempt to place one map; the edits planned so far, and their rules, are in `plan`.
 
     depth: steps between the map and here. asked: the output of its node that a `backward` rule is asked for.
     """
@@ -61,7 +61,7 @@ class Search:
         return self.plan.context
 
     def backward(self, value: ir.Value, axis: int, affine: ChannelAffine) -> None:
-        """Plans the edits after which `value` carries affine(value). Raises Refused."""
+        """Plan the edits after which `value` carries affine(value). Raises Refused."""
         node = value.producer()
         if node is None:
             raise Refused("no-producer", f"its input {value.name!r} is an input of the graph or a parameter")
@@ -78,7 +78,7 @@ class Search:
         rule.backward(node, axis, affine, self._step(rule, value))
 
     def forward(self, value: ir.Value, axis: int, affine: ChannelAffine) -> None:
-        """Plans the edits after which all that reads `value` behaves as if it read affine(value). Raises Refused."""
+        """Plan the edits after which all readers of `value` behave as if they read affine(value). Raises Refused."""
         if value.is_graph_output():
             raise Refused("graph-output", f"{value.name!r} is an output of the graph")
         if not value.uses():

@@ -1,1 +1,1 @@
-"""Read batch norms and per-channel maps out of a graph."""
+"""Recognition of batch norms and per-channel maps in a graph."""

@@ -1,4 +1,4 @@
-"""BatchNormalization in every opset, read as a ChannelAffine - or the reason why it is not one.
+"""BatchNormalization in every opset, read as a ChannelAffine or refused with a reason.
 
 Opset 1 and 6 carry is_test (0: training), opset 1 to 7 spatial (0: one mean per position), 7 to 13
 mean training by having more than one output, 14 and up by training_mode.
@@ -26,7 +26,7 @@ PARAMETERS = (("scale", 1), ("bias", 2), ("mean", 3), ("variance", 4))
 
 
 def is_training(node: ir.Node, opset: int) -> bool:
-    """Whether the node normalises with the batch's own statistics."""
+    """Whether the node normalises with batch statistics."""
     if opset < 7:
         return get_int(node, "is_test", 0) == 0
     if opset < 14:
@@ -35,7 +35,7 @@ def is_training(node: ir.Node, opset: int) -> bool:
 
 
 def read_batch_norm(node: ir.Node, context: Context) -> ChannelAffine:
-    """The map of an inference batch norm with constant parameters; Refused otherwise."""
+    """Return the map of an inference batch norm with constant parameters. Raise Refused otherwise."""
     opset = context.opset
     since = max(version for version in _ATTRIBUTES if version <= opset)
     only_attributes(node, _ATTRIBUTES[since])

@@ -1,4 +1,4 @@
-"""Refuse a model whose sizes or ranks contradict each other, so that no input can make it run.
+"""Detection of contradicting sizes or ranks, with which a model cannot run on any input.
 
 Only what is certain counts: shapes of weights and constants, sizes that the inputs of the main graph declare, and
 what follows from them through operators that keep or set the channels. Shapes that a model declares for values in
@@ -45,7 +45,7 @@ def refuse_contradictions(model: ir.Model) -> None:
 
 
 class _Graph:
-    """One graph, and what is certain about its values."""
+    """One graph, and the known facts about its values."""
 
     def __init__(self, model: ir.Model, graph: ir.Graph, *, is_main: bool) -> None:
         self._model = model
@@ -70,7 +70,7 @@ class _Graph:
                 self._sizes[node.outputs[0]] = sizes
 
     def sizes(self, node: ir.Node, index: int) -> Sizes | None:
-        """Of an input; None where it is absent, too."""
+        """Return the sizes of an input; None if it is absent or its rank is unknown."""
         value = input_at(node, index)
         if value is None:
             return None
@@ -196,7 +196,7 @@ def _normalise(node: ir.Node, graph: _Graph, names: tuple[str, ...]) -> Sizes | 
 
 
 def _check_vector(node: ir.Node, index: int, what: str, sizes: Sizes | None, channels: int | None, source: int) -> None:
-    """Input `index` has a value for each channel; input `source` tells how many there are."""
+    """Check that input `index` has one value for each channel of input `source`."""
     if sizes is None:
         return
     if len(sizes) != 1:

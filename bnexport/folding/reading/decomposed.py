@@ -1,4 +1,4 @@
-"""Batch norm in training that an exporter wrote out as a mean over the batch and a difference.
+"""Batch norm in training mode written out by an exporter as a batch mean and a difference.
 
     m = ReduceMean(x, axes), d = Sub(x, m)
 
@@ -26,7 +26,7 @@ _STEPS = 4
 
 
 def training_sites(nodes: Iterable[ir.Node], context: Context) -> list[ir.Node]:
-    """The Sub nodes of batch norms in training that are written out."""
+    """Return the Sub nodes of batch norms in training mode that are written out."""
     return [node for node in nodes if is_standard(node, "Sub") and _subtracts_batch_mean(node, context)]
 
 
@@ -45,7 +45,7 @@ def _subtracts_batch_mean(node: ir.Node, context: Context) -> bool:
 
 
 def _origin(value: ir.Value, op_types: tuple[str, ...]) -> ir.Value:
-    """What `value` was before at most a few of these operators."""
+    """Return the value from which `value` was made by at most a few of these operators."""
     for _ in range(_STEPS):
         node = value.producer()
         source = None if node is None or not is_standard(node, *op_types) else input_at(node, 0)

@@ -21,7 +21,7 @@ OP_TYPES = ("Add", "Sub", "Mul", "Div")
 
 
 def data_and_constant(node: ir.Node, context: Context) -> tuple[int, int] | None:
-    """Which input is data and which a constant; None unless there is one of each."""
+    """Return the index of the data and of the constant; None unless there is one of each."""
     if not is_standard(node, *OP_TYPES) or len(node.inputs) != 2 or (context.opset >= 7 and node.attributes):
         return None
     constant = [context.constants.is_constant(input_at(node, index)) for index in (0, 1)]
@@ -33,7 +33,7 @@ def data_and_constant(node: ir.Node, context: Context) -> tuple[int, int] | None
 
 
 def read_elementwise(node: ir.Node, axis: int, channels: int, context: Context) -> ChannelAffine:
-    """The map of an elementwise node on `channels` channels along `axis`; Refused where it is none."""
+    """Return the map of an elementwise node on `channels` channels along `axis`. Raise Refused if it is none."""
     only_attributes(node, () if context.opset >= 7 else ("axis", "broadcast", "consumed_inputs"))
     operands = data_and_constant(node, context)
     if operands is None:
@@ -60,7 +60,7 @@ def read_elementwise(node: ir.Node, axis: int, channels: int, context: Context) 
 
 
 def constant_operand(node: ir.Node, operands: tuple[int, int], context: Context) -> np.ndarray:
-    """The constant, in a shape that broadcasts from the right."""
+    """Return the constant in a shape that broadcasts from the right."""
     values = context.current(node, operands[1], "constant operand")
     if context.opset < 7 and get_int(node, "broadcast", 0) and "axis" in node.attributes:
         source = input_at(node, operands[0])
@@ -73,7 +73,7 @@ def constant_operand(node: ir.Node, operands: tuple[int, int], context: Context)
 
 
 def per_channel(values: np.ndarray, axis: int, channels: int, rank: int | None) -> np.ndarray:
-    """The vector of a constant that varies along `axis` only, or Refused."""
+    """Return the vector of a constant that varies along `axis` only. Raise Refused otherwise."""
     if rank is None:
         raise Refused("rank", "the rank of the data is not known, so the constant's axis is not either")
     if values.ndim > rank:
@@ -90,7 +90,7 @@ def per_channel(values: np.ndarray, axis: int, channels: int, rank: int | None) 
 
 
 def varying_axis(values: np.ndarray, rank: int) -> int | None:
-    """The only axis along which a constant varies, counted in data of `rank`; None where there is none or several."""
+    """Return the only axis along which a constant varies, in data of `rank`; None if there is none or several."""
     if values.ndim > rank:
         return None
     places = [rank - values.ndim + place for place, size in enumerate(values.shape) if size != 1]

@@ -1,4 +1,4 @@
-"""A site: a run of per-channel maps, each read by the next one only, and their composition.
+"""Sites: chains of per-channel maps, each read only by the next one, and their composition.
 
 Every batch norm starts a site. Neighbouring batch norms and elementwise operations with per-channel
 constants join it, so that their product is rounded once and they leave together. A Mul and Add pair
@@ -31,7 +31,7 @@ _CHECK_CHANNELS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "BatchNormalizatio
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """nodes: top to bottom. data: which input of the first node is the data. axis: of the channels."""
+    """nodes: top to bottom. data: index of the data among the first node's inputs. axis: of the channels."""
 
     nodes: tuple[ir.Node, ...]
     affine: ChannelAffine
@@ -50,13 +50,13 @@ class Site:
 
 
 def batch_norm_site(node: ir.Node, context: Context) -> Site:
-    """The site around a BatchNormalization; Refused where the node itself cannot be read."""
+    """Return the site around a BatchNormalization. Raise Refused if the node itself cannot be read."""
     affine = read_batch_norm(node, context)
     return _grow(Site((node,), affine, axis=1, data=0), context)
 
 
 def elementwise_site(node: ir.Node, context: Context) -> Site | None:
-    """The site that starts at a Mul, Add, Sub or Div and scales as well as shifts; None where there is none."""
+    """Return the site that starts at a Mul, Add, Sub or Div and both scales and shifts; None if there is none."""
     operands = data_and_constant(node, context)
     if operands is None:
         return None
@@ -81,7 +81,7 @@ def elementwise_site(node: ir.Node, context: Context) -> Site | None:
 
 
 def sole_use(value: ir.Value, graph: ir.Graph | None) -> ir.Node | None:
-    """The one node that reads `value`, if it is one, reads it once, and lies in the same graph."""
+    """Return the only node that reads `value`, if it reads it once and lies in the same graph."""
     uses = tuple(value.uses())
     if len(uses) != 1 or value.is_graph_output() or uses[0].node.graph is not graph:
         return None
@@ -117,7 +117,7 @@ def _step(node: ir.Node, axis: int, channels: int, context: Context) -> ChannelA
 def _above(
     first: ir.Node, data: int, axis: int, channels: int, context: Context
 ) -> tuple[ir.Node, ChannelAffine, int] | None:
-    """The node that makes what `first` reads, its map, and which of its inputs is data; None where it does not join."""
+    """Return the node that makes the input of `first`, its map, and its data index; None if it does not join."""
     value = first.inputs[data]
     node = None if value is None else value.producer()
     if value is None or node is None or sole_use(value, first.graph) is not first or node.graph is not first.graph:
@@ -132,7 +132,7 @@ def _above(
 
 
 def _below(last: ir.Node, axis: int, channels: int, context: Context) -> tuple[ir.Node, ChannelAffine] | None:
-    """The only reader of `last` and its map; None where it does not join."""
+    """Return the only reader of `last` and its map; None if it does not join."""
     output = last.outputs[0]
     node = sole_use(output, last.graph)
     if node is None or (is_standard(node, "BatchNormalization") and node.inputs[0] is not output):
@@ -142,7 +142,7 @@ def _below(last: ir.Node, axis: int, channels: int, context: Context) -> tuple[i
 
 
 def _keeps_channels(node: ir.Node, data: int, axis: int, channels: int, context: Context) -> bool:
-    """Whether the data has `channels` channels before the node already: a constant may broadcast it."""
+    """Whether the node's data already has `channels` channels: a constant may broadcast it."""
     source = input_at(node, data)
     assert source is not None
     size = context.size(source, axis)

@@ -1,4 +1,4 @@
-"""The rules, one family of operators a file: the algebra, when it does not hold, and the edits."""
+"""Folding rules, one file for each family of operators: the algebra, its conditions, and the edits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ALL: tuple[Rule, ...] = (
 
 
 def check_rules(names: Iterable[str]) -> frozenset[str]:
-    """The names as a set; raise UsageError for one that no rule has."""
+    """Return the names as a set. Raise UsageError for an unknown rule."""
     known = {rule.name for rule in ALL}
     chosen = frozenset(names)
     unknown = sorted(chosen - known)
@@ -56,5 +56,5 @@ def check_rules(names: Iterable[str]) -> frozenset[str]:
 
 
 def by_operator(names: frozenset[str] | None = None) -> dict[str, Rule]:
-    """Operator type -> rule, for the rules in `names` (None: all)."""
+    """Map operator types to rules, for the rules in `names` (None: all)."""
     return {op_type: rule for rule in ALL if names is None or rule.name in names for op_type in rule.op_types}

@@ -1,4 +1,4 @@
-"""A batch norm that stays, because nothing before it takes a map in, takes in the maps that reach it.
+"""A remaining batch norm, with nothing before it that takes its map, absorbs maps that reach it.
 
     y = s (x - m) / sqrt(v + eps) + b
 

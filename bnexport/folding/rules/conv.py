@@ -63,7 +63,7 @@ def padded(node: ir.Node) -> bool:
 
 
 def map_bias(node: ir.Node, affine: ChannelAffine, dtype: np.dtype, search: Search) -> None:
-    """The bias (input 2) under the map; a first one where there is none."""
+    """Apply the map to the bias (input 2), which is created if absent."""
     bias = _bias(node, affine.channels, search)
     size = np.abs(affine.scale) * (np.abs(bias) + np.abs(affine.center)) + np.abs(affine.shift)
     search.plan.replace(node, 2, affine.apply(bias), dtype, f"{node.op_type} bias", size)
@@ -72,7 +72,7 @@ def map_bias(node: ir.Node, affine: ChannelAffine, dtype: np.dtype, search: Sear
 def add_to_bias(
     node: ir.Node, offset: np.ndarray, view: tuple[int, ...], kept: tuple[int, ...], dtype: np.dtype, search: Search
 ) -> None:
-    """Adds the sums of W * offset over all axes but those of the output channels, `kept`, to the bias."""
+    """Add the sums of W * offset over all axes except those of the output channels, `kept`, to the bias."""
     total, size = search.plan.sums(node, 1, offset, view, kept, f"{node.op_type} weight")
     bias = _bias(node, total.size, search)
     size = np.abs(bias) + size.reshape(-1)
@@ -80,7 +80,7 @@ def add_to_bias(
 
 
 def _grouped(node: ir.Node, axis: int, context: Context) -> tuple[Described, tuple[int, ...]]:
-    """The weight, and its shape as (groups, rows, columns, kernel...)."""
+    """Return the weight, and its shape as (groups, rows, columns, kernel...)."""
     only_attributes(node, _ATTRIBUTES)
     if axis != 1:
         raise Refused("axis", f"the map acts on axis {axis}, a Conv's channels are axis 1")

@@ -59,7 +59,7 @@ def _pointwise(node: ir.Node, weight: Described) -> bool:
 
 
 def _grouped(node: ir.Node, axis: int, context: Context) -> tuple[Described, tuple[int, ...]]:
-    """The weight, and its shape as (groups, input channels, output channels, kernel...)."""
+    """Return the weight, and its shape as (groups, input channels, output channels, kernel...)."""
     only_attributes(node, _ATTRIBUTES)
     if axis != 1:
         raise Refused("axis", f"the map acts on axis {axis}, a ConvTranspose's channels are axis 1")

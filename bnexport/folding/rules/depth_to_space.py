@@ -34,7 +34,7 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
 
 
 def _spread(node: ir.Node, affine: ChannelAffine, count: int) -> ChannelAffine:
-    """The map of the side with `count` times the channels."""
+    """Return the map for the side with `count` times the channels."""
     mode = get_string(node, "mode", "DCR")
     if mode not in ("DCR", "CRD"):
         raise Refused("unknown-mode", f"{label(node)} has the unknown mode {mode!r}")

@@ -84,7 +84,7 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
 
 
 def _sum_takes_shift(node: ir.Node, index: int, axis: int, affine: ChannelAffine, rank: int, search: Search) -> None:
-    """(k u + h) + d, (k u + h) - d or d - (k u + h): the constant d takes the shift, k moves on."""
+    """Move the shift into the constant d of (k u + h) + d, (k u + h) - d or d - (k u + h); k moves on."""
     inverse = affine.inverse_scale(search.context.options.max_scale)
     values = search.plan.value(node, 1 - index, f"{node.op_type} constant")
     sign = 1.0 if node.op_type == "Add" else -1.0
@@ -97,7 +97,7 @@ def _sum_takes_shift(node: ir.Node, index: int, axis: int, affine: ChannelAffine
 
 
 def _sum_with_constant(node: ir.Node, axis: int, affine: ChannelAffine, rank: int, index: int, search: Search) -> None:
-    """u + v or u - v with one constant, which takes center and shift; the other operand takes the scale."""
+    """Move center and shift into the constant of u + v or u - v; the other operand takes the scale."""
     values = search.plan.value(node, index, f"{node.op_type} constant")
     scale, center, shift = (_aligned(part, axis, rank) for part in (affine.scale, affine.center, affine.shift))
     # As the subtrahend the constant v stands for -v.
@@ -140,7 +140,7 @@ def _operand(node: ir.Node, index: int, axis: int, affine: ChannelAffine, rank: 
 
 
 def _either(node: ir.Node, axis: int, affine: ChannelAffine, rank: int, search: Search) -> None:
-    """Into the first operand, or else the second. What is shifted as a subtrahend is shifted the other way."""
+    """Move the shift into the first operand, or else the second. A subtrahend is shifted with the opposite sign."""
     try:
         with search.plan.trial():
             _operand(node, 0, axis, affine, rank, search)
@@ -151,7 +151,7 @@ def _either(node: ir.Node, axis: int, affine: ChannelAffine, rank: int, search: 
 
 
 def _aligned(vector: np.ndarray, axis: int, rank: int) -> np.ndarray:
-    """The vector along `axis`, without leading dimensions of size 1."""
+    """Reshape the vector along `axis`, without leading dimensions of size 1."""
     return vector.reshape(-1, *[1] * (rank - axis - 1))
 
 

@@ -62,7 +62,7 @@ def _along(vector: np.ndarray, axis: int) -> np.ndarray:
 
 
 def _check(node: ir.Node, context: Context) -> tuple[Described, int]:
-    """The weight B as stored, and which of its axes is K."""
+    """Return the weight B as stored, and the index of its axis K."""
     only_attributes(node, _ATTRIBUTES if context.opset >= 7 else (*_ATTRIBUTES, "broadcast"))
     weight = context.constants.describe(input_at(node, 1), "Gemm weight")
     if weight.ndim != 2:
@@ -71,7 +71,7 @@ def _check(node: ir.Node, context: Context) -> tuple[Described, int]:
 
 
 def _constant(node: ir.Node, search: Search, columns: int) -> np.ndarray:
-    """beta * C in float64; zero where C is absent."""
+    """Return beta * C in float64; zero if C is absent."""
     slot = (node, 2)
     if input_at(node, 2) is None and slot not in search.context.edits and slot not in search.plan.edits:
         return np.zeros(columns)

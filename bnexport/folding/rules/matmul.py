@@ -81,7 +81,7 @@ def _place_shift(
 
 
 def _check(node: ir.Node, context: Context) -> tuple[int, Described, int]:
-    """Which input is the constant, its value, and the rank of the product."""
+    """Return the index of the constant input, its value, and the rank of the product."""
     only_attributes(node, ())
     constant = [context.constants.is_constant(input_at(node, index)) for index in (0, 1)]
     if constant[0] == constant[1]:

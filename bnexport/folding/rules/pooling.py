@@ -64,7 +64,7 @@ def _check(node: ir.Node, axis: int, affine: ChannelAffine, context: Context) ->
 
 
 def _reduced(node: ir.Node, value: ir.Value, context: Context) -> tuple[tuple[int, ...], bool]:
-    """The axes that disappear into the mean, and whether they stay with size 1."""
+    """Return the axes that the mean reduces, and whether they stay with size 1."""
     rank = context.rank(value)
     if rank is None:
         raise Refused("rank", f"the rank of {label(node)} is not known")

@@ -1,4 +1,4 @@
-"""Relu, LeakyRelu and PRelu keep the sign, so a positive scale passes and nothing else.
+"""Relu, LeakyRelu and PRelu: they keep the sign, so only a positive scale passes.
 
     f(k x) = k f(x)        for k > 0
 

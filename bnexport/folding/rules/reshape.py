@@ -67,7 +67,7 @@ def _transpose_to_output(node: ir.Node, value: ir.Value, axis: int, context: Con
 
 
 def _axes(node: ir.Node, rank: int, context: Context) -> tuple[int, ...]:
-    """Axes of Squeeze and Unsqueeze, an attribute before opset 13 and an input since."""
+    """Return the axes of Squeeze and Unsqueeze, an attribute before opset 13 and an input since."""
     if context.opset >= 13:
         only_attributes(node, ())
         axes: Sequence[int] = context.constants.ints(input_at(node, 1), f"axes of {label(node)}")
@@ -87,14 +87,14 @@ def _known_rank(value: ir.Value, node: ir.Node, context: Context) -> int:
 
 
 def _without(axes: tuple[int, ...], axis: int, node: ir.Node) -> int:
-    """Where `axis` is after `axes` have been taken out."""
+    """Return the position of `axis` after `axes` have been removed."""
     if axis in axes:
         raise Refused("axis", f"{label(node)} drops the channel axis")
     return axis - sum(removed < axis for removed in axes)
 
 
 def _with(axes: tuple[int, ...], axis: int) -> int:
-    """Where `axis` is after `axes` have been put in."""
+    """Return the position of `axis` after `axes` have been inserted."""
     for inserted in axes:
         if inserted <= axis:
             axis += 1
@@ -123,7 +123,7 @@ def _unsqueeze_to_output(node: ir.Node, value: ir.Value, axis: int, context: Con
 
 
 def _reshape_shapes(node: ir.Node, value: ir.Value, context: Context) -> tuple[Shape, Shape, int]:
-    """Both shapes, and how many leading sizes are copied as they are."""
+    """Return both shapes, and the number of leading sizes that are copied."""
     before, after = context.shape(value), context.shape(node.outputs[0])
     if node.op_type == "Flatten":
         only_attributes(node, ("axis",))

@@ -56,7 +56,7 @@ def _input(node: ir.Node) -> ir.Value:
 
 
 def _channels(node: ir.Node, value: ir.Value, axis: int, context: Context) -> tuple[int, list[np.ndarray]] | None:
-    """The number of channels, and which of them each part has; None where every part has all."""
+    """Return the number of channels and the channels of each part; None if every part has all."""
     rank = context.rank(value)
     if rank is None:
         raise Refused("rank", f"the rank of {label(node)} is not known")

@@ -1,4 +1,4 @@
-"""Operators that pass values on unchanged: Identity, Dropout in inference, a Cast to the type it has.
+"""Operators that pass values on unchanged: Identity, Dropout in inference, Cast to the same type.
 
 f(k x + b) = k f(x) + b        for f(x) = x
 """
@@ -26,7 +26,7 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
 
 
 def passed(node: ir.Node, context: Context) -> ir.Value:
-    """The input that comes out unchanged, or Refused."""
+    """Return the input that the node returns unchanged. Raise Refused otherwise."""
     value = input_at(node, 0)
     if value is None:
         raise Refused("bad-node", f"{label(node)} has no input")
