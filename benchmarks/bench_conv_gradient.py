@@ -115,7 +115,7 @@ def candidates(
         return function
 
     by_weight: dict[str, Callable[[], Any]] = {"torch": lambda: torch_gradient(1, g, x, w)}
-    for form in weight_gradient.Form:
+    for form in weight_gradient.WeightGradientForm:
         if weight_gradient.possible(shape, form):
             build = functools.partial(weight_gradient.weight_gradient, shape=shape, form=form)
             by_weight[form.value] = verified(form.value, build, [x, g], 1)
@@ -129,7 +129,7 @@ def candidates(
     build = lambda x, g: of_weight(g, x, kernel_shape=shape.kernel, **window_attributes)  # noqa: E731
     by_weight["library"] = verified("library", build, [x, g], 1)
     by_input: dict[str, Callable[[], Any]] = {"torch": lambda: torch_gradient(0, g, x, w)}
-    for form in input_gradient.Form:
+    for form in input_gradient.InputGradientForm:
         if input_gradient.possible(shape, form):
             build = functools.partial(input_gradient.input_gradient, shape=shape, form=form)
             by_input[form.value] = verified(form.value, build, [g, w], 0)

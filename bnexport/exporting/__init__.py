@@ -1,4 +1,4 @@
-"""Export torch modules to ONNX, TorchScript and pt2."""
+"""Export of torch modules to ONNX, TorchScript and pt2."""
 
 from bnexport.exporting.api import ExportResult, export
 

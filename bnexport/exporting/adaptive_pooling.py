@@ -1,4 +1,4 @@
-"""Adaptive pooling for any image size, out of operators that exporters translate.
+"""Adaptive pooling for any image size, composed of operators that exporters translate.
 
 Exporters write adaptive pooling as a pooling with fixed windows, which is right at the example's size only, if at all.
 Window i of k over n values is [floor(i n / k), ceil((i + 1) n / k)), so that
@@ -25,7 +25,7 @@ Size = Any
 
 
 class AnySizePooling(TorchFunctionMode):
-    """Computes adaptive pooling by the formulas above while it is active.
+    """Context that computes adaptive pooling by the formulas above.
 
     dynamic: whether image sizes may vary; else windows of one length are left to the exporter. Pooling to one value is
     always left: exporters write it for any size.
@@ -47,7 +47,7 @@ class AnySizePooling(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _interpolate(self, input: Tensor, size: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Resampling by area is adaptive average pooling."""
+        """Compute resampling by area as adaptive average pooling."""
         mode = args[1] if len(args) > 1 else kwargs.get("mode")
         axes = input.dim() - 2
         if mode != "area" or size is None or not 1 <= axes <= 3:
@@ -75,14 +75,14 @@ class AnySizePooling(TorchFunctionMode):
 
 
 def _has_equal_windows(n: Size, k: Size) -> bool:
-    """Pooling to one value, or by windows of one length that is known now."""
+    """Whether the pooling is to one value, or by windows of one length that is known now."""
     if type(k) is not int:
         return False
     return k == 1 or (type(n) is int and n % k == 0)
 
 
 def _windows(n: Size, k: Size, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Whether a value is at or behind the start of a window, and before its end: bool (k, n)."""
+    """Compute masks of the values at or after the start of a window and before its end: bool (k, n)."""
     i = torch.arange(k, device=device)[:, None]
     j = torch.arange(n, device=device)
     return i * n < (j + 1) * k, j * k < (i + 1) * n

@@ -1,4 +1,4 @@
-"""Trace a model with as many dynamic sizes as its exporter can write."""
+"""Repeated tracing of a model, with as many dynamic sizes as its exporter supports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def trace(
     names: list[str],
     shapes: Shapes,
 ) -> Trace:
-    """The exporter's graph, notes and conditions. Dimensions that the graph does not have leave `shapes`.
+    """Return the exporter's graph, notes and conditions. Dimensions that the graph does not have are removed from
+    `shapes`.
 
     Sizes of images stay symbolic through int(). Some operators need numbers, as a pooling its window: then the exporter
     runs again, with int as it is. What it cannot write for other images at all, it writes for the example's.
@@ -66,7 +67,7 @@ def trace(
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of the error that the others were raised from."""
+    """Return the first line of the error that the others were raised from."""
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)[:_LONGEST]

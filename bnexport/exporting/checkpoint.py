@@ -1,4 +1,4 @@
-"""Reads weights out of the checkpoints that training frameworks write, and puts them into a module.
+"""Loading of checkpoints of training frameworks into a module.
 
     torch, timm            a state_dict, or a dict with one under "state_dict" or "model"
     MMCV, mmengine         {"meta", "state_dict", "message_hub", ...}
@@ -41,7 +41,7 @@ _SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What `load_checkpoint` did.
+    """Result of `load_checkpoint`.
 
     Attributes:
         container: key that the weights were found under, "" when the file is a state_dict itself.
@@ -57,7 +57,7 @@ class LoadedCheckpoint:
 
 
 class _Inert:
-    """Stands for an object of a class that is not imported. Takes whatever a pickle does to it."""
+    """Stand-in for an object of a class that is not imported. It accepts every operation of a pickle."""
 
     def __new__(cls, *_: Any, **__: Any) -> _Inert:
         return super().__new__(cls)
@@ -79,7 +79,7 @@ class _Inert:
 
 
 def _safe_globals() -> dict[tuple[str, str], Any]:
-    """What a pickle may call: functions that build tensors and arrays, and containers."""
+    """Return the functions that a pickle may call: constructors of tensors, arrays and containers."""
     allowed: dict[tuple[str, str], Any] = {
         ("collections", "OrderedDict"): collections.OrderedDict,
         ("collections", "defaultdict"): _default_dict,
@@ -106,7 +106,7 @@ def _default_dict(*_: Any) -> dict[Any, Any]:
 
 
 def _inert_pickle(ignored: set[str]) -> Any:
-    """A module in the shape of `pickle` whose unpickler builds tensors, arrays and nothing else."""
+    """Return a module with the interface of `pickle` whose unpickler builds only tensors and arrays."""
     allowed = _safe_globals()
 
     class Unpickler(pickle.Unpickler):
@@ -153,7 +153,7 @@ def _read(path: Path) -> tuple[Any, tuple[str, ...]]:
 
 
 def _tensors(mapping: Any) -> dict[str, torch.Tensor]:
-    """The entries of a state_dict; detectron2 stores NumPy arrays."""
+    """Return the entries of a state_dict as tensors; detectron2 stores NumPy arrays."""
     found = {}
     for name, value in mapping.items():
         if isinstance(value, np.ndarray):
@@ -164,7 +164,7 @@ def _tensors(mapping: Any) -> dict[str, torch.Tensor]:
 
 
 def read_state_dict(path: str | Path, key: str | None = None) -> tuple[dict[str, torch.Tensor], str, tuple[str, ...]]:
-    """The tensors of a checkpoint, the key they were under ("" for none), and the objects that were not built.
+    """Read the tensors of a checkpoint, the key they were under ("" for none), and the objects that were not built.
 
     Args:
         path: a file written by torch.save, or .safetensors. Nothing that it names is run.
@@ -204,12 +204,12 @@ def read_state_dict(path: str | Path, key: str | None = None) -> tuple[dict[str,
 
 
 def _without(prefix: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Only what is under the prefix counts: beside the network, Lightning modules hold losses and metrics."""
+    """Keep only entries under the prefix: next to the network, Lightning modules hold losses and metrics."""
     return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
 
 
 def _candidates(state: dict[str, torch.Tensor]) -> list[str]:
-    """All chains of known prefixes that occur, the shortest first."""
+    """Return all chains of known prefixes that occur, the shortest first."""
     found, frontier = [""], [""]
     while frontier:
         longer = [
@@ -231,7 +231,7 @@ def _names(names: list[str]) -> str:
 def load_checkpoint(
     module: torch.nn.Module, path: str | Path, *, key: str | None = None, allow_unexpected: bool = False
 ) -> LoadedCheckpoint:
-    """Loads the weights of a checkpoint into `module`, all of them or none.
+    """Load the weights of a checkpoint into `module`, all of them or none.
 
     Args:
         module: takes the weights; unchanged when an error is raised.

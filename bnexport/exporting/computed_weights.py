@@ -1,4 +1,4 @@
-"""Weights that a model computes from parameters alone, such as those of weight-standardised convolutions.
+"""Weights computed from parameters alone, such as those of weight-standardised convolutions.
 
 Such a subgraph gives the same values in every run. It is evaluated once, by onnx's reference evaluator, where the
 folder would not evaluate it itself (`bnexport.graph.evaluate`); the result takes the place of the subgraph, and a
@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 
 
 def independent_of_inputs(program: torch.export.ExportedProgram) -> set[torch.fx.Node]:
-    """Nodes whose values parameters and constants alone decide."""
+    """Return the nodes whose values depend only on parameters and constants."""
     inputs = set(program.graph_signature.user_inputs)
     dependent: set[torch.fx.Node] = set()
     for node in program.graph.nodes:
@@ -34,12 +34,12 @@ def independent_of_inputs(program: torch.export.ExportedProgram) -> set[torch.fx
 
 
 def normalises_a_weight(node: torch.fx.Node, fixed: set[torch.fx.Node]) -> bool:
-    """Whether the node is an aten::batch_norm without running statistics of what is independent of inputs."""
+    """Whether the node is an aten::batch_norm without running statistics, of a value that depends on no input."""
     return node in fixed and node.target is _aten.batch_norm.default and node.args[3:5] == (None, None)
 
 
 def write_out_batch_norm(program: torch.export.ExportedProgram, node: torch.fx.Node) -> None:
-    """Replaces an aten::batch_norm in training mode without running statistics by arithmetic."""
+    """Replace an aten::batch_norm in training mode without running statistics by arithmetic."""
     graph, (input, weight, bias) = program.graph, node.args[:3]
     eps = node.args[7]
     rank = input.meta["val"].dim()  # type: ignore[union-attr]
@@ -66,7 +66,7 @@ def write_out_batch_norm(program: torch.export.ExportedProgram, node: torch.fx.N
 
 
 def evaluate(model: ir.Model) -> None:
-    """Replaces values that initializers decide by what they are, in place, where the folder would not compute them.
+    """Replace, in place, values that depend only on initializers by constants, if the folder would not compute them.
 
     A value that is larger than the largest initializer it is made of stays computed, and so does one that the
     reference evaluator cannot compute.
@@ -97,14 +97,14 @@ def evaluate(model: ir.Model) -> None:
 
 
 class _Evaluator:
-    """Values of fixed nodes, each computed once."""
+    """Values of constant nodes, each computed once."""
 
     def __init__(self, model: ir.Model) -> None:
         self._opset = model.opset_imports[""]
         self._values: dict[ir.Value, np.ndarray | None] = {}
 
     def value(self, value: ir.Value) -> np.ndarray | None:
-        """None where it cannot be computed."""
+        """Return the value of a node, or None if it cannot be computed."""
         if value not in self._values:
             node = value.producer()
             if node is None:

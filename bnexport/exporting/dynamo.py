@@ -1,4 +1,4 @@
-"""The dynamo exporter: torch.export, then torch.onnx with a translation for our operator."""
+"""The dynamo exporter: torch.export, then torch.onnx with a translation of the custom operator."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {operators.sync_bat
 def trace(
     wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes
 ) -> tuple[ir.Model, list[str], SizeConditions]:
-    """Traces `wrapper` to an onnx_ir Model.
+    """Trace `wrapper` to an onnx_ir Model.
 
     Returns it, notes on dimensions that had to stay static, and the conditions on sizes that the trace took for
     granted, which the graph does not keep.
@@ -84,7 +84,7 @@ def trace(
 
 
 def input_names(model: torch.nn.Module, count: int) -> list[str]:
-    """The names of forward's parameters, one for each positional input."""
+    """Return the names of forward's parameters, one for each positional input."""
     parameters = inspect.signature(model.forward).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "input")
@@ -93,7 +93,7 @@ def input_names(model: torch.nn.Module, count: int) -> list[str]:
 
 
 def dynamic_dimensions(names: list[str], args: tuple[torch.Tensor, ...]) -> Shapes:
-    """Names of the dynamic dimensions of each input: dimension 0 and those from 2 on, where rank >= 2."""
+    """Return names of the dynamic dimensions of each input: dimension 0 and those from 2 on, if rank >= 2."""
     spatial = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
     result = []
     for name, arg in zip(names, args):
@@ -117,7 +117,8 @@ def export_program(
     *,
     variadic: bool,
 ) -> torch.export.ExportedProgram:
-    """torch.export with dynamic sizes where the model allows them; those that it fixes leave `shapes`, with a note.
+    """Run torch.export with dynamic sizes if the model allows them; fixed ones are removed from `shapes`, with a
+    note.
 
     variadic: whether the inputs are one parameter of the module's forward, *inputs.
     """
@@ -156,7 +157,7 @@ def export_program(
 
 
 def _widen(args: tuple[torch.Tensor, ...], shapes: Shapes) -> tuple[torch.Tensor, ...]:
-    """Batches of one repeated once: torch.export takes a size of 1 for a constant."""
+    """Repeat batches of one: torch.export treats a size of 1 as a constant."""
     return tuple(torch.cat([arg, arg]) if 0 in shape and arg.shape[0] == 1 else arg for arg, shape in zip(args, shapes))
 
 
@@ -166,7 +167,7 @@ def _wrongly_doubled(
     wide: tuple[torch.Tensor, ...],
     shapes: Shapes,
 ) -> set[int]:
-    """Inputs whose batch was doubled only to be dynamic, and which the model takes otherwise than the caller's own."""
+    """Return the inputs whose batch was doubled only to be dynamic, and which the model treats differently then."""
     doubled = {place for place, (one, two) in enumerate(zip(args, wide)) if one is not two}
     if doubled and SizeConditions(program_inputs(program)).broken(tuple(tuple(arg.shape) for arg in args)):
         return doubled
@@ -174,7 +175,7 @@ def _wrongly_doubled(
 
 
 def _fixed(program: torch.export.ExportedProgram, shapes: Shapes) -> dict[tuple[int, int], int]:
-    """The size of each dimension in `shapes`, by input and dimension, that is constant in the program."""
+    """Return the size of each dimension in `shapes`, by input and dimension, that is constant in the program."""
     found = {}
     for place, (shape, node) in enumerate(zip(shapes, user_inputs(program))):
         for index in shape:
@@ -185,23 +186,23 @@ def _fixed(program: torch.export.ExportedProgram, shapes: Shapes) -> dict[tuple[
 
 
 def constant(size: int | torch.SymInt) -> int | None:
-    """The value of a size that is no symbol."""
+    """Return the value of a size that is not a symbol."""
     return size if isinstance(size, int) else size.node.maybe_as_int()
 
 
 def user_inputs(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
-    """The placeholders of the model's inputs, in their order."""
+    """Return the placeholders of the model's inputs, in their order."""
     names = set(program.graph_signature.user_inputs)
     return [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
 
 
 def program_inputs(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
-    """The model's inputs as fake tensors, with symbols for their dynamic sizes."""
+    """Return the model's inputs as fake tensors, with symbols for their dynamic sizes."""
     return [node.meta["val"] for node in user_inputs(program)]
 
 
 def _refuse_batch_statistics(program: torch.export.ExportedProgram) -> None:
-    """Batch norms in training mode; those of weights, which no input reaches, become arithmetic."""
+    """Refuse batch norms in training mode; those of weights, which depend on no input, become arithmetic."""
     fixed = computed_weights.independent_of_inputs(program)
     for node in list(program.graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
@@ -221,7 +222,7 @@ def _refuse_batch_statistics(program: torch.export.ExportedProgram) -> None:
 
 
 def _write_constant_sizes(graph: ir.Graph) -> None:
-    """A symbol that torch.export has found constant arrives as a size named "6"."""
+    """Write symbols that torch.export found constant, such as a size named "6", as numbers."""
     for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
         if value.shape is not None:
             sizes = [size if isinstance(size, int) else size.value for size in value.shape]
@@ -230,7 +231,7 @@ def _write_constant_sizes(graph: ir.Graph) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps the exporter's progress and deprecation chatter away; errors still come as exceptions."""
+    """Suppress the exporter's progress and deprecation messages; errors are still raised."""
     loggers = [
         logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch._dynamo", "onnxscript", "onnx_ir")
     ]

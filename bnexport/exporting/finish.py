@@ -1,4 +1,4 @@
-"""From a traced graph to the model that users see: names, complete nodes, the portable body."""
+"""Completion of a traced graph for users: names, complete nodes, the portable body."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def finish(
     groups: Mapping[str, str],
     shared: Mapping[str, str],
 ) -> None:
-    """Names initializers and outputs and completes sync batch norm nodes, in place.
+    """Name initializers and outputs and complete sync batch norm nodes, in place.
 
     outputs: names for the model's outputs; state: the state tensors by name, whose updates are the
     remaining outputs; groups: what each group of this process is called in the model; shared: the first
@@ -71,7 +71,7 @@ def finish(
 
 
 class _Names:
-    """The values of a graph by name, kept up to date by renaming through it."""
+    """Values of a graph by name, kept up to date when they are renamed."""
 
     def __init__(self, graph: ir.Graph) -> None:
         values = [*graph.inputs, *graph.initializers.values()]
@@ -80,7 +80,7 @@ class _Names:
         self._by_name = {str(value.name): value for value in values}
 
     def rename(self, value: ir.Value, name: str) -> None:
-        """Gives `value` the name; whatever had it before gets another one."""
+        """Rename `value`; a previous owner of the name gets another one."""
         if value.name == name:
             return
         other = self._by_name.get(name)
@@ -104,7 +104,7 @@ class _Names:
 
 
 def _strip_prefix(graph: ir.Graph) -> None:
-    """`model.conv.weight` becomes `conv.weight`, the name in the state_dict."""
+    """Rename `model.conv.weight` to `conv.weight`, its name in the state_dict."""
     names = _Names(graph)
     for name, value in list(graph.initializers.items()):
         if name.startswith(_PREFIX):
@@ -112,7 +112,7 @@ def _strip_prefix(graph: ir.Graph) -> None:
 
 
 def _use_first_names(graph: ir.Graph, shared: Mapping[str, str]) -> None:
-    """A tensor that several modules share has several names in the state_dict; exporters pick any of them."""
+    """Rename a tensor shared by several modules to its first name in the state_dict; exporters pick any of them."""
     names = _Names(graph)
     for name, first in shared.items():
         value = graph.initializers.get(name)
@@ -121,7 +121,7 @@ def _use_first_names(graph: ir.Graph, shared: Mapping[str, str]) -> None:
 
 
 def _name_nodes(graph: ir.Graph) -> None:
-    """Nodes are called after the module they came from, where the exporter says: `stem.1/BatchNormalization`."""
+    """Name nodes after their module, if the exporter records it: `stem.1/BatchNormalization`."""
     taken: set[str] = set()
     for node in graph.all_nodes():
         scopes = node.metadata_props.get(_SCOPES)
@@ -135,7 +135,7 @@ def _name_nodes(graph: ir.Graph) -> None:
 
 
 def _module_path(scopes: str) -> str:
-    """The innermost module of a scope list such as ['', 'model', 'model.stem', 'model.stem.1', 'conv2d']."""
+    """Return the innermost module of a scope list such as ['', 'model', 'model.stem', 'model.stem.1', 'conv2d']."""
     try:
         names = ast.literal_eval(scopes)
     except (SyntaxError, ValueError):
@@ -145,7 +145,7 @@ def _module_path(scopes: str) -> str:
 
 
 def _traced_path(name: str) -> str:
-    """The module of a TorchScript node name: `/model/stem/stem.0/Conv` is `stem.0`."""
+    """Return the module of a TorchScript node name: `/model/stem/stem.0/Conv` is `stem.0`."""
     parts = name.removeprefix("/model/").split("/")[:-1]
     return ".".join(part for part, following in zip(parts, [*parts[1:], ""]) if not following.startswith(f"{part}."))
 
@@ -170,7 +170,7 @@ def _name_outputs(graph: ir.Graph, names: list[str]) -> None:
 
 
 def _complete(graph: ir.Graph, node: ir.Node, names: _Names) -> None:
-    """All inputs, all output slots, all attributes: what the portable body needs."""
+    """Add all inputs, output slots and attributes, which the portable body needs."""
     operator = schema.SYNC_BATCH_NORM
     for attribute in operator.attributes:
         if attribute.name not in node.attributes:
@@ -197,7 +197,7 @@ def _complete(graph: ir.Graph, node: ir.Node, names: _Names) -> None:
 
 
 def _statistics_type(node: ir.Node) -> ir.DataType:
-    """S: the type of any vector, else what the data's type asks for."""
+    """Return S: the type of any vector, else the statistics' type for the data's type."""
     for value in (*node.inputs[1:], node.inputs[0]):
         if value is not None and value.dtype is not None:
             return ir.DataType.DOUBLE if value.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
@@ -205,7 +205,7 @@ def _statistics_type(node: ir.Node) -> ir.DataType:
 
 
 def _channels(node: ir.Node) -> int | None:
-    """C from the data's shape, else from one of the vectors."""
+    """Return C from the data's shape, else from one of the vectors."""
     axes = (1, 0, 0, 0, 0)
     for value, axis in zip(node.inputs, axes):
         size = None if value is None or value.shape is None else value.shape[axis]
@@ -215,7 +215,7 @@ def _channels(node: ir.Node) -> int | None:
 
 
 def _neutral(graph: ir.Graph, node: ir.Node, slot: str, fill: float) -> ir.Value:
-    """An initializer that stands for an absent vector: scale 1, shift 0, statistics that are ignored."""
+    """Create an initializer for an absent vector: scale 1, shift 0, statistics that are ignored."""
     channels = _channels(node)
     if channels is None:
         raise UnsupportedModelError(

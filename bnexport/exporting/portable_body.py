@@ -109,7 +109,7 @@ MINIMUM_OPSET = 18
 
 
 def portable_body(opset: int) -> onnx.FunctionProto:
-    """The body as a FunctionProto of domain `mmcv` for a model of the given default-domain opset (>= 18)."""
+    """Return the body as a FunctionProto of domain `mmcv` for a model of the given default-domain opset (>= 18)."""
     operator = schema.SYNC_BATCH_NORM
     text = _TEXT.format(
         domain=operator.domain,

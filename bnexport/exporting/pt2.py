@@ -22,7 +22,7 @@ _PYTHON = ("_operator", "operator", "math", "builtins", "torch")
 def build(
     model: nn.Module, inputs: tuple[torch.Tensor, ...], names: list[str], shapes: dynamo.Shapes
 ) -> tuple[torch.export.ExportedProgram, list[str]]:
-    """The program, and notes on dimensions that the model fixes or limits. `model` is in eval mode.
+    """Return the program, and notes on dimensions that the model fixes or limits. `model` is in eval mode.
 
     shapes: the dynamic dimensions; those that the model fixes leave it.
 
@@ -53,7 +53,7 @@ def build(
 
 
 def allows(program: torch.export.ExportedProgram, inputs: tuple[torch.Tensor, ...]) -> bool:
-    """Whether the program takes inputs of these sizes, as far as its ranges tell; its guards may ask for more."""
+    """Whether the ranges of the program allow inputs of these sizes; its guards may ask for more."""
     for value, given in zip(dynamo.program_inputs(program), inputs):
         for size, actual in zip(value.shape, given.shape):
             low, high = _limits(program, size)
@@ -64,7 +64,7 @@ def allows(program: torch.export.ExportedProgram, inputs: tuple[torch.Tensor, ..
 
 
 def _limits(program: torch.export.ExportedProgram, size: int | torch.SymInt) -> tuple[int, int | None]:
-    """Smallest and largest value of an input's dimension; None for no largest."""
+    """Return smallest and largest value of an input's dimension; None for no largest."""
     constant = dynamo.constant(size)
     if constant is not None:
         return constant, constant
@@ -81,7 +81,7 @@ def save(program: torch.export.ExportedProgram, path: Path) -> None:
 
 
 def operators(program: torch.export.ExportedProgram) -> set[str]:
-    """Names of all called operators, those of inner graphs included."""
+    """Return names of all called operators, those of inner graphs included."""
     found: set[str] = set()
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):

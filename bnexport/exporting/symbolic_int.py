@@ -1,4 +1,4 @@
-"""Keep sizes that pass through int() symbolic while an exporter traces a model.
+"""Symbolic int(): sizes stay symbolic while an exporter traces a model.
 
 `F.interpolate(x, (int(h * 0.5), int(w * 0.5)))`, or the `int(n) for n in size` of MMSegmentation's resize, turn a size
 that the exporter records into a number, and the file is right for one image size. int() cannot return anything else, so
@@ -29,7 +29,7 @@ _FRACTION, _LARGEST = 64, 64
 
 
 class _Integer(type):
-    """A stand-in for int that leaves recorded sizes as they are. kept: whether it has met one."""
+    """Stand-in for int that leaves recorded sizes as they are. kept: whether it has met one."""
 
     kept = False
 
@@ -56,7 +56,7 @@ class _Integer(type):
 
 
 class _Marking(TorchFunctionMode):
-    """Marks the results of arithmetic on traced sizes. In a trace a size is an int64 tensor."""
+    """Mode that marks results of arithmetic on traced sizes. In a trace a size is an int64 tensor."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -94,7 +94,7 @@ def _is_tracing() -> bool:
 
 
 def _mark(value: Any) -> str:
-    """EXACT, ROUNDED, or empty: for a number or a traced tensor."""
+    """Return the mark of a number or a traced tensor: EXACT, ROUNDED, or empty."""
     if isinstance(value, torch.Tensor):
         if value.dim() == 0 and value.dtype == torch.int64:
             return _EXACT
@@ -105,7 +105,7 @@ def _mark(value: Any) -> str:
 
 
 def _mark_of_result(name: str, last: Any, marks: list[str]) -> str:
-    """The mark of an operation on marked values; last: its last argument, the divisor of a division."""
+    """Return the mark of an operation on marked values; last: its last argument, the divisor of a division."""
     if any(mark != _EXACT for mark in marks):
         return ""
     if name in ("add", "sub", "mul", "__rsub__"):
@@ -116,7 +116,7 @@ def _mark_of_result(name: str, last: Any, marks: list[str]) -> str:
 
 
 def _expression_mark(expression: Any) -> str:
-    """The mark of a sympy expression of torch.export's sizes."""
+    """Return the mark of a sympy expression of torch.export's sizes."""
     if expression.is_Float:
         return _mark(float(expression))
     if expression.is_Symbol or expression.is_integer:

@@ -16,7 +16,7 @@ from bnexport.exporting import dynamo, pt2, torchscript_format, wrapper
 from bnexport.exporting.dimensions.other_sizes import OtherSizes
 from bnexport.exporting.dimensions.size_dependence import fix_dimensions, plan_sizes
 from bnexport.exporting.verification import Checked, verdict
-from bnexport.folding.module import Options, fold_copy
+from bnexport.folding.module import ModuleOptions, fold_copy
 from bnexport.folding.reporting.report import FoldReport
 from bnexport.model_io.staging import whole_file
 from bnexport.sync_bn.copies import copy_model
@@ -50,7 +50,7 @@ def export(
     dynamic: bool,
     verify: bool,
 ) -> Exported:
-    """Writes the file of `model` in eval mode, every sync batch norm as torch's own operator or folded."""
+    """Write the file of `model` in eval mode; every sync batch norm is folded or becomes torch's own operator."""
     report, work, notes = None, None, []
     reference = Reference(model, evaluate=True) if verify else None
     if reference is not None:
@@ -59,7 +59,7 @@ def export(
     outputs = _output_names(copy_model(converted, share_parameters=True), inputs)
     if fold:
         try:
-            folded, report = fold_copy(model, inputs, Options())
+            folded, report = fold_copy(model, inputs, ModuleOptions())
             work = wrapper.with_torchs_operators(folded)
         except UnsupportedModelError as error:
             notes.append(f"nothing was folded: {error}")
@@ -116,7 +116,7 @@ def _allowed_sizes(
     shapes: dynamo.Shapes,
     changed: bool,
 ) -> OtherSizes:
-    """The runs, made again where dimensions have become static or the program's ranges forbid one."""
+    """Return the runs, repeated if dimensions have become static or the program's ranges forbid one."""
     if not changed and all(pt2.allows(program, run.inputs) for run in others.runs):
         return others
     again = OtherSizes(inputs, lambda feed: reference(feed) if pt2.allows(program, feed) else None, guarded=True)
@@ -125,7 +125,7 @@ def _allowed_sizes(
 
 
 def _output_names(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[str]:
-    """Names for the tensors among the model's outputs, as an ONNX graph would have them."""
+    """Return names for the tensors among the model's outputs, as an ONNX graph would have them."""
     try:
         with torch.no_grad():
             leaves, spec = _pytree.tree_flatten(model(*(value.clone() for value in inputs)))

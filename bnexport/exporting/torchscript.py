@@ -1,4 +1,4 @@
-"""The TorchScript exporter: a symbolic for our operator, statistics as plain outputs.
+"""The TorchScript exporter: a symbolic for the custom operator, statistics as plain outputs.
 
 Its symbolics want attribute names with a type suffix, a domain, and the group as a string and a
 size; without them the node lands in the default domain or fails to serialise.
@@ -68,7 +68,7 @@ _parsed_symbolic = symbolic_helper.parse_args(
 def trace(
     wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes
 ) -> tuple[ir.Model, list[str], SizeConditions]:
-    """Traces `wrapper` to an onnx_ir Model with torch.onnx.export(dynamo=False).
+    """Trace `wrapper` to an onnx_ir Model with torch.onnx.export(dynamo=False).
 
     Returns it, no notes and no conditions: the tracer records none. shapes: the dynamic dimensions.
 
@@ -135,7 +135,9 @@ def _refuse_foreign_state(wrapper: Traced) -> None:
 
 
 def _refuse_batch_statistics(graph: ir.Graph) -> None:
-    """Such a node would update statistics that the graph does not return; without any (constants here) it is right."""
+    """Refuse nodes that would update statistics which the graph does not return; a node without any (constants here)
+    is right.
+    """
     for node in graph.all_nodes():
         training = node.attributes.get("training_mode")
         if node.op_type != "BatchNormalization" or training is None or not training.as_int():
@@ -150,7 +152,8 @@ def _refuse_batch_statistics(graph: ir.Graph) -> None:
 
 
 def _forget_wrong_shapes(graph: ir.Graph, axes: dict[str, dict[int, str]]) -> None:
-    """The exporter's shape inference is wrong behind custom nodes; ONNX Runtime plans memory by it.
+    """Remove inferred shapes after custom nodes: the exporter gets them wrong, and ONNX Runtime plans memory by
+    them.
 
     It gives every output of such a node the shape of the first, and one symbol to sizes that
     differ. Sizes that are numbers stay, apart from those of the node's further outputs and of what

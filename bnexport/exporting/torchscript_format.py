@@ -1,4 +1,4 @@
-"""TorchScript files: scripted where the code allows it, else traced, then frozen.
+"""TorchScript files: scripted if the code allows it, else traced, then frozen.
 
 torch.jit is deprecated: it works in torch 2.13 with a warning, which is not shown here, and is not
 supported on Python 3.14. Freezing is asked for no arithmetic: it would fold a Linear on (N, C, L)
@@ -23,7 +23,7 @@ _FORBIDDEN = ("prim::PythonOp", "prim::CallMethod", "prim::CallFunction")
 
 
 def build(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.jit.ScriptModule, str, list[str]]:
-    """The frozen module, how it was made ("script" or "trace") and notes. `model` is in eval mode.
+    """Return the frozen module, how it was made ("script" or "trace") and notes. `model` is in eval mode.
 
     Raises UnsupportedModelError where neither way works, or where operators of other libraries remain.
     """
@@ -56,7 +56,7 @@ def save(module: torch.jit.ScriptModule, path: Path) -> None:
 
 
 def operators(module: torch.jit.ScriptModule) -> set[str]:
-    """The kinds of all nodes, those of inner blocks included."""
+    """Return the kinds of all nodes, those of inner blocks included."""
     found: set[str] = set()
     graph = module.inlined_graph  # made for this call: its nodes live as long as it does
     blocks: list[Any] = [graph]

@@ -1,4 +1,4 @@
-"""Compares an exported graph in ONNX Runtime with the caller's own module."""
+"""Comparison of an exported graph in ONNX Runtime with the caller's own module."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """A verdict, and the dynamic dimensions in which the model is not right; nothing is decided while there are any."""
+    """A verdict, and the dynamic dimensions with wrong results; while there are any, the verdict is open."""
 
     verification: Verification
     faults: tuple[Fault, ...] = ()
 
 
 def check(model: ir.Model, reference: Reference, inputs: Tensors, others: OtherSizes) -> Checked:
-    """Runs both on `inputs` and at other sizes of the dynamic dimensions.
+    """Run both on `inputs` and at other sizes of the dynamic dimensions.
 
     Statistics compare like outputs. A model that draws random numbers (Dropout in train mode) is not compared.
 
@@ -54,7 +54,7 @@ def check(model: ir.Model, reference: Reference, inputs: Tensors, others: OtherS
 def verdict(
     engines: Sequence[Engine], names: Sequence[str], reference: Reference, inputs: Tensors, others: OtherSizes
 ) -> Checked:
-    """The verdict on an exported model for the example inputs and other sizes.
+    """Return the verdict on an exported model for the example inputs and other sizes.
 
     names: of the outputs. Raises VerificationError where the exported model does not run on `inputs`.
     """
@@ -120,7 +120,7 @@ class _Session:
 
 
 def _engines(model: ir.Model) -> tuple[list[Engine], str]:
-    """Every way in which the model is meant to run here: with the library, by its portable body."""
+    """Return every way in which the model is meant to run: with the library, and by its portable body."""
     import onnxruntime
 
     from bnexport.native import library
@@ -148,7 +148,7 @@ def _engines(model: ir.Model) -> tuple[list[Engine], str]:
 
 
 def nearest(outputs: Sequence[OutputComparison]) -> list[OutputComparison]:
-    """Of each output in each engine the comparison nearest to its bound."""
+    """Return, for each output in each engine, the comparison nearest to its bound."""
     found: dict[tuple[str, str], OutputComparison] = {}
     for output in outputs:
         key = (output.name, output.engine)

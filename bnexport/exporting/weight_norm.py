@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class PlainWeightNorm(TorchFunctionMode):
-    """Records the formula above in place of the operator."""
+    """Context that records the formula above instead of the operator."""
 
     def __torch_function__(
         self,
@@ -31,7 +31,7 @@ class PlainWeightNorm(TorchFunctionMode):
 
 
 def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """dim: -1 for one norm of the whole tensor."""
+    """Compute the formula. dim: -1 for one norm of the whole tensor."""
     axes = [axis for axis in range(v.dim()) if axis != dim]
     norm = v.square().sum(axes, keepdim=dim != -1).sqrt() if axes else v.abs()
     return v * (g / norm)

@@ -1,4 +1,4 @@
-"""Prepares a copy of a model for tracing: which batch norms it holds, what its state is.
+"""Preparation of a model's copy for tracing: its batch norms and its state.
 
 The model itself is never touched: everything below works on a deep copy whose process groups are
 shared with the original.
@@ -26,14 +26,14 @@ from bnexport.sync_bn.recognition import SYNC_KINDS, Unknown, known_kind, listed
 
 
 class LocalBatchNorm(SyncBatchNorm):
-    """Our batch norm over this process alone, whatever groups exist: what a plain BatchNorm means."""
+    """Batch norm over this process alone, whatever groups exist: the meaning of a plain BatchNorm."""
 
     def group_size(self) -> int:
         return 1
 
 
 def for_deploy(model: nn.Module) -> nn.Module:
-    """A copy in eval mode in which every sync batch norm of a known class is a plain one.
+    """Copy the model in eval mode, with every sync batch norm of a known class replaced by a plain one.
 
     Classes that derive from a batch norm and compute something else stay, and so does what they compute.
     Those that derive from ours call torch's batch norm in place of our operator.
@@ -42,7 +42,7 @@ def for_deploy(model: nn.Module) -> nn.Module:
 
 
 def with_torchs_operators(copied: nn.Module) -> nn.Module:
-    """`copied`, in which what derives from our batch norm calls torch's in place of our operator."""
+    """Make subclasses of SyncBatchNorm in `copied` call torch's operator instead of the custom one."""
     for module in copied.modules():
         if isinstance(module, SyncBatchNorm):
             module.__dict__["_normalise"] = functools.partial(_normalise_in_torch, module)
@@ -57,7 +57,7 @@ def _normalise_in_torch(module: SyncBatchNorm, input: torch.Tensor, use_batch: b
 
 
 def for_custom_op(model: nn.Module, *, fixed_statistics: bool = False) -> nn.Module:
-    """A copy in the model's own mode in which every sync batch norm is ours.
+    """Copy the model in its own mode, with every sync batch norm converted to bnexport's.
 
     A plain batch norm that uses the batch's statistics becomes ours over one process: exporters would
     give it inference semantics without an error. fixed_statistics: one in eval mode, too.
@@ -120,7 +120,7 @@ class StateTensor:
 
 
 def training_state(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[StateTensor]:
-    """The buffers that one forward of `model` in its own mode changes, in state_dict order.
+    """Return the buffers that one forward of `model` in its own mode changes, in state_dict order.
 
     Statistics of batch norms are known; what else changes (spectral norm's vectors) shows in a run of a
     copy, if it needs no other process.
@@ -142,7 +142,7 @@ def training_state(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[S
 
 
 def _changed_by_a_run(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> set[int]:
-    """The identities of the buffers of `model` that a forward changes."""
+    """Return the identities of the buffers of `model` that a forward changes."""
     copied = copy_model(model, share_parameters=True)
     pairs = [
         (id(buffer), other, key, other._buffers[key], other._buffers[key]._version)  # type: ignore[union-attr]
@@ -163,14 +163,14 @@ def _changed_by_a_run(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> set
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:
-    """From each further name of a shared parameter or buffer to its first name."""
+    """Map each further name of a shared parameter or buffer to its first name."""
     first: dict[int, str] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: first[id(tensor)] for name, tensor in named if first.setdefault(id(tensor), name) != name}
 
 
 def group_names(model: nn.Module) -> dict[str, str]:
-    """From the names of groups in this process to those that a model may carry.
+    """Map the names of groups in this process to their names in models.
 
     Raises UnsupportedModelError for a group that no other process could find by name.
     """
@@ -198,7 +198,7 @@ def _spans_processes(module: nn.Module) -> bool:
 
 
 class _Holder:
-    """Keeps a value through torch.export, which undoes assignments to a module's own attributes."""
+    """A box that carries a value through torch.export, which undoes assignments to a module's own attributes."""
 
     spec: Any = None
 
@@ -259,14 +259,14 @@ class Traced(nn.Module):
 
 
 def _current(tensor: StateTensor, clones: dict[int, torch.Tensor]) -> torch.Tensor:
-    """What a state tensor is after the forward: changed in place, or assigned in one of its places."""
+    """Return the value of a state tensor after the forward: changed in place, or assigned in one of its places."""
     held = [module._buffers[key] for module, key in tensor.places]
     assigned = [value for value in held if value is not None and all(value is not clone for clone in clones.values())]
     return assigned[-1] if assigned else tensor.value
 
 
 class _Assign:
-    """Stands in for SyncBatchNorm._set_statistic: replaces the buffer by the new tensor, wherever it is shared."""
+    """Stand-in for SyncBatchNorm._set_statistic that replaces the buffer by the new tensor, wherever it is shared."""
 
     def __init__(self, module: nn.Module, state: list[StateTensor]) -> None:
         self.places = {key: tensor.places for tensor in state for owner, key in tensor.places if owner is module}
@@ -281,12 +281,12 @@ class _Assign:
 
 
 class ExporterFailure(UnsupportedModelError):
-    """What torch's exporter raised, its cause, with the names of the modules in question."""
+    """Error of torch's exporter, its cause, with the names of the modules in question."""
 
 
 @contextlib.contextmanager
 def named_in_errors(model: nn.Module) -> Iterator[None]:
-    """Turns what an exporter raises into an ExporterFailure that names the modules in question."""
+    """Turn errors of an exporter into an ExporterFailure that names the modules in question."""
     try:
         yield
     except (BnexportError, MemoryError):
@@ -300,7 +300,7 @@ def named_in_errors(model: nn.Module) -> Iterator[None]:
 
 
 def output_names(spec: Any, count: int) -> list[str]:
-    """Names for flattened outputs: keys of a dict, "output" for one, "output_0", ... for several."""
+    """Return names for flattened outputs: keys of a dict, "output" for one, "output_0", ... for several."""
     paths = [path for path, _ in _pytree.tree_flatten_with_path(_pytree.tree_unflatten(list(range(count)), spec))[0]]
     if count == 1 and not paths[0]:
         return ["output"]

@@ -113,7 +113,7 @@ class _Inliner:
         return all(call.inputs[place] is None or self._constants.is_constant(call.inputs[place]) for place in places)
 
     def _find_needs(self, *, norms: bool) -> dict[ir.OperatorIdentifier, frozenset[int | str]]:
-        """For each function that contains a batch norm, or else a linear operator, at any depth of calls: find the
+        """Find, for each function that contains a batch norm, or else a linear operator, at any depth of calls: the
         inputs (indices) and attributes (names) that the parameters of these nodes depend on.
         """
         found: dict[ir.OperatorIdentifier, frozenset[int | str]] = {}

@@ -141,7 +141,7 @@ def external(model: ir.Model) -> Iterator[tuple[TensorSlot, ir.ExternalTensor]]:
 
 
 def lies_in_file(tensor: ir.TensorProtocol) -> TypeGuard[ir.ExternalTensor]:
-    """Whether the tensor lies in a file: isinstance, slow for protocols, cached for each class."""
+    """Test whether the tensor lies in a file: isinstance, slow for protocols, cached for each class."""
     return _is_external(type(tensor))
 
 

@@ -44,7 +44,7 @@ class _Call:
         self.outputs: list[Tensor | None] = []
 
 
-class _Forward(torch.autograd.Function):
+class _EagerForward(torch.autograd.Function):
     """The operator's autograd function (autograd.py), reduced to arguments with a gradient: each further argument,
     output or mark costs a microsecond.
     """
@@ -104,7 +104,7 @@ def sync_batch_norm(
         )[:3]
     call = _Call((running_mean, running_var, training, momentum, eps), group)
     if autograd.need_gradient(input, weight, bias):
-        output = _Forward.apply(input, weight, bias, call)
+        output = _EagerForward.apply(input, weight, bias, call)
         return output, *call.outputs
     return compiled.forward(
         input, running_mean, running_var, weight, bias, training, momentum, eps, group.stats_mode, None

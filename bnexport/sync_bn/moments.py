@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Merged:
+class GroupStatistics:
     """Statistics of the group in float64: mean and var (C,), the count of running_var's factor, the total weight ()."""
 
     mean: Tensor
@@ -72,7 +72,7 @@ def forward_row(x: Tensor, stats_mode: str) -> Tensor:
     return row
 
 
-def merge(rows: Tensor, stats_mode: str, local_count: int) -> Merged:
+def merge(rows: Tensor, stats_mode: str, local_count: int) -> GroupStatistics:
     """Merge the rows of a group (G, 2 C + 1) in rank order, without synchronising with the device.
 
     `exact` is Chan, Golub and LeVeque's update of (count, mean, M2); MMCV's modes are the weighted
@@ -91,14 +91,14 @@ def merge(rows: Tensor, stats_mode: str, local_count: int) -> Merged:
             mean = mean + delta * share
             # Here `var` holds M2; (count - n) * n / count is the weight of the gap between the means.
             var = var + m2_r * (n > 0) + delta * delta * ((count - n) * share)
-        return Merged(mean, var / total.clamp(min=1), total, total)
+        return GroupStatistics(mean, var / total.clamp(min=1), total, total)
     shares = weights / (G if stats_mode == "default" else total.clamp(min=1))
     for share, mean_r in zip(shares, means):
         mean = mean + mean_r * share
     for share, mean_r, var_r in zip(shares, means, spreads):
         delta = mean_r - mean
         var = var + (var_r + delta * delta) * share
-    return Merged(mean, var, torch.full_like(total, local_count * G), total)
+    return GroupStatistics(mean, var, torch.full_like(total, local_count * G), total)
 
 
 def update_running(old: Tensor, new: Tensor, momentum: float, total: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def update_running(old: Tensor, new: Tensor, momentum: float, total: Tensor) -> 
     return ((1 - m) * old.double() + m * new).to(statistics_type(old.dtype))
 
 
-def unbiased(merged: Merged) -> Tensor:
+def unbiased(merged: GroupStatistics) -> Tensor:
     """Compute var * n / (n - 1), with factor 1 for n <= 1."""
     n = merged.bessel_count
     return merged.var * torch.where(n > 1, n / (n - 1).clamp(min=1), torch.ones_like(n))

@@ -1,4 +1,4 @@
-"""Export a training step as one ONNX graph, and run it.
+"""Export of a training step as one ONNX graph, and its execution.
 
 problem       the model made ready: batch norms, names of its state, forward and loss
 optimizers    SGD, Adam and AdamW as pure functions

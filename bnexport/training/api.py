@@ -1,4 +1,4 @@
-"""bnexport.export_training_step: a model, its loss and an optimizer in one ONNX graph."""
+"""Function export_training_step: a model, its loss and an optimizer in one ONNX graph."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TARGET = "target"
 
 @dataclasses.dataclass(frozen=True)
 class TrainingExportResult:
-    """What export_training_step made.
+    """Result of export_training_step.
 
     path, evaluation_path, state_path: the three files. model: the step's graph. inputs: names of a
     batch's arrays. outputs: all outputs of the graph, the loss first. state: what a step changes.
@@ -50,7 +50,7 @@ class TrainingExportResult:
     verification: Verification
 
     def to_dict(self) -> dict[str, Any]:
-        """What the command line prints with --json."""
+        """Return the result as the command line prints it with --json."""
         return {
             "path": str(self.path),
             "evaluation_path": str(self.evaluation_path),
@@ -82,7 +82,7 @@ def export_training_step(
     verify: bool = True,
     input_names: Sequence[str] | None = None,
 ) -> TrainingExportResult:
-    """Writes one training step of `model` as an ONNX graph that stock ONNX Runtime runs.
+    """Write one training step of `model` as an ONNX graph that stock ONNX Runtime runs.
 
     The graph computes forward, loss, gradients and the optimizer's update. Each state tensor (parameters,
     buffers, the optimizer's) is an input `name` and, where a step changes it, an output `name.new`; names
@@ -203,7 +203,7 @@ def export_training_step(
 def _evaluation(
     model: nn.Module, loss: Loss, arrays: dict[str, torch.Tensor], varying: set[str], standard_ops_only: bool
 ) -> tuple[ir.Model, tuple[str, ...]]:
-    """The graph of loss and outputs in eval mode, its state as inputs, and the names of the outputs."""
+    """Return the graph of loss and outputs in eval mode, its state as inputs, and the names of the outputs."""
     problem = Problem(model, loss, training=False)
     state = problem.state()
 

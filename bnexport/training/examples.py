@@ -1,4 +1,4 @@
-"""Losses by name, and example targets for them: what the command line needs to export a step."""
+"""Losses by name, and example targets for them, used by the command line to export a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bnexport.training.building.problem import Loss
 
 
 def named_loss(name: str) -> Loss:
-    """One of torch.nn.functional's losses, a mean over the rows. Raises UsageError."""
+    """Return one of torch.nn.functional's losses, a mean over the rows. Raises UsageError."""
     if name not in LOSSES:
         raise UsageError(f"loss: got {name!r}, expected one of {', '.join(LOSSES)}, or MODULE:FUNCTION")
     loss: Loss = getattr(torch.nn.functional, name)
@@ -20,7 +20,7 @@ def named_loss(name: str) -> Loss:
 
 
 def example_target(name: str, output: Any, generator: torch.Generator) -> torch.Tensor:
-    """A random target of the loss `name` for a model output (N, C, *) or (N, *).
+    """Create a random target of the loss `name` for a model output (N, C, *) or (N, *).
 
     Classes are int64 (N, *) below C; other targets are as the output, within [0, 1). Raises UsageError
     for an output that is not one tensor of such a shape.

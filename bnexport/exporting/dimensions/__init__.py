@@ -1,1 +1,1 @@
-"""Decide which dimensions of an exported model are dynamic."""
+"""Choice of the dynamic dimensions of an exported model."""

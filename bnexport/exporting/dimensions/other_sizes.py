@@ -1,4 +1,4 @@
-"""Finds the dimensions that an exported model declares dynamic and in which it is not right, or was not seen to be.
+"""Check of the dynamic dimensions of an exported model: those with wrong or unverified results are reported.
 
 A dimension stays dynamic only if the exported model was right at another value of it. All dimensions change at once, to
 keep the number of runs small; where the exported model differs from its reference, or does not run, each is changed
@@ -16,7 +16,7 @@ import torch
 
 from bnexport.exporting.dimensions import sizes
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
-from bnexport.exporting.dimensions.sizes import Changes, Group, Shapes
+from bnexport.exporting.dimensions.sizes import Changes, DimensionGroup, Shapes
 from bnexport.verification.judging import Outcome
 
 Tensors = tuple[torch.Tensor, ...]
@@ -30,7 +30,7 @@ _MOST_CONDITIONS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The reference at other sizes."""
+    """A run of the reference at other sizes."""
 
     changes: Changes
     inputs: Tensors
@@ -109,14 +109,14 @@ class OtherSizes:
                 known |= conditions.broken(self.shapes(run))
 
     def faults(self, outcomes: Sequence[Outcome], judge: Judge) -> list[Fault]:
-        """The dimensions in which the exported model is wrong, or was not seen to be right.
+        """Return the dimensions in which the exported model is wrong, or was not verified.
 
         outcomes: its comparisons for `runs`. judge: makes more of them.
         """
         for run, outcome in zip(self.runs, outcomes, strict=True):
             if outcome.differs and not (self._guarded and outcome.failure):
                 return self._at_fault(run, outcome, judge)
-        seen: dict[Group, list[bool]] = {}
+        seen: dict[DimensionGroup, list[bool]] = {}
         for run, outcome in zip(self.runs, outcomes):
             for group in run.changes if outcome.passed or outcome.failure else ():
                 seen.setdefault(group, []).append(outcome.passed)
@@ -124,8 +124,8 @@ class OtherSizes:
         rest = dict.fromkeys(group for run in self.runs for group in run.changes if group not in right)
         return [*self.unseen, *self._not_right(list(rest), judge)]
 
-    def _not_right(self, groups: list[Group], judge: Judge) -> list[Fault]:
-        """A last look at groups that no comparison has shown to be right: each changed alone, at several sizes.
+    def _not_right(self, groups: list[DimensionGroup], judge: Judge) -> list[Fault]:
+        """Check groups that no comparison has verified once more: each changed alone, at several sizes.
 
         Comparisons that decide nothing show no fault either.
         """
@@ -148,7 +148,7 @@ class OtherSizes:
         return sizes.shapes(self._inputs, run.changes)
 
     def _first(self, alternatives: Iterable[Changes]) -> Run | None:
-        """The reference at the first of the alternatives at which it runs."""
+        """Return the reference at the first of the alternatives at which it runs."""
         for changes in itertools.islice(alternatives, _TRIES):
             feed = sizes.resized(self._inputs, changes)
             with contextlib.suppress(Exception):  # what the model's code raises at sizes that it does not take
@@ -158,8 +158,8 @@ class OtherSizes:
         return None
 
     def _at_fault(self, wrong: Run, outcome: Outcome, judge: Judge) -> list[Fault]:
-        """The groups among the changes that make the exported model wrong."""
-        tried: dict[Group, Run] = {}
+        """Return the groups among the changes that make the exported model wrong."""
+        tried: dict[DimensionGroup, Run] = {}
         if len(wrong.changes) > 1:
             for group, size in wrong.changes.items():
                 run = self._first([{group: size}, *sizes.alone(self._inputs, group)])
@@ -176,5 +176,7 @@ class OtherSizes:
 
 
 def _mostly(passed: Sequence[bool]) -> bool:
-    """A program that takes a size now and then, as one with int(height * 0.5) takes 7 for 6, is for the example's size."""
+    """Whether a program mostly refuses the changed sizes; one that takes them only now and then is for the example's
+    size.
+    """
     return 2 * sum(passed) > len(passed)

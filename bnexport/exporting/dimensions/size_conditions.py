@@ -1,4 +1,4 @@
-"""Conditions on sizes that a trace by torch.export took for granted.
+"""Conditions on sizes that torch.export assumed while tracing.
 
 `if x.shape[0] > 4` leaves one branch in the program and the condition as a guard, which an ONNX graph does not keep.
 Most guards are harmless: torch.export notes wherever a size of 1 would be broadcast. So they only say which sizes to
@@ -14,7 +14,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 
-from bnexport.exporting.dimensions.sizes import Changes, Group, Shapes
+from bnexport.exporting.dimensions.sizes import Changes, DimensionGroup, Shapes
 
 # Conditions of reshapes come by the dozen; those that a model's own code asks are short.
 _MOST = 16
@@ -42,7 +42,7 @@ class SizeConditions:
         self.all = sorted(known, key=lambda condition: (not found[condition], int(condition.count_ops())))[:_MOST]
 
     def broken(self, shapes: Shapes) -> set[Any]:
-        """The conditions that do not hold at these sizes."""
+        """Return the conditions that do not hold at these sizes."""
         return {condition for condition in self.all if self.breaks(condition, shapes)}
 
     def breaks(self, condition: Any, shapes: Shapes) -> bool:
@@ -53,8 +53,8 @@ class SizeConditions:
         except (ArithmeticError, TypeError, ValueError):  # a division by zero
             return False
 
-    def candidates(self, condition: Any, groups: Sequence[Group]) -> Iterator[Changes]:
-        """Changes of one or two groups that may break a condition.
+    def candidates(self, condition: Any, groups: Sequence[DimensionGroup]) -> Iterator[Changes]:
+        """Yield changes of one or two groups that may break a condition.
 
         Images of less than half the size are left out: a network is not asked for them, and few take them.
         """

@@ -1,4 +1,4 @@
-"""Names the operator that an exporter most likely wrote for the example's sizes only."""
+"""Search for the operator that an exporter most likely wrote for the example's sizes only."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _SIZED = (
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
-    """An operator, the module that called it, and the numbers among its arguments."""
+class _RecordedCall:
+    """A recorded call: the operator, the module that called it, and its numeric arguments."""
 
     operator: str
     module: str
@@ -42,7 +42,7 @@ class _Call:
 
     @property
     def is_adaptive_pooling(self) -> bool:
-        """To more than one value along some dimension: a global pooling is right at any size."""
+        """Adaptive pooling to more than one value along some dimension: a global pooling is right at any size."""
         return self.operator.startswith(_ADAPTIVE) and set(self.numbers) != {1}
 
     def __str__(self) -> str:
@@ -50,11 +50,12 @@ class _Call:
         return f"{name} in {self.module!r}" if self.module else name
 
 
-_Test = Callable[[_Call, _Call | None], bool]
+_Test = Callable[[_RecordedCall, _RecordedCall | None], bool]
 
 
 def name_operator(module: nn.Module, inputs: Tensors, others: Tensors) -> str:
-    """The operator and its module, as "adaptive_avg_pool2d in 'head.pool'"; empty where none is known to depend on size.
+    """Return the operator and its module, as "adaptive_avg_pool2d in 'head.pool'"; empty if none is known to depend
+    on size.
 
     module: runs on both inputs; it may change by it. others: inputs of other sizes.
     """
@@ -68,7 +69,7 @@ def name_operator(module: nn.Module, inputs: Tensors, others: Tensors) -> str:
         lambda call, _: call.is_adaptive_pooling,
     ]
     aligned = [(one.operator, one.module) for one in calls] == [(two.operator, two.module) for two in changed]
-    pairs: list[tuple[_Call, _Call | None]] = [(call, None) for call in calls]
+    pairs: list[tuple[_RecordedCall, _RecordedCall | None]] = [(call, None) for call in calls]
     if aligned:
         pairs = list(zip(calls, changed))
     return next((str(call) for test in tests for call, other in pairs if test(call, other)), "")
@@ -77,7 +78,7 @@ def name_operator(module: nn.Module, inputs: Tensors, others: Tensors) -> str:
 def fix_dimensions(
     shapes: Shapes, faults: Sequence[Fault], names: Sequence[str], inputs: Tensors, reference: Reference
 ) -> list[str]:
-    """Take the dimensions at fault out of `shapes`, the dynamic ones of each input by name. Returns a note for each.
+    """Remove the dimensions at fault from `shapes`, the dynamic ones of each input by name. Return a note for each.
 
     Raises VerificationError where none of them is there: the exported model has sizes that were not asked for.
     """
@@ -105,7 +106,7 @@ def plan_sizes(
     *,
     guarded: bool = False,
 ) -> OtherSizes:
-    """Sizes at which the reference runs; dimensions that it fixes are taken out of `shapes`, with a note for each."""
+    """Choose sizes at which the reference runs; remove dimensions that it fixes from `shapes`, with a note for each."""
     others = OtherSizes(inputs, reference, guarded=guarded)
     try:
         comparable = not reference.is_random(inputs)
@@ -119,7 +120,7 @@ def plan_sizes(
     return others
 
 
-def _record(module: nn.Module, inputs: Tensors) -> list[_Call]:
+def _record(module: nn.Module, inputs: Tensors) -> list[_RecordedCall]:
     path: list[str] = []
     recorder = _Recorder(path)
     handles = []
@@ -150,7 +151,7 @@ def _leave(path: list[str], *_: Any) -> None:
 class _Recorder(TorchDispatchMode):
     def __init__(self, path: list[str]) -> None:
         super().__init__()
-        self.calls: list[_Call] = []
+        self.calls: list[_RecordedCall] = []
         self._path = path
 
     def __torch_dispatch__(
@@ -158,5 +159,5 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         numbers = [leaf for leaf in _pytree.tree_leaves((args, kwargs or {})) if isinstance(leaf, (int, float))]
         operator = func.name().split("::")[-1].split(".")[0].lstrip("_")
-        self.calls.append(_Call(operator, self._path[-1] if self._path else "", tuple(numbers)))
+        self.calls.append(_RecordedCall(operator, self._path[-1] if self._path else "", tuple(numbers)))
         return func(*args, **(kwargs or {}))

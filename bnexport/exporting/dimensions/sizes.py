@@ -24,7 +24,7 @@ _SMALL = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class DimensionGroup:
     """Dimensions that change together.
 
     place: 0 for batches, else counted from the end, as -1. size: in the example. axes: (input, dimension).
@@ -35,28 +35,29 @@ class Group:
     axes: tuple[tuple[int, int], ...]
 
 
-Changes = dict[Group, int]
+Changes = dict[DimensionGroup, int]
 _Move = Callable[[int, int], int]
 
 
-def groups(inputs: Tensors, dynamic: Sequence[Collection[int]]) -> list[Group]:
-    """The groups of the dynamic dimensions, batches first. dynamic: dimensions of each input."""
+def groups(inputs: Tensors, dynamic: Sequence[Collection[int]]) -> list[DimensionGroup]:
+    """Return the groups of the dynamic dimensions, batches first. dynamic: dimensions of each input."""
     found: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for index, (tensor, dimensions) in enumerate(zip(inputs, dynamic)):
         for dimension in sorted(dimensions):
             place = dimension - tensor.dim() if dimension else 0
             found.setdefault((place, tensor.shape[dimension]), []).append((index, dimension))
-    made = [Group(place, size, tuple(axes)) for (place, size), axes in found.items()]
+    made = [DimensionGroup(place, size, tuple(axes)) for (place, size), axes in found.items()]
     return sorted(made, key=lambda group: (group.place != 0, group.place, group.size))
 
 
-def smallest_batch(inputs: Tensors, groups: Sequence[Group]) -> list[Changes]:
-    """Batches of one."""
+def smallest_batch(inputs: Tensors, groups: Sequence[DimensionGroup]) -> list[Changes]:
+    """Return the changes that make every batch one row."""
     return allowed(inputs, [{group: 1 for group in groups if group.place == 0}])
 
 
-def stages(inputs: Tensors, groups: Sequence[Group], *, one: bool) -> list[list[Changes]]:
-    """Lists of alternatives, which change several groups at once: larger, odd and smaller sizes, other batches.
+def stages(inputs: Tensors, groups: Sequence[DimensionGroup], *, one: bool) -> list[list[Changes]]:
+    """Return lists of alternatives, which change several groups at once: larger, odd and smaller sizes, other
+    batches.
 
     one: whether the model runs on batches of one, which leave room for larger images.
     """
@@ -102,13 +103,13 @@ def stages(inputs: Tensors, groups: Sequence[Group], *, one: bool) -> list[list[
     ]
 
 
-def alone(inputs: Tensors, group: Group) -> list[Changes]:
-    """Changes of one group only."""
+def alone(inputs: Tensors, group: DimensionGroup) -> list[Changes]:
+    """Return changes of one group only."""
     return allowed(inputs, ({group: move(group.size)} for move in _SINGLE))
 
 
-def together(inputs: Tensors, group: Group, groups: Sequence[Group]) -> list[Changes]:
-    """Changes of a group and of others that may be tied to it: of its size, or all but batches."""
+def together(inputs: Tensors, group: DimensionGroup, groups: Sequence[DimensionGroup]) -> list[Changes]:
+    """Return changes of a group and of others that may be tied to it: of its size, or all but batches."""
     tied = [other for other in groups if other.size == group.size and (other.place == 0) is (group.place == 0)]
     spatial = [other for other in groups if other.place != 0] if group.place else []
     sets = [each for each in (tied, spatial) if len(each) > 1 and group in each]
@@ -116,7 +117,7 @@ def together(inputs: Tensors, group: Group, groups: Sequence[Group]) -> list[Cha
 
 
 def resized(inputs: Tensors, changes: Changes, seed: int = 0) -> Tensors:
-    """Inputs of other sizes: float values drawn from the example's, others repeated in their order.
+    """Create inputs of other sizes: float values drawn from the example's, others repeated in their order.
 
     Where the example is one number throughout, as zeros are, random numbers above it: on equal values a wrong pooling
     or a wrong order looks right.
@@ -126,7 +127,7 @@ def resized(inputs: Tensors, changes: Changes, seed: int = 0) -> Tensors:
 
 
 def shapes(inputs: Tensors, changes: Changes) -> Shapes:
-    """The shapes of the inputs with these changes."""
+    """Return the shapes of the inputs with these changes."""
     sizes = [list(tensor.shape) for tensor in inputs]
     for group, size in changes.items():
         for index, dimension in group.axes:
@@ -140,7 +141,7 @@ def is_constant(tensor: torch.Tensor) -> bool:
 
 
 def allowed(inputs: Tensors, candidates: Iterable[Changes]) -> list[Changes]:
-    """Real changes without repetitions, of at most twice the elements."""
+    """Return actual changes without repetitions, of at most twice the elements."""
     most = max(_LARGEST_GROWTH * sum(tensor.numel() for tensor in inputs), _SMALL)
 
     def fitting() -> Iterator[Changes]:
@@ -171,7 +172,7 @@ def _resized(tensor: torch.Tensor, shape: tuple[int, ...], generator: torch.Gene
 
 
 def _step(n: int) -> int:
-    """The largest power of two that divides a size, up to 32."""
+    """Return the largest power of two that divides a size, up to 32."""
     return min(n & -n, _LARGEST_STEP)
 
 

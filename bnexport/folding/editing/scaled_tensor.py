@@ -143,7 +143,7 @@ class _Extent:
         np.maximum(part, highest, out=part)
 
     def check(self, dtype: np.dtype, hidden: np.ndarray | None = None) -> None:
-        """Refuse what `dtype` cannot hold, once every block has been seen."""
+        """Raise Refused if `dtype` cannot represent the result, after every block has been seen."""
         if self._largest is not None:
             check_range(self._largest, np.abs(self._factor), dtype, hidden)
 

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from bnexport.folding.module import parts, tracing
-from bnexport.folding.module.folder import Engine, Options
+from bnexport.folding.module.folder import ModuleFolder, ModuleOptions
 from bnexport.folding.reporting.counts import Counts
 from bnexport.folding.reporting.report import FoldReport, SiteReport
 from bnexport.folding.selection import as_names, check_names
@@ -63,7 +63,7 @@ def fold_module(
     if not isinstance(model, nn.Module):
         raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     inputs = _inputs(example_inputs)
-    options = Options(None if only is None else as_names("only", only), as_names("skip", skip), max_scale)
+    options = ModuleOptions(None if only is None else as_names("only", only), as_names("skip", skip), max_scale)
     folded, report = fold_copy(model, inputs, options)
     if verify and inputs is not None and report.changed:
         original = copy_model(model, share_parameters=True).eval()
@@ -76,7 +76,7 @@ def fold_module(
 
 
 def fold_copy(
-    model: nn.Module, inputs: tuple[torch.Tensor, ...] | None, options: Options
+    model: nn.Module, inputs: tuple[torch.Tensor, ...] | None, options: ModuleOptions
 ) -> tuple[nn.Module, FoldReport]:
     """Fold a copy; return it and its report, not compared with `model`."""
     if isinstance(model, torch.jit.ScriptModule):
@@ -91,7 +91,7 @@ def fold_copy(
     taken_apart = _take_activations_apart(work)
     inner = {path: f"{path}.norm" for path in taken_apart}
     first = parts.trace(work, inputs)
-    sites = Engine(work, first, _with_names(options, inner)).run()
+    sites = ModuleFolder(work, first, _with_names(options, inner)).run()
     outer = {path: name for name, path in inner.items()}
     sites = [dataclasses.replace(site, nodes=(outer.get(site.nodes[0], site.nodes[0]),)) for site in sites]
     folded = ", ".join(site.nodes[0] for site in sites if site.outcome == "folded")
@@ -122,7 +122,7 @@ def _take_activations_apart(work: nn.Module) -> dict[str, tuple[nn.Module, type[
     return found
 
 
-def _with_names(options: Options, names: dict[str, str]) -> Options:
+def _with_names(options: ModuleOptions, names: dict[str, str]) -> ModuleOptions:
     only = None if options.only is None else frozenset(names.get(path, path) for path in options.only)
     return dataclasses.replace(options, only=only, skip=frozenset(names.get(path, path) for path in options.skip))
 

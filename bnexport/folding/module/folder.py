@@ -27,7 +27,7 @@ from bnexport.graph.refusal import Refused
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ModuleOptions:
     """only, skip: paths of batch norms. max_scale: largest |gamma| / sqrt(var + eps) that is folded."""
 
     only: frozenset[str] | None = None
@@ -35,10 +35,10 @@ class Options:
     max_scale: float = 1e6
 
 
-class Engine:
+class ModuleFolder:
     """Folder that edits `model` in place."""
 
-    def __init__(self, model: nn.Module, trace: Trace, options: Options) -> None:
+    def __init__(self, model: nn.Module, trace: Trace, options: ModuleOptions) -> None:
         self._model = model
         self._options = options
         self._modules = dict(model.named_modules())

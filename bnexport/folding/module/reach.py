@@ -48,11 +48,11 @@ def read(module: nn.Module) -> Reach:
     if own_rules or isinstance(module, torch.jit.ScriptModule) or has_hooks(module) or "forward" in module.__dict__:
         reach.used.add(module)
     else:
-        _Reader(reach).method(module, type(module).forward)
+        _SourceReader(reach).method(module, type(module).forward)
     return reach
 
 
-class _Reader:
+class _SourceReader:
     def __init__(self, reach: Reach) -> None:
         self._reach = reach
         self._done: set[tuple[nn.Module, Any]] = set()

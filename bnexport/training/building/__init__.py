@@ -1,1 +1,1 @@
-"""Build the graph of a training step."""
+"""Construction of the graph of a training step."""

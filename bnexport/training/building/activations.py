@@ -1,4 +1,4 @@
-"""What a training step keeps between its forward and its backward pass.
+"""Saved activations of a training step: values kept from the forward for the backward pass.
 
 A value is saved when the forward makes it, or it is a part of the batch, and a gradient is computed from it: it
 lies in memory from the one to the other. The forward is what loss, model outputs and new buffers depend on; what
@@ -34,7 +34,7 @@ class SavedActivation:
 
 
 def saved_activations(model: ir.Model, description: Description, batch: int) -> tuple[SavedActivation, ...]:
-    """The saved values of a training graph, largest first; bytes are those for `batch` rows."""
+    """Return the saved values of a training graph, largest first; bytes are those for `batch` rows."""
     graph = model.graph
     not_forward = {name + GRADIENT_SUFFIX for name in description.gradients} | {
         name + NEW_SUFFIX for name, kind in description.state.items() if kind in {Kind.PARAMETER, Kind.OPTIMIZER}
@@ -52,7 +52,7 @@ def saved_activations(model: ir.Model, description: Description, batch: int) -> 
 
 
 def _elements(graph: ir.Graph) -> set[ir.Value]:
-    """The values that elements of inputs go into; others are constants and arithmetic on sizes."""
+    """Return the values computed from elements of inputs; others are constants and arithmetic on sizes."""
     found = set(graph.inputs)
     for node in graph:
         if node.op_type not in _READS_SIZES and any(value in found for value in node.inputs):
@@ -61,7 +61,7 @@ def _elements(graph: ir.Graph) -> set[ir.Value]:
 
 
 def _makers(values: Iterable[ir.Value]) -> set[ir.Node]:
-    """The nodes that `values` depend on."""
+    """Return the nodes that `values` depend on."""
     found: set[ir.Node] = set()
     waiting = [value.producer() for value in values]
     while waiting:
@@ -87,7 +87,7 @@ def _describe(value: ir.Value, batch: int) -> SavedActivation:
 
 
 def _like(value: ir.Value) -> ir.Value:
-    """A value of the same shape, for outputs that the exporter leaves without one."""
+    """Return a value of the same shape, for outputs that the exporter leaves without one."""
     node = value.producer()
     if value.shape is not None or node is None:
         return value

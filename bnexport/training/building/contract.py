@@ -1,4 +1,4 @@
-"""The contract of the operators in which a training step runs fastest on CPUs: domain `bnexport`, float32.
+"""Contract of the operators for fast training steps on CPUs: domain `bnexport`, float32.
 
 They replace groups of standard operators: a convolution's gradients, those of ReLU and max pooling, an
 optimizer's update. Graphs of standard operators remain possible for other execution providers
@@ -156,7 +156,7 @@ OPERATORS = (CONV, CONV_INPUT_GRAD, CONV_WEIGHT_GRAD, RELU_GRAD, MAX_POOL_GRAD, 
 
 
 def node(operator: Operator) -> Op:
-    """`operator` as a function that a translation calls."""
+    """Return `operator` as a function that a translation calls."""
     from onnxscript.values import Op, Opset
 
     return Op(Opset(DOMAIN, VERSION), operator.name, op_schema(operator))

@@ -1,4 +1,4 @@
-"""What a training graph says about itself: its inputs, outputs and state, as JSON in the model's metadata.
+"""Description of a training graph (inputs, outputs, state) as JSON in the model's metadata.
 
 Standard library only: the exporter writes it, a session reads it without torch.
 """
@@ -25,7 +25,7 @@ GRADIENT_SUFFIX = ".grad"
 
 
 class Kind(str, enum.Enum):
-    """What a state tensor is. Constants are buffers that the model's state_dict leaves out."""
+    """Kind of a state tensor. Constants are buffers that the model's state_dict leaves out."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -36,7 +36,7 @@ class Kind(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """One training graph.
+    """Description of one training graph.
 
     inputs: names of a batch's arrays, the target last. outputs: the model outputs that a step returns;
     evaluation_outputs: all of them. state: kind of each state tensor, in the order of the state_dict.
@@ -67,7 +67,7 @@ class Description:
 
     @classmethod
     def from_json(cls, text: str | None, where: str) -> Description:
-        """Raises MalformedModelError for a graph that export_training_step did not write."""
+        """Parse the description. Raises MalformedModelError for a graph that export_training_step did not write."""
         if text is None:
             raise MalformedModelError(
                 f"{where}: got a model without the metadata {METADATA_KEY!r}, expected a training graph; "

@@ -1,4 +1,4 @@
-"""Dropout whose mask is a pure function of a seed, the layer's turn and the position.
+"""Dropout with a mask that is a pure function of a seed, the layer's turn and the position.
 
 ONNX's random operators hold their seed as an attribute: a graph with them repeats one mask, or draws
 one that nobody can repeat. Here a hash of 32-bit integers makes the bits, so that the same seed gives
@@ -42,7 +42,7 @@ library.define("keep_mask(Tensor seed, SymInt[] size, int layer, float p) -> Ten
 
 
 def _mix(h: Tensor) -> Tensor:
-    """Values below 2^32 in int64; both factors are below 2^31, so that no product overflows."""
+    """Mix values below 2^32 in int64; both factors are below 2^31, so that no product overflows."""
     h = ((h ^ (h >> 16)) * _FIRST) & _WORD
     h = ((h ^ (h >> 15)) * _SECOND) & _WORD
     return h ^ (h >> 15)
@@ -66,12 +66,12 @@ keep_mask = torch.ops.bnexport.keep_mask.default
 
 
 def threshold(p: float) -> int:
-    """Bits below it drop an element; 0 <= p < 1."""
+    """Return the bits below which an element is dropped; 0 <= p < 1."""
     return min(round(p * 2.0**32), _WORD)
 
 
 def _translate(seed: Any, size: Any, layer: int, p: float) -> Any:
-    """keep_mask in uint32 arithmetic, which wraps as the formulas do."""
+    """Translate keep_mask in uint32 arithmetic, which wraps as the formulas do."""
 
     def word(value: int) -> Any:
         constant: Any = op.Constant(value_int=value)
@@ -98,7 +98,7 @@ def _translate(seed: Any, size: Any, layer: int, p: float) -> Any:
 
 
 def _shape(size: Any) -> Any:
-    """A list of numbers and of 0- or 1-dimensional values as one int64 vector."""
+    """Concatenate numbers and 0- or 1-dimensional values to one int64 vector."""
     one: Any = op.Constant(value_ints=[-1])
     parts: list[Any] = [
         op.Constant(value_ints=[part]) if isinstance(part, int) else op.Reshape(part, one) for part in size
@@ -110,7 +110,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {keep_mask: _transl
 
 
 class SeededDropout(TorchFunctionMode):
-    """While active, torch's dropout functions draw their masks from `seed` (int64 ()).
+    """Context in which torch's dropout functions draw their masks from `seed` (int64 ()).
 
     Each call in training is one layer, numbered in the order of the calls; `layers` counts them.
     """
@@ -157,14 +157,16 @@ def _elements(input: Tensor, mask: Callable[[Any], Tensor], p: float) -> Tensor:
 
 
 def _channels(input: Tensor, mask: Callable[[Any], Tensor], p: float, unbatched: int | None = None) -> Tensor:
-    """unbatched: the rank at which torch takes an input for one sample (C, *)."""
+    """Draw one mask value for each channel. unbatched: the rank at which torch takes an input for one sample (C, *)."""
     leading = 1 if input.dim() == unbatched else 2
     keep = mask((*input.shape[:leading], *[1] * (input.dim() - leading)))
     return input * (keep.to(input.dtype) / (1.0 - p))
 
 
 def _alpha(input: Tensor, mask: Callable[[Any], Tensor], p: float) -> Tensor:
-    """Klambauer et al. 2017: dropped values become SELU's limit, then mean and variance are restored."""
+    """Apply alpha dropout (Klambauer et al. 2017): dropped values become SELU's limit, then mean and variance are
+    restored.
+    """
     return _restore(input, mask(input.shape), p)
 
 

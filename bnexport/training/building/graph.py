@@ -1,4 +1,4 @@
-"""From a traced graph to the one that users see: what changes nothing goes, names and groups are set."""
+"""Completion of a traced training graph: simplification, names and groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OURS = {operator.name for operator in schema.OPERATORS}
 
 
 def finish(model: ir.Model, groups: dict[str, str]) -> None:
-    """Simplifies `model` in place.
+    """Simplify `model` in place.
 
     State that no computation reads is no input any more, and an output `name.new` that is the input
     `name` is dropped: parameters without gradients, statistics of a batch norm that is fixed. groups:
@@ -49,7 +49,8 @@ def finish(model: ir.Model, groups: dict[str, str]) -> None:
 
 
 def _mask_by_outputs(graph: ir.Graph) -> None:
-    """ReluGrad reads what a Relu or Clip made of its input: the same mask, and one saved activation less.
+    """Let ReluGrad read the output of a Relu or Clip instead of its input: the same mask, and one saved activation
+    less.
 
     What follows a ReLU saves its output anyway.
     """
@@ -69,7 +70,7 @@ def _gradient_bounds(node: ir.Node) -> tuple[float, float]:
 
 
 def _bounds(node: ir.Node) -> tuple[float, float] | None:
-    """Of a Relu or a Clip to constants."""
+    """Return the bounds of a Relu or of a Clip to constants, or None."""
     if node.domain != "" or node.op_type not in ("Relu", "Clip"):
         return None
     if node.op_type == "Relu":
@@ -84,7 +85,7 @@ def _bounds(node: ir.Node) -> tuple[float, float] | None:
 
 
 def _leave_unused_outputs_empty(node: ir.Node) -> None:
-    """The kernels compute what has a name; a gradient that does not exist must not have one."""
+    """Clear the names of unused outputs: the kernels compute every named one."""
     for output in node.outputs:
         if not output.uses() and not output.is_graph_output():
             output.name, output.type, output.shape = "", None, None
@@ -96,7 +97,7 @@ def uses_library(model: ir.Model) -> bool:
 
 
 def keep_outputs(model: ir.Model, names: Iterable[str]) -> None:
-    """Leaves the outputs `names`, and the inputs that they need."""
+    """Reduce the graph to the outputs `names` and the inputs that they need."""
     kept = set(names)
     model.graph.outputs[:] = [output for output in model.graph.outputs if output.name in kept]
     passes.RemoveUnusedNodesPass()(model)
@@ -105,7 +106,7 @@ def keep_outputs(model: ir.Model, names: Iterable[str]) -> None:
 
 
 def _drop_unchanged(graph: ir.Graph) -> None:
-    """Outputs `name.new` that are nothing but a copy of the input `name`."""
+    """Remove outputs `name.new` that are only a copy of the input `name`."""
     graph.outputs[:] = [output for output in graph.outputs if not _is_copy(output)]
 
 

@@ -1,4 +1,4 @@
-"""torch.optim's SGD, Adam and AdamW as pure functions of tensors, so that they trace into the graph.
+"""torch.optim's SGD, Adam and AdamW as pure functions of tensors that can be traced into the graph.
 
 With gradient g, weight decay w, learning rate r, step count t (1 for the first update):
 
@@ -40,20 +40,24 @@ class Optimizer(ABC):
 
     @abstractmethod
     def state_kinds(self) -> tuple[str, ...]:
-        """Names of the tensors that are kept for each parameter, as in torch.optim's state_dict; zeros at first."""
+        """Return names of the tensors that are kept for each parameter, as in torch.optim's state_dict; zeros at
+        first.
+        """
 
     @abstractmethod
     def scalars(self, lr: Tensor, step: Tensor) -> State:
-        """0-dimensional float64 tensors that all parameters share; lr float64 (), step int64 () after this update."""
+        """Return 0-dimensional float64 tensors that all parameters share; lr float64 (), step int64 () after this
+        update.
+        """
 
     @abstractmethod
     def update(
         self, parameter: Tensor, grad: Tensor, state: State, scalars: State, *, as_operator: bool = False
     ) -> tuple[Tensor, State]:
-        """The new parameter and state; `scalars` in the parameter's dtype. as_operator: a leaf of a trace."""
+        """Return the new parameter and state; `scalars` in the parameter's dtype. as_operator: a leaf of a trace."""
 
     def check(self) -> None:
-        """Raises UsageError for a hyperparameter outside its range."""
+        """Raise UsageError for a hyperparameter outside its range."""
         for name, value in dataclasses.asdict(self).items():
             if name == "betas":
                 _require(len(value) == 2 and all(0.0 <= beta < 1.0 for beta in value), name, value, "two within [0, 1)")
@@ -154,7 +158,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adam": Adam, "adamw": Ada
 
 
 def make_optimizer(name: str, options: Mapping[str, Any] | None) -> Optimizer:
-    """The optimizer `name` with `options`, which have torch.optim's names. Raises UsageError."""
+    """Create the optimizer `name` with `options`, which have torch.optim's names. Raises UsageError."""
     if name not in OPTIMIZERS:
         raise UsageError(
             f"optimizer: got {name!r}, expected one of {', '.join(OPTIMIZERS)}; "

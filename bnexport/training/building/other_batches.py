@@ -1,4 +1,4 @@
-"""Batches of other sizes, where a model's code asks for the size: a graph keeps one of its branches."""
+"""Batch sizes at which a model's code would take another branch than the one recorded in the graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ _MOST = 2
 
 
 def breaking(conditions: SizeConditions, arrays: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Batches at which a condition does not hold. arrays: those with dynamic rows, in the order of the conditions."""
+    """Return batches at which a condition does not hold. arrays: those with dynamic rows, in the order of the
+    conditions.
+    """
     tensors = tuple(arrays.values())
     groups = sizes.groups(tensors, [{0}] * len(tensors))
     found: list[dict[str, torch.Tensor]] = []

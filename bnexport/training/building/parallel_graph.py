@@ -1,4 +1,4 @@
-"""One step's graph for a group of processes: cut between its gradients and its update.
+"""Split of a step's graph for a group of processes, between its gradients and its update.
 
     gradients   batch, state, loss_weight -> loss, outputs, name.new of buffers, name.grad
     update      name.grad, state, lr      -> name.new of parameters and of the optimizer's state
@@ -40,7 +40,7 @@ _RANK_SHIFT = 40
 
 
 def prepare(model: ir.Model, *, returns_gradients: bool) -> tuple[str, ...]:
-    """Readies an exported step for the cut, in place: names stay, inputs and outputs are those of one process.
+    """Prepare an exported step for the split, in place: names stay, inputs and outputs are those of one process.
 
     The input `loss_weight` becomes a constant. Without returns_gradients, outputs `name.grad` become inner
     values of these names. Returns the parameters that have gradients.
@@ -62,7 +62,8 @@ def prepare(model: ir.Model, *, returns_gradients: bool) -> tuple[str, ...]:
 
 
 def keep_gradients(model: ir.Model, description: Description, group: str, size: int, rank: int, where: str) -> None:
-    """Leaves loss, gradients and new buffers, for `rank` of the `size` processes in the registered `group`; in place.
+    """Reduce the graph to loss, gradients and new buffers, for `rank` of the `size` processes in the registered
+    `group`; in place.
 
     Every batch norm with training statistics takes them from the group. where: the file's name, for messages.
 
@@ -91,7 +92,7 @@ def keep_gradients(model: ir.Model, description: Description, group: str, size: 
 
 
 def allow_no_rows(model: ir.Model) -> None:
-    """Adds the input `counted`, int64 (1,), to a graph of `keep_gradients`; in place."""
+    """Add the input `counted`, int64 (1,), to a graph of `keep_gradients`; in place."""
     graph = model.graph
     counted = ir.Value(name=COUNTED, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))
     graph.inputs.append(counted)
@@ -116,7 +117,8 @@ def allow_no_rows(model: ir.Model) -> None:
 
 
 def keep_update(model: ir.Model, description: Description, where: str) -> None:
-    """Leaves new parameters and optimizer state, as functions of the old ones, the gradients and lr; in place.
+    """Reduce the graph to new parameters and optimizer state, as functions of the old ones, the gradients and lr; in
+    place.
 
     Raises MalformedModelError for a step that cannot be cut.
     """
@@ -152,7 +154,7 @@ def _grads(graph: ir.Graph, description: Description, where: str) -> list[ir.Val
 
 
 def _join_group(graph: ir.Graph, group: str, size: int) -> None:
-    """Nodes of one process and of the default group join `group`; their gradients are summed with all others."""
+    """Assign nodes of one process and of the default group to `group`; their gradients are summed with all others."""
     for node in graph.all_nodes():
         if node.domain == schema.DOMAIN and node.op_type in _OURS:
             if node.attributes["group"].as_string() not in {"", schema.WORLD_GROUP}:
@@ -164,7 +166,9 @@ def _join_group(graph: ir.Graph, group: str, size: int) -> None:
 
 
 def _refuse_local_state(graph: ir.Graph, description: Description, where: str) -> None:
-    """A buffer that follows the rows of one process would differ between them; a group's statistics do not."""
+    """Refuse a buffer that follows the rows of one process: it would differ between processes, unlike a group's
+    statistics.
+    """
     batch = set(description.inputs)
     for output in graph.outputs:
         name = str(output.name).removesuffix(NEW_SUFFIX)
@@ -178,7 +182,7 @@ def _refuse_local_state(graph: ir.Graph, description: Description, where: str) -
 
 
 def _sources(value: ir.Value) -> Iterator[ir.Value]:
-    """The graph inputs that `value` depends on other than through statistics of a group."""
+    """Return the graph inputs that `value` depends on other than through statistics of a group."""
     seen, waiting = set(), [value]
     while waiting:
         value = waiting.pop()
@@ -193,7 +197,7 @@ def _sources(value: ir.Value) -> Iterator[ir.Value]:
 
 
 def _read(node: ir.Node) -> list[ir.Value]:
-    """Inputs of a node, and what its subgraphs capture."""
+    """Return the inputs of a node and the values that its subgraphs capture."""
     found = [value for value in node.inputs if value is not None]
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
@@ -204,7 +208,7 @@ def _read(node: ir.Node) -> list[ir.Value]:
 
 
 def _own_seed(graph: ir.Graph, rank: int) -> None:
-    """Masks of the ranks are drawn from seed ^ (rank << 40); the seed that counts the steps stays common."""
+    """Derive the masks of a rank from seed ^ (rank << 40); the seed that counts the steps stays common."""
     seed = next((value for value in graph.inputs if value.name == SEED), None)
     if seed is None or rank == 0:
         return
@@ -225,7 +229,7 @@ def _constant(graph: ir.Graph, name: str, value: int | list[int]) -> ir.Value:
 
 
 def _merge_copy(value: ir.Value) -> None:
-    """Where two parameters have one gradient, one of them is a copy, which only an output needed."""
+    """Merge two parameters with one gradient: one of them is a copy, needed only by an output."""
     producer = value.producer()
     if producer is not None and producer.op_type == "Identity" and producer.inputs[0] is not None:
         value.replace_all_uses_with(producer.inputs[0])

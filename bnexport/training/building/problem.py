@@ -1,4 +1,4 @@
-"""The model made ready for tracing: a copy whose batch norms are ours, the names of its state, its loss."""
+"""Preparation of a model for tracing: a copy with bnexport's batch norms, the names of its state, its loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 class Problem:
-    """A model and its loss as a function of named tensors; the model that was given stays untouched.
+    """A model and its loss as a function of named tensors; the given model is not changed.
 
     parameters, buffers: name -> initial value, names of the state_dict, shared tensors once, under their
     first name. trainable: names of the parameters that get gradients. kinds: what each is, in state_dict order.
@@ -60,14 +60,14 @@ class Problem:
         return self._path[-1] if self._path else ""
 
     def module_of(self, operator: str) -> str:
-        """The module that called `operator` ("aten.relu.default"), or the operator whose gradient it is."""
+        """Return the module that called `operator` ("aten.relu.default"), or the operator whose gradient it is."""
         if operator in self.modules:
             return self.modules[operator]
         name = operator.split(".")[1].removesuffix("_backward")
         return next((path for other, path in self.modules.items() if other.split(".")[1] == name), "")
 
     def forward(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
-        """The model's output; what the forward does to buffers shows in `buffers`."""
+        """Return the model's output; the forward's changes of buffers are written to `buffers`."""
         self._path.clear()
         with self._watched(), _Watch(self), PlainWeightNorm():
             tensors = {**parameters, **buffers}
@@ -76,7 +76,7 @@ class Problem:
         return output
 
     def loss_of(self, output: Any, target: Tensor) -> Tensor:
-        """Raises UsageError unless the loss is one floating-point number."""
+        """Compute the loss. Raises UsageError unless it is one floating-point number."""
         value = self.loss(output, target)
         if not isinstance(value, Tensor):
             raise UsageError(f"loss: got a {type(value).__name__}, expected a tensor of shape ()")
@@ -98,7 +98,7 @@ class Problem:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Keeps `where`: hooks push a module's path before its forward and pop it after one that did not raise."""
+        """Track `where`: hooks push a module's path before its forward and pop it after one that did not raise."""
         handles = []
         for path, module in self.model.named_modules():
             handles += [
@@ -113,7 +113,7 @@ class Problem:
 
 
 def _refuse_scripted(model: nn.Module) -> None:
-    """TorchScript works with numbers for sizes: the record would hold the example's."""
+    """Refuse TorchScript modules: they use numbers as sizes, so the trace would hold the example's."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedModelError(
@@ -132,7 +132,7 @@ def _refuse_bfloat16(state: dict[str, Tensor]) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes which module calls which operator, for messages."""
+    """Record of the calling module of each operator, for messages."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__()
@@ -146,5 +146,5 @@ class _Watch(TorchDispatchMode):
 
 
 def _discard(path: list[str]) -> None:
-    """A hook's return value would replace the module's output."""
+    """Return None: a hook's return value would replace the module's output."""
     path.pop()

@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 @dataclasses.dataclass
 class Step:
-    """A call takes (state, batch, lr) and returns named results, the loss and the model's outputs first.
+    """Callable with (state, batch, lr) that returns named results, the loss and the model's outputs first.
 
     optimizer: None for gradients only. outputs: positions of the model outputs to return, with their
     names. clip_grad_norm: largest 2-norm of all gradients together. accumulate: number of calls whose
@@ -39,7 +39,7 @@ class Step:
     cpu_kernels: bool = False
 
     def initial_state(self) -> dict[str, Tensor]:
-        """Every state tensor under its name; the optimizer's are zeros."""
+        """Return every state tensor under its name; the optimizer's are zeros."""
         state = self.problem.state()
         if self.optimizer is not None:
             for name in self.problem.trainable:
@@ -52,7 +52,7 @@ class Step:
         return state
 
     def kinds(self) -> dict[str, Kind]:
-        """What each state tensor is: the model's in the order of its state_dict, then the rest."""
+        """Return the kind of each state tensor: the model's in the order of its state_dict, then the rest."""
         rest = {name: Kind.OPTIMIZER for name in self.initial_state() if name not in self.problem.kinds}
         return {**self.problem.kinds, **rest, SEED: Kind.SEED}
 
@@ -63,7 +63,9 @@ class Step:
         lr: Tensor | None,
         loss_weight: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """loss_weight: float64 (), the share of this batch in the loss whose gradients are computed; None for all."""
+        """Run one step. loss_weight: float64 (), the share of this batch in the loss whose gradients are computed;
+        None for all.
+        """
         problem = self.problem
         wanted = set(problem.trainable)
         parameters = {name: state[name].detach().requires_grad_(name in wanted) for name in problem.parameters}
@@ -92,7 +94,7 @@ class Step:
         return (*self.optimizer.state_kinds(), *(["accumulated_grad"] if self.accumulate > 1 else []))
 
     def _gradients(self, loss: Tensor, parameters: list[Tensor], weight: Tensor | None) -> dict[str, Tensor]:
-        """By parameter name; parameters that the loss does not depend on have none, as in torch."""
+        """Compute gradients by parameter name; parameters that the loss does not depend on have none, as in torch."""
         if not loss.requires_grad:
             raise UsageError(
                 "loss: does not depend on any trainable parameter; check requires_grad of the parameters, "
@@ -137,7 +139,7 @@ class Step:
 
 
 def clip(grads: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
-    """As torch.nn.utils.clip_grad_norm_: g * min(1, max_norm / (norm + 1e-6))."""
+    """Clip gradients as torch.nn.utils.clip_grad_norm_: g * min(1, max_norm / (norm + 1e-6))."""
     norms = torch.stack([torch.linalg.vector_norm(grad) for grad in grads.values()])
     factor = torch.clamp(max_norm / (torch.linalg.vector_norm(norms) + 1e-6), max=1.0)
     return {name: grad * factor for name, grad in grads.items()}

@@ -1,4 +1,4 @@
-"""From a function of named tensors to an ONNX graph.
+"""Tracing of a function of named tensors to an ONNX graph.
 
     make_fx         runs the function on fake tensors and records it, autograd's backward included
     torch.export    makes the record functional; shapes stay symbolic in dimension 0 of a batch
@@ -51,7 +51,7 @@ def trace(
     standard_ops_only: bool,
     cpu_kernels: bool,
 ) -> tuple[ir.Model, SizeConditions]:
-    """The ONNX graph of `function`, with inputs and outputs under their names, and what its code asks of sizes.
+    """Return the ONNX graph of `function`, with inputs and outputs under their names, and its conditions on sizes.
 
     The conditions are those of the dynamic arguments in their order, where the function computes gradients.
 
@@ -111,7 +111,7 @@ def trace(
 
 
 def _distinct(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """A graph output has one name: what is returned twice is copied."""
+    """Copy results that are returned twice: a graph output has one name."""
     seen: set[int] = set()
     outputs = []
     for tensor in tensors:
@@ -165,7 +165,7 @@ def _record(
 
 
 def _refuse_fixed_size(environment: symbolic_shapes.ShapeEnv) -> None:
-    """Code that takes the batch size as a number (TorchScript does) fixes it: the record holds the example's.
+    """Refuse code that uses the batch size as a number (as TorchScript does): the trace would hold the example's.
 
     Bounds say less: torch's own choice of a convolution asks whether there are 16 rows. Verification runs a
     second size.
@@ -180,7 +180,7 @@ def _refuse_fixed_size(environment: symbolic_shapes.ShapeEnv) -> None:
 
 
 def _is_data_dependent(error: BaseException | None) -> bool:
-    """Whether a branch on a tensor's values is what stopped torch; its errors wrap each other."""
+    """Whether torch stopped at a branch on a tensor's values; its errors wrap each other."""
     seen = 0
     while error is not None and seen < 20:
         if isinstance(error, _DATA_DEPENDENT):
@@ -214,13 +214,13 @@ def _refuse_random_numbers(program: torch.export.ExportedProgram, problem: Probl
 
 
 def _draws(operator: torch._ops.OpOverload, arguments: Sequence[Any]) -> bool:
-    """Dropout in eval mode is recorded as such and draws nothing."""
+    """Whether the operator draws random numbers; dropout in eval mode is recorded but draws none."""
     given = {argument.name: value for argument, value in zip(operator._schema.arguments, arguments)}
     return torch.Tag.nondeterministic_seeded in operator.tags and given.get("train") is not False
 
 
 def _translation_error(error: Exception, problem: Problem) -> UnsupportedModelError:
-    """Names the operator that torch.onnx could not translate, and the module it came from."""
+    """Name the operator that torch.onnx could not translate, and its module."""
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:

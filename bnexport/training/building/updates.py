@@ -1,4 +1,4 @@
-"""What an optimizer does to one parameter: pure functions, and the same as leaves of a traced graph.
+"""Parameter updates of the optimizers: pure functions, and the same as leaves of a traced graph.
 
 With parameter p, gradient g, moments m, v and b:
 
@@ -39,7 +39,7 @@ def adam(
     eps: float,
     weight_decay: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The new parameter, exp_avg, exp_avg_sq and max_exp_avg_sq; the last is empty without AMSGrad.
+    """Return the new parameter, exp_avg, exp_avg_sq and max_exp_avg_sq; the last is empty without AMSGrad.
 
     step_size, bias_correction2_sqrt and keep are of shape (), in the parameter's dtype.
     """
@@ -70,7 +70,7 @@ def sgd(
     weight_decay: float,
     nesterov: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The new parameter and momentum_buffer; the latter is empty without momentum. lr and share: shape ()."""
+    """Return the new parameter and momentum_buffer; the latter is empty without momentum. lr and share: shape ()."""
     if weight_decay:
         grad = grad + parameter * weight_decay
     if momentum_buffer is None:

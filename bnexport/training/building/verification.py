@@ -1,4 +1,4 @@
-"""One exported step in ONNX Runtime against the same step of the caller's own module in torch.
+"""Comparison of an exported step in ONNX Runtime with the same step of the caller's own module in torch.
 
 Both are measured from that step computed in float64. What the forward makes (loss, outputs, buffers) is
 held, element by element, to the bound of whole models, or to four times torch's own error where that is more.
@@ -57,7 +57,7 @@ def check(
     lr: Tensor | None,
     others: Sequence[dict[str, Tensor]] = (),
 ) -> Verification:
-    """Runs the graph and the function on `batch` from one state. Raises VerificationError when ORT cannot.
+    """Run the graph and the function on `batch` from one state. Raises VerificationError if ORT cannot.
 
     Where the graph takes batches of any size, both run on a doubled batch, too: what was recorded as a number, such
     as the size in a mean, is wrong there.
@@ -131,7 +131,7 @@ def check(
 
 
 def _batches(model: ir.Model, batch: Named) -> list[Named]:
-    """The example batch, and twice its rows where the graph takes any number of them."""
+    """Return the example batch, and twice its rows if the graph takes any number of them."""
     dynamic = {
         value.name for value in model.graph.inputs if value.shape is not None and not all(map(_is_fixed, value.shape))
     }
@@ -145,7 +145,7 @@ def _is_fixed(size: int | ir.SymbolicDim) -> bool:
 
 
 def in_float64(step: Step) -> Step:
-    """The same step with a model, and a loss that is a module, in float64."""
+    """Return the same step with a model, and a loss that is a module, in float64."""
     exact = _with_model(step, copy_model(step.problem.model).double())
     if isinstance(exact.problem.loss, torch.nn.Module):
         exact.problem.loss = copy.deepcopy(exact.problem.loss).double()
@@ -153,7 +153,7 @@ def in_float64(step: Step) -> Step:
 
 
 def _with_model(step: Step, model: torch.nn.Module) -> Step:
-    """The same step with another model, whose parameters and buffers have the same names."""
+    """Return the same step with another model, whose parameters and buffers have the same names."""
     problem, other = copy.copy(step.problem), copy.copy(step)
     problem.model = copy_model(model, share_parameters=True)
     other.problem = problem
@@ -161,7 +161,7 @@ def _with_model(step: Step, model: torch.nn.Module) -> Step:
 
 
 def _warm(state: Named) -> Named:
-    """Random optimizer state as after some steps: momenta of both signs, second moments above zero."""
+    """Create random optimizer state as after some steps: momenta of both signs, second moments above zero."""
     generator = torch.Generator().manual_seed(0)
     warm = dict(state)
     for name, tensor in state.items():
@@ -179,7 +179,7 @@ def _double(tensors: Named) -> Named:
 
 
 class _Judge:
-    """Compares the results of one step: name -> (exported, torch's own, float64)."""
+    """Comparison of the results of one step: name -> (exported, torch's own, float64)."""
 
     def __init__(self, state: Named, results: dict[str, tuple[Array, Array, Array]], step: Step) -> None:
         self._results = results
@@ -219,7 +219,7 @@ class _Judge:
         return _judged(name, own, _norm(error), _JUMP * change + rounding, own_bound, size, "norm")
 
     def _scale_of_mean(self, name: str) -> float:
-        """What a running mean's rounding is relative to: the spread of the values that the batch's mean is of."""
+        """Return the scale of a running mean's rounding: the spread of the values averaged over the batch."""
         layer, _, kind = name.removesuffix(NEW_SUFFIX).rpartition(".")
         variance = f"{layer}.running_var{NEW_SUFFIX}".lstrip(".")
         if kind != "running_mean" or variance not in self._results:
@@ -232,7 +232,7 @@ class _Judge:
 def _judged(
     name: str, own: Array, error: float, table: float, own_bound: float, size: float, source: str = "table"
 ) -> OutputComparison:
-    """Held to the larger of two bounds, as long as that can find a wrong step."""
+    """Compare with the larger of two bounds, if that can detect a wrong step."""
     largest = max(table, own_bound)
     doubt = ""
     if error > table and not tolerances.is_evidence(largest, table, size):
@@ -243,7 +243,7 @@ def _judged(
 def _held(
     name: str, own: Array, error: float, bound: float, *, doubt: str = "", relative: float = 0.0, source: str = "table"
 ) -> OutputComparison:
-    """The comparison of one result. doubt: why an error within the bound decides nothing."""
+    """Return the comparison of one result. doubt: why an error within the bound decides nothing."""
     within = bool(error <= bound)
     reason = doubt if within else f"differs by {error:.3g}, allowed {bound:.3g}"
     passed, decided = within and not doubt, not (within and doubt)
@@ -253,17 +253,17 @@ def _held(
 
 
 def _kind(name: str) -> str:
-    """State of one optimizer kind is of one scale: `optimizer.conv.weight.exp_avg.new` is "exp_avg"."""
+    """Return the kind of an optimizer state; values of one kind have one scale: `optimizer.conv.weight.exp_avg.new` is "exp_avg"."""
     return name.removesuffix(NEW_SUFFIX).rpartition(".")[2] if name.startswith("optimizer.") else ""
 
 
 def _norm(values: Array) -> float:
-    """The 2-norm; NaN counts as infinite."""
+    """Compute the 2-norm; NaN counts as infinite."""
     return float(np.nan_to_num(np.linalg.norm(np.asarray(values, np.float64)), nan=np.inf))
 
 
 def _largest(values: Array) -> float:
-    """NaN counts as infinite."""
+    """Return the largest magnitude; NaN counts as infinite."""
     return float(np.nan_to_num(np.abs(np.asarray(values, np.float64)), nan=np.inf).max(initial=0.0))
 
 

@@ -1,1 +1,1 @@
-"""Run the graph of a training step."""
+"""Execution of the graph of a training step."""

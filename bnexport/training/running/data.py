@@ -24,16 +24,16 @@ class Rows:
         return len(next(iter(self.arrays.values())))
 
     def __getitem__(self, indices: Array) -> tuple[Array, ...]:
-        """The rows at `indices`, int64 (n,), copied out of the files, in order."""
+        """Return the rows at `indices`, int64 (n,), copied out of the files, in order."""
         return tuple(array[indices] for array in self.arrays.values())
 
     def shapes(self) -> dict[str, str]:
-        """What tells one data set from another: the type and shape of each array."""
+        """Return the type and shape of each array, which identify a data set."""
         return {name: f"{array.dtype}{list(array.shape)}" for name, array in self.arrays.items()}
 
 
 def load_rows(source: str, names: Sequence[str], option: str = "data") -> Rows:
-    """Opens the arrays of a step's inputs `names`.
+    """Open the arrays of a step's inputs `names`.
 
     source: one .npz file that holds them by name, or .npy files in the order of `names` with commas between.
     A .npy file is mapped into memory and read when its rows are asked for; a .npz file is read completely.

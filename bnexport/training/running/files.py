@@ -1,4 +1,4 @@
-"""The three files of a training step, and how they appear together.
+"""The three files of a training step, and their joint replacement.
 
     step.onnx           one training step; this name is what a TrainingSession takes
     step.eval.onnx      loss and outputs in eval mode
@@ -59,7 +59,7 @@ def write(names: Paths, step: ir.Model, evaluation: ir.Model, state: Mapping[str
 def save_state(
     state: Mapping[str, np.ndarray], path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes a state or checkpoint atomically; the same state and metadata give the same bytes."""
+    """Write a state or checkpoint atomically; the same state and metadata give the same bytes."""
     from bnexport import model_io
 
     entry = json.dumps({"version": _VERSION, "metadata": dict(metadata or {})}, sort_keys=True)
@@ -73,7 +73,7 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """What `save_state` was given. Raises MalformedModelError for a file that it did not write."""
+    """Read the metadata given to `save_state`. Raises MalformedModelError for a file that it did not write."""
     from bnexport import model_io
 
     text = model_io.load_tensors(path)[1].get(_ENTRY, "{}")
@@ -86,6 +86,6 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def digest(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Compute the SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.sha256(file.read()).hexdigest()

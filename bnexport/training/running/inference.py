@@ -1,4 +1,4 @@
-"""From the evaluation graph and a state to a model for inference: weights inside, folded, verified."""
+"""Conversion of the evaluation graph and a state to an inference model: weights inside, folded, verified."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def export_inference(
     *,
     verify: bool,
 ) -> FoldResult:
-    """Writes the model's forward in eval mode with `state` as its weights; the loss and the target are gone."""
+    """Write the model's forward in eval mode with `state` as its weights, without the loss and the target."""
     model = model_io.load(evaluation)
     graph = model.graph
     for value in list(graph.inputs):
@@ -42,7 +42,7 @@ def export_inference(
 
 
 def _count_rows_of_inputs(graph: ir.Graph, description: Description) -> None:
-    """The exporter may read the batch size from the target, which inference does not have."""
+    """Read the batch size from an input: the exporter may read it from the target, which inference lacks."""
     *names, target = description.inputs
     inputs = {str(value.name): value for value in graph.inputs}
     if target not in inputs or not inputs[target].shape:
@@ -57,7 +57,7 @@ def _count_rows_of_inputs(graph: ir.Graph, description: Description) -> None:
 
 
 def _rows(value: ir.Value) -> object:
-    """Dimension 0: a number, or a name that is the same where the sizes are."""
+    """Return dimension 0: a number, or a name that is the same if the sizes are."""
     if not value.shape:
         return None
     size = value.shape[0]

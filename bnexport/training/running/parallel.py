@@ -1,4 +1,4 @@
-"""Data-parallel training: what a session does beside its own graph, over a torch.distributed group.
+"""Data-parallel training: the exchange of a session with a torch.distributed group.
 
 A step of N processes is the step of one process with the joint batch, but for rounding:
 
@@ -68,7 +68,7 @@ class Group:
             distributed.withdraw(self.public_name)
 
     def gather(self, row: Sequence[float]) -> Array:
-        """Rows (n,) of all ranks, float64 (size, n). Raises GroupError."""
+        """Gather rows (n,) of all ranks to float64 (size, n). Raises GroupError."""
         import torch
 
         from bnexport.sync_bn import distributed
@@ -76,13 +76,13 @@ class Group:
         return distributed.all_gather(torch.tensor(row, dtype=torch.float64), self._name).numpy()
 
     def check(self) -> None:
-        """Raises GroupError if a collective between GPUs failed so far."""
+        """Raise GroupError if a collective between GPUs has failed."""
         from bnexport.runtime.communicator import check_group
 
         check_group(self.public_name)
 
     def add_up(self, buffer: Array) -> None:
-        """Sums a flat array over the ranks, in place; every rank gets the same bits. Raises GroupError."""
+        """Sum a flat array over the ranks, in place; every rank gets the same bits. Raises GroupError."""
         import torch
 
         from bnexport.sync_bn import distributed
@@ -91,7 +91,7 @@ class Group:
             distributed.all_reduce(torch.from_numpy(buffer[start : start + _BUCKET]), self._name)
 
 
-class Sums:
+class FlatArrays:
     """Arrays that are slices of one flat array for each dtype, so that a collective needs no copy."""
 
     def __init__(self, specifications: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> None:
@@ -146,7 +146,7 @@ class Parallel:
         self.inputs = {value.name: value for value in session.get_inputs()}
         summed = {LOSS, *(name + GRADIENT_SUFFIX for name in description.gradients)}
         outputs = [value for value in session.get_outputs() if value.name in summed]
-        self._sums = Sums({value.name: (tuple(value.shape), _dtype(value.type)) for value in outputs})
+        self._sums = FlatArrays({value.name: (tuple(value.shape), _dtype(value.type)) for value in outputs})
         replaced = changing(session, description.state)
         updating = None
         if description.mode == "step":
@@ -163,21 +163,21 @@ class Parallel:
         self._broken = False
 
     def gather(self, row: Sequence[float]) -> Array:
-        """Rows (n,) of all ranks, float64 (size, n). Raises GroupError."""
+        """Gather rows (n,) of all ranks to float64 (size, n). Raises GroupError."""
         return self._group.gather(row)
 
     def invalidate(self) -> None:
-        """The state was set from outside: the ranks compare it before the next step."""
+        """Mark the state as set from outside: the ranks compare it before the next step."""
         self._checked = False
 
     def refuse(self) -> None:
-        """Tells the other ranks that this rank's batch is refused, in the place of `run`."""
+        """Tell the other ranks that this rank's batch is refused; called in place of `run`."""
         self._group.gather([_REFUSED, 0.0, 0.0, 1.0])
 
     def run(
         self, feeds: Mapping[str, Array], rows: int, weight: float | None, learning_rate: float, outputs: Sequence[str]
     ) -> tuple[float, list[Array]]:
-        """One step. Returns the joint loss and this rank's outputs; gradients are in `gradients`.
+        """Run one step. Return the joint loss and this rank's outputs; gradients are in `gradients`.
 
         Raises GroupError when ranks disagree, when one refuses its batch, and when one does not answer; whatever
         else stops a step between its exchanges leaves the others waiting, so that no other step can follow it.
@@ -217,7 +217,7 @@ class Parallel:
         return float(loss), results
 
     def gradients(self) -> dict[str, Array]:
-        """Copies of the joint loss's gradients, by parameter name."""
+        """Return copies of the joint loss's gradients, by parameter name."""
         return {name: self._sums.arrays[name + GRADIENT_SUFFIX].copy() for name in self._description.gradients}
 
     def _gradients_graph(self) -> ir.Model:
@@ -228,7 +228,7 @@ class Parallel:
         return model
 
     def _stage_without_rows(self) -> Stage:
-        """The graph for steps in which a rank has no rows; most trainings need none."""
+        """Return the graph for steps in which a rank has no rows; most trainings need none."""
         if self._forward_without_rows is None:
             model = self._gradients_graph()
             parallel_graph.allow_no_rows(model)
@@ -236,7 +236,7 @@ class Parallel:
         return self._forward_without_rows
 
     def _zeros(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Feeds of the smallest batch that the graph takes, in the place of one without rows."""
+        """Return feeds of the smallest batch that the graph takes, in place of an empty one."""
 
         def of(name: str, array: Array) -> Array:
             if array.ndim == 0:
@@ -247,7 +247,7 @@ class Parallel:
         return {name: of(name, array) for name, array in feeds.items()}
 
     def _agree(self, rows: int, weight: float | None, learning_rate: float) -> tuple[float, bool]:
-        """This rank's share of the joint loss, and whether every rank has rows."""
+        """Return this rank's share of the joint loss, and whether every rank has rows."""
         own = float(rows) if weight is None else float(weight)
         table = self._group.gather([rows, own, learning_rate, 0.0 if self._checked else 1.0])
         refusing = np.flatnonzero(table[:, 0] == _REFUSED)
@@ -288,5 +288,5 @@ def _listed(values: Array) -> str:
 
 
 def _dtype(name: str) -> np.dtype[Any]:
-    """The NumPy type of ONNX Runtime's "tensor(float)"; gradients and losses are of these."""
+    """Return the NumPy type of ONNX Runtime's "tensor(float)"; gradients and losses are of these."""
     return np.dtype({"tensor(float)": "float32", "tensor(double)": "float64", "tensor(float16)": "float16"}[name])

@@ -38,7 +38,7 @@ _DTYPES = {
 
 
 class Evaluation(NamedTuple):
-    """The loss in eval mode, and the model's outputs by name."""
+    """Loss in eval mode, and the model's outputs by name."""
 
     loss: float
     outputs: dict[str, Array]
@@ -114,7 +114,7 @@ class TrainingSession:
 
     @property
     def rank(self) -> int:
-        """This process's place among them, from 0."""
+        """Rank of this process, from 0."""
         return self._steps.rank
 
     @property
@@ -140,7 +140,7 @@ class TrainingSession:
             self._set({SEED: np.array(value, np.int64)})
 
     def step(self, batch: Sequence[Array], *, weight: float | None = None) -> float:
-        """One training step on (*inputs, target). Returns the loss, that of the old parameters.
+        """Run one training step on (*inputs, target). Return the loss, that of the old parameters.
 
         The model outputs that were chosen at export are in `outputs` afterwards, by name.
 
@@ -153,7 +153,8 @@ class TrainingSession:
         return self._train(batch, weight)
 
     def gradients(self, batch: Sequence[Array], *, weight: float | None = None) -> tuple[float, dict[str, Array]]:
-        """The loss on (*inputs, target) and the gradients by parameter name, of a graph with mode="gradients".
+        """Compute the loss on (*inputs, target) and the gradients by parameter name, of a graph with
+        mode="gradients".
 
         Statistics of batch norms are updated; parameters are not: update them with `load_state_dict`. In a
         group, both are those of the joint batch; see `step`.
@@ -162,7 +163,7 @@ class TrainingSession:
         return self._train(batch, weight), self._steps.gradients()
 
     def evaluate(self, batch: Sequence[Array]) -> Evaluation:
-        """Loss and model outputs on (*inputs, target) in eval mode, with the current state."""
+        """Compute loss and model outputs on (*inputs, target) in eval mode, with the current state."""
         onnxruntime = import_onnxruntime()
         if self._evaluation is None:
             self._evaluation = self._open(self._load(self._paths.evaluation), self._paths.evaluation)
@@ -176,12 +177,12 @@ class TrainingSession:
         return Evaluation(float(loss), {name: np.array(array) for name, array in zip(wanted[1:], outputs)})
 
     def state_dict(self) -> dict[str, Array]:
-        """Copies of parameters and buffers under torch's names, as the model's state_dict has them."""
+        """Return copies of parameters and buffers under torch's names, as the model's state_dict has them."""
         tensors = {name: self._state.get(name) for name in self._named(Kind.PARAMETER, Kind.BUFFER)}
         return {**tensors, **{alias: tensors[name] for alias, name in self._description.aliases.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Takes over parameters and buffers: NumPy arrays or what NumPy converts, such as torch tensors.
+        """Load parameters and buffers: NumPy arrays or objects that NumPy converts, such as torch tensors.
 
         The optimizer's state stays. strict: every name must be there; else those that are missing stay.
 
@@ -193,22 +194,22 @@ class TrainingSession:
         self._set({name: arrays[name] for name in self._named(Kind.PARAMETER, Kind.BUFFER)})
 
     def check(self, batch: Sequence[Array]) -> None:
-        """Raises UsageError for a batch that `step` would refuse; nothing is run."""
+        """Raise UsageError for a batch that `step` would refuse; nothing is run."""
         self._feeds(batch, self._steps.inputs, may_be_empty=self._steps.takes_no_rows)
 
     def gather(self, numbers: Sequence[float]) -> Array:
-        """A row of numbers from every process of the group, float64 (processes, n), in the order of ranks."""
+        """Gather a row of numbers from every process of the group: float64 (processes, n), in the order of ranks."""
         return self._steps.gather(numbers)
 
     def save_checkpoint(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
-        """Writes all state, the optimizer's and the seed included, as one safetensors file, atomically.
+        """Write all state, the optimizer's and the seed included, as one safetensors file, atomically.
 
         metadata: further entries for the file's header. In a group the state is the same everywhere: rank 0 saves.
         """
         files.save_state({name: self._state.get(name) for name in self._state.names()}, path, metadata)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Goes on from a checkpoint: the steps that follow give the bits they would have given without a stop.
+        """Resume from a checkpoint; the following steps are bit-exact, as if training had not stopped.
 
         The learning rate is not part of it. Raises UsageError for the checkpoint of another model, which lists
         what differs, and MalformedModelError for a file that is damaged. In a group every process loads it.
@@ -217,7 +218,7 @@ class TrainingSession:
         self._set(compare(current, files.load_state(path), os.fspath(path)))
 
     def export_inference(self, path: str | os.PathLike[str], *, verify: bool = True) -> FoldResult:
-        """Writes the model with the current weights for inference: batch norms folded, compared with the unfolded.
+        """Write the model with the current weights for inference: batch norms folded, compared with the unfolded.
 
         Raises VerificationError when the folded model differs; no file is written.
         """
@@ -235,7 +236,7 @@ class TrainingSession:
         return model
 
     def _open(self, model: ir.Model, path: str) -> Any:
-        """A session for a graph of `path` as it was checked: ONNX Runtime opens no file itself."""
+        """Open a session for a checked graph of `path`: ONNX Runtime opens no file itself."""
         options = self._options if self._options is not None else import_onnxruntime().SessionOptions()
         if set(model.opset_imports) - {""}:
             library.register(options, training=True)
@@ -279,7 +280,7 @@ class TrainingSession:
     def _feeds(
         self, batch: Sequence[Array], inputs: Mapping[str, Any], *, may_be_empty: bool = False
     ) -> dict[str, Array]:
-        """The arrays of a batch by name, checked against the inputs of a graph."""
+        """Return the arrays of a batch by name, checked against the inputs of a graph."""
         names = self._description.inputs
         if len(batch) != len(names):
             raise UsageError(f"batch: got {len(batch)} arrays, expected {len(names)}: {', '.join(names)}")

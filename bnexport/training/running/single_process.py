@@ -1,4 +1,4 @@
-"""The steps of a session that trains in one process; `parallel` makes those of several."""
+"""Steps of a session in one process; `parallel` runs those of several."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SingleProcess:
     def run(
         self, feeds: Mapping[str, Array], rows: int, weight: float | None, learning_rate: float, outputs: Sequence[str]
     ) -> tuple[float, list[Array]]:
-        """One step. Returns the loss and the outputs."""
+        """Run one step. Return the loss and the outputs."""
         del rows, weight  # one process has all of the loss
         if LEARNING_RATE in self.inputs:
             feeds = {**feeds, LEARNING_RATE: np.array(learning_rate, np.float64)}
@@ -41,15 +41,15 @@ class SingleProcess:
         return float(loss), arrays[: len(outputs)]
 
     def gradients(self) -> dict[str, Array]:
-        """Those of the last step, by parameter name, of a graph in mode "gradients"."""
+        """Return the gradients of the last step, by parameter name, of a graph in mode "gradients"."""
         return self._gradients
 
     def gather(self, row: Sequence[float]) -> Array:
-        """The row, as that of the only process."""
+        """Return the row as that of the only process."""
         return np.array([row], np.float64)
 
     def invalidate(self) -> None:
-        """The state was set from outside."""
+        """Ignore that the state was set from outside."""
 
     def refuse(self) -> None:
-        """A batch was refused before the step."""
+        """Ignore that a batch was refused before the step."""

@@ -1,4 +1,4 @@
-"""The state of a training session: named tensors in two sets of memory that change places.
+"""State of a training session: named tensors in two sets of buffers, swapped after each step.
 
 A step reads one set and writes the other, so that nothing is copied and a step that fails leaves the state
 as it was. One set would not do: a runtime may write a new parameter before its old value was read last.
@@ -31,16 +31,16 @@ class State:
         return list(self._read)
 
     def get(self, name: str) -> Array:
-        """A copy of the current value."""
+        """Return a copy of the current value."""
         return np.array(self._read[name].numpy())
 
     def set(self, values: Mapping[str, Array]) -> None:
-        """Overwrites current values; shapes and types are those of the state."""
+        """Overwrite current values; shapes and types are those of the state."""
         for name, value in values.items():
             self._read[name].update_inplace(np.ascontiguousarray(value).reshape(value.shape))
 
     def bind(self, session: Any, fixed: Mapping[str, Any] | None = None) -> Stage:
-        """`session` with the state in place as its inputs `name` and outputs `name.new`.
+        """Bind `session` to the state in place, as its inputs `name` and outputs `name.new`.
 
         fixed: OrtValues of further inputs and outputs, which stay where they are.
         """
@@ -48,14 +48,14 @@ class State:
         return Stage(self, session, [_binding(session, read, write, fixed or {}) for read, write in pairs])
 
     def advance(self) -> None:
-        """Makes the new values the current ones, once every stage of a step has run."""
+        """Make the new values the current ones, once every stage of a step has run."""
         old = {name: self._read[name] for name in self._write}
         self._read.update(self._write)
         self._write = old
         self.turn = 1 - self.turn
 
     def ort_values(self) -> Iterator[tuple[str, Any]]:
-        """The current values where they lie."""
+        """Return the current values without a copy."""
         yield from self._read.items()
 
 
@@ -68,7 +68,7 @@ class Stage:
         self._bindings = bindings
 
     def run(self, feeds: Mapping[str, Array], outputs: Sequence[str] = ()) -> list[Array]:
-        """Reads current values, writes new ones. Returns copies of `outputs`, which are neither state nor fixed."""
+        """Read current values, write new ones. Return copies of `outputs`, which are neither state nor fixed."""
         binding, bound = self._bindings[self._state.turn]
         for name, value in feeds.items():
             binding.bind_cpu_input(name, value)
@@ -82,7 +82,7 @@ class Stage:
 def _binding(
     session: Any, read: Mapping[str, Any], write: Mapping[str, Any], fixed: Mapping[str, Any]
 ) -> tuple[Any, list[str]]:
-    """A binding, and the outputs that are bound in it."""
+    """Create a binding; return it with the outputs that are bound in it."""
     binding = session.io_binding()
     sources = {**read, **fixed}
     for value in session.get_inputs():
@@ -96,13 +96,13 @@ def _binding(
 
 
 def changing(session: Any, names: Iterable[str]) -> list[str]:
-    """The state tensors that a step of `session` replaces."""
+    """Return the state tensors that a step of `session` replaces."""
     outputs = {value.name for value in session.get_outputs()}
     return [name for name in names if name + NEW_SUFFIX in outputs]
 
 
 def compare(expected: Mapping[str, Array], given: Mapping[str, Array], what: str) -> dict[str, Array]:
-    """`given` in the types of `expected`.
+    """Return `given` in the types of `expected`.
 
     Raises UsageError that lists missing and unexpected names, shapes and types that differ.
     """

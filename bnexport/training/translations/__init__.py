@@ -1,4 +1,4 @@
-"""ONNX translations for the operators of a traced training step.
+"""ONNX translations of the operators of a traced training step.
 
     recorded = make_fx(step, decompositions(), tracing_mode="symbolic")(...)     # within interpolation.Interpolation()
     program = torch.export.export(recorded, ...)
@@ -76,7 +76,7 @@ _TRANSLATIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
 def translation_table(
     standard_ops_only: bool = False, with_cpu_kernels: bool = False
 ) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """Translations for `torch.onnx.export(custom_translation_table=...)`, by operator overload.
+    """Return translations for `torch.onnx.export(custom_translation_table=...)`, by operator overload.
 
     standard_ops_only: batch norm in standard ONNX operators instead of MMCVSyncBatchNorm and
     MMCVSyncBatchNormGrad, for runtimes that cannot load the custom-op library. with_cpu_kernels: the
@@ -95,7 +95,7 @@ def translation_table(
 
 
 def _function(method: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.onnx writes an attribute on each translation, which a bound method refuses."""
+    """Wrap a translation as a function: torch.onnx writes an attribute on it, which a bound method refuses."""
 
     def translate(*args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs)
@@ -104,7 +104,7 @@ def _function(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """torch.export's decompositions, less those of operators that the table translates."""
+    """Return torch.export's decompositions without those of operators that the table translates."""
     translated = translation_table(with_cpu_kernels=True)
     return {
         target: function

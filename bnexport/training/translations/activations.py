@@ -14,26 +14,26 @@ from bnexport.training.translations.values import constant, op
 
 
 def threshold_backward(grad_output: Any, self: Any, threshold: float) -> Any:
-    """aten::threshold_backward, the gradient of ReLU."""
+    """Translate aten::threshold_backward, the gradient of ReLU."""
     zero = constant(0.0, grad_output.dtype)
     return op.Where(op.LessOrEqual(self, constant(threshold, self.dtype)), zero, grad_output)
 
 
 def hardtanh_backward(grad_output: Any, self: Any, min_val: float, max_val: float) -> Any:
-    """aten::hardtanh_backward, also the gradient of ReLU6."""
+    """Translate aten::hardtanh_backward, also the gradient of ReLU6."""
     low = op.LessOrEqual(self, constant(min_val, self.dtype))
     high = op.GreaterOrEqual(self, constant(max_val, self.dtype))
     return op.Where(op.Or(low, high), constant(0.0, grad_output.dtype), grad_output)
 
 
 def silu_backward(grad_output: Any, input: Any) -> Any:
-    """aten::silu_backward."""
+    """Translate aten::silu_backward."""
     s, one = op.Sigmoid(input), constant(1.0, input.dtype)
     return op.Mul(grad_output, op.Mul(s, op.Add(one, op.Mul(input, op.Sub(one, s)))))
 
 
 def mish_backward(grad_output: Any, input: Any) -> Any:
-    """aten::mish_backward."""
+    """Translate aten::mish_backward."""
     s, t = op.Sigmoid(input), op.Tanh(op.Softplus(input))
     slope = op.Mul(op.Mul(input, s), op.Sub(constant(1.0, input.dtype), op.Mul(t, t)))
     return op.Mul(grad_output, op.Add(t, slope))

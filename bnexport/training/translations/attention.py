@@ -29,7 +29,7 @@ def attention(
     attn_mask: Any = None,
     scale: float | None = None,
 ) -> tuple[Any, Any]:
-    """aten::_scaled_dot_product_flash_attention_for_cpu: output and logsumexp.
+    """Translate aten::_scaled_dot_product_flash_attention_for_cpu: output and logsumexp.
 
     query (N, H, L, E), key (N, H, S, E), value (N, H, S, E); torch comes here without dropout only.
     The gradient recomputes P, so logsumexp is left out.
@@ -52,7 +52,7 @@ def attention_backward(
     attn_mask: Any = None,
     scale: float | None = None,
 ) -> tuple[Any, Any, Any]:
-    """aten::_scaled_dot_product_flash_attention_for_cpu_backward: gradients of query, key and value."""
+    """Translate aten::_scaled_dot_product_flash_attention_for_cpu_backward: gradients of query, key and value."""
     del logsumexp, dropout_p
     factor = _scale(query, scale)
     P = _probabilities(query, key, is_causal, attn_mask, factor)

@@ -27,7 +27,7 @@ def avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
-    """ceil_mode needs static sizes."""
+    """Translate average pooling; ceil_mode needs static sizes."""
     rank = len(sizes(input)) - 2
     kernel, pads = spread(kernel_size, rank), spread(padding, rank)
     strides = spread(stride, rank) if len(stride) else kernel
@@ -48,6 +48,6 @@ def avg_pool(
 
 
 def _correction(size: int, k: int, s: int, p: int, end: int) -> np.ndarray:
-    """k over the number of values that torch counts, for each window of a dimension."""
+    """Compute k over the number of values that torch counts, for each window of a dimension."""
     starts = np.arange((size + p + end - k) // s + 1) * s
     return k / (np.minimum(starts + k, size + 2 * p) - starts)

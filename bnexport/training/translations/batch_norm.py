@@ -1,4 +1,4 @@
-"""Batch norm of every kind, as our nodes or as standard operators.
+"""Batch norm of every kind, as custom nodes or as standard operators.
 
     aten::_native_batch_norm_legit_functional, _native_batch_norm_legit (with and without statistics),
     aten::native_batch_norm_backward, bnexport::sync_batch_norm, bnexport::sync_batch_norm_backward
@@ -34,7 +34,7 @@ _GRADIENT_NODE = Op(_MMCV, schema.SYNC_BATCH_NORM_GRAD.name, schema.op_schema(sc
 
 
 class BatchNorm:
-    """The translations; `standard_ops_only` chooses between our nodes and standard operators."""
+    """Translations of batch norm; `standard_ops_only` chooses between custom nodes and standard operators."""
 
     def __init__(self, standard_ops_only: bool) -> None:
         self._standard = standard_ops_only
@@ -50,7 +50,9 @@ class BatchNorm:
         momentum: float,
         eps: float,
     ) -> tuple[Any, ...]:
-        """aten::_native_batch_norm_legit_functional -> output, saved_mean, saved_invstd, running statistics."""
+        """Translate aten::_native_batch_norm_legit_functional -> output, saved_mean, saved_invstd, running
+        statistics.
+        """
         y, new_mean, new_var, mean, invstd = self._forward(
             input, running_mean, running_var, weight, bias, training, momentum, eps
         )
@@ -59,7 +61,7 @@ class BatchNorm:
     def no_stats(
         self, input: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
     ) -> tuple[Any, ...]:
-        """aten::_native_batch_norm_legit.no_stats -> output, saved_mean, saved_invstd."""
+        """Translate aten::_native_batch_norm_legit.no_stats -> output, saved_mean, saved_invstd."""
         y, _, _, mean, invstd = self._forward(input, None, None, weight, bias, training, momentum, eps)
         return y, mean, invstd
 
@@ -76,14 +78,14 @@ class BatchNorm:
         eps: float,
         output_mask: Sequence[bool],
     ) -> tuple[Any, ...]:
-        """aten::native_batch_norm_backward -> grad_input, grad_weight, grad_bias."""
+        """Translate aten::native_batch_norm_backward -> grad_input, grad_weight, grad_bias."""
         if not training:
             saved_mean = running_mean
             saved_invstd = op.Reciprocal(op.Sqrt(op.Add(running_var, constant(eps, _statistics_type(input)))))
         return self._backward(grad_output, input, weight, saved_mean, saved_invstd, training, output_mask)
 
     def sync(self, *arguments: Any) -> tuple[Any, ...]:
-        """bnexport::sync_batch_norm."""
+        """Translate bnexport::sync_batch_norm."""
         data, running_mean, running_var, weight, bias, training, momentum, eps, *group = arguments
         y, new_mean, new_var, mean, invstd = self._forward(
             data, running_mean, running_var, weight, bias, training, momentum, eps, GroupSpec(*group)
@@ -98,7 +100,7 @@ class BatchNorm:
     schema.TORCH_SYNC_BATCH_NORM.sign(sync, "self")
 
     def sync_backward(self, *arguments: Any) -> tuple[Any, ...]:
-        """bnexport::sync_batch_norm_backward."""
+        """Translate bnexport::sync_batch_norm_backward."""
         grad_output, data, weight, saved_mean, saved_invstd, training, output_mask, *group = arguments
         mean, invstd = (_in_statistics_type(vector, data) for vector in (saved_mean, saved_invstd))
         return self._backward(grad_output, data, weight, mean, invstd, training, output_mask, GroupSpec(*group))
@@ -181,7 +183,7 @@ def _statistics_type(input: Any) -> ir.DataType:
 
 
 def _in_statistics_type(vector: Any, input: Any) -> Any:
-    """`vector` in S; a cast that only widened it is skipped."""
+    """Cast `vector` to S; skip a cast that only widened it."""
     if vector is None:
         return None
     S = _statistics_type(input)
@@ -194,14 +196,14 @@ def _in_statistics_type(vector: Any, input: Any) -> Any:
 
 
 def _in_type_of(gradient: Any, weight: Any) -> Any:
-    """Gradients come in S; those of a half-precision parameter have its type."""
+    """Cast gradients from S to the type of a half-precision parameter."""
     if gradient is None or weight is None or weight.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
         return gradient
     return op.CastLike(gradient, weight)
 
 
 def _axes(input: Any) -> Any:
-    """The axes over which statistics go: those that a (C,) vector lacks."""
+    """Return the axes of the statistics: those that a (C,) vector lacks."""
     return ints([0, *range(2, len(sizes(input)))])
 
 
@@ -252,7 +254,7 @@ def _standard_backward(
 
 
 def _count(x: Any) -> Any:
-    """n: values for each channel."""
+    """Compute n, the number of values for each channel."""
     return op.Div(op.Size(x), op.Squeeze(op.Shape(x, start=1, end=2)))
 
 

@@ -60,7 +60,7 @@ def convolution_backward(
     input_form: Callable[[Any, Any, Geometry], Any] = input_gradient,
     weight_form: Callable[[Any, Any, Geometry], Any] = weight_gradient,
 ) -> tuple[Any, ...]:
-    """grad_input, grad_weight and grad_bias, with static sizes but for the batch.
+    """Compute grad_input, grad_weight and grad_bias, with static sizes except for the batch.
 
     input_form, weight_form: what makes the gradients from (grad_output, weight) and (input, grad_output).
     """

@@ -111,7 +111,7 @@ def _max_pool_backward(
     ceil_mode: bool,
     indices: Any,
 ) -> Any:
-    """The kernel finds the maxima again, so that the forward's indices are not needed."""
+    """Translate max pooling's gradient; the kernel finds the maxima again and needs no indices of the forward."""
     if len(sizes(self)) != 4 or not _is_float32(grad_output, self):
         return max_pooling.max_pool_backward(grad_output, self, indices)
     kernel, pads, dilations = (spread(numbers, 2) for numbers in (kernel_size, padding, dilation))

@@ -1,4 +1,4 @@
-"""The gradient of a convolution by its input, in the form that ONNX Runtime computes fastest.
+"""Gradient of a convolution by its input, in the form that ONNX Runtime computes fastest.
 
     dx[n, c, y] = sum over o, k, i with s i + d k - p = y of  w[o, c, k] g[n, o, i]
 
@@ -30,34 +30,38 @@ from bnexport.training.translations.values import ints, op, reshape
 _SMALL_PLANE = 64
 
 
-class Form(enum.Enum):
+class InputGradientForm(enum.Enum):
     TRANSPOSED = "transposed"
     TURNED = "turned"
     SUMMED = "summed"
 
 
-def possible(shape: Geometry, form: Form) -> bool:
-    if form is Form.TRANSPOSED:
+def possible(shape: Geometry, form: InputGradientForm) -> bool:
+    if form is InputGradientForm.TRANSPOSED:
         return True
     if any(s > 1 for s in shape.stride):
         return False
-    if form is Form.TURNED:
+    if form is InputGradientForm.TURNED:
         return all(p <= d * (k - 1) for p, d, k in zip(shape.padding, shape.dilation, shape.kernel))
     return shape.groups == 1 and math.prod(shape.kernel) <= MANY_TAPS
 
 
-def choose(shape: Geometry) -> Form:
-    """The form for a shape; a pure function, so that a graph is the same on every machine."""
-    if possible(shape, Form.TURNED) and (math.prod(shape.kernel) == 1 or shape.groups > 1):
-        return Form.TURNED
-    if possible(shape, Form.SUMMED) and math.prod(shape.plane) <= _SMALL_PLANE:
-        return Form.SUMMED
-    return Form.TRANSPOSED
+def choose(shape: Geometry) -> InputGradientForm:
+    """Choose the form for a shape; a pure function, so that a graph is the same on every machine."""
+    if possible(shape, InputGradientForm.TURNED) and (math.prod(shape.kernel) == 1 or shape.groups > 1):
+        return InputGradientForm.TURNED
+    if possible(shape, InputGradientForm.SUMMED) and math.prod(shape.plane) <= _SMALL_PLANE:
+        return InputGradientForm.SUMMED
+    return InputGradientForm.TRANSPOSED
 
 
-def input_gradient(g: Any, weight: Any, shape: Geometry, form: Form | None = None) -> Any:
-    """dx (N, channels, *extents) of g (N, outputs, *plane) and weight (outputs, channels / groups, *kernel)."""
-    function = {Form.TRANSPOSED: _transposed, Form.TURNED: _turned, Form.SUMMED: _summed}[form or choose(shape)]
+def input_gradient(g: Any, weight: Any, shape: Geometry, form: InputGradientForm | None = None) -> Any:
+    """Compute dx (N, channels, *extents) of g (N, outputs, *plane) and weight (outputs, channels / groups, *kernel)."""
+    function = {
+        InputGradientForm.TRANSPOSED: _transposed,
+        InputGradientForm.TURNED: _turned,
+        InputGradientForm.SUMMED: _summed,
+    }[form or choose(shape)]
     return function(g, weight, shape)
 
 
@@ -86,7 +90,7 @@ def _turned(g: Any, weight: Any, shape: Geometry) -> Any:
 
 
 def _exchanged(weight: Any, shape: Geometry) -> Any:
-    """(O, C / G, *K) as (C, O / G, *K)."""
+    """Swap the first two axes within groups: (O, C / G, *K) becomes (C, O / G, *K)."""
     groups = shape.groups
     ins, outs = shape.channels // groups, shape.outputs // groups
     if ins == outs == 1:
@@ -97,7 +101,7 @@ def _exchanged(weight: Any, shape: Geometry) -> Any:
 
 
 def _summed(g: Any, weight: Any, shape: Geometry) -> Any:
-    """g (N *plane, O) times weight (O, *K C), then each tap's (N, *plane, C) moved to where it belongs."""
+    """Multiply g (N *plane, O) by weight (O, *K C), then add each tap's (N, *plane, C) at its position."""
     taps = math.prod(shape.kernel)
     rows = reshape(op.Transpose(g, perm=[0, *shape.spatial, 1]), [-1, shape.outputs])
     columns = reshape(op.Transpose(weight, perm=[0, *shape.spatial, 1]), [shape.outputs, taps * shape.channels])

@@ -42,7 +42,7 @@ interpolate_backward = torch.ops.bnexport.interpolate_backward.default
 
 
 def _aten(rank: int, mode: str, align_corners: bool, antialias: bool, suffix: str) -> Callable[..., Tensor]:
-    """The aten operator, of the sizes and scales alone."""
+    """Compute the aten operator from the sizes and scales alone."""
     name = _OPERATORS[mode][rank - 1]
     overload = getattr(_ATEN, f"_{name}_aa{suffix}" if antialias else f"{name}{suffix}").default
     corners = [] if mode.startswith("nearest") else [align_corners]
@@ -86,7 +86,7 @@ torch.library.register_autograd("bnexport::interpolate", _differentiate, setup_c
 
 
 class Interpolation(TorchFunctionMode):
-    """While active, torch.nn.functional.interpolate is bnexport::interpolate, with static spatial sizes."""
+    """Context in which torch.nn.functional.interpolate is bnexport::interpolate, with static spatial sizes."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

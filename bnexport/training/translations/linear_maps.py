@@ -24,13 +24,13 @@ _ATEN = torch.ops.aten
 
 
 def matrix(size: int, operator: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
-    """M (out, in) of an operator on the last dimension of (1, N, in)."""
+    """Compute the matrix M (out, in) of an operator on the last dimension of (1, N, in)."""
     identity = torch.eye(size, dtype=torch.float64)[None]
     return operator(identity)[0].T.numpy()
 
 
 def push_forward(input: Any, matrices: Sequence[np.ndarray]) -> Any:
-    """M_1 x M_2^T ...: one matrix product for each dimension that changes."""
+    """Compute M_1 x M_2^T ...: one matrix product for each dimension that changes."""
     extents = [M.shape[1] for M in matrices]
     result = input
     # Dimensions that shrink first: the products after them are smaller. Then the last: one large product.
@@ -49,7 +49,7 @@ def push_forward(input: Any, matrices: Sequence[np.ndarray]) -> Any:
 
 
 def pull_back(grad_output: Any, matrices: Sequence[np.ndarray]) -> Any:
-    """M_1^T g M_2 ...: the gradient by the input."""
+    """Compute M_1^T g M_2 ...: the gradient by the input."""
     return push_forward(grad_output, [M.T for M in matrices])
 
 
@@ -63,7 +63,7 @@ def avg_pool_backward(
     count_include_pad: bool,
     divisor_override: int | None = None,
 ) -> Any:
-    """aten::avg_pool2d_backward and aten::avg_pool3d_backward."""
+    """Translate aten::avg_pool2d_backward and aten::avg_pool3d_backward."""
     extents = static_sizes(input, 2, "aten::avg_pool{}d_backward")
     rank = len(extents)
     kernel, pads = spread(kernel_size, rank), spread(padding, rank)
@@ -88,13 +88,13 @@ def _avg_pool1d(
 
 
 def adaptive_avg_pool(input: Any, output_size: Sequence[int]) -> Any:
-    """aten::_adaptive_avg_pool2d and aten::_adaptive_avg_pool3d, with static sizes."""
+    """Translate aten::_adaptive_avg_pool2d and aten::_adaptive_avg_pool3d, with static sizes."""
     pairs = zip(static_sizes(input, 2, "aten::_adaptive_avg_pool{}d"), output_size)
     return push_forward(input, [_adaptive(size, out) for size, out in pairs])
 
 
 def adaptive_avg_pool_backward(grad_output: Any, input: Any) -> Any:
-    """aten::_adaptive_avg_pool2d_backward and aten::_adaptive_avg_pool3d_backward, with static sizes."""
+    """Translate aten::_adaptive_avg_pool2d_backward and aten::_adaptive_avg_pool3d_backward, with static sizes."""
     name = "aten::_adaptive_avg_pool{}d_backward"
     pairs = zip(static_sizes(input, 2, name), static_sizes(grad_output, 2, name))
     return pull_back(grad_output, [_adaptive(size, out) for size, out in pairs])
@@ -105,7 +105,7 @@ def _adaptive(size: int, out: int) -> np.ndarray:
 
 
 def replication_pad_backward(grad_output: Any, input: Any, padding: Sequence[int]) -> Any:
-    """aten::replication_pad1d_backward, _2d and _3d, with static sizes."""
+    """Translate aten::replication_pad1d_backward, _2d and _3d, with static sizes."""
     extents = static_sizes(input, 2, "aten::replication_pad{}d_backward")
     sides = [int(width) for width in padding]
     ends = list(zip(sides[::2], sides[1::2]))[::-1]

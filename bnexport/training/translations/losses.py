@@ -18,7 +18,7 @@ _NONE, _MEAN = 0, 1
 
 
 def nll_loss_forward(self: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> tuple[Any, Any]:
-    """self (C,) or (N, C, *), target () or (N, *) int64, weight (C,): the loss and total_weight ()."""
+    """Translate self (C,) or (N, C, *), target () or (N, *) int64, weight (C,) to the loss and total_weight ()."""
     classes = 0 if len(sizes(self)) == 1 else 1
     kept = op.Not(op.Equal(target, constant(ignore_index, ir.DataType.INT64)))
     valid = op.Where(kept, target, constant(0, ir.DataType.INT64))

@@ -31,7 +31,7 @@ def max_pool_with_indices(
     dilation: Sequence[int] = (1,),
     ceil_mode: bool = False,
 ) -> tuple[Any, Any]:
-    """aten::max_pool2d_with_indices and aten::max_pool3d_with_indices: output and int64 indices.
+    """Translate aten::max_pool2d_with_indices and aten::max_pool3d_with_indices: output and int64 indices.
 
     ceil_mode needs static sizes.
     """
@@ -52,7 +52,7 @@ def max_pool_with_indices(
 
 
 def _without_padding(indices: Any, input: Any, beyond: Sequence[int]) -> Any:
-    """Indices of a plane whose dimensions were `beyond` longer, as indices of the input's plane."""
+    """Convert indices of a plane whose dimensions were `beyond` longer to indices of the input's plane."""
     extents = static_sizes(input, 2, _NAME)
     result, stride, rest = None, 1, indices
     for extent, more in zip(reversed(extents), reversed(beyond)):
@@ -64,7 +64,8 @@ def _without_padding(indices: Any, input: Any, beyond: Sequence[int]) -> Any:
 
 
 def adaptive_max_pool(input: Any, output_size: Sequence[int]) -> tuple[Any, Any]:
-    """aten::adaptive_max_pool2d and aten::adaptive_max_pool3d, with static sizes: output and int64 indices.
+    """Translate aten::adaptive_max_pool2d and aten::adaptive_max_pool3d, with static sizes: output and int64
+    indices.
 
     Each window is gathered, short ones with their first value again, and its maximum picked.
     """
@@ -81,7 +82,7 @@ def adaptive_max_pool(input: Any, output_size: Sequence[int]) -> tuple[Any, Any]
 
 
 def _adaptive_windows(extents: Sequence[int], outs: Sequence[int]) -> np.ndarray:
-    """(windows, positions in the plane): window i of n covers floor(i L / n) to ceil((i + 1) L / n)."""
+    """Return (windows, positions in the plane): window i of n covers floor(i L / n) to ceil((i + 1) L / n)."""
     edges = [
         [(i * extent // out, -(-(i + 1) * extent // out)) for i in range(out)] for extent, out in zip(extents, outs)
     ]
@@ -94,7 +95,9 @@ def _adaptive_windows(extents: Sequence[int], outs: Sequence[int]) -> np.ndarray
 
 
 def max_pool_backward(grad_output: Any, input: Any, *arguments: Any, **names: Any) -> Any:
-    """aten::max_pool2d_with_indices_backward, _3d, and adaptive_max_pool2d_backward, _3d: indices come last."""
+    """Translate aten::max_pool2d_with_indices_backward, _3d, and adaptive_max_pool2d_backward, _3d: indices come
+    last.
+    """
     indices = names["indices"] if "indices" in names else arguments[-1]
     flat = [0, 0, -1]
     zeros = op.Expand(constant(0.0, grad_output.dtype), op.Shape(input))

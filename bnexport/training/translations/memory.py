@@ -12,7 +12,7 @@ from bnexport.training.translations.values import constant, ints, op
 
 
 def empty_permuted(size: Sequence[Any], physical_layout: Sequence[int], dtype: int = -1, **_: Any) -> Any:
-    """aten::empty_permuted, with zeros; `size` holds numbers and the values of dynamic sizes."""
+    """Translate aten::empty_permuted, with zeros; `size` holds numbers and the values of dynamic sizes."""
     del physical_layout
     kind = ir.DataType(dtype) if dtype > 0 else ir.DataType.FLOAT
     parts = [op.Reshape(part, ints([1])) if isinstance(part, ir.Value) else ints([part]) for part in size]

@@ -1,4 +1,4 @@
-"""Arithmetic with a number that depends on the batch size, which torch.onnx takes for a constant."""
+"""Arithmetic with a number that depends on the batch size; torch.onnx would make it a constant."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bnexport.training.translations.values import constant, op
 
 
 def with_scalar(operator: str) -> Callable[..., Any]:
-    """aten::mul.Scalar and its like: `operator` (ONNX) of a tensor and a number."""
+    """Translate aten::mul.Scalar and similar: `operator` (ONNX) of a tensor and a number."""
 
     def translate(self: Any, other: Any) -> Any:
         number = op.CastLike(other, self) if isinstance(other, ir.Value) else constant(other, self.dtype)

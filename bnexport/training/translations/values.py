@@ -1,4 +1,4 @@
-"""Constants and sizes: what every translation needs."""
+"""Constants and sizes for the translations."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ op: Any = opset18
 
 
 def ints(values: Sequence[int]) -> Any:
-    """A constant int64 vector."""
+    """Return a constant int64 vector."""
     return op.Constant(value_ints=[int(value) for value in values])
 
 
 def constant(value: np.ndarray | float, dtype: ir.DataType) -> Any:
-    """A constant of any rank, rounded once to its type.
+    """Return a constant of any rank, rounded once to its type.
 
     Types and shapes are known of an operator's arguments; values that a translation makes have none yet.
     """
@@ -29,12 +29,12 @@ def constant(value: np.ndarray | float, dtype: ir.DataType) -> Any:
 
 
 def sizes(value: Any) -> list[int | None]:
-    """The shape of `value`; None for a dynamic size."""
+    """Return the shape of `value`; None for a dynamic size."""
     return [size if isinstance(size, int) else None for size in value.shape]
 
 
 def static_sizes(value: Any, first: int, operator: str) -> list[int]:
-    """The sizes of `value` from dimension `first` on, which have to be static for `operator`.
+    """Return the sizes of `value` from dimension `first` on, which have to be static for `operator`.
 
     A {} in the operator's name stands for the number of spatial dimensions.
     """
@@ -50,7 +50,7 @@ def static_sizes(value: Any, first: int, operator: str) -> list[int]:
 
 
 def spread(values: Sequence[int] | int, count: int) -> list[int]:
-    """torch's sizes of a window: one number stands for all `count` dimensions."""
+    """Expand torch's sizes of a window: one number stands for all `count` dimensions."""
     numbers = [values] if isinstance(values, int) else [int(value) for value in values]
     return numbers * count if len(numbers) == 1 else numbers
 
@@ -65,5 +65,5 @@ def crop(value: Any, starts: Sequence[int], ends: Sequence[int], axes: Sequence[
 
 
 def only_needed(gradients: Iterable[Any]) -> tuple[Any, ...]:
-    """Outputs for torch.onnx, which cannot take None: an unused constant in its place."""
+    """Return outputs for torch.onnx, which does not support None: an unused constant in its place."""
     return tuple(op.Constant(value_float=0.0) if gradient is None else gradient for gradient in gradients)

@@ -1,4 +1,4 @@
-"""The gradient of a convolution by its weight, in the form that ONNX Runtime computes fastest.
+"""Gradient of a convolution by its weight, in the form that ONNX Runtime computes fastest.
 
     dw[o, c, k] = sum_n,i  g[n, o, i] x[n, c, s i + d k - p]
 
@@ -33,40 +33,44 @@ from bnexport.training.translations.values import crop, ints, op, reshape
 _FEW_CHANNELS = 8
 
 
-class Form(enum.Enum):
+class WeightGradientForm(enum.Enum):
     TAPS = "taps"
     DEPTHWISE = "depthwise"
     PRODUCTS = "products"
     CONVOLUTION = "convolution"
 
 
-def possible(shape: Geometry, form: Form) -> bool:
+def possible(shape: Geometry, form: WeightGradientForm) -> bool:
     taps = math.prod(shape.kernel)
-    if form is Form.TAPS:
+    if form is WeightGradientForm.TAPS:
         return shape.groups == 1 and taps <= MANY_TAPS
-    if form is Form.DEPTHWISE:
+    if form is WeightGradientForm.DEPTHWISE:
         return shape.groups == shape.channels == shape.outputs and taps <= MANY_TAPS
-    return form is Form.CONVOLUTION or (shape.groups == 1 and taps == 1 and not any(shape.padding))
+    return form is WeightGradientForm.CONVOLUTION or (shape.groups == 1 and taps == 1 and not any(shape.padding))
 
 
-def choose(shape: Geometry) -> Form:
-    """The form for a shape; a pure function, so that a graph is the same on every machine."""
-    if possible(shape, Form.PRODUCTS):
+def choose(shape: Geometry) -> WeightGradientForm:
+    """Choose the form for a shape; a pure function, so that a graph is the same on every machine."""
+    if possible(shape, WeightGradientForm.PRODUCTS):
         # Worth it while the products to be summed are no larger than what TAPS would transpose.
         transposed = math.prod(shape.plane) * (shape.channels + shape.outputs)
-        return Form.PRODUCTS if transposed >= shape.channels * shape.outputs else Form.TAPS
-    if shape.groups > 1 and possible(shape, Form.DEPTHWISE):
-        return Form.DEPTHWISE
-    return Form.TAPS if possible(shape, Form.TAPS) and shape.channels >= _FEW_CHANNELS else Form.CONVOLUTION
+        return WeightGradientForm.PRODUCTS if transposed >= shape.channels * shape.outputs else WeightGradientForm.TAPS
+    if shape.groups > 1 and possible(shape, WeightGradientForm.DEPTHWISE):
+        return WeightGradientForm.DEPTHWISE
+    return (
+        WeightGradientForm.TAPS
+        if possible(shape, WeightGradientForm.TAPS) and shape.channels >= _FEW_CHANNELS
+        else WeightGradientForm.CONVOLUTION
+    )
 
 
-def weight_gradient(x: Any, g: Any, shape: Geometry, form: Form | None = None) -> Any:
-    """dw (outputs, channels / groups, *kernel)."""
+def weight_gradient(x: Any, g: Any, shape: Geometry, form: WeightGradientForm | None = None) -> Any:
+    """Compute dw (outputs, channels / groups, *kernel)."""
     function = {
-        Form.TAPS: _taps,
-        Form.DEPTHWISE: _depthwise,
-        Form.PRODUCTS: _products,
-        Form.CONVOLUTION: _convolution,
+        WeightGradientForm.TAPS: _taps,
+        WeightGradientForm.DEPTHWISE: _depthwise,
+        WeightGradientForm.PRODUCTS: _products,
+        WeightGradientForm.CONVOLUTION: _convolution,
     }[form or choose(shape)]
     return function(x, g, shape)
 
@@ -76,7 +80,7 @@ def _channels_last(value: Any, shape: Geometry) -> Any:
 
 
 def _each_tap(x: Any, shape: Geometry) -> list[Any]:
-    """(N, *plane, C) for each kernel position in row-major order; channels last, so that copies are long."""
+    """Return (N, *plane, C) for each kernel position in row-major order; channels last, so that copies are long."""
     wide = _channels_last(x, shape)
     if any(shape.padding):
         wide = op.Pad(wide, ints([0, *shape.padding, 0] * 2))
@@ -123,7 +127,7 @@ def _products(x: Any, g: Any, shape: Geometry) -> Any:
 
 
 def _convolution(x: Any, g: Any, shape: Geometry) -> Any:
-    """x^T (C / G, G N, *) * g^T (O, N, *): stride and dilation change places."""
+    """Convolve x^T (C / G, G N, *) with g^T (O, N, *): stride and dilation change places."""
     swap, G = [1, 0, *shape.spatial], shape.groups
     if G == 1:
         data = op.Transpose(x, perm=swap)

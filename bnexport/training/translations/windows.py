@@ -1,4 +1,4 @@
-"""How many windows torch's pooling has, and the padding that gives ONNX as many."""
+"""Number of windows of torch's pooling, and the padding with which ONNX has as many."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def output_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
-    """torch's: with ceil_mode, a window that would start in the padding at the end is left out."""
+    """Return torch's number of windows: with ceil_mode, a window that would start in the end padding is left out."""
     room = size + 2 * padding - dilation * (kernel - 1) - 1
     if not ceil_mode:
         return room // stride + 1
@@ -22,7 +22,7 @@ def end_padding(
     dilation: Sequence[int],
     ceil_mode: bool,
 ) -> list[int]:
-    """The padding at the end of each dimension with which rounding down gives torch's number of windows.
+    """Return the end padding of each dimension with which rounding down gives torch's number of windows.
 
     Runtimes and versions of ONNX disagree on which windows ceil_mode leaves out; this says it.
     """

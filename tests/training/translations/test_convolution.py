@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from bnexport.training.translations import input_gradient
 from bnexport.training.translations.geometry import Geometry
-from bnexport.training.translations.weight_gradient import Form, choose
+from bnexport.training.translations.weight_gradient import WeightGradientForm, choose
 from tests.training.translations.calls import BATCH, Call, check_calls, graph
 from tests.training.translations.cases import case, check
 
@@ -108,13 +108,13 @@ def test_sums_over_many_values():
 @pytest.mark.parametrize(
     ("form", "geometry"),
     [
-        (Form.TAPS, (64, 64, (8, 8), (8, 8), (3, 3), (1, 1), (1, 1), (1, 1), 1)),
-        (Form.CONVOLUTION, (3, 64, (64, 64), (32, 32), (7, 7), (2, 2), (3, 3), (1, 1), 1)),
-        (Form.CONVOLUTION, (64, 64, (8, 8), (8, 8), (3, 3), (1, 1), (1, 1), (1, 1), 32)),
-        (Form.DEPTHWISE, (64, 64, (8, 8), (8, 8), (3, 3), (1, 1), (1, 1), (1, 1), 64)),
-        (Form.CONVOLUTION, (64, 64, (32, 32), (32, 32), (31, 31), (1, 1), (15, 15), (1, 1), 64)),
-        (Form.PRODUCTS, (24, 144, (24, 24), (24, 24), (1, 1), (1, 1), (0, 0), (1, 1), 1)),
-        (Form.TAPS, (160, 960, (3, 3), (3, 3), (1, 1), (1, 1), (0, 0), (1, 1), 1)),
+        (WeightGradientForm.TAPS, (64, 64, (8, 8), (8, 8), (3, 3), (1, 1), (1, 1), (1, 1), 1)),
+        (WeightGradientForm.CONVOLUTION, (3, 64, (64, 64), (32, 32), (7, 7), (2, 2), (3, 3), (1, 1), 1)),
+        (WeightGradientForm.CONVOLUTION, (64, 64, (8, 8), (8, 8), (3, 3), (1, 1), (1, 1), (1, 1), 32)),
+        (WeightGradientForm.DEPTHWISE, (64, 64, (8, 8), (8, 8), (3, 3), (1, 1), (1, 1), (1, 1), 64)),
+        (WeightGradientForm.CONVOLUTION, (64, 64, (32, 32), (32, 32), (31, 31), (1, 1), (15, 15), (1, 1), 64)),
+        (WeightGradientForm.PRODUCTS, (24, 144, (24, 24), (24, 24), (1, 1), (1, 1), (0, 0), (1, 1), 1)),
+        (WeightGradientForm.TAPS, (160, 960, (3, 3), (3, 3), (1, 1), (1, 1), (0, 0), (1, 1), 1)),
     ],
 )
 def test_choice(form, geometry):
