@@ -20,7 +20,7 @@ FORMATS = tuple(SUFFIXES.values())
 
 
 def suggestion(value: str, known: Collection[str]) -> str:
-    """A clause for an error message that names the known value nearest to `value`; empty where none is near."""
+    """Return a clause for an error message that names the known value nearest to `value`; empty where none is near."""
     near = difflib.get_close_matches(value, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -36,7 +36,7 @@ def check_choice(name: str, value: str, allowed: Collection[str]) -> None:
 def choose_format(
     path: str | os.PathLike[str], given: str | None, *, path_name: str = "path", name: str = "format"
 ) -> str:
-    """The format of the file at `path`: the one given, or the one that the suffix names.
+    """Return the format of the file at `path`: the one given, or the one that the suffix names.
 
     Raises UsageError for a format that is none, a suffix that names another one, and an unknown suffix alone.
     """

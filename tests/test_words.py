@@ -57,8 +57,8 @@ NO_VERBS = frozenset(
 # Still to be put in order.
 LATER = ("bnexport/cli/", "bnexport/folding/parallel/", "bnexport/folding/reporting/", "bnexport/verification/")
 LATER_FILES = ("bnexport/exporting/api.py", "bnexport/folding/rules/parallel.py")
-# The contract of a custom operator, and a linear operator of a graph.
-TWINS = {"Operator"}
+# An argument of a torch operator and one of the command line; a custom operator and a linear one of a graph.
+TWINS = {"Argument", "Operator"}
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:

@@ -1,4 +1,4 @@
-"""fold: load, convert, fold, verify, write - in this order, so that nothing unverified is written."""
+"""Function fold: load, convert, fold, verify, then write, so that no unverified file is written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PATIENCE = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class FoldResult:
-    """model: the folded model, the caller's own: a ModelProto where `source` was one, else an onnx_ir.Model.
+    """model: the folded model, owned by the caller: a ModelProto if `source` was one, else an onnx_ir.Model.
 
     report: what was done to it.
     """
@@ -46,7 +46,7 @@ class FoldResult:
     report: FoldReport
 
     def to_dict(self) -> dict[str, Any]:
-        """The report, as the command line prints it with --json."""
+        """Return the report as the command line prints it with --json."""
         return self.report.to_dict()
 
 
@@ -69,7 +69,7 @@ def fold(
     overwrite_input: bool = False,
     external_data: bool | None = None,
 ) -> FoldResult:
-    """Folds every batch norm that can be folded; writes the result to `target` if one is given.
+    """Fold every batch norm that can be folded; write the result to `target` if one is given.
 
     A model that nothing can run is written, and the report says "not verified".
 
@@ -178,7 +178,7 @@ def _notes(staged: Staged | None) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Transformed:
-    """A fold after its work on `model`, and what its result is to be compared with, best first."""
+    """A fold after its changes of `model`, and the references for its verification, best first."""
 
     model: ir.Model
     path: str | None
@@ -196,7 +196,7 @@ def _fold(
     external_data: bool | None,
     options: Options,
 ) -> tuple[_Transformed, Staged | None]:
-    """Everything up to the file that waits for its name; Refused where a weight turns out too late not to fit."""
+    """Fold and stage the file. Raise Refused if a weight is found not to fit its type only while it is written."""
     opened = open_source(source)
     check_selection(opened.model, only=options.only or (), skip=options.skip)
     if target is not None:
@@ -214,7 +214,7 @@ def _fold(
 
 
 def _transform(opened: ModelSource, options: Options, *, keep_references: bool) -> _Transformed:
-    """Converts and folds `opened.model` in place."""
+    """Convert and fold `opened.model` in place."""
     model = opened.model
     before = count(model)
     references = [model.clone()] if keep_references else []
@@ -234,7 +234,7 @@ def _transform(opened: ModelSource, options: Options, *, keep_references: bool) 
 
 
 def _verify(done: _Transformed, candidate: ir.Model, terms: Terms) -> Verification:
-    """Against the first reference that can be run: the original, or else the converted but unfolded graph."""
+    """Verify against the first reference that can be run: the original, else the converted but unfolded graph."""
     result = Verification.skipped("there is no reference")
     for index, reference in enumerate(done.references):
         result = models.compare(reference, candidate, terms, convert_model)
@@ -246,7 +246,7 @@ def _verify(done: _Transformed, candidate: ir.Model, terms: Terms) -> Verificati
 
 
 def _first_wrong_fold(source: Source, options: Options, folds: int, terms: Terms) -> str:
-    """Bisects over the number of folds; a clause for the error message."""
+    """Bisect over the number of folds; return a clause for the error message."""
     terms = dataclasses.replace(terms, patience=_PATIENCE)
     right, wrong, site = 0, folds, None
     while right < wrong:

@@ -78,7 +78,7 @@ def make_folder(target: str) -> str:
 
 
 def write_error(target: str | os.PathLike[str], error: Exception) -> BnexportError:
-    """The error to raise for a file that could not be written: a full or failing disk is no wrong argument."""
+    """Return the error to raise for a file that could not be written: a full or failing disk is no wrong argument."""
     number = error.errno if isinstance(error, OSError) else None
     kind = StorageError if number in _DISK or _FULL.search(str(error)) else UsageError
     reason = (os.strerror(number) if number else None) or str(error)

@@ -1,4 +1,4 @@
-"""A model out, laid out by `encode` and made to appear at once by `staging`."""
+"""Writing of models: serialised by `encode`, moved into place atomically by `staging`."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _THREADS = 4
 
 
 def tensor_total(model: ir.Model) -> int:
-    """Bytes of all tensors."""
+    """Return the number of bytes of all tensors."""
     return sum(size(slot.get()) for slot in walk.tensors(model))
 
 
 def has_external_data(model: ir.Model) -> bool:
-    """Whether tensors lie in other files than the model's own."""
+    """Whether any tensor lies in another file than the model's own."""
     return any(not (isinstance(tensor, ContainedTensor) and tensor.file.is_model) for _, tensor in walk.external(model))
 
 
 def to_proto(model: ir.Model | onnx.ModelProto) -> onnx.ModelProto:
-    """The model with all data inline; a proto as it is. Raises UnsupportedModelError over protobuf's 2 GiB."""
+    """Return the model with all data inline; a proto as it is. Raise UnsupportedModelError over protobuf's 2 GiB."""
     if isinstance(model, onnx.ModelProto):
         return model
     return onnx.ModelProto.FromString(to_bytes(model))
 
 
 def to_bytes(model: ir.Model) -> bytes:
-    """`to_proto`, serialised, as an inference session takes it."""
+    """Serialise `to_proto` for an inference session."""
     encoded = encode(model)
     total = encoded.model_size
     if total > PROTOBUF_LIMIT:
@@ -61,7 +61,7 @@ def stage(
     overwrite_input: bool = False,
     external_data: bool | None = None,
 ) -> Staged:
-    """Writes `model` completely, but not yet under its name. The caller commits or discards.
+    """Write `model` completely under a temporary name. The caller commits or discards it.
 
     inputs: files that must not be replaced unless `overwrite_input`. external_data: None keeps data
     external where the model had it so, or where one protobuf message cannot hold it.
@@ -93,7 +93,7 @@ def save(
     overwrite_input: bool = False,
     external_data: bool | None = None,
 ) -> None:
-    """`stage` and `commit`: the file appears whole or not at all. `model` is unchanged."""
+    """Write `model` to `path` atomically (`stage` and `commit`). `model` is unchanged."""
     staged = stage(model, path, inputs=inputs, overwrite_input=overwrite_input, external_data=external_data)
     try:
         staged.commit()
@@ -102,7 +102,7 @@ def save(
 
 
 def _fitting(model: ir.Model, target: str, external_data: bool | None) -> tuple[Encoded, str | None]:
-    """The layout that was asked for, or that fits; the name of its data file."""
+    """Return the requested layout, or one that fits, and the name of its data file."""
     if not external_data:
         encoded = encode(model)
         if encoded.model_size <= PROTOBUF_LIMIT:
@@ -119,7 +119,7 @@ def _fitting(model: ir.Model, target: str, external_data: bool | None) -> tuple[
 
 
 def _write(path: str, pieces: list[Piece]) -> None:
-    """One file, its tensors by several threads, flushed to the disk.
+    """Write one file with several threads and flush it to the disk.
 
     Reading and scaling of one tensor overlap with the writing of another.
     """
@@ -136,7 +136,7 @@ def _write(path: str, pieces: list[Piece]) -> None:
 
 
 def _reserve(file: BinaryIO, length: int) -> None:
-    """Takes the room at once: a full disk is found out before the work, and writing is a sixth faster."""
+    """Reserve disk space first: a full disk is detected early, and writing is a sixth faster."""
     if length >= _BATCH and hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(file.fileno(), 0, length)
@@ -146,7 +146,7 @@ def _reserve(file: BinaryIO, length: int) -> None:
 
 
 def _batches(pieces: list[Piece]) -> Iterator[list[tuple[int, Piece]]]:
-    """Neighbouring pieces with their offsets, about _BATCH bytes together."""
+    """Group adjacent pieces with their offsets into batches of about _BATCH bytes."""
     batch: list[tuple[int, Piece]] = []
     start = offset = 0
     for piece in pieces:
@@ -170,7 +170,7 @@ def _write_part(path: str, batch: list[tuple[int, Piece]]) -> None:
 
 
 def stream(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
-    """Writes a tensor's bytes, in blocks where its class can."""
+    """Write a tensor's bytes, in blocks if its class supports it."""
     in_blocks = getattr(tensor, "tofile", None)  # not part of the protocol
     if in_blocks is not None:
         in_blocks(file)

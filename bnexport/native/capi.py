@@ -67,7 +67,7 @@ _SIZES = (
 )
 
 
-class _Forward(ctypes.Structure):
+class _ForwardParams(ctypes.Structure):
     _fields_ = (
         *_SIZES,
         ("x", _pointer),
@@ -91,7 +91,7 @@ class _Forward(ctypes.Structure):
     )
 
 
-class _Backward(ctypes.Structure):
+class _BackwardParams(ctypes.Structure):
     _fields_ = (
         *_SIZES,
         ("dy", _pointer),
@@ -113,14 +113,14 @@ class _Backward(ctypes.Structure):
     )
 
 
-_FORWARD_SIZE = ctypes.sizeof(_Forward)
-_BACKWARD_SIZE = ctypes.sizeof(_Backward)
+_FORWARD_SIZE = ctypes.sizeof(_ForwardParams)
+_BACKWARD_SIZE = ctypes.sizeof(_BackwardParams)
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
     """Return the loaded library with typed functions. Raise LibraryError if it is not available."""
-    loaded, forward, backward = load("ops"), ctypes.POINTER(_Forward), ctypes.POINTER(_Backward)
+    loaded, forward, backward = load("ops"), ctypes.POINTER(_ForwardParams), ctypes.POINTER(_BackwardParams)
     functions = {
         "bnexport_cpu_moments": (forward, _pointer),
         "bnexport_cpu_forward": (forward,),
@@ -170,7 +170,7 @@ def forward_params(**values: Any) -> ctypes.Structure:
 
     Raises UsageError for a name that is no field.
     """
-    return _filled(_Forward, {"momentum": 0.1, "eps": 1e-5, **values})
+    return _filled(_ForwardParams, {"momentum": 0.1, "eps": 1e-5, **values})
 
 
 def cpu_forward(**params: Any) -> None:
@@ -180,12 +180,12 @@ def cpu_forward(**params: Any) -> None:
 
 def run_forward(*fields: Any) -> None:
     """Call bnexport_cpu_forward with all fields of a bnexport_forward after its size, in order. Raises UsageError."""
-    _call("bnexport_cpu_forward", _Forward(_FORWARD_SIZE, *fields))
+    _call("bnexport_cpu_forward", _ForwardParams(_FORWARD_SIZE, *fields))
 
 
 def run_backward(*fields: Any) -> None:
     """Call bnexport_cpu_backward with all fields of a bnexport_backward after its size, in order. Raises UsageError."""
-    _call("bnexport_cpu_backward", _Backward(_BACKWARD_SIZE, *fields))
+    _call("bnexport_cpu_backward", _BackwardParams(_BACKWARD_SIZE, *fields))
 
 
 def cpu_moments(*, row: int, **params: Any) -> None:
@@ -197,7 +197,7 @@ def cpu_moments(*, row: int, **params: Any) -> None:
 
 def backward_params(**values: Any) -> ctypes.Structure:
     """Build a bnexport_backward from named fields. Raises UsageError for an unknown name."""
-    return _filled(_Backward, values)
+    return _filled(_BackwardParams, values)
 
 
 def cpu_backward(**params: Any) -> None:

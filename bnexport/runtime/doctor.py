@@ -1,4 +1,4 @@
-"""What works on this machine, what does not, and why."""
+"""Check of the installation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DISTRIBUTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """ok: True where it works, False where something that is needed is broken, None where an option is not there."""
+    """ok: True if it works, False if a required part is broken, None if an optional part is missing."""
 
     name: str
     value: str
@@ -34,7 +34,7 @@ class Check:
 
 
 def examine(*, deep: bool = False) -> list[Check]:
-    """Versions, the libraries, ONNX Runtime's providers, CUDA and NCCL.
+    """Check versions, the libraries, ONNX Runtime's providers, CUDA and NCCL.
 
     deep: import each package, and run a batch norm of torch and one in ONNX Runtime; else versions are read from the
     packages' metadata and nothing that imports torch is imported.
@@ -82,7 +82,7 @@ def _torch_operator() -> str:
 
 
 def _cuda() -> list[Check]:
-    """The CUDA library, and what needs it only where it is there."""
+    """Check the CUDA library and, if it is there, the parts that depend on it."""
     found = _checked("CUDA library", lambda: _library("cuda"), broken=None)
     return [found, _cuda_device(), _nccl()] if found.ok else [found]
 
@@ -124,7 +124,7 @@ def _providers() -> Check:
 
 
 def _devices() -> Check:
-    """Devices of registered providers; those of plugin providers are in no other list."""
+    """Return devices of registered providers; devices of plugin providers are in no other list."""
     name = "execution provider devices"
     try:
         from onnxruntime import get_ep_devices

@@ -1,4 +1,4 @@
-"""Runs a model file once: checked on the way in, with our operators where it needs them."""
+"""One run of a model file: checked before loading, with the custom-op library if it needs it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Execution:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A model in ONNX Runtime, as it was checked: session, inputs that must be fed, and whether our library is in it."""
+    """A checked model in ONNX Runtime: session, required inputs, and whether the custom-op library is registered."""
 
     name: str
     session: Any
@@ -45,7 +45,9 @@ class Loaded:
     engine: str
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> list[Any]:
-        """All outputs, in order. Raises UsageError for a missing input, UnsupportedModelError where the run fails."""
+        """Run the model and return all outputs in order. Raises UsageError for a missing input,
+        UnsupportedModelError if the run fails.
+        """
         missing = [name for name in self.needed if name not in inputs]
         if missing:
             raise UsageError(f"input: missing {', '.join(missing)}; the model takes {', '.join(self.needed)}")
@@ -56,7 +58,7 @@ class Loaded:
 
 
 def run(source: Loaded | str | os.PathLike[str], inputs: Mapping[str, np.ndarray]) -> Execution:
-    """Runs a model once, and times it; raises what `load` and `Loaded.run` raise."""
+    """Run a model once and time it. Raise the errors of `load` and `Loaded.run`."""
     model = source if isinstance(source, Loaded) else load(source)
     start = time.perf_counter()
     values = model.run(inputs)
@@ -68,7 +70,7 @@ def run(source: Loaded | str | os.PathLike[str], inputs: Mapping[str, np.ndarray
 
 
 def load(path: str | os.PathLike[str], session_options: Any = None, providers: Sequence[str] = ()) -> Loaded:
-    """Loads the model at `path` into ONNX Runtime, on the CPU or with the providers given.
+    """Load the model at `path` into ONNX Runtime, on the CPU or with the given providers.
 
     Raises:
         ModelError: the file is refused, or ONNX Runtime cannot load or run it.

@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions from a serialised graph and weights given apart, with no file name in between."""
+"""ONNX Runtime sessions from a serialised graph and separate weights, without a file name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Providers = Sequence[str | tuple[str, dict[str, Any]]] | None
 
 
 def import_onnxruntime() -> Any:
-    """The module, or MissingDependencyError that says what to install."""
+    """Import onnxruntime. Raise MissingDependencyError with the package to install."""
     try:
         import onnxruntime
     except ImportError as error:
@@ -32,7 +32,9 @@ def import_onnxruntime() -> Any:
 
 
 def check_providers(names: Sequence[str]) -> list[str]:
-    """The providers' full names: `cuda` is CUDAExecutionProvider. Raise UsageError for one that is not available."""
+    """Return the providers' full names: `cuda` is CUDAExecutionProvider. Raise UsageError for one that is not
+    available.
+    """
     if not names:
         return []
     available = import_onnxruntime().get_available_providers()
@@ -57,7 +59,7 @@ class Prepared:
 
 
 def prepare(data: bytes, weights: Mapping[str, np.ndarray], options: Any, providers: Providers = None) -> Prepared:
-    """A serialised model for a session with `options`, which then hold the weights; see `session`."""
+    """Return a serialised model for a session with `options`, to which the weights are added; see `session`."""
     onnxruntime = import_onnxruntime()
     # ONNX Runtime copies a transposed view into a buffer of its own, and takes none of those for an initializer.
     arrays = [np.asarray(array, order="C") for array in weights.values()]
@@ -72,7 +74,7 @@ def prepare(data: bytes, weights: Mapping[str, np.ndarray], options: Any, provid
 
 
 def session(data: bytes, weights: Mapping[str, np.ndarray], options: Any = None, providers: Providers = None) -> Any:
-    """An `onnxruntime.InferenceSession` that uses the arrays where they are.
+    """Create an `onnxruntime.InferenceSession` that uses the arrays in place, without a copy.
 
     weights: initializers that `data` declares as external, by name, kept alive by the session; an array that is not
     in C order is copied. With any, `options` serve this session only: ONNX Runtime keeps the names in them.
@@ -91,12 +93,12 @@ def _made(prepared: Prepared, options: Any) -> Any:
 
 
 def _holds_devices(options: Any) -> bool:
-    """Whether providers were added to the options; ONNX Runtime before 1.22 has no such thing."""
+    """Whether providers were added to the options; ONNX Runtime before 1.22 does not support that."""
     return hasattr(options, "has_providers") and bool(options.has_providers())
 
 
 def open_model(model: ir.Model, options: Any, providers: Providers = None, *, keep_options: bool = False) -> Any:
-    """`session` for a model that `model_io` has checked; its weights are read here. Raises what both raise."""
+    """Open a `session` for a model checked by `model_io`; its weights are read here. Raise the errors of both."""
     return _made(prepare_model(model, options, providers, keep_options=keep_options), options)
 
 

@@ -1,4 +1,4 @@
-"""An ONNX Runtime session with our operators in it."""
+"""ONNX Runtime sessions with the custom operators registered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ else:
 
 
 class InferenceSession(_Base):
-    """An `onnxruntime.InferenceSession` with our operators, and with its signature.
+    """An `onnxruntime.InferenceSession` with the custom operators and the same signature.
 
     The model is checked as every model file is (docs/security.md), and ONNX Runtime is given what was checked:
     it opens no file.

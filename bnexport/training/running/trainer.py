@@ -1,4 +1,4 @@
-"""Epochs over rows: shuffling, learning rates, validation, checkpoints and how a training goes on from one.
+"""Training in epochs over rows: shuffling, learning rates, validation, checkpoints, resuming.
 
 Everything that decides a step is a function of the settings and of the step's place: the order of the rows is a
 permutation drawn from (seed, epoch), the learning rate a function of the step's number, dropout's masks one of
@@ -28,7 +28,7 @@ _PROGRESS = "bnexport.training.progress"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What decides the steps beside the graph and the data.
+    """Settings that determine the steps, together with the graph and the data.
 
     batch_size: rows of one step, of all processes together. drop_last: leave out an epoch's last batch where it
     is smaller. learning_rate: the highest. schedule: "constant", or "cosine", which falls from it to zero over
@@ -44,7 +44,7 @@ class Settings:
     drop_last: bool = False
 
     def check(self) -> None:
-        """Raises UsageError."""
+        """Raise UsageError for an invalid setting."""
         for name, least in (("epochs", 1), ("batch_size", 1), ("seed", 0), ("warm_up", 0)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name}: got {getattr(self, name)}, expected a whole number >= {least}")
@@ -57,7 +57,7 @@ class Settings:
         return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
 
     def learning_rate_at(self, step: int, steps: int) -> float:
-        """That of step `step` of `steps`, the first being 0."""
+        """Return the learning rate of step `step` of `steps`, the first being 0."""
         rate = self.learning_rate
         if self.schedule == "cosine":
             rate *= 0.5 * (1.0 + math.cos(math.pi * step / steps))
@@ -66,8 +66,9 @@ class Settings:
 
 @dataclasses.dataclass
 class Progress:
-    """How far a training is. epoch: that of the next step; step: its number in the epoch; loss, rows: the sums
-    over the epoch's steps so far; history: a record for each epoch that is done."""
+    """Progress of a training. epoch: that of the next step; step: its number in the epoch; loss, rows: the sums over
+    the epoch's steps so far; history: a record for each finished epoch.
+    """
 
     epoch: int = 0
     step: int = 0
@@ -77,7 +78,7 @@ class Progress:
 
 
 class Trainer:
-    """Trains a session on rows.
+    """Training of a session on rows.
 
     Args:
         session: in one process, or one of a group; in a group every process makes the same trainer.
@@ -131,7 +132,7 @@ class Trainer:
         return self.progress.epoch * self.steps_per_epoch + self.progress.step
 
     def resume(self, path: str | os.PathLike[str]) -> None:
-        """Goes on from a checkpoint of a training with the same graph, data and settings; epochs may be more.
+        """Resume from a checkpoint of a training with the same graph, data and settings; epochs may be more.
 
         Raises UsageError that lists what differs, MalformedModelError for a damaged file.
         """
@@ -168,7 +169,7 @@ class Trainer:
         on_step: Callable[[int], None] = lambda done: None,
         on_epoch: Callable[[dict[str, float]], None] = lambda record: None,
     ) -> list[dict[str, float]]:
-        """Trains to the end. on_step gets the number of steps done, on_epoch the record of the epoch that is done.
+        """Train to the end. on_step gets the number of steps done, on_epoch the record of the finished epoch.
 
         Returns the records: epoch (from 1), loss (mean over the rows, of the steps as they were made), learning_rate
         of its last step, and with validation rows validation_loss and, for class numbers, accuracy.
@@ -215,7 +216,7 @@ class Trainer:
         return {**record, "accuracy": correct / counted} if counted else record
 
     def _mine(self, indices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """This process's share of the rows."""
+        """Return this process's share of the rows."""
         return np.array_split(indices, self.session.processes)[self.session.rank]
 
     def _save(self) -> None:
@@ -225,7 +226,7 @@ class Trainer:
             self.saved_steps = self.steps_done
 
     def _identity(self) -> dict[str, Any]:
-        """What must not change for the same result; epochs matter to a schedule only."""
+        """Return the settings that must not change for the same result; epochs matter to a schedule only."""
         made = {**dataclasses.asdict(self.settings), "graph": self.session.digest, "data": self.data.shapes()}
         if self.settings.schedule == "constant":
             del made["epochs"]
@@ -235,7 +236,7 @@ class Trainer:
 
 
 def _right(output: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> int | None:
-    """How many rows of scores (n, classes) are highest at their class (n,); None for other outputs."""
+    """Count the rows of scores (n, classes) that are highest at their class (n,); None for other outputs."""
     if output.ndim != 2 or target.shape != output.shape[:1] or target.dtype.kind not in "iu":
         return None
     return int((output.argmax(1) == target).sum())
