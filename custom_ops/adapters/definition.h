@@ -1,4 +1,4 @@
-// Operators as ONNX Runtime sees them, made out of their schemas.
+// Operator definitions for ONNX Runtime, made from the schemas.
 #pragma once
 
 #include <functional>

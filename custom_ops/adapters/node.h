@@ -1,4 +1,4 @@
-// What the operators need from ONNX Runtime: validated tensors, outputs, threads, errors.
+// Access of the operators to ONNX Runtime: validated tensors, outputs, threads, errors.
 // Of the library, only this folder and abi/ know ONNX Runtime.
 #pragma once
 

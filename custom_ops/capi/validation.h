@@ -1,5 +1,5 @@
-// What the C APIs have in common: sizes, enums and pointers are checked before any work, and nothing is
-// thrown out of the library.
+// Validation shared by the C APIs: sizes, enums and pointers are checked before any work, and no exception
+// leaves the library.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// What an operator of ours is: name, domains, inputs, outputs, attributes. bnexport/schema.py and
+// The schema of a custom operator: name, domains, inputs, outputs, attributes. bnexport/schema.py and
 // bnexport/training/building/contract.py are the contracts; a test compares them through bnexport_describe().
 #pragma once
 

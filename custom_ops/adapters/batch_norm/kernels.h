@@ -1,4 +1,4 @@
-// Batch norm and its gradient as ONNX Runtime calls them.
+// ONNX Runtime kernels of batch norm and its gradient.
 #pragma once
 
 #include <memory>

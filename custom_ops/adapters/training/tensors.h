@@ -1,4 +1,4 @@
-// What the training operators share: float32 tensors, memory for a run.
+// Shared parts of the training operators: float32 tensors, memory for a run.
 #pragma once
 
 #include <initializer_list>

@@ -1,4 +1,4 @@
-// How kernels ask for threads: the caller brings them (ONNX Runtime's pool, or ours behind the C API).
+// Interface for threads: the caller provides them (ONNX Runtime's pool, or the pool of the C API).
 #pragma once
 
 #include <cstdint>

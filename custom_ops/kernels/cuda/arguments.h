@@ -1,4 +1,4 @@
-// What kernels are launched with: the caller's parameters, how the tensor is cut, and the workspace.
+// Kernel arguments: the caller's parameters, the division of the tensor, and the workspace.
 #pragma once
 
 #include "../common/statistics.h"

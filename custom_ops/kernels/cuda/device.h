@@ -1,4 +1,4 @@
-// The few things that kernels ask of a device. Everything else in this folder is plain C++ on top of
+// Device primitives used by the kernels. Everything else in this folder is plain C++ on top of
 // them, so that the same kernels run on any device that has these primitives: the include path says which
 // (nvcc/device_primitives.h, or a device that tests emulate).
 #pragma once

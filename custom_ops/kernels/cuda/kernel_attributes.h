@@ -1,4 +1,4 @@
-// What a kernel must be allowed before it is launched with more than every kernel may have.
+// Attributes set before the launch of a kernel that exceeds the default limits.
 //
 // The limits are a kernel's on a device, for all threads and streams: set to the size of one launch, they would
 // take from another thread's launch what it had just asked for. So they are set once, to the most that the

@@ -1,4 +1,4 @@
-// From a plan to launches: picks the kernels for the element type and fills in their arguments.
+// Launches of a plan: select the kernels for the element type and fill in their arguments.
 //
 // A Launcher has
 //   void launch(Kernel kernel, const Launch& launch, const Arguments& arguments)

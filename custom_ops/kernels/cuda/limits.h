@@ -1,4 +1,4 @@
-// What the plan and the kernels must agree on; kernels check their own types against it.
+// Limits shared by the plan and the kernels; kernels check their own types against them.
 #pragma once
 
 #include <cstdint>

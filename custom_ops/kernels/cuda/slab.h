@@ -1,4 +1,4 @@
-// What a block does with a part of a channel's slab: moments, normalisation, gradient sums, gradient.
+// Work of a block on a part of a channel's slab: moments, normalisation, gradient sums, gradient.
 //
 // A thread takes kBatch units at a time, blockDim apart, so that kBatch independent 16-byte loads are in
 // flight per thread and a warp's accesses are consecutive.

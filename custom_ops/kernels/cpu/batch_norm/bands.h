@@ -1,4 +1,4 @@
-// Columns of a matrix by bands of whole channels, and what belongs to each channel.
+// Columns of a matrix by bands of whole channels, and the data of each channel.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-// The CPU kernels: what the adapter and the C API call. Parameters are already validated.
+// Entry points of the CPU kernels, called by the adapter and the C API. Parameters are already validated.
 //
 // With group_size > 1 the caller first asks for this process's row, exchanges rows, sets
 // `gathered`, and then calls forward or backward. They may throw std::bad_alloc.

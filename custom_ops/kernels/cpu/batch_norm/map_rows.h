@@ -1,4 +1,4 @@
-// Rows of which each value is computed alone.
+// Elementwise computations over rows.
 //
 // Neighbouring rows belong to neighbouring channels and are walked as one run of memory, so that all stores but
 // those at the ends are aligned whatever the length of a row. A piece that holds the end of one row and the

@@ -1,4 +1,4 @@
-// What is computed for each value alone: the output of the forward, and the gradient by the input.
+// Elementwise computations: the output of the forward, and the gradient by the input.
 //
 // A map knows its inputs and its coefficients, and how rows (map_rows.h) and columns (columns.h) get at them: one
 // set for all lanes of a vector, or one for each lane.

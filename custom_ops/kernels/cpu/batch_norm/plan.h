@@ -1,4 +1,4 @@
-// How a tensor is cut into blocks and tasks: a pure function of its shape and layout.
+// Division of a tensor into blocks and tasks: a pure function of its shape and layout.
 //
 // Blocks fix the order of every sum, so they depend on the shape alone. Tasks only group blocks; they
 // may follow the number of threads without changing a bit of the result.

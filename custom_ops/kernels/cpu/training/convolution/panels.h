@@ -1,4 +1,4 @@
-// What the matrix products of convolutions share: panels of columns, planes of the input, memory.
+// Shared parts of the matrix products of convolutions: panels of columns, planes of the input, memory.
 #pragma once
 
 #include <algorithm>
