@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from rich.console import Console
 
+from bnexport import stages
+
 # Without a terminal: wide enough for names, narrow enough for a log that somebody reads.
 _PIPE_WIDTH = 120
+# Between lines about long work where nothing can move.
+_SECONDS = 30.0
 
 
 def open_closed_streams() -> None:
@@ -79,7 +85,7 @@ def plain(text: object) -> str:
 
 def say(text: str) -> None:
     """A message, silent with -q."""
-    err.print(plain(text), soft_wrap=True)
+    err.print(plain(text), soft_wrap=not err.is_terminal)
 
 
 def detail(text: str) -> None:
@@ -91,7 +97,7 @@ def detail(text: str) -> None:
 def complain(text: str) -> None:
     """An error, in one line, even with -q."""
     _errors.print("error:", style="red", end=" ")
-    _errors.print(plain(" ".join(text.split())), soft_wrap=True)
+    _errors.print(plain(" ".join(text.split())), soft_wrap=not _errors.is_terminal)
 
 
 def _animated() -> bool:
@@ -99,12 +105,68 @@ def _animated() -> bool:
     return err.is_terminal and err.color_system is not None and not err.quiet
 
 
-def status(message: str) -> Any:
-    """A spinner on a terminal; nothing elsewhere."""
+@contextlib.contextmanager
+def status(message: str) -> Iterator[None]:
+    """What long work does: on a terminal a spinner, the stage, the time and a bar where the amount is known; in a log a
+    line every 30 seconds."""
+    if err.quiet:
+        yield
+        return
     if not _animated():
-        return contextlib.nullcontext()
+        with _Log(plain(message)) as log, stages.listen(log.update):
+            yield
+        return
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     # It stays on this stderr when messages of others are kept away from it.
-    return _console(stderr=True, file=sys.stderr).status(plain(message))
+    console = _console(stderr=True, file=sys.stderr)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, BarColumn(20), console=console, transient=True) as shown:
+        task = shown.add_task(plain(message), total=None)
+
+        def update(stage: str, done: int | None, total: int | None) -> None:
+            text = plain(_stage_text(message, stage, done, total))
+            shown.update(task, description=text, completed=done or 0, total=total)
+
+        with stages.listen(update):
+            yield
+
+
+def _stage_text(message: str, stage: str, done: int | None, total: int | None) -> str:
+    """The work with its stage: `folding m.onnx: folding 3,120 of 10,000`, bytes from a megabyte on in MB or GB."""
+    if done is None or total is None:
+        return f"{message}: {stage}"
+    if stage == "writing":
+        unit, size = ("GB", 1e9) if total >= 1e9 else ("MB", 1e6)
+        return f"{message}: {stage} {done / size:.1f} of {total / size:.1f} {unit}"
+    return f"{message}: {stage} {done:,} of {total:,}"
+
+
+class _Log:
+    """Prints where the work is every _SECONDS seconds, from a thread of its own."""
+
+    def __init__(self, message: str) -> None:
+        self._message, self._text, self._begun = message, message, time.monotonic()
+        self._over = threading.Event()
+        # It stays on this stderr when messages of others are kept away from it.
+        self._console = _console(stderr=True, file=sys.stderr)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def update(self, stage: str, done: int | None, total: int | None) -> None:
+        self._text = _stage_text(self._message, stage, done, total)
+
+    def _run(self) -> None:
+        while not self._over.wait(_SECONDS):
+            with contextlib.suppress(OSError, ValueError):
+                self._console.print(f"{plain(self._text)} ({time.monotonic() - self._begun:.0f} s)", soft_wrap=True)
+
+    def __enter__(self) -> _Log:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
 
 
 @contextlib.contextmanager

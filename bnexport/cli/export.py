@@ -64,6 +64,10 @@ def export(
         bool, typer.Option("--train/--eval", help="The mode of the module; training graphs return new statistics.")
     ] = False,
     dynamic: Annotated[bool, typer.Option("--dynamic/--static", help="Dynamic batch and spatial sizes.")] = True,
+    simplify: Annotated[
+        bool, typer.Option("--simplify/--no-simplify", help="Evaluate shape arithmetic after folding.")
+    ] = True,
+    opset: Annotated[int, typer.Option(metavar="INT", help="Opset of an ONNX file, 18 or newer.")] = 18,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with torch.")] = True,
     seed: Seed = 0,
     overwrite: Overwrite = False,
@@ -105,6 +109,8 @@ def export(
                 format=kind,  # type: ignore[arg-type]
                 fold=fold,
                 dynamic=dynamic,
+                simplify=simplify,
+                opset_version=opset,
                 verify=verify,
                 input_names=input_names if kind == "onnx" else None,
             )

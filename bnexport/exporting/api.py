@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from bnexport import choices, folding, model_io, schema
+from bnexport import choices, folding, model_io, schema, stages
 from bnexport.errors import UsageError, VerificationError
 from bnexport.exporting import attempts, dynamo, torch_formats, torchscript, verification, wrapper
 from bnexport.exporting.dimensions.size_dependence import fix_dimensions, plan_sizes
 from bnexport.exporting.dynamo import Shapes
 from bnexport.exporting.finish import finish
+from bnexport.exporting.keywords import as_positional
+from bnexport.exporting.portable_body import MINIMUM_OPSET
+from bnexport.exporting.simplify import simplify as simplify_model
 from bnexport.exporting.verification import Checked
+from bnexport.folding.reporting.counts import count
 from bnexport.folding.reporting.report import FoldReport
 from bnexport.sync_bn.recognition import is_sync_batch_norm
 from bnexport.verification.reference import Reference
@@ -69,12 +75,16 @@ def export(
     args: tuple[torch.Tensor, ...] | torch.Tensor,
     path: str | os.PathLike[str],
     *,
+    kwargs: Mapping[str, torch.Tensor] | None = None,
     mode: Literal["deploy", "custom_op"] = "deploy",
     exporter: Literal["dynamo", "torchscript"] = "dynamo",
     format: Literal["onnx", "torchscript", "pt2"] | None = None,
-    dynamic: bool = True,
-    verify: bool = True,
+    dynamic: bool | Mapping[str, Mapping[int, str] | Sequence[int]] = True,
+    opset_version: int = MINIMUM_OPSET,
     fold: bool = True,
+    simplify: bool = True,
+    external_data: bool | None = None,
+    verify: bool = True,
     input_names: list[str] | None = None,
     output_names: list[str] | None = None,
 ) -> ExportResult:
@@ -98,14 +108,19 @@ def export(
         model: the module; in mode "custom_op" its train or eval mode counts.
         args: example inputs, one tensor or a tuple of tensors for the positional parameters.
         path: the file to write, whole or not at all.
+        kwargs: example inputs that forward takes by keyword; inputs of the file behind `args`.
         mode: "deploy" or "custom_op".
         exporter: for ONNX, "dynamo" (torch.export) or "torchscript" (tracing).
         format: "onnx", "torchscript" or "pt2"; None for the one that the suffix of `path` names: .onnx, .pt or .pt2.
         dynamic: dimension 0 and every dimension from 2 on of each input of rank >= 2 are dynamic, where the exported
-            model is right at other sizes; the others get the example's size, with a note.
+            model is right at other sizes; the others get the example's size, with a note. A mapping chooses them one by
+            one: {"x": {0: "batch", 2: "height"}} with their names, or {"x": [0]}; other inputs are static.
+        opset_version: of an ONNX graph, 18 or newer; the IR version is the lowest that it needs.
         verify: run the exported model, in ONNX Runtime or in a new process, and compare it with a copy of
             `model` itself, on `args` and at other sizes of the dynamic dimensions.
         fold: in mode "deploy", fold batch norms into the weights beside them.
+        simplify: after folding, evaluate shape arithmetic and constants and remove what has no effect.
+        external_data: write the weights of an ONNX file to a file beside it; None where it needs that.
         input_names: names in an ONNX graph; by default forward's parameter names.
         output_names: names in an ONNX graph; by default "output" (or "output_0", ..., or the keys of a dict).
 
@@ -119,6 +134,10 @@ def export(
     """
     inputs = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     _check(model, inputs, mode, exporter)
+    all_names = None
+    if kwargs:
+        model, inputs, all_names = as_positional(model, inputs, kwargs)
+        _check(model, inputs, mode, exporter)
     target = pathlib.Path(path)
     kind = choices.choose_format(path, format)
     model_io.check_space(target, sum(tensor.nbytes for tensor in model.state_dict().values()))
@@ -130,7 +149,7 @@ def export(
     prepared = wrapper.for_deploy(model) if mode == "deploy" else wrapper.for_custom_op(model)
     state = [] if mode == "deploy" else wrapper.training_state(prepared, inputs)
     groups, shared = wrapper.group_names(prepared), wrapper.shared_names(prepared)
-    names = input_names or dynamo.input_names(model, len(inputs))
+    names = input_names or all_names or dynamo.input_names(model, len(inputs))
     if len(names) != len(inputs):
         raise UsageError(f"input_names: got {len(names)} names, expected {len(inputs)}, one for each input")
 
@@ -139,24 +158,29 @@ def export(
     peers = wrapper.crosses_processes(prepared)
     if reference is not None:
         reference.complete(traced, state_names)
-    shapes: Shapes = dynamo.dynamic_dimensions(names, inputs) if dynamic else [{} for _ in inputs]
+    shapes: Shapes = dynamo.chosen_dimensions(names, inputs, dynamic)
+    tracer = functools.partial(_TRACERS[exporter], opset=_check_opset(opset_version, exporter))
     notes: list[str] = []
     others = None
     if reference is not None and not peers:
         others = plan_sizes(shapes, names, inputs, reference, notes)
     while True:
         planned = [set(shape) for shape in shapes]
+        stages.report("tracing")
         with wrapper.named_in_errors(model):
-            graph, more, conditions = attempts.trace(_TRACERS[exporter], traced, inputs, list(names), shapes)
+            graph, more, conditions = attempts.trace(tracer, traced, inputs, list(names), shapes)
         notes += more
-        count = len(graph.graph.outputs) - len(state)
-        outputs = output_names or wrapper.output_names(traced.output_spec, count)
-        if len(outputs) != count:
-            raise UsageError(f"output_names: got {len(outputs)} names, expected {count}, one for each output")
+        own = len(graph.graph.outputs) - len(state)
+        outputs = output_names or wrapper.output_names(traced.output_spec, own)
+        if len(outputs) != own:
+            raise UsageError(f"output_names: got {len(outputs)} names, expected {own}, one for each output")
         finish(graph, list(outputs), {tensor.name: tensor.value for tensor in state}, groups, shared)
         report = None
         if mode == "deploy" and fold:
             report = _with_modules(folding.BatchNormFolder().call(graph).report, model)
+            if simplify:
+                simplify_model(graph)
+                report = dataclasses.replace(report, after=count(graph))
         if reference is None:
             checked = Checked(Verification.skipped("not asked for"))
             break
@@ -167,6 +191,7 @@ def export(
         if [set(shape) for shape in shapes] != planned:
             others.plan(shapes)
         others.add(conditions, shapes)
+        stages.report("verifying in ONNX Runtime")
         checked = verification.check(graph, reference, inputs, others)
         if checked.verification.status == "failed":
             raise VerificationError(
@@ -181,7 +206,7 @@ def export(
             f"buffer {name!r} changes in a forward of the model; it is constant in the file"
             for name in reference.unreturned
         ]
-    model_io.save(graph, target)
+    model_io.save(graph, target, external_data=external_data)
     if verify:
         checked.verification.warn(str(target), stacklevel=2)
     return ExportResult(
@@ -197,6 +222,16 @@ def export(
         verification=checked.verification,
         notes=tuple(notes),
     )
+
+
+def _check_opset(version: int, exporter: str) -> int:
+    """The opset, which both exporters write from 18 on; raise UsageError for one that this exporter does not write."""
+    newest = 20 if exporter == "torchscript" else 23
+    if not (isinstance(version, int) and MINIMUM_OPSET <= version <= newest):
+        raise UsageError(
+            f"opset_version: got {version!r}, expected {MINIMUM_OPSET} to {newest} with exporter {exporter!r}"
+        )
+    return version
 
 
 def _with_modules(report: FoldReport, model: nn.Module) -> FoldReport:
@@ -222,7 +257,7 @@ def _to_torch_format(
     target: pathlib.Path,
     format: str,
     *,
-    dynamic: bool,
+    dynamic: bool | Mapping[str, Mapping[int, str] | Sequence[int]],
     verify: bool,
     fold: bool,
 ) -> ExportResult:

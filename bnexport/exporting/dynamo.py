@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -15,10 +15,11 @@ from onnxscript import opset18 as op
 from onnxscript.values import Op, Opset
 
 from bnexport import schema
-from bnexport.errors import UnsupportedModelError
+from bnexport.errors import UnsupportedModelError, UsageError
 from bnexport.exporting import computed_weights
 from bnexport.exporting.adaptive_pooling import AnySizePooling
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
+from bnexport.exporting.portable_body import MINIMUM_OPSET
 from bnexport.exporting.wrapper import Traced
 from bnexport.sync_bn import operators
 
@@ -54,14 +55,14 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {operators.sync_bat
 
 
 def trace(
-    wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes
+    wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes, *, opset: int = MINIMUM_OPSET
 ) -> tuple[ir.Model, list[str], SizeConditions]:
     """Trace `wrapper` to an onnx_ir Model.
 
     Returns it, notes on dimensions that had to stay static, and the conditions on sizes that the trace took for
     granted, which the graph does not keep.
 
-    shapes: the dynamic dimensions; those that the model fixes leave it.
+    shapes: the dynamic dimensions; those that the model fixes leave it. opset: of the graph.
     """
     notes: list[str] = []
     with quiet():
@@ -76,6 +77,7 @@ def trace(
             dynamic_shapes=(tuple(shapes),) if any(shapes) else None,
             input_names=names,
             optimize=False,
+            opset_version=opset,
             verbose=False,
         )
     assert onnx_program is not None
@@ -105,6 +107,30 @@ def dynamic_dimensions(names: list[str], args: tuple[torch.Tensor, ...]) -> Shap
             dimensions[0] = f"{prefix}batch"
             dimensions.update({index + 2: f"{prefix}{tail}" for index, tail in enumerate(tails) if rest})
         result.append(dimensions)
+    return result
+
+
+def chosen_dimensions(
+    names: list[str], args: tuple[torch.Tensor, ...], dynamic: bool | Mapping[str, Mapping[int, str] | Sequence[int]]
+) -> Shapes:
+    """Choose the names of the dynamic dimensions of each input: all or none, or those that a mapping lists by input.
+
+    Raises UsageError for an input or a dimension that is none.
+    """
+    everything = dynamic_dimensions(names, args)
+    if isinstance(dynamic, bool):
+        return everything if dynamic else [{} for _ in args]
+    unknown = sorted(set(dynamic) - set(names))
+    if unknown:
+        raise UsageError(f"dynamic: got {', '.join(unknown)}, expected inputs among {', '.join(names)}")
+    result = []
+    for name, arg, defaults in zip(names, args, everything):
+        given = dynamic.get(name, ())
+        wrong = [index for index in given if not (isinstance(index, int) and 0 <= index < arg.dim())]
+        if wrong:
+            raise UsageError(f"dynamic: {name}: got dimension {wrong[0]!r}, expected one from 0 to {arg.dim() - 1}")
+        own = given if isinstance(given, Mapping) else {}
+        result.append({index: own.get(index) or defaults.get(index, f"{name}_dim_{index}") for index in given})
     return result
 
 

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Mapping
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnx_ir.convenience
 import onnx_ir.passes.common as passes
@@ -65,9 +66,16 @@ def finish(
         if all(node.attributes["group_size"].as_int() == 1 for node in sync_nodes):
             _attach_body(model)
     passes.RemoveUnusedOpsetsPass()(model)
+    # The lowest that has the opset, and functions: a newer one keeps the file from older runtimes.
+    model.ir_version = max(onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset_of(model))]), 8)
     passes.TopologicalSortPass()(model)
     # The exporter's metadata holds stack traces with the user's paths.
     passes.ClearMetadataAndDocStringPass()(model)
+
+
+def opset_of(model: ir.Model) -> int:
+    """Return the version of ONNX's own operators."""
+    return model.opset_imports.get("", MINIMUM_OPSET)
 
 
 class _Names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def export(
     *,
     names: list[str],
     fold: bool,
-    dynamic: bool,
+    dynamic: bool | Mapping[str, Mapping[int, str] | Sequence[int]],
     verify: bool,
 ) -> Exported:
     """Write the file of `model` in eval mode; every sync batch norm is folded or becomes torch's own operator."""
@@ -66,7 +67,7 @@ def export(
     if work is None:
         work = converted
     others: OtherSizes | None = None
-    shapes: dynamo.Shapes = dynamo.dynamic_dimensions(names, inputs) if dynamic else [{} for _ in inputs]
+    shapes: dynamo.Shapes = dynamo.chosen_dimensions(names, inputs, dynamic)
     if reference is not None:
         reference.complete(converted)
         fixed: list[str] = []

@@ -66,7 +66,7 @@ _parsed_symbolic = symbolic_helper.parse_args(
 
 
 def trace(
-    wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes
+    wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes, *, opset: int = OPSET
 ) -> tuple[ir.Model, list[str], SizeConditions]:
     """Trace `wrapper` to an onnx_ir Model with torch.onnx.export(dynamo=False).
 
@@ -83,7 +83,7 @@ def trace(
     try:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model.onnx"
-            _write(wrapper, args, names, shapes, file)
+            _write(wrapper, args, names, shapes, file, opset)
             model = ir.load(file)
             for initializer in model.graph.initializers.values():
                 # The folder goes away: external tensors of models over 2 GB come into memory.
@@ -102,7 +102,9 @@ def trace(
         torch.onnx.unregister_custom_op_symbolic(_OPERATOR, OPSET)  # type: ignore[attr-defined]
 
 
-def _write(wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes, file: Path) -> None:
+def _write(
+    wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes, file: Path, opset: int
+) -> None:
     images = any(dimension for shape in shapes for dimension in shape)
     with warnings.catch_warnings(), AnySizePooling(dynamic=images):
         warnings.simplefilter("ignore")
@@ -111,7 +113,7 @@ def _write(wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], sh
             args,
             str(file),
             dynamo=False,
-            opset_version=OPSET,
+            opset_version=opset,
             custom_opsets={schema.DOMAIN: schema.VERSION} if _has_sync_batch_norm(wrapper) else {},
             training=torch.onnx.TrainingMode.PRESERVE,
             do_constant_folding=False,

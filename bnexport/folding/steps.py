@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from bnexport import stages
 from bnexport.errors import UnsupportedModelError
 from bnexport.folding.context import Context, Options
 from bnexport.folding.converting import sync_bn, training_mode
@@ -35,6 +36,8 @@ from bnexport.model_io import walk
 NEWEST_OPSET = onnx.defs.onnx_opset_version()
 # A fold may make room for another (two batch norms around one operator); more rounds than this gain nothing.
 _ROUNDS = 4
+# Sites between two reports of progress.
+_REPORTED = 64
 
 
 # Where a site stands in the model, what became of it, and the site, where it could be read.
@@ -108,13 +111,24 @@ class Folding:
         order = {node: index for index, node in enumerate(walk.nodes(self.model))}
         entries: list[Entry] = []
         branches = Branches(self.options, self._conversions, self._label, self._has_room)
+        total = sum(
+            is_standard(node, "BatchNormalization")
+            for scope in self._scopes
+            for graph in scope.graphs
+            for node in graph
+        )
+        stages.report("folding", 0, total)
         for scope in self._scopes:
             if is_wanted(self.options) and 1 <= scope.context.opset <= NEWEST_OPSET:
                 for position, report in branches.merge(scope, order):
                     self._count(report)
                     entries.append((position, report, None))
             for _ in range(_ROUNDS):
-                found = list(self._pass(scope, order))
+                found: list[Entry] = []
+                for entry in self._pass(scope, order):
+                    found.append(entry)
+                    if len(found) % _REPORTED == 0:
+                        stages.report("folding", min(len(found), total), total)
                 done = [entry for entry in found if entry[1].outcome == "folded"]
                 entries += done
                 if not done or len(done) == len(found):

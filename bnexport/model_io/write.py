@@ -12,6 +12,7 @@ from typing import BinaryIO
 import onnx
 import onnx_ir as ir
 
+from bnexport import stages
 from bnexport.errors import BnexportError, MalformedModelError, UnsupportedModelError, UsageError
 from bnexport.model_io import walk
 from bnexport.model_io.encode import Encoded, Piece, encode, size
@@ -124,13 +125,17 @@ def _write(path: str, pieces: list[Piece]) -> None:
     Reading and scaling of one tensor overlap with the writing of another.
     """
     with open(path, "xb") as file:
-        _reserve(file, sum(map(size, pieces)))
+        total = sum(map(size, pieces))
+        _reserve(file, total)
         batches = list(_batches(pieces))
         if len(batches) == 1:
             _write_batch(file, batches[0])
         else:
             with concurrent.futures.ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-                list(pool.map(lambda batch: _write_part(path, batch), batches))
+                done = 0
+                for written in pool.map(lambda batch: _write_part(path, batch), batches):
+                    done += written
+                    stages.report("writing", done, total)
         file.flush()
         os.fsync(file.fileno())
 
@@ -159,7 +164,8 @@ def _batches(pieces: list[Piece]) -> Iterator[list[tuple[int, Piece]]]:
         yield batch
 
 
-def _write_part(path: str, batch: list[tuple[int, Piece]]) -> None:
+def _write_part(path: str, batch: list[tuple[int, Piece]]) -> int:
+    """Write a batch at its place and return its bytes."""
     with open(path, "r+b") as file:
         file.seek(batch[0][0])
         _write_batch(file, batch)
@@ -167,6 +173,7 @@ def _write_part(path: str, batch: list[tuple[int, Piece]]) -> None:
         if hasattr(os, "posix_fadvise"):
             # Starts writing these pages to the disk now, so that the flush at the end waits for little.
             os.posix_fadvise(file.fileno(), batch[0][0], file.tell() - batch[0][0], os.POSIX_FADV_DONTNEED)
+        return file.tell() - batch[0][0]
 
 
 def stream(tensor: ir.TensorProtocol, file: BinaryIO) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from bnexport import schema
+from bnexport import schema, stages
 from bnexport.errors import BnexportError, ModelError
 from bnexport.graph.sync_bn_nodes import has_sync_batch_norm, is_sync_batch_norm, trains
 from bnexport.model_io import Parts, to_parts, walk
@@ -97,6 +97,7 @@ def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, An
                 **{"seed": terms.seed, "count": terms.samples, "atol": terms.atol, "rtol": terms.rtol},
                 "patience": terms.patience,
             }
+            stages.report("verifying in ONNX Runtime")
             return PROCESS.ask(request, shipment.ready(), terms.timeout)
     except EngineFailure as failure:
         return _failure(failure)

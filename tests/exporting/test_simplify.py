@@ -1,0 +1,54 @@
+"""Deploy files without shape arithmetic: few nodes, the same outputs, and no batch norm that the folder refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+from torch import nn
+
+import bnexport
+from bnexport.exporting.simplify import simplify
+
+
+class Ghost(nn.Module):
+    """A classifier with what leaves shape arithmetic behind: a flatten, a slice of channels that takes all, a reshape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.SyncBatchNorm(4)
+        self.cheap = nn.Conv2d(4, 4, 3, padding=1, groups=4)
+        self.pool, self.classify = nn.AdaptiveAvgPool2d(1), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.norm(self.conv(x)).relu()
+        y = torch.cat([first, self.cheap(first)], 1)[:, :8, :, :]
+        return self.classify(self.pool(y).flatten(1))
+
+
+def operators(result: bnexport.ExportResult) -> list[str]:
+    return [node.op_type for node in result.model.graph]
+
+
+def test_a_deploy_file_holds_what_computes(tmp_path: Path) -> None:
+    model, x = Ghost().eval(), torch.randn(2, 3, 8, 8)
+    lean = bnexport.export(model, x, tmp_path / "lean.onnx")
+    assert operators(lean) == ["Conv", "Relu", "Conv", "Concat", "ReduceMean", "Reshape", "Gemm"]
+    assert lean.verification and len(lean.verification.sizes) > 2
+    assert lean.report.after.nodes == 7
+    assert lean.report.before.sync_batch_norm == 1
+    whole = bnexport.export(model, x, tmp_path / "whole.onnx", simplify=False, verify=False)
+    assert len(operators(whole)) > 7
+
+
+def test_batch_norms_that_the_folder_keeps_stay() -> None:
+    model = ir.from_onnx_text("""
+        <ir_version: 8, opset_import: ["" : 18]>
+        net (float[N, 1, 4, 4] x) => (float[N, 1, 4, 4] y)
+        <float[1, 1, 1, 1] w = {2}, float[1] s = {3}, float[1] b = {1}, float[1] m = {0}, float[1] v = {1}>
+        { h = Conv (x, w)
+          y = BatchNormalization (h, s, b, m, v) }
+    """)
+    simplify(model)
+    assert [node.op_type for node in model.graph] == ["Conv", "BatchNormalization"]
