@@ -594,8 +594,8 @@ def test_a_shift_that_its_type_cannot_hold_changes_nothing() -> None:
 def test_a_new_bias_is_the_last_input() -> None:
     body = f"g ({X}) => (float[N,4,H,W] y) {{ z = Conv (x, w)\n y = BatchNormalization (z, p_s, p_b, p_m, p_v) }}"
     proto = model(body, {"w": (4, 4, 1, 1), **batch_norm("p", 4)})
-    (node,) = fold(proto, verify=False).model.graph
-    assert [value is not None for value in node.inputs] == [True, True, True]
+    (node,) = to_proto(fold(proto, verify=False).model).graph.node
+    assert [bool(name) for name in node.input] == [True, True, True]
 
 
 def test_scales_up_to_the_bound_are_folded() -> None:
