@@ -13,9 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from bnexport.folding.module import parts, tracing
+from bnexport.folding.module.branches import Merger
 from bnexport.folding.module.folder import ModuleFolder, ModuleOptions
 from bnexport.folding.reporting.counts import Counts
 from bnexport.folding.reporting.report import FoldReport, SiteReport
+from bnexport.folding.rules.parallel import NAME as PARALLEL
 from bnexport.folding.selection import as_names, check_names
 from bnexport.sync_bn.convert import become, replace, split_activation, to_plain
 from bnexport.sync_bn.copies import copy_model
@@ -37,8 +39,10 @@ def fold_module(
     Every batch norm that `convert_sync_batchnorm` knows is taken with its running statistics, whatever
     mode the module is in. It is folded into the Conv1d/2d/3d, ConvTranspose1d/2d/3d or Linear that makes
     its input, else into those that read its output, where that is provably the same function; an
-    Identity takes its place. The algebra is float64, rounded once. The copy keeps the model's classes,
-    code and hooks, is in eval mode, and shares no memory with `model`, which stays as it is.
+    Identity takes its place. Sums of parallel branches of one value become one convolution where that
+    costs no more; the modules of the other branches return a zero without dimensions. The algebra is
+    float64, rounded once. The copy keeps the model's classes, code and hooks, is in eval mode, and shares
+    no memory with `model`, which stays as it is.
 
     Where values go is found by torch.fx. Of a module that it cannot trace, only those submodules are folded that it
     traces on their own and that the source of the module uses in no other way than to call them with one input.
@@ -49,8 +53,9 @@ def fold_module(
         example_inputs: a tensor, or those of the positional parameters. Other parameters keep their
             defaults, and it is for such calls that the folded module equals the model.
         verify: run both on example_inputs, where they are given, and compare; hooks run, too.
-        only: paths of the batch norms to fold, as the report shows them; None for all.
-        skip: paths of batch norms to leave alone.
+        only: paths of the batch norms to fold, as the report shows them; None for all. `parallel` stands for all merges
+            of branches.
+        skip: paths of batch norms to leave alone; `parallel` for branches.
         max_scale: largest |gamma| / sqrt(var + eps) that is folded.
 
     Returns the module; its attribute `fold_report` (a FoldReport) tells what happened to each batch norm.
@@ -86,14 +91,17 @@ def fold_copy(
     work = replace(copy_model(model), functools.partial(to_plain, split=True)).eval()
     before = _count(model)
     norms = [path for path, module in work.named_modules() if isinstance(module, _BatchNorm)]
-    check_names("only", options.only or (), norms, norms, "the model")
-    check_names("skip", options.skip, norms, norms, "the model")
+    for option, names in (("only", options.only or frozenset()), ("skip", options.skip)):
+        check_names(option, names - {PARALLEL}, norms, norms, "the model")
     taken_apart = _take_activations_apart(work)
     inner = {path: f"{path}.norm" for path in taken_apart}
     first = parts.trace(work, inputs)
-    sites = ModuleFolder(work, first, _with_names(options, inner)).run()
+    merged = _merge_branches(work, first, _with_names(options, inner))
+    sites = (
+        merged + ModuleFolder(work, parts.trace(work, inputs) if merged else first, _with_names(options, inner)).run()
+    )
     outer = {path: name for name, path in inner.items()}
-    sites = [dataclasses.replace(site, nodes=(outer.get(site.nodes[0], site.nodes[0]),)) for site in sites]
+    sites = [dataclasses.replace(site, nodes=tuple(outer.get(path, path) for path in site.nodes)) for site in sites]
     folded = ", ".join(site.nodes[0] for site in sites if site.outcome == "folded")
     if folded:
         _trace_again(work, inputs, first, folded)
@@ -107,6 +115,19 @@ def fold_copy(
         meaning_changed=any(site.outcome == "folded" and site.nodes[0] in training for site in sites),
     )
     return work, report
+
+
+def _merge_branches(work: nn.Module, trace: tracing.Trace, options: ModuleOptions) -> list[SiteReport]:
+    """Merges parallel branches in place, unless the caller leaves them alone."""
+    only = options.only
+    if PARALLEL in options.skip:
+        return []
+
+    def allowed(norms: list[str]) -> bool:
+        chosen = only is None or PARALLEL in only or (bool(norms) and only.issuperset(norms))
+        return chosen and options.skip.isdisjoint(norms)
+
+    return Merger(work, trace, ModuleFolder(work, trace, options).refuse_module, allowed, options.max_scale).run()
 
 
 def _take_activations_apart(work: nn.Module) -> dict[str, tuple[nn.Module, type[nn.Module], dict[str, Any]]]:

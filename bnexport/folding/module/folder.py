@@ -53,7 +53,7 @@ class ModuleFolder:
         for path, module in self._modules.items():
             if layers.is_known(module) and path in self._calls:
                 try:
-                    self._refuse_module(path, module)
+                    self.refuse_module(path, module)
                     self._layers[path] = Layer.read(module)
                 except Refused as reason:
                     unfit[path] = reason
@@ -115,7 +115,7 @@ class ModuleFolder:
             raise Refused("skipped", "it was left alone on request")
         if not is_plain_batch_norm(module):
             raise Refused("own-forward", f"{type(module).__name__} has a forward of its own")
-        self._refuse_module(path, module)
+        self.refuse_module(path, module)
         if path not in self._calls:
             raise Refused("unused", "the forward does not call it")
         return layers.read_batch_norm(module, self._options.max_scale)
@@ -183,7 +183,8 @@ class ModuleFolder:
                     hidden.pop(id(module), None)
         return hidden
 
-    def _refuse_module(self, path: str, module: nn.Module) -> None:
+    def refuse_module(self, path: str, module: nn.Module) -> None:
+        """Raises Refused for a module whose values or parameters other code sees."""
         hidden = self._hidden.get(id(module))
         if hidden is not None:
             raise Refused(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,13 @@ _ELEMENTWISE = (
     *(nn.Sigmoid, nn.Tanh, nn.Softmax, nn.Dropout, nn.Dropout2d, nn.Flatten),
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Zero(nn.Module):
+    """A branch that was merged into another: adds nothing, whatever it reads."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input.new_zeros(())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +158,22 @@ class _Symbol(fx.Proxy):
             raise TraceError(f"its code asks for the class of {self.node}, which the trace does not know")
         return torch.Tensor
 
+    # Without these, code that changes a value in place looks like code that makes a new one.
+    def __iadd__(self, other: Any) -> fx.Proxy:
+        return self._in_place(operator.iadd, other)
+
+    def __isub__(self, other: Any) -> fx.Proxy:
+        return self._in_place(operator.isub, other)
+
+    def __imul__(self, other: Any) -> fx.Proxy:
+        return self._in_place(operator.imul, other)
+
+    def __itruediv__(self, other: Any) -> fx.Proxy:
+        return self._in_place(operator.itruediv, other)
+
+    def _in_place(self, function: Callable[..., Any], other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
 
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
@@ -174,10 +198,11 @@ class _Tracer(fx.Tracer):
         module = self.root.get_submodule(str(node.target))
         if _inner(str(node.target)) in self._opaque:
             return False
-        return layers.is_known(module) or is_plain_batch_norm(module) or type(module) in _ELEMENTWISE
+        known = layers.is_known(module) or is_plain_batch_norm(module)
+        return known or type(module) in _ELEMENTWISE or isinstance(module, Zero)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if _inner(module_qualified_name) in self._opaque or layers.is_known(m):
+        if _inner(module_qualified_name) in self._opaque or layers.is_known(m) or isinstance(m, Zero):
             return True
         if isinstance(m, _BatchNorm):
             return is_plain_batch_norm(m)

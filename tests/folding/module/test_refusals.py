@@ -46,7 +46,7 @@ CASES = {
     "relu between": (lambda m, x: m.n(torch.relu(m.c(x))), {"c": conv(), "n": norm()}),
     "in place between": (lambda m, x: m.n(m.c(x).add_(1)), {"c": conv(), "n": norm()}),
     "in place aside": (lambda m, x: ((y := m.c(x)).mul_(2), m.n(y))[1], {"c": conv(), "n": norm()}),
-    "sum between": (lambda m, x: m.n(m.c(x) + x), {"c": conv(), "n": norm()}),
+    "sum between": (lambda m, x: m.n(m.c(x) + x.sigmoid()), {"c": conv(), "n": norm()}),
     "max pool between": (lambda m, x: m.n(nn.functional.max_pool2d(m.c(x), 2)), {"c": conv(), "n": norm()}),
     "padded conv behind": (lambda m, x: m.c(m.n(x)), {"c": conv(3, padding=1), "n": norm()}),
     "padded by name": (lambda m, x: m.c(m.n(x)), {"c": conv(3, padding="same"), "n": norm()}),

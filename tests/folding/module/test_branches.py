@@ -1,0 +1,200 @@
+"""Parallel branches in torch modules: merged where the trace shows them, the module's own code kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import bnexport
+from models.branches import randomise_statistics
+from tests.folding.parallel.test_blocks import NETS, network
+
+X = torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(0))
+
+
+class Block(nn.Module):
+    """conv3, conv1 and norm of one value, added by the function given."""
+
+    def __init__(self, add) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv3 = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.norm3 = nn.BatchNorm2d(4)
+        self.conv1 = nn.Conv2d(4, 4, 1)
+        self.norm = nn.BatchNorm2d(4)
+        self.tail = nn.BatchNorm2d(4)
+        self.deep = nn.Conv2d(4, 4, 3, padding=1, groups=4)
+        self.pool = nn.AvgPool2d(3, 1, 1)
+        self.none = nn.Identity()
+        self.add = add
+        randomise_statistics(self).eval()
+
+    def forward(self, x):
+        return self.add(self, x)
+
+
+def in_place(m, x):
+    out = m.norm(x)
+    out += m.conv1(x)
+    out += m.norm3(m.conv3(x))
+    return torch.relu(out)
+
+
+def in_place_on_a_zero(m, x):
+    first = m.conv1(x)
+    out = m.norm(x)
+    out += m.norm3(m.conv3(x))
+    return out + first
+
+
+def in_place_on_the_input(m, x):
+    out = m.none(x)
+    out += m.conv1(x)
+    out += m.norm3(m.conv3(x))
+    return out
+
+
+def in_place_on_a_zero_by_the_sum(m, x):
+    first = m.conv1(x)
+    out = m.norm(x)
+    out += first
+    return out
+
+
+def in_place_on_the_first_sum(m, x):
+    """As timm's RepVGG adds its identity."""
+    identity = m.norm(x)
+    x = m.none(m.conv1(x) + m.norm3(m.conv3(x)))
+    x += identity
+    return x
+
+
+def in_place_on_a_zero_of_either(m, x):
+    """Whichever becomes the convolution, x is added in place to a zero of the other."""
+    first, second = m.conv1(x), m.norm3(m.conv3(x))
+    first += torch.relu(x)
+    second += torch.sigmoid(x)
+    return first + second + m.norm(x)
+
+
+def read_elsewhere(m, x):
+    a = m.conv1(x)
+    return a + m.norm3(m.conv3(x)) * a
+
+
+def changed_in_between(m, x):
+    x = x + 1
+    a = m.conv1(x)
+    x.mul_(2)
+    return a + m.norm3(m.conv3(x))
+
+
+# The sum, and modules that still compute something.
+MERGED = {
+    "tree": (lambda m, x: torch.relu((m.norm3(m.conv3(x)) + m.conv1(x)) + m.norm(x)), 1),
+    "differences": (lambda m, x: m.norm(x) - (m.conv1(x) - m.norm3(m.conv3(x))), 1),
+    "in-place": (in_place, 1),
+    "norm-of-the-sum-and-the-input": (lambda m, x: m.tail(m.deep(x) + x), 1),
+    "norm-of-the-sum-with-the-input-twice": (lambda m, x: m.tail((x - m.conv3(x)) + x), 1),
+    "pool": (lambda m, x: m.norm3(m.conv3(x)) + m.norm(m.pool(x)), 1),
+    "identity-module": (lambda m, x: m.conv1(x) + m.none(x), 1),
+    "starts-at-zero": (lambda m, x: 0 + m.norm(x) + m.conv1(x), 1),
+    "another-term": (lambda m, x: m.norm(x) + torch.relu(x) + m.conv1(x), 1),
+    "would-grow": (lambda m, x: m.deep(x) + m.conv1(x), 2),
+    "read-elsewhere": (read_elsewhere, 2),
+    "in-place-on-a-zero": (in_place_on_a_zero, 1),
+    "in-place-on-a-zero-by-the-sum": (in_place_on_a_zero_by_the_sum, 1),
+    "in-place-on-the-first-sum": (in_place_on_the_first_sum, 1),
+    "in-place-on-a-zero-of-either": (in_place_on_a_zero_of_either, 3),
+    "changed-in-between": (changed_in_between, 2),
+}
+
+
+def called(module: nn.Module) -> list[str]:
+    """Convolutions and batch norms that a call runs."""
+    names: list[str] = []
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Conv2d, nn.BatchNorm2d)):
+            child.register_forward_hook(lambda *_, name=name: names.append(name))
+    module(X.clone())
+    return names
+
+
+def working(module: nn.Module) -> list[str]:
+    return [name for name, child in module.named_modules() if isinstance(child, (nn.Conv2d, nn.BatchNorm2d))]
+
+
+@pytest.mark.parametrize("case", MERGED)
+def test_sums(case: str) -> None:
+    add, left = MERGED[case]
+    block = Block(add)
+    expected = block(X.clone())
+    folded = bnexport.fold_module(block, X)
+    assert type(folded) is Block
+    report = folded.fold_report
+    assert not report.changed or report.verification.passed
+    torch.testing.assert_close(folded(X.clone()), expected, rtol=1e-4, atol=1e-5)
+    assert len(called(folded)) == left, report.sites
+
+
+def test_an_input_that_is_changed_in_place_stays() -> None:
+    """Each branch reads what the one before it wrote."""
+    block = Block(in_place_on_the_input)
+    expected = block(X.clone())
+    folded = bnexport.fold_module(block)
+    assert isinstance(folded.conv1, nn.Conv2d) and isinstance(folded.conv3, nn.Conv2d)
+    torch.testing.assert_close(folded(X.clone()), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_hook_sees_its_values() -> None:
+    block = Block(MERGED["tree"][0])
+    seen = []
+    block.conv1.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    expected = block(X)
+    folded = bnexport.fold_module(block, X, verify=False)
+    torch.testing.assert_close(folded(X), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(seen[0], seen[-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({"skip": ["parallel"]}, {"conv3", "conv1", "norm"}),
+        ({"only": ["parallel"]}, {"conv3"}),
+        ({"skip": ["norm"]}, {"conv3", "conv1", "norm"}),
+        ({"only": ["norm"]}, {"conv3", "norm3", "conv1", "norm"}),
+        ({"only": ["norm", "norm3"]}, {"conv3"}),
+    ],
+)
+def test_selection(options: dict[str, list[str]], left: set[str]) -> None:
+    block = Block(MERGED["tree"][0])
+    folded = bnexport.fold_module(block, X, **options)
+    assert set(working(folded)) - {"deep", "tail"} == left
+    torch.testing.assert_close(folded(X), block(X), rtol=1e-4, atol=1e-5)
+
+
+def test_the_report_has_a_line_for_the_merge() -> None:
+    report = bnexport.fold_module(Block(MERGED["tree"][0]), X).fold_report
+    site = report.explain("norm")
+    assert site.summary == "3 branches, 2 batch norms -> 1 Conv2d 3x3"
+    assert site.outcome == "folded" and site.rules == ("parallel",) and site.targets == ("conv3",)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_networks_keep_no_batch_norm(name: str) -> None:
+    net, x = network(name), torch.randn(2, 3, 32, 32)
+    folded = bnexport.fold_module(net, x)
+    assert folded.fold_report.after.batch_norm == 0
+    assert sum(isinstance(module, nn.Conv2d) for module in folded.modules()) == NETS[name][1]
+    torch.testing.assert_close(folded(x), net(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pt2"])
+def test_files_of_torch(suffix: str, tmp_path: Path) -> None:
+    net, x = network("repvgg"), torch.randn(2, 3, 32, 32)
+    result = bnexport.export(net, x, tmp_path / f"m{suffix}")
+    assert result.verification.passed
+    assert result.report.after.batch_norm == 0
