@@ -141,6 +141,19 @@ def test_no_circle_of_files() -> None:
     assert circle(edges(PACKAGE)) == []
 
 
+def test_the_local_proof_shares_no_code_with_the_folder() -> None:
+    """Nor with the helpers that the folder edits graphs with: an error there would be in both."""
+    allowed = {"errors", "schema", "tolerances", "model_io", "runtime"}
+    wrong = [
+        edge
+        for edge in edges(PACKAGE)
+        if edge.source.startswith("bnexport.verification.local")
+        and level_of(edge.target)[1] not in allowed
+        and not edge.target.startswith(("bnexport.verification.local", "bnexport.verification.verdict"))
+    ]
+    assert [str(edge) for edge in wrong] == []
+
+
 def test_every_package_has_its_level() -> None:
     names = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if _is_python(path)}
     assert names == set(LEVELS)

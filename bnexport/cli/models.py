@@ -82,7 +82,15 @@ def _shape(shape: tuple[Any, ...] | None) -> str:
 def fold(
     source: Annotated[Path, typer.Argument(metavar="IN", help="The ONNX file to fold; it is never changed.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Where the folded model goes.")],
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Run both models and compare them.")] = True,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Prove each fold, and compare the outputs of both models.")
+    ] = True,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            metavar="local|whole|both", help="How to verify. Default: both up to 1 GiB of weights, then local."
+        ),
+    ] = None,
     inputs: Inputs = None,
     seed: Seed = 0,
     atol: Atol = None,
@@ -126,7 +134,7 @@ def fold(
         result = folding.fold(
             source,
             target,
-            verify=verify,
+            verify=_method(verify, method),
             inputs=feeds or None,
             seed=seed,
             atol=atol,
@@ -156,6 +164,15 @@ def fold(
     emit(report.to_dict(), json_target, [] if json_target else folding.render(report, everything=is_verbose()))
 
 
+def _method(verify: bool, method: str | None) -> Any:
+    """The argument `verify` of the fold."""
+    if method is None or not verify:
+        return verify
+    if method not in ("local", "whole", "both"):
+        raise UsageError(f"--method: got {method!r}, expected local, whole or both")
+    return method
+
+
 def write_html(report: Any, path: Path) -> None:
     from bnexport.folding.reporting import html_report
 
@@ -183,15 +200,23 @@ def verify(
     seed: Seed = 0,
     atol: Atol = None,
     rtol: Rtol = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="The fold's report (fold --json): prove each fold instead of running models."
+        ),
+    ] = None,
     json_target: Json = None,
 ) -> None:
-    """Compares every output of two models on the same inputs."""
+    """Compares two models on the same inputs, or proves a fold."""
     from bnexport import folding
 
     check_targets(json=json_target)
     feeds = feeds_of(inputs, seed, reference)
     with status(f"comparing {reference} and {candidate}"):
-        result = folding.verify(reference, candidate, inputs=feeds or None, seed=seed, atol=atol, rtol=rtol)
+        result = folding.verify(
+            reference, candidate, inputs=feeds or None, seed=seed, atol=atol, rtol=rtol, report=report
+        )
     rows = [
         (
             output.name,

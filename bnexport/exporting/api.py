@@ -22,6 +22,7 @@ from bnexport.exporting.keywords import as_positional
 from bnexport.exporting.portable_body import MINIMUM_OPSET
 from bnexport.exporting.simplify import simplify as simplify_model
 from bnexport.exporting.verification import Checked
+from bnexport.folding.proving import prove_export
 from bnexport.folding.reporting.counts import count
 from bnexport.folding.reporting.report import FoldReport
 from bnexport.sync_bn.recognition import is_sync_batch_norm
@@ -177,7 +178,11 @@ def export(
         finish(graph, list(outputs), {tensor.name: tensor.value for tensor in state}, groups, shared)
         report = None
         if mode == "deploy" and fold:
-            report = _with_modules(folding.BatchNormFolder().call(graph).report, model)
+            unfolded = graph.clone() if verify else None
+            report = folding.BatchNormFolder().call(graph).report
+            if unfolded is not None and report.changed:
+                report = dataclasses.replace(report, verification=prove_export(unfolded, graph, report))
+            report = _with_modules(report, model)
             if simplify:
                 simplify_model(graph)
                 report = dataclasses.replace(report, after=count(graph))

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from bnexport.errors import VerificationError
 from bnexport.folding.context import Options
 from bnexport.folding.folder import convert_model
+from bnexport.folding.proving import prove_fold
 from bnexport.folding.reporting.counts import Counts, count
 from bnexport.folding.reporting.report import FoldReport
 from bnexport.folding.rules import check_rules
@@ -29,10 +30,10 @@ from bnexport.model_io.read import Source, open_source
 from bnexport.verification import models
 from bnexport.verification.isolated_process import PROCESS
 from bnexport.verification.models import Terms
-from bnexport.verification.verdict import Verification
+from bnexport.verification.verdict import Method, Verification, as_method
 
-# Seconds that each step of the search for a wrong fold may spend on a float64 run.
-_PATIENCE = 5.0
+# Parameters up to which whole models are run as well, where the caller leaves the choice.
+WHOLE_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ def fold(
     source: Source,
     target: str | os.PathLike[str] | None = None,
     *,
-    verify: bool = True,
+    verify: bool | Method = True,
     inputs: Mapping[str, np.ndarray] | Sequence[Mapping[str, np.ndarray]] | None = None,
     seed: int = 0,
     samples: int = 2,
@@ -76,7 +77,9 @@ def fold(
     Args:
         source: a path, ModelProto or onnx_ir.Model; never changed.
         target: the file to write, whole or not at all.
-        verify: run both models in a process of its own, and compare.
+        verify: "local" proves each fold where it stands, in float64, and compares everything else byte by byte; "whole"
+            runs both models in a process of its own, and compares their outputs; "both" does both. True is "both" up
+            to 1 GiB of parameters and "local" above, False is nothing.
         inputs: as `verify` takes them, and so are seed, samples, atol, rtol and timeout.
         only: labels of the nodes to fold, as the report shows them; None for all. `parallel` stands for all merges
             of branches.
@@ -125,11 +128,12 @@ def fold(
         rules=None if rules is None else check_rules(rules),
     )
     terms = Terms(inputs, seed, samples, atol, rtol, timeout)
-    if verify:
+    method = as_method(verify)
+    if method in ("whole", "both"):
         PROCESS.start()
     staged = None
     try:
-        work = functools.partial(_fold, source, target, verify, overwrite_input, external_data)
+        work = functools.partial(_fold, source, target, method is not None, overwrite_input, external_data)
         result = None
         if target is not None:
             # Most weights can be scaled: reading them twice, only to know it before, is hardly ever worth it.
@@ -145,15 +149,15 @@ def fold(
             source=done.path,
             target=None if target is None else os.fspath(target),
             notes=_notes(staged),
+            inlined=done.folding.inlined,
         )
-        if verify and report.changed:
+        if method is not None and report.changed:
             # What is verified is what was written.
-            verdict = _verify(done, model if staged is None else load(staged.path), terms)
+            verdict = _verify(done, model if staged is None else load(staged.path), method, verify is True, terms)
             report = dataclasses.replace(report, verification=verdict)
             if verdict.status == "failed":
-                culprit = _first_wrong_fold(source, options, len(report.folded), terms)
                 raise VerificationError(
-                    f"the folded model differs from the original: {verdict.reason}{culprit}; nothing was written"
+                    f"the folded model differs from the original: {verdict.reason}; nothing was written"
                 )
         if staged is not None:
             staged.commit()
@@ -178,13 +182,17 @@ def _notes(staged: Staged | None) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Transformed:
-    """A fold after its changes of `model`, and the references for its verification, best first."""
+    """A fold after its changes of `model`, and the references for its verification, best first.
+
+    unfolded: the source with its calls inlined and its sync batch norms converted, for the local proof.
+    """
 
     model: ir.Model
     path: str | None
     before: Counts
     folding: Folding
     references: tuple[ir.Model, ...]
+    unfolded: ir.Model | None
 
 
 @paused_collection()
@@ -218,6 +226,8 @@ def _transform(opened: ModelSource, options: Options, *, keep_references: bool) 
     model = opened.model
     before = count(model)
     references = [model.clone()] if keep_references else []
+    called = bool(model.functions)
+    unfolded = references[0] if references else None
     folding = Folding(model, options)
     folding.prepare()
     folding.convert()
@@ -227,14 +237,32 @@ def _transform(opened: ModelSource, options: Options, *, keep_references: bool) 
         converted = model.clone()
         insert_casts(converted)
         references.append(converted)
+    if keep_references and (folding.converted or called):
+        unfolded = model.clone()
+        if folding.converted:
+            insert_casts(unfolded)
     folding.fold()
     if folding.converted:
         insert_casts(model)
-    return _Transformed(model, opened.path, before, folding, tuple(references))
+    return _Transformed(model, opened.path, before, folding, tuple(references), unfolded)
 
 
-def _verify(done: _Transformed, candidate: ir.Model, terms: Terms) -> Verification:
-    """Verify against the first reference that can be run: the original, else the converted but unfolded graph."""
+def _verify(done: _Transformed, candidate: ir.Model, method: Method, chosen_here: bool, terms: Terms) -> Verification:
+    """Verify by the chosen methods. chosen_here: leave out whole models where they are large."""
+    proof = None
+    if method != "whole" and done.unfolded is not None:
+        proof = prove_fold(done.unfolded, candidate, done.folding.sites)
+        if done.folding.converted:
+            proof = dataclasses.replace(proof, reference="converted")
+        large = chosen_here and done.before.parameter_bytes > WHOLE_BYTES
+        if method == "local" or proof.status == "failed" or (large and proof):
+            return proof
+    result = _run(done, candidate, terms)
+    return result if proof is None else proof.joined(result)
+
+
+def _run(done: _Transformed, candidate: ir.Model, terms: Terms) -> Verification:
+    """Run against the first reference that an engine can run: the original, else the converted but unfolded graph."""
     result = Verification.skipped("there is no reference")
     for index, reference in enumerate(done.references):
         result = models.compare(reference, candidate, terms, convert_model)
@@ -243,21 +271,3 @@ def _verify(done: _Transformed, candidate: ir.Model, terms: Terms) -> Verificati
         if result.status != "not_verified":
             break
     return result
-
-
-def _first_wrong_fold(source: Source, options: Options, folds: int, terms: Terms) -> str:
-    """Bisect over the number of folds; return a clause for the error message."""
-    terms = dataclasses.replace(terms, patience=_PATIENCE)
-    right, wrong, site = 0, folds, None
-    while right < wrong:
-        middle = (right + wrong) // 2
-        opened = open_source(source)
-        done = _transform(opened, dataclasses.replace(options, limit=middle + 1), keep_references=True)
-        if _verify(done, opened.model, terms).status == "failed":
-            wrong = middle
-            site = done.folding.last
-        else:
-            right = middle + 1
-    if site is None:
-        return ""
-    return f"; the first fold that breaks it is {' + '.join(site.nodes)} into {', '.join(site.targets)}"

@@ -21,7 +21,7 @@ class Options:
 
     max_scale: largest |gamma| / sqrt(var + eps) that is folded. only, skip: names of nodes.
     training_to_inference: also turn BatchNormalization with training_mode=1 into inference.
-    rules: names of the rules that may be used; None for all. limit: number of sites that may be folded.
+    rules: names of the rules that may be used; None for all.
     check_early: find out by a pass of its own whether a large weight can be scaled. Otherwise the tensor itself
     raises Refused when it is written, which is too late for another way to fold the site.
     """
@@ -31,7 +31,6 @@ class Options:
     skip: frozenset[str] = frozenset()
     training_to_inference: bool = False
     rules: frozenset[str] | None = None
-    limit: int | None = None
     check_early: bool = True
 
 
@@ -58,6 +57,8 @@ class Context:
         self.constants = Constants(model, shapes)
         self.edits: dict[Slot, Edit] = {}
         self.surgery = surgery
+        # Nodes that were written since somebody last asked.
+        self.created: list[ir.Node] = []
         # What a rule found out about an axis of a node and will ask again.
         self.memory: dict[tuple[ir.Node, int], np.ndarray] = {}
 

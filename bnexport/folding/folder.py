@@ -90,7 +90,9 @@ class BatchNormFolder(ir.passes.InPlacePass):
         folding.fold()
         if folding.converted:
             insert_casts(model)
-        report = FoldReport(tuple(folding.sites), before, count(model), folding.meaning_changed)
+        report = FoldReport(
+            tuple(folding.sites), before, count(model), folding.meaning_changed, inlined=folding.inlined
+        )
         return FolderResult(model, report.changed, report)
 
 

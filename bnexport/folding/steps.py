@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import onnx
@@ -51,21 +51,26 @@ class Folding:
         self.model = model
         self.options = options
         self.sites: list[SiteReport] = []
-        # The site that was folded last, which is not always the lowest.
-        self.last: SiteReport | None = None
-        self._folded = 0
+        self.inlined = False
         self._conversions: dict[ir.Node, sync_bn.Conversion] = {}
         self._rules = by_operator(options.rules)
         self._labels: dict[ir.Node, str] = {}
+        # For each node the names, before the first fold, of the source's nodes that it is or was made for.
+        self._origins: dict[ir.Node, tuple[str, ...]] = {}
         self._surgery = Surgery()
         self._scopes: tuple[Scope, ...] = ()
 
-    def prepare(self) -> None:
-        """Inline calls between a batch norm and its place. Raises ModelError for a contradiction."""
+    def prepare(self, *, inline: bool | None = None) -> None:
+        """Inline calls between a batch norm and its place. Raises ModelError for a contradiction.
+
+        inline: whether to do so; None where something is gained from it.
+        """
         refuse_redefined_operators(self.model)
         refuse_contradictions(self.model)
-        if self.options.only is None and _inlining_helps(self.model, self.options):
-            inline_calls(self.model)
+        if inline is None:
+            inline = self.options.only is None and _inlining_helps(self.model, self.options)
+        if inline:
+            self.inlined = bool(inline_calls(self.model))
         self._open()
 
     def _open(self) -> None:
@@ -109,8 +114,9 @@ class Folding:
     def fold(self) -> None:
         """Merge parallel branches, then fold every site of every graph; repeat while a fold enables another."""
         order = {node: index for index, node in enumerate(walk.nodes(self.model))}
+        self._origins = {node: (label(node),) for node in order}
         entries: list[Entry] = []
-        branches = Branches(self.options, self._conversions, self._label, self._has_room)
+        branches = Branches(self.options, self._conversions, self._label, self._region)
         total = sum(
             is_standard(node, "BatchNormalization")
             for scope in self._scopes
@@ -121,7 +127,6 @@ class Folding:
         for scope in self._scopes:
             if is_wanted(self.options) and 1 <= scope.context.opset <= NEWEST_OPSET:
                 for position, report in branches.merge(scope, order):
-                    self._count(report)
                     entries.append((position, report, None))
             for _ in range(_ROUNDS):
                 found: list[Entry] = []
@@ -191,10 +196,6 @@ class Folding:
             training=conversion is not None and conversion.training,
         )
 
-    def _has_room(self) -> bool:
-        """Whether the limit on folded sites is not reached."""
-        return self.options.limit is None or self._folded < self.options.limit
-
     def _label(self, node: ir.Node) -> str:
         """Return the name of the node in the source."""
         if node not in self._labels:
@@ -211,18 +212,17 @@ class Folding:
         rules: tuple[str, ...] = ()
         targets: tuple[str, ...] = ()
         refusals: tuple[Refusal, ...] = ()
-        if not self._has_room():
-            refusals = (Refusal("limit", names[-1], "skipped", "the limit on folds was reached"),)
+        region: tuple[str, ...] = ()
+        placed = place(site, scope.context, self._rules)
+        if isinstance(placed, Plan):
+            outcome, rules = "folded", tuple(placed.rules)
+            targets = tuple(self._label(node) for node in placed.targets)
+            region = self._region((*site.nodes, *placed.passed, *placed.targets), scope.context)
         else:
-            placed = place(site, scope.context, self._rules)
-            if isinstance(placed, Plan):
-                outcome, rules = "folded", tuple(placed.rules)
-                targets = tuple(self._label(node) for node in placed.targets)
-            else:
-                refusals = tuple(Refusal(way, names[-1], reason.code, reason.text) for way, reason in placed)
+            refusals = tuple(Refusal(way, names[-1], reason.code, reason.text) for way, reason in placed)
         # A map that starts at a batch norm is named after it, wherever it stands in its site.
         own = next((node for node in site.nodes if is_standard(node, "BatchNormalization")), site.nodes[0])
-        report = SiteReport(
+        return SiteReport(
             names,
             conversions[0].op_type if conversions else own.op_type,
             scope.name,
@@ -234,14 +234,15 @@ class Folding:
             channels=site.affine.channels,
             scale_min=float(magnitudes.min()) if magnitudes.size else None,
             scale_max=float(magnitudes.max()) if magnitudes.size else None,
+            region=region,
         )
-        self._count(report)
-        return report
 
-    def _count(self, report: SiteReport) -> None:
-        if report.outcome == "folded":
-            self._folded += 1
-            self.last = report
+    def _region(self, nodes: Iterable[ir.Node], context: Context) -> tuple[str, ...]:
+        """Name the source's nodes that `nodes` are or replace; nodes created meanwhile count as replacing these."""
+        names = tuple(dict.fromkeys(name for node in nodes for name in self._origins.get(node, ())))
+        self._origins.update((node, names) for node in context.created)
+        context.created.clear()
+        return names
 
     def _merge(self, site: Site | None, report: SiteReport, context: Context) -> SiteReport:
         """Merge a site that found no place into one batch norm. A single node, or plain arithmetic, stays as it is."""
@@ -254,7 +255,9 @@ class Folding:
         except Refused as reason:
             refusal = Refusal("merge", report.nodes[-1], reason.code, reason.text)
             return dataclasses.replace(report, refusals=(*report.refusals, refusal))
-        return dataclasses.replace(report, outcome="merged", targets=(self._label(kept),))
+        return dataclasses.replace(
+            report, outcome="merged", targets=(self._label(kept),), region=self._region(site.nodes, context)
+        )
 
 
 def _inlining_helps(model: ir.Model, options: Options) -> bool:

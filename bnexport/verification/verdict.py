@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from bnexport import schema
-from bnexport.errors import NotVerifiedWarning
+from bnexport.errors import NotVerifiedWarning, UsageError
 
 Status = Literal["passed", "failed", "not_verified"]
+Mark = Literal["proved", "compared", "not_run", "failed"]
+Method = Literal["whole", "local", "both"]
 # The shape of each input of one run.
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -63,6 +65,22 @@ class OutputComparison:
 
 
 @dataclasses.dataclass(frozen=True)
+class SiteProof:
+    """One fold, checked where it stands.
+
+    method: "proved" (the region is affine, or a lemma covers what is not, and its whole map was compared), "compared" (on
+    random points), "failed" or "not_run", as `reason` says. error, bound: the largest difference of a coefficient and the
+    largest that the rounding of the stored weights allows, both relative to the largest coefficient.
+    """
+
+    site: str
+    method: Mark
+    error: float = 0.0
+    bound: float = 0.0
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Verification:
     """The verdict on a candidate: whether it computes what its reference does.
 
@@ -74,6 +92,9 @@ class Verification:
     training graph, and was compared after its sync batch norms had been converted. samples, seed: sets of random inputs
     and the seed of the first. input_scale: what the float inputs were multiplied by; below 1 where the outputs for the
     first inputs decide nothing. sizes: the shapes of the inputs of each run, the example's first.
+
+    method: "whole" where the models ran, "local" where each change was proved where it stands and the rest is the same,
+    "both". sites: the local proof, one for each fold, in the order of the report.
     """
 
     status: Status
@@ -85,6 +106,8 @@ class Verification:
     seed: int = 0
     input_scale: float = 1.0
     sizes: tuple[Shapes, ...] = ()
+    method: Method = "whole"
+    sites: tuple[SiteProof, ...] = ()
 
     @classmethod
     def skipped(cls, reason: str) -> Verification:
@@ -123,7 +146,9 @@ class Verification:
         """The verdict in one line: the output nearest to its bound, and under which conditions."""
         if self.status == "not_verified":
             return f"not verified: {self.reason}"
-        if not self.outputs:
+        if self.method == "local" and self.passed:
+            return self.proved
+        if not self.outputs or (self.method == "local" and self.reason):
             return self.reason or "there is nothing to compare"
         nearest = max(self.outputs, key=OutputComparison.nearness)
         text = nearest.summary()
@@ -137,7 +162,35 @@ class Verification:
         if self.reference == "converted" and self.passed:
             text += "; compared with the converted model"
             text += f", since the model itself cannot run here: {self.reason}" if self.reason else ""
-        return text
+        return f"{text}; {self.proved}" if self.proved else text
+
+    @property
+    def proved(self) -> str:
+        """How many folds were proved where they stand, in words; empty where none was asked for."""
+        if self.method == "whole":
+            return ""
+        counts = {
+            word: sum(proof.method == method for proof in self.sites)
+            for method, word in (
+                ("proved", "proved"),
+                ("compared", "compared"),
+                ("not_run", "not run"),
+                ("failed", "failed"),
+            )
+        }
+        several = ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
+        bound = max((proof.bound for proof in self.sites), default=0.0)
+        return f"each fold where it stands: {several or 'none'}, errors within {bound:.2g} of the largest weight"
+
+    def joined(self, whole: Verification) -> Verification:
+        """The verdict of this local proof and of a run of the whole models. A fold that is proved is right although no
+        engine runs the model; what either refutes has failed."""
+        if self.status == "failed" or whole.status == "failed":
+            first = self if self.status == "failed" else whole
+            return dataclasses.replace(whole, status="failed", reason=first.reason, method="both", sites=self.sites)
+        if self.passed and whole.status == "not_verified":
+            return dataclasses.replace(self, outputs=whole.outputs)
+        return dataclasses.replace(whole, method="both", sites=self.sites)
 
     def warn(self, kept: str, *, stacklevel: int) -> None:
         """Warn that `kept`, a file, is there and not verified; nothing where it was, or failed."""
@@ -148,6 +201,16 @@ class Verification:
     def to_dict(self) -> dict[str, Any]:
         """The verdict as the command line prints it with --json."""
         return {"schema_version": schema.REPORT_VERSION, "passed": self.passed, **dataclasses.asdict(self)}
+
+
+def as_method(verify: bool | str) -> Method | None:
+    """The method that an argument `verify` stands for; None for no verification. Raises UsageError."""
+    if isinstance(verify, bool):
+        return "both" if verify else None
+    for method in ("local", "whole", "both"):
+        if verify == method:
+            return method
+    raise UsageError(f'verify: got {verify!r}, expected True, False, "local", "whole" or "both"')
 
 
 def _size(shapes: Shapes) -> str:

@@ -146,7 +146,7 @@ def test_a_wrong_fold_is_not_written(source: Path, tmp_path: Path, monkeypatch: 
 def test_not_verified_is_said(tmp_path: Path) -> None:
     header = '<ir_version: 8, opset_import: ["": 17, "other": 1]>'
     body = BODY.replace("r = Relu (t)", "r = other.Secret (t)")
-    result = fold(model(body, SHAPES, header=header), tmp_path / "target.onnx")
+    result = fold(model(body, SHAPES, header=header), tmp_path / "target.onnx", verify="whole")
     assert result.report.verification is not None
     assert result.report.verification.status == "not_verified"
     assert result.report.verification.reason

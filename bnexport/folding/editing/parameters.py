@@ -103,6 +103,7 @@ def insert_add(context: Context, value: ir.Value, addend: Addend) -> ir.Node:
     name = context.names.fresh(f"{value.name}.shift")
     node = ir.Node("", "Add", [value], name=name)
     graph.insert_after(producer, node)
+    context.created.append(node)
     node.resize_inputs(2)
     node.replace_input_with(1, new_constant(context, graph, node, array, f"{name}.addend"))
     total = node.outputs[0]

@@ -32,6 +32,8 @@ class Plan:
         self.attributes: dict[tuple[ir.Node, str], ir.Attr] = {}
         # A set that keeps its order.
         self.targets: dict[ir.Node, None] = {}
+        # Every node that the search went through: their outputs may carry other values.
+        self.passed: dict[ir.Node, None] = {}
         # Shifts that find no bias: an Add behind the node's first output.
         self.adds: dict[ir.Node, Addend] = {}
         # Names of the rules that the edits are from, in the order of their first use.

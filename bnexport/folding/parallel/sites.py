@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import onnx_ir as ir
 
-from bnexport.folding.context import Options
+from bnexport.folding.context import Context, Options
 from bnexport.folding.converting.sync_bn import Conversion
 from bnexport.folding.parallel.merging import Merged, Merging
 from bnexport.folding.parallel.sums import read_sums
@@ -24,8 +24,8 @@ def is_wanted(options: Options) -> bool:
 class Branches:
     """The branches of one model.
 
-    conversions: batch norms that were sync batch norms. name: of a node in the source. room: whether another fold is
-    within the caller's limit.
+    conversions: batch norms that were sync batch norms. name: of a node in the source. region: names of the source's
+    nodes that a merge changes, for the report.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Branches:
         options: Options,
         conversions: Mapping[ir.Node, Conversion],
         name: Callable[[ir.Node], str],
-        room: Callable[[], bool],
+        region: Callable[[Iterable[ir.Node], Context], tuple[str, ...]],
     ) -> None:
         self._options = options
         self._conversions = conversions
         self._name = name
-        self._room = room
+        self._region = region
 
     def merge(self, scope: Scope, order: Mapping[ir.Node, int]) -> Iterator[tuple[int, SiteReport]]:
         """Merges every sum of the scope's graphs that can be; where each stands in the model, and its report."""
@@ -59,7 +59,7 @@ class Branches:
         # Names of nodes without one are those of their outputs, which merging changes.
         names = {self._name(node) for node in nodes}
         only = self._options.only
-        return self._room() and (only is None or NAME in only or not names.isdisjoint(only))
+        return only is None or NAME in only or not names.isdisjoint(only)
 
     def _report(self, merged: Merged, nodes: list[ir.Node], scope: Scope) -> SiteReport:
         names = tuple(self._name(node) for node in nodes)
@@ -78,6 +78,7 @@ class Branches:
             training=any(conversion.training for conversion in conversions),
             channels=merged.outputs,
             summary=_summary(merged, len(norms)),
+            region=self._region(nodes, scope.context),
         )
 
 

@@ -105,6 +105,7 @@ def write(
     else:
         take_over(value, total, context)
     _remove(gone, context)
+    context.created += written
     return written
 
 

@@ -75,6 +75,7 @@ class Search:
         rule = self._rule(node)
         if rule.backward is None or (value is not node.outputs[0] and not rule.all_outputs):
             raise Refused("no-rule", f"{node.op_type} ({label(node)}) cannot take a per-channel map in")
+        self.plan.passed[node] = None
         rule.backward(node, axis, affine, self._step(rule, value))
 
     def forward(self, value: ir.Value, axis: int, affine: ChannelAffine) -> None:
@@ -94,6 +95,7 @@ class Search:
             self.plan.steps_down += 1
             if self.plan.steps_down > _STEPS_DOWN:
                 raise Refused("too-far", f"more than {_STEPS_DOWN} operators would change")
+            self.plan.passed[use.node] = None
             rule.forward(use.node, use.idx, axis, affine, step)
 
     def _rule(self, node: ir.Node) -> Rule:

@@ -20,13 +20,17 @@ _WIDTH, _HEIGHT = 168, 16  # of one chart, in pixels
 _LONGEST = 600
 _LARGEST_EXPONENT = 308  # of a float64
 # Classes of the style sheet; nothing else reaches a class attribute.
-_CLASSES = ("folded", "merged", "converted", "kept", "passed", "failed")
+_CLASSES = ("folded", "merged", "converted", "kept", "passed", "failed", "proved", "compared")
 
 
 def render_html(report: Data) -> str:
     """The page for a report as `FoldReport.to_dict()` gives it. Raises MissingDependencyError without jinja2."""
-    sites = [_site(site) for site in report.get("sites") or ()]
     verification = report.get("verification")
+    proofs = iter((verification or {}).get("sites") or ())
+    sites = [
+        _site(site, next(proofs, None) if site.get("outcome") in ("folded", "merged") else None)
+        for site in report.get("sites") or ()
+    ]
     outputs = [_output(output) for output in (verification or {}).get("outputs") or ()]
     counts = [report.get("before") or {}, report.get("after") or {}]
 
@@ -73,8 +77,13 @@ def _template() -> Any:
     return environment.get_template("report.html.jinja")
 
 
-def _site(site: Data) -> dict[str, Any]:
+def _site(site: Data, proof: Data | None) -> dict[str, Any]:
+    proof = proof or {}
     return {
+        "proof": proof.get("method") or "",
+        "proof_error": _number(proof.get("error")),
+        "proof_bound": _number(proof.get("bound")),
+        "proof_reason": proof.get("reason") or "",
         **{name: site.get(name) for name in ("op_type", "graph")},
         **{name: list(site.get(name) or ()) for name in ("nodes", "targets", "rules")},
         "outcome": str(site.get("outcome")),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnexport import schema
 from bnexport.folding.reporting.counts import Counts
-from bnexport.verification.verdict import Verification
+from bnexport.verification.verdict import SiteProof, Verification
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,7 +43,8 @@ class SiteReport:
     outcome: "folded" (into `targets`, by `rules`), "merged" (one node is left), "converted" (a plain
     BatchNormalization is left) or "kept". nodes: labels of the nodes of the site, top to bottom.
     scale_min, scale_max: the range of |gamma| / sqrt(var + eps) over the channels. summary: of merged branches, which
-    are a site as well: its nodes are all that are gone, its targets what was written for them.
+    are a site as well: its nodes are all that are gone, its targets what was written for them. region: names of the
+    source's nodes whose values may differ in the result: those of the site, its targets, and what lies between.
     """
 
     nodes: tuple[str, ...]
@@ -58,6 +59,7 @@ class SiteReport:
     scale_min: float | None = None
     scale_max: float | None = None
     summary: str = ""
+    region: tuple[str, ...] = ()
 
     @property
     def reason(self) -> str:
@@ -69,7 +71,8 @@ class SiteReport:
 class FoldReport:
     """meaning_changed: a training node was turned into inference. verification: None when it was not run.
 
-    notes: what else a reader should know about the file that was written.
+    notes: what else a reader should know about the file that was written. inlined: calls were replaced by their
+    functions' bodies before anything was folded.
     """
 
     sites: tuple[SiteReport, ...]
@@ -80,6 +83,7 @@ class FoldReport:
     source: str | None = None
     target: str | None = None
     notes: tuple[str, ...] = ()
+    inlined: bool = False
 
     @property
     def folded(self) -> tuple[SiteReport, ...]:
@@ -108,6 +112,12 @@ class FoldReport:
     def changed(self) -> bool:
         """Whether the model differs from its source at all."""
         return any(site.outcome != "kept" for site in self.sites)
+
+    @property
+    def proofs(self) -> dict[SiteReport, SiteProof]:
+        """The local proof of each site that changed, where one was made."""
+        made = () if self.verification is None else self.verification.sites
+        return dict(zip((site for site in self.sites if site.outcome in ("folded", "merged")), made, strict=False))
 
     def explain(self, node: str) -> SiteReport | None:
         """The site that holds the node of this name."""
@@ -150,10 +160,12 @@ def _sites(report: FoldReport, everything: bool) -> Table:
 
     chosen = report.sites if everything else report.kept
     table = Table(title="Batch norms" if everything else "Not folded", title_justify="left")
+    proofs = report.proofs
     cells = {
         "node": [" + ".join(site.nodes) for site in chosen[:_SHOWN]],
         "channels": ["" if site.channels is None else str(site.channels) for site in chosen[:_SHOWN]],
         "outcome": [site.outcome for site in chosen[:_SHOWN]],
+        "proof": [_mark(proofs.get(site)) for site in chosen[:_SHOWN]],
         "into": [", ".join(site.targets) for site in chosen[:_SHOWN]],
         "reason": [site.summary or site.reason for site in chosen[:_SHOWN]],
     }
@@ -168,3 +180,10 @@ def _sites(report: FoldReport, everything: bool) -> Table:
             f"{'' if everything else ' of the others'}, --json and --html have all"
         )
     return table
+
+
+def _mark(proof: SiteProof | None) -> str:
+    """The local proof of a site in a word, with its bound."""
+    if proof is None:
+        return ""
+    return proof.method.replace("_", " ") + (f", within {proof.bound:.2g}" if proof.bound else "")

@@ -27,7 +27,7 @@ ATTRIBUTES = {
 }
 CLASSES = {
     *("file", "tiles", "tile", "scroll", "name", "number", "chart", "reason", "grid", "mark", "limit", "badge"),
-    *("folded", "merged", "converted", "kept", "passed", "failed", "verify"),
+    *("folded", "proved", "compared", "merged", "converted", "kept", "passed", "failed", "verify"),
 }
 ATTACKS = {
     "script": "<script>alert(1)</script>",

@@ -1,0 +1,101 @@
+"""Prove a fold from its report: what the local check is given for each site."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from bnexport.errors import UsageError, VerificationError
+from bnexport.folding.context import Options
+from bnexport.folding.reporting.report import FoldReport, SiteReport
+from bnexport.folding.steps import Folding
+from bnexport.graph.mixed_types import insert_casts
+from bnexport.graph.nodes import is_standard, label
+from bnexport.model_io import walk
+from bnexport.verification.local.check import Claim, prove
+from bnexport.verification.verdict import Verification
+
+
+def prove_fold(unfolded: ir.Model, folded: ir.Model, sites: Sequence[SiteReport]) -> Verification:
+    """Prove each fold of the report where it stands. unfolded: the source, converted and with its calls inlined."""
+    casts = _casts(unfolded)
+    changed = [site for site in sites if site.outcome in ("folded", "merged")]
+    return prove(unfolded, folded, [_claim(site, casts) for site in changed])
+
+
+def prove_report(source: ir.Model, folded: ir.Model, report: Mapping[str, Any]) -> Verification:
+    """Prove each fold in a report's JSON. source: the model that was folded; it is converted here.
+
+    Raises UsageError where the report is no fold report.
+    """
+    sites = read_sites(report)
+    trained = any(site.training and site.op_type == "BatchNormalization" for site in sites)
+    folding = Folding(source, Options(training_to_inference=trained))
+    folding.prepare(inline=bool(report.get("inlined")))
+    folding.convert()
+    if folding.converted:
+        insert_casts(source)
+    verdict = prove_fold(source, folded, sites)
+    return dataclasses.replace(verdict, reference="converted") if folding.converted else verdict
+
+
+def prove_export(unfolded: ir.Model, folded: ir.Model, report: FoldReport) -> Verification:
+    """Prove a fold that was made in place. Raises VerificationError where it is wrong."""
+    verdict = prove_report(unfolded, folded, report.to_dict())
+    if verdict.status == "failed":
+        raise VerificationError(
+            f"the folded graph differs from the exported one, nothing was written: {verdict.reason}"
+        )
+    return verdict
+
+
+def read_sites(report: Mapping[str, Any]) -> list[SiteReport]:
+    """Read what a proof needs of the sites in a report's JSON. Raises UsageError."""
+
+    def text(value: Any) -> str:
+        if not isinstance(value, str):
+            raise TypeError(f"got {type(value).__name__}, expected a string")
+        return value
+
+    def names(value: Any) -> tuple[str, ...]:
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"got {type(value).__name__}, expected a list of names")
+        return tuple(map(text, value))
+
+    try:
+        return [
+            SiteReport(
+                names(site["nodes"]),
+                text(site["op_type"]),
+                text(site["graph"]),
+                text(site["outcome"]),
+                training=site.get("training") is True,
+                region=names(site["region"]),
+            )
+            for site in report["sites"]
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"the report is no fold report of this version ({type(error).__name__}: {error}); fold again with --json"
+        ) from error
+
+
+def _claim(site: SiteReport, casts: dict[str, list[str]]) -> Claim:
+    nodes = site.region or site.nodes
+    around = [cast for node in nodes for cast in casts.get(node, ())]
+    return Claim(" + ".join(site.nodes), site.graph, (*nodes, *around))
+
+
+def _casts(model: ir.Model) -> dict[str, list[str]]:
+    """Find the Casts around each batch norm, by its name: they are removed with it."""
+    found: dict[str, list[str]] = {}
+    for node in walk.nodes(model):
+        if is_standard(node, "BatchNormalization") and node.inputs and node.inputs[0] is not None:
+            around = [node.inputs[0].producer(), *(use.node for use in node.outputs[0].uses())]
+            names = [label(each) for each in around if each is not None and each.op_type == "Cast"]
+            if names:
+                found.setdefault(label(node), []).extend(names)
+    return found

@@ -1,0 +1,488 @@
+"""Prove a region that is one linear operator between per-channel maps, weight by weight.
+
+The original computes y = k (W (p x + q) + b) + h, the folded model y = k' (W' (p' x + q') + b') + h', with p, q over
+input channels and k, h over output channels. Both are the same function of x if, for each weight and each channel,
+
+    k W p = k' W' p'                    and      k (W q + b) + h = k' (W' q' + b') + h'
+
+up to the rounding of what the folded model stores. A weight is one coefficient of one output, so nothing can cancel.
+Without padding the second line holds at the borders, too; with it q = q' = 0 is asked for. Weights are streamed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.verification.local.blocks import TensorRows, pieces
+from bnexport.verification.local.parameters import NOISE, Parameter, original, stored
+from bnexport.verification.local.regions import Region, Side
+
+_LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_MAPS = ("BatchNormalization", "Add", "Sub", "Mul", "Div", "Identity")
+
+
+# A weight, how its type rounds, and the relative error of what an engine computes for it.
+_Stored = tuple[ir.TensorProtocol, tuple[float, float], float]
+
+
+class NotAChain(Exception):
+    """The region has another form."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """The largest error found and the largest that is allowed, relative to the largest coefficient of its channel."""
+
+    error: float
+    bound: float
+
+
+class Violation(Exception):
+    """The two regions are different functions."""
+
+
+@dataclasses.dataclass
+class _Map:
+    """x -> k x + h for each channel, with bounds of their errors."""
+
+    k: np.ndarray
+    h: np.ndarray
+    k_error: np.ndarray
+    h_error: np.ndarray
+    # Size of the terms that h is a sum of.
+    size: np.ndarray
+
+    @classmethod
+    def identity(cls) -> _Map:
+        return cls(np.ones(1), *(np.zeros(1) for _ in range(4)))
+
+    def scale(self, factor: Parameter) -> None:
+        values, error = factor.values, factor.slack
+        self.h_error = np.abs(values) * self.h_error + error * np.abs(self.h)
+        self.k_error = np.abs(values) * self.k_error + error * np.abs(self.k)
+        self.k, self.h, self.size = self.k * values, self.h * values, self.size * np.abs(values)
+
+    def shift(self, addend: Parameter, sign: float = 1.0) -> None:
+        self.h = self.h + sign * addend.values
+        self.h_error = self.h_error + addend.slack
+        self.size = self.size + np.abs(addend.values)
+
+
+class _Chain:
+    """One side's region, read from its output upwards."""
+
+    def __init__(self, side: Side, nodes: list[ir.Node], output: ir.Value, *, is_folded: bool) -> None:
+        self.side, self.is_folded = side, is_folded
+        self.axis: int | None = None
+        inside = set(nodes)
+        after: list[tuple[ir.Node, int]] = []
+        before: list[tuple[ir.Node, int]] = []
+        self.linear: ir.Node | None = None
+        self.place = 0
+        value, current = output, after
+        while (node := value.producer()) in inside and node is not None:
+            if value is not node.outputs[0] or len([each for each in node.outputs if each.uses()]) > 1:
+                raise NotAChain
+            data = list(side.data(node))
+            if len(data) != 1:
+                raise NotAChain
+            if node.op_type in _LINEAR and node.domain == "" and self.linear is None:
+                self.linear, self.place, current = node, data[0][0], before
+            elif node.op_type in _MAPS and node.domain == "":
+                current.append((node, data[0][0]))
+            else:
+                raise NotAChain
+            inside.discard(node)
+            value = data[0][1]
+        if inside:
+            raise NotAChain
+        self.input = value
+        self._after, self._before = after[::-1], before[::-1]
+
+    def maps(self, rank: int | None) -> tuple[_Map, _Map]:
+        """Before and after the linear operator. rank: of all values; channels are axis `channel`."""
+        return self._map(self._before, rank), self._map(self._after, rank)
+
+    def _map(self, steps: list[tuple[ir.Node, int]], rank: int | None) -> _Map:
+        result, self.axis = _Map.identity(), self._channel_axis(rank)
+        for node, place in steps:
+            if node.op_type == "BatchNormalization":
+                self._normalise(result, node, place, rank)
+            elif node.op_type != "Identity":
+                self._arithmetic(result, node, place, rank)
+        return result
+
+    def _channel_axis(self, rank: int | None) -> int | None:
+        """The axis of channels, where the linear operator fixes it."""
+        if self.linear is None:
+            return None
+        return 1 if self.linear.op_type != "MatMul" else None if rank is None else rank - 1
+
+    def _along(self, axis: int) -> None:
+        if self.axis is None:
+            self.axis = axis
+        if self.axis != axis:
+            raise NotAChain
+
+    def _normalise(self, result: _Map, node: ir.Node, place: int, rank: int | None) -> None:
+        unknown = {*node.attributes} - {"epsilon", "momentum", "training_mode", "is_test", "consumed_inputs"}
+        training = node.attributes.get("training_mode")
+        version = self.side.constants.version(node)
+        if place != 0 or len(node.inputs) != 5 or unknown or (training is not None and training.as_int()):
+            raise NotAChain
+        test = node.attributes.get("is_test")
+        if (version < 7 and (test is None or not test.as_int())) or (rank is None and self.axis is None):
+            raise NotAChain
+        self._along(1)
+        scale, bias, mean, var = (self.parameter(node, index) for index in range(1, 5))
+        factor = normalising(node, scale, var)
+        result.shift(mean, -1.0)
+        result.scale(factor)
+        result.shift(bias)
+
+    def _arithmetic(self, result: _Map, node: ir.Node, place: int, rank: int | None) -> None:
+        if node.attributes or len(node.inputs) != 2 or self.side.constants.version(node) < 7:
+            raise NotAChain
+        operand = self.parameter(node, 1 - place)
+        operand = self._per_channel(operand, rank)
+        kind = node.op_type
+        if kind == "Add":
+            result.shift(operand)
+        elif kind == "Sub":
+            if place == 1:
+                result.scale(Parameter(-np.ones(1)))
+            result.shift(operand, -1.0 if place == 0 else 1.0)
+        elif kind == "Mul":
+            result.scale(operand)
+        elif place == 0 and operand.values.all():
+            result.scale(reciprocal(operand))
+        else:
+            raise NotAChain
+
+    def _per_channel(self, operand: Parameter, rank: int | None) -> Parameter:
+        shape = operand.values.shape
+        if operand.values.size == 1 and (rank is None or len(shape) <= rank) and not (rank is None and shape):
+            return Parameter(operand.values.reshape(1), None if operand.error is None else operand.error.reshape(1))
+        if rank is None or len(shape) > rank:
+            raise NotAChain
+        wide = [axis + rank - len(shape) for axis, size in enumerate(shape) if size != 1]
+        if len(wide) != 1:
+            raise NotAChain
+        self._along(wide[0])
+        return Parameter(operand.values.reshape(-1), None if operand.error is None else operand.error.reshape(-1))
+
+    def parameter(self, node: ir.Node, index: int) -> Parameter:
+        """Input `index` of a node, which is constant."""
+        value = node.inputs[index]
+        if value is None or not self.side.constants.has(value):
+            raise NotAChain
+        result = stored(self.side, value, None) if self.is_folded else original(self.side, value)
+        if result.values.dtype != np.float64:
+            raise NotAChain
+        return result
+
+
+def normalising(node: ir.Node, scale: Parameter, var: Parameter) -> Parameter:
+    """scale / sqrt(var + epsilon) of a BatchNormalization."""
+    attribute = node.attributes.get("epsilon")
+    epsilon = float(np.float32(1e-5)) if attribute is None else attribute.as_float()
+    total = var.values + epsilon
+    if not (total > 0).all():
+        raise NotAChain
+    factor = scale.values / np.sqrt(total)
+    error = scale.slack / np.sqrt(total) + np.abs(factor) * 0.5 * (var.slack / total)
+    return Parameter(factor, error)
+
+
+def reciprocal(operand: Parameter) -> Parameter:
+    """1 / operand."""
+    inverse = 1.0 / operand.values
+    return Parameter(inverse, np.asarray(operand.slack * inverse**2))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weight:
+    """A linear operator's weight as (rows, columns, kernel), and which channel each row and column belongs to.
+
+    out_rows: rows are output channels; otherwise columns are.
+    """
+
+    tensor: ir.TensorProtocol
+    roundoff: tuple[float, float]
+    slack: float
+    shape: tuple[int, int, int, int]  # groups, rows of a group, columns, kernel
+    out_rows: bool
+    factor: float
+    bias: Parameter | None
+    attributes: tuple[object, ...]
+    padded: bool
+
+    @property
+    def outputs(self) -> int:
+        groups, rows, columns, _ = self.shape
+        return groups * (rows if self.out_rows else columns)
+
+    @property
+    def inputs(self) -> int:
+        groups, rows, columns, _ = self.shape
+        return groups * (columns if self.out_rows else rows)
+
+
+def prove(region: Region, original_side: Side, folded_side: Side, rank: int | None) -> Proof:
+    """The region's proof. rank: of its output, where it is known. Raises NotAChain or Violation."""
+    mine = _Chain(original_side, region.nodes[0], region.output[0], is_folded=False)
+    theirs = _Chain(folded_side, region.nodes[1], region.output[1], is_folded=True)
+    if (mine.input, theirs.input) not in region.entering or len(region.entering) != 1:
+        raise NotAChain
+    if (mine.linear is None) != (theirs.linear is None):
+        raise NotAChain
+    if mine.linear is None or theirs.linear is None:
+        return _maps_only(mine, theirs, rank)
+    if mine.linear.op_type != theirs.linear.op_type or mine.place != theirs.place:
+        raise NotAChain
+    first, second = _weight(mine, mine.linear), _weight(theirs, theirs.linear)
+    if first.attributes != second.attributes or first.shape != second.shape or first.out_rows != second.out_rows:
+        raise NotAChain
+    if mine.linear.op_type in ("Conv", "ConvTranspose"):
+        rank = len(first.tensor.shape)
+    elif mine.linear.op_type == "Gemm":
+        rank = 2
+    (p, k), (p2, k2) = mine.maps(rank), theirs.maps(rank)
+    for each, size in ((p, first.inputs), (p2, first.inputs), (k, first.outputs), (k2, first.outputs)):
+        if each.k.size not in (1, size) or each.h.size not in (1, size):
+            raise NotAChain
+    if first.padded and (p.h.any() or p2.h.any()):
+        raise NotAChain
+    return _compare(first, second, (p, k), (p2, k2))
+
+
+def _maps_only(mine: _Chain, theirs: _Chain, rank: int | None) -> Proof:
+    (_, k), (_, k2) = mine.maps(rank), theirs.maps(rank)
+    if mine.axis is not None and theirs.axis is not None and mine.axis != theirs.axis:
+        raise NotAChain
+    sizes = {k.k.size, k2.k.size, k.h.size, k2.h.size} - {1}
+    if len(sizes) > 1:
+        raise NotAChain
+    allowed = k.k_error + k2.k_error + NOISE * np.abs(k.k)
+    proof = _within(k2.k - k.k, allowed, np.abs(k.k), "scale")
+    size = k.size + k2.size
+    return _joined(proof, _within(k2.h - k.h, k.h_error + k2.h_error + NOISE * size, np.abs(k.h), "shift"))
+
+
+def _within(difference: np.ndarray, allowed: np.ndarray, size: np.ndarray, what: str, start: int = 0) -> Proof:
+    """start: the row of a weight that the arrays begin with."""
+    difference = np.abs(difference)
+    right = difference <= allowed
+    if not right.all():
+        at = np.unravel_index(
+            int(np.argmax(np.where(right, 0.0, np.where(np.isnan(difference), np.inf, difference)))), right.shape
+        )
+        got, limit = (float(np.broadcast_to(each, right.shape)[at]) for each in (difference, allowed))
+        place = [int(each) for each in at]
+        place[0] += start
+        where = f"row {place[0]}, column {place[1]}" if len(place) > 1 else f"channel {place[0]}"
+        raise Violation(f"the {what} of {where} differs by {got:.3g}, allowed {limit:.3g}")
+    largest = float(np.max(size, initial=0.0)) or 1.0
+    return Proof(float(difference.max(initial=0.0)) / largest, float(np.max(allowed, initial=0.0)) / largest)
+
+
+def _joined(first: Proof, second: Proof) -> Proof:
+    return Proof(max(first.error, second.error), max(first.bound, second.bound))
+
+
+def _weight(chain: _Chain, node: ir.Node) -> _Weight:
+    """The weight of a linear operator whose data is `chain.place`."""
+    kind = node.op_type
+    if kind == "MatMul":
+        if chain.place != 0:
+            raise NotAChain
+        tensor, roundoff, slack = _tensor(chain, node, 1)
+        shape = tuple(tensor.shape.numpy())
+        if len(shape) < 2 or math.prod(shape[:-2]) != 1 or len(shape) > 2:
+            raise NotAChain
+        return _Weight(tensor, roundoff, slack, (1, shape[0], shape[1], 1), False, 1.0, None, (), False)
+    if chain.place != 0:
+        raise NotAChain
+    tensor, roundoff, slack = _tensor(chain, node, 1)
+    shape = tuple(tensor.shape.numpy())
+    bias = chain.parameter(node, 2) if len(node.inputs) > 2 and node.inputs[2] is not None else None
+    if kind == "Gemm":
+        return _gemm(node, (tensor, roundoff, slack), bias)
+    group = node.attributes["group"].as_int() if "group" in node.attributes else 1
+    if len(shape) < 3 or group < 1 or shape[0] % group:
+        raise NotAChain
+    kernel = math.prod(shape[2:])
+    attributes = tuple(
+        sorted((name, str(attribute.value)) for name, attribute in node.attributes.items() if not attribute.is_ref())
+    )
+    if len(attributes) != len(node.attributes):
+        raise NotAChain
+    view = (group, shape[0] // group, shape[1], kernel)
+    return _Weight(tensor, roundoff, slack, view, kind == "Conv", 1.0, bias, attributes, kind != "Conv" or _pads(node))
+
+
+def _gemm(node: ir.Node, stored_weight: _Stored, bias: Parameter | None) -> _Weight:
+    def number(name: str, default: float) -> float:
+        return float(node.attributes[name].value) if name in node.attributes else default
+
+    tensor, roundoff, slack = stored_weight
+    if number("transA", 0) or len(tensor.shape) != 2:
+        raise NotAChain
+    transposed = bool(number("transB", 0))
+    beta = number("beta", 1.0)
+    if bias is not None:
+        shape = bias.values.shape
+        if bias.values.size != 1 and (len(shape) > 2 or bias.values.size != shape[-1]):
+            raise NotAChain
+        error = None if bias.error is None else np.abs(beta) * bias.error.reshape(-1)
+        bias = Parameter(beta * bias.values.reshape(-1), error)
+    rows, columns = tensor.shape.numpy()
+    return _Weight(
+        tensor, roundoff, slack, (1, rows, columns, 1), transposed, number("alpha", 1.0), bias, (transposed,), False
+    )
+
+
+def _tensor(chain: _Chain, node: ir.Node, index: int) -> _Stored:
+    """The numbers of a weight, how its type rounds, and how far an engine's result may be, relative to each number."""
+    value = node.inputs[index] if index < len(node.inputs) else None
+    if value is None:
+        raise NotAChain
+    constants = chain.side.constants
+    tensor, slack = constants.leaf(value), 0.0
+    if tensor is None:
+        array, error = constants.array(value), constants.error(value)
+        tensor = ir.tensor(np.ascontiguousarray(array))
+        if error is not None:
+            slack = float(np.max(error / np.where(array == 0, 1.0, np.abs(array)), initial=0.0))
+    if not tensor.dtype.is_floating_point() or tensor.dtype.bitwidth < 16:
+        raise NotAChain
+    return tensor, constants.roundoff(value), slack
+
+
+def _pads(node: ir.Node) -> bool:
+    auto = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+    pads = node.attributes["pads"].as_ints() if "pads" in node.attributes else ()
+    return auto not in ("NOTSET", "", "VALID") or (auto != "VALID" and any(pads))
+
+
+def _compare(first: _Weight, second: _Weight, mine: tuple[_Map, _Map], theirs: tuple[_Map, _Map]) -> Proof:
+    """Both lines of the head of this file."""
+    slack = first.slack + second.slack
+    for each in (*mine, *theirs):
+        slack += float(np.max(each.k_error / np.where(each.k == 0, 1.0, np.abs(each.k)), initial=0.0))
+    scales = [_Scales(weight, p.k * weight.factor, k.k) for weight, (p, k) in ((first, mine), (second, theirs))]
+    scan = _Scan(first, scales[0], scales[1], slack, (mine[0].h, theirs[0].h), second.roundoff)
+    proof = scan.run(first.tensor, second.tensor)
+    size, allowed = np.zeros(first.outputs), np.zeros(first.outputs)
+    totals = []
+    sides = ((first, mine, scan.sums[0], slack), (second, theirs, scan.sums[1], second.roundoff[0] + slack))
+    for weight, (before, after), (offset, magnitude), relative in sides:
+        bias = Parameter(np.zeros(1)) if weight.bias is None else weight.bias
+        inner = weight.factor * offset + bias.values
+        inner_size = abs(weight.factor) * magnitude
+        error = relative * inner_size + bias.slack
+        if before.h.any():
+            error = error + inner_size * float(np.max(before.h_error / np.where(before.h == 0, 1.0, np.abs(before.h))))
+        totals.append(after.k * inner + after.h)
+        size = size + np.abs(after.k) * (inner_size + np.abs(bias.values)) + after.size
+        allowed = allowed + np.abs(after.k) * error + after.k_error * np.abs(inner) + after.h_error
+    shift = _within(totals[1] - totals[0], allowed + NOISE * size, np.maximum(np.abs(totals[0]), scan.largest), "bias")
+    return _joined(proof, shift)
+
+
+class _Scales:
+    """The factor of each weight, as arrays over the rows and columns of its tensor."""
+
+    def __init__(self, weight: _Weight, inputs: np.ndarray, outputs: np.ndarray) -> None:
+        groups, rows, columns, kernel = weight.shape
+        count = weight.inputs if weight.out_rows else weight.outputs
+        over_rows, over_columns = (outputs, inputs) if weight.out_rows else (inputs, outputs)
+        self.rows = np.broadcast_to(over_rows, groups * rows)
+        self.columns = np.broadcast_to(over_columns, count).reshape(groups, columns)
+        self.kernel = kernel
+        self._even = bool((self.columns == 1.0).all())
+        self._group = rows
+
+    def block(self, start: int, count: int) -> np.ndarray:
+        """Factors of rows start to start + count; it broadcasts to (count, columns, kernel)."""
+        rows = self.rows[start : start + count].reshape(-1, 1, 1)
+        if self._even:
+            return rows
+        if len(self.columns) == 1:
+            return np.asarray(rows * self.columns[0].reshape(1, -1, 1))
+        groups = np.arange(start, start + count) // self._group
+        return np.asarray(rows * self.columns[groups][:, :, None])
+
+
+class _Scan:
+    """Reads both weights once."""
+
+    def __init__(
+        self,
+        weight: _Weight,
+        exact: _Scales,
+        got: _Scales,
+        slack: float,
+        offsets: tuple[np.ndarray, np.ndarray],
+        roundoff: tuple[float, float],
+    ) -> None:
+        self._weight, self._exact, self._got, self._slack = weight, exact, got, slack
+        self._plain = bool((got.rows == 1.0).all()) and got._even and slack == 0.0
+        self.sums = [(np.zeros(weight.outputs), np.zeros(weight.outputs)) for _ in range(2)]
+        self._offsets = [_Scales(weight, offset, np.ones(1)) if offset.any() else None for offset in offsets]
+        self.largest = np.zeros(weight.outputs)
+        self.roundoff = roundoff
+
+    def run(self, mine: ir.TensorProtocol, theirs: ir.TensorProtocol) -> Proof:
+        groups, rows, columns, kernel = self._weight.shape
+        u, half = self.roundoff
+        worst = Proof(0.0, u)
+        total = groups * rows
+        start = 0
+        with TensorRows(mine, total) as first, TensorRows(theirs, total) as second:
+            for count in pieces(total, columns * kernel):
+                one = first.next(count).reshape(count, columns, kernel)
+                two = second.next(count).reshape(count, columns, kernel)
+                exact = np.multiply(one, self._exact.block(start, count), dtype=np.float64)
+                worst = _joined(worst, self._block(exact, two, start, u, half))
+                self._sum(one, two, start)
+                start += count
+        return worst
+
+    def _block(self, exact: np.ndarray, stored_block: np.ndarray, start: int, u: float, half: float) -> Proof:
+        self._see(exact, start)
+        if self._plain:
+            with np.errstate(over="ignore"):
+                if np.array_equal(exact.astype(stored_block.dtype), stored_block):
+                    return Proof(u, u)
+            got = stored_block.astype(np.float64)
+        else:
+            got = np.multiply(stored_block, self._got.block(start, len(exact)), dtype=np.float64)
+        factor = np.abs(self._got.block(start, len(exact)))
+        allowed = (u + self._slack + NOISE) * np.abs(exact) + half * factor
+        return _within(got - exact, allowed, np.abs(exact), "weight", start)
+
+    def _see(self, exact: np.ndarray, start: int) -> None:
+        """The largest coefficient of each output, to hold the shift's error against; rows are enough for that."""
+        if self._weight.out_rows:
+            largest = np.maximum(exact.max(axis=(1, 2), initial=0.0), -exact.min(axis=(1, 2), initial=0.0))
+            self.largest[start : start + len(exact)] = largest
+
+    def _sum(self, one: np.ndarray, two: np.ndarray, start: int) -> None:
+        """Sums of weight times offset of the inputs, where there is one."""
+        for side, block in enumerate((one, two)):
+            offset = self._offsets[side]
+            if offset is None:
+                continue
+            terms = np.multiply(block, offset.block(start, len(block)), dtype=np.float64)
+            total, size = self.sums[side]
+            if self._weight.out_rows:
+                total[start : start + len(block)] = terms.sum(axis=(1, 2))
+                size[start : start + len(block)] = np.abs(terms).sum(axis=(1, 2))
+            else:
+                total += terms.sum(axis=(0, 2))
+                size += np.abs(terms).sum(axis=(0, 2))

@@ -1,0 +1,164 @@
+"""Constant values of one model: stored tensors and expressions of them, evaluated in float64 when they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.errors import UnsupportedModelError
+from bnexport.model_io import walk
+from bnexport.verification.local.reference import evaluate
+
+_CHANGING = ("Dropout", "Bernoulli", "Multinomial")
+_FLOATS = frozenset((ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE))
+
+
+class ConstantValues:
+    """Which values of a model are constant, and their numbers."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self._model = model
+        self._leaves: dict[ir.Value, ir.TensorProtocol] = {}
+        self._computed: set[ir.Value] = set()
+        # Expressions in float64, and in the types that the model gives them.
+        self._arrays: dict[ir.Value, np.ndarray] = {}
+        self._narrow: dict[ir.Value, np.ndarray] = {}
+        self._overridable = model.ir_version >= 4
+        self._versions: dict[ir.Graph, int] = {}
+        for graph in (model.graph, *(function.graph for function in model.functions.values())):
+            self._read(graph, graph.opset_imports.get("", graph.opset_imports.get("ai.onnx", 0)))
+
+    def _read(self, graph: ir.Graph, version: int) -> None:
+        self._versions[graph] = version
+        given = set(graph.inputs) if self._overridable else set()
+        for value in graph.initializers.values():
+            if value.const_value is not None and value not in given:
+                self._leaves[value] = value.const_value
+        for node in graph:
+            bodies = [body for attribute in node.attributes.values() for body in walk.bodies(attribute)]
+            for body in bodies:
+                self._read(body, version)
+            if node.domain == "" and not bodies:
+                self._read_node(node)
+
+    def _read_node(self, node: ir.Node) -> None:
+        if any(attribute.is_ref() for attribute in node.attributes.values()):
+            return
+        if node.op_type == "Constant":
+            tensor = _stored(node)
+            if tensor is not None:
+                self._leaves[node.outputs[0]] = tensor
+            return
+        if not node.inputs or node.op_type in _CHANGING or node.op_type.startswith("Random"):
+            return
+        if node.op_identifier() not in self._model.functions and all(
+            value is None or self.has(value) for value in node.inputs
+        ):
+            self._computed.update(node.outputs)
+
+    def has(self, value: ir.Value) -> bool:
+        """The value is the same for all inputs of the model."""
+        return value in self._leaves or value in self._computed
+
+    def version(self, node: ir.Node) -> int:
+        """The opset that the node is of."""
+        return self._versions[node.graph] if node.graph is not None else 0
+
+    def leaf(self, value: ir.Value) -> ir.TensorProtocol | None:
+        """The stored tensor; None for an expression."""
+        return self._leaves.get(value)
+
+    def array(self, value: ir.Value) -> np.ndarray:
+        """The numbers: floats in float64, others in their type. Raises UnsupportedModelError."""
+        leaf = self._leaves.get(value)
+        if leaf is not None:
+            return widened(leaf.numpy())
+        if value not in self._arrays:
+            self._evaluate(value, self._arrays, wide=True)
+        return self._arrays[value]
+
+    def error(self, value: ir.Value) -> np.ndarray | None:
+        """How far an engine's result may be from `array`, since it computes an expression in the type of its parts."""
+        if value in self._leaves or self.array(value).dtype != np.float64:
+            return None
+        if value not in self._narrow:
+            self._evaluate(value, self._narrow, wide=False)
+        exact = self.array(value)
+        u, half = self.roundoff(value)
+        difference = np.abs(widened(self._narrow[value]) - exact)
+        return np.asarray(2 * difference + u * np.abs(exact) + half) if difference.any() else None
+
+    def _evaluate(self, wanted: ir.Value, arrays: dict[ir.Value, np.ndarray], *, wide: bool) -> None:
+        def operand(value: ir.Value) -> np.ndarray:
+            leaf = self._leaves.get(value)
+            if leaf is None:
+                return arrays[value]
+            return widened(leaf.numpy()) if wide else leaf.numpy()
+
+        pending = [wanted]
+        while pending:
+            value = pending[-1]
+            node = value.producer()
+            if node is None:
+                raise UnsupportedModelError(f"the constant {value.name!r} has no numbers")
+            missing = [
+                each for each in node.inputs if each is not None and each not in self._leaves and each not in arrays
+            ]
+            if missing:
+                pending += missing
+                continue
+            inputs = [None if each is None else operand(each) for each in node.inputs]
+            results = evaluate(node, inputs, self.version(node), wide=wide)
+            arrays.update((output, np.asarray(result)) for output, result in zip(node.outputs, results, strict=False))
+            pending.pop()
+
+    def roundoff(self, value: ir.Value) -> tuple[float, float]:
+        """Unit roundoff and half the smallest positive number of the float types that the value is stored in."""
+        types = {leaf.dtype for leaf in self._stored_under(value) if leaf.dtype in _FLOATS}
+        limits = [ROUNDING[kind] for kind in types]
+        return max((u for u, _ in limits), default=0.0), max((s for _, s in limits), default=0.0)
+
+    def _stored_under(self, value: ir.Value) -> Iterable[ir.TensorProtocol]:
+        seen, pending = set(), [value]
+        while pending:
+            each = pending.pop()
+            if each in seen:
+                continue
+            seen.add(each)
+            leaf = self._leaves.get(each)
+            if leaf is not None:
+                yield leaf
+                continue
+            node = each.producer()
+            pending += [operand for operand in (node.inputs if node is not None else ()) if operand is not None]
+
+
+# Unit roundoff, and half the smallest subnormal number.
+ROUNDING = {
+    ir.DataType.FLOAT16: (2.0**-11, 2.0**-25),
+    ir.DataType.BFLOAT16: (2.0**-8, 2.0**-134),
+    ir.DataType.FLOAT: (2.0**-24, 2.0**-150),
+    ir.DataType.DOUBLE: (2.0**-53, 0.0),
+}
+
+
+def widened(array: np.ndarray) -> np.ndarray:
+    """Floats as float64, everything else as it is."""
+    is_float = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+    return array.astype(np.float64) if is_float else array
+
+
+def _stored(node: ir.Node) -> ir.TensorProtocol | None:
+    for name, attribute in node.attributes.items():
+        value: Any = attribute.value
+        if name == "value" and attribute.type is ir.AttributeType.TENSOR:
+            tensor: ir.TensorProtocol = value
+            return tensor
+        if name in ("value_float", "value_floats"):
+            return ir.tensor(np.asarray(value, np.float32))
+        if name in ("value_int", "value_ints"):
+            return ir.tensor(np.asarray(value, np.int64))
+    return None

@@ -1,0 +1,195 @@
+"""Prove a region by its affine forms: the output of both models as a function of the values that enter, in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.errors import UnsupportedModelError
+from bnexport.verification.local import forms, nonlinear, parameters
+from bnexport.verification.local.attributes import same_attributes
+from bnexport.verification.local.chains import Proof, Violation
+from bnexport.verification.local.forms import CONSTANT, Form
+from bnexport.verification.local.operators import RULES, Operand
+from bnexport.verification.local.parameters import NOISE
+from bnexport.verification.local.regions import Region, Side, name_of
+
+# Random directions, where not every element can be a variable.
+_DIRECTIONS = 8
+# Nodes of a region; more are no fold.
+_NODES = 400
+
+
+def evaluate(region: Region, sides: tuple[Side, Side], sizes: Sequence[tuple[int, ...]], *, whole: bool) -> Proof:
+    """sizes: of the entering values. whole: with a variable for each element.
+
+    Raises Violation, or UnsupportedModelError where it cannot be evaluated.
+    """
+    if max(map(len, region.nodes)) > _NODES:
+        raise UnsupportedModelError(f"the region has more than {_NODES} nodes")
+    return _Evaluation(region, sides, sizes, None if whole else _DIRECTIONS).run()
+
+
+class _Evaluation:
+    def __init__(
+        self, region: Region, sides: tuple[Side, Side], sizes: Sequence[tuple[int, ...]], count: int | None
+    ) -> None:
+        self._region, self._sides, self._count = region, sides, count
+        self._values: tuple[dict[ir.Value, Operand], dict[ir.Value, Operand]] = ({}, {})
+        self._group = CONSTANT
+        for (mine, theirs), size in zip(region.entering, sizes, strict=True):
+            form = forms.variables(self._next(), size, forms.directions(size, count, seed=self._group))
+            self._values[0][mine] = form
+            if theirs is not None:
+                self._values[1][theirs] = form
+        self._twins = _twins(region)
+
+    def _next(self) -> int:
+        self._group += 1
+        return self._group
+
+    def run(self) -> Proof:
+        pending = [list(nodes) for nodes in self._region.nodes]
+        while pending[0] or pending[1]:
+            moved = False
+            for side in (0, 1):
+                moved |= self._advance(side, pending[side])
+            moved |= self._pass_nonlinear(pending)
+            if not moved:
+                node = (pending[0] or pending[1])[0]
+                raise UnsupportedModelError(f"{name_of(node)} ({node.op_type}) is in one model only and not linear")
+        mine, theirs = (self._operand(side, value) for side, value in enumerate(self._region.output))
+        if not isinstance(mine, Form) or not isinstance(theirs, Form):
+            raise UnsupportedModelError("its output is constant")
+        return _equal(mine, theirs)
+
+    def _advance(self, side: int, pending: list[ir.Node]) -> bool:
+        """Evaluates every node that is linear and has all its inputs."""
+        moved = False
+        for node in tuple(pending):
+            if not self._ready(side, node):
+                continue
+            operands = self._operands(side, node)
+            known = all(operand is None or isinstance(operand, parameters.Parameter) for operand in operands)
+            rule: Callable[..., list[Operand]] | None = RULES.get(node.op_type) if node.domain == "" else None
+            if rule is None and not known:
+                continue
+            if nonlinear.is_nonlinear(node, operands):
+                continue
+            if known:
+                results = self._known(side, node, operands)
+            else:
+                assert rule is not None
+                results = rule(node, operands, self._sides[side].constants.version(node))
+            self._values[side].update(zip(node.outputs, results, strict=False))
+            pending.remove(node)
+            moved = True
+        return moved
+
+    def _known(self, side: int, node: ir.Node, operands: list[Operand]) -> list[Operand]:
+        """A node whose inputs follow from sizes."""
+        from bnexport.verification.local.reference import evaluate as run
+
+        arrays = [None if operand is None else operand.values for operand in operands]  # type: ignore[union-attr]
+        results = run(node, arrays, self._sides[side].constants.version(node))
+        return [None if each is None else parameters.Parameter(np.asarray(each)) for each in results]
+
+    def _pass_nonlinear(self, pending: list[list[ir.Node]]) -> bool:
+        for node in pending[0]:
+            twin = self._twins.get(node)
+            if twin is None or twin not in pending[1] or not self._ready(0, node) or not self._ready(1, twin):
+                continue
+            if node.op_identifier() != twin.op_identifier() or not same_attributes(node, twin):
+                raise Violation(f"the attributes of {name_of(node)} ({node.op_type}) changed")
+            operands = self._operands(0, node), self._operands(1, twin)
+            version = self._sides[0].constants.version(node)
+            results = nonlinear.passed(node, operands, version, self._next(), self._count)
+            for side, each in enumerate((node, twin)):
+                self._values[side].update(zip(each.outputs, results[side], strict=False))
+            pending[0].remove(node)
+            pending[1].remove(twin)
+            return True
+        return False
+
+    def _ready(self, side: int, node: ir.Node) -> bool:
+        return all(value in self._values[side] for _, value in self._sides[side].data(node))
+
+    def _operands(self, side: int, node: ir.Node) -> list[Operand]:
+        twin = self._reverse.get(node) if side else None
+        return [self._operand(side, value, twin, index) for index, value in enumerate(node.inputs)]
+
+    def _operand(self, side: int, value: ir.Value | None, twin: ir.Node | None = None, index: int = 0) -> Operand:
+        if value is None or not value.name:
+            return None
+        if value in self._values[side]:
+            return self._values[side][value]
+        if side == 0:
+            return parameters.original(self._sides[0], value)
+        before = twin.inputs[index] if twin is not None and index < len(twin.inputs) else None
+        constants = self._sides[0].constants
+        known = constants.array(before) if before is not None and constants.has(before) else None
+        return parameters.stored(self._sides[1], value, known)
+
+    @property
+    def _reverse(self) -> dict[ir.Node, ir.Node]:
+        return {theirs: mine for mine, theirs in self._twins.items()}
+
+
+def _twins(region: Region) -> dict[ir.Node, ir.Node]:
+    """Nodes of both regions that have one name and operator; what is left, by operators and their order."""
+    theirs: dict[tuple[str, str], list[ir.Node]] = {}
+    for node in region.nodes[1]:
+        theirs.setdefault((name_of(node), node.op_type), []).append(node)
+    found = {}
+    for node in region.nodes[0]:
+        others = theirs.get((name_of(node), node.op_type), [])
+        if others:
+            found[node] = others.pop(0)
+    left: dict[str, list[ir.Node]] = {}
+    for nodes in theirs.values():
+        for node in nodes:
+            left.setdefault(node.op_type, []).append(node)
+    order = {node: index for index, node in enumerate(region.nodes[1])}
+    for nodes in left.values():
+        nodes.sort(key=order.__getitem__)
+    for node in region.nodes[0]:
+        if node not in found and left.get(node.op_type):
+            found[node] = left[node.op_type].pop(0)
+    return found
+
+
+def _equal(mine: Form, theirs: Form) -> Proof:
+    """Each coefficient of both forms, within its bound."""
+    if mine.shape != theirs.shape:
+        raise Violation(f"its shape is {theirs.shape}, expected {mine.shape}")
+    slack = NOISE * max(mine.size, theirs.size)
+    worst = largest = bound = 0.0
+    for group in forms.groups_of((mine, theirs)):
+        rows = forms.rows_of((mine, theirs), group)
+        one, two = forms.part(mine, group, rows), forms.part(theirs, group, rows)
+        allowed = mine.error(group) + theirs.error(group) + slack
+        difference = np.abs(one - two)
+        if not (difference <= allowed).all():
+            wrong = np.where(difference <= allowed, 0.0, difference)
+            at = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+            limit = float(np.broadcast_to(allowed, difference.shape)[at])
+            what = "the constant part" if group == CONSTANT else "a coefficient"
+            raise Violation(
+                f"{what} of element {tuple(int(i) for i in at[1:])} differs by {float(difference[at]):.3g},"
+                f" allowed {limit:.3g}"
+            )
+        worst = max(worst, float(difference.max(initial=0.0)))
+        largest = max(largest, float(np.abs(one).max(initial=0.0)))
+        bound = max(bound, float(np.max(allowed, initial=0.0)))
+    largest = largest or 1.0
+    return Proof(worst / largest, bound / largest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unproved(Exception):
+    """Why a region could be neither proved nor refuted."""
+
+    reason: str

@@ -1,0 +1,195 @@
+"""Nonlinear operators that both regions have: the lemmas under which a relation of their inputs passes them.
+
+Let the folded model's input be r x, element by element, where the original's is x. Then for
+
+    Relu, LeakyRelu, PRelu      f(r x) = r f(x)                     if r > 0
+    a product, a quotient       (r x) (s y) = (r s) x y
+    a maximum over a window     max(r x + t) = r max(x) + t         if r > 0, and r, t are the same all over the window
+    any other operator          f(x) = f(x)                         if the inputs are equal
+
+and the values behind the operator are taken as variables: z in the original, r z (+ t) in the folded model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.errors import UnsupportedModelError
+from bnexport.verification.local import forms
+from bnexport.verification.local.forms import CONSTANT, Form
+from bnexport.verification.local.operators import Operand
+from bnexport.verification.local.parameters import NOISE, Parameter
+from bnexport.verification.local.reference import NodeEvaluator
+
+HOMOGENEOUS = ("Relu", "LeakyRelu", "PRelu")
+MAXIMA = ("MaxPool", "GlobalMaxPool", "ReduceMax")
+
+
+class NotRelated(UnsupportedModelError):
+    """The inputs of a nonlinear operator are in no relation that passes it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Relation:
+    """The folded model's value is ratio * x + offset; error: the bound of the error of the two, relative to r z."""
+
+    ratio: np.ndarray
+    offset: np.ndarray
+    ratio_error: np.ndarray
+    offset_error: np.ndarray
+
+
+def relate(mine: Form, theirs: Form, shared: tuple[int, ...] | None = None) -> Relation:
+    """The relation of two forms. shared: axes along which one ratio and one offset hold; None for no offset.
+
+    Raises NotRelated.
+    """
+    if mine.shape != theirs.shape:
+        raise NotRelated(f"the shapes {mine.shape} and {theirs.shape} of one value differ")
+    groups = forms.groups_of((mine, theirs))
+    columns: list[tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+    for group in groups:
+        rows = forms.rows_of((mine, theirs), group)
+        columns.append(
+            (
+                group,
+                forms.part(mine, group, rows),
+                forms.part(theirs, group, rows),
+                forms.error_part(mine, group, rows),
+                forms.error_part(theirs, group, rows),
+            )
+        )
+    fitted = [each for each in columns if shared is None or each[0] != CONSTANT]
+    axes = (0, *(axis + 1 for axis in shared or ()))
+    square, product, error = (np.zeros(mine.shape) for _ in range(3))
+    for _, one, two, one_error, two_error in fitted:
+        square = square + (one * one).sum(axis=axes, keepdims=True)[0]
+        product = product + (one * two).sum(axis=axes, keepdims=True)[0]
+        error = error + (np.abs(one) * (one_error + two_error)).sum(axis=axes, keepdims=True)[0]
+    known = square > 0
+    ratio = np.divide(product, square, out=np.ones(mine.shape), where=known)
+    ratio_error = np.divide(error, square, out=np.zeros(mine.shape), where=known)
+    offset, offset_error = np.zeros(mine.shape), np.zeros(mine.shape)
+    if shared is not None:
+        _, one, two, one_error, two_error = columns[0]
+        places = axes[1:]
+        rest = two - ratio * one
+        offset = np.broadcast_to(rest.mean(axis=places, keepdims=True)[0], mine.shape)
+        size = (two_error + np.abs(ratio) * one_error + ratio_error * np.abs(one)).max(axis=places, keepdims=True)[0]
+        offset_error = np.broadcast_to(size, mine.shape)
+    slack = NOISE * max(mine.size, theirs.size)
+    for group, one, two, one_error, two_error in columns:
+        rest = two - ratio * one - (offset if group == CONSTANT else 0.0)
+        allowed = two_error + np.abs(ratio) * one_error + ratio_error * np.abs(one)
+        allowed = allowed + (offset_error if group == CONSTANT else 0.0) + slack * np.maximum(1.0, np.abs(ratio))
+        if not (np.abs(rest) <= allowed).all():
+            raise NotRelated("the two inputs of a nonlinear operator are not proportional")
+    return Relation(ratio, offset, ratio_error, offset_error)
+
+
+def is_nonlinear(node: ir.Node, operands: list[Operand]) -> bool:
+    """The operator needs one of the lemmas; a product needs it only if both factors vary."""
+    if node.op_type in ("Mul", "Div"):
+        return isinstance(operands[1], Form) and (node.op_type == "Div" or isinstance(operands[0], Form))
+    return False
+
+
+def passed(
+    mine: ir.Node, operands: tuple[list[Operand], list[Operand]], version: int, group: int, count: int | None
+) -> tuple[list[Operand], list[Operand]]:
+    """The outputs of one operator in both models, as new variables. count: of directions, None for all elements."""
+    first, second = operands
+    kind = mine.op_type
+    relation = _relation(mine, kind, first, second)
+    others = [None if each is None else _sample(each) for each in first]
+    results = NodeEvaluator(mine, [each is not None for each in others], version)(others)
+    shape = np.asarray(results[0]).shape
+    if len([value for value in mine.outputs if value.uses() or value.is_graph_output()]) > 1:
+        raise UnsupportedModelError(f"{kind} with several outputs")
+    rows = forms.directions(shape, count, seed=group)
+    one = forms.variables(group, shape, rows)
+    ratio, offset, ratio_error, offset_error = (_onto(each, shape, kind) for each in dataclasses.astuple(relation))
+    two = Form(
+        shape,
+        {CONSTANT: offset[None].copy(), group: rows * ratio},
+        {},
+        one.size * max(1.0, np.abs(ratio).max(initial=0)),
+    )
+    if ratio_error.any():
+        two.errors[group] = np.abs(rows) * ratio_error
+    if offset_error.any():
+        two.errors[CONSTANT] = offset_error[None].copy()
+    empty: list[Operand] = [None] * (len(mine.outputs) - 1)
+    return [one, *empty], [two, *empty]
+
+
+def _relation(node: ir.Node, kind: str, first: list[Operand], second: list[Operand]) -> Relation:
+    for one, two in zip(first, second, strict=True):
+        if isinstance(one, Form) != isinstance(two, Form):
+            raise NotRelated(f"the inputs of {kind} are constant in one model only")
+        if isinstance(one, Parameter) and isinstance(two, Parameter) and not np.array_equal(one.values, two.values):
+            raise NotRelated(f"a constant of {kind} changed")
+    pairs = [
+        (one, two) for one, two in zip(first, second, strict=True) if isinstance(one, Form) and isinstance(two, Form)
+    ]
+    if kind in HOMOGENEOUS:
+        result = relate(*pairs[0])
+        _positive(result, kind)
+        return result
+    if kind in MAXIMA:
+        result = relate(*pairs[0], shared=_window(node, pairs[0][0].rank))
+        _positive(result, kind)
+        return result
+    if kind in ("Mul", "Div"):
+        return _of_product(kind, *(relate(*pair) for pair in pairs))
+    for one_form, two_form in pairs:
+        relation = relate(one_form, two_form)
+        if (relation.ratio != 1.0).any() or relation.ratio_error.any():
+            raise NotRelated(f"the inputs of {kind} are not equal")
+    return Relation(np.ones(()), np.zeros(()), np.zeros(()), np.zeros(()))
+
+
+def _of_product(kind: str, left: Relation, right: Relation) -> Relation:
+    if kind == "Div":
+        if not right.ratio.all():
+            raise NotRelated("a divisor is scaled by 0")
+        inverse = 1.0 / right.ratio
+        right = Relation(inverse, right.offset, right.ratio_error * inverse**2, right.offset_error)
+    ratio = left.ratio * right.ratio
+    error = np.abs(left.ratio) * right.ratio_error + left.ratio_error * np.abs(right.ratio)
+    return Relation(ratio, np.zeros(ratio.shape), error, np.zeros(ratio.shape))
+
+
+def _positive(relation: Relation, kind: str) -> None:
+    if not (relation.ratio > 0).all():
+        raise NotRelated(f"a scale that is not positive would pass {kind}")
+
+
+def _window(node: ir.Node, rank: int) -> tuple[int, ...]:
+    if node.op_type != "ReduceMax":
+        return tuple(range(2, rank))
+    axes = node.attributes.get("axes")
+    return tuple(range(rank)) if axes is None else tuple(axis % rank for axis in axes.as_ints())
+
+
+def _onto(values: np.ndarray, shape: tuple[int, ...], kind: str) -> np.ndarray:
+    """A relation of the input in the shape of the output."""
+    if kind not in MAXIMA:
+        return np.broadcast_to(values, shape)
+    if values.ndim != len(shape):
+        raise UnsupportedModelError(f"{kind} changes the rank")
+    first = values[
+        tuple(slice(0, 1) if one != two else slice(None) for one, two in zip(values.shape, shape, strict=True))
+    ]
+    return np.broadcast_to(first, shape)
+
+
+def _sample(operand: Operand) -> Any:
+    if isinstance(operand, Form):
+        return np.random.default_rng(1).standard_normal(operand.shape)
+    assert operand is not None
+    return operand.values

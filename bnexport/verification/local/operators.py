@@ -1,0 +1,458 @@
+"""Linear operators on affine forms. Each takes the node, its inputs (forms, or arrays that are known) and gives forms.
+
+A known array carries its own error bounds (`Parameter`). Operators that only move elements are evaluated once, on the
+numbers of the elements; operators without weights, as means and interpolation, on each direction.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.errors import UnsupportedModelError
+from bnexport.verification.local import forms
+from bnexport.verification.local.chains import NotAChain, normalising, reciprocal
+from bnexport.verification.local.forms import CONSTANT, Form
+from bnexport.verification.local.parameters import Parameter
+from bnexport.verification.local.reference import NodeEvaluator
+
+Operand = Form | Parameter | None
+Rule = Callable[[ir.Node, list[Operand], int], list[Operand]]
+
+# They move elements, repeat them, leave some out, or put zeros between them.
+MOVING = (
+    *("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Concat", "Split", "Slice", "Pad"),
+    *("DepthToSpace", "SpaceToDepth", "Gather", "Expand", "Tile"),
+)
+# Linear without weights: weighted means whose weights depend on sizes alone.
+MEANS = ("AveragePool", "GlobalAveragePool", "ReduceMean", "ReduceSum", "Resize", "Upsample")
+
+
+def as_form(operand: Operand) -> Form:
+    if isinstance(operand, Form):
+        return operand
+    if operand is None or operand.values.dtype != np.float64:
+        raise UnsupportedModelError("an operand is missing or holds no floats")
+    return forms.constant(operand.values, None if operand.error is None else np.asarray(operand.error))
+
+
+def _linear(
+    operands: Sequence[Form],
+    shape: tuple[int, ...],
+    apply: Callable[[list[np.ndarray]], np.ndarray],
+    magnitude: Callable[[list[np.ndarray]], np.ndarray] | None = None,
+) -> Form:
+    """A sum or a movement of several forms. magnitude: the same with all weights positive."""
+    blocks, errors = {}, {}
+    for group in forms.groups_of(operands):
+        rows = forms.rows_of(operands, group)
+        forms.check_size(rows, int(np.prod(shape)))
+        blocks[group] = apply([forms.part(form, group, rows) for form in operands])
+        if any(group in form.errors for form in operands):
+            errors[group] = (magnitude or apply)([forms.error_part(form, group, rows) for form in operands])
+    size = max(
+        max((float(np.abs(block).max(initial=0.0)) for block in blocks.values()), default=0.0),
+        *(form.size for form in operands),
+    )
+    return Form(shape, blocks, errors, size)
+
+
+def _aligned(block: np.ndarray, rank: int) -> np.ndarray:
+    """Room for broadcasting behind the axis of variables."""
+    return block.reshape(len(block), *[1] * (rank - block.ndim + 1), *block.shape[1:])
+
+
+def add(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
+    first, second = (as_form(operand) for operand in operands)
+    sign = -1.0 if node.op_type == "Sub" else 1.0
+    shape = np.broadcast_shapes(first.shape, second.shape)
+    rank = len(shape)
+
+    def total(parts: list[np.ndarray], sign: float = sign) -> np.ndarray:
+        one, two = (_aligned(each, rank) for each in parts)
+        return np.asarray(np.broadcast_to(one + sign * two, (len(one), *shape)))
+
+    return [_linear([first, second], shape, total, lambda parts: total(parts, 1.0))]
+
+
+def scaled(form: Form, factor: Parameter) -> Form:
+    """form * factor, which broadcasts."""
+    values, slack = factor.values, np.asarray(factor.slack)
+    shape = np.broadcast_shapes(form.shape, values.shape)
+    rank = len(shape)
+    blocks, errors = {}, {}
+    for group, block in form.blocks.items():
+        wide = _aligned(block, rank)
+        forms.check_size(len(block), int(np.prod(shape)))
+        blocks[group] = np.asarray(wide * values)
+        error = np.abs(values) * _aligned(forms.error_part(form, group, len(block)), rank)
+        error = error + slack * np.abs(wide)
+        if error.any():
+            errors[group] = np.asarray(np.broadcast_to(error, blocks[group].shape))
+    gain = max(1.0, float(np.abs(values).max(initial=0.0)))
+    return Form(shape, blocks, errors, form.size * gain)
+
+
+def multiply(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
+    first, second = operands
+    if isinstance(first, Form) and isinstance(second, Parameter):
+        if node.op_type == "Div":
+            if not second.values.all():
+                raise UnsupportedModelError("a constant divisor is 0")
+            second = reciprocal(second)
+        return [scaled(first, second)]
+    if isinstance(second, Form) and isinstance(first, Parameter) and node.op_type == "Mul":
+        return [scaled(second, first)]
+    raise UnsupportedModelError(f"{node.op_type} of two values")
+
+
+def negative(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
+    return [scaled(as_form(operands[0]), Parameter(np.asarray(-1.0)))]
+
+
+def batch_normalization(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
+    data = as_form(operands[0])
+    parameters = operands[1:5]
+    training = node.attributes.get("training_mode")
+    unknown = {*node.attributes} - {"epsilon", "momentum", "training_mode", "is_test", "consumed_inputs"}
+    test = node.attributes.get("is_test")
+    if unknown or (training is not None and training.as_int()) or (version < 7 and (test is None or not test.as_int())):
+        raise UnsupportedModelError(f"BatchNormalization with {sorted(unknown) or 'training_mode'}")
+    if len(parameters) != 4 or not all(isinstance(each, Parameter) for each in parameters):
+        raise UnsupportedModelError("BatchNormalization with parameters that are not constant")
+    channels = [1] * data.rank
+    channels[1] = -1
+    scale, bias, mean, var = (_shaped(each, channels) for each in parameters if isinstance(each, Parameter))
+    try:
+        factor = normalising(node, scale, var)
+    except NotAChain:
+        raise UnsupportedModelError("BatchNormalization with a variance below 0") from None
+    center = Parameter(-mean.values, mean.error)
+    moved = add(node, [data, center], version)[0]
+    return add(node, [scaled(as_form(moved), factor), bias], version)
+
+
+def _shaped(parameter: Parameter, shape: Sequence[int]) -> Parameter:
+    return Parameter(
+        parameter.values.reshape(shape), None if parameter.error is None else parameter.error.reshape(shape)
+    )
+
+
+def _weighted(
+    data: Form, weight: Parameter, bias: Parameter | None, apply: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> Form:
+    """apply(data, weight) + bias; apply is linear in both and works on (variables, *shape)."""
+    blocks, errors = {}, {}
+    magnitude = np.abs(weight.values)
+    shape: tuple[int, ...] = ()
+    size = data.size
+    for group, block in data.blocks.items():
+        result = apply(block, weight.values)
+        shape = result.shape[1:]
+        error = np.zeros((1, *shape))
+        if group in data.errors:
+            error = error + apply(data.errors[group], magnitude)
+        if weight.error is not None:
+            error = error + apply(np.abs(block), weight.error)
+        if group == CONSTANT and bias is not None:
+            result = result + bias.values
+            error = error + np.asarray(bias.slack)
+        blocks[group] = result
+        size = max(
+            size, float(apply(np.abs(block[:1]), magnitude).max(initial=0.0)), float(np.abs(result).max(initial=0))
+        )
+        if error.any():
+            errors[group] = np.asarray(np.broadcast_to(error, result.shape))
+    return Form(shape, blocks, errors, size)
+
+
+def _with_constant(data: Form) -> Form:
+    if CONSTANT in data.blocks:
+        return data
+    return Form(data.shape, {CONSTANT: np.zeros((1, *data.shape)), **data.blocks}, data.errors, data.size)
+
+
+def convolution(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
+    data, weight = as_form(operands[0]), operands[1]
+    bias = operands[2] if len(operands) > 2 else None
+    if not isinstance(weight, Parameter) or not (bias is None or isinstance(bias, Parameter)):
+        raise UnsupportedModelError(f"{node.op_type} with a weight that is not constant")
+    dims = data.rank - 2
+    if bias is not None:
+        bias = _shaped(bias, [-1, *[1] * dims])
+    one = _convolve if node.op_type == "Conv" else _convolve_transposed
+    settings = _Settings(node, dims, weight.values.shape[2:])
+
+    def apply(block: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+        flat = block.reshape(-1, *block.shape[2:])
+        result = one(flat, kernel, settings)
+        forms.check_size(len(block), int(np.prod(result.shape[1:])) * block.shape[1])
+        return result.reshape(*block.shape[:2], *result.shape[1:])
+
+    return [_weighted(_with_constant(data), weight, bias, apply)]
+
+
+class _Settings:
+    """Attributes of a Conv or ConvTranspose."""
+
+    def __init__(self, node: ir.Node, dims: int, kernel: tuple[int, ...]) -> None:
+        known = {"auto_pad", "dilations", "group", "kernel_shape", "pads", "strides", "output_padding", "output_shape"}
+        if {*node.attributes} - known or any(attribute.is_ref() for attribute in node.attributes.values()):
+            raise UnsupportedModelError(f"{node.op_type} with unknown attributes")
+        values = {name: attribute.value for name, attribute in node.attributes.items()}
+        if values.get("kernel_shape") is not None and tuple(values["kernel_shape"]) != tuple(kernel):
+            raise UnsupportedModelError(f"{node.op_type}: its kernel_shape is not that of its weight, {kernel}")
+        self.group = int(values.get("group", 1))
+        self.strides = list(values.get("strides") or [1] * dims)
+        self.dilations = list(values.get("dilations") or [1] * dims)
+        self.pads = list(values.get("pads") or [0] * (2 * dims))
+        self.auto = str(values.get("auto_pad", "NOTSET") or "NOTSET")
+        self.output_padding = list(values.get("output_padding") or [0] * dims)
+        self.output_shape = list(values.get("output_shape") or ())
+        self.extent = [(size - 1) * step + 1 for size, step in zip(kernel, self.dilations, strict=True)]
+        self.dims = dims
+
+    def around(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """Padding before and after each axis of a Conv's data."""
+        if self.auto == "VALID":
+            return [(0, 0)] * self.dims
+        if self.auto == "NOTSET":
+            return [(self.pads[axis], self.pads[axis + self.dims]) for axis in range(self.dims)]
+        pairs = []
+        for size, stride, extent in zip(sizes, self.strides, self.extent, strict=True):
+            total = max(0, (-(-size // stride) - 1) * stride + extent - size)
+            low = total // 2 if self.auto == "SAME_UPPER" else total - total // 2
+            pairs.append((low, total - low))
+        return pairs
+
+
+def _convolve(data: np.ndarray, weight: np.ndarray, settings: _Settings) -> np.ndarray:
+    """(N, C, *S) and (O, C / groups, *K) -> (N, O, *S')."""
+    groups, kernel = settings.group, weight.shape[2:]
+    padded = np.pad(data, [(0, 0), (0, 0), *settings.around(data.shape[2:])])
+    sizes = [
+        (size - extent) // stride + 1
+        for size, extent, stride in zip(padded.shape[2:], settings.extent, settings.strides, strict=True)
+    ]
+    if min(sizes, default=1) < 1 or data.shape[1] != groups * weight.shape[1]:
+        raise UnsupportedModelError(f"a Conv of {weight.shape} over {data.shape}")
+    count = len(data)
+    result = np.zeros((count, groups, weight.shape[0] // groups, int(np.prod(sizes))))
+    grouped = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], *kernel)
+    for place in itertools.product(*map(range, kernel)):
+        window = padded[(slice(None), slice(None), *_window(place, sizes, settings))]
+        columns = window.reshape(count, groups, weight.shape[1], -1)
+        at: tuple[Any, ...] = (slice(None), slice(None), slice(None), *place)
+        result += grouped[at] @ columns
+    return result.reshape(count, weight.shape[0], *sizes)
+
+
+def _window(place: Sequence[int], sizes: Sequence[int], settings: _Settings) -> list[slice]:
+    """The elements that one position of the kernel meets."""
+    return [
+        slice(position * dilation, position * dilation + (size - 1) * stride + 1, stride)
+        for position, size, dilation, stride in zip(place, sizes, settings.dilations, settings.strides, strict=True)
+    ]
+
+
+def _convolve_transposed(data: np.ndarray, weight: np.ndarray, settings: _Settings) -> np.ndarray:
+    """(N, C, *S) and (C, O / groups, *K) -> (N, O, *S')."""
+    groups, kernel, count = settings.group, weight.shape[2:], len(data)
+    sizes = list(data.shape[2:])
+    if data.shape[1] != weight.shape[0]:
+        raise UnsupportedModelError(f"a ConvTranspose of {weight.shape} over {data.shape}")
+    full = [
+        (size - 1) * stride + extent
+        for size, stride, extent in zip(sizes, settings.strides, settings.extent, strict=True)
+    ]
+    total = [size + extra for size, extra in zip(full, settings.output_padding, strict=True)]
+    outputs = groups * weight.shape[1]
+    canvas = np.zeros((count, outputs, *total))
+    columns = data.reshape(count, groups, data.shape[1] // groups, -1)
+    grouped = weight.reshape(groups, data.shape[1] // groups, weight.shape[1], *kernel)
+    for place in itertools.product(*map(range, kernel)):
+        at: tuple[Any, ...] = (slice(None), slice(None), slice(None), *place)
+        kernel_at = grouped[at].transpose(0, 2, 1)
+        product = (kernel_at @ columns).reshape(count, outputs, *sizes)
+        canvas[(slice(None), slice(None), *_window(place, sizes, settings))] += product
+    begin, end = [], []
+    for axis in range(settings.dims):
+        low, high = settings.pads[axis], settings.pads[axis + settings.dims]
+        if settings.output_shape or settings.auto in ("SAME_UPPER", "SAME_LOWER"):
+            wanted = settings.output_shape[axis] if settings.output_shape else sizes[axis] * settings.strides[axis]
+            cut = total[axis] - wanted
+            low = cut // 2 if settings.auto != "SAME_LOWER" else cut - cut // 2
+            if settings.auto == "NOTSET":
+                low = cut - cut // 2
+            high = cut - low
+        begin.append(low)
+        end.append(total[axis] - high)
+    if min(begin, default=0) < 0 or any(stop > size for stop, size in zip(end, total, strict=True)):
+        raise UnsupportedModelError("a ConvTranspose with negative padding")
+    return np.asarray(
+        canvas[(slice(None), slice(None), *(slice(low, high) for low, high in zip(begin, end, strict=True)))]
+    )
+
+
+def gemm(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
+    def number(name: str, default: float) -> float:
+        return float(node.attributes[name].value) if name in node.attributes else default
+
+    data, weight = operands[0], operands[1]
+    bias = operands[2] if len(operands) > 2 else None
+    alpha, beta = number("alpha", 1.0), number("beta", 1.0)
+
+    def product(one: Form, two: Parameter, flipped: bool) -> Form:
+        matrix = _turned(two, alpha)
+
+        def apply(block: np.ndarray, values: np.ndarray) -> np.ndarray:
+            left = np.swapaxes(block, -1, -2) if number("transA" if not flipped else "transB", 0) else block
+            right = values.T if number("transB" if not flipped else "transA", 0) else values
+            return np.asarray(right @ left if flipped else left @ right)
+
+        return _weighted(one, matrix, None, apply)
+
+    if isinstance(data, Form) and isinstance(weight, Parameter):
+        result = product(data, weight, False)
+    elif isinstance(weight, Form) and isinstance(data, Parameter):
+        result = product(weight, data, True)
+    else:
+        raise UnsupportedModelError("Gemm of two values")
+    if bias is None:
+        return [result]
+    return add(node, [result, scaled(as_form(bias), Parameter(np.asarray(beta)))], version)
+
+
+def _turned(parameter: Parameter, factor: float) -> Parameter:
+    return Parameter(
+        factor * parameter.values, None if parameter.error is None else abs(factor) * np.asarray(parameter.error)
+    )
+
+
+def matmul(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
+    first, second = operands
+    if isinstance(first, Form) and isinstance(second, Parameter):
+        _check_matrix(first)
+        return [_weighted(first, second, None, lambda block, values: np.asarray(_batched(block, values) @ values))]
+    if isinstance(second, Form) and isinstance(first, Parameter):
+        _check_matrix(second)
+        return [_weighted(second, first, None, lambda block, values: np.asarray(values @ _batched(block, values)))]
+    raise UnsupportedModelError("MatMul of two values")
+
+
+def _check_matrix(form: Form) -> None:
+    if form.rank < 2:
+        raise UnsupportedModelError("MatMul of a vector")
+
+
+def _batched(block: np.ndarray, other: np.ndarray) -> np.ndarray:
+    return _aligned(block, max(block.ndim - 1, other.ndim))
+
+
+def moving(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
+    """Evaluated once on the numbers of all elements; number 0 stands for a zero that is put in."""
+    data = [as_form(operand) if _is_data(node, place, operand) else None for place, operand in enumerate(operands)]
+    numbered: list[Any] = []
+    start = 1
+    for operand, form in zip(operands, data, strict=True):
+        if form is None:
+            numbered.append(None if operand is None else operand.values)  # type: ignore[union-attr]
+            continue
+        size = int(np.prod(form.shape))
+        numbered.append(np.arange(start, start + size, dtype=np.float64).reshape(form.shape))
+        start += size
+    if node.op_type == "Pad":
+        _check_padding(node, numbered)
+    present = [form for form in data if form is not None]
+    results = NodeEvaluator(node, [value is not None for value in numbered], version)(numbered)
+    return [_moved(present, np.asarray(result).astype(np.int64)) for result in results]
+
+
+def _is_data(node: ir.Node, place: int, operand: Operand) -> bool:
+    return operand is not None and (place == 0 or (node.op_type == "Concat"))
+
+
+def _check_padding(node: ir.Node, operands: list[Any]) -> None:
+    mode = node.attributes["mode"].as_string() if "mode" in node.attributes else "constant"
+    value = node.attributes.get("value")
+    filled = len(operands) > 2 and operands[2] is not None and np.any(operands[2])
+    if mode == "constant" and (filled or (value is not None and value.as_float())):
+        raise UnsupportedModelError("Pad with another value than 0")
+
+
+def _moved(operands: list[Form], order: np.ndarray) -> Form:
+    def apply(parts: list[np.ndarray]) -> np.ndarray:
+        rows = len(parts[0])
+        flat = np.concatenate([np.zeros((rows, 1)), *(each.reshape(rows, -1) for each in parts)], axis=1)
+        return flat[:, order.reshape(-1)].reshape(rows, *order.shape)
+
+    return _linear(operands, order.shape, apply)
+
+
+def means(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
+    """The matrix of the operator, from each element alone; then checked on random data."""
+    data = as_form(operands[0])
+    others = [None if operand is None else operand.values for operand in operands[1:]]  # type: ignore[union-attr]
+    evaluator = NodeEvaluator(node, [True, *(value is not None for value in others)], version)
+    size = int(np.prod(data.shape))
+
+    def run(values: np.ndarray) -> np.ndarray:
+        return np.asarray(evaluator([values, *others])[0], np.float64)
+
+    shape = run(np.zeros(data.shape)).shape
+    forms.check_size(size, int(np.prod(shape)))
+    matrix = np.empty((size, int(np.prod(shape))))
+    for index in range(size):
+        single = np.zeros(size)
+        single[index] = 1.0
+        matrix[index] = run(single.reshape(data.shape)).reshape(-1)
+    sample = np.random.default_rng(0).standard_normal(data.shape)
+    expected = run(sample).reshape(-1)
+    if not np.allclose(sample.reshape(-1) @ matrix, expected, rtol=1e-9, atol=1e-9):
+        raise UnsupportedModelError(f"{node.op_type} is not linear here")
+    magnitude = np.abs(matrix)
+
+    def through(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        return (values.reshape(len(values), -1) @ weights).reshape(-1, *shape)
+
+    return [_linear([data], shape, lambda parts: through(parts[0], matrix), lambda parts: through(parts[0], magnitude))]
+
+
+def same(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
+    """Identity, Dropout in inference, a Cast from float to float."""
+    if len([value for value in node.outputs if value.uses()]) > 1 or (len(operands) > 2 and operands[2] is not None):
+        raise UnsupportedModelError(f"{node.op_type} with a mask or in training")
+    target = node.attributes.get("to")
+    if target is not None and not ir.DataType(target.as_int()).is_floating_point():
+        raise UnsupportedModelError("a Cast to integers")
+    return [as_form(operands[0]), *[None] * (len(node.outputs) - 1)]
+
+
+def shape_of(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
+    start = node.attributes["start"].as_int() if "start" in node.attributes else 0
+    end = node.attributes["end"].as_int() if "end" in node.attributes else None
+    return [Parameter(np.asarray(as_form(operands[0]).shape[start:end], np.int64))]
+
+
+RULES: dict[str, Rule] = {
+    "Add": add,
+    "Sub": add,
+    "Mul": multiply,
+    "Div": multiply,
+    "Neg": negative,
+    "BatchNormalization": batch_normalization,
+    "Conv": convolution,
+    "ConvTranspose": convolution,
+    "Gemm": gemm,
+    "MatMul": matmul,
+    "Dropout": same,
+    "Cast": same,
+    "Shape": shape_of,
+    "Identity": same,
+    **dict.fromkeys(MOVING, moving),
+    **dict.fromkeys(MEANS, means),
+}

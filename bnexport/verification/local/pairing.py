@@ -1,0 +1,295 @@
+"""Pair the values of two models from their outputs upwards, and cut out the regions that changed.
+
+Two values are equal if the same operator with the same attributes makes them from equal values, or if a region does
+and is proved. Each pair only rests on values that are computed before it in the original, so no proof is circular.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.model_io import walk
+from bnexport.verification.local.attributes import same_attribute
+from bnexport.verification.local.blocks import same_tensor
+from bnexport.verification.local.regions import Region, Side, name_of
+
+# Inputs that hold sizes: what computes them is part of the region, so that they fit the sizes that it is run with.
+_SIZES = {
+    "Reshape": (1,), "Expand": (1,), "Tile": (1,), "Pad": (1, 3), "Slice": (1, 2, 3, 4), "Split": (1,), "Resize": (1, 2, 3),
+    "Upsample": (1,), "Squeeze": (1,), "Unsqueeze": (1,), "ReduceMean": (1,), "ReduceMax": (1,), "ReduceSum": (1,),
+}  # fmt: skip
+
+
+class Mismatch(Exception):
+    """The models differ outside every region. node: the original's."""
+
+    def __init__(self, reason: str, node: ir.Node | None = None) -> None:
+        super().__init__(reason)
+        self.node = node
+
+
+@dataclasses.dataclass
+class _Work:
+    """Pairs that are still to be looked at."""
+
+    pending: list[tuple[ir.Value, ir.Value]]
+    seen: set[tuple[ir.Value, ir.Value]]
+
+
+class Pairing:
+    """All pairs of values that have to be equal. numbers: the region of each node of the original that is in one."""
+
+    def __init__(self, original: Side, folded: Side, numbers: dict[ir.Node, int]) -> None:
+        self.original, self.folded, self.numbers = original, folded, numbers
+        self.regions: list[Region] = []
+        # Nodes of the folded model: the same node of the original, or the region that they are in.
+        self._twins: dict[ir.Node, ir.Node] = {}
+        self._theirs: dict[ir.Node, int] = {}
+        self._given: dict[ir.Value, ir.Value] = {}
+        self._work = _Work([], set())
+        self._same_graphs: set[tuple[ir.Graph, ir.Graph]] = set()
+        self._by_name: dict[tuple[str, str], list[ir.Node]] = {}
+        self._members: dict[tuple[int, str], list[ir.Node]] = {}
+        for node, number in numbers.items():
+            self._members.setdefault((number, name_of(node)), []).append(node)
+        self._match_names()
+
+    def run(self) -> None:
+        """Fills `regions`. Raises Mismatch."""
+        first, second = self.original.model, self.folded.model
+        for domain, version in first.opset_imports.items():
+            if second.opset_imports.get(domain, version) != version:
+                raise Mismatch(
+                    f"the opset {domain or 'ai.onnx'!r} changed from {version} to {second.opset_imports[domain]}"
+                )
+        self._graphs(first.graph, second.graph)
+        while self._work.pending:
+            self._value(*self._work.pending.pop())
+
+    def _match_names(self) -> None:
+        names: dict[tuple[str, str], list[list[ir.Node]]] = {}
+        for side, model in enumerate((self.original, self.folded)):
+            for node in model.order:
+                assert node.graph is not None
+                key = (model.scopes[node.graph], name_of(node))
+                names.setdefault(key, [[], []])[side].append(node)
+        for key, (mine, theirs) in names.items():
+            self._by_name[key] = theirs
+            if any(node in self.numbers for node in mine):
+                number = next(self.numbers[node] for node in mine if node in self.numbers)
+                self._theirs.update((node, number) for node in theirs)
+            elif len(mine) == len(theirs):
+                self._twins.update(zip(theirs, mine, strict=True))
+
+    def _graphs(self, first: ir.Graph, second: ir.Graph) -> None:
+        if (first, second) in self._same_graphs:
+            return
+        self._same_graphs.add((first, second))
+        is_main = first is self.original.model.graph
+        inputs = [self._asked(first, self.original, is_main), self._asked(second, self.folded, is_main)]
+        if len(inputs[0]) != len(inputs[1]) or len(first.outputs) != len(second.outputs):
+            raise Mismatch(f"the inputs or outputs of {first.name or 'a body'!r} changed")
+        for mine, theirs in zip(*inputs, strict=True):
+            if is_main and (mine.name != theirs.name or mine.type != theirs.type or mine.shape != theirs.shape):
+                raise Mismatch(f"the input {mine.name!r} changed")
+            self._given[theirs] = mine
+        for mine, theirs in zip(first.outputs, second.outputs, strict=True):
+            if is_main and (mine.name != theirs.name or mine.type != theirs.type):
+                raise Mismatch(f"the output {mine.name!r} changed")
+            self._push(mine, theirs)
+
+    def _asked(self, graph: ir.Graph, side: Side, is_main: bool) -> list[ir.Value]:
+        return [value for value in graph.inputs if not (is_main and side.constants.has(value))]
+
+    def _push(self, mine: ir.Value, theirs: ir.Value) -> None:
+        pair = (mine, theirs)
+        if pair not in self._work.seen:
+            self._work.seen.add(pair)
+            self._work.pending.append(pair)
+
+    def _value(self, mine: ir.Value, theirs: ir.Value) -> None:
+        constant = self.original.constants.has(mine), self.folded.constants.has(theirs)
+        if constant[0] and constant[1]:
+            if not self._same_constant(mine, theirs):
+                raise Mismatch(
+                    f"the constant {mine.name!r} changed and belongs to no fold", next(iter(mine.uses())).node
+                )
+            return
+        node = mine.producer()
+        if node is not None and node in self.numbers:
+            self._region(mine, theirs, self.numbers[node])
+            return
+        other = theirs.producer()
+        if node is None:
+            if self._given.get(theirs) is not mine:
+                raise Mismatch(f"{theirs.name!r} is computed in another way than {mine.name!r}, and belongs to no fold")
+            return
+        if other is None or self._twins.get(other) is not node or mine.index() != theirs.index():
+            raise Mismatch(f"{name_of(node)} ({node.op_type}) has no counterpart, and belongs to no fold", node)
+        self._node(node, other)
+
+    def _node(self, mine: ir.Node, theirs: ir.Node) -> None:
+        """Both compute the same if their inputs are equal."""
+        if mine.op_identifier() != theirs.op_identifier():
+            raise Mismatch(f"{name_of(mine)}: {mine.op_type} became {theirs.op_type}, and it belongs to no fold", mine)
+        difference = self.attributes(mine, theirs)
+        if difference:
+            raise Mismatch(f"{name_of(mine)}: its attribute {difference!r} changed, and it belongs to no fold", mine)
+        count = max(len(mine.inputs), len(theirs.inputs))
+        for one, two in zip(_padded(mine, count), _padded(theirs, count), strict=True):
+            if (one is None) != (two is None):
+                raise Mismatch(f"{name_of(mine)}: its inputs changed, and it belongs to no fold", mine)
+            if one is not None and two is not None:
+                self._push(one, two)
+        key = mine.op_identifier()
+        one_body, other_body = self.original.model.functions.get(key), self.folded.model.functions.get(key)
+        if one_body is not None and other_body is not None:
+            self._functions(one_body, other_body)
+        elif one_body is not other_body:
+            raise Mismatch(f"the function {key[1]!r} is in one model only", mine)
+
+    def _functions(self, mine: ir.Function, theirs: ir.Function) -> None:
+        if mine.opset_imports != theirs.opset_imports or set(mine.attributes) != set(theirs.attributes):
+            raise Mismatch(f"the function {mine.name!r} changed")
+        for name, attribute in mine.attributes.items():
+            if not same_attribute(attribute, theirs.attributes[name]):
+                raise Mismatch(f"the function {mine.name!r} changed")
+        self._graphs(mine.graph, theirs.graph)
+
+    def attributes(self, mine: ir.Node, theirs: ir.Node, ignored: Collection[str] = ()) -> str:
+        """The name of the first attribute that differs; empty if none does. Bodies are paired later."""
+        if len(mine.attributes) == len(theirs.attributes) == 0:
+            return ""
+        for name in sorted({*mine.attributes, *theirs.attributes} - {*ignored}):
+            one, two = mine.attributes.get(name), theirs.attributes.get(name)
+            if one is None or two is None:
+                return name
+            bodies = list(walk.bodies(one)), list(walk.bodies(two))
+            if bodies[0] or bodies[1]:
+                if len(bodies[0]) != len(bodies[1]):
+                    return name
+                for pair in zip(*bodies, strict=True):
+                    self._graphs(*pair)
+            elif not same_attribute(one, two):
+                return name
+        return ""
+
+    def _same_constant(self, mine: ir.Value, theirs: ir.Value) -> bool:
+        first, second = self.original.constants, self.folded.constants
+        leaves = first.leaf(mine), second.leaf(theirs)
+        if leaves[0] is not None and leaves[1] is not None:
+            return same_tensor(leaves[0], leaves[1])
+        if leaves[0] is None and leaves[1] is None and self._same_expression(mine, theirs):
+            return True
+        one, two = first.array(mine), second.array(theirs)
+        return one.dtype == two.dtype and one.shape == two.shape and bool(np.array_equal(one, two))
+
+    def _same_expression(self, mine: ir.Value, theirs: ir.Value) -> bool:
+        node, other = mine.producer(), theirs.producer()
+        if node is None or other is None or node.op_identifier() != other.op_identifier():
+            return False
+        if mine.index() != theirs.index() or len(node.inputs) != len(other.inputs) or self.attributes(node, other):
+            return False
+        return all(
+            (one is None) == (two is None) and (one is None or two is None or self._same_constant(one, two))
+            for one, two in zip(node.inputs, other.inputs, strict=True)
+        )
+
+    def _region(self, mine: ir.Value, theirs: ir.Value, number: int) -> None:
+        """The cones of two values up to values outside, which have to be equal."""
+        nodes, entering = self._cone(mine, self.original, lambda node: self.numbers.get(node) == number)
+        others, needed = self._cone(theirs, self.folded, lambda node: self._is_inside(node, number))
+        for node in others:
+            if node not in self._twins:
+                self._theirs.setdefault(node, number)
+        pairs: dict[ir.Value, ir.Value | None] = dict.fromkeys(entering)
+        for value, readers in needed.items():
+            equal = self._equal_to(value, readers, pairs, number)
+            if equal is None:
+                raise Mismatch(
+                    f"{value.name!r} of the folded model has no counterpart above {name_of(mine.producer())}",  # type: ignore[arg-type]
+                    mine.producer(),
+                )
+            pairs[equal] = value
+            if self._position(equal) >= self._position(mine) and equal.graph is mine.graph:
+                raise Mismatch(f"{name_of(mine.producer())} would depend on itself", mine.producer())  # type: ignore[arg-type]
+            self._push(equal, value)
+        self.regions.append(Region((mine, theirs), (nodes, others), list(pairs.items()), number))
+
+    def _position(self, value: ir.Value) -> int:
+        node = value.producer()
+        return -1 if node is None else self.original.order.get(node, -1)
+
+    def _is_inside(self, node: ir.Node, number: int) -> bool:
+        """A node of the folded model that belongs to the region: by its name, or because it is new."""
+        return node not in self._twins and self._theirs.get(node, number) == number
+
+    def _cone(
+        self, value: ir.Value, side: Side, is_inside: Callable[[ir.Node], bool]
+    ) -> tuple[list[ir.Node], dict[ir.Value, list[tuple[ir.Node, int]]]]:
+        """Nodes above a value that are inside, in order, and the values that enter, with their readers."""
+        found: set[ir.Node] = set()
+        entering: dict[ir.Value, list[tuple[ir.Node, int]]] = {}
+        pending: list[tuple[ir.Value, tuple[ir.Node, int] | None, bool]] = [(value, None, False)]
+        while pending:
+            each, reader, is_size = pending.pop()
+            node = each.producer()
+            if node is None or node.graph is not value.graph or not (is_size or is_inside(node)):
+                readers = entering.setdefault(each, [])
+                readers += [reader] if reader is not None else []
+                continue
+            if node in found:
+                continue
+            if any(True for attribute in node.attributes.values() for _ in walk.bodies(attribute)):
+                raise Mismatch(f"{name_of(node)} ({node.op_type}) holds a body and is part of a fold", node)
+            found.add(node)
+            computes = is_size and node.op_type != "Shape"
+            pending += [
+                (operand, (node, index), computes or index in _SIZES.get(node.op_type, ()))
+                for index, operand in side.data(node)
+            ]
+        return sorted(found, key=side.order.__getitem__), entering
+
+    def _equal_to(
+        self,
+        value: ir.Value,
+        readers: list[tuple[ir.Node, int]],
+        entering: dict[ir.Value, ir.Value | None],
+        number: int,
+    ) -> ir.Value | None:
+        """The value of the original that has to be equal to an entering value of the folded model."""
+        node = value.producer()
+        if node is None:
+            return self._given.get(value)
+        twin = self._twins.get(node)
+        if twin is not None:
+            return twin.outputs[value.index() or 0]
+        # It leaves another region. The original's value is the one that the same reader gets, before what is gone.
+        for reader, index in readers:
+            for mine in self._members.get((number, name_of(reader)), ()):
+                found = self._above(mine, index, entering)
+                if found is not None:
+                    return found
+        free = [each for each, other in entering.items() if other is None and each.producer() in self.numbers]
+        return free[0] if len(free) == 1 else None
+
+    def _above(self, node: ir.Node, index: int, entering: dict[ir.Value, ir.Value | None]) -> ir.Value | None:
+        value = node.inputs[index] if index < len(node.inputs) else None
+        while value is not None and value not in entering:
+            maker = value.producer()
+            if maker is None or maker.graph is None:
+                return None
+            if self._by_name.get((self.original.scopes[maker.graph], name_of(maker))):
+                return None
+            data = [operand for _, operand in self.original.data(maker)]
+            value = data[0] if len(data) == 1 else None
+        return value
+
+
+def _padded(node: ir.Node, count: int) -> list[ir.Value | None]:
+    values = [value if value is not None and value.name else None for value in node.inputs]
+    return values + [None] * (count - len(values))

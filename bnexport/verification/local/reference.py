@@ -1,0 +1,81 @@
+"""Evaluate one node of the standard by onnx.reference, floats in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.errors import UnsupportedModelError, first_line
+
+_FLOATS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT)
+
+
+def evaluate(node: ir.Node, inputs: Sequence[Any], version: int, *, wide: bool = True) -> list[Any]:
+    """The outputs of `node` for these inputs, None for an absent one. wide: a Cast gives float64.
+
+    Raises UnsupportedModelError.
+    """
+    return NodeEvaluator(node, [value is not None for value in inputs], version, wide=wide)(inputs)
+
+
+class NodeEvaluator:
+    """One node, ready to be run on several sets of inputs."""
+
+    def __init__(self, node: ir.Node, present: Sequence[bool], version: int, *, wide: bool = True) -> None:
+        import onnx
+        import onnx.reference
+
+        self._node = node
+        if node.op_type == "DequantizeLinear":
+            return
+        proto = ir.serde.serialize_node(node)
+        del proto.input[:], proto.output[:]
+        proto.input.extend(f"i{index}" if given else "" for index, given in enumerate(present))
+        self._outputs = [f"o{index}" for index, value in enumerate(node.outputs) if value.name]
+        proto.output.extend(f"o{index}" if value.name else "" for index, value in enumerate(node.outputs))
+        for attribute in proto.attribute:
+            if wide and attribute.name == "to" and attribute.i in [kind.value for kind in _FLOATS]:
+                attribute.i = onnx.TensorProto.DOUBLE
+        names = [name for name in proto.input if name]
+        graph = onnx.helper.make_graph(
+            [proto],
+            "node",
+            [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.DOUBLE, None) for name in names],
+            [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.DOUBLE, None) for name in self._outputs],
+        )
+        model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", max(version, 1))])
+        try:
+            self._evaluator = onnx.reference.ReferenceEvaluator(model)
+        except Exception as error:  # it raises whatever an operator raises
+            raise _unsupported(node, error) from error
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        if self._node.op_type == "DequantizeLinear":
+            return [_dequantized(self._node, *inputs)]
+        feeds = {f"i{index}": value for index, value in enumerate(inputs) if value is not None}
+        try:
+            results = dict(zip(self._outputs, self._evaluator.run(None, feeds), strict=True))
+        except Exception as error:
+            raise _unsupported(self._node, error) from error
+        return [results.get(f"o{index}") for index in range(len(self._node.outputs))]
+
+
+def _unsupported(node: ir.Node, error: Exception) -> UnsupportedModelError:
+    return UnsupportedModelError(f"onnx.reference cannot run {node.op_type}: {first_line(error)[:200]}")
+
+
+def _dequantized(node: ir.Node, data: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None) -> np.ndarray:
+    """(data - zero) * scale, not rounded."""
+    if "block_size" in node.attributes and node.attributes["block_size"].as_int():
+        raise UnsupportedModelError("DequantizeLinear in blocks is not evaluated here")
+    axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
+
+    def shaped(values: np.ndarray) -> np.ndarray:
+        wide = np.asarray(values, np.float64)
+        return wide if wide.size == 1 else wide.reshape([-1 if i == axis % data.ndim else 1 for i in range(data.ndim)])
+
+    exact = np.asarray(data, np.float64) - (0.0 if zero is None else shaped(zero))
+    return np.asarray(exact * shaped(scale))

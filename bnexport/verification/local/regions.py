@@ -1,0 +1,62 @@
+"""Data of the check: a model with its lookups, and a region of two models."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from bnexport.verification.local.constants import ConstantValues
+
+MAIN = "main graph"
+
+
+def name_of(node: ir.Node) -> str:
+    """The name under which a report knows a node: its own, or its operator and first output."""
+    return node.name or f"{node.op_type} -> {next((value.name for value in node.outputs if value.name), '')}"
+
+
+class Side:
+    """One of the two models."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.model = model
+        self.constants = ConstantValues(model)
+        # Position of each node that depends on the inputs, in the order of execution.
+        self.order: dict[ir.Node, int] = {}
+        self.scopes: dict[ir.Graph, str] = {}
+        self._read(model.graph, MAIN)
+        for function in model.functions.values():
+            self._read(function.graph, f"function {function.name}")
+
+    def _read(self, graph: ir.Graph, scope: str) -> None:
+        for each in (graph, *graph.subgraphs()):
+            self.scopes[each] = scope
+            for node in each:
+                if not self.is_constant_node(node):
+                    self.order[node] = len(self.order)
+
+    def is_constant_node(self, node: ir.Node) -> bool:
+        """Each of its outputs is constant."""
+        return any(self.constants.has(value) for value in node.outputs)
+
+    def data(self, node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
+        """The inputs of a node that are not constant, with their places; those that bodies read are not among them."""
+        for index, value in enumerate(node.inputs):
+            if value is not None and not self.constants.has(value):
+                yield index, value
+
+
+@dataclasses.dataclass
+class Region:
+    """One value that leaves a changed part, as it is computed in both models from values that are equal in both.
+
+    nodes: of the original, then those of the folded model, each in the order of execution. entering: pairs of equal
+    values; the second is None where the folded model does not read it.
+    """
+
+    output: tuple[ir.Value, ir.Value]
+    nodes: tuple[list[ir.Node], list[ir.Node]]
+    entering: list[tuple[ir.Value, ir.Value | None]]
+    number: int

@@ -1,0 +1,169 @@
+"""Every wrong fold is refuted, and every right one is proved: mutants over all rules and types."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx.numpy_helper
+import pytest
+
+from bnexport.folding import fold, verify
+from bnexport.folding.reporting.report import FoldReport
+from bnexport.folding.rules import ALL
+from bnexport.model_io import to_proto
+from tests.folding.test_random_graphs import PIECES, build
+from tests.support.onnx_text import batch_norm, model
+from tests.verification.local.mutants import mutants
+
+NORM = batch_norm("p", 8)
+CONV = {"w": (8, 6, 3, 3), **NORM}
+
+
+def _text(
+    body: str, shapes: dict[str, tuple[int, ...]], *, ins: str = "float[2,6,8,8] x", seed: int = 5
+) -> onnx.ModelProto:
+    values = {}
+    if "q_g" in shapes:
+        shapes = dict(shapes)
+        values = {"q_g": (np.random.default_rng(0).random(shapes.pop("q_g")) + 0.5).astype(np.float32)}
+    return model(f"g ({ins}) => (float[A,B,C,D] y) {{ {body} }}", shapes, values=values, seed=seed)
+
+
+def models() -> dict[str, onnx.ModelProto]:
+    """At least one model for each rule, and the random graphs' pieces."""
+    found = {f"piece-{name}": build(["conv", name, "norm"], 3, tail=name in ("norm", "branches")) for name in PIECES}
+    after = "y = BatchNormalization (t, p_s, p_b, p_m, p_v)"
+    found["resize"] = _text(
+        f'z = Conv (x, w)\n f = Constant <value_floats = [1.0, 1.0, 2.0, 2.0]> ()\n t = Resize <mode="linear"> (z, , f)\n {after}',
+        CONV,
+    )
+    found["depth-to-space"] = _text(
+        "z = Conv (x, w)\n t = DepthToSpace <blocksize=2> (z)\n y = BatchNormalization (t, r_s, r_b, r_m, r_v)",
+        {"w": (8, 6, 3, 3), **batch_norm("r", 2)},
+    )
+    found["transposed"] = _text(
+        "t = ConvTranspose <group=2, strides=[2,2], pads=[1,1,1,1], output_padding=[1,1]> (x, v)\n " + after,
+        {"v": (6, 4, 3, 3), **NORM},
+    )
+    found["transposed-forward"] = _text(
+        "t = BatchNormalization (x, q_s, q_b, q_m, q_v)\n y = ConvTranspose (t, v)",
+        {"v": (6, 4, 1, 1), **batch_norm("q", 6)},
+    )
+    found["forward"] = _text(
+        "t = BatchNormalization (x, q_s, q_b, q_m, q_v)\n y = Conv (t, w)", {"w": (8, 6, 3, 3), **batch_norm("q", 6)}
+    )
+    found["matmul-forward"] = model(
+        "g (float[N,6] x) => (float[N,8] y) { t = BatchNormalization (x, q_s, q_b, q_m, q_v)\n y = MatMul (t, w) }",
+        {"w": (6, 8), **batch_norm("q", 6)},
+    )
+    found["gemm"] = model(
+        "g (float[N,6] x) => (float[N,8] y) { t = Gemm <alpha=0.5, beta=2.0, transB=1> (x, w, b)\n " + after + " }",
+        {"w": (8, 6), "b": (8,), **NORM},
+    )
+    found["merged"] = _text(
+        f"r = Relu (x)\n t = Mul (r, k)\n {after.replace('p_', 'q_')}", {"k": (6, 1, 1), **batch_norm("q", 6)}
+    )
+    found["max-pool"] = _text(
+        "z = Conv (x, w)\n t = MaxPool <kernel_shape=[3,3], pads=[1,1,1,1]> (z)\n y = BatchNormalization (t, q_g, p_b, p_m, p_v)",
+        {"w": (8, 6, 3, 3), "q_g": (8,), "p_b": (8,), "p_m": (8,), "p_v": (8,)},
+    )
+    found["parallel"] = _text(
+        "a = Conv <pads=[1,1,1,1]> (x, w)\n m = BatchNormalization (a, p_s, p_b, p_m, p_v)\n"
+        " b = Conv (x, u)\n n = BatchNormalization (b, r_s, r_b, r_m, r_v)\n"
+        " o = BatchNormalization (x, q_s, q_b, q_m, q_v)\n s = Add (m, n)\n y = Add (s, o)",
+        {"w": (6, 6, 3, 3), "u": (6, 6, 1, 1), **batch_norm("p", 6), **batch_norm("q", 6), **batch_norm("r", 6)},
+    )
+    found["with-untouched"] = _text(
+        f"k = Conv (x, u)\n r = Sigmoid (k)\n z = Conv (r, w)\n s = Relu (z)\n t = Conv (s, v)\n {after}",
+        {"u": (6, 6, 1, 1), "w": (8, 6, 3, 3), "v": (8, 8, 3, 3), **NORM},
+    )
+    # Without a second Reshape, or dropped channels, which would hide a change.
+    found["piece-flattened"] = model(
+        f"g (float[2,6,8,8] x) => (float[A,B,C] y) {{ z = Conv (x, w)\n t = Reshape (z, k)\n {after} }}",
+        CONV,
+        values={"k": np.array([0, 8, -1])},
+    )
+    found["piece-sliced"] = _text(
+        "i = Constant <value_ints = [1]> ()\n j = Constant <value_ints = [-1]> ()\n k = Constant <value_ints = [3]> ()\n"
+        f" z = Conv (x, w)\n t = Slice (z, i, j, k)\n {after}",
+        CONV,
+    )
+    edges = 'k = Constant <value_ints = [0, 0, 1, 0, 0, 0, 1, 1]> ()\n z = Conv (x, w)\n t = Pad <mode="edge"> (z, k)\n'
+    found["pad"] = _text(edges + after, CONV)
+    found["relu"] = _text(
+        "a = Conv <pads=[1,1,1,1]> (x, w)\n b = Relu (x)\n s = Add (a, b)\n n = BatchNormalization (s, q_g, q_b, q_m, q_v)\n"
+        " r = Relu (n)\n y = Conv <pads=[1,1,1,1]> (r, u)",
+        {"w": (6, 6, 3, 3), "u": (8, 6, 3, 3), "q_g": (6,), "q_b": (6,), "q_m": (6,), "q_v": (6,)},
+    )
+    for dtype in ("float16", "bfloat16"):
+        found[dtype] = in_half(_text(f"t = Conv (x, w)\n {after}", CONV), dtype)
+    return found
+
+
+def in_half(proto: onnx.ModelProto, dtype: str) -> onnx.ModelProto:
+    """The same model with every float32 in `dtype`."""
+    import ml_dtypes
+
+    kind = {"float16": onnx.TensorProto.FLOAT16, "bfloat16": onnx.TensorProto.BFLOAT16}[dtype]
+    for tensor in proto.graph.initializer:
+        array = onnx.numpy_helper.to_array(tensor).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.elem_type = kind
+    return proto
+
+
+def folded(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, FoldReport]:
+    result = fold(proto, verify=False)
+    return to_proto(result.model), result.report
+
+
+def missed(names: list[str], step: int) -> tuple[int, list[str]]:
+    """Every `step`th mutant of these models; how many there were, and which were not refuted."""
+    count, survivors = 0, []
+    for name in names:
+        proto = MODELS[name]
+        good, report = folded(proto)
+        verdict = verify(proto, good, report=report)
+        assert verdict.status == "passed", (name, verdict.reason)
+        for index, (what, wrong) in enumerate(mutants(good)):
+            if index % step:
+                continue
+            count += 1
+            try:
+                status = verify(proto, wrong, report=report).status
+            except Exception as error:  # a refused file is no pass
+                status = type(error).__name__
+            if status == "passed":
+                survivors.append(f"{name}: {what}")
+    return count, survivors
+
+
+MODELS = models()
+
+
+def test_the_models_use_every_rule() -> None:
+    used = {rule for proto in MODELS.values() for site in folded(proto)[1].folded for rule in site.rules}
+    missing = {rule.name for rule in ALL} - used - {"batch_norm"}
+    assert not missing, missing
+
+
+def test_each_right_fold_is_proved() -> None:
+    for name, proto in MODELS.items():
+        good, report = folded(proto)
+        verdict = verify(proto, good, report=report)
+        assert verdict.status == "passed", (name, verdict.reason)
+        assert {proof.method for proof in verdict.sites} <= {"proved"}, (name, verdict.sites)
+
+
+def test_some_wrong_folds_are_refuted() -> None:
+    count, survivors = missed(["forward", "gemm", "parallel", "with-untouched", "max-pool", "relu", "float16"], 3)
+    assert survivors == []
+    assert count >= 20
+
+
+@pytest.mark.slow
+def test_all_wrong_folds_are_refuted() -> None:
+    count, survivors = missed(list(MODELS), 1)
+    assert survivors == []
+    assert count >= 400
