@@ -16,7 +16,7 @@ import pytest
 import bnexport.folding.editing.plan
 from bnexport.errors import VerificationError
 from bnexport.folding import FoldResult, fold, verify
-from bnexport.model_io import load, save
+from bnexport.model_io import from_proto, load, save
 from bnexport.verification import worker
 from bnexport.verification.isolated_process import PROCESS, EngineFailure
 from tests.support import warm
@@ -192,7 +192,7 @@ class TestIllConditioned:
     def test_a_wrong_fold_is_still_found(self, monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
         """Scaling the mean by 1 + 1e-5 shifts the output by 0.3 at this ratio; rounding, by 0.002."""
         real = np.float64(wrong)
-        proto, candidate = self.example(3e4), fold(self.example(3e4), verify=False).model
+        proto, candidate = self.example(3e4), from_proto(fold(self.example(3e4), verify=False).model)
         bias = next(v for name, v in candidate.graph.initializers.items() if v.const_value.shape == (8,))  # type: ignore[union-attr]
         exact = bias.const_value.numpy().astype(np.float64)  # type: ignore[union-attr]
         bias.const_value = ir.Tensor((exact + (real - 1) * 3e4).astype(np.float32), name=bias.name)
@@ -213,7 +213,7 @@ class TestIllConditioned:
 
     def test_rounding_errors_as_large_as_the_output_decide_nothing(self) -> None:
         """A model that is wrong by less than the reference would pass by the reference's own error."""
-        proto, candidate = self.example(3e7), fold(self.example(3e7), verify=False).model
+        proto, candidate = self.example(3e7), from_proto(fold(self.example(3e7), verify=False).model)
         bias = next(v for name, v in candidate.graph.initializers.items() if v.const_value.shape == (8,))  # type: ignore[union-attr]
         bias.const_value = ir.Tensor(bias.const_value.numpy() + np.float32(0.5), name=bias.name)  # type: ignore[union-attr]
         result = verify(proto, candidate)

@@ -112,7 +112,9 @@ class ConstantValues:
                 continue
             inputs = [None if each is None else operand(each) for each in node.inputs]
             results = evaluate(node, inputs, self.version(node), wide=wide)
-            arrays.update((output, np.asarray(result)) for output, result in zip(node.outputs, results, strict=False))
+            for output, result in zip(node.outputs, results, strict=False):
+                # An operator may give float32 by itself, as ConstantOfShape does.
+                arrays[output] = widened(np.asarray(result)) if wide else np.asarray(result)
             pending.pop()
 
     def roundoff(self, value: ir.Value) -> tuple[float, float]:

@@ -78,6 +78,15 @@ def test_a_model_that_nothing_runs_is_proved(tmp_path: Path) -> None:
     assert (verdict.status, verdict.method, methods(verdict)) == ("passed", "local", ["proved"])
 
 
+def test_parameters_that_a_node_makes_in_float32() -> None:
+    shift = "k = Constant <value_ints = [8]> ()\n p_b = ConstantOfShape <value = float[1] {0.5}> (k)\n"
+    body = CHAIN.replace("z = Conv", f"{shift} z = Conv")
+    shapes = {name: shape for name, shape in CHAIN_SHAPES.items() if name != "p_b"}
+    verdict = fold(model(body, shapes), verify="local").report.verification
+    assert verdict is not None
+    assert (verdict.status, methods(verdict)) == ("passed", ["proved"])
+
+
 def test_the_wrong_fold_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from bnexport.folding.editing import plan
 
