@@ -1,0 +1,121 @@
+"""Random sums of branches: what ONNX Runtime runs gives the same outputs after folding."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx.helper
+import pytest
+
+from bnexport.folding import fold
+from bnexport.model_io import to_proto
+from tests.folding.test_scaling import Text
+from tests.support.onnx_text import assert_near, operators, run
+
+CHANNELS = 4
+
+
+class Branches:
+    """Random branches of `x`, whose kernels keep its size or make the same other one."""
+
+    def __init__(self, seed: int) -> None:
+        self.text = Text()
+        self.choose = np.random.default_rng(seed)
+        self.count = 0
+        self.stride = int(self.choose.choice([1, 1, 2]))
+
+    def name(self) -> str:
+        self.count += 1
+        return f"v{self.count}"
+
+    def conv(self, value: str, stride: int = 1) -> str:
+        size = int(self.choose.choice([1, 1, 2, 3, 3, 5]))
+        dilation = int(self.choose.choice([1, 1, 2]))
+        group = int(self.choose.choice([1, 1, 2, 4]))
+        total = dilation * (size - 1)
+        begin = int(self.choose.integers(0, total + 1)) if self.choose.random() < 0.3 else total // 2
+        pads = [begin, begin, total - begin, total - begin]
+        name = self.name()
+        inputs = [value, self.text.parameter(f"{name}.w", CHANNELS, CHANNELS // group, size, size)]
+        if self.choose.random() < 0.3:
+            inputs.append(self.text.parameter(f"{name}.b", CHANNELS))
+        attributes = {"pads": pads, "strides": [stride] * 2, "dilations": [dilation] * 2, "group": group}
+        return self.text.node("Conv", inputs, name, **attributes)
+
+    def pool(self, value: str, stride: int = 1) -> str:
+        include = int(self.choose.integers(0, 2))
+        attributes = {"kernel_shape": [3, 3], "pads": [1] * 4, "strides": [stride] * 2, "count_include_pad": include}
+        return self.text.node("AveragePool", [value], self.name(), **attributes)
+
+    def map(self, value: str) -> str:
+        kind = self.choose.choice(
+            ["norm", "Mul", "Add", "Identity", "Relu", "last"], p=[0.3, 0.2, 0.2, 0.15, 0.1, 0.05]
+        )
+        name = self.name()
+        if kind == "norm":
+            return self.text.norm(value, name, CHANNELS)
+        if kind in ("Identity", "Relu"):
+            return self.text.node(str(kind), [value], name)
+        shape = (1,) if kind == "last" else (CHANNELS, 1, 1)
+        return self.text.node(
+            "Add" if kind == "last" else str(kind), [value, self.text.parameter(f"{name}.c", *shape)], name
+        )
+
+    def branch(self, value: str, depth: int) -> str:
+        """One that makes the size of the sum of `value`."""
+        if self.stride == 1 and self.choose.random() < 0.15:
+            return value
+        before = self.choose.random()
+        if before < 0.2:
+            value = self.map(value)
+        elif before < 0.35:
+            value = self.conv(value)
+        stride, self_stride = self.stride, self.stride
+        if depth > 0 and self.choose.random() < 0.25:
+            value = self.total(value, depth - 1)
+        else:
+            value = self.pool(value, stride) if self.choose.random() < 0.15 else self.conv(value, stride)
+        self.stride = 1
+        while self.choose.random() < 0.4:
+            value = self.map(value) if self.choose.random() < 0.7 else self.conv(value)
+        self.stride = self_stride
+        return value
+
+    def total(self, value: str, depth: int) -> str:
+        parts = [self.branch(value, depth) for _ in range(self.choose.integers(2, 5))]
+        while len(parts) > 1:
+            first, second = parts.pop(int(self.choose.integers(len(parts)))), parts.pop(0)
+            parts.append(self.text.node(str(self.choose.choice(["Add", "Sub"])), [first, second], self.name()))
+        return parts[0]
+
+    def model(self) -> onnx.ModelProto:
+        value = self.total(self.text.node("Relu", ["x"], "r"), 2)
+        proto = self.text.model([value])
+        for dim in proto.graph.input[0].type.tensor_type.shape.dim[2:]:
+            dim.Clear()
+        return proto
+
+
+def check(seed: int) -> bool:
+    """Whether something was merged."""
+    proto = Branches(seed).model()
+    x = np.random.default_rng(seed).standard_normal((2, CHANNELS, 9, 8)).astype(np.float32)
+    expected = run(proto, {"x": x})[0]
+    result = fold(proto, verify=False)
+    folded = to_proto(result.model)
+    onnx.checker.check_model(folded)
+    assert_near(run(folded, {"x": x})[0], expected, f"seed {seed}")
+    assert len(folded.graph.node) <= len(proto.graph.node), seed
+    assert operators(folded).count("BatchNormalization") <= operators(proto).count("BatchNormalization")
+    return any(site.summary for site in result.report.sites)
+
+
+def test_random_sums() -> None:
+    merged = sum(check(seed) for seed in range(120))
+    assert merged > 40, "the random graphs hold too few branches"
+
+
+@pytest.mark.slow
+def test_many_random_sums() -> None:
+    for seed in range(1000, 6000):
+        check(seed)
