@@ -128,6 +128,8 @@ class Folding:
             if is_wanted(self.options) and 1 <= scope.context.opset <= NEWEST_OPSET:
                 for position, report in branches.merge(scope, order):
                     entries.append((position, report, None))
+                # Their weights have other shapes now, which rules ask for; the exact values stay for later folds.
+                write_parameters(scope.context, keep=True)
             for _ in range(_ROUNDS):
                 found: list[Entry] = []
                 for entry in self._pass(scope, order):

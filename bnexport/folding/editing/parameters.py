@@ -12,13 +12,14 @@ from bnexport.folding.editing.scaled_tensor import ScaledTensor
 from bnexport.graph.nodes import input_at, label
 
 
-def write_parameters(context: Context) -> None:
-    """Write every edited parameter into the model."""
+def write_parameters(context: Context, *, keep: bool = False) -> None:
+    """Write every edited parameter into the model. keep: their exact values, for later folds."""
     readers: dict[ir.Value, int] = {}
     for (node, index), edit in context.edits.items():
         if not context.surgery.is_dead(node):
             _put(context, node, index, _edited(context, node, index, edit), readers)
-    context.edits.clear()
+    if not keep:
+        context.edits.clear()
 
 
 def _edited(context: Context, node: ir.Node, index: int, edit: Edit) -> ir.TensorProtocol:

@@ -460,6 +460,17 @@ def test_matmuls_of_unknown_rank_stay() -> None:
     assert reasons(proto) == ["rank"]
 
 
+def test_a_later_fold_scales_a_weight_of_another_shape() -> None:
+    """The depthwise carrier becomes a convolution of two groups, which a batch norm behind another sum scales."""
+    nodes = (
+        f"a = Conv <group=4, {PAD}> (x, d3)\n c = Conv <group=4, {PAD}> (x, e3)\n e = Conv <group=2> (x, g1)"
+        f"\n r = Relu (x)\n f = Conv (r, w1)\n t = Sum (a, c, e)\n u = Add (t, f)\n y = {BN} (u, p_s, p_b, p_m, p_v)"
+    )
+    random = np.random.default_rng(0).standard_normal
+    weights = {"e3": random((4, 1, 3, 3)).astype(np.float32), "g1": random((4, 2, 1, 1)).astype(np.float32)}
+    check(build(nodes, **weights), ["Conv", "Relu", "Conv", "Add"])
+
+
 def test_half_precision() -> None:
     proto = build(BLOCK, X.replace("float", "float16"), Y.replace("float", "float16"), dtype="float16")
     inputs = make_inputs(proto)
