@@ -9,7 +9,7 @@ import typer
 
 from bnexport import choices
 from bnexport.cli import startup
-from bnexport.cli.common import Atol, Html, Inputs, Json, Model, Rtol, Seed, app
+from bnexport.cli.common import Atol, Html, Inputs, Json, Model, Providers, Rtol, Seed, app
 from bnexport.cli.console import detail, is_verbose, say, status
 from bnexport.cli.inputs import feeds_of
 from bnexport.cli.output import check_exists, check_new, check_targets, emit, table, write_whole
@@ -206,6 +206,7 @@ def verify(
             metavar="PATH", help="The fold's report (fold --json): prove each fold instead of running models."
         ),
     ] = None,
+    provider: Providers = None,
     json_target: Json = None,
 ) -> None:
     """Compares two models on the same inputs, or proves a fold."""
@@ -215,7 +216,14 @@ def verify(
     feeds = feeds_of(inputs, seed, reference)
     with status(f"comparing {reference} and {candidate}"):
         result = folding.verify(
-            reference, candidate, inputs=feeds or None, seed=seed, atol=atol, rtol=rtol, report=report
+            reference,
+            candidate,
+            inputs=feeds or None,
+            seed=seed,
+            atol=atol,
+            rtol=rtol,
+            providers=provider or (),
+            report=report,
         )
     rows = [
         (

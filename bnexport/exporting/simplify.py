@@ -29,7 +29,7 @@ def simplify(model: ir.Model) -> None:
     rules = [getattr(common, name) for name in _RULES if hasattr(common, name)]
     nodes = None
     for _ in range(_ROUNDS):
-        optimizer.fold_constants(model, onnx_shape_inference=False)
+        optimizer.fold_constants(model, onnx_shape_inference=True)
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         rewriter.RewritePass(rules)(model)
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bnexport.errors import UsageError
@@ -12,6 +12,7 @@ from bnexport.folding.folder import convert_model
 from bnexport.folding.proving import prove_report
 from bnexport.folding.reporting.report import FoldReport
 from bnexport.model_io.read import Source, open_source
+from bnexport.runtime.injection import check_providers
 from bnexport.verification import models
 from bnexport.verification.models import Inputs, Terms
 from bnexport.verification.verdict import Verification
@@ -32,6 +33,7 @@ def verify(
     rtol: float | None = None,
     timeout: float | None = None,
     report: Report | None = None,
+    providers: Sequence[str] = (),
 ) -> Verification:
     """Run both models on the same inputs and compare every output, or prove a fold from its report.
 
@@ -48,16 +50,18 @@ def verify(
         timeout: seconds for both models together; None for no limit.
         report: of the fold that made `candidate` of `reference`: a FoldReport, its `to_dict()`, or the path of its JSON.
             Then nothing is run: each fold is proved where it stands, in float64, and everything else has to be equal.
+        providers: execution providers of ONNX Runtime that run the candidate; the reference runs on the CPU.
 
     Raises:
         ModelError: a file is refused.
-        UsageError: `report` is no fold report.
+        UsageError: `report` is no fold report, or a provider is none of this ONNX Runtime's.
     """
     if report is not None:
         data = _report_of(report)
         return prove_report(open_source(reference).model, open_source(candidate).model, data)
     first, second = open_source(reference).model, open_source(candidate).model
-    terms = Terms(inputs, seed, samples, atol, rtol, timeout)
+    chosen = tuple(check_providers(providers))
+    terms = Terms(inputs, seed, samples, atol, rtol, timeout, providers=chosen)
     return models.compare_or_convert(first, second, terms, convert_model)
 
 

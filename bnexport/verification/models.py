@@ -41,7 +41,8 @@ Convert = Callable[[ir.Model], ir.Model]
 class Terms:
     """What a comparison is to use: inputs or how to make them, bounds of the caller's, and how long it may take.
 
-    timeout: seconds for all of it. patience: seconds for the float64 run that an ill-conditioned model needs.
+    timeout: seconds for all of it. patience: seconds for the float64 run that an ill-conditioned model needs. providers: of
+    the candidate's session.
     """
 
     inputs: Inputs | None = None
@@ -51,6 +52,7 @@ class Terms:
     rtol: float | None = None
     timeout: float | None = None
     patience: float = 30.0
+    providers: tuple[str, ...] = ()
 
 
 def compare_or_convert(reference: ir.Model, candidate: ir.Model, terms: Terms, convert: Convert) -> Verification:
@@ -96,6 +98,7 @@ def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, An
                 "working": _working_type(reference, candidate),
                 **{"seed": terms.seed, "count": terms.samples, "atol": terms.atol, "rtol": terms.rtol},
                 "patience": terms.patience,
+                "providers": list(terms.providers),
             }
             stages.report("verifying in ONNX Runtime")
             return PROCESS.ask(request, shipment.ready(), terms.timeout)

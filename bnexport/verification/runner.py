@@ -26,7 +26,8 @@ _REFERENCE_BYTES = 1 << 26
 class Serialised:
     """data: the model. weights: what it declares as given. library: the custom-op library, where it needs one.
 
-    no_library: why there is none, where it needs one. training: whether it has nodes of a training step.
+    no_library: why there is none, where it needs one. training: whether it has nodes of a training step. providers: those
+    of its session; the CPU where there are none.
     """
 
     data: bytes
@@ -34,6 +35,7 @@ class Serialised:
     library: str | None = None
     no_library: str | None = None
     training: bool = False
+    providers: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +105,7 @@ class RuntimeRunner:
         from bnexport.runtime import injection
 
         try:
-            self._session = injection.session(model.data, model.weights, _options(model))
+            self._session = injection.session(model.data, model.weights, _options(model), model.providers or None)
         except BnexportError:
             raise
         except Exception as error:  # ONNX Runtime raises one class for each status code

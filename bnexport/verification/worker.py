@@ -100,7 +100,8 @@ class _Job:
         """The fields of a Verification that this process knows."""
         reference, candidate = self._model("reference"), self._model("candidate")
         reasons = []
-        for engine in ENGINES:
+        # Only ONNX Runtime has providers.
+        for engine in ENGINES[:1] if candidate.providers else ENGINES:
             try:
                 return self._run(engine, reference, candidate)
             except BnexportError as error:
@@ -144,7 +145,8 @@ class _Job:
             del loaded
             self._stage("comparison", engine)
             answer = self._compare(reference, feeds, attempt, got)
-            answer |= {"engine": engine.label(), "samples": len(inputs), "input_scale": attempt.scale}
+            shown = engine.label() + (f" ({candidate.providers[0]})" if candidate.providers else "")
+            answer |= {"engine": shown, "samples": len(inputs), "input_scale": attempt.scale}
             if answer["status"] != "not_verified":
                 return answer
             first = first or answer
@@ -159,7 +161,8 @@ class _Job:
         fields = self._request[which]
         data = os.pread(self._descriptors[0], fields["data"][1], fields["data"][0])
         weights = {entry["name"]: self._mapped(entry) for entry in fields["weights"]}
-        return Serialised(data, weights, fields["library"], fields["no_library"], fields["training"])
+        providers = tuple(self._request.get("providers", ())) if which == "candidate" else ()
+        return Serialised(data, weights, fields["library"], fields["no_library"], fields["training"], providers)
 
     def _mapped(self, entry: dict[str, Any]) -> np.ndarray:
         """A tensor where it lies in its file."""

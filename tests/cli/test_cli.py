@@ -152,6 +152,14 @@ def test_doctor(capsys):
     checks = {check["name"]: check for check in json.loads(out)["checks"]}
     assert code == 0
     assert checks["registration in ONNX Runtime"]["ok"]
+    assert "operators in torch" not in checks
+
+
+def test_doctor_looks_deeper_on_request(capsys):
+    code, out, err = _cli("doctor", "--deep", "--json", "-", capsys=capsys)
+    checks = {check["name"]: check for check in json.loads(out)["checks"]}
+    assert (code, err) == (0, "")
+    assert checks["operators in torch"]["ok"] and checks["torch"]["value"] == torch.__version__
 
 
 def _bad_files(folder):

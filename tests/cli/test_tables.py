@@ -88,3 +88,11 @@ def test_verification_says_what_it_ran(small_files, tmp_path, capfd):
         assert re.search("verification passed: output 'output': " + form, err), err
     _, err = call("run", kept, capfd=capfd)
     assert re.match(r"inputs: x 2x1x32x32, seed 0; in onnxruntime \d+\.\d+\.\d+\n", err), err
+
+
+def test_verify_with_a_provider(small_files, capfd):
+    arguments = ["verify", small_files / "kept.onnx", small_files / "kept.onnx", "--provider"]
+    _, err = call(*arguments, "cpu", capfd=capfd)
+    assert re.search(r"in onnxruntime [\d.]+ \(CPUExecutionProvider\), at 2x1x32x32", err), err
+    assert main([*map(str, arguments), "warp"]) == 2
+    assert "provider: got 'warp', expected one of" in capfd.readouterr().err
