@@ -19,7 +19,7 @@ import onnx_ir as ir
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.editing.scaled_tensor import FLOAT_DATA_TYPES
-from bnexport.folding.parallel.kernels import Kernel, Window, joined_size
+from bnexport.folding.parallel.kernels import Kernel, Window, check_size, joined_size
 from bnexport.folding.parallel.sums import CARRIERS, Sum, Term
 from bnexport.folding.parallel.windows import read_pads, read_window
 from bnexport.folding.reading.batch_norm import read_batch_norm
@@ -254,6 +254,7 @@ class Evaluator:
         automatic = get_string(node, "auto_pad", "NOTSET") not in ("NOTSET", "", "VALID")
         if window.pads and (automatic or not counts_padding):
             raise Refused("padding", f"{label(node)} divides by fewer positions at the borders")
+        check_size(channels * math.prod(sizes), 0)
         return Kernel.of(np.full((channels, 1, 1, *sizes), 1.0 / math.prod(sizes)), None, window)
 
     def _pads(self, node: ir.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from bnexport.folding.affine import ChannelAffine
+from bnexport.graph.evaluate import ELEMENTS
 from bnexport.graph.refusal import Refused
 
 Axes = tuple[int, ...]
@@ -177,6 +178,7 @@ class Kernel:
             )
         groups = math.gcd(self.groups, other.groups)
         shape = (groups, self.outputs // groups, self.inputs // groups, *window.sizes)
+        check_size(math.prod(shape), self.weight.size + other.weight.size)
         weight = np.zeros(shape)
         for kernel in (self, other):
             _add_blocks(weight, kernel.weight, window.offsets(kernel.window))
@@ -200,6 +202,12 @@ class Kernel:
         return vector.reshape(*self.weight.shape[:2], *[1] * (self.weight.ndim - 2))
 
 
+def check_size(elements: int, held: int) -> None:
+    """Refuse to make more elements than the branches hold and than are evaluated anywhere: a file may ask for any."""
+    if elements > max(ELEMENTS, held):
+        raise Refused("too-large", f"a merged weight would have {elements:,} elements")
+
+
 def joined_size(one: Kernel, two: Kernel, window: Window) -> int:
     """Elements of the weight of their sum: multiplications for each position of the result."""
     return one.outputs * (one.inputs // math.gcd(one.groups, two.groups)) * math.prod(window.sizes)
@@ -212,6 +220,9 @@ def _composed(outer: Kernel, inner: Kernel, sizes: Axes) -> np.ndarray:
     if inner.weight.shape[1:3] == (1, 1):
         return outer.weight * inner.weight.reshape(outer.groups, 1, outer.weight.shape[2], *inner.window.sizes)
     groups = math.gcd(outer.groups, inner.groups)
+    held = outer.weight.size + inner.weight.size
+    for count in (outer.outputs * outer.inputs, inner.outputs * inner.inputs, outer.outputs * inner.inputs):
+        check_size(count * math.prod(sizes) // groups, held)
     one, two = (_regrouped(kernel.weight, groups) for kernel in (outer, inner))
     # (groups, positions, outputs, between) @ (groups, positions, between, inputs); one of them has a single position.
     left, right = (weight.reshape(*weight.shape[:3], -1).transpose(0, 3, 1, 2) for weight in (one, two))

@@ -471,6 +471,27 @@ def test_a_later_fold_scales_a_weight_of_another_shape() -> None:
     check(build(nodes, **weights), ["Conv", "Relu", "Conv", "Add"])
 
 
+HUGE = {
+    "shifted": (
+        "a = Conv <pads=[0,0,1000000,1000000]> (x, w1)\n c = Conv <pads=[1000000,1000000,0,0]> (x, v1)\n t = Add (a, c)"
+        f"\n n = {BN} (t, p_s, p_b, p_m, p_v)\n e = Conv <pads=[1000000,1000000,0,0]> (x, w1)\n y = Add (n, e)"
+    ),
+    "pool": "a = AveragePool <kernel_shape=[1000000,1000000]> (x)\n c = Conv (x, w1)\n y = Add (a, c)",
+    "outer-product": "a = Conv (x, to_one)\n c = Conv (a, from_one)\n y = Add (c, x)",
+}
+
+
+@pytest.mark.parametrize("case", HUGE)
+def test_a_size_that_a_file_may_claim_is_not_allocated(case: str) -> None:
+    channels = 20_000 if case == "outer-product" else 4
+    values = {"to_one": np.ones((1, channels, 1, 1), np.float32), "from_one": np.ones((channels, 1, 1, 1), np.float32)}
+    proto = build(
+        HUGE[case], X.replace("4", str(channels)), **{name: values[name] for name in named(HUGE[case], values)}
+    )
+    report = fold(proto, verify=False).report
+    assert not any(site.summary for site in report.sites)
+
+
 def test_half_precision() -> None:
     proto = build(BLOCK, X.replace("float", "float16"), Y.replace("float", "float16"), dtype="float16")
     inputs = make_inputs(proto)
