@@ -16,7 +16,7 @@ import torch
 from torch.onnx import symbolic_helper
 
 from bnexport import schema
-from bnexport.errors import UnsupportedModelError, UsageError
+from bnexport.errors import StorageError, UnsupportedModelError
 from bnexport.exporting.adaptive_pooling import AnySizePooling
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.dynamo import Shapes
@@ -94,7 +94,7 @@ def trace(
             _forget_wrong_shapes(model.graph, axes)
             return model, [], SizeConditions([])
     except OSError as error:
-        raise UsageError(
+        raise StorageError(
             f"cannot write the traced model to the folder for temporary files: {error.strerror or error};"
             " nothing was changed; make room there, or set TMPDIR to another folder"
         ) from error

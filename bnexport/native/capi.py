@@ -158,7 +158,8 @@ def _filled(structure: type[ctypes.Structure], values: dict[str, Any]) -> Any:
     names = [name for name, _ in structure._fields_[1:]]  # type: ignore[misc]
     unknown = sorted(values.keys() - set(names))
     if unknown:
-        raise UsageError(f"{structure.__name__[1:].lower()}: got {unknown}, expected fields of bnexport.h: {names}")
+        name = structure.__name__[1:].removesuffix("Params").lower()
+        raise UsageError(f"{name}: got {unknown}, expected fields of bnexport.h: {names}")
     params = structure(ctypes.sizeof(structure))
     for name, value in {"training": 1, "group_size": 1, "threads": 1, **values}.items():
         setattr(params, name, value)

@@ -55,7 +55,8 @@ def test_operators_add_up(tmp_path, capfd):
     out, _ = call("inspect", tmp_path / "m.onnx", capfd=capfd)
     assert "and 2 of 2 more kinds" in " ".join(out.split())
     out, _ = call("inspect", tmp_path / "m.onnx", "-v", capfd=capfd)
-    assert all(f"1 {kind}" in out for kind in kinds)
+    words = " ".join(re.sub("[│┃]", " ", out).split())  # a cell may break anywhere
+    assert all(f"1 {kind}" in words for kind in kinds), out
 
 
 def test_export_counts_the_modules_of_the_caller(tmp_path, capfd):

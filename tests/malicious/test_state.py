@@ -95,7 +95,7 @@ def test_full_disk(name: str, tmp_path: Path) -> None:
     done = warm.run("-c", REPORT, code, target, *more, cwd=ROOT)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1
-    assert last.startswith("UsageError: cannot write"), done.stderr
+    assert last.startswith("StorageError: cannot write"), done.stderr
     assert "nothing was changed" in last
     assert target.read_bytes() == b"an older file"
     assert os.listdir(tmp_path) == ["out.onnx"]

@@ -86,7 +86,7 @@ class Merger:
                     self._owners.setdefault(child, []).append((owner, name))
 
     def run(self) -> list[SiteReport]:
-        """The merges that were made."""
+        """Merge the sums of all graphs and return a report for each."""
         reports = []
         for graph in self._trace.graphs:
             order = {node: index for index, node in enumerate(graph.nodes)}
@@ -159,7 +159,7 @@ class Merger:
         return SiteReport(names, "", "", "folded", (NAME,), (target,), channels=kernel.outputs, summary=summary)
 
     def _branches(self, root: fx.Node, order: dict[fx.Node, int]) -> tuple[list[_Branch], list[fx.Node]]:
-        """The signed terms of a sum, and its additions, inner ones first."""
+        """Return the signed terms of a sum, and its additions, inner ones first."""
         found: list[_Branch] = []
         sums: list[fx.Node] = []
         pending = [(root, 1.0)]
@@ -188,7 +188,7 @@ class Merger:
         return False
 
     def _through(self, node: fx.Node) -> fx.Node:
-        """What a value was before modules that return their input."""
+        """Follow a value upwards through modules that return their input."""
         while type(self._modules.get(self._trace.paths.get(node, ""))) is nn.Identity:
             if not self._is_only_here(node) or not self._takes_part(node):
                 break
@@ -220,7 +220,7 @@ class Merger:
         return True
 
     def _tail(self, root: fx.Node) -> fx.Node | None:
-        """The batch norm of the sum."""
+        """Return the batch norm that alone reads the sum, if there is one."""
         user = next(iter(root.users)) if self._is_only_here(root) else None
         if user is None or not self._takes_part(user):
             return None
@@ -256,7 +256,7 @@ class Merger:
         return Evaluated(_signed(result.kernel, branch.sign), result.cost)
 
     def _behind(self, total: Evaluated, raw: float, tail: fx.Node) -> Kernel:
-        """The kernel N of a sum N x + raw x that is what the batch norm `tail` makes of (M x + raw x)."""
+        """Return N with N x + raw x = tail(M x + raw x), where M is the kernel of `total` and `tail` a batch norm."""
         norm = self._modules[self._trace.paths[tail]]
         kernel = total.kernel
         affine = layers.read_batch_norm(norm, self._max_scale)
@@ -273,7 +273,7 @@ class Merger:
         return kernel
 
     def _carrier(self, chains: list[_Branch], sums: list[fx.Node]) -> _Branch:
-        """The first branch that can stand for all. Refused where there is none."""
+        """Return the first branch that can carry the merged kernel. Raises Refused where none can."""
         for carrier in chains[:-1]:
             try:
                 self._refuse_scalars(carrier, chains, sums)
@@ -284,7 +284,7 @@ class Merger:
         return chains[-1]
 
     def _refuse_scalars(self, carrier: _Branch, chains: list[_Branch], sums: list[fx.Node]) -> None:
-        """A zero without dimensions cannot be added to in place, and a value that others read must not be."""
+        """Refuse in-place additions to a zero without dimensions, or to a value that others read."""
         scalars = {branch.nodes[-1] for branch in chains if branch is not carrier}
         made = {branch.nodes[-1] for branch in chains if set(map(type, self._modules_of(branch))) != {nn.Identity}}
         fresh = made | set(sums)
@@ -307,7 +307,7 @@ class Merger:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """An addition of two values, or of a value and 0."""
+    """Whether a node adds two values, or a value and 0."""
     if node.op not in ("call_function", "call_method") or node.target not in _SUMS or node.kwargs:
         return False
     values = [value for value in node.args if isinstance(value, fx.Node)]
@@ -387,7 +387,7 @@ def _plus(one: Kernel, two: Kernel) -> Kernel:
 
 
 def _module(kernel: Kernel, like: Any) -> Any:
-    """A convolution with the type, device and gradient of `like`. Refused where torch has none for the padding."""
+    """Make a convolution with the type, device and gradient of `like`. Raises Refused for a padding that torch lacks."""
     window, dtype = kernel.window, to_numpy(like.weight).dtype
     if window.begins != window.ends:
         raise Refused("padding", "the branches pad more on one side than on the other")
