@@ -189,11 +189,15 @@ def training_step(report: Report) -> str:
 # A generated block: its page, its result, what makes Markdown of it. A benchmark's table joins by a line here.
 BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "ort_cpu": ("performance.md", "ort_cpu.json", ort_cpu),
+    "ort_cpu_avx2": ("performance.md", "ort_cpu_avx2.json", ort_cpu),
+    "ort_cpu_baseline": ("performance.md", "ort_cpu_baseline.json", ort_cpu),
     "torch_operator": ("performance.md", "torch_operator_cpu.json", torch_operator),
+    "torch_operator_avx2": ("performance.md", "torch_operator_cpu_avx2.json", torch_operator),
     "fold": ("performance.md", "fold.json", fold),
     "fold_run_time": ("performance.md", "fold.json", fold_run_time),
     "branches": ("performance.md", "branches.json", branches),
     "training_step": ("performance.md", "training_step.json", training_step),
+    "training_step_avx2": ("performance.md", "training_step_avx2.json", training_step),
     "parallel_training": ("training.md", "parallel_training.json", parallel_training),
     "conv_gradient": ("performance.md", "conv_gradient.json", conv_gradient),
     "torchscript": ("deploy.md", "torchscript.json", torchscript),
