@@ -20,6 +20,8 @@ _RULES = (
     *("collapse_slice_rule", "collapse_slice2_rule", "slice_split_rule", "cast_constant_of_shape_rule"),
     *("no_op_static_scatter_nd_rule", "no_op_dynamic_scatter_nd_rule"),
 )
+# Operators that draw random numbers and that the pass for repeated expressions does not know as such.
+_RANDOM = {"Bernoulli", "Dropout"}
 # A round may show the next one something: an identity between two transposes, for example.
 _ROUNDS = 4
 
@@ -27,6 +29,7 @@ _ROUNDS = 4
 def simplify(model: ir.Model) -> None:
     """Simplify an inference model in place, until a round removes no node; names of inputs and outputs stay."""
     rules = [getattr(common, name) for name in _RULES if hasattr(common, name)]
+    names = [output.name for output in model.graph.outputs]
     nodes = None
     for _ in range(_ROUNDS):
         optimizer.fold_constants(model, onnx_shape_inference=True)
@@ -34,13 +37,28 @@ def simplify(model: ir.Model) -> None:
         rewriter.RewritePass(rules)(model)
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         passes.IdentityEliminationPass()(model)
-        passes.CommonSubexpressionEliminationPass()(model)
+        if not any(node.op_type in _RANDOM for node in model.graph.all_nodes()):
+            passes.CommonSubexpressionEliminationPass()(model)
         passes.RemoveUnusedNodesPass()(model)
         if len(model.graph) == nodes:
             break
         nodes = len(model.graph)
+    _restore_outputs(model.graph, names)
     passes.DeduplicateInitializersPass()(model)
     passes.RemoveUnusedOpsetsPass()(model)
     passes.TopologicalSortPass()(model)
     # Rewriting notes its rules in the metadata.
     passes.ClearMetadataAndDocStringPass()(model)
+
+
+def _restore_outputs(graph: ir.Graph, names: list[str | None]) -> None:
+    """Give each output its name back: passes leave one value, with one name, for outputs that are equal."""
+    seen: set[ir.Value] = set()
+    for index, (output, name) in enumerate(zip(list(graph.outputs), names, strict=True)):
+        if output in seen or (output.is_graph_input() and output.name != name):
+            copy = ir.node("Identity", [output], outputs=[ir.Value(name=name, type=output.type, shape=output.shape)])
+            graph.append(copy)
+            graph.outputs[index] = copy.outputs[0]
+        elif output.name != name:
+            output.name = name
+        seen.add(output)

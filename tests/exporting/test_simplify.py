@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import onnx
+import onnx.reference
 import onnx_ir as ir
 import torch
 from torch import nn
@@ -53,3 +56,25 @@ def test_batch_norms_that_the_folder_keeps_stay() -> None:
     """)
     simplify(model)
     assert [node.op_type for node in model.graph] == ["Conv", "BatchNormalization"]
+
+
+def test_equal_outputs_keep_their_names():
+    text = """<ir_version: 8, opset_import: ["" : 18]> g (float[2] x) => (float[2] a, float[2] b, float[2] c) {
+        a = Relu(x) b = Relu(x) c = Relu(x) }"""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    simplify(model)
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    assert [output.name for output in proto.graph.output] == ["a", "b", "c"]
+    assert [node.op_type for node in proto.graph.node].count("Relu") == 1
+    x = np.array([-1, 2], np.float32)
+    for got in onnx.reference.ReferenceEvaluator(proto).run(None, {"x": x}):
+        np.testing.assert_array_equal(got, [0, 2])
+
+
+def test_random_draws_are_not_shared():
+    text = """<ir_version: 8, opset_import: ["" : 18]> g (float[2] x) => (float[2] y)
+        <float r = {0.5}, bool t = {1}> { a = Dropout(x, r, t) b = Dropout(x, r, t) y = Sub(a, b) }"""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    simplify(model)
+    assert [node.op_type for node in model.graph].count("Dropout") == 2
