@@ -91,13 +91,13 @@ def _invoke(arguments: list[str]) -> Any:
 
 
 def _abandon(stream: Any) -> None:
-    """What is left in the buffer of a closed pipe goes nowhere, so that Python's own flush at the end is silent."""
+    """Discard what is left in the buffer of a closed pipe, so that Python's own flush at the end is silent."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _explain(error: Exception) -> int:
-    """One line about an error, and all of it with -v; the exit code."""
+    """Print an error in one line, with -v its traceback too; return the exit code."""
     if is_verbose():
         err.print("".join(traceback.format_exception(error)).rstrip(), soft_wrap=True)
     if isinstance(error, BnexportError):

@@ -92,7 +92,7 @@ _Limit = Annotated[
 
 @contextlib.contextmanager
 def _limits(settings: list[str] | None) -> Iterator[None]:
-    """The settings of --limit in the environment, where model_io and the processes that we start find them."""
+    """Put the settings of --limit into the environment, where model_io and the processes that we start find them."""
     if not settings:
         yield
         return
@@ -111,7 +111,7 @@ def _limits(settings: list[str] | None) -> Iterator[None]:
 
 
 def _with_common_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The command, with -q, -v and --limit behind its own options."""
+    """Return the command with -q, -v and --limit behind its own options."""
 
     @functools.wraps(function)
     def run(*, quiet: bool, verbose: bool, limit: list[str] | None, **options: Any) -> Any:

@@ -68,7 +68,7 @@ _verbose = False
 
 
 def set_level(*, quiet: bool, verbose: bool) -> None:
-    """What -q and -v ask for, for the commands to come."""
+    """Set how much the commands to come print, as -q and -v ask."""
     global _verbose  # noqa: PLW0603 - a property of the process, as the consoles are
     _verbose = verbose
     out.quiet = err.quiet = quiet
@@ -84,18 +84,18 @@ def plain(text: object) -> str:
 
 
 def say(text: str) -> None:
-    """A message, silent with -q."""
+    """Print a message, unless -q."""
     err.print(plain(text), soft_wrap=not err.is_terminal)
 
 
 def detail(text: str) -> None:
-    """A message of -v."""
+    """Print a message of -v."""
     if _verbose:
         say(text)
 
 
 def complain(text: str) -> None:
-    """An error, in one line, even with -q."""
+    """Print an error in one line, even with -q."""
     _errors.print("error:", style="red", end=" ")
     _errors.print(plain(" ".join(text.split())), soft_wrap=not _errors.is_terminal)
 
@@ -107,7 +107,7 @@ def _animated() -> bool:
 
 @contextlib.contextmanager
 def status(message: str) -> Iterator[None]:
-    """What long work does: on a terminal a spinner, the stage, the time and a bar where the amount is known; in a log a
+    """Show what long work does: on a terminal a spinner, the stage, the time and a bar where the amount is known; in a log a
     line every 30 seconds."""
     if err.quiet:
         yield
@@ -133,7 +133,7 @@ def status(message: str) -> Iterator[None]:
 
 
 def _stage_text(message: str, stage: str, done: int | None, total: int | None) -> str:
-    """The work with its stage: `folding m.onnx: folding 3,120 of 10,000`, bytes from a megabyte on in MB or GB."""
+    """Return the work with its stage: `folding m.onnx: folding 3,120 of 10,000`, bytes from a megabyte on in MB or GB."""
     if done is None or total is None:
         return f"{message}: {stage}"
     if stage == "writing":
@@ -171,7 +171,7 @@ class _Log:
 
 @contextlib.contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere; yields a function that takes how much is done."""
+    """Show a bar on a terminal, nothing elsewhere; yields a function that takes how much is done."""
     if not _animated():
         yield lambda _: None
         return

@@ -52,7 +52,7 @@ def check_reference(reference: str, argument: str = "MODULE:FACTORY") -> None:
 
 
 def _source(spec: importlib.machinery.ModuleSpec, parts: list[str]) -> str | None:
-    """The source text of a submodule of a package that is not imported; None where it is in no plain file."""
+    """Return the source text of a submodule without importing its package; None if it is in no plain file."""
     path = spec.origin if not spec.submodule_search_locations else None
     places = list(spec.submodule_search_locations or ())
     if places and not parts:
@@ -70,7 +70,7 @@ def _source(spec: importlib.machinery.ModuleSpec, parts: list[str]) -> str | Non
 
 
 def _bound_names(tree: ast.Module) -> set[str]:
-    """Every name that the module's statements bind, in functions too: never one too few."""
+    """Return every name that the module's statements bind, in functions too: never one too few."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -83,7 +83,7 @@ def _bound_names(tree: ast.Module) -> set[str]:
 
 
 def build(factory: str) -> Any:
-    """The module that MODULE:FACTORY names, built; raise UsageError with the factory's own error."""
+    """Build the module that MODULE:FACTORY names; raise UsageError with the factory's own error."""
     import torch
 
     module_name, _, attribute = factory.partition(":")

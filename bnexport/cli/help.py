@@ -40,7 +40,7 @@ EXIT_CODES = (
 
 
 def place(command: Any) -> int:
-    """The place of a registered command in the list of all."""
+    """Return the place of a registered command in the list of all."""
     name = command.name or command.callback.__name__
     return ORDER.index(name) if name in ORDER else len(ORDER)
 

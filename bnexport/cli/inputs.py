@@ -59,7 +59,7 @@ def _read_argument(name: str, value: str) -> Argument:
 def feeds_of(
     inputs: list[str] | None, seed: int, model: Path, *, all_of_them: bool = False, free: tuple[int, int] | None = None
 ) -> dict[str, np.ndarray]:
-    """The arrays to feed to `model`, by name.
+    """Return the arrays to feed to `model`, by name.
 
     Random ones are of the type that the model asks for, in the order of its inputs. Inputs that are not given
     are made up where all their sizes are fixed. Without any --input the result is empty, unless `all_of_them`
@@ -152,7 +152,7 @@ def _shape(shape: Any) -> str:
 
 
 def example_inputs(arguments: Sequence[Argument], seed: int) -> tuple[list[str], tuple[Any, ...]]:
-    """The names and tensors of an export, in the order given; random ones are float32."""
+    """Return the names and tensors of an export, in the order given; random ones are float32."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

@@ -165,7 +165,7 @@ def fold(
 
 
 def _method(verify: bool, method: str | None) -> Any:
-    """The argument `verify` of the fold."""
+    """Return the argument `verify` of the fold."""
     if method is None or not verify:
         return verify
     if method not in ("local", "whole", "both"):
@@ -186,7 +186,7 @@ def _explanation(node: str, site: Any) -> str:
 
 
 def verdict(result: Any, *, wanted: bool = True) -> str:
-    """The line that every command prints about a verification."""
+    """Return the line that every command prints about a verification."""
     if result.status == "not_verified":
         return f"{'warning: ' if wanted else ''}{result.summary()}"
     return f"verification {result.status}: {result.summary()}"

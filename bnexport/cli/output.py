@@ -20,7 +20,7 @@ from bnexport.errors import MissingFileError, UsageError
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()) -> Table:
-    """A table for `emit`, without a heading where no column has a name. Columns in `right` hold numbers."""
+    """Make a table for `emit`, without a heading where no column has a name. Columns in `right` hold numbers."""
     made = Table(title=plain(title), title_justify="left", show_header=any(columns))
     for name in columns:
         made.add_column(plain(name), overflow="fold", justify="right" if name in right else "left")
@@ -30,7 +30,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], 
 
 
 def emit(data: dict[str, Any], target: str | None, tables: Iterable[Table]) -> None:
-    """The result as JSON where asked for, else as tables."""
+    """Print or write the result: JSON where asked for, else tables."""
     if target is None:
         for each in tables:
             out.print(each)
@@ -65,7 +65,7 @@ def _identity(path: str) -> tuple[int, int, int] | None:
 
 
 def interrupted() -> str:
-    """What an interrupted command left of its files, in one line."""
+    """Return what an interrupted command left of its files, in one line."""
     left = []
     for path, before in _targets.items():
         now = _identity(path)
@@ -113,7 +113,7 @@ def check_exists(path: str | Path | None, argument: str) -> None:
 
 @contextlib.contextmanager
 def binary_file(target: Path) -> Iterator[Any]:
-    """A stream; the file is written as `model_io.staging.whole_file` does."""
+    """Open a binary stream; the file is written as `model_io.staging.whole_file` does."""
     from bnexport.model_io.staging import whole_file
 
     with whole_file(target) as staged, open(staged, "wb") as file:

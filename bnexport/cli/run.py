@@ -65,7 +65,7 @@ def run(
 
 
 def _run(model: Path, inputs: list[str] | None, seed: int, providers: Sequence[str]) -> tuple[dict[str, Any], Any]:
-    """The inputs, of the first sizes that the model runs on where it leaves them open, and what came out."""
+    """Run the model; return its inputs, of the first sizes that it accepts where it leaves them open, and the outputs."""
     from bnexport.runtime import execution
     from bnexport.verification.samples import FREE_SIZES
 

@@ -35,7 +35,7 @@ def _leave() -> None:
 
 
 def settle() -> None:
-    """What lives now lives until the end of the process, where it ends with its command: nothing looks for cycles in it."""
+    """Exclude all objects that exist now from the collector: the process ends with its command, and so do they."""
     if _prepared():
         gc.freeze()
 

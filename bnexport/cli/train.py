@@ -133,7 +133,7 @@ def train(
 
 
 def _join_group(timeout: float) -> Any:
-    """The group that torchrun's environment describes; None for one process."""
+    """Join the group that torchrun's environment describes; None for one process."""
     if os.environ.get("WORLD_SIZE", "1") in {"", "1"}:
         return None
     from bnexport.sync_bn import distributed
@@ -164,7 +164,7 @@ def _line(record: dict[str, float], epochs: int) -> str:
 
 
 def _stopped(trainer: Trainer, checkpoint: Path | None) -> str:
-    """How far an interrupted training is, what is kept of it, and how it goes on."""
+    """Say how far an interrupted training is, what is kept of it, and how to resume."""
     done, within = trainer.progress.epoch, trainer.progress.step
     place = f"stopped after epoch {done}" if not within else f"stopped in epoch {done + 1}, after {within} steps of it"
     if checkpoint is None:

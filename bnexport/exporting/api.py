@@ -55,7 +55,7 @@ class ExportResult:
     format: str = "onnx"
 
     def to_dict(self) -> dict[str, Any]:
-        """What the command line prints with --json."""
+        """Return the result as the command line prints it with --json."""
         return {
             "path": str(self.path),
             "format": self.format,
@@ -230,7 +230,7 @@ def export(
 
 
 def _check_opset(version: int, exporter: str) -> int:
-    """The opset, which both exporters write from 18 on; raise UsageError for one that this exporter does not write."""
+    """Return the opset, which both exporters write from 18 on; raise UsageError for one that this exporter does not write."""
     newest = 20 if exporter == "torchscript" else 23
     if not (isinstance(version, int) and MINIMUM_OPSET <= version <= newest):
         raise UsageError(
@@ -240,7 +240,7 @@ def _check_opset(version: int, exporter: str) -> int:
 
 
 def _with_modules(report: FoldReport, model: nn.Module) -> FoldReport:
-    """The report with the sync batch norm modules of `model` counted as such: the graph has them converted."""
+    """Return the report with the sync batch norm modules of `model` counted as such: the graph has them converted."""
     sync = sum(is_sync_batch_norm(module) for module in model.modules())
     plain = max(0, report.before.batch_norm - sync)
     return dataclasses.replace(
@@ -249,7 +249,7 @@ def _with_modules(report: FoldReport, model: nn.Module) -> FoldReport:
 
 
 def _reference(model: nn.Module, inputs: tuple[torch.Tensor, ...], *, evaluate: bool) -> Reference:
-    """The caller's module, run before anything is prepared; later where a run might wait for other processes."""
+    """Run the caller's module before anything is prepared; later where a run might wait for other processes."""
     reference = Reference(model, evaluate=evaluate)
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         reference.run_first(inputs)

@@ -47,7 +47,7 @@ def compare_output(
     before: list[Any] | None = None,
     table: tolerances.Tolerance | None = None,
 ) -> OutputComparison:
-    """All samples of one output; the largest errors, and the first reason to fail.
+    """Compare all samples of one output; return the largest errors, and the first reason to fail.
 
     before: the reference's values in front of a saturating function that makes this output. table: the bound instead
     of that of `bnexport.tolerances.model`.
@@ -113,7 +113,7 @@ def compare_output(
 def compare_with_truth(
     failed: OutputComparison, expected: list[Any], got: list[Any], truth: list[Any], scale: float = 0.0
 ) -> OutputComparison:
-    """An output that differs by more than the table allows, held against the model in float64.
+    """Compare an output that differs by more than the table allows with the model in float64.
 
     expected, got, truth: the values in the reference, the candidate and the float64 model. scale: size of the data that
     the output averages, where that is more than its own. Returns `failed` where they have no errors to compare, or where

@@ -68,7 +68,7 @@ class Shipment:
     def model(
         self, parts: Parts, library: str | None, no_library: str | None, training: bool = False
     ) -> dict[str, Any]:
-        """A model, its file weights by descriptor and the rest in the temporary file."""
+        """Put in a model: its file weights by descriptor, the rest in the temporary file."""
         weights = [self._tensor(name, tensor) for name, tensor in parts.weights.items()]
         start = self._loose.seek(0, os.SEEK_END)
         self._loose.write(parts.data)
@@ -76,7 +76,7 @@ class Shipment:
         return {"data": (start, len(parts.data)), "weights": weights, **named}
 
     def array(self, name: str, value: Any) -> dict[str, Any]:
-        """An input."""
+        """Put in an input."""
         array = np.asarray(value)
         if array.dtype == object or array.dtype.kind in "US":
             return {"name": name, "text": array.tolist()}
@@ -85,7 +85,7 @@ class Shipment:
         return _entry(name, array.dtype.name, array.shape, 0, start)
 
     def ready(self) -> list[int]:
-        """The descriptors, once everything has been put in."""
+        """Return the descriptors, once everything has been put in."""
         self._loose.flush()
         return self.descriptors
 
@@ -131,7 +131,7 @@ class EngineProcess:
             self._ensure()
 
     def ask(self, request: Mapping[str, Any], descriptors: Sequence[int], timeout: float | None) -> dict[str, Any]:
-        """The answer to a request. Raises EngineFailure."""
+        """Send a request and return the answer. Raises EngineFailure."""
         with self._lock:
             try:
                 self._ensure()
@@ -167,7 +167,7 @@ class EngineProcess:
             raise EngineFailure(self._cause(code), stage, engine, crashed=crashed) from error
 
     def _cause(self, code: int) -> str:
-        """How the process ended."""
+        """Return how the process ended."""
         if code < 0:
             known = -code in signal.valid_signals()
             return f"it was ended by signal {-code}" + (f" ({signal.Signals(-code).name})" if known else "")

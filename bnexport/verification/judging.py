@@ -23,7 +23,7 @@ class Engine(Protocol):
     name: str
 
     def run(self, feeds: Sequence[Tensors]) -> list[list[Array] | str]:
-        """The outputs for each set of inputs, or what the engine says where it cannot run it."""
+        """Return the outputs for each set of inputs, or the engine's message where it cannot run it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ def judge(
     feeds: Sequence[Tensors],
     expected: Sequence[Tensors],
 ) -> list[Outcome]:
-    """The comparison for each set of inputs, or for smaller ones where these decide nothing.
+    """Compare the outputs for each set of inputs, or for smaller ones where these decide nothing.
 
     names: of the outputs. expected: what the reference makes of each set. Raises VerificationError where the number of
     outputs differs.

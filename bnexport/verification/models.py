@@ -81,7 +81,7 @@ def compare(reference: ir.Model, candidate: ir.Model, terms: Terms, convert: Con
 
 
 def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, Any]:
-    """The fields of the verdict, from the process that runs the models."""
+    """Return the fields of the verdict, from the process that runs the models."""
     probes = find_probes(reference, candidate)
     given = [terms.inputs] if isinstance(terms.inputs, Mapping) else terms.inputs
     try:
@@ -110,7 +110,7 @@ def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, An
 
 
 def _failure(failure: EngineFailure) -> dict[str, Any]:
-    """What the end of the verifying process says about the models: a candidate that crashes an engine differs."""
+    """Read the verdict from the end of the verifying process: a candidate that crashes an engine differs."""
     where = f" while it ran the {failure.stage} in {failure.engine}" if failure.stage else ""
     status = "failed" if failure.crashed and failure.stage == "candidate" else "not_verified"
     return {"status": status, "reason": f"the verifying process: {failure}{where}", "engine": failure.engine}
@@ -154,7 +154,7 @@ def _needs_library(model: ir.Model) -> bool:
 
 
 def _library() -> tuple[str | None, str | None]:
-    """The path of the custom-op library, or why there is none."""
+    """Return the path of the custom-op library, or why there is none."""
     try:
         return importlib.import_module("bnexport.native.library").get_library_path(), None
     except ImportError:
@@ -187,7 +187,7 @@ def _spec(value: ir.Value) -> InputSpec:
 
 
 def _working_type(*models: ir.Model) -> str:
-    """The coarsest float type of any value or parameter."""
+    """Return the coarsest float type of any value or parameter."""
     found = len(FLOATS) - 1
     for model in models:
         for graph in walk.graphs(model):

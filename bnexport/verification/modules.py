@@ -86,7 +86,7 @@ def _scaled(inputs: tuple[torch.Tensor, ...], scale: float) -> tuple[torch.Tenso
 
 
 def _run(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[list[np.ndarray], list[str]]:
-    """The output tensors and their places in the output."""
+    """Run the module; return the output tensors and their places in the output."""
     with torch.no_grad():
         # Code that works in place may change its inputs.
         leaves = _pytree.tree_flatten_with_path(model(*(value.clone() for value in inputs)))[0]
@@ -107,7 +107,7 @@ def _equal(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
 
 
 def _working_type(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> str:
-    """The coarsest float type of any parameter or input."""
+    """Return the coarsest float type of any parameter or input."""
     used: list[Any] = [tensor.dtype for tensor in (*model.parameters(), *inputs) if tensor.is_floating_point()]
     names = {str(dtype).removeprefix("torch.") for dtype in used} & set(tolerances.UNIT_ROUNDOFF)
     return max(names, key=lambda name: tolerances.UNIT_ROUNDOFF[name], default="float32")

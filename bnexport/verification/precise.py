@@ -24,7 +24,7 @@ _BYTES = 1 << 28
 def run(
     model: Serialised, samples: Sequence[Mapping[str, np.ndarray]], outputs: Sequence[str], seconds: float
 ) -> list[list[Any]]:
-    """The values of `outputs` for each sample, for a main thread.
+    """Compute the values of `outputs` for each sample; in a main thread only.
 
     Raises UnsupportedModelError where they cannot be computed, or not in so many seconds.
     """

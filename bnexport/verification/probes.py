@@ -42,7 +42,7 @@ def find_probes(reference: ir.Model, candidate: ir.Model) -> tuple[Probe, ...]:
 
 
 def _saturating(value: ir.Value) -> ir.Node | None:
-    """The function that makes `value`, behind at most a few rearrangements."""
+    """Find the saturating function that makes `value`, behind at most a few rearrangements."""
     current: ir.Value | None = value
     for _ in range(_DEPTH):
         node = None if current is None else current.producer()

@@ -61,7 +61,7 @@ class Reference:
             self.cause = first_line(error)
 
     def module(self) -> nn.Module:
-        """A copy of the module that is the reference."""
+        """Return a copy of the module that is the reference."""
         if not self.cause:
             return copy_model(self._model, share_parameters=True)
         assert self._converted is not None
@@ -76,7 +76,7 @@ class Reference:
         self._converted, self._state = converted, tuple(state)
 
     def __call__(self, inputs: Tensors) -> Tensors:
-        """The output tensors, then the new value of each state tensor. Raises what the module raises."""
+        """Return the output tensors, then the new value of each state tensor. Raises what the module raises."""
         if self._first is None and not self.cause:
             self.run_first(inputs)
         if self.cause:
@@ -99,7 +99,7 @@ class Reference:
         return self._random
 
     def in_float64(self, inputs: Tensors) -> Tensors:
-        """The same, computed in float64 from these inputs. Raises what the module raises."""
+        """Return the same, computed in float64 from these inputs. Raises what the module raises."""
         wide = tuple(value.double() if value.is_floating_point() else value for value in inputs)
         if self.cause:
             assert self._converted is not None
@@ -112,7 +112,7 @@ class Reference:
         return _run(self._converted, inputs)[0]
 
     def _new_state(self, buffers: Buffers, inputs: Tensors) -> Tensors:
-        """A counter that only the conversion has is the conversion's."""
+        """Return the new state; a counter that only the conversion has is taken from it."""
         missing = [name for name in self._state if name not in buffers]
         if missing:
             converted = self._run_converted(inputs)[-len(self._state) :]
@@ -121,7 +121,7 @@ class Reference:
 
 
 def _run(model: nn.Module, inputs: Tensors) -> tuple[Tensors, Buffers]:
-    """The output tensors and the buffers after a run of a copy; `model` and the inputs stay as they are."""
+    """Run a copy; return the output tensors and the buffers. `model` and the inputs stay as they are."""
     model = copy_model(model, share_parameters=True)
     with torch.no_grad():
         leaves = _pytree.tree_leaves(model(*(value.clone() for value in inputs)))

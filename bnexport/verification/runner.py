@@ -56,7 +56,7 @@ class Runner(Protocol):
 
     @staticmethod
     def label() -> str:
-        """The engine's name and version."""
+        """Return the engine's name and version."""
 
     def run(self, inputs: Mapping[str, np.ndarray], outputs: Sequence[str]) -> list[Any]:
         """Values of `outputs`. Raises UnsupportedModelError where the engine cannot run it."""
@@ -132,7 +132,7 @@ def load_engine() -> None:
 
 
 def whole(model: Serialised) -> Any:
-    """The ModelProto with its weights inside."""
+    """Return the ModelProto with its weights inside."""
     import onnx
     import onnx.numpy_helper
 

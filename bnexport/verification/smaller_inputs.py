@@ -62,7 +62,7 @@ def attempts(run: Callable[[float], list[list[Any]] | None], *, scalable: bool) 
 
 
 def scaled(inputs: Mapping[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:
-    """The inputs, those of a float type times `scale`."""
+    """Return the inputs, those of a float type times `scale`."""
     if scale == 1.0:
         return dict(inputs)
     return {
@@ -94,12 +94,12 @@ def is_small(bound: float, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> bo
 
 
 def as_hidden(output: OutputComparison) -> OutputComparison:
-    """The output, undecided if it passed."""
+    """Return the output, undecided if it passed."""
     if not output.passed:
         return output
     return dataclasses.replace(output, passed=False, decided=False, reason=HIDDEN)
 
 
 def with_smaller(reason: str) -> str:
-    """The reason why the first inputs decide nothing, once smaller ones have been tried."""
+    """Extend the reason why the first inputs decide nothing, once smaller ones have been tried."""
     return f"{reason}; inputs down to 1/{round(1 / SCALES[-1])} of their size decide nothing either"

@@ -28,7 +28,7 @@ def compare(
     exact: Callable[[], Sequence[Array] | None],
     engine: str,
 ) -> list[OutputComparison]:
-    """All outputs for one set of inputs.
+    """Compare all outputs for one set of inputs.
 
     exact: computes the reference in float64 for these inputs, where a bound is missed; None where that fails.
     """
@@ -49,7 +49,7 @@ def compare(
 
 
 def to_array(tensor: torch.Tensor) -> Array:
-    """The values; bfloat16 by way of its bits."""
+    """Return the values in NumPy; bfloat16 by way of its bits."""
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
@@ -57,7 +57,7 @@ def to_array(tensor: torch.Tensor) -> Array:
 
 
 def _scale(name: str, references: dict[str, Array]) -> float:
-    """The size of the data that a running mean averages; 0 for other outputs."""
+    """Return the size of the data that a running mean averages; 0 for other outputs."""
     stem = name.removesuffix(f"running_mean{schema.NEW_SUFFIX}")
     variance = references.get(f"{stem}running_var{schema.NEW_SUFFIX}")
     if stem == name or variance is None:

@@ -51,13 +51,13 @@ class OutputComparison:
         return self.decided and not self.passed
 
     def summary(self) -> str:
-        """One line."""
+        """Return the comparison in one line."""
         relative = f" + {self.rtol:.3g} * |value|" if self.rtol else ""
         text = self.reason or f"differs by {self.max_abs_diff:.3g}, allowed {self.atol:.3g}{relative}"
         return f"output {self.name!r}{f' in {self.engine}' if self.engine else ''}: {text}"
 
     def nearness(self) -> tuple[bool, bool, float]:
-        """A key to sort by: failures last, then what is undecided, then by the share of the bound."""
+        """Return a key to sort by: failures last, then what is undecided, then by the share of the bound."""
         bound = self.atol or self.rtol
         difference = self.max_abs_diff if self.atol else self.max_rel_diff
         # A bound of 0 is that of integers.
@@ -116,7 +116,7 @@ class Verification:
 
     @classmethod
     def of(cls, outputs: Sequence[OutputComparison], **others: Any) -> Verification:
-        """The verdict on all outputs; the reason is that of the first that failed, or else is undecided."""
+        """Make the verdict on all outputs; the reason is that of the first that failed, or else is undecided."""
         wrong = next((output for output in outputs if output.failed), None)
         wrong = wrong or next((output for output in outputs if not output.decided), None)
         if wrong is None:
@@ -143,7 +143,7 @@ class Verification:
         return max((output.max_rel_diff for output in self.outputs), default=0.0)
 
     def summary(self) -> str:
-        """The verdict in one line: the output nearest to its bound, and under which conditions."""
+        """Return the verdict in one line: the output nearest to its bound, and under which conditions."""
         if self.status == "not_verified":
             return f"not verified: {self.reason}"
         if self.method == "local" and self.passed:
@@ -183,7 +183,7 @@ class Verification:
         return f"each fold where it stands: {several or 'none'}, errors within {bound:.2g} of the largest weight"
 
     def joined(self, whole: Verification) -> Verification:
-        """The verdict of this local proof and of a run of the whole models. A fold that is proved is right although no
+        """Join this local proof with a run of the whole models. A fold that is proved is right although no
         engine runs the model; what either refutes has failed."""
         if self.status == "failed" or whole.status == "failed":
             first = self if self.status == "failed" else whole
@@ -199,12 +199,12 @@ class Verification:
             warnings.warn(NotVerifiedWarning(text), stacklevel=stacklevel + 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """The verdict as the command line prints it with --json."""
+        """Return the verdict as the command line prints it with --json."""
         return {"schema_version": schema.REPORT_VERSION, "passed": self.passed, **dataclasses.asdict(self)}
 
 
 def as_method(verify: bool | str) -> Method | None:
-    """The method that an argument `verify` stands for; None for no verification. Raises UsageError."""
+    """Return the method that an argument `verify` stands for; None for no verification. Raises UsageError."""
     if isinstance(verify, bool):
         return "both" if verify else None
     for method in ("local", "whole", "both"):

@@ -62,14 +62,14 @@ def main(descriptor: int) -> None:
 
 
 def send(channel: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """One message; descriptors go with its length."""
+    """Send one message; descriptors go with its length."""
     data = json.dumps(message).encode()
     socket.send_fds(channel, [LENGTH.pack(len(data))], list(descriptors))
     channel.sendall(data)
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """One message and its descriptors. Raises EOFError where the other end has closed."""
+    """Receive one message and its descriptors. Raises EOFError where the other end has closed."""
     head, descriptors, _, _ = socket.recv_fds(channel, LENGTH.size, MAX_DESCRIPTORS)
     head += _exactly(channel, LENGTH.size - len(head)) if head else b""
     if not head:
@@ -97,7 +97,7 @@ class _Job:
         self._channel = channel
 
     def run(self) -> dict[str, Any]:
-        """The fields of a Verification that this process knows."""
+        """Compare the models; return the fields of a Verification that this process knows."""
         reference, candidate = self._model("reference"), self._model("candidate")
         reasons = []
         # Only ONNX Runtime has providers.
@@ -109,7 +109,7 @@ class _Job:
         return {"status": "not_verified", "reason": "; ".join(reasons)}
 
     def _run(self, engine: type[Runner], reference: Serialised, candidate: Serialised) -> dict[str, Any]:
-        """The verdict in one engine, on smaller inputs where the first decide nothing.
+        """Return the verdict in one engine, on smaller inputs where the first decide nothing.
 
         One session is open at a time.
         """
@@ -165,7 +165,7 @@ class _Job:
         return Serialised(data, weights, fields["library"], fields["no_library"], fields["training"], providers)
 
     def _mapped(self, entry: dict[str, Any]) -> np.ndarray:
-        """A tensor where it lies in its file."""
+        """Map a tensor where it lies in its file."""
         shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"]).newbyteorder("<")
         if 0 in shape:
             return np.zeros(shape, dtype)
@@ -204,7 +204,7 @@ class _Job:
     def _compare(
         self, reference: Serialised, feeds: list[dict[str, np.ndarray]], attempt: Attempt, got: list[list[Any]]
     ) -> dict[str, Any]:
-        """The outputs, each with what is in front of it where that was probed, and then the probes."""
+        """Compare the outputs, each with what is in front of it where that was probed, and then the probes."""
         request = self._request
         names, probes = list(request["outputs"]), request["probes"]
         places = {probe["output"]: len(names) + index for index, probe in enumerate(probes)}

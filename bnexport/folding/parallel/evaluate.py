@@ -61,7 +61,7 @@ class Evaluated:
     cost: Cost
 
     def joined(self, other: Evaluated) -> Evaluated:
-        """Their sum. Refused where it would cost more than both, or where they do not go together."""
+        """Add both. Raise Refused if the sum would cost more than they do, or if they do not go together."""
         one, two = self.kernel, other.kernel
         window = one.window.joined(two.window)
         cost = self.cost + other.cost
@@ -81,7 +81,7 @@ def check_cost(cost: Cost, multiplications: int, elements: int) -> None:
 
 
 def find_frame(terms: list[Term], context: Context) -> Frame | None:
-    """The frame of the first operator with a weight; None where there is none. Refused for an unknown rank."""
+    """Return the frame of the first operator with a weight, or None. Raise Refused for an unknown rank."""
     for term in terms:
         for node in term.nodes():
             if node.op_type == "Conv":
@@ -97,7 +97,7 @@ def find_frame(terms: list[Term], context: Context) -> Frame | None:
 
 
 def find_channels(base: ir.Value, terms: list[Term], frame: Frame, context: Context) -> int:
-    """The channels of the base, as its type and everything that reads it say."""
+    """Return the channels of the base, as its type and everything that reads it say."""
     known: set[int | None] = set()
     if base.shape is not None and frame.axis < len(base.shape):
         known.add(context.size(base, frame.axis))
@@ -121,7 +121,7 @@ def find_channels(base: ir.Value, terms: list[Term], frame: Frame, context: Cont
 
 
 def _readers(term: Term) -> Iterator[ir.Node]:
-    """The nodes of a term that read its base."""
+    """Yield the nodes of a term that read its base."""
     if term.inner is None:
         if term.node is not None:
             yield term.node
@@ -150,7 +150,7 @@ class Evaluator:
         return dataclasses.replace(result, kernel=result.kernel.mapped(ChannelAffine.scaling(scale)))
 
     def constant(self, value: ir.Value, channels: int) -> tuple[np.ndarray, Cost]:
-        """A constant of a sum as a value for each channel."""
+        """Return a constant of a sum as a value for each channel, and its cost."""
         values = self._context.constants.floats(value, "constant of the sum")
         vector = per_channel(values, self._frame.axis, channels, self._frame.rank)
         return vector, Cost(0, values.size)

@@ -42,7 +42,7 @@ class Window:
 
     @classmethod
     def point(cls, rank: int) -> Window:
-        """One position, stride 1, no padding."""
+        """Return a window of one position, stride 1, without padding."""
         return cls((1,) * rank, (0,) * rank, (0,) * rank, (1,) * rank, (1,) * rank)
 
     @property
@@ -58,7 +58,7 @@ class Window:
         return all(stride == 1 for stride in self.strides)
 
     def joined(self, other: Window) -> Window:
-        """The least window that holds both. Refused where the results differ in size or the positions do not meet."""
+        """Return the least window that holds both. Raise Refused where the results differ in size or the positions do not meet."""
         if len(self.sizes) != len(other.sizes) or self.strides != other.strides:
             raise Refused("shape", f"its branches have strides {list(self.strides)} and {list(other.strides)}")
         axes = [_join(*pair) for pair in zip(self._axes(), other._axes(), strict=True)]
@@ -66,7 +66,7 @@ class Window:
         return Window(sizes, begins, ends, self.strides, dilations)
 
     def offsets(self, inner: Window) -> tuple[slice, ...]:
-        """Where the positions of `inner` lie among those of this window."""
+        """Return the slices of this window, one for each axis, where the positions of `inner` lie."""
         places = []
         for size, begin, dilation, own, before in zip(
             self.sizes, self.begins, self.dilations, inner.sizes, inner.begins, strict=True
@@ -81,7 +81,7 @@ class Window:
 
 
 def _join(one: tuple[int, int, int, int], two: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """The union along one axis: size, begin, end, dilation."""
+    """Join two windows along one axis; each is (size, begin, end, dilation)."""
     if one[0] < two[0]:
         one, two = two, one
     size, begin, end, dilation = one
@@ -191,7 +191,7 @@ class Kernel:
         )
 
     def _of_constant(self, values: np.ndarray, *, absolute: bool = False) -> np.ndarray:
-        """What the weights make of an input that is `values` everywhere."""
+        """Apply the weights to an input that is `values` everywhere."""
         if not values.any():
             return np.zeros(self.outputs)
         weight = np.abs(self.weight) if absolute else self.weight
@@ -231,7 +231,7 @@ def _composed(outer: Kernel, inner: Kernel, sizes: Axes) -> np.ndarray:
 
 
 def _regrouped(weight: np.ndarray, groups: int) -> np.ndarray:
-    """The weight in fewer groups, zeros between those that were apart."""
+    """Return the weight in fewer groups, with zeros between those that were apart."""
     if weight.shape[0] == groups:
         return weight
     ratio = weight.shape[0] // groups

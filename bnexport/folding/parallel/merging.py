@@ -64,7 +64,7 @@ class Merging:
         self._now: dict[ir.Value, ir.Value] = {}
 
     def run(self) -> Iterator[Merged]:
-        """Merges every sum, top to bottom; says nothing of one that has no two branches of one value."""
+        """Merge every sum, top to bottom; says nothing of one that has no two branches of one value."""
         for root in self._sums.roots:
             yield from self._merge(root)
 
@@ -97,7 +97,7 @@ class Merging:
             yield Merged(tuple(total.nodes), reasons=tuple(reasons))
 
     def _clusters(self, base: ir.Value, terms: list[tuple[float, Term]], reasons: list[Refused]) -> list[_Cluster]:
-        """Those that would save an operator; reasons: why others do not."""
+        """Find the clusters that would save an operator; `reasons` grows by why others do not."""
         alone = [term for _, term in terms]
         try:
             frame = find_frame(alone, self._context)
@@ -139,7 +139,7 @@ class Merging:
     def _plan(
         self, total: Sum, clusters: list[_Cluster], reasons: list[Refused]
     ) -> tuple[list[Operator], list[tuple[float, ir.Value]]]:
-        """The operators that can be written, and the constants of the sum that none of them takes in."""
+        """Plan the operators that can be written; return them, and the constants of the sum that none of them absorbs."""
         operators: list[Operator] = []
         constants = total.constants
         for cluster in clusters:
@@ -185,7 +185,7 @@ class Merging:
 
 
 def _outermost(term: Term) -> Iterator[Sum]:
-    """The first sums of several terms below a term that stays."""
+    """Yield the first sums of several terms below a term that stays."""
     inner = term.inner
     while inner is not None:
         if len(inner.terms) > 1:

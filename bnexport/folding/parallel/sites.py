@@ -41,7 +41,7 @@ class Branches:
         self._region = region
 
     def merge(self, scope: Scope, order: Mapping[ir.Node, int]) -> Iterator[tuple[int, SiteReport]]:
-        """Merges every sum of the scope's graphs that can be; where each stands in the model, and its report."""
+        """Merge every sum of the scope's graphs that can be; where each stands in the model, and its report."""
         for graph in scope.graphs:
             sums = read_sums(graph, scope.context, self._left_alone)
             for merged in Merging(sums, scope.context, self._may_merge).run():

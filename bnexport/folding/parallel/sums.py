@@ -47,7 +47,7 @@ class Term:
         return self.base if self.node is None else self.node.outputs[0]
 
     def nodes(self) -> Iterator[ir.Node]:
-        """All nodes between the base and the value, in no order."""
+        """Yield all nodes between the base and the value, in no order."""
         if self.inner is not None:
             yield from self.inner.all_nodes()
         if self.node is not None:

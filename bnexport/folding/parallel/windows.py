@@ -12,7 +12,7 @@ from bnexport.graph.refusal import Refused
 
 
 def read_window(node: ir.Node, sizes: tuple[int, ...]) -> Window:
-    """The window of a Conv or a pool. Refused where its padding depends on the size of the input."""
+    """Return the window of a Conv or a pool. Raise Refused where its padding depends on the size of the input."""
     rank = len(sizes)
     strides = get_ints(node, "strides") or (1,) * rank
     dilations = get_ints(node, "dilations") or (1,) * rank

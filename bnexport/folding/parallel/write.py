@@ -110,7 +110,7 @@ def write(
 
 
 def _insert(operator: Operator, base: ir.Value, place: ir.Node, context: Context) -> ir.Node:
-    """The operator in front of `place`; its parameters are those of the carrier, with edits."""
+    """Insert the operator in front of `place`; its parameters are those of the carrier, with edits."""
     carrier, like = operator.carrier, operator.terms[0].value
     assert place.graph is not None
     inputs = [base, *carrier.inputs[1:]]

@@ -24,7 +24,7 @@ _CLASSES = ("folded", "merged", "converted", "kept", "passed", "failed", "proved
 
 
 def render_html(report: Data) -> str:
-    """The page for a report as `FoldReport.to_dict()` gives it. Raises MissingDependencyError without jinja2."""
+    """Render the page of a report, given as `FoldReport.to_dict()`. Raises MissingDependencyError without jinja2."""
     verification = report.get("verification")
     proofs = iter((verification or {}).get("sites") or ())
     sites = [
@@ -125,7 +125,7 @@ class _Axis:
         return (self.place(10.0**exponent) for exponent in range(self.low, self.high + 1, step))
 
     def place(self, value: float) -> float:
-        """In pixels; 0 and what is smaller than the axis lie at its start."""
+        """Return the position in pixels; 0 and what is smaller than the axis lie at its start."""
         if value <= 0:
             return 0.5
         exponent = math.log10(value) if math.isfinite(value) else self.high
@@ -134,14 +134,14 @@ class _Axis:
 
 
 def _text(value: object) -> str:
-    """A value to show, not yet escaped."""
+    """Format a value, not yet escaped."""
     text = "" if value is None else str(value)
     shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
     return "".join(character if character.isprintable() else "\ufffd" for character in shown)
 
 
 def _sizes(runs: Iterable[Iterable[Iterable[int]]]) -> str:
-    """The shapes of the inputs of each run, each once."""
+    """List the shapes of the inputs of each run, each once."""
     texts = (" + ".join("x".join(map(str, shape)) or "scalar" for shape in shapes) for shapes in runs)
     return ", ".join(dict.fromkeys(texts))
 

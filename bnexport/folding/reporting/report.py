@@ -96,7 +96,7 @@ class FoldReport:
         return tuple(site for site in self.sites if site.outcome != "folded")
 
     def summary(self) -> str:
-        """One line on the batch norms: how many are gone, and into what kind of operator."""
+        """Sum up the batch norms in one line: how many are gone, and into what kind of operator."""
         if not self.sites:
             return "no batch norms"
         rules = collections.Counter(_INTO.get(rule, rule) for site in self.folded for rule in site.rules[-1:])
@@ -120,11 +120,11 @@ class FoldReport:
         return dict(zip((site for site in self.sites if site.outcome in ("folded", "merged")), made, strict=False))
 
     def explain(self, node: str) -> SiteReport | None:
-        """The site that holds the node of this name."""
+        """Return the site that holds the node of this name, or None."""
         return next((site for site in self.sites if node in site.nodes), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """What the command line prints with --json."""
+        """Return the report as the command line prints it with --json."""
         # dataclasses.asdict copies every leaf: ten times the time of this, for 10,000 sites.
         sites = tuple(
             {**vars(site), "refusals": tuple(dict(vars(each)) for each in site.refusals)} for site in self.sites
@@ -183,7 +183,7 @@ def _sites(report: FoldReport, everything: bool) -> Table:
 
 
 def _mark(proof: SiteProof | None) -> str:
-    """The local proof of a site in a word, with its bound."""
+    """Return the local proof of a site in a word, with its bound."""
     if proof is None:
         return ""
     return proof.method.replace("_", " ") + (f", within {proof.bound:.2g}" if proof.bound else "")

@@ -36,7 +36,7 @@ class TensorRows(contextlib.AbstractContextManager["TensorRows"]):
         self._stack.close()
 
     def next(self, count: int) -> np.ndarray:
-        """The next `count` rows, valid until the next call."""
+        """Return the next `count` rows, valid until the next call."""
         if self._file is None:
             self._position += count
             return self._array[self._position - count : self._position]
@@ -80,7 +80,7 @@ def same_tensor(first: ir.TensorProtocol, second: ir.TensorProtocol) -> bool:
 
 
 def pieces(rows: int, row: int) -> Iterator[int]:
-    """How many rows to read at a time."""
+    """Yield how many rows to read at a time."""
     step = max(1, BLOCK // max(row, 1))
     for start in range(0, rows, step):
         yield min(step, rows - start)

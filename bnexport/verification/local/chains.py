@@ -118,7 +118,7 @@ class _Chain:
         return result
 
     def _channel_axis(self, rank: int | None) -> int | None:
-        """The axis of channels, where the linear operator fixes it."""
+        """Return the axis of channels, where the linear operator fixes it."""
         if self.linear is None:
             return None
         return 1 if self.linear.op_type != "MatMul" else None if rank is None else rank - 1
@@ -234,7 +234,7 @@ class _Weight:
 
 
 def prove(region: Region, original_side: Side, folded_side: Side, rank: int | None) -> Proof:
-    """The region's proof. rank: of its output, where it is known. Raises NotAChain or Violation."""
+    """Prove the region. rank: of its output, where it is known. Raises NotAChain or Violation."""
     mine = _Chain(original_side, region.nodes[0], region.output[0], is_folded=False)
     theirs = _Chain(folded_side, region.nodes[1], region.output[1], is_folded=True)
     if (mine.input, theirs.input) not in region.entering or len(region.entering) != 1:
@@ -296,7 +296,7 @@ def _joined(first: Proof, second: Proof) -> Proof:
 
 
 def _weight(chain: _Chain, node: ir.Node) -> _Weight:
-    """The weight of a linear operator whose data is `chain.place`."""
+    """Read the weight of a linear operator whose data is `chain.place`."""
     kind = node.op_type
     if kind == "MatMul":
         if chain.place != 0:
@@ -348,7 +348,7 @@ def _gemm(node: ir.Node, stored_weight: _Stored, bias: Parameter | None) -> _Wei
 
 
 def _tensor(chain: _Chain, node: ir.Node, index: int) -> _Stored:
-    """The numbers of a weight, how its type rounds, and how far an engine's result may be, relative to each number."""
+    """Return the numbers of a weight, how its type rounds, and an engine's error relative to each number."""
     value = node.inputs[index] if index < len(node.inputs) else None
     if value is None:
         raise NotAChain
@@ -468,7 +468,7 @@ class _Scan:
         return _within(got - exact, allowed, np.abs(exact), "weight", start)
 
     def _see(self, exact: np.ndarray, start: int) -> None:
-        """The largest coefficient of each output, to hold the shift's error against; rows are enough for that."""
+        """Record the largest coefficient of each output, with which the shift's error is compared; rows are enough."""
         if self._weight.out_rows:
             # The size of an error is told relative to it; some columns are enough for that.
             largest = np.abs(exact[:, :_SEEN]).max(axis=(1, 2), initial=0.0)

@@ -35,7 +35,7 @@ class Claim:
 
 @paused_collection()
 def prove(original: ir.Model, folded: ir.Model, claims: Sequence[Claim]) -> Verification:
-    """Whether `folded` computes what `original` does, for every input, up to the rounding of its weights.
+    """Prove that `folded` computes what `original` does, for every input, up to the rounding of its weights.
 
     Both models are only read. "passed": everything outside the claims is the same, and each region is proved or, as its
     mark says, compared. "failed": something differs. "not_verified": a region could not be evaluated.
@@ -83,7 +83,7 @@ class _Check:
         return ""
 
     def _numbers(self) -> dict[ir.Node, int]:
-        """A number for the region of each claimed node; claims that share a node share a region."""
+        """Assign a number to the region of each claimed node; claims that share a node share a region."""
         parents = list(range(len(self._claims)))
 
         def root(index: int) -> int:
@@ -98,7 +98,7 @@ class _Check:
         return {node: root(owners[0]) for node, owners in self._owners.items()}
 
     def _prove(self, region: Region) -> SiteProof:
-        """The mark of one output of a region."""
+        """Return the mark of one output of a region."""
         name = ", ".join(self._claims[index].site for index in self._sites_of(region))
         try:
             try:
@@ -144,7 +144,7 @@ class _Check:
         return functools.reduce(_worse, marks)
 
     def _original_runs(self, region: Region, chosen: list[tuple[int, ...]]) -> bool:
-        """The original's region, held against itself."""
+        """Whether the original's region equals itself when it is evaluated."""
         entering = [(value, value) for value, _ in region.entering]
         same = Region((region.output[0],) * 2, (region.nodes[0], region.nodes[0]), list(entering), region.number)
         try:

@@ -60,19 +60,19 @@ class ConstantValues:
             self._computed.update(node.outputs)
 
     def has(self, value: ir.Value) -> bool:
-        """The value is the same for all inputs of the model."""
+        """Whether the value is the same for all inputs of the model."""
         return value in self._leaves or value in self._computed
 
     def version(self, node: ir.Node) -> int:
-        """The opset that the node is of."""
+        """Return the opset that the node is of."""
         return self._versions[node.graph] if node.graph is not None else 0
 
     def leaf(self, value: ir.Value) -> ir.TensorProtocol | None:
-        """The stored tensor; None for an expression."""
+        """Return the stored tensor; None for an expression."""
         return self._leaves.get(value)
 
     def array(self, value: ir.Value) -> np.ndarray:
-        """The numbers: floats in float64, others in their type. Raises UnsupportedModelError."""
+        """Return the numbers: floats in float64, others in their type. Raises UnsupportedModelError."""
         leaf = self._leaves.get(value)
         if leaf is not None:
             return widened(leaf.numpy())
@@ -81,7 +81,7 @@ class ConstantValues:
         return self._arrays[value]
 
     def error(self, value: ir.Value) -> np.ndarray | None:
-        """How far an engine's result may be from `array`, since it computes an expression in the type of its parts."""
+        """Return how far an engine may be from `array`: it computes an expression in the type of its parts."""
         if value in self._leaves or self.array(value).dtype != np.float64:
             return None
         if value not in self._narrow:

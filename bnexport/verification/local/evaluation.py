@@ -90,7 +90,7 @@ class _Evaluation:
         return moved
 
     def _known(self, side: int, node: ir.Node, operands: list[Operand]) -> list[Operand]:
-        """A node whose inputs follow from sizes."""
+        """Evaluate a node whose inputs follow from sizes."""
         from bnexport.verification.local.reference import evaluate as run
 
         arrays = [None if operand is None else operand.values for operand in operands]  # type: ignore[union-attr]
@@ -162,7 +162,7 @@ def _twins(region: Region) -> dict[ir.Node, ir.Node]:
 
 
 def _equal(mine: Form, theirs: Form) -> Proof:
-    """Each coefficient of both forms, within its bound."""
+    """Compare each coefficient of both forms, within its bound."""
     if mine.shape != theirs.shape:
         raise Violation(f"its shape is {theirs.shape}, expected {mine.shape}")
     slack = NOISE * max(mine.size, theirs.size)

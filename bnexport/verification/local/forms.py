@@ -48,19 +48,19 @@ class Form:
 
 
 def constant(values: np.ndarray, error: np.ndarray | None = None) -> Form:
-    """A form without variables."""
+    """Make a form without variables."""
     values = np.asarray(values, np.float64)
     errors = {} if error is None or not error.any() else {CONSTANT: error[None]}
     return Form(values.shape, {CONSTANT: values[None]}, errors, float(np.abs(values).max(initial=0.0)))
 
 
 def variables(group: int, shape: tuple[int, ...], directions: np.ndarray) -> Form:
-    """A value of its own variables. directions: (variables, *shape)."""
+    """Make a form of its own variables. directions: (variables, *shape)."""
     return Form(shape, {group: directions}, {}, float(np.abs(directions).max(initial=0.0)))
 
 
 def directions(shape: tuple[int, ...], count: int | None, seed: int) -> np.ndarray:
-    """One direction for each element, or `count` random ones."""
+    """Return one direction for each element, or `count` random ones."""
     size = int(np.prod(shape))
     if count is None:
         check_size(size, size)
@@ -75,7 +75,7 @@ def check_size(rows: int, size: int) -> None:
 
 
 def groups_of(forms: Iterable[Form]) -> list[int]:
-    """All groups of variables, the constant part first."""
+    """Return all groups of variables, the constant part first."""
     found: dict[int, None] = {CONSTANT: None}
     for form in forms:
         found.update(dict.fromkeys(form.blocks))
@@ -83,12 +83,12 @@ def groups_of(forms: Iterable[Form]) -> list[int]:
 
 
 def rows_of(forms: Iterable[Form], group: int) -> int:
-    """The number of variables of a group."""
+    """Return the number of variables of a group."""
     return next((len(form.blocks[group]) for form in forms if group in form.blocks), 1)
 
 
 def part(form: Form, group: int, rows: int) -> np.ndarray:
-    """The coefficients of a group, zeros where the form has none."""
+    """Return the coefficients of a group, zeros where the form has none."""
     block = form.blocks.get(group)
     if block is None:
         check_size(rows, int(np.prod(form.shape)))
@@ -97,6 +97,6 @@ def part(form: Form, group: int, rows: int) -> np.ndarray:
 
 
 def error_part(form: Form, group: int, rows: int) -> np.ndarray:
-    """The bounds of a group, zeros where there are none."""
+    """Return the bounds of a group, zeros where there are none."""
     error = form.errors.get(group)
     return np.zeros((rows, *form.shape)) if error is None else error

@@ -44,7 +44,7 @@ class Relation:
 
 
 def relate(mine: Form, theirs: Form, shared: tuple[int, ...] | None = None) -> Relation:
-    """The relation of two forms. shared: axes along which one ratio and one offset hold; None for no offset.
+    """Find the relation of two forms. shared: axes along which one ratio and one offset hold; None for no offset.
 
     Raises NotRelated.
     """
@@ -92,7 +92,7 @@ def relate(mine: Form, theirs: Form, shared: tuple[int, ...] | None = None) -> R
 
 
 def is_nonlinear(node: ir.Node, operands: list[Operand]) -> bool:
-    """The operator needs one of the lemmas; a product needs it only if both factors vary."""
+    """Whether the operator needs one of the lemmas; a product does only if both factors vary."""
     if node.op_type in ("Mul", "Div"):
         return isinstance(operands[1], Form) and (node.op_type == "Div" or isinstance(operands[0], Form))
     return False
@@ -101,7 +101,7 @@ def is_nonlinear(node: ir.Node, operands: list[Operand]) -> bool:
 def passed(
     mine: ir.Node, operands: tuple[list[Operand], list[Operand]], version: int, group: int, count: int | None
 ) -> tuple[list[Operand], list[Operand]]:
-    """The outputs of one operator in both models, as new variables. count: of directions, None for all elements."""
+    """Return the outputs of one operator in both models, as new variables. count: of directions, None for all elements."""
     first, second = operands
     kind = mine.op_type
     relation = _relation(mine, kind, first, second)
@@ -177,7 +177,7 @@ def _window(node: ir.Node, rank: int) -> tuple[int, ...]:
 
 
 def _onto(values: np.ndarray, shape: tuple[int, ...], kind: str) -> np.ndarray:
-    """A relation of the input in the shape of the output."""
+    """Bring a relation of the input into the shape of the output."""
     if kind not in MAXIMA:
         return np.broadcast_to(values, shape)
     if values.ndim != len(shape):

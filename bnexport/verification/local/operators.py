@@ -46,7 +46,7 @@ def _linear(
     apply: Callable[[list[np.ndarray]], np.ndarray],
     magnitude: Callable[[list[np.ndarray]], np.ndarray] | None = None,
 ) -> Form:
-    """A sum or a movement of several forms. magnitude: the same with all weights positive."""
+    """Make a form from a sum or a movement of several. magnitude: the same with all weights positive."""
     blocks, errors = {}, {}
     for group in forms.groups_of(operands):
         rows = forms.rows_of(operands, group)
@@ -252,7 +252,7 @@ def _convolve(data: np.ndarray, weight: np.ndarray, settings: _Settings) -> np.n
 
 
 def _window(place: Sequence[int], sizes: Sequence[int], settings: _Settings) -> list[slice]:
-    """The elements that one position of the kernel meets."""
+    """Return the elements that one position of the kernel meets."""
     return [
         slice(position * dilation, position * dilation + (size - 1) * stride + 1, stride)
         for position, size, dilation, stride in zip(place, sizes, settings.dilations, settings.strides, strict=True)
@@ -394,7 +394,7 @@ def _moved(operands: list[Form], order: np.ndarray) -> Form:
 
 
 def means(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
-    """The matrix of the operator, from each element alone; then checked on random data."""
+    """Measure the matrix of the operator, from each element alone; then check it on random data."""
     data = as_form(operands[0])
     others = [None if operand is None else operand.values for operand in operands[1:]]  # type: ignore[union-attr]
     evaluator = NodeEvaluator(node, [True, *(value is not None for value in others)], version)

@@ -161,7 +161,7 @@ class Pairing:
         self._graphs(mine.graph, theirs.graph)
 
     def attributes(self, mine: ir.Node, theirs: ir.Node, ignored: Collection[str] = ()) -> str:
-        """The name of the first attribute that differs; empty if none does. Bodies are paired later."""
+        """Return the name of the first attribute that differs, or an empty text. Bodies are paired later."""
         if len(mine.attributes) == len(theirs.attributes) == 0:
             return ""
         for name in sorted({*mine.attributes, *theirs.attributes} - {*ignored}):
@@ -200,7 +200,7 @@ class Pairing:
         )
 
     def _region(self, mine: ir.Value, theirs: ir.Value, number: int) -> None:
-        """The cones of two values up to values outside, which have to be equal."""
+        """Collect the cones of two values up to values outside, which have to be equal."""
         nodes, entering = self._cone(mine, self.original, lambda node: self.numbers.get(node) == number)
         others, needed = self._cone(theirs, self.folded, lambda node: self._is_inside(node, number))
         for node in others:
@@ -225,7 +225,7 @@ class Pairing:
         return -1 if node is None else self.original.order.get(node, -1)
 
     def _is_inside(self, node: ir.Node, number: int) -> bool:
-        """A node of the folded model that belongs to the region: by its name, or because it is new."""
+        """Whether a node of the folded model belongs to the region: by its name, or because it is new."""
         return node not in self._twins and self._theirs.get(node, number) == number
 
     def _cone(
@@ -261,7 +261,7 @@ class Pairing:
         entering: dict[ir.Value, ir.Value | None],
         number: int,
     ) -> ir.Value | None:
-        """The value of the original that has to be equal to an entering value of the folded model."""
+        """Find the value of the original that has to be equal to an entering value of the folded model."""
         node = value.producer()
         if node is None:
             return self._given.get(value)

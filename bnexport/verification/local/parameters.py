@@ -32,12 +32,12 @@ class Parameter:
 
 
 def original(side: Side, value: ir.Value) -> Parameter:
-    """A constant of the original."""
+    """Read a constant of the original."""
     return Parameter(np.asarray(side.constants.array(value)), side.constants.error(value))
 
 
 def stored(side: Side, value: ir.Value, before: np.ndarray | None) -> Parameter:
-    """A constant of the folded model. before: what the original has in its place."""
+    """Read a constant of the folded model. before: what the original has in its place."""
     values = np.asarray(side.constants.array(value))
     if values.dtype != np.float64:
         return Parameter(values)

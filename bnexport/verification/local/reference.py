@@ -14,7 +14,7 @@ _FLOATS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT)
 
 
 def evaluate(node: ir.Node, inputs: Sequence[Any], version: int, *, wide: bool = True) -> list[Any]:
-    """The outputs of `node` for these inputs, None for an absent one. wide: a Cast gives float64.
+    """Return the outputs of `node` for these inputs, None for an absent one. wide: a Cast gives float64.
 
     Raises UnsupportedModelError.
     """

@@ -13,7 +13,7 @@ MAIN = "main graph"
 
 
 def name_of(node: ir.Node) -> str:
-    """The name under which a report knows a node: its own, or its operator and first output."""
+    """Return the name that reports use for a node: its own, or its operator and first output."""
     return node.name or f"{node.op_type} -> {next((value.name for value in node.outputs if value.name), '')}"
 
 
@@ -38,11 +38,11 @@ class Side:
                     self.order[node] = len(self.order)
 
     def is_constant_node(self, node: ir.Node) -> bool:
-        """Each of its outputs is constant."""
+        """Whether each output is constant."""
         return any(self.constants.has(value) for value in node.outputs)
 
     def data(self, node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
-        """The inputs of a node that are not constant, with their places; those that bodies read are not among them."""
+        """Yield the inputs of a node that are not constant, with their places; without those that bodies read."""
         for index, value in enumerate(node.inputs):
             if value is not None and not self.constants.has(value):
                 yield index, value

@@ -27,7 +27,7 @@ class ModelShapes:
         self._types: dict[ir.Value, ir.DataType] = {}
 
     def of(self, value: ir.Value) -> Shape | None:
-        """None where not even the rank is known."""
+        """Return the shape, or None if not even the rank is known."""
         if value.shape is not None:
             return _plain(value.shape)
         return self._all().get(value)
@@ -37,7 +37,7 @@ class ModelShapes:
         return None if shape is None else len(shape)
 
     def is_float(self, value: ir.Value) -> bool:
-        """A value of unknown type counts."""
+        """Whether the value is of a float type; one of unknown type counts."""
         if value.dtype is None:
             self._all()
         dtype = value.dtype or self._types.get(value)
@@ -107,7 +107,7 @@ def candidates(region: Region, side: Side, shapes: ModelShapes) -> Iterator[list
 
 
 def depends_on_sizes(region: Region) -> bool:
-    """The region reads or sets sizes, so that equality at one batch says little about others."""
+    """Whether the region reads or sets sizes, so that equality at one batch says little about others."""
     return any(node.op_type in _SHAPING for node in region.nodes[0])
 
 
@@ -142,7 +142,7 @@ def _chosen(known: Sequence[Shape], least: int, batch: int, shrink: bool) -> lis
 
 
 def _reach(region: Region, side: Side) -> int:
-    """How far an output element of the region sees along one axis: a border and an inner point fit in."""
+    """Return how far an output element of the region sees along an axis: a border and an inner point fit in."""
     total, stride = 1, 1
     for node in region.nodes[0]:
         extents, steps = [1], [1]
@@ -166,7 +166,7 @@ def _reach(region: Region, side: Side) -> int:
 
 
 def _from_reader(value: ir.Value, region: Region, side: Side) -> Shape | None:
-    """What a convolution says about its data."""
+    """Return what a convolution says about the shape of its data."""
     inside = set(region.nodes[0])
     for use in value.uses():
         node = use.node
