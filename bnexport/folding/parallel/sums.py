@@ -99,7 +99,7 @@ class Sums:
 
 
 def read_sums(graph: Iterable[ir.Node], context: Context, left_alone: Callable[[ir.Node], bool]) -> Sums:
-    """The sums of `graph`; a node that is `left_alone` is no part of any."""
+    """Read the sums of `graph`; a node that is `left_alone` is no part of any."""
     reader = _Reader(context)
     for node in graph:
         if is_standard(node, *LINEAR) and not context.surgery.is_dead(node) and not left_alone(node):
