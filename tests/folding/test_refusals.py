@@ -8,24 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnx
-import onnx_ir as ir
 import pytest
 
 from bnexport.folding import fold
 from bnexport.folding.affine import ChannelAffine
-from bnexport.folding.context import Context, Options
-from bnexport.folding.editing.edits import Addend, Raw
+from bnexport.folding.editing.edits import Raw
 from bnexport.folding.editing.plan import Plan
 from bnexport.folding.placing.search import Search
-from bnexport.folding.reading.batch_norm import read_batch_norm
-from bnexport.folding.reading.elementwise import read_elementwise, varying_axis
 from bnexport.folding.rules import ALL
-from bnexport.graph.names import Names
 from bnexport.graph.refusal import Refused
-from bnexport.graph.shapes import Shapes
-from bnexport.graph.surgery import Surgery
 from bnexport.model_io import to_proto
+from tests.support.contexts import context_of
 from tests.support.onnx_text import batch_norm, fold_and_check, model, operators
 
 RULES = {op_type: rule for rule in ALL for op_type in rule.op_types}
@@ -58,11 +51,6 @@ def attempt(
     start = values[value or {"backward": "z", "forward": "x"}[direction]]
     getattr(search, direction)(start, axis, affine)
     return search
-
-
-def context_of(proto: onnx.ModelProto, opset: int) -> Context:
-    source, surgery = ir.from_proto(proto), Surgery()
-    return Context(source, opset, Names(source), Shapes(source, surgery), surgery, Options(), in_function=False)
 
 
 def w(*shape: int) -> dict[str, Any]:
@@ -170,7 +158,6 @@ BACKWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "z = Cast <to=10> (x)": ("cast", "changes the type", {}),
     "z = Sigmoid (x)": ("no-rule", "not linear", {}),
 }  # fmt: skip
-
 FORWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "y = Conv (x, w)": ("shape", "Conv reads 6 channels, the map has 4", w(4, 6, 1, 1)),
     "y = Conv <group=2> (x, w)": ("shape", "Conv reads 6 channels", w(4, 3, 1, 1)),
@@ -405,164 +392,6 @@ def test_quantized_weights(first: str, options: dict[str, Any], message: str) ->
     assert caught.value.code == "quantized"
 
 
-def elementwise(node: str, opset: int = 17, inputs: str = X, **constants: Any) -> ChannelAffine:
-    values = {name: np.asarray(array, np.float32) for name, array in constants.items()}
-    proto = model(f"g ({inputs}) => (float[N,4,H,W] y) {{ y = {node} }}", values=values, opset=opset)
-    context = context_of(proto, opset)
-    return read_elementwise(context.model.graph[0], 1, 4, context)
-
-
-VECTOR = [1.0, 2.0, 4.0, 8.0]
-
-
-def test_constants_by_axis_before_opset_7() -> None:
-    for start, shape in ((0, (1, 4)), (1, (4,)), (1, (4, 1, 1)), (0, (1, 4, 1, 1))):
-        node = f"Mul <broadcast=1, axis={start}> (x, d)"
-        assert elementwise(node, 6, d=np.reshape(VECTOR, shape)).scale.tolist() == VECTOR
-    for start, shape in ((-1, (4,)), (2, (4, 1, 1))):
-        with pytest.raises(Refused, match=f"broadcasts from axis {start} on"):
-            elementwise(f"Mul <broadcast=1, axis={start}> (x, d)", 6, d=np.reshape(VECTOR, shape))
-    with pytest.raises(Refused, match="no constant operand"):
-        elementwise("Mul <broadcast=1> (d, x)", 6, d=np.reshape(VECTOR, (4, 1, 1)))
-
-
-def test_constants() -> None:
-    column = np.reshape(VECTOR, (4, 1, 1))
-    assert elementwise("Add (x, d)", d=column).offset.tolist() == VECTOR
-    assert elementwise("Sub (x, d)", d=column).center.tolist() == VECTOR
-    flipped = elementwise("Sub (d, x)", d=column)
-    assert (flipped.scale.tolist(), flipped.offset.tolist()) == ([-1.0] * 4, VECTOR)
-    assert elementwise("Div (x, d)", d=column).scale.tolist() == [1, 0.5, 0.25, 0.125]
-    assert elementwise("Mul (x, d)", d=3.0).scale.tolist() == [3.0] * 4
-    assert elementwise("Mul (x, d)", d=[[[3.0]]]).scale.tolist() == [3.0] * 4
-    assert elementwise("Mul (d, x)", 7, d=column).scale.tolist() == VECTOR
-    for one in (3.0, [3.0]):  # of no axis, whatever the rank of the data
-        assert elementwise("Mul (x, d)", inputs="float[] x", d=one).scale.tolist() == [3.0] * 4
-    assert elementwise("Mul (x, d)", inputs="float[N,M] x", d=VECTOR).scale.tolist() == VECTOR
-    for node, constant, inputs, message in (
-        ("Div (d, x)", column, X, "divides a constant"),
-        ("Div (x, d)", 0 * column, X, "divides by zero"),
-        ("Mul (x, d)", VECTOR, X, "varies along another axis than 1"),
-        ("Mul (x, d)", VECTOR[:3], "float[N,M] x", "the constant has 3 values, the channel axis 4"),
-        ("Mul (x, d)", [VECTOR], "float[M] x", "a constant of rank 2 enlarges data of rank 1"),
-        ("Mul (x, d)", column, "float[] x", "the rank of the data is not known"),
-        ("Mul (x, d)", [[3.0]], "float[] x", "the rank of the data is not known"),
-        ("Pow (x, d)", column, X, "Pow has no constant operand"),
-    ):
-        with pytest.raises(Refused, match=message):
-            elementwise(node, inputs=inputs, d=constant)
-
-
-def test_the_axis_along_which_a_constant_varies() -> None:
-    shapes = [(4, 1, 1), (1, 4, 1, 1), (4,), (1, 1, 1, 4), (4, 4), (1,), (1, 1, 4, 1, 1)]
-    assert [varying_axis(np.ones(shape), 4) for shape in shapes] == [1, 1, 3, 3, None, None, None]
-
-
-def test_a_scale_that_may_be_divided_by() -> None:
-    assert ChannelAffine.scaling(np.array([0.5, -4.0])).inverse_scale(2.0).tolist() == [2.0, -0.25]
-    with pytest.raises(Refused, match="would be divided by"):
-        ChannelAffine.scaling(np.array([0.5, -4.0])).inverse_scale(1.9)
-
-
-def norm(inputs: str, source: str = "float[N,4,H,W] x", opset: int = 17, attributes: str = "", **changed: Any) -> None:
-    values = {name: np.ones(4, np.float32) for name in "sbmv"}
-    values |= {name: np.asarray(array, np.float32) for name, array in changed.items()}
-    text = f"g ({source}) => (float[N,4,H,W] y) {{ y = BatchNormalization {attributes} ({inputs}) }}"
-    context = context_of(model(text, values=values, opset=opset), opset)
-    read_batch_norm(context.model.graph[0], context)
-
-
-ALL_INPUTS = "x, s, b, m, v"
-NORMS: list[tuple[str, str, dict[str, Any]]] = [
-    ("bad-node", "it has 4 inputs, expected 5", {"inputs": "x, s, b, m"}),
-    ("bad-node", "it has no input", {"inputs": '"", s, b, m, v'}),
-    ("rank", "its input has rank 1", {"source": "float[N] x"}),
-    ("shape", "its parameters have 4, 3, 4 and 4 elements", {"b": np.ones(3)}),
-    ("shape", r"the mean has shape \(1, 4\)", {"m": np.ones((1, 4))}),
-    ("not-finite", "the variance holds", {"v": [1, 1, np.inf, 1]}),
-    ("not-finite", "the bias holds", {"b": [1, 1, np.nan, 1]}),
-    ("negative-variance", "smallest -0.5", {"v": [1, 1, -0.5, 1]}),
-    ("zero-variance", "is 0 in a channel", {"v": [1, 1, 0, 1], "attributes": "<epsilon=0.0>"}),
-    ("bad-epsilon", "epsilon is -1", {"attributes": "<epsilon=-1.0>"}),
-    ("scale", "the bound is 1e", {"s": [1, 1, 1e7, 1]}),
-    ("training", "statistics of the batch", {"attributes": "<training_mode=1>"}),
-    ("not-per-channel", "spatial=0", {"attributes": "<spatial=0>", "opset": 7}),
-    ("unknown-attribute", "'other'", {"attributes": "<other=0>"}),
-]
-
-
-@pytest.mark.parametrize(("code", "message", "options"), NORMS)
-def test_batch_norms(code: str, message: str, options: dict[str, Any]) -> None:
-    norm(ALL_INPUTS)
-    with pytest.raises(Refused, match=message) as caught:
-        norm(**{"inputs": ALL_INPUTS, **options})
-    assert caught.value.code == code
-
-
-class TestPlan:
-    """One weight of shape (2, 4, 1, 1), edited more than once before anything is written."""
-
-    @pytest.fixture
-    def plan(self) -> Plan:
-        proto = model(f"g ({X}) => (float[N,2,H,W] y) {{ y = Conv (x, w) }}", {"w": (2, 4, 1, 1)})
-        return Plan(context_of(proto, 17))
-
-    @pytest.fixture
-    def node(self, plan: Plan) -> ir.Node:
-        return plan.context.model.graph[0]
-
-    def test_factors_multiply_in_one_view_only(self, plan: Plan, node: ir.Node) -> None:
-        weight = plan.value(node, 1, "weight")
-        plan.scale(node, 1, np.full((2, 1, 1), 3.0), "weight", (2, 2, 2))
-        plan.scale(node, 1, np.full((2, 1, 1), 2.0), "weight", (2, 2, 2))
-        np.testing.assert_array_equal(plan.value(node, 1, "weight"), 6 * weight)
-        for ask in (
-            lambda: plan.scale(node, 1, np.ones((2, 1, 1, 1)), "weight"),
-            lambda: plan.sums(node, 1, np.ones((1, 4, 1, 1)), (2, 4, 1, 1), (0,), "weight"),
-        ):
-            with pytest.raises(Refused, match="scaled in two ways that do not go together"):
-                ask()
-        sums, sizes = plan.sums(node, 1, np.ones((1, 1, 2)), (2, 2, 2), (0, 1), "weight")
-        np.testing.assert_allclose(sums, 6 * weight.reshape(2, 2, 2).sum(2), rtol=1e-12)
-        np.testing.assert_allclose(sizes, 6 * np.abs(weight).reshape(2, 2, 2).sum(2), rtol=1e-12)
-
-    def test_a_weight_that_was_replaced_is_scaled_in_place(self, plan: Plan, node: ir.Node) -> None:
-        values = np.arange(8.0).reshape(2, 4, 1, 1)
-        plan.replace(node, 1, values, np.dtype(np.float32), "weight")
-        plan.scale(node, 1, np.full((2, 1, 1), 2.0), "weight", (2, 2, 2))
-        plan.scale(node, 1, np.full((2, 1, 1, 1), 2.0), "weight")
-        np.testing.assert_array_equal(plan.value(node, 1, "weight"), 4 * values)
-        sums, sizes = plan.sums(node, 1, -np.ones((1, 4, 1, 1)), (2, 4, 1, 1), (0,), "weight")
-        assert sums.tolist() == [-24, -88] and sizes.tolist() == [24, 88]
-
-    def test_integers_are_not_scaled(self, plan: Plan, node: ir.Node) -> None:
-        plan.edits[node, 1] = Raw(np.ones((2, 4, 1, 1), np.int8))
-        with pytest.raises(Refused, match="expected a float type"):
-            plan.scale(node, 1, np.ones((2, 1, 1, 1)), "weight")
-        assert plan.value(node, 1, "weight").dtype == np.float64
-
-    def test_shifts_behind_a_node(self, plan: Plan, node: ir.Node) -> None:
-        addend = Addend(np.ones(2), 1, 4, np.dtype(np.float32))
-        plan.add_behind(node, addend)
-        with pytest.raises(Refused, match="two shifts meet"):
-            plan.add_behind(node, addend)
-        with pytest.raises(Refused, match="shift"):
-            plan.check_add(Addend(np.full(2, 1e300), 1, 4, np.dtype(np.float32)))
-
-    def test_a_branch_that_is_dropped_leaves_nothing(self, plan: Plan, node: ir.Node) -> None:
-        with pytest.raises(Refused), plan.trial():
-            plan.scale(node, 1, np.ones((2, 1, 1, 1)), "weight")
-            plan.add_behind(node, Addend(np.ones(2), 1, 4, np.dtype(np.float32)))
-            plan.set_attribute(node, ir.AttrInt64("group", 1))
-            plan.rules["conv"] = None
-            plan.steps_down += 1
-            raise Refused("shape", "given up")
-        assert (plan.edits, plan.attributes, plan.targets, plan.adds) == ({}, {}, {}, {})
-        assert (plan.rules, plan.steps_down) == ({}, 0)
-        plan.commit()
-        assert [it.op_type for it in plan.context.model.graph] == ["Conv"] and "group" not in node.attributes
-
-
 def test_the_scale_of_a_quantized_weight_changes_once() -> None:
     body = "d = DequantizeLinear (q, s)\n z = Conv (x, d)"
     search = attempt("backward", body, **QUANTIZED, s=SCALES[0])
@@ -576,7 +405,7 @@ def test_the_scale_of_a_quantized_weight_changes_once() -> None:
 def test_a_shift_that_its_type_cannot_hold_changes_nothing() -> None:
     """60,000 in float16, and with twice that 180,000."""
     proto = model(
-        f"g (float16[N,4] x) => (float16[N,4] y) {{ z = MatMul (x, w)\n y = BatchNormalization (z, {ALL_INPUTS[3:]}) }}",
+        "g (float16[N,4] x) => (float16[N,4] y) { z = MatMul (x, w)\n y = BatchNormalization (z, s, b, m, v) }",
         values={
             name: np.full(4, value, np.float16) for name, value in zip("sbmv", (2, 60_000, -60_000, 1), strict=True)
         }
@@ -600,7 +429,7 @@ def test_a_new_bias_is_the_last_input() -> None:
 
 def test_scales_up_to_the_bound_are_folded() -> None:
     proto = model(
-        f"g ({X}) => (float[N,4,H,W] y) {{ z = Conv (x, w)\n y = BatchNormalization <epsilon=0.0> (z, {ALL_INPUTS[3:]}) }}",
+        f"g ({X}) => (float[N,4,H,W] y) {{ z = Conv (x, w)\n y = BatchNormalization <epsilon=0.0> (z, s, b, m, v) }}",
         {"w": (4, 4, 1, 1)},
         values={name: np.full(4, 0.5 if name == "s" else 1, np.float32) for name in "sbmv"},
     )
