@@ -6,9 +6,12 @@ The names below are imported when they are first used: folding and running a mod
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+# Type checkers know the name; importing it from `typing` would take most of the time of importing bnexport.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from bnexport.exporting import ExportResult, export
     from bnexport.exporting.checkpoint import load_checkpoint
     from bnexport.folding import FoldResult, InspectReport, Verification, fold, inspect, verify

@@ -14,7 +14,6 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from bnexport import schema
 from bnexport.cli.console import out, plain
 from bnexport.errors import MissingFileError, UsageError
 
@@ -35,7 +34,9 @@ def emit(data: dict[str, Any], target: str | None, tables: Iterable[Table]) -> N
         for each in tables:
             out.print(each)
         return
-    text = json.dumps(_json({"schema_version": schema.REPORT_VERSION, **data}), indent=2, allow_nan=False, default=str)
+    from bnexport.schema import REPORT_VERSION
+
+    text = json.dumps(_json({"schema_version": REPORT_VERSION, **data}), indent=2, allow_nan=False, default=str)
     if target == "-":
         sys.stdout.write(text + "\n")
         sys.stdout.flush()

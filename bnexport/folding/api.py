@@ -207,12 +207,13 @@ def _fold(
     """Fold and stage the file. Raise Refused if a weight is found not to fit its type only while it is written."""
     opened = open_source(source)
     check_selection(opened.model, only=options.only or (), skip=options.skip)
+    before = count(opened.model)
     if target is not None:
         # Batch norms leave, convolutions stay: nine tenths is a lower bound for all but tiny models.
-        check_space(target, write.tensor_total(opened.model) * 9 // 10)
+        check_space(target, before.parameter_bytes * 9 // 10)
     if external_data is None and write.has_external_data(opened.model):
         external_data = True
-    done = _transform(opened, options, keep_references=verify)
+    done = _transform(opened, before, options, keep_references=verify)
     if target is None:
         return done, None
     own = [opened.path] if opened.path else []
@@ -221,10 +222,9 @@ def _fold(
     )
 
 
-def _transform(opened: ModelSource, options: Options, *, keep_references: bool) -> _Transformed:
+def _transform(opened: ModelSource, before: Counts, options: Options, *, keep_references: bool) -> _Transformed:
     """Convert and fold `opened.model` in place."""
     model = opened.model
-    before = count(model)
     references = [model.clone()] if keep_references else []
     called = bool(model.functions)
     unfolded = references[0] if references else None

@@ -114,7 +114,10 @@ class Folding:
     def fold(self) -> None:
         """Merge parallel branches, then fold every site of every graph; repeat while a fold enables another."""
         order = {node: index for index, node in enumerate(walk.nodes(self.model))}
-        self._origins = {node: (label(node),) for node in order}
+        # Conversions have the name of what they convert; so has every other node, whatever it is called later.
+        self._labels = {node: label(node) for node in order}
+        self._origins = {node: (name,) for node, name in self._labels.items()}
+        self._labels.update((node, conversion.name) for node, conversion in self._conversions.items())
         entries: list[Entry] = []
         branches = Branches(self.options, self._conversions, self._label, self._region)
         total = sum(
@@ -200,10 +203,7 @@ class Folding:
 
     def _label(self, node: ir.Node) -> str:
         """Return the name of the node in the source."""
-        if node not in self._labels:
-            conversion = self._conversions.get(node)
-            self._labels[node] = label(node) if conversion is None else conversion.name
-        return self._labels[node]
+        return self._labels.get(node) or label(node)
 
     def _place(self, site: Site, scope: Scope) -> SiteReport:
         """Fold the site, or report why that cannot be done."""

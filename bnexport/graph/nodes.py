@@ -10,15 +10,11 @@ import onnx_ir as ir
 from bnexport.graph.refusal import Refused
 from bnexport.model_io.validate import printable
 
-# Names up to this length are shown whole.
-_LONG = 600
-
 
 def label(node: ir.Node) -> str:
     """Return the name of a node in reports: its name or its first output, with unprintable characters escaped."""
-    name = node.name
-    if name:
-        return name if name.isprintable() and len(name) < _LONG else printable(name)
+    if node.name:
+        return printable(node.name)
     output = next((value.name for value in node.outputs if value.name), "")
     return printable(f"{node.op_type} -> {output}")
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from bnexport.model_io.validate import printable
 
-# Texts up to this length are shown whole.
-_LONG = 600
-
 
 class Refused(Exception):
     """Raised when a rule or a reader does not apply. The folder records it; it never leaves the package."""
 
     def __init__(self, code: str, text: str) -> None:
         self.code = code
-        self.text = text if text.isprintable() and len(text) < _LONG else printable(text)
+        self.text = printable(text)
         super().__init__(self.text)

@@ -22,6 +22,8 @@ _DOUBLE_FIELD: dict[int, int] = {onnx.TensorProto.DOUBLE: 1, onnx.TensorProto.CO
 _UINT64_FIELD = (onnx.TensorProto.UINT32, onnx.TensorProto.UINT64)
 # NumPy's.
 _MOST_DIMENSIONS = 32
+# Characters of a text from the file that a message shows.
+_LONGEST = 600
 # Attributes that are lists, and the field of their entries.
 _LISTS: dict[int, str] = {
     onnx.AttributeProto.FLOATS: "floats",
@@ -49,7 +51,9 @@ def validate(proto: onnx.ModelProto, limits: Limits) -> list[onnx.TensorProto]:
 
 def printable(text: str) -> str:
     """Escape and shorten a name from the file for messages: no control characters, limited length."""
-    return "".join(character if character.isprintable() else "?" for character in text[:600])
+    if text.isprintable() and len(text) <= _LONGEST:
+        return text
+    return "".join(character if character.isprintable() else "?" for character in text[:_LONGEST])
 
 
 def _validate(proto: onnx.ModelProto, limits: Limits) -> list[onnx.TensorProto]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard
 
 import onnx_ir as ir
@@ -106,16 +106,17 @@ class AttributeSlot:
 TensorSlot = InitializerSlot | AttributeSlot
 
 
-def tensors(model: ir.Model) -> Iterator[TensorSlot]:
-    """Yield a slot for every tensor."""
-    yield from _tensors(model.graph)
+def tensors(model: ir.Model, wanted: Callable[[ir.TensorProtocol], bool] | None = None) -> Iterator[TensorSlot]:
+    """Yield a slot for every tensor; for those `wanted` alone, most initializers need no slot."""
+    yield from _tensors(model.graph, wanted)
     for function in model.functions.values():
-        yield from _tensors(function.graph)
+        yield from _tensors(function.graph, wanted)
 
 
-def _tensors(graph: ir.Graph) -> Iterator[TensorSlot]:
+def _tensors(graph: ir.Graph, wanted: Callable[[ir.TensorProtocol], bool] | None) -> Iterator[TensorSlot]:
     for value in _plain(graph.initializers).values():
-        if value.const_value is not None:
+        tensor = value.const_value
+        if tensor is not None and (wanted is None or wanted(tensor)):
             yield InitializerSlot(value)
     for node in graph:
         for attribute in _attributes(node):
@@ -123,21 +124,21 @@ def _tensors(graph: ir.Graph) -> Iterator[TensorSlot]:
             if kind not in _HOLDERS or attribute.is_ref():
                 continue
             if kind is ir.AttributeType.TENSOR:
-                yield AttributeSlot(node, attribute.name)
+                if wanted is None or wanted(attribute.value):
+                    yield AttributeSlot(node, attribute.name)
             elif kind is ir.AttributeType.TENSORS:
-                for index in range(len(attribute.value)):
-                    yield AttributeSlot(node, attribute.name, index)
+                for index, tensor in enumerate(attribute.value):
+                    if wanted is None or wanted(tensor):
+                        yield AttributeSlot(node, attribute.name, index)
             else:
                 for body in bodies(attribute):
-                    yield from _tensors(body)
+                    yield from _tensors(body, wanted)
 
 
 def external(model: ir.Model) -> Iterator[tuple[TensorSlot, ir.ExternalTensor]]:
     """Yield a slot for every tensor stored in a file, and that tensor."""
-    for slot in tensors(model):
-        tensor = slot.get()
-        if lies_in_file(tensor):
-            yield slot, tensor
+    for slot in tensors(model, lies_in_file):
+        yield slot, slot.get()  # type: ignore[misc] # `lies_in_file` has looked
 
 
 def lies_in_file(tensor: ir.TensorProtocol) -> TypeGuard[ir.ExternalTensor]:

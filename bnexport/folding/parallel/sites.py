@@ -56,10 +56,8 @@ class Branches:
         return not chosen and is_standard(node, "BatchNormalization") and self._name(node) not in (only or ())
 
     def _may_merge(self, nodes: list[ir.Node]) -> bool:
-        # Names of nodes without one are those of their outputs, which merging changes.
-        names = {self._name(node) for node in nodes}
         only = self._options.only
-        return only is None or NAME in only or not names.isdisjoint(only)
+        return only is None or NAME in only or any(self._name(node) in only for node in nodes)
 
     def _report(self, merged: Merged, nodes: list[ir.Node], scope: Scope) -> SiteReport:
         names = tuple(self._name(node) for node in nodes)

@@ -18,14 +18,14 @@ from bnexport.folding.context import Context
 from bnexport.folding.parallel.windows import read_pads
 from bnexport.folding.reading.elementwise import data_and_constant
 from bnexport.folding.reading.site import sole_use
-from bnexport.graph.nodes import get_ints, get_string, input_at, is_standard
+from bnexport.graph.nodes import get_ints, get_string, input_at
 from bnexport.graph.refusal import Refused
 
 # Operators that multiply the data by a constant weight; one of them carries a merged weight.
 CARRIERS = ("Conv", "Gemm", "MatMul")
 _PER_CHANNEL = ("BatchNormalization", "Mul", "Div", "Identity", "Dropout")
 _SUMS = ("Add", "Sub", "Sum")
-LINEAR = (*CARRIERS, *_PER_CHANNEL, *_SUMS, "AveragePool", "Pad")
+LINEAR = frozenset((*CARRIERS, *_PER_CHANNEL, *_SUMS, "AveragePool", "Pad"))
 # Bounds for what no network has; a longer sum or chain is taken in pieces.
 _TERMS = 256
 _DEPTH = 64
@@ -100,9 +100,12 @@ class Sums:
 
 def read_sums(graph: Iterable[ir.Node], context: Context, left_alone: Callable[[ir.Node], bool]) -> Sums:
     """Read the sums of `graph`; a node that is `left_alone` is no part of any."""
+    nodes = [node for node in graph if node.op_type in LINEAR and node.domain == ""]
+    if not any(node.op_type in _SUMS for node in nodes):
+        return Sums([], {})
     reader = _Reader(context)
-    for node in graph:
-        if is_standard(node, *LINEAR) and not context.surgery.is_dead(node) and not left_alone(node):
+    for node in nodes:
+        if not context.surgery.is_dead(node) and not left_alone(node):
             reader.read(node)
     roots = [total for total in reader.sums.values() if total.leaves > 1]
     return Sums(roots, reader.unfit)
