@@ -54,7 +54,15 @@ __all__ = sorted(_HOMES)  # noqa: PLE0605
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'bnexport' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"bnexport.{_HOMES[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"bnexport.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        from bnexport import extras
+
+        package = (error.name or "").partition(".")[0]
+        if extras.advice(package) is None:
+            raise
+        raise extras.missing(package, f"bnexport.{name} needs it") from error
     globals()[name] = value
     return value
 

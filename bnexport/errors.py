@@ -9,6 +9,7 @@ __all__ = [
     "MalformedModelError",
     "MissingDependencyError",
     "MissingFileError",
+    "MissingPackageError",
     "ModelError",
     "NotConvertedWarning",
     "NotVerifiedWarning",
@@ -79,6 +80,10 @@ class MissingDependencyError(BnexportError, RuntimeError):
     """A missing dependency or resource."""
 
     exit_code = 4
+
+
+class MissingPackageError(ImportError, MissingDependencyError):
+    """A Python package that is not installed."""
 
 
 class LibraryError(MissingDependencyError):

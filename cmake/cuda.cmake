@@ -1,18 +1,18 @@
-# libbnexport_ops_cuda.so: the CUDA kernels with their C API, beside the operators' library.
+# libbnexport_ops_cuda.so: the CUDA kernels with their C API, next to the operators' library.
 #
-# It is left out where there is no nvcc, and by the development set-up (make setup passes
-# BNEXPORT_CUDA=OFF), for it takes minutes to compile; `make cuda` builds it alone.
+# It takes minutes to compile, so it is left out unless BNEXPORT_CUDA says ON, or AUTO and there is an nvcc.
+# `make cuda` builds it alone.
 
 string(TOUPPER "${BNEXPORT_CUDA}" cuda_wanted)
 if(cuda_wanted STREQUAL "OFF")
-  message(STATUS "CUDA library: left out (BNEXPORT_CUDA=OFF); `make cuda` builds it")
+  message(STATUS "CUDA library: left out (BNEXPORT_CUDA=OFF)")
   return()
 endif()
 
 # Without the CUDA library everything but GPUs works: only who insists on it has the build fail.
 macro(bnexport_without_cuda reason)
   if(NOT cuda_wanted STREQUAL "AUTO")
-    message(FATAL_ERROR "BNEXPORT_CUDA=${BNEXPORT_CUDA}: ${reason}; or leave the CUDA library out with -DBNEXPORT_CUDA=OFF")
+    message(FATAL_ERROR "BNEXPORT_CUDA=${BNEXPORT_CUDA}: ${reason}; or leave out BNEXPORT_CUDA")
   endif()
   message(STATUS "CUDA library: left out, ${reason}")
   return()

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bnexport import __version__
+from bnexport import __version__, extras
 from bnexport.cli import (  # noqa: F401 - each registers its commands
     doctor,
     export,
@@ -35,11 +35,6 @@ __all__ = ["app", "main"]
 
 _COMPLETION = "_BNEXPORT_COMPLETE"
 _BROKEN_PIPE, _INTERRUPTED, _INTERNAL = 141, 130, 70
-_EXTRAS = {
-    "onnxruntime": "pip install 'bnexport[cpu]' or 'bnexport[gpu]', not both",
-    "matplotlib": "pip install matplotlib",
-    "torch": "pip install torch, in the build that you want",
-}
 
 # typer carries click inside since 0.20 and depends on it before: the base class is found by its name.
 _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -110,7 +105,7 @@ def _explain(error: Exception) -> int:
         message, code = "there is not enough memory; nothing was written", 4
     elif isinstance(error, ImportError):
         name = (error.name or "").partition(".")[0]
-        message, code = f"{error}; {_EXTRAS.get(name, 'see bnexport doctor')}", 4
+        message, code = f"{error}; {extras.advice(name) or 'see bnexport doctor'}", 4
     elif isinstance(error, OSError):
         message, code = f"{error.filename or 'a file'}: {error.strerror or error}", 4
     else:

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bnexport import extras
 from bnexport.errors import MissingFileError, UsageError
 
 __all__ = ["LoadedCheckpoint", "load_checkpoint", "read_state_dict"]
@@ -128,7 +129,7 @@ def _read(path: Path) -> tuple[Any, tuple[str, ...]]:
         try:
             from safetensors.torch import load_file
         except ImportError as error:
-            raise UsageError(f"{path}: reading it needs the package safetensors; pip install safetensors") from error
+            raise extras.missing("safetensors", f"reading {path} needs it") from error
         try:
             return load_file(path), ()
         except Exception as error:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from bnexport.errors import MalformedModelError, MissingDependencyError, MissingFileError
+from bnexport import extras
+from bnexport.errors import MalformedModelError, MissingFileError
 from bnexport.model_io import staging
 
 Tensors = dict[str, np.ndarray]
@@ -49,7 +50,5 @@ def _safetensors():  # type: ignore[no-untyped-def]
     try:
         import safetensors.numpy
     except ImportError as error:
-        raise MissingDependencyError(
-            "safetensors is not installed, training graphs keep their state in its format; pip install safetensors"
-        ) from error
+        raise extras.missing("safetensors", "training graphs keep their state in its format") from error
     return safetensors.numpy

@@ -44,8 +44,8 @@ _DISTRIBUTION = "bnexport"
 _STEMS: dict[str, str] = {"ops": "bnexport_ops", "cuda": "bnexport_ops_cuda", "training": "bnexport_training"}
 _VERSIONS = {"ops": "bnexport_version", "cuda": "bnexport_cuda_version", "training": "bnexport_training_version"}
 _WAYS_OUT = {
-    "cuda": "bnexport was installed where no nvcc was found: build it with `make cuda`, or install bnexport again with the "
-    f"CUDA toolkit, or set {CUDA_ENVIRONMENT_VARIABLE} if it lies elsewhere",
+    "cuda": "bnexport was built without it: in a clone, `make cuda`, or pip install . "
+    f"-C cmake.define.BNEXPORT_CUDA=ON with nvcc on PATH; or set {CUDA_ENVIRONMENT_VARIABLE} if it lies elsewhere",
     "training": "install bnexport again, or put all libraries of one build into one folder",
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
@@ -10,18 +9,15 @@ import os
 import platform
 from collections.abc import Callable
 
+from bnexport import extras
 from bnexport.errors import BnexportError, LibraryError
 from bnexport.native import capi, cuda, library, nccl
 
 __all__ = ["Check", "examine"]
 
-_PACKAGES = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "numpy")
-_OPTIONAL = ("onnxruntime",)
-# Distributions that hold a package under another name; any of them will do.
-_DISTRIBUTIONS = {
-    "onnx_ir": ("onnx-ir",),
-    "onnxruntime": ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-rocm"),
-}
+# Distributions that hold onnxruntime. They share one folder: of two, each overwrites files of the other.
+_RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-rocm")
+_MODULES = {"onnx-ir": "onnx_ir", "onnxruntime-gpu": "onnxruntime"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,29 +40,58 @@ def examine(*, deep: bool = False) -> list[Check]:
     return [
         Check("bnexport", __version__, True),
         Check("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}", True),
-        *((_imported if deep else _installed)(name) for name in _PACKAGES),
+        *(_package(name, deep=deep, needed=True) for name in extras.REQUIRED),
+        *_optional(deep),
         _checked("operators' library", lambda: _library("ops")),
         _checked("training library", lambda: _library("training")),
         _providers(),
         _devices(),
         _checked("registration in ONNX Runtime", _registration),
         *_cuda(),
-        *([_checked("operators in torch", _torch_operator)] if deep else []),
+        *([_checked("operators in torch", _torch_operator)] if deep and _version("torch") else []),
     ]
 
 
-def _imported(name: str) -> Check:
+def _optional(deep: bool) -> list[Check]:
+    """Check the packages of the extras: a missing one is broken where the first package of its extra is installed."""
+    checks = []
+    for extra, names in extras.EXTRAS.items():
+        if extra == "cpu":
+            checks.append(_runtime(deep))
+        elif extra != "gpu":  # the check of cpu sees both
+            installed = _version(names[0]) is not None
+            checks += [_package(name, deep=deep, needed=installed) for name in names]
+    return checks
+
+
+def _package(name: str, *, deep: bool, needed: bool) -> Check:
+    module = _MODULES.get(name, name)
+    version = _version(name)
+    if version is None:
+        return Check(module, f"missing: {extras.advice(name)}", False if needed else None)
+    if deep:
+        try:
+            importlib.import_module(module)
+        except (ImportError, OSError) as error:
+            return Check(module, f"broken: {error}", False)
+    return Check(module, version, True)
+
+
+def _version(distribution: str) -> str | None:
     try:
-        return Check(name, str(importlib.import_module(name).__version__), True)
-    except (ImportError, OSError) as error:
-        return Check(name, f"missing or broken: {error}", None if name in _OPTIONAL else False)
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
-def _installed(name: str) -> Check:
-    for distribution in _DISTRIBUTIONS.get(name, (name,)):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return Check(name, importlib.metadata.version(distribution), True)
-    return Check(name, "missing", None if name in _OPTIONAL else False)
+def _runtime(deep: bool) -> Check:
+    """Check onnxruntime, of which there may be one distribution only."""
+    found = {name: version for name in _RUNTIMES if (version := _version(name)) is not None}
+    if len(found) > 1:
+        listed = " and ".join(f"{name} {version}" for name, version in found.items())
+        way_out = f"pip uninstall {' '.join(found)}, then install one of them"
+        return Check("onnxruntime", f"{listed} are installed and overwrite each other's files; {way_out}", False)
+    return _package(next(iter(found), "onnxruntime"), deep=deep, needed=False)
 
 
 def _torch_operator() -> str:
@@ -113,13 +138,9 @@ def _providers() -> Check:
     try:
         import onnxruntime
     except ImportError:
-        return Check(
-            "execution providers",
-            "onnxruntime is not installed: pip install 'bnexport[cpu]' or 'bnexport[gpu]', not both",
-            None,
-        )
+        return Check("execution providers", "none without onnxruntime", None)
     names = onnxruntime.get_available_providers()
-    hint = "" if "CUDAExecutionProvider" in names else " (for CUDA: pip install 'bnexport[gpu]' instead of onnxruntime)"
+    hint = "" if "CUDAExecutionProvider" in names else " (for CUDA: onnxruntime-gpu in the place of onnxruntime)"
     return Check("execution providers", ", ".join(names) + hint, True)
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bnexport import extras
 from bnexport.choices import suggestion
-from bnexport.errors import MissingDependencyError, UsageError
+from bnexport.errors import MissingPackageError, UsageError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -21,13 +22,17 @@ Providers = Sequence[str | tuple[str, dict[str, Any]]] | None
 
 
 def import_onnxruntime() -> Any:
-    """Import onnxruntime. Raise MissingDependencyError with the package to install."""
+    """Import onnxruntime. Raise MissingPackageError with what to install."""
     try:
         import onnxruntime
     except ImportError as error:
-        raise MissingDependencyError(
-            "onnxruntime is not installed; install bnexport[cpu] or bnexport[gpu] (one of them, not both)"
-        ) from error
+        raise extras.missing("onnxruntime") from error
+    if not hasattr(onnxruntime, "SessionOptions"):  # a folder without files that were another distribution's, too
+        raise MissingPackageError(
+            "onnxruntime is broken: a second onnxruntime package was installed over it and removed; pip uninstall "
+            "onnxruntime onnxruntime-gpu, then install one of them",
+            name="onnxruntime",
+        )
     return onnxruntime
 
 
@@ -79,7 +84,7 @@ def session(data: bytes, weights: Mapping[str, np.ndarray], options: Any = None,
     weights: initializers that `data` declares as external, by name, kept alive by the session; an array that is not
     in C order is copied. With any, `options` serve this session only: ONNX Runtime keeps the names in them.
     providers: None for the devices that `options` hold (add_provider_for_devices), or CPU.
-    Raises MissingDependencyError without onnxruntime, and whatever ONNX Runtime raises.
+    Raises MissingPackageError without onnxruntime, and whatever ONNX Runtime raises.
     """
     onnxruntime = import_onnxruntime()
     options = onnxruntime.SessionOptions() if options is None else options

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from bnexport.errors import MissingDependencyError, UsageError
+from bnexport import extras
+from bnexport.errors import UsageError
 from bnexport.model_io.staging import whole_file
 
 __all__ = ["Latency", "chart", "measure"]
@@ -79,13 +80,13 @@ def chart(latencies: Sequence[Latency], path: str | os.PathLike[str]) -> None:
     """Draw the cumulative distributions of the latencies to a PNG, SVG or PDF file.
 
     Raises:
-        MissingDependencyError: matplotlib is not installed.
+        MissingPackageError: matplotlib is not installed.
         UsageError: the ending of `path` is none that matplotlib writes.
     """
     try:
         import matplotlib
     except ImportError as error:
-        raise MissingDependencyError("charts need matplotlib; pip install matplotlib") from error
+        raise extras.missing("matplotlib", "charts need it") from error
     from matplotlib.figure import Figure
 
     target = Path(path)

@@ -160,10 +160,10 @@ def in_a_process(arguments, folder, script=""):
 @pytest.mark.parametrize(
     ("package", "arguments", "way_out"),
     [
-        ("onnxruntime", ["run", "m.onnx", "-i", "x:1,1,8,8"], "bnexport[cpu]"),
-        ("onnxruntime", ["bench", "m.onnx", "-i", "x:1,1,8,8"], "bnexport[cpu]"),
+        ("onnxruntime", ["run", "m.onnx", "-i", "x:1,1,8,8"], "pip install onnxruntime (extra [cpu])"),
+        ("onnxruntime", ["bench", "m.onnx", "-i", "x:1,1,8,8"], "not both"),
         ("matplotlib", ["bench", "m.onnx", "-i", "x:1,1,8,8", "--runs", "1", "--chart", "c.png"], "pip install matplotlib"),
-        ("torch", ["export", "collections:Counter", "o.onnx", "-i", "x:1"], "pip install torch"),
+        ("torch", ["export", "collections:Counter", "o.onnx", "-i", "x:1"], "pip install torch onnxscript safetensors (extra [torch])"),
     ],
 )  # fmt: skip
 def test_a_package_that_is_not_installed(package, arguments, way_out, folder):

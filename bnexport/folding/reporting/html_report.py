@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from bnexport.errors import MissingDependencyError
+from bnexport import extras
 
 Data = Mapping[str, Any]
 
@@ -24,7 +24,7 @@ _CLASSES = ("folded", "merged", "converted", "kept", "passed", "failed", "proved
 
 
 def render_html(report: Data) -> str:
-    """Render the page of a report, given as `FoldReport.to_dict()`. Raises MissingDependencyError without jinja2."""
+    """Render the page of a report, given as `FoldReport.to_dict()`. Raises MissingPackageError without jinja2."""
     verification = report.get("verification")
     proofs = iter((verification or {}).get("sites") or ())
     sites = [
@@ -58,7 +58,7 @@ def _template() -> Any:
     try:
         import jinja2
     except ImportError as error:
-        raise MissingDependencyError("jinja2 is not installed, HTML reports need it; pip install jinja2") from error
+        raise extras.missing("jinja2", "HTML reports need it") from error
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("bnexport.folding", "reporting"), autoescape=True, undefined=jinja2.StrictUndefined
     )

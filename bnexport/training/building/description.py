@@ -24,7 +24,7 @@ ACCUMULATED = "optimizer.accumulated"
 GRADIENT_SUFFIX = ".grad"
 
 
-class Kind(str, enum.Enum):
+class Kind(enum.StrEnum):
     """Kind of a state tensor. Constants are buffers that the model's state_dict leaves out."""
 
     PARAMETER = "parameter"
