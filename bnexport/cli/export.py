@@ -13,7 +13,8 @@ from bnexport import choices
 from bnexport.cli.common import Html, Json, Overwrite, Seed, app
 from bnexport.cli.console import detail, is_verbose, say, status
 from bnexport.cli.factory import build, calm, check_reference, explained
-from bnexport.cli.inputs import example_inputs, parse
+from bnexport.cli.inputs import example_inputs, missing_input, parse
+from bnexport.cli.model_names import build_named, parse_name
 from bnexport.cli.models import verdict, write_html
 from bnexport.cli.output import check_exists, check_new, check_targets, emit
 
@@ -21,18 +22,25 @@ from bnexport.cli.output import check_exists, check_new, check_targets, emit
 @app.command()
 def export(
     factory: Annotated[
-        str, typer.Argument(metavar="MODULE:FACTORY", help="A function, or class, that builds the torch module.")
+        str,
+        typer.Argument(
+            metavar="MODULE:FACTORY|LIBRARY:NAME",
+            help="A function, or class, that builds the torch module; or a model by name, without weights: "
+            "timm:NAME, torchvision:NAME, smp:CLASS, hf:config.json or mmengine:config.py (a configuration is "
+            "Python code, and it is run), with arguments as in smp:Unet?encoder_name=resnet34&classes=3.",
+        ),
     ],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")],
     inputs: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             "--input",
             "-i",
             metavar="NAME:1,3,224,224|NAME:FILE.npy",
-            help="An input: a shape for random numbers, or a NumPy file. Repeatable, in the order of forward.",
+            help="An input: a shape for random numbers, or a NumPy file. Repeatable, in the order of forward. "
+            "A model by name has a default, of the size that its library or configuration states.",
         ),
-    ],
+    ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
@@ -80,16 +88,20 @@ def export(
     kind = choices.choose_format(target, file_format, path_name="OUT", name="--format")
     choices.check_choice("--mode", mode, choices.MODES)
     choices.check_choice("--exporter", exporter, choices.EXPORTERS)
-    arguments = parse(inputs)
+    arguments = parse(inputs or ())
     check_exists(checkpoint, "--checkpoint")
-    check_reference(factory)
+    name = parse_name(factory)
+    if name is None:
+        check_reference(factory)
+        if not arguments:
+            raise missing_input(factory)
     # What a factory or an exporter prints is no data.
     with contextlib.redirect_stdout(sys.stderr):
         with status("importing torch"):
             from bnexport import exporting, folding
             from bnexport.exporting.checkpoint import load_checkpoint
+        model, arguments = (build(factory), arguments) if name is None else build_named(name, arguments)
         input_names, args = example_inputs(arguments, seed)
-        model = build(factory)
         if checkpoint is not None:
             loaded = load_checkpoint(model, checkpoint, key=key, allow_unexpected=allow_unexpected)
             detail(f"weights of {checkpoint}, from {loaded.container or 'the top'!r}, without {loaded.prefix!r}")

@@ -40,6 +40,14 @@ def parse(texts: Sequence[str]) -> list[Argument]:
     return list(arguments.values())
 
 
+def missing_input(model: str) -> UsageError:
+    """Make the error for a model whose input sizes nothing states."""
+    return UsageError(
+        f"Missing option '--input' / '-i': nothing states the sizes of the inputs of {model}; "
+        "give them, such as --input x:1,3,224,224; see bnexport export --help"
+    )
+
+
 def _read_argument(name: str, value: str) -> Argument:
     if re.fullmatch(r"\d+(,\d+)*", value):
         return Argument(name, tuple(map(int, value.split(","))), None)

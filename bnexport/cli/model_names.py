@@ -1,0 +1,113 @@
+"""Names of models in known libraries, LIBRARY:MODEL?option=value, read without importing torch."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from bnexport.cli.console import say
+from bnexport.cli.factory import calm
+from bnexport.cli.inputs import Argument, missing_input
+from bnexport.errors import MissingDependencyError, MissingFileError, UsageError
+
+# What a name begins with: the package to import, and what to install.
+_PACKAGES = {
+    "timm": ("timm", "timm"),
+    "torchvision": ("torchvision", "torchvision"),
+    "smp": ("segmentation_models_pytorch", "segmentation-models-pytorch"),
+    "hf": ("transformers", "transformers"),
+    "mmengine": ("mmengine", "mmengine, mmcv and the library of the configuration, such as mmsegmentation"),
+}
+_LOCAL = ("hf", "mmengine")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelName:
+    """A model of a library. text: as it was given."""
+
+    text: str
+    library: str
+    target: str
+    options: dict[str, Any]
+
+
+def parse_name(text: str) -> ModelName | None:
+    """Return the parts of LIBRARY:MODEL?option=value&option=value; None where `text` names no known library.
+
+    Raises:
+        UsageError: the model or an option is missing, or the file that it names does not exist.
+        MissingDependencyError: the library is not installed.
+    """
+    library, separator, rest = text.partition(":")
+    if not separator or library not in _PACKAGES:
+        return None
+    target, question, query = rest.partition("?")
+    options: dict[str, Any] = {}
+    for part in query.split("&") if question else ():
+        key, equals, value = part.partition("=")
+        if not key or not equals:
+            raise UsageError(f"{text}: got option {part!r}, expected such as {library}:{target}?in_channels=1")
+        options[key] = _value(value)
+    if not target:
+        raise UsageError(f"{text}: got no model behind {library}:, expected such as {_EXAMPLES[library]}")
+    if library in _LOCAL and not Path(target).exists():
+        raise MissingFileError(f"{text}: no such file {target!r}; a configuration is read from this machine only")
+    package, install = _PACKAGES[library]
+    if not _is_installed(package):
+        raise MissingDependencyError(f"{text}: needs {package}, which is not installed; pip install {install}")
+    return ModelName(text, library, target, options)
+
+
+_EXAMPLES = {
+    "timm": "timm:resnet50d",
+    "torchvision": "torchvision:resnet18",
+    "smp": "smp:Unet?encoder_name=resnet34",
+    "hf": "hf:path/config.json",
+    "mmengine": "mmengine:config.py",
+}
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # A module without a spec, or one that may not be imported.
+        return sys.modules.get(package) is not None
+
+
+def _value(text: str) -> Any:
+    """Return a number, None, True, a tuple or the like; a string where it is none of them."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def build_named(name: ModelName, arguments: list[Argument]) -> tuple[Any, list[Argument]]:
+    """Build the model that `name` means, and return it with its example inputs: `arguments`, or what its library states.
+
+    Libraries that could download something find themselves offline.
+
+    Raises:
+        UsageError: the library cannot build it, or states no input size.
+        MissingDependencyError: a package that the model needs is not installed.
+    """
+    for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        os.environ[variable] = "1"
+    from bnexport.exporting import builders, dynamo
+
+    with calm():
+        built = builders.build(name.library, name.target, name.options, shown=name.text)
+    for note in built.notes:
+        say(f"note: {note}")
+    if arguments:
+        return built.module, arguments
+    if built.shape is None:
+        raise missing_input(name.text)
+    (given,) = dynamo.input_names(built.module, 1)
+    say(f"note: input {given}:{','.join(map(str, built.shape))}, as {name.library} states; --input gives another")
+    return built.module, [Argument(given, built.shape, None)]

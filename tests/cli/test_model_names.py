@@ -1,0 +1,104 @@
+"""LIBRARY:NAME in place of MODULE:FACTORY. The libraries themselves: tests/frameworks/test_model_names.py."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+from bnexport.cli import main
+from bnexport.cli.model_names import parse_name
+from bnexport.errors import MissingDependencyError, MissingFileError, UsageError
+from tests.support import warm
+
+# As much of timm as a name needs, offline or not.
+TIMM = """
+import os, torch
+def is_model(name): return name == "tiny"
+def list_models(): return ["tiny"]
+def create_model(name, pretrained, classes=3):
+    assert pretrained is False and os.environ["HF_HUB_OFFLINE"] == "1"
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, classes, 3), torch.nn.BatchNorm2d(classes))
+    model.default_cfg = {"input_size": (3, 12, 16)}
+    return model
+"""
+
+
+@pytest.fixture
+def timm(tmp_path, monkeypatch):
+    """A folder with a package timm and checkpoints of two networks."""
+    (tmp_path / "timm").mkdir()
+    (tmp_path / "timm" / "__init__.py").write_text(TIMM)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 5, 3), torch.nn.BatchNorm2d(5))
+    torch.save({"state_dict": net.state_dict()}, tmp_path / "right.pth")
+    torch.save({"state_dict": net[:1].state_dict()}, tmp_path / "other.pth")
+    return tmp_path
+
+
+def test_parts_of_a_name(monkeypatch, tmp_path):
+    monkeypatch.setattr("bnexport.cli.model_names._is_installed", lambda package: True)
+    name = parse_name("smp:Unet?encoder_name=resnet34&classes=3&decoder_channels=(64,32)&activation=None")
+    assert name is not None
+    assert (name.library, name.target) == ("smp", "Unet")
+    assert name.options == {
+        "encoder_name": "resnet34",
+        "classes": 3,
+        "decoder_channels": (64, 32),
+        "activation": None,
+    }
+    assert parse_name("models.resnet:digits_resnet") is None
+    assert parse_name("timm") is None
+    for text, words in (("timm:", "got no model behind timm:"), ("timm:a?b", "got option 'b'"), ("timm:a?=1", "'=1'")):
+        with pytest.raises(UsageError, match=words):
+            parse_name(text)
+    for library in ("hf", "mmengine"):
+        with pytest.raises(MissingFileError, match=r"no such file 'gone\.py'; .* this machine only"):
+            parse_name(f"{library}:gone.py")
+
+
+@pytest.mark.parametrize("library", ["timm", "torchvision", "smp", "hf", "mmengine"])
+def test_a_library_that_is_not_installed(library, monkeypatch, tmp_path):
+    package = {"smp": "segmentation_models_pytorch", "hf": "transformers"}.get(library, library)
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(MissingDependencyError, match=f"needs {package}, which is not installed; pip install"):
+        parse_name(f"{library}:{tmp_path / 'config.json'}")
+
+
+def test_a_missing_library_is_one_line(monkeypatch, tmp_path, capfd):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    assert main(["export", "timm:resnet18", str(tmp_path / "o.onnx")]) == 4
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == "error: timm:resnet18: needs timm, which is not installed; pip install timm\n"
+
+
+def test_a_model_by_name_with_its_checkpoint(timm):
+    run = ["-m", "bnexport", "export", "timm:tiny?classes=5", "o.onnx", "--checkpoint"]
+    done = warm.run(*run, "right.pth", cwd=timm)
+    assert done.returncode == 0, done.stderr
+    assert "note: input input:1,3,12,16, as timm states; --input gives another" in done.stderr
+    assert "1 of 1 batch norms folded" in done.stderr
+    assert os.path.exists(timm / "o.onnx")
+    done = warm.run(*run, "other.pth", "--overwrite", cwd=timm)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: other.pth: its names do not fit the module: 4 missing: 1.weight"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("timm:tyny", "timm:tyny: timm has no model 'tyny'; did you mean 'tiny'?"),
+        ("timm:hf-hub:a/b", "timm:hf-hub:a/b: timm has no model 'hf-hub:a/b'"),
+        ("timm:tiny?pretrained=True", "pretrained: got a true value, expected --checkpoint with a file"),
+        ("timm:tiny?frob=1", "building it failed: TypeError: create_model() got an unexpected keyword argument 'frob'"),
+    ],
+)
+def test_wrong_names(name, words, timm):
+    done = warm.run("-m", "bnexport", "export", name, "o.onnx", cwd=timm)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert words in done.stderr
+    assert not os.path.exists(timm / "o.onnx")

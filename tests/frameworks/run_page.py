@@ -1,0 +1,38 @@
+"""Runs the blocks of a page in an empty folder: python -m tests.frameworks.run_page PAGE FOLDER.
+
+Python blocks are one session, shell blocks run in between. Runs in the environment of `environment`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.docs.pages import ROOT, blocks
+from tests.frameworks import stand_ins
+
+
+def main(page: Path, folder: Path) -> None:
+    stand_ins.install()
+    os.chdir(folder)
+    programs = Path("bin")
+    programs.mkdir()
+    command = programs / "bnexport"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -W ignore -m tests.frameworks.command "$@"\n')
+    command.chmod(0o755)
+    path = os.pathsep.join((str(programs.resolve()), os.environ["PATH"]))
+    session: dict[str, Any] = {"__name__": "__main__"}
+    for language, code in blocks(page.read_text(), "python", "sh"):
+        if language == "python":
+            exec(compile(code, str(page), "exec"), session)
+        else:
+            subprocess.run(
+                ["bash", "-euc", code], env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}, check=True
+            )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]))
