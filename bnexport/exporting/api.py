@@ -240,8 +240,12 @@ def _check_opset(version: int, exporter: str) -> int:
 
 
 def _with_modules(report: FoldReport, model: nn.Module) -> FoldReport:
-    """Return the report with the sync batch norm modules of `model` counted as such: the graph has them converted."""
+    """Return the report with the sync batch norm modules of `model` counted as such: the graph has them converted.
+
+    Modules that the graph does not have, as those of an auxiliary head, are not counted.
+    """
     sync = sum(is_sync_batch_norm(module) for module in model.modules())
+    sync = min(sync, report.before.batch_norm or sync)
     plain = max(0, report.before.batch_norm - sync)
     return dataclasses.replace(
         report, before=dataclasses.replace(report.before, batch_norm=plain, sync_batch_norm=sync)

@@ -165,6 +165,23 @@ def test_batch_of_one_stays_dynamic(exporter, tmp_path):
     )
 
 
+def test_batch_norms_outside_the_graph_are_not_counted(tmp_path):
+    """An auxiliary head, as in MMSegmentation, trains and is not exported."""
+
+    class Auxiliary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(3, 4, 3), SyncBatchNorm(4), nn.Conv2d(4, 4, 1), SyncBatchNorm(4))
+            self.auxiliary = nn.Sequential(nn.Conv2d(4, 2, 1), SyncBatchNorm(2))
+
+        def forward(self, x):
+            return self.body(x)
+
+    result = bnexport.export(Auxiliary().eval(), torch.randn(2, 3, 8, 8), tmp_path / "m.onnx", exporter="torchscript")
+    assert (result.report.before.batch_norm, result.report.before.sync_batch_norm) == (0, 2)
+    assert result.report.summary() == "2 of 2 batch norms folded into convolutions"
+
+
 def test_a_dimension_that_the_model_fixes_is_noted(tmp_path):
     net = nn.Sequential(nn.Conv1d(1, 2, 3), SyncBatchNorm(2), nn.Flatten(), nn.Linear(2 * 4, 3)).eval()
     result = bnexport.export(net, torch.randn(2, 1, 6), tmp_path / "m.onnx")
