@@ -42,6 +42,12 @@ class _BatchNormXd(_BatchNorm):
 
 
 class _ApexSyncBatchNorm(_BatchNorm):
+    """apex/parallel/optimized_sync_batchnorm.py as of 37cdaf4a (2019-11-06), unchanged until apex dropped it (2025-05-08).
+
+    Attributes next to those of torch's _BatchNorm: process_group, channel_last, fuse_relu. From the source alone: apex
+    is in no package index, so that no test runs the class itself.
+    """
+
     def __init__(self, num_features, fuse_relu=False):
         super().__init__(num_features)
         self.process_group, self.channel_last, self.fuse_relu = None, False, fuse_relu
@@ -55,6 +61,12 @@ ApexSyncBatchNorm = _in("apex.parallel.optimized_sync_batchnorm")(type("SyncBatc
 
 @_in("detectron2.layers.batch_norm")
 class NaiveSyncBatchNorm(nn.BatchNorm2d):
+    """detectron2/layers/batch_norm.py, detectron2 0.6 as of 2254a10d (2023-06-08).
+
+    The attribute next to those of torch's BatchNorm2d: _stats_mode, "" or "N". From the source alone: detectron2 is in no
+    package index, so that no test runs the class itself.
+    """
+
     def __init__(self, *args, stats_mode="", **kwargs):
         super().__init__(*args, **kwargs)
         self._stats_mode = stats_mode
@@ -62,6 +74,8 @@ class NaiveSyncBatchNorm(nn.BatchNorm2d):
 
 @_in("detectron2.layers.batch_norm")
 class FrozenBatchNorm2d(nn.Module):
+    """The file of NaiveSyncBatchNorm, from the source alone: num_features, eps and buffers, weight and bias among them."""
+
     def __init__(self, num_features, eps=1e-5):
         super().__init__()
         self.num_features, self.eps = num_features, eps
@@ -69,6 +83,7 @@ class FrozenBatchNorm2d(nn.Module):
         self.register_buffer("bias", torch.randn(num_features))
         self.register_buffer("running_mean", torch.randn(num_features))
         self.register_buffer("running_var", torch.rand(num_features) + 0.5)
+        self.register_buffer("num_batches_tracked", None)
 
     def forward(self, x):
         scale = self.weight * (self.running_var + self.eps).rsqrt()
