@@ -9,7 +9,7 @@ TOOLS  := PATH="$(CURDIR)/$(BIN):$$PATH"
 CXX_SOURCES = $(shell find custom_ops tests examples benchmarks -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h' | grep -v /node_modules/)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-slow test-browser test-matrix fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold cuda cuda-registers gpu-kit docs coverage mutation public-api lint format tidy wheel clean
+.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-zoo test-slow test-browser test-matrix fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold cuda cuda-registers gpu-kit docs coverage mutation public-api lint format tidy wheel clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -55,6 +55,11 @@ test-models: $(READY) ## folding of real trained models out of packages (needs a
 
 test-frameworks: $(READY) ## real timm models and MMCV's SyncBatchNorm against their conversion, in build/frameworks (half an hour; needs a package index)
 	$(BIN)/python -m pytest -m slow tests/frameworks
+
+ZOO ?=
+test-zoo: $(READY) ## real architectures of seven libraries through every export, next to torch.onnx.export; docs/zoo.md (hours, resumes; ZOO="--minutes 60")
+	$(BIN)/python -m tests.zoo $(ZOO)
+	$(BIN)/python -m tests.zoo.page
 
 test-slow: $(READY) ## every slow test (an hour; needs a package index)
 	$(PYTEST) -m slow

@@ -17,9 +17,24 @@ WITH_DEPENDENCIES = (
     ("torch==2.13.0",),
     ("numpy", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "safetensors", "typer", "rich", "ml_dtypes"),
     ("setuptools<81", "pillow", "pyyaml", "huggingface_hub", "opencv-python-headless", "addict", "yapf", "termcolor"),
-    ("matplotlib",),
+    ("matplotlib", "scipy", "requests", "tqdm", "tokenizers", "regex", "ftfy", "prettytable", "terminaltables"),
+    ("einops", "psutil", "six", "importlib_metadata", "mat4py", "modelindex", "pycocotools", "shapely"),
 )
-ALONE = ("torchvision==0.28.0", "timm==1.0.31", "mmengine==0.10.7", "mmcv-lite==2.1.0")
+ALONE = (
+    "torchvision==0.28.0",
+    "timm==1.0.31",
+    "segmentation_models_pytorch==0.6.0",
+    "transformers==5.23.0",
+    "mmengine==0.10.7",
+    "mmcv-lite==2.1.0",
+    "mmsegmentation==1.2.2",
+    "mmpretrain==1.2.0",
+    "mmdet==3.3.0",
+    "ultralytics==8.4.190",
+    "ultralytics-thop==2.2.3",
+    "polars==2.1.0",
+    "polars-runtime-32==2.1.0",
+)
 
 
 def python() -> Path:

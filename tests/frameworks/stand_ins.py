@@ -9,8 +9,20 @@ from typing import Any
 import torch
 
 
+def install() -> None:
+    """All of them, in this process, before anything of these packages is imported; once."""
+    if "mmcv._ext" in sys.modules:
+        return
+    torchvision()
+    mmcv_extension()
+    # Its classes derive from classes that transformers does not have any more.
+    sys.modules["mmpretrain.models.multimodal"] = types.ModuleType("mmpretrain.models.multimodal")
+
+
 def torchvision() -> None:
     """torchvision registers fake kernels for operators of a library that a CPU build of torch does not load."""
+    if "torchvision._meta_registrations" in sys.modules:
+        return
     sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
     torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 

@@ -1,0 +1,81 @@
+"""Runs trials one after the other, each in a fork of this process: python -m tests.zoo.worker.
+
+Reads a line NAME<tab>RESULT<tab>WAY,WAY,... for each and answers with the exit code, or "timeout". What all trials import, and what
+both exporters set up in their first export, is done once; no session and no thread is made before a fork.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import bnexport
+from tests.frameworks import stand_ins
+from tests.zoo import catalogue
+from tests.zoo.trial import EXPORTERS, Trial
+
+SECONDS = 1500
+LIBRARIES = (
+    "timm",
+    "torchvision",
+    "segmentation_models_pytorch",
+    "transformers",
+    "mmseg.models",
+    "mmdet.models",
+    "mmpretrain.models",
+    "ultralytics.nn.tasks",
+)
+
+
+def warm() -> None:
+    torch.set_num_threads(1)
+    stand_ins.install()
+    for package in LIBRARIES:
+        importlib.import_module(package)
+    with tempfile.TemporaryDirectory() as folder:
+        for exporter in EXPORTERS:
+            net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+            bnexport.export(net, torch.randn(2, 3, 8, 8), Path(folder, "a.onnx"), exporter=exporter, verify=False)
+
+
+def run(name: str, place: Path, ways: list[str]) -> str:
+    """Run one trial in a fork; what it prints goes to a file next to the result."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            output = os.open(place.with_suffix(".log"), os.O_WRONLY | os.O_CREAT, 0o600)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            Trial(catalogue.find(name), place, ways).run()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    end = time.time() + SECONDS
+    while time.time() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return f"{os.waitstatus_to_exitcode(status)}"
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "timeout"
+
+
+if __name__ == "__main__":
+    warm()
+    for request in sys.stdin:
+        asked, result, names = request.rstrip("\n").split("\t")
+        print(run(asked, Path(result), names.split(",")), flush=True)
