@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from bnexport.exporting import ExportResult, export
     from bnexport.exporting.checkpoint import load_checkpoint
-    from bnexport.folding import FoldResult, InspectReport, Verification, fold, inspect, verify
+    from bnexport.folding import FoldResult, InlineResult, InspectReport, Verification, fold, inline, inspect, verify
     from bnexport.folding.module import fold_module
     from bnexport.native.library import get_library_path, register
     from bnexport.runtime.communicator import register_group
@@ -29,6 +29,7 @@ _HOMES = {
     "ExportResult": "exporting",
     "FoldResult": "folding",
     "InferenceSession": "runtime.session",
+    "InlineResult": "folding",
     "InspectReport": "folding",
     "SyncBatchNorm": "sync_bn",
     "TrainingExportResult": "training.api",
@@ -40,6 +41,7 @@ _HOMES = {
     "fold": "folding",
     "fold_module": "folding.module",
     "get_library_path": "native.library",
+    "inline": "folding",
     "inspect": "folding",
     "load_checkpoint": "exporting.checkpoint",
     "register": "native.library",

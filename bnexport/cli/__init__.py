@@ -19,6 +19,7 @@ from bnexport import __version__, extras
 from bnexport.cli import (  # noqa: F401 - each registers its commands
     doctor,
     export,
+    inline,
     models,
     run,
     startup,

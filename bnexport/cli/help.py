@@ -8,7 +8,7 @@ from typing import Any
 from typer.core import TyperCommand
 
 # Commands in the order in which a model goes through them.
-ORDER = ("export", "inspect", "fold", "verify", "run", "bench", "train-export", "train", "doctor")
+ORDER = ("export", "inspect", "fold", "inline", "verify", "run", "bench", "train-export", "train", "doctor")
 EXAMPLES = {
     "export": (
         "bnexport export package:network model.onnx --checkpoint weights.pth -i x:1,3,224,224",
@@ -21,6 +21,7 @@ EXAMPLES = {
         "bnexport fold kept.onnx folded.onnx --html report.html -i x:1,3,224,224",
         "bnexport fold kept.onnx folded.onnx --explain layer1.0.bn2",
     ),
+    "inline": ("bnexport inline kept.onnx plain.onnx", "bnexport inline kept.onnx plain.onnx -i x:1,3,224,224"),
     "verify": ("bnexport verify kept.onnx folded.onnx", "bnexport verify kept.onnx folded.onnx -i x:image.npy"),
     "run": ("bnexport run model.onnx", "bnexport run model.onnx -i x:image.npy -o outputs.npz --provider cuda"),
     "bench": ("bnexport bench kept.onnx folded.onnx -i x:1,3,224,224 --chart latency.png",),

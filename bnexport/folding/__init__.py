@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from bnexport.folding.api import FoldResult, fold
     from bnexport.folding.comparing import verify
     from bnexport.folding.folder import BatchNormFolder
+    from bnexport.folding.function_inlining import InlineResult, inline
     from bnexport.folding.inspection import InspectReport, inspect
     from bnexport.folding.reporting.report import FoldReport, Refusal, SiteReport, render
     from bnexport.verification.verdict import OutputComparison, Verification
@@ -20,12 +21,14 @@ _HOMES = {
     "BatchNormFolder": "folding.folder",
     "FoldReport": "folding.reporting.report",
     "FoldResult": "folding.api",
+    "InlineResult": "folding.function_inlining",
     "InspectReport": "folding.inspection",
     "OutputComparison": "verification.verdict",
     "Refusal": "folding.reporting.report",
     "SiteReport": "folding.reporting.report",
     "Verification": "verification.verdict",
     "fold": "folding.api",
+    "inline": "folding.function_inlining",
     "inspect": "folding.inspection",
     "render": "folding.reporting.report",
     "verify": "folding.comparing",
@@ -35,12 +38,14 @@ __all__ = [
     "BatchNormFolder",
     "FoldReport",
     "FoldResult",
+    "InlineResult",
     "InspectReport",
     "OutputComparison",
     "Refusal",
     "SiteReport",
     "Verification",
     "fold",
+    "inline",
     "inspect",
     "render",
     "verify",

@@ -128,7 +128,7 @@ def _transpose(node: ir.Node, data: np.ndarray) -> np.ndarray:
 
 def _cast(node: ir.Node, data: np.ndarray) -> np.ndarray:
     target = ir.DataType(get_int(node, "to", 0)).numpy()
-    if target not in FLOAT_TYPES.values() and target.kind not in "iu":
+    if target not in FLOAT_TYPES.values() and target.kind not in "iub":
         raise Refused("type", f"a Cast to {target}")
     return data.astype(target)
 

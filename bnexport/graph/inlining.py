@@ -21,8 +21,8 @@ import onnx_ir as ir
 from bnexport.graph.calls import callers_first, expanded_sizes
 from bnexport.graph.constants import Constants
 from bnexport.graph.evaluate import EVALUATORS
-from bnexport.graph.names import Names
-from bnexport.graph.nodes import input_at, is_standard, label
+from bnexport.graph.expansion import Expansion
+from bnexport.graph.nodes import input_at, is_standard
 from bnexport.graph.shapes import Shapes
 from bnexport.graph.sync_bn_nodes import is_portable_body, is_sync_batch_norm
 from bnexport.model_io import walk
@@ -42,7 +42,7 @@ class _Inliner:
         self._model = model
         self._functions = {key: function for key, function in model.functions.items() if not is_portable_body(function)}
         self._constants = Constants(model, Shapes(model))
-        self._names: Names | None = None
+        self._expansion = Expansion(model)
         self._norms = self._find_needs(norms=True)
         self._linear = self._find_needs(norms=False)
         _, self._sizes = expanded_sizes(model)
@@ -141,50 +141,9 @@ class _Inliner:
         return found
 
     def _inline(self, call: ir.Node) -> list[ir.Node]:
-        """Replace the call by a copy of the function's body; return the copied nodes."""
-        function, graph = self._functions[call.op_identifier()], call.graph
-        assert graph is not None
-        copy = function.clone()
-        results = list(copy.outputs)
-        copy.outputs.clear()
-        nodes = list(copy.graph)
-        copy.graph.remove(nodes)
+        nodes = self._expansion.expand(call)
         self._budget -= len(nodes)
-        for place, formal in enumerate(copy.inputs):
-            actual = call.inputs[place] if place < len(call.inputs) else None
-            for use in formal.uses():
-                use.node.replace_input_with(use.idx, actual)
-        inside = [node for top in nodes for node in (top, *_bodies(top))]
-        for node in inside:
-            _resolve_attributes(node, call, function)
-        self._rename(label(call), inside)
-        for domain, version in function.opset_imports.items():
-            self._model.opset_imports.setdefault(domain, version)
-        graph.insert_before(call, nodes)
-        for output, value in zip(call.outputs, results, strict=False):
-            value.type, value.shape = output.type or value.type, output.shape or value.shape
-            output.replace_all_uses_with(value, replace_graph_outputs=True)
-            value.name, output.name = output.name, None
-        graph.remove(call, safe=True)
         return nodes
-
-    def _rename(self, prefix: str, nodes: Iterable[ir.Node]) -> None:
-        bodies: dict[ir.Graph, None] = {}
-        for node in nodes:
-            node.name = self._fresh(f"{prefix}.{node.name or node.op_type}")
-            for value in node.outputs:
-                if value.name:
-                    value.name = self._fresh(f"{prefix}.{value.name}")
-            for attribute in node.attributes.values():
-                bodies.update(dict.fromkeys(walk.bodies(attribute)))
-        for graph in bodies:
-            for value in (*graph.inputs, *tuple(graph.initializers.values())):
-                value.name = self._fresh(f"{prefix}.{value.name}")
-
-    def _fresh(self, wish: str) -> str:
-        if self._names is None:
-            self._names = Names(self._model)
-        return self._names.fresh(wish)
 
 
 def _is_norm(node: ir.Node) -> bool:
@@ -205,23 +164,3 @@ def _sources(values: Iterable[ir.Value | None]) -> Iterator[ir.Value]:
             yield value
         elif is_standard(node, "CastLike", *EVALUATORS):
             pending += [operand for operand in node.inputs if operand is not None]
-
-
-def _bodies(node: ir.Node) -> Iterator[ir.Node]:
-    """Yield the nodes of a node's subgraphs, at any depth."""
-    for attribute in node.attributes.values():
-        for graph in walk.bodies(attribute):
-            yield from graph.all_nodes()
-
-
-def _resolve_attributes(node: ir.Node, call: ir.Node, function: ir.Function) -> None:
-    """Replace references to the call's attributes by the given value or the function's default; drop the others."""
-    for name, attribute in tuple(node.attributes.items()):
-        if not attribute.is_ref():
-            continue
-        source = str(attribute.ref_attr_name)
-        given = call.attributes.get(source) or function.attributes.get(source)
-        if given is None or given.value is None:
-            del node.attributes[name]
-        else:
-            node.attributes[name] = ir.Attr(name, given.type, given.value)

@@ -66,10 +66,10 @@ def compare_or_convert(reference: ir.Model, candidate: ir.Model, terms: Terms, c
     return result
 
 
-def compare(reference: ir.Model, candidate: ir.Model, terms: Terms, convert: Convert) -> Verification:
-    """Compares models that are open already; they may be changed."""
+def compare(reference: ir.Model, candidate: ir.Model, terms: Terms, convert: Convert | None) -> Verification:
+    """Compares models that are open already; they may be changed. convert: None where the candidate still trains."""
     label = "original"
-    if trains(reference) and not has_sync_batch_norm(candidate):
+    if convert is not None and trains(reference) and not has_sync_batch_norm(candidate):
         reference, label = convert(reference), "converted"
     difference = _interface(reference, candidate)
     if difference:

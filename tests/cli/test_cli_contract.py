@@ -27,6 +27,11 @@ CALLS = {
     "doctor": ([], [], "checks"),
     "inspect": (["{folder}/kept.onnx"], [], "batch_norms"),
     "fold": (["{folder}/kept.onnx", "{new}/f.onnx"], ["3 of 3 batch norms folded", "verification passed"], "sites"),
+    "inline": (
+        ["{folder}/kept.onnx", "{new}/i.onnx"],
+        ["3 sync batch norms in inference converted", "verification passed"],
+        "calls",
+    ),
     "verify": (["{folder}/kept.onnx", "{folder}/kept.onnx"], ["verification passed"], "outputs"),
     "run": (["{folder}/kept.onnx", "-i", "x:1,1,8,8", "-o", "{new}/o.npz"], ["o.npz written"], "outputs"),
     "bench": (["{folder}/kept.onnx", "-i", "x:1,1,8,8", "--runs", "2", "--warm-up", "0"], [], "models"),
@@ -106,7 +111,7 @@ def test_quiet_prints_nothing_but_the_json_asked_for(command, folder, tmp_path, 
     printed_by_the_factory = "a factory may print what it likes\n" if "export" in command else ""
     assert (code, out, err) == (0, "", printed_by_the_factory)
     assert strict(target.read_text())["schema_version"] == 1
-    again = ["--overwrite"] if command in ("export", "fold", "train-export") else []
+    again = ["--overwrite"] if command in ("export", "fold", "inline", "train-export") else []
     code, out, err = call([*arguments_of(command, folder, tmp_path), "--quiet", "--json", "-", *again], capfd)
     assert (code, err) == (0, printed_by_the_factory)
     assert strict(out).keys() == strict(target.read_text()).keys()
@@ -128,6 +133,7 @@ FIRST = {
     "doctor": [],
     "inspect": ["a.onnx"],
     "fold": ["a.onnx", "b.onnx"],
+    "inline": ["a.onnx", "b.onnx"],
     "verify": ["a.onnx", "b.onnx"],
     "run": ["a.onnx"],
     "bench": ["a.onnx"],

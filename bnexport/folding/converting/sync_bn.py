@@ -15,6 +15,7 @@ statistics is written.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
@@ -47,8 +48,10 @@ class Conversion:
     reason: Refused | None = None
 
 
-def convert(context: Context, graphs: list[ir.Graph]) -> list[Conversion]:
-    """Convert every node of `graphs` that can be converted."""
+def convert(
+    context: Context, graphs: list[ir.Graph], choose: Callable[[ir.Node], bool] = lambda _: True
+) -> list[Conversion]:
+    """Convert every node of `graphs` that can be converted, of those to `choose`, which may raise Refused."""
     conversions = []
     for graph in graphs:
         for node in tuple(graph):
@@ -56,6 +59,8 @@ def convert(context: Context, graphs: list[ir.Graph]) -> list[Conversion]:
                 continue
             name = label(node)
             try:
+                if not choose(node):
+                    continue
                 training = training_mode(node)
                 conversions.append(Conversion(name, OP_TYPE, training, _convert(node, training, context)))
             except Refused as reason:

@@ -1,0 +1,173 @@
+"""Function inline: files with model-local functions for runtimes that do not read functions.
+
+    MMCVSyncBatchNorm in inference -> BatchNormalization, which every runtime has
+    MMCVSyncBatchNorm in training  -> its portable body
+    a call of any other function   -> the function's body
+
+Nothing is folded, and a graph that trains still does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from bnexport.errors import UnsupportedModelError, VerificationError
+from bnexport.folding.context import Options
+from bnexport.folding.converting import sync_bn
+from bnexport.folding.scopes import import_standard_operators, scopes
+from bnexport.graph.mixed_types import insert_casts
+from bnexport.graph.nodes import label
+from bnexport.graph.surgery import Surgery
+from bnexport.graph.sync_bn_nodes import is_portable_body, is_sync_batch_norm, training_mode
+from bnexport.graph.whole_inlining import inline_functions
+from bnexport.model_io import load, stage, to_proto, walk
+from bnexport.model_io.read import Source, open_source
+from bnexport.verification import models
+from bnexport.verification.isolated_process import PROCESS
+from bnexport.verification.models import Terms
+from bnexport.verification.verdict import Verification
+
+_STANDARD = frozenset(("", "ai.onnx", "ai.onnx.ml"))
+
+
+@dataclasses.dataclass(frozen=True)
+class InlineResult:
+    """model: without functions; a ModelProto if `source` was one, else an onnx_ir.Model.
+
+    calls: how many calls of each function were replaced, by "domain:name". converted: sync batch norms in inference that
+    became BatchNormalization. foreign: operators outside ONNX's own domains that remain, as "domain:name".
+    """
+
+    model: Any
+    calls: Mapping[str, int]
+    converted: int
+    foreign: tuple[str, ...]
+    verification: Verification | None
+
+    @property
+    def changed(self) -> bool:
+        """Whether there was anything to inline."""
+        return bool(self.calls or self.converted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the command line prints with --json."""
+        return {
+            "changed": self.changed,
+            "calls": dict(self.calls),
+            "converted": self.converted,
+            "foreign": list(self.foreign),
+            "verification": None if self.verification is None else self.verification.to_dict(),
+        }
+
+
+def inline(
+    source: Source,
+    target: str | os.PathLike[str] | None = None,
+    *,
+    verify: bool = True,
+    inputs: Mapping[str, np.ndarray] | Sequence[Mapping[str, np.ndarray]] | None = None,
+    seed: int = 0,
+    samples: int = 2,
+    atol: float | None = None,
+    rtol: float | None = None,
+    timeout: float | None = None,
+    overwrite_input: bool = False,
+    external_data: bool | None = None,
+) -> InlineResult:
+    """Replace every call of a model-local function by its body; write the result to `target` if one is given.
+
+    For runtimes that do not read functions, such as OpenVINO, tract and onnx2torch; for inference, `fold` makes a
+    smaller file.
+
+    Args:
+        source: a path, ModelProto or onnx_ir.Model; never changed.
+        target: the file to write, whole or not at all.
+        verify: run both models in a process of its own and compare their outputs.
+        inputs: as `verify` takes them, and so are seed, samples, atol, rtol and timeout.
+        overwrite_input: allow `target` to be `source`; it is replaced as a whole.
+        external_data: write the weights to a file beside `target`; None where the source has them so, or where
+            one protobuf message cannot hold them.
+
+    Warns:
+        NotVerifiedWarning: `target` was written, and nothing could verify it.
+
+    Raises:
+        UsageError: `target` cannot be written.
+        ModelError: the model is refused: a call that cannot be inlined, or a sync batch norm that trains over several
+            processes, which no standard operators compute.
+        VerificationError: the outputs differ; nothing was written.
+    """
+    terms = Terms(inputs, seed, samples, atol, rtol, timeout)
+    if verify:
+        PROCESS.start()
+    opened = open_source(source)
+    model = opened.model
+    reference = model.clone() if verify else None
+    calls, converted = _inline(model)
+    foreign = sorted({f"{node.domain}:{node.op_type}" for node in walk.nodes(model) if node.domain not in _STANDARD})
+    verification, staged = None, None
+    own = [opened.path] if opened.path else []
+    try:
+        if target is not None:
+            staged = stage(model, target, inputs=own, overwrite_input=overwrite_input, external_data=external_data)
+        if reference is not None and (calls or converted):
+            # What is verified is what was written.
+            candidate = model.clone() if staged is None else load(staged.path)
+            verification = models.compare(reference, candidate, terms, None)
+            if verification.status == "failed":
+                raise VerificationError(
+                    f"the inlined model differs from the original: {verification.reason}; nothing was written"
+                )
+        if staged is not None:
+            staged.commit()
+            if staged.target == opened.path:
+                # Lazy weights refer to the file that has just been replaced.
+                model = load(staged.target)
+            if verification is not None:
+                verification.warn(staged.target, stacklevel=2)
+    finally:
+        if staged is not None:
+            staged.discard()
+    made = to_proto(model) if isinstance(source, onnx.ModelProto) else model
+    return InlineResult(made, calls, converted, tuple(foreign), verification)
+
+
+def _inline(model: ir.Model) -> tuple[dict[str, int], int]:
+    """Inline in place; return the calls of each function and the number of converted sync batch norms."""
+    calls = inline_functions(model, keep=is_portable_body)
+    converted = _convert_inference(model)
+    for node in walk.nodes(model):
+        if is_sync_batch_norm(node) and node.op_identifier() not in model.functions:
+            raise UnsupportedModelError(
+                f"{label(node)}: this {node.op_type} trains and has no body of standard operators, as those of several"
+                " processes and of training steps; it needs the custom-op library, or `bnexport fold` for inference"
+            )
+    calls |= inline_functions(model)
+    if calls or converted:
+        passes.RemoveUnusedNodesPass()(model)
+        passes.RemoveUnusedOpsetsPass()(model)
+    return calls, converted
+
+
+def _convert_inference(model: ir.Model) -> int:
+    """Convert sync batch norms in inference to BatchNormalization; count them."""
+    if not any(is_sync_batch_norm(node) for node in walk.nodes(model)):
+        return 0
+    surgery = Surgery()
+    converted = 0
+    for scope in scopes(model, Options(), surgery):
+        import_standard_operators(scope)
+        done = sync_bn.convert(scope.context, list(scope.graphs), choose=lambda node: not training_mode(node))
+        converted += sum(each.batch_norm is not None for each in done)
+    surgery.sweep()
+    sync_bn.drop_unused_bodies(model)
+    insert_casts(model)
+    return converted
