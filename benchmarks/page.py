@@ -10,26 +10,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from benchmarks import machine
+from benchmarks import aims, machine
+from benchmarks.markdown import Report, setting, table
+from benchmarks.tools import tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-Report = dict[str, Any]
-
-
-def table(header: list[str], rows: Iterable[list[str]], left: int = 1) -> str:
-    """Markdown; the first `left` columns are text, the others numbers."""
-    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
-    lines.insert(1, "|---" * left + "|---:" * (len(header) - left) + "|")
-    return "\n".join(lines)
-
-
-def setting(report: Report, *more: str) -> str:
-    return ", ".join(part for part in (machine.sentence(report), *more) if part) + "."
 
 
 def shape_of(row: Report) -> str:
@@ -95,9 +84,10 @@ def fold(report: Report) -> str:
         inside = tools["bnexport"]["inside"]
         large = case["bytes"] >= 100e6  # below, a copy is over before its clock has started
         cells.append(f"{inside:.2f} s" + (f", {inside / tools['cp']['seconds']:.1f} x cp" if large else ""))
+        cells.append(f"{case['load']:.1f}")
         rows.append([case["case"], *cells])
-    lines = table(["case", *names, "beyond the start"], rows)
-    return f"{setting(report)}\n\n{lines}" if machine.sentence(report) else lines
+    lines = table(["case", *names, "beyond the start", "load"], rows)
+    return f"{machine.sentence(report, load=False)}.\n\n{lines}"
 
 
 def fold_run_time(report: Report) -> str:
@@ -186,11 +176,23 @@ def training_step(report: Report) -> str:
     return f"{how}\n\n{table(header, rows, 2)}"
 
 
+def lower_precision(report: Report) -> str:
+    rows = [
+        [row["precision"], row["batch_norms"], str(row["nodes"]), f"{row['kib']:.0f} KiB"]
+        + [f"{row['accuracy']:.1%}", f"{row['same_predictions']:.1%}", f"{row['rms_difference']:.2%}"]
+        for row in report["rows"]
+    ]
+    header = ["file", "batch norms", "BatchNormalization nodes", "size", "test accuracy", "same predictions"]
+    how = setting(report, f"{report['images']} test images")
+    return f"{how}\n\n{table([*header, 'rms difference'], rows, 2)}"
+
+
 # A generated block: its page, its result, what makes Markdown of it. A benchmark's table joins by a line here.
 BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "ort_cpu": ("performance.md", "ort_cpu.json", ort_cpu),
     "ort_cpu_avx2": ("performance.md", "ort_cpu_avx2.json", ort_cpu),
     "ort_cpu_baseline": ("performance.md", "ort_cpu_baseline.json", ort_cpu),
+    "missed": ("performance.md", "ort_cpu.json", lambda _: aims.missed(aims.load(RESULTS))),
     "torch_operator": ("performance.md", "torch_operator_cpu.json", torch_operator),
     "torch_operator_avx2": ("performance.md", "torch_operator_cpu_avx2.json", torch_operator),
     "fold": ("performance.md", "fold.json", fold),
@@ -201,6 +203,10 @@ BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "parallel_training": ("training.md", "parallel_training.json", parallel_training),
     "conv_gradient": ("performance.md", "conv_gradient.json", conv_gradient),
     "torchscript": ("deploy.md", "torchscript.json", torchscript),
+    "lower_precision": ("guides/quantization.md", "lower_precision.json", lower_precision),
+    "other_tools": ("../README.md", "other_tools.json", tables.other_tools),
+    "other_tools_traps": ("folding.md", "other_tools.json", tables.other_tools_traps),
+    "other_tools_models": ("folding.md", "other_tools.json", tables.other_tools_models),
 }
 
 

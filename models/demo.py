@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import bnexport
+from benchmarks import machine
 from bnexport import model_io
 from models.digits import Digits, load_digits
 from models.resnet import digits_resnet
@@ -96,7 +97,15 @@ def main() -> None:
     picture = folder / "demo.png"
     draw(rows, picture)
     (folder / "demo.json").write_text(
-        json.dumps({"rows": [dataclasses.asdict(row) for row in rows], "training_graph": training_errors}, indent=2)
+        json.dumps(
+            {
+                "machine": machine.describe(),
+                "threads": threads,
+                "rows": [dataclasses.asdict(row) for row in rows],
+                "training_graph": training_errors,
+            },
+            indent=2,
+        )
         + "\n"
     )
     console.print(f"{time.perf_counter() - start:.0f} s; models, table and picture in {folder}/")

@@ -1,0 +1,65 @@
+"""Tables of the comparison with other tools, for README.md and docs/folding.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.markdown import Report, table
+
+EXPORTER, OURS = "torch.onnx.export", "bnexport"
+README_TOOLS = (EXPORTER, "onnxsim", "onnxslim", "onnxscript", "onnxruntime", "onnxruntime-extensions", OURS)
+WORDS = {"folded": "yes", "right": "right", "does not load": "does not load", "wrong result": "**wrong result**"}
+
+
+def word(result: dict[str, Any] | None) -> str:
+    """Returns the cell of one tool in one row."""
+    if result is None:
+        return "-"
+    status = result["status"]
+    if status == f"{result.get('before')} left":
+        return "no"
+    if "is not a registered" in result.get("error", ""):
+        return WORDS["does not load"]
+    return WORDS.get(status, status)
+
+
+def header(report: Report, names: tuple[str, ...]) -> list[str]:
+    return ["", *(f"{name} {report['tools'][name]}" for name in names)]
+
+
+def other_tools(report: Report) -> str:
+    """What each tool makes of one network each."""
+    rows = [row for row in report["rows"].values() if not row["trap"]]
+    cells = [[row["what"], *(word(row["tools"].get(name)) for name in README_TOOLS)] for row in rows]
+    notes = [
+        f"{name} {it['version']} ({it['date']}; {it['source']}) {it['text']}: not run here."
+        for name, it in report["sources"].items()
+    ]
+    return "\n\n".join((table(header(report, README_TOOLS), cells, len(README_TOOLS) + 1), *notes))
+
+
+def other_tools_traps(report: Report) -> str:
+    """What each tool makes of graphs whose fold would change the result."""
+    names = tuple(name for name in report["tools"] if name not in (EXPORTER, "onnxruntime-extensions"))
+    rows = [row for row in report["rows"].values() if row["trap"]]
+
+    def cell(result: dict[str, Any]) -> str:
+        return (
+            "right" if result["status"].endswith((" left", "folded")) else WORDS.get(result["status"], result["status"])
+        )
+
+    cells = [[row["what"], *(cell(row["tools"][name]) for name in names)] for row in rows]
+    return table(header(report, names), cells, len(names) + 1)
+
+
+def other_tools_models(report: Report) -> str:
+    """Batch norms that each tool leaves in real models."""
+    names = tuple(name for name in report["tools"] if name not in (EXPORTER, "onnxruntime-extensions"))
+    rows = []
+    for name, row in report["models"].items():
+        results = [row["tools"][tool] for tool in names]
+        before = next(result["before"] for result in results if "before" in result)
+        cells = (str(result["left"]) if "left" in result else result["status"] for result in results)
+        rows.append([f"`{name}` ({row['package']})", str(before), *cells])
+    head = header(report, names)
+    return table([f"batch norms in {head[0]}".strip(), "before", *head[1:]], rows)
