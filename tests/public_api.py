@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("public_api.txt")
-# What the documents name; everything else may change without notice.
+# What is promised; everything else may change without notice, also where a document names it.
 MODULES = ("bnexport", "bnexport.errors", "bnexport.folding", "bnexport.schema", "bnexport.tolerances")
 
 

@@ -66,14 +66,58 @@ images, labels = torch.randn(6, 3, 224, 224), torch.randint(0, 4, (6,))
 README_CHECKPOINT = 'import torch, package\ntorch.save({"state_dict": package.network().state_dict()}, "weights.pth")'
 
 
+def without_numbers(text: str) -> str:
+    """Errors and bounds differ between processors: any number in exponent form is one."""
+    return re.sub(r"\d(\.\d+)?e-\d+", "#", re.sub(r"onnxruntime [\d.]+", "onnxruntime", text)).strip()
+
+
+def test_the_first_block_of_the_readme_prints_what_follows_it(tmp_path: Path) -> None:
+    ((_, program), *_), ((_, shown), *_) = blocks(README, "python"), blocks(README, "text")
+    assert README.index(program) < README.index(shown)
+    printed = run([("python", program)], tmp_path)
+    assert without_numbers(printed).endswith(without_numbers(shown))
+
+
 def test_the_readme_runs(tmp_path: Path) -> None:
-    python = [("python", README_MODEL), *blocks(README, "python")]
+    python = [("python", f"import bnexport\n{README_MODEL}"), *blocks(README, "python")[1:]]
     shell = [(language, code) for language, code in blocks(README, "sh") if code.startswith("bnexport ")]
     assert len(python) >= 3 and len(shell) >= 2
     (tmp_path / "package.py").write_text(README_MODEL)
     run([*python, ("sh", ""), ("python", README_CHECKPOINT), *shell], tmp_path)
     made = {path.name for path in tmp_path.iterdir()}
     assert {"model.onnx", "kept.onnx", "folded.onnx", "model.pt", "step.onnx", "report.html", "latency.png"} <= made
+
+
+def test_the_readme_begins_with_what_a_newcomer_needs() -> None:
+    """The picture, the installation and the two commands, in this order, before anything else."""
+    order = ["# bnexport", "before_after.svg", "## Install", "pip install '.", "make demo", "make test", "## Try it"]
+    places = [README.index(text) for text in order]
+    assert places == sorted(places)
+    assert README[: places[-1]].count("\n") <= 34
+
+
+def test_no_page_installs_from_an_index_that_has_no_such_package() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    assert [page.name for page in pages if re.search(r"pip install [\"']?bnexport", page.read_text())] == []
+
+
+def test_the_page_on_quantization_shows_lines_of_its_benchmark() -> None:
+    source = (ROOT / "benchmarks/lower_precision.py").read_text()
+    ((_, shown),) = blocks((ROOT / "docs/guides/quantization.md").read_text(), "python")
+    for line in filter(None, (line.strip() for line in shown.splitlines())):
+        assert line in source, line
+
+
+def test_the_page_on_opsets_has_the_ir_versions_that_are_written() -> None:
+    """bnexport.exporting.finish asks onnx for the lowest IR version of an opset, which is 8 at least."""
+    import onnx.helper
+
+    table = re.findall(r"^\| ([\d, ]+) \| (\d+) \|$", (ROOT / "docs/guides/opsets.md").read_text(), re.MULTILINE)
+    shown = {int(opset): int(version) for opsets, version in table for opset in opsets.split(",")}
+    assert sorted(shown) == list(range(18, 24))
+    for opset, version in shown.items():
+        lowest = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
+        assert version == max(lowest, 8), opset
 
 
 def test_the_readme_names_every_command_and_target() -> None:

@@ -229,7 +229,7 @@ void test_columns() {
   }
 }
 
-// The rows of facts/performance.md on an H200: which way, and how many blocks share a channel.
+// The rows of docs/design/gpu_kernels.md on an H200: which way, and how many blocks share a channel.
 void test_known() {
   const DeviceProperties h200 = kDevices[6].properties;
   const auto plan = [&](int64_t N, int64_t C, int64_t S, int32_t dtype, int64_t tensors) {
