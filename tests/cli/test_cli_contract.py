@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import torch
 
 from bnexport.cli import app, main
 from models.resnet import ResNet
-from tests.support import warm
+from tests.support.terminal import on_terminal
 
 
 def tiny():
@@ -183,31 +182,10 @@ main(["--help"])
 
 def on_a_terminal(calls, **environment):
     """What a terminal receives on stdout and stderr."""
-    first, second = pty.openpty()
-    try:
-        process = warm.start(
-            *("-c", ON_A_TERMINAL),
-            stdin=subprocess.PIPE,
-            stdout=second,
-            stderr=second,
-            env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **environment},
-        )
-        os.close(second)
-        process.stdin.write("\n".join("\t".join(map(str, call)) for call in calls).encode())
-        process.stdin.close()
-        received = b""
-        while True:
-            try:
-                part = os.read(first, 65536)
-            except OSError:  # the other side is closed
-                break
-            if not part:
-                break
-            received += part
-        assert process.wait(600) == 0, received.decode()
-        return received.decode()
-    finally:
-        os.close(first)
+    lines = "\n".join("\t".join(map(str, call)) for call in calls)
+    return on_terminal(
+        ON_A_TERMINAL, lines, env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **environment}
+    )
 
 
 def test_no_color_means_no_escape_sequence(folder, tmp_path):

@@ -1,20 +1,16 @@
 """Commands of the README as a user sees them: on a terminal of 80 columns, of 20, and with a locale without UTF-8."""
 
-import fcntl
 import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
 import time
 
 import pytest
 
 from bnexport import stages
 from bnexport.cli import console
-from tests.support import warm
+from tests.support.terminal import on_terminal
 
 SESSION = """
 import sys
@@ -39,33 +35,10 @@ SAID = [
 
 def session(folder, cwd, width, **environment):
     """What a terminal of `width` columns shows, without escape sequences."""
-    first, second = pty.openpty()
-    fcntl.ioctl(second, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-    process = warm.start(
-        *("-c", SESSION),
-        stdin=subprocess.PIPE,
-        stdout=second,
-        stderr=second,
-        cwd=cwd,
-        env={**variables, "TERM": "xterm-256color", **environment},
-    )
-    os.close(second)
-    process.stdin.write(COMMANDS.format(folder).encode())
-    process.stdin.close()
-    received = b""
-    while True:
-        try:
-            part = os.read(first, 65536)
-        except OSError:  # the other side is closed
-            break
-        if not part:
-            break
-        received += part
-    os.close(first)
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", received.decode())
-    assert process.wait(120) == 0, text
-    return text
+    environment = {**variables, "TERM": "xterm-256color", **environment}
+    shown = on_terminal(SESSION, COMMANDS.format(folder), width=width, seconds=120, cwd=cwd, env=environment)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
 
 
 @pytest.mark.parametrize("width", [80, 20])

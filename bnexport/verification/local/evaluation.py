@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -186,10 +185,3 @@ def _equal(mine: Form, theirs: Form) -> Proof:
         bound = max(bound, float(np.max(allowed, initial=0.0)))
     largest = largest or 1.0
     return Proof(worst / largest, bound / largest)
-
-
-@dataclasses.dataclass(frozen=True)
-class Unproved(Exception):
-    """Why a region could be neither proved nor refuted."""
-
-    reason: str

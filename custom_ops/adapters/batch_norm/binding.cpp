@@ -4,6 +4,27 @@
 
 namespace bnexport::adapters {
 
+namespace {
+
+// What both directions say about their tensors, and one thread: whoever computes chooses another number.
+template <class Params>
+Params described(const Extents& e, const Attributes& attributes, int32_t dtype, int32_t stats_dtype) {
+  Params params{};
+  params.struct_size = sizeof(params);
+  params.dtype = dtype;
+  params.stats_dtype = stats_dtype;
+  params.layout = BNEXPORT_NCS;
+  params.N = e.N;
+  params.C = e.C;
+  params.S = e.S;
+  params.training = attributes.training;
+  params.stats_mode = attributes.stats_mode;
+  params.threads = 1;
+  return params;
+}
+
+}  // namespace
+
 Attributes read_attributes(const AttributeReader& read) {
   Attributes a;
   a.node = read.node();
@@ -22,17 +43,11 @@ Attributes read_attributes(const AttributeReader& read) {
 }
 
 ForwardBinding bind_forward(const Run& run, const Attributes& attributes, int32_t dtype, int32_t stats_dtype) {
-  ForwardBinding bound;
-  bnexport_forward& params = bound.params;
   const Tensor x = run.input(0);
   const Extents e = extents(run, "input", x.shape);
-  params.struct_size = sizeof(params);
-  params.dtype = dtype;
-  params.stats_dtype = stats_dtype;
-  params.layout = BNEXPORT_NCS;
-  params.N = e.N;
-  params.C = e.C;
-  params.S = e.S;
+  ForwardBinding bound;
+  bnexport_forward& params = bound.params;
+  params = described<bnexport_forward>(e, attributes, dtype, stats_dtype);
   params.x = x.data;
   params.running_mean = run.statistic(1, e.C);
   params.running_var = run.statistic(2, e.C);
@@ -40,10 +55,7 @@ ForwardBinding bind_forward(const Run& run, const Attributes& attributes, int32_
   params.bias = run.statistic(4, e.C);
   params.momentum = attributes.momentum;
   params.eps = attributes.eps;
-  params.training = attributes.training;
-  params.stats_mode = attributes.stats_mode;
   params.group_size = attributes.training ? attributes.group_size : 1;
-  params.threads = 1;
   if (!params.training && (params.running_mean == nullptr || params.running_var == nullptr)) {
     run.fail(std::string("input '") + (params.running_mean == nullptr ? "running_mean" : "running_var") +
              "' is missing, expected running statistics because training_mode is 0");
@@ -67,20 +79,14 @@ ForwardBinding bind_forward(const Run& run, const Attributes& attributes, int32_
 
 BackwardBinding bind_backward(const Run& run, const schema::Operator& op, const Attributes& attributes, int32_t dtype,
                               int32_t stats_dtype) {
-  BackwardBinding bound;
-  bnexport_backward& params = bound.params;
   const Tensor dy = run.input(0), x = run.input(1);
   if (dy.shape != x.shape) {
     run.fail("input 'grad_output': got shape " + text(dy.shape) + ", expected " + text(x.shape) + ", that of 'input'");
   }
   const Extents e = extents(run, "input", x.shape);
-  params.struct_size = sizeof(params);
-  params.dtype = dtype;
-  params.stats_dtype = stats_dtype;
-  params.layout = BNEXPORT_NCS;
-  params.N = e.N;
-  params.C = e.C;
-  params.S = e.S;
+  BackwardBinding bound;
+  bnexport_backward& params = bound.params;
+  params = described<bnexport_backward>(e, attributes, dtype, stats_dtype);
   params.dy = dy.data;
   params.x = x.data;
   params.weight = run.statistic(2, e.C);
@@ -90,10 +96,7 @@ BackwardBinding bind_backward(const Run& run, const schema::Operator& op, const 
     run.fail(std::string("input '") + (bound.saved_mean == nullptr ? "saved_mean" : "saved_invstd") +
              "' is missing, expected the forward's output");
   }
-  params.training = attributes.training;
-  params.stats_mode = attributes.stats_mode;
   params.grad_reduction = attributes.grad_reduction;
-  params.threads = 1;
 
   const std::vector<int64_t> channels = {e.C};
   for (const size_t index : {size_t{1}, size_t{2}}) {
