@@ -278,7 +278,7 @@ void test_after_fork() {
 
 // test_kernels [elements]: only shapes of at most that many, for an emulator.
 int main(int count, char** arguments) {
-  test_shapes(count > 1 ? std::atoll(arguments[1]) : INT64_MAX);
+  test_shapes(count > 1 ? std::strtoll(arguments[1], nullptr, 10) : INT64_MAX);
   test_every_half();
   if (count > 1) return 0;
   test_tasks_allocate_nothing();

@@ -31,7 +31,7 @@ _ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "stride
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
-    weight, view = _grouped(node, axis, search.context)
+    weight, view = grouped(node, axis, search.context, _ATTRIBUTES)
     if weight.shape[0] != affine.channels:
         raise Refused("shape", f"Conv makes {weight.shape[0]} channels, the map has {affine.channels}")
     rows = (view[0], view[1], *[1] * (len(view) - 2))
@@ -43,7 +43,7 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
     if index != 0:
         raise Refused("not-data", "the map would change a Conv's weight or bias that is not a constant")
-    weight, view = _grouped(node, axis, search.context)
+    weight, view = grouped(node, axis, search.context, _ATTRIBUTES)
     if view[0] * view[2] != affine.channels:
         raise Refused("shape", f"Conv reads {view[0] * view[2]} channels, the map has {affine.channels}")
     columns = (view[0], 1, view[2], *[1] * (len(view) - 3))
@@ -79,15 +79,19 @@ def add_to_bias(
     search.plan.replace(node, 2, bias + total.reshape(-1), dtype, f"{node.op_type} bias", size)
 
 
-def _grouped(node: ir.Node, axis: int, context: Context) -> tuple[Described, tuple[int, ...]]:
-    """Return the weight, and its shape as (groups, rows, columns, kernel...)."""
-    only_attributes(node, _ATTRIBUTES)
+def grouped(
+    node: ir.Node, axis: int, context: Context, attributes: tuple[str, ...]
+) -> tuple[Described, tuple[int, ...]]:
+    """Return the weight, and its shape as (groups, rows, columns, kernel...); a ConvTranspose's has input channels as
+    rows.
+    """
+    only_attributes(node, attributes)
     if axis != 1:
-        raise Refused("axis", f"the map acts on axis {axis}, a Conv's channels are axis 1")
-    weight = context.constants.describe(input_at(node, 1), "Conv weight")
+        raise Refused("axis", f"the map acts on axis {axis}, a {node.op_type}'s channels are axis 1")
+    weight = context.constants.describe(input_at(node, 1), f"{node.op_type} weight")
     group = get_int(node, "group", 1)
     if weight.ndim < 3 or group < 1 or weight.shape[0] % group:
-        raise Refused("shape", f"a Conv weight of shape {weight.shape} with {group} groups")
+        raise Refused("shape", f"a {node.op_type} weight of shape {weight.shape} with {group} groups")
     return weight, (group, weight.shape[0] // group, *weight.shape[1:])
 
 

@@ -16,18 +16,17 @@ import math
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
-from bnexport.folding.context import Context
 from bnexport.folding.placing.search import Rule, Search
-from bnexport.folding.rules.conv import add_to_bias, map_bias
+from bnexport.folding.rules.conv import add_to_bias, grouped, map_bias
 from bnexport.graph.constants import Described
-from bnexport.graph.nodes import get_int, get_ints, get_string, input_at, only_attributes
+from bnexport.graph.nodes import get_ints, get_string
 from bnexport.graph.refusal import Refused
 
 _ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "output_padding", "output_shape", "pads", "strides")
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
-    weight, view = _grouped(node, axis, search.context)
+    weight, view = grouped(node, axis, search.context, _ATTRIBUTES)
     if view[0] * view[2] != affine.channels:
         raise Refused("shape", f"ConvTranspose makes {view[0] * view[2]} channels, the map has {affine.channels}")
     columns = (view[0], 1, view[2], *[1] * (len(view) - 3))
@@ -39,7 +38,7 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
     if index != 0:
         raise Refused("not-data", "the map would change a ConvTranspose's weight or bias that is not a constant")
-    weight, view = _grouped(node, axis, search.context)
+    weight, view = grouped(node, axis, search.context, _ATTRIBUTES)
     if weight.shape[0] != affine.channels:
         raise Refused("shape", f"ConvTranspose reads {weight.shape[0]} channels, the map has {affine.channels}")
     rows = (view[0], view[1], *[1] * (len(view) - 2))
@@ -56,18 +55,6 @@ def _pointwise(node: ir.Node, weight: Described) -> bool:
     ones = all(stride == 1 for stride in get_ints(node, "strides") or ())
     zeros = not any(get_ints(node, "pads") or ()) and not any(get_ints(node, "output_padding") or ())
     return plain and ones and zeros and all(size == 1 for size in weight.shape[2:])
-
-
-def _grouped(node: ir.Node, axis: int, context: Context) -> tuple[Described, tuple[int, ...]]:
-    """Return the weight, and its shape as (groups, input channels, output channels, kernel...)."""
-    only_attributes(node, _ATTRIBUTES)
-    if axis != 1:
-        raise Refused("axis", f"the map acts on axis {axis}, a ConvTranspose's channels are axis 1")
-    weight = context.constants.describe(input_at(node, 1), "ConvTranspose weight")
-    group = get_int(node, "group", 1)
-    if weight.ndim < 3 or group < 1 or weight.shape[0] % group:
-        raise Refused("shape", f"a ConvTranspose weight of shape {weight.shape} with {group} groups")
-    return weight, (group, weight.shape[0] // group, *weight.shape[1:])
 
 
 RULE = Rule("conv_transpose", ("ConvTranspose",), backward, forward)
