@@ -20,8 +20,6 @@ constexpr int kBatch = 4;
 // The units index, index + blockDim, .. of a thread. `full`: all of them lie in the range and are whole.
 template <class E, bool full>
 struct Batch {
-  static constexpr uint32_t kFull = static_cast<uint32_t>((uint64_t{1} << (kBatch * E::kWidth)) - 1);
-
   uint32_t index;
   int64_t offset[kBatch];
   uint32_t mask = 0;  // of unit i, from bit i * width on

@@ -129,7 +129,6 @@ BNEXPORT_DEVICE void await(const uint32_t* counter, uint32_t count) {
   __threadfence();
 }
 
-BNEXPORT_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 BNEXPORT_DEVICE int count_bits(uint32_t bits) { return __popc(bits); }
 // Within 2 ulp; for shares of counts.
 BNEXPORT_DEVICE float divide_fast(float a, float b) { return __fdividef(a, b); }
