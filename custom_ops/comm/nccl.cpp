@@ -172,7 +172,7 @@ class NcclCommunicator::State {
   struct Pending {
     cudaEvent_t start, end;
     bool started = false;
-    Clock::time_point deadline{};
+    Clock::time_point deadline;
   };
 
   // A blocking communicator costs no polling at each gather, but joining blocks for as long as a peer does
@@ -234,7 +234,7 @@ class NcclCommunicator::State {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
     const bool watched = capture == cudaStreamCaptureStatusNone;
-    const cudaEvent_t start = watched ? record(stream) : nullptr;
+    cudaEvent_t start = watched ? record(stream) : nullptr;
     {
       const std::scoped_lock lock(mutex_);
       if (!failure_.empty()) throw NcclError(failure_);
@@ -247,7 +247,7 @@ class NcclCommunicator::State {
     if (!failure_.empty()) throw NcclError(failure_);
     check(nccl_, result, "ncclAllGather");
     if (!watched) return;
-    pending_.push_back({start, record(stream)});
+    pending_.push_back({start, record(stream), false, {}});
     wake_.notify_all();
   }
 
@@ -310,10 +310,11 @@ class NcclCommunicator::State {
     }
     if (query == cudaErrorNotReady) {
       Pending& first = pending_.front();
-      if (!first.started && (query = cudaEventQuery(first.start)) == cudaSuccess) {
-        first.started = true;
-        first.deadline = deadline();
-      } else if (first.started && Clock::now() >= first.deadline) {
+      if (!first.started) {
+        query = cudaEventQuery(first.start);
+        first.started = query == cudaSuccess;
+        if (first.started) first.deadline = deadline();
+      } else if (Clock::now() >= first.deadline) {
         return fail(too_late("an all-gather"));
       }
     }
@@ -340,7 +341,7 @@ class NcclCommunicator::State {
   std::mutex events_;  // free_
   std::condition_variable wake_;
   bool stop_ = false, calling_ = false;
-  Clock::time_point call_deadline_{};
+  Clock::time_point call_deadline_;
   std::string failure_;
   std::deque<Pending> pending_;
   std::vector<cudaEvent_t> free_;

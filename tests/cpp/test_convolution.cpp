@@ -163,7 +163,7 @@ void test_memory_of_groups() {
   s.kernel = {3, 3};
   s.stride = s.dilation = s.padding = {1, 1};
   Draw draw{std::mt19937_64(2)};
-  const Floats x = draw.values(s.batch * s.channels * 28 * 28), weight = draw.values(128 * 4 * 9);
+  const Floats x = draw.values(s.batch * s.channels * 28 * 28), weight = draw.values(int64_t{128} * 4 * 9);
   Floats result(x.size());
   for (const int kernel : {3, 1}) {
     s.kernel = {kernel, kernel};
@@ -186,6 +186,7 @@ void test_memory_of_groups() {
 int main(int count, char** arguments) {
   test_memory_of_groups();
   Draw draw{std::mt19937_64(1)};
-  for (int i = 0; i < (count > 1 ? std::atoi(arguments[1]) : 400); ++i) test(draw);
+  const int64_t cases = count > 1 ? std::strtoll(arguments[1], nullptr, 10) : 400;
+  for (int64_t i = 0; i < cases; ++i) test(draw);
   return 0;
 }

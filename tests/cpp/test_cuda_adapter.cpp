@@ -157,6 +157,7 @@ void threads_share_a_session() {
   FakeQueue streams[4];
   const Operator op("MMCVSyncBatchNorm");
   std::vector<std::thread> threads;
+  threads.reserve(4);
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&, t] {
       FakeQueue& stream = streams[t];

@@ -27,12 +27,13 @@ void small_launches_ask_for_nothing() {
 
 void concurrent_launches_keep_their_memory() {
   std::vector<std::thread> threads;
+  threads.reserve(4);
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([t] {
       const int device = t % 2;
       cudaSetDevice(device);
       for (int i = 0; i < 500; ++i) {
-        const int64_t shared = (50 + (t * 31 + i) % 170) * 1024;
+        const int64_t shared = int64_t{50 + (t * 31 + i) % 170} * 1024;
         CHECK(allow(&kernels[0], device, shared, 4, kMost) == cudaSuccess);
         CHECK(limit(0, device, cudaFuncAttributeMaxDynamicSharedMemorySize) >= shared);
         CHECK(limit(0, device, cudaFuncAttributePreferredSharedMemoryCarveout) == cudaSharedmemCarveoutMaxShared);

@@ -286,8 +286,8 @@ BNEXPORT_INLINE NativeF load_bfloat16(const void* from) {
 
 // float32 -> bfloat16, to nearest, ties to even: add half an ulp less one, and one more where the kept part is
 // odd. What carries into the sign must not be a NaN: the lower half of one must be zero, as it is in results of
-// arithmetic with bfloat16 values and with `quiet` coefficients. A test of each value for NaN would cost as
-// much as the rounding.
+// arithmetic with bfloat16 values and with coefficients that bands.h has seen to. A test of each value for NaN
+// would cost as much as the rounding.
 #if defined(__AVX512F__)
 template <bool stream>
 BNEXPORT_INLINE void store_bfloat16(void* to, NativeF value) {
@@ -312,12 +312,6 @@ BNEXPORT_INLINE void store_bfloat16(void* to, NativeF a, NativeF b) {
   store_bytes<stream>(to, upper_halves(rounded_to_bfloat16(a), rounded_to_bfloat16(b)));
 }
 #endif
-
-// A NaN that survives the rounding of bfloat16, whatever the bits of `value` are if it is one.
-template <class Number>
-BNEXPORT_INLINE Number quiet(Number value) {
-  return value == value ? value : static_cast<Number>(__builtin_nanf(""));
-}
 
 }  // namespace
 }  // namespace bnexport::cpu

@@ -222,7 +222,7 @@ void test_columns() {
         const LaunchPlan plan = launch_plan(p, device.properties);
         CHECK(plan.parts == 1 || plan.blocks <= blocks);  // one wave
         CHECK(plan.tiles > blocks || plan.blocks > blocks / 2);
-        const double bytes = static_cast<double>(p.N * p.C * p.S * size_of(dtype));
+        const auto bytes = static_cast<double>(p.N * p.C * p.S * size_of(dtype));
         CHECK(static_cast<double>(2 * plan.parts * C * kPartBytes) <= 0.06 * 3 * bytes);
       }
     }
