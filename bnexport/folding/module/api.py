@@ -23,13 +23,15 @@ from bnexport.sync_bn.convert import become, replace, split_activation, to_plain
 from bnexport.sync_bn.copies import copy_model
 from bnexport.sync_bn.recognition import is_sync_batch_norm
 from bnexport.verification import modules
+from bnexport.verification.module_proof import ModuleFold, prove_module
+from bnexport.verification.verdict import Method, as_method
 
 
 def fold_module(
     model: nn.Module,
     example_inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
     *,
-    verify: bool = True,
+    verify: bool | Method = True,
     only: Iterable[str] | None = None,
     skip: Iterable[str] = (),
     max_scale: float = 1e6,
@@ -52,7 +54,9 @@ def fold_module(
     Args:
         example_inputs: a tensor, or those of the positional parameters. Other parameters keep their
             defaults, and it is for such calls that the folded module equals the model.
-        verify: run both on example_inputs, where they are given, and compare; hooks run, too.
+        verify: "local" proves each fold where it stands, in float64, and that everything else is the same; "whole" runs
+            both modules on example_inputs and compares, hooks run, too; "both" does both. True is "both" where
+            example_inputs are given and "local" elsewhere, False is nothing.
         only: paths of the batch norms to fold, as the report shows them; None for all. `parallel` stands for all merges
             of branches.
         skip: paths of batch norms to leave alone; `parallel` for branches.
@@ -69,11 +73,17 @@ def fold_module(
         raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     inputs = _inputs(example_inputs)
     options = ModuleOptions(None if only is None else as_names("only", only), as_names("skip", skip), max_scale)
-    folded, report = fold_copy(model, inputs, options)
-    if verify and inputs is not None and report.changed:
-        original = copy_model(model, share_parameters=True).eval()
-        result = modules.compare(original, copy_model(folded, share_parameters=True), inputs)
-        if result.status == "failed":
+    method = as_method(verify)
+    if verify == "whole" and inputs is None:
+        raise UsageError('verify: got "whole", which needs example_inputs; expected "local", or example_inputs')
+    folded, report = fold_copy(model, inputs, options, prove=method not in (None, "whole"))
+    if method is not None and report.changed:
+        result = report.verification
+        if method != "local" and inputs is not None and (result is None or result.status != "failed"):
+            original = copy_model(model, share_parameters=True).eval()
+            whole = modules.compare(original, copy_model(folded, share_parameters=True), inputs)
+            result = whole if result is None else result.joined(whole)
+        if result is not None and result.status == "failed":
             raise VerificationError(f"the folded module differs from the original: {result.reason}")
         report = dataclasses.replace(report, verification=result)
     folded.fold_report = report  # type: ignore[assignment]
@@ -81,9 +91,9 @@ def fold_module(
 
 
 def fold_copy(
-    model: nn.Module, inputs: tuple[torch.Tensor, ...] | None, options: ModuleOptions
+    model: nn.Module, inputs: tuple[torch.Tensor, ...] | None, options: ModuleOptions, *, prove: bool = False
 ) -> tuple[nn.Module, FoldReport]:
-    """Fold a copy; return it and its report, not compared with `model`."""
+    """Fold a copy; return it and its report, not compared with `model`. prove: each fold, where it stands."""
     if isinstance(model, torch.jit.ScriptModule):
         raise UsageError(f"model: got a {type(model).__name__}; fold the module that it was made from")
     training = {path for path, module in model.named_modules() if module.training}
@@ -95,11 +105,14 @@ def fold_copy(
         check_names(option, names - {PARALLEL}, norms, norms, "the model")
     taken_apart = _take_activations_apart(work)
     inner = {path: f"{path}.norm" for path in taken_apart}
+    unfolded = copy_model(work, share_parameters=True) if prove else None
     first = parts.trace(work, inputs)
     merged = _merge_branches(work, first, _with_names(options, inner))
     sites = (
         merged + ModuleFolder(work, parts.trace(work, inputs) if merged else first, _with_names(options, inner)).run()
     )
+    folds = _folds(sites)
+    proof = None if unfolded is None or not folds else prove_module(unfolded, work, inputs, folds)
     outer = {path: name for name, path in inner.items()}
     sites = [dataclasses.replace(site, nodes=tuple(outer.get(path, path) for path in site.nodes)) for site in sites]
     folded = ", ".join(site.nodes[0] for site in sites if site.outcome == "folded")
@@ -113,8 +126,15 @@ def fold_copy(
         before=before,
         after=_count(work),
         meaning_changed=any(site.outcome == "folded" and site.nodes[0] in training for site in sites),
+        verification=proof,
     )
     return work, report
+
+
+def _folds(sites: Iterable[SiteReport]) -> list[ModuleFold]:
+    """Return what the proof is given of each site that changed."""
+    changed = (site for site in sites if site.outcome in ("folded", "merged"))
+    return [ModuleFold(" + ".join(site.nodes), (*site.nodes, *site.targets)) for site in changed]
 
 
 def _merge_branches(work: nn.Module, trace: tracing.Trace, options: ModuleOptions) -> list[SiteReport]:

@@ -217,7 +217,10 @@ def test_without_example_inputs():
     net = trained(nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)))
     folded = fold_and_check(net, X2, example=False)
     assert left(folded) == []
-    assert folded.fold_report.verification is None
+    verification = folded.fold_report.verification
+    assert (verification.status, verification.method) == ("passed", "local")
+    with pytest.raises(bnexport.errors.UsageError, match='verify: got "whole", which needs example_inputs'):
+        bnexport.fold_module(net, verify="whole")
 
 
 def test_only_and_skip():
@@ -279,11 +282,14 @@ def test_outputs_that_decide_nothing(factor, eps, reason):
     with torch.no_grad():
         net[2].running_mean.copy_(net[1](torch.ones(1, 4, 3, 3)).double().mean((0, 2, 3)))
         net[2].bias.zero_()
-    folded = bnexport.fold_module(net, X2, max_scale=1e9)
+    folded = bnexport.fold_module(net, X2, max_scale=1e9, verify="whole")
     assert left(folded) == []
     verification = folded.fold_report.verification
     assert verification.status == "not_verified"
     assert reason in verification.reason
+    # The fold itself is proved, whatever the model's outputs show.
+    verification = bnexport.fold_module(net, X2, max_scale=1e9).fold_report.verification
+    assert (verification.status, verification.method) == ("passed", "local")
 
 
 @pytest.mark.parametrize("shift", [-0.2, 0.0], ids=["hidden-by-the-shift", "shown"])

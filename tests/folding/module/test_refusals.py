@@ -215,14 +215,22 @@ def test_a_wrong_fold_is_found(monkeypatch):
     monkeypatch.setattr(folder.Layer, "write", wrong)
     net = trained(nn.Sequential(conv(), norm()))
     with pytest.raises(VerificationError, match="the folded module differs from the original: output 'output'"):
-        bnexport.fold_module(net, X2)
+        bnexport.fold_module(net, X2, verify="whole")
+    for inputs in (X2, None):
+        with pytest.raises(
+            VerificationError, match=r"from the original: site 1: at model_1: the bias of channel \d differs"
+        ):
+            bnexport.fold_module(net, inputs)
     bnexport.fold_module(net, X2, verify=False)
 
 
 def test_random_models_are_not_called_verified():
+    """By their outputs; the fold itself is proved."""
     net = trained(Called(lambda m, x: torch.rand_like(m.n(m.c(x))), c=conv(), n=norm()))
-    result = bnexport.fold_module(net, X2).fold_report.verification
+    result = bnexport.fold_module(net, X2, verify="whole").fold_report.verification
     assert (result.status, result.reason) == ("not_verified", "the model draws random numbers")
+    result = bnexport.fold_module(net, X2).fold_report.verification
+    assert (result.status, result.method, [proof.method for proof in result.sites]) == ("passed", "local", ["proved"])
 
 
 def test_optional_arguments_keep_their_defaults():

@@ -1,0 +1,152 @@
+"""Folds of torch modules, proved by a checker that shares nothing with the folder."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bnexport
+from bnexport.sync_bn.copies import copy_model
+from bnexport.verification.module_proof import ModuleFold, prove_module
+from bnexport.verification.verdict import Verification
+
+
+def trained(model: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            nn.init.normal_(module.running_mean)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias)
+    return model.eval()
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.n = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.b, self.m = nn.Conv2d(8, 8, 3, padding=1, bias=False, padding_mode="reflect"), nn.BatchNorm2d(8)
+        self.t, self.p = nn.ConvTranspose2d(8, 6, 2, stride=2), nn.BatchNorm2d(6)
+        self.f, self.k = nn.Linear(6, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.n(self.a(x)))
+        x = x + self.m(self.b(x))
+        return self.k(self.f(self.p(self.t(x)).mean((2, 3))))
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c3, self.n3 = nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3)
+        self.c1, self.n1 = nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3)
+        self.ni = nn.BatchNorm2d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.n3(self.c3(x)) + self.n1(self.c1(x)) + self.ni(x))
+
+
+class Forward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n, self.c = nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3)
+        self.p, self.l = nn.BatchNorm2d(4), nn.Linear(4 * 36, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.l(torch.flatten(self.p(torch.relu(self.c(self.n(x)))), 1))
+
+
+class Undecided(nn.Module):
+    """Code that looks at values: only its part is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+        self.rest = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.rest(self.part(x))
+        return y if y.sum() > 0 else 2 * y
+
+
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "residual": Residual,
+    "branches": Branches,
+    "forward": Forward,
+    "undecided": Undecided,
+}
+
+
+def proved(original: nn.Module, folded: nn.Module) -> Verification:
+    """The proof of what the report of `folded` says."""
+    changed = [site for site in folded.fold_report.sites if site.outcome in ("folded", "merged")]
+    folds = [ModuleFold(site.nodes[0], (*site.nodes, *site.targets)) for site in changed]
+    return prove_module(original, folded, (X,), folds)
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_fold_is_proved(name: str, dtype: torch.dtype) -> None:
+    net = trained(NETS[name]()).to(dtype)
+    report = bnexport.fold_module(net, X.to(dtype)).fold_report
+    assert report.verification.passed
+    assert report.verification.method == "both"
+    assert report.changed
+    assert {proof.method for proof in report.verification.sites} == {"proved"}
+    assert len(report.proofs) == len(report.verification.sites)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_each_changed_tensor_is_found(name: str) -> None:
+    """Four units in the last place of the largest, in any parameter or buffer that the folded module has."""
+    net = trained(NETS[name]())
+    folded = bnexport.fold_module(net, X, verify=False)
+    assert proved(net, folded).passed
+    count = 0
+    for path, tensor in folded.state_dict().items():
+        if not tensor.is_floating_point():
+            continue
+        wrong = copy_model(folded)
+        wrong.fold_report = folded.fold_report
+        target = wrong.state_dict()[path]
+        flat = target.view(-1)
+        largest = float(flat.abs().max())
+        flat[0] += 4 * float(np.spacing(np.float32(largest)))
+        count += 1
+        assert proved(net, wrong).status == "failed", path
+    assert count > 1
+
+
+def test_a_changed_attribute_is_found() -> None:
+    net = trained(Residual())
+    folded = bnexport.fold_module(net, X, verify=False)
+    for change in ({"padding": (0, 0), "_reversed_padding_repeated_twice": [0, 0, 0, 0]}, {"stride": (2, 2)}):
+        wrong = copy_model(folded)
+        wrong.fold_report = folded.fold_report
+        vars(wrong.a).update(change)
+        assert proved(net, wrong).status == "failed", change
+
+
+def test_a_changed_rest_is_found() -> None:
+    """Outside every fold, in a module that is not traced."""
+    net = trained(Undecided())
+    folded = bnexport.fold_module(net, X, verify=False)
+    folded.rest = copy.deepcopy(folded.rest)
+    folded.rest.weight.data[0, 0] += 1
+    verdict = proved(net, folded)
+    assert verdict.status == "failed"
+    assert "rest.weight changed and belongs to no fold" in verdict.reason
+
+
+def test_what_cannot_be_proved_says_why() -> None:
+    """A Linear behind a flattening, whose sizes only inputs tell."""
+    verdict = bnexport.fold_module(trained(Forward())).fold_report.verification
+    assert verdict.status == "not_verified"
+    assert "the sizes of its inputs are not known" in verdict.reason
