@@ -8,6 +8,7 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,10 @@ def check(path: Path, before: int, after: int) -> None:
     verification = report.verification
     assert verification is not None
     assert verification.passed, verification
+    assert len(verification.sites) == sum(site.outcome in ("folded", "merged") for site in report.sites)
+    print(path.name, Counter(proof.method for proof in verification.sites))
+    for proof in verification.sites:
+        assert proof.method == "proved", proof
     # In front of a final Sigmoid or Softmax where there is one: relative to the largest value.
     saturated = {output.name.split(" (before")[0] for output in verification.outputs if "(before" in output.name}
     for output in verification.outputs:
