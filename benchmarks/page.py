@@ -187,6 +187,23 @@ def lower_precision(report: Report) -> str:
     return f"{how}\n\n{table([*header, 'rms difference'], rows, 2)}"
 
 
+def foreign_folds(report: Report) -> str:
+    names = [name for name, version in report["versions"].items() if version]
+    rows: list[list[str]] = []
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for row in report["rows"]:
+        marks = {name: row["tools"][name] for name in names}
+        shown = (f"**{it['mark']}**" if it["mark"] == "refuted" else it["mark"] for it in marks.values())
+        rows.append([row["model"], *shown])
+        for name, mark in marks.items():
+            if mark["reason"]:
+                key = row["model"], mark["mark"], mark["reason"].replace("|", "\\|")
+                reasons.setdefault(key, []).append(name)
+    header = ["model", *(f"{name} {report['versions'][name]}" for name in names)]
+    why = [[model, ", ".join(tools), mark, reason] for (model, mark, reason), tools in reasons.items()]
+    return f"{table(header, rows, len(header))}\n\n{table(['model', 'tool', 'mark', 'why'], why, 4)}"
+
+
 # A generated block: its page, its result, what makes Markdown of it. A benchmark's table joins by a line here.
 BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "ort_cpu": ("performance.md", "ort_cpu.json", ort_cpu),
@@ -202,6 +219,7 @@ BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "training_step_avx2": ("performance.md", "training_step_avx2.json", training_step),
     "parallel_training": ("training.md", "parallel_training.json", parallel_training),
     "conv_gradient": ("performance.md", "conv_gradient.json", conv_gradient),
+    "foreign_folds": ("folding.md", "foreign_folds.json", foreign_folds),
     "torchscript": ("deploy.md", "torchscript.json", torchscript),
     "lower_precision": ("guides/quantization.md", "lower_precision.json", lower_precision),
     "other_tools": ("../README.md", "other_tools.json", tables.other_tools),

@@ -192,6 +192,14 @@ def verdict(result: Any, *, wanted: bool = True) -> str:
     return f"verification {result.status}: {result.summary()}"
 
 
+def _proofs(sites: Any) -> list[Any]:
+    """Return a table of the folds that were proved, or only those that were not where there are many."""
+    shown = sites if is_verbose() else [site for site in sites if site.method != "proved"]
+    rows = [(site.site, site.method, f"{site.error:.2g}", f"{site.bound:.2g}", site.reason) for site in shown]
+    columns = ("fold of", "mark", "error", "bound", "")
+    return [table(f"{len(shown)} of {len(sites)} folds", columns, rows, right=columns[2:4])] if rows else []
+
+
 @app.command()
 def verify(
     reference: Annotated[Path, typer.Argument(metavar="A", help="The reference.")],
@@ -200,6 +208,13 @@ def verify(
     seed: Seed = 0,
     atol: Atol = None,
     rtol: Rtol = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="local|whole|both",
+            help="Prove the folds that tell A and B apart (local), run both models (whole), or both.",
+        ),
+    ] = "both",
     report: Annotated[
         Path | None,
         typer.Option(
@@ -223,6 +238,7 @@ def verify(
             atol=atol,
             rtol=rtol,
             providers=provider or (),
+            method=_method(True, method),
             report=report,
         )
     rows = [
@@ -238,6 +254,7 @@ def verify(
     ]
     columns = ("output", "type", "largest difference", "relative", "allowed", "")
     tables = [table(f"{reference} and {candidate}", columns, rows, right=columns[2:4])] if rows else []
+    tables += _proofs(result.sites)
     if result.passed:
         say(verdict(result))
         detail(f"verified with {result.samples} sets of inputs, seed {result.seed}")

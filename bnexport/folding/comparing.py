@@ -9,13 +9,13 @@ from typing import Any
 
 from bnexport.errors import UsageError
 from bnexport.folding.folder import convert_model
-from bnexport.folding.proving import prove_report
+from bnexport.folding.proving import prove_report, prove_unaided
 from bnexport.folding.reporting.report import FoldReport
 from bnexport.model_io.read import Source, open_source
 from bnexport.runtime.injection import check_providers
 from bnexport.verification import models
 from bnexport.verification.models import Inputs, Terms
-from bnexport.verification.verdict import Verification
+from bnexport.verification.verdict import Method, Verification
 
 Report = FoldReport | Mapping[str, Any] | str | os.PathLike[str]
 # Bytes of a report: some 100,000 sites.
@@ -32,10 +32,11 @@ def verify(
     atol: float | None = None,
     rtol: float | None = None,
     timeout: float | None = None,
+    method: Method = "both",
     report: Report | None = None,
     providers: Sequence[str] = (),
 ) -> Verification:
-    """Run both models on the same inputs and compare every output, or prove a fold from its report.
+    """Run both models on the same inputs and compare every output; prove the folds that tell them apart.
 
     What cannot be run, crashes or takes too long is a result, not an error.
 
@@ -48,6 +49,9 @@ def verify(
         atol: absolute bound instead of the table's (`bnexport/tolerances.py`).
         rtol: bound relative to each value of the reference; what is not given of the two is 0 then.
         timeout: seconds for both models together; None for no limit.
+        method: "local" finds where the candidate folds batch norms of the reference, whatever tool did it, and proves or
+            refutes each fold in float64; nothing is run. "whole" runs both models. "both" does both, or "whole" where
+            atol or rtol is given.
         report: of the fold that made `candidate` of `reference`: a FoldReport, its `to_dict()`, or the path of its JSON.
             Then nothing is run: each fold is proved where it stands, in float64, and everything else has to be equal.
         providers: execution providers of ONNX Runtime that run the candidate; the reference runs on the CPU.
@@ -56,13 +60,22 @@ def verify(
         ModelError: a file is refused.
         UsageError: `report` is no fold report, or a provider is none of this ONNX Runtime's.
     """
+    if method not in ("local", "whole", "both"):
+        raise UsageError(f'method: got {method!r}, expected "local", "whole" or "both"')
     if report is not None:
         data = _report_of(report)
         return prove_report(open_source(reference).model, open_source(candidate).model, data)
     first, second = open_source(reference).model, open_source(candidate).model
     chosen = tuple(check_providers(providers))
+    # Bounds of the caller's are for models that differ by more than a fold.
+    whole = method == "whole" or (method == "both" and (atol is not None or rtol is not None))
+    proof = None if whole else prove_unaided(first, second)
+    if proof is not None and method == "local":
+        return proof
     terms = Terms(inputs, seed, samples, atol, rtol, timeout, providers=chosen)
-    return models.compare_or_convert(first, second, terms, convert_model)
+    result = models.compare_or_convert(first, second, terms, convert_model)
+    # Where nothing was folded the proof is about nothing.
+    return result if proof is None or not proof.sites else proof.joined(result)
 
 
 def _report_of(report: Report) -> Mapping[str, Any]:
@@ -72,10 +85,12 @@ def _report_of(report: Report) -> Mapping[str, Any]:
     if isinstance(report, Mapping):
         return report
     try:
-        if os.path.getsize(report) > _LARGEST:
+        with open(report, "rb") as file:
+            # A device or a pipe has no size; what is read is bounded all the same.
+            text = file.read(_LARGEST + 1)
+        if len(text) > _LARGEST:
             raise UsageError(f"report: {os.fspath(report)!r} has more than {_LARGEST} bytes")
-        with open(report, encoding="utf-8") as file:
-            data = json.load(file)
+        data = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"report: {os.fspath(report)!r} cannot be read: {error}") from error
     if not isinstance(data, dict):

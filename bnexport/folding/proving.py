@@ -14,8 +14,10 @@ from bnexport.folding.reporting.report import FoldReport, SiteReport
 from bnexport.folding.steps import Folding
 from bnexport.graph.mixed_types import insert_casts
 from bnexport.graph.nodes import is_standard, label
+from bnexport.graph.sync_bn_nodes import has_sync_batch_norm
 from bnexport.model_io import walk
 from bnexport.verification.local.check import Claim, prove
+from bnexport.verification.local.differences import prove_differences
 from bnexport.verification.verdict import Verification
 
 
@@ -40,6 +42,18 @@ def prove_report(source: ir.Model, folded: ir.Model, report: Mapping[str, Any]) 
         insert_casts(source)
     verdict = prove_fold(source, folded, sites)
     return dataclasses.replace(verdict, reference="converted") if folding.converted else verdict
+
+
+def prove_unaided(source: ir.Model, changed: ir.Model) -> Verification:
+    """Find the folds between two models and prove them; both are only read. Sync batch norms are converted first."""
+    if not has_sync_batch_norm(source) or has_sync_batch_norm(changed):
+        return prove_differences(source, changed)
+    converted = source.clone()
+    folding = Folding(converted, Options())
+    folding.prepare()
+    folding.convert()
+    insert_casts(converted)
+    return dataclasses.replace(prove_differences(converted, changed), reference="converted")
 
 
 def prove_export(unfolded: ir.Model, folded: ir.Model, report: FoldReport) -> Verification:

@@ -167,7 +167,7 @@ class ModuleGraph:
         return self._add("BatchNormalization", node.name, [x, *inputs], epsilon=float(module.eps))
 
     def _pad(self, node: fx.Node, name: str, x: ir.Value, around: list[int], mode: str) -> ir.Value:
-        """around: as torch gives it, the last axis first, before and behind."""
+        """Add a Pad. around: as torch gives it, the last axis first, before and behind."""
         pads = [0, 0, *around[::2][::-1], 0, 0, *around[1::2][::-1]]
         sizes = self._initializer(f"{name}.sizes", np.asarray(pads, np.int64))
         return self._add("Pad", name, [x, sizes], mode=mode)
@@ -201,7 +201,7 @@ class ModuleGraph:
         return None
 
     def _opaque(self, node: fx.Node, module: nn.Module | None = None) -> ir.Value:
-        """The operator itself is all that is known: its arguments, its values, and a module's tensors and classes."""
+        """Add an operator of which nothing is known but itself: its arguments, its values, and a module's tensors and classes."""
         leaves: list[fx.Node] = []
         text = fx.node.map_arg((node.args, node.kwargs), lambda leaf: leaves.append(leaf) or f"<{len(leaves)}>")  # type: ignore[func-returns-value]
         inputs, classes = [self._values[leaf] for leaf in leaves], ""
@@ -312,7 +312,7 @@ class _SizeInterpreter(fx.Interpreter):
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """The numbers of a tensor; none for one on the meta device."""
+    """Return the numbers of a tensor; none for one on the meta device."""
     if tensor.is_meta:
         return np.empty(0, np.float32)
     plain = tensor.detach()
@@ -325,7 +325,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _is_torchs(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
-    """The forward is torch's own, and the parameters are plain."""
+    """Whether the forward is torch's own, and the parameters are plain."""
     base = next(each for each in classes if isinstance(module, each))
     methods = [name for name in ("forward", "_conv_forward") if hasattr(base, name)]
     own = all(name not in module.__dict__ and getattr(type(module), name) is getattr(base, name) for name in methods)
@@ -333,7 +333,7 @@ def _is_torchs(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
 
 
 def _permutation(name: str, node: fx.Node, data: ir.Value) -> list[int] | None:
-    """The order of axes that permute or transpose gives; None where it is another function or the rank is not known."""
+    """Return the order of axes that permute or transpose gives; None where it is another function or the rank is not known."""
     if name not in ("permute", "transpose") or data.shape is None:
         return None
     given: Any = [*node.args[1:], *node.kwargs.values()]

@@ -52,7 +52,7 @@ class _Proof:
         self._marks: dict[ModuleFold, SiteProof] = {}
 
     def run(self, inputs: tuple[torch.Tensor, ...] | None) -> Verification:
-        """The verdict; its sites are in the order of the folds."""
+        """Return the verdict; its sites are in the order of the folds."""
         count = _input_count(self._modules[0]) if inputs is None else len(inputs)
         try:
             shapes = {} if inputs is None else _shapes(self._modules[0], inputs)
@@ -107,7 +107,7 @@ class _Proof:
         return verdict.reason if verdict.status == "failed" else ""
 
     def _rest(self) -> str:
-        """What differs outside the folds of a module that cannot be traced: classes and tensors by their paths."""
+        """Tell what differs outside the folds of a module that cannot be traced: classes and tensors by their paths."""
         mine, theirs = (dict(module.named_modules()) for module in self._modules)
         if mine.keys() != theirs.keys():
             return "the submodules changed"
@@ -131,7 +131,7 @@ def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def _between(nodes: list[ir.Node]) -> list[ir.Node]:
-    """These nodes, the node where they meet, and all on a path from one of them to another."""
+    """Return these nodes, the node where they meet, and all on a path from one of them to another."""
     below = {node: _reached([node]) for node in nodes}
     last = [node for node in nodes if not any(other in below[node] for other in nodes)]
     if len(last) > 1:
@@ -150,7 +150,7 @@ def _between(nodes: list[ir.Node]) -> list[ir.Node]:
 
 
 def _reached(nodes: list[ir.Node]) -> dict[ir.Node, None]:
-    """All nodes that depend on these."""
+    """Return all nodes that depend on these."""
     found: dict[ir.Node, None] = {}
     pending = list(nodes)
     while pending:
@@ -170,7 +170,7 @@ def _shapes(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, tup
 
 
 def _input_count(model: nn.Module) -> int:
-    """Parameters of a forward without a default."""
+    """Count the parameters of a forward without a default."""
     try:
         parameters = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):

@@ -196,9 +196,10 @@ class TestIllConditioned:
         bias = next(v for name, v in candidate.graph.initializers.items() if v.const_value.shape == (8,))  # type: ignore[union-attr]
         exact = bias.const_value.numpy().astype(np.float64)  # type: ignore[union-attr]
         bias.const_value = ir.Tensor((exact + (real - 1) * 3e4).astype(np.float32), name=bias.name)
-        result = verify(proto, candidate)
+        result = verify(proto, candidate, method="whole")
         assert result.status == "failed"
         assert "the model in float64" in str(result.reason)
+        assert verify(proto, candidate, method="local").status == "failed"
 
     def test_bounds_of_the_caller_are_kept(self) -> None:
         with pytest.raises(VerificationError):
@@ -216,7 +217,7 @@ class TestIllConditioned:
         proto, candidate = self.example(3e7), from_proto(fold(self.example(3e7), verify=False).model)
         bias = next(v for name, v in candidate.graph.initializers.items() if v.const_value.shape == (8,))  # type: ignore[union-attr]
         bias.const_value = ir.Tensor(bias.const_value.numpy() + np.float32(0.5), name=bias.name)  # type: ignore[union-attr]
-        result = verify(proto, candidate)
+        result = verify(proto, candidate, method="whole")
         assert result.status == "not_verified"
         assert "the network is ill-conditioned on these inputs: the reference itself differs" in str(result.reason)
         assert [(output.passed, output.decided) for output in result.outputs] == [(False, False)]
@@ -280,8 +281,11 @@ class TestSmallerInputs:
         reason = str(result.report.verification.reason)  # type: ignore[union-attr]
         assert "'y': the reference has no finite value to compare with; inputs down to 1/4096" in reason
         assert (tmp_path / "out.onnx").exists()
-        again = verify(proto, tmp_path / "out.onnx")
+        again = verify(proto, tmp_path / "out.onnx", method="whole")
         assert (again.status, again.passed) == ("not_verified", False)
+        # No outputs are needed to prove the fold.
+        again = verify(proto, tmp_path / "out.onnx")
+        assert (again.status, again.method) == ("passed", "local")
 
     def test_a_number_where_the_reference_has_none_is_no_difference(self) -> None:
         proto = model("g (float[N,3] x) => (float[N,3] y) { y = Log (x) }")

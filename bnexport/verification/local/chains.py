@@ -17,13 +17,15 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from bnexport.verification.local.attributes import is_default
 from bnexport.verification.local.blocks import TensorRows, pieces
 from bnexport.verification.local.parameters import NOISE, Parameter, original, stored
-from bnexport.verification.local.regions import Region, Side
+from bnexport.verification.local.regions import Region, Side, is_training
 
 _SEEN = 64
 _LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-_MAPS = ("BatchNormalization", "Add", "Sub", "Mul", "Div", "Identity")
+_COPIES = ("Identity", "Cast")
+_MAPS = ("BatchNormalization", "Add", "Sub", "Mul", "Div", *_COPIES)
 
 
 # A weight, how its type rounds, and the relative error of what an engine computes for it.
@@ -76,7 +78,8 @@ class _Map:
 class _Chain:
     """One side's region, read from its output upwards."""
 
-    def __init__(self, side: Side, nodes: list[ir.Node], output: ir.Value, *, is_folded: bool) -> None:
+    def __init__(self, region: Region, side: Side, *, is_folded: bool) -> None:
+        nodes, output = region.nodes[is_folded], region.output[is_folded]
         self.side, self.is_folded = side, is_folded
         self.axis: int | None = None
         inside = set(nodes)
@@ -93,7 +96,7 @@ class _Chain:
                 raise NotAChain
             if node.op_type in _LINEAR and node.domain == "" and self.linear is None:
                 self.linear, self.place, current = node, data[0][0], before
-            elif node.op_type in _MAPS and node.domain == "":
+            elif node.op_type in _MAPS and node.domain == "" and node not in region.rounding:
                 current.append((node, data[0][0]))
             else:
                 raise NotAChain
@@ -113,7 +116,7 @@ class _Chain:
         for node, place in steps:
             if node.op_type == "BatchNormalization":
                 self._normalise(result, node, place, rank)
-            elif node.op_type != "Identity":
+            elif node.op_type not in _COPIES:
                 self._arithmetic(result, node, place, rank)
         return result
 
@@ -131,12 +134,9 @@ class _Chain:
 
     def _normalise(self, result: _Map, node: ir.Node, place: int, rank: int | None) -> None:
         unknown = {*node.attributes} - {"epsilon", "momentum", "training_mode", "is_test", "consumed_inputs"}
-        training = node.attributes.get("training_mode")
-        version = self.side.constants.version(node)
-        if place != 0 or len(node.inputs) != 5 or unknown or (training is not None and training.as_int()):
+        if place != 0 or len(node.inputs) != 5 or unknown or is_training(node, self.side.constants.version(node)):
             raise NotAChain
-        test = node.attributes.get("is_test")
-        if (version < 7 and (test is None or not test.as_int())) or (rank is None and self.axis is None):
+        if rank is None and self.axis is None:
             raise NotAChain
         self._along(1)
         scale, bias, mean, var = (self.parameter(node, index) for index in range(1, 5))
@@ -235,8 +235,8 @@ class _Weight:
 
 def prove(region: Region, original_side: Side, folded_side: Side, rank: int | None) -> Proof:
     """Prove the region. rank: of its output, where it is known. Raises NotAChain or Violation."""
-    mine = _Chain(original_side, region.nodes[0], region.output[0], is_folded=False)
-    theirs = _Chain(folded_side, region.nodes[1], region.output[1], is_folded=True)
+    mine = _Chain(region, original_side, is_folded=False)
+    theirs = _Chain(region, folded_side, is_folded=True)
     if (mine.input, theirs.input) not in region.entering or len(region.entering) != 1:
         raise NotAChain
     if (mine.linear is None) != (theirs.linear is None):
@@ -286,6 +286,8 @@ def _within(difference: np.ndarray, allowed: np.ndarray, size: np.ndarray, what:
         place = [int(each) for each in at]
         place[0] += start
         where = f"row {place[0]}, column {place[1]}" if len(place) > 1 else f"channel {place[0]}"
+        if not (math.isfinite(got) and math.isfinite(limit)):
+            raise Violation(f"the {what} of {where} is not finite in one of the models")
         raise Violation(f"the {what} of {where} differs by {got:.3g}, allowed {limit:.3g}")
     largest = float(np.max(size, initial=0.0)) or 1.0
     return Proof(float(difference.max(initial=0.0)) / largest, float(np.max(allowed, initial=0.0)) / largest)
@@ -317,11 +319,16 @@ def _weight(chain: _Chain, node: ir.Node) -> _Weight:
     if len(shape) < 3 or group < 1 or shape[0] % group:
         raise NotAChain
     kernel = math.prod(shape[2:])
-    attributes = tuple(
-        sorted((name, str(attribute.value)) for name, attribute in node.attributes.items() if not attribute.is_ref())
-    )
-    if len(attributes) != len(node.attributes):
+    if any(attribute.is_ref() for attribute in node.attributes.values()):
         raise NotAChain
+    version = chain.side.constants.version(node)
+    attributes = tuple(
+        sorted(
+            (name, str(attribute.value))
+            for name, attribute in node.attributes.items()
+            if not is_default(node, attribute, version, shape[2:])
+        )
+    )
     view = (group, shape[0] // group, shape[1], kernel)
     return _Weight(tensor, roundoff, slack, view, kind == "Conv", 1.0, bias, attributes, kind != "Conv" or _pads(node))
 
@@ -359,6 +366,7 @@ def _tensor(chain: _Chain, node: ir.Node, index: int) -> _Stored:
         tensor = ir.tensor(np.ascontiguousarray(array))
         if error is not None:
             slack = float(np.max(error / np.where(array == 0, 1.0, np.abs(array)), initial=0.0))
+    slack += chain.side.roundings * constants.roundoff(value)[0]
     if not tensor.dtype.is_floating_point() or tensor.dtype.bitwidth < 16:
         raise NotAChain
     return tensor, constants.roundoff(value), slack

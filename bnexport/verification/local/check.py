@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
-from bnexport.errors import BnexportError
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.validate import printable
-from bnexport.verification.local import chains, evaluation, sizes
-from bnexport.verification.local.chains import NotAChain, Proof, Violation
-from bnexport.verification.local.forms import TooLarge
 from bnexport.verification.local.pairing import Mismatch, Pairing
+from bnexport.verification.local.prover import REFUSALS, Prover, worse
 from bnexport.verification.local.regions import Region, Side, name_of
 from bnexport.verification.verdict import SiteProof, Verification
 
-# What an operator raises that cannot be evaluated: ours, and those of NumPy and onnx.reference.
-_REFUSALS = (BnexportError, ArithmeticError, ValueError, IndexError, TypeError, KeyError)
 ENGINE = "local proof in float64"
+# Characters of a name out of a report that a message repeats.
+_SHOWN = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +38,7 @@ def prove(original: ir.Model, folded: ir.Model, claims: Sequence[Claim]) -> Veri
     """
     try:
         return _Check(original, folded, claims).run()
-    except BnexportError as error:
+    except REFUSALS as error:
         return Verification("not_verified", str(error), engine=ENGINE, method="local")
 
 
@@ -50,7 +46,7 @@ class _Check:
     def __init__(self, original: ir.Model, folded: ir.Model, claims: Sequence[Claim]) -> None:
         self._sides = Side(original), Side(folded)
         self._claims = claims
-        self._shapes = sizes.ModelShapes(original)
+        self._prover = Prover(self._sides)
         # The claims of each node of the original.
         self._owners: dict[ir.Node, list[int]] = {}
 
@@ -64,7 +60,9 @@ class _Check:
             pairing.run()
         except Mismatch as difference:
             mismatch = str(difference)
-        return self._verdict([(region, self._prove(region)) for region in pairing.regions], mismatch)
+        return self._verdict(
+            [(region, self._prover.prove(self._name(region), region)) for region in pairing.regions], mismatch
+        )
 
     def _find_nodes(self) -> str:
         """Fills `_owners`; which claim names a node that is not there."""
@@ -77,7 +75,8 @@ class _Check:
             for name in claim.nodes:
                 nodes = named.get((claim.scope, printable(name)))
                 if nodes is None:
-                    return f"the report's site {claim.site} names {name!r}, which is no node of the original's {claim.scope}"
+                    site, text, scope = (printable(each)[:_SHOWN] for each in (claim.site, name, claim.scope))
+                    return f"the report's site {site} names {text!r}, which is no node of the original's {scope}"
                 for node in filter(original.order.__contains__, nodes):
                     self._owners.setdefault(node, []).append(index)
         return ""
@@ -97,65 +96,8 @@ class _Check:
                 parents[root(other)] = root(owners[0])
         return {node: root(owners[0]) for node, owners in self._owners.items()}
 
-    def _prove(self, region: Region) -> SiteProof:
-        """Return the mark of one output of a region."""
-        name = ", ".join(self._claims[index].site for index in self._sites_of(region))
-        try:
-            try:
-                return _mark(name, "proved", self._chain(region))
-            except NotAChain:
-                return self._evaluated(name, region)
-        except Violation as error:
-            return SiteProof(name, "failed", reason=f"{self._where(region)}: {error}")
-        except _REFUSALS as error:
-            return SiteProof(name, "not_run", reason=f"{self._where(region)}: {error}")
-
-    def _chain(self, region: Region) -> Proof:
-        rank = None
-        if not any(node.op_type in ("Conv", "ConvTranspose", "Gemm") for node in region.nodes[0]):
-            rank = self._shapes.rank(region.output[0])
-        return chains.prove(region, *self._sides, rank)
-
-    def _evaluated(self, name: str, region: Region) -> SiteProof:
-        reason: Exception | None = None
-        wanted = 2 if sizes.depends_on_sizes(region) else 1
-        marks: list[SiteProof] = []
-        for chosen in sizes.candidates(region, self._sides[0], self._shapes):
-            for whole in (True, False):
-                if whole and sizes.total(chosen) > sizes.MOST_VARIABLES:
-                    continue
-                try:
-                    proof = evaluation.evaluate(region, self._sides, chosen, whole=whole)
-                except TooLarge as error:
-                    reason = error
-                    continue
-                except _REFUSALS as error:
-                    if self._original_runs(region, chosen):
-                        raise Violation(f"the original can be evaluated, the folded model cannot: {error}") from error
-                    reason = error
-                    break
-                marks.append(_mark(name, "proved" if whole else "compared", proof))
-                break
-            if len(marks) == wanted:
-                break
-        if not marks:
-            text = "the sizes of its inputs are not known" if reason is None else str(reason)
-            return SiteProof(name, "not_run", reason=f"{self._where(region)}: {text}")
-        return functools.reduce(_worse, marks)
-
-    def _original_runs(self, region: Region, chosen: list[tuple[int, ...]]) -> bool:
-        """Whether the original's region equals itself when it is evaluated."""
-        entering = [(value, value) for value, _ in region.entering]
-        same = Region((region.output[0],) * 2, (region.nodes[0], region.nodes[0]), list(entering), region.number)
-        try:
-            evaluation.evaluate(same, (self._sides[0], self._sides[0]), chosen, whole=False)
-        except (Violation, *_REFUSALS):
-            return False
-        return True
-
-    def _where(self, region: Region) -> str:
-        node = region.output[0].producer()
-        return f"at {printable(name_of(node))}" if node is not None else "at an input"
+    def _name(self, region: Region) -> str:
+        return ", ".join(self._claims[index].site for index in self._sites_of(region))
 
     def _sites_of(self, region: Region) -> Iterable[int]:
         return dict.fromkeys(index for node in region.nodes[0] for index in self._owners.get(node, ()))
@@ -165,7 +107,7 @@ class _Check:
         for region, proof in done:
             for index in self._sites_of(region):
                 own = dataclasses.replace(proof, site=self._claims[index].site)
-                marks[index] = own if index not in marks else _worse(marks[index], own)
+                marks[index] = own if index not in marks else worse(marks[index], own)
         rest = SiteProof("", "not_run", reason=mismatch or "nothing that an output needs")
         proofs = tuple(
             marks.get(index, dataclasses.replace(rest, site=claim.site)) for index, claim in enumerate(self._claims)
@@ -180,15 +122,3 @@ class _Check:
         elif left is not None:
             status, reason = "not_verified", f"site {left.site}: {left.reason}"
         return Verification(status, reason, engine=ENGINE, sites=proofs, method="local")  # type: ignore[arg-type]
-
-
-_ORDER = ("proved", "compared", "not_run", "failed")
-
-
-def _worse(first: SiteProof, second: SiteProof) -> SiteProof:
-    worst = max(first, second, key=lambda proof: _ORDER.index(proof.method))
-    return dataclasses.replace(worst, error=max(first.error, second.error), bound=max(first.bound, second.bound))
-
-
-def _mark(name: str, method: str, proof: Proof) -> SiteProof:
-    return SiteProof(name, method, proof.error, proof.bound)  # type: ignore[arg-type]

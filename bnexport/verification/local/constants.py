@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +14,8 @@ from bnexport.errors import UnsupportedModelError
 from bnexport.model_io import walk
 from bnexport.verification.local.reference import evaluate
 
+# Elements that an operator may make of constants.
+_LARGEST = 1 << 27
 _CHANGING = ("Dropout", "Bernoulli", "Multinomial")
 _FLOATS = frozenset((ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE))
 
@@ -111,6 +115,7 @@ class ConstantValues:
                 pending += missing
                 continue
             inputs = [None if each is None else operand(each) for each in node.inputs]
+            _refuse_large(node, inputs)
             results = evaluate(node, inputs, self.version(node), wide=wide)
             for output, result in zip(node.outputs, results, strict=False):
                 # An operator may give float32 by itself, as ConstantOfShape does.
@@ -145,6 +150,31 @@ ROUNDING = {
     ir.DataType.FLOAT: (2.0**-24, 2.0**-150),
     ir.DataType.DOUBLE: (2.0**-53, 0.0),
 }
+
+
+def _refuse_large(node: ir.Node, inputs: list[np.ndarray | None]) -> None:
+    """Raise UnsupportedModelError before an operator makes far more of its inputs than they are."""
+    present = [each for each in inputs if each is not None]
+    kind, size = node.op_type, 0.0
+    if kind == "Range" and len(present) == 3:
+        start, limit, delta = (float(each) for each in present)
+        size = abs((limit - start) / delta) if delta else 0.0
+    elif kind in ("ConstantOfShape", "Expand", "Tile", "Pad", "Resize", "Upsample", "OneHot"):
+        # What the numbers ask for, in the worst order: a product of sizes, times, factors or margins.
+        sizes = [
+            1.0 + abs(float(number))
+            for each in present[kind != "ConstantOfShape" :]
+            for number in each.reshape(-1)[:16]
+        ]
+        own = 1.0 if kind == "ConstantOfShape" else float(present[0].size)
+        size = own * math.prod(sizes)
+    elif kind in ("MatMul", "Gemm"):
+        size = float(math.prod(each.size / max(each.shape[-1:] or (1,)) for each in present[:2]))
+    elif kind != "Concat" and len(present) > 1:
+        with contextlib.suppress(ValueError):  # no broadcasting operator
+            size = float(math.prod(np.broadcast_shapes(*(each.shape for each in present))))
+    if size > _LARGEST:
+        raise UnsupportedModelError(f"{kind} of constants makes about {size:.3g} elements, {_LARGEST:.3g} are taken")
 
 
 def widened(array: np.ndarray) -> np.ndarray:

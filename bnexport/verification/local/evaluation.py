@@ -17,7 +17,7 @@ from bnexport.verification.local.parameters import NOISE
 from bnexport.verification.local.regions import Region, Side, name_of
 
 # Random directions, where not every element can be a variable.
-_DIRECTIONS = 8
+DIRECTIONS = 8
 # Nodes of a region; more are no fold.
 _NODES = 400
 
@@ -29,7 +29,7 @@ def evaluate(region: Region, sides: tuple[Side, Side], sizes: Sequence[tuple[int
     """
     if max(map(len, region.nodes)) > _NODES:
         raise UnsupportedModelError(f"the region has more than {_NODES} nodes")
-    return _Evaluation(region, sides, sizes, None if whole else _DIRECTIONS).run()
+    return _Evaluation(region, sides, sizes, None if whole else DIRECTIONS).run()
 
 
 class _Evaluation:
@@ -74,7 +74,7 @@ class _Evaluation:
             operands = self._operands(side, node)
             known = all(operand is None or isinstance(operand, parameters.Parameter) for operand in operands)
             rule: Callable[..., list[Operand]] | None = RULES.get(node.op_type) if node.domain == "" else None
-            if rule is None and not known:
+            if (rule is None and not known) or node in self._region.rounding:
                 continue
             if nonlinear.is_nonlinear(node, operands):
                 continue

@@ -19,6 +19,7 @@ from bnexport.verification.local.chains import NotAChain, normalising, reciproca
 from bnexport.verification.local.forms import CONSTANT, Form
 from bnexport.verification.local.parameters import Parameter
 from bnexport.verification.local.reference import NodeEvaluator
+from bnexport.verification.local.regions import is_training
 
 Operand = Form | Parameter | None
 Rule = Callable[[ir.Node, list[Operand], int], list[Operand]]
@@ -117,13 +118,15 @@ def negative(node: ir.Node, operands: list[Operand], version: int) -> list[Opera
 def batch_normalization(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
     data = as_form(operands[0])
     parameters = operands[1:5]
-    training = node.attributes.get("training_mode")
     unknown = {*node.attributes} - {"epsilon", "momentum", "training_mode", "is_test", "consumed_inputs"}
-    test = node.attributes.get("is_test")
-    if unknown or (training is not None and training.as_int()) or (version < 7 and (test is None or not test.as_int())):
+    if unknown or is_training(node, version):
         raise UnsupportedModelError(f"BatchNormalization with {sorted(unknown) or 'training_mode'}")
     if len(parameters) != 4 or not all(isinstance(each, Parameter) for each in parameters):
         raise UnsupportedModelError("BatchNormalization with parameters that are not constant")
+    if data.rank < 2 or any(
+        np.size(each.values) != data.shape[1] for each in parameters if isinstance(each, Parameter)
+    ):
+        raise UnsupportedModelError(f"BatchNormalization over {data.shape} with other channels")
     channels = [1] * data.rank
     channels[1] = -1
     scale, bias, mean, var = (_shaped(each, channels) for each in parameters if isinstance(each, Parameter))

@@ -18,7 +18,7 @@ from bnexport.verification.local.blocks import same_tensor
 from bnexport.verification.local.regions import Region, Side, name_of
 
 # Inputs that hold sizes: what computes them is part of the region, so that they fit the sizes that it is run with.
-_SIZES = {
+SIZES = {
     "Reshape": (1,), "Expand": (1,), "Tile": (1,), "Pad": (1, 3), "Slice": (1, 2, 3, 4), "Split": (1,), "Resize": (1, 2, 3),
     "Upsample": (1,), "Squeeze": (1,), "Unsqueeze": (1,), "ReduceMean": (1,), "ReduceMax": (1,), "ReduceSum": (1,),
 }  # fmt: skip
@@ -69,6 +69,17 @@ class Pairing:
         self._graphs(first.graph, second.graph)
         while self._work.pending:
             self._value(*self._work.pending.pop())
+        self._unread()
+
+    def _unread(self) -> None:
+        """Check that stored tensors that nothing reads are the original's. Raises Mismatch."""
+        mine = self.original.model.graph.initializers
+        for name, value in self.folded.model.graph.initializers.items():
+            if value.uses() or value.is_graph_output() or value.const_value is None:
+                continue
+            own = mine.get(name)
+            if own is None or own.const_value is None or not same_tensor(own.const_value, value.const_value):
+                raise Mismatch(f"the constant {name!r}, which nothing reads, is not the original's")
 
     def _match_names(self) -> None:
         names: dict[tuple[str, str], list[list[ir.Node]]] = {}
@@ -249,7 +260,7 @@ class Pairing:
             found.add(node)
             computes = is_size and node.op_type != "Shape"
             pending += [
-                (operand, (node, index), computes or index in _SIZES.get(node.op_type, ()))
+                (operand, (node, index), computes or index in SIZES.get(node.op_type, ()))
                 for index, operand in side.data(node)
             ]
         return sorted(found, key=side.order.__getitem__), entering

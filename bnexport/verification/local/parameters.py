@@ -4,6 +4,11 @@ The original's numbers are exact by definition. A number of the folded model tha
 exact, too; every other was rounded once to its type, to nearest: |w - exact| <= u |w| + s / 2, with u the unit
 roundoff and s the smallest subnormal number of the type. An expression of constants is rounded by the engine that
 computes it: how far that leads is measured.
+
+A fold of another tool computes in the type of the weights. Its standard form, k = s / sqrt(v + eps), W k and
+(b - m) k + t, rounds a weight's product four times (sum, root, quotient, product) and the terms of a bias five times. This
+is covered by counting each of the original's constants as rounded ROUNDINGS times: to first order 3 u from W (or b, m and
+t), 3 u from s and up to 1.5 u from v.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from bnexport.verification.local.regions import Side
 
 # Rounding of our own arithmetic, relative to the size of the terms: some tens of operations in float64.
 NOISE = 2.0**-49
+ROUNDINGS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +39,11 @@ class Parameter:
 
 def original(side: Side, value: ir.Value) -> Parameter:
     """Read a constant of the original."""
-    return Parameter(np.asarray(side.constants.array(value)), side.constants.error(value))
+    values, error = np.asarray(side.constants.array(value)), side.constants.error(value)
+    if side.roundings and values.dtype == np.float64:
+        own = side.roundings * side.constants.roundoff(value)[0] * np.abs(values)
+        error = own if error is None else error + own
+    return Parameter(values, error)
 
 
 def stored(side: Side, value: ir.Value, before: np.ndarray | None) -> Parameter:

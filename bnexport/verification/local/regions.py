@@ -17,11 +17,21 @@ def name_of(node: ir.Node) -> str:
     return node.name or f"{node.op_type} -> {next((value.name for value in node.outputs if value.name), '')}"
 
 
-class Side:
-    """One of the two models."""
+def is_training(node: ir.Node, version: int) -> bool:
+    """Whether a BatchNormalization uses the statistics of the batch. version: of the opset."""
+    if node.op_type != "BatchNormalization" or node.domain != "":
+        return False
+    training, test = node.attributes.get("training_mode"), node.attributes.get("is_test")
+    if version < 7:
+        return test is None or not test.as_int()
+    return training is not None and bool(training.as_int())
 
-    def __init__(self, model: ir.Model) -> None:
-        self.model = model
+
+class Side:
+    """One of the two models. roundings: how often a fold's arithmetic may round each of its constants, at most."""
+
+    def __init__(self, model: ir.Model, roundings: int = 0) -> None:
+        self.model, self.roundings = model, roundings
         self.constants = ConstantValues(model)
         # Position of each node that depends on the inputs, in the order of execution.
         self.order: dict[ir.Node, int] = {}
@@ -53,10 +63,12 @@ class Region:
     """One value that leaves a changed part, as it is computed in both models from values that are equal in both.
 
     nodes: of the original, then those of the folded model, each in the order of execution. entering: pairs of equal
-    values; the second is None where the folded model does not read it.
+    values; the second is None where the folded model does not read it. rounding: Casts to a coarser type than all that
+    enters and leaves.
     """
 
     output: tuple[ir.Value, ir.Value]
     nodes: tuple[list[ir.Node], list[ir.Node]]
     entering: list[tuple[ir.Value, ir.Value | None]]
     number: int
+    rounding: frozenset[ir.Node] = frozenset()

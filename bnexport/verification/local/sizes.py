@@ -36,12 +36,11 @@ class ModelShapes:
         shape = self.of(value)
         return None if shape is None else len(shape)
 
-    def is_float(self, value: ir.Value) -> bool:
-        """Whether the value is of a float type; one of unknown type counts."""
+    def dtype(self, value: ir.Value) -> ir.DataType | None:
+        """Return the element type, None where it is not known."""
         if value.dtype is None:
             self._all()
-        dtype = value.dtype or self._types.get(value)
-        return dtype is None or dtype.is_floating_point()
+        return value.dtype or self._types.get(value)
 
     def _all(self) -> dict[ir.Value, Shape]:
         if self._inferred is None:

@@ -1,0 +1,141 @@
+"""Prove one region: as a chain where it is one, else by its affine forms."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.errors import BnexportError
+from bnexport.model_io.validate import printable
+from bnexport.verification.local import chains, evaluation, sizes
+from bnexport.verification.local.chains import NotAChain, Proof, Violation
+from bnexport.verification.local.constants import ROUNDING
+from bnexport.verification.local.forms import TooLarge
+from bnexport.verification.local.regions import Region, Side, is_training, name_of
+from bnexport.verification.verdict import SiteProof
+
+# What an operator raises that cannot be evaluated: ours, and those of NumPy and onnx.reference.
+REFUSALS = (BnexportError, ArithmeticError, ValueError, IndexError, TypeError, KeyError)
+
+
+class Prover:
+    """Regions of one pair of models."""
+
+    def __init__(self, sides: tuple[Side, Side]) -> None:
+        self._sides = sides
+        self._shapes = sizes.ModelShapes(sides[0].model)
+
+    def prove(self, name: str, region: Region) -> SiteProof:
+        """Prove one output of a region. name: of the sites that it belongs to."""
+        try:
+            self._refuse_lost_training(region)
+            region = dataclasses.replace(region, rounding=self._rounding(region))
+            with np.errstate(all="ignore"):
+                return self._proved(name, region)
+        except Violation as error:
+            return SiteProof(name, "failed", reason=f"{_where(region)}: {error}")
+        except REFUSALS as error:
+            return SiteProof(name, "not_run", reason=f"{_where(region)}: {error}")
+
+    def _proved(self, name: str, region: Region) -> SiteProof:
+        try:
+            return _mark(name, "proved", self._chain(region))
+        except NotAChain:
+            return self._evaluated(name, region)
+
+    def _refuse_lost_training(self, region: Region) -> None:
+        """Refuse them: statistics of the batch are no fixed map of each channel. Raises Violation."""
+        mine, theirs = (
+            any(is_training(node, side.constants.version(node)) for node in nodes)
+            for side, nodes in zip(self._sides, region.nodes, strict=True)
+        )
+        if mine and not theirs:
+            raise Violation("the original normalises with the statistics of the batch, the other model does not")
+
+    def _rounding(self, region: Region) -> frozenset[ir.Node]:
+        """Return the Casts to a coarser type than every value that enters or leaves has."""
+        casts = [node for nodes in region.nodes for node in nodes if node.op_type == "Cast" and "to" in node.attributes]
+        if not casts:
+            return frozenset()
+        values = (region.output[0], *(value for value, _ in region.entering))
+        known = [ROUNDING[dtype][0] for dtype in map(self._shapes.dtype, values) if dtype in ROUNDING]
+        coarsest = max(known, default=ROUNDING[ir.DataType.FLOAT][0])
+        targets = {node: ir.DataType(node.attributes["to"].as_int()) for node in casts}
+        return frozenset(
+            node
+            for node, dtype in targets.items()
+            if dtype.is_floating_point() and (dtype not in ROUNDING or ROUNDING[dtype][0] > coarsest)
+        )
+
+    def _chain(self, region: Region) -> Proof:
+        rank = None
+        if not any(node.op_type in ("Conv", "ConvTranspose", "Gemm") for node in region.nodes[0]):
+            rank = self._shapes.rank(region.output[0])
+        return chains.prove(region, *self._sides, rank)
+
+    def _evaluated(self, name: str, region: Region) -> SiteProof:
+        reason: Exception | None = None
+        wanted = 2 if sizes.depends_on_sizes(region) else 1
+        marks: list[SiteProof] = []
+        for chosen in sizes.candidates(region, self._sides[0], self._shapes):
+            for whole in (True, False):
+                if whole and sizes.total(chosen) > sizes.MOST_VARIABLES:
+                    continue
+                try:
+                    proof = evaluation.evaluate(region, self._sides, chosen, whole=whole)
+                except TooLarge as error:
+                    reason = error
+                    continue
+                except REFUSALS as error:
+                    if self._original_runs(region, chosen):
+                        raise Violation(f"the original can be evaluated, the folded model cannot: {error}") from error
+                    reason = error
+                    break
+                marks.append(_mark(name, "proved", proof) if whole else _compared(name, proof, chosen))
+                break
+            if len(marks) == wanted:
+                break
+        if not marks:
+            text = "the sizes of its inputs are not known" if reason is None else str(reason)
+            return SiteProof(name, "not_run", reason=f"{_where(region)}: {text}")
+        return functools.reduce(worse, marks)
+
+    def _original_runs(self, region: Region, chosen: list[tuple[int, ...]]) -> bool:
+        """Whether the original's region equals itself when it is evaluated."""
+        entering = [(value, value) for value, _ in region.entering]
+        same = Region((region.output[0],) * 2, (region.nodes[0], region.nodes[0]), list(entering), region.number)
+        try:
+            evaluation.evaluate(same, (self._sides[0], self._sides[0]), chosen, whole=False)
+        except (Violation, *REFUSALS):
+            return False
+        return True
+
+
+def _where(region: Region) -> str:
+    node = region.output[0].producer()
+    return f"at {printable(name_of(node))}" if node is not None else "at an input"
+
+
+_ORDER = ("proved", "compared", "not_run", "failed")
+
+
+def worse(first: SiteProof, second: SiteProof) -> SiteProof:
+    """Return the mark of a site with two outputs."""
+    worst = max(first, second, key=lambda proof: _ORDER.index(proof.method))
+    return dataclasses.replace(worst, error=max(first.error, second.error), bound=max(first.bound, second.bound))
+
+
+def _mark(name: str, method: str, proof: Proof) -> SiteProof:
+    return SiteProof(name, method, proof.error, proof.bound)  # type: ignore[arg-type]
+
+
+def _compared(name: str, proof: Proof, chosen: Sequence[tuple[int, ...]]) -> SiteProof:
+    elements = sizes.total(chosen)
+    reason = (
+        f"{elements:,} elements enter, too many for a variable each; compared in {evaluation.DIRECTIONS} directions"
+    )
+    return dataclasses.replace(_mark(name, "compared", proof), reason=reason)
