@@ -165,21 +165,25 @@ def holds(largest: np.ndarray, dtype: np.dtype) -> bool:
     return bool(largest.min() >= limits.smallest_normal and largest.max() <= limits.max)
 
 
-def hidden_error(shift: np.ndarray, products: float, dtype: np.dtype) -> np.ndarray:
-    """Return the largest weight error that no output shows, for each channel; see the head of this file.
-
-    shift: of the outputs of the map that is folded; products: K, how many weights an output adds.
+class Outputs(NamedTuple):
+    """Output channels that slices make on their own: their shift, which broadcasts to the slices, and K, how many
+    products an output adds.
     """
-    limits = _limits(dtype)
-    rounding = np.maximum(limits.eps / 2 * np.abs(shift), limits.smallest_subnormal / 2)
-    return rounding / (tolerances.ACTIVATION * math.sqrt(max(products, 1.0)))
+
+    shift: np.ndarray
+    products: float
+
+    def hidden_error(self, limits: _Limits) -> np.ndarray:
+        """Return the largest weight error that no output shows, for each channel; see the head of this file."""
+        rounding = np.maximum(limits.eps / 2 * np.abs(self.shift), limits.smallest_subnormal / 2)
+        return rounding / (tolerances.ACTIVATION * math.sqrt(max(self.products, 1.0)))
 
 
-def check_range(largest: np.ndarray, factor: np.ndarray, dtype: np.dtype, hidden: np.ndarray | None = None) -> None:
+def check_range(largest: np.ndarray, factor: np.ndarray, dtype: np.dtype, outputs: Outputs | None = None) -> None:
     """Raise Refused for a scaling that `dtype` cannot represent; see the head of this file.
 
-    largest: the largest magnitude of each slice; factor: the magnitude of what it is multiplied by; hidden: the
-    `hidden_error` of the channel that a slice makes, broadcast to the slices, where it makes one on its own.
+    largest: the largest magnitude of each slice; factor: the magnitude of what it is multiplied by; outputs: those of
+    the slices, where each makes one on its own.
     """
     limits = _limits(dtype)
     after = largest * factor
@@ -193,8 +197,8 @@ def check_range(largest: np.ndarray, factor: np.ndarray, dtype: np.dtype, hidden
         raise Refused("overflow", f"a folded weight would be {after.max():.3g}, {dtype} ends at {limits.max:.3g}")
     lost = (after < limits.smallest_normal) & (largest > 0) & (factor < 1) & (factor != 0)
     lost &= limits.smallest_subnormal / 2 > _NEGLIGIBLE * limits.eps / 2 * after.max()
-    if hidden is not None:
-        lost &= np.minimum(after, limits.smallest_subnormal / 2) > hidden
+    if outputs is not None:
+        lost &= np.minimum(after, limits.smallest_subnormal / 2) > outputs.hidden_error(limits)
     if lost.any():
         raise Refused(
             "underflow",

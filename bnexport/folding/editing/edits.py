@@ -7,6 +7,8 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
+from bnexport.folding.affine import Outputs
+
 # Input `index` of a node: parameters are edited where they are read, since they may be shared.
 Slot = tuple[ir.Node, int]
 
@@ -15,13 +17,13 @@ Slot = tuple[ir.Node, int]
 class Scaled:
     """A parameter, reshaped to `view`, times a factor that broadcasts to it. result: the product, if it is small.
 
-    hidden: the errors that no output shows (`affine.hidden_error`), where they are known.
+    outputs: those of the slices, where each makes one on its own.
     """
 
     factor: np.ndarray
     view: tuple[int, ...]
     result: np.ndarray | None = None
-    hidden: np.ndarray | None = None
+    outputs: Outputs | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ def _edited(context: Context, node: ir.Node, index: int, edit: Edit) -> ir.Tenso
         return ir.Tensor(edit.result)
     base = context.constants.tensor(input_at(node, index), "parameter")
     checked = context.options.check_early
-    return ScaledTensor(base, edit.factor, edit.view, checked=checked, hidden=edit.hidden)
+    return ScaledTensor(base, edit.factor, edit.view, checked=checked, outputs=edit.outputs)
 
 
 def _put(context: Context, node: ir.Node, index: int, tensor: ir.TensorProtocol, readers: dict[ir.Value, int]) -> None:

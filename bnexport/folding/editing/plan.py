@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.folding.affine import hidden_error, round_vector
+from bnexport.folding.affine import Outputs, round_vector
 from bnexport.folding.context import Context
 from bnexport.folding.editing.edits import Addend, Edit, Exact, Raw, Scaled, Slot
 from bnexport.folding.editing.parameters import insert_add
@@ -78,11 +78,11 @@ class Plan:
             if edit.view != view:
                 raise Refused("conflict", f"the {what} is scaled in two ways that do not go together")
             factor = edit.factor * factor
-        hidden = None if shift is None else hidden_error(shift, products, weight.dtype.numpy())
-        result = scale_small(weight, factor, view, hidden) if is_small(view) else None
+        outputs = None if shift is None else Outputs(shift, products)
+        result = scale_small(weight, factor, view, outputs) if is_small(view) else None
         if result is None and self.context.options.check_early:
-            check_scaled(weight, factor, view, hidden)
-        self.edits[node, index] = Scaled(factor, view, result, hidden)
+            check_scaled(weight, factor, view, outputs)
+        self.edits[node, index] = Scaled(factor, view, result, outputs)
         self.target(node)
 
     def replace(

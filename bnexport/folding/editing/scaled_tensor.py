@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.errors import MalformedModelError
-from bnexport.folding.affine import check_range, holds
+from bnexport.folding.affine import Outputs, check_range, holds
 from bnexport.graph.evaluate import read_tensor
 from bnexport.model_io import ContainedTensor
 
@@ -40,7 +40,7 @@ def is_small(view: tuple[int, ...]) -> bool:
 
 
 def scale_small(
-    weight: ir.TensorProtocol, factor: np.ndarray, view: tuple[int, ...], hidden: np.ndarray | None = None
+    weight: ir.TensorProtocol, factor: np.ndarray, view: tuple[int, ...], outputs: Outputs | None = None
 ) -> np.ndarray:
     """Multiply a small weight, in the shape `view`, by `factor`, in its own type and shape; Refused as
     `check_scaled`.
@@ -50,7 +50,7 @@ def scale_small(
     if product.size:
         largest = np.maximum.reduce(np.abs(product), axis=_shared(factor), keepdims=True)
         if not holds(largest, array.dtype):
-            check_scaled(array, factor, view, hidden)
+            check_scaled(array, factor, view, outputs)
     return product.astype(array.dtype).reshape(array.shape)
 
 
@@ -59,10 +59,10 @@ class ScaledTensor(ir.LazyTensor):
     in memory.
 
     checked: `check_scaled` has accepted it. Otherwise whatever asks for all elements gets Refused, behind the last
-    one, where their type cannot hold them. hidden: as `check_scaled` takes it.
+    one, where their type cannot hold them. outputs: as `check_scaled` takes it.
     """
 
-    __slots__ = ("_base", "_checked", "_factor", "_hidden", "_view")
+    __slots__ = ("_base", "_checked", "_factor", "_outputs", "_view")
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class ScaledTensor(ir.LazyTensor):
         view: tuple[int, ...],
         *,
         checked: bool = True,
-        hidden: np.ndarray | None = None,
+        outputs: Outputs | None = None,
     ) -> None:
         super().__init__(self._compute, base.dtype, ir.Shape(base.shape.numpy()), name=base.name)
         self._base = base
         self._factor = factor
         self._view = view
         self._checked = checked
-        self._hidden = hidden
+        self._outputs = outputs
 
     @property
     def base(self) -> ir.TensorProtocol:
@@ -103,7 +103,7 @@ class ScaledTensor(ir.LazyTensor):
                 np.copyto(result, exact, casting="same_kind")
             yield result
         if extent is not None:
-            extent.check(rounded.dtype, self._hidden)
+            extent.check(rounded.dtype, self._outputs)
 
     def tofile(self, file: Any) -> None:
         """Write the bytes block by block."""
@@ -142,10 +142,10 @@ class _Extent:
         part = self._largest[at(self._largest, index)]
         np.maximum(part, highest, out=part)
 
-    def check(self, dtype: np.dtype, hidden: np.ndarray | None = None) -> None:
+    def check(self, dtype: np.dtype, outputs: Outputs | None = None) -> None:
         """Raise Refused if `dtype` cannot represent the result, after every block has been seen."""
         if self._largest is not None:
-            check_range(self._largest, np.abs(self._factor), dtype, hidden)
+            check_range(self._largest, np.abs(self._factor), dtype, outputs)
 
 
 def _shared(factor: np.ndarray) -> tuple[int, ...]:
@@ -157,17 +157,17 @@ def check_scaled(
     weight: ir.TensorProtocol | np.ndarray,
     factor: np.ndarray,
     view: tuple[int, ...],
-    hidden: np.ndarray | None = None,
+    outputs: Outputs | None = None,
 ) -> None:
     """Raise Refused for a scaling that the weight's type cannot represent (`affine.check_range`).
 
-    `factor` has the view's rank; `hidden` broadcasts to it.
+    `factor` has the view's rank; the shift of `outputs` broadcasts to it.
     """
     extent, dtype = _Extent(factor), np.dtype(np.float64)
     for index, block in blocks(weight, view):
         extent.see(index, block)
         dtype = block.dtype
-    extent.check(dtype, hidden)
+    extent.check(dtype, outputs)
 
 
 def weighted_sums(

@@ -21,7 +21,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bnexport.folding.affine import ChannelAffine, check_range, hidden_error, round_vector
+from bnexport.folding.affine import ChannelAffine, round_vector
 from bnexport.folding.module import layers
 from bnexport.folding.module.tensors import from_numpy, to_numpy
 from bnexport.folding.module.tracing import Trace, Zero, is_plain_batch_norm
@@ -391,10 +391,7 @@ def _module(kernel: Kernel, like: Any) -> Any:
     window, dtype = kernel.window, to_numpy(like.weight).dtype
     if window.begins != window.ends:
         raise Refused("padding", "the branches pad more on one side than on the other")
-    flat = kernel.weight.reshape(kernel.outputs, -1)
-    largest = np.abs(flat).max(axis=1, initial=0.0)
-    factor = np.divide(largest, kernel.peak, out=np.ones_like(largest), where=kernel.peak > 0)
-    check_range(kernel.peak, factor, dtype, hidden_error(kernel.bias, flat.shape[1], dtype))
+    kernel.check_type(dtype)
     weight = kernel.weight.reshape(kernel.outputs, *kernel.weight.shape[2:]).astype(dtype)
     kind: Any = _CONVS[len(window.sizes) - 1]
     module: Any = kind(

@@ -22,7 +22,7 @@ import numpy as np
 import onnx_ir as ir
 from torch import nn
 
-from bnexport.folding.affine import ChannelAffine, hidden_error, round_vector
+from bnexport.folding.affine import ChannelAffine, Outputs, round_vector
 from bnexport.folding.editing.scaled_tensor import ScaledTensor, check_scaled, weighted_sums
 from bnexport.folding.module.tensors import from_numpy, to_numpy
 from bnexport.graph.refusal import Refused
@@ -97,8 +97,9 @@ class Layer:
             raise Refused("shape", f"{self._name} makes {self.outputs} channels, the map has {affine.channels}")
         size = np.abs(affine.scale) * (self.bias_size + np.abs(affine.center)) + np.abs(affine.shift)
         factor = self.factor * self._along(affine.scale, self.output_axis)
-        hidden = hidden_error(affine.shift, self.weight.size // max(self.outputs, 1), self.weight.dtype)
-        return self._checked(factor, affine.apply(self.bias), size, self._along(hidden, self.output_axis))
+        shift = self._along(affine.shift, self.output_axis)
+        outputs = Outputs(shift, self.weight.size // max(self.outputs, 1))
+        return self._checked(factor, affine.apply(self.bias), size, outputs)
 
     def preceded(self, affine: ChannelAffine) -> Layer:
         """Apply `affine` before the layer."""
@@ -129,10 +130,8 @@ class Layer:
         requires_grad = (like if old is None else old).requires_grad
         self.module._parameters[name] = nn.Parameter(from_numpy(array, like), requires_grad=requires_grad)
 
-    def _checked(
-        self, factor: np.ndarray, bias: np.ndarray, size: np.ndarray, hidden: np.ndarray | None = None
-    ) -> Layer:
-        check_scaled(self.weight, factor, self.weight.shape, hidden)
+    def _checked(self, factor: np.ndarray, bias: np.ndarray, size: np.ndarray, outputs: Outputs | None = None) -> Layer:
+        check_scaled(self.weight, factor, self.weight.shape, outputs)
         round_vector(bias, self.weight.dtype, f"{self._name} bias", size)
         return dataclasses.replace(self, factor=factor, bias=bias, bias_size=size)
 

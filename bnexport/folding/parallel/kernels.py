@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.affine import ChannelAffine, Outputs, check_range
 from bnexport.graph.evaluate import ELEMENTS
 from bnexport.graph.refusal import Refused
 
@@ -135,6 +135,13 @@ class Kernel:
     @property
     def inputs(self) -> int:
         return int(self.weight.shape[0] * self.weight.shape[2])
+
+    def check_type(self, dtype: np.dtype) -> None:
+        """Raise Refused if `dtype` cannot hold the weights (`affine.check_range`)."""
+        flat = self.weight.reshape(self.outputs, -1)
+        largest = np.abs(flat).max(axis=1, initial=0.0)
+        factor = np.divide(largest, self.peak, out=np.ones_like(largest), where=self.peak > 0)
+        check_range(self.peak, factor, dtype, Outputs(self.bias, flat.shape[1]))
 
     def mapped(self, affine: ChannelAffine) -> Kernel:
         """Followed by `affine`."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.folding.affine import check_range, hidden_error, round_vector
+from bnexport.folding.affine import round_vector
 from bnexport.folding.context import Context
 from bnexport.folding.editing.edits import Exact
 from bnexport.folding.editing.parameters import new_constant
@@ -50,11 +50,7 @@ def plan_operator(
     # A bias goes into the operator itself, if one of the branches has it.
     carrier = max(carriers, key=lambda node: (node.op_type != "MatMul", int(np.prod(described[node].shape))))
     (dtype,) = types
-    flat = kernel.weight.reshape(kernel.outputs, -1)
-    largest = np.abs(flat).max(axis=1, initial=0.0)
-    factor = np.divide(largest, kernel.peak, out=np.ones_like(largest), where=kernel.peak > 0)
-    hidden = hidden_error(kernel.bias, flat.shape[1], dtype)
-    check_range(kernel.peak, factor, dtype, hidden)
+    kernel.check_type(dtype)
     values = kernel.weight.reshape(kernel.outputs, *kernel.weight.shape[2:])
     if not frame.positions and carrier.op_type != "Conv" and not get_int(carrier, "transB", 0):
         values = np.ascontiguousarray(values.T)
