@@ -16,13 +16,9 @@ help:
 
 setup: $(READY) ## create .venv, install the pinned packages and build the library
 
-$(READY): pyproject.toml constraints.txt CMakeLists.txt $(shell find custom_ops -type f)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch scikit-build-core cmake ninja
-	$(TOOLS) $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		--no-build-isolation --config-settings=cmake.define.BNEXPORT_CUDA=OFF --config-settings=build-dir=$(BUILD) \
-		-e '.[cpu,demo,dev]'
-	touch $@
+$(READY): pyproject.toml constraints.txt CMakeLists.txt tools/setup.sh $(shell find custom_ops -type f)
+	@tools/setup.sh $(PYTHON) $(BUILD)
+	@touch $@
 
 demo: $(READY) ## train, export, fold and run a small network on real data; prints one table
 	$(BIN)/python -m models.demo
