@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+FOLDERS = [ROOT / name / "README.md" for name in ("examples", "models", "benchmarks")]
+PAGES = sorted([*ROOT.glob("*.md"), *FOLDERS, *(ROOT / "docs").rglob("*.md")])
 CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(
     r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|^\[[^\]]+\]:\s*(\S+)|(?:src|href|srcset)=\"([^\"]+)\"", re.MULTILINE
