@@ -16,7 +16,6 @@ import onnx_ir as ir
 from bnexport.errors import VerificationError
 from bnexport.folding.context import Options
 from bnexport.folding.folder import convert_model
-from bnexport.folding.proving import prove_fold
 from bnexport.folding.reporting.counts import Counts, count
 from bnexport.folding.reporting.report import FoldReport
 from bnexport.folding.rules import check_rules
@@ -251,6 +250,8 @@ def _verify(done: _Transformed, candidate: ir.Model, method: Method, chosen_here
     """Verify by the chosen methods. chosen_here: leave out whole models where they are large."""
     proof = None
     if method != "whole" and done.unfolded is not None:
+        from bnexport.folding.proving import prove_fold
+
         proof = prove_fold(done.unfolded, candidate, done.folding.sites)
         if done.folding.converted:
             proof = dataclasses.replace(proof, reference="converted")

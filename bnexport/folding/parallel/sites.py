@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from bnexport.folding.context import Context, Options
 from bnexport.folding.converting.sync_bn import Conversion
-from bnexport.folding.parallel.merging import Merged, Merging
 from bnexport.folding.parallel.sums import read_sums
 from bnexport.folding.reporting.report import Refusal, SiteReport
 from bnexport.folding.rules.parallel import NAME
 from bnexport.folding.scopes import Scope
 from bnexport.graph.nodes import is_standard
+
+if TYPE_CHECKING:
+    from bnexport.folding.parallel.merging import Merged
 
 
 def is_wanted(options: Options) -> bool:
@@ -44,6 +47,11 @@ class Branches:
         """Merge every sum of the scope's graphs that can be; where each stands in the model, and its report."""
         for graph in scope.graphs:
             sums = read_sums(graph, scope.context, self._left_alone)
+            if not sums.roots:
+                continue
+            # Most models have none, and a small one is folded in less time than its modules are imported.
+            from bnexport.folding.parallel.merging import Merging
+
             for merged in Merging(sums, scope.context, self._may_merge).run():
                 nodes = sorted(merged.nodes, key=lambda node: order.get(node, len(order)))
                 yield order.get(nodes[-1], len(order)), self._report(merged, nodes, scope)
