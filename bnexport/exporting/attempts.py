@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import onnx_ir as ir
 import torch
@@ -28,7 +28,8 @@ def trace(
     `shapes`.
 
     Sizes of images stay symbolic through int(). Some operators need numbers, as a pooling its window: then the exporter
-    runs again, with int as it is. What it cannot write for other images at all, it writes for the example's.
+    runs again, with int as it is. What it cannot write for other images at all, it writes for the example's; what not
+    for other batches, for the example's batch.
     """
     if not any(dimension for shape in shapes for dimension in shape):
         return exporter(wrapper, args, names, shapes)
@@ -50,20 +51,30 @@ def trace(
             failure = error
     if isinstance(failure, (BnexportError, MemoryError)):
         raise failure
-    batches = [{dimension: name for dimension, name in shape.items() if dimension == 0} for shape in shapes]
-    try:
-        graph, notes, conditions = exporter(wrapper, args, names, batches)
-    except Exception:
-        raise failure from None
-    reason = f"the exporter cannot write it for other sizes: {_cause(failure)}"
-    for name, arg, shape in zip(names, args, shapes):
-        notes += [
-            f"input {name!r}: dimension {dimension} ({size}) stays {arg.shape[dimension]}: {reason}"
-            for dimension, size in shape.items()
-            if dimension
-        ]
-    shapes[:] = batches
-    return graph, notes, conditions
+    for narrower in _narrower(shapes):
+        tried = [dict(shape) for shape in narrower]
+        try:
+            graph, notes, conditions = exporter(wrapper, args, names, tried)
+        except Exception:
+            continue
+        reason = f"the exporter cannot write it for other sizes: {_cause(failure)}"
+        for name, arg, shape, kept in zip(names, args, shapes, narrower):
+            notes += [
+                f"input {name!r}: dimension {dimension} ({size}) stays {arg.shape[dimension]}: {reason}"
+                for dimension, size in shape.items()
+                if dimension not in kept
+            ]
+        shapes[:] = tried
+        return graph, notes, conditions
+    raise failure from None
+
+
+def _narrower(shapes: Shapes) -> Iterator[Shapes]:
+    """Yield fewer dynamic dimensions: the batch alone, then the other sizes, then none."""
+    for chosen in (lambda dimension: dimension == 0, lambda dimension: dimension != 0, lambda _: False):
+        narrower = [{key: name for key, name in shape.items() if chosen(key)} for shape in shapes]
+        if narrower != shapes:
+            yield narrower
 
 
 def _cause(error: BaseException) -> str:

@@ -154,6 +154,30 @@ def test_what_dynamo_cannot_write_for_other_sizes(tmp_path):
     assert all("the exporter cannot write it for other sizes: " in note for note in result.notes)
 
 
+class Filters(nn.Module):
+    """As DMNet makes filters of each image: the number of groups, an attribute in ONNX, is a multiple of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.filters = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        batch, channels, height, width = x.shape
+        filters = self.filters(F.adaptive_avg_pool2d(x, 3)).view(batch * channels, 1, 3, 3)
+        y = F.conv2d(x.view(1, batch * channels, height, width), filters, padding=1, groups=batch * channels)
+        return y.view(batch, channels, height, width)
+
+
+@pytest.mark.parametrize(("exporter", "shape"), [("dynamo", [2, 3, "height", "width"]), ("torchscript", [2, 3, 6, 6])])
+def test_a_batch_that_an_attribute_depends_on_is_fixed(exporter, shape, tmp_path):
+    model = Filters()
+    result = export(model, tmp_path, exporter=exporter)
+    assert result.verification.passed
+    assert declared(result) == shape
+    assert result.notes[0].startswith("input 'x': dimension 0 (batch) stays 2: the exporter cannot write it for other")
+    assert is_right(result, model, (2, 3, 11, 7) if "height" in shape else (2, 3, 6, 6))
+
+
 @pytest.mark.parametrize("mode", ["deploy", "custom_op"])
 def test_training_graphs_too(mode, tmp_path):
     model = nn.Sequential(nn.BatchNorm2d(3), Halves())
