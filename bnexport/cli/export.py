@@ -111,7 +111,7 @@ def export(
             ):
                 if names:
                     say(f"note: {checkpoint}: {what}: {', '.join(names)}")
-        with status(f"exporting {factory}"), calm(), explained(factory, model, args):
+        with status(f"exporting {factory}"), calm(), explained(factory, model, args, exporter):
             result = exporting.export(
                 model.train(train),
                 args,

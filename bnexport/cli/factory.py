@@ -126,7 +126,7 @@ def calm() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained(factory: str, model: Any, args: tuple[Any, ...]) -> Iterator[None]:
+def explained(factory: str, model: Any, args: tuple[Any, ...], exporter: str = "dynamo") -> Iterator[None]:
     """torch's own errors, in one line: do the inputs not fit the module, or can the module not be exported?"""
     import torch
 
@@ -148,9 +148,10 @@ def explained(factory: str, model: Any, args: tuple[Any, ...]) -> Iterator[None]
             raise UsageError(
                 f"--input: {factory} does not run on inputs of shape {shapes}: {_summary(reason)}"
             ) from error
+        other = "dynamo" if exporter == "torchscript" else "torchscript"
         raise UnsupportedModelError(
             f"{factory}: torch cannot export it, though it runs: {_summary(error)}; "
-            "see all of it with -v, or try --exporter torchscript or --format torchscript"
+            f"see all of it with -v, or try --exporter {other} or --format torchscript"
         ) from error
 
 

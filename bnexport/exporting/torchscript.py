@@ -6,8 +6,10 @@ size; without them the node lands in the default domain or fails to serialise.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +108,7 @@ def _write(
     wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes, file: Path, opset: int
 ) -> None:
     images = any(dimension for shape in shapes for dimension in shape)
-    with warnings.catch_warnings(), AnySizePooling(dynamic=images):
+    with warnings.catch_warnings(), _no_log(), AnySizePooling(dynamic=images):
         warnings.simplefilter("ignore")
         torch.onnx.export(
             wrapper,
@@ -121,6 +123,17 @@ def _write(
             input_names=names,
             dynamic_axes={name: shape for name, shape in zip(names, shapes) if shape},
         )
+
+
+@contextlib.contextmanager
+def _no_log() -> Iterator[None]:
+    """Keep torch from printing the graph that it cannot export to the process's stdout, which Python cannot redirect."""
+    log = torch._C._jit_onnx_log  # switched on by each export, whatever it was before
+    torch._C._jit_onnx_log = lambda *_: None
+    try:
+        yield
+    finally:
+        torch._C._jit_onnx_log = log
 
 
 def _has_sync_batch_norm(wrapper: Traced) -> bool:

@@ -36,6 +36,13 @@ class DependsOnValues(torch.nn.Module):
         return x if x.sum().item() > 0 else -x
 
 
+class Diagonal(torch.nn.Module):
+    """As CCNet masks its attention; the TorchScript exporter does not have the operator."""
+
+    def forward(self, x):
+        return torch.diag(x)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("errors")
@@ -118,6 +125,7 @@ WRONG = [
     ([*EXPORT, "--checkpoint", "other.pth"], 2, ["17 missing: stem.0.weight", "and 9 more", "1 unexpected", "--allow-unexpected"]),
     ([*EXPORT, "--checkpoint", "both.pth", "--key", "best"], 2, ["has no key 'best'", "expected one of state_dict, ema"]),
     (["export", f"{HERE}:DependsOnValues", "o.onnx", "-i", "x:2,2"], 3, ["cannot export it, though it runs", "--exporter torchscript"]),
+    (["export", f"{HERE}:Diagonal", "o.onnx", "-i", "x:2,2", "--exporter", "torchscript"], 3, ["aten::diag", "try --exporter dynamo or"]),
     (["inspect", "gone.onnx"], 2, ["'gone.onnx'", "does not exist"]),
     (["fold", "m.onnx", "text"], 2, ["OUT: 'text' exists", "--overwrite"]),
     (["fold", "m.onnx", "o.pt"], 2, ["OUT: got 'o.pt'", "names 'torchscript'", "expected .onnx"]),
