@@ -94,12 +94,14 @@ class _Abn(nn.Module):
     def __init__(self, num_features, activation="leaky_relu", activation_param=0.01):
         super().__init__()
         self.num_features, self.eps, self.momentum, self.affine = num_features, 1e-5, 0.1, True
+        self.track_running_stats = True
         self.activation, self.activation_param = activation, activation_param
         _parameters(self, num_features)
+        self.register_buffer("num_batches_tracked", torch.tensor(5))
 
 
 ABN = _in("inplace_abn.abn")(type("ABN", (_Abn,), {}))
-InPlaceABNSync = _in("inplace_abn.abn")(type("InPlaceABNSync", (ABN,), {}))
+InPlaceABNSync = _in("inplace_abn.abn")(type("InPlaceABNSync", (ABN,), {"group": None}))
 
 
 # timm's, as of timm 1.0.31 (timm/layers/norm_act.py): attributes `drop` and `act`; the plain class has always
