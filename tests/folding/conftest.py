@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bnexport.folding import api
+from bnexport.folding import proving
 from bnexport.verification.verdict import Verification
 
 _MARKS: Counter[str] = Counter()
@@ -30,7 +30,7 @@ def _no_fold_is_left_without_a_proof(monkeypatch: pytest.MonkeyPatch) -> Iterato
 
         monkeypatch.setattr(module, name, recorded)
 
-    record(api, "prove_fold")
+    record(proving, "prove_fold")
     if "bnexport.folding.module.api" in sys.modules:
         record(sys.modules["bnexport.folding.module.api"], "prove_module")
     yield
