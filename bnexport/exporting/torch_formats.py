@@ -60,10 +60,15 @@ def export(
     outputs = _output_names(copy_model(converted, share_parameters=True), inputs)
     if fold:
         try:
-            folded, report = fold_copy(model, inputs, ModuleOptions())
+            folded, report = fold_copy(model, inputs, ModuleOptions(), prove=verify)
             work = wrapper.with_torchs_operators(folded)
         except UnsupportedModelError as error:
             notes.append(f"nothing was folded: {error}")
+        if report is not None and report.verification is not None and report.verification.status == "failed":
+            reason = report.verification.reason
+            raise VerificationError(
+                f"{target}: the folded module differs from the model, nothing was written: {reason}"
+            )
     if work is None:
         work = converted
     others: OtherSizes | None = None

@@ -12,8 +12,9 @@ import bnexport
 from bnexport.cli import main
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from bnexport.exporting import pt2, torchscript_format
-from bnexport.folding.module import folder
+from bnexport.folding.module import api, folder
 from bnexport.verification import fresh_process
+from bnexport.verification.verdict import Verification
 from models.resnet import digits_resnet
 from models.segmentation import Segmenter
 from tests.folding.module.nets import trained
@@ -68,6 +69,8 @@ def test_networks_at_any_size(network, format, tmp_path):
     assert result.outputs == (("out", "aux") if network == "segmenter" else ("output",))
     assert not batch_norms(result)
     assert not result.report.kept
+    assert {proof.method for proof in result.report.verification.sites} == {"proved"}
+    assert len(result.report.proofs) == len(result.report.folded)
     assert not result.notes
     assert net.training
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
@@ -280,8 +283,13 @@ def test_a_wrong_fold_is_never_written(format, tmp_path, monkeypatch):
         layer.module._parameters["bias"].data += 1e-3
 
     monkeypatch.setattr(folder.Layer, "write", wrong)
+    x = torch.randn(2, 3, 6, 6)
+    with pytest.raises(VerificationError, match=r"nothing was written: site 1: at .*: the bias of channel \d differs"):
+        bnexport.export(pair(), x, tmp_path / "m", format=format)
+    # Without the proof the file itself tells.
+    monkeypatch.setattr(api, "prove_module", lambda *_: Verification.skipped("not asked for"))
     with pytest.raises(VerificationError, match=r"nothing was written: output 'output' in .*: differs"):
-        bnexport.export(pair(), torch.randn(2, 3, 6, 6), tmp_path / "m", format=format)
+        bnexport.export(pair(), x, tmp_path / "m", format=format)
     assert not list(tmp_path.iterdir())
 
 
