@@ -19,7 +19,9 @@ from bnexport.errors import UsageError
 
 @app.command()
 def inline(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="The ONNX file to inline; it is never changed.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="The ONNX file to inline; unchanged unless it is OUT, too.")
+    ],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Where the model without functions goes.")],
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the outputs of both models.")] = True,
     inputs: Inputs = None,

@@ -80,7 +80,9 @@ def _shape(shape: tuple[Any, ...] | None) -> str:
 
 @app.command()
 def fold(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="The ONNX file to fold; it is never changed.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="The ONNX file to fold; unchanged unless it is OUT, too.")
+    ],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Where the folded model goes.")],
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Prove each fold, and compare the outputs of both models.")

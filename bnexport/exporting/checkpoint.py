@@ -116,7 +116,7 @@ def _inert_pickle(ignored: set[str]) -> Any:
             if found is not None:
                 return found
             ignored.add(f"{module}.{name}")
-            return type("_Inert", (_Inert,), {})
+            return type(name, (_Inert,), {"__module__": module})
 
     def load(file: Any, **options: Any) -> Any:
         return Unpickler(file, **options).load()
@@ -176,8 +176,11 @@ def read_state_dict(path: str | Path, key: str | None = None) -> tuple[dict[str,
     """
     path = Path(path)
     loaded, ignored = _read(path)
-    if isinstance(loaded, torch.nn.Module):
-        raise UsageError(f"{path}: got a whole module, expected a state_dict; save model.state_dict() instead")
+    if isinstance(loaded, _Inert):
+        raise UsageError(
+            f"{path}: got an object of {type(loaded).__module__}.{type(loaded).__name__}, which is not built, expected a "
+            "state_dict; of a whole module save model.state_dict() instead"
+        )
     if not isinstance(loaded, dict):
         raise UsageError(f"{path}: got a {type(loaded).__name__}, expected a dict of tensors, or one that holds it")
     if key is not None:

@@ -169,7 +169,7 @@ def test_files_that_are_no_checkpoint(tmp_path, content, message):
     [
         ([torch.zeros(1)], "got a list, expected a dict of tensors"),
         ({"epoch": 3, "args": "x"}, "found no tensors under .* its keys are epoch, args"),
-        (torch.nn.Linear(1, 1), "a dict of tensors"),
+        (torch.nn.Linear(1, 1), r"an object of torch\.nn\.modules\.linear\.Linear, .* save model\.state_dict"),
     ],
     ids=["list", "no tensors", "module"],
 )
