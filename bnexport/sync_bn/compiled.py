@@ -26,6 +26,9 @@ Tensor = torch.Tensor
 # Set to "torch" to do without the compiled kernels.
 BACKEND_VARIABLE = "BNEXPORT_TORCH_BACKEND"
 
+# Bytes of a number of the saved statistics.
+_ROW = 8
+
 # Bytes from which an output is put on huge pages.
 _LARGE = 4 << 20
 
@@ -225,6 +228,34 @@ def forward(
     return y, new_mean, new_var, mean, invstd
 
 
+def forward_in_place(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    stats_mode: str,
+    update: bool,
+) -> tuple[Tensor, Tensor]:
+    """Compute y and [mean, invstd] (2, C) float64 of one process on a CPU; `update` the running statistics in place.
+
+    Running statistics to update are contiguous and of the statistics' type.
+    """
+    capi, C = _capi(), x.shape[1]
+    old_mean, old_var, w, b = (_vector(vector, x) for vector in (running_mean, running_var, weight, bias))
+    y, saved = _empty_like(x), x.new_empty((2, C), dtype=torch.float64)
+    means, mean, var = saved.data_ptr(), _pointer(old_mean), _pointer(old_var)
+    new_mean, new_var = (mean, var) if update else (0, 0)
+    capi.run_forward(
+        *_leading(x), x.data_ptr(), y.data_ptr(), _pointer(w), _pointer(b), mean, var, new_mean, new_var, means,
+        means + _ROW * C, momentum, eps, training, capi.STATS_MODES[stats_mode], 1, 0, torch.get_num_threads(),
+    )  # fmt: skip
+    return y, saved
+
+
 def backward_row(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, stats_mode: str) -> Tensor:
     """Compute this process's row [weight, sum dy.., sum dy * x_hat..] (2 C + 1,) float64."""
     row = x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64)
@@ -258,17 +289,42 @@ def backward(
     """Compute dx, dweight, dbias, None if not needed. row, rows: this process's and the group's, or None for one
     process.
     """
-    capi, C, S = _capi(), x.shape[1], statistics_type(x.dtype)
+    modes = _capi().STATS_MODES[stats_mode], _capi().GRAD_REDUCTIONS[grad_reduction]
+    group = (1 if rows is None else rows.shape[0], _pointer(rows), _pointer(row))
+    return _backward(dy, x, weight, (mean.data_ptr(), invstd.data_ptr()), training, output_mask, (*modes, *group))
+
+
+def backward_alone(
+    dy: Tensor, x: Tensor, weight: Tensor | None, saved: Tensor, training: bool, output_mask: Sequence[bool], mode: str
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Compute dx, dweight, dbias of one process, None if not needed, from what `forward_in_place` saved.
+
+    mode: a stats_mode.
+    """
+    means = saved.data_ptr()
+    rest = (_capi().STATS_MODES[mode], 0, 1, 0, 0)
+    return _backward(dy, x, weight, (means, means + _ROW * x.shape[1]), training, output_mask, rest)
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    saved: tuple[int, int],
+    training: bool,
+    output_mask: Sequence[bool],
+    modes_and_group: tuple[int, ...],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    C, S = x.shape[1], statistics_type(x.dtype)
     w = _vector(weight, x)
     dx = _empty_like(x) if output_mask[0] else None
     dweight, dbias = (x.new_empty(C, dtype=S) if needed else None for needed in output_mask[1:])
     fields = (
-        dy.data_ptr(), x.data_ptr(), _pointer(dx), _pointer(w), mean.data_ptr(), invstd.data_ptr(), _pointer(dweight),
-        _pointer(dbias), int(training), capi.STATS_MODES[stats_mode], capi.GRAD_REDUCTIONS[grad_reduction],
-        1 if rows is None else rows.shape[0], _pointer(rows), _pointer(row),
+        dy.data_ptr(), x.data_ptr(), _pointer(dx), _pointer(w), *saved, _pointer(dweight), _pointer(dbias),
+        int(training), *modes_and_group,
     )  # fmt: skip
     if not x.is_cuda:
-        capi.run_backward(*_leading(x), *fields, torch.get_num_threads())
+        _capi().run_backward(*_leading(x), *fields, torch.get_num_threads())
     else:
         _run("backward", x, _geometry(x), **dict(zip(_BACKWARD_FIELDS, fields, strict=True)))
     return dx, dweight, dbias

@@ -15,6 +15,7 @@ import torch
 
 from bnexport.schema import GroupSpec
 from bnexport.sync_bn import autograd, compiled, operators
+from bnexport.sync_bn.moments import statistics_type
 
 Tensor = torch.Tensor
 
@@ -35,13 +36,19 @@ def _unobserved(*tensors: Tensor | None) -> bool:
 
 
 class _Call:
-    """Arguments of a forward that carry no gradient, and its outputs except the first."""
+    """Arguments of a forward that carry no gradient."""
 
-    __slots__ = ("arguments", "group", "outputs")
+    __slots__ = ("arguments", "group")
 
     def __init__(self, arguments: tuple[Any, ...], group: GroupSpec) -> None:
         self.arguments, self.group = arguments, group
-        self.outputs: list[Tensor | None] = []
+
+
+def _forward(input: Tensor, weight: Tensor | None, bias: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
+    running_mean, running_var, training, momentum, eps, update = call.arguments
+    return compiled.forward_in_place(
+        input, running_mean, running_var, weight, bias, training, momentum, eps, call.group.stats_mode, update
+    )
 
 
 class _EagerForward(torch.autograd.Function):
@@ -51,61 +58,59 @@ class _EagerForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, call: _Call) -> Tensor:
-        running_mean, running_var, training, momentum, eps = call.arguments
-        output, *call.outputs, mean, invstd = compiled.forward(
-            input, running_mean, running_var, weight, bias, training, momentum, eps, call.group.stats_mode, None
-        )
-        ctx.save_for_backward(input, weight, mean, invstd)
-        ctx.training, ctx.group = training, call.group
+        output, statistics = _forward(input, weight, bias, call)
+        ctx.save_for_backward(input, weight, statistics)
+        ctx.training, ctx.group = call.arguments[2], call.group
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, mean, invstd = saved = ctx.saved_tensors
+        input, weight, statistics = saved = ctx.saved_tensors
         mask = ctx.needs_input_grad[:3]
         training, group = ctx.training, ctx.group
         # The operator where a graph of the backward is wanted, too.
         if torch.is_grad_enabled() or not _unobserved(grad_output, *saved):
             grads = operators.sync_batch_norm_backward(
-                grad_output, input, weight, mean, invstd, training, list(mask), *group
+                grad_output, input, weight, *statistics.unbind(), training, list(mask), *group
             )
             return (*(grad if needed else None for grad, needed in zip(grads, mask, strict=True)), None)
         dy = grad_output if grad_output.stride() == input.stride() else torch.empty_like(input).copy_(grad_output)
         # Autograd itself gives gradients the type of what they belong to.
-        return *compiled.backward(
-            dy, input, weight, mean, invstd, training, mask, group.stats_mode, group.grad_reduction, None, None
-        ), None
+        return *compiled.backward_alone(dy, input, weight, statistics, training, mask, group.stats_mode), None
 
 
-def sync_batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    group: GroupSpec,
-) -> Any:
-    """Compute output and new running statistics on the shortest path; statistics that are not kept are None.
+def _changeable(statistic: Tensor | None, input: Tensor) -> bool:
+    """Whether the kernel may write new running statistics where they lie."""
+    return (
+        statistic is not None
+        and statistic.dtype == statistics_type(input.dtype)
+        and statistic.is_contiguous()
+        and not statistic.requires_grad
+        and not statistic.is_inference()
+    )
 
-    Arguments and errors as of `operators.sync_batch_norm`.
+
+def sync_batch_norm(arguments: tuple[Any, ...], group: GroupSpec, update: bool) -> Tensor | None:
+    """Compute the output on the shortest path, and `update` the running statistics in place.
+
+    Returns None, and does nothing, where only the operator is right. arguments: those of `operators.sync_batch_norm`
+    before the group's.
     """
+    input, running_mean, running_var, weight, bias, training, momentum, eps = arguments
     if (
         group.group_size != 1
         or not _unobserved(input, running_mean, running_var, weight, bias)
         or not operators.regular(input, running_mean, running_var, weight, bias, training, group)
         or not compiled.takes(input)
         or (training and input.numel() == input.shape[1])  # one value per channel
+        or (update and not (_changeable(running_mean, input) and _changeable(running_var, input)))
     ):
-        return operators.sync_batch_norm(
-            input, running_mean, running_var, weight, bias, training, momentum, eps, *group
-        )[:3]
-    call = _Call((running_mean, running_var, training, momentum, eps), group)
+        return None
+    call = _Call((running_mean, running_var, training, momentum, eps, update), group)
     if autograd.need_gradient(input, weight, bias):
-        output = _EagerForward.apply(input, weight, bias, call)
-        return output, *call.outputs
-    return compiled.forward(
-        input, running_mean, running_var, weight, bias, training, momentum, eps, group.stats_mode, None
-    )[:3]
+        output: Tensor = _EagerForward.apply(input, weight, bias, call)
+    else:
+        output, _ = _forward(input, weight, bias, call)
+    if update:
+        torch.autograd.graph.increment_version((running_mean, running_var))
+    return output

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bnexport import schema
 from bnexport.errors import GroupError, UsageError
-from bnexport.sync_bn import distributed, eager
+from bnexport.sync_bn import distributed, eager, operators
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -137,14 +137,40 @@ class SyncBatchNorm(_BatchNorm):
                     f"group {self._lost_group!r} did not survive pickling: set the module's `group` before training"
                 )
             size = self.group_size()
-        output, new_mean, new_var = self._normalise(input, use_batch, size)
-        if self._updates_statistics() and not _recomputing():
-            self._update_statistics(new_mean, new_var)
+        update = self._updates_statistics() and not _recomputing()
+        output = self._normalise_in_place(input, use_batch, size, update)
+        if output is None:
+            output, new_mean, new_var = self._normalise(input, use_batch, size)
+            if update:
+                self._update_statistics(new_mean, new_var)
+        return output
+
+    def _normalise_in_place(self, input: torch.Tensor, use_batch: bool, size: int, update: bool) -> torch.Tensor | None:
+        """Compute the output and the module's new statistics on the short path of eager mode; None where that is not
+        open. An average of all batches takes the other path, and so do modules whose methods an exporter has replaced.
+        """
+        if torch.compiler.is_compiling() or (update and self.momentum is None):
+            return None
+        if "_normalise" in self.__dict__ or "_set_statistic" in self.__dict__:
+            return None
+        group = self._group_spec(size)
+        output = eager.sync_batch_norm(self._arguments(input, use_batch), group, update)
+        if update and output is not None:
+            counted = self._statistic("num_batches_tracked")
+            if counted is not None:
+                counted.add_(1)
         return output
 
     def _normalise(self, input: torch.Tensor, use_batch: bool, size: int) -> tuple[torch.Tensor, ...]:
         """Compute the output and the new statistics of a group of `size`."""
-        return eager.sync_batch_norm(
+        outputs: tuple[torch.Tensor, ...] = operators.sync_batch_norm(
+            *self._arguments(input, use_batch), *self._group_spec(size)
+        )
+        return outputs[:3]
+
+    def _arguments(self, input: torch.Tensor, use_batch: bool) -> tuple[Any, ...]:
+        """Return the operator's arguments but for those of the group."""
+        return (
             input,
             self._statistic("running_mean"),
             self._statistic("running_var"),
@@ -153,13 +179,11 @@ class SyncBatchNorm(_BatchNorm):
             use_batch,
             1.0 if self.momentum is None else self.momentum,
             self.eps,
-            schema.GroupSpec(
-                distributed.name_of(self.group) if size > 1 else "",
-                size,
-                self.stats_mode,
-                self.grad_reduction,
-                self._layer,
-            ),
+        )
+
+    def _group_spec(self, size: int) -> schema.GroupSpec:
+        return schema.GroupSpec(
+            distributed.name_of(self.group) if size > 1 else "", size, self.stats_mode, self.grad_reduction, self._layer
         )
 
     def _updates_statistics(self) -> bool:

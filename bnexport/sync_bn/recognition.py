@@ -56,7 +56,8 @@ _READ = (
 _USED: dict[str, tuple[str, ...]] = {
     "ours": (
         *("group", "group_size", "stats_mode", "grad_reduction"),
-        *("_normalise", "_update_statistics", "_updates_statistics", "_set_statistic", "_statistic"),
+        *("_normalise", "_normalise_in_place", "_arguments", "_group_spec"),
+        *("_update_statistics", "_updates_statistics", "_set_statistic", "_statistic"),
     ),
     "torch_sync": ("process_group",),
     "mmcv": ("group", "group_size", "stats_mode"),

@@ -64,7 +64,7 @@ def test_modes_and_tracers_see_the_operator(calls):
 
 
 def test_a_backward_that_is_differentiated_takes_the_operator(calls):
-    module, x = SyncBatchNorm(6), torch.randn(4, 6, 5, dtype=torch.float64, requires_grad=True)
+    module, x = SyncBatchNorm(6).double(), torch.randn(4, 6, 5, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
     assert calls == ["sync_batch_norm_backward"]
     gradient.square().sum().backward()
@@ -78,3 +78,54 @@ def test_what_needs_no_gradient_gets_none():
     assert module.weight.grad is None and module.bias.grad is not None
     with torch.no_grad():
         assert not module(x).requires_grad
+
+
+def test_new_statistics_lie_where_the_old_ones_did_and_autograd_knows(calls):
+    module, x = SyncBatchNorm(6), torch.randn(4, 6, 5)
+    module.running_mean.copy_(torch.arange(6.0))
+    want_mean, want_var = (
+        0.9 * old + 0.1 * new
+        for old, new in ((module.running_mean, x.mean((0, 2))), (module.running_var, x.var((0, 2))))
+    )
+    places = [buffer.data_ptr() for buffer in module.buffers()]
+    factor = torch.ones(6, requires_grad=True)
+    product = factor * module.running_mean  # saves the statistic for its backward
+    module(x)
+    assert calls == [] and [buffer.data_ptr() for buffer in module.buffers()] == places
+    torch.testing.assert_close(module.running_mean, want_mean)
+    torch.testing.assert_close(module.running_var, want_var)
+    assert module.num_batches_tracked == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_statistics_that_the_kernel_cannot_change_in_place(momentum):
+    """Another type, a view of every second number, one that autograd follows, one made under inference mode."""
+    x = torch.randn(4, 6, 5)
+    want = torch.nn.BatchNorm1d(6, momentum=momentum)
+    want(x), want(x + 1)
+    odd = [torch.zeros(6, dtype=torch.bfloat16), torch.zeros(12)[::2]]
+    for mean in odd:
+        module = SyncBatchNorm(6, momentum=momentum)
+        module.running_mean = mean
+        module(x), module(x + 1)
+        loose = {"rtol": 2e-2, "atol": 2e-2} if mean.dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(module.running_mean.float(), want.running_mean, **loose)
+        torch.testing.assert_close(module.running_var, want.running_var)
+        assert module.num_batches_tracked == 2
+    with torch.inference_mode():
+        module = SyncBatchNorm(6, momentum=momentum)
+        module(x), module(x + 1)
+    torch.testing.assert_close(module.running_mean, want.running_mean)
+
+
+def test_nothing_is_updated_in_eval_mode_or_without_tracking():
+    x = torch.randn(4, 6, 5)
+    module = SyncBatchNorm(6)
+    before = [buffer.clone() for buffer in module.buffers()]
+    module.eval()(x)
+    module.train()
+    module.track_running_stats = False
+    module(x)
+    assert all(torch.equal(old, new) for old, new in zip(before, module.buffers(), strict=True))
