@@ -130,7 +130,7 @@ workflows: $(READY) ## the GitHub workflows and CITATION.cff by schema, the work
 
 docs: $(READY) ## the documents as a site in site/; links, spelling and words checked
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt mkdocs mkdocs-material 'mkdocstrings[python]' codespell proselint
-	$(BIN)/codespell README.md CONTRIBUTING.md docs
+	$(BIN)/codespell *.md docs
 	$(BIN)/python -m docs.check_prose
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 

@@ -32,7 +32,7 @@ def findings(pages: list[Path]) -> list[str]:
 
 def main() -> int:
     pages = [Path(name) for name in sys.argv[1:]]
-    pages = pages or [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = pages or [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
     found = findings(pages)
     print("\n".join(found) or f"{len(pages)} pages: nothing found")
     return 1 if found else 0

@@ -16,8 +16,7 @@ from tests.docs.pages import ROOT
 # Pages that a program writes as a whole.
 GENERATED = {"docs/zoo.md": "tests/zoo/page.py"}
 PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
+    *sorted(ROOT.glob("*.md")),
     *sorted(
         path
         for path in (ROOT / "docs").rglob("*.md")
