@@ -98,9 +98,8 @@ def fold_run_time(report: Report) -> str:
             [row["model"], row["optimisations"], f"{row['folded']} of {row['sites']}", f"{row['run_ratio']:.2f}"]
             + [f"{row['processor_ratio']:.2f} ({before:.1f} to {after:.1f} ms)", f"{row['session_ratio']:.2f}"]
         )
-    return table(
-        ["model", "optimisations", "folded", "run, wall time", "run, processor time", "session creation"], rows, 2
-    )
+    header = ["model", "optimisations", "folded", "run, wall time", "run, processor time", "session creation"]
+    return f"{setting(report)}\n\n{table(header, rows, 2)}"
 
 
 def branches(report: Report) -> str:

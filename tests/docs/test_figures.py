@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,13 @@ def test_a_page_keeps_its_prose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_every_benchmark_can_be_started() -> None:
     for it in run_all.BENCHMARKS.values():
         assert (page.ROOT / "benchmarks" / f"{it.module}.py").is_file()
+
+
+def test_a_result_with_times_says_on_what_it_was_measured() -> None:
+    """Processor, instruction set and versions; the load is named where it is known, and otherwise that it is not."""
+    for path in sorted(page.RESULTS.glob("*.json")):
+        report = json.loads(path.read_text())
+        if re.search(r'"[\w/ ]*(?:_ms|seconds|microseconds)"', path.read_text()):
+            described = report["machine"]
+            assert described["processor"] and described["cores"] and described["instruction_set"], path.name
+            assert described["versions"]["bnexport"] and described["versions"]["onnxruntime"], path.name
