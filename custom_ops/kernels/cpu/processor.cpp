@@ -5,9 +5,40 @@
 #include <cstring>
 #include <string>
 
+#if defined(BNEXPORT_X86)
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
 namespace bnexport::cpu {
 
 namespace {
+
+#if defined(BNEXPORT_X86)
+// Registers whose state the system saves (XCR0): bits 1 and 2 for AVX, 5 to 7 for AVX-512.
+__attribute__((target("xsave"))) uint64_t saved_registers() { return static_cast<uint64_t>(_xgetbv(0)); }
+
+// cpuid itself: the run-time library of zig, which wheels are built with, says no to every __builtin_cpu_supports.
+InstructionSet widest() {
+  constexpr unsigned kOsxsave = 1U << 27;
+  constexpr unsigned kFmaF16c = 1U << 12 | 1U << 29;
+  constexpr unsigned kAvx2 = 1U << 5;
+  constexpr unsigned kAvx512 = 1U << 16 | 1U << 17 | 1U << 30 | 1U << 31;  // F, DQ, BW, VL
+  constexpr uint64_t kSaveAvx = 0x06;
+  constexpr uint64_t kSaveAvx512 = 0xE6;
+  unsigned eax = 0;
+  unsigned ebx = 0;
+  unsigned ecx = 0;
+  unsigned edx = 0;
+  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0 || (ecx & kOsxsave) == 0) return InstructionSet::kBaseline;
+  const bool has_fma = (ecx & kFmaF16c) == kFmaF16c;
+  const uint64_t saved = saved_registers();
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return InstructionSet::kBaseline;
+  if (!has_fma || (ebx & kAvx2) == 0 || (saved & kSaveAvx) != kSaveAvx) return InstructionSet::kBaseline;
+  return (ebx & kAvx512) == kAvx512 && (saved & kSaveAvx512) == kSaveAvx512 ? InstructionSet::kAvx512
+                                                                            : InstructionSet::kAvx2;
+}
+#endif
 
 InstructionSet best() {
 #if defined(BNEXPORT_X86)
@@ -16,15 +47,9 @@ InstructionSet best() {
     if (limit == nullptr || *limit == '\0' || std::strcmp(limit, "avx512") == 0) return true;
     return std::strcmp(limit, name) == 0;
   };
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && allowed("avx512")) {
-    return InstructionSet::kAvx512;
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-      allowed("avx2")) {
-    return InstructionSet::kAvx2;
-  }
+  const InstructionSet found = widest();
+  if (found == InstructionSet::kAvx512 && allowed("avx512")) return found;
+  if (found != InstructionSet::kBaseline && allowed("avx2")) return InstructionSet::kAvx2;
 #endif
   return InstructionSet::kBaseline;
 }
