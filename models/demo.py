@@ -70,18 +70,23 @@ def main() -> None:
     threads = os.cpu_count() or 1
     torch.set_num_threads(threads)
 
-    console.print("exporting, folding, running")
+    console.print("exporting with the node kept")
     example = torch.from_numpy(digits.test_images[: arguments.batch])
     kept, folded, deployed, training = (
         folder / f"{name}.onnx" for name in ("custom_op", "folded", "deployed", "training")
     )
     bnexport.export(model, example, kept, mode="custom_op")
+    console.print("folding that file")
     fold_report = bnexport.fold(kept, folded).report
+    console.print("exporting for deployment")
     bnexport.export(model, example, deployed, mode="deploy")
+    console.print("exporting the training graph")
     bnexport.export(model.train(), example, training, mode="custom_op")
     model.eval()
 
+    console.print("running the test set in every engine, timed in turn")
     rows = compare(model, digits, checkpoint, kept, folded, arguments.batch, threads, arguments.rounds)
+    console.print("running the training graph")
     training_errors = compare_training_graph(model, training, example, threads)
     deployed_nodes = batch_norms_in(deployed)
 
