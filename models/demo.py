@@ -156,7 +156,8 @@ def compare(
     outputs = {name: np.concatenate([run(part) for part in batches]) for name, (run, _, _) in engines.items()}
     times: dict[str, list[float]] = {name: [] for name in engines}
     # In blocks: threads of the engine before fall asleep during the first runs, which do not count.
-    for _ in range(BLOCKS):
+    for block in range(BLOCKS):
+        console.print(f"  block {block + 1}/{BLOCKS} of {rounds} runs each")
         for name, (run, _, _) in engines.items():
             for step in range(WARM_UP + rounds):
                 begin = time.perf_counter()
