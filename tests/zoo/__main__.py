@@ -37,7 +37,7 @@ class Worker:
 
     def trial(self, entry: catalogue.Entry, ways: list[str]) -> dict[str, Any]:
         """The result of one model, as far as it came."""
-        if self.process is None:
+        if self.process is None or self.process.poll() is not None:
             self.process = subprocess.Popen(
                 self.command, cwd=ROOT, env=_variables(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
@@ -49,6 +49,8 @@ class Worker:
             self.process.stdin.write(f"{entry.name}\t{place}\t{','.join(ways)}\n")
             self.process.stdin.flush()
             code = self.process.stdout.readline().strip()
+            if not code:
+                self.process.wait()
             result: dict[str, Any] = (
                 json.loads(place.read_text()) if place.exists() else {"name": entry.name, "ways": {}}
             )

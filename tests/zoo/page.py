@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.page import table
-from tests.zoo import verdicts
+from tests.zoo import catalogue, verdicts
 
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
@@ -151,7 +151,8 @@ def render(results: dict[str, Result]) -> str:
     built = [each for each in shown if verdicts.of_model(each) != "unbuilt"]
     parts = [
         HEAD,
-        f"{len(built)} architectures.\n\n{summary(built)}",
+        f"{len(built)} of the {len(catalogue.entries())} architectures of the catalogue so far; *not reached* are ways that "
+        f"a run has not come to yet.\n\n{summary(built)}",
         parity(built),
         f"bnexport over `torch.onnx.export`, the same exporter, both with what they check by default:\n\n{ratios(built)}",
         f"## Batch norms that are left\n\n{reasons(built)}",
