@@ -9,7 +9,7 @@ TOOLS  := PATH="$(CURDIR)/$(BIN):$$PATH"
 CXX_SOURCES = $(shell find custom_ops tests examples benchmarks -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h' | grep -v /node_modules/)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-zoo test-slow test-browser test-matrix fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold bench-tools cuda cuda-registers gpu-kit test-install workflows docs coverage mutation public-api lint format tidy wheel clean
+.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-zoo test-slow test-browser test-matrix test-runtimes fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold bench-tools cuda cuda-registers gpu-kit test-install workflows docs coverage mutation public-api lint format tidy wheel clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -62,6 +62,9 @@ test-slow: $(READY) ## every slow test (an hour; needs a package index)
 
 test-matrix: $(READY) ## the same library in ONNX Runtime 1.17 to the newest, and in its last training build (needs a package index)
 	$(BIN)/python tests/custom_ops/matrix.py
+
+test-runtimes: $(READY) ## exported files in ONNX Runtime 1.17 to the newest, for JavaScript, OpenVINO, tract, ncnn, TVM and others (needs a package index)
+	$(BIN)/python -m tests.runtimes $(RUNTIMES)
 
 test-browser: $(READY) ## digits read and learned in a headless Chromium, compared with Python (needs npm, Chromium and a package index)
 	$(BIN)/python -m examples.web.check

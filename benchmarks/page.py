@@ -203,6 +203,45 @@ def foreign_folds(report: Report) -> str:
     return f"{table(header, rows, len(header))}\n\n{table(['model', 'tool', 'mark', 'why'], why, 4)}"
 
 
+def runtimes(report: Report) -> str:
+    """Which runtime ran which file; neighbouring versions with the same results share a row."""
+    kinds = list(dict.fromkeys(kind for row in report["runtimes"].values() for kind in row["files"]))
+    reasons: dict[str, int] = {}
+
+    def cell(row: Report, kind: str) -> str:
+        if "reason" in row:
+            return ""
+        done = row["files"].get(kind)
+        if done is None:
+            return "-"
+        if "wrong" in done or "reason" in done:
+            reason = f"{row['name']}: {done.get('wrong') or done['reason']}"
+            return f"no ({reasons.setdefault(reason, len(reasons) + 1)})"
+        return "yes"
+
+    rows: list[list[str]] = []
+    missing = []
+    versions: list[str] = []
+    for row in report["runtimes"].values():
+        cells = [cell(row, kind) for kind in kinds]
+        if "reason" in row:
+            missing.append(f"- {row['name']}: not run. {row['reason']}")
+        elif rows and rows[-1][0] == row["name"] and rows[-1][2:] == cells:
+            versions += [row["version"]] if row["version"] not in versions else []
+            rows[-1][1] = f"{versions[0]} to {versions[-1]}" if len(versions) > 2 else " and ".join(versions)
+        else:
+            versions = [row["version"]]
+            rows.append([row["name"], row["version"], *cells])
+    notes = [f"{number}. {reason.replace('|', '/')}" for reason, number in reasons.items()]
+    bound = f"Largest difference that counts as equal: {report['bound']:g} of the largest value of an output."
+    parts = [
+        bound,
+        table(["runtime", "version", *kinds], rows, 2 + len(kinds)),
+        *(["\n".join(missing)] if missing else []),
+    ]
+    return "\n\n".join([*parts, "\n".join(notes)]) if notes else "\n\n".join(parts)
+
+
 # A generated block: its page, its result, what makes Markdown of it. A benchmark's table joins by a line here.
 BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "ort_cpu": ("performance.md", "ort_cpu.json", ort_cpu),
@@ -218,6 +257,7 @@ BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "training_step_avx2": ("performance.md", "training_step_avx2.json", training_step),
     "parallel_training": ("training.md", "parallel_training.json", parallel_training),
     "conv_gradient": ("performance.md", "conv_gradient.json", conv_gradient),
+    "runtimes": ("runtimes.md", "runtimes.json", runtimes),
     "foreign_folds": ("folding.md", "foreign_folds.json", foreign_folds),
     "torchscript": ("deploy.md", "torchscript.json", torchscript),
     "lower_precision": ("guides/quantization.md", "lower_precision.json", lower_precision),

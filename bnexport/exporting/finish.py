@@ -66,11 +66,15 @@ def finish(
         if all(node.attributes["group_size"].as_int() == 1 for node in sync_nodes):
             _attach_body(model)
     passes.RemoveUnusedOpsetsPass()(model)
-    # The lowest that has the opset, and functions: a newer one keeps the file from older runtimes.
-    model.ir_version = max(onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset_of(model))]), 8)
+    set_lowest_ir_version(model)
     passes.TopologicalSortPass()(model)
     # The exporter's metadata holds stack traces with the user's paths.
     passes.ClearMetadataAndDocStringPass()(model)
+
+
+def set_lowest_ir_version(model: ir.Model) -> None:
+    """Set the lowest IR version that has the opset, and functions: a newer one keeps the file from older runtimes."""
+    model.ir_version = max(onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset_of(model))]), 8)
 
 
 def opset_of(model: ir.Model) -> int:

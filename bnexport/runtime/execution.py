@@ -98,8 +98,8 @@ def load(path: str | os.PathLike[str], session_options: Any = None, providers: S
 
 def _cannot_run(name: str, error: Exception) -> UnsupportedModelError:
     # Its message repeats names of the file.
-    text = printable(first_line(error))
-    return UnsupportedModelError(f"{name}: ONNX Runtime cannot run it: {text}")
+    text = injection.too_new(error) or f"ONNX Runtime cannot run it: {printable(first_line(error))}"
+    return UnsupportedModelError(f"{name}: {text}")
 
 
 def _register(model: ir.Model, options: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ from bnexport.errors import MissingPackageError, UsageError
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+# What ONNX Runtime says of files newer than itself.
+_NEWER_IR = re.compile(r"Unsupported model IR version: (\d+), max supported IR version: (\d+)")
+_NEWER_OPSET = re.compile(r"Opset (\d+) is under development .*is till opset (\d+)", re.DOTALL)
 # Bytes of tensors that go into one message; protobuf ends at twice as many, the graph included.
 _LARGEST_MESSAGE = 2**30
 
@@ -76,6 +80,19 @@ def prepare(data: bytes, weights: Mapping[str, np.ndarray], options: Any, provid
         return Prepared(data, {"providers": list(providers)} if providers else {}, values)
     # Its second try on the CPU, which it announces on stdout, is of use to other providers only.
     return Prepared(data, {"providers": ["CPUExecutionProvider"], "enable_fallback": 0}, values)
+
+
+def too_new(error: Exception) -> str:
+    """Return one line about a file that is newer than this ONNX Runtime; empty for other errors of a session."""
+    text, engine = str(error), f"onnxruntime {import_onnxruntime().__version__}"
+    found = _NEWER_IR.search(text) or _NEWER_OPSET.search(text)
+    if found is None:
+        return ""
+    kind = "IR version" if found.re is _NEWER_IR else "opset"
+    return (
+        f"the file has {kind} {found[1]}, and {engine} reads up to {found[2]}; install a newer onnxruntime, or write the"
+        " file for an older opset (18 loads in onnxruntime 1.17 and newer)"
+    )
 
 
 def session(data: bytes, weights: Mapping[str, np.ndarray], options: Any = None, providers: Providers = None) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bnexport import model_io
+from bnexport.errors import UnsupportedModelError
 from bnexport.native import library
 from bnexport.runtime import injection
 
@@ -41,7 +42,8 @@ class InferenceSession(_Base):
         MissingFileError: the file does not exist.
         MalformedModelError: the file is no ONNX model.
         UnsafeModelError: the file reaches outside its folder or past a limit.
-        UnsupportedModelError: it holds what bnexport does not read, such as sparse initializers.
+        UnsupportedModelError: it holds what bnexport does not read, such as sparse initializers, or is newer than this
+            ONNX Runtime.
     """
 
     def __init__(
@@ -66,5 +68,12 @@ class InferenceSession(_Base):
         chosen = {**prepared.arguments, **kwargs}
         if provider_options is not None:
             chosen["provider_options"] = provider_options
-        super().__init__(prepared.data, options, **chosen)
+        try:
+            super().__init__(prepared.data, options, **chosen)
+        except Exception as error:  # ONNX Runtime raises one class for each status code
+            reason = injection.too_new(error)
+            if not reason:
+                raise
+            where = "" if isinstance(path_or_bytes, bytes) else f"{os.fspath(path_or_bytes)}: "
+            raise UnsupportedModelError(f"{where}{reason}") from error
         self.bnexport_weights = prepared.values  # ONNX Runtime holds addresses, not arrays.

@@ -110,9 +110,8 @@ class RuntimeRunner:
             raise
         except Exception as error:  # ONNX Runtime raises one class for each status code
             hint = f"; {model.no_library}" if model.no_library else ""
-            raise UnsupportedModelError(
-                f"ONNX Runtime cannot load it: {printable(first_line(error))[:300]}{hint}"
-            ) from error
+            reason = injection.too_new(error) or f"ONNX Runtime cannot load it: {printable(first_line(error))[:300]}"
+            raise UnsupportedModelError(f"{reason}{hint}") from error
 
     def run(self, inputs: Mapping[str, np.ndarray], outputs: Sequence[str]) -> list[Any]:
         known = {value.name for value in self._session.get_inputs()}

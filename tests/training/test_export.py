@@ -143,6 +143,13 @@ def test_standard_operators_need_no_library(tmp_path, monkeypatch):
     assert bnexport.TrainingSession(tmp_path / "s.onnx").step([tensor.numpy() for tensor in batch()]) == expected
 
 
+def test_opset_and_ir_version_are_the_lowest(plain):
+    """As those of exports: ONNX Runtime 1.17 reads no IR version above 9 and no opset above 20."""
+    for path in (plain.path, plain.path.with_suffix(".eval.onnx")):
+        model = model_io.load(path)
+        assert (model.opset_imports[""], model.ir_version) == (18, 8)
+
+
 def test_cpu_kernels_are_an_option(tmp_path):
     """Without them, results are torch's, too."""
     result, session = export(Net(), tmp_path / "s.onnx", cpu_kernels=False)

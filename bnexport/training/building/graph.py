@@ -10,6 +10,7 @@ import onnx_ir.passes.common as passes
 from onnxscript import optimizer
 
 from bnexport import schema
+from bnexport.exporting.finish import set_lowest_ir_version
 from bnexport.schema import NEW_SUFFIX
 from bnexport.training.building import contract
 
@@ -43,6 +44,7 @@ def finish(model: ir.Model, groups: dict[str, str]) -> None:
             _leave_unused_outputs_empty(node)
     passes.RemoveUnusedFunctionsPass()(model)
     passes.RemoveUnusedOpsetsPass()(model)
+    set_lowest_ir_version(model)
     passes.TopologicalSortPass()(model)
     # The exporter's metadata holds stack traces with the user's paths.
     passes.ClearMetadataAndDocStringPass()(model)

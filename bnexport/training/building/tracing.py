@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from bnexport.errors import BnexportError, UnsupportedModelError, first_line
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.dynamo import quiet
+from bnexport.exporting.portable_body import MINIMUM_OPSET
 from bnexport.training import translations
 from bnexport.training.building import dropout, updates
 from bnexport.training.building.problem import Problem
@@ -102,6 +103,7 @@ def trace(
                 input_names=list(arguments),
                 output_names=results,
                 optimize=False,
+                opset_version=MINIMUM_OPSET,
                 verbose=False,
             )
         except Exception as error:

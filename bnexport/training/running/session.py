@@ -245,9 +245,8 @@ class TrainingSession:
         except BnexportError:
             raise
         except Exception as error:  # ONNX Runtime raises one class for each status code
-            raise MalformedModelError(
-                f"{path}: ONNX Runtime cannot load it: {printable(str(error).strip())}"
-            ) from error
+            reason = injection.too_new(error) or f"ONNX Runtime cannot load it: {printable(str(error).strip())}"
+            raise MalformedModelError(f"{path}: {reason}") from error
 
     def _named(self, *kinds: Kind) -> list[str]:
         return [name for name, kind in self._description.state.items() if kind in kinds]
