@@ -16,10 +16,21 @@ def write_parameters(context: Context, *, keep: bool = False) -> None:
     """Write every edited parameter into the model. keep: their exact values, for later folds."""
     readers: dict[ir.Value, int] = {}
     for (node, index), edit in context.edits.items():
-        if not context.surgery.is_dead(node):
+        if not context.surgery.is_dead(node) and not _is_written(node, index, edit):
             _put(context, node, index, _edited(context, node, index, edit), readers)
     if not keep:
         context.edits.clear()
+
+
+def _is_written(node: ir.Node, index: int, edit: Edit) -> bool:
+    """Whether the input is what the edit says, as the addend of a new Add is until it is changed."""
+    value = input_at(node, index)
+    if not isinstance(edit, Exact) or value is None:
+        return False
+    maker = value.producer()
+    held = None if maker is None else maker.attributes.get("value")
+    tensor = value.const_value if maker is None else None if held is None else held.value
+    return isinstance(tensor, ir.Tensor) and tensor.raw is edit.rounded
 
 
 def _edited(context: Context, node: ir.Node, index: int, edit: Edit) -> ir.TensorProtocol:
@@ -107,6 +118,8 @@ def insert_add(context: Context, value: ir.Value, addend: Addend) -> ir.Node:
     context.created.append(node)
     node.resize_inputs(2)
     node.replace_input_with(1, new_constant(context, graph, node, array, f"{name}.addend"))
+    # A later fold that changes it starts from the exact values: each number is rounded once.
+    context.edits[node, 1] = Exact(addend.vector.reshape(shape), array)
     total = node.outputs[0]
     context.same_shape(total, value)
     total.name, total.type, total.shape = context.names.fresh(f"{value.name}.shifted"), value.type, value.shape

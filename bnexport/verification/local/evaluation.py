@@ -22,21 +22,29 @@ DIRECTIONS = 8
 _NODES = 400
 
 
-def evaluate(region: Region, sides: tuple[Side, Side], sizes: Sequence[tuple[int, ...]], *, whole: bool) -> Proof:
+def evaluate(
+    region: Region, sides: tuple[Side, Side], sizes: Sequence[tuple[int, ...]], *, whole: bool, unchanged: bool = True
+) -> Proof:
     """sizes: of the entering values. whole: with a variable for each element.
+    unchanged: numbers that are the original's are exact.
 
     Raises Violation, or UnsupportedModelError where it cannot be evaluated.
     """
     if max(map(len, region.nodes)) > _NODES:
         raise UnsupportedModelError(f"the region has more than {_NODES} nodes")
-    return _Evaluation(region, sides, sizes, None if whole else DIRECTIONS).run()
+    return _Evaluation(region, sides, sizes, None if whole else DIRECTIONS, unchanged).run()
 
 
 class _Evaluation:
     def __init__(
-        self, region: Region, sides: tuple[Side, Side], sizes: Sequence[tuple[int, ...]], count: int | None
+        self,
+        region: Region,
+        sides: tuple[Side, Side],
+        sizes: Sequence[tuple[int, ...]],
+        count: int | None,
+        unchanged: bool,
     ) -> None:
-        self._region, self._sides, self._count = region, sides, count
+        self._region, self._sides, self._count, self._unchanged = region, sides, count, unchanged
         self._values: tuple[dict[ir.Value, Operand], dict[ir.Value, Operand]] = ({}, {})
         self._group = CONSTANT
         for (mine, theirs), size in zip(region.entering, sizes, strict=True):
@@ -127,7 +135,7 @@ class _Evaluation:
             return self._values[side][value]
         if side == 0:
             return parameters.original(self._sides[0], value)
-        before = twin.inputs[index] if twin is not None and index < len(twin.inputs) else None
+        before = twin.inputs[index] if self._unchanged and twin is not None and index < len(twin.inputs) else None
         constants = self._sides[0].constants
         known = constants.array(before) if before is not None and constants.has(before) else None
         return parameters.stored(self._sides[1], value, known)

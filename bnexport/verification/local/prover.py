@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from bnexport.verification.local import chains, evaluation, sizes
 from bnexport.verification.local.chains import NotAChain, Proof, Violation
 from bnexport.verification.local.constants import ROUNDING
 from bnexport.verification.local.forms import TooLarge
+from bnexport.verification.local.nonlinear import NotRelated
 from bnexport.verification.local.regions import Region, Side, is_training, name_of
 from bnexport.verification.verdict import SiteProof
 
@@ -78,31 +80,51 @@ class Prover:
         return chains.prove(region, *self._sides, rank)
 
     def _evaluated(self, name: str, region: Region) -> SiteProof:
-        reason: Exception | None = None
+        reason: Exception | str | None = None
         wanted = 2 if sizes.depends_on_sizes(region) else 1
         marks: list[SiteProof] = []
         for chosen in sizes.candidates(region, self._sides[0], self._shapes):
-            for whole in (True, False):
-                if whole and sizes.total(chosen) > sizes.MOST_VARIABLES:
-                    continue
-                try:
-                    proof = evaluation.evaluate(region, self._sides, chosen, whole=whole)
-                except TooLarge as error:
-                    reason = error
-                    continue
-                except REFUSALS as error:
-                    if self._original_runs(region, chosen):
-                        raise Violation(f"the original can be evaluated, the folded model cannot: {error}") from error
-                    reason = error
-                    break
-                marks.append(_mark(name, "proved", proof) if whole else _compared(name, proof, chosen))
-                break
+            try:
+                marks.append(self._at(name, region, chosen))
+            except REFUSALS as error:
+                reason = error
+            except Violation:
+                if wanted == 1 or sizes.keeps_declared(chosen, region, self._shapes):
+                    raise
+                # A constant shape may be meant for the declared sizes alone.
+                reason = "it differs at other sizes than the declared ones, at which it cannot be evaluated"
             if len(marks) == wanted:
                 break
         if not marks:
             text = "the sizes of its inputs are not known" if reason is None else str(reason)
             return SiteProof(name, "not_run", reason=f"{_where(region)}: {text}")
         return functools.reduce(worse, marks)
+
+    def _at(self, name: str, region: Region, chosen: list[tuple[int, ...]]) -> SiteProof:
+        """Evaluate at these sizes, in directions where variables are too many. Raises Violation, or what cannot be run."""
+        try:
+            if sizes.total(chosen) <= sizes.MOST_VARIABLES:
+                with contextlib.suppress(TooLarge):
+                    return _mark(name, "proved", self._equal(region, chosen, whole=True))
+            return _compared(name, self._equal(region, chosen, whole=False), chosen)
+        except TooLarge:
+            raise
+        except REFUSALS as error:
+            if self._original_runs(region, chosen):
+                raise Violation(f"the original can be evaluated, the folded model cannot: {error}") from error
+            raise
+
+    def _equal(self, region: Region, chosen: list[tuple[int, ...]], *, whole: bool) -> Proof:
+        """Compare the region, first with numbers that are the original's as exact ones.
+
+        They may have been changed all the same, by less than rounding shows.
+        """
+        try:
+            return evaluation.evaluate(region, self._sides, chosen, whole=whole)
+        except (Violation, NotRelated) as error:
+            with contextlib.suppress(Violation, NotRelated):
+                return evaluation.evaluate(region, self._sides, chosen, whole=whole, unchanged=False)
+            raise error
 
     def _original_runs(self, region: Region, chosen: list[tuple[int, ...]]) -> bool:
         """Whether the original's region equals itself when it is evaluated."""

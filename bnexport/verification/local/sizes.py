@@ -110,6 +110,15 @@ def depends_on_sizes(region: Region) -> bool:
     return any(node.op_type in _SHAPING for node in region.nodes[0])
 
 
+def keeps_declared(sizes: Sequence[tuple[int, ...]], region: Region, shapes: ModelShapes) -> bool:
+    """Whether every size that the model declares is as it says."""
+    for (value, _), chosen in zip(region.entering, sizes, strict=True):
+        shape = shapes.of(value)
+        if shape is None or any(isinstance(one, int) and one != two for one, two in zip(shape, chosen, strict=False)):
+            return False
+    return True
+
+
 def _batches(region: Region, side: Side) -> list[int]:
     """Sizes of the batch that a constant shape of the region asks for."""
     found = {2: None}
