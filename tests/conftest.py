@@ -1,8 +1,9 @@
-"""Environment of every test process: one thread for each, nothing sent, the expensive things shared."""
+"""Environment of every test process: one thread for each, nothing sent, interrupts heard, the expensive things shared."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 # Before torch and ONNX Runtime are imported, here and in every process that a test starts. Two workers share the cores:
@@ -11,6 +12,11 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+# A shell without job control lets what it runs in the background ignore interrupts, and so would every program that a
+# test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
