@@ -9,8 +9,10 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace bnexport::comm {
@@ -234,7 +236,13 @@ class NcclCommunicator::State {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
     const bool watched = capture == cudaStreamCaptureStatusNone;
-    cudaEvent_t start = watched ? record(stream) : nullptr;
+    // Back to the others should the gather fail.
+    const auto give_back = [this](cudaEvent_t event) {
+      const std::scoped_lock lock(events_);
+      free_.push_back(event);
+    };
+    using Event = std::unique_ptr<std::remove_pointer_t<cudaEvent_t>, decltype(give_back)>;
+    Event start(watched ? record(stream) : nullptr, give_back);
     {
       const std::scoped_lock lock(mutex_);
       if (!failure_.empty()) throw NcclError(failure_);
@@ -247,7 +255,8 @@ class NcclCommunicator::State {
     if (!failure_.empty()) throw NcclError(failure_);
     check(nccl_, result, "ncclAllGather");
     if (!watched) return;
-    pending_.push_back({start, record(stream), false, {}});
+    cudaEvent_t end = record(stream);
+    pending_.push_back({start.release(), end, false, {}});
     wake_.notify_all();
   }
 

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -40,6 +41,11 @@ struct Rank {
 std::mutex mutex;
 // Never destroyed: a thread that joins in vain still waits when the process ends, and the destructor waits for it.
 std::condition_variable& changed = *new std::condition_variable;  // NOLINT(bugprone-throwing-static-initialization)
+// Those that nobody has destroyed. What was aborted stays here, since a thread may be inside, and is no leak.
+std::set<Rank*>& ranks() {
+  static auto* const all = new std::set<Rank*>;
+  return *all;
+}
 std::map<std::string, World> worlds;
 int next_id = 0, aborts = 0, ends = 0, broken = 0;
 bool hangs = false, answers_in_progress = false;
@@ -83,7 +89,7 @@ int ncclCommInitRankConfig(Rank** communicator, int size, UniqueId id, int rank,
   world.calls.resize(static_cast<size_t>(size));
   ++world.joined;
   changed.notify_all();
-  *communicator = new Rank{&world, rank, size};
+  *communicator = *ranks().insert(new Rank{&world, rank, size}).first;
   if (answers_in_progress) return 7;
   changed.wait(lock, [&] { return world.joined >= size; });
   return 0;
@@ -124,6 +130,7 @@ int ncclCommFinalize(Rank* self) {
 int ncclCommDestroy(Rank* self) {
   const std::scoped_lock lock(mutex);
   ++ends;
+  ranks().erase(self);
   delete self;
   return 0;
 }
