@@ -13,7 +13,7 @@ from bnexport import choices
 from bnexport.cli.common import Html, Json, Overwrite, Seed, app
 from bnexport.cli.console import detail, is_verbose, say, status
 from bnexport.cli.factory import build, calm, check_reference, explained
-from bnexport.cli.inputs import example_inputs, missing_input, parse
+from bnexport.cli.inputs import chosen_dimensions, example_inputs, missing_input, parse
 from bnexport.cli.model_names import build_named, parse_name
 from bnexport.cli.models import verdict, write_html
 from bnexport.cli.output import check_exists, check_new, check_targets, emit
@@ -72,6 +72,14 @@ def export(
         bool, typer.Option("--train/--eval", help="The mode of the module; training graphs return new statistics.")
     ] = False,
     dynamic: Annotated[bool, typer.Option("--dynamic/--static", help="Dynamic batch and spatial sizes.")] = True,
+    dynamic_dims: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dynamic-dims",
+            metavar="NAME:0,2=height",
+            help="Dynamic dimensions of an input, and no others; an error where one cannot be. Repeatable.",
+        ),
+    ] = None,
     simplify: Annotated[
         bool, typer.Option("--simplify/--no-simplify", help="Evaluate shape arithmetic after folding.")
     ] = True,
@@ -89,6 +97,7 @@ def export(
     choices.check_choice("--mode", mode, choices.MODES)
     choices.check_choice("--exporter", exporter, choices.EXPORTERS)
     arguments = parse(inputs or ())
+    chosen = chosen_dimensions(dynamic_dims, dynamic, [argument.name for argument in arguments])
     check_exists(checkpoint, "--checkpoint")
     name = parse_name(factory)
     if name is None:
@@ -120,7 +129,7 @@ def export(
                 exporter=exporter,  # type: ignore[arg-type]
                 format=kind,  # type: ignore[arg-type]
                 fold=fold,
-                dynamic=dynamic,
+                dynamic=chosen,
                 simplify=simplify,
                 opset_version=opset,
                 verify=verify,

@@ -159,6 +159,29 @@ def _shape(shape: Any) -> str:
     return "(" + ", ".join(str(size) if isinstance(size, int) else (size.value or "?") for size in shape) + ")"
 
 
+def chosen_dimensions(
+    texts: Sequence[str] | None, dynamic: bool, names: Sequence[str]
+) -> bool | dict[str, dict[int, str]]:
+    """Return the argument `dynamic` of an export: --dynamic-dims by input, with the names given, or the switch.
+
+    names: of the inputs that --input gives; empty where the model's own are not known yet.
+    """
+    if not texts:
+        return dynamic
+    if not dynamic:
+        raise UsageError("--dynamic-dims, --static: got both, expected one of them")
+    found: dict[str, dict[int, str]] = {}
+    for text in texts:
+        name, _, listed = text.rpartition(":")
+        parts = [part.partition("=") for part in listed.split(",")]
+        if not name or not all(re.fullmatch(r"\d+", index) and (label or not equals) for index, equals, label in parts):
+            raise UsageError(f"--dynamic-dims: got {text!r}, expected NAME:DIMENSIONS such as x:0,2,3 or x:0=batch")
+        if names and name not in names:
+            raise UsageError(f"--dynamic-dims: got {name!r}, expected an input among {', '.join(names)}")
+        found.setdefault(name, {}).update({int(index): label for index, _, label in parts})
+    return found
+
+
 def example_inputs(arguments: Sequence[Argument], seed: int) -> tuple[list[str], tuple[Any, ...]]:
     """Return the names and tensors of an export, in the order given; random ones are float32."""
     import torch

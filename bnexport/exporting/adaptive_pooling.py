@@ -111,7 +111,8 @@ def _maximum(input: Tensor, axis: int, n: Size, k: Size) -> Tensor:
     longest = n // k + 2
     index = torch.minimum(start + torch.arange(longest, device=input.device), end - 1)
     # An index of two dimensions becomes one Gather; a reshape would bake the example's sizes into declared shapes.
-    return input.transpose(axis, -1)[..., index].amax(-1).transpose(axis, -1)
+    # ONNX Runtime's ReduceMax leaves an empty tensor as it is: with the axis kept, Squeeze says so.
+    return input.transpose(axis, -1)[..., index].amax(-1, keepdim=True).squeeze(-1).transpose(axis, -1)
 
 
 _POOLINGS: dict[Any, tuple[int, Callable[[Tensor, int, Size, Size], Tensor]]] = {

@@ -15,7 +15,7 @@ from torch import nn
 from bnexport import choices, folding, model_io, schema, stages
 from bnexport.errors import UsageError, VerificationError
 from bnexport.exporting import attempts, dynamo, torch_formats, torchscript, verification, wrapper
-from bnexport.exporting.dimensions.size_dependence import fix_dimensions, plan_sizes
+from bnexport.exporting.dimensions.size_dependence import fix_dimensions, name_operators, plan_sizes, refuse_fixed
 from bnexport.exporting.dynamo import Shapes
 from bnexport.exporting.finish import finish
 from bnexport.exporting.keywords import as_positional
@@ -115,7 +115,8 @@ def export(
         format: "onnx", "torchscript" or "pt2"; None for the one that the suffix of `path` names: .onnx, .pt or .pt2.
         dynamic: dimension 0 and every dimension from 2 on of each input of rank >= 2 are dynamic, where the exported
             model is right at other sizes; the others get the example's size, with a note. A mapping chooses them one by
-            one: {"x": {0: "batch", 2: "height"}} with their names, or {"x": [0]}; other inputs are static.
+            one: {"x": {0: "batch", 2: "height"}} with their names, or {"x": [0]}; other inputs are static. A
+            dimension that it names and that the file cannot have dynamic is an error.
         opset_version: of an ONNX graph, 18 or newer; the IR version is the lowest that it needs.
         verify: run the exported model, in ONNX Runtime or in a new process, and compare it with a copy of
             `model` itself, on `args` and at other sizes of the dynamic dimensions.
@@ -166,11 +167,15 @@ def export(
     if reference is not None and not peers:
         others = plan_sizes(shapes, names, inputs, reference, notes)
     while True:
-        planned = [set(shape) for shape in shapes]
+        planned = [dict(shape) for shape in shapes]
+        refuse_fixed(dynamic, shapes, names, notes)
         stages.report("tracing")
         with wrapper.named_in_errors(model):
             graph, more, conditions = attempts.trace(tracer, traced, inputs, list(names), shapes)
-        notes += more
+        if reference is not None and not peers:
+            name_operators(more, planned, shapes, names, inputs, reference)
+        notes += [note for note in more if note not in notes]
+        refuse_fixed(dynamic, shapes, names, notes)
         own = len(graph.graph.outputs) - len(state)
         outputs = output_names or wrapper.output_names(traced.output_spec, own)
         if len(outputs) != own:
@@ -193,7 +198,7 @@ def export(
             reason = "its statistics span several processes; compare it where the group runs"
             checked = Checked(Verification.skipped(reason))
             break
-        if [set(shape) for shape in shapes] != planned:
+        if shapes != planned:
             others.plan(shapes)
         others.add(conditions, shapes)
         stages.report("verifying in ONNX Runtime")

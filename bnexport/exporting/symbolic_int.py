@@ -55,8 +55,11 @@ class _Integer(type):
         return issubclass(subclass, int)
 
 
-class _Marking(TorchFunctionMode):
-    """Mode that marks results of arithmetic on traced sizes. In a trace a size is an int64 tensor."""
+class MarkedSizes(TorchFunctionMode):
+    """Mode that marks results of arithmetic on traced sizes, for torch's tracer, where a size is an int64 tensor.
+
+    torch.export knows where its sizes come from; there the mode would only cost time, some 10 us for each call.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -82,8 +85,7 @@ def symbolic_int(model: nn.Module) -> Iterator[_Integer]:
             vars(module)["int"] = integer
             changed.append(module)
     try:
-        with _Marking():
-            yield integer
+        yield integer
     finally:
         for module in changed:
             vars(module).pop("int", None)

@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from bnexport.exporting import dynamo, pt2, torchscript_format, wrapper
 from bnexport.exporting.dimensions.other_sizes import OtherSizes
-from bnexport.exporting.dimensions.size_dependence import fix_dimensions, plan_sizes
+from bnexport.exporting.dimensions.size_dependence import fix_dimensions, name_operators, plan_sizes, refuse_fixed
 from bnexport.exporting.verification import Checked, verdict
 from bnexport.folding.module import ModuleOptions, fold_copy
 from bnexport.folding.reporting.report import FoldReport
@@ -81,7 +81,9 @@ def export(
     with whole_file(target) as staged:
         temporary = Path(staged)
         while True:
-            planned = [set(shape) for shape in shapes]
+            planned = [dict(shape) for shape in shapes]
+            if format == "pt2":
+                refuse_fixed(dynamic, shapes, names, notes)
             built: Any
             if format == "torchscript":
                 built, method, more = torchscript_format.build(work, inputs)
@@ -90,12 +92,16 @@ def export(
                 built, more = pt2.build(work, inputs, names, shapes)
                 method = "torch.export"
                 pt2.save(built, temporary)
+                if reference is not None:
+                    name_operators(more, planned, shapes, names, inputs, reference)
             notes += [note for note in more if note not in notes]
+            if format == "pt2":
+                refuse_fixed(dynamic, shapes, names, notes)
             if reference is None or others is None:
                 checked = Checked(Verification.skipped("not asked for"))
                 break
             if format == "pt2":
-                others = _allowed_sizes(built, inputs, reference, others, shapes, [set(s) for s in shapes] != planned)
+                others = _allowed_sizes(built, inputs, reference, others, shapes, shapes != planned)
             checked = verdict([fresh_process.FreshProcess(temporary, format)], outputs, reference, inputs, others)
             wrong = next((fault for fault in checked.faults if fault.outcome is not None), None)
             if checked.verification.status == "failed" or (wrong is not None and format == "torchscript"):
@@ -110,7 +116,7 @@ def export(
             notes += fix_dimensions(shapes, checked.faults, names, inputs, reference)
             others.plan(shapes)
     if method == "trace":
-        warnings.warn(notes[-1], UserWarning, stacklevel=4)
+        warnings.warn(next(note for note in notes if note.startswith("scripting fails")), UserWarning, stacklevel=4)
     return Exported(built, method, tuple(outputs), report, checked.verification, tuple(notes))
 
 

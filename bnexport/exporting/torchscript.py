@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from bnexport.errors import StorageError, UnsupportedModelError
 from bnexport.exporting.adaptive_pooling import AnySizePooling
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.dynamo import Shapes
+from bnexport.exporting.symbolic_int import MarkedSizes
+from bnexport.exporting.tracer_notes import TracerNotes
 from bnexport.exporting.wrapper import Traced
 from bnexport.sync_bn.module import SyncBatchNorm
 
@@ -67,25 +68,44 @@ _parsed_symbolic = symbolic_helper.parse_args(
 )(schema.TORCH_SYNC_BATCH_NORM.sign(_symbolic, "g"))
 
 
+def _linspace(g: Any, start: Any, end: Any, steps: Any, dtype: Any, *_: Any) -> Any:
+    """Translate linspace, also of one value: torch's own translation divides by steps - 1, which is 0 for an image of one
+    row, and coordinates became NaN.
+    """
+    kind = 6 if symbolic_helper._is_none(dtype) else symbolic_helper._get_const(dtype, "i", "dtype")  # 6: float32
+    to = int(torch.onnx.JitScalarType(kind).onnx_type())  # type: ignore[attr-defined,call-overload]
+    zero, one = (g.op("Constant", value_t=torch.tensor(number)) for number in (0, 1))
+    count = g.op("Cast", steps, to_i=int(ir.DataType.INT64))
+    intervals = g.op("Max", g.op("Sub", count, one), one)
+    first, last, divisor, index = (
+        g.op("Cast", value, to_i=to) for value in (start, end, intervals, g.op("Range", zero, count, one))
+    )
+    step = g.op("Div", g.op("Sub", last, first), divisor)
+    return g.op("Add", g.op("Mul", index, step), first)
+
+
+_SYMBOLICS = {_OPERATOR: _parsed_symbolic, "aten::linspace": _linspace}
+
+
 def trace(
     wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes, *, opset: int = OPSET
 ) -> tuple[ir.Model, list[str], SizeConditions]:
     """Trace `wrapper` to an onnx_ir Model with torch.onnx.export(dynamo=False).
 
-    Returns it, no notes and no conditions: the tracer records none. shapes: the dynamic dimensions.
+    Returns it, notes on what the trace took for constant, and no conditions: the tracer records none. shapes: the dynamic
+    dimensions.
 
     Raises UnsupportedModelError for buffers that code other than our batch norms' changes: tracing loses
     changes in place.
     """
     _refuse_foreign_state(wrapper)
     axes = {name: shape for name, shape in zip(names, shapes) if shape}
-    torch.onnx.register_custom_op_symbolic(  # type: ignore[attr-defined]
-        _OPERATOR, _parsed_symbolic, OPSET
-    )
+    for operator, symbolic in _SYMBOLICS.items():
+        torch.onnx.register_custom_op_symbolic(operator, symbolic, OPSET)  # type: ignore[attr-defined]
     try:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model.onnx"
-            _write(wrapper, args, names, shapes, file, opset)
+            notes = _write(wrapper, args, names, shapes, file, opset)
             model = ir.load(file)
             for initializer in model.graph.initializers.values():
                 # The folder goes away: external tensors of models over 2 GB come into memory.
@@ -94,22 +114,23 @@ def trace(
                     initializer.const_value = ir.Tensor(tensor.numpy().copy(), name=tensor.name)
             _refuse_batch_statistics(model.graph)
             _forget_wrong_shapes(model.graph, axes)
-            return model, [], SizeConditions([])
+            return model, notes, SizeConditions([])
     except OSError as error:
         raise StorageError(
             f"cannot write the traced model to the folder for temporary files: {error.strerror or error};"
             " nothing was changed; make room there, or set TMPDIR to another folder"
         ) from error
     finally:
-        torch.onnx.unregister_custom_op_symbolic(_OPERATOR, OPSET)  # type: ignore[attr-defined]
+        for operator in _SYMBOLICS:
+            torch.onnx.unregister_custom_op_symbolic(operator, OPSET)  # type: ignore[attr-defined]
 
 
 def _write(
     wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes, file: Path, opset: int
-) -> None:
+) -> list[str]:
+    """Write the traced model to `file`; return the tracer's notes."""
     images = any(dimension for shape in shapes for dimension in shape)
-    with warnings.catch_warnings(), _no_log(), AnySizePooling(dynamic=images):
-        warnings.simplefilter("ignore")
+    with TracerNotes() as tracer, _no_log(), AnySizePooling(dynamic=images), MarkedSizes():
         torch.onnx.export(
             wrapper,
             args,
@@ -123,6 +144,7 @@ def _write(
             input_names=names,
             dynamic_axes={name: shape for name, shape in zip(names, shapes) if shape},
         )
+    return tracer.notes
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from bnexport.errors import UnsupportedModelError, first_line
+from bnexport.exporting.tracer_notes import TracerNotes
 
 NAMESPACES = ("aten", "prim")
 _FORBIDDEN = ("prim::PythonOp", "prim::CallMethod", "prim::CallFunction")
@@ -40,7 +41,9 @@ def build(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.jit
             )
             try:
                 own = tuple(value.clone() for value in inputs)  # code that works in place may change them
-                frozen = _freeze(torch.jit.trace(model, own, strict=False, check_trace=False))
+                with TracerNotes() as tracer:
+                    frozen = _freeze(torch.jit.trace(model, own, strict=False, check_trace=False))
+                notes[:0] = tracer.notes
             except Exception as second:
                 raise UnsupportedModelError(
                     f"{type(model).__name__}: TorchScript can neither script it ({reason}) nor trace it"

@@ -31,6 +31,11 @@ def a_number():
     return 3
 
 
+class Fixed(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(48, 2))
+
+
 class DependsOnValues(torch.nn.Module):
     def forward(self, x):
         return x if x.sum().item() > 0 else -x
@@ -59,6 +64,7 @@ def folder(tmp_path_factory):
 
 
 EXPORT = ["export", f"{HERE}:tiny", "o.onnx", "-i", "x:2,1,8,8"]
+FIXED = ["export", f"{HERE}:Fixed", "o.onnx", "-i", "x:2,3,4,4", "--exporter", "torchscript"]
 STEP = ["train-export", f"{HERE}:tiny", "o.onnx", "-i", "x:1"]
 # (arguments, exit code, what the line must say)
 WRONG = [
@@ -113,6 +119,12 @@ WRONG = [
     (["export", f"{HERE}:tiny", "o.onnx", "-i", "1,1,8,8"], 2, ["got '1,1,8,8'", "expected NAME:SHAPE"]),
     (["export", f"{HERE}:tiny", "o.onnx", "-i", "x:1,3,8,8"], 2, ["does not run on inputs of shape (1, 3, 8, 8)", "1 channels"]),
     ([*EXPORT, "-i", "y:1"], 2, ["does not run on inputs of shape (2, 1, 8, 8), (1,)"]),
+    ([*EXPORT, "--dynamic-dims", "x"], 2, ["--dynamic-dims: got 'x'", "such as x:0,2,3 or x:0=batch"]),
+    ([*EXPORT, "--dynamic-dims", "x:0,h"], 2, ["--dynamic-dims: got 'x:0,h'"]),
+    ([*EXPORT, "--dynamic-dims", "x:0="], 2, ["--dynamic-dims: got 'x:0='"]),
+    ([*EXPORT, "--dynamic-dims", "y:0"], 2, ["--dynamic-dims: got 'y'", "expected an input among x"]),
+    ([*EXPORT, "--dynamic-dims", "x:0", "--static"], 2, ["--dynamic-dims, --static: got both"]),
+    ([*FIXED, "--dynamic-dims", "x:2=h"], 3, ["dimension 2 (h) stays 4", "addmm in '1'", "leave dimension 2 of 'x' out"]),
     (["inline", "gone.onnx", "o.onnx"], 2, ["IN: gone.onnx: no such file"]),
     (["inline", "m.onnx", "m.onnx"], 2, ["OUT: got 'm.onnx'", "is IN", "--overwrite"]),
     (["inline", "cut.onnx", "o.onnx"], 3, ["'cut.onnx'", "truncated or not an ONNX file"]),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import bnexport
-from bnexport.errors import MissingFileError, UsageError
+from bnexport.errors import MissingFileError, UnsupportedModelError, UsageError
 
 
 class Scaled(nn.Module):
@@ -67,6 +67,29 @@ def test_dimensions_that_are_none(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             bnexport.export(nn.Conv2d(3, 4, 1).eval(), X, tmp_path / "m.onnx", dynamic=dynamic, verify=False)
+
+
+class Half(nn.Module):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.interpolate(input, (int(input.shape[2] * 0.7), input.shape[3]))
+
+
+@pytest.mark.parametrize(
+    ("model", "exporter", "name", "operator"),
+    [
+        (Half(), "torchscript", "m.onnx", "interpolate"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), "torchscript", "m.onnx", "it fails in addmm in '1'"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(48, 2)), "dynamo", "m.pt2", "it fails in addmm in '1'"),
+    ],
+    ids=["wrong elsewhere", "the model's", "pt2"],
+)
+def test_a_dimension_asked_for_by_name_is_dynamic_or_an_error(model, exporter, name, operator, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"exporter": exporter, "dynamic": {"input": {0: "n", 2: "h"}}}
+    with pytest.raises(UnsupportedModelError, match=rf"dynamic: input 'input': dimension 2 \(h\) stays 4.*{operator}"):
+        bnexport.export(model.eval(), X, tmp_path / name, **options)
+    assert not list(tmp_path.iterdir())
+    result = bnexport.export(model.eval(), X, tmp_path / name, exporter=exporter, dynamic={"input": [0]})
+    assert result.verification.passed and not any("dimension" in note for note in result.notes)
 
 
 def test_external_data(tmp_path: Path) -> None:
