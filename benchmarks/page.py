@@ -203,6 +203,32 @@ def foreign_folds(report: Report) -> str:
     return f"{table(header, rows, len(header))}\n\n{table(['model', 'tool', 'mark', 'why'], why, 4)}"
 
 
+def export(report: Report) -> str:
+    rows = []
+    for name, row in report["rows"].items():
+        seconds, nodes = row["seconds"], row["nodes"]
+        figures = [f"{seconds[key]:.1f}" for key in ("plain", "ours", "verified", "tracer")]
+        rows.append([name, *figures, f"{row['ratio']:.2f}", f"{nodes['plain']:,}", f"{nodes['ours']:,}"])
+    header = [
+        "network",
+        "plain s",
+        "ours s",
+        "ours, verified s",
+        "TorchScript s",
+        "ours / plain",
+        "nodes, plain",
+        "ours",
+    ]
+    size = " x ".join(map(str, report["image"]))
+    rounds = min(row["rounds"] for row in report["rows"].values())
+    how = setting(report, "1 thread", f"processor time, least of {rounds}, images {size}")
+    long = report["median_ratio"]
+    least = (
+        f"Median ratio of the networks over {report['least_seconds']:.0f} s: {long:.2f}, of" if long else "Median of"
+    )
+    return f"{how} {least} all: {report['median_ratio_of_all']:.2f}.\n\n{table(header, rows)}"
+
+
 def runtimes(report: Report) -> str:
     """Which runtime ran which file; neighbouring versions with the same results share a row."""
     kinds = list(dict.fromkeys(kind for row in report["runtimes"].values() for kind in row["files"]))
@@ -257,6 +283,7 @@ BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "training_step_avx2": ("performance.md", "training_step_avx2.json", training_step),
     "parallel_training": ("training.md", "parallel_training.json", parallel_training),
     "conv_gradient": ("performance.md", "conv_gradient.json", conv_gradient),
+    "export": ("guides/exporters.md", "export.json", export),
     "runtimes": ("runtimes.md", "runtimes.json", runtimes),
     "foreign_folds": ("folding.md", "foreign_folds.json", foreign_folds),
     "torchscript": ("deploy.md", "torchscript.json", torchscript),

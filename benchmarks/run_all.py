@@ -35,6 +35,7 @@ BENCHMARKS = {
     "torch": Benchmark("bench_torch_operator", 4),
     "torch-avx2": Benchmark("bench_torch_operator", 4, ("--isa", "avx2")),
     "torchscript": Benchmark("bench_torchscript", 1),
+    "export": Benchmark("bench_export", 15),
     "training-step": Benchmark("bench_training_step", 5),
     "training-step-avx2": Benchmark("bench_training_step", 5, ("--isa", "avx2")),
     "parallel-training": Benchmark("bench_parallel_training", 2),
