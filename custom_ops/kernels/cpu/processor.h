@@ -32,8 +32,8 @@ const Table* choose(const Table* baseline, const Table* avx2, const Table* avx51
   return set == InstructionSet::kAvx512 ? avx512 : set == InstructionSet::kAvx2 ? avx2 : baseline;
 }
 
-// Elements below which waking another thread costs more than it saves. PyTorch takes one thread up to 32768, so that in a
-// network of small layers its other threads sleep, and waking one took longer than a layer of 25,000 elements
+// Elements below which waking another thread costs more than it saves. PyTorch takes one thread up to 32768, so that in
+// a network of small layers its other threads sleep, and waking one took longer than a layer of 25,000 elements
 // (bench_torch_operator.py, 4 x 32 x 14 x 14).
 constexpr int64_t kSerial = 40000;
 constexpr int64_t kRun = 1 << 16;  // bytes of one stretch of memory that run at full speed
