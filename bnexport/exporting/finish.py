@@ -6,7 +6,6 @@ import ast
 from collections.abc import Mapping
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import onnx_ir.convenience
 import onnx_ir.passes.common as passes
@@ -17,6 +16,7 @@ from bnexport import schema
 from bnexport.errors import UnsupportedModelError
 from bnexport.exporting import computed_weights
 from bnexport.exporting.portable_body import MINIMUM_OPSET, portable_body
+from bnexport.graph.versions import set_lowest_ir_version
 
 _PREFIX = "model."
 _SCOPES = "pkg.torch.onnx.name_scopes"
@@ -70,11 +70,6 @@ def finish(
     passes.TopologicalSortPass()(model)
     # The exporter's metadata holds stack traces with the user's paths.
     passes.ClearMetadataAndDocStringPass()(model)
-
-
-def set_lowest_ir_version(model: ir.Model) -> None:
-    """Set the lowest IR version that has the opset, and functions: a newer one keeps the file from older runtimes."""
-    model.ir_version = max(onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset_of(model))]), 8)
 
 
 def opset_of(model: ir.Model) -> int:

@@ -10,7 +10,7 @@ import onnx_ir.passes.common as passes
 from onnxscript import optimizer
 
 from bnexport import schema
-from bnexport.exporting.finish import set_lowest_ir_version
+from bnexport.graph.versions import set_lowest_ir_version
 from bnexport.schema import NEW_SUFFIX
 from bnexport.training.building import contract
 
