@@ -268,6 +268,15 @@ def runtimes(report: Report) -> str:
     return "\n\n".join([*parts, "\n".join(notes)]) if notes else "\n\n".join(parts)
 
 
+def proof(report: Report) -> str:
+    rows = [
+        [name, str(row["sites"]), seconds_of(row), f"{row['cmp_seconds']:.2f} s" if "cmp_seconds" in row else ""]
+        for name, row in report["cases"].items()
+    ]
+    how = setting(report, f"median of {report['rounds']}")
+    return f"{how}\n\n{table(['model', 'sites proved', 'loading and proof', '`cmp` of the weights'], rows)}"
+
+
 # A generated block: its page, its result, what makes Markdown of it. A benchmark's table joins by a line here.
 BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "ort_cpu": ("performance.md", "ort_cpu.json", ort_cpu),
@@ -285,6 +294,7 @@ BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "conv_gradient": ("performance.md", "conv_gradient.json", conv_gradient),
     "export": ("guides/exporters.md", "export.json", export),
     "runtimes": ("runtimes.md", "runtimes.json", runtimes),
+    "proof": ("folding.md", "proof.json", proof),
     "foreign_folds": ("folding.md", "foreign_folds.json", foreign_folds),
     "torchscript": ("deploy.md", "torchscript.json", torchscript),
     "lower_precision": ("guides/quantization.md", "lower_precision.json", lower_precision),
