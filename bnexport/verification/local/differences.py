@@ -21,7 +21,6 @@ import onnx_ir as ir
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.validate import printable
 from bnexport.verification.local import attributes
-from bnexport.verification.local.blocks import same_tensor
 from bnexport.verification.local.check import ENGINE
 from bnexport.verification.local.pairing import SIZES, Mismatch, Pairing
 from bnexport.verification.local.parameters import ROUNDINGS
@@ -168,20 +167,15 @@ class _DifferencePairing(Pairing):
         }
         return super().attributes(mine, theirs, {*ignored, *absent})
 
-    def _same_constant(self, mine: ir.Value, theirs: ir.Value) -> bool:
+    def _same_numbers(self, mine: ir.Value, theirs: ir.Value, one: np.ndarray, two: np.ndarray) -> bool:
         """Whether both are equal, or equal within what an engine's arithmetic may have rounded."""
-        first, second = self.original.constants, self.folded.constants
-        leaves = first.leaf(mine), second.leaf(theirs)
-        if leaves[0] is not None and leaves[1] is not None:
-            return same_tensor(leaves[0], leaves[1])
-        if leaves[0] is None and leaves[1] is None and self._same_expression(mine, theirs):
+        if super()._same_numbers(mine, theirs, one, two):
             return True
-        one, two = first.array(mine), second.array(theirs)
-        if one.dtype != two.dtype or one.shape != two.shape:
-            return False
-        if np.array_equal(one, two):
-            return True
-        errors = [each for each in (first.error(mine), second.error(theirs)) if each is not None]
+        errors = [
+            error
+            for error in (self.original.constants.error(mine), self.folded.constants.error(theirs))
+            if error is not None
+        ]
         return bool(errors) and bool((np.abs(one - two) <= sum(errors)).all())
 
     def _differ(self, mine: ir.Value, theirs: ir.Value) -> None:

@@ -197,7 +197,11 @@ class Pairing:
         if leaves[0] is None and leaves[1] is None and self._same_expression(mine, theirs):
             return True
         one, two = first.array(mine), second.array(theirs)
-        return one.dtype == two.dtype and one.shape == two.shape and bool(np.array_equal(one, two))
+        return one.dtype == two.dtype and one.shape == two.shape and self._same_numbers(mine, theirs, one, two)
+
+    def _same_numbers(self, mine: ir.Value, theirs: ir.Value, one: np.ndarray, two: np.ndarray) -> bool:
+        """Whether two computed constants are equal; one and two: their values, of one type and shape."""
+        return bool(np.array_equal(one, two))
 
     def _same_expression(self, mine: ir.Value, theirs: ir.Value) -> bool:
         node, other = mine.producer(), theirs.producer()
