@@ -120,6 +120,8 @@ def export(
             ):
                 if names:
                     say(f"note: {checkpoint}: {what}: {', '.join(names)}")
+        elif name is not None:
+            say(f"note: the weights of {factory} are random; --checkpoint loads trained ones")
         with status(f"exporting {factory}"), calm(), explained(factory, model, args, exporter):
             result = exporting.export(
                 model.train(train),

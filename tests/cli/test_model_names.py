@@ -79,12 +79,19 @@ def test_a_model_by_name_with_its_checkpoint(timm):
     assert done.returncode == 0, done.stderr
     assert "note: input input:1,3,12,16, as timm states; --input gives another" in done.stderr
     assert "1 of 1 batch norms folded" in done.stderr
+    assert "random" not in done.stderr
     assert os.path.exists(timm / "o.onnx")
     done = warm.run(*run, "other.pth", "--overwrite", cwd=timm)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(
         "error: other.pth: its names do not fit the module: 4 missing: 1.weight"
     )
+
+
+def test_random_weights_are_said(timm):
+    done = warm.run("-m", "bnexport", "export", "timm:tiny", "o.onnx", cwd=timm)
+    assert done.returncode == 0, done.stderr
+    assert "note: the weights of timm:tiny are random; --checkpoint loads trained ones" in done.stderr
 
 
 @pytest.mark.parametrize(
