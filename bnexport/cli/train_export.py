@@ -14,7 +14,7 @@ from bnexport import choices
 from bnexport.cli.common import Json, Overwrite, app
 from bnexport.cli.console import say, status
 from bnexport.cli.factory import build, calm, check_reference, explained
-from bnexport.cli.inputs import example_inputs, parse
+from bnexport.cli.inputs import chosen_dimensions, example_inputs, parse
 from bnexport.cli.models import verdict
 from bnexport.cli.output import check_exists, check_new, check_targets, emit, table
 from bnexport.errors import UsageError
@@ -66,6 +66,14 @@ def train_export(
         bool, typer.Option("--standard-ops-only", help="Batch norm in standard operators, for one process.")
     ] = False,
     dynamic: Annotated[bool, typer.Option("--dynamic/--static", help="Dynamic batch size.")] = True,
+    dynamic_dims: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dynamic-dims",
+            metavar="NAME:0=rows",
+            help="An array of the batch whose dimension 0 is dynamic; the others are fixed. Repeatable.",
+        ),
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with torch.")] = True,
     seed: Annotated[
         int, typer.Option(metavar="INT", min=0, help="Seed of the module's weights and random inputs.")
@@ -79,6 +87,7 @@ def train_export(
     choices.check_onnx_suffix(target, "OUT")
     choices.check_choice("--optimizer", optimizer, choices.OPTIMIZERS)
     arguments, settings = parse(inputs), _parse_options(options or [])
+    chosen = chosen_dimensions(dynamic_dims, dynamic, [*(argument.name for argument in arguments), "target"])
     if ":" in loss:
         check_reference(loss, "--loss")
         if example is None:
@@ -118,7 +127,7 @@ def train_export(
                 clip_grad_norm=clip_grad_norm,
                 accumulate=accumulate,
                 standard_ops_only=standard_ops_only,
-                dynamic=dynamic,
+                dynamic=chosen,
                 verify=verify,
                 input_names=[*names, "target"],
             )

@@ -78,7 +78,7 @@ def export_training_step(
     outputs: Sequence[str] = (),
     standard_ops_only: bool = False,
     cpu_kernels: bool = True,
-    dynamic: bool = True,
+    dynamic: bool | Mapping[str, Mapping[int, str] | Sequence[int]] = True,
     verify: bool = True,
     input_names: Sequence[str] | None = None,
 ) -> TrainingExportResult:
@@ -108,7 +108,8 @@ def export_training_step(
         standard_ops_only: batch norm in standard operators, for runtimes that cannot load the library.
         cpu_kernels: convolutions, the gradients of ReLU and max pooling and the optimizer's update in our CPU
             kernels, float32; False for graphs that another execution provider runs. standard_ops_only has none.
-        dynamic: dimension 0 of every array of the batch is dynamic. Other dimensions are fixed.
+        dynamic: dimension 0 of every array of the batch is dynamic; or of those that a mapping names, as in
+            {"x": [0], "target": {0: "rows"}}. Arrays of equal size there share it. Other dimensions are fixed.
         verify: run the step in ONNX Runtime and compare it on `batch` with a step of a copy of `model` itself.
         input_names: names of the batch's arrays; by default forward's parameter names and "target".
 
@@ -130,11 +131,10 @@ def export_training_step(
     rule = make_optimizer(optimizer, optimizer_options) if mode == "step" else None
 
     rows = max((len(tensor) for tensor in tensors if tensor.dim()), default=1)
-    if dynamic:
-        # A size of 1 would be taken for a constant.
-        tensors = tuple(torch.cat([t, t]) if t.dim() and t.shape[0] == 1 else t for t in tensors)
+    varying = _varying(names, tensors, dynamic)
+    # A size of 1 would be taken for a constant.
+    tensors = tuple(torch.cat([t, t]) if name in varying and len(t) == 1 else t for name, t in zip(names, tensors))
     arrays = dict(zip(names, tensors))
-    varying = {name for name, tensor in arrays.items() if dynamic and tensor.dim()}
     evaluation, evaluation_outputs = _evaluation(model, loss, arrays, varying, standard_ops_only)
     cpu_kernels = cpu_kernels and not standard_ops_only
     step = Step(problem, rule, _chosen(outputs, evaluation_outputs), clip_grad_norm, accumulate, cpu_kernels)
@@ -201,7 +201,11 @@ def export_training_step(
 
 
 def _evaluation(
-    model: nn.Module, loss: Loss, arrays: dict[str, torch.Tensor], varying: set[str], standard_ops_only: bool
+    model: nn.Module,
+    loss: Loss,
+    arrays: dict[str, torch.Tensor],
+    varying: dict[str, str],
+    standard_ops_only: bool,
 ) -> tuple[ir.Model, tuple[str, ...]]:
     """Return the graph of loss and outputs in eval mode, its state as inputs, and the names of the outputs."""
     problem = Problem(model, loss, training=False)
@@ -251,6 +255,41 @@ def _names(model: nn.Module, tensors: tuple[torch.Tensor, ...], given: Sequence[
             f"input_names: got {len(given)} names, expected {len(tensors)}, one for each array of the batch"
         )
     return list(given)
+
+
+def _varying(
+    names: list[str],
+    tensors: tuple[torch.Tensor, ...],
+    dynamic: bool | Mapping[str, Mapping[int, str] | Sequence[int]],
+) -> dict[str, str]:
+    """Return the arrays whose dimension 0 is dynamic, with its name. Equal sizes in the example have one name."""
+    chosen = dynamo.chosen_dimensions(names, tensors, dynamic)
+    if isinstance(dynamic, bool):
+        chosen = [{0: ""} if dynamic and tensor.dim() else {} for tensor in tensors]
+    asked = {} if isinstance(dynamic, bool) else dynamic
+    varying: dict[str, str] = {}
+    labels: dict[int, str] = {}
+    for name, tensor, dimensions in zip(names, tensors, chosen):
+        fixed = [dimension for dimension in dimensions if dimension]
+        if fixed:
+            raise UsageError(
+                f"dynamic: {name}: got dimension {fixed[0]}, expected 0: only the rows of a batch can be dynamic in a "
+                "training step; export one step for each image size"
+            )
+        if not dimensions:
+            continue
+        given = asked.get(name)
+        own = given.get(0, "") if isinstance(given, Mapping) else ""
+        size = len(tensor)
+        label = labels.setdefault(size, own or (tracing.BATCH if not labels else f"{name}_{tracing.BATCH}"))
+        if (own and own != label) or list(labels.values()).count(label) > 1:
+            raise UsageError(
+                f"dynamic: {name}: got {label if own == label else own!r} for dimension 0, expected one name for each size in "
+                f"the example, and this size is {size}; arrays of equal size share it: "
+                + ", ".join(f"{shown} {rows}" for rows, shown in labels.items())
+            )
+        varying[name] = label
+    return varying
 
 
 def _refuse_same_names(taken: set[str], names: list[str]) -> None:

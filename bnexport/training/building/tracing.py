@@ -11,7 +11,7 @@ wrong, the other refuses.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -45,7 +45,7 @@ _DATA_DEPENDENT = (
 def trace(
     function: Callable[[Named], Named],
     arguments: Named,
-    dynamic: set[str],
+    dynamic: Mapping[str, str],
     problem: Problem,
     *,
     differentiates: bool,
@@ -56,7 +56,7 @@ def trace(
 
     The conditions are those of the dynamic arguments in their order, where the function computes gradients.
 
-    dynamic: arguments whose dimension 0 is dynamic. Those of equal size there share the name "batch".
+    dynamic: arguments whose dimension 0 is dynamic, with its name. Those of equal size there have one name.
     problem: knows which module runs, for messages. differentiates: whether the function computes gradients.
     standard_ops_only, cpu_kernels: which operators the graph may hold (translations.translation_table).
 
@@ -99,7 +99,7 @@ def trace(
                 program,
                 dynamo=True,
                 custom_translation_table={**table, **dropout.TRANSLATIONS, **updates.TRANSLATIONS},
-                dynamic_shapes=(tuple(_names_of_dimensions(arguments, dynamic)),),
+                dynamic_shapes=(tuple({0: dynamic[name]} if name in dynamic else None for name in arguments),),
                 input_names=list(arguments),
                 output_names=results,
                 optimize=False,
@@ -132,7 +132,7 @@ class _Module(nn.Module):
 
 
 def _record(
-    function: Callable[..., Any], arguments: Named, dynamic: set[str], problem: Problem
+    function: Callable[..., Any], arguments: Named, dynamic: Mapping[str, str], problem: Problem
 ) -> tuple[fx.GraphModule, SizeConditions]:
     environment = symbolic_shapes.ShapeEnv()
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
@@ -240,11 +240,3 @@ def _translation_error(error: Exception, problem: Problem) -> UnsupportedModelEr
     if known is not None:
         return UnsupportedModelError(str(known))
     return UnsupportedModelError(f"the training step cannot be translated to ONNX: {first_line(chain[-1])}")
-
-
-def _names_of_dimensions(arguments: Named, dynamic: set[str]) -> list[dict[int, str] | None]:
-    sizes = [tensor.shape[0] for name, tensor in arguments.items() if name in dynamic]
-    return [
-        ({0: BATCH if tensor.shape[0] == sizes[0] else f"{name}_{BATCH}"} if name in dynamic else None)
-        for name, tensor in arguments.items()
-    ]

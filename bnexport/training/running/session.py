@@ -311,7 +311,7 @@ def _check(name: str, array: Array, specification: Any, may_be_empty: bool) -> N
         not isinstance(size, int) or size == actual for size, actual in zip(sizes, array.shape)
     )
     if not fits:
-        shape = ", ".join(str(size) for size in sizes)
+        shape = ", ".join(str(size) for size in sizes) + "," * (len(sizes) == 1)
         raise UsageError(f"{name}: got shape {array.shape}, expected ({shape})")
     if array.ndim and array.shape[0] == 0 and not may_be_empty:
         raise UsageError(f"{name}: got an empty batch of shape {array.shape}, expected rows")
