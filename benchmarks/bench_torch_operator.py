@@ -94,7 +94,7 @@ def time_one(shape: tuple[int, ...], dtype: torch.dtype, layout: str, rounds: in
     # that engine leaves them in, and slow spells of the machine hit all engines.
     for _ in range(BLOCKS):
         for name, module in engines.items():
-            os.environ[compiled.BACKEND_VARIABLE] = "torch" if name.endswith("operations") else ""
+            compiled.backend = "torch" if name.endswith("operations") else ""
             for step in range(WARM_UP + rounds):
                 leaf = x.detach().requires_grad_()
                 start = time.perf_counter()
@@ -105,7 +105,7 @@ def time_one(shape: tuple[int, ...], dtype: torch.dtype, layout: str, rounds: in
                 if step >= WARM_UP:
                     times[name][0].append(middle - start)
                     times[name][1].append(end - middle)
-    os.environ.pop(compiled.BACKEND_VARIABLE, None)
+    compiled.backend = ""
     return {
         name: (statistics.median(forward), statistics.median(backward)) for name, (forward, backward) in times.items()
     }

@@ -6,7 +6,6 @@ TF32 is off and cuDNN is deterministic: what differs is ours.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -51,7 +50,7 @@ def run(report: Report, options: Options) -> None:
     for (name, check), backend in itertools.product(checks, ("kernels", "torch")):
         if report.wanted(f"{name}, {backend}"):
             with report.step(f"{name}, {backend}"):
-                os.environ[compiled.BACKEND_VARIABLE] = "torch" if backend == "torch" else ""
+                compiled.backend = "torch" if backend == "torch" else ""
                 check(device)
 
 

@@ -9,19 +9,19 @@ from typing import Any
 
 from bnexport.errors import LibraryError
 
-__all__ = ["call", "declare"]
+__all__ = ["CAPACITY", "call", "declare", "errors", "text"]
 
-_CAPACITY = 1024
+CAPACITY = 1024
 
 
 class _Errors(threading.local):
     """The message buffers of a library: one for each thread, since a new one is zeroed for each call."""
 
     def __init__(self) -> None:
-        self.buffer = ctypes.create_string_buffer(_CAPACITY)
+        self.buffer = ctypes.create_string_buffer(CAPACITY)
 
 
-_errors = _Errors()
+errors = _Errors()
 
 
 def declare(loaded: ctypes.CDLL, functions: Mapping[str, tuple[Any, ...]], abi: tuple[str, int] | None = None) -> None:
@@ -42,6 +42,11 @@ def declare(loaded: ctypes.CDLL, functions: Mapping[str, tuple[Any, ...]], abi: 
 
 def call(loaded: ctypes.CDLL, name: str, *arguments: Any) -> tuple[int, str]:
     """Call a function; return its status, and its message if that is not 0."""
-    buffer = _errors.buffer
-    status = getattr(loaded, name)(*arguments, buffer, _CAPACITY)
-    return (0, "") if status == 0 else (status, buffer.value.decode("utf-8", "replace"))
+    buffer = errors.buffer
+    status = getattr(loaded, name)(*arguments, buffer, CAPACITY)
+    return (0, "") if status == 0 else (status, text(buffer))
+
+
+def text(buffer: Any) -> str:
+    """Return the message in a buffer."""
+    return buffer.value.decode("utf-8", "replace")

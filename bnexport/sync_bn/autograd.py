@@ -25,7 +25,11 @@ def _below(name: str, *arguments: Any) -> Any:
 
 
 def need_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 class _Forward(torch.autograd.Function):

@@ -23,11 +23,8 @@ from bnexport.sync_bn.moments import spatial_size, statistics_type
 
 Tensor = torch.Tensor
 
-# Set to "torch" to do without the compiled kernels.
-BACKEND_VARIABLE = "BNEXPORT_TORCH_BACKEND"
-
-# Bytes of a number of the saved statistics.
-_ROW = 8
+# "torch" does without the compiled kernels. Read once: a look into the environment costs as much as an allocation.
+backend = os.environ.get("BNEXPORT_TORCH_BACKEND", "")
 
 # Bytes from which an output is put on huge pages.
 _LARGE = 4 << 20
@@ -68,7 +65,7 @@ def _cuda() -> Any:
 
 
 def usable(x: Tensor) -> bool:
-    if os.environ.get(BACKEND_VARIABLE) == "torch":
+    if backend == "torch":
         return False
     if x.device.type == "cpu":
         return _capi() is not None
@@ -99,27 +96,23 @@ def _type_codes(dtype: torch.dtype) -> tuple[int, int]:
 
 def arrange(x: Tensor) -> Tensor:
     """Return x, or a contiguous copy if the kernels do not support its memory layout."""
-    return x if _layout(x) is not None else x.contiguous()
+    return x if memory_layout(x) is not None else x.contiguous()
 
 
-def takes(x: Tensor) -> bool:
-    """Whether the kernels support the memory layout of x."""
-    return usable(x) and _layout(x) is not None
-
-
-def _layout(x: Tensor) -> str | None:
+def memory_layout(x: Tensor) -> str | None:
+    """Return the C API's name of a memory layout; None for one that the kernels do not support."""
     if x.is_contiguous():
         return "NCS"
     return "NSC" if x.permute(0, *range(2, x.dim()), 1).is_contiguous() else None
 
 
 def _geometry(x: Tensor) -> dict[str, int]:
-    return dict(zip(("dtype", "stats_dtype", "layout", "N", "C", "S"), _leading(x), strict=True))
+    return dict(zip(("dtype", "stats_dtype", "layout", "N", "C", "S"), sizes(x), strict=True))
 
 
-def _leading(x: Tensor) -> tuple[int, ...]:
+def sizes(x: Tensor) -> tuple[int, ...]:
     """Return the first fields of the C API's structs: type, type of the statistics, layout, N, C, S."""
-    layout = _layout(x)
+    layout = memory_layout(x)
     assert layout is not None
     N, C, *_ = x.shape
     return (*_type_codes(x.dtype), _capi().LAYOUTS[layout], N, C, spatial_size(x))
@@ -152,23 +145,28 @@ _BACKWARD_FIELDS = (
 )  # fmt: skip
 
 
-def _vector(vector: Tensor | None, x: Tensor) -> Tensor | None:
-    S = statistics_type(x.dtype)
-    if vector is None or (vector.dtype == S and vector.is_contiguous()):
-        return vector
-    return vector.detach().to(S).contiguous()
+def vector(found: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a vector as the kernels read it: contiguous and of the statistics' type."""
+    if found is None or (found.dtype == dtype and found.is_contiguous()):
+        return found
+    return found.detach().to(dtype).contiguous()
 
 
-def _empty_like(x: Tensor) -> Tensor:
+def is_large(x: Tensor) -> bool:
+    """Whether `empty_like` puts a tensor like x on huge pages."""
+    return x.numel() * x.element_size() >= _LARGE
+
+
+def empty_like(x: Tensor) -> Tensor:
     """Allocate an uninitialised tensor like x, on huge pages if it is large.
 
     The allocator returns large blocks to the system, so that a kernel that writes at memory speed
     spends most of its time in page faults: 9.3 ms against 1.3 ms for one pass over 26 MB.
     """
     y = torch.empty_like(x)
-    size = y.numel() * y.element_size()
-    madvise = _madvise() if size >= _LARGE and not y.is_cuda else None
+    madvise = _madvise() if is_large(y) and not y.is_cuda else None
     if madvise is not None:
+        size = y.numel() * y.element_size()
         start = -(-y.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (y.data_ptr() + size - start) // mmap.PAGESIZE * mmap.PAGESIZE
         # A refusal changes nothing but the speed.
@@ -211,8 +209,8 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
     """Compute y, new running statistics, saved mean and invstd. rows: the group's, or None for one process."""
     capi, C, S = _capi(), x.shape[1], statistics_type(x.dtype)
-    old_mean, old_var, w, b = (_vector(vector, x) for vector in (running_mean, running_var, weight, bias))
-    y = _empty_like(x)
+    old_mean, old_var, w, b = (vector(found, S) for found in (running_mean, running_var, weight, bias))
+    y = empty_like(x)
     new_mean = None if old_mean is None else x.new_empty(C, dtype=S)
     new_var = None if old_var is None else x.new_empty(C, dtype=S)
     mean, invstd = x.new_empty(C, dtype=torch.float64), x.new_empty(C, dtype=torch.float64)
@@ -222,38 +220,10 @@ def forward(
         1 if rows is None else rows.shape[0], _pointer(rows),
     )  # fmt: skip
     if not x.is_cuda:
-        capi.run_forward(*_leading(x), *fields, torch.get_num_threads())
+        capi.run_forward(*sizes(x), *fields, torch.get_num_threads(), 0)
     else:
         _run("forward", x, _geometry(x), **dict(zip(_FORWARD_FIELDS, fields, strict=True)))
     return y, new_mean, new_var, mean, invstd
-
-
-def forward_in_place(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    stats_mode: str,
-    update: bool,
-) -> tuple[Tensor, Tensor]:
-    """Compute y and [mean, invstd] (2, C) float64 of one process on a CPU; `update` the running statistics in place.
-
-    Running statistics to update are contiguous and of the statistics' type.
-    """
-    capi, C = _capi(), x.shape[1]
-    old_mean, old_var, w, b = (_vector(vector, x) for vector in (running_mean, running_var, weight, bias))
-    y, saved = _empty_like(x), x.new_empty((2, C), dtype=torch.float64)
-    means, mean, var = saved.data_ptr(), _pointer(old_mean), _pointer(old_var)
-    new_mean, new_var = (mean, var) if update else (0, 0)
-    capi.run_forward(
-        *_leading(x), x.data_ptr(), y.data_ptr(), _pointer(w), _pointer(b), mean, var, new_mean, new_var, means,
-        means + _ROW * C, momentum, eps, training, capi.STATS_MODES[stats_mode], 1, 0, torch.get_num_threads(),
-    )  # fmt: skip
-    return y, saved
 
 
 def backward_row(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, stats_mode: str) -> Tensor:
@@ -289,42 +259,17 @@ def backward(
     """Compute dx, dweight, dbias, None if not needed. row, rows: this process's and the group's, or None for one
     process.
     """
-    modes = _capi().STATS_MODES[stats_mode], _capi().GRAD_REDUCTIONS[grad_reduction]
-    group = (1 if rows is None else rows.shape[0], _pointer(rows), _pointer(row))
-    return _backward(dy, x, weight, (mean.data_ptr(), invstd.data_ptr()), training, output_mask, (*modes, *group))
-
-
-def backward_alone(
-    dy: Tensor, x: Tensor, weight: Tensor | None, saved: Tensor, training: bool, output_mask: Sequence[bool], mode: str
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute dx, dweight, dbias of one process, None if not needed, from what `forward_in_place` saved.
-
-    mode: a stats_mode.
-    """
-    means = saved.data_ptr()
-    rest = (_capi().STATS_MODES[mode], 0, 1, 0, 0)
-    return _backward(dy, x, weight, (means, means + _ROW * x.shape[1]), training, output_mask, rest)
-
-
-def _backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    saved: tuple[int, int],
-    training: bool,
-    output_mask: Sequence[bool],
-    modes_and_group: tuple[int, ...],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    C, S = x.shape[1], statistics_type(x.dtype)
-    w = _vector(weight, x)
-    dx = _empty_like(x) if output_mask[0] else None
+    capi, C, S = _capi(), x.shape[1], statistics_type(x.dtype)
+    w = vector(weight, S)
+    dx = empty_like(x) if output_mask[0] else None
     dweight, dbias = (x.new_empty(C, dtype=S) if needed else None for needed in output_mask[1:])
     fields = (
-        dy.data_ptr(), x.data_ptr(), _pointer(dx), _pointer(w), *saved, _pointer(dweight), _pointer(dbias),
-        int(training), *modes_and_group,
+        dy.data_ptr(), x.data_ptr(), _pointer(dx), _pointer(w), mean.data_ptr(), invstd.data_ptr(), _pointer(dweight),
+        _pointer(dbias), int(training), capi.STATS_MODES[stats_mode], capi.GRAD_REDUCTIONS[grad_reduction],
+        1 if rows is None else rows.shape[0], _pointer(rows), _pointer(row),
     )  # fmt: skip
     if not x.is_cuda:
-        _capi().run_backward(*_leading(x), *fields, torch.get_num_threads())
+        capi.run_backward(*sizes(x), *fields, torch.get_num_threads(), 0)
     else:
         _run("backward", x, _geometry(x), **dict(zip(_BACKWARD_FIELDS, fields, strict=True)))
     return dx, dweight, dbias

@@ -13,77 +13,76 @@ from typing import Any
 
 import torch
 
+from bnexport import schema
 from bnexport.schema import GroupSpec
-from bnexport.sync_bn import autograd, compiled, operators
-from bnexport.sync_bn.moments import statistics_type
+from bnexport.sync_bn import autograd, compiled, operators, prepared
 
 Tensor = torch.Tensor
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _level_of_transforms = torch._C._functorch.maybe_current_level
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-def _unobserved(*tensors: Tensor | None) -> bool:
-    """Whether a call on these tensors is a plain eager computation that nothing traces or transforms."""
+def _observed() -> bool:
+    """Whether anything traces or transforms what is computed now."""
     return (
-        not torch.compiler.is_compiling()
-        and not torch._C._is_tracing()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and _level_of_transforms() is None
-        and all(tensor is None or (type(tensor) in _PLAIN and tensor.is_cpu) for tensor in tensors)
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._len_torch_dispatch_stack() != 0
+        or torch._C._len_torch_function_stack() != 0
+        or _level_of_transforms() is not None
     )
 
 
-class _Call:
-    """Arguments of a forward that carry no gradient."""
-
-    __slots__ = ("arguments", "group")
-
-    def __init__(self, arguments: tuple[Any, ...], group: GroupSpec) -> None:
-        self.arguments, self.group = arguments, group
+def _plain(tensor: Tensor) -> bool:
+    """Whether a tensor is its own data on a CPU. A transform's wrapper has the type Tensor, even after the transform."""
+    return type(tensor) in _PLAIN and tensor.is_cpu and not _is_wrapped(tensor)
 
 
-def _forward(input: Tensor, weight: Tensor | None, bias: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
-    running_mean, running_var, training, momentum, eps, update = call.arguments
-    return compiled.forward_in_place(
-        input, running_mean, running_var, weight, bias, training, momentum, eps, call.group.stats_mode, update
-    )
+class _Normalised(torch.autograd.Function):
+    """Put an output that is made already into autograd's graph.
 
-
-class _EagerForward(torch.autograd.Function):
-    """The operator's autograd function (autograd.py), reduced to arguments with a gradient: each further argument,
-    output or mark costs a microsecond.
+    Reduced to arguments with a gradient: each further one, output or mark costs a microsecond. made: the output, the
+    saved statistics, training, the group.
     """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, call: _Call) -> Tensor:
-        output, statistics = _forward(input, weight, bias, call)
-        ctx.save_for_backward(input, weight, statistics)
-        ctx.training, ctx.group = call.arguments[2], call.group
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, made: tuple[Any, ...]) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        # Neither input nor output, so that an attribute may hold the statistics.
+        output, *ctx.rest = made
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, statistics = saved = ctx.saved_tensors
-        mask = ctx.needs_input_grad[:3]
-        training, group = ctx.training, ctx.group
+        input, weight = ctx.saved_tensors
+        statistics, training, group = ctx.rest
+        mask = ctx.needs_input_grad
+        sizes = None
+        if not torch.is_grad_enabled() and not _observed() and _plain(grad_output) and _plain(input):
+            sizes = prepared.sizes_of(input)
         # The operator where a graph of the backward is wanted, too.
-        if torch.is_grad_enabled() or not _unobserved(grad_output, *saved):
+        if sizes is None or not (weight is None or _plain(weight)):
             grads = operators.sync_batch_norm_backward(
-                grad_output, input, weight, *statistics.unbind(), training, list(mask), *group
+                grad_output, input, weight, *statistics.view(2, -1).unbind(), training, list(mask[:3]), *group
             )
-            return (*(grad if needed else None for grad, needed in zip(grads, mask, strict=True)), None)
+            return (*(grad if needed else None for grad, needed in zip(grads, mask, strict=False)), None)
         dy = grad_output if grad_output.stride() == input.stride() else torch.empty_like(input).copy_(grad_output)
         # Autograd itself gives gradients the type of what they belong to.
-        return *compiled.backward_alone(dy, input, weight, statistics, training, mask, group.stats_mode), None
+        w = compiled.vector(weight, sizes.statistics)
+        return *prepared.backward(sizes, dy, input, w, statistics, training, group[2], mask), None
 
 
-def _changeable(statistic: Tensor | None, input: Tensor) -> bool:
+# Autograd's own function; the class method in front of it looks for transforms and their wrappers.
+_record = super(torch.autograd.Function, _Normalised).apply
+
+
+def _changeable(statistic: Tensor | None, sizes: prepared.InputSizes) -> bool:
     """Whether the kernel may write new running statistics where they lie."""
     return (
         statistic is not None
-        and statistic.dtype == statistics_type(input.dtype)
+        and statistic.dtype == sizes.statistics
         and statistic.is_contiguous()
         and not statistic.requires_grad
         and not statistic.is_inference()
@@ -97,20 +96,35 @@ def sync_batch_norm(arguments: tuple[Any, ...], group: GroupSpec, update: bool) 
     before the group's.
     """
     input, running_mean, running_var, weight, bias, training, momentum, eps = arguments
+    _, group_size, stats_mode, grad_reduction, _ = group
     if (
-        group.group_size != 1
-        or not _unobserved(input, running_mean, running_var, weight, bias)
-        or not operators.regular(input, running_mean, running_var, weight, bias, training, group)
-        or not compiled.takes(input)
-        or (training and input.numel() == input.shape[1])  # one value per channel
-        or (update and not (_changeable(running_mean, input) and _changeable(running_var, input)))
+        group_size != 1
+        or stats_mode not in schema.STATS_MODES
+        or grad_reduction not in schema.GRAD_REDUCTIONS
+        or not (training or (running_mean is not None and running_var is not None))
+        or not _plain(input)
+        or _observed()
     ):
         return None
-    call = _Call((running_mean, running_var, training, momentum, eps, update), group)
-    if autograd.need_gradient(input, weight, bias):
-        output: Tensor = _EagerForward.apply(input, weight, bias, call)
-    else:
-        output, _ = _forward(input, weight, bias, call)
+    sizes = prepared.sizes_of(input)
+    if sizes is None or (training and sizes.single):
+        return None
+    readable = True
+    for vector in (running_mean, running_var, weight, bias):
+        if vector is None:
+            continue
+        dtype = vector.dtype
+        if not _plain(vector) or vector.shape != sizes.channels or dtype not in (torch.float32, input.dtype):
+            return None
+        readable = readable and dtype == sizes.statistics and vector.is_contiguous()
+    if update and not (_changeable(running_mean, sizes) and _changeable(running_var, sizes)):
+        return None
+    vectors = arguments[1:5]
+    if not readable:
+        vectors = tuple(compiled.vector(vector, sizes.statistics) for vector in vectors)
+    output, statistics = prepared.forward(sizes, input, vectors, training, momentum, eps, stats_mode, update)
     if update:
         torch.autograd.graph.increment_version((running_mean, running_var))
+    if autograd.need_gradient(input, weight, bias):
+        output = _record(input, weight, bias, (output, statistics, training, group))
     return output

@@ -128,16 +128,17 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
-        use_batch = self.training or self._statistic("running_mean") is None
+        training, running_mean = self.training, self._tensor("running_mean")
         size = 1
         # Eval without running statistics normalises with this process's batch: evaluation may run on one rank alone.
-        if self.training:
+        if training:
             if self._lost_group is not None:
                 raise GroupError(
                     f"group {self._lost_group!r} did not survive pickling: set the module's `group` before training"
                 )
             size = self.group_size()
-        update = self._updates_statistics() and not _recomputing()
+        use_batch = training or running_mean is None
+        update = training and self.track_running_stats and running_mean is not None and not _recomputing()
         output = self._normalise_in_place(input, use_batch, size, update)
         if output is None:
             output, new_mean, new_var = self._normalise(input, use_batch, size)
@@ -149,14 +150,13 @@ class SyncBatchNorm(_BatchNorm):
         """Compute the output and the module's new statistics on the short path of eager mode; None where that is not
         open. An average of all batches takes the other path, and so do modules whose methods an exporter has replaced.
         """
-        if torch.compiler.is_compiling() or (update and self.momentum is None):
+        if size != 1 or torch.compiler.is_compiling() or (update and self.momentum is None):
             return None
         if "_normalise" in self.__dict__ or "_set_statistic" in self.__dict__:
             return None
-        group = self._group_spec(size)
-        output = eager.sync_batch_norm(self._arguments(input, use_batch), group, update)
+        output = eager.sync_batch_norm(self._arguments(input, use_batch), self._group_spec(size), update)
         if update and output is not None:
-            counted = self._statistic("num_batches_tracked")
+            counted = self._tensor("num_batches_tracked")
             if counted is not None:
                 counted.add_(1)
         return output
@@ -172,10 +172,10 @@ class SyncBatchNorm(_BatchNorm):
         """Return the operator's arguments but for those of the group."""
         return (
             input,
-            self._statistic("running_mean"),
-            self._statistic("running_var"),
-            self.weight,
-            self.bias,
+            self._tensor("running_mean"),
+            self._tensor("running_var"),
+            self._tensor("weight"),
+            self._tensor("bias"),
             use_batch,
             1.0 if self.momentum is None else self.momentum,
             self.eps,
@@ -188,11 +188,11 @@ class SyncBatchNorm(_BatchNorm):
 
     def _updates_statistics(self) -> bool:
         """Whether a forward would update the running statistics now."""
-        return self.training and self.track_running_stats and self._statistic("running_mean") is not None
+        return self.training and self.track_running_stats and self._tensor("running_mean") is not None
 
     def _update_statistics(self, new_mean: torch.Tensor, new_var: torch.Tensor) -> None:
         """Write the new statistics into the buffers; momentum None averages all batches seen."""
-        counted = self._statistic("num_batches_tracked")
+        counted = self._tensor("num_batches_tracked")
         if counted is not None:
             batches = counted + 1
             self._set_statistic("num_batches_tracked", batches)
@@ -206,9 +206,11 @@ class SyncBatchNorm(_BatchNorm):
         self._set_statistic("running_mean", new_mean)
         self._set_statistic("running_var", new_var)
 
-    def _statistic(self, name: str) -> torch.Tensor | None:
-        """Return the buffer `name` directly: attribute access would search for a microsecond."""
+    def _tensor(self, name: str) -> torch.Tensor | None:
+        """Return the buffer or parameter `name` directly: attribute access would search for a microsecond."""
         found = self._buffers.get(name)
+        if found is None:
+            found = self._parameters.get(name)
         return getattr(self, name) if found is None else found
 
     def _set_statistic(self, name: str, new: torch.Tensor) -> None:

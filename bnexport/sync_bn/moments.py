@@ -14,6 +14,8 @@ import torch
 
 Tensor = torch.Tensor
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 @dataclasses.dataclass(frozen=True)
 class GroupStatistics:

@@ -31,36 +31,11 @@ for _operator in schema.TORCH_OPERATORS:
 sync_batch_norm = torch.ops.bnexport.sync_batch_norm.default
 sync_batch_norm_backward = torch.ops.bnexport.sync_batch_norm_backward.default
 
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def regular(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    spec: GroupSpec,
-) -> bool:
-    """Whether a quick look finds the arguments valid; `_check` would find the reason but takes longer."""
-    shape, dtype = input.shape[1:2], input.dtype
-    for vector in (running_mean, running_var, weight, bias):
-        if vector is not None and (vector.shape != shape or vector.dtype not in (torch.float32, dtype)):
-            return False
-    return (
-        len(shape) == 1
-        and dtype in _FLOATING
-        and (training or (running_mean is not None and running_var is not None))
-        and spec.stats_mode in schema.STATS_MODES
-        and spec.grad_reduction in schema.GRAD_REDUCTIONS
-    )
-
 
 def _check(input: Tensor, vectors: dict[str, Tensor | None], training: bool, spec: GroupSpec) -> None:
     if input.dim() < 2:
         raise UsageError(f"input: got rank {input.dim()}, expected rank >= 2 (N, C, *)")
-    if input.dtype not in _FLOATING:
+    if input.dtype not in moments.DTYPES:
         raise UsageError(f"input: got {input.dtype}, expected one of float16, bfloat16, float32, float64")
     C = input.shape[1]
     for name, vector in vectors.items():

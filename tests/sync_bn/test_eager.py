@@ -37,7 +37,7 @@ def test_the_same_bits_without_the_operators(calls, monkeypatch, shape, layout):
     x = torch.randn(shape).to(memory_format=layout)
     direct = step(SyncBatchNorm(6), x)
     assert calls == []
-    monkeypatch.setattr(eager, "_unobserved", lambda *_: False)
+    monkeypatch.setattr(eager, "_observed", lambda: True)
     by_operators = step(SyncBatchNorm(6), x)
     assert "sync_batch_norm" in calls
     for got, want in zip(direct, by_operators, strict=True):
@@ -61,6 +61,20 @@ def test_modes_and_tracers_see_the_operator(calls):
     assert "bnexport.sync_batch_norm.default" in recorder.names
     torch.jit.trace(module, (x,), check_trace=False)
     assert calls.count("sync_batch_norm") == 2
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_tensor_that_left_a_transform(gradients):
+    left = []
+
+    def function(x):
+        left.append(2 * x)
+        return x.sum()
+
+    x = torch.randn(4, 6, 5)
+    torch.func.grad(function)(x)
+    with torch.set_grad_enabled(gradients):
+        torch.testing.assert_close(SyncBatchNorm(6)(left[0]), torch.nn.BatchNorm1d(6)(2 * x))
 
 
 def test_a_backward_that_is_differentiated_takes_the_operator(calls):

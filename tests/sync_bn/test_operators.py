@@ -24,7 +24,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 @pytest.fixture(params=["kernels", "torch"])
 def backend(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setenv(compiled.BACKEND_VARIABLE, "torch")
+        monkeypatch.setattr(compiled, "backend", "torch")
     elif not compiled.usable(torch.zeros(1, 1)):
         pytest.fail("the compiled library is not installed")
     return request.param
