@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -66,3 +67,14 @@ def test_messages_of_the_answers_are_those_of_the_source(message: str) -> None:
         for path in (ROOT / top).rglob(f"*.{suffix}")
     ]
     assert any(message in path.read_text() for path in sources)
+
+
+def test_every_make_target_that_a_document_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        (target, path.name)
+        for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md"))
+        for target in re.findall(r"(?:`|^)make ([a-z-]+)", path.read_text(), re.MULTILINE)
+    }
+    assert len(named) > 20
+    assert {(target, page) for target, page in named if target not in targets} == set()
