@@ -50,6 +50,8 @@ class Pairing:
         self._twins: dict[ir.Node, ir.Node] = {}
         self._theirs: dict[ir.Node, int] = {}
         self._given: dict[ir.Value, ir.Value] = {}
+        # Values of new nodes that take the name of one of the original.
+        self._remade: dict[ir.Value, ir.Value] = {}
         self._work = _Work([], set())
         self._same_graphs: set[tuple[ir.Graph, ir.Graph]] = set()
         self._by_name: dict[tuple[str, str], list[ir.Node]] = {}
@@ -95,6 +97,25 @@ class Pairing:
                 self._theirs.update((node, number) for node in theirs)
             elif len(mine) == len(theirs):
                 self._twins.update(zip(theirs, mine, strict=True))
+        self._match_outputs()
+
+    def _match_outputs(self) -> None:
+        """Put a new node into the region whose value it makes, as an addition in the place of another one."""
+        made = {
+            (self.original.scopes[node.graph], value.name): value
+            for node in self.numbers
+            if node.graph is not None
+            for value in node.outputs
+            if value.name
+        }
+        for node in self.folded.order:
+            if node in self._twins or node in self._theirs or node.graph is None:
+                continue
+            for value in node.outputs:
+                mine = made.get((self.folded.scopes[node.graph], value.name or ""))
+                if mine is not None:
+                    self._theirs[node] = self.numbers[mine.producer()]  # type: ignore[index]
+                    self._remade[value] = mine
 
     def _graphs(self, first: ir.Graph, second: ir.Graph) -> None:
         if (first, second) in self._same_graphs:
@@ -283,6 +304,8 @@ class Pairing:
         twin = self._twins.get(node)
         if twin is not None:
             return twin.outputs[value.index() or 0]
+        if self._remade.get(value) in entering:
+            return self._remade[value]
         # It leaves another region. The original's value is the one that the same reader gets, before what is gone.
         for reader, index in readers:
             for mine in self._members.get((number, name_of(reader)), ()):

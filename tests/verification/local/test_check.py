@@ -45,9 +45,40 @@ CHAIN = """g (float[N,6,H,W] x) => (float[N,8,A,B] y) {
 CHAIN_SHAPES = {"w": (8, 6, 3, 3), **batch_norm("p", 8)}
 
 
+# Two residual blocks: a batch norm next to a Conv is merged into it, and the sum with the shortcut is written anew.
+BLOCK = """
+    n{0} = Conv <pads=[1,1,1,1]> (r{0}, w)
+    c{0} = Conv (n{0}, u)
+    m{0} = BatchNormalization (c{0}, p_s, p_b, p_m, p_v)
+    f{0} = BatchNormalization (n{0}, q_s, q_b, q_m, q_v)
+    g{0} = Add (m{0}, f{0})
+    s{0} = Add (g{0}, {1})
+"""
+MERGED = f"""g (float[N,4,H,W] x) => (float[N,6,H,W] y) {{
+    r1 = Relu (x) {BLOCK.format(1, "x")}
+    r2 = Relu (s1) {BLOCK.format(2, "s1")}
+    t = Conv (s2, v)
+    y = BatchNormalization (t, t_s, t_b, t_m, t_v)
+}}"""
+MERGED_SHAPES = {
+    **{"w": (4, 4, 3, 3), "u": (4, 4, 1, 1), "v": (6, 4, 1, 1)},
+    **batch_norm("p", 4),
+    **batch_norm("q", 4),
+    **batch_norm("t", 6),
+}
+
+
 def methods(verdict: Verification | None) -> list[str]:
     assert verdict is not None
     return [proof.method for proof in verdict.sites]
+
+
+def test_folds_behind_a_merged_sum_are_proved() -> None:
+    folded = fold(model(MERGED, MERGED_SHAPES), verify="local")
+    assert folded.report.after.batch_norm == 0
+    verdict = folded.report.verification
+    assert verdict is not None and verdict.passed, verdict
+    assert set(methods(verdict)) == {"proved"}
 
 
 def test_each_fold_is_proved() -> None:
