@@ -313,6 +313,8 @@ class Pairing:
                 if found is not None:
                     return found
         free = [each for each, other in entering.items() if other is None and each.producer() in self.numbers]
+        if len(free) > 1:  # the reader is new: an addition of merged branches
+            free = [each for each in free if self.numbers[each.producer()] == self._theirs.get(node)]  # type: ignore[index]
         return free[0] if len(free) == 1 else None
 
     def _above(self, node: ir.Node, index: int, entering: dict[ir.Value, ir.Value | None]) -> ir.Value | None:
