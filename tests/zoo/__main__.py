@@ -99,6 +99,7 @@ def main() -> None:
             ways := [name for name in options.ways.split(",") if verdicts.is_open(results.get(entry.name, fresh), name)]
         )
     ]
+    waiting.sort(key=lambda each: (catalogue.is_large(each[0]), each[0].name in results))
     python = options.python or str(environment.python())
     end, lock = time.time() + 60 * options.minutes, threading.Lock()
     print(f"{len(waiting)} of {len(catalogue.entries())} to run, bnexport {bnexport.__version__}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,7 +45,7 @@ levit_128s levit_conv_128s efficientformer_l1 efficientformerv2_s0 efficientvit_
 poolformerv2_s12 visformer_tiny hrnet_w18_small dla34 dla46_c vovnet39a ese_vovnet19b_dw selecsls42 cspresnet50
 cs3darknet_s rexnet_100 rexnetr_200 gernet_s ecaresnetlight resnet33ts lambda_resnet26t coat_lite_tiny tiny_vit_5m_224
 hgnetv2_b0 mambaout_femto starnet_s1 shvit_s1 swiftformer_xs nf_regnet_b0 test_resnet test_efficientnet test_byobnet
-resnetblur18 resnetaa34d eca_resnet33ts efficientnet_es efficientnet_cc_b0_4e mobilenet_edgetpu_100 lsnet_t
+resnetblur18 resnetaa34d eca_resnet33ts efficientnet_es efficientnet_cc_b0_4e mobilenet_edgetpu_100
 inception_v3 inception_v4 inception_resnet_v2 xception65p legacy_xception pnasnet5large nasnetalarge densenet121
 convmixer_768_32 cspdarknet53 darknet53 cspresnext50 halonet26t eca_botnext26ts_256 lambda_resnet26rpt_256
 sebotnet33ts_256 maxvit_rmlp_pico_rw_256 crossvit_9_240 tresnet_m dpn48b dpn68 resnetrs50 resnet50d resnext26ts
@@ -191,10 +192,22 @@ yolov8n yolov8n-seg yolov8n-cls yolov8n-pose yolov5n yolo11n yolo12n yolov10n yo
 """
 
 
+# These come last: one of them takes as long as several others, or has no batch norm.
+_LARGE = re.compile(
+    "timm:tf_|coat_|convnext|edgenext|nasnet|inception_(res|v4)|inceptionv4|densenet|mobilenetv5|dpn|maxvit|coatnet|davit|focalnet|nextvit|crossvit|rdnet|"
+    "hrnet|ocrnet|res2net|xception|efficientnetv2_rw|hybrid|seresnextaa|resnetrs|tresnet|tiny_vit|efficientnet_cc|fbnetv3|"
+    "UnetPlusPlus|UperNet|yolov9|yolo12|s3d|efficientnet_v2|regnetz|mambaout|cspresne"
+)
+
+
+def is_large(entry: Entry) -> bool:
+    return _LARGE.search(entry.name) is not None
+
+
 def entries() -> list[Entry]:
     """All of them, in the order in which they run: libraries take turns, so that a part shows something of each."""
     groups: list[list[Entry]] = [
-        [Entry("timm", name, "timm") for name in _TIMM.split()],
+        [_sized(Entry("timm", name, "timm")) for name in _TIMM.split()],
         [_torch(*name.split(":", 1)) for name in _TORCH.split()],
         [Entry("hf", name, "torch", options=options, architecture=cls) for name, cls, options in _TRANSFORMERS],
         [
@@ -210,9 +223,16 @@ def entries() -> list[Entry]:
 
 
 # Networks that do not run on the example's size.
+_AT_224 = """
+levit/levit-128s_8xb256_in1k.py repmlp/repmlp-base_8xb64_in1k.py
+levit_128s levit_conv_128s efficientformer_l1 efficientformerv2_s0 visformer_tiny coat_lite_tiny
+"""
+_AT_256 = """
+halonet26t eca_botnext26ts_256 lambda_resnet26rpt_256 sebotnet33ts_256 maxvit_rmlp_pico_rw_256 bat_resnext26ts
+"""
 _SIZES = {
-    "levit/levit-128s_8xb256_in1k.py": ((2, 3, 224, 224), ((1, 3, 224, 224),)),
-    "repmlp/repmlp-base_8xb64_in1k.py": ((2, 3, 224, 224), ((1, 3, 224, 224),)),
+    **dict.fromkeys(_AT_224.split(), ((2, 3, 224, 224), ((1, 3, 224, 224), (3, 3, 224, 224)))),
+    **dict.fromkeys(_AT_256.split(), ((2, 3, 256, 256), ((1, 3, 256, 256), (3, 3, 256, 256)))),
     "mobilenet_v3/mobilenet-v3-d8-scratch-s_lraspp_4xb4-320k_cityscapes-512x1024.py": (
         (1, 3, 416, 416),
         ((2, 3, 416, 448),),
@@ -228,7 +248,7 @@ def _sized(entry: Entry) -> Entry:
 def _torch(library: str, target: str) -> Entry:
     if target in ("r3d_18", "r2plus1d_18", "mc3_18", "s3d"):
         return Entry(library, target, "torch", (2, 3, 16, 64, 64), ((1, 3, 16, 48, 80), (1, 3, 24, 64, 64)))
-    return Entry(library, target, "torch")
+    return _sized(Entry(library, target, "torch"))
 
 
 def find(name: str, among: Iterable[Entry] | None = None) -> Entry:

@@ -15,24 +15,45 @@ from tests.zoo import catalogue, verdicts
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 EXPORTERS = ("dynamo", "torchscript")
+ALL = (*verdicts.WAYS, *verdicts.PLAIN)
 Result = dict[str, Any]
 
 HEAD = """# Architectures that were tried
 
-Real architectures, built by their libraries without weights, with statistics as training leaves them. Each one was
-exported by both exporters for deployment and with the node kept, the kept file was folded, and every file was compared
-with the untouched model at the example's size and at two or three others, an odd one among them where the network runs
-at it; next to it plain `torch.onnx.export`. `make test-zoo` makes the results and this page; it takes hours, and goes on
-where it was stopped. Seconds are those of a machine that did other work at the same time.
+Real architectures, built by their libraries without weights, with statistics as training leaves them, and their batch
+norms converted by the library's own means. Both exporters of bnexport wrote each one for deployment and with the
+operator kept, the kept file was folded, and every file was compared with the untouched model at the example's size and
+at two or three others. Plain `torch.onnx.export` wrote the same models.
+"""
 
-- *right*: the largest difference is at most 1e-4 of the output's largest value, or eight times the untouched model's
-  own rounding error in float32.
-- *wrong*: a file differs by more, though it was written without an error. *fails*: the file declares a size at which
-  it does not run.
+JUDGED = """## How they were judged
+
+- *right*: at every size that the file declares, the largest difference is at most 1e-4 of the output's largest value,
+  or eight times the untouched model's own rounding error in float32. One of the sizes is odd, where the network runs
+  at it.
 - *fixed*: right, and dimensions are declared fixed, with a note that says why. `torch.onnx.export` gets dynamic
   sizes first, and static ones where it cannot make that.
-- *refused*: bnexport says why it does not export. *failed*: any other error.
+- *wrong*: a file differs by more, though it was written without an error. *fails*: the file declares a size at which
+  it does not run.
+- *refused*: bnexport says why it does not export. *failed*: any other error. *stopped*: not done within a time limit.
+- *deploy*: batch norms are folded. *kept*: sync batch norm stays an operator, and is folded afterwards.
+- Seconds are those of a machine that did other work at the same time.
+- torch's own conversion drops the activation of timm's batch norms. Such a model is compared with the converted one,
+  and is marked in the table of all models.
+
+`make test-zoo` makes the results and this page; it takes hours, and goes on where it was stopped.
 """
+
+TITLES = {
+    "timm": "timm",
+    "torchvision": "torchvision",
+    "smp": "segmentation_models_pytorch",
+    "hf": "transformers",
+    "mmseg": "MMSegmentation",
+    "mmpretrain": "MMPretrain",
+    "mmdet": "MMDetection",
+    "ultralytics": "ultralytics",
+}
 
 
 def exported(way: Result | None) -> bool:
@@ -42,28 +63,54 @@ def exported(way: Result | None) -> bool:
 def word(way: Result | None, verdict: str) -> str:
     """A cell: the verdict, batch norms left, nodes and seconds."""
     if way is None or not exported(way):
-        return verdict
+        return "not reached" if verdict == "missing" else verdict
     fixed = " fixed" if verdict == "right" and (way.get("fixed") or way.get("dynamic") is False) else ""
     left = f", {way['batch_norm_nodes']} left" if way["batch_norm_nodes"] else ""
     return f"{verdict}{fixed}{left}, {way['nodes']} nodes, {way['seconds']:.0f} s"
+
+
+def libraries(results: Iterable[Result]) -> str:
+    """A row for each library: models, and how many of them each way wrote right."""
+    shown = list(results)
+    groups = {title: [each for each in shown if each["name"].startswith(f"{key}:")] for key, title in TITLES.items()}
+    rows = []
+    for name, members in {**groups, "all": shown}.items():
+        if not members:
+            continue
+        found = {way: collections.Counter(verdicts.of_way(each, way) for each in members) for way in ALL}
+        left = sum(1 for each in members if any(_left(each, exporter) for exporter in EXPORTERS))
+        cells = [str(len(members))]
+        for way in ALL:
+            tried = len(members) - found[way]["missing"]
+            cells.append(f"{found[way]['right']} of {tried}" if tried else "-")
+        rows.append([name, *cells, str(left)])
+    header = ["library", "models", *(_label(way) for way in ALL), "batch norms left, models"]
+    return table(header, rows)
+
+
+def _label(way: str) -> str:
+    kind, _, exporter = way.partition(" ")
+    return f"`torch.onnx.export`, {exporter}" if kind == "plain" else f"{kind}, {exporter}"
+
+
+def _left(result: Result, exporter: str) -> int:
+    way = result["ways"].get(f"deploy {exporter}")
+    return way["batch_norm_nodes"] if way and exported(way) else 0
 
 
 def summary(results: Iterable[Result]) -> str:
     """A row for each way out over all models."""
     results = list(results)
     rows = []
-    for name in (*verdicts.WAYS, *(f"plain {exporter}" for exporter in EXPORTERS)):
+    for name in ALL:
         ways = [each["ways"].get(name) for each in results]
         found = collections.Counter(verdicts.of_way(each, name) for each in results)
         fixed = sum(
             1 for way in ways if way and way["status"] == "right" and (way.get("fixed") or way.get("dynamic") is False)
         )
         left = sum(1 for way in ways if exported(way) and way["batch_norm_nodes"])
-        label = (
-            f"`torch.onnx.export`, {name.partition(' ')[2]}" if name.startswith("plain") else name.replace(" ", ", ")
-        )
-        counts = [found[each] for each in ("right", "wrong", "fails", "refused", "failed", "missing")]
-        rows.append([label, *map(str, (counts[0] - fixed, fixed, *counts[1:], left))])
+        counts = [found[each] for each in ("right", "wrong", "fails", "refused", "failed", "stopped", "missing")]
+        rows.append([_label(name), *map(str, (counts[0] - fixed, fixed, *counts[1:], left))])
     header = [
         "",
         "right",
@@ -72,6 +119,7 @@ def summary(results: Iterable[Result]) -> str:
         "fails",
         "refused",
         "failed",
+        "stopped",
         "not reached",
         "with batch norms left",
     ]
@@ -106,11 +154,12 @@ def parity(results: Iterable[Result]) -> str:
 
 
 def models(results: Iterable[Result]) -> str:
-    header = ["model (conversion)", *verdicts.WAYS, *(f"plain {exporter}" for exporter in EXPORTERS)]
+    header = ["model (conversion)", *ALL]
     rows = []
     for each in results:
         cells = [word(each["ways"].get(name), verdicts.of_way(each, name)) for name in header[1:]]
-        rows.append([each["name"], *cells])
+        mark = ", changed by the conversion" if "changed_by_conversion" in each else ""
+        rows.append([each["name"] + mark, *cells])
     return table(header, rows, left=len(header))
 
 
@@ -151,12 +200,14 @@ def render(results: dict[str, Result]) -> str:
     built = [each for each in shown if verdicts.of_model(each) != "unbuilt"]
     parts = [
         HEAD,
-        f"{len(built)} of the {len(catalogue.entries())} architectures of the catalogue so far; *not reached* are ways that "
-        f"a run has not come to yet.\n\n{summary(built)}",
+        f"{len(built)} of the {len(catalogue.entries())} architectures of the catalogue have run. How many of them are "
+        f"right, of those that a way was tried with:\n\n{libraries(built)}",
         parity(built),
+        JUDGED,
+        f"## Results by way\n\n{summary(built)}",
         f"bnexport over `torch.onnx.export`, the same exporter, both with what they check by default:\n\n{ratios(built)}",
-        f"## Batch norms that are left\n\n{reasons(built)}",
         f"## Not right\n\n{errors(shown)}",
+        f"## Batch norms that are left\n\n{reasons(built)}",
         f"## All models\n\n{models(built)}",
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"

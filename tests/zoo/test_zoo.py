@@ -81,3 +81,21 @@ def test_nothing_is_wrong() -> None:
     for result in json.loads(page.RESULTS.read_text()).values():
         for name in verdicts.WAYS:
             assert verdicts.of_way(result, name) not in ("wrong", "fails"), f"{result['name']}, {name}"
+
+
+def test_a_way_that_takes_too_long_is_stopped(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.zoo.trial.SECONDS_OF_A_WAY", 0.05)
+
+    def never(model: nn.Module) -> dict[str, str]:
+        while True:
+            pass
+
+    trial._way("deploy dynamo", never, nn.ReLU())
+    assert (
+        trial.result["ways"]["deploy dynamo"]["status"] == verdicts.of_way(trial.result, "deploy dynamo") == "stopped"
+    )
+
+
+def test_a_conversion_that_drops_an_activation_is_seen(trial: Trial) -> None:
+    assert trial._changed(nn.ReLU()) == 0
+    assert trial._changed(nn.Identity()) > 0.1

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import copy
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -33,6 +34,12 @@ EXPORTERS = ("dynamo", "torchscript")
 # A larger error is compared with that of the untouched model in float32.
 BOUND = 1e-4
 OWN_ERRORS = 8.0
+# Of processor time. A way that takes longer is stopped; others of the model still run.
+SECONDS_OF_A_WAY = 200
+
+
+class Stopped(BaseException):
+    """The time of a way is over. Not an Exception, so that no exporter catches it."""
 
 
 class Trial:
@@ -55,6 +62,10 @@ class Trial:
             self._remember(pair.plain, shape)
         if self.entry.shape not in self.expected:
             raise SystemExit(f"{self.entry.name} does not run on {self.entry.shape}: {self.result.get('does_not_run')}")
+        if self.entry.conversion == "torch" and (changed := self._changed(pair.sync)) > BOUND:
+            self.result["changed_by_conversion"] = float(f"{changed:.3g}")
+            for shape in list(self.expected):
+                self._remember(pair.sync, shape)
         self.save()
         example = self.expected[self.entry.shape][0]
         with tempfile.TemporaryDirectory() as folder:
@@ -64,8 +75,14 @@ class Trial:
         self.result["finished"] = True
         self.save()
 
+    def _changed(self, converted: nn.Module) -> float:
+        """The error of the converted model: torch's conversion drops what a subclass of batch norm does besides."""
+        x, expected, _ = self.expected[self.entry.shape]
+        with torch.no_grad():
+            return _error(_flat(converted(x)), expected)
+
     def _remember(self, model: nn.Module, shape: tuple[int, ...]) -> None:
-        """The outputs of the untouched model, and its own error there, in the units of errors."""
+        """The outputs of the reference, and its own error there, in the units of errors."""
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         try:
             with torch.no_grad():
@@ -80,6 +97,8 @@ class Trial:
         if self.names and name not in self.names:
             return
         begin, way = time.perf_counter(), {}
+        signal.signal(signal.SIGPROF, _stop)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS_OF_A_WAY)
         try:
             with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
                 warnings.simplefilter("ignore")
@@ -88,6 +107,10 @@ class Trial:
             way = {"status": "refused", "error": f"{type(error).__name__}: {str(error)[:1200]}"}
         except Exception as error:
             way = {"status": "failed", "error": f"{type(error).__name__}: {first_line(error)[:1200]}"}
+        except Stopped:
+            way = {"status": "stopped", "error": f"not done after {SECONDS_OF_A_WAY} s of processor time"}
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
         way["total_seconds"] = round(time.perf_counter() - begin, 2)
         self.result["ways"][name] = way
         self.save()
@@ -169,6 +192,10 @@ class Trial:
                 status = "wrong"
         fixed = [axis for axis, size in enumerate(declared) if isinstance(size, int) and axis != 1]
         return {"status": status, "errors": errors, "fixed": fixed}
+
+
+def _stop(*_: Any) -> None:
+    raise Stopped
 
 
 def _fresh(model: nn.Module) -> nn.Module:

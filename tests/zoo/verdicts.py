@@ -7,11 +7,11 @@ from typing import Any
 WAYS = ("deploy dynamo", "deploy torchscript", "kept dynamo", "kept torchscript")
 PLAIN = ("plain dynamo", "plain torchscript")
 # The worst first.
-ORDER = ("wrong", "fails", "failed", "refused", "missing", "right")
+ORDER = ("wrong", "fails", "failed", "refused", "stopped", "missing", "right")
 
 
 def of_way(result: dict[str, Any], name: str) -> str:
-    """right; wrong; fails at a size that the file declares; failed or refused to export; missing; for `kept`, folded too."""
+    """right; wrong; fails at a size that the file declares; failed or refused to export; stopped; missing; for `kept`, folded too."""
     way = result["ways"].get(name)
     if way is None:
         return "missing"

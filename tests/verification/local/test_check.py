@@ -54,8 +54,10 @@ BLOCK = """
     g{0} = Add (m{0}, f{0})
     s{0} = Add (g{0}, {1})
 """
-MERGED = f"""g (float[N,4,H,W] x) => (float[N,6,H,W] y) {{
-    r1 = Relu (x) {BLOCK.format(1, "x")}
+MERGED = f"""g (float[N,4,H,W] x) => (float[N,6,A,B] y) {{
+    h = Conv (x, w)
+    s0 = BatchNormalization (h, p_s, p_b, p_m, p_v)
+    r1 = Relu (s0) {BLOCK.format(1, "s0")}
     r2 = Relu (s1) {BLOCK.format(2, "s1")}
     t = Conv (s2, v)
     y = BatchNormalization (t, t_s, t_b, t_m, t_v)
