@@ -168,8 +168,8 @@ def reasons(results: Iterable[Result]) -> str:
     rows = []
     for each in results:
         for exporter in EXPORTERS:
-            way = each["ways"].get(f"deploy {exporter}") or {}
-            if exported(way) and way["batch_norm_nodes"]:
+            way = each["ways"].get(f"deploy {exporter}")
+            if way and exported(way) and way["batch_norm_nodes"]:
                 found = collections.Counter(f"{outcome}: {why or 'no reason'}" for outcome, _, why in way["kept"])
                 why = "; ".join(f"{count} x {text}" for text, count in found.most_common(3))
                 rows.append([each["name"], exporter, str(way["batch_norm_nodes"]), _cell(why)])
