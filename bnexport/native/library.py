@@ -155,8 +155,7 @@ def register(session_options: onnxruntime.SessionOptions, training: bool = False
         path = get_library_path(kind)
         if session_options in _registered[kind]:
             continue
-        if kind == "training":
-            load(kind)
+        load(kind)
         try:
             session_options.register_custom_ops_library(path)
         except Exception as error:

@@ -68,7 +68,7 @@ def test_file_that_is_no_library(monkeypatch, tmp_path):
     wrong = tmp_path / "wrong.so"
     wrong.write_bytes(b"not a library")
     monkeypatch.setenv(library.ENVIRONMENT_VARIABLE, str(wrong))
-    with pytest.raises(LibraryError, match=r"ONNX Runtime .* cannot load .*wrong\.so"):
+    with pytest.raises(LibraryError, match=r"wrong\.so: cannot be loaded"):
         library.register(ort.SessionOptions())
     capi.library.cache_clear()
     try:
@@ -169,9 +169,8 @@ def test_a_library_of_another_version_is_refused(monkeypatch, kind):
     monkeypatch.setattr(library, "__version__", "9.9")
     with pytest.raises(LibraryError, match=rf"{kind}\.so: got version {bnexport.__version__}, expected 9\.9"):
         library.load(kind)
-    if kind == "training":
-        with pytest.raises(LibraryError, match=r"got version .*, expected 9\.9"):
-            library.register(ort.SessionOptions(), training=True)
+    with pytest.raises(LibraryError, match=r"got version .*, expected 9\.9"):
+        library.register(ort.SessionOptions(), training=kind == "training")
 
 
 def test_libraries_of_two_versions_next_to_each_other_are_refused(tmp_path):
