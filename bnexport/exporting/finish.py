@@ -72,11 +72,6 @@ def finish(
     passes.ClearMetadataAndDocStringPass()(model)
 
 
-def opset_of(model: ir.Model) -> int:
-    """Return the version of ONNX's own operators."""
-    return model.opset_imports.get("", MINIMUM_OPSET)
-
-
 class _Names:
     """Values of a graph by name, kept up to date when they are renamed."""
 
