@@ -21,7 +21,7 @@ from bnexport.folding.context import Context
 from bnexport.folding.editing.scaled_tensor import FLOAT_DATA_TYPES
 from bnexport.folding.parallel.kernels import Kernel, Window, check_size, joined_size
 from bnexport.folding.parallel.sums import CARRIERS, Sum, Term
-from bnexport.folding.parallel.windows import read_pads, read_window
+from bnexport.folding.parallel.windows import read_window, read_zeros
 from bnexport.folding.reading.batch_norm import read_batch_norm
 from bnexport.folding.reading.elementwise import data_and_constant, per_channel, read_elementwise
 from bnexport.folding.rules.transparent import passed
@@ -260,7 +260,7 @@ class Evaluator:
     def _pads(self, node: ir.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if self._frame.axis != 1:
             raise Refused("axis", f"{label(node)} pads the last axis, along which a matrix product sums")
-        return read_pads(node, self._frame.rank, self._context)
+        return read_zeros(node, self._frame.rank, self._context)
 
     def _weight(self, node: ir.Node) -> np.ndarray:
         what = f"{node.op_type} weight"

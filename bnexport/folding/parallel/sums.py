@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 import onnx_ir as ir
 
 from bnexport.folding.context import Context
-from bnexport.folding.parallel.windows import read_pads
+from bnexport.folding.parallel.windows import read_zeros
 from bnexport.folding.reading.elementwise import data_and_constant
 from bnexport.folding.reading.site import sole_use
 from bnexport.graph.nodes import get_ints, get_string, input_at
@@ -171,7 +171,7 @@ class _Reader:
         if data is None:
             return None
         try:
-            read_pads(node, self._context.rank(data) or 0, self._context)
+            read_zeros(node, self._context.rank(data) or 0, self._context)
         except Refused as reason:
             self.unfit[node.outputs[0]] = (data, reason)
             return None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.context import Context
 from bnexport.folding.parallel.kernels import Window
-from bnexport.graph.nodes import get_float, get_ints, get_string, input_at, label, only_attributes
+from bnexport.folding.reading.pads import read_fill, read_pads
+from bnexport.graph.nodes import get_ints, get_string, label
 from bnexport.graph.refusal import Refused
 
 
@@ -37,25 +37,13 @@ def read_window(node: ir.Node, sizes: tuple[int, ...]) -> Window:
     return Window(tuple(sizes), begins, ends, tuple(strides), tuple(dilations))
 
 
-def read_pads(node: ir.Node, rank: int, context: Context) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def read_zeros(node: ir.Node, rank: int, context: Context) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Zeros that a Pad adds before and behind each axis of positions. Refused where it does something else."""
-    only_attributes(node, ("mode", "pads", "paddings", "value"))
-    pads = get_ints(node, "pads") or get_ints(node, "paddings")
-    if (operand := input_at(node, 1)) is not None:
-        pads = context.constants.ints(operand, f"pads of {label(node)}")
-    axes = tuple(range(rank))
-    if (operand := input_at(node, 3)) is not None:
-        axes = tuple(axis + rank if axis < 0 else axis for axis in context.constants.ints(operand, "axes"))
-    if pads is None or len(pads) != 2 * len(axes) or len(set(axes)) != len(axes) or max(axes, default=0) >= rank:
-        raise Refused("bad-node", f"{label(node)} has no pads, or not two for each axis")
-    fill = get_float(node, "value", 0.0)
-    if (operand := input_at(node, 2)) is not None:
-        fill = float(context.constants.floats(operand, f"value of {label(node)}").reshape(-1)[0])
-    if get_string(node, "mode", "constant") != "constant" or fill != 0 or min(pads, default=0) < 0:
+    pads = read_pads(node, rank, context)
+    cropped = any(number < 0 for pair in pads for number in pair)
+    if get_string(node, "mode", "constant") != "constant" or cropped or read_fill(node, context) != 0:
         raise Refused("padding", f"{label(node)} crops, or pads with something else than zeros")
-    begins, ends = np.zeros(rank, int), np.zeros(rank, int)
-    for place, axis in enumerate(axes):
-        begins[axis], ends[axis] = pads[place], pads[place + len(axes)]
-    if begins[:2].any() or ends[:2].any():
+    if any(map(any, pads[:2])):
         raise Refused("axis", f"{label(node)} pads the channels or the batch")
-    return tuple(begins[2:].tolist()), tuple(ends[2:].tolist())
+    begins, ends = zip(*pads[2:], strict=True) if rank > 2 else ((), ())
+    return begins, ends

@@ -11,7 +11,8 @@ import onnx_ir as ir
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing.search import Rule, Search
-from bnexport.graph.nodes import get_float, get_ints, get_string, input_at, label, only_attributes
+from bnexport.folding.reading.pads import read_fill, read_pads
+from bnexport.graph.nodes import get_string, input_at, label
 from bnexport.graph.refusal import Refused
 
 
@@ -27,29 +28,19 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
 
 
 def _check(node: ir.Node, axis: int, affine: ChannelAffine, context: Context) -> ir.Value:
-    only_attributes(node, ("mode", "pads", "paddings", "value"))
     value = input_at(node, 0)
     rank = None if value is None else context.rank(value)
     if value is None or rank is None:
         raise Refused("rank", f"the rank of {label(node)} is not known")
-    pads = get_ints(node, "pads") or get_ints(node, "paddings")
-    if (operand := input_at(node, 1)) is not None:
-        pads = context.constants.ints(operand, f"pads of {label(node)}")
-    axes = tuple(range(rank))
-    if (operand := input_at(node, 3)) is not None:
-        axes = tuple(place + rank if place < 0 else place for place in context.constants.ints(operand, "axes"))
-    if pads is None or len(pads) != 2 * len(axes):
-        raise Refused("bad-node", f"{label(node)} has no pads, or not two for each axis")
-    if any(place == axis and (pads[index] or pads[index + len(axes)]) for index, place in enumerate(axes)):
+    pads = read_pads(node, rank, context)
+    if 0 <= axis < rank and any(pads[axis]):
         raise Refused("axis", f"{label(node)} pads the channel axis")
     mode = get_string(node, "mode", "constant")
-    if mode in ("reflect", "edge", "wrap") or all(pad <= 0 for pad in pads):
+    if mode in ("reflect", "edge", "wrap") or all(before <= 0 and behind <= 0 for before, behind in pads):
         return value
     if mode != "constant":
         raise Refused("unknown-mode", f"{label(node)} has the unknown mode {mode!r}")
-    fill = get_float(node, "value", 0.0)
-    if (operand := input_at(node, 2)) is not None:
-        fill = float(context.constants.floats(operand, f"value of {label(node)}").reshape(-1)[0])
+    fill = read_fill(node, context)
     if fill != 0:
         raise Refused("padding", f"{label(node)} pads with {fill:g}, which a map would change")
     if not affine.is_scaling:
