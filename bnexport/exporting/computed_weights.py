@@ -17,6 +17,7 @@ import torch
 from onnx.reference import ReferenceEvaluator
 
 from bnexport.graph.evaluate import EVALUATORS
+from bnexport.model_io import walk
 
 _KNOWN = frozenset((*EVALUATORS, "Constant"))
 _RANDOM = ("Random", "Bernoulli", "Multinomial", "Dropout")
@@ -139,8 +140,7 @@ class _Evaluator:
 def _is_pure(node: ir.Node) -> bool:
     if node.domain not in ("", "ai.onnx") or node.op_type.startswith(_RANDOM):
         return False
-    graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-    return not any(attribute.type in graphs for attribute in node.attributes.values())
+    return not any(attribute.type in walk.GRAPH_TYPES for attribute in node.attributes.values())
 
 
 def _size(value: ir.Value | None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import onnx_ir as ir
 
@@ -31,7 +31,7 @@ class Expansion:
             actual = call.inputs[place] if place < len(call.inputs) else None
             for use in formal.uses():
                 use.node.replace_input_with(use.idx, actual)
-        inside = [node for top in nodes for node in (top, *_bodies(top))]
+        inside = [node for top in nodes for node in (top, *walk.inner_nodes(top))]
         for node in inside:
             _resolve_attributes(node, call, function)
         self._rename(label(call), inside)
@@ -53,8 +53,7 @@ class Expansion:
             for value in node.outputs:
                 if value.name:
                     value.name = self._fresh(f"{prefix}.{value.name}")
-            for attribute in node.attributes.values():
-                bodies.update(dict.fromkeys(walk.bodies(attribute)))
+            bodies.update(dict.fromkeys(walk.node_bodies(node)))
         for graph in bodies:
             for value in (*graph.inputs, *tuple(graph.initializers.values())):
                 value.name = self._fresh(f"{prefix}.{value.name}")
@@ -77,13 +76,6 @@ def _own_results(function: ir.Function) -> list[ir.Value]:
             value.name = "returned"
         results.append(value)
     return results
-
-
-def _bodies(node: ir.Node) -> Iterator[ir.Node]:
-    """Yield the nodes of a node's subgraphs, at any depth."""
-    for attribute in node.attributes.values():
-        for graph in walk.bodies(attribute):
-            yield from graph.all_nodes()
 
 
 def _resolve_attributes(node: ir.Node, call: ir.Node, function: ir.Function) -> None:

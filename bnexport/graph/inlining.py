@@ -107,7 +107,7 @@ class _Inliner:
         imports = self._model.opset_imports
         if any(imports.get(domain, version) != version for domain, version in function.opset_imports.items()):
             return False
-        if any(attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attr in call.attributes.values()):
+        if any(attribute.type in walk.GRAPH_TYPES for attribute in call.attributes.values()):
             return False
         places = [place for place in needs if isinstance(place, int) and place < len(call.inputs)]
         return all(call.inputs[place] is None or self._constants.is_constant(call.inputs[place]) for place in places)

@@ -43,7 +43,7 @@ def inline_functions(model: ir.Model, keep: Callable[[ir.Function], bool] = lamb
             counts[name] = counts.get(name, 0) + 1
             body = expansion.expand(call)
             new += body
-            pending += [inner for node in body for inner in (node, *_inner_nodes(node))]
+            pending += [inner for node in body for inner in (node, *walk.inner_nodes(node))]
     for key in chosen:
         del model.functions[key]
     _resolve_conditions(model, new)
@@ -56,12 +56,6 @@ def _main_graphs(model: ir.Model) -> Iterable[ir.Graph]:
     return (model.graph, *model.graph.subgraphs())
 
 
-def _inner_nodes(node: ir.Node) -> Iterable[ir.Node]:
-    return (
-        inner for attribute in node.attributes.values() for body in walk.bodies(attribute) for inner in body.all_nodes()
-    )
-
-
 def _refuse(call: ir.Node, model: ir.Model) -> None:
     """Raise UnsupportedModelError for a call that cannot be inlined."""
     function = model.functions[call.op_identifier()]
@@ -71,14 +65,12 @@ def _refuse(call: ir.Node, model: ir.Model) -> None:
             f"{what}: got {len(call.inputs)} inputs and {len(call.outputs)} outputs, expected at most"
             f" {len(function.inputs)} and {len(function.outputs)}"
         )
-    if any(
-        attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in call.attributes.values()
-    ):
+    if any(attribute.type in walk.GRAPH_TYPES for attribute in call.attributes.values()):
         raise UnsupportedModelError(f"{what}: it gives a graph as an attribute")
     for domain, version in function.opset_imports.items():
         own = model.opset_imports.get(domain, version)
         if own != version:
-            for node in (node for top in function for node in (top, *_inner_nodes(top)) if node.domain == domain):
+            for node in (node for top in function for node in (top, *walk.inner_nodes(top)) if node.domain == domain):
                 if _meaning(node, version) != _meaning(node, own):
                     raise UnsupportedModelError(
                         f"{what}: it is for opset {version} of {domain or 'ONNX'}, the model for {own}, and {node.op_type}"

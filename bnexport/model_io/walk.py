@@ -8,10 +8,9 @@ from typing import Any, TypeGuard
 
 import onnx_ir as ir
 
-# Types of attributes that tensors are in.
-_HOLDERS = frozenset(
-    (ir.AttributeType.TENSOR, ir.AttributeType.TENSORS, ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-)
+# Types of attributes that hold graphs, and those that tensors are in.
+GRAPH_TYPES = frozenset((ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS))
+_HOLDERS = GRAPH_TYPES | {ir.AttributeType.TENSOR, ir.AttributeType.TENSORS}
 
 
 def graphs(model: ir.Model) -> Iterator[ir.Graph]:
@@ -24,9 +23,8 @@ def graphs(model: ir.Model) -> Iterator[ir.Graph]:
 def _with_bodies(graph: ir.Graph) -> Iterator[ir.Graph]:
     yield graph
     for node in graph:
-        for attribute in _attributes(node):
-            for body in bodies(attribute):
-                yield from _with_bodies(body)
+        for body in node_bodies(node):
+            yield from _with_bodies(body)
 
 
 def bodies(attribute: ir.Attr) -> Iterable[ir.Graph]:
@@ -36,6 +34,18 @@ def bodies(attribute: ir.Attr) -> Iterable[ir.Graph]:
     if attribute.type is ir.AttributeType.GRAPH:
         return (attribute.as_graph(),)
     return attribute.as_graphs() if attribute.type is ir.AttributeType.GRAPHS else ()
+
+
+def node_bodies(node: ir.Node) -> list[ir.Graph]:
+    """Return the graphs that the attributes of a node hold."""
+    held = [attribute for attribute in _plain(node.attributes).values() if attribute.type in GRAPH_TYPES]
+    return [body for attribute in held for body in bodies(attribute)]
+
+
+def inner_nodes(node: ir.Node) -> Iterator[ir.Node]:
+    """Yield the nodes of a node's bodies, at any depth."""
+    for body in node_bodies(node):
+        yield from body.all_nodes()
 
 
 def _attributes(node: ir.Node) -> tuple[ir.Attr, ...]:

@@ -13,7 +13,7 @@ for another rank may never be taken. Checked are the operators that folding chan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import onnx_ir as ir
 
@@ -55,7 +55,7 @@ class _Graph:
 
     def check(self) -> None:
         for node in self._graph:
-            for body in _bodies(node):
+            for body in walk.node_bodies(node):
                 _Graph(self._model, body, is_main=False).check()
             rule = _RULES.get(node.op_type) if node.domain == "" else None
             if is_sync_batch_norm(node):
@@ -89,11 +89,6 @@ class _Graph:
             if attribute is not None and not attribute.is_ref() and attribute.type is ir.AttributeType.TENSOR:
                 return _dims(attribute.as_tensor())
         return None
-
-
-def _bodies(node: ir.Node) -> Iterator[ir.Graph]:
-    for attribute in node.attributes.values():
-        yield from walk.bodies(attribute)
 
 
 def _declared(value: ir.Value) -> Sizes | None:

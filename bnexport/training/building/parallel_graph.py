@@ -27,6 +27,7 @@ import onnx_ir.passes.common as passes
 
 from bnexport import schema
 from bnexport.errors import MalformedModelError, UnsupportedModelError
+from bnexport.model_io import walk
 from bnexport.schema import NEW_SUFFIX
 from bnexport.training.building.description import GRADIENT_SUFFIX, LEARNING_RATE, LOSS_WEIGHT, SEED, Description, Kind
 
@@ -198,13 +199,7 @@ def _sources(value: ir.Value) -> Iterator[ir.Value]:
 
 def _read(node: ir.Node) -> list[ir.Value]:
     """Return the inputs of a node and the values that its subgraphs capture."""
-    found = [value for value in node.inputs if value is not None]
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            found += [
-                value for inner in attribute.as_graph().all_nodes() for value in inner.inputs if value is not None
-            ]
-    return found
+    return [value for each in (node, *walk.inner_nodes(node)) for value in each.inputs if value is not None]
 
 
 def _own_seed(graph: ir.Graph, rank: int) -> None:

@@ -42,7 +42,7 @@ class ConstantValues:
             if value.const_value is not None and value not in given:
                 self._leaves[value] = value.const_value
         for node in graph:
-            bodies = [body for attribute in node.attributes.values() for body in walk.bodies(attribute)]
+            bodies = walk.node_bodies(node)
             for body in bodies:
                 self._read(body, version)
             if node.domain == "" and not bodies:

@@ -280,7 +280,7 @@ class Pairing:
                 continue
             if node in found:
                 continue
-            if any(True for attribute in node.attributes.values() for _ in walk.bodies(attribute)):
+            if walk.node_bodies(node):
                 raise Mismatch(f"{name_of(node)} ({node.op_type}) holds a body and is part of a fold", node)
             found.add(node)
             computes = is_size and node.op_type != "Shape"
