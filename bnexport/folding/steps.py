@@ -120,12 +120,7 @@ class Folding:
         self._labels.update((node, conversion.name) for node, conversion in self._conversions.items())
         entries: list[Entry] = []
         branches = Branches(self.options, self._conversions, self._label, self._region)
-        total = sum(
-            is_standard(node, "BatchNormalization")
-            for scope in self._scopes
-            for graph in scope.graphs
-            for node in graph
-        )
+        total = sum(is_standard(node, "BatchNormalization") for node in order)
         stages.report("folding", 0, total)
         for scope in self._scopes:
             if is_wanted(self.options) and 1 <= scope.context.opset <= NEWEST_OPSET:

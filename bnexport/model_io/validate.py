@@ -106,34 +106,39 @@ def tensor_bytes(proto: onnx.TensorProto, limits: Limits) -> int:
 
 def _check_tensor(proto: onnx.TensorProto, limits: Limits) -> None:
     nbytes = tensor_bytes(proto, limits)
-    name, count = proto.name[:200], math.prod(proto.dims)
     if proto.HasField("segment"):
-        raise UnsupportedModelError(f"tensor {name!r} is stored in segments, which no runtime reads")
+        raise UnsupportedModelError(f"tensor {proto.name[:200]!r} is stored in segments, which no runtime reads")
     if proto.data_location == onnx.TensorProto.EXTERNAL:
         if proto.data_type == onnx.TensorProto.STRING:
-            raise UnsafeModelError(f"tensor {name!r}: strings cannot be external data")
+            raise UnsafeModelError(f"tensor {proto.name[:200]!r}: strings cannot be external data")
         if proto.HasField("raw_data"):
-            raise MalformedModelError(f"tensor {name!r} has its data twice, inside and outside")
+            raise MalformedModelError(f"tensor {proto.name[:200]!r} has its data twice, inside and outside")
         return
     if proto.HasField("raw_data"):
         got, expected = len(proto.raw_data), nbytes
-    elif proto.data_type in _FLOAT_FIELD:
-        got, expected = len(proto.float_data), count * _FLOAT_FIELD[proto.data_type]
-    elif proto.data_type in _DOUBLE_FIELD:
-        got, expected = len(proto.double_data), count * _DOUBLE_FIELD[proto.data_type]
-    elif proto.data_type == onnx.TensorProto.INT64:
-        got, expected = len(proto.int64_data), count
-    elif proto.data_type in _UINT64_FIELD:
-        got, expected = len(proto.uint64_data), count
-    elif proto.data_type == onnx.TensorProto.STRING:
-        got, expected = len(proto.string_data), count
     else:
-        got = len(proto.int32_data)
-        expected = nbytes if BITS[proto.data_type] < 8 else count
+        got, expected = _typed_values(proto, nbytes)
     if got != expected:
         raise MalformedModelError(
-            f"tensor {name!r} with shape {list(proto.dims)[:8]} carries {got} bytes or values, expected {expected}"
+            f"tensor {proto.name[:200]!r} with shape {list(proto.dims)[:8]} carries {got} bytes or values,"
+            f" expected {expected}"
         )
+
+
+def _typed_values(proto: onnx.TensorProto, nbytes: int) -> tuple[int, int]:
+    """Return how many values the field of the tensor's type has, and how many its shape needs."""
+    count = math.prod(proto.dims)
+    if proto.data_type in _FLOAT_FIELD:
+        return len(proto.float_data), count * _FLOAT_FIELD[proto.data_type]
+    if proto.data_type in _DOUBLE_FIELD:
+        return len(proto.double_data), count * _DOUBLE_FIELD[proto.data_type]
+    if proto.data_type == onnx.TensorProto.INT64:
+        return len(proto.int64_data), count
+    if proto.data_type in _UINT64_FIELD:
+        return len(proto.uint64_data), count
+    if proto.data_type == onnx.TensorProto.STRING:
+        return len(proto.string_data), count
+    return len(proto.int32_data), nbytes if BITS[proto.data_type] < 8 else count
 
 
 class _Scope:
