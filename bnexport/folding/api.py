@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from bnexport.errors import VerificationError
+from bnexport.folding.committing import commit
 from bnexport.folding.context import Options
 from bnexport.folding.folder import convert_model
 from bnexport.folding.reporting.counts import Counts, count
@@ -23,12 +23,10 @@ from bnexport.folding.selection import as_names, check_selection
 from bnexport.folding.steps import Folding
 from bnexport.graph.mixed_types import insert_casts
 from bnexport.graph.refusal import Refused
-from bnexport.model_io import ModelSource, Staged, check_space, load, to_proto, write
+from bnexport.model_io import ModelSource, Staged, check_space, to_proto, write
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.read import Source, open_source
-from bnexport.verification import models
-from bnexport.verification.isolated_process import PROCESS
-from bnexport.verification.models import Terms
+from bnexport.verification.terms import Terms
 from bnexport.verification.verdict import Method, Verification, as_method
 
 # Parameters up to which whole models are run as well, where the caller leaves the choice.
@@ -129,45 +127,31 @@ def fold(
     terms = Terms(inputs, seed, samples, atol, rtol, timeout)
     method = as_method(verify)
     if method in ("whole", "both"):
+        from bnexport.verification.isolated_process import PROCESS
+
         PROCESS.start()
-    staged = None
-    try:
-        work = functools.partial(_fold, source, target, method is not None, overwrite_input, external_data)
-        result = None
-        if target is not None:
-            # Most weights can be scaled: reading them twice, only to know it before, is hardly ever worth it.
-            with contextlib.suppress(Refused):
-                result = work(dataclasses.replace(options, check_early=False))
-        done, staged = result or work(options)
-        model = done.model
-        report = FoldReport(
-            sites=tuple(done.folding.sites),
-            before=done.before,
-            after=count(model),
-            meaning_changed=done.folding.meaning_changed,
-            source=done.path,
-            target=None if target is None else os.fspath(target),
-            notes=_notes(staged),
-            inlined=done.folding.inlined,
-        )
-        if method is not None and report.changed:
-            # What is verified is what was written.
-            verdict = _verify(done, model if staged is None else load(staged.path), method, verify is True, terms)
-            report = dataclasses.replace(report, verification=verdict)
-            if verdict.status == "failed":
-                raise VerificationError(
-                    f"the folded model differs from the original: {verdict.reason}; nothing was written"
-                )
-        if staged is not None:
-            staged.commit()
-            if staged.target == done.path:
-                # Lazy weights refer to the file that has just been replaced.
-                model = load(staged.target)
-            if report.verification is not None:
-                report.verification.warn(staged.target, stacklevel=2)
-    finally:
-        if staged is not None:
-            staged.discard()
+    work = functools.partial(_fold, source, target, method is not None, overwrite_input, external_data)
+    result = None
+    if target is not None:
+        # Most weights can be scaled: reading them twice, only to know it before, is hardly ever worth it.
+        with contextlib.suppress(Refused):
+            result = work(dataclasses.replace(options, check_early=False))
+    done, staged = result or work(options)
+    report = FoldReport(
+        sites=tuple(done.folding.sites),
+        before=done.before,
+        after=done.after,
+        meaning_changed=done.folding.meaning_changed,
+        source=done.path,
+        target=None if target is None else os.fspath(target),
+        notes=_notes(staged),
+        inlined=done.folding.inlined,
+    )
+    judge = None
+    if method is not None and report.changed:
+        judge = functools.partial(_verify, done, method=method, chosen_here=verify is True, terms=terms)
+    model, verification = commit(done.model, staged, done.path, judge, "folded")
+    report = dataclasses.replace(report, verification=verification)
     return FoldResult(to_proto(model) if isinstance(source, onnx.ModelProto) else model, report)
 
 
@@ -189,6 +173,7 @@ class _Transformed:
     model: ir.Model
     path: str | None
     before: Counts
+    after: Counts
     folding: Folding
     references: tuple[ir.Model, ...]
     unfolded: ir.Model | None
@@ -243,7 +228,7 @@ def _transform(opened: ModelSource, before: Counts, options: Options, *, keep_re
     folding.fold()
     if folding.converted:
         insert_casts(model)
-    return _Transformed(model, opened.path, before, folding, tuple(references), unfolded)
+    return _Transformed(model, opened.path, before, count(model), folding, tuple(references), unfolded)
 
 
 def _verify(done: _Transformed, candidate: ir.Model, method: Method, chosen_here: bool, terms: Terms) -> Verification:
@@ -264,6 +249,8 @@ def _verify(done: _Transformed, candidate: ir.Model, method: Method, chosen_here
 
 def _run(done: _Transformed, candidate: ir.Model, terms: Terms) -> Verification:
     """Run against the first reference that an engine can run: the original, else the converted but unfolded graph."""
+    from bnexport.verification import models
+
     result = Verification.skipped("there is no reference")
     for index, reference in enumerate(done.references):
         result = models.compare(reference, candidate, terms, convert_model)

@@ -14,7 +14,7 @@ from bnexport.folding.reporting.report import FoldReport
 from bnexport.model_io.read import Source, open_source
 from bnexport.runtime.injection import check_providers
 from bnexport.verification import models
-from bnexport.verification.models import Inputs, Terms
+from bnexport.verification.terms import Inputs, Terms
 from bnexport.verification.verdict import Method, Verification
 
 Report = FoldReport | Mapping[str, Any] | str | os.PathLike[str]

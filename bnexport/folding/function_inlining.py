@@ -10,6 +10,7 @@ Nothing is folded, and a graph that trains still does.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +20,8 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from bnexport.errors import UnsupportedModelError, VerificationError
+from bnexport.errors import UnsupportedModelError
+from bnexport.folding.committing import commit
 from bnexport.folding.context import Options
 from bnexport.folding.converting import sync_bn
 from bnexport.folding.scopes import import_standard_operators, scopes
@@ -28,11 +30,11 @@ from bnexport.graph.nodes import label
 from bnexport.graph.surgery import Surgery
 from bnexport.graph.sync_bn_nodes import is_portable_body, is_sync_batch_norm, training_mode
 from bnexport.graph.whole_inlining import inline_functions
-from bnexport.model_io import load, stage, to_proto, walk
+from bnexport.model_io import stage, to_proto, walk
 from bnexport.model_io.read import Source, open_source
 from bnexport.verification import models
 from bnexport.verification.isolated_process import PROCESS
-from bnexport.verification.models import Terms
+from bnexport.verification.terms import Terms
 from bnexport.verification.verdict import Verification
 
 _STANDARD = frozenset(("", "ai.onnx", "ai.onnx.ml"))
@@ -110,32 +112,17 @@ def inline(
         PROCESS.start()
     opened = open_source(source)
     model = opened.model
-    reference = model.clone() if verify else None
+    original = model.clone() if verify else None
     calls, converted = _inline(model)
     foreign = sorted({f"{node.domain}:{node.op_type}" for node in walk.nodes(model) if node.domain not in _STANDARD})
-    verification, staged = None, None
-    own = [opened.path] if opened.path else []
-    try:
-        if target is not None:
-            staged = stage(model, target, inputs=own, overwrite_input=overwrite_input, external_data=external_data)
-        if reference is not None and (calls or converted):
-            # What is verified is what was written.
-            candidate = model.clone() if staged is None else load(staged.path)
-            verification = models.compare(reference, candidate, terms, None)
-            if verification.status == "failed":
-                raise VerificationError(
-                    f"the inlined model differs from the original: {verification.reason}; nothing was written"
-                )
-        if staged is not None:
-            staged.commit()
-            if staged.target == opened.path:
-                # Lazy weights refer to the file that has just been replaced.
-                model = load(staged.target)
-            if verification is not None:
-                verification.warn(staged.target, stacklevel=2)
-    finally:
-        if staged is not None:
-            staged.discard()
+    staged = None
+    if target is not None:
+        own = [opened.path] if opened.path else []
+        staged = stage(model, target, inputs=own, overwrite_input=overwrite_input, external_data=external_data)
+    judge = None
+    if original is not None and (calls or converted):
+        judge = functools.partial(models.compare, original, terms=terms, convert=None)
+    model, verification = commit(model, staged, opened.path, judge, "inlined")
     made = to_proto(model) if isinstance(source, onnx.ModelProto) else model
     return InlineResult(made, calls, converted, tuple(foreign), verification)
 

@@ -19,7 +19,6 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from bnexport import schema, stages
@@ -30,29 +29,11 @@ from bnexport.verification.comparison import FLOATS
 from bnexport.verification.isolated_process import PROCESS, EngineFailure, Shipment
 from bnexport.verification.probes import Probe, find_probes
 from bnexport.verification.samples import InputSpec
+from bnexport.verification.terms import Terms
 from bnexport.verification.verdict import OutputComparison, Verification
 
-Inputs = Mapping[str, np.ndarray] | Sequence[Mapping[str, np.ndarray]]
 # Turns MMCVSyncBatchNorm into inference BatchNormalization, in place; it lies above this package.
 Convert = Callable[[ir.Model], ir.Model]
-
-
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """What a comparison is to use: inputs or how to make them, bounds of the caller's, and how long it may take.
-
-    timeout: seconds for all of it. patience: seconds for the float64 run that an ill-conditioned model needs. providers: of
-    the candidate's session.
-    """
-
-    inputs: Inputs | None = None
-    seed: int = 0
-    samples: int = 2
-    atol: float | None = None
-    rtol: float | None = None
-    timeout: float | None = None
-    patience: float = 30.0
-    providers: tuple[str, ...] = ()
 
 
 def compare_or_convert(reference: ir.Model, candidate: ir.Model, terms: Terms, convert: Convert) -> Verification:
