@@ -105,7 +105,7 @@ def lines_of(name: str, value: Any) -> Iterator[str]:
 def commands() -> Iterator[str]:
     import typer.main
 
-    from bnexport.cli import app
+    from bnexport.cli.application import app
 
     program = typer.main.get_command(app)
     for name, command in sorted(program.commands.items()):  # type: ignore[attr-defined]

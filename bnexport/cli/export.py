@@ -12,9 +12,6 @@ import typer
 from bnexport import choices
 from bnexport.cli.common import Html, Json, Overwrite, Seed, app
 from bnexport.cli.console import detail, is_verbose, say, status
-from bnexport.cli.factory import build, calm, check_reference, explained
-from bnexport.cli.inputs import chosen_dimensions, example_inputs, missing_input, parse
-from bnexport.cli.model_names import build_named, parse_name
 from bnexport.cli.models import verdict, write_html
 from bnexport.cli.output import check_exists, check_new, check_targets, emit
 
@@ -91,6 +88,10 @@ def export(
     json_target: Json = None,
 ) -> None:
     """Exports a torch module, folded and verified."""
+    from bnexport.cli.factory import build, calm, check_reference, explained
+    from bnexport.cli.inputs import chosen_dimensions, example_inputs, missing_input, parse
+    from bnexport.cli.model_names import build_named, parse_name
+
     check_targets(OUT=target, html=html, json=json_target)
     check_new(target, overwrite)
     kind = choices.choose_format(target, file_format, path_name="OUT", name="--format")

@@ -7,14 +7,11 @@ from typing import Annotated
 
 import typer
 
-from bnexport import choices
 from bnexport.cli import startup
 from bnexport.cli.common import Atol, Inputs, Json, Overwrite, Rtol, Seed, app
 from bnexport.cli.console import say, status
-from bnexport.cli.inputs import feeds_of
 from bnexport.cli.models import verdict
-from bnexport.cli.output import check_exists, check_new, check_targets, emit, table
-from bnexport.errors import UsageError
+from bnexport.cli.output import check_change, check_targets, emit, table
 
 
 @app.command()
@@ -33,14 +30,9 @@ def inline(
 ) -> None:
     """Replaces model-local functions by their bodies."""
     check_targets(OUT=target, json=json_target)
-    choices.check_onnx_suffix(target, "OUT")
-    if not overwrite and source.exists() and target.exists() and source.samefile(target):
-        raise UsageError(
-            f"OUT: got {str(target)!r}, which is IN; write to another file, or replace IN with --overwrite"
-        )
-    check_exists(source, "IN")
-    check_new(target, overwrite)
+    check_change(source, target, overwrite)
     from bnexport import folding
+    from bnexport.cli.inputs import feeds_of
 
     feeds = feeds_of(inputs, seed, source) if verify else {}
     with status(f"inlining {source}"):

@@ -7,12 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from bnexport import choices
 from bnexport.cli import startup
 from bnexport.cli.common import Atol, Html, Inputs, Json, Model, Providers, Rtol, Seed, app
 from bnexport.cli.console import detail, is_verbose, say, status
-from bnexport.cli.inputs import feeds_of
-from bnexport.cli.output import check_exists, check_new, check_targets, emit, table, write_whole
+from bnexport.cli.output import check_change, check_targets, emit, table, write_whole
 from bnexport.errors import MissingDependencyError, UsageError, VerificationError
 
 
@@ -116,14 +114,9 @@ def fold(
 ) -> None:
     """Folds batch norms into the weights beside them."""
     check_targets(OUT=target, html=html, json=json_target)
-    choices.check_onnx_suffix(target, "OUT")
-    if not overwrite and source.exists() and target.exists() and source.samefile(target):
-        raise UsageError(
-            f"OUT: got {str(target)!r}, which is IN; write to another file, or replace IN with --overwrite"
-        )
-    check_exists(source, "IN")
-    check_new(target, overwrite)
+    check_change(source, target, overwrite)
     from bnexport import folding
+    from bnexport.cli.inputs import feeds_of
 
     if only or skip or explain:
         from bnexport.folding.selection import check_selection
@@ -228,6 +221,7 @@ def verify(
 ) -> None:
     """Compares two models on the same inputs, or proves a fold."""
     from bnexport import folding
+    from bnexport.cli.inputs import feeds_of
 
     check_targets(json=json_target)
     feeds = feeds_of(inputs, seed, reference)

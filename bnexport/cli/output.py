@@ -14,6 +14,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from bnexport.choices import check_onnx_suffix
 from bnexport.cli.console import out, plain
 from bnexport.errors import MissingFileError, UsageError
 
@@ -36,7 +37,11 @@ def emit(data: dict[str, Any], target: str | None, tables: Iterable[Table]) -> N
         return
     from bnexport.schema import REPORT_VERSION
 
-    text = json.dumps(_json({"schema_version": REPORT_VERSION, **data}), indent=2, allow_nan=False, default=str)
+    result = {"schema_version": REPORT_VERSION, **data}
+    try:
+        text = json.dumps(result, indent=2, allow_nan=False, default=str)
+    except ValueError:  # an infinity or NaN, which JSON does not have
+        text = json.dumps(_finite(result), indent=2, allow_nan=False, default=str)
     if target == "-":
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -44,13 +49,13 @@ def emit(data: dict[str, Any], target: str | None, tables: Iterable[Table]) -> N
         write_whole(Path(target), text + "\n")
 
 
-def _json(value: Any) -> Any:
-    """JSON has no infinities and no NaN."""
+def _finite(value: Any) -> Any:
+    """Return the value with None in place of infinities and NaN."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(name): _json(item) for name, item in value.items()}
-    return [_json(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {str(name): _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 # The files of the running command, with the identity of what was there before.
@@ -110,6 +115,17 @@ def check_exists(path: str | Path | None, argument: str) -> None:
     """Raise MissingFileError for a file to read that does not exist, before anything slow is imported."""
     if path is not None and not Path(path).exists():
         raise MissingFileError(f"{argument}: {path}: no such file; check the path")
+
+
+def check_change(source: Path, target: Path, overwrite: bool) -> None:
+    """Raise UsageError or MissingFileError for a change of the ONNX file IN to OUT that cannot be made."""
+    check_onnx_suffix(target, "OUT")
+    if not overwrite and source.exists() and target.exists() and source.samefile(target):
+        raise UsageError(
+            f"OUT: got {str(target)!r}, which is IN; write to another file, or replace IN with --overwrite"
+        )
+    check_exists(source, "IN")
+    check_new(target, overwrite)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import typer
 
 from bnexport.cli.common import Inputs, Json, Model, Providers, Seed, app
 from bnexport.cli.console import detail, progress, say, status
-from bnexport.cli.inputs import feeds_of
 from bnexport.cli.output import binary_file, check_targets, emit, table
 from bnexport.errors import UnsupportedModelError, UsageError
 
@@ -66,6 +65,7 @@ def run(
 
 def _run(model: Path, inputs: list[str] | None, seed: int, providers: Sequence[str]) -> tuple[dict[str, Any], Any]:
     """Run the model; return its inputs, of the first sizes that it accepts where it leaves them open, and the outputs."""
+    from bnexport.cli.inputs import feeds_of
     from bnexport.runtime import execution
     from bnexport.verification.samples import FREE_SIZES
 
@@ -109,6 +109,7 @@ def bench(
     json_target: Json = None,
 ) -> None:
     """Compares the latency of models in ONNX Runtime. They take turns."""
+    from bnexport.cli.inputs import feeds_of
     from bnexport.runtime import execution, latency
 
     check_targets(chart=chart, json=json_target)

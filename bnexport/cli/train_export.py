@@ -13,8 +13,6 @@ import typer
 from bnexport import choices
 from bnexport.cli.common import Json, Overwrite, app
 from bnexport.cli.console import say, status
-from bnexport.cli.factory import build, calm, check_reference, explained
-from bnexport.cli.inputs import chosen_dimensions, example_inputs, parse
 from bnexport.cli.models import verdict
 from bnexport.cli.output import check_exists, check_new, check_targets, emit, table
 from bnexport.errors import UsageError
@@ -82,6 +80,9 @@ def train_export(
     json_target: Json = None,
 ) -> None:
     """Exports a training step of a torch module. Forward, loss, gradients and optimizer become one graph."""
+    from bnexport.cli.factory import build, calm, check_reference, explained
+    from bnexport.cli.inputs import chosen_dimensions, example_inputs, parse
+
     check_targets(OUT=target, json=json_target)
     check_new(target, overwrite)
     choices.check_onnx_suffix(target, "OUT")

@@ -10,7 +10,8 @@ import onnx
 import pytest
 import torch
 
-from bnexport.cli import app, main
+from bnexport.cli import main
+from bnexport.cli.application import app
 from models.resnet import ResNet
 from tests.support.terminal import on_terminal
 

@@ -42,7 +42,7 @@ def closed_pipe(monkeypatch):
         raise BrokenPipeError
 
     monkeypatch.setattr("bnexport.folding.inspect", write)
-    monkeypatch.setattr("bnexport.cli._abandon", lambda _: None)
+    monkeypatch.setattr("bnexport.cli.application._abandon", lambda _: None)
 
 
 EXPORT = ["export", "tests.cli.conftest:tiny", "new.onnx", "-i", "x:2,1,8,8"]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from bnexport.cli import app, main
+from bnexport.cli import main
+from bnexport.cli.application import app
 from bnexport.cli.help import EXAMPLES, ORDER
 from tests.support import warm
 

@@ -121,7 +121,7 @@ def test_the_page_on_opsets_has_the_ir_versions_that_are_written() -> None:
 
 
 def test_the_readme_names_every_command_and_target() -> None:
-    from bnexport.cli import app
+    from bnexport.cli.application import app
 
     page = (ROOT / "docs/command_line.md").read_text()
     for command in app.registered_commands:
