@@ -200,8 +200,9 @@ def render(results: dict[str, Result]) -> str:
     built = [each for each in shown if verdicts.of_model(each) != "unbuilt"]
     parts = [
         HEAD,
-        f"{len(built)} of the {len(catalogue.entries())} architectures of the catalogue have run. How many of them are "
-        f"right, of those that a way was tried with:\n\n{libraries(built)}",
+        f"{len(built)} of the {len(catalogue.entries())} architectures of the catalogue have run, "
+        f"{sum(all(way in each['ways'] for way in ALL) for each in built)} of them in every way. How many are right, of "
+        f"those that a way was tried with:\n\n{libraries(built)}",
         parity(built),
         JUDGED,
         f"## Results by way\n\n{summary(built)}",
