@@ -68,10 +68,10 @@ def open_source(source: Source, *, limits: Limits | None = None) -> ModelSource:
     raise UsageError(f"expected a path, onnx.ModelProto or onnx_ir.Model, got {type(source).__name__}")
 
 
-def from_proto(proto: onnx.ModelProto, *, folder: str | None = None, limits: Limits | None = None) -> ir.Model:
-    """Check `proto` and build a model that shares its tensors. `folder`: the folder of external data."""
+def from_proto(proto: onnx.ModelProto, *, limits: Limits | None = None) -> ir.Model:
+    """Check `proto`, which holds all its weights, and build a model that shares its tensors."""
     limits = limits or current()
-    return _build(proto, Folder(folder, limits), limits)
+    return _build(proto, Folder(None, limits), limits)
 
 
 def _check_proto(proto: onnx.ModelProto, files: Folder, limits: Limits) -> bool:

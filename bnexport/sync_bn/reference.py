@@ -112,7 +112,7 @@ def group_forward(
     n = n_r * G, so that processes with uneven batches get different running_var. n <= 1 means
     factor 1. When every process is empty the running statistics stay.
     """
-    xs = [_as_input(x, "input") for x in inputs]
+    xs = [_as_input(x) for x in inputs]
     C = xs[0].shape[1]
     w, b = _vector(weight, C, "weight", 1.0), _vector(bias, C, "bias", 0.0)
     old_mean = None if running_mean is None else _vector(running_mean, C, "running_mean", 0.0)
@@ -157,7 +157,7 @@ def backward(
     Derivation: this file's head. With `training=False` mean and var are constants (the running
     statistics, required then) and grad_input = weight * invstd * grad_output.
     """
-    x = _as_input(input, "input")
+    x = _as_input(input)
     if not training and (mean is None or var is None):
         raise UsageError(
             "mean and var: got None, expected the running statistics, which are constants when training is False"
@@ -182,7 +182,7 @@ def group_backward(
 
     grad_weight and grad_bias are each process's sums (`local`), or their mean or sum over the group.
     """
-    xs = [_as_input(x, "input") for x in inputs]
+    xs = [_as_input(x) for x in inputs]
     dys = [_like(dy, x, "grad_output", "input") for dy, x in zip(grad_outputs, xs)]
     C = xs[0].shape[1]
     w = _vector(weight, C, "weight", 1.0)
@@ -268,7 +268,7 @@ def reduce_backward(
     `needs_input_grad` speaks of (input, weight, bias); grads that are not needed are None. When
     the input's gradient is not needed no collective is.
     """
-    x = _as_input(input, "input")
+    x = _as_input(input)
     dy = _like(grad_output, x, "grad_output", "input")
     mean, invstd = _vector(mean, x.shape[1], "mean", 0.0), _vector(invstd, x.shape[1], "invstd", 1.0)
     sum_dy = _sum(dy)
@@ -293,7 +293,7 @@ def apply_backward(
     It is the closed form with mean_dy = A / n and mean_dy_xmu = B / (n * invstd). Averages, not
     sums: dividing by the joint count keeps it right for uneven processes.
     """
-    x = _as_input(input, "input")
+    x = _as_input(input)
     dy = _like(grad_output, x, "grad_output", "input")
     C = x.shape[1]
     w, mean, invstd = (
@@ -327,10 +327,10 @@ def _lambdas(xs: Sequence[Array], stats_mode: str) -> tuple[list[float], float]:
     raise UsageError(f"stats_mode: got {stats_mode!r}, expected exact, default or N")
 
 
-def _as_input(value: ArrayLike, name: str) -> Array:
+def _as_input(value: ArrayLike) -> Array:
     array = np.asarray(value, np.float64)
     if array.ndim < 2:
-        raise UsageError(f"{name}: got rank {array.ndim}, expected rank >= 2 (N, C, *)")
+        raise UsageError(f"input: got rank {array.ndim}, expected rank >= 2 (N, C, *)")
     return array
 
 

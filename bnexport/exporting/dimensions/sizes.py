@@ -116,13 +116,13 @@ def together(inputs: Tensors, group: DimensionGroup, groups: Sequence[DimensionG
     return allowed(inputs, ({other: move(other.size) for other in each} for each in sets for move in _SINGLE))
 
 
-def resized(inputs: Tensors, changes: Changes, seed: int = 0) -> Tensors:
+def resized(inputs: Tensors, changes: Changes) -> Tensors:
     """Create inputs of other sizes: float values drawn from the example's, others repeated in their order.
 
     Where the example is one number throughout, as zeros are, random numbers above it: on equal values a wrong pooling
     or a wrong order looks right.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     return tuple(_resized(tensor, shape, generator) for tensor, shape in zip(inputs, shapes(inputs, changes)))
 
 

@@ -35,7 +35,7 @@ def avg_pool(
     ends, correction = pads, np.ones((1,) * rank)
     if ceil_mode:
         extents = static_sizes(input, 2, "aten::avg_pool{}d")
-        ends = end_padding(extents, kernel, strides, pads, [1] * rank, True)
+        ends = end_padding(extents, kernel, strides, pads, [1] * rank)
         if divisor_override is None and include:
             axes = zip(extents, kernel, strides, pads, ends)
             correction = functools.reduce(np.multiply.outer, [_correction(*axis) for axis in axes])

@@ -40,7 +40,7 @@ def max_pool_with_indices(
     strides = spread(stride, rank) if len(stride) else kernel
     ends, beyond, x = pads, [0] * rank, input
     if ceil_mode:
-        ends = end_padding(static_sizes(input, 2, _NAME), kernel, strides, pads, dilations, True)
+        ends = end_padding(static_sizes(input, 2, _NAME), kernel, strides, pads, dilations)
         # ONNX Runtime wants less padding than the kernel; dilated windows may need more.
         beyond = [max(0, end - (k - 1)) for end, k in zip(ends, kernel)]
         ends = [end - more for end, more in zip(ends, beyond)]

@@ -20,14 +20,13 @@ def end_padding(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
-    ceil_mode: bool,
 ) -> list[int]:
-    """Return the end padding of each dimension with which rounding down gives torch's number of windows.
+    """Return the end padding of each dimension with which rounding down gives torch's number of windows in ceil_mode.
 
     Runtimes and versions of ONNX disagree on which windows ceil_mode leaves out; this says it.
     """
     ends = []
     for size, k, s, p, d in zip(extents, kernel, stride, padding, dilation):
-        windows = output_size(size, k, s, p, d, ceil_mode)
+        windows = output_size(size, k, s, p, d, True)
         ends.append(max(0, (windows - 1) * s + d * (k - 1) + 1 - size - p))
     return ends
