@@ -16,7 +16,6 @@ import torch
 from onnxscript import evaluator, opset18
 from torch.onnx._internal.exporter._building import OpRecorder
 
-from bnexport.native.library import get_library_path
 from bnexport.training.building import contract
 from bnexport.training.translations import translation_table
 from tests.training.translations.cases import failure, one_thread, run
@@ -77,7 +76,7 @@ def graph(calls: Sequence[Call], with_cpu_kernels: bool = False) -> tuple[onnx.M
 def check_calls(calls: Sequence[Call], with_cpu_kernels: bool = False) -> None:
     """Fails with a list of the calls that miss the bound."""
     model, tensors = graph(calls, with_cpu_kernels)
-    got = iter(run(model, tensors, get_library_path()))
+    got = iter(run(model, tensors, library=True))
     failures = []
     for call in calls:
         single = _tuple(call.overload(*call.arguments))

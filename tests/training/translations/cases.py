@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import bnexport
 from bnexport import tolerances
 from bnexport.training.translations import decompositions, translation_table
 from bnexport.training.translations.interpolation import Interpolation
@@ -126,12 +127,12 @@ def _fake(inputs: Sequence[Tensor], cases: Sequence[Case]) -> list[Tensor]:
     return fakes
 
 
-def run(model: onnx.ModelProto, inputs: Sequence[Tensor], library: str | None = None) -> list[np.ndarray]:
+def run(model: onnx.ModelProto, inputs: Sequence[Tensor], library: bool = False) -> list[np.ndarray]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
-    if library is not None:
-        options.register_custom_ops_library(library)
+    if library:
+        bnexport.register(options, training=True)
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     feeds = {f"x{index}": x.numpy() for index, x in enumerate(inputs)}
     return session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})
@@ -149,7 +150,7 @@ def one_thread() -> Iterator[None]:
 
 
 @one_thread()
-def check(cases: Sequence[Case], standard_ops_only: bool = True, library: str | None = None) -> None:
+def check(cases: Sequence[Case], standard_ops_only: bool = True, library: bool = False) -> None:
     """Fails with a list of the cases that miss the bound."""
     torch.manual_seed(1)
     model = export(cases, standard_ops_only)
