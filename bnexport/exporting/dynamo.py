@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import operator
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -69,6 +70,7 @@ def trace(
         with AnySizePooling(dynamic=True):
             program = export_program(wrapper, args, names, shapes, notes, variadic=True)
         _refuse_batch_statistics(program)
+        write_floor_divisions(program)
         conditions = SizeConditions(program_inputs(program))
         onnx_program = torch.onnx.export(
             program,
@@ -245,6 +247,31 @@ def _refuse_batch_statistics(program: torch.export.ExportedProgram) -> None:
                 f"{where.removeprefix('model.')}: {node.target.name()} in training mode would be exported with inference semantics; "
                 "put that module into eval mode, or use torch.nn.BatchNorm or bnexport.SyncBatchNorm modules"
             )
+
+
+def write_floor_divisions(program: torch.export.ExportedProgram) -> None:
+    """Write a // b of sizes that may be negative as (a - a % b) // b: torch.onnx translates // by Div, which rounds
+    towards zero, and % by Mod, whose result has the divisor's sign as in Python."""
+    graph = program.graph
+    for node in graph.find_nodes(op="call_function", target=operator.floordiv):
+        values = [each.meta["val"] if isinstance(each, torch.fx.Node) else each for each in node.args]
+        if not all(isinstance(value, (int, torch.SymInt)) for value in values):
+            continue
+        least, divisor = (_least(value) for value in values)
+        if least >= 0 and divisor > 0:
+            continue
+        with graph.inserting_before(node):
+            rest = graph.call_function(operator.mod, node.args)
+            rest.meta["val"] = values[0] % values[1]
+            multiple = graph.call_function(operator.sub, (node.args[0], rest))
+            multiple.meta["val"] = values[0] - rest.meta["val"]
+        node.args = (multiple, node.args[1])
+    program.graph_module.recompile()
+
+
+def _least(size: int | torch.SymInt) -> Any:
+    """Return the lower end of the range of a size."""
+    return size if isinstance(size, int) else size.node.shape_env.bound_sympy(size.node.expr).lower
 
 
 def _write_constant_sizes(graph: ir.Graph) -> None:

@@ -84,7 +84,17 @@ def _linspace(g: Any, start: Any, end: Any, steps: Any, dtype: Any, *_: Any) -> 
     return g.op("Add", g.op("Mul", index, step), first)
 
 
-_SYMBOLICS = {_OPERATOR: _parsed_symbolic, "aten::linspace": _linspace}
+def _floor_divide(g: Any, dividend: Any, divisor: Any) -> Any:
+    """Translate floor_divide, and // of sizes: torch's own translation rounds towards zero."""
+    if symbolic_helper._is_fp(dividend) or symbolic_helper._is_fp(divisor):
+        return g.op("Floor", g.op("Div", dividend, divisor))
+    numbers = [symbolic_helper._maybe_get_scalar(value) for value in (dividend, divisor)]
+    if all(isinstance(number, torch.Tensor) for number in numbers):
+        return g.op("Constant", value_t=torch.floor_divide(*numbers))
+    return g.op("Div", g.op("Sub", dividend, g.op("Mod", dividend, divisor)), divisor)
+
+
+_SYMBOLICS = {_OPERATOR: _parsed_symbolic, "aten::linspace": _linspace, "aten::floor_divide": _floor_divide}
 
 
 def trace(

@@ -49,6 +49,12 @@ def pad_to_multiple(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (0, (4 - w % 4) % 4, 0, (4 - h % 4) % 4))
 
 
+def same_padding(x: torch.Tensor) -> torch.Tensor:
+    """Pad so that a stride of 2 keeps half of the places, rounded up by dividing by a negative number."""
+    missing = [max((-(n // -2) - 1) * 2 + 3 - n, 0) for n in x.shape[2:]]
+    return F.max_pool2d(F.pad(x, [m for n in reversed(missing) for m in (n // 2, n - n // 2)]), 3, 2)
+
+
 def positions(x: torch.Tensor) -> torch.Tensor:
     grid = torch.arange(64.0).reshape(1, 4, 4, 4)
     return x + F.interpolate(grid, x.shape[2:], mode="bicubic")
@@ -136,6 +142,9 @@ CASES = {
     "larger side": Case(lambda x: x / max(x.shape[2], x.shape[3]), {"torchscript": (IMAGE, "differs from torch")}),
     "windows": Case(windows),
     "pad to a multiple": Case(pad_to_multiple),
+    "same padding": Case(same_padding),
+    "half of what is above 9": Case(lambda x: F.pad(x, (0, 8 + (x.shape[2] - 9) // 2))),
+    "floor of values": Case(lambda x: x - torch.floor_divide(x - 0.5, 0.25)),
     "positional embedding": Case(positions),
     "coordinates": Case(coordinates),
     "grid_sample": Case(warp, {"dynamo": (IMAGE, "the model fixes it")}),

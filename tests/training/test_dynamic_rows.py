@@ -64,3 +64,19 @@ def test_a_dimension_that_cannot_be_dynamic(tmp_path, dynamic, message):
     with pytest.raises(UsageError, match=message):
         export(tmp_path / "s.onnx", dynamic)
     assert not list(tmp_path.iterdir())
+
+
+def test_half_of_the_rows_rounded_up(tmp_path):
+    """ONNX rounds an integer division towards zero; 5 // -2 is -3 in Python, and the example's 4 // -2 is -2 in both."""
+
+    class Halved(Scaled):
+        def forward(self, x, scale):
+            return super().forward(x, scale) * -(x.shape[0] // -2)
+
+    model = Halved().train()
+    export_training_step(
+        model, nn.functional.cross_entropy, batch(4), tmp_path / "s.onnx", dynamic={"x": [0], "target": [0]}
+    )
+    x, scale, target = batch(5)
+    loss = TrainingSession(tmp_path / "s.onnx").step([x.numpy(), scale.numpy(), target.numpy()])
+    assert loss == pytest.approx(float(nn.functional.cross_entropy(model(x, scale), target)), rel=1e-5)

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from bnexport.errors import BnexportError, UnsupportedModelError, first_line
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
-from bnexport.exporting.dynamo import quiet
+from bnexport.exporting.dynamo import quiet, write_floor_divisions
 from bnexport.exporting.portable_body import MINIMUM_OPSET
 from bnexport.training import translations
 from bnexport.training.building import dropout, updates
@@ -93,6 +93,7 @@ def trace(
         except Exception as error:
             raise _recording_error(error, problem.where) from error
         _refuse_random_numbers(program, problem)
+        write_floor_divisions(program)
         table: dict[Any, Callable[..., Any]] = dict(translations.translation_table(standard_ops_only, cpu_kernels))
         try:
             exported = torch.onnx.export(
