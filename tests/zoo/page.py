@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -185,7 +186,8 @@ def errors(results: Iterable[Result]) -> str:
             if verdict == "right" or name.startswith("plain"):
                 continue
             said = way.get("error") or str({**way.get("errors", {}), **way.get("fold", {}).get("errors", {})})
-            rows.append([each["name"], name, verdict, _cell(said)])
+            # The first sentence: torch's further ones ask for reports.
+            rows.append([each["name"], name, verdict, _cell(re.split(r"\. (?=[A-Z])", said)[0])])
         if each.get("died"):
             rows.append([each["name"], "", "stopped", _cell(each["died"].splitlines()[-1])])
     return table(["model", "way", "", "message"], rows, left=4) if rows else "None."
