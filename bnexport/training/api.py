@@ -280,7 +280,7 @@ def _varying(
             continue
         given = asked.get(name)
         own = given.get(0, "") if isinstance(given, Mapping) else ""
-        size = len(tensor)
+        size = 2 if len(tensor) == 1 else len(tensor)  # one row is doubled for the export
         label = labels.setdefault(size, own or (tracing.BATCH if not labels else f"{name}_{tracing.BATCH}"))
         if (own and own != label) or list(labels.values()).count(label) > 1:
             raise UsageError(

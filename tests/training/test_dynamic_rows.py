@@ -7,6 +7,7 @@ from torch import nn
 
 from bnexport import TrainingSession, export_training_step
 from bnexport.errors import UsageError
+from bnexport.training.api import _varying
 
 
 class Scaled(nn.Module):
@@ -64,6 +65,11 @@ def test_a_dimension_that_cannot_be_dynamic(tmp_path, dynamic, message):
     with pytest.raises(UsageError, match=message):
         export(tmp_path / "s.onnx", dynamic)
     assert not list(tmp_path.iterdir())
+
+
+def test_one_row_and_two_rows_share_a_size():
+    """One row is doubled before the export, and torch gives equal sizes one symbol."""
+    assert _varying(["x", "y"], (torch.ones(1, 3), torch.ones(2)), True) == {"x": "batch", "y": "batch"}
 
 
 def test_half_of_the_rows_rounded_up(tmp_path):
