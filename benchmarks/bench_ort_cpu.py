@@ -10,8 +10,8 @@ Verifies first, then times in one process, everything with the same number of th
 
 The figures are medians and ratios of medians of one run; on a machine that others use at the same time
 --statistic min compares the undisturbed runs instead. Rounds go over all candidates in turn, so that
-a change of the machine's mood meets them all; before each candidate there is a pause in which spinning
-threads of the one before fall asleep. Prints a table, writes JSON to benchmarks/results/ort_cpu.json.
+a change of the machine's mood meets them all; before each candidate there is a pause until the threads of
+the one before have stopped spinning. Prints a table, writes JSON to benchmarks/results/ort_cpu.json.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ ONNX_TYPES = {
     "float64": TensorProto.DOUBLE,
 }
 NUMPY_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
-PAUSE = 0.004
 EPS = 2.0**-17  # the same number as float32 attribute and as double
 
 
@@ -264,7 +263,7 @@ class Case:
         rounds = 7
         for _ in range(rounds):
             for name, call in self.candidates.items():
-                time.sleep(PAUSE)
+                machine.rest()
                 call()  # wakes the threads, fills the caches as a run before it would
                 start = time.perf_counter()
                 call()

@@ -186,6 +186,7 @@ def work(engine: str, network: str, batch: int, size: int, folder: Path, threads
             start = time.perf_counter()
             step()
             seconds.append(time.perf_counter() - start)
+        machine.rest()  # before another engine has its turn
         answers.write(
             json.dumps({"seconds": seconds, "peak_bytes": peak_memory(), "bytes": peak_memory() - before}) + "\n"
         )

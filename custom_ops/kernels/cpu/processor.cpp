@@ -1,5 +1,6 @@
 #include "processor.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -67,6 +68,10 @@ int64_t cache_size(int level, int64_t otherwise) {
   return *end == 'K' && kilobytes >= 128 && kilobytes <= int64_t{1} << 30 ? int64_t{kilobytes} << 10 : otherwise;
 }
 
+// A last level of more than this is the sum of many cores' parts: one process gets through it little faster than past
+// it. (Xeon with 260 MB, a forward of 25.7 MB in and out with two threads: 2.0 to 2.6 ms through it, 1.3 ms past it.)
+constexpr int64_t kMostShared = int64_t{32} << 20;
+
 }  // namespace
 
 InstructionSet instruction_set() {
@@ -80,7 +85,8 @@ const char* instruction_set_name() {
 }
 
 Caches caches() {
-  static const Caches found = {cache_size(2, int64_t{512} << 10), cache_size(3, int64_t{16} << 20)};
+  static const Caches found = {cache_size(2, int64_t{512} << 10),
+                               std::min(cache_size(3, int64_t{16} << 20), kMostShared)};
   return found;
 }
 

@@ -38,8 +38,8 @@ const Table* choose(const Table* baseline, const Table* avx2, const Table* avx51
 constexpr int64_t kSerial = 40000;
 constexpr int64_t kRun = 1 << 16;  // bytes of one stretch of memory that run at full speed
 
-// Bytes of cache: a core's own second level, and the last level that all share. Output that does not fit
-// the latter together with the input is written past the caches.
+// Bytes of cache: a core's own second level, and what a process can use of the last level, which all share. Output that
+// does not fit the latter together with the input is written past the caches.
 struct Caches {
   int64_t own, shared;
 
