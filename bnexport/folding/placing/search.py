@@ -67,15 +67,17 @@ class Search:
             raise Refused("no-producer", f"its input {value.name!r} is an input of the graph or a parameter")
         if value.is_graph_output():
             raise Refused("graph-output", f"{value.name!r} is an output of the graph as well")
-        uses = value.uses()
-        if len(uses) != 1:
-            raise Refused("shared", f"{value.name!r} is read by {len(uses)} nodes")
-        if next(iter(uses)).node.graph is not node.graph:
+        # Its sizes stay: who asks for them alone is no reader.
+        asking = [use.node for use in value.uses() if is_standard(use.node, "Shape")]
+        readers = [use.node for use in value.uses() if use.node not in asking]
+        if len(readers) != 1:
+            raise Refused("shared", f"{value.name!r} is read by {len(readers)} nodes")
+        if any(reader.graph is not node.graph for reader in (*readers, *asking)):
             raise Refused("captured", f"{value.name!r} is computed outside the body that normalises it")
         rule = self._rule(node)
         if rule.backward is None or (value is not node.outputs[0] and not rule.all_outputs):
             raise Refused("no-rule", f"{node.op_type} ({label(node)}) cannot take a per-channel map in")
-        self.plan.passed[node] = None
+        self.plan.passed.update(dict.fromkeys((node, *asking)))
         rule.backward(node, axis, affine, self._step(rule, value))
 
     def forward(self, value: ir.Value, axis: int, affine: ChannelAffine) -> None:
@@ -88,6 +90,9 @@ class Search:
         for use in value.uses():
             if use.node.graph is not graph:
                 raise Refused("captured", f"{value.name!r} is read inside a body of {label(use.node)}")
+            if is_standard(use.node, "Shape"):
+                self.plan.passed[use.node] = None
+                continue
             rule = self._rule(use.node)
             if rule.forward is None:
                 raise Refused("no-rule", f"{use.node.op_type} ({label(use.node)}) cannot take a per-channel map in")

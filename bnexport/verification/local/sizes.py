@@ -12,7 +12,7 @@ from bnexport.verification.local.regions import Region, Side
 
 Shape = tuple[int | str | None, ...]
 
-_SHAPING = ("Reshape", "Expand", "Tile", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Split", "Gather")
+_SHAPING = ("Shape", "Reshape", "Expand", "Tile", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Split", "Gather")
 
 # Elements of all entering values together, if each is to be a variable.
 MOST_VARIABLES = 2500

@@ -70,6 +70,22 @@ MERGED_SHAPES = {
 }
 
 
+# Sizes are asked for of what a batch norm reads, and of what it makes.
+ASKED = {
+    "above": "z = Conv (x, w)\n s = Shape (z)\n y = BatchNormalization (z, p_s, p_b, p_m, p_v)",
+    "below": "z = BatchNormalization (x, p_s, p_b, p_m, p_v)\n s = Shape (z)\n y = Conv (z, w)",
+}
+ASKED_SHAPES = {
+    "above": {"w": (8, 6, 3, 3), **batch_norm("p", 8)},
+    "below": {"w": (8, 6, 3, 3), **batch_norm("p", 6)},
+}
+
+
+def asked(where: str) -> onnx.ModelProto:
+    body = f"g (float[N,6,H,W] x) => (float[N,8,A,B] y, int64[4] s) {{ {ASKED[where]} }}"
+    return model(body, ASKED_SHAPES[where])
+
+
 def methods(verdict: Verification | None) -> list[str]:
     assert verdict is not None
     return [proof.method for proof in verdict.sites]
@@ -81,6 +97,21 @@ def test_folds_behind_a_merged_sum_are_proved() -> None:
     verdict = folded.report.verification
     assert verdict is not None and verdict.passed, verdict
     assert set(methods(verdict)) == {"proved"}
+
+
+@pytest.mark.parametrize("where", ASKED)
+def test_sizes_that_are_asked_for_stay(where: str) -> None:
+    result = fold(asked(where), verify="both")
+    assert result.report.after.batch_norm == 0
+    verdict = result.report.verification
+    assert verdict is not None and verdict.passed, verdict
+    assert methods(verdict) == ["proved"]
+    changed = to_proto(result.model)
+    shape = next(node for node in changed.graph.node if node.op_type == "Shape")
+    changed.graph.node.remove(shape)
+    shape.input[0] = "x" if where == "above" else changed.graph.output[0].name
+    changed.graph.node.append(shape)
+    assert verify(asked(where), changed, report=result.report).status == "failed"
 
 
 def test_each_fold_is_proved() -> None:
