@@ -52,7 +52,30 @@ def _translate(*arguments: Any) -> Any:
 
 schema.TORCH_SYNC_BATCH_NORM.sign(_translate)
 
-TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {operators.sync_batch_norm: _translate}
+
+def _conv3d(
+    data: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Sequence[int] = (1,),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    groups: int = 1,
+) -> Any:
+    """Conv without a bias where torch has none: onnxscript 0.7 writes one of shape (C, 2), which no runtime takes."""
+    strides, pads, dilations = (list(each) * (3 // len(each)) for each in (stride, padding, dilation))
+    attributes: dict[str, Any] = {"strides": strides, "pads": pads * 2, "dilations": dilations, "group": groups}
+    batch: Any = op.Constant(value_ints=[0])
+    is_single = len(data.shape) == 4
+    operands = [op.Unsqueeze(data, batch) if is_single else data, weight, *([] if bias is None else [bias])]
+    result: Any = op.Conv(*operands, kernel_shape=[int(size) for size in weight.shape[2:]], **attributes)
+    return op.Squeeze(result, batch) if is_single else result
+
+
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    operators.sync_batch_norm: _translate,
+    torch.ops.aten.conv3d.default: _conv3d,
+}
 
 
 def trace(
@@ -72,19 +95,35 @@ def trace(
         _refuse_batch_statistics(program)
         write_floor_divisions(program)
         conditions = SizeConditions(program_inputs(program))
-        onnx_program = torch.onnx.export(
-            program,
-            dynamo=True,
-            custom_translation_table=TRANSLATIONS,
-            dynamic_shapes=(tuple(shapes),) if any(shapes) else None,
-            input_names=names,
-            optimize=False,
-            opset_version=opset,
-            verbose=False,
-        )
+        with no_stack_traces():
+            onnx_program = torch.onnx.export(
+                program,
+                dynamo=True,
+                custom_translation_table=TRANSLATIONS,
+                dynamic_shapes=(tuple(shapes),) if any(shapes) else None,
+                input_names=names,
+                optimize=False,
+                opset_version=opset,
+                verbose=False,
+            )
     assert onnx_program is not None
     _write_constant_sizes(onnx_program.model.graph)
     return onnx_program.model, notes, conditions
+
+
+@contextlib.contextmanager
+def no_stack_traces() -> Iterator[None]:
+    """Read no Python stack for each number that decompositions compute with: half of an export of "same" padding."""
+    config = torch.fx.config
+    before = getattr(config, "do_not_emit_stack_traces", None)
+    if before is None:
+        yield
+        return
+    config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before
 
 
 def input_names(model: torch.nn.Module, count: int) -> list[str]:

@@ -238,6 +238,14 @@ def test_other_ranks_in_train_mode(shape, library, exporter, tmp_path):
     torch.testing.assert_close(torch.from_numpy(got["running_var.new"]), net.running_var, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("padding", [(1, 0, 2), "same"], ids=str)
+def test_convolution_in_three_dimensions_without_a_bias(padding, tmp_path):
+    net = nn.Sequential(nn.Conv3d(4, 6, (3, 1, 5), padding=padding, groups=2, bias=False), nn.BatchNorm3d(6)).eval()
+    result = bnexport.export(net, torch.randn(2, 4, 3, 5, 7), tmp_path / "model.onnx")
+    assert result.verification.passed
+    assert [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node] == ["Conv"]
+
+
 def test_several_inputs_and_named_outputs(exporter, tmp_path):
     class Two(nn.Module):
         def __init__(self):

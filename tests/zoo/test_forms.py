@@ -172,6 +172,32 @@ class Auxiliary(nn.Module):
         return {name: F.interpolate(value, x.shape[-2:], mode="bilinear") for name, value in heads.items()}
 
 
+class Attention(nn.Module):
+    """Batch norms behind linear layers, each in the shape that its input asks for, as in LeViT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.key, self.norm = conv(3, 8, 3, stride=2), nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.start(x)).flatten(2).transpose(1, 2)
+        keys = self.key(y)
+        keys = self.norm(keys.flatten(0, 1)).reshape_as(keys)
+        return (keys @ keys.transpose(1, 2)).mean((1, 2))
+
+
+class Video(nn.Module):
+    """Convolutions in time and space without biases, as in torchvision's R3D; frames are made of the channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.norm = nn.Conv3d(1, 4, (3, 7, 7), (1, 2, 2), (1, 3, 3), bias=False), nn.BatchNorm3d(4)
+        self.end = nn.Conv3d(4, 5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.end(F.relu(self.norm(self.start(x.unsqueeze(1))))).mean((2, 3, 4))
+
+
 @dataclasses.dataclass(frozen=True)
 class Form:
     make: Callable[[], nn.Module]
@@ -190,6 +216,8 @@ FORMS = {
     "patches": Form(Patches),
     "dense": Form(Dense, left=2),
     "auxiliary": Form(Auxiliary),
+    "attention": Form(Attention),
+    "video": Form(Video),
 }
 
 

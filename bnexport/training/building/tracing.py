@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from bnexport.errors import BnexportError, UnsupportedModelError, first_line
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
-from bnexport.exporting.dynamo import quiet, write_floor_divisions
+from bnexport.exporting.dynamo import no_stack_traces, quiet, write_floor_divisions
 from bnexport.exporting.portable_body import MINIMUM_OPSET
 from bnexport.training import translations
 from bnexport.training.building import dropout, updates
@@ -96,17 +96,18 @@ def trace(
         write_floor_divisions(program)
         table: dict[Any, Callable[..., Any]] = dict(translations.translation_table(standard_ops_only, cpu_kernels))
         try:
-            exported = torch.onnx.export(
-                program,
-                dynamo=True,
-                custom_translation_table={**table, **dropout.TRANSLATIONS, **updates.TRANSLATIONS},
-                dynamic_shapes=(tuple({0: dynamic[name]} if name in dynamic else None for name in arguments),),
-                input_names=list(arguments),
-                output_names=results,
-                optimize=False,
-                opset_version=MINIMUM_OPSET,
-                verbose=False,
-            )
+            with no_stack_traces():
+                exported = torch.onnx.export(
+                    program,
+                    dynamo=True,
+                    custom_translation_table={**table, **dropout.TRANSLATIONS, **updates.TRANSLATIONS},
+                    dynamic_shapes=(tuple({0: dynamic[name]} if name in dynamic else None for name in arguments),),
+                    input_names=list(arguments),
+                    output_names=results,
+                    optimize=False,
+                    opset_version=MINIMUM_OPSET,
+                    verbose=False,
+                )
         except Exception as error:
             raise _translation_error(error, problem) from error
     assert exported is not None
