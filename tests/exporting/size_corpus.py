@@ -27,12 +27,17 @@ class Net(nn.Module):
 class Case:
     """fixed: dimensions that are static in the file of an exporter, and a word of the note that says why.
 
-    refused: exporters that do not take it at any size.
+    refused: exporters that do not take it at any size. empty: whose defect makes the result of an empty batch another one;
+    both hold no value.
     """
 
     function: Function | nn.Module
     fixed: dict[str, tuple[frozenset[int], str]] = dataclasses.field(default_factory=dict)
     refused: tuple[str, ...] = ()
+    empty: str = ""
+
+
+_REDUCE = "ONNX Runtime's ReduceMean and ReduceMax give an empty tensor its input's sizes"
 
 
 def both(dimensions: frozenset[int], word: str) -> dict[str, tuple[frozenset[int], str]]:
@@ -104,8 +109,8 @@ def interpolate(mode: str, **options: float) -> Function:
 
 CASES = {
     "convolution": Case(lambda x: x),
-    "global average": Case(nn.AdaptiveAvgPool2d(1)),
-    "global maximum": Case(nn.AdaptiveMaxPool2d(1)),
+    "global average": Case(nn.AdaptiveAvgPool2d(1), empty=_REDUCE),
+    "global maximum": Case(nn.AdaptiveMaxPool2d(1), empty=_REDUCE),
     "average to one number": Case(nn.AdaptiveAvgPool2d(3)),
     "average to a tuple": Case(nn.AdaptiveAvgPool2d((5, 2))),
     "average with None": Case(nn.AdaptiveAvgPool2d((None, 2))),
@@ -151,7 +156,7 @@ CASES = {
     "skip of odd size": Case(skip),
     "crop": Case(lambda x: x[:, :, : x.shape[2] // 2 * 2, 1:]),
     "pixel shuffle": Case(lambda x: F.pixel_shuffle(x, 2)),
-    "pixel unshuffle": Case(lambda x: F.pixel_unshuffle(x, 2)),
+    "pixel unshuffle": Case(lambda x: F.pixel_unshuffle(x, 2), empty="torch gives an empty tensor its input's sizes"),
     "unfold": Case(lambda x: F.unfold(x, 3, padding=1)),
     "fold": Case(lambda x: F.fold(F.unfold(x, 2, stride=2), x.shape[2:], 2, stride=2), refused=("torchscript",)),
     "roll": Case(lambda x: x.roll((2, -3), (2, 3))),
