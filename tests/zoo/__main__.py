@@ -73,6 +73,12 @@ def _variables() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **offline, **ours}
 
 
+def _cost(entry: catalogue.Entry, results: dict[str, Any]) -> tuple[bool, bool, float]:
+    """What comes first: small models, begun ones, and of these the ones whose ways so far took the least time."""
+    ways = results.get(entry.name, {"ways": {}})["ways"].values()
+    return catalogue.is_large(entry), not ways, sum(way.get("total_seconds", 0.0) for way in ways)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=2)
@@ -99,7 +105,7 @@ def main() -> None:
             ways := [name for name in options.ways.split(",") if verdicts.is_open(results.get(entry.name, fresh), name)]
         )
     ]
-    waiting.sort(key=lambda each: (catalogue.is_large(each[0]), each[0].name in results))
+    waiting.sort(key=lambda each: _cost(each[0], results))
     python = options.python or str(environment.python())
     end, lock = time.time() + 60 * options.minutes, threading.Lock()
     print(f"{len(waiting)} of {len(catalogue.entries())} to run, bnexport {bnexport.__version__}", flush=True)
