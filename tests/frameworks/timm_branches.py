@@ -44,7 +44,7 @@ def main(name: str, exporter: str = "torchscript") -> None:
         result = bnexport.fold(raw, merged)
         bnexport.fold(raw, plain, skip=["parallel"], verify=False)
         theirs = Path(folder, "theirs.onnx")
-        bnexport.export(own, x, theirs, exporter=exporter, verify=False)
+        bnexport.export(own, x, theirs, exporter=exporter, simplify=False, verify=False)  # as `raw`
         for path in (raw, plain, merged, theirs):
             operators = [node.op_type for node in onnx.load(path).graph.node]
             counts[path.stem] = {
