@@ -27,17 +27,18 @@ class Net(nn.Module):
 class Case:
     """fixed: dimensions that are static in the file of an exporter, and a word of the note that says why.
 
-    refused: exporters that do not take it at any size. empty: whose defect makes the result of an empty batch another one;
-    both hold no value.
+    refused: exporters that do not take it at any size. empty: of the default exporter's file, the shape of the result of an
+    empty batch where a defect of an engine makes it another one than torch's, and whose defect; both hold no value.
     """
 
     function: Function | nn.Module
     fixed: dict[str, tuple[frozenset[int], str]] = dataclasses.field(default_factory=dict)
     refused: tuple[str, ...] = ()
-    empty: str = ""
+    empty: tuple[tuple[int, ...], str] | None = None
 
 
-_REDUCE = "ONNX Runtime's ReduceMean and ReduceMax give an empty tensor its input's sizes"
+_REDUCE = (0, 4, 8, 8), "ONNX Runtime's ReduceMean and ReduceMax give an empty tensor its input's sizes"
+_UNSHUFFLE = (0, 16, 4, 4), "torch's pixel_unshuffle gives an empty tensor its input's sizes"
 
 
 def both(dimensions: frozenset[int], word: str) -> dict[str, tuple[frozenset[int], str]]:
@@ -156,7 +157,7 @@ CASES = {
     "skip of odd size": Case(skip),
     "crop": Case(lambda x: x[:, :, : x.shape[2] // 2 * 2, 1:]),
     "pixel shuffle": Case(lambda x: F.pixel_shuffle(x, 2)),
-    "pixel unshuffle": Case(lambda x: F.pixel_unshuffle(x, 2), empty="torch gives an empty tensor its input's sizes"),
+    "pixel unshuffle": Case(lambda x: F.pixel_unshuffle(x, 2), empty=_UNSHUFFLE),
     "unfold": Case(lambda x: F.unfold(x, 3, padding=1)),
     "fold": Case(lambda x: F.fold(F.unfold(x, 2, stride=2), x.shape[2:], 2, stride=2), refused=("torchscript",)),
     "roll": Case(lambda x: x.roll((2, -3), (2, 3))),

@@ -82,8 +82,8 @@ def check(name, exporter, tmp_path):
             if 0 in size or exporter == "pt2":
                 continue
             raise
-        if case.empty and size[0] == 0:
-            assert got.size == expected.numel() == 0
+        if case.empty and exporter == "dynamo" and size[0] == 0:
+            assert got.shape == case.empty[0] != tuple(expected.shape)
             continue
         np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4, err_msg=str(size))
         compared += 1
