@@ -65,11 +65,13 @@ def _conv3d(
     """Conv without a bias where torch has none: onnxscript 0.7 writes one of shape (C, 2), which no runtime takes."""
     strides, pads, dilations = (list(each) * (3 // len(each)) for each in (stride, padding, dilation))
     attributes: dict[str, Any] = {"strides": strides, "pads": pads * 2, "dilations": dilations, "group": groups}
+    attributes["kernel_shape"] = [int(size) for size in weight.shape[2:]]
+    vectors = [] if bias is None else [bias]
+    if len(data.shape) == 5:
+        return op.Conv(data, weight, *vectors, **attributes)
     batch: Any = op.Constant(value_ints=[0])
-    is_single = len(data.shape) == 4
-    operands = [op.Unsqueeze(data, batch) if is_single else data, weight, *([] if bias is None else [bias])]
-    result: Any = op.Conv(*operands, kernel_shape=[int(size) for size in weight.shape[2:]], **attributes)
-    return op.Squeeze(result, batch) if is_single else result
+    single: Any = op.Conv(op.Unsqueeze(data, batch), weight, *vectors, **attributes)
+    return op.Squeeze(single, batch)
 
 
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
