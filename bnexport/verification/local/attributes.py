@@ -1,9 +1,10 @@
-"""Compare attributes of nodes."""
+"""Compare nodes: their attributes, and the numbers of their outputs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -34,29 +35,72 @@ def same_attribute(first: ir.Attr, second: ir.Attr) -> bool:
     return bool(one == two)
 
 
-def is_default(node: ir.Node, attribute: ir.Attr, version: int, kernel: Sequence[int] | None = None) -> bool:
-    """Whether an absent attribute would mean the same. version: of the opset. kernel: the size of the node's, where known."""
+# Operators whose schemas describe these defaults in words alone: 1 and 0 along each axis.
+_WINDOWED = ("Conv", "ConvTranspose", "ConvInteger", "QLinearConv", "AveragePool", "MaxPool", "LpPool")
+_ONES, _ZEROS = ("strides", "dilations"), ("pads", "output_padding")
+
+
+def is_default(
+    node: ir.Node, attribute: ir.Attr, version: int, *, kernel: Sequence[int] | None = None, trains: bool = True
+) -> bool:
+    """Whether an absent attribute would mean the same.
+
+    version: of the opset. kernel: the size of the node's, where it is known. trains: False for a BatchNormalization in
+    inference, which has nothing to average.
+    """
     if attribute.is_ref() or node.domain != "":
         return False
     name, value = attribute.name, attribute.value
-    if name in ("strides", "dilations"):
+    if node.op_type in _WINDOWED and name in _ONES:
         return all(size == 1 for size in value)
-    if name in ("pads", "output_padding"):
+    if node.op_type in _WINDOWED and name in _ZEROS:
         return not any(value)
     if name == "kernel_shape" and node.op_type in ("Conv", "ConvTranspose"):
         return kernel is not None and tuple(value) == tuple(kernel)
-    if (node.op_type, name) == ("BatchNormalization", "momentum"):
-        return True  # in inference there is nothing to average
+    if (node.op_type, name) == ("BatchNormalization", "momentum") and not trains:
+        return True
     return _schema_default(node.op_type, version, name, value)
+
+
+def same_outputs(mine: ir.Node, theirs: ir.Node, version: int) -> bool:
+    """Whether both have as many outputs; where the schema calls the last ones optional, they may be absent.
+
+    The number of outputs is part of what a Split does, and of what an older BatchNormalization means.
+    """
+    counts = sorted(_present(node) for node in (mine, theirs))
+    if counts[0] == counts[1]:
+        return True
+    schema = _schema(mine.op_type, version) if mine.domain == "" else None
+    if schema is None or mine.op_type == "BatchNormalization":
+        return False
+    import onnx
+
+    optional = onnx.defs.OpSchema.FormalParameterOption.Optional
+    return counts[1] <= len(schema.outputs) and all(
+        output.option == optional for output in schema.outputs[counts[0] : counts[1]]
+    )
+
+
+def _present(node: ir.Node) -> int:
+    """Count the outputs up to the last one that has a name."""
+    return max((index + 1 for index, value in enumerate(node.outputs) if value.name), default=0)
+
+
+def _schema(operator: str, version: int) -> Any:
+    """Return the schema of an operator of the standard, or None."""
+    import onnx
+
+    try:
+        return onnx.defs.get_schema(operator, version)
+    except onnx.defs.SchemaError:
+        return None
 
 
 def _schema_default(operator: str, version: int, name: str, value: object) -> bool:
     import onnx
 
-    try:
-        declared = onnx.defs.get_schema(operator, version).attributes.get(name)
-    except onnx.defs.SchemaError:
-        return False
+    schema = _schema(operator, version)
+    declared = None if schema is None else schema.attributes.get(name)
     if declared is None or not declared.default_value.name:
         return False
     default = onnx.helper.get_attribute_value(declared.default_value)

@@ -21,11 +21,14 @@ from bnexport.verification.local.attributes import is_default
 from bnexport.verification.local.blocks import TensorRows, pieces
 from bnexport.verification.local.parameters import NOISE, Parameter, original, stored
 from bnexport.verification.local.regions import Region, Side, is_training
+from bnexport.verification.local.shapes import Shape
 
 _SEEN = 64
+# Half the smallest positive float16, of all types the largest.
+_UNSTORED = 2.0**-25
 _LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _COPIES = ("Identity", "Cast")
-_MAPS = ("BatchNormalization", "Add", "Sub", "Mul", "Div", *_COPIES)
+_MAPS = ("BatchNormalization", "Add", "Sub", "Mul", "Div", "Sum", "Neg", *_COPIES)
 
 
 # A weight, how its type rounds, and the relative error of what an engine computes for it.
@@ -58,10 +61,26 @@ class _Map:
     h_error: np.ndarray
     # Size of the terms that h is a sum of.
     size: np.ndarray
+    # Shapes of the operands, and the number of channels that a batch norm in front asks for.
+    shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    channels: int | None = None
 
     @classmethod
     def identity(cls) -> _Map:
-        return cls(np.ones(1), *(np.zeros(1) for _ in range(4)))
+        return cls(np.ones(1), np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1))
+
+    def onto(self, data: Shape) -> Shape:
+        """Return the shape of a value of shape `data` behind the map. An unknown size is None or a name."""
+        rank = max(len(data), *(len(shape) for shape in self.shapes), 0)
+        sizes: list[int | str | None] = [*[1] * (rank - len(data)), *data]
+        if self.channels is not None and len(data) > 1:
+            sizes[1] = self.channels
+        for shape in self.shapes:
+            # An operand's size is 1, or it is that of the result.
+            sizes[rank - len(shape) :] = [
+                size if own == 1 else own for own, size in zip(shape, sizes[rank - len(shape) :], strict=True)
+            ]
+        return tuple(sizes)
 
     def scale(self, factor: Parameter) -> None:
         values, error = factor.values, factor.slack
@@ -96,7 +115,7 @@ class _Chain:
                 raise NotAChain
             if node.op_type in _LINEAR and node.domain == "" and self.linear is None:
                 self.linear, self.place, current = node, data[0][0], before
-            elif node.op_type in _MAPS and node.domain == "" and node not in region.rounding:
+            elif self._is_map(node, data[0][1]) and node not in region.rounding:
                 current.append((node, data[0][0]))
             else:
                 raise NotAChain
@@ -107,15 +126,22 @@ class _Chain:
         self.input = value
         self._after, self._before = after[::-1], before[::-1]
 
+    def _is_map(self, node: ir.Node, data: ir.Value) -> bool:
+        if node.domain != "" or node.op_type not in _MAPS:
+            return False
+        return node.op_type != "Cast" or self.side.shapes.keeps_floats(node, data)
+
     def maps(self, rank: int | None) -> tuple[_Map, _Map]:
         """Before and after the linear operator. rank: of all values; channels are axis `channel`."""
         return self._map(self._before, rank), self._map(self._after, rank)
 
     def _map(self, steps: list[tuple[ir.Node, int]], rank: int | None) -> _Map:
         result, self.axis = _Map.identity(), self._channel_axis(rank)
-        for node, place in steps:
+        for index, (node, place) in enumerate(steps):
             if node.op_type == "BatchNormalization":
                 self._normalise(result, node, place, rank)
+                if index == 0:
+                    result.channels = max(result.k.size, result.h.size)
             elif node.op_type not in _COPIES:
                 self._arithmetic(result, node, place, rank)
         return result
@@ -140,29 +166,35 @@ class _Chain:
             raise NotAChain
         self._along(1)
         scale, bias, mean, var = (self.parameter(node, index) for index in range(1, 5))
+        if rank is not None:
+            result.shapes.append((scale.values.size, *[1] * (rank - 2)))
         factor = normalising(node, scale, var)
         result.shift(mean, -1.0)
         result.scale(factor)
         result.shift(bias)
 
     def _arithmetic(self, result: _Map, node: ir.Node, place: int, rank: int | None) -> None:
-        if node.attributes or len(node.inputs) != 2 or self.side.constants.version(node) < 7:
+        if node.attributes or self.side.constants.version(node) < 7:
             raise NotAChain
-        operand = self.parameter(node, 1 - place)
-        operand = self._per_channel(operand, rank)
         kind = node.op_type
-        if kind == "Add":
-            result.shift(operand)
-        elif kind == "Sub":
-            if place == 1:
-                result.scale(Parameter(-np.ones(1)))
-            result.shift(operand, -1.0 if place == 0 else 1.0)
-        elif kind == "Mul":
-            result.scale(operand)
-        elif place == 0 and operand.values.all():
-            result.scale(reciprocal(operand))
-        else:
+        others = [self.parameter(node, index) for index in range(len(node.inputs)) if index != place]
+        result.shapes += [operand.values.shape for operand in others]
+        others = [self._per_channel(operand, rank) for operand in others]
+        if kind not in ("Sum", "Neg") and len(others) != 1:
             raise NotAChain
+        if kind == "Neg" or (kind == "Sub" and place == 1):
+            result.scale(Parameter(-np.ones(1)))
+        for operand in others:
+            if kind in ("Add", "Sum"):
+                result.shift(operand)
+            elif kind == "Sub":
+                result.shift(operand, -1.0 if place == 0 else 1.0)
+            elif kind == "Mul":
+                result.scale(operand)
+            elif place == 0 and operand.values.all():
+                result.scale(reciprocal(operand))
+            else:
+                raise NotAChain
 
     def _per_channel(self, operand: Parameter, rank: int | None) -> Parameter:
         shape = operand.values.shape
@@ -248,6 +280,8 @@ def prove(region: Region, original_side: Side, folded_side: Side, rank: int | No
     first, second = _weight(mine, mine.linear), _weight(theirs, theirs.linear)
     if first.attributes != second.attributes or first.shape != second.shape or first.out_rows != second.out_rows:
         raise NotAChain
+    if first.tensor.shape.numpy() != second.tensor.shape.numpy():
+        raise NotAChain
     if mine.linear.op_type in ("Conv", "ConvTranspose"):
         rank = len(first.tensor.shape)
     elif mine.linear.op_type == "Gemm":
@@ -258,6 +292,8 @@ def prove(region: Region, original_side: Side, folded_side: Side, rank: int | No
             raise NotAChain
     if first.padded and (p.h.any() or p2.h.any()):
         raise NotAChain
+    data = _same_shape(p, p2, _data_shape(mine, rank))
+    _same_shape(k, k2, _behind(mine.linear.op_type, data, rank, first.outputs))
     return _compare(first, second, (p, k), (p2, k2))
 
 
@@ -268,16 +304,43 @@ def _maps_only(mine: _Chain, theirs: _Chain, rank: int | None) -> Proof:
     sizes = {k.k.size, k2.k.size, k.h.size, k2.h.size} - {1}
     if len(sizes) > 1:
         raise NotAChain
+    _same_shape(k, k2, _data_shape(mine, None))
     allowed = k.k_error + k2.k_error + NOISE * np.abs(k.k)
     proof = _within(k2.k - k.k, allowed, np.abs(k.k), "scale")
     size = k.size + k2.size
     return _joined(proof, _within(k2.h - k.h, k.h_error + k2.h_error + NOISE * size, np.abs(k.h), "shift"))
 
 
+def _data_shape(chain: _Chain, rank: int | None) -> Shape | None:
+    """Return the shape of what enters a chain, as far as it is known. rank: that its operator asks for."""
+    shape = chain.side.shapes.of(chain.input)
+    return shape if shape is not None or rank is None else (None,) * rank
+
+
+def _same_shape(mine: _Map, theirs: _Map, data: Shape | None) -> Shape | None:
+    """Return the shape of `data` behind both maps. Raises NotAChain where one of them may broadcast to another."""
+    if data is None:
+        if mine.onto(()) != theirs.onto(()):
+            raise NotAChain
+        return None
+    if mine.channels is not None:
+        theirs = dataclasses.replace(theirs, channels=mine.channels)
+    if mine.onto(data) != theirs.onto(data):
+        raise NotAChain
+    return mine.onto(data)
+
+
+def _behind(kind: str, data: Shape | None, rank: int | None, outputs: int) -> Shape | None:
+    """Return the shape of a linear operator's output."""
+    if kind == "MatMul":
+        return None if data is None else (*data[:-1], outputs)
+    return (None, outputs, *(None,) * (rank - 2)) if rank is not None else None
+
+
 def _within(difference: np.ndarray, allowed: np.ndarray, size: np.ndarray, what: str, start: int = 0) -> Proof:
     """start: the row of a weight that the arrays begin with."""
     difference = np.abs(difference)
-    right = difference <= allowed
+    right = (difference <= allowed) & np.isfinite(difference)
     if not right.all():
         at = np.unravel_index(
             int(np.argmax(np.where(right, 0.0, np.where(np.isnan(difference), np.inf, difference)))), right.shape
@@ -318,6 +381,8 @@ def _weight(chain: _Chain, node: ir.Node) -> _Weight:
     group = node.attributes["group"].as_int() if "group" in node.attributes else 1
     if len(shape) < 3 or group < 1 or shape[0] % group:
         raise NotAChain
+    if bias is not None and bias.values.shape != (shape[0] if kind == "Conv" else shape[1] * group,):
+        raise NotAChain
     kernel = math.prod(shape[2:])
     if any(attribute.is_ref() for attribute in node.attributes.values()):
         raise NotAChain
@@ -326,7 +391,7 @@ def _weight(chain: _Chain, node: ir.Node) -> _Weight:
         sorted(
             (name, str(attribute.value))
             for name, attribute in node.attributes.items()
-            if not is_default(node, attribute, version, shape[2:])
+            if not is_default(node, attribute, version, kernel=shape[2:])
         )
     )
     view = (group, shape[0] // group, shape[1], kernel)
@@ -344,7 +409,8 @@ def _gemm(node: ir.Node, stored_weight: _Stored, bias: Parameter | None) -> _Wei
     beta = number("beta", 1.0)
     if bias is not None:
         shape = bias.values.shape
-        if bias.values.size != 1 and (len(shape) > 2 or bias.values.size != shape[-1]):
+        outputs = tensor.shape.numpy()[0 if transposed else 1]
+        if bias.values.size not in (1, outputs) or len(shape) > 2 or (bias.values.size > 1 and shape[-1] == 1):
             raise NotAChain
         error = None if bias.error is None else np.abs(beta) * bias.error.reshape(-1)
         bias = Parameter(beta * bias.values.reshape(-1), error)
@@ -365,11 +431,20 @@ def _tensor(chain: _Chain, node: ir.Node, index: int) -> _Stored:
         array, error = constants.array(value), constants.error(value)
         tensor = ir.tensor(np.ascontiguousarray(array))
         if error is not None:
-            slack = float(np.max(error / np.where(array == 0, 1.0, np.abs(array)), initial=0.0))
+            slack = _relative(error, array)
     slack += chain.side.roundings * constants.roundoff(value)[0]
     if not tensor.dtype.is_floating_point() or tensor.dtype.bitwidth < 16:
         raise NotAChain
     return tensor, constants.roundoff(value), slack
+
+
+def _relative(error: np.ndarray, values: np.ndarray) -> float:
+    """Return the largest relative error. Raises NotAChain where a 0 may be more than a number too small to be stored."""
+    error, values = np.broadcast_arrays(error, values)
+    is_zero = values == 0
+    if (error[is_zero] > _UNSTORED).any():
+        raise NotAChain
+    return float(np.max(np.divide(error, np.abs(values), out=np.zeros(error.shape), where=~is_zero), initial=0.0))
 
 
 def _pads(node: ir.Node) -> bool:
@@ -382,7 +457,7 @@ def _compare(first: _Weight, second: _Weight, mine: tuple[_Map, _Map], theirs: t
     """Both lines of the head of this file."""
     slack = first.slack + second.slack
     for each in (*mine, *theirs):
-        slack += float(np.max(each.k_error / np.where(each.k == 0, 1.0, np.abs(each.k)), initial=0.0))
+        slack += _relative(each.k_error, each.k)
     scales = [_Scales(weight, p.k * weight.factor, k.k) for weight, (p, k) in ((first, mine), (second, theirs))]
     scan = _Scan(first, scales[0], scales[1], slack, (mine[0].h, theirs[0].h), second.roundoff)
     proof = scan.run(first.tensor, second.tensor)
@@ -395,7 +470,7 @@ def _compare(first: _Weight, second: _Weight, mine: tuple[_Map, _Map], theirs: t
         inner_size = abs(weight.factor) * magnitude
         error = relative * inner_size + bias.slack
         if before.h.any():
-            error = error + inner_size * float(np.max(before.h_error / np.where(before.h == 0, 1.0, np.abs(before.h))))
+            error = error + inner_size * _relative(before.h_error, before.h)
         totals.append(after.k * inner + after.h)
         size = size + np.abs(after.k) * (inner_size + np.abs(bias.values)) + after.size
         allowed = allowed + np.abs(after.k) * error + after.k_error * np.abs(inner) + after.h_error

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
+from bnexport.errors import BnexportError
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.validate import printable
 from bnexport.verification.local.pairing import Mismatch, Pairing
-from bnexport.verification.local.prover import REFUSALS, Prover, worse
+from bnexport.verification.local.prover import Prover, worse
 from bnexport.verification.local.regions import Region, Side, name_of
 from bnexport.verification.verdict import SiteProof, Verification
 
@@ -38,7 +39,7 @@ def prove(original: ir.Model, folded: ir.Model, claims: Sequence[Claim]) -> Veri
     """
     try:
         return _Check(original, folded, claims).run()
-    except REFUSALS as error:
+    except BnexportError as error:
         return Verification("not_verified", str(error), engine=ENGINE, method="local")
 
 

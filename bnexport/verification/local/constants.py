@@ -1,4 +1,8 @@
-"""Constant values of one model: stored tensors and expressions of them, evaluated in float64 when they are needed."""
+"""Constant values of one model: stored tensors and expressions of them, evaluated when they are needed.
+
+Arithmetic of floats is done in float64, as if it were exact; a Cast rounds to its type, as the graph declares. How far an
+engine may be from that is measured by evaluating everything in its declared type.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,10 @@ from bnexport.verification.local.reference import evaluate
 
 # Elements that an operator may make of constants.
 _LARGEST = 1 << 27
-_CHANGING = ("Dropout", "Bernoulli", "Multinomial")
+# Two of them, or two runs of one, may give two values.
+RANDOM = frozenset(
+    ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli")
+)
 _FLOATS = frozenset((ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE))
 
 
@@ -56,7 +63,7 @@ class ConstantValues:
             if tensor is not None:
                 self._leaves[node.outputs[0]] = tensor
             return
-        if not node.inputs or node.op_type in _CHANGING or node.op_type.startswith("Random"):
+        if not node.inputs or node.op_type in RANDOM or node.op_type == "Dropout":
             return
         if node.op_identifier() not in self._model.functions and all(
             value is None or self.has(value) for value in node.inputs
@@ -88,12 +95,25 @@ class ConstantValues:
         """Return how far an engine may be from `array`: it computes an expression in the type of its parts."""
         if value in self._leaves or self.array(value).dtype != np.float64:
             return None
+        exact, narrow = self.array(value), widened(self._in_own_type(value))
+        if np.array_equal(exact, narrow, equal_nan=True):
+            return None
+        if not np.array_equal(np.isfinite(exact), np.isfinite(narrow)):
+            raise UnsupportedModelError(f"the constant {value.name!r} overflows in its type")
+        u, half = self.roundoff(value)
+        with np.errstate(invalid="ignore"):
+            difference = np.where(exact == narrow, 0.0, np.abs(narrow - exact))
+        return np.asarray(2 * difference + u * np.abs(exact) + half)
+
+    def dtype(self, value: ir.Value) -> ir.DataType:
+        """Return the type that the graph gives a constant."""
+        leaf = self._leaves.get(value)
+        return leaf.dtype if leaf is not None else ir.DataType.from_numpy(self._in_own_type(value).dtype)
+
+    def _in_own_type(self, value: ir.Value) -> np.ndarray:
         if value not in self._narrow:
             self._evaluate(value, self._narrow, wide=False)
-        exact = self.array(value)
-        u, half = self.roundoff(value)
-        difference = np.abs(widened(self._narrow[value]) - exact)
-        return np.asarray(2 * difference + u * np.abs(exact) + half) if difference.any() else None
+        return self._narrow[value]
 
     def _evaluate(self, wanted: ir.Value, arrays: dict[ir.Value, np.ndarray], *, wide: bool) -> None:
         def operand(value: ir.Value) -> np.ndarray:
@@ -116,11 +136,28 @@ class ConstantValues:
                 continue
             inputs = [None if each is None else operand(each) for each in node.inputs]
             _refuse_large(node, inputs)
-            results = evaluate(node, inputs, self.version(node), wide=wide)
+            if node.op_type in ("Cast", "CastLike") and node.domain == "":
+                results = [self._cast(node, inputs[0])]
+            else:
+                results = evaluate(node, inputs, self.version(node))
             for output, result in zip(node.outputs, results, strict=False):
                 # An operator may give float32 by itself, as ConstantOfShape does.
                 arrays[output] = widened(np.asarray(result)) if wide else np.asarray(result)
             pending.pop()
+
+    def _cast(self, node: ir.Node, data: np.ndarray | None) -> np.ndarray:
+        """Round to the type that the graph declares."""
+        if data is None:
+            raise UnsupportedModelError(f"{node.op_type} without an input")
+        if node.op_type == "CastLike":
+            like = node.inputs[1] if len(node.inputs) > 1 else None
+            target = None if like is None else self.dtype(like)
+        else:
+            target = ir.DataType(node.attributes["to"].as_int()) if "to" in node.attributes else None
+        if target is None or target is ir.DataType.STRING or target.bitwidth < 8:
+            raise UnsupportedModelError(f"{node.op_type} to {target} is not evaluated here")
+        with np.errstate(all="ignore"):
+            return data.astype(target.numpy())
 
     def roundoff(self, value: ir.Value) -> tuple[float, float]:
         """Unit roundoff and half the smallest positive number of the float types that the value is stored in."""

@@ -18,14 +18,15 @@ from collections.abc import Collection, Iterator
 import numpy as np
 import onnx_ir as ir
 
+from bnexport.errors import BnexportError
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.validate import printable
 from bnexport.verification.local import attributes
 from bnexport.verification.local.check import ENGINE
 from bnexport.verification.local.pairing import SIZES, Mismatch, Pairing
 from bnexport.verification.local.parameters import ROUNDINGS
-from bnexport.verification.local.prover import REFUSALS, Prover
-from bnexport.verification.local.regions import Region, Side, name_of
+from bnexport.verification.local.prover import Prover
+from bnexport.verification.local.regions import Region, Side, is_training, name_of
 from bnexport.verification.verdict import SiteProof, Verification
 
 _LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -56,7 +57,7 @@ def prove_differences(original: ir.Model, changed: ir.Model) -> Verification:
             reason = f"the graphs differ in another way than by folds: {difference}"
             return search.verdict(reason)
         return search.verdict("")
-    except REFUSALS as error:
+    except BnexportError as error:
         return Verification("not_verified", str(error), engine=ENGINE, method="local")
 
 
@@ -163,7 +164,9 @@ class _DifferencePairing(Pairing):
             for side, node in ((self.original, mine), (self.folded, theirs))
             for name, attribute in node.attributes.items()
             if (name in mine.attributes) != (name in theirs.attributes)
-            and attributes.is_default(node, attribute, version, _kernel(side, node))
+            and attributes.is_default(
+                node, attribute, version, kernel=_kernel(side, node), trains=is_training(node, version)
+            )
         }
         return super().attributes(mine, theirs, {*ignored, *absent})
 
@@ -288,8 +291,7 @@ def _is_copy(side: Side, node: ir.Node, value: ir.Value, source: ir.Value) -> bo
             and node.attributes["to"].as_int() == source.dtype.value
         )
     if node.op_type == "Dropout":
-        training = node.inputs[2] if len(node.inputs) > 2 else None
-        return side.constants.version(node) >= 7 and training is None
+        return side.is_inference_dropout(node)
     return node.op_type == "Identity"
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from bnexport.errors import UnsupportedModelError
 from bnexport.verification.local import forms, nonlinear, parameters
-from bnexport.verification.local.attributes import same_attributes
+from bnexport.verification.local.attributes import same_attributes, same_outputs
 from bnexport.verification.local.chains import Proof, Violation
 from bnexport.verification.local.forms import CONSTANT, Form
-from bnexport.verification.local.operators import RULES, Operand
+from bnexport.verification.local.operators import MOVING, RULES, Operand
 from bnexport.verification.local.parameters import NOISE, Parameter
 from bnexport.verification.local.regions import Region, Side, name_of
 
@@ -87,20 +87,34 @@ class _Evaluation:
                 continue
             operands = self._operands(side, node)
             known = all(operand is None or isinstance(operand, Parameter) for operand in operands)
-            rule: Callable[..., list[Operand]] | None = RULES.get(node.op_type) if node.domain == "" else None
-            if (rule is None and not known) or node in self._region.rounding:
+            lemma = RULES.get(node.op_type) if node.domain == "" else None
+            if (lemma is None and not known) or node in self._region.rounding:
                 continue
             if nonlinear.is_nonlinear(node, operands):
                 continue
             if known:
                 results = self._known(side, node, operands)
             else:
-                assert rule is not None
-                results = rule(node, operands, self._sides[side].constants.version(node))
+                assert lemma is not None
+                lemma.check(node)
+                self._check_numbers(side, node)
+                results = lemma.rule(node, operands, self._sides[side].constants.version(node))
             self._values[side].update(zip(node.outputs, results, strict=False))
             pending.remove(node)
             moved = True
         return moved
+
+    def _check_numbers(self, side: int, node: ir.Node) -> None:
+        """Raise UnsupportedModelError where what varies holds no floats, and the operator does more than move it."""
+        model = self._sides[side]
+        if model.is_random(node):
+            raise UnsupportedModelError(f"{name_of(node)} ({node.op_type}) may be random")
+        for _, value in model.data(node):
+            if node.op_type == "Cast" and not model.shapes.keeps_floats(node, value):
+                raise UnsupportedModelError(f"{name_of(node)} is a Cast between other types than floats")
+            dtype = model.shapes.dtype(value)
+            if node.op_type not in (*MOVING, "Shape") and dtype is not None and not dtype.is_floating_point():
+                raise UnsupportedModelError(f"{name_of(node)} ({node.op_type}) computes with {dtype}")
 
     def _known(self, side: int, node: ir.Node, operands: list[Operand]) -> list[Operand]:
         """Evaluate a node whose inputs follow from sizes."""
@@ -115,10 +129,14 @@ class _Evaluation:
             twin = self._twins.get(node)
             if twin is None or twin not in pending[1] or not self._ready(0, node) or not self._ready(1, twin):
                 continue
+            version = self._sides[0].constants.version(node)
             if node.op_identifier() != twin.op_identifier() or not same_attributes(node, twin):
                 raise Violation(f"the attributes of {name_of(node)} ({node.op_type}) changed")
+            if version != self._sides[1].constants.version(twin) or not same_outputs(node, twin, version):
+                raise Violation(f"the opset or the outputs of {name_of(node)} ({node.op_type}) changed")
+            if self._sides[0].is_random(node):
+                raise UnsupportedModelError(f"{name_of(node)} ({node.op_type}) may be random")
             operands = self._operands(0, node), self._operands(1, twin)
-            version = self._sides[0].constants.version(node)
             results = nonlinear.passed(node, operands, version, self._next(), self._count)
             for side, each in enumerate((node, twin)):
                 self._values[side].update(zip(each.outputs, results[side], strict=False))
@@ -191,8 +209,9 @@ def _equal(mine: Form, theirs: Form) -> Proof:
         one, two = forms.part(mine, group, rows), forms.part(theirs, group, rows)
         allowed = mine.error(group) + theirs.error(group) + slack
         difference = np.abs(one - two)
-        if not (difference <= allowed).all():
-            wrong = np.where(difference <= allowed, 0.0, difference)
+        right = (difference <= allowed) & np.isfinite(difference)
+        if not right.all():
+            wrong = np.where(right, 0.0, np.where(np.isnan(difference), np.inf, difference))
             at = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
             limit = float(np.broadcast_to(allowed, difference.shape)[at])
             what = "the constant part" if group == CONSTANT else "a coefficient"

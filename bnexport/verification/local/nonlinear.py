@@ -7,6 +7,7 @@ Let the folded model's input be r x, element by element, where the original's is
     a maximum over a window     max(r x + t) = r max(x) + t         if r > 0, and r, t are the same all over the window
     any other operator          f(x) = f(x)                         if the inputs are equal
 
+Only the operands that `RELATED` names may differ, and no attribute may: a slope, an exponent or a mask has to be equal.
 and the values behind the operator are taken as variables: z in the original, r z (+ t) in the folded model.
 """
 
@@ -27,6 +28,7 @@ from bnexport.verification.local.reference import NodeEvaluator
 
 HOMOGENEOUS = ("Relu", "LeakyRelu", "PRelu")
 MAXIMA = ("MaxPool", "GlobalMaxPool", "ReduceMax")
+PRODUCTS = ("Mul", "Div")
 
 
 class NotRelated(UnsupportedModelError):
@@ -41,6 +43,9 @@ class Relation:
     offset: np.ndarray
     ratio_error: np.ndarray
     offset_error: np.ndarray
+
+
+_SAME = Relation(np.ones(()), np.zeros(()), np.zeros(()), np.zeros(()))
 
 
 def relate(mine: Form, theirs: Form, shared: tuple[int, ...] | None = None) -> Relation:
@@ -86,14 +91,23 @@ def relate(mine: Form, theirs: Form, shared: tuple[int, ...] | None = None) -> R
         rest = two - ratio * one - (offset if group == CONSTANT else 0.0)
         allowed = two_error + np.abs(ratio) * one_error + ratio_error * np.abs(one)
         allowed = allowed + (offset_error if group == CONSTANT else 0.0) + slack * np.maximum(1.0, np.abs(ratio))
-        if not (np.abs(rest) <= allowed).all():
+        if not ((np.abs(rest) <= allowed) & np.isfinite(rest)).all():
             raise NotRelated("the two inputs of a nonlinear operator are not proportional")
     return Relation(ratio, offset, ratio_error, offset_error)
 
 
+# Places of the operands that may differ by a relation; every other operand has to be equal.
+RELATED: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys((*HOMOGENEOUS, *MAXIMA), (0,)),
+    **dict.fromkeys(PRODUCTS, (0, 1)),
+}
+# The sizes of their outputs depend on numbers.
+_UNSIZED = ("NonZero", "Unique", "Compress", "NonMaxSuppression", "Range", "Loop", "Scan", "If")
+
+
 def is_nonlinear(node: ir.Node, operands: list[Operand]) -> bool:
     """Whether the operator needs one of the lemmas; a product does only if both factors vary."""
-    if node.op_type in ("Mul", "Div"):
+    if node.op_type in PRODUCTS:
         return isinstance(operands[1], Form) and (node.op_type == "Div" or isinstance(operands[0], Form))
     return False
 
@@ -103,13 +117,15 @@ def passed(
 ) -> tuple[list[Operand], list[Operand]]:
     """Return the outputs of one operator in both models, as new variables. count: of directions, None for all elements."""
     first, second = operands
-    kind = mine.op_type
+    kind = mine.op_type if mine.domain == "" else ""
+    if mine.domain != "" or kind in _UNSIZED:
+        raise UnsupportedModelError(f"{mine.op_type} is not evaluated here")
+    if len([value for value in mine.outputs if value.uses() or value.is_graph_output()]) > 1:
+        raise UnsupportedModelError(f"{kind} with several outputs")
     relation = _relation(mine, kind, first, second)
     others = [None if each is None else _sample(each) for each in first]
     results = NodeEvaluator(mine, [each is not None for each in others], version)(others)
     shape = np.asarray(results[0]).shape
-    if len([value for value in mine.outputs if value.uses() or value.is_graph_output()]) > 1:
-        raise UnsupportedModelError(f"{kind} with several outputs")
     rows = forms.directions(shape, count, seed=group)
     one = forms.variables(group, shape, rows)
     ratio, offset, ratio_error, offset_error = (_onto(each, shape, kind) for each in dataclasses.astuple(relation))
@@ -128,29 +144,41 @@ def passed(
 
 
 def _relation(node: ir.Node, kind: str, first: list[Operand], second: list[Operand]) -> Relation:
-    for one, two in zip(first, second, strict=True):
-        if isinstance(one, Form) != isinstance(two, Form):
-            raise NotRelated(f"the inputs of {kind} are constant in one model only")
-        if isinstance(one, Parameter) and isinstance(two, Parameter) and not np.array_equal(one.values, two.values):
-            raise NotRelated(f"a constant of {kind} changed")
-    pairs = [
-        (one, two) for one, two in zip(first, second, strict=True) if isinstance(one, Form) and isinstance(two, Form)
-    ]
-    if kind in HOMOGENEOUS:
-        result = relate(*pairs[0])
-        _positive(result, kind)
-        return result
-    if kind in MAXIMA:
-        result = relate(*pairs[0], shared=_window(node, pairs[0][0].rank))
-        _positive(result, kind)
-        return result
-    if kind in ("Mul", "Div"):
-        return _of_product(kind, *(relate(*pair) for pair in pairs))
-    for one_form, two_form in pairs:
-        relation = relate(one_form, two_form)
-        if (relation.ratio != 1.0).any() or relation.ratio_error.any():
+    """Relate the operands that a lemma names. Raises NotRelated where another one is not equal."""
+    if len(first) != len(second):
+        raise NotRelated(f"the numbers of inputs of {kind} differ")
+    relations = []
+    for place, (one, two) in enumerate(zip(first, second, strict=True)):
+        if place in RELATED.get(kind, ()) and isinstance(one, Form) and isinstance(two, Form):
+            shared = _window(node, one.rank) if kind in MAXIMA else None
+            relations.append(relate(one, two, shared))
+            continue
+        _require_equal(kind, one, two)
+        if place in RELATED.get(kind, ()):
+            relations.append(_SAME)
+    if kind in PRODUCTS:
+        return _of_product(kind, *relations)
+    for relation in relations:
+        _positive(relation, kind)
+    return relations[0] if relations else _SAME
+
+
+def _require_equal(kind: str, one: Operand, two: Operand) -> None:
+    """Raise NotRelated unless both are equal, to the last bit where they are constants."""
+    if isinstance(one, Form) and isinstance(two, Form):
+        if one.shape != two.shape or one.errors or two.errors:
             raise NotRelated(f"the inputs of {kind} are not equal")
-    return Relation(np.ones(()), np.zeros(()), np.zeros(()), np.zeros(()))
+        slack = NOISE * max(one.size, two.size)
+        for group in forms.groups_of((one, two)):
+            rows = forms.rows_of((one, two), group)
+            difference = np.abs(forms.part(one, group, rows) - forms.part(two, group, rows))
+            if not ((difference <= slack) & np.isfinite(difference)).all():
+                raise NotRelated(f"the inputs of {kind} are not equal")
+    elif isinstance(one, Parameter) and isinstance(two, Parameter):
+        if one.values.dtype != two.values.dtype or not np.array_equal(one.values, two.values, equal_nan=True):
+            raise NotRelated(f"a constant of {kind} changed")
+    elif one is not None or two is not None:
+        raise NotRelated(f"the inputs of {kind} are constant, or absent, in one model only")
 
 
 def _of_product(kind: str, left: Relation, right: Relation) -> Relation:

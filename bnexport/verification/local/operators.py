@@ -6,6 +6,7 @@ numbers of the elements; operators without weights, as means and interpolation, 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,22 +69,36 @@ def _aligned(block: np.ndarray, rank: int) -> np.ndarray:
 
 
 def add(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
-    first, second = (as_form(operand) for operand in operands)
+    """Add, Sub, and a Sum of any number of operands."""
+    terms = [as_form(operand) for operand in operands]
     sign = -1.0 if node.op_type == "Sub" else 1.0
-    shape = np.broadcast_shapes(first.shape, second.shape)
+    shape = _broadcast(*(term.shape for term in terms))
     rank = len(shape)
 
     def total(parts: list[np.ndarray], sign: float = sign) -> np.ndarray:
-        one, two = (_aligned(each, rank) for each in parts)
-        return np.asarray(np.broadcast_to(one + sign * two, (len(one), *shape)))
+        first, *others = (_aligned(each, rank) for each in parts)
+        result = first + 0.0
+        for other in others:
+            result = result + sign * other
+        return np.asarray(np.broadcast_to(result, (len(first), *shape)))
 
-    return [_linear([first, second], shape, total, lambda parts: total(parts, 1.0))]
+    return [_linear(terms, shape, total, lambda parts: total(parts, 1.0))]
+
+
+def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the common shape. Raises UnsupportedModelError where there is none."""
+    try:
+        return np.broadcast_shapes(*shapes)
+    except ValueError:
+        raise UnsupportedModelError(f"the shapes {shapes} do not broadcast") from None
 
 
 def scaled(form: Form, factor: Parameter) -> Form:
     """form * factor, which broadcasts."""
+    if factor.values.dtype != np.float64:
+        raise UnsupportedModelError("a factor holds no floats")
     values, slack = factor.values, np.asarray(factor.slack)
-    shape = np.broadcast_shapes(form.shape, values.shape)
+    shape = _broadcast(form.shape, values.shape)
     rank = len(shape)
     blocks, errors = {}, {}
     for group, block in form.blocks.items():
@@ -118,9 +133,8 @@ def negative(node: ir.Node, operands: list[Operand], version: int) -> list[Opera
 def batch_normalization(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
     data = as_form(operands[0])
     parameters = operands[1:5]
-    unknown = {*node.attributes} - {"epsilon", "momentum", "training_mode", "is_test", "consumed_inputs"}
-    if unknown or is_training(node, version):
-        raise UnsupportedModelError(f"BatchNormalization with {sorted(unknown) or 'training_mode'}")
+    if is_training(node, version):
+        raise UnsupportedModelError("BatchNormalization in training")
     if len(parameters) != 4 or not all(isinstance(each, Parameter) for each in parameters):
         raise UnsupportedModelError("BatchNormalization with parameters that are not constant")
     if data.rank < 2 or any(
@@ -184,11 +198,15 @@ def convolution(node: ir.Node, operands: list[Operand], version: int) -> list[Op
     bias = operands[2] if len(operands) > 2 else None
     if not isinstance(weight, Parameter) or not (bias is None or isinstance(bias, Parameter)):
         raise UnsupportedModelError(f"{node.op_type} with a weight that is not constant")
+    _check_weight(node, weight)
     dims = data.rank - 2
+    settings = _Settings(node, dims, weight.values.shape[2:])
+    channels = weight.values.shape[:1] if node.op_type == "Conv" else (weight.values.shape[1] * settings.group,)
     if bias is not None:
+        if bias.values.shape != channels or bias.values.dtype != np.float64:
+            raise UnsupportedModelError(f"{node.op_type} with a bias of shape {bias.values.shape}")
         bias = _shaped(bias, [-1, *[1] * dims])
     one = _convolve if node.op_type == "Conv" else _convolve_transposed
-    settings = _Settings(node, dims, weight.values.shape[2:])
 
     def apply(block: np.ndarray, kernel: np.ndarray) -> np.ndarray:
         flat = block.reshape(-1, *block.shape[2:])
@@ -199,13 +217,15 @@ def convolution(node: ir.Node, operands: list[Operand], version: int) -> list[Op
     return [_weighted(_with_constant(data), weight, bias, apply)]
 
 
+def _check_weight(node: ir.Node, weight: Parameter) -> None:
+    if weight.values.dtype != np.float64:
+        raise UnsupportedModelError(f"{node.op_type} with a weight that holds no floats")
+
+
 class _Settings:
     """Attributes of a Conv or ConvTranspose."""
 
     def __init__(self, node: ir.Node, dims: int, kernel: tuple[int, ...]) -> None:
-        known = {"auto_pad", "dilations", "group", "kernel_shape", "pads", "strides", "output_padding", "output_shape"}
-        if {*node.attributes} - known or any(attribute.is_ref() for attribute in node.attributes.values()):
-            raise UnsupportedModelError(f"{node.op_type} with unknown attributes")
         values = {name: attribute.value for name, attribute in node.attributes.items()}
         if values.get("kernel_shape") is not None and tuple(values["kernel_shape"]) != tuple(kernel):
             raise UnsupportedModelError(f"{node.op_type}: its kernel_shape is not that of its weight, {kernel}")
@@ -216,6 +236,9 @@ class _Settings:
         self.auto = str(values.get("auto_pad", "NOTSET") or "NOTSET")
         self.output_padding = list(values.get("output_padding") or [0] * dims)
         self.output_shape = list(values.get("output_shape") or ())
+        lists = (kernel, self.strides, self.dilations, self.pads[:dims], self.pads[dims:], self.output_padding)
+        if dims < 1 or any(len(each) != dims for each in lists) or len(self.output_shape) not in (0, dims):
+            raise UnsupportedModelError(f"{node.op_type} with attributes that do not fit {dims} spatial axes")
         self.extent = [(size - 1) * step + 1 for size, step in zip(kernel, self.dilations, strict=True)]
         self.dims = dims
 
@@ -241,7 +264,7 @@ def _convolve(data: np.ndarray, weight: np.ndarray, settings: _Settings) -> np.n
         (size - extent) // stride + 1
         for size, extent, stride in zip(padded.shape[2:], settings.extent, settings.strides, strict=True)
     ]
-    if min(sizes, default=1) < 1 or data.shape[1] != groups * weight.shape[1]:
+    if min(sizes) < 1 or groups < 1 or weight.shape[0] % groups or data.shape[1] != groups * weight.shape[1]:
         raise UnsupportedModelError(f"a Conv of {weight.shape} over {data.shape}")
     count = len(data)
     result = np.zeros((count, groups, weight.shape[0] // groups, int(np.prod(sizes))))
@@ -266,7 +289,7 @@ def _convolve_transposed(data: np.ndarray, weight: np.ndarray, settings: _Settin
     """(N, C, *S) and (C, O / groups, *K) -> (N, O, *S')."""
     groups, kernel, count = settings.group, weight.shape[2:], len(data)
     sizes = list(data.shape[2:])
-    if data.shape[1] != weight.shape[0]:
+    if groups < 1 or data.shape[1] != weight.shape[0] or weight.shape[0] % groups:
         raise UnsupportedModelError(f"a ConvTranspose of {weight.shape} over {data.shape}")
     full = [
         (size - 1) * stride + extent
@@ -310,12 +333,15 @@ def gemm(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
     alpha, beta = number("alpha", 1.0), number("beta", 1.0)
 
     def product(one: Form, two: Parameter, flipped: bool) -> Form:
+        _check_weight(node, two)
+        if one.rank != 2 or two.values.ndim != 2:
+            raise UnsupportedModelError("Gemm of what is no matrix")
         matrix = _turned(two, alpha)
 
         def apply(block: np.ndarray, values: np.ndarray) -> np.ndarray:
             left = np.swapaxes(block, -1, -2) if number("transA" if not flipped else "transB", 0) else block
             right = values.T if number("transB" if not flipped else "transA", 0) else values
-            return np.asarray(right @ left if flipped else left @ right)
+            return _product(right, left) if flipped else _product(left, right)
 
         return _weighted(one, matrix, None, apply)
 
@@ -339,17 +365,25 @@ def _turned(parameter: Parameter, factor: float) -> Parameter:
 def matmul(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
     first, second = operands
     if isinstance(first, Form) and isinstance(second, Parameter):
-        _check_matrix(first)
-        return [_weighted(first, second, None, lambda block, values: np.asarray(_batched(block, values) @ values))]
+        _check_matrix(first, second)
+        return [_weighted(first, second, None, lambda block, values: _product(_batched(block, values), values))]
     if isinstance(second, Form) and isinstance(first, Parameter):
-        _check_matrix(second)
-        return [_weighted(second, first, None, lambda block, values: np.asarray(values @ _batched(block, values)))]
+        _check_matrix(second, first)
+        return [_weighted(second, first, None, lambda block, values: _product(values, _batched(block, values)))]
     raise UnsupportedModelError("MatMul of two values")
 
 
-def _check_matrix(form: Form) -> None:
-    if form.rank < 2:
-        raise UnsupportedModelError("MatMul of a vector")
+def _check_matrix(form: Form, other: Parameter) -> None:
+    if form.rank < 2 or other.values.ndim < 1 or other.values.dtype != np.float64:
+        raise UnsupportedModelError("MatMul of a vector, or of other numbers than floats")
+
+
+def _product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """left @ right. Raises UnsupportedModelError where their sizes do not fit."""
+    try:
+        return np.asarray(left @ right)
+    except ValueError:
+        raise UnsupportedModelError(f"a product of {left.shape[1:]} and {right.shape}") from None
 
 
 def _batched(block: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -359,6 +393,7 @@ def _batched(block: np.ndarray, other: np.ndarray) -> np.ndarray:
 def moving(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
     """Evaluated once on the numbers of all elements; number 0 stands for a zero that is put in."""
     data = [as_form(operand) if _is_data(node, place, operand) else None for place, operand in enumerate(operands)]
+    _known(node, [operand for operand, form in zip(operands, data, strict=True) if form is None])
     numbered: list[Any] = []
     start = 1
     for operand, form in zip(operands, data, strict=True):
@@ -373,6 +408,13 @@ def moving(node: ir.Node, operands: list[Operand], version: int) -> list[Operand
     present = [form for form in data if form is not None]
     results = NodeEvaluator(node, [value is not None for value in numbered], version)(numbered)
     return [_moved(present, np.asarray(result).astype(np.int64)) for result in results]
+
+
+def _known(node: ir.Node, operands: Sequence[Operand]) -> list[np.ndarray | None]:
+    """Return the numbers of operands that have to be constant. Raises UnsupportedModelError."""
+    if any(isinstance(operand, Form) for operand in operands):
+        raise UnsupportedModelError(f"{node.op_type} with sizes or indices that vary")
+    return [operand.values if isinstance(operand, Parameter) else None for operand in operands]
 
 
 def _is_data(node: ir.Node, place: int, operand: Operand) -> bool:
@@ -399,7 +441,7 @@ def _moved(operands: list[Form], order: np.ndarray) -> Form:
 def means(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
     """Measure the matrix of the operator, from each element alone; then check it on random data."""
     data = as_form(operands[0])
-    others = [None if operand is None else operand.values for operand in operands[1:]]  # type: ignore[union-attr]
+    others = _known(node, operands[1:])
     evaluator = NodeEvaluator(node, [True, *(value is not None for value in others)], version)
     size = int(np.prod(data.shape))
 
@@ -427,11 +469,8 @@ def means(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]
 
 def same(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
     """Identity, Dropout in inference, a Cast from float to float."""
-    if len([value for value in node.outputs if value.uses()]) > 1 or (len(operands) > 2 and operands[2] is not None):
-        raise UnsupportedModelError(f"{node.op_type} with a mask or in training")
-    target = node.attributes.get("to")
-    if target is not None and not ir.DataType(target.as_int()).is_floating_point():
-        raise UnsupportedModelError("a Cast to integers")
+    if len([value for value in node.outputs if value.uses() or value.is_graph_output()]) > 1:
+        raise UnsupportedModelError(f"{node.op_type} with a mask")
     return [as_form(operands[0]), *[None] * (len(node.outputs) - 1)]
 
 
@@ -441,21 +480,38 @@ def shape_of(node: ir.Node, operands: list[Operand], version: int) -> list[Opera
     return [Parameter(np.asarray(as_form(operands[0]).shape[start:end], np.int64))]
 
 
-RULES: dict[str, Rule] = {
-    "Add": add,
-    "Sub": add,
-    "Mul": multiply,
-    "Div": multiply,
-    "Neg": negative,
-    "BatchNormalization": batch_normalization,
-    "Conv": convolution,
-    "ConvTranspose": convolution,
-    "Gemm": gemm,
-    "MatMul": matmul,
-    "Dropout": same,
-    "Cast": same,
-    "Shape": shape_of,
-    "Identity": same,
-    **dict.fromkeys(MOVING, moving),
-    **dict.fromkeys(MEANS, means),
+@dataclasses.dataclass(frozen=True)
+class Lemma:
+    """A linear operator. attributes: those that its rule reads; None where onnx.reference runs it and reads all."""
+
+    rule: Rule
+    attributes: frozenset[str] | None = frozenset()
+
+    def check(self, node: ir.Node) -> None:
+        """Raise UnsupportedModelError where the node has an attribute that the rule does not read."""
+        if any(attribute.is_ref() for attribute in node.attributes.values()):
+            raise UnsupportedModelError(f"{node.op_type} with an attribute of its function's caller")
+        unread = {*node.attributes} - self.attributes if self.attributes is not None else set()
+        if unread:
+            raise UnsupportedModelError(f"{node.op_type} with {', '.join(sorted(unread))}, which no lemma names")
+
+
+_WINDOW = frozenset(("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides"))
+RULES: dict[str, Lemma] = {
+    **dict.fromkeys(("Add", "Sub", "Sum"), Lemma(add)),
+    **dict.fromkeys(("Mul", "Div"), Lemma(multiply)),
+    "Neg": Lemma(negative),
+    "BatchNormalization": Lemma(
+        batch_normalization, frozenset(("epsilon", "momentum", "training_mode", "is_test", "consumed_inputs"))
+    ),
+    "Conv": Lemma(convolution, _WINDOW),
+    "ConvTranspose": Lemma(convolution, _WINDOW | {"output_padding", "output_shape"}),
+    "Gemm": Lemma(gemm, frozenset(("alpha", "beta", "transA", "transB"))),
+    "MatMul": Lemma(matmul),
+    "Dropout": Lemma(same, frozenset(("ratio", "seed", "is_test"))),
+    "Cast": Lemma(same, frozenset(("to", "saturate", "round_mode"))),
+    "Identity": Lemma(same),
+    "Shape": Lemma(shape_of, frozenset(("start", "end"))),
+    **dict.fromkeys(MOVING, Lemma(moving, None)),
+    **dict.fromkeys(MEANS, Lemma(means, None)),
 }

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.model_io import walk
-from bnexport.verification.local.attributes import same_attribute
+from bnexport.verification.local.attributes import same_attribute, same_outputs
 from bnexport.verification.local.blocks import same_tensor
 from bnexport.verification.local.regions import Region, Side, name_of
 
@@ -52,6 +52,8 @@ class Pairing:
         self._given: dict[ir.Value, ir.Value] = {}
         # Values of new nodes that take the name of one of the original.
         self._remade: dict[ir.Value, ir.Value] = {}
+        # Random nodes of both, each with the other model's.
+        self._drawn: tuple[dict[ir.Node, ir.Node], dict[ir.Node, ir.Node]] = ({}, {})
         self._work = _Work([], set())
         self._same_graphs: set[tuple[ir.Graph, ir.Graph]] = set()
         self._by_name: dict[tuple[str, str], list[ir.Node]] = {}
@@ -63,11 +65,10 @@ class Pairing:
     def run(self) -> None:
         """Fills `regions`. Raises Mismatch."""
         first, second = self.original.model, self.folded.model
-        for domain, version in first.opset_imports.items():
-            if second.opset_imports.get(domain, version) != version:
-                raise Mismatch(
-                    f"the opset {domain or 'ai.onnx'!r} changed from {version} to {second.opset_imports[domain]}"
-                )
+        mine, theirs = _opsets(first), _opsets(second)
+        for domain, version in mine.items():
+            if theirs.get(domain, version) != version:
+                raise Mismatch(f"the opset {domain!r} changed from {version} to {theirs[domain]}")
         self._graphs(first.graph, second.graph)
         while self._work.pending:
             self._value(*self._work.pending.pop())
@@ -171,6 +172,10 @@ class Pairing:
         difference = self.attributes(mine, theirs)
         if difference:
             raise Mismatch(f"{name_of(mine)}: its attribute {difference!r} changed, and it belongs to no fold", mine)
+        if not same_outputs(mine, theirs, self.original.constants.version(mine)):
+            raise Mismatch(f"{name_of(mine)}: its number of outputs changed, and it belongs to no fold", mine)
+        if self.original.is_random(mine) and not self._one_to_one(mine, theirs):
+            raise Mismatch(f"{name_of(mine)} ({mine.op_type}) may be random, and is one node in one model only", mine)
         count = max(len(mine.inputs), len(theirs.inputs))
         for one, two in zip(_padded(mine, count), _padded(theirs, count), strict=True):
             if (one is None) != (two is None):
@@ -184,8 +189,12 @@ class Pairing:
         elif one_body is not other_body:
             raise Mismatch(f"the function {key[1]!r} is in one model only", mine)
 
+    def _one_to_one(self, mine: ir.Node, theirs: ir.Node) -> bool:
+        """Pair two nodes for good. Return whether neither was paired with another one."""
+        return self._drawn[0].setdefault(mine, theirs) is theirs and self._drawn[1].setdefault(theirs, mine) is mine
+
     def _functions(self, mine: ir.Function, theirs: ir.Function) -> None:
-        if mine.opset_imports != theirs.opset_imports or set(mine.attributes) != set(theirs.attributes):
+        if _opsets(mine) != _opsets(theirs) or set(mine.attributes) != set(theirs.attributes):
             raise Mismatch(f"the function {mine.name!r} changed")
         for name, attribute in mine.attributes.items():
             if not same_attribute(attribute, theirs.attributes[name]):
@@ -218,7 +227,9 @@ class Pairing:
         if leaves[0] is None and leaves[1] is None and self._same_expression(mine, theirs):
             return True
         one, two = first.array(mine), second.array(theirs)
-        return one.dtype == two.dtype and one.shape == two.shape and self._same_numbers(mine, theirs, one, two)
+        if first.dtype(mine) != second.dtype(theirs) or one.shape != two.shape:
+            return False
+        return self._same_numbers(mine, theirs, one, two)
 
     def _same_numbers(self, mine: ir.Value, theirs: ir.Value, one: np.ndarray, two: np.ndarray) -> bool:
         """Whether two computed constants are equal; one and two: their values, of one type and shape."""
@@ -229,6 +240,8 @@ class Pairing:
         if node is None or other is None or node.op_identifier() != other.op_identifier():
             return False
         if mine.index() != theirs.index() or len(node.inputs) != len(other.inputs) or self.attributes(node, other):
+            return False
+        if not same_outputs(node, other, self.original.constants.version(node)):
             return False
         return all(
             (one is None) == (two is None) and (one is None or two is None or self._same_constant(one, two))
@@ -328,6 +341,15 @@ class Pairing:
             data = [operand for _, operand in self.original.data(maker)]
             value = data[0] if len(data) == 1 else None
         return value
+
+
+def _opsets(holder: ir.Model | ir.Function) -> dict[str, int]:
+    """Return the versions by domain; the standard's has two names. Raises Mismatch."""
+    found: dict[str, int] = {}
+    for domain, version in holder.opset_imports.items():
+        if found.setdefault(domain or "ai.onnx", version) != version:
+            raise Mismatch(f"two versions of the domain {domain or 'ai.onnx'!r} are imported")
+    return found
 
 
 def _padded(node: ir.Node, count: int) -> list[ir.Value | None]:

@@ -18,6 +18,7 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
+from bnexport.errors import UnsupportedModelError
 from bnexport.verification.local.regions import Side
 
 # Rounding of our own arithmetic, relative to the size of the terms: some tens of operations in float64.
@@ -38,8 +39,10 @@ class Parameter:
 
 
 def original(side: Side, value: ir.Value) -> Parameter:
-    """Read a constant of the original."""
+    """Read a constant of the original. Raises UnsupportedModelError where it is not finite: then nothing is linear."""
     values, error = np.asarray(side.constants.array(value)), side.constants.error(value)
+    if values.dtype == np.float64 and not np.isfinite(values).all():
+        raise UnsupportedModelError(f"the constant {value.name!r} of the original is not finite")
     if side.roundings and values.dtype == np.float64:
         own = side.roundings * side.constants.roundoff(value)[0] * np.abs(values)
         error = own if error is None else error + own

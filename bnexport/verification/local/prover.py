@@ -20,16 +20,13 @@ from bnexport.verification.local.nonlinear import NotRelated
 from bnexport.verification.local.regions import Region, Side, is_training, name_of
 from bnexport.verification.verdict import SiteProof
 
-# What an operator raises that cannot be evaluated: ours, and those of NumPy and onnx.reference.
-REFUSALS = (BnexportError, ArithmeticError, ValueError, IndexError, TypeError, KeyError)
-
 
 class Prover:
     """Regions of one pair of models."""
 
     def __init__(self, sides: tuple[Side, Side]) -> None:
         self._sides = sides
-        self._shapes = sizes.ModelShapes(sides[0].model)
+        self._shapes = sides[0].shapes
 
     def prove(self, name: str, region: Region) -> SiteProof:
         """Prove one output of a region. name: of the sites that it belongs to."""
@@ -40,7 +37,7 @@ class Prover:
                 return self._proved(name, region)
         except Violation as error:
             return SiteProof(name, "failed", reason=f"{_where(region)}: {error}")
-        except REFUSALS as error:
+        except BnexportError as error:
             return SiteProof(name, "not_run", reason=f"{_where(region)}: {error}")
 
     def _proved(self, name: str, region: Region) -> SiteProof:
@@ -86,7 +83,7 @@ class Prover:
         for chosen in sizes.candidates(region, self._sides[0], self._shapes):
             try:
                 marks.append(self._at(name, region, chosen))
-            except REFUSALS as error:
+            except BnexportError as error:
                 reason = error
             except Violation:
                 if wanted == 1 or sizes.keeps_declared(chosen, region, self._shapes):
@@ -98,7 +95,23 @@ class Prover:
         if not marks:
             text = "the sizes of its inputs are not known" if reason is None else str(reason)
             return SiteProof(name, "not_run", reason=f"{_where(region)}: {text}")
+        if sizes.depends_on_sizes(region):
+            self._check_ones(name, region)
         return functools.reduce(worse, marks)
+
+    def _check_ones(self, name: str, region: Region) -> None:
+        """Compare where sizes that may be anything are 1: such axes are squeezed and broadcast. Raises Violation."""
+        for several in sizes.ones(region, self._sides[0], self._shapes):
+            for chosen in several:
+                try:
+                    self._at(name, region, chosen)
+                except BnexportError:
+                    continue
+                except Violation:
+                    if sizes.keeps_declared(chosen, region, self._shapes):
+                        raise
+                    continue
+                break
 
     def _at(self, name: str, region: Region, chosen: list[tuple[int, ...]]) -> SiteProof:
         """Evaluate at these sizes, in directions where variables are too many. Raises Violation, or what cannot be run."""
@@ -109,7 +122,7 @@ class Prover:
             return _compared(name, self._equal(region, chosen, whole=False), chosen)
         except TooLarge:
             raise
-        except REFUSALS as error:
+        except BnexportError as error:
             if self._original_runs(region, chosen):
                 raise Violation(f"the original can be evaluated, the folded model cannot: {error}") from error
             raise
@@ -132,7 +145,7 @@ class Prover:
         same = Region((region.output[0],) * 2, (region.nodes[0], region.nodes[0]), list(entering), region.number)
         try:
             evaluation.evaluate(same, (self._sides[0], self._sides[0]), chosen, whole=False)
-        except (Violation, *REFUSALS):
+        except (Violation, BnexportError):
             return False
         return True
 

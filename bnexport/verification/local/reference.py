@@ -1,4 +1,4 @@
-"""Evaluate one node of the standard by onnx.reference, floats in float64."""
+"""Evaluate one node of the standard by onnx.reference, in the types of its inputs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,16 @@ import onnx_ir as ir
 
 from bnexport.errors import UnsupportedModelError, first_line
 
-_FLOATS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT)
 
-
-def evaluate(node: ir.Node, inputs: Sequence[Any], version: int, *, wide: bool = True) -> list[Any]:
-    """Return the outputs of `node` for these inputs, None for an absent one. wide: a Cast gives float64.
-
-    Raises UnsupportedModelError.
-    """
-    return NodeEvaluator(node, [value is not None for value in inputs], version, wide=wide)(inputs)
+def evaluate(node: ir.Node, inputs: Sequence[Any], version: int) -> list[Any]:
+    """Return the outputs of `node` for these inputs, None for an absent one. Raises UnsupportedModelError."""
+    return NodeEvaluator(node, [value is not None for value in inputs], version)(inputs)
 
 
 class NodeEvaluator:
     """One node, ready to be run on several sets of inputs."""
 
-    def __init__(self, node: ir.Node, present: Sequence[bool], version: int, *, wide: bool = True) -> None:
+    def __init__(self, node: ir.Node, present: Sequence[bool], version: int) -> None:
         import onnx
         import onnx.reference
 
@@ -36,9 +31,6 @@ class NodeEvaluator:
         proto.input.extend(f"i{index}" if given else "" for index, given in enumerate(present))
         self._outputs = [f"o{index}" for index, value in enumerate(node.outputs) if value.name]
         proto.output.extend(f"o{index}" if value.name else "" for index, value in enumerate(node.outputs))
-        for attribute in proto.attribute:
-            if wide and attribute.name == "to" and attribute.i in [kind.value for kind in _FLOATS]:
-                attribute.i = onnx.TensorProto.DOUBLE
         names = [name for name in proto.input if name]
         graph = onnx.helper.make_graph(
             [proto],
@@ -68,9 +60,10 @@ def _unsupported(node: ir.Node, error: Exception) -> UnsupportedModelError:
 
 
 def _dequantized(node: ir.Node, data: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None) -> np.ndarray:
-    """(data - zero) * scale, not rounded."""
-    if "block_size" in node.attributes and node.attributes["block_size"].as_int():
-        raise UnsupportedModelError("DequantizeLinear in blocks is not evaluated here")
+    """(data - zero) * scale, rounded to the type of the scale."""
+    for name in {*node.attributes} - {"axis"}:
+        if name != "block_size" or node.attributes[name].as_int():
+            raise UnsupportedModelError(f"DequantizeLinear with {name} is not evaluated here")
     axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
 
     def shaped(values: np.ndarray) -> np.ndarray:
@@ -78,4 +71,4 @@ def _dequantized(node: ir.Node, data: np.ndarray, scale: np.ndarray, zero: np.nd
         return wide if wide.size == 1 else wide.reshape([-1 if i == axis % data.ndim else 1 for i in range(data.ndim)])
 
     exact = np.asarray(data, np.float64) - (0.0 if zero is None else shaped(zero))
-    return np.asarray(exact * shaped(scale))
+    return np.asarray(exact * shaped(scale)).astype(scale.dtype)

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from bnexport.verification.local.constants import ConstantValues
+from bnexport.model_io import walk
+from bnexport.schema import SYNC_BATCH_NORM, TRAINING_DOMAIN
+from bnexport.verification.local.constants import RANDOM, ConstantValues
+from bnexport.verification.local.shapes import ModelShapes
 
 MAIN = "main graph"
 
@@ -33,6 +36,8 @@ class Side:
     def __init__(self, model: ir.Model, roundings: int = 0) -> None:
         self.model, self.roundings = model, roundings
         self.constants = ConstantValues(model)
+        self.shapes = ModelShapes(model)
+        self._random: dict[ir.Node, bool] = {}
         # Position of each node that depends on the inputs, in the order of execution.
         self.order: dict[ir.Node, int] = {}
         self.scopes: dict[ir.Graph, str] = {}
@@ -50,6 +55,36 @@ class Side:
     def is_constant_node(self, node: ir.Node) -> bool:
         """Whether each output is constant."""
         return any(self.constants.has(value) for value in node.outputs)
+
+    def is_random(self, node: ir.Node) -> bool:
+        """Whether two such nodes may give two values for equal inputs, as far as is known."""
+        if node not in self._random:
+            self._random[node] = True  # a function that calls itself is nothing that is known
+            self._random[node] = self._draws(node)
+        return self._random[node]
+
+    def _draws(self, node: ir.Node) -> bool:
+        function = self.model.functions.get(node.op_identifier())
+        if function is not None:
+            return any(map(self.is_random, function.all_nodes()))
+        if node.op_type == SYNC_BATCH_NORM.name or node.domain == TRAINING_DOMAIN:
+            return False
+        if node.domain != "" or node.op_type in RANDOM:
+            return True
+        if node.op_type == "Dropout":
+            return not self.is_inference_dropout(node)
+        return any(self.is_random(inner) for inner in walk.inner_nodes(node))
+
+    def is_inference_dropout(self, node: ir.Node) -> bool:
+        """Whether a Dropout copies its input: by its attribute before opset 7, by its third input from 12 on."""
+        version = self.constants.version(node)
+        if version < 7:
+            test = node.attributes.get("is_test")
+            return test is not None and not test.is_ref() and bool(test.as_int())
+        training = node.inputs[2] if len(node.inputs) > 2 else None
+        if training is None or not training.name:
+            return True
+        return self.constants.has(training) and not self.constants.array(training).any()
 
     def data(self, node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
         """Yield the inputs of a node that are not constant, with their places; without those that bodies read."""

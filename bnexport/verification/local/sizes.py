@@ -2,81 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
 from bnexport.verification.local.regions import Region, Side
-
-Shape = tuple[int | str | None, ...]
+from bnexport.verification.local.shapes import ModelShapes, Shape
 
 _SHAPING = ("Shape", "Reshape", "Expand", "Tile", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Split", "Gather")
 
 # Elements of all entering values together, if each is to be a variable.
 MOST_VARIABLES = 2500
-
-
-class ModelShapes:
-    """Declared and inferred shapes of a model; inference runs when it is first needed."""
-
-    def __init__(self, model: ir.Model) -> None:
-        self._model = model
-        self._inferred: dict[ir.Value, Shape] | None = None
-        self._types: dict[ir.Value, ir.DataType] = {}
-
-    def of(self, value: ir.Value) -> Shape | None:
-        """Return the shape, or None if not even the rank is known."""
-        if value.shape is not None:
-            return _plain(value.shape)
-        return self._all().get(value)
-
-    def rank(self, value: ir.Value) -> int | None:
-        shape = self.of(value)
-        return None if shape is None else len(shape)
-
-    def dtype(self, value: ir.Value) -> ir.DataType | None:
-        """Return the element type, None where it is not known."""
-        if value.dtype is None:
-            self._all()
-        return value.dtype or self._types.get(value)
-
-    def _all(self) -> dict[ir.Value, Shape]:
-        if self._inferred is None:
-            self._inferred = {}
-            self._infer()
-        return self._inferred
-
-    def _infer(self) -> None:
-        from onnx_ir.passes.common import ShapeInferencePass
-
-        assert self._inferred is not None
-        copy = self._model.clone()
-        pairs = [
-            (node, twin)
-            for graph, other in zip(self._model.graphs(), copy.graphs(), strict=True)
-            for node, twin in zip(graph, other, strict=True)
-        ]
-        logger = logging.getLogger("onnx_ir.passes.common.shape_inference")
-        level = logger.level
-        logger.setLevel(logging.CRITICAL)
-        try:
-            ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(copy)
-        except Exception:  # a model that inference cannot digest leaves sizes unknown
-            return
-        finally:
-            logger.setLevel(level)
-        for node, twin in pairs:
-            for value, other in zip(node.outputs, twin.outputs, strict=True):
-                if other.shape is not None:
-                    self._inferred[value] = _plain(other.shape)
-                if other.dtype is not None:
-                    self._types[value] = other.dtype
-
-
-def _plain(shape: ir.ShapeProtocol) -> Shape:
-    return tuple((size if size >= 0 else None) if isinstance(size, int) else size.value for size in shape)
 
 
 def candidates(region: Region, side: Side, shapes: ModelShapes) -> Iterator[list[tuple[int, ...]]]:
@@ -105,9 +42,19 @@ def candidates(region: Region, side: Side, shapes: ModelShapes) -> Iterator[list
             yield sizes
 
 
+def ones(region: Region, side: Side, shapes: ModelShapes) -> Iterator[list[list[tuple[int, ...]]]]:
+    """Sizes with a free batch of 1, and with every free size 1; each with small and with declared sizes elsewhere."""
+    known = [shapes.of(value) for value, _ in region.entering]
+    declared = [shape for shape in known if shape is not None]
+    if len(declared) < len(known):
+        return
+    for least in (_reach(region, side), 1):
+        yield [_chosen(declared, least, 1, shrink) for shrink in (True, False)]
+
+
 def depends_on_sizes(region: Region) -> bool:
     """Whether the region reads or sets sizes, so that equality at one batch says little about others."""
-    return any(node.op_type in _SHAPING for node in region.nodes[0])
+    return any(node.op_type in _SHAPING for nodes in region.nodes for node in nodes)
 
 
 def keeps_declared(sizes: Sequence[tuple[int, ...]], region: Region, shapes: ModelShapes) -> bool:
