@@ -35,6 +35,10 @@ class Form:
     errors: dict[int, np.ndarray]
     size: float
 
+    def __post_init__(self) -> None:
+        if 0 in self.shape:
+            raise UnsupportedModelError(f"a value of shape {self.shape} has no element to compare")
+
     def error(self, group: int) -> np.ndarray | float:
         return self.errors.get(group, 0.0)
 
