@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
@@ -292,8 +293,8 @@ def prove(region: Region, original_side: Side, folded_side: Side, rank: int | No
             raise NotAChain
     if first.padded and (p.h.any() or p2.h.any()):
         raise NotAChain
-    data = _same_shape(p, p2, _data_shape(mine, rank))
-    _same_shape(k, k2, _behind(mine.linear.op_type, data, rank, first.outputs))
+    _check_shapes(p, p2, lambda: _data_shape(mine, rank))
+    _check_shapes(k, k2, lambda: _behind(mine, p, rank, first.outputs))
     return _compare(first, second, (p, k), (p2, k2))
 
 
@@ -304,7 +305,7 @@ def _maps_only(mine: _Chain, theirs: _Chain, rank: int | None) -> Proof:
     sizes = {k.k.size, k2.k.size, k.h.size, k2.h.size} - {1}
     if len(sizes) > 1:
         raise NotAChain
-    _same_shape(k, k2, _data_shape(mine, None))
+    _check_shapes(k, k2, lambda: _data_shape(mine, None))
     allowed = k.k_error + k2.k_error + NOISE * np.abs(k.k)
     proof = _within(k2.k - k.k, allowed, np.abs(k.k), "scale")
     size = k.size + k2.size
@@ -317,24 +318,22 @@ def _data_shape(chain: _Chain, rank: int | None) -> Shape | None:
     return shape if shape is not None or rank is None else (None,) * rank
 
 
-def _same_shape(mine: _Map, theirs: _Map, data: Shape | None) -> Shape | None:
-    """Return the shape of `data` behind both maps. Raises NotAChain where one of them may broadcast to another."""
-    if data is None:
-        if mine.onto(()) != theirs.onto(()):
-            raise NotAChain
-        return None
-    if mine.channels is not None:
-        theirs = dataclasses.replace(theirs, channels=mine.channels)
-    if mine.onto(data) != theirs.onto(data):
+def _check_shapes(mine: _Map, theirs: _Map, data: Callable[[], Shape | None]) -> None:
+    """Raise NotAChain where one of two maps may broadcast to another shape. data: of what both are given."""
+    if mine.onto(()) == theirs.onto(()):
+        return
+    theirs.channels = mine.channels
+    shape = data()
+    if shape is None or mine.onto(shape) != theirs.onto(shape):
         raise NotAChain
-    return mine.onto(data)
 
 
-def _behind(kind: str, data: Shape | None, rank: int | None, outputs: int) -> Shape | None:
-    """Return the shape of a linear operator's output."""
-    if kind == "MatMul":
-        return None if data is None else (*data[:-1], outputs)
-    return (None, outputs, *(None,) * (rank - 2)) if rank is not None else None
+def _behind(chain: _Chain, before: _Map, rank: int | None, outputs: int) -> Shape | None:
+    """Return the shape of a linear operator's output, as far as it is known."""
+    if chain.linear is not None and chain.linear.op_type == "MatMul":
+        data = _data_shape(chain, None)
+        return None if data is None else (*before.onto(data)[:-1], outputs)
+    return None if rank is None else (None, outputs, *(None,) * (rank - 2))
 
 
 def _within(difference: np.ndarray, allowed: np.ndarray, size: np.ndarray, what: str, start: int = 0) -> Proof:
@@ -440,6 +439,8 @@ def _tensor(chain: _Chain, node: ir.Node, index: int) -> _Stored:
 
 def _relative(error: np.ndarray, values: np.ndarray) -> float:
     """Return the largest relative error. Raises NotAChain where a 0 may be more than a number too small to be stored."""
+    if not error.any():
+        return 0.0
     error, values = np.broadcast_arrays(error, values)
     is_zero = values == 0
     if (error[is_zero] > _UNSTORED).any():
