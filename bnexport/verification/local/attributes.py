@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from bnexport.errors import UnsupportedModelError
 from bnexport.verification.local.blocks import same_tensor
 
 
@@ -70,14 +73,14 @@ def same_outputs(mine: ir.Node, theirs: ir.Node, version: int) -> bool:
     counts = sorted(_present(node) for node in (mine, theirs))
     if counts[0] == counts[1]:
         return True
-    schema = _schema(mine.op_type, version) if mine.domain == "" else None
-    if schema is None or mine.op_type == "BatchNormalization":
+    declared = schema(mine.op_type, version) if mine.domain == "" else None
+    if declared is None or mine.op_type == "BatchNormalization":
         return False
     import onnx
 
     optional = onnx.defs.OpSchema.FormalParameterOption.Optional
-    return counts[1] <= len(schema.outputs) and all(
-        output.option == optional for output in schema.outputs[counts[0] : counts[1]]
+    return counts[1] <= len(declared.outputs) and all(
+        output.option == optional for output in declared.outputs[counts[0] : counts[1]]
     )
 
 
@@ -86,7 +89,37 @@ def _present(node: ir.Node) -> int:
     return max((index + 1 for index, value in enumerate(node.outputs) if value.name), default=0)
 
 
-def _schema(operator: str, version: int) -> Any:
+@dataclasses.dataclass(frozen=True)
+class _Signature:
+    """What a schema says of an operator's inputs and attributes. kinds: ONNX's numbers of attribute types."""
+
+    least: int
+    most: int
+    kinds: dict[str, int]
+
+
+@functools.cache
+def _signature(operator: str, version: int) -> _Signature | None:
+    found = schema(operator, version)
+    if found is None:
+        return None
+    kinds = {name: attribute.type.value for name, attribute in found.attributes.items()}
+    return _Signature(found.min_input, found.max_input, kinds)
+
+
+def check_node(node: ir.Node, version: int) -> None:
+    """Raise UnsupportedModelError where a node of the standard is not as its schema says, or belongs to its function's caller."""
+    signature = _signature(node.op_type, version)
+    if signature is None or not signature.least <= len(node.inputs) <= signature.most:
+        raise UnsupportedModelError(f"{node.op_type} with {len(node.inputs)} inputs, of opset {version}")
+    if any(value is None or not value.name for value in node.inputs[: signature.least]):
+        raise UnsupportedModelError(f"{node.op_type} without an input that it needs")
+    for name, attribute in node.attributes.items():
+        if attribute.is_ref() or attribute.type.value != signature.kinds.get(name):
+            raise UnsupportedModelError(f"{node.op_type} with an attribute {name!r} that its schema does not have")
+
+
+def schema(operator: str, version: int) -> Any:
     """Return the schema of an operator of the standard, or None."""
     import onnx
 
@@ -99,8 +132,8 @@ def _schema(operator: str, version: int) -> Any:
 def _schema_default(operator: str, version: int, name: str, value: object) -> bool:
     import onnx
 
-    schema = _schema(operator, version)
-    declared = None if schema is None else schema.attributes.get(name)
+    known = schema(operator, version)
+    declared = None if known is None else known.attributes.get(name)
     if declared is None or not declared.default_value.name:
         return False
     default = onnx.helper.get_attribute_value(declared.default_value)

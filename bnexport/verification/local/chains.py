@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.verification.local.attributes import is_default
+from bnexport.verification.local.attributes import check_node, is_default
 from bnexport.verification.local.blocks import TensorRows, pieces
 from bnexport.verification.local.parameters import NOISE, Parameter, original, stored
 from bnexport.verification.local.regions import Region, Side, is_training
@@ -112,9 +112,10 @@ class _Chain:
             if value is not node.outputs[0] or len([each for each in node.outputs if each.uses()]) > 1:
                 raise NotAChain
             data = list(side.data(node))
-            if len(data) != 1:
+            if len(data) != 1 or node.domain != "":
                 raise NotAChain
-            if node.op_type in _LINEAR and node.domain == "" and self.linear is None:
+            check_node(node, side.constants.version(node))
+            if node.op_type in _LINEAR and self.linear is None:
                 self.linear, self.place, current = node, data[0][0], before
             elif self._is_map(node, data[0][1]) and node not in region.rounding:
                 current.append((node, data[0][0]))
@@ -128,7 +129,7 @@ class _Chain:
         self._after, self._before = after[::-1], before[::-1]
 
     def _is_map(self, node: ir.Node, data: ir.Value) -> bool:
-        if node.domain != "" or node.op_type not in _MAPS:
+        if node.op_type not in _MAPS:
             return False
         return node.op_type != "Cast" or self.side.shapes.keeps_floats(node, data)
 

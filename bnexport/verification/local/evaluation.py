@@ -96,9 +96,10 @@ class _Evaluation:
                 results = self._known(side, node, operands)
             else:
                 assert lemma is not None
-                lemma.check(node)
+                version = self._sides[side].constants.version(node)
+                lemma.check(node, version)
                 self._check_numbers(side, node)
-                results = lemma.rule(node, operands, self._sides[side].constants.version(node))
+                results = lemma.rule(node, operands, version)
             self._values[side].update(zip(node.outputs, results, strict=False))
             pending.remove(node)
             moved = True

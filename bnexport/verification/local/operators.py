@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from bnexport.errors import UnsupportedModelError
 from bnexport.verification.local import forms
+from bnexport.verification.local.attributes import check_node
 from bnexport.verification.local.chains import NotAChain, normalising, reciprocal
 from bnexport.verification.local.forms import CONSTANT, Form
 from bnexport.verification.local.parameters import Parameter
@@ -487,10 +488,9 @@ class Lemma:
     rule: Rule
     attributes: frozenset[str] | None = frozenset()
 
-    def check(self, node: ir.Node) -> None:
-        """Raise UnsupportedModelError where the node has an attribute that the rule does not read."""
-        if any(attribute.is_ref() for attribute in node.attributes.values()):
-            raise UnsupportedModelError(f"{node.op_type} with an attribute of its function's caller")
+    def check(self, node: ir.Node, version: int) -> None:
+        """Raise UnsupportedModelError where the node is not valid, or has an attribute that the rule does not read."""
+        check_node(node, version)
         unread = {*node.attributes} - self.attributes if self.attributes is not None else set()
         if unread:
             raise UnsupportedModelError(f"{node.op_type} with {', '.join(sorted(unread))}, which no lemma names")

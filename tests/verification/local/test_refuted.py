@@ -73,9 +73,7 @@ CASES = {
         "z = Conv (x, folded_v, shift)\n i = Cast <to = 11> (z)\n y = Cast <to = 1> (i)",
     ),
     "kernel-turned": Case(CONV, "y = Conv (x, folded_turned, shift)", "y = Conv (x, folded, shift)"),
-    "kernel-turned-by-name": Case(
-        "y = Conv <kernel_shape = [1, 3]> (x, w)", "y = Conv (x, turned)", "y = Conv (x, w)"
-    ),
+    "kernel-turned-by-name": Case("y = Conv <kernel_shape = [1, 3]> (x, w)", "y = Conv (x, turned)", "y = Conv (x, w)"),
     "broadcast-dropped": Case(
         "a = Mul (x, ones)\n y = Relu (a)",
         "y = Relu (x)",
