@@ -1,0 +1,1 @@
+"""What the package does and says today, for a comparison after it has been rebuilt: `python -m tests.record`."""
