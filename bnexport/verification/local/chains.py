@@ -52,6 +52,10 @@ class Violation(Exception):
     """The two regions are different functions."""
 
 
+class OtherShape(Violation):
+    """The two regions make different shapes, which a reader may make equal again."""
+
+
 @dataclasses.dataclass
 class _Map:
     """x -> k x + h for each channel, with bounds of their errors."""

@@ -98,9 +98,11 @@ class _DifferencePairing(Pairing):
         return Verification(status, reason, engine=ENGINE, sites=tuple(proofs), method="local")  # type: ignore[arg-type]
 
     def _decided(self, mismatch: str) -> list[SiteProof]:
-        """Return the marks. A refuted region is not decided where another one lies above or below it, or the search ended early."""
+        """Return the marks. A refuted region is not decided where another one that is not proved lies above or below it,
+        or the search ended early."""
         refuted = {region.output[0] for region, proof in self._proofs if proof.method == "failed"}
-        related = refuted if mismatch else self._related(refuted)
+        doubtful = {region.output[0] for region, proof in self._proofs if proof.method in ("failed", "not_run")}
+        related = refuted if mismatch else refuted & self._related(doubtful)
         return [
             dataclasses.replace(proof, method="not_run", reason=f"{proof.reason}; {_UNDECIDED}")
             if region.output[0] in related
@@ -108,19 +110,19 @@ class _DifferencePairing(Pairing):
             for region, proof in self._proofs
         ]
 
-    def _related(self, refuted: set[ir.Value]) -> set[ir.Value]:
+    def _related(self, values: set[ir.Value]) -> set[ir.Value]:
         """Return those above or below another one."""
-        if len(refuted) < 2:
+        if len(values) < 2:
             return set()
         below: dict[ir.Value, set[ir.Value]] = {}
         for node in self.original.order:
             above = set[ir.Value]().union(*(below.get(value, ()) for value in _operands(node)))
             for value in node.outputs:
-                mine = above | ({value} & refuted)
+                mine = above | ({value} & values)
                 if mine:
                     below[value] = mine
         related: set[ir.Value] = set()
-        for value in refuted:
+        for value in values:
             others = below.get(value, set()) - {value}
             if others:
                 related |= others | {value}

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from bnexport.errors import UnsupportedModelError
 from bnexport.verification.local import forms, nonlinear, parameters
 from bnexport.verification.local.attributes import same_attributes, same_outputs
-from bnexport.verification.local.chains import Proof, Violation
+from bnexport.verification.local.chains import OtherShape, Proof, Violation
 from bnexport.verification.local.forms import CONSTANT, Form
 from bnexport.verification.local.operators import MOVING, RULES, Operand
 from bnexport.verification.local.parameters import NOISE, Parameter
@@ -202,7 +202,7 @@ def _equal_sizes(mine: Parameter, theirs: Parameter) -> Proof:
 def _equal(mine: Form, theirs: Form) -> Proof:
     """Compare each coefficient of both forms, within its bound."""
     if mine.shape != theirs.shape:
-        raise Violation(f"its shape is {theirs.shape}, expected {mine.shape}")
+        raise OtherShape(f"its shape is {theirs.shape}, expected {mine.shape}")
     slack = NOISE * max(mine.size, theirs.size)
     worst = largest = bound = 0.0
     for group in forms.groups_of((mine, theirs)):

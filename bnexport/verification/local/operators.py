@@ -426,6 +426,9 @@ def _check_padding(node: ir.Node, operands: list[Any]) -> None:
     mode = node.attributes["mode"].as_string() if "mode" in node.attributes else "constant"
     value = node.attributes.get("value")
     filled = len(operands) > 2 and operands[2] is not None and np.any(operands[2])
+    pads = node.attributes["pads"].as_ints() if "pads" in node.attributes else operands[1] if len(operands) > 1 else ()
+    if not np.any(np.asarray(pads) > 0):
+        return  # elements leave, and none are put in
     if mode == "constant" and (filled or (value is not None and value.as_float())):
         raise UnsupportedModelError("Pad with another value than 0")
 

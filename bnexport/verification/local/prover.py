@@ -13,7 +13,7 @@ import onnx_ir as ir
 from bnexport.errors import BnexportError
 from bnexport.model_io.validate import printable
 from bnexport.verification.local import chains, evaluation, sizes
-from bnexport.verification.local.chains import NotAChain, Proof, Violation
+from bnexport.verification.local.chains import NotAChain, OtherShape, Proof, Violation
 from bnexport.verification.local.constants import ROUNDING
 from bnexport.verification.local.forms import TooLarge
 from bnexport.verification.local.nonlinear import NotRelated
@@ -36,7 +36,8 @@ class Prover:
             with np.errstate(all="ignore"):
                 return self._proved(name, region)
         except Violation as error:
-            return SiteProof(name, "failed", reason=f"{_where(region)}: {error}")
+            is_seen = not isinstance(error, OtherShape) or region.output[0].is_graph_output()
+            return SiteProof(name, "failed" if is_seen else "not_run", reason=f"{_where(region)}: {error}")
         except BnexportError as error:
             return SiteProof(name, "not_run", reason=f"{_where(region)}: {error}")
 
@@ -120,7 +121,7 @@ class Prover:
                 with contextlib.suppress(TooLarge):
                     return _mark(name, "proved", self._equal(region, chosen, whole=True))
             return _compared(name, self._equal(region, chosen, whole=False), chosen)
-        except TooLarge:
+        except (TooLarge, NotRelated):
             raise
         except BnexportError as error:
             if self._original_runs(region, chosen):
