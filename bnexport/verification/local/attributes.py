@@ -66,36 +66,37 @@ def is_default(
 
 
 def same_outputs(mine: ir.Node, theirs: ir.Node, version: int) -> bool:
-    """Whether both have as many outputs; where the schema calls the last ones optional, they may be absent.
+    """Whether both have as many outputs, as far as their number is part of what they do."""
+    return outputs_count(mine, version) == outputs_count(theirs, version)
 
-    The number of outputs is part of what a Split does, and of what an older BatchNormalization means.
+
+def outputs_count(node: ir.Node, version: int) -> int:
+    """Return the number of outputs; 0 where the schema calls all but the first ones optional, whose absence changes nothing.
+
+    The number is part of what a Split does, of what an older BatchNormalization means, and of an unknown operator.
     """
-    counts = sorted(_present(node) for node in (mine, theirs))
-    if counts[0] == counts[1]:
-        return True
-    declared = schema(mine.op_type, version) if mine.domain == "" else None
-    if declared is None or mine.op_type == "BatchNormalization":
-        return False
-    import onnx
-
-    optional = onnx.defs.OpSchema.FormalParameterOption.Optional
-    return counts[1] <= len(declared.outputs) and all(
-        output.option == optional for output in declared.outputs[counts[0] : counts[1]]
-    )
-
-
-def _present(node: ir.Node) -> int:
-    """Count the outputs up to the last one that has a name."""
-    return max((index + 1 for index, value in enumerate(node.outputs) if value.name), default=0)
+    if len(node.outputs) == 1:
+        return 1
+    signature = _signature(node.op_type, version) if node.domain == "" else None
+    present = max((index + 1 for index, value in enumerate(node.outputs) if value.name), default=0)
+    if signature is None or node.op_type == "BatchNormalization" or present > signature.outputs:
+        return present
+    return max(signature.required, 1) if signature.optional else present
 
 
 @dataclasses.dataclass(frozen=True)
 class _Signature:
-    """What a schema says of an operator's inputs and attributes. kinds: ONNX's numbers of attribute types."""
+    """What a schema says of an operator. least, most: inputs. kinds: ONNX's numbers of attribute types.
+
+    required, outputs: least and most outputs. optional: whether those beyond `required` are one by one, none variadic.
+    """
 
     least: int
     most: int
     kinds: dict[str, int]
+    required: int
+    outputs: int
+    optional: bool
 
 
 @functools.cache
@@ -104,7 +105,19 @@ def _signature(operator: str, version: int) -> _Signature | None:
     if found is None:
         return None
     kinds = {name: attribute.type.value for name, attribute in found.attributes.items()}
-    return _Signature(found.min_input, found.max_input, kinds)
+    import onnx
+
+    option = onnx.defs.OpSchema.FormalParameterOption.Optional
+    optional = all(output.option == option for output in found.outputs[found.min_output :])
+    return _Signature(
+        found.min_input, found.max_input, kinds, found.min_output, found.max_output, optional and not _variadic(found)
+    )
+
+
+def _variadic(found: Any) -> bool:
+    import onnx
+
+    return any(output.option == onnx.defs.OpSchema.FormalParameterOption.Variadic for output in found.outputs)
 
 
 def check_node(node: ir.Node, version: int) -> None:

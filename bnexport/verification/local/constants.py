@@ -95,7 +95,7 @@ class ConstantValues:
         """Return how far an engine may be from `array`: it computes an expression in the type of its parts."""
         if value in self._leaves or self.array(value).dtype != np.float64:
             return None
-        exact, narrow = self.array(value), widened(self._in_own_type(value))
+        exact, narrow = self.array(value), widened(self.own(value))
         if np.array_equal(exact, narrow, equal_nan=True):
             return None
         if not np.array_equal(np.isfinite(exact), np.isfinite(narrow)):
@@ -108,9 +108,10 @@ class ConstantValues:
     def dtype(self, value: ir.Value) -> ir.DataType:
         """Return the type that the graph gives a constant."""
         leaf = self._leaves.get(value)
-        return leaf.dtype if leaf is not None else ir.DataType.from_numpy(self._in_own_type(value).dtype)
+        return leaf.dtype if leaf is not None else ir.DataType.from_numpy(self.own(value).dtype)
 
-    def _in_own_type(self, value: ir.Value) -> np.ndarray:
+    def own(self, value: ir.Value) -> np.ndarray:
+        """Return the numbers of an expression in the type that the graph gives it."""
         if value not in self._narrow:
             self._evaluate(value, self._narrow, wide=False)
         return self._narrow[value]

@@ -1,43 +1,41 @@
 """Find the folds between two models without a report, and prove each.
 
-Values are paired from the outputs upwards, by what computes them: names only tell which cut to try first. Where the same
-operator with the same constants makes both values, its inputs are paired. Elsewhere both models are followed upwards
-through per-channel arithmetic, operators that move elements, and one linear operator; the part between two cuts is a
-region if it can be proved, or else the likeliest one is refuted. What differs in another way is no fold, and nothing
-is said about it.
+Both models are read from their inputs downwards. The same operator with the same attributes and constants on equal values
+makes equal values (`numbering`). Where the changed model goes on in another way, each of its values is compared with
+values of the original that are read alike: a region ends in both, and begins at values that are equal. If it is proved,
+the two are equal as well, and the search goes on below. What is proved so rests on what was proved above it.
 
-A region that is refuted shows that two values differ. A later region may make up for it only if it differs as well;
-so of refuted regions on one path none is called wrong, whole models decide.
+Where a part is left that nothing proves, the likeliest region of it is refuted, or stays open, and the rest is compared as
+if it were right. A refuted region shows that two values differ. A later region may make up for it only if it differs as
+well: so where another one on its path is not proved, none is called wrong, and whole models decide.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
-import numpy as np
 import onnx_ir as ir
 
 from bnexport.errors import BnexportError
+from bnexport.model_io import walk
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.validate import printable
-from bnexport.verification.local import attributes
+from bnexport.verification.local.attributes import same_attribute
 from bnexport.verification.local.check import ENGINE
-from bnexport.verification.local.pairing import SIZES, Mismatch, Pairing
+from bnexport.verification.local.numbering import Numbering
+from bnexport.verification.local.pairing import Mismatch, cone, opsets
 from bnexport.verification.local.parameters import ROUNDINGS
 from bnexport.verification.local.prover import Prover
-from bnexport.verification.local.regions import Region, Side, is_training, name_of
+from bnexport.verification.local.regions import Region, Side, name_of
 from bnexport.verification.verdict import SiteProof, Verification
 
 _LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-_PASSED = (
-    *("BatchNormalization", "Add", "Sub", "Mul", "Div", "Neg", "Identity", "Dropout", "Pad", "Cast"),
-    *("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze"),
-)
-# Nodes of one path; a fold has a few.
-_LONGEST = 16
+# Nodes of one region in each model; a fold has a few.
+_LARGEST = 40
+# Values of the original that one value is compared with, and parts that are taken for right though they are not proved.
+_CANDIDATES, _ASSUMED = 4, 8
 _UNDECIDED = "other parts differ, too, and may make up for it"
-_BETTER = ("proved", "compared", "failed", "not_run")
 
 
 @paused_collection()
@@ -49,65 +47,330 @@ def prove_differences(original: ir.Model, changed: ir.Model) -> Verification:
     be evaluated. A fold may have been computed in the type of its weights (`parameters.ROUNDINGS`).
     """
     try:
-        sides = Side(original, ROUNDINGS), Side(changed)
-        search = _DifferencePairing(sides, Prover(sides))
-        try:
-            search.run()
-        except Mismatch as difference:
-            reason = f"the graphs differ in another way than by folds: {difference}"
-            return search.verdict(reason)
-        return search.verdict("")
+        return _Search((Side(original, ROUNDINGS), Side(changed))).run()
     except BnexportError as error:
         return Verification("not_verified", str(error), engine=ENGINE, method="local")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Path:
-    """The nodes above a value, nearest first, and the value before each of them. linear: nodes up to the linear one."""
+class _Graphs:
+    """Two graphs that have to do the same, and the original's values by how they are read, in their order."""
 
-    cuts: tuple[ir.Value, ...]
-    nodes: tuple[ir.Node, ...]
-    linear: int | None
+    graphs: tuple[ir.Graph, ir.Graph]
+    by_readers: dict[Hashable, list[ir.Value]]
+    by_name: dict[str, ir.Value]
 
 
-class _DifferencePairing(Pairing):
-    """Pairs of values that have to be equal, and the regions between them."""
-
-    def __init__(self, sides: tuple[Side, Side], prover: Prover) -> None:
-        super().__init__(*sides, {})
-        self._prover = prover
+class _Search:
+    def __init__(self, sides: tuple[Side, Side]) -> None:
+        self._sides = sides
+        self._numbers = Numbering(sides)
+        self._prover = Prover(sides)
+        # Every comparison of two values, by what it was made of, in the order of the changed model.
+        self._tried: dict[Hashable, tuple[Region, SiteProof]] = {}
         self._proofs: list[tuple[Region, SiteProof]] = []
+        self._doubtful: list[tuple[Region, SiteProof]] = []
+        # Pairs of values that are proved, or taken for equal.
+        self._equal: set[tuple[ir.Value, ir.Value]] = set()
+        # Nodes of the original that hold bodies, call functions or may be random, and those that have a counterpart.
+        self._special: dict[Hashable, list[ir.Node]] = {}
+        self._taken: dict[ir.Node, ir.Node] = {}
+        self._functions: dict[Hashable, _Graphs | None] = {}
 
-    def _match_names(self) -> None:
-        """Match nothing: pairs do not rest on names here."""
+    def run(self) -> Verification:
+        try:
+            pair = self._open()
+        except Mismatch as difference:
+            return self._verdict(str(difference))
+        reason = self._compare(pair)
+        if reason:
+            other = self._other_constants(pair)
+            if other:
+                return self._verdict(f"{other}, and nothing was folded there")
+        for _ in range(_ASSUMED):
+            if not reason or not self._assume():
+                break
+            reason = self._compare(pair)
+        return self._verdict(reason)
 
-    def _unread(self) -> None:
-        """Pass over what a tool leaves behind: it is of no effect."""
+    def _other_constants(self, pair: _Graphs) -> str:
+        """Return the first difference if the models are equal but for the constants of some operators: another model."""
+        before, proved = self._numbers.snapshot(), len(self._proofs)
+        first = ""
+        while (found := next(self._open_parts("failed", same=True), None)) is not None:
+            first = first or found[1].reason
+            self._accept(found[0])
+            if not self._compare(pair):
+                return first
+        self._numbers.restore(before)
+        del self._proofs[proved:]
+        return ""
 
-    def verdict(self, mismatch: str) -> Verification:
-        """Return the verdict. mismatch: where the search ended."""
-        proofs = self._decided(mismatch)
+    def _open(self) -> _Graphs:
+        """Pair the main graphs by the names of their inputs and outputs. Raises Mismatch."""
+        models = [side.model for side in self._sides]
+        mine, theirs = (opsets(model) for model in models)
+        for domain, version in mine.items():
+            if theirs.get(domain, version) != version:
+                raise Mismatch(f"the opset {domain!r} changed from {version} to {theirs[domain]}")
+        graphs = models[0].graph, models[1].graph
+        for what, first, second in (
+            ("input", self._given(0, graphs[0]), self._given(1, graphs[1])),
+            ("output", list(graphs[0].outputs), list(graphs[1].outputs)),
+        ):
+            if [value.name for value in first] != [value.name for value in second]:
+                raise Mismatch(f"the {what}s of the model changed")
+            for one, two in zip(first, second, strict=True):
+                if one.type != two.type or (what == "input" and one.shape != two.shape):
+                    raise Mismatch(f"the {what} {one.name!r} changed")
+        return self._pair(*graphs)
+
+    def _given(self, side: int, graph: ir.Graph) -> list[ir.Value]:
+        constants = self._sides[side].constants
+        is_main = graph is self._sides[side].model.graph
+        return [value for value in graph.inputs if not (is_main and constants.has(value))]
+
+    def _pair(self, mine: ir.Graph, theirs: ir.Graph) -> _Graphs:
+        """Number the original's graph, and the inputs of the other one alike."""
+        for one, two in zip(self._given(0, mine), self._given(1, theirs), strict=True):
+            number = self._numbers.fresh()
+            self._numbers.set(0, one, number)
+            self._numbers.set(1, two, number)
+        by_readers: dict[Hashable, list[ir.Value]] = {}
+        by_name: dict[str, ir.Value] = {}
+        for node in mine:
+            if self._sides[0].is_constant_node(node) or self._copy(0, node):
+                continue
+            if self._is_special(0, node):
+                for value in node.outputs:
+                    self._numbers.set(0, value, self._numbers.fresh())
+                self._special.setdefault(self._numbers.key(0, node), []).append(node)
+            else:
+                self._numbers.number(0, node)
+            for value in node.outputs:
+                by_readers.setdefault(self._readers(0, value), []).append(value)
+                by_name[str(value.name)] = value
+        return _Graphs((mine, theirs), by_readers, by_name)
+
+    def _is_special(self, side: int, node: ir.Node) -> bool:
+        model = self._sides[side]
+        return bool(walk.node_bodies(node)) or node.op_identifier() in model.model.functions or model.is_random(node)
+
+    def _copy(self, side: int, node: ir.Node) -> bool:
+        """Number the output of an operator that copies its input; whether it does."""
+        if not is_copy(self._sides[side], node):
+            return False
+        number = self._numbers.of(side, node.inputs[0])  # type: ignore[arg-type]
+        if number is not None:
+            self._numbers.set(side, node.outputs[0], number)
+        return True
+
+    def _readers(self, side: int, value: ir.Value) -> tuple[tuple[str, ...], ...]:
+        """Return the operators that read a value, and its places among the outputs: folds leave both as they are."""
+        found: list[tuple[str, ...]] = []
+        for use in value.uses():
+            if is_copy(self._sides[side], use.node):
+                found += self._readers(side, use.node.outputs[0])
+            else:
+                found.append((*use.node.op_identifier(), str(use.idx)))
+        graph = value.graph
+        if value.is_graph_output() and graph is not None:
+            found += [("output", str(index)) for index, output in enumerate(graph.outputs) if output is value]
+        return tuple(sorted(found))
+
+    def _compare(self, pair: _Graphs) -> str:
+        """Number the changed graph as far as it equals the original; why its outputs do not, or an empty text."""
+        for node in pair.graphs[1]:
+            if self._sides[1].is_constant_node(node) or all(self._has(value) for value in node.outputs):
+                continue
+            if self._copy(1, node):
+                continue
+            if self._is_special(1, node):
+                self._match(node)
+            elif self._numbers.number(1, node):
+                continue
+            for value in node.outputs:
+                if not self._has(value) and (value.uses() or value.is_graph_output()):
+                    self._try(value, pair)
+        if len(pair.graphs[0].outputs) != len(pair.graphs[1].outputs):
+            return f"the outputs of {pair.graphs[0].name or 'a body'!r} changed"
+        for mine, theirs in zip(pair.graphs[0].outputs, pair.graphs[1].outputs, strict=True):
+            if not self._is_equal(mine, theirs):
+                return self._became(mine, theirs)
+        return ""
+
+    def _has(self, value: ir.Value) -> bool:
+        return self._numbers.of(1, value) is not None
+
+    def _is_equal(self, mine: ir.Value, theirs: ir.Value) -> bool:
+        """Whether two outputs are equal. What leaves nothing but what it reads has no value to be tried before."""
+        is_known = (mine, theirs) in self._equal or self._sides[0].constants.has(mine)
+        if not is_known and self._has(theirs) and self._is_open(mine):
+            self._prove(mine, theirs)
+        number = self._numbers.of(0, mine)
+        return (mine, theirs) in self._equal or (number is not None and number == self._numbers.of(1, theirs))
+
+    def _became(self, mine: ir.Value, theirs: ir.Value) -> str:
+        """Tell the first difference that was found, or that of two outputs."""
+        seen = (region.output for region, _ in self._tried.values() if not self._has(region.output[1]))
+        pair = next(seen, (mine, theirs))
+        made = [value.producer() for value in pair]
+        names = [
+            f"{printable(str(value.name))} ({'input' if node is None else node.op_type})"
+            for value, node in zip(pair, made, strict=True)
+        ]
+        return f"{names[0]} became {names[1]}"
+
+    def _match(self, node: ir.Node) -> None:
+        """Number a node with bodies, a call, or a random node, if the original has its counterpart."""
+        key = self._numbers.key(1, node)
+        for mine in self._special.get(key, ()) if key is not None else ():
+            if self._taken.setdefault(mine, node) is node and self._same_bodies(mine, node):
+                for one, two in zip(mine.outputs, node.outputs, strict=False):
+                    self._numbers.set(1, two, self._numbers.of(0, one))  # type: ignore[arg-type]
+                return
+
+    def _same_bodies(self, mine: ir.Node, theirs: ir.Node) -> bool:
+        """Whether the bodies of two nodes, or the functions that they call, do the same."""
+        first, second = (side.model.functions.get(mine.op_identifier()) for side in self._sides)
+        if first is not None or second is not None:
+            return first is not None and second is not None and self._same_function(first, second)
+        bodies = walk.node_bodies(mine), walk.node_bodies(theirs)
+        return len(bodies[0]) == len(bodies[1]) and all(
+            self._same_graph(("body", one, two), one, two) for one, two in zip(*bodies, strict=True)
+        )
+
+    def _same_function(self, mine: ir.Function, theirs: ir.Function) -> bool:
+        if opsets(mine) != opsets(theirs) or set(mine.attributes) != set(theirs.attributes):
+            return False
+        if not all(same_attribute(attribute, theirs.attributes[name]) for name, attribute in mine.attributes.items()):
+            return False
+        return self._same_graph(("function", mine.identifier()), mine.graph, theirs.graph)
+
+    def _same_graph(self, key: Hashable, mine: ir.Graph, theirs: ir.Graph) -> bool:
+        if key not in self._functions:
+            fits = len(mine.inputs) == len(theirs.inputs)
+            self._functions[key] = self._pair(mine, theirs) if fits else None
+        pair = self._functions[key]
+        return pair is not None and not self._compare(pair)
+
+    def _try(self, theirs: ir.Value, pair: _Graphs) -> None:
+        """Look for the value of the original that a value equals. One that is proved gets its number."""
+        for mine in self._candidates(theirs, pair):
+            if self._prove(mine, theirs):
+                self._numbers.set(1, theirs, self._numbers.of(0, mine))  # type: ignore[arg-type]
+                return
+
+    def _prove(self, mine: ir.Value, theirs: ir.Value) -> bool:
+        """Whether two values are equal, by what lies between them and values that are."""
+        for region in self._regions(mine, theirs):
+            key = (mine, theirs, *(one for one, _ in region.entering))
+            if key not in self._tried:
+                self._tried[key] = region, self._prover.prove(_site(region), region)
+            if self._tried[key][1].method in ("proved", "compared"):
+                self._proofs.append(self._tried[key])
+                self._equal.add((mine, theirs))
+                return True
+        return False
+
+    def _candidates(self, theirs: ir.Value, pair: _Graphs) -> Iterator[ir.Value]:
+        """Yield values of the original that may be equal: the one of its name, then those that are read alike."""
+        namesake = pair.by_name.get(str(theirs.name))
+        if namesake is not None and self._is_open(namesake) and _fits(namesake, theirs):
+            yield namesake
+        count = 0
+        for mine in pair.by_readers.get(self._readers(1, theirs), ()):
+            if mine is not namesake and self._is_open(mine) and _fits(mine, theirs):
+                yield mine
+                count += 1
+                if count == _CANDIDATES:
+                    return
+
+    def _is_open(self, mine: ir.Value) -> bool:
+        """Whether no value of the changed model is known to equal this one."""
+        number = self._numbers.of(0, mine)
+        return number is not None and self._numbers.first(1, number) is None
+
+    def _regions(self, mine: ir.Value, theirs: ir.Value) -> Iterator[Region]:
+        """Yield the regions above two values: from the nearest values that are equal, then from those it needs alone."""
+        try:
+            others, needed = cone(theirs, self._sides[1], _limited(lambda value: not self._has(value), self._sides[1]))
+            nodes, entering = cone(mine, self._sides[0], _limited(self._is_open, self._sides[0]))
+            yield from self._region((mine, theirs), (nodes, others), (list(entering), list(needed)))
+            numbers = {self._numbers.of(1, value) for value in needed}
+            if not {self._numbers.of(0, value) for value in entering} <= numbers:
+                is_inside = _limited(lambda value: self._numbers.of(0, value) not in numbers, self._sides[0])
+                nodes, entering = cone(mine, self._sides[0], is_inside)
+                yield from self._region((mine, theirs), (nodes, others), (list(entering), list(needed)))
+        except Mismatch:
+            return
+
+    def _region(
+        self,
+        output: tuple[ir.Value, ir.Value],
+        nodes: tuple[list[ir.Node], list[ir.Node]],
+        entering: tuple[list[ir.Value], list[ir.Value]],
+    ) -> Iterator[Region]:
+        by_number = {self._numbers.of(1, value): value for value in entering[1]}
+        if None in by_number or len(by_number) < len(entering[1]) or not nodes[0]:
+            return
+        pairs = [(value, by_number.get(self._numbers.of(0, value))) for value in entering[0]]
+        for number in by_number.keys() - {self._numbers.of(0, value) for value in entering[0]}:
+            mine = self._numbers.first(0, number)  # type: ignore[arg-type]
+            if mine is None:
+                return
+            pairs.append((mine, by_number[number]))
+        yield Region(output, nodes, pairs, len(self._tried))
+
+    def _assume(self) -> bool:
+        """Take the first part that is not proved for right, so that what lies below can be compared; whether there is one."""
+        found = next(self._open_parts("failed"), None) or next(self._open_parts("not_run"), None)
+        if found is None or not _has_map(found[0]):
+            return False
+        self._doubtful.append(found)
+        self._accept(found[0])
+        return True
+
+    def _accept(self, region: Region) -> None:
+        mine, theirs = region.output
+        self._equal.add((mine, theirs))
+        if not self._has(theirs):
+            self._numbers.set(1, theirs, self._numbers.of(0, mine))  # type: ignore[arg-type]
+
+    def _open_parts(self, method: str, *, same: bool = False) -> Iterator[tuple[Region, SiteProof]]:
+        """Yield the parts with this mark that may be folds. same: those that differ in constants alone, instead."""
+        for region, proof in self._tried.values():
+            mine, theirs = region.output
+            is_open = self._is_open(mine) and (not self._has(theirs) or theirs.is_graph_output())
+            if proof.method != method or not is_open or (mine, theirs) in self._equal:
+                continue
+            is_fold = method == "not_run" or (_is_likely(region) and (same or _has_map(region)))
+            if is_fold and _same_operators(region) == same:
+                yield region, proof
+
+    def _verdict(self, mismatch: str) -> Verification:
+        """Return the verdict. mismatch: why the search ended early."""
+        proofs = [proof for _, proof in self._proofs] + self._decided(mismatch)
         failed = next((proof for proof in proofs if proof.method == "failed"), None)
         left = next((proof for proof in proofs if proof.method == "not_run"), None)
         status, reason = "passed", ""
         if failed is not None:
             status, reason = "failed", f"the fold of {failed.site} is wrong {failed.reason}"
         elif mismatch or left is not None:
-            reason = mismatch or f"the fold of {left.site} {left.reason}"  # type: ignore[union-attr]
+            reason = f"the graphs differ in another way than by folds: {mismatch}" if mismatch else ""
+            reason = reason or f"the fold of {left.site} {left.reason}"  # type: ignore[union-attr]
             status = "not_verified"
         return Verification(status, reason, engine=ENGINE, sites=tuple(proofs), method="local")  # type: ignore[arg-type]
 
     def _decided(self, mismatch: str) -> list[SiteProof]:
-        """Return the marks. A refuted region is not decided where another one that is not proved lies above or below it,
-        or the search ended early."""
-        refuted = {region.output[0] for region, proof in self._proofs if proof.method == "failed"}
-        doubtful = {region.output[0] for region, proof in self._proofs if proof.method in ("failed", "not_run")}
-        related = refuted if mismatch else refuted & self._related(doubtful)
+        """Return the marks of what is not proved: refuted only if nothing else on its path is open."""
+        values = {region.output[0] for region, _ in self._doubtful}
+        related = values if mismatch else self._related(values)
         return [
             dataclasses.replace(proof, method="not_run", reason=f"{proof.reason}; {_UNDECIDED}")
-            if region.output[0] in related
+            if proof.method == "failed" and region.output[0] in related
             else proof
-            for region, proof in self._proofs
+            for region, proof in self._doubtful
         ]
 
     def _related(self, values: set[ir.Value]) -> set[ir.Value]:
@@ -115,12 +378,12 @@ class _DifferencePairing(Pairing):
         if len(values) < 2:
             return set()
         below: dict[ir.Value, set[ir.Value]] = {}
-        for node in self.original.order:
-            above = set[ir.Value]().union(*(below.get(value, ()) for value in _operands(node)))
+        for node in self._sides[0].order:
+            above = set[ir.Value]().union(*(below.get(value, ()) for value in node.inputs if value is not None))
             for value in node.outputs:
-                mine = above | ({value} & values)
-                if mine:
-                    below[value] = mine
+                found = above | ({value} & values)
+                if found:
+                    below[value] = found
         related: set[ir.Value] = set()
         for value in values:
             others = below.get(value, set()) - {value}
@@ -128,117 +391,33 @@ class _DifferencePairing(Pairing):
                 related |= others | {value}
         return related
 
-    def _value(self, mine: ir.Value, theirs: ir.Value) -> None:
-        mine, theirs = _behind_copies(self.original, mine), _behind_copies(self.folded, theirs)
-        if self._given.get(theirs) is mine:
-            return
-        constant = self.original.constants.has(mine), self.folded.constants.has(theirs)
-        if constant[0] and constant[1]:
-            if not self._same_constant(mine, theirs):
-                raise Mismatch(f"the constant {mine.name!r} changed")
-            return
-        node, other = mine.producer(), theirs.producer()
-        if node is not None and other is not None and self._alike(mine, theirs, node, other):
-            self._node(node, other)
-            return
-        self._differ(mine, theirs)
 
-    def _alike(self, mine: ir.Value, theirs: ir.Value, node: ir.Node, other: ir.Node) -> bool:
-        """Whether the same operator with the same attributes and constants makes both."""
-        if node.op_identifier() != other.op_identifier() or mine.index() != theirs.index():
+def _limited(is_inside: Callable[[ir.Value], bool], side: Side) -> Callable[[ir.Value], bool]:
+    """Return the condition of a cone: what is inside, and what copies. It raises Mismatch when a region gets too large."""
+    seen: set[ir.Value] = set()
+
+    def check(value: ir.Value) -> bool:
+        node = value.producer()
+        if not is_inside(value) and not (node is not None and is_copy(side, node)):
             return False
-        if self.attributes(node, other):
-            return False
-        inputs = _operands(node), _operands(other)
-        if len(inputs[0]) != len(inputs[1]) or _missing(node) != _missing(other):
-            return False
-        for one, two in zip(*inputs, strict=True):
-            constant = self.original.constants.has(one), self.folded.constants.has(two)
-            if constant[0] != constant[1] or (constant[0] and not self._same_constant(one, two)):
-                return False
+        seen.add(value)
+        if len(seen) > _LARGEST:
+            raise Mismatch("the region is too large")
         return True
 
-    def attributes(self, mine: ir.Node, theirs: ir.Node, ignored: Collection[str] = ()) -> str:
-        """Compare as `Pairing.attributes` does, but an absent attribute is equal to its default."""
-        version = self.original.constants.version(mine)
-        absent = {
-            name
-            for side, node in ((self.original, mine), (self.folded, theirs))
-            for name, attribute in node.attributes.items()
-            if (name in mine.attributes) != (name in theirs.attributes)
-            and attributes.is_default(
-                node, attribute, version, kernel=_kernel(side, node), trains=is_training(node, version)
-            )
-        }
-        return super().attributes(mine, theirs, {*ignored, *absent})
+    return check
 
-    def _same_numbers(self, mine: ir.Value, theirs: ir.Value, one: np.ndarray, two: np.ndarray) -> bool:
-        """Whether both are equal, or equal within what an engine's arithmetic may have rounded."""
-        if super()._same_numbers(mine, theirs, one, two):
-            return True
-        errors = [
-            error
-            for error in (self.original.constants.error(mine), self.folded.constants.error(theirs))
-            if error is not None
-        ]
-        return bool(errors) and bool((np.abs(one - two) <= sum(errors)).all())
 
-    def _differ(self, mine: ir.Value, theirs: ir.Value) -> None:
-        """Choose the region above two values, and go on before it. Raises Mismatch."""
-        best: tuple[Region, SiteProof] | None = None
-        for region in self._regions(mine, theirs):
-            proof = self._prover.prove(_site(region), region)
-            if proof.method == "failed" and not _is_likely(region):
-                continue
-            if best is None or _BETTER.index(proof.method) < min(2, _BETTER.index(best[1].method)):
-                best = region, proof
-            if proof.method == "proved":
-                break
-        if best is None:
-            node, other = mine.producer(), theirs.producer()
-            names = [
-                f"{printable(str(each.name))} ({'input' if maker is None else maker.op_type})"
-                for each, maker in ((mine, node), (theirs, other))
-            ]
-            raise Mismatch(f"{names[0]} became {names[1]}", node)
-        if best[1].method == "failed" and _same_operators(best[0]):
-            raise Mismatch(f"{best[1].reason}, and nothing was folded there")
-        self._proofs.append(best)
-        for one, two in best[0].entering:
-            if two is not None:
-                self._push(one, two)
-
-    def _regions(self, mine: ir.Value, theirs: ir.Value) -> Iterator[Region]:
-        """Yield what may be the region above two values, the likeliest first."""
-        first, second = _path(self.original, mine), _path(self.folded, theirs)
-        ends = (len(first.nodes), len(second.nodes))
-        cuts: dict[tuple[int, int], None] = {}
-        if first.linear is not None and second.linear is not None:
-            cuts[first.linear, second.linear] = None
-        elif first.linear is None and second.linear is None:
-            cuts[ends] = None
-        for total in range(1, sum(ends) + 1):
-            for one in range(max(0, total - ends[1]), min(total, ends[0]) + 1):
-                if first.cuts[one].name == second.cuts[total - one].name:
-                    cuts[one, total - one] = None
-        others = [first.linear, ends[0]], [second.linear, ends[1]]
-        cuts.update(((i, j), None) for i in others[0] for j in others[1] if i is not None and j is not None)
-        for one, two in cuts:
-            region = self._between(first, second, one, two) if one else None
-            if region is not None:
-                yield region
-
-    def _between(self, first: _Path, second: _Path, one: int, two: int) -> Region | None:
-        inside = {*first.nodes[:one]}, {*second.nodes[:two]}
-        try:
-            nodes, entering = self._cone(first.cuts[0], self.original, inside[0].__contains__)
-            others, needed = self._cone(second.cuts[0], self.folded, inside[1].__contains__)
-        except Mismatch:
-            return None
-        if [*entering] != [first.cuts[one]] or [*needed] != [second.cuts[two]]:
-            return None
-        pair = first.cuts[one], second.cuts[two]
-        return Region((first.cuts[0], second.cuts[0]), (nodes, others), [pair], len(self._proofs))
+def _fits(mine: ir.Value, theirs: ir.Value) -> bool:
+    """Whether the declared shapes and types of two values allow that they are equal."""
+    if mine.dtype is not None and theirs.dtype is not None and mine.dtype != theirs.dtype:
+        return False
+    if mine.shape is None or theirs.shape is None:
+        return True
+    return len(mine.shape) == len(theirs.shape) and all(
+        not (isinstance(one, int) and isinstance(two, int)) or one == two
+        for one, two in zip(mine.shape, theirs.shape, strict=True)
+    )
 
 
 def _is_likely(region: Region) -> bool:
@@ -247,44 +426,25 @@ def _is_likely(region: Region) -> bool:
     return one == two
 
 
+def _has_map(region: Region) -> bool:
+    """Whether the original's part has a batch norm or per-channel arithmetic."""
+    return any(
+        node.op_type in ("BatchNormalization", "Mul", "Div", "Add", "Sub", "Sum", "Neg") for node in region.nodes[0]
+    )
+
+
 def _same_operators(region: Region) -> bool:
     """Whether only constants differ: another model, not a fold."""
-    one, two = (sorted(node.op_type for node in nodes) for nodes in region.nodes)
+    one, two = (sorted(node.op_type for node in nodes if node.op_type != "Identity") for nodes in region.nodes)
     return one == two
 
 
-def _path(side: Side, value: ir.Value) -> _Path:
-    """Follow a value upwards through operators with one value, and at most one linear operator."""
-    cuts, nodes, linear = [value], list[ir.Node](), None
-    while len(nodes) < _LONGEST:
-        node = value.producer()
-        if node is None or node.graph is not cuts[0].graph or node.domain != "" or value is not node.outputs[0]:
-            break
-        is_linear = node.op_type in _LINEAR
-        data = [operand for index, operand in side.data(node) if index not in SIZES.get(node.op_type, ())]
-        if len(data) != 1 or (is_linear and linear is not None) or not (is_linear or node.op_type in _PASSED):
-            break
-        nodes.append(node)
-        linear = len(nodes) if is_linear else linear
-        value = data[0]
-        cuts.append(value)
-    while linear is not None and linear < len(nodes) and nodes[linear].op_type == "Cast":
-        linear += 1  # the operator computes in another type than its data has
-    return _Path(tuple(cuts), tuple(nodes), linear)
-
-
-def _behind_copies(side: Side, value: ir.Value) -> ir.Value:
-    """Return what the Identity operators above a value copy."""
-    while (node := value.producer()) is not None and node.domain == "" and node.graph is value.graph:
-        source = node.inputs[0] if node.inputs else None
-        if source is None or not _is_copy(side, node, value, source):
-            break
-        value = source
-    return value
-
-
-def _is_copy(side: Side, node: ir.Node, value: ir.Value, source: ir.Value) -> bool:
-    if value is not node.outputs[0]:
+def is_copy(side: Side, node: ir.Node) -> bool:
+    """Whether the first output of an operator of the standard is its first input."""
+    source = node.inputs[0] if node.inputs else None
+    if node.domain != "" or source is None or side.constants.has(source):
+        return False
+    if any(value.name and value.uses() for value in node.outputs[1:]):
         return False
     if node.op_type == "Cast":
         return (
@@ -295,23 +455,6 @@ def _is_copy(side: Side, node: ir.Node, value: ir.Value, source: ir.Value) -> bo
     if node.op_type == "Dropout":
         return side.is_inference_dropout(node)
     return node.op_type == "Identity"
-
-
-def _kernel(side: Side, node: ir.Node) -> tuple[int, ...] | None:
-    """Return the spatial sizes of a stored weight."""
-    weight = node.inputs[1] if len(node.inputs) > 1 else None
-    leaf = None if weight is None else side.constants.leaf(weight)
-    return None if leaf is None else tuple(leaf.shape.numpy()[2:])
-
-
-def _operands(node: ir.Node) -> list[ir.Value]:
-    return [value for value in node.inputs if value is not None and value.name]
-
-
-def _missing(node: ir.Node) -> list[int]:
-    """Return the places of absent inputs in front of others."""
-    present = [index for index, value in enumerate(node.inputs) if value is not None and value.name]
-    return sorted({*range(present[-1] + 1 if present else 0)} - {*present})
 
 
 def _site(region: Region) -> str:

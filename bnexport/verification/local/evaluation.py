@@ -48,7 +48,9 @@ class _Evaluation:
         self._values: tuple[dict[ir.Value, Operand], dict[ir.Value, Operand]] = ({}, {})
         self._group = CONSTANT
         for (mine, theirs), size in zip(region.entering, sizes, strict=True):
-            form = forms.variables(self._next(), size, forms.directions(size, count, seed=self._group))
+            # One value of the folded model may equal two of the original.
+            known = self._values[1].get(theirs) if theirs is not None else None
+            form = known or forms.variables(self._next(), size, forms.directions(size, count, seed=self._group))
             self._values[0][mine] = form
             if theirs is not None:
                 self._values[1][theirs] = form
@@ -137,6 +139,7 @@ class _Evaluation:
                 raise Violation(f"the opset or the outputs of {name_of(node)} ({node.op_type}) changed")
             if self._sides[0].is_random(node):
                 raise UnsupportedModelError(f"{name_of(node)} ({node.op_type}) may be random")
+            self._check_types(node, twin)
             operands = self._operands(0, node), self._operands(1, twin)
             results = nonlinear.passed(node, operands, version, self._next(), self._count)
             for side, each in enumerate((node, twin)):
@@ -145,6 +148,15 @@ class _Evaluation:
             pending[1].remove(twin)
             return True
         return False
+
+    def _check_types(self, node: ir.Node, twin: ir.Node) -> None:
+        """Raise UnsupportedModelError where two constants are of different types, which their numbers do not show."""
+        first, second = (side.constants for side in self._sides)
+        for mine, theirs in zip(node.inputs, twin.inputs, strict=False):
+            if mine is None or theirs is None or not (first.has(mine) and second.has(theirs)):
+                continue
+            if first.dtype(mine) != second.dtype(theirs):
+                raise UnsupportedModelError(f"the type of a constant of {name_of(node)} changed")
 
     def _ready(self, side: int, node: ir.Node) -> bool:
         return all(value in self._values[side] for _, value in self._sides[side].data(node))

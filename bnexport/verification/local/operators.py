@@ -20,7 +20,7 @@ from bnexport.verification.local.attributes import check_node
 from bnexport.verification.local.chains import NotAChain, normalising, reciprocal
 from bnexport.verification.local.forms import CONSTANT, Form
 from bnexport.verification.local.parameters import Parameter
-from bnexport.verification.local.reference import NodeEvaluator
+from bnexport.verification.local.reference import Misfit, NodeEvaluator
 from bnexport.verification.local.regions import is_training
 
 Operand = Form | Parameter | None
@@ -91,7 +91,7 @@ def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     try:
         return np.broadcast_shapes(*shapes)
     except ValueError:
-        raise UnsupportedModelError(f"the shapes {shapes} do not broadcast") from None
+        raise Misfit(f"the shapes {shapes} do not broadcast") from None
 
 
 def scaled(form: Form, factor: Parameter) -> Form:
@@ -141,7 +141,7 @@ def batch_normalization(node: ir.Node, operands: list[Operand], version: int) ->
     if data.rank < 2 or any(
         np.size(each.values) != data.shape[1] for each in parameters if isinstance(each, Parameter)
     ):
-        raise UnsupportedModelError(f"BatchNormalization over {data.shape} with other channels")
+        raise Misfit(f"BatchNormalization over {data.shape} with other channels")
     channels = [1] * data.rank
     channels[1] = -1
     scale, bias, mean, var = (_shaped(each, channels) for each in parameters if isinstance(each, Parameter))
@@ -205,7 +205,7 @@ def convolution(node: ir.Node, operands: list[Operand], version: int) -> list[Op
     channels = weight.values.shape[:1] if node.op_type == "Conv" else (weight.values.shape[1] * settings.group,)
     if bias is not None:
         if bias.values.shape != channels or bias.values.dtype != np.float64:
-            raise UnsupportedModelError(f"{node.op_type} with a bias of shape {bias.values.shape}")
+            raise Misfit(f"{node.op_type} with a bias of shape {bias.values.shape}")
         bias = _shaped(bias, [-1, *[1] * dims])
     one = _convolve if node.op_type == "Conv" else _convolve_transposed
 
@@ -266,7 +266,7 @@ def _convolve(data: np.ndarray, weight: np.ndarray, settings: _Settings) -> np.n
         for size, extent, stride in zip(padded.shape[2:], settings.extent, settings.strides, strict=True)
     ]
     if min(sizes) < 1 or groups < 1 or weight.shape[0] % groups or data.shape[1] != groups * weight.shape[1]:
-        raise UnsupportedModelError(f"a Conv of {weight.shape} over {data.shape}")
+        raise Misfit(f"a Conv of {weight.shape} over {data.shape}")
     count = len(data)
     result = np.zeros((count, groups, weight.shape[0] // groups, int(np.prod(sizes))))
     grouped = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], *kernel)
@@ -291,7 +291,7 @@ def _convolve_transposed(data: np.ndarray, weight: np.ndarray, settings: _Settin
     groups, kernel, count = settings.group, weight.shape[2:], len(data)
     sizes = list(data.shape[2:])
     if groups < 1 or data.shape[1] != weight.shape[0] or weight.shape[0] % groups:
-        raise UnsupportedModelError(f"a ConvTranspose of {weight.shape} over {data.shape}")
+        raise Misfit(f"a ConvTranspose of {weight.shape} over {data.shape}")
     full = [
         (size - 1) * stride + extent
         for size, stride, extent in zip(sizes, settings.strides, settings.extent, strict=True)
@@ -384,7 +384,7 @@ def _product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     try:
         return np.asarray(left @ right)
     except ValueError:
-        raise UnsupportedModelError(f"a product of {left.shape[1:]} and {right.shape}") from None
+        raise Misfit(f"a product of {left.shape[1:]} and {right.shape}") from None
 
 
 def _batched(block: np.ndarray, other: np.ndarray) -> np.ndarray:

@@ -65,7 +65,7 @@ class Pairing:
     def run(self) -> None:
         """Fills `regions`. Raises Mismatch."""
         first, second = self.original.model, self.folded.model
-        mine, theirs = _opsets(first), _opsets(second)
+        mine, theirs = opsets(first), opsets(second)
         for domain, version in mine.items():
             if theirs.get(domain, version) != version:
                 raise Mismatch(f"the opset {domain!r} changed from {version} to {theirs[domain]}")
@@ -194,7 +194,7 @@ class Pairing:
         return self._drawn[0].setdefault(mine, theirs) is theirs and self._drawn[1].setdefault(theirs, mine) is mine
 
     def _functions(self, mine: ir.Function, theirs: ir.Function) -> None:
-        if _opsets(mine) != _opsets(theirs) or set(mine.attributes) != set(theirs.attributes):
+        if opsets(mine) != opsets(theirs) or set(mine.attributes) != set(theirs.attributes):
             raise Mismatch(f"the function {mine.name!r} changed")
         for name, attribute in mine.attributes.items():
             if not same_attribute(attribute, theirs.attributes[name]):
@@ -250,8 +250,8 @@ class Pairing:
 
     def _region(self, mine: ir.Value, theirs: ir.Value, number: int) -> None:
         """Collect the cones of two values up to values outside, which have to be equal."""
-        nodes, entering = self._cone(mine, self.original, lambda node: self.numbers.get(node) == number)
-        others, needed = self._cone(theirs, self.folded, lambda node: self._is_inside(node, number))
+        nodes, entering = cone(mine, self.original, lambda value: self.numbers.get(value.producer()) == number)  # type: ignore[arg-type]
+        others, needed = cone(theirs, self.folded, lambda value: self._is_inside(value.producer(), number))  # type: ignore[arg-type]
         for node in others:
             if node not in self._twins:
                 self._theirs.setdefault(node, number)
@@ -276,32 +276,6 @@ class Pairing:
     def _is_inside(self, node: ir.Node, number: int) -> bool:
         """Whether a node of the folded model belongs to the region: by its name, or because it is new."""
         return node not in self._twins and self._theirs.get(node, number) == number
-
-    def _cone(
-        self, value: ir.Value, side: Side, is_inside: Callable[[ir.Node], bool]
-    ) -> tuple[list[ir.Node], dict[ir.Value, list[tuple[ir.Node, int]]]]:
-        """Nodes above a value that are inside, in order, and the values that enter, with their readers."""
-        found: set[ir.Node] = set()
-        entering: dict[ir.Value, list[tuple[ir.Node, int]]] = {}
-        pending: list[tuple[ir.Value, tuple[ir.Node, int] | None, bool]] = [(value, None, False)]
-        while pending:
-            each, reader, is_size = pending.pop()
-            node = each.producer()
-            if node is None or node.graph is not value.graph or not (is_size or is_inside(node)):
-                readers = entering.setdefault(each, [])
-                readers += [reader] if reader is not None else []
-                continue
-            if node in found:
-                continue
-            if walk.node_bodies(node):
-                raise Mismatch(f"{name_of(node)} ({node.op_type}) holds a body and is part of a fold", node)
-            found.add(node)
-            computes = is_size and node.op_type != "Shape"
-            pending += [
-                (operand, (node, index), computes or index in SIZES.get(node.op_type, ()))
-                for index, operand in side.data(node)
-            ]
-        return sorted(found, key=side.order.__getitem__), entering
 
     def _equal_to(
         self,
@@ -343,7 +317,34 @@ class Pairing:
         return value
 
 
-def _opsets(holder: ir.Model | ir.Function) -> dict[str, int]:
+def cone(
+    value: ir.Value, side: Side, is_inside: Callable[[ir.Value], bool]
+) -> tuple[list[ir.Node], dict[ir.Value, list[tuple[ir.Node, int]]]]:
+    """Nodes above a value that are inside, in order, and the values that enter, with their readers."""
+    found: set[ir.Node] = set()
+    entering: dict[ir.Value, list[tuple[ir.Node, int]]] = {}
+    pending: list[tuple[ir.Value, tuple[ir.Node, int] | None, bool]] = [(value, None, False)]
+    while pending:
+        each, reader, is_size = pending.pop()
+        node = each.producer()
+        if node is None or node.graph is not value.graph or not (is_size or is_inside(each)):
+            readers = entering.setdefault(each, [])
+            readers += [reader] if reader is not None else []
+            continue
+        if node in found:
+            continue
+        if walk.node_bodies(node):
+            raise Mismatch(f"{name_of(node)} ({node.op_type}) holds a body and is part of a fold", node)
+        found.add(node)
+        computes = is_size and node.op_type != "Shape"
+        pending += [
+            (operand, (node, index), computes or index in SIZES.get(node.op_type, ()))
+            for index, operand in side.data(node)
+        ]
+    return sorted(found, key=side.order.__getitem__), entering
+
+
+def opsets(holder: ir.Model | ir.Function) -> dict[str, int]:
     """Return the versions by domain; the standard's has two names. Raises Mismatch."""
     found: dict[str, int] = {}
     for domain, version in holder.opset_imports.items():

@@ -17,6 +17,7 @@ from bnexport.verification.local.chains import NotAChain, OtherShape, Proof, Vio
 from bnexport.verification.local.constants import ROUNDING
 from bnexport.verification.local.forms import TooLarge
 from bnexport.verification.local.nonlinear import NotRelated
+from bnexport.verification.local.reference import Misfit
 from bnexport.verification.local.regions import Region, Side, is_training, name_of
 from bnexport.verification.verdict import SiteProof
 
@@ -121,9 +122,7 @@ class Prover:
                 with contextlib.suppress(TooLarge):
                     return _mark(name, "proved", self._equal(region, chosen, whole=True))
             return _compared(name, self._equal(region, chosen, whole=False), chosen)
-        except (TooLarge, NotRelated):
-            raise
-        except BnexportError as error:
+        except Misfit as error:
             if self._original_runs(region, chosen):
                 raise Violation(f"the original can be evaluated, the folded model cannot: {error}") from error
             raise

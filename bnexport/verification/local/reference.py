@@ -11,6 +11,10 @@ import onnx_ir as ir
 from bnexport.errors import UnsupportedModelError, first_line
 
 
+class Misfit(UnsupportedModelError):
+    """The sizes of an operator's inputs do not fit: a model that has it does not run."""
+
+
 def evaluate(node: ir.Node, inputs: Sequence[Any], version: int) -> list[Any]:
     """Return the outputs of `node` for these inputs, None for an absent one. Raises UnsupportedModelError."""
     return NodeEvaluator(node, [value is not None for value in inputs], version)(inputs)
@@ -51,7 +55,7 @@ class NodeEvaluator:
         try:
             results = dict(zip(self._outputs, self._evaluator.run(None, feeds), strict=True))
         except Exception as error:
-            raise _unsupported(self._node, error) from error
+            raise Misfit(str(_unsupported(self._node, error))) from error
         return [results.get(f"o{index}") for index in range(len(self._node.outputs))]
 
 
