@@ -9,7 +9,7 @@ import numpy as np
 from tests.miscompilations.mistake import OURS, Known, Mistake, floats, ints, passes_whole
 from tests.support.onnx_text import parameters
 
-_P = parameters({"w": (4, 4, 3, 3), "c": (4,), "s": (4, 1, 1), "m": (4, 4), "e": (2, 3, 4)})
+_P = parameters({"w": (4, 4, 3, 3), "c": (4,), "s": (4, 1, 1), "m": (4, 4), "e": (2, 3, 4), "k": (4, 10)})
 _ROW = "float[N,4] x => float[N,4] y"
 _NORM = """a = ReduceMean <axes=[-1]> (x) d = Sub (x, a) q = Mul (d, d) v = ReduceMean <axes=[-1]> (q)
     u = Add (v, eps) r = Sqrt (u) y = Div (d, r)"""
@@ -195,6 +195,18 @@ MISTAKES: list[Mistake] = [
         known=passes_whole("onnx.reference is wrong for the Softmax family below opset 13"),
     ),
     Mistake(
+        "axis_of_hardmax_11",
+        "apache/tvm#19420",
+        "Hardmax",
+        "A Hardmax of opset 11 takes the default axis of opset 13.",
+        graph="float[N,3,4] x => float[N,3,4] y",
+        opset=11,
+        original="y = Hardmax (x)",
+        wrong="y = Hardmax <axis=-1> (x)",
+        right="y = Hardmax <axis=1> (x)",
+        known=passes_whole("onnx.reference is wrong for the Softmax family below opset 13"),
+    ),
+    Mistake(
         "axis_of_softmax_11",
         "onnx/onnx-mlir#832",
         "Softmax",
@@ -247,5 +259,42 @@ MISTAKES: list[Mistake] = [
         right="i = Identity (x) y = ArgMax <axis=1, select_last_index=1> (i)",
         inputs={"x": floats([[1, 3, 3, 0]])},
         known=passes_whole("samples have no equal numbers"),
+    ),
+    Mistake(
+        "local_response",
+        OURS,
+        "LRN",
+        "Another alpha of a local response normalisation passes, which onnx.reference computes over wrong channels.",
+        graph="float[N,4,3,3] x => float[N,4,3,3] y",
+        original="y = LRN <size=3, alpha=1.0> (x)",
+        wrong="y = LRN <size=3, alpha=1.2> (x)",
+        right="i = Identity (x) y = LRN <size=3, alpha=1.0> (i)",
+        known=passes_whole("onnx.reference is wrong for LRN"),
+    ),
+    Mistake(
+        "weights_in_front_of_argmax",
+        OURS,
+        "MatMul, ArgMax",
+        "An output of indices hides weights that are off by up to three hundredths.",
+        graph="float[N,4] x => int64[N,1] y",
+        values={"m": _P["k"], "f": floats(_P["k"] * np.linspace(0.97, 1.03, 10))},
+        original="z = MatMul (x, m) y = ArgMax <axis=1> (z)",
+        wrong="z = MatMul (x, f) y = ArgMax <axis=1> (z)",
+        right="i = Identity (x) z = MatMul (i, m) y = ArgMax <axis=1> (z)",
+        inputs={"x": parameters({"x": (400, 4)}, 5)["x"]},
+        known=passes_whole("what is in front of an ArgMax is not compared"),
+    ),
+    Mistake(
+        "weights_in_front_of_zeros",
+        OURS,
+        "MatMul, Relu",
+        "An output that is zero for all samples hides weights of the other sign.",
+        graph=_ROW,
+        values={"m": _P["m"], "f": -_P["m"], "t": floats(100.0)},
+        original="z = MatMul (x, m) d = Sub (z, t) y = Relu (d)",
+        wrong="z = MatMul (x, f) d = Sub (z, t) y = Relu (d)",
+        right="z = MatMul (x, m) d = Sub (z, t) y = LeakyRelu <alpha=0.0> (d)",
+        inputs={"x": floats(np.full((2, 4), 200.0))},
+        known=passes_whole("an output that no input changes counts as compared"),
     ),
 ]

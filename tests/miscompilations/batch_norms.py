@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.miscompilations.mistake import OURS, Mistake, affine, column, floats, passes_local, passes_whole
+from tests.miscompilations.mistake import OURS, Known, Mistake, affine, column, floats, passes_local, passes_whole
 from tests.support.onnx_text import batch_norm, parameters
 
 _P = parameters(
@@ -24,6 +24,18 @@ _K2, _H2 = affine(_P, "q")
 _X = "float[N,4,7,7] x"
 _Y = "float[N,4,5,5] y"
 _BN = "(z, p_s, p_b, p_m, p_v)"
+
+_E = parameters({"e": (1, 4, 3, 3)})["e"]
+
+
+def _normal(array: np.ndarray, share: float) -> np.ndarray:
+    """Normalise with a share of the array's own statistics."""
+    axes = (0, 2, 3)
+    mean = (1 - share) * _P["p_m"] + share * array.mean(axis=axes)
+    var = (1 - share) * _P["p_v"] + share * array.var(axis=axes)
+    k, h = affine({**_P, "p_m": mean, "p_v": var})
+    return array * column(k, 3) + column(h, 3)
+
 
 MISTAKES: list[Mistake] = [
     Mistake(
@@ -260,6 +272,19 @@ MISTAKES: list[Mistake] = [
         right="a = Mul (k, x) y = Conv (a, w)",
         runs=False,
         known=passes_local("a broadcast in front of a weight is not compared"),
+    ),
+    Mistake(
+        "norm_of_a_constant",
+        OURS,
+        "BatchNormalization, Add",
+        "A batch norm of a constant at opset 11 is computed with a tenth of the constant's own statistics.",
+        graph="float[1,4,3,3] x => float[1,4,3,3] y",
+        values={**_P, "e": _E, "f": floats(_normal(_E, 0.1)), "g": floats(_normal(_E, 0.0))},
+        opset=11,
+        original="n = BatchNormalization (e, p_s, p_b, p_m, p_v) y = Add (x, n)",
+        wrong="y = Add (x, f)",
+        right="y = Add (x, g)",
+        known=Known("onnx.reference is wrong for BatchNormalization 9 to 13", ("both", "local", "whole")),
     ),
     Mistake(
         "weights_at_opset_11",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.miscompilations.mistake import OURS, Mistake, column, floats, ints, passes_local
+from tests.miscompilations.mistake import OURS, Mistake, column, floats, ints, passes_local, passes_whole
 from tests.support.onnx_text import parameters
 
 _P = parameters({"w": (4, 4, 3, 3), "d": (4, 2, 3, 3), "c": (4,), "m": (6, 1, 3, 3), "k": (4, 1, 1), "a": (1, 4, 5, 5)})
@@ -188,6 +188,28 @@ MISTAKES: list[Mistake] = [
         original="z = Pad (x, pads) s = Conv <strides=[2,2]> (z, ones) y = Mul (s, count)",
         wrong="z = Pad (x, pads) y = AveragePool <kernel_shape=[3,3], strides=[2,2]> (z)",
         right="z = Pad (x, pads) s = AveragePool <kernel_shape=[3,3], strides=[2,2]> (z) y = Mul (s, ratio)",
+    ),
+    Mistake(
+        "ceil_mode",
+        "Xilinx/onnx-mlir#560",
+        "MaxPool",
+        "Sizes are rounded down whatever ceil_mode says, which only odd ones show.",
+        graph="float[N,4,H,W] x => float[N,4,A,B] y",
+        original="y = MaxPool <kernel_shape=[2,2], strides=[2,2], ceil_mode=1> (x)",
+        wrong="y = MaxPool <kernel_shape=[2,2], strides=[2,2]> (x)",
+        right="i = Identity (x) y = MaxPool <kernel_shape=[2,2], strides=[2,2], ceil_mode=1> (i)",
+        known=passes_whole("dynamic sizes are even, and equal to each other"),
+    ),
+    Mistake(
+        "same_upper_by_the_kernel",
+        "root-project/root#21793",
+        "Conv",
+        "SAME_UPPER pads by half of the kernel, whatever the sizes and the stride are.",
+        graph="float[N,4,8,8] x => float[N,4,4,4] y",
+        values=_P,
+        original='y = Conv <strides=[2,2], auto_pad="SAME_UPPER"> (x, w)',
+        wrong="y = Conv <strides=[2,2], pads=[1,1,1,1]> (x, w)",
+        right="y = Conv <strides=[2,2], pads=[0,0,1,1]> (x, w)",
     ),
     Mistake(
         "conv_transpose_same_upper",

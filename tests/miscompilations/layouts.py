@@ -9,6 +9,10 @@ from tests.support.onnx_text import parameters
 
 _P = parameters({"w": (4, 4), "c": (4,), "u": (4, 4, 3, 3)})
 
+_ROW = "float[N,4] x => float[N,4] y"
+_IF = """If ({}) <then_branch = t () => (float[N,4] p) {{ p = Neg (x) }},
+    else_branch = e () => (float[N,4] q) {{ q = Relu (x) }}>"""
+
 MISTAKES: list[Mistake] = [
     Mistake(
         "identity_transpose_into_gemm",
@@ -234,5 +238,44 @@ MISTAKES: list[Mistake] = [
         wrong="y = Relu (x)",
         right="z = Unsqueeze (x, axes) y = Relu (z)",
         known=passes_local("a broadcast that is gone is not seen"),
+    ),
+    Mistake(
+        "height_for_width",
+        "google-coral/examples-camera#50",
+        "Shape, Gather, Reshape",
+        "Height and width are exchanged, which only sizes that differ show.",
+        graph="float[N,4,H,W] x => float[N,4,A,B] y",
+        values={"s": ints(0, 0, -1), "order": ints(0, 1, 3, 2), "same": ints(0, 1, 2, 3)},
+        original="h = Shape (x) f = Reshape (x, s) y = Reshape (f, h)",
+        wrong="h = Shape (x) g = Gather (h, order) f = Reshape (x, s) y = Reshape (f, g)",
+        right="h = Shape (x) g = Gather (h, same) f = Reshape (x, s) y = Reshape (f, g)",
+        sizes={"H": 3, "W": 5},
+        known=passes_whole("dynamic sizes are even, and equal to each other"),
+    ),
+    Mistake(
+        "branch_without_an_output",
+        "microsoft/onnxscript#2728",
+        "If",
+        "An If of a constant condition is replaced, and nothing makes its output: no engine loads it.",
+        graph=_ROW,
+        values={"c": np.asarray(True)},
+        original=f"c2 = Identity (c) y = {_IF.format('c2')}",
+        wrong="z = Neg (x)",
+        right="y = Neg (x)",
+        runs=False,
+        verdict="refused",
+    ),
+    Mistake(
+        "branch_that_is_hardly_taken",
+        OURS,
+        "If",
+        "A branch that large inputs alone take is removed.",
+        graph=_ROW,
+        values={"t": floats(1000.0)},
+        original=f"m = ReduceMax <keepdims=0> (x) c = Greater (m, t) y = {_IF.format('c')}",
+        wrong="y = Relu (x)",
+        right=f"m = ReduceMax <keepdims=0> (x) c = Less (t, m) y = {_IF.format('c')}",
+        inputs={"x": floats([[10000, 1, -2, 3]])},
+        known=passes_whole("samples do not reach the numbers that show it"),
     ),
 ]
