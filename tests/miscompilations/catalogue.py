@@ -11,6 +11,7 @@ from tests.miscompilations import (
     layouts,
     quantized,
     resizing,
+    softmaxes,
     training,
 )
 from tests.miscompilations.mistake import Mistake
@@ -21,7 +22,8 @@ GROUPS: dict[str, list[Mistake]] = {
     "Layouts and shapes": layouts.MISTAKES,
     "Resizing": resizing.MISTAKES,
     "Casts": casts.MISTAKES,
-    "Activations, norms and Softmax": activations.MISTAKES,
+    "Activations and norms": activations.MISTAKES,
+    "Softmax and indices": softmaxes.MISTAKES,
     "Arithmetic and constants": arithmetic.MISTAKES,
     "Quantised values": quantized.MISTAKES,
     "Training": training.MISTAKES,

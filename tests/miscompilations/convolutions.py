@@ -212,6 +212,22 @@ MISTAKES: list[Mistake] = [
         right="y = Conv <strides=[2,2], pads=[0,0,1,1]> (x, w)",
     ),
     Mistake(
+        "same_upper_beside_a_fold",
+        OURS,
+        "Conv, Mul",
+        "Beside a fold SAME_UPPER becomes the padding of odd sizes, where the declared one is even.",
+        graph="float[N,4,8,8] x => float[N,4,8,4] y",
+        values={
+            **{"r": _P["w"][:, :, :1].copy(), "f": floats(_P["w"][:, :, :1] * column(_P["k"].ravel()))},
+            "k": _P["k"],
+        },
+        original='z = Conv <strides=[1,2], auto_pad="SAME_UPPER"> (x, r) y = Mul (z, k)',
+        wrong="y = Conv <strides=[1,2], pads=[0,1,0,1]> (x, f)",
+        right="y = Conv <strides=[1,2], pads=[0,0,0,1]> (x, f)",
+        known=passes_local("a fold is evaluated at an odd size instead of the declared one"),
+        known_right="a fold is evaluated at an odd size instead of the declared one",
+    ),
+    Mistake(
         "conv_transpose_same_upper",
         "microsoft/onnxruntime#9370",
         "ConvTranspose",

@@ -27,8 +27,10 @@ def verdict(each: Mistake) -> str:
     methods = () if each.known is None else each.known.methods
     if "both" in methods:
         return f"**passes**: {each.known.why}"  # type: ignore[union-attr]
-    alone = [f"`{method}`" for method in methods]
-    return WORDS[each.verdict] + (f"; {' and '.join(alone)} alone passes" if alone else "")
+    parts = [WORDS[each.verdict], *(f"`{method}` alone passes" for method in methods)]
+    if each.known_right:
+        parts.append(f"**the right one does not pass**: {each.known_right}")
+    return "; ".join(parts)
 
 
 def render() -> str:
