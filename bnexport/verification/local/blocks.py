@@ -59,7 +59,9 @@ def same_tensor(first: ir.TensorProtocol, second: ir.TensorProtocol) -> bool:
         return False
     if _same_place(first, second):
         return True
-    if first.dtype is ir.DataType.STRING or first.dtype.bitwidth < 8:
+    if first.dtype is ir.DataType.STRING:
+        return bool(np.array_equal(first.numpy(), second.numpy()))
+    if first.dtype.bitwidth < 8:
         return bool(first.tobytes() == second.tobytes())
     size = first.size
     if size == 0:

@@ -65,7 +65,7 @@ class _Search:
     def __init__(self, sides: tuple[Side, Side]) -> None:
         self._sides = sides
         self._numbers = Numbering(sides)
-        self._prover = Prover(sides)
+        self._prover = Prover(sides, claimed=False)
         # Every comparison of two values, by what it was made of, in the order of the changed model.
         self._tried: dict[Hashable, tuple[Region, SiteProof]] = {}
         self._proofs: list[tuple[Region, SiteProof]] = []
@@ -266,7 +266,11 @@ class _Search:
         for region in self._regions(mine, theirs):
             key = (mine, theirs, *(one for one, _ in region.entering))
             if key not in self._tried:
-                self._tried[key] = region, self._prover.prove(_site(region), region)
+                proof = self._prover.prove(_site(region), region)
+                if proof.method == "failed" and any(theirs is None for _, theirs in region.entering):
+                    # What enters may depend on each other, in a way that makes them equal.
+                    proof = dataclasses.replace(proof, method="not_run")
+                self._tried[key] = region, proof
             if self._tried[key][1].method in ("proved", "compared"):
                 self._proofs.append(self._tried[key])
                 self._equal.add((mine, theirs))
@@ -292,18 +296,28 @@ class _Search:
         return number is not None and self._numbers.first(1, number) is None
 
     def _regions(self, mine: ir.Value, theirs: ir.Value) -> Iterator[Region]:
-        """Yield the regions above two values: from the nearest values that are equal, then from those it needs alone."""
+        """Yield the regions above two values: from the nearest values that are equal, then from those that one side needs."""
         try:
-            others, needed = cone(theirs, self._sides[1], _limited(lambda value: not self._has(value), self._sides[1]))
-            nodes, entering = cone(mine, self._sides[0], _limited(self._is_open, self._sides[0]))
-            yield from self._region((mine, theirs), (nodes, others), (list(entering), list(needed)))
-            numbers = {self._numbers.of(1, value) for value in needed}
-            if not {self._numbers.of(0, value) for value in entering} <= numbers:
-                is_inside = _limited(lambda value: self._numbers.of(0, value) not in numbers, self._sides[0])
-                nodes, entering = cone(mine, self._sides[0], is_inside)
-                yield from self._region((mine, theirs), (nodes, others), (list(entering), list(needed)))
+            others, needed = self._cone(1, theirs, lambda value: not self._has(value))
+            nodes, entering = self._cone(0, mine, self._is_open)
+            yield from self._region((mine, theirs), (nodes, others), (entering, needed))
+            first, second = (
+                {self._numbers.of(side, value) for value in cut} for side, cut in enumerate((entering, needed))
+            )
+            if not first <= second:
+                wider, above = self._cone(0, mine, lambda value: self._numbers.of(0, value) not in second)
+                yield from self._region((mine, theirs), (wider, others), (above, needed))
+            if not second <= first:
+                wider, above = self._cone(1, theirs, lambda value: self._numbers.of(1, value) not in first)
+                yield from self._region((mine, theirs), (nodes, wider), (entering, above))
         except Mismatch:
             return
+
+    def _cone(
+        self, side: int, value: ir.Value, is_inside: Callable[[ir.Value], bool]
+    ) -> tuple[list[ir.Node], list[ir.Value]]:
+        nodes, entering = cone(value, self._sides[side], _limited(is_inside, self._sides[side]))
+        return nodes, list(entering)
 
     def _region(
         self,

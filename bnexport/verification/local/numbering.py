@@ -103,7 +103,7 @@ class Numbering:
 
     def _attributes(self, side: int, node: ir.Node, version: int) -> Hashable:
         """Return the attributes that are not their defaults."""
-        kernel = _kernel(self._sides[side], node)
+        kernel = self._sides[side].kernel(node)
         trains = is_training(node, version)
         return tuple(
             (name, attribute.type.value, self._attribute(attribute))
@@ -149,8 +149,12 @@ class Numbering:
     def _stored(self, tensor: ir.TensorProtocol, *, known: bool = False) -> Any:
         """Return the number of a tensor's type, shape and content. known: None instead of a new number."""
         shape = tuple(tensor.shape.numpy())
-        if tensor.dtype is ir.DataType.STRING or tensor.dtype.bitwidth < 8 or 0 in shape:
-            head = b"" if 0 in shape else tensor.tobytes()
+        if 0 in shape:
+            head = b""
+        elif tensor.dtype is ir.DataType.STRING:
+            head = repr(tensor.numpy().tolist()).encode()
+        elif tensor.dtype.bitwidth < 8:
+            head = tensor.tobytes()
         else:
             with TensorRows(tensor, tensor.size) as rows:
                 head = np.ascontiguousarray(rows.next(min(tensor.size, _HEAD))).tobytes()
@@ -163,10 +167,3 @@ class Numbering:
             return None
         others.append((tensor, self.fresh()))
         return others[-1][1]
-
-
-def _kernel(side: Side, node: ir.Node) -> tuple[int, ...] | None:
-    """Return the spatial sizes of a stored weight."""
-    weight = node.inputs[1] if len(node.inputs) > 1 else None
-    leaf = None if weight is None else side.constants.leaf(weight)
-    return None if leaf is None else tuple(leaf.shape.numpy()[2:])

@@ -354,7 +354,10 @@ def gemm(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
         raise UnsupportedModelError("Gemm of two values")
     if bias is None:
         return [result]
-    return add(node, [result, scaled(as_form(bias), Parameter(np.asarray(beta)))], version)
+    addend = as_form(bias)
+    if addend.rank > 2 or _broadcast(result.shape, addend.shape) != result.shape:
+        raise Misfit(f"Gemm of {result.shape} with a bias of {addend.shape}")
+    return add(node, [result, scaled(addend, Parameter(np.asarray(beta)))], version)
 
 
 def _turned(parameter: Parameter, factor: float) -> Parameter:

@@ -86,6 +86,14 @@ class Side:
             return True
         return self.constants.has(training) and not self.constants.array(training).any()
 
+    def kernel(self, node: ir.Node) -> tuple[int, ...] | None:
+        """Return the spatial sizes of a constant weight."""
+        weight = node.inputs[1] if len(node.inputs) > 1 else None
+        if weight is None or not self.constants.has(weight):
+            return None
+        leaf = self.constants.leaf(weight)
+        return (tuple(leaf.shape.numpy()) if leaf is not None else self.constants.array(weight).shape)[2:]
+
     def data(self, node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
         """Yield the inputs of a node that are not constant, with their places; without those that bodies read."""
         for index, value in enumerate(node.inputs):

@@ -7,11 +7,16 @@ from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
+from bnexport.verification.local.attributes import is_default
 from bnexport.verification.local.regions import Region, Side
 from bnexport.verification.local.shapes import ModelShapes, Shape
 
 _SHAPING = ("Shape", "Reshape", "Expand", "Tile", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Split", "Gather")
 
+_POINTWISE = ("BatchNormalization", "Add", "Sub", "Mul", "Div", "Sum", "Neg", "Identity", "Cast", "Dropout", "Relu")
+_WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+# Remainders of a size that are tried.
+_MOST_STEPS = 8
 # Elements of all entering values together, if each is to be a variable.
 MOST_VARIABLES = 2500
 
@@ -40,6 +45,52 @@ def candidates(region: Region, side: Side, shapes: ModelShapes) -> Iterator[list
         if sizes not in tried:
             tried.append(sizes)
             yield sizes
+
+
+def residues(region: Region, sides: tuple[Side, Side], shapes: ModelShapes) -> list[list[tuple[int, ...]]]:
+    """Sizes at which two parts have to be equal that move over their data in different ways.
+
+    Declared sizes stay. Padding and rounding depend on a free size by its remainder under division by the strides, so each
+    remainder is there. Empty where a rank is not known, or strides are many.
+    """
+    known = [shapes.of(value) for value, _ in region.entering]
+    declared = [shape for shape in known if shape is not None]
+    steps = max(_stride(nodes) for nodes in region.nodes)
+    if len(declared) < len(known) or steps > _MOST_STEPS:
+        return []
+    need = _reach(region, sides[0])
+    return [_chosen(declared, need + step, 2, shrink=False) for step in range(steps)]
+
+
+def _stride(nodes: Sequence[ir.Node]) -> int:
+    """Return the product of the largest strides."""
+    strides = (node.attributes.get("strides") for node in nodes)
+    return math.prod(max(each.as_ints(), default=1) for each in strides if each is not None and not each.is_ref())
+
+
+def moves_differ(region: Region, sides: tuple[Side, Side]) -> bool:
+    """Whether the two parts have other operators than per-channel maps, with other attributes or sizes."""
+    first, second = (sorted(_moves(nodes, side)) for nodes, side in zip(region.nodes, sides, strict=True))
+    return first != second
+
+
+def _moves(nodes: Sequence[ir.Node], side: Side) -> Iterator[str]:
+    for node in nodes:
+        if node.op_type in _POINTWISE:
+            continue
+        version = side.constants.version(node)
+        kernel = side.kernel(node)
+        attributes = sorted(
+            f"{name}={attribute.value}"
+            for name, attribute in node.attributes.items()
+            if not is_default(node, attribute, version, kernel=kernel)
+        )
+        sizes = [
+            str(side.constants.array(value).tolist())
+            for index, value in enumerate(node.inputs)
+            if index and value is not None and side.constants.has(value) and node.op_type not in _WEIGHTED
+        ]
+        yield f"{node.op_type} {kernel if node.op_type in _WEIGHTED else ''} {attributes} {sizes}"
 
 
 def ones(region: Region, side: Side, shapes: ModelShapes) -> Iterator[list[list[tuple[int, ...]]]]:
@@ -98,15 +149,18 @@ def _chosen(known: Sequence[Shape], least: int, batch: int, shrink: bool) -> lis
 
 def _reach(region: Region, side: Side) -> int:
     """Return how far an output element of the region sees along an axis: a border and an inner point fit in."""
+    return min(max(_extent(nodes, side) for nodes in region.nodes), 24)
+
+
+def _extent(nodes: Sequence[ir.Node], side: Side) -> int:
     total, stride = 1, 1
-    for node in region.nodes[0]:
+    for node in nodes:
         extents, steps = [1], [1]
         kernel = node.attributes.get("kernel_shape")
         if kernel is not None and not kernel.is_ref():
             extents = list(kernel.as_ints())
         elif node.op_type in ("Conv", "ConvTranspose") and len(node.inputs) > 1 and node.inputs[1] is not None:
-            leaf = side.constants.leaf(node.inputs[1])
-            extents = list(leaf.shape.numpy()[2:]) if leaf is not None else [1]
+            extents = list(side.kernel(node) or [1])
         for name, target in (("dilations", extents), ("strides", steps)):
             attribute = node.attributes.get(name)
             if attribute is not None and not attribute.is_ref():
@@ -117,7 +171,7 @@ def _reach(region: Region, side: Side) -> int:
                     extents = [(size - 1) * step + 1 for size, step in zip(extents, values, strict=False)]
         total += (max(extents, default=1) - 1) * stride
         stride *= max(steps, default=1)
-    return min(max(total, 2) + (1 if total > 1 else 0), 24)
+    return max(total, 2) + (1 if total > 1 else 0)
 
 
 def _from_reader(value: ir.Value, region: Region, side: Side) -> Shape | None:
