@@ -240,13 +240,15 @@ class Folder:
         self._places = places or {}
 
     def check(self, proto: onnx.TensorProto) -> None:
-        """Raise a ModelError unless all data that `proto` declares lies inside its file; nothing is read."""
+        """Raise a ModelError unless all data that `proto` declares lies inside its file; nothing is read.
+
+        Entries of external data that mean nothing are removed.
+        """
         name, nbytes = proto.name, tensor_bytes(proto, self._limits)
-        entries = _entries(proto)
-        location = entries.get("location", "")
-        if location in self._places:
-            length = self._places[location][1]
-            if len(entries) > 1 or length != nbytes:
+        if proto.external_data and proto.external_data[-1].value in self._places:
+            del proto.external_data[:-1]  # without a meaning: the file says that the data is inside
+            length = self._places[proto.external_data[0].value][1]
+            if length != nbytes:
                 raise MalformedModelError(
                     f"tensor {name!r} with shape {list(proto.dims)[:8]} carries {length} bytes, expected {nbytes}"
                 )
@@ -255,7 +257,8 @@ class Folder:
             raise UnsafeModelError(
                 f"tensor {name!r} has external data, but a model in memory has no folder; pass the model's path"
             )
-        file = self._file(location, name)
+        entries = _entries(proto)
+        file = self._file(entries.get("location", ""), name)
         offset = _number(entries.get("offset", "0"), "offset", name)
         length = _number(entries["length"], "length", name) if "length" in entries else nbytes
         if length != nbytes:
