@@ -37,10 +37,15 @@ BITS: dict[int, int] = {
 }
 
 
+class UndefinedNameError(MalformedModelError):
+    """A node reads a name that neither a node before it nor anything else defines."""
+
+
 def validate(proto: onnx.ModelProto, limits: Limits) -> list[onnx.TensorProto]:
     """Validate the model; return the tensors in external files, which still have to be checked.
 
-    Raises MalformedModelError, UnsafeModelError or UnsupportedModelError, in one printable line.
+    Raises MalformedModelError (UndefinedNameError where sorting the nodes may help), UnsafeModelError or
+    UnsupportedModelError, in one printable line.
     """
     try:
         return _validate(proto, limits)
@@ -211,8 +216,8 @@ class _Scope:
             for name in inputs:
                 if name and name not in scope:
                     if not self._visible(name):
-                        raise MalformedModelError(
-                            f"{where}: {node.op_type} {node.name[:80]!r} reads {name[:200]!r}, which nothing defines before it"
+                        raise UndefinedNameError(
+                            f"{where}: {node.op_type} {node.name[:80]!r} reads {name[:200]!r}, which nothing defines"
                         )
                     captured.add(name)
             attributes = set()

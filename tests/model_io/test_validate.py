@@ -13,7 +13,7 @@ import pytest
 
 from bnexport.errors import MalformedModelError, ModelError, UnsafeModelError, UnsupportedModelError
 from bnexport.model_io import DEFAULT_LIMITS
-from bnexport.model_io.validate import all_nodes, printable, tensor_bytes, tensors, validate
+from bnexport.model_io.validate import UndefinedNameError, all_nodes, printable, tensor_bytes, tensors, validate
 
 T = onnx.TensorProto
 INVALID = b"\xff"
@@ -178,22 +178,22 @@ REFUSED: dict[str, tuple[Callable[[onnx.ModelProto], object], type[ModelError], 
         lambda p: p.graph.node.add(op_type="Relu", domain="ai.onnx"), MalformedModelError, "has no outputs",
     ),
     "undefined input": (
-        lambda p: p.graph.node[2].input.append("nowhere"), MalformedModelError, "F 'call' reads 'nowhere', which nothing",
+        lambda p: p.graph.node[2].input.append("nowhere"), UndefinedNameError, "F 'call' reads 'nowhere', which nothing",
     ),
     "input defined later": (
-        lambda p: p.graph.node[0].input.append("z"), MalformedModelError, "Constant 'constant' reads 'z'",
+        lambda p: p.graph.node[0].input.append("z"), UndefinedNameError, "Constant 'constant' reads 'z'",
     ),
     "name of a closed body": (
-        lambda p: p.graph.node[2].input.append("t"), MalformedModelError, "F 'call' reads 't'",
+        lambda p: p.graph.node[2].input.append("t"), UndefinedNameError, "F 'call' reads 't'",
     ),
     "name of the caller in a function": (
-        lambda p: p.functions[0].node[1].input.append("x"), MalformedModelError, "Add '' reads 'x'",
+        lambda p: p.functions[0].node[1].input.append("x"), UndefinedNameError, "Add '' reads 'x'",
     ),
     "name of another function": (
         lambda p: p.functions.append(
             make.make_function("local", "G", ["c"], ["d"], [make.make_node("Add", ["c", "k"], ["d"])], [])
         ),
-        MalformedModelError,
+        UndefinedNameError,
         "Add '' reads 'k'",
     ),
     "undefined output": (
