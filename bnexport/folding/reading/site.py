@@ -72,7 +72,7 @@ def elementwise_site(node: ir.Node, context: Context) -> Site | None:
         affine = read_elementwise(node, axis, values.size, context)
     except Refused:
         return None
-    if not _keeps_channels(node, operands[0], axis, affine.channels, context):
+    if not keeps_channels(node, operands[0], axis, affine.channels, context):
         return None
     site = _grow(Site((node,), affine, axis, operands[0]), context)
     scales = any(step.op_type in ("Mul", "Div", "BatchNormalization") for step in site.nodes)
@@ -126,7 +126,7 @@ def _above(
     if affine is None or is_standard(node, "BatchNormalization"):
         return None if affine is None else (node, affine, 0)
     operands = data_and_constant(node, context)
-    if operands is None or not _keeps_channels(node, operands[0], axis, channels, context):
+    if operands is None or not keeps_channels(node, operands[0], axis, channels, context):
         return None
     return node, affine, operands[0]
 
@@ -141,7 +141,7 @@ def _below(last: ir.Node, axis: int, channels: int, context: Context) -> tuple[i
     return None if affine is None else (node, affine)
 
 
-def _keeps_channels(node: ir.Node, data: int, axis: int, channels: int, context: Context) -> bool:
+def keeps_channels(node: ir.Node, data: int, axis: int, channels: int, context: Context) -> bool:
     """Whether the node's data already has `channels` channels: a constant may broadcast it."""
     source = input_at(node, data)
     assert source is not None

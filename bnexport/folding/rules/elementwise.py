@@ -9,7 +9,8 @@ Backward:
 
 A constant operand takes its share in place, if it stays as small as it was or as the channels; the
 other operand takes only the scale. A shift alone (k = 1) goes into one operand of a sum, the other stays.
-Operands of different rank do not share the axis: refused.
+Operands of different rank do not share the axis, and one that is broadcast along it has other channels: refused,
+since its values would be more than they were, for all that declares or asks their sizes.
 
 Forward, u being the mapped operand:
 
@@ -25,6 +26,7 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.placing.search import Rule, Search
+from bnexport.folding.reading.site import keeps_channels
 from bnexport.graph.nodes import input_at, label, only_attributes
 from bnexport.graph.refusal import Refused
 
@@ -99,6 +101,7 @@ def _sum_takes_shift(node: ir.Node, index: int, axis: int, affine: ChannelAffine
 def _sum_with_constant(node: ir.Node, axis: int, affine: ChannelAffine, rank: int, index: int, search: Search) -> None:
     """Move center and shift into the constant of u + v or u - v; the other operand takes the scale."""
     values = search.plan.value(node, index, f"{node.op_type} constant")
+    _refuse_more_channels(node, index, axis, affine.channels, values, search)
     scale, center, shift = (_aligned(part, axis, rank) for part in (affine.scale, affine.center, affine.shift))
     # As the subtrahend the constant v stands for -v.
     sign = -1.0 if node.op_type == "Sub" and index == 1 else 1.0
@@ -111,8 +114,17 @@ def _sum_with_constant(node: ir.Node, axis: int, affine: ChannelAffine, rank: in
 
 def _scale_constant(node: ir.Node, index: int, axis: int, scale: np.ndarray, rank: int, search: Search) -> None:
     values = search.plan.value(node, index, f"{node.op_type} constant")
+    _refuse_more_channels(node, index, axis, scale.size, values, search)
     total = values * _aligned(scale, axis, rank)
     _store(node, index, total, np.abs(total), values.size, scale.size, rank, search)
+
+
+def _refuse_more_channels(
+    node: ir.Node, index: int, axis: int, channels: int, values: np.ndarray, search: Search
+) -> None:
+    """Refuse to give a constant of one element a value for each channel unless the data has as many channels."""
+    if values.size == 1 < channels and not keeps_channels(node, 1 - index, axis, channels, search.context):
+        raise Refused("shape", f"the data of {label(node)} is not known to have {channels} channels")
 
 
 def _store(
@@ -136,6 +148,8 @@ def _operand(node: ir.Node, index: int, axis: int, affine: ChannelAffine, rank: 
     assert value is not None
     if search.context.rank(value) != rank:
         raise Refused("rank", f"an operand of {label(node)} broadcasts from another rank")
+    if search.context.size(value, axis) not in (None, affine.channels):
+        raise Refused("shape", f"an operand of {label(node)} is broadcast to the {affine.channels} channels of the map")
     search.backward(value, axis, affine)
 
 
