@@ -26,6 +26,8 @@ from bnexport.model_io.limits import Limits
 from bnexport.model_io.validate import tensor_bytes
 
 _KEYS = frozenset({"location", "offset", "length", "checksum", "basepath"})
+# Where ONNX Runtime keeps a weight in the layout of one machine, beside the weight itself; read by nothing else.
+_PREPACKED = "prepacked_"
 _NUMBER = re.compile(r"[0-9]{1,19}\Z")
 _COPY_CHUNK = 1 << 20
 # Kernels and file systems say with these that they cannot copy from file to file by themselves.
@@ -260,7 +262,8 @@ class Folder:
         entries = _entries(proto)
         file = self._file(entries.get("location", ""), name)
         offset = _number(entries.get("offset", "0"), "offset", name)
-        length = _number(entries["length"], "length", name) if "length" in entries else nbytes
+        # ONNX Runtime takes 0 for an absent length, too.
+        length = _number(entries.get("length", "0"), "length", name) or nbytes
         if length != nbytes:
             raise UnsafeModelError(
                 f"tensor {name!r}: external length is {length} bytes, its type and shape need {nbytes}"
@@ -302,8 +305,12 @@ class Folder:
 
 
 def _entries(proto: onnx.TensorProto) -> Mapping[str, str]:
+    kept = [entry for entry in proto.external_data if not entry.key.startswith(_PREPACKED)]
+    if len(kept) < len(proto.external_data):
+        del proto.external_data[:]
+        proto.external_data.extend(kept)
     entries: dict[str, str] = {}
-    for entry in proto.external_data:
+    for entry in kept:
         if entry.key not in _KEYS or entry.key in entries:
             raise UnsafeModelError(
                 f"tensor {proto.name!r}: unknown or repeated external data key {entry.key[:60]!r},"

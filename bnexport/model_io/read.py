@@ -24,7 +24,7 @@ from bnexport.model_io import validate, walk, wire
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.external import DataFile, Folder
 from bnexport.model_io.limits import Limits, current
-from bnexport.model_io.ordering import sort_nodes
+from bnexport.model_io.mending import mend
 
 Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
@@ -76,29 +76,29 @@ def open_source(source: Source, *, limits: Limits | None = None) -> ModelSource:
 def from_proto(proto: onnx.ModelProto, *, limits: Limits | None = None) -> ir.Model:
     """Check `proto`, which holds all its weights, and build a model that shares its tensors.
 
-    Nodes of `proto` that are in no topological order are sorted.
+    `proto` is mended where it has to be.
     """
     limits = limits or current()
     return _build(proto, Folder(None, limits), limits, None).model
 
 
 def _check_proto(proto: onnx.ModelProto, files: Folder, limits: Limits) -> tuple[bool, tuple[str, ...]]:
-    """Validate the proto, its nodes sorted where they have to be; return whether it refers to tensors in files, and notes."""
+    """Validate the proto, mended where it has to be; return whether it refers to tensors in files, and notes."""
     notes: tuple[str, ...] = ()
     try:
         external = validate.validate(proto, limits)
-    except validate.UndefinedNameError:
-        notes = sort_nodes(proto, limits)
-        external = _validate_sorted(proto, limits)
+    except validate.MendableError:
+        notes = mend(proto, limits)
+        external = _validate_mended(proto, limits)
     for declared in external:
         files.check(declared)
     return bool(external), notes
 
 
-def _validate_sorted(proto: onnx.ModelProto, limits: Limits) -> list[onnx.TensorProto]:
+def _validate_mended(proto: onnx.ModelProto, limits: Limits) -> list[onnx.TensorProto]:
     try:
         return validate.validate(proto, limits)
-    except validate.UndefinedNameError as error:
+    except validate.MendableError as error:
         raise MalformedModelError(str(error)) from None
 
 

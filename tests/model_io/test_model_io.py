@@ -318,3 +318,11 @@ def test_a_data_location_that_is_the_default_one(tmp_path: Path, entries: dict[s
     np.testing.assert_array_equal(weight(loaded), WEIGHT)
     save(loaded, tmp_path / "copy.onnx")
     np.testing.assert_array_equal(weight(load(tmp_path / "copy.onnx")), WEIGHT)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("length", "0"), ("prepacked_0", "MlasGemm|0;64;")], ids=["a length of 0", "a prepacked weight"]
+)
+def test_external_data_as_onnx_runtime_writes_and_reads_it(external: Path, key: str, value: str) -> None:
+    set_entry(external, key, value)
+    np.testing.assert_array_equal(weight(load(external)), WEIGHT)

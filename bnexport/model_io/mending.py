@@ -1,7 +1,11 @@
-"""Topological order of the nodes of a ModelProto. Some exporters write others; ONNX Runtime sorts them, too.
+"""Mending of files that break a rule on which ONNX Runtime does not insist, each with a note.
 
-A node depends on the nodes that make its inputs and what its bodies read from outside. The sort is stable: of the
-nodes whose dependencies are met, the first in the file comes first.
+nodes in no topological order     sorted; a node depends on the nodes that make its inputs and on what its bodies
+                                  read from outside. Stable: of the nodes whose dependencies are met, the first in
+                                  the file comes first
+initializers of one name          the last one is kept, which ONNX Runtime takes
+initializers without a name       left out: nothing can read them
+training_info                     left out: it adds no output to the graph
 """
 
 from __future__ import annotations
@@ -20,33 +24,42 @@ from bnexport.model_io.validate import bodies, printable
 _SHOWN = 8
 
 
-def sort_nodes(proto: onnx.ModelProto, limits: Limits) -> tuple[str, ...]:
-    """Sort the nodes of every graph and function in place; return a note for each that changed.
+def mend(proto: onnx.ModelProto, limits: Limits) -> tuple[str, ...]:
+    """Mend the model in place; return a note for each change.
 
-    Raises MalformedModelError for a cycle, UnsafeModelError for graphs nested too deep.
+    Raises MalformedModelError for a cycle of nodes, UnsafeModelError for graphs nested too deep.
     """
-    sorter = _Sorter(limits)
-    sorter.graph(proto.graph, 1)
+    mender = _Mender(limits)
+    if proto.training_info:
+        proto.ClearField("training_info")
+        mender.notes.append("the model carried training_info, which was left out")
+    mender.graph(proto.graph, 1)
     for function in proto.functions:
-        sorter.nodes(function.node, set(function.input), f"function {function.domain}:{function.name}", 1)
-    return tuple(f"{where}: the nodes were not in topological order; they were sorted" for where in sorter.changed)
+        mender.nodes(function.node, set(function.input), f"function {function.domain}:{function.name}", 1)
+    return tuple(mender.notes)
 
 
-class _Sorter:
-    """changed: the graphs and functions whose nodes had another order."""
-
+class _Mender:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self.changed: list[str] = []
+        self.notes: list[str] = []
 
     def graph(self, graph: onnx.GraphProto, depth: int) -> set[str]:
-        """Sort a graph and return the names that it reads from outside."""
+        """Mend a graph and return the names that it reads from outside."""
         if depth > self._limits.graph_depth:
             raise UnsafeModelError(
                 f"graphs are nested deeper than {self._limits.graph_depth}; {way_out('graph_depth')}"
             )
+        where = printable(f"graph {graph.name[:80]!r}")
+        last = {tensor.name: index for index, tensor in enumerate(graph.initializer)}
+        gone = len(graph.initializer) - len(last)
+        if gone:
+            kept = [graph.initializer[index] for index in sorted(last.values())]
+            del graph.initializer[:]
+            graph.initializer.extend(kept)
+            self.notes.append(f"{where}: initializers of a repeated name were left out: {gone}")
         given = {each.name for each in (*graph.input, *graph.initializer)}
-        return self.nodes(graph.node, given, f"graph {graph.name[:80]!r}", depth)
+        return self.nodes(graph.node, given, where, depth)
 
     def nodes(self, nodes: Any, given: set[str], where: str, depth: int) -> set[str]:
         """Sort a repeated field of nodes and return the names that they read from outside. given: names that need none."""
@@ -66,7 +79,7 @@ class _Sorter:
             ordered = [nodes[index] for index in order]
             del nodes[:]
             nodes.extend(ordered)
-            self.changed.append(where)
+            self.notes.append(f"{where}: the nodes were not in topological order; they were sorted")
         return set().union(*reads) - makers.keys() - given
 
     def _reads(self, node: onnx.NodeProto, depth: int) -> set[str]:

@@ -1,4 +1,4 @@
-"""Files whose nodes are in no topological order: sorted, with a note, as ONNX Runtime does."""
+"""Files that break a rule on which ONNX Runtime does not insist: mended, with a note."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx.helper
+import onnx.numpy_helper
 import pytest
 
 import bnexport
@@ -124,6 +125,26 @@ def test_a_name_of_a_body_is_not_seen_outside() -> None:
     bodies = "then_branch = t () => (float[2] o) { o = Neg (x) }, else_branch = e () => (float[2] p) { p = Abs (x) }"
     with pytest.raises(MalformedModelError, match="reads 'o', which nothing defines"):
         from_proto(model(f"g (float[2] x, bool k) => (float[2] y) {{ y = Add (x, o)  z = If (k) <{bodies}> }}"))
+
+
+def test_the_last_of_several_initializers_counts() -> None:
+    """As in ONNX Runtime, which warns of it."""
+    proto = model(NET, SHAPES)
+    kept = proto.graph.initializer[0]
+    first = onnx.numpy_helper.from_array(np.zeros((4, 3, 1, 1), np.float32), kept.name)
+    proto.graph.initializer.insert(0, first)
+    result = fold(proto)
+    assert result.report.folded
+    assert result.report.notes == ("graph 'g': initializers of a repeated name were left out: 1",)
+    inputs = make_inputs(proto)
+    assert_near(run(to_proto(result.model), inputs)[0], run(proto, inputs)[0])
+
+
+def test_training_info_is_left_out() -> None:
+    proto = model(NET, SHAPES)
+    proto.training_info.add()
+    assert bnexport.inspect(proto).notes == ("the model carried training_info, which was left out",)
+    assert not to_proto(from_proto(proto)).training_info
 
 
 def test_depth_is_limited() -> None:
