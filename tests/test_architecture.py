@@ -142,14 +142,18 @@ def test_no_circle_of_files() -> None:
 
 
 def test_the_local_proof_shares_no_code_with_the_folder() -> None:
-    """Nor with the helpers that the folder edits graphs with: an error there would be in both."""
+    """Nor with the helpers that the folder edits graphs with: an error there would be in both.
+
+    The mode of a batch norm is read in one place: two readings disagreed once.
+    """
     allowed = {"errors", "schema", "tolerances", "model_io", "runtime"}
+    read = ("bnexport.graph.batch_norm", "bnexport.graph.refusal")
     wrong = [
         edge
         for edge in edges(PACKAGE)
         if edge.source.startswith("bnexport.verification.local")
         and level_of(edge.target)[1] not in allowed
-        and not edge.target.startswith(("bnexport.verification.local", "bnexport.verification.verdict"))
+        and not edge.target.startswith(("bnexport.verification.local", "bnexport.verification.verdict", *read))
     ]
     assert [str(edge) for edge in wrong] == []
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     import onnx_ir as ir
 
+    from bnexport.graph.shapes import Shape
+
 _FORM = "expected NAME:SHAPE such as x:1,3,224,224, or NAME:FILE.npy"
 
 
@@ -100,14 +102,16 @@ def feeds_of(
 
 
 def _own_shape(value: ir.Value, model: Path, free: tuple[int, int] | None, named: dict[str, int]) -> tuple[int, ...]:
-    sizes = tuple(value.shape) if value.shape is not None else (None,)
-    if free is not None and value.shape is not None:
+    sizes = _sizes(value)
+    if free is not None and sizes is not None:
         chosen = []
         for axis, size in enumerate(sizes):
             default = free[0] if axis == 0 else free[1]
-            name = None if isinstance(size, int) or size is None else size.value
-            chosen.append(size if isinstance(size, int) else named.setdefault(name, default) if name else default)
+            if isinstance(size, str):
+                default = named.setdefault(size, default)
+            chosen.append(size if isinstance(size, int) else default)
         return tuple(chosen)
+    sizes = (None,) if sizes is None else sizes
     shape = tuple(size for size in sizes if isinstance(size, int))
     if len(shape) != len(sizes):
         raise UsageError(
@@ -117,7 +121,13 @@ def _own_shape(value: ir.Value, model: Path, free: tuple[int, int] | None, named
     return shape
 
 
-def _example(axis: int, size: Any) -> str:
+def _sizes(value: ir.Value) -> Shape | None:
+    from bnexport.graph.shapes import sizes_of
+
+    return None if value.shape is None else sizes_of(value.shape)
+
+
+def _example(axis: int, size: int | str | None) -> str:
     return str(size) if isinstance(size, int) else ("1" if axis == 0 else "64")
 
 
@@ -142,21 +152,20 @@ def _fitting(argument: Argument, value: ir.Value, generator: np.random.Generator
 
 
 def _fits(shape: tuple[int, ...], value: ir.Value) -> bool:
-    if value.shape is None:
-        return True
-    sizes = tuple(value.shape)
-    return len(sizes) == len(shape) and all(
-        got == expected for got, expected in zip(shape, sizes) if isinstance(expected, int)
+    sizes = _sizes(value)
+    return sizes is None or (
+        len(sizes) == len(shape)
+        and all(got == expected for got, expected in zip(shape, sizes) if isinstance(expected, int))
     )
 
 
 def _describe(value: ir.Value) -> str:
-    dtype = "" if value.dtype is None else f" {value.dtype.numpy().name}"
-    return f"{value.name}:{dtype}{'' if value.shape is None else ' ' + _shape(value.shape)}"
+    dtype, sizes = "" if value.dtype is None else f" {value.dtype.numpy().name}", _sizes(value)
+    return f"{value.name}:{dtype}{'' if sizes is None else ' ' + _shape(sizes)}"
 
 
-def _shape(shape: Any) -> str:
-    return "(" + ", ".join(str(size) if isinstance(size, int) else (size.value or "?") for size in shape) + ")"
+def _shape(sizes: Shape) -> str:
+    return "(" + ", ".join("?" if size is None else str(size) for size in sizes) + ")"
 
 
 def chosen_dimensions(

@@ -59,6 +59,8 @@ def inspect(model: Model, json_target: Json = None) -> None:
                 right=["channels"],
             )
         )
+    for note in report.notes:
+        say(f"note: {note}")
     if not sites:
         say("no batch norms: there is nothing to fold, unless an exporter wrote them as arithmetic")
     emit(report.to_dict(), json_target, tables)

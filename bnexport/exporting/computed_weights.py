@@ -1,7 +1,7 @@
 """Weights computed from parameters alone, such as those of weight-standardised convolutions.
 
-Such a subgraph gives the same values in every run. It is evaluated once, by onnx's reference evaluator, where the
-folder would not evaluate it itself (`bnexport.graph.evaluate`); the result takes the place of the subgraph, and a
+Such a subgraph gives the same values in every run. It is evaluated once, by onnx's reference evaluator, where it does
+more than lay out, scale or cast a parameter; the result takes the place of the subgraph, and a
 batch norm behind the layer folds into it. In the dynamo exporter's program a batch norm in training mode that
 normalises a weight becomes arithmetic, since torch.onnx translates it with inference semantics.
 """
@@ -16,10 +16,11 @@ import onnx_ir as ir
 import torch
 from onnx.reference import ReferenceEvaluator
 
-from bnexport.graph.evaluate import EVALUATORS
+from bnexport.graph.evaluate import EVALUATORS, WEIGHT_OPERATORS
 from bnexport.model_io import walk
 
-_KNOWN = frozenset((*EVALUATORS, "Constant"))
+# What costs little in every run stays, for the folder to evaluate where a batch norm folds into it.
+_LEFT = frozenset((*EVALUATORS, "Constant")) - WEIGHT_OPERATORS
 _RANDOM = ("Random", "Bernoulli", "Multinomial", "Dropout")
 _aten = torch.ops.aten
 
@@ -67,7 +68,7 @@ def write_out_batch_norm(program: torch.export.ExportedProgram, node: torch.fx.N
 
 
 def evaluate(model: ir.Model) -> None:
-    """Replace, in place, values that depend only on initializers by constants, if the folder would not compute them.
+    """Replace, in place, values that depend only on initializers by constants, if they are worth it (`_LEFT`).
 
     A value that is larger than the largest initializer it is made of stays computed, and so does one that the
     reference evaluator cannot compute.
@@ -77,14 +78,14 @@ def evaluate(model: ir.Model) -> None:
     # The largest initializer that each fixed value is made of; None for what Constant nodes alone decide.
     sources: dict[ir.Value, ir.Value | None] = {}
     sources.update((value, value) for value in graph.initializers.values() if value not in listed)
-    wanted: set[ir.Value] = set()  # values that the folder would not compute
+    wanted: set[ir.Value] = set()
     for node in graph:
         operands = [value for value in node.inputs if value is not None]
         if not _is_pure(node) or any(value not in sources for value in operands):
             continue
         source = max((sources[value] for value in operands), key=_size, default=None)
         sources.update(dict.fromkeys(node.outputs, source))
-        if source is not None and (node.op_type not in _KNOWN or wanted.intersection(operands)):
+        if source is not None and (node.op_type not in _LEFT or wanted.intersection(operands)):
             wanted.update(node.outputs)
     evaluator = _Evaluator(model)
     for value in wanted:

@@ -144,7 +144,7 @@ def fold(
         meaning_changed=done.folding.meaning_changed,
         source=done.path,
         target=None if target is None else os.fspath(target),
-        notes=_notes(staged),
+        notes=(*done.notes, *_notes(staged)),
         inlined=done.folding.inlined,
     )
     judge = None
@@ -168,6 +168,7 @@ class _Transformed:
     """A fold after its changes of `model`, and the references for its verification, best first.
 
     unfolded: the source with its calls inlined and its sync batch norms converted, for the local proof.
+    notes: what was mended while the source was read.
     """
 
     model: ir.Model
@@ -177,6 +178,7 @@ class _Transformed:
     folding: Folding
     references: tuple[ir.Model, ...]
     unfolded: ir.Model | None
+    notes: tuple[str, ...]
 
 
 @paused_collection()
@@ -228,7 +230,7 @@ def _transform(opened: ModelSource, before: Counts, options: Options, *, keep_re
     folding.fold()
     if folding.converted:
         insert_casts(model)
-    return _Transformed(model, opened.path, before, count(model), folding, tuple(references), unfolded)
+    return _Transformed(model, opened.path, before, count(model), folding, tuple(references), unfolded, opened.notes)
 
 
 def _verify(done: _Transformed, candidate: ir.Model, method: Method, chosen_here: bool, terms: Terms) -> Verification:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from bnexport import schema
 from bnexport.graph.nodes import is_standard, label
+from bnexport.graph.shapes import sizes_of
 from bnexport.graph.sync_bn_nodes import is_portable_body, is_sync_batch_norm
 from bnexport.model_io import walk
 from bnexport.model_io.external import ContainedTensor
@@ -45,6 +46,7 @@ class InspectReport:
     """Result of `inspect`. nodes, op_counts: bodies and functions included; a portable body counts as its node.
 
     groups: (name, size) of the nodes' process groups. external_files: files beside the model that hold weights.
+    notes: what was mended while the file was read.
     """
 
     ir_version: int
@@ -62,6 +64,7 @@ class InspectReport:
     external_files: tuple[str, ...]
     subgraphs: int
     path: str | None = None
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as the command line prints it with --json."""
@@ -117,6 +120,7 @@ def inspect(source: Source) -> InspectReport:
         external_files=tuple(sorted({"/".join(file.parts) for file in files if not file.is_model})),
         subgraphs=subgraphs,
         path=opened.path,
+        notes=opened.notes,
     )
 
 
@@ -134,7 +138,7 @@ def _batch_norm(node: ir.Node, graph: str) -> BatchNormInfo:
     statistics = node.inputs[1] if len(node.inputs) > 1 else None
     channels = None
     if statistics is not None and statistics.shape is not None and len(statistics.shape) == 1:
-        size = statistics.shape[0]
+        size = sizes_of(statistics.shape)[0]
         channels = size if isinstance(size, int) else None
     data = node.inputs[0] if node.inputs else None
     return BatchNormInfo(
@@ -159,8 +163,6 @@ def _plain(attribute: ir.Attr) -> Any:
 
 
 def _info(value: ir.Value) -> ValueInfo:
-    shape = None
-    if value.shape is not None:
-        shape = tuple(size if isinstance(size, int) else size.value for size in value.shape)
+    shape = None if value.shape is None else sizes_of(value.shape)
     dtype = value.dtype.name.lower() if value.dtype is not None else None
     return ValueInfo(str(value.name), dtype, shape)

@@ -127,6 +127,7 @@ class Constants:
         return np.asarray(numbers, np.int64)
 
     def _cast_like(self, node: ir.Node, data: np.ndarray | None) -> np.ndarray:
+        only_attributes(node, ("saturate", "round_mode"))
         like = node.inputs[1] if len(node.inputs) == 2 else None
         dtype = None if like is None else self._shapes.dtype(like)
         if data is None or dtype is None or dtype.numpy() not in _FLOATS:

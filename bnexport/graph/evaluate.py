@@ -6,6 +6,7 @@ that an exporter computes in the graph is not worse than one computed here.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -82,8 +83,7 @@ def constant_node(node: ir.Node) -> np.ndarray:
 def _same_type(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     """Compute in float64 for floats, and round to the operands' type."""
 
-    def evaluate(node: ir.Node, *operands: np.ndarray) -> np.ndarray:
-        only_attributes(node, ())
+    def evaluate(_node: ir.Node, *operands: np.ndarray) -> np.ndarray:
         if len({operand.dtype for operand in operands}) != 1:
             raise Refused("type", "operands of different types")
         if math.prod(np.broadcast_shapes(*(operand.shape for operand in operands))) > ELEMENTS:
@@ -194,24 +194,88 @@ def _dequantize(node: ir.Node, data: np.ndarray, scale: np.ndarray, zero: np.nda
     return (centred * scale.astype(np.float64)).astype(scale.dtype)
 
 
+# The reductions that exporters compute norms with: weight norm divides a weight by one.
+_REDUCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "ReduceL1": lambda data, **over: np.abs(data).sum(**over),
+    "ReduceL2": lambda data, **over: np.sqrt(np.square(data).sum(**over)),
+    "ReduceMax": np.max,
+    "ReduceMean": np.mean,
+    "ReduceMin": np.min,
+    "ReduceProd": np.prod,
+    "ReduceSum": np.sum,
+    "ReduceSumSquare": lambda data, **over: np.square(data).sum(**over),
+}
+# With these a weight is computed from another one; the others change how a constant is laid out, scaled or typed.
+WEIGHT_OPERATORS = frozenset((*_REDUCTIONS, "Abs", "Exp", "Log", "Max", "Min", "Pow"))
+
+
+def _reduce(node: ir.Node, data: np.ndarray, axes: np.ndarray | None = None) -> np.ndarray:
+    """Compute in float64, and round to the operand's type. No axes stand for all."""
+    if data.dtype not in FLOAT_TYPES.values():
+        raise Refused("type", f"a sum of {data.dtype}")
+    places = _axes(node, axes) or None
+    if places is None and get_int(node, "noop_with_empty_axes", 0):
+        raise Refused("bad-attribute", f"{node.op_type} over no axes")
+    keep = get_int(node, "keepdims", 1) != 0
+    return np.asarray(_REDUCTIONS[node.op_type](data.astype(np.float64), axis=places, keepdims=keep)).astype(data.dtype)
+
+
+_POWER = _same_type(np.power)
+
+
+def _pow(node: ir.Node, base: np.ndarray, exponent: np.ndarray) -> np.ndarray:
+    # The exponent may have another type; the result has that of the base.
+    return _POWER(node, base, exponent.astype(base.dtype))
+
+
+def _flatten(node: ir.Node, data: np.ndarray) -> np.ndarray:
+    axis = get_int(node, "axis", 1)
+    place = axis + data.ndim if axis < 0 else axis
+    return data.reshape(math.prod(data.shape[:place]), math.prod(data.shape[place:]))
+
+
+def _of_all(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Apply a function of two operands to any number of them."""
+    return _same_type(lambda *operands: functools.reduce(function, operands))
+
+
+def _strict(function: Callable[..., np.ndarray], *attributes: str) -> Callable[..., np.ndarray]:
+    """Refuse attributes other than these, which `function` reads or which say nothing about the value."""
+
+    def evaluate(node: ir.Node, *operands: np.ndarray | None) -> np.ndarray:
+        only_attributes(node, attributes)
+        return function(node, *operands)
+
+    return evaluate
+
+
 EVALUATORS: dict[str, Callable[..., np.ndarray]] = {
-    "Add": _same_type(np.add),
-    "Sub": _same_type(np.subtract),
-    "Mul": _same_type(np.multiply),
-    "Div": _same_type(np.divide),
-    "Sqrt": _same_type(np.sqrt),
-    "Neg": _same_type(np.negative),
-    "Reciprocal": _same_type(np.reciprocal),
-    "Identity": lambda _node, data: data,
-    "Cast": _cast,
-    "Concat": _concat,
-    "Expand": _expand,
-    "Gather": _gather,
-    "ConstantOfShape": _constant_of_shape,
-    "DequantizeLinear": _dequantize,
-    "Reshape": _reshape,
-    "Slice": _slice,
-    "Squeeze": _squeeze,
-    "Transpose": _transpose,
-    "Unsqueeze": _unsqueeze,
+    "Abs": _strict(_same_type(np.abs)),
+    "Add": _strict(_same_type(np.add)),
+    "Sub": _strict(_same_type(np.subtract)),
+    "Mul": _strict(_same_type(np.multiply)),
+    "Div": _strict(_same_type(np.divide)),
+    "Exp": _strict(_same_type(np.exp)),
+    "Log": _strict(_same_type(np.log)),
+    "Max": _strict(_of_all(np.maximum)),
+    "Min": _strict(_of_all(np.minimum)),
+    "Neg": _strict(_same_type(np.negative)),
+    "Pow": _strict(_pow),
+    "Reciprocal": _strict(_same_type(np.reciprocal)),
+    "Sqrt": _strict(_same_type(np.sqrt)),
+    "Sum": _strict(_of_all(np.add)),
+    "Identity": _strict(lambda _node, data: data),
+    "Cast": _strict(_cast, "to", "saturate", "round_mode"),
+    "Concat": _strict(_concat, "axis"),
+    "Expand": _strict(_expand),
+    "Flatten": _strict(_flatten, "axis"),
+    "Gather": _strict(_gather, "axis"),
+    "ConstantOfShape": _strict(_constant_of_shape, "value"),
+    "DequantizeLinear": _strict(_dequantize, "axis", "block_size"),
+    "Reshape": _strict(_reshape, "allowzero"),
+    "Slice": _strict(_slice, "starts", "ends", "axes", "steps"),
+    "Squeeze": _strict(_squeeze, "axes"),
+    "Transpose": _strict(_transpose, "perm"),
+    "Unsqueeze": _strict(_unsqueeze, "axes"),
+    **dict.fromkeys(_REDUCTIONS, _strict(_reduce, "axes", "keepdims", "noop_with_empty_axes")),
 }

@@ -20,6 +20,12 @@ _EXPANDED = 50_000
 Inferred = tuple[dict[ir.Value, Shape], dict[ir.Value, ir.DataType]]
 
 
+def sizes_of(shape: ir.ShapeProtocol) -> Shape:
+    """Return the sizes of a declared shape: numbers, names, None if unknown."""
+    # Paddle writes -1 for a free size, others an empty name; ONNX Runtime takes both for an unknown one.
+    return tuple((size if size >= 0 else None) if isinstance(size, int) else size.value or None for size in shape)
+
+
 class Shapes:
     def __init__(self, model: ir.Model, surgery: Surgery | None = None) -> None:
         self._model = model
@@ -55,15 +61,10 @@ class Shapes:
 
 def _declared(value: ir.Value) -> Shape | None:
     if value.shape is not None:
-        return _plain(value.shape)
+        return sizes_of(value.shape)
     if value.const_value is not None and value.is_initializer():
-        return _plain(value.const_value.shape)
+        return sizes_of(value.const_value.shape)
     return None
-
-
-def _plain(shape: ir.ShapeProtocol) -> Shape:
-    # Some exporters write -1 for a free size.
-    return tuple((size if size >= 0 else None) if isinstance(size, int) else size.value for size in shape)
 
 
 def _infer(model: ir.Model, surgery: Surgery) -> Inferred:
@@ -147,6 +148,6 @@ def _match(
     for originals_out, twins in outputs:
         for value, other in zip(originals_out, twins, strict=True):
             if value.shape is None and other.shape is not None:
-                shapes[value] = _plain(other.shape)
+                shapes[value] = sizes_of(other.shape)
             if value.dtype is None and other.dtype is not None:
                 types[value] = other.dtype

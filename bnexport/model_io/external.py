@@ -26,6 +26,8 @@ from bnexport.model_io.limits import Limits
 from bnexport.model_io.validate import tensor_bytes
 
 _KEYS = frozenset({"location", "offset", "length", "checksum", "basepath"})
+# Where ONNX Runtime keeps a weight in the layout of one machine, beside the weight itself; read by nothing else.
+_PREPACKED = "prepacked_"
 _NUMBER = re.compile(r"[0-9]{1,19}\Z")
 _COPY_CHUNK = 1 << 20
 # Kernels and file systems say with these that they cannot copy from file to file by themselves.
@@ -240,13 +242,15 @@ class Folder:
         self._places = places or {}
 
     def check(self, proto: onnx.TensorProto) -> None:
-        """Raise a ModelError unless all data that `proto` declares lies inside its file; nothing is read."""
+        """Raise a ModelError unless all data that `proto` declares lies inside its file; nothing is read.
+
+        Entries of external data that mean nothing are removed.
+        """
         name, nbytes = proto.name, tensor_bytes(proto, self._limits)
-        entries = _entries(proto)
-        location = entries.get("location", "")
-        if location in self._places:
-            length = self._places[location][1]
-            if len(entries) > 1 or length != nbytes:
+        if proto.external_data and proto.external_data[-1].value in self._places:
+            del proto.external_data[:-1]  # without a meaning: the file says that the data is inside
+            length = self._places[proto.external_data[0].value][1]
+            if length != nbytes:
                 raise MalformedModelError(
                     f"tensor {name!r} with shape {list(proto.dims)[:8]} carries {length} bytes, expected {nbytes}"
                 )
@@ -255,9 +259,11 @@ class Folder:
             raise UnsafeModelError(
                 f"tensor {name!r} has external data, but a model in memory has no folder; pass the model's path"
             )
-        file = self._file(location, name)
+        entries = _entries(proto)
+        file = self._file(entries.get("location", ""), name)
         offset = _number(entries.get("offset", "0"), "offset", name)
-        length = _number(entries["length"], "length", name) if "length" in entries else nbytes
+        # ONNX Runtime takes 0 for an absent length, too.
+        length = _number(entries.get("length", "0"), "length", name) or nbytes
         if length != nbytes:
             raise UnsafeModelError(
                 f"tensor {name!r}: external length is {length} bytes, its type and shape need {nbytes}"
@@ -299,8 +305,12 @@ class Folder:
 
 
 def _entries(proto: onnx.TensorProto) -> Mapping[str, str]:
+    kept = [entry for entry in proto.external_data if not entry.key.startswith(_PREPACKED)]
+    if len(kept) < len(proto.external_data):
+        del proto.external_data[:]
+        proto.external_data.extend(kept)
     entries: dict[str, str] = {}
-    for entry in proto.external_data:
+    for entry in kept:
         if entry.key not in _KEYS or entry.key in entries:
             raise UnsafeModelError(
                 f"tensor {proto.name!r}: unknown or repeated external data key {entry.key[:60]!r},"

@@ -46,6 +46,9 @@ def to_parts(model: ir.Model) -> Parts:
         tensor = value.const_value
         if tensor is None or tensor.dtype not in _NATIVE or value.is_graph_input():
             continue
+        # ONNX Runtime drops what nothing reads from its graph, and misses it there if it is given.
+        if not value.uses() and not value.is_graph_output():
+            continue
         if isinstance(tensor, ContainedTensor) or size(tensor) >= _SMALLEST:
             name = str(value.name)
             weights[name] = tensor

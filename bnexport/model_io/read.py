@@ -24,16 +24,21 @@ from bnexport.model_io import validate, walk, wire
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.external import DataFile, Folder
 from bnexport.model_io.limits import Limits, current
+from bnexport.model_io.mending import mend
 
 Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """A model with no other owner, and the file it came from (None for a model in memory)."""
+    """A model with no other owner, and the file it came from (None for a model in memory).
+
+    notes: how the model differs from the file.
+    """
 
     model: ir.Model
     path: str | None
+    notes: tuple[str, ...] = ()
 
 
 def load(path: str | os.PathLike[str], *, limits: Limits | None = None) -> ir.Model:
@@ -60,30 +65,45 @@ def open_source(source: Source, *, limits: Limits | None = None) -> ModelSource:
     if isinstance(source, onnx.ModelProto):
         own = onnx.ModelProto()
         own.CopyFrom(source)
-        return ModelSource(from_proto(own, limits=limits), None)
+        return _build(own, Folder(None, limits), limits, None)
     if isinstance(source, (str, os.PathLike)):
         real = os.path.realpath(os.fspath(source))
         proto, files = read_proto(real, str(source), limits)
-        return ModelSource(_build(proto, files, limits), real)
+        return _build(proto, files, limits, real)
     raise UsageError(f"expected a path, onnx.ModelProto or onnx_ir.Model, got {type(source).__name__}")
 
 
 def from_proto(proto: onnx.ModelProto, *, limits: Limits | None = None) -> ir.Model:
-    """Check `proto`, which holds all its weights, and build a model that shares its tensors."""
+    """Check `proto`, which holds all its weights, and build a model that shares its tensors.
+
+    `proto` is mended where it has to be.
+    """
     limits = limits or current()
-    return _build(proto, Folder(None, limits), limits)
+    return _build(proto, Folder(None, limits), limits, None).model
 
 
-def _check_proto(proto: onnx.ModelProto, files: Folder, limits: Limits) -> bool:
-    """Validate the proto; return whether it refers to tensors in files."""
-    external = validate.validate(proto, limits)
+def _check_proto(proto: onnx.ModelProto, files: Folder, limits: Limits) -> tuple[bool, tuple[str, ...]]:
+    """Validate the proto, mended where it has to be; return whether it refers to tensors in files, and notes."""
+    notes: tuple[str, ...] = ()
+    try:
+        external = validate.validate(proto, limits)
+    except validate.MendableError:
+        notes = mend(proto, limits)
+        external = _validate_mended(proto, limits)
     for declared in external:
         files.check(declared)
-    return bool(external)
+    return bool(external), notes
 
 
-def _build(proto: onnx.ModelProto, files: Folder, limits: Limits) -> ir.Model:
-    external = _check_proto(proto, files, limits)
+def _validate_mended(proto: onnx.ModelProto, limits: Limits) -> list[onnx.TensorProto]:
+    try:
+        return validate.validate(proto, limits)
+    except validate.MendableError as error:
+        raise MalformedModelError(str(error)) from None
+
+
+def _build(proto: onnx.ModelProto, files: Folder, limits: Limits, path: str | None) -> ModelSource:
+    external, notes = _check_proto(proto, files, limits)
     try:
         model = ir.serde.deserialize_model(proto)
     except BnexportError:
@@ -93,7 +113,7 @@ def _build(proto: onnx.ModelProto, files: Folder, limits: Limits) -> ir.Model:
     if external:
         for slot, tensor in walk.external(model):
             slot.set(files.tensor(tensor))
-    return model
+    return ModelSource(model, path, notes)
 
 
 def check(data: bytes, *, limits: Limits | None = None) -> None:

@@ -37,10 +37,15 @@ BITS: dict[int, int] = {
 }
 
 
+class MendableError(MalformedModelError):
+    """The model breaks a rule that ONNX Runtime does not insist on; `mending.mend` may help."""
+
+
 def validate(proto: onnx.ModelProto, limits: Limits) -> list[onnx.TensorProto]:
     """Validate the model; return the tensors in external files, which still have to be checked.
 
-    Raises MalformedModelError, UnsafeModelError or UnsupportedModelError, in one printable line.
+    Raises MalformedModelError (MendableError where mending may help), UnsafeModelError or
+    UnsupportedModelError, in one printable line.
     """
     try:
         return _validate(proto, limits)
@@ -62,7 +67,7 @@ def _validate(proto: onnx.ModelProto, limits: Limits) -> list[onnx.TensorProto]:
     if not proto.opset_import:
         raise MalformedModelError("not an ONNX model: no opset is declared")
     if proto.training_info:
-        raise UnsupportedModelError("the model carries ONNX training_info, which cannot be kept; remove it first")
+        raise MendableError("the model carries ONNX training_info, which cannot be kept")
     scope = _Scope(limits)
     scope.graph(proto.graph, 1)
     scope.text([item.domain for item in proto.opset_import], "opset import")
@@ -164,7 +169,7 @@ class _Scope:
         initializers = [tensor.name for tensor in graph.initializer]
         self._count("values", len(inputs) + len(graph.output) + len(graph.value_info))
         self._unique(inputs, f"{where}: input")
-        self._unique(initializers, f"{where}: initializer")
+        self._unique(initializers, f"{where}: initializer", MendableError)
         for tensor in graph.initializer:
             self._tensor(tensor)
         self.plain((graph.name, graph.doc_string, *_entries(graph.metadata_props)), where)
@@ -211,8 +216,8 @@ class _Scope:
             for name in inputs:
                 if name and name not in scope:
                     if not self._visible(name):
-                        raise MalformedModelError(
-                            f"{where}: {node.op_type} {node.name[:80]!r} reads {name[:200]!r}, which nothing defines before it"
+                        raise MendableError(
+                            f"{where}: {node.op_type} {node.name[:80]!r} reads {name[:200]!r}, which nothing defines"
                         )
                     captured.add(name)
             attributes = set()
@@ -288,7 +293,7 @@ class _Scope:
                     f"{where}: a name has {len(value)} characters, {value[:60]!r}...; {way_out('name_length')}"
                 )
 
-    def _unique(self, names: Iterable[str], what: str) -> None:
+    def _unique(self, names: Iterable[str], what: str, error: type[ModelError] = MalformedModelError) -> None:
         names = list(names)
         self.text(names, what)
         if len(set(names)) == len(names) and "" not in names:
@@ -298,7 +303,7 @@ class _Scope:
             if not name:
                 raise MalformedModelError(f"{what} without a name")
             if name in seen:
-                raise MalformedModelError(f"{what} {name[:200]!r} appears twice")
+                raise error(f"{what} {name[:200]!r} appears twice")
             seen.add(name)
 
 

@@ -6,7 +6,8 @@ for messages inside is a length and as many bytes. `cut` walks these lists on th
     Model -> graph -> initializer | node -> attribute -> t | tensors | g | graphs;   Model -> functions -> node
 
 and enters only what is long. What comes out is the same message without the raw_data of large tensors,
-each marked as external data at a location that no file can guess. Everything else is protobuf's to judge:
+each marked as external data at a location that no file can guess (one that is external already keeps empty
+raw_data, which `validate` refuses). Everything else is protobuf's to judge:
 whatever `cut` does not enter is copied as it stands, so the rest of the model is parsed as it would have been.
 
 What protobuf makes of it is bounded first. A message or text inside another one takes two bytes of a file at
@@ -46,7 +47,7 @@ _ENTERED: dict[str, dict[int, str]] = {
 }
 # Bytes that may begin a message or text.
 _TAGS = bytes(byte for byte in range(256) if byte & 7 == _BYTES)
-_EXTERNAL_DATA, _DATA_LOCATION, _EXTERNAL = 13, 14, 1
+_RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION, _EXTERNAL = 9, 13, 14, 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +128,8 @@ class _Cutter:
         pieces: list[bytes] = []
         length, copied, at = 0, start, start
         cut_here: int | None = None
+        left_out: tuple[int, int] | None = None
+        is_external = False
         while at < end:
             tag_at = at
             tag, at = self._varint(at)
@@ -135,7 +138,9 @@ class _Cutter:
                 size, at = self._varint(at)
                 stop = at + size
             elif wire_type == _VARINT:
-                _, stop = self._varint(at)
+                number, stop = self._varint(at)
+                if kind == "tensor" and tag >> 3 == _DATA_LOCATION:
+                    is_external = number == _EXTERNAL
             elif wire_type in (_FIXED64, _FIXED32):
                 stop = at + (8 if wire_type == _FIXED64 else 4)
             else:
@@ -151,8 +156,9 @@ class _Cutter:
                 if inner is not None and size >= smallest:
                     piece = self._copy(copied, tag_at)
                     if inner == "raw_data":
-                        inside: Sequence[bytes] = [self._reference(at, size)]
-                        inside_length = len(inside[0])
+                        left_out = at, size
+                        inside: Sequence[bytes] = ()
+                        inside_length = 0
                     elif inner == "numbers":
                         inside = [self._copy(tag_at, stop)]
                         inside_length = len(inside[0])
@@ -166,9 +172,13 @@ class _Cutter:
                     length += len(piece) + inside_length
                     copied = stop
             at = stop
-        piece = self._copy(copied, end)
-        pieces.append(piece)
-        return pieces, length + len(piece)
+        pieces.append(self._copy(copied, end))
+        length += len(pieces[-1])
+        if left_out is not None:
+            # At the end: the last data_location counts, and the tensor may name the default one.
+            pieces.append(field(_RAW_DATA, b"") if is_external else self._reference(*left_out))
+            length += len(pieces[-1])
+        return pieces, length
 
     def _reference(self, offset: int, length: int) -> bytes:
         location = f"{self._secret}:{len(self._places)}"

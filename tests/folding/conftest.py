@@ -1,4 +1,7 @@
-"""Every fold of these tests that is verified is proved where it stands, or the report says why it is not."""
+"""Every fold of these tests that is verified is proved where it stands, or the report says why it is not.
+
+Every folded model passes ONNX's full check, with the shapes that it declares, if its source does.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,20 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import onnx
+import onnx_ir as ir
 import pytest
 
-from bnexport.folding import proving
+from bnexport.folding import api, proving
+from bnexport.graph.calls import expanded_sizes
+from bnexport.model_io import ModelSource
+from bnexport.model_io.encode import encode
+from bnexport.model_io.write import tensor_total
 from bnexport.verification.verdict import Verification
+from tests.support.onnx_text import passes_full_check
 
+# Larger models are not checked: the time would show.
+_CHECKED_BYTES, _CHECKED_NODES = 1 << 16, 500
 _MARKS: Counter[str] = Counter()
 
 
@@ -39,6 +51,28 @@ def _no_fold_is_left_without_a_proof(monkeypatch: pytest.MonkeyPatch) -> Iterato
         unexplained = [proof for proof in verdict.sites if proof.method != "proved" and not proof.reason]
         assert not unexplained
         assert verdict.passed or verdict.reason
+
+
+@pytest.fixture(autouse=True)
+def _every_fold_passes_the_full_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = api._transform
+
+    def checked(opened: ModelSource, *arguments: Any, **options: Any) -> Any:
+        nodes, of_functions = expanded_sizes(opened.model)
+        small = nodes + sum(of_functions.values()) <= _CHECKED_NODES and tensor_total(opened.model) <= _CHECKED_BYTES
+        valid = small and passes_full_check(_whole(opened.model))
+        done = real(opened, *arguments, **options)
+        if valid:
+            onnx.checker.check_model(_whole(done.model), full_check=True)
+        return done
+
+    monkeypatch.setattr(api, "_transform", checked)
+
+
+def _whole(model: ir.Model) -> onnx.ModelProto:
+    """Like `to_proto`, whose limit a test may lower."""
+    pieces = (piece if isinstance(piece, bytes) else piece.tobytes() for piece in encode(model).model)
+    return onnx.ModelProto.FromString(b"".join(pieces))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

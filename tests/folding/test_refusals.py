@@ -458,3 +458,23 @@ def test_a_shift_passes_a_sum(node: str, sign: int) -> None:
     conv = search.context.model.graph[1]
     weight = search.plan.value(conv, 1, "weight").reshape(3, 4)
     np.testing.assert_allclose(search.plan.value(conv, 2, "bias"), sign * weight @ SHIFT.offset, rtol=1e-12)
+
+
+WIDENED = {
+    "constant of a product": ("u = Mul (x, s)\n z = Add (u, c)", {"c": (3, 1, 1)}),
+    "operand of a sum": ("u = Mul (x, s)\n v = Conv (x, w)\n z = Add (u, v)", {"w": (3, 1, 1, 1)}),
+}
+
+
+@pytest.mark.parametrize("channels", ["1", "C"], ids=["declared", "not-known"])
+@pytest.mark.parametrize("case", WIDENED)
+def test_a_value_of_one_channel_gets_no_more(case: str, channels: str) -> None:
+    """Its constant would grow to the channels of the sum, and the value with it, whatever declares or asks its size."""
+    nodes, shapes = WIDENED[case]
+    proto = model(
+        f"g (float[N,{channels},H,W] x) => (float[N,3,H,W] y, int64[4] sizes) <float[N,{channels},H,W] u> {{ {nodes}\n"
+        " sizes = Shape (u)\n y = BatchNormalization (z, p_s, p_b, p_m, p_v) }",
+        {"s": (1,), **shapes, **batch_norm("p", 3)},
+    )
+    folded, _ = fold_and_check(proto, left=1, sizes={"C": 1})
+    assert next(tensor.dims[:] for tensor in folded.graph.initializer if tensor.name == "s") == [1]

@@ -73,7 +73,7 @@ def test_bytes_are_checked(victim: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(MalformedModelError):
         InferenceSession(b"this is not a model")
     twice = example()
-    twice.graph.initializer.append(twice.graph.initializer[0])
+    twice.graph.output.append(twice.graph.output[0])
     with pytest.raises(MalformedModelError, match="appears twice"):
         InferenceSession(twice.SerializeToString())
     session = InferenceSession(example().SerializeToString())

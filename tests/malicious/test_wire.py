@@ -50,7 +50,7 @@ def put_back(cut: wire.Cut, data: bytes) -> onnx.ModelProto:
     proto = onnx.ModelProto.FromString(cut.data)
     found = 0
     for tensor in _tensors(proto):
-        location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+        location = tensor.external_data[-1].value if tensor.external_data else ""
         if location in cut.places:
             offset, length = cut.places[location]
             tensor.ClearField("external_data")

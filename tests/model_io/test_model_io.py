@@ -23,6 +23,7 @@ from bnexport import model_io
 from bnexport.errors import MalformedModelError, StorageError, UnsafeModelError, UnsupportedModelError, UsageError
 from bnexport.model_io import Limits, as_model, load, save, to_proto
 from bnexport.model_io.collection import paused_collection
+from bnexport.model_io.wire import field
 from tests.support.onnx_text import model
 
 WEIGHT = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
@@ -298,3 +299,30 @@ def test_collection_is_as_it_was(frozen: bool) -> None:
         assert gone() is None
     finally:
         gc.unfreeze()
+
+
+STALE = {"location": "gone.bin", "offset": "many", "length": "-3"}
+
+
+@pytest.mark.parametrize("entries", [{}, STALE], ids=["alone", "with entries of the file it came from"])
+@pytest.mark.parametrize("first", [False, True], ids=["behind the data", "before the data"])
+def test_a_data_location_that_is_the_default_one(tmp_path: Path, entries: dict[str, str], *, first: bool) -> None:
+    """It is what onnx writes for a tensor that was loaded from external data and saved inline."""
+    proto, path = example(), tmp_path / "model.onnx"
+    pairs = [onnx.StringStringEntryProto(key=key, value=value) for key, value in entries.items()]
+    place = onnx.TensorProto(data_location=onnx.TensorProto.DEFAULT, external_data=pairs).SerializeToString()
+    tensor = proto.graph.initializer.pop().SerializeToString()
+    tensor = place + tensor if first else tensor + place
+    path.write_bytes(proto.SerializeToString() + field(7, field(5, tensor)))
+    loaded = load(path)
+    np.testing.assert_array_equal(weight(loaded), WEIGHT)
+    save(loaded, tmp_path / "copy.onnx")
+    np.testing.assert_array_equal(weight(load(tmp_path / "copy.onnx")), WEIGHT)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("length", "0"), ("prepacked_0", "MlasGemm|0;64;")], ids=["a length of 0", "a prepacked weight"]
+)
+def test_external_data_as_onnx_runtime_writes_and_reads_it(external: Path, key: str, value: str) -> None:
+    set_entry(external, key, value)
+    np.testing.assert_array_equal(weight(load(external)), WEIGHT)

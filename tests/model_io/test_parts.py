@@ -15,6 +15,7 @@ import onnx
 import onnx.helper
 import onnx.numpy_helper
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from google.protobuf.message import DecodeError
 
@@ -46,6 +47,7 @@ from bnexport.model_io import parts as parts_of
 from bnexport.model_io.external import ContainedTensor
 from bnexport.model_io.parts import to_parts
 from bnexport.model_io.read import from_proto, innermost
+from bnexport.runtime.injection import open_model
 from tests.support.onnx_text import model
 
 BIG = np.random.default_rng(0).standard_normal((300, 256)).astype(np.float32)  # more than a cut's smallest
@@ -442,3 +444,14 @@ def test_the_innermost_error() -> None:
     except RuntimeError as error:
         assert innermost(error) == "first line"
     assert innermost(KeyError()) == "KeyError"
+
+
+def test_a_weight_that_nothing_reads_stays_inside() -> None:
+    """ONNX Runtime drops it, and fails where it is given as well."""
+    source = from_proto(
+        model("g (float[N,300] x) => (float[N,256] y) { y = MatMul (x, w) }", values={"w": BIG, "unused": BIG})
+    )
+    assert list(to_parts(source).weights) == ["w"]
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    assert open_model(source, options).run(None, {"x": np.ones((1, 300), np.float32)})[0].shape == (1, 256)

@@ -13,7 +13,7 @@ import pytest
 
 from bnexport.errors import MalformedModelError, ModelError, UnsafeModelError, UnsupportedModelError
 from bnexport.model_io import DEFAULT_LIMITS
-from bnexport.model_io.validate import all_nodes, printable, tensor_bytes, tensors, validate
+from bnexport.model_io.validate import MendableError, all_nodes, printable, tensor_bytes, tensors, validate
 
 T = onnx.TensorProto
 INVALID = b"\xff"
@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[Callable[[onnx.ModelProto], object], type[ModelError], 
     "no graph": (lambda p: p.ClearField("graph"), MalformedModelError, "no graph or IR version"),
     "no IR version": (lambda p: setattr(p, "ir_version", 0), MalformedModelError, "no graph or IR version"),
     "no opset": (lambda p: p.ClearField("opset_import"), MalformedModelError, "no opset is declared"),
-    "training_info": (lambda p: p.training_info.add(), UnsupportedModelError, "training_info, which cannot be kept"),
+    "training_info": (lambda p: p.training_info.add(), MendableError, "training_info, which cannot be kept"),
     "function twice": (
         lambda p: p.functions.append(p.functions[0]), MalformedModelError, "function local:F is defined twice",
     ),
@@ -178,22 +178,22 @@ REFUSED: dict[str, tuple[Callable[[onnx.ModelProto], object], type[ModelError], 
         lambda p: p.graph.node.add(op_type="Relu", domain="ai.onnx"), MalformedModelError, "has no outputs",
     ),
     "undefined input": (
-        lambda p: p.graph.node[2].input.append("nowhere"), MalformedModelError, "F 'call' reads 'nowhere', which nothing",
+        lambda p: p.graph.node[2].input.append("nowhere"), MendableError, "F 'call' reads 'nowhere', which nothing",
     ),
     "input defined later": (
-        lambda p: p.graph.node[0].input.append("z"), MalformedModelError, "Constant 'constant' reads 'z'",
+        lambda p: p.graph.node[0].input.append("z"), MendableError, "Constant 'constant' reads 'z'",
     ),
     "name of a closed body": (
-        lambda p: p.graph.node[2].input.append("t"), MalformedModelError, "F 'call' reads 't'",
+        lambda p: p.graph.node[2].input.append("t"), MendableError, "F 'call' reads 't'",
     ),
     "name of the caller in a function": (
-        lambda p: p.functions[0].node[1].input.append("x"), MalformedModelError, "Add '' reads 'x'",
+        lambda p: p.functions[0].node[1].input.append("x"), MendableError, "Add '' reads 'x'",
     ),
     "name of another function": (
         lambda p: p.functions.append(
             make.make_function("local", "G", ["c"], ["d"], [make.make_node("Add", ["c", "k"], ["d"])], [])
         ),
-        MalformedModelError,
+        MendableError,
         "Add '' reads 'k'",
     ),
     "undefined output": (
@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[Callable[[onnx.ModelProto], object], type[ModelError], 
     "input twice": (lambda p: p.graph.input.append(p.graph.input[0]), MalformedModelError, "input 'x' appears twice"),
     "input without a name": (lambda p: p.graph.input.add(), MalformedModelError, "graph 'main': input without a name"),
     "initializer twice": (
-        lambda p: p.graph.initializer.append(p.graph.initializer[0]), MalformedModelError, "initializer 'w' appears twice",
+        lambda p: p.graph.initializer.append(p.graph.initializer[0]), MendableError, "initializer 'w' appears twice",
     ),
     "output twice": (lambda p: p.graph.output.append(p.graph.output[0]), MalformedModelError, "output 'z' appears twice"),
     "input of a function twice": (

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from bnexport.folding.context import Context
 from bnexport.folding.converting.old_values import return_old
 from bnexport.folding.converting.sync_bn import Conversion
-from bnexport.folding.reading.batch_norm import is_training
+from bnexport.graph.batch_norm import is_training
 from bnexport.graph.nodes import input_at, is_standard, label, used
 from bnexport.graph.refusal import Refused
 

@@ -23,7 +23,7 @@ from bnexport.folding.parallel.kernels import Kernel, Window, check_size, joined
 from bnexport.folding.parallel.sums import CARRIERS, Sum, Term
 from bnexport.folding.parallel.windows import read_window, read_zeros
 from bnexport.folding.reading.batch_norm import read_batch_norm
-from bnexport.folding.reading.elementwise import data_and_constant, per_channel, read_elementwise
+from bnexport.folding.reading.elementwise import data_and_constants, per_channel, read_elementwise
 from bnexport.folding.rules.transparent import passed
 from bnexport.graph.nodes import get_float, get_int, get_ints, get_string, input_at, is_standard, label, only_attributes
 from bnexport.graph.refusal import Refused
@@ -201,10 +201,12 @@ class Evaluator:
             affine, cost = read_batch_norm(node, self._context), Cost(channels, 4 * channels)
         else:
             affine = read_elementwise(node, self._frame.axis, channels, self._context)
-            operands = data_and_constant(node, self._context)
+            operands = data_and_constants(node, self._context)
             assert operands is not None
-            described = self._context.constants.describe(node.inputs[operands[1]], "constant operand")
-            cost = Cost(channels, math.prod(described.shape))
+            described = [
+                self._context.constants.describe(node.inputs[index], "constant operand") for index in operands.constants
+            ]
+            cost = Cost(channels, sum(math.prod(each.shape) for each in described))
         if affine.channels != channels:
             raise Refused("shape", f"{label(node)} maps {affine.channels} channels, its input has {channels}")
         return Evaluated(inner.kernel.mapped(affine), inner.cost + cost)

@@ -16,16 +16,15 @@ import onnx_ir as ir
 
 from bnexport.folding.context import Context
 from bnexport.folding.parallel.windows import read_zeros
-from bnexport.folding.reading.elementwise import data_and_constant
+from bnexport.folding.reading.elementwise import SUMS, data_and_constants
 from bnexport.folding.reading.site import sole_use
 from bnexport.graph.nodes import get_ints, get_string, input_at
 from bnexport.graph.refusal import Refused
 
 # Operators that multiply the data by a constant weight; one of them carries a merged weight.
 CARRIERS = ("Conv", "Gemm", "MatMul")
-_PER_CHANNEL = ("BatchNormalization", "Mul", "Div", "Identity", "Dropout")
-_SUMS = ("Add", "Sub", "Sum")
-LINEAR = frozenset((*CARRIERS, *_PER_CHANNEL, *_SUMS, "AveragePool", "Pad"))
+_PER_CHANNEL = ("BatchNormalization", "Mul", "Div", "Neg", "Identity", "Dropout")
+LINEAR = frozenset((*CARRIERS, *_PER_CHANNEL, *SUMS, "AveragePool", "Pad"))
 # Bounds for what no network has; a longer sum or chain is taken in pieces.
 _TERMS = 256
 _DEPTH = 64
@@ -101,7 +100,7 @@ class Sums:
 def read_sums(graph: Iterable[ir.Node], context: Context, left_alone: Callable[[ir.Node], bool]) -> Sums:
     """Read the sums of `graph`; a node that is `left_alone` is no part of any."""
     nodes = [node for node in graph if node.op_type in LINEAR and node.domain == ""]
-    if not any(node.op_type in _SUMS for node in nodes):
+    if not any(node.op_type in SUMS for node in nodes):
         return Sums([], {})
     reader = _Reader(context)
     for node in nodes:
@@ -126,7 +125,7 @@ class _Reader:
         output = node.outputs[0]
         if node.op_type == "Pad":
             total = self._padded(node)
-        elif node.op_type in _SUMS:
+        elif node.op_type in SUMS:
             total = self._sum(node)
         elif node.op_type in ("Mul", "Div"):
             total = self._product(node)
@@ -138,7 +137,7 @@ class _Reader:
 
     def _sum(self, node: ir.Node) -> Sum | None:
         # Attributes of opsets before 7 choose how one operand is broadcast.
-        if node.attributes or len(node.inputs) < 2:
+        if node.attributes or not node.inputs:
             return None
         operands = [input_at(node, index) for index in range(len(node.inputs))]
         total = Sum(node.outputs[0], [], [], [node])
@@ -160,10 +159,10 @@ class _Reader:
         return total if total.terms else None
 
     def _product(self, node: ir.Node) -> Sum | None:
-        operands = data_and_constant(node, self._context)
-        if operands is None or (node.op_type == "Div" and operands[1] == 0):
+        operands = data_and_constants(node, self._context)
+        if operands is None or (node.op_type == "Div" and operands.data == 1):
             return None
-        data = node.inputs[operands[0]]
+        data = node.inputs[operands.data]
         return None if data is None else self._applied(node, data)
 
     def _padded(self, node: ir.Node) -> Sum | None:

@@ -1,7 +1,6 @@
 """BatchNormalization in every opset, read as a ChannelAffine or refused with a reason.
 
-Opset 1 and 6 carry is_test (0: training), opset 1 to 7 spatial (0: one mean per position), 7 to 13
-mean training by having more than one output, 14 and up by training_mode.
+Opset 1 to 8 carry spatial (0: one mean for each position). `graph.batch_norm` has the modes.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
+from bnexport.graph.batch_norm import is_training
 from bnexport.graph.nodes import get_float, get_int, only_attributes, used
 from bnexport.graph.refusal import Refused
 
@@ -23,15 +23,6 @@ _ATTRIBUTES = {
 }
 
 PARAMETERS = (("scale", 1), ("bias", 2), ("mean", 3), ("variance", 4))
-
-
-def is_training(node: ir.Node, opset: int) -> bool:
-    """Whether the node normalises with batch statistics."""
-    if opset < 7:
-        return get_int(node, "is_test", 0) == 0
-    if opset < 14:
-        return any(used(output) for output in node.outputs[1:])
-    return get_int(node, "training_mode", 0) != 0
 
 
 def read_batch_norm(node: ir.Node, context: Context) -> ChannelAffine:

@@ -13,6 +13,7 @@ for another rank may never be taken. Checked are the operators that folding chan
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import onnx_ir as ir
@@ -211,13 +212,17 @@ def _pooling(node: ir.Node, graph: _Graph) -> Sizes | None:
 
 
 def _broadcast(node: ir.Node, graph: _Graph) -> Sizes | None:
-    first, second = graph.sizes(node, 0), graph.sizes(node, 1)
+    operands = [sizes for index in range(len(node.inputs)) if (sizes := graph.sizes(node, index)) is not None]
     # Attributes of opsets before 7 choose the axis.
-    if first is None or second is None or node.attributes:
+    if not operands or len(operands) < len(node.inputs) or node.attributes:
         return None
-    rank = max(len(first), len(second))
-    padded = ((1,) * (rank - len(sizes)) + sizes for sizes in (first, second))
-    return tuple(two if one == 1 else one if two == 1 else one or two for one, two in zip(*padded, strict=True))
+    rank = max(map(len, operands))
+    padded = ((1,) * (rank - len(sizes)) + sizes for sizes in operands)
+    return tuple(functools.reduce(_broadcast_size, sizes) for sizes in zip(*padded, strict=True))
+
+
+def _broadcast_size(one: int | None, two: int | None) -> int | None:
+    return two if one == 1 else one if two == 1 else one or two
 
 
 _RULES: dict[str, Callable[[ir.Node, _Graph], Sizes | None]] = {

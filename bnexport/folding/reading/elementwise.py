@@ -1,4 +1,4 @@
-"""Add, Sub, Mul and Div with a constant, read as a ChannelAffine.
+"""Add, Sub, Sum, Mul and Div with constants, and Neg, read as a ChannelAffine.
 
 The constant broadcasts from the right. It is per channel when all its dimensions are 1 but the one
 that meets the channel axis - a vector of shape (C,) meets the last axis, whatever C is.
@@ -9,6 +9,8 @@ data from `axis` on, where that is given.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import onnx_ir as ir
 
@@ -17,53 +19,69 @@ from bnexport.folding.context import Context
 from bnexport.graph.nodes import get_int, input_at, is_standard, only_attributes
 from bnexport.graph.refusal import Refused
 
-OP_TYPES = ("Add", "Sub", "Mul", "Div")
+SUMS = ("Add", "Sub", "Sum")
+OP_TYPES = (*SUMS, "Mul", "Div", "Neg")
 
 
-def data_and_constant(node: ir.Node, context: Context) -> tuple[int, int] | None:
-    """Return the index of the data and of the constant; None unless there is one of each."""
-    if not is_standard(node, *OP_TYPES) or len(node.inputs) != 2 or (context.opset >= 7 and node.attributes):
+class Operands(NamedTuple):
+    """Indices of a node's inputs."""
+
+    data: int
+    constants: tuple[int, ...]
+
+
+def data_and_constants(node: ir.Node, context: Context) -> Operands | None:
+    """Return the indices of the data and of the constants; None unless a single input is no constant."""
+    if not is_standard(node, *OP_TYPES) or (context.opset >= 7 and node.attributes):
         return None
-    constant = [context.constants.is_constant(input_at(node, index)) for index in (0, 1)]
-    if constant[0] == constant[1] or input_at(node, 0) is None or input_at(node, 1) is None:
+    values = [input_at(node, index) for index in range(len(node.inputs))]
+    if None in values or (node.op_type not in ("Sum", "Neg") and len(values) != 2):
         return None
-    if context.opset < 7 and constant[0]:
+    constant = [context.constants.is_constant(value) for value in values]
+    if constant.count(False) != 1 or (context.opset < 7 and constant[0]):
         return None
-    return (1, 0) if constant[0] else (0, 1)
+    return Operands(constant.index(False), tuple(index for index, held in enumerate(constant) if held))
 
 
 def read_elementwise(node: ir.Node, axis: int, channels: int, context: Context) -> ChannelAffine:
     """Return the map of an elementwise node on `channels` channels along `axis`. Raise Refused if it is none."""
     only_attributes(node, () if context.opset >= 7 else ("axis", "broadcast", "consumed_inputs"))
-    operands = data_and_constant(node, context)
+    operands = data_and_constants(node, context)
     if operands is None:
         raise Refused("not-affine", f"{node.op_type} has no constant operand")
-    data, constant = operands
-    values = constant_operand(node, operands, context)
-    if values.size == 1 and values.ndim <= 1:
-        vector = np.full(channels, values.reshape(()))
-    else:
-        rank = context.rank(node.inputs[data]) if node.inputs[data] is not None else None  # type: ignore[arg-type]
-        vector = per_channel(values, axis, channels, rank)
+    data, constants = operands
+    vector = np.zeros(channels)
+    for index in constants:
+        vector = vector + _vector(constant_operand(node, data, index, context), node, data, axis, channels, context)
     one, zero = np.ones(channels), np.zeros(channels)
-    if node.op_type == "Add":
+    if node.op_type == "Neg":
+        return ChannelAffine(-one, zero, zero)
+    if node.op_type in ("Add", "Sum"):
         return ChannelAffine(one, zero, vector)
     if node.op_type == "Sub":
-        return ChannelAffine(one, vector, zero) if constant == 1 else ChannelAffine(-one, zero, vector)
+        return ChannelAffine(one, vector, zero) if data == 0 else ChannelAffine(-one, zero, vector)
     if node.op_type == "Mul":
         return ChannelAffine(vector, zero, zero)
-    if constant == 0:
+    if data == 1:
         raise Refused("not-affine", "it divides a constant by the data")
     if (vector == 0).any():
         raise Refused("not-finite", "it divides by zero")
     return ChannelAffine(one / vector, zero, zero)
 
 
-def constant_operand(node: ir.Node, operands: tuple[int, int], context: Context) -> np.ndarray:
-    """Return the constant in a shape that broadcasts from the right."""
-    values = context.current(node, operands[1], "constant operand")
+def _vector(values: np.ndarray, node: ir.Node, data: int, axis: int, channels: int, context: Context) -> np.ndarray:
+    """Return the value that a constant has for each channel."""
+    if values.size == 1 and values.ndim <= 1:
+        return np.full(channels, values.reshape(()))
+    source = input_at(node, data)
+    return per_channel(values, axis, channels, None if source is None else context.rank(source))
+
+
+def constant_operand(node: ir.Node, data: int, constant: int, context: Context) -> np.ndarray:
+    """Return the constant at one index in a shape that broadcasts from the right. data: index of the data."""
+    values = context.current(node, constant, "constant operand")
     if context.opset < 7 and get_int(node, "broadcast", 0) and "axis" in node.attributes:
-        source = input_at(node, operands[0])
+        source = input_at(node, data)
         rank = None if source is None else context.rank(source)
         axis = get_int(node, "axis", 0)
         if rank is None or not 0 <= axis <= rank - values.ndim:

@@ -17,8 +17,9 @@ from bnexport.folding.context import Context
 from bnexport.folding.reading.batch_norm import read_batch_norm
 from bnexport.folding.reading.elementwise import (
     OP_TYPES,
+    SUMS,
     constant_operand,
-    data_and_constant,
+    data_and_constants,
     read_elementwise,
     varying_axis,
 )
@@ -57,26 +58,27 @@ def batch_norm_site(node: ir.Node, context: Context) -> Site:
 
 def elementwise_site(node: ir.Node, context: Context) -> Site | None:
     """Return the site that starts at a Mul, Add, Sub or Div and both scales and shifts; None if there is none."""
-    operands = data_and_constant(node, context)
-    if operands is None:
+    operands = data_and_constants(node, context)
+    if operands is None or not operands.constants:
         return None
-    source = input_at(node, operands[0])
+    source = input_at(node, operands.data)
     rank = None if source is None else context.rank(source)
     if source is None or rank is None:
         return None
     try:
-        values = constant_operand(node, operands, context)
-        axis = varying_axis(values, rank)
-        if axis is None:
+        several = [constant_operand(node, operands.data, index, context) for index in operands.constants]
+        axes = {axis: values.size for values in several if (axis := varying_axis(values, rank)) is not None}
+        if len(axes) != 1:
             return None
-        affine = read_elementwise(node, axis, values.size, context)
+        axis, channels = axes.popitem()
+        affine = read_elementwise(node, axis, channels, context)
     except Refused:
         return None
-    if not _keeps_channels(node, operands[0], axis, affine.channels, context):
+    if not keeps_channels(node, operands.data, axis, affine.channels, context):
         return None
-    site = _grow(Site((node,), affine, axis, operands[0]), context)
+    site = _grow(Site((node,), affine, axis, operands.data), context)
     scales = any(step.op_type in ("Mul", "Div", "BatchNormalization") for step in site.nodes)
-    shifts = any(step.op_type in ("Add", "Sub", "BatchNormalization") for step in site.nodes)
+    shifts = any(step.op_type in (*SUMS, "BatchNormalization") for step in site.nodes)
     return site if scales and shifts else None
 
 
@@ -125,10 +127,12 @@ def _above(
     affine = _step(node, axis, channels, context)
     if affine is None or is_standard(node, "BatchNormalization"):
         return None if affine is None else (node, affine, 0)
-    operands = data_and_constant(node, context)
-    if operands is None or not _keeps_channels(node, operands[0], axis, channels, context):
+    operands = data_and_constants(node, context)
+    if operands is None:
         return None
-    return node, affine, operands[0]
+    if operands.constants and not keeps_channels(node, operands.data, axis, channels, context):
+        return None
+    return node, affine, operands.data
 
 
 def _below(last: ir.Node, axis: int, channels: int, context: Context) -> tuple[ir.Node, ChannelAffine] | None:
@@ -141,7 +145,7 @@ def _below(last: ir.Node, axis: int, channels: int, context: Context) -> tuple[i
     return None if affine is None else (node, affine)
 
 
-def _keeps_channels(node: ir.Node, data: int, axis: int, channels: int, context: Context) -> bool:
+def keeps_channels(node: ir.Node, data: int, axis: int, channels: int, context: Context) -> bool:
     """Whether the node's data already has `channels` channels: a constant may broadcast it."""
     source = input_at(node, data)
     assert source is not None

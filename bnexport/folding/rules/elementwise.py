@@ -1,55 +1,57 @@
-"""Add, Sub, Mul and Div between a map and its place. k: scale, c: center, t: shift, h: offset, along one axis.
+"""Add, Sub, Sum, Mul, Div and Neg between a map and its place. k: scale, c: center, t: shift, h: offset, along one axis.
 
 Backward:
 
-    k (u + v - c) + t = [k (u - c) + t] + [k v]          both operands take their share
+    k (u + v - c) + t = [k (u - c) + t] + [k v]          one operand takes the shift, every one the scale
     k (u - v - c) + t = [k (u - c) + t] - [k v]
     k (u * v)         = [k u] * v = u * [k v]            a scale goes into either operand
     k (u / v)         = [k u] / v
+    k (-u - c) + t    = -[k (u + c) - t]
 
 A constant operand takes its share in place, if it stays as small as it was or as the channels; the
-other operand takes only the scale. A shift alone (k = 1) goes into one operand of a sum, the other stays.
-Operands of different rank do not share the axis: refused.
+other operands take only the scale. A shift alone (k = 1) goes into one operand of a sum, the others stay.
+Operands of different rank do not share the axis, and one that is broadcast along it has other channels: refused,
+since its values would be more than they were, for all that declares or asks their sizes.
 
 Forward, u being the mapped operand:
 
-    (k u + h) + d = k (u + (d + h) / k)                  d a constant, which takes the shift
+    (k u + h) + d = k (u + (d + h) / k)                  d constants, one of which takes the shift
     (u + h) + v = (u + v) + h                            a shift passes a sum
     (k u) * v = k (u * v),  (k u) / v = k (u / v)        a scale passes a product
+    -(k u + h) = k (-u) - h
 """
 
 from __future__ import annotations
+
+import contextlib
 
 import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.context import Context
 from bnexport.folding.placing.search import Rule, Search
+from bnexport.folding.reading.elementwise import SUMS
+from bnexport.folding.reading.site import keeps_channels
 from bnexport.graph.nodes import input_at, label, only_attributes
 from bnexport.graph.refusal import Refused
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
     context = search.context
-    if context.opset < 7:
-        raise Refused("opset", f"{node.op_type} before opset 7 broadcasts by an attribute")
-    only_attributes(node, ())
-    first, second = input_at(node, 0), input_at(node, 1)
+    _check_attributes(node, context)
+    operands = [input_at(node, index) for index in range(len(node.inputs))]
     rank = context.rank(node.outputs[0])
-    if first is None or second is None or rank is None:
+    if not operands or None in operands or rank is None:
         raise Refused("rank", f"the rank of {label(node)} is not known")
-    constant = [context.constants.is_constant(value) for value in (first, second)]
+    if node.op_type == "Neg":
+        _operand(node, 0, axis, _negated(affine), rank, search)
+        return
+    constant = [context.constants.is_constant(value) for value in operands]
     if all(constant):
         raise Refused("constant", f"{label(node)} is a constant itself")
-    if node.op_type in ("Add", "Sub"):
-        if any(constant):
-            _sum_with_constant(node, axis, affine, rank, constant.index(True), search)
-            return
-        if affine.is_shift:
-            _either(node, axis, affine, rank, search)
-            return
-        _operand(node, 0, axis, affine, rank, search)
-        _operand(node, 1, axis, affine.only_scale(), rank, search)
+    if node.op_type in SUMS:
+        _sum_backward(node, constant, axis, affine, rank, search)
         return
     if not affine.is_scaling:
         raise Refused("shift", f"{label(node)} multiplies, so it cannot take a shift")
@@ -63,56 +65,104 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
 
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
     context = search.context
-    if context.opset < 7:
+    _check_attributes(node, context)
+    rank = context.rank(node.outputs[0])
+    operands = [input_at(node, place) for place in range(len(node.inputs))]
+    data = operands[index]
+    if data is None or None in operands or rank is None or context.rank(data) != rank:
+        raise Refused("rank", f"the rank of {label(node)} is not known, or is not that of its operand")
+    if node.op_type == "Neg":
+        search.forward(node.outputs[0], axis, _negated(affine))
+    elif node.op_type in SUMS:
+        _sum_forward(node, index, axis, affine, rank, search)
+    elif not affine.is_scaling or (node.op_type == "Div" and index == 1):
+        raise Refused("shift", f"{label(node)} multiplies, so only a scale passes, and no divisor")
+    else:
+        search.forward(node.outputs[0], axis, affine)
+
+
+def _check_attributes(node: ir.Node, context: Context) -> None:
+    if context.opset < 7 and node.op_type not in ("Sum", "Neg"):
         raise Refused("opset", f"{node.op_type} before opset 7 broadcasts by an attribute")
     only_attributes(node, ())
-    rank = context.rank(node.outputs[0])
-    data, other = input_at(node, index), input_at(node, 1 - index)
-    if data is None or other is None or rank is None or context.rank(data) != rank:
-        raise Refused("rank", f"the rank of {label(node)} is not known, or is not that of its operand")
-    if node.op_type in ("Mul", "Div"):
-        if not affine.is_scaling or (node.op_type == "Div" and index == 1):
-            raise Refused("shift", f"{label(node)} multiplies, so only a scale passes, and no divisor")
-        search.forward(node.outputs[0], axis, affine)
-    elif context.constants.is_constant(other):
-        _sum_takes_shift(node, index, axis, affine, rank, search)
-    elif affine.is_shift:
-        sign = -1.0 if node.op_type == "Sub" and index == 1 else 1.0
-        search.forward(node.outputs[0], axis, ChannelAffine.shifting(sign * affine.offset))
-    else:
+
+
+def _negated(affine: ChannelAffine) -> ChannelAffine:
+    """Return the map of -x whose result is that of x, negated."""
+    return ChannelAffine(affine.scale, -affine.center, -affine.shift)
+
+
+def _signs(node: ir.Node) -> list[float]:
+    return [-1.0 if node.op_type == "Sub" and index == 1 else 1.0 for index in range(len(node.inputs))]
+
+
+def _sum_backward(
+    node: ir.Node, constant: list[bool], axis: int, affine: ChannelAffine, rank: int, search: Search
+) -> None:
+    """Give the whole map to a constant, or else the first operand, and its scale to all others."""
+    if affine.is_shift and not any(constant):
+        _either(node, axis, affine, rank, search)
+        return
+    taker = constant.index(True) if any(constant) else 0
+    for index, sign in enumerate(_signs(node)):
+        share = affine if index == taker else affine.only_scale()
+        if share.is_shift and index != taker:
+            continue
+        if constant[index]:
+            _constant_takes(node, index, sign, axis, share, rank, search)
+        else:
+            _operand(node, index, axis, share, rank, search)
+
+
+def _constant_takes(
+    node: ir.Node, index: int, sign: float, axis: int, affine: ChannelAffine, rank: int, search: Search
+) -> None:
+    """Apply the map to a constant, which stands for sign * constant in its sum."""
+    values = search.plan.value(node, index, f"{node.op_type} constant")
+    _refuse_more_channels(node, index, axis, affine.channels, values, search)
+    scale, center, shift = (_aligned(part, axis, rank) for part in (affine.scale, affine.center, affine.shift))
+    total = sign * ((sign * values - center) * scale + shift)
+    size = (np.abs(values) + np.abs(center)) * np.abs(scale) + np.abs(shift)
+    _store(node, index, total, size, values.size, affine.channels, rank, search)
+
+
+def _sum_forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, rank: int, search: Search) -> None:
+    signs = _signs(node)
+    others = [place for place in range(len(signs)) if place != index]
+    constant = [place for place in others if search.context.constants.is_constant(input_at(node, place))]
+    if not affine.is_shift and len(constant) < len(others):
         raise Refused("no-rule", f"{label(node)} adds something that is not scaled")
-
-
-def _sum_takes_shift(node: ir.Node, index: int, axis: int, affine: ChannelAffine, rank: int, search: Search) -> None:
-    """Move the shift into the constant d of (k u + h) + d, (k u + h) - d or d - (k u + h); k moves on."""
-    inverse = affine.inverse_scale(search.context.options.max_scale)
-    values = search.plan.value(node, 1 - index, f"{node.op_type} constant")
-    sign = 1.0 if node.op_type == "Add" else -1.0
-    shift, scale = (_aligned(part, axis, rank) for part in (sign * affine.offset, inverse))
-    total = (values + shift) * scale
-    size = (np.abs(values) + np.abs(shift)) * np.abs(scale)
-    _store(node, 1 - index, total, size, values.size, affine.channels, rank, search)
+    offset = signs[index] * affine.offset
+    if not constant:
+        passed = ChannelAffine.shifting(offset) if others else affine
+        search.forward(node.outputs[0], axis, passed)
+        return
+    inverse = _aligned(affine.inverse_scale(search.context.options.max_scale), axis, rank)
+    for place in constant if not affine.is_shift else constant[:1]:
+        values = search.plan.value(node, place, f"{node.op_type} constant")
+        shift = _aligned(signs[place] * offset, axis, rank) if place == constant[0] else np.zeros(1)
+        size = (np.abs(values) + np.abs(shift)) * np.abs(inverse)
+        _store(node, place, (values + shift) * inverse, size, values.size, affine.channels, rank, search)
     if not affine.is_shift:
         search.forward(node.outputs[0], axis, affine.only_scale())
 
 
-def _sum_with_constant(node: ir.Node, axis: int, affine: ChannelAffine, rank: int, index: int, search: Search) -> None:
-    """Move center and shift into the constant of u + v or u - v; the other operand takes the scale."""
-    values = search.plan.value(node, index, f"{node.op_type} constant")
-    scale, center, shift = (_aligned(part, axis, rank) for part in (affine.scale, affine.center, affine.shift))
-    # As the subtrahend the constant v stands for -v.
-    sign = -1.0 if node.op_type == "Sub" and index == 1 else 1.0
-    total = sign * ((sign * values - center) * scale + shift)
-    size = (np.abs(values) + np.abs(center)) * np.abs(scale) + np.abs(shift)
-    _store(node, index, total, size, values.size, affine.channels, rank, search)
-    if not affine.is_shift:
-        _operand(node, 1 - index, axis, affine.only_scale(), rank, search)
-
-
 def _scale_constant(node: ir.Node, index: int, axis: int, scale: np.ndarray, rank: int, search: Search) -> None:
     values = search.plan.value(node, index, f"{node.op_type} constant")
+    _refuse_more_channels(node, index, axis, scale.size, values, search)
     total = values * _aligned(scale, axis, rank)
     _store(node, index, total, np.abs(total), values.size, scale.size, rank, search)
+
+
+def _refuse_more_channels(
+    node: ir.Node, index: int, axis: int, channels: int, values: np.ndarray, search: Search
+) -> None:
+    """Refuse to give a constant of one element a value for each channel unless other data has as many channels."""
+    others = [place for place in range(len(node.inputs)) if place != index]
+    if values.size == 1 < channels and not any(
+        keeps_channels(node, place, axis, channels, search.context) for place in others
+    ):
+        raise Refused("shape", f"the data of {label(node)} is not known to have {channels} channels")
 
 
 def _store(
@@ -136,18 +186,22 @@ def _operand(node: ir.Node, index: int, axis: int, affine: ChannelAffine, rank: 
     assert value is not None
     if search.context.rank(value) != rank:
         raise Refused("rank", f"an operand of {label(node)} broadcasts from another rank")
+    if search.context.size(value, axis) not in (None, affine.channels):
+        raise Refused("shape", f"an operand of {label(node)} is broadcast to the {affine.channels} channels of the map")
     search.backward(value, axis, affine)
 
 
 def _either(node: ir.Node, axis: int, affine: ChannelAffine, rank: int, search: Search) -> None:
-    """Move the shift into the first operand, or else the second. A subtrahend is shifted with the opposite sign."""
-    try:
-        with search.plan.trial():
-            _operand(node, 0, axis, affine, rank, search)
-    except Refused:
-        if node.op_type == "Sub":
-            affine = ChannelAffine.shifting(-affine.offset)
-        _operand(node, 1, axis, affine, rank, search)
+    """Move the map into the first operand that takes it. A subtrahend is shifted with the opposite sign."""
+    signs = _signs(node)
+    for index, sign in enumerate(signs):
+        share = affine if sign > 0 else ChannelAffine.shifting(-affine.offset)
+        if index == len(signs) - 1:
+            _operand(node, index, axis, share, rank, search)
+            return
+        with contextlib.suppress(Refused), search.plan.trial():
+            _operand(node, index, axis, share, rank, search)
+            return
 
 
 def _aligned(vector: np.ndarray, axis: int, rank: int) -> np.ndarray:
@@ -155,4 +209,4 @@ def _aligned(vector: np.ndarray, axis: int, rank: int) -> np.ndarray:
     return vector.reshape(-1, *[1] * (rank - axis - 1))
 
 
-RULE = Rule("elementwise", ("Add", "Sub", "Mul", "Div"), backward, forward)
+RULE = Rule("elementwise", (*SUMS, "Mul", "Div", "Neg"), backward, forward)

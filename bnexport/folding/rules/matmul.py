@@ -20,7 +20,7 @@ from bnexport.folding.affine import ChannelAffine, along
 from bnexport.folding.context import Context
 from bnexport.folding.editing.edits import Addend
 from bnexport.folding.placing.search import Rule, Search
-from bnexport.folding.reading.elementwise import data_and_constant
+from bnexport.folding.reading.elementwise import data_and_constants
 from bnexport.folding.reading.site import sole_use
 from bnexport.graph.constants import Described
 from bnexport.graph.nodes import input_at, is_standard, only_attributes
@@ -68,14 +68,16 @@ def _place_shift(
 ) -> None:
     output = node.outputs[0]
     reader = sole_use(output, node.graph)
-    operands = None if reader is None or not is_standard(reader, "Add") else data_and_constant(reader, search.context)
-    if reader is not None and operands is not None and reader.inputs[operands[0]] is output:
-        constant = search.plan.value(reader, operands[1], "Add constant")
+    is_sum = reader is not None and is_standard(reader, "Add", "Sum")
+    operands = data_and_constants(reader, search.context) if reader is not None and is_sum else None
+    if reader is not None and operands is not None and operands.constants:
+        index = operands.constants[0]
+        constant = search.plan.value(reader, index, f"{reader.op_type} constant")
         shape = (-1, *[1] * (rank - axis - 1))
         total = constant + vector.reshape(shape)
         if total.ndim <= rank and total.size <= max(constant.size, vector.size):
             magnitude = np.abs(constant) + size.reshape(shape)
-            search.plan.replace(reader, operands[1], total, dtype, "Add constant", magnitude)
+            search.plan.replace(reader, index, total, dtype, f"{reader.op_type} constant", magnitude)
             return
     search.plan.add_behind(node, Addend(vector, axis, rank, dtype))
 

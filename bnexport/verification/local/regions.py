@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+from bnexport.errors import UnsupportedModelError
+from bnexport.graph import batch_norm
+from bnexport.graph.refusal import Refused
 from bnexport.model_io import walk
 from bnexport.schema import SYNC_BATCH_NORM, TRAINING_DOMAIN
 from bnexport.verification.local.constants import RANDOM, ConstantValues
@@ -21,13 +24,16 @@ def name_of(node: ir.Node) -> str:
 
 
 def is_training(node: ir.Node, version: int) -> bool:
-    """Whether a BatchNormalization uses the statistics of the batch. version: of the opset."""
+    """Whether a BatchNormalization uses the statistics of the batch. version: of the opset.
+
+    Raises UnsupportedModelError if its attribute cannot be read.
+    """
     if node.op_type != "BatchNormalization" or node.domain != "":
         return False
-    training, test = node.attributes.get("training_mode"), node.attributes.get("is_test")
-    if version < 7:
-        return test is None or not test.as_int()
-    return training is not None and bool(training.as_int())
+    try:
+        return batch_norm.is_training(node, version)
+    except Refused as error:
+        raise UnsupportedModelError(f"{name_of(node)}: {error}") from error
 
 
 class Side:

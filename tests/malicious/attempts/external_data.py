@@ -201,7 +201,7 @@ def inside_and_outside(folder: Path) -> Path:
     return write(folder, proto)
 
 
-@attempt(222, "large-data-inside-and-outside", UnsafeModelError)
+@attempt(222, "large-data-inside-and-outside", MalformedModelError)
 def large_inside_and_outside(folder: Path) -> Path:
     proto = example()
     raw = proto.graph.initializer[0].raw_data

@@ -91,11 +91,11 @@ on_proto(
     lambda p: (add_functions(p, {"a": "b"}), add_functions(p, {"a": "b"})),
 )
 on_proto(405, "name-defined-twice", MalformedModelError, lambda p: p.graph.node.append(p.graph.node[0]))
-on_proto(406, "initializer-twice", MalformedModelError, lambda p: p.graph.initializer.append(weight_of(p)))
+on_proto(406, "initializer-twice", HANDLED, lambda p: p.graph.initializer.append(weight_of(p)))
 on_proto(407, "undefined-input", MalformedModelError, lambda p: p.graph.node[0].input.append("nothing"))
 on_proto(408, "undefined-output", MalformedModelError, lambda p: setattr(p.graph.output[0], "name", "nothing"))
 on_proto(409, "no-opset", MalformedModelError, lambda p: p.ClearField("opset_import"))
-on_proto(410, "training-info", UnsupportedModelError, lambda p: p.training_info.add())
+on_proto(410, "training-info", HANDLED, lambda p: p.training_info.add())
 on_proto(
     411,
     "attribute-twice",

@@ -1,0 +1,98 @@
+"""The mode of BatchNormalization by opset, compared with ONNX Runtime, and what fold and verify make of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx.numpy_helper
+import onnx_ir as ir
+import pytest
+
+from bnexport import verify
+from bnexport.folding import fold
+from bnexport.graph.batch_norm import is_training
+from bnexport.model_io import to_proto
+from bnexport.verification.verdict import Method
+from tests.folding.conv_bn import conv_bn
+from tests.support.onnx_text import (
+    assert_near,
+    assert_refused,
+    batch_norm,
+    batch_norms,
+    exact,
+    make_inputs,
+    model,
+    parameters,
+    run,
+)
+
+FIVE = "y, a, b, c, d"
+
+
+def norm(outputs: str = "y", attributes: str = "", data: str = "x") -> str:
+    return f"{outputs} = BatchNormalization {attributes} ({data}, p_s, p_b, p_m, p_v)"
+
+
+def mode(opset: int, outputs: str, attributes: str = "") -> bool:
+    proto = model(f"g (float[4,3,5] x) => (float[4,3,5] y) {{ {norm(outputs, attributes)} }}", opset=opset)
+    return is_training(next(iter(ir.from_proto(proto).graph)), opset)
+
+
+@pytest.mark.parametrize(
+    ("opset", "outputs", "attributes"),
+    [
+        *((opset, outputs, "") for opset in range(7, 14) for outputs in ("y", FIVE)),
+        *((opset, "y", attributes) for opset in (14, 15) for attributes in ("", "<training_mode=0>")),
+        *((opset, "y, a, b", "<training_mode=1>") for opset in (14, 15)),
+    ],
+)
+def test_the_mode_is_onnx_runtimes(opset: int, outputs: str, attributes: str) -> None:
+    proto = model(
+        f"g (float[4,3,5] x) => (float[4,3,5] y) {{ {norm(outputs, attributes)} }}", batch_norm("p", 3), opset=opset
+    )
+    inputs = make_inputs(proto)
+    x, given = inputs["x"].astype(np.float64), parameters(batch_norm("p", 3))
+    scale, bias, mean, var = (given[f"p_{name}"].reshape(1, 3, 1) for name in "sbmv")
+    if is_training(next(iter(ir.from_proto(proto).graph)), opset):
+        mean, var = x.mean((0, 2), keepdims=True), x.var((0, 2), keepdims=True)
+    assert_near(run(proto, inputs)[0], (scale * (x - mean) / np.sqrt(var + 1e-5) + bias).astype(np.float32))
+
+
+@pytest.mark.parametrize("opset", [1, 6])
+@pytest.mark.parametrize("outputs", ["y", FIVE])
+def test_is_test_decides_below_opset_7(opset: int, outputs: str) -> None:
+    assert mode(opset, outputs)
+    assert mode(opset, outputs, "<is_test=0>")
+    assert not mode(opset, outputs, "<is_test=1>")
+
+
+def test_outputs_without_a_name_are_absent() -> None:
+    assert not mode(9, "y, , , , ")
+    assert mode(9, "y, , , , d")
+
+
+@pytest.mark.parametrize("opset", [7, 9, 13])
+def test_a_fold_keeps_training_with_unused_statistics(opset: int) -> None:
+    proto = conv_bn(norm=norm(FIVE, data="z"), opset=opset)
+    assert_refused(proto, "training")
+    result = fold(proto, training_to_inference=True)
+    assert result.report.meaning_changed
+    folded, inputs = to_proto(result.model), make_inputs(proto)
+    assert batch_norms(folded) == 0
+    assert_near(run(folded, inputs)[0], exact(conv_bn(), inputs)[0])
+
+
+def test_updated_statistics_become_the_old_ones() -> None:
+    proto = conv_bn(norm=norm(FIVE, data="z"), opset=9, output="float[N,8,A,B] y, float[8] a, float[8] b")
+    _, mean, var = run(to_proto(fold(proto, training_to_inference=True).model), make_inputs(proto))
+    old = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+    np.testing.assert_array_equal(mean, old["p_m"])
+    np.testing.assert_array_equal(var, old["p_v"])
+
+
+@pytest.mark.parametrize("method", ["local", "whole", "both"])
+def test_a_fold_of_training_statistics_never_passes(method: Method) -> None:
+    folded = to_proto(fold(conv_bn(opset=9)).model)
+    verdict = verify(conv_bn(norm=norm(FIVE, data="z"), opset=9), folded, method=method)
+    assert not verdict
+    assert method == "whole" or verdict.status == "failed"
