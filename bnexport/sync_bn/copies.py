@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from bnexport.errors import UnsupportedModelError
+from bnexport.sync_bn.recognition import is_sync_batch_norm
 
 
 def copy_model(model: nn.Module, *, share_parameters: bool = False) -> nn.Module:
@@ -28,8 +29,9 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False) -> nn.Module
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
+        synchronises = is_sync_batch_norm(module)
         for name, value in module.__dict__.items():
-            if name in ("process_group", "group") or _is_process_group(value):
+            if _is_process_group(value) or (synchronises and name in ("process_group", "group")):
                 if value is not None:
                     memo[id(value)] = value
             elif isinstance(value, torch.Tensor) and not value.is_leaf:
