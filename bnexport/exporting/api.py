@@ -28,6 +28,7 @@ from bnexport.folding.proving import prove_export
 from bnexport.folding.reporting.counts import count
 from bnexport.folding.reporting.report import FoldReport
 from bnexport.graph.nodes import is_standard
+from bnexport.sync_bn.nesting import room_for
 from bnexport.sync_bn.recognition import is_sync_batch_norm
 from bnexport.verification.reference import Reference
 from bnexport.verification.verdict import Verification
@@ -173,7 +174,7 @@ def export(
         planned = [dict(shape) for shape in shapes]
         refuse_fixed(dynamic, shapes, names, notes)
         stages.report("tracing")
-        with wrapper.named_in_errors(model):
+        with room_for(traced), wrapper.named_in_errors(model):
             graph, more, conditions = attempts.trace(tracer, traced, inputs, list(names), shapes)
         if reference is not None and not peers:
             name_operators(more, planned, shapes, names, inputs, reference)

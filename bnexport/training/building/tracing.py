@@ -27,6 +27,7 @@ from bnexport.errors import BnexportError, UnsupportedModelError, first_line
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.dynamo import no_stack_traces, quiet, write_floor_divisions
 from bnexport.exporting.portable_body import MINIMUM_OPSET
+from bnexport.sync_bn.nesting import room_for
 from bnexport.training import translations
 from bnexport.training.building import dropout, updates
 from bnexport.training.building.index_ranges import asks_for_nan, index_ranges
@@ -86,10 +87,11 @@ def trace(
 
     module, recorded = _Module(flat), Recorded(SizeConditions([]), {}, False)
     if differentiates:
-        code, recorded = _record(flat, arguments, dynamic, problem)
+        with room_for(problem.model):
+            code, recorded = _record(flat, arguments, dynamic, problem)
         module = _Module(code)
     shapes = [{0: torch.export.Dim.DYNAMIC} if name in dynamic else None for name in arguments]
-    with quiet():
+    with quiet(), room_for(problem.model):
         try:
             with torch.no_grad():
                 program = torch.export.export(
