@@ -11,7 +11,7 @@ import torch
 from bnexport.errors import BnexportError, first_line
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.dynamo import Shapes
-from bnexport.exporting.symbolic_int import symbolic_int
+from bnexport.exporting.substitutes.symbolic_int import symbolic_int
 from bnexport.exporting.wrapper import Traced
 
 Trace = tuple[ir.Model, list[str], SizeConditions]

@@ -16,7 +16,7 @@ from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from bnexport.exporting import dynamo, pt2, torchscript_format, wrapper
 from bnexport.exporting.dimensions.other_sizes import OtherSizes
 from bnexport.exporting.dimensions.size_dependence import fix_dimensions, name_operators, plan_sizes, refuse_fixed
-from bnexport.exporting.plain_parameters import with_plain_parameters
+from bnexport.exporting.substitutes.plain_parameters import with_plain_parameters
 from bnexport.exporting.verification import Checked, verdict
 from bnexport.folding.module import ModuleOptions, fold_copy
 from bnexport.folding.reporting.report import FoldReport

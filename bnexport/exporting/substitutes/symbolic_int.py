@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from bnexport.exporting.own_names import OwnNames
+from bnexport.exporting.substitutes.own_names import OwnNames
 
 # What a traced float is marked with: EXACT as computed in float32, or ROUNDED once; and what int() returns.
 _MARK, _EXACT, _ROUNDED, _INTEGER = "_bnexport_mark", "exact", "rounded", "int"
