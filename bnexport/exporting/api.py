@@ -6,9 +6,11 @@ import dataclasses
 import functools
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import onnx_ir as ir
 import torch
 from torch import nn
 
@@ -25,6 +27,8 @@ from bnexport.exporting.verification import Checked
 from bnexport.folding.proving import prove_export
 from bnexport.folding.reporting.counts import count
 from bnexport.folding.reporting.report import FoldReport
+from bnexport.graph.nodes import is_standard
+from bnexport.sync_bn.nesting import room_for
 from bnexport.sync_bn.recognition import is_sync_batch_norm
 from bnexport.verification.reference import Reference
 from bnexport.verification.verdict import Verification
@@ -170,7 +174,7 @@ def export(
         planned = [dict(shape) for shape in shapes]
         refuse_fixed(dynamic, shapes, names, notes)
         stages.report("tracing")
-        with wrapper.named_in_errors(model):
+        with room_for(traced), wrapper.named_in_errors(model):
             graph, more, conditions = attempts.trace(tracer, traced, inputs, list(names), shapes)
         if reference is not None and not peers:
             name_operators(more, planned, shapes, names, inputs, reference)
@@ -183,11 +187,11 @@ def export(
         finish(graph, list(outputs), {tensor.name: tensor.value for tensor in state}, groups, shared)
         report = None
         if mode == "deploy" and fold:
-            unfolded = graph.clone() if verify else None
+            unfolded, sync = graph.clone() if verify else None, _sync_batch_norms(graph, model)
             report = folding.BatchNormFolder().call(graph).report
             if unfolded is not None and report.changed:
                 report = dataclasses.replace(report, verification=prove_export(unfolded, graph, report))
-            report = _with_modules(report, model)
+            report = _with_sync(report, sync)
             if simplify:
                 simplify_model(graph)
                 report = dataclasses.replace(report, after=count(graph))
@@ -244,14 +248,25 @@ def _check_opset(version: int, exporter: str) -> int:
     return version
 
 
-def _with_modules(report: FoldReport, model: nn.Module) -> FoldReport:
-    """Return the report with the sync batch norm modules of `model` counted as such: the graph has them converted.
+def _sync_batch_norms(graph: ir.Model, model: nn.Module) -> int:
+    """Return how many batch norms of an unfolded graph are sync batch norm modules of `model`, which are converted.
 
-    Modules that the graph does not have, as those of an auxiliary head, are not counted.
+    A node has its module's path in its name. A module that the graph does not have, as of an auxiliary head, has none.
     """
-    sync = sum(is_sync_batch_norm(module) for module in model.modules())
-    sync = min(sync, report.before.batch_norm or sync)
-    plain = max(0, report.before.batch_norm - sync)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = 0
+    for node in graph.graph.all_nodes():
+        if is_standard(node, "BatchNormalization"):
+            path = (node.name or "").rpartition("/")[0]
+            # torch's tracer calls a module `norm_1` when it runs a second time.
+            called = modules.get(path) or modules.get(re.sub(r"_\d+(?=\.|$)", "", path))
+            found += called is not None and is_sync_batch_norm(called)
+    return found
+
+
+def _with_sync(report: FoldReport, sync: int) -> FoldReport:
+    """Return the report with `sync` of its batch norms before folding counted as sync batch norm."""
+    plain = report.before.batch_norm - sync
     return dataclasses.replace(
         report, before=dataclasses.replace(report.before, batch_norm=plain, sync_batch_norm=sync)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import onnx_ir as ir
@@ -10,7 +11,7 @@ import torch
 from bnexport.errors import BnexportError, first_line
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.dynamo import Shapes
-from bnexport.exporting.symbolic_int import symbolic_int
+from bnexport.exporting.substitutes.symbolic_int import symbolic_int
 from bnexport.exporting.wrapper import Traced
 
 Trace = tuple[ir.Model, list[str], SizeConditions]
@@ -27,29 +28,24 @@ def trace(
     """Return the exporter's graph, notes and conditions. Dimensions that the graph does not have are removed from
     `shapes`.
 
-    Sizes of images stay symbolic through int(). Some operators need numbers, as a pooling its window: then the exporter
-    runs again, with int as it is. What it cannot write for other images at all, it writes for the example's; what not
-    for other batches, for the example's batch.
+    Sizes of images stay symbolic through int(). Some operators need numbers, as a pooling its window, or the type int
+    itself, as torch.arange(dtype=int): after a failure the exporter runs again, with int as it is. What it cannot write
+    for other images at all, it writes for the example's; what not for other batches, for the example's batch.
     """
     if not any(dimension for shape in shapes for dimension in shape):
         return exporter(wrapper, args, names, shapes)
-    tried = [dict(shape) for shape in shapes]
-    with symbolic_int(wrapper.model) as integer:
-        try:
-            result = exporter(wrapper, args, names, tried)
-            shapes[:] = tried
-            return result
-        except Exception as error:  # torch raises many types
-            failure = error
-    if integer.kept and not isinstance(failure, MemoryError):
+    for int_of_sizes in (symbolic_int(wrapper.model), contextlib.nullcontext()):
         tried = [dict(shape) for shape in shapes]
         try:
-            result = exporter(wrapper, args, names, tried)
+            with int_of_sizes:
+                result = exporter(wrapper, args, names, tried)
             shapes[:] = tried
             return result
-        except Exception as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # torch raises many types
             failure = error
-    if isinstance(failure, (BnexportError, MemoryError)):
+    if isinstance(failure, BnexportError):
         raise failure
     for narrower in _narrower(shapes):
         tried = [dict(shape) for shape in narrower]

@@ -18,9 +18,9 @@ from onnxscript.values import Op, Opset
 from bnexport import schema
 from bnexport.errors import UnsupportedModelError, UsageError
 from bnexport.exporting import computed_weights
-from bnexport.exporting.adaptive_pooling import AnySizePooling
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.portable_body import MINIMUM_OPSET
+from bnexport.exporting.substitutes.adaptive_pooling import AnySizePooling
 from bnexport.exporting.wrapper import Traced
 from bnexport.sync_bn import operators
 

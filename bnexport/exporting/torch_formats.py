@@ -16,11 +16,13 @@ from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from bnexport.exporting import dynamo, pt2, torchscript_format, wrapper
 from bnexport.exporting.dimensions.other_sizes import OtherSizes
 from bnexport.exporting.dimensions.size_dependence import fix_dimensions, name_operators, plan_sizes, refuse_fixed
+from bnexport.exporting.substitutes.plain_parameters import with_plain_parameters
 from bnexport.exporting.verification import Checked, verdict
 from bnexport.folding.module import ModuleOptions, fold_copy
 from bnexport.folding.reporting.report import FoldReport
 from bnexport.model_io.staging import whole_file
 from bnexport.sync_bn.copies import copy_model
+from bnexport.sync_bn.nesting import room_for
 from bnexport.verification import fresh_process
 from bnexport.verification.reference import Reference
 from bnexport.verification.verdict import Verification
@@ -85,15 +87,16 @@ def export(
             if format == "pt2":
                 refuse_fixed(dynamic, shapes, names, notes)
             built: Any
-            if format == "torchscript":
-                built, method, more = torchscript_format.build(work, inputs)
-                torchscript_format.save(built, temporary)
-            else:
-                built, more = pt2.build(work, inputs, names, shapes)
-                method = "torch.export"
-                pt2.save(built, temporary)
-                if reference is not None:
-                    name_operators(more, planned, shapes, names, inputs, reference)
+            with room_for(work):
+                if format == "torchscript":
+                    built, method, more = torchscript_format.build(with_plain_parameters(work), inputs)
+                    torchscript_format.save(built, temporary)
+                else:
+                    built, more = pt2.build(work, inputs, names, shapes)
+                    method = "torch.export"
+                    pt2.save(built, temporary)
+            if format == "pt2" and reference is not None:
+                name_operators(more, planned, shapes, names, inputs, reference)
             notes += [note for note in more if note not in notes]
             if format == "pt2":
                 refuse_fixed(dynamic, shapes, names, notes)

@@ -18,10 +18,10 @@ from torch.onnx import symbolic_helper
 
 from bnexport import schema
 from bnexport.errors import StorageError, UnsupportedModelError
-from bnexport.exporting.adaptive_pooling import AnySizePooling
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.dynamo import Shapes
-from bnexport.exporting.symbolic_int import MarkedSizes
+from bnexport.exporting.substitutes.adaptive_pooling import AnySizePooling
+from bnexport.exporting.substitutes.symbolic_int import MarkedSizes
 from bnexport.exporting.tracer_notes import TracerNotes
 from bnexport.exporting.wrapper import Traced
 from bnexport.sync_bn.module import SyncBatchNorm

@@ -22,7 +22,7 @@ _OWN = tuple(str(Path(module.__file__).parent) for module in (torch, sys.modules
 # Files of Python, torch and this package that pass calls of the model's code on.
 _PASSING = (
     *("/warnings.py", "/torch/_tensor.py", "/torch/overrides.py", "/exporting/tracer_notes.py"),
-    *("/exporting/symbolic_int.py", "/exporting/adaptive_pooling.py", "/exporting/weight_norm.py"),
+    *("/substitutes/symbolic_int.py", "/substitutes/adaptive_pooling.py", "/substitutes/weight_norm.py"),
 )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from bnexport.errors import BnexportError, UnsupportedModelError, first_line
-from bnexport.exporting.weight_norm import PlainWeightNorm
+from bnexport.exporting.substitutes.weight_norm import PlainWeightNorm
 from bnexport.sync_bn import distributed
 from bnexport.sync_bn.convert import replace, to_plain, to_sync
 from bnexport.sync_bn.copies import copy_model

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bnexport import schema
+from bnexport.sync_bn import transforms
 
 Tensor = torch.Tensor
 
@@ -84,12 +85,16 @@ class _Backward(torch.autograd.Function):
 
 
 def _forward(*arguments: Any) -> Any:
+    if transforms.differentiate(arguments[0], arguments[3], arguments[4]):
+        return transforms.forward(*arguments)
     if need_gradient(arguments[0], arguments[3], arguments[4]):
         return _Forward.apply(*arguments)
     return _below("sync_batch_norm", *arguments)
 
 
 def _backward(*arguments: Any) -> Any:
+    if transforms.differentiate(*arguments[:3]):
+        return transforms.backward(*arguments)
     if need_gradient(*arguments[:3]):
         return _Backward.apply(*arguments)
     return _below("sync_batch_norm_backward", *arguments)
@@ -98,3 +103,5 @@ def _backward(*arguments: Any) -> Any:
 def register(library: torch.library.Library) -> None:
     library.impl("sync_batch_norm", _forward, "Autograd")
     library.impl("sync_batch_norm_backward", _backward, "Autograd")
+    library.impl("sync_batch_norm", transforms.batched_forward, "FuncTorchBatched")
+    library.impl("sync_batch_norm_backward", transforms.backward, "FuncTorchBatched")

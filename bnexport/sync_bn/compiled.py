@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bnexport.errors import LibraryError
+from bnexport.errors import LibraryError, UsageError
 from bnexport.sync_bn.moments import spatial_size, statistics_type
 
 Tensor = torch.Tensor
@@ -183,8 +183,19 @@ def _madvise() -> Any:
     return function
 
 
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def pointer(tensor: Tensor | None) -> int:
+    """Return the address of a tensor's data, 0 for None. Raise UsageError for a tensor without memory: to the kernels
+    address 0 means an absent vector.
+    """
+    if tensor is None:
+        return 0
+    address = tensor.data_ptr()
+    if address == 0 and tensor.numel() != 0:
+        raise UsageError(
+            f"got a tensor of shape {tuple(tensor.shape)} without memory, expected its data in memory:"
+            " was its storage freed, as FSDP does outside forward?"
+        )
+    return address
 
 
 def forward_row(x: Tensor, stats_mode: str) -> Tensor:
@@ -215,9 +226,9 @@ def forward(
     new_var = None if old_var is None else x.new_empty(C, dtype=S)
     mean, invstd = x.new_empty(C, dtype=torch.float64), x.new_empty(C, dtype=torch.float64)
     fields = (
-        x.data_ptr(), y.data_ptr(), _pointer(w), _pointer(b), _pointer(old_mean), _pointer(old_var), _pointer(new_mean),
-        _pointer(new_var), mean.data_ptr(), invstd.data_ptr(), momentum, eps, int(training), capi.STATS_MODES[stats_mode],
-        1 if rows is None else rows.shape[0], _pointer(rows),
+        x.data_ptr(), y.data_ptr(), pointer(w), pointer(b), pointer(old_mean), pointer(old_var), pointer(new_mean),
+        pointer(new_var), mean.data_ptr(), invstd.data_ptr(), momentum, eps, int(training), capi.STATS_MODES[stats_mode],
+        1 if rows is None else rows.shape[0], pointer(rows),
     )  # fmt: skip
     if not x.is_cuda:
         capi.run_forward(*sizes(x), *fields, torch.get_num_threads(), 0)
@@ -264,9 +275,9 @@ def backward(
     dx = empty_like(x) if output_mask[0] else None
     dweight, dbias = (x.new_empty(C, dtype=S) if needed else None for needed in output_mask[1:])
     fields = (
-        dy.data_ptr(), x.data_ptr(), _pointer(dx), _pointer(w), mean.data_ptr(), invstd.data_ptr(), _pointer(dweight),
-        _pointer(dbias), int(training), capi.STATS_MODES[stats_mode], capi.GRAD_REDUCTIONS[grad_reduction],
-        1 if rows is None else rows.shape[0], _pointer(rows), _pointer(row),
+        dy.data_ptr(), x.data_ptr(), pointer(dx), pointer(w), mean.data_ptr(), invstd.data_ptr(), pointer(dweight),
+        pointer(dbias), int(training), capi.STATS_MODES[stats_mode], capi.GRAD_REDUCTIONS[grad_reduction],
+        1 if rows is None else rows.shape[0], pointer(rows), pointer(row),
     )  # fmt: skip
     if not x.is_cuda:
         capi.run_backward(*sizes(x), *fields, torch.get_num_threads(), 0)

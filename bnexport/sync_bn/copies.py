@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from bnexport.errors import UnsupportedModelError
+from bnexport.sync_bn.nesting import room_for
+from bnexport.sync_bn.recognition import is_sync_batch_norm
 
 
 def copy_model(model: nn.Module, *, share_parameters: bool = False) -> nn.Module:
@@ -28,8 +30,9 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False) -> nn.Module
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
+        synchronises = is_sync_batch_norm(module)
         for name, value in module.__dict__.items():
-            if name in ("process_group", "group") or _is_process_group(value):
+            if _is_process_group(value) or (synchronises and name in ("process_group", "group")):
                 if value is not None:
                     memo[id(value)] = value
             elif isinstance(value, torch.Tensor) and not value.is_leaf:
@@ -39,7 +42,8 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False) -> nn.Module
         # The first forward of a lazy module makes its parameters, in place.
         memo.update((id(p), p) for p in model.parameters() if not isinstance(p, UninitializedParameter))
     try:
-        copied = copy.deepcopy(model, memo)
+        with room_for(model):
+            copied = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, ValueError) as error:
         raise UnsupportedModelError(
             f"{type(model).__name__}: cannot be copied, and bnexport works on a copy: {error};"

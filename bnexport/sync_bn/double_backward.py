@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bnexport.schema import GroupSpec
-from bnexport.sync_bn import distributed, moments
+from bnexport.sync_bn import distributed, moments, operands
 
 Tensor = torch.Tensor
 
@@ -40,6 +40,8 @@ def double_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients of L (see above) by grad_output, input and weight, in their types."""
     spec = GroupSpec(*group)
+    grads = (grad_grad_input, grad_grad_weight, grad_grad_bias)
+    operands.check_double_backward(grads, grad_output, input, weight, saved_mean, saved_invstd, spec)
     x, dy = input.double(), grad_output.double()
     wide = moments.wide
     axes = [0, *range(2, x.dim())]
@@ -109,8 +111,13 @@ def fake(
     grad_output: Tensor,
     input: Tensor,
     weight: Tensor | None,
-    *_: Any,
+    saved_mean: Tensor,
+    saved_invstd: Tensor,
+    training: bool,
+    *group: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    grads = (grad_grad_input, grad_grad_weight, grad_grad_bias)
+    operands.check_double_backward(grads, grad_output, input, weight, saved_mean, saved_invstd, GroupSpec(*group))
     dtype = torch.float64 if weight is None else weight.dtype
     return (
         torch.empty(grad_output.shape, dtype=grad_output.dtype, device=grad_output.device),

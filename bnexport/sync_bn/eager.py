@@ -12,10 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from bnexport import schema
 from bnexport.schema import GroupSpec
 from bnexport.sync_bn import autograd, compiled, operators, prepared
+from bnexport.sync_bn.prepared import InputSizes
 
 Tensor = torch.Tensor
 
@@ -25,26 +27,38 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def _observed() -> bool:
-    """Whether anything traces or transforms what is computed now."""
+    """Whether anything but a compiler, which the module asks for, traces or transforms what is computed now."""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._is_tracing()
+        torch._C._is_tracing()
         or torch._C._len_torch_dispatch_stack() != 0
         or torch._C._len_torch_function_stack() != 0
         or _level_of_transforms() is not None
+        or forward_ad._current_level >= 0
     )
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Whether a tensor is its own data on a CPU. A transform's wrapper has the type Tensor, even after the transform."""
-    return type(tensor) in _PLAIN and tensor.is_cpu and not _is_wrapped(tensor)
+    """Whether the numbers of a tensor lie in memory as they are, on a CPU. A transform's wrapper has the type Tensor,
+    even after the transform; so has a view that negates what it reads.
+    """
+    return type(tensor) in _PLAIN and tensor.is_cpu and not tensor.is_neg() and not _is_wrapped(tensor)
+
+
+def _fit(grad_output: Tensor, input: Tensor, weight: Tensor | None, sizes: InputSizes) -> bool:
+    """Whether tensors have the sizes of the forward: since then `tensor.data = ...` may have changed them unseen."""
+    return (
+        input.stride() == sizes.stride
+        and grad_output.shape == input.shape == sizes.shape
+        and grad_output.dtype == input.dtype == sizes.dtype
+        and (weight is None or weight.shape == sizes.channels)
+    )
 
 
 class _Normalised(torch.autograd.Function):
     """Put an output that is made already into autograd's graph.
 
     Reduced to arguments with a gradient: each further one, output or mark costs a microsecond. made: the output, the
-    saved statistics, training, the group.
+    saved statistics, training, the group, the input's sizes.
     """
 
     @staticmethod
@@ -57,18 +71,17 @@ class _Normalised(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        statistics, training, group = ctx.rest
+        statistics, training, group, sizes = ctx.rest
         mask = ctx.needs_input_grad
-        sizes = None
-        if not torch.is_grad_enabled() and not _observed() and _plain(grad_output) and _plain(input):
-            sizes = prepared.sizes_of(input)
-        # The operator where a graph of the backward is wanted, too.
-        if sizes is None or not (weight is None or _plain(weight)):
+        direct = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or _observed())
+        direct = direct and _plain(grad_output) and _plain(input)
+        # The operator, too, where a graph of the backward is wanted, and where its checks have something to say.
+        if not direct or not (weight is None or _plain(weight)) or not _fit(grad_output, input, weight, sizes):
             grads = operators.sync_batch_norm_backward(
                 grad_output, input, weight, *statistics.view(2, -1).unbind(), training, list(mask[:3]), *group
             )
             return (*(grad if needed else None for grad, needed in zip(grads, mask, strict=False)), None)
-        dy = grad_output if grad_output.stride() == input.stride() else torch.empty_like(input).copy_(grad_output)
+        dy = grad_output if grad_output.stride() == sizes.stride else torch.empty_like(input).copy_(grad_output)
         # Autograd itself gives gradients the type of what they belong to.
         w = compiled.vector(weight, sizes.statistics)
         return *prepared.backward(sizes, dy, input, w, statistics, training, group[2], mask), None
@@ -78,7 +91,7 @@ class _Normalised(torch.autograd.Function):
 _record = super(torch.autograd.Function, _Normalised).apply
 
 
-def _changeable(statistic: Tensor | None, sizes: prepared.InputSizes) -> bool:
+def _changeable(statistic: Tensor | None, sizes: InputSizes) -> bool:
     """Whether the kernel may write new running statistics where they lie."""
     return (
         statistic is not None
@@ -126,5 +139,5 @@ def sync_batch_norm(arguments: tuple[Any, ...], group: GroupSpec, update: bool) 
     if update:
         torch.autograd.graph.increment_version((running_mean, running_var))
     if autograd.need_gradient(input, weight, bias):
-        output = _record(input, weight, bias, (output, statistics, training, group))
+        output = _record(input, weight, bias, (output, statistics, training, group, sizes))
     return output

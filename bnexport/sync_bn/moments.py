@@ -115,7 +115,7 @@ def unbiased(merged: GroupStatistics) -> Tensor:
     return merged.var * torch.where(n > 1, n / (n - 1).clamp(min=1), torch.ones_like(n))
 
 
-def inverse_std(var: Tensor, eps: float) -> Tensor:
+def inverse_std(var: Tensor, eps: float | Tensor) -> Tensor:
     total = var + eps
     return torch.where(total == 0, torch.zeros_like(total), total.rsqrt())
 

@@ -17,9 +17,16 @@ from typing import Any
 import torch
 
 from bnexport import schema
-from bnexport.errors import UsageError
 from bnexport.schema import GroupSpec
-from bnexport.sync_bn import autograd, compiled, distributed, double_backward, moments, torch_operations
+from bnexport.sync_bn import (
+    autograd,
+    compiled,
+    distributed,
+    double_backward,
+    moments,
+    operands,
+    torch_operations,
+)
 
 Tensor = torch.Tensor
 
@@ -30,33 +37,6 @@ for _operator in schema.TORCH_OPERATORS:
 
 sync_batch_norm = torch.ops.bnexport.sync_batch_norm.default
 sync_batch_norm_backward = torch.ops.bnexport.sync_batch_norm_backward.default
-
-
-def _check(input: Tensor, vectors: dict[str, Tensor | None], training: bool, spec: GroupSpec) -> None:
-    if input.dim() < 2:
-        raise UsageError(f"input: got rank {input.dim()}, expected rank >= 2 (N, C, *)")
-    if input.dtype not in moments.DTYPES:
-        raise UsageError(f"input: got {input.dtype}, expected one of float16, bfloat16, float32, float64")
-    C = input.shape[1]
-    for name, vector in vectors.items():
-        if vector is not None and (vector.dim() != 1 or vector.shape[0] != C):
-            raise UsageError(
-                f"{name}: got shape {tuple(vector.shape)}, expected ({C},) for an input of shape {tuple(input.shape)}"
-            )
-        if vector is not None and vector.dtype == torch.float64 and input.dtype != torch.float64:
-            raise UsageError(
-                f"{name}: got float64 beside an input of {input.dtype}, expected float32 or the input's type"
-            )
-    if not training and (vectors["running_mean"] is None or vectors["running_var"] is None):
-        raise UsageError(
-            "running_mean and running_var: got None, expected (C,) tensors, which inference normalises with"
-        )
-    for name, value, allowed in (
-        ("stats_mode", spec.stats_mode, schema.STATS_MODES),
-        ("grad_reduction", spec.grad_reduction, schema.GRAD_REDUCTIONS),
-    ):
-        if value not in allowed:
-            raise UsageError(f"{name}: got {value!r}, expected one of {', '.join(allowed)}")
 
 
 def _like(result: Tensor, x: Tensor) -> Tensor:
@@ -78,7 +58,7 @@ def forward_kernel(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     spec = GroupSpec(*group)
     vectors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    _check(input, vectors, training, spec)
+    operands.check_forward(input, vectors, training, momentum, eps, spec)
     backend = _backend(input)
     x = backend.arrange(input)
     count = x.shape[0] * moments.spatial_size(x)
@@ -86,9 +66,9 @@ def forward_kernel(
     if training and spec.group_size > 1:
         rows = _exchange(backend.forward_row(x, spec.stats_mode), x, "forward", spec)
         if spec.stats_mode == "exact" and x.device.type == "cpu":
-            _require_two_values(int(rows[:, 0].sum()), input)
+            operands.require_two_values(int(rows[:, 0].sum()), input)
     elif training:
-        _require_two_values(count, input)
+        operands.require_two_values(count, input)
     y, new_mean, new_var, mean, invstd = backend.forward(
         x, running_mean, running_var, weight, bias, training, momentum, eps, spec.stats_mode, rows
     )
@@ -112,11 +92,6 @@ def _or_empty(result: Tensor | None, x: Tensor) -> Tensor:
     return x.new_empty(0, dtype=moments.statistics_type(x.dtype)) if result is None else result
 
 
-def _require_two_values(total: int, input: Tensor) -> None:
-    if total == 1:
-        raise UsageError(f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}")
-
-
 def _forward_fake(
     input: Tensor,
     running_mean: Tensor | None,
@@ -130,7 +105,7 @@ def _forward_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     spec = GroupSpec(*group)
     vectors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    _check(input, vectors, training, spec)
+    operands.check_forward(input, vectors, training, momentum, eps, spec)
     C, S = input.shape[1], moments.statistics_type(input.dtype)
     return (
         torch.empty_like(input),
@@ -152,6 +127,8 @@ def backward_kernel(
     *group: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     spec = GroupSpec(*group)
+    operands.check_backward(grad_output, input, weight, saved_mean, saved_invstd, output_mask, spec)
+    saved_mean, saved_invstd = saved_mean.contiguous(), saved_invstd.contiguous()
     backend = _backend(input)
     x = backend.arrange(input)
     dy = torch.empty_like(x).copy_(grad_output) if grad_output.stride() != x.stride() else grad_output
@@ -182,6 +159,7 @@ def _backward_fake(
     output_mask: list[bool],
     *group: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    operands.check_backward(grad_output, input, weight, saved_mean, saved_invstd, output_mask, GroupSpec(*group))
     C = input.shape[1]
     dtype = moments.statistics_type(input.dtype) if weight is None else weight.dtype
     need_input, need_weight, need_bias = output_mask

@@ -14,6 +14,7 @@ import torch
 
 from bnexport.native import capi
 from bnexport.sync_bn import compiled
+from bnexport.sync_bn.compiled import pointer
 from bnexport.sync_bn.moments import DTYPES, statistics_type
 
 Tensor = torch.Tensor
@@ -30,6 +31,9 @@ class InputSizes:
     read where they lie. single: there is one value per channel. large: an output belongs on huge pages.
     """
 
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
     leading: tuple[int, ...]
     channels: torch.Size
     statistics: torch.dtype
@@ -49,17 +53,12 @@ def _sizes_of(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) ->
     x = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     if compiled.memory_layout(x) is None:
         return None
-    return InputSizes(
-        compiled.sizes(x), shape[1:2], statistics_type(dtype), x.numel() == shape[1], compiled.is_large(x)
-    )
+    leading, large = compiled.sizes(x), compiled.is_large(x)
+    return InputSizes(shape, stride, dtype, leading, shape[1:2], statistics_type(dtype), x.numel() == shape[1], large)
 
 
 def _empty_like(x: Tensor, sizes: InputSizes) -> Tensor:
     return compiled.empty_like(x) if sizes.large else torch.empty_like(x)
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def forward(
@@ -79,9 +78,9 @@ def forward(
     running_mean, running_var, weight, bias = vectors
     (C,) = sizes.channels
     y, saved = _empty_like(x, sizes), torch.empty(2 * C, dtype=torch.float64)
-    mean, var, means = _pointer(running_mean), _pointer(running_var), saved.data_ptr()
+    mean, var, means = pointer(running_mean), pointer(running_var), saved.data_ptr()
     capi.run_forward(
-        *sizes.leading, x.data_ptr(), y.data_ptr(), _pointer(weight), _pointer(bias), mean, var, mean if update else 0,
+        *sizes.leading, x.data_ptr(), y.data_ptr(), pointer(weight), pointer(bias), mean, var, mean if update else 0,
         var if update else 0, means, means + _ROW * C, momentum, eps, training, capi.STATS_MODES[stats_mode], 1, 0,
         torch.get_num_threads(), 0,
     )  # fmt: skip
@@ -105,8 +104,8 @@ def backward(
     dbias = torch.empty(C, dtype=sizes.statistics) if output_mask[2] else None
     means = saved.data_ptr()
     capi.run_backward(
-        *sizes.leading, dy.data_ptr(), x.data_ptr(), _pointer(dx), _pointer(weight), means, means + _ROW * C,
-        _pointer(dweight), _pointer(dbias), training, capi.STATS_MODES[stats_mode], 0, 1, 0, 0,
+        *sizes.leading, dy.data_ptr(), x.data_ptr(), pointer(dx), pointer(weight), means, means + _ROW * C,
+        pointer(dweight), pointer(dbias), training, capi.STATS_MODES[stats_mode], 0, 1, 0, 0,
         torch.get_num_threads(), 0,
     )  # fmt: skip
     return dx, dweight, dbias

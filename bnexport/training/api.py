@@ -146,7 +146,7 @@ def export_training_step(
 
     arguments = {**state, **arrays, **({} if lr is None else {LEARNING_RATE: lr})}
     arguments[LOSS_WEIGHT] = torch.ones((), dtype=torch.float64)
-    made, conditions = tracing.trace(
+    made, recorded = tracing.trace(
         run,
         arguments,
         varying,
@@ -172,11 +172,13 @@ def export_training_step(
         optimizer_options={} if rule is None else dataclasses.asdict(rule),
         accumulate=accumulate,
         standard_ops_only=standard_ops_only,
+        indices={name: ranges for name, ranges in recorded.indices.items() if name in names},
+        takes_nan=recorded.takes_nan,
     )
     made.metadata_props[METADATA_KEY] = description.to_json()
     checked = Verification.skipped("not asked for")
     if original is not None:
-        others = breaking(conditions, {name: arrays[name] for name in names if name in varying})
+        others = breaking(recorded.sizes, {name: arrays[name] for name in names if name in varying})
         checked = verification.check(made, step, original, arrays, lr, [{**arrays, **other} for other in others])
         if checked.status == "failed":
             raise VerificationError(

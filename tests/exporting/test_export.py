@@ -182,6 +182,26 @@ def test_batch_norms_outside_the_graph_are_not_counted(tmp_path):
     assert result.report.summary() == "2 of 2 batch norms folded into convolutions"
 
 
+@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
+def test_batch_norms_before_the_export_are_counted_by_their_kind(exporter, tmp_path):
+    """Plain ones in the graph, and twice one sync batch norm; two more sync batch norms outside of it."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+            self.norm = nn.SyncBatchNorm(4)
+            self.auxiliary = nn.Sequential(SyncBatchNorm(4), SyncBatchNorm(4), SyncBatchNorm(4))
+
+        def forward(self, x, scale):
+            return self.norm(torch.relu(self.norm(self.first(x)))) * scale
+
+    x, path = torch.randn(2, 3, 8, 8), tmp_path / "m.onnx"
+    kwargs = {"scale": torch.ones(2, 1, 1, 1)}
+    result = bnexport.export(Net().eval(), x, path, kwargs=kwargs, exporter=exporter, verify=False)
+    assert (result.report.before.batch_norm, result.report.before.sync_batch_norm) == (2, 2)
+
+
 def test_a_dimension_that_the_model_fixes_is_noted(tmp_path):
     net = nn.Sequential(nn.Conv1d(1, 2, 3), SyncBatchNorm(2), nn.Flatten(), nn.Linear(2 * 4, 3)).eval()
     result = bnexport.export(net, torch.randn(2, 1, 6), tmp_path / "m.onnx")

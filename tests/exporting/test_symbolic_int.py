@@ -1,6 +1,7 @@
 """Sizes that a model computes with int() stay dynamic in an ONNX file."""
 
 import sys
+import threading
 
 import numpy as np
 import onnxruntime
@@ -49,7 +50,54 @@ FIXED = {
     "rounded twice": (lambda x: resize(x, (x.shape[2] / 3 * 3, x.shape[3])), "interpolate", 2),
     "window": (lambda x: F.avg_pool2d(x, (int(x.shape[2]), 1)), "", 2),
 }
-DEFAULT = ["half"]
+DEFAULT = ["half", "dtype=int"]
+
+
+def type_of_elements(x):
+    return x + torch.arange(4, dtype=int).reshape(1, 4, 1, 1)
+
+
+def type_of_elements_in_numpy(x):
+    assert np.zeros(3, dtype=int).dtype == np.dtype("int64")
+    return resize(x, (int(x.shape[2] * 0.5), x.shape[3]))
+
+
+def identity_of_the_type(x):
+    size = 3
+    assert type(size) is int
+    return resize(x, x.shape[2:]) + x
+
+
+def equality_of_the_type(x):
+    size = 3
+    assert type(size) == int and type(size) in (float, int) and {int: True}[type(size)]  # noqa: E721
+    return resize(x, (int(x.shape[2] * 0.5), x.shape[3]))
+
+
+THIS_FILE = sys.modules[__name__]
+
+
+class Base(nn.Module):
+    def forward(self, x):
+        return self.half(x)
+
+    @staticmethod
+    def half(x):
+        return THIS_FILE.resize(x, (int(x.shape[2] * 0.5), int(x.shape[3])))
+
+
+class Derived(Base):
+    def forward(self, x):
+        return super().forward(x)
+
+
+TYPES = {
+    "dtype=int": type_of_elements,
+    "numpy dtype=int": type_of_elements_in_numpy,
+    "type is int": identity_of_the_type,
+    "type == int": equality_of_the_type,
+    "super": Derived(),
+}
 
 
 def cases(names):
@@ -58,9 +106,9 @@ def cases(names):
     ]
 
 
-@pytest.mark.parametrize(("exporter", "name"), cases(KEPT))
+@pytest.mark.parametrize(("exporter", "name"), cases([*KEPT, *TYPES]))
 def test_kept(exporter, name, tmp_path):
-    model = Net(KEPT[name]).eval()
+    model = Net((KEPT | TYPES)[name]).eval()
     result = bnexport.export(model, torch.randn(2, 3, 6, 6), tmp_path / "m.onnx", exporter=exporter)
     assert result.verification.passed
     assert not result.notes
@@ -84,7 +132,7 @@ def test_fixed(exporter, name, tmp_path):
 
 
 def test_int_is_itself_afterwards(tmp_path):
-    """After an export that fails as well, which runs again with ever fewer open sizes, and where a size was kept."""
+    """After an export that fails as well, which runs again with int itself, and then with ever fewer open sizes."""
     seen = []
 
     def fails(x):
@@ -94,12 +142,41 @@ def test_int_is_itself_afterwards(tmp_path):
     def fails_with_size(x):
         return fails(x[:, :, int(x.shape[2]) :])
 
-    for function, runs in ((fails, 4), (fails_with_size, 5)):
+    for function in (fails, fails_with_size):
         seen.clear()
         with pytest.raises(UnsupportedModelError, match="stop"):
             bnexport.export(
                 Net(function), torch.randn(2, 3, 6, 6), tmp_path / "m.onnx", exporter="torchscript", verify=False
             )
-        assert len(seen) == runs
-        assert seen[0] is not int
+        assert len(seen) == 5
+        assert seen[0] is not int and all(each is int for each in seen[1:])
         assert "int" not in vars(sys.modules[__name__])
+
+
+def test_only_the_model_under_export_sees_another_int(tmp_path):
+    """Code that runs at the same time in another thread, and the functions themselves."""
+    seen = {}
+
+    def other_thread():
+        seen["module"] = "int" in vars(sys.modules[__name__])
+        seen["function"] = sizes_of_int()
+
+    def forward(x):
+        thread = threading.Thread(target=outside.__getitem__("run"))
+        thread.start()
+        thread.join()
+        seen["own"] = sizes_of_int()
+        return x[:, :, int(x.shape[2]) // 2 :]
+
+    outside = {"run": other_thread}
+    model = Net(forward)
+    before = dict(model.__dict__)
+    bnexport.export(model.eval(), torch.randn(2, 3, 6, 6), tmp_path / "m.onnx", exporter="torchscript", verify=False)
+    assert seen == {"module": False, "function": (int, 3), "own": (seen["own"][0], 3)}
+    assert seen["own"][0] is not int
+    assert {name: model.__dict__[name] for name in before if name != "training"}.keys() == before.keys() - {"training"}
+    assert "forward" not in model.__dict__ and model.function is forward
+
+
+def sizes_of_int():
+    return int, int("3")

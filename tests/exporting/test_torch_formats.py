@@ -1,6 +1,7 @@
 """TorchScript and pt2 files: torch's operators only, equal to the module, loadable without bnexport."""
 
 import json
+import sys
 import types
 import warnings
 
@@ -243,6 +244,37 @@ def test_a_trace_that_fixes_the_batch_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
     with pytest.warns(UserWarning, match="traced instead"):
         assert bnexport.export(*arguments, format="torchscript", dynamic=False).verification.passed
+
+
+class _Halved(nn.Module):
+    """A parametrization of which torch keeps one tensor."""
+
+    def forward(self, weight):
+        return weight / 2
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_parametrized_weights_are_plain_ones_in_torchscript(fold, tmp_path):
+    """torch does not run a scripted parametrization; one original is a plain weight elsewhere, and shared."""
+    net = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1, bias=False) for _ in range(4)), nn.BatchNorm2d(3)).eval()
+    for layer in net[1:3]:
+        layer.weight = net[0].weight
+        nn.utils.parametrize.register_parametrization(layer, "weight", _Halved())
+    net[1].parametrizations.weight.original = net[0].weight
+    nn.utils.parametrizations.weight_norm(net[3])
+    x, before = torch.randn(2, 3, 8, 8), {name: value.clone() for name, value in net.state_dict().items()}
+    bnexport.export(net, x, tmp_path / "m.pt", verify=False, fold=fold)
+    torch.testing.assert_close(torch.jit.load(tmp_path / "m.pt")(x), net(x))
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pt2", pytest.param(".onnx", marks=pytest.mark.slow)])
+def test_a_hundred_and_twenty_nested_modules(suffix, tmp_path):
+    net, limit = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)), sys.getrecursionlimit()
+    for _ in range(120):
+        net = nn.Sequential(net)
+    bnexport.export(net.eval(), torch.randn(2, 3, 4, 4), tmp_path / f"m{suffix}", verify=suffix == ".onnx")
+    assert sys.getrecursionlimit() == limit
 
 
 class Neither(nn.Module):

@@ -5,6 +5,7 @@ import functools
 import torch
 from torch import nn
 
+import bnexport
 from bnexport.sync_bn.copies import copy_model
 
 NORM = nn.BatchNorm2d(3)
@@ -102,3 +103,26 @@ def test_copies_of_copies():
     net = copy_model(copy_model(_closure())).eval()
     x = torch.randn(2, 3, 4, 4)
     torch.testing.assert_close(net(x), 2 * nn.BatchNorm2d.forward(net[1], net[0](x)))
+
+
+def test_an_attribute_that_is_called_group_is_the_copys_own(tmp_path):
+    """Only a process group, and what a sync batch norm calls its group, are shared."""
+
+    class Net(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+            self.group, self.process_group = [], {"calls": 0}
+
+        def forward(self, x):
+            self.group.append(x.shape)
+            self.process_group["calls"] += 1
+            return super().forward(x)
+
+    net, connection = Net(), object()
+    net.append(bnexport.SyncBatchNorm(4, group=connection))
+    copied = copy_model(net.eval())
+    copied(torch.randn(2, 3, 8, 8))
+    assert len(copied.group) == 1 and copied[2].group is connection
+    net[2].group = None
+    bnexport.export(net, torch.randn(2, 3, 8, 8), tmp_path / "m.onnx", exporter="torchscript")
+    assert net.group == [] and net.process_group == {"calls": 0}

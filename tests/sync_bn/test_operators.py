@@ -251,7 +251,7 @@ def test_opcheck(backend, training):
         ({"input": torch.zeros(3)}, "input: got rank 1"),
         ({"input": torch.zeros(2, 3, dtype=torch.int32)}, "input: got torch.int32"),
         ({"weight": torch.zeros(2)}, r"weight: got shape \(2,\), expected \(3,\)"),
-        ({"running_var": torch.zeros(3, dtype=torch.float64)}, "running_var: got float64"),
+        ({"running_var": torch.zeros(3, dtype=torch.float64)}, "running_var: got torch.float64"),
         ({"training": False}, "running_mean and running_var: got None"),
         ({"stats_mode": "mean"}, "stats_mode: got 'mean'"),
         ({"grad_reduction": "max"}, "grad_reduction: got 'max'"),

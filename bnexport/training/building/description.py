@@ -43,7 +43,8 @@ class Description:
     aliases: further names of shared tensors in the state_dict. gradients: parameters that have gradients;
     the graph returns them in mode "gradients", and else computes them under the same names.
     standard_ops_only: batch norm, if any, is in standard operators. learning_rate: the one that a session
-    starts with.
+    starts with. indices: for arrays of labels or indices their ranges, each [first, last, ignored...]. takes_nan:
+    the step looks for NaN itself.
     """
 
     mode: str
@@ -57,6 +58,8 @@ class Description:
     optimizer_options: dict[str, Any]
     accumulate: int
     standard_ops_only: bool
+    indices: dict[str, list[list[int]]] = dataclasses.field(default_factory=dict)
+    takes_nan: bool = False
 
     @property
     def learning_rate(self) -> float:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bnexport.errors import UnsupportedModelError, UsageError
 from bnexport.exporting import wrapper
-from bnexport.exporting.weight_norm import PlainWeightNorm
+from bnexport.exporting.substitutes.weight_norm import PlainWeightNorm
 from bnexport.training.building.description import Kind
 
 Tensor = torch.Tensor

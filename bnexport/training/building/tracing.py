@@ -10,6 +10,7 @@ wrong, the other refuses.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -26,8 +27,10 @@ from bnexport.errors import BnexportError, UnsupportedModelError, first_line
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.dynamo import no_stack_traces, quiet, write_floor_divisions
 from bnexport.exporting.portable_body import MINIMUM_OPSET
+from bnexport.sync_bn.nesting import room_for
 from bnexport.training import translations
 from bnexport.training.building import dropout, updates
+from bnexport.training.building.index_ranges import asks_for_nan, index_ranges
 from bnexport.training.building.problem import Problem
 
 Tensor = torch.Tensor
@@ -42,6 +45,18 @@ _DATA_DEPENDENT = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """What a recorded function asks of its arguments.
+
+    sizes: conditions on those of the dynamic arguments, in their order. indices, takes_nan: as in `Description`.
+    """
+
+    sizes: SizeConditions
+    indices: dict[str, list[list[int]]]
+    takes_nan: bool
+
+
 def trace(
     function: Callable[[Named], Named],
     arguments: Named,
@@ -51,10 +66,10 @@ def trace(
     differentiates: bool,
     standard_ops_only: bool,
     cpu_kernels: bool,
-) -> tuple[ir.Model, SizeConditions]:
-    """Return the ONNX graph of `function`, with inputs and outputs under their names, and its conditions on sizes.
+) -> tuple[ir.Model, Recorded]:
+    """Return the ONNX graph of `function`, with inputs and outputs under their names, and what it asks of arguments.
 
-    The conditions are those of the dynamic arguments in their order, where the function computes gradients.
+    The conditions are known where the function computes gradients.
 
     dynamic: arguments whose dimension 0 is dynamic, with its name. Those of equal size there have one name.
     problem: knows which module runs, for messages. differentiates: whether the function computes gradients.
@@ -70,12 +85,13 @@ def trace(
         results[:] = made
         return _distinct(made.values())
 
-    module, conditions = _Module(flat), SizeConditions([])
+    module, recorded = _Module(flat), Recorded(SizeConditions([]), {}, False)
     if differentiates:
-        recorded, conditions = _record(flat, arguments, dynamic, problem)
-        module = _Module(recorded)
+        with room_for(problem.model):
+            code, recorded = _record(flat, arguments, dynamic, problem)
+        module = _Module(code)
     shapes = [{0: torch.export.Dim.DYNAMIC} if name in dynamic else None for name in arguments]
-    with quiet():
+    with quiet(), room_for(problem.model):
         try:
             with torch.no_grad():
                 program = torch.export.export(
@@ -111,7 +127,7 @@ def trace(
         except Exception as error:
             raise _translation_error(error, problem) from error
     assert exported is not None
-    return exported.model, conditions
+    return exported.model, recorded
 
 
 def _distinct(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
@@ -135,7 +151,7 @@ class _Module(nn.Module):
 
 def _record(
     function: Callable[..., Any], arguments: Named, dynamic: Mapping[str, str], problem: Problem
-) -> tuple[fx.GraphModule, SizeConditions]:
+) -> tuple[fx.GraphModule, Recorded]:
     environment = symbolic_shapes.ShapeEnv()
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
 
@@ -165,7 +181,9 @@ def _record(
     _refuse_fixed_size(environment)
     recorded.graph.eliminate_dead_code()
     recorded.recompile()
-    return recorded, SizeConditions([tensor for name, tensor in zip(arguments, fakes) if name in dynamic], asked=True)
+    conditions = SizeConditions([tensor for name, tensor in zip(arguments, fakes) if name in dynamic], asked=True)
+    graph = recorded.graph
+    return recorded, Recorded(conditions, index_ranges(graph, list(arguments)), asks_for_nan(graph))
 
 
 def _refuse_fixed_size(environment: symbolic_shapes.ShapeEnv) -> None:

@@ -16,7 +16,7 @@ from bnexport.runtime import injection
 from bnexport.runtime.injection import import_onnxruntime
 from bnexport.training.building import contract
 from bnexport.training.building.description import LOSS, METADATA_KEY, SEED, Description, Kind
-from bnexport.training.running import files
+from bnexport.training.running import files, values
 from bnexport.training.running.single_process import SingleProcess
 from bnexport.training.running.state import compare
 
@@ -168,12 +168,12 @@ class TrainingSession:
         if self._evaluation is None:
             self._evaluation = self._open(self._load(self._paths.evaluation), self._paths.evaluation)
         names = {value.name for value in self._evaluation.get_inputs()}
-        values = {name: value for name, value in self._state.ort_values() if name in names}
+        given = {name: value for name, value in self._state.ort_values() if name in names}
         for name, array in self._feeds(batch, self._steps.inputs).items():
             if name in names:
-                values[name] = onnxruntime.OrtValue.ortvalue_from_numpy(array)
+                given[name] = onnxruntime.OrtValue.ortvalue_from_numpy(array)
         wanted = [LOSS, *self._description.evaluation_outputs]
-        loss, *outputs = (value.numpy() for value in self._evaluation.run_with_ort_values(wanted, values))
+        loss, *outputs = (value.numpy() for value in self._evaluation.run_with_ort_values(wanted, given))
         return Evaluation(float(loss), {name: np.array(array) for name, array in zip(wanted[1:], outputs)})
 
     def state_dict(self) -> dict[str, Array]:
@@ -289,8 +289,16 @@ class TrainingSession:
             specification = inputs.get(name)
             if specification is not None:
                 _check(name, array, specification, may_be_empty)
+                self._check_values(name, array)
             feeds[name] = array
         return feeds
+
+    def _check_values(self, name: str, array: Array) -> None:
+        if array.dtype.kind == "f":
+            if not self._description.takes_nan:
+                values.check_not_nan(name, array)
+        else:
+            values.check_indices(name, array, self._description.indices.get(name, ()))
 
 
 def _require_cpu(path: str, providers: Sequence[str | tuple[str, dict[str, Any]]]) -> None:

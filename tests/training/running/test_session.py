@@ -14,6 +14,7 @@ from torch import nn
 import bnexport
 from bnexport import model_io
 from bnexport.errors import MalformedModelError, MissingFileError, UsageError
+from bnexport.training.running import values
 
 IMAGE = (2, 6, 6)
 
@@ -183,7 +184,8 @@ def test_export_inference_is_folded_and_verified(session, tmp_path):
         np.testing.assert_allclose(got, session.evaluate(batch(size)).outputs["output"], rtol=1e-4, atol=1e-5)
 
 
-def test_a_failing_step_leaves_the_state(session):
+def test_a_failing_step_leaves_the_state(session, monkeypatch):
+    monkeypatch.setattr(values, "check_indices", lambda *_: None)
     session.step(batch(4))
     before = session.state_dict()
     images, labels = batch(4)
@@ -206,6 +208,47 @@ def test_a_failing_step_leaves_the_state(session):
 def test_wrong_batches_are_named(session, change, match):
     with pytest.raises(UsageError, match=match):
         session.step(change(*batch(4)))
+
+
+def _changed(array, place, value):
+    array = array.copy()
+    array[place] = value
+    return array
+
+
+@pytest.mark.parametrize("label", [-1, 3, 2**40])
+@pytest.mark.parametrize("call", ["step", "evaluate", "check"])
+def test_a_label_beyond_the_classes_is_refused_as_torch_does(session, model, call, label):
+    """ONNX reads -1 as the last class."""
+    image, target = batch(5)
+    before = session.state_dict()
+    wrong = _changed(target, 3, label)
+    with pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
+        nn.functional.cross_entropy(torch.zeros(5, 3), torch.from_numpy(wrong))
+    message = (
+        rf"target: {label} is out of bounds in row 3: expected whole numbers from 0 to 2, or -100, which is ignored"
+    )
+    with pytest.raises(UsageError, match=message):
+        getattr(session, call)((image, wrong))
+    for name, array in session.state_dict().items():
+        assert np.array_equal(array, before[name])
+
+
+def test_an_ignored_label_is_not_refused(session):
+    image, target = batch(5)
+    assert np.isfinite(session.step((image, _changed(target, 3, -100))))
+
+
+def test_a_row_with_nan_is_refused(session):
+    image, target = batch(5)
+    before = session.state_dict()
+    with pytest.raises(UsageError, match="image: got NaN in row 2"):
+        session.step((_changed(image, (2, 1, 0, 0), np.nan), target))
+    for name, array in session.state_dict().items():
+        assert np.array_equal(array, before[name])
+    huge = np.full_like(image, np.finfo(np.float32).max)  # their sum is infinite, and none of them is NaN
+    huge[1::2] *= -1
+    session.check((huge, target))
 
 
 def test_another_models_state_is_listed(session, tmp_path):

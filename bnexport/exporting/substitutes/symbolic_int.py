@@ -2,7 +2,7 @@
 
 `F.interpolate(x, (int(h * 0.5), int(w * 0.5)))`, or the `int(n) for n in size` of MMSegmentation's resize, turn a size
 that the exporter records into a number, and the file is right for one image size. int() cannot return anything else, so
-the name `int` is replaced in the modules of the model's own packages, as torch.export replaces `max` and `min`.
+the model under export gets copies of its own functions (`own_names.py`), in which the name `int` is another one.
 
 Exporters compute in float32 what Python computes in float64: int(90 * 0.7) is 62 there and 63 in float32. So a number
 stays symbolic only if float32 computes it exactly, with factors as 0.5 and 1.375, or rounds once, at the end: int(h / 3)
@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
-from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-_OTHERS = {"torch", "builtins", "bnexport"}
+from bnexport.exporting.substitutes.own_names import OwnNames
+
 # What a traced float is marked with: EXACT as computed in float32, or ROUNDED once; and what int() returns.
 _MARK, _EXACT, _ROUNDED, _INTEGER = "_bnexport_mark", "exact", "rounded", "int"
 # Sizes up to 4096, with 12 bits, times factors of 12 bits fit into the 24 bits of float32.
@@ -29,30 +29,31 @@ _FRACTION, _LARGEST = 64, 64
 
 
 class _Integer(type):
-    """Stand-in for int that leaves recorded sizes as they are. kept: whether it has met one."""
-
-    kept = False
+    """Stand-in for int that leaves recorded sizes as they are. It equals int, and NumPy takes it for int's type."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         value = args[0] if len(args) == 1 and not kwargs else None
-        symbol: Any = None
         if isinstance(value, torch.SymInt):
-            symbol = value
-        elif isinstance(value, torch.SymFloat) and _expression_mark(value.node.expr):
-            symbol = torch.sym_int(value)
-        elif isinstance(value, torch.Tensor) and _is_tracing() and _mark(value):
+            return value
+        if isinstance(value, torch.SymFloat) and _expression_mark(value.node.expr):
+            return torch.sym_int(value)
+        if isinstance(value, torch.Tensor) and _is_tracing() and _mark(value):
             symbol = value.to(torch.int64)
             setattr(symbol, _MARK, _INTEGER)
-        if symbol is None:
-            return int(*args, **kwargs)
-        cls.kept = True
-        return symbol
+            return symbol
+        return int(*args, **kwargs)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, (int, torch.SymInt)) or getattr(instance, _MARK, "") == _INTEGER
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         return issubclass(subclass, int)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is int or other is cls
+
+    def __hash__(cls) -> int:
+        return hash(int)
 
 
 class MarkedSizes(TorchFunctionMode):
@@ -73,22 +74,10 @@ class MarkedSizes(TorchFunctionMode):
         return result
 
 
-@contextlib.contextmanager
-def symbolic_int(model: nn.Module) -> Iterator[_Integer]:
-    """Replace `int` in the modules of the packages that define the model's submodules."""
-    integer = _Integer("int", (int,), {})
-    packages = {kind.__module__.partition(".")[0] for module in model.modules() for kind in type(module).__mro__}
-    packages -= _OTHERS
-    changed = []
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in packages and isinstance(module, type(sys)) and "int" not in vars(module):
-            vars(module)["int"] = integer
-            changed.append(module)
-    try:
-        yield integer
-    finally:
-        for module in changed:
-            vars(module).pop("int", None)
+def symbolic_int(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Replace `int` in the functions that `model` runs; nothing else sees it, and no other thread."""
+    integer = _Integer("int", (int,), {"dtype": np.dtype(int)})
+    return OwnNames({"int": integer}, model).installed()
 
 
 def _is_tracing() -> bool:

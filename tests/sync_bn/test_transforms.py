@@ -1,0 +1,124 @@
+"""Forward-mode derivatives and the transforms of torch.func, against torch.nn.BatchNorm2d and finite differences."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+
+from bnexport import SyncBatchNorm
+from bnexport.errors import UsageError
+from bnexport.sync_bn import operators
+
+X, TANGENT = (torch.randn(3, 2, 2, 2, dtype=torch.float64) for _ in range(2))
+
+
+def pair(training, tracked=False):
+    """Return our module and torch's with the same parameters and statistics."""
+    theirs = torch.nn.BatchNorm2d(2, track_running_stats=tracked or not training).double()
+    torch.nn.init.normal_(theirs.weight)
+    torch.nn.init.normal_(theirs.bias)
+    if theirs.running_var is not None:
+        torch.nn.init.normal_(theirs.running_mean)
+        torch.nn.init.uniform_(theirs.running_var, 0.5, 2)
+    ours = SyncBatchNorm(2, track_running_stats=theirs.track_running_stats).double()
+    ours.load_state_dict(theirs.state_dict())
+    return ours.train(training), theirs.train(training)
+
+
+def tangent_of(module, *, of_weight=False):
+    with forward_ad.dual_level():
+        parameters = dict(module.named_parameters())
+        if of_weight:
+            parameters["weight"] = forward_ad.make_dual(parameters["weight"], torch.arange(2.0).double())
+        y = functional_call(module, parameters, forward_ad.make_dual(X, TANGENT))
+        return forward_ad.unpack_dual(y)
+
+
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("of_weight", [True, False])
+def test_tangents_are_those_of_batch_norm(training, trainable, of_weight):
+    ours, theirs = (module.requires_grad_(trainable) for module in pair(training, tracked=True))
+    got, want = (tangent_of(module, of_weight=of_weight) for module in (ours, theirs))
+    torch.testing.assert_close(got.primal, want.primal)
+    torch.testing.assert_close(got.tangent, want.tangent)
+    for one, two in zip(ours.buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_a_dual_level_without_a_tangent_changes_nothing():
+    module = SyncBatchNorm(2)
+    with forward_ad.dual_level():
+        y = module(X.float())
+        assert forward_ad.unpack_dual(y).tangent is None
+    assert torch.equal(y, copy.deepcopy(module)(X.float()))
+
+
+TRANSFORMS = {
+    "jvp": lambda module: jvp(module, (X,), (TANGENT,))[1],
+    "grad": lambda module: grad(lambda x: module(x).pow(3).sum())(X),
+    "jacrev": lambda module: jacrev(module)(X),
+    "jacfwd": lambda module: jacfwd(module)(X),
+    "hessian": lambda module: hessian(lambda x: module(x).pow(3).sum())(X),
+    "vmap": lambda module: vmap(module)(torch.stack([X, 2 * X + TANGENT])),
+    "vmap of grad": lambda module: vmap(grad(lambda x: module(x).pow(3).sum()))(torch.stack([X, 2 * X + TANGENT])),
+    "grad by parameters": lambda module: grad(lambda given: functional_call(module, given, X).pow(3).sum())(
+        dict(module.named_parameters())
+    )["weight"],
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_give_what_they_give_for_batch_norm(name, training):
+    ours, theirs = pair(training)
+    torch.testing.assert_close(TRANSFORMS[name](ours), TRANSFORMS[name](theirs))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_forward_over_reverse_and_reverse_over_forward(training):
+    """By finite differences: torch.nn.BatchNorm2d's own derivative of a tangent is not symmetric."""
+    module = pair(training)[0]
+
+    def function(x):
+        return module(x).pow(3).sum()
+
+    assert torch.autograd.gradcheck(module, X.requires_grad_(), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(module, X, check_fwd_over_rev=True)
+    torch.testing.assert_close(jacrev(jacfwd(function))(X), hessian(function)(X))
+    X.requires_grad_(False)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 2), (3, 0, 2)], ids=str)
+def test_empty_batches_have_empty_tangents(shape):
+    module, x = SyncBatchNorm(shape[1]), torch.randn(shape)
+    with forward_ad.dual_level():
+        y = forward_ad.unpack_dual(module(forward_ad.make_dual(x, x)))
+    assert y.tangent.shape == shape
+    assert torch.equal(module.running_mean, torch.zeros(shape[1]))
+
+
+def test_the_gradient_of_a_backward_that_was_not_transformed():
+    """A tangent that comes in with the gradient alone."""
+    module, x = pair(True)[0], X.clone().requires_grad_()
+    y = module(x)
+    with forward_ad.dual_level():
+        (dx,) = torch.autograd.grad(y, x, forward_ad.make_dual(X, TANGENT))
+        got = forward_ad.unpack_dual(dx).tangent
+    torch.testing.assert_close(got, torch.autograd.grad(module(x), x, TANGENT)[0])
+
+
+def test_a_group_refuses_tangents():
+    group = ("world", 2, "exact", "local", 0)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="group of 2 processes"):
+        dual = forward_ad.make_dual(X, TANGENT)
+        operators.sync_batch_norm(dual, None, None, None, None, True, 0.1, 1e-5, *group)
+
+
+def test_training_under_vmap_says_that_the_statistics_exist_once():
+    with pytest.raises(UsageError, match=r"under vmap.*track_running_stats=False"):
+        vmap(SyncBatchNorm(2))(torch.randn(2, 3, 2, 2))
