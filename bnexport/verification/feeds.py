@@ -9,20 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from bnexport.errors import BnexportError
 from bnexport.verification.runner import ReferenceRunner, Runner
-from bnexport.verification.samples import FREE_SIZES, SCALES, Draw, InputSpec, Range, draw, other_sizes, shapes
+from bnexport.verification.samples import (
+    FREE_SIZES,
+    LARGER,
+    LARGEST,
+    SMALLER,
+    Draw,
+    InputSpec,
+    Range,
+    Sizes,
+    draw,
+    other_sizes,
+    shapes,
+)
 from bnexport.verification.smaller_inputs import is_finite
 from bnexport.verification.verdict import OutputComparison, Verification
 
-# Bytes of a model whose runs take longer than everything else: one scale takes the place of a set.
-_LARGE = 1 << 27
+# Bytes of a model whose runs take longer than everything else: it has fewer of them.
+_LARGE = 1 << 26
 
 Inputs = dict[str, np.ndarray]
 
@@ -66,12 +77,12 @@ class _Search:
     ) -> None:
         self._specs, self._reference, self._names = specs, reference, names
         self._seed, count = request["seed"], request["count"]
-        slow = nbytes > _LARGE or isinstance(reference, ReferenceRunner)
-        # Bounds of the caller's are for values of some size, truth values and texts have none.
+        self._slow = nbytes > _LARGE or isinstance(reference, ReferenceRunner)
+        # Bounds of the caller's are for values of some size; truth values and texts have none.
         bounded = request["atol"] is not None or request["rtol"] is not None
-        scalable = not bounded and any(spec.kind in ("float", "integer") for spec in specs)
-        self._scales = () if not scalable else SCALES[:1] if slow else SCALES
-        self._count = max(1, count - 1) if slow and scalable else count
+        self._scalable = not bounded and any(spec.kind in ("float", "integer") for spec in specs)
+        # One set has another scale.
+        self._count = max(1, count - 1) if self._scalable else count
 
     def run(self) -> list[Group]:
         """Return the group that decides, then those that only refute."""
@@ -107,25 +118,27 @@ class _Search:
         return narrow, group
 
     def _others(self, sizes: tuple[int, int], ranges: dict[str, Range]) -> Iterator[Group]:
-        seeds = itertools.count(self._seed + self._count)
-        for scale in self._scales:
-            seed = next(seeds)
-            whole = [True, False] if any(spec.whole for spec in self._specs) else [False]
-            yield from self._runs([Draw(seed, sizes[0], (sizes[1],), scale, each) for each in whole], ranges)
-        if any(spec.is_free for spec in self._specs):
-            known = Draw(0, sizes[0], (sizes[1],))
-            for alternatives in other_sizes(*sizes):
-                seed = next(seeds)
-                yield from self._runs([Draw(seed, first, others) for first, others in alternatives], ranges, known)
+        """Yield the groups that only refute, each with a scale and sizes of its own: runs are what verification costs."""
+        same = (sizes[0], (sizes[1],))
+        row, changed = other_sizes(*sizes) if any(spec.is_free for spec in self._specs) else ([], [])
+        plan: list[tuple[float, list[Sizes]]] = [(1.0, row), (1.0, changed)]
+        if self._scalable:
+            plan = [(LARGEST, [same]), (SMALLER, [*row, same]), (LARGER, [*changed, same])]
+            if self._slow:
+                plan = [(LARGER, [*row, same]), (1.0, changed)]
+        known = shapes(self._specs, Draw(0, *same))
+        for step, (scale, alternatives) in enumerate(plan):
+            draws = (
+                Draw(self._seed + self._count + step, *chosen, scale, whole)
+                for chosen in alternatives
+                for whole in ((True, False) if any(spec.whole for spec in self._specs) else (False,))
+            )
+            found = (how for how in draws if how.scale != 1.0 or shapes(self._specs, how) != known)
+            yield from self._first_that_runs(found, ranges)
 
-    def _runs(
-        self, alternatives: Sequence[Draw], ranges: dict[str, Range], known: Draw | None = None
-    ) -> Iterator[Group]:
-        """Yield the group of the first alternative at which the reference runs, of other shapes than `known`."""
-        for how in alternatives:
+    def _first_that_runs(self, draws: Iterable[Draw], ranges: dict[str, Range]) -> Iterator[Group]:
+        for how in draws:
             with contextlib.suppress(BnexportError):
-                if known is not None and shapes(self._specs, how) == shapes(self._specs, known):
-                    continue
                 group = self._group([how], ranges)
                 if all(map(is_finite, group.expected)):
                     yield group

@@ -14,10 +14,12 @@ from bnexport.errors import UnsupportedModelError
 # small ones first, larger ones for networks that reduce the resolution many times.
 FREE_SIZES = ((2, 32), (2, 64), (1, 224), (2, 8), (1, 1))
 # Further factors of float inputs. A clipped or nearly linear function shows on some of them only.
-SCALES = (8.0, 64.0, 0.125)
+LARGER, LARGEST, SMALLER = 8.0, 64.0, 0.125
 _ELEMENTS = 1 << 27
 
 Range = tuple[int, int]
+# Of free first dimensions, and of those at other places in turn.
+Sizes = tuple[int, tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +79,15 @@ def shapes(inputs: Sequence[InputSpec], how: Draw) -> list[tuple[int, ...]]:
     return [tuple(size(axis, declared) for axis, declared in enumerate(spec.shape)) for spec in inputs]
 
 
-def other_sizes(first: int, other: int) -> list[list[tuple[int, tuple[int, ...]]]]:
+def other_sizes(first: int, other: int) -> tuple[list[Sizes], list[Sizes]]:
     """Return lists of alternatives to sizes at which a model runs; the first that it runs at, too, is for use.
 
-    One row; then another batch with dimensions that differ from one another: odd ones, multiples of 8 and 32, equal ones.
+    One row; then another batch with dimensions that differ from one another: smaller ones, which cost least, odd ones,
+    multiples of 8 and 32, equal ones.
     """
-    changed = [(other + 9, other + 4), (other + 16, other + 8), (other + 32, other), (2 * other, 2 * other)]
-    return [[(1, (other,))], [*((3, sizes) for sizes in changed), (first, changed[0]), (3, (other,))]]
+    smaller = (other * 5 // 8 + 1, (other + 1) // 2)
+    changed = [smaller, (other + 9, other + 4), (other + 16, other + 8), (other + 32, other), (2 * other, 2 * other)]
+    return [(1, (other,))], [*((3, sizes) for sizes in changed), (first, changed[1]), (3, (other,))]
 
 
 def _random(
