@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -148,10 +147,7 @@ def export(
         say(f"note: {note}")
     folded = "" if result.report is None else f"{result.report.summary()}; "
     say(f"{folded}{target} written")
-    checked = result.verification
-    if result.report is not None and result.report.verification is not None:
-        checked = dataclasses.replace(checked, sites=result.report.verification.sites)
-    say(verdict(checked, wanted=verify))
+    say(verdict(result.verification, wanted=verify))
     emit(
         result.to_dict(),
         json_target,

@@ -204,6 +204,10 @@ class Verification:
             return dataclasses.replace(self, outputs=whole.outputs)
         return dataclasses.replace(whole, method="both", sites=self.sites)
 
+    def with_folds_of(self, proof: Verification | None) -> Verification:
+        """Return the verdict on a model with the marks of the folds that were made in it."""
+        return self if proof is None else dataclasses.replace(self, sites=proof.sites)
+
     def warn(self, kept: str, *, stacklevel: int) -> None:
         """Warn that `kept`, a file, is there and not verified; nothing where it was, or failed."""
         if self.status == "not_verified":
