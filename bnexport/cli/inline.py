@@ -59,7 +59,7 @@ def inline(
     if result.foreign:
         say(f"note: operators of other domains remain: {', '.join(result.foreign[:8])}")
     if result.verification is not None:
-        say(verdict(result.verification))
+        say(verdict(result.verification, folds=False))
     rows = [(name, "inlined", count) for name, count in sorted(result.calls.items())]
     if result.converted:
         rows.append(("MMCVSyncBatchNorm in inference", "converted to BatchNormalization", result.converted))

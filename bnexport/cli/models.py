@@ -157,7 +157,7 @@ def fold(
         say(f"note: {note}")
     if report.verification is not None:
         say(verdict(report.verification))
-        detail(f"verified with {report.verification.samples} sets of inputs, seed {report.verification.seed}")
+        detail(_inputs_of(report.verification))
     emit(report.to_dict(), json_target, [] if json_target else folding.render(report, everything=is_verbose()))
 
 
@@ -182,11 +182,19 @@ def _explanation(node: str, site: Any) -> str:
     return f"{node}: {site.outcome}" + (f" into {', '.join(site.targets)}" if site.targets else f": {site.reason}")
 
 
-def verdict(result: Any, *, wanted: bool = True) -> str:
-    """Return the line that every command prints about a verification."""
+def verdict(result: Any, *, wanted: bool = True, folds: bool = True) -> str:
+    """Return the line that every command prints about a verification. folds: whether anything can have been folded."""
+    text = result.summary(folds=folds)
     if result.status == "not_verified":
-        return f"{'warning: ' if wanted else ''}{result.summary()}"
-    return f"verification {result.status}: {result.summary()}"
+        return f"{'warning: ' if wanted else ''}{text}"
+    return f"verification {result.status}: {text}"
+
+
+def _inputs_of(result: Any) -> str:
+    """Return one line about the inputs of a verification."""
+    if not result.samples:
+        return "verified without inputs: no model was run"
+    return f"verified with {result.samples} sets of inputs, seed {result.seed}"
 
 
 def _proofs(sites: Any) -> list[Any]:
@@ -255,9 +263,9 @@ def verify(
     tables += _proofs(result.sites)
     if result.passed:
         say(verdict(result))
-        detail(f"verified with {result.samples} sets of inputs, seed {result.seed}")
+        detail(_inputs_of(result))
     emit(result.to_dict(), json_target, tables)
     if result.status == "not_verified":
-        raise MissingDependencyError(f"not verified: {result.reason}")
+        raise MissingDependencyError(result.summary())
     if not result.passed:
-        raise VerificationError(f"{candidate} differs from {reference}: {result.reason}")
+        raise VerificationError(f"{candidate} differs from {reference}: {result.reason}; {result.proved}")

@@ -233,7 +233,7 @@ def export(
         outputs=(*outputs, *(name + schema.NEW_SUFFIX for name in state_names)),
         state=tuple(state_names),
         report=report,
-        verification=checked.verification,
+        verification=checked.verification.with_folds_of(None if report is None else report.verification),
         notes=tuple(notes),
     )
 
@@ -304,7 +304,7 @@ def _to_torch_format(
         outputs=done.outputs,
         state=(),
         report=done.report,
-        verification=done.verification,
+        verification=done.verification.with_folds_of(None if done.report is None else done.report.verification),
         notes=done.notes,
         format=format,
     )

@@ -27,10 +27,11 @@ from bnexport.model_io import ModelSource, Staged, check_space, to_proto, write
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.read import Source, open_source
 from bnexport.verification.terms import Terms
-from bnexport.verification.verdict import Method, Verification, as_method
+from bnexport.verification.verdict import Method, SiteProof, Verification, as_method
 
 # Parameters up to which whole models are run as well, where the caller leaves the choice.
 WHOLE_BYTES = 1 << 30
+_NOT_ASKED = "only whole models were compared"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +247,10 @@ def _verify(done: _Transformed, candidate: ir.Model, method: Method, chosen_here
         if method == "local" or proof.status == "failed" or (large and proof):
             return proof
     result = _run(done, candidate, terms)
-    return result if proof is None else proof.joined(result)
+    if proof is not None:
+        return proof.joined(result)
+    names = (" + ".join(site.nodes) for site in done.folding.sites if site.outcome in ("folded", "merged"))
+    return dataclasses.replace(result, sites=tuple(SiteProof(name, "not_run", reason=_NOT_ASKED) for name in names))
 
 
 def _run(done: _Transformed, candidate: ir.Model, terms: Terms) -> Verification:

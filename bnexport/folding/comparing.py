@@ -43,9 +43,10 @@ def verify(
     Args:
         reference: a path, ModelProto or onnx_ir.Model.
         candidate: the model to check, with the same inputs and outputs.
-        inputs: arrays by the names of the inputs, one set or several; None makes random ones.
+        inputs: arrays by the names of the inputs, one set or several; None makes random ones, of several scales and
+            sizes of dynamic dimensions.
         seed: of the first random set; the others count on.
-        samples: number of random sets.
+        samples: number of random sets at the first sizes; one of them has another scale.
         atol: absolute bound instead of the table's (`bnexport/tolerances.py`).
         rtol: bound relative to each value of the reference; what is not given of the two is 0 then.
         timeout: seconds for both models together; None for no limit.

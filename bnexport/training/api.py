@@ -182,7 +182,7 @@ def export_training_step(
         checked = verification.check(made, step, original, arrays, lr, [{**arrays, **other} for other in others])
         if checked.status == "failed":
             raise VerificationError(
-                f"{path}: the exported step differs from torch, nothing was written: {checked.summary()}"
+                f"{path}: the exported step differs from torch, nothing was written: {checked.summary(folds=False)}"
             )
     paths = files.paths(path)
     initial = {name: state[name].detach().cpu().numpy() for name in kinds}

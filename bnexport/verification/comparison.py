@@ -17,6 +17,8 @@ that is wrong by a thousandth of |mean| / std is far outside. Above 1 % of the o
 would accept a wrong fold as well: what exceeds it fails, what does not is undecided - but for a model within the first
 bound, relative to y*, of y* itself, which is right whatever the reference's error is.
 
+Sequences and maps are compared array by array; they must be of the same lengths and keys.
+
 What cannot be decided. A reference that is not finite says nothing: an infinity of an intermediate overflow may be
 a number in a folded model. Where the two are not finite alike that passes; where only the reference is not, or
 where it has no finite value at all, the output is undecided. It fails only where numbers differ.
@@ -30,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from bnexport import tolerances
+from bnexport.verification.smaller_inputs import is_float
 from bnexport.verification.verdict import OutputComparison
 
 # Coarsest first.
@@ -52,62 +55,89 @@ def compare_output(
     before: the reference's values in front of a saturating function that makes this output. table: the bound instead
     of that of `bnexport.tolerances.model`.
     """
-    worst_abs = worst_rel = 0.0
-    elements, bound = 0, tolerances.Tolerance(rtol or 0.0, atol or 0.0)
-    reason: str | None = None
-    doubt: str | None = None
-    dtype = "unknown"
+    found = _Differences(working, atol, rtol, table)
     for index, (reference, value) in enumerate(zip(expected, got, strict=True)):
-        if not isinstance(reference, np.ndarray) or not isinstance(value, np.ndarray):
-            reason = reason or (None if _same(reference, value) else "sequences or maps differ")
-            elements += 1
+        if not _is_alike(reference, value):
+            found.elements += 1
+            found.refute("sequences or maps differ in length or keys")
             continue
-        dtype = str(reference.dtype)
-        elements += reference.size
+        for one, other in zip(_arrays(reference), _arrays(value), strict=True):
+            found.add(one, other, None if before is None else before[index])
+    return found.comparison(name)
+
+
+class _Differences:
+    """The largest differences of the arrays of one output, and the first reason to fail or to doubt."""
+
+    def __init__(
+        self, working: str, atol: float | None, rtol: float | None, table: tolerances.Tolerance | None
+    ) -> None:
+        self._working, self._table = working, table
+        self._given = None if atol is None and rtol is None else tolerances.Tolerance(rtol or 0.0, atol or 0.0)
+        self._bound = self._given or tolerances.Tolerance(0.0, 0.0)
+        self._reason, self._doubt = "", ""
+        self._absolute = self._relative = 0.0
+        self._dtype = "unknown"
+        self.elements = 0
+
+    def refute(self, reason: str) -> None:
+        self._reason = self._reason or reason
+
+    def add(self, reference: np.ndarray, value: np.ndarray, before: Any) -> None:
+        self._dtype = str(reference.dtype)
+        self.elements += reference.size
         if reference.shape != value.shape or reference.dtype != value.dtype:
-            reason = reason or f"got {value.dtype}{list(value.shape)}, expected {dtype}{list(reference.shape)}"
-            continue
-        if reference.dtype.kind not in "f" and dtype != "bfloat16":
+            self.refute(f"got {value.dtype}{list(value.shape)}, expected {self._dtype}{list(reference.shape)}")
+        elif not is_float(reference):
             unequal = int((reference != value).sum())
-            reason = reason or (f"{unequal} of {reference.size} values differ" if unequal else None)
-            continue
-        exact, near = reference.astype(np.float64), value.astype(np.float64)
-        if atol is None and rtol is None:
-            bound = table or tolerances.model(_coarser(working, dtype), exact if before is None else before[index])
-            if before is not None:
-                bound += tolerances.Tolerance(0.0, _SATURATING * tolerances.UNIT_ROUNDOFF[_coarser(working, dtype)])
+            if unequal:
+                self.refute(f"{unequal} of {reference.size} values differ")
+        else:
+            self._add_floats(reference.astype(np.float64), value.astype(np.float64), before)
+
+    def _add_floats(self, exact: np.ndarray, near: np.ndarray, before: Any) -> None:
+        self._bound = self._given or self._bound_of(exact if before is None else before, saturated=before is not None)
         finite = np.isfinite(exact)
         if not np.isfinite(near[finite]).all():
-            reason = reason or "it has NaN or infinite values where the reference has finite ones"
-            continue
+            self.refute("it has NaN or infinite values where the reference has finite ones")
+            return
         if exact.size and not finite.any():
-            doubt = doubt or "the reference has no finite value to compare with"
+            self._doubt = self._doubt or "the reference has no finite value to compare with"
         elif not np.array_equal(exact[~finite], near[~finite], equal_nan=True):
-            count = int((~finite).sum())
-            doubt = doubt or f"the reference has {count} of {exact.size} values that are NaN or infinite"
-        difference = np.abs(near - exact, where=finite, out=np.zeros_like(exact))
-        largest = float(np.abs(exact[finite]).max(initial=0.0))
+            text = f"the reference has {int((~finite).sum())} of {exact.size} values that are NaN or infinite"
+            self._doubt = self._doubt or text
+        exact, near = exact[finite], near[finite]
+        difference = np.abs(near - exact)
+        largest = float(np.abs(exact).max(initial=0.0))
         worst = float(difference.max(initial=0.0))
-        worst_abs = max(worst_abs, worst)
-        worst_rel = max(worst_rel, worst / largest if largest else (np.inf if worst else 0.0))
-        excess = difference - bound.atol - bound.rtol * np.abs(exact, where=finite, out=np.zeros_like(exact))
+        self._absolute = max(self._absolute, worst)
+        self._relative = max(self._relative, worst / largest if largest else (np.inf if worst else 0.0))
+        bound = self._bound
+        excess = difference - bound.atol - bound.rtol * np.abs(exact)
         if excess.size and excess.max() > 0:
-            reason = reason or f"differs by {worst:.3g}, allowed {bound}"
-    source = "table" if atol is None and rtol is None else "caller"
-    passed, decided = reason is None and doubt is None, reason is not None or doubt is None
-    return OutputComparison(
-        name,
-        dtype,
-        elements,
-        worst_abs,
-        worst_rel,
-        bound.atol,
-        bound.rtol,
-        passed,
-        reason or doubt or "",
-        source,
-        decided,
-    )
+            self.refute(f"differs by {worst:.3g}, allowed {bound}")
+
+    def _bound_of(self, values: Any, *, saturated: bool) -> tolerances.Tolerance:
+        coarsest = _coarser(self._working, self._dtype)
+        bound = self._table or tolerances.model(coarsest, values)
+        if saturated:
+            bound += tolerances.Tolerance(0.0, _SATURATING * tolerances.UNIT_ROUNDOFF[coarsest])
+        return bound
+
+    def comparison(self, name: str) -> OutputComparison:
+        return OutputComparison(
+            name,
+            self._dtype,
+            self.elements,
+            self._absolute,
+            self._relative,
+            self._bound.atol,
+            self._bound.rtol,
+            passed=not self._reason and not self._doubt,
+            reason=self._reason or self._doubt,
+            bound="table" if self._given is None else "caller",
+            decided=bool(self._reason) or not self._doubt,
+        )
 
 
 def compare_with_truth(
@@ -120,28 +150,32 @@ def compare_with_truth(
     the candidate's is too large; undecided where the reference's is too large to judge by.
     """
     own = worst = largest = size = 0.0
-    for reference, value, exact in zip(expected, got, truth, strict=True):
-        arrays = (reference, value, exact)
-        if not all(isinstance(array, np.ndarray) for array in arrays):
+    partly = False
+    for sample in zip(expected, got, truth, strict=True):
+        if not _is_alike(*sample[:2]) or not _is_alike(*sample[1:]):
             return failed
-        if not reference.shape == value.shape == exact.shape or reference.dtype != value.dtype:
-            return failed
-        wide = [np.asarray(array, np.float64) for array in arrays]
-        finite = np.isfinite(wide[0])
-        if not all(np.array_equal(finite, np.isfinite(array)) for array in wide[1:]):
-            return failed
-        wide = [array[finite] for array in wide]
-        own = max(own, float(np.abs(wide[0] - wide[2]).max(initial=0.0)))
-        worst = max(worst, float(np.abs(wide[1] - wide[2]).max(initial=0.0)))
-        largest = max(largest, float(np.abs(wide[2]).max(initial=0.0)))
-        size = max(size, float(np.abs(wide[0]).max(initial=0.0)))
+        for reference, value, exact in zip(*map(_arrays, sample), strict=True):
+            if not reference.shape == value.shape == exact.shape or reference.dtype != value.dtype:
+                return failed
+            if not all(map(is_float, (reference, value, exact))):
+                return failed
+            wide = [array.astype(np.float64) for array in (reference, value, exact)]
+            finite = np.isfinite(wide[0])
+            if not all(np.isfinite(array[finite]).all() for array in wide):
+                return failed
+            partly = partly or not np.array_equal(wide[0][~finite], wide[1][~finite], equal_nan=True)
+            wide = [array[finite] for array in wide]
+            own = max(own, float(np.abs(wide[0] - wide[2]).max(initial=0.0)))
+            worst = max(worst, float(np.abs(wide[1] - wide[2]).max(initial=0.0)))
+            largest = max(largest, float(np.abs(wide[2]).max(initial=0.0)))
+            size = max(size, float(np.abs(wide[0]).max(initial=0.0)))
     relative = worst / largest if largest else 0.0
     near = failed.atol * min(1.0, max(largest, scale) / size) if size else failed.atol
     bound = near if worst <= near else max(failed.atol, tolerances.OWN_ERROR * own)
     if worst > bound:
         more = f"; from the model in float64 it differs by {worst:.3g}, the reference by {own:.3g}"
         return dataclasses.replace(failed, reason=f"{failed.reason}{more}")
-    reason = ""
+    reason = "the reference has values that are NaN or infinite" if partly else ""
     if worst > near and not tolerances.is_evidence(bound, failed.atol, max(size, scale)):
         reason = (
             f"the network is ill-conditioned on these inputs: the reference itself differs from the model in float64"
@@ -160,12 +194,30 @@ def compare_with_truth(
     )
 
 
-def _same(first: Any, second: Any) -> bool:
+def is_same(first: Any, second: Any) -> bool:
+    """Whether two values of an output are equal, bit for bit but for NaNs."""
+    return _is_alike(first, second) and all(
+        one.dtype == other.dtype and np.array_equal(one, other, equal_nan=is_float(one))
+        for one, other in zip(_arrays(first), _arrays(second), strict=True)
+    )
+
+
+def _is_alike(first: Any, second: Any) -> bool:
+    """Whether two values have arrays at the same places of sequences of the same lengths and maps of the same keys."""
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
-        return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
+        return len(first) == len(second) and all(map(_is_alike, first, second))
     if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
-    return bool(np.array_equal(first, second))
+        return first.keys() == second.keys() and all(_is_alike(first[key], second[key]) for key in first)
+    return not isinstance(first, (list, tuple, dict)) and not isinstance(second, (list, tuple, dict))
+
+
+def _arrays(value: Any) -> list[np.ndarray]:
+    """Return the arrays of a value: its own, or those of a sequence or map, in the order of its keys."""
+    if isinstance(value, (list, tuple)):
+        return [array for item in value for array in _arrays(item)]
+    if isinstance(value, dict):
+        return [array for key in sorted(value) for array in _arrays(value[key])]
+    return [np.asarray(value)]
 
 
 def _coarser(first: str, second: str) -> str:

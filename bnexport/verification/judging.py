@@ -100,7 +100,8 @@ class _Feed:
             errors = self._compare(attempt.scale, rows)
             if attempt.halved is not None:
                 errors = _without_hidden(errors, rows, attempt.halved[0])
-            if any(error.failed for error in errors) or all(error.decided for error in errors):
+            decided = all(error.decided for error in errors) and not attempt.partial
+            if decided or any(error.failed for error in errors):
                 return Outcome(tuple(errors), attempt.scale)
             first = first or errors
         if scalable:

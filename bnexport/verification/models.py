@@ -26,6 +26,7 @@ from bnexport.errors import BnexportError, ModelError
 from bnexport.graph.sync_bn_nodes import has_sync_batch_norm, is_sync_batch_norm, trains
 from bnexport.model_io import Parts, to_parts, walk
 from bnexport.verification.comparison import FLOATS
+from bnexport.verification.integer_inputs import find_ranges
 from bnexport.verification.isolated_process import PROCESS, EngineFailure, Shipment
 from bnexport.verification.probes import Probe, find_probes
 from bnexport.verification.samples import InputSpec
@@ -68,8 +69,8 @@ def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, An
     try:
         with Shipment() as shipment:
             request = {
-                "reference": _shipped(reference, [probe.reference for probe in probes], shipment),
-                "candidate": _shipped(candidate, [probe.candidate for probe in probes], shipment),
+                "reference": _shipped(reference, [value for probe in probes for value in probe.of_reference], shipment),
+                "candidate": _shipped(candidate, [value for probe in probes for value in probe.of_candidate], shipment),
                 "outputs": [str(value.name) for value in reference.graph.outputs],
                 "probes": [_named(probe) for probe in probes],
                 "inputs": [dataclasses.asdict(_spec(value)) for value in _inputs(reference)],
@@ -106,12 +107,14 @@ def _shipped(model: ir.Model, probes: Sequence[ir.Value], shipment: Shipment) ->
     return shipment.model(parts, library, no_library, schema.TRAINING_DOMAIN in model.opset_imports)
 
 
-def _named(probe: Probe) -> dict[str, str]:
+def _named(probe: Probe) -> dict[str, Any]:
     return {
         "output": probe.output,
         "op_type": probe.op_type,
         "reference": str(probe.reference.name),
         "candidate": str(probe.candidate.name),
+        "selected": None if probe.selected is None else [str(value.name) for value in probe.selected],
+        "axis": probe.axis,
     }
 
 
@@ -164,7 +167,7 @@ def _spec(value: ir.Value) -> InputSpec:
     shape = tuple(
         (size if size >= 0 else None) if isinstance(size, int) else (size.value or None) for size in value.shape
     )
-    return InputSpec(name, kind, dtype.numpy().name, shape)
+    return InputSpec(name, kind, dtype.numpy().name, shape, *find_ranges(value))
 
 
 def _working_type(*models: ir.Model) -> str:

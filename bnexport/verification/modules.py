@@ -51,11 +51,13 @@ def compare(original: nn.Module, folded: nn.Module, inputs: tuple[torch.Tensor, 
     for attempt in attempts(run, scalable=scalable):
         again = _compare(original, folded, _scaled(inputs, attempt.scale), names, attempt)
         again = dataclasses.replace(again, reference=reference, engine=engine, input_scale=attempt.scale)
-        if again.status != "not_verified":
+        if again.status == "failed" or (again.passed and not attempt.partial):
             return again
         result = result or again
     assert result is not None
-    return dataclasses.replace(result, reason=with_smaller(result.reason)) if scalable else result
+    if result.passed or not scalable:
+        return result
+    return dataclasses.replace(result, reason=with_smaller(result.reason))
 
 
 def _compare(

@@ -1,7 +1,10 @@
-"""Values in front of the saturating functions that end many networks.
+"""Values in front of the saturating and selecting functions that end many networks.
 
 A Sigmoid of -15 is 3e-7 with an absolute error of 6e-8 in any implementation: compared alone, such an
 output shows either nothing or noise. What it was made of shows the fold.
+
+ArgMax, ArgMin and the indices of TopK select among values that rounding may make equal, or order the other way. Where
+the values agree, an index may be that of another value within the bound (`ties`).
 """
 
 from __future__ import annotations
@@ -13,44 +16,77 @@ import onnx_ir as ir
 from bnexport.graph.nodes import is_standard
 
 _SATURATING = ("Sigmoid", "Softmax", "Tanh")
+_SELECTING = ("ArgMax", "ArgMin", "TopK")
 _REARRANGING = ("Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice")
 _DEPTH = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """The value in front of the function that makes `output`, in both models."""
+    """The value in front of the function that makes `output`, in both models.
+
+    selected: the indices, in both models, where the function returns indices along `axis`.
+    """
 
     output: str
     op_type: str
     reference: ir.Value
     candidate: ir.Value
+    selected: tuple[ir.Value, ir.Value] | None = None
+    axis: int = 0
+
+    @property
+    def of_reference(self) -> list[ir.Value]:
+        return [self.reference] if self.selected is None else [self.reference, self.selected[0]]
+
+    @property
+    def of_candidate(self) -> list[ir.Value]:
+        return [self.candidate] if self.selected is None else [self.candidate, self.selected[1]]
 
 
 def find_probes(reference: ir.Model, candidate: ir.Model) -> tuple[Probe, ...]:
     """Probes for the outputs that both models make in the same way."""
     probes = []
     for first, second in zip(reference.graph.outputs, candidate.graph.outputs, strict=True):
-        ends = _saturating(first), _saturating(second)
-        if ends[0] is None or ends[1] is None or ends[0].op_type != ends[1].op_type:
+        one, two = _end(first), _end(second)
+        if one is None or two is None or one.op_type != two.op_type:
             continue
-        before = ends[0].inputs[0], ends[1].inputs[0]
-        if before[0] is None or before[1] is None or before[0].producer() is None or before[1].producer() is None:
+        value, other = one.inputs[0], two.inputs[0]
+        if value is None or other is None or value.producer() is None or other.producer() is None:
             continue
-        probes.append(Probe(str(first.name), ends[0].op_type, before[0], before[1]))
+        name = str(first.name)
+        if not is_standard(one, *_SELECTING):
+            probes.append(Probe(name, one.op_type, value, other))
+        elif _is_same_selection(one, two):
+            indices = one.outputs[-1], two.outputs[-1]
+            probes.append(Probe(name, one.op_type, value, other, indices, _axis(one)))
     return tuple(probes)
 
 
-def _saturating(value: ir.Value) -> ir.Node | None:
-    """Find the saturating function that makes `value`, behind at most a few rearrangements."""
+def _is_same_selection(one: ir.Node, two: ir.Node) -> bool:
+    """Whether two nodes select alike; which of equal values they return is no matter of rounding."""
+    first, second = ({name: attribute.value for name, attribute in node.attributes.items()} for node in (one, two))
+    return first == second
+
+
+def _axis(node: ir.Node) -> int:
+    return node.attributes.get_int("axis", -1 if node.op_type == "TopK" else 0)
+
+
+def _end(value: ir.Value) -> ir.Node | None:
+    """Find the function that makes `value`, behind at most a few rearrangements; a Cast may follow a selection."""
     current: ir.Value | None = value
+    cast = False
     for _ in range(_DEPTH):
         node = None if current is None else current.producer()
-        if node is None:
+        if node is None or current is None:
             return None
         if is_standard(node, *_SATURATING):
-            return node
-        if not is_standard(node, *_REARRANGING):
+            return None if cast else node
+        if is_standard(node, *_SELECTING):
+            return node if current is node.outputs[-1] else None
+        cast = cast or is_standard(node, "Cast")
+        if not is_standard(node, "Cast", *_REARRANGING):
             return None
         current = node.inputs[0] if node.inputs else None
     return None

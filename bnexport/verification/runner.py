@@ -1,7 +1,8 @@
 """Runs a model as it is written: ONNX Runtime on the CPU without graph optimisations, or onnx.reference.
 
 The reference implementation is slow and takes over only where ONNX Runtime has no kernel (a Conv in
-float64) and the model is small. Both run in the verifying process (`worker`), on serialised models.
+float64) and the model is small; `oracle` says whether it is believed. Both run in the verifying process (`worker`), on
+serialised models.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -18,6 +20,7 @@ import numpy as np
 from bnexport.errors import BnexportError, UnsupportedModelError, first_line
 from bnexport.model_io.validate import printable
 
+_SEEDS = itertools.count(1)
 # Parameters of a model that the reference implementation may be asked to run.
 _REFERENCE_BYTES = 1 << 26
 
@@ -74,10 +77,10 @@ class ReferenceRunner:
     def __init__(self, model: Serialised) -> None:
         if model.nbytes > _REFERENCE_BYTES:
             raise UnsupportedModelError("onnx.reference would take too long")
-        import onnx.reference
+        from bnexport.verification.onnx_reference import Evaluator
 
         try:
-            self._evaluator = onnx.reference.ReferenceEvaluator(whole(model))
+            self._evaluator = Evaluator(whole(model))
         except Exception as error:  # it raises whatever an operator raises
             raise UnsupportedModelError(
                 f"onnx.reference cannot load it: {printable(first_line(error))[:300]}"
@@ -122,6 +125,12 @@ class RuntimeRunner:
 
 
 ENGINES: tuple[type[Runner], ...] = (RuntimeRunner, ReferenceRunner)
+
+
+def reseed() -> None:
+    """Make ONNX Runtime's next sessions draw other random numbers; a node that brings a seed draws its own."""
+    with contextlib.suppress(ImportError, AttributeError):
+        importlib.import_module("onnxruntime").set_seed(next(_SEEDS))
 
 
 def load_engine() -> None:

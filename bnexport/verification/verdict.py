@@ -28,8 +28,9 @@ class OutputComparison:
     decided: False where the reference's values, as `reason` says, can show neither equality nor a difference.
 
     bound: where atol and rtol are from: "table", "caller", "float64" where the reference's own rounding error was
-    measured (max_abs_diff and max_rel_diff then are those from the model in float64), or "norm" where differences are
-    2-norms, as those of a training step's gradients. engine: what ran the candidate, where several did.
+    measured (max_abs_diff and max_rel_diff then are those from the model in float64), "ties" where indices differ as
+    rounding explains it, or "norm" where differences are 2-norms, as those of a training step's gradients. engine: what
+    ran the candidate, where several did.
     """
 
     name: str
@@ -56,12 +57,13 @@ class OutputComparison:
         text = self.reason or f"differs by {self.max_abs_diff:.3g}, allowed {self.atol:.3g}{relative}"
         return f"output {self.name!r}{f' in {self.engine}' if self.engine else ''}: {text}"
 
-    def nearness(self) -> tuple[bool, bool, float]:
-        """Return a key to sort by: failures last, then what is undecided, then by the share of the bound."""
+    def nearness(self) -> tuple[bool, bool, bool, float]:
+        """Return a key to sort by: failures last, then undecided, then beyond the table, then by the share of the bound."""
         bound = self.atol or self.rtol
         difference = self.max_abs_diff if self.atol else self.max_rel_diff
         # A bound of 0 is that of integers.
-        return self.failed, not self.decided, difference / bound if bound else math.inf if difference else 0.0
+        share = difference / bound if bound else math.inf if difference else 0.0
+        return self.failed, not self.decided, self.bound == "float64", share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,12 +144,21 @@ class Verification:
         """The largest relative difference over all outputs; 0 when none was compared."""
         return max((output.max_rel_diff for output in self.outputs), default=0.0)
 
-    def summary(self) -> str:
-        """Return the verdict in one line: the output nearest to its bound, and under which conditions."""
+    def summary(self, *, folds: bool = True) -> str:
+        """Return the verdict in one line: the output nearest to its bound, under which conditions, and how many folds were
+        proved and compared.
+
+        folds: False leaves these out, where nothing can have been folded.
+        """
+        text = self._compared()
+        return f"{text}; {self.proved}" if folds and text else text or self.proved
+
+    def _compared(self) -> str:
+        """Return the verdict on outputs, or its reason; empty where nothing but folds was looked at."""
         if self.status == "not_verified":
             return f"not verified: {self.reason}"
         if self.method == "local" and self.passed:
-            return self.proved
+            return ""
         if not self.outputs or (self.method == "local" and self.reason):
             return self.reason or "there is nothing to compare"
         nearest = max(self.outputs, key=OutputComparison.nearness)
@@ -162,35 +173,40 @@ class Verification:
         if self.reference == "converted" and self.passed:
             text += "; compared with the converted model"
             text += f", since the model itself cannot run here: {self.reason}" if self.reason else ""
-        return f"{text}; {self.proved}" if self.proved else text
+        return text
 
     @property
     def proved(self) -> str:
-        """How many folds were proved where they stand, in words; empty where none was asked for."""
-        if self.method == "whole":
-            return ""
-        counts = {
-            word: sum(proof.method == method for proof in self.sites)
-            for method, word in (
-                ("proved", "proved"),
-                ("compared", "compared"),
-                ("not_run", "not run"),
-                ("failed", "failed"),
-            )
-        }
-        several = ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
+        """How many folds were proved where they stand, and how many the comparison alone covers, in words."""
+        marks = [proof.method for proof in self.sites]
+        covered = self.passed and self.method != "local"
+        proved, failed = marks.count("proved"), marks.count("failed")
+        compared = marks.count("compared") + (marks.count("not_run") if covered else 0)
+        text = f"{proved:,} fold{'' if proved == 1 else 's'} proved, {compared:,} compared only"
+        if failed:
+            text += f", {failed:,} refuted"
+        if proved + compared + failed < len(marks):
+            text += f", {len(marks) - proved - compared - failed:,} not checked"
         bound = max((proof.bound for proof in self.sites), default=0.0)
-        return f"each fold where it stands: {several or 'none'}, errors within {bound:.2g} of the largest weight"
+        return f"{text}, errors within {bound:.2g} of the largest weight" if bound else text
 
     def joined(self, whole: Verification) -> Verification:
-        """Join this local proof with a run of the whole models. A fold that is proved is right although no
-        engine runs the model; what either refutes has failed."""
+        """Join this local proof with a run of the whole models.
+
+        What either refutes has failed. Where nothing ran, or the outputs decide nothing, folds that are all proved are
+        right; one that was only compared, at random points, is not verified.
+        """
         if self.status == "failed" or whole.status == "failed":
             first = self if self.status == "failed" else whole
             return dataclasses.replace(whole, status="failed", reason=first.reason, method="both", sites=self.sites)
-        if self.passed and whole.status == "not_verified":
+        proved = self.passed and all(proof.method == "proved" for proof in self.sites)
+        if proved and whole.status == "not_verified":
             return dataclasses.replace(self, outputs=whole.outputs)
         return dataclasses.replace(whole, method="both", sites=self.sites)
+
+    def with_folds_of(self, proof: Verification | None) -> Verification:
+        """Return the verdict on a model with the marks of the folds that were made in it."""
+        return self if proof is None else dataclasses.replace(self, sites=proof.sites)
 
     def warn(self, kept: str, *, stacklevel: int) -> None:
         """Warn that `kept`, a file, is there and not verified; nothing where it was, or failed."""

@@ -21,19 +21,21 @@ import ml_dtypes  # noqa: F401 - NumPy learns the names of its types
 import numpy as np
 
 from bnexport.errors import BnexportError
-from bnexport.verification import precise, runner
+from bnexport.verification import oracle, precise, runner
 from bnexport.verification.comparison import compare_output, compare_with_truth
-from bnexport.verification.runner import ENGINES, Runner, Serialised
-from bnexport.verification.samples import FREE_SIZES, InputSpec, samples
+from bnexport.verification.feeds import Feeds, Group, joined
+from bnexport.verification.runner import ENGINES, ReferenceRunner, Runner, Serialised
 from bnexport.verification.smaller_inputs import (
     Attempt,
     as_hidden,
     attempts,
+    is_finite,
     is_float,
     scaled,
     shows_inputs,
     with_smaller,
 )
+from bnexport.verification.ties import Selection, Tail, without_ties
 from bnexport.verification.verdict import OutputComparison, Verification
 
 LENGTH = struct.Struct("<Q")
@@ -99,6 +101,7 @@ class _Job:
     def run(self) -> dict[str, Any]:
         """Compare the models; return the fields of a Verification that this process knows."""
         reference, candidate = self._model("reference"), self._model("candidate")
+        self._precise = precise.PreciseModel(reference, self._request["patience"])
         reasons = []
         # Only ONNX Runtime has providers.
         for engine in ENGINES[:1] if candidate.providers else ENGINES:
@@ -113,45 +116,88 @@ class _Job:
 
         One session is open at a time.
         """
-        inputs: list[dict[str, np.ndarray]] = []
+        feeds = Feeds(self._request, self._array)
+        groups = feeds.run(self._load(engine, reference, "reference"), self._names("reference"), reference.nbytes)
+        try:
+            rows = self._run_candidate(engine, candidate, [group.inputs for group in groups])
+        except _Fails as error:
+            return {"status": "failed", "reason": str(error), "engine": engine.name}
+        self._stage("comparison", engine)
+        answers = [self._compare(group, Attempt(1.0, group.expected), row) for group, row in zip(groups, rows)]
+        label = engine.label() + (f" ({candidate.providers[0]})" if candidate.providers else "")
+        answer = joined(answers) | {"engine": label}
+        if answer["status"] == "failed" and self._is_random(engine, reference, groups[0]):
+            return {"status": "not_verified", "reason": "the model draws random numbers", "engine": label}
+        if answer["status"] == "not_verified" or not all(map(is_finite, groups[0].expected)):
+            answer |= self._on_smaller(engine, reference, candidate, groups[0], answer)
+        if engine is ReferenceRunner and answer["status"] != "not_verified":
+            doubt = oracle.find_doubt_alone(reference, groups[0].inputs[0])
+            answer |= {"status": "not_verified", "reason": doubt} if doubt else {}
+        return answer
+
+    def _on_smaller(
+        self, engine: type[Runner], reference: Serialised, candidate: Serialised, group: Group, first: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return what smaller inputs decide, or why nothing was decided; nothing where a difference was found before."""
+        if first["status"] == "failed" or not any(
+            is_float(array) for sample in group.inputs for array in sample.values()
+        ):
+            return {}
         session: Runner | None = None
 
         def run(scale: float) -> list[list[Any]] | None:
-            nonlocal inputs, session
-            if session is None:
-                self._stage("reference", engine)
-                session = engine(reference)
-            if not inputs:
-                inputs, expected = self._inputs_that_run(session)
-                return expected
+            nonlocal session
+            if scale == 1.0:
+                return group.expected
+            session = session or self._load(engine, reference, "reference")
             with contextlib.suppress(BnexportError):
-                return [session.run(scaled(sample, scale), self._names("reference")) for sample in inputs]
+                return [session.run(scaled(sample, scale), self._names("reference")) for sample in group.inputs]
             return None
 
-        first: dict[str, Any] | None = None
-        scalable = self._has_float_inputs()
-        for attempt in attempts(run, scalable=scalable):
+        for attempt in attempts(run, scalable=True):
+            if attempt.halved is None:
+                continue
             session = None
-            self._stage("candidate", engine)
-            names = self._names("candidate")
-            feeds = [scaled(sample, attempt.scale) for sample in inputs]
+            smaller = Group([scaled(sample, attempt.scale) for sample in group.inputs], attempt.expected, attempt.scale)
             try:
-                loaded = engine(candidate)
-                got = [loaded.run(sample, names) for sample in feeds]
-            except BnexportError as error:
-                if candidate.needs_library:
-                    raise
-                return {"status": "failed", "reason": str(error), "engine": engine.name}
-            del loaded
+                (rows,) = self._run_candidate(engine, candidate, [smaller.inputs])
+            except _Fails as error:
+                return {"status": "failed", "reason": str(error)}
             self._stage("comparison", engine)
-            answer = self._compare(reference, feeds, attempt, got)
-            shown = engine.label() + (f" ({candidate.providers[0]})" if candidate.providers else "")
-            answer |= {"engine": shown, "samples": len(inputs), "input_scale": attempt.scale}
+            answer = self._compare(smaller, attempt, rows)
             if answer["status"] != "not_verified":
                 return answer
-            first = first or answer
-        assert first is not None
-        return first | ({"reason": with_smaller(first["reason"])} if scalable and inputs else {})
+        return {} if first["status"] == "passed" else {"reason": with_smaller(first["reason"])}
+
+    def _load(self, engine: type[Runner], model: Serialised, stage: str) -> Runner:
+        self._stage(stage, engine)
+        return engine(model)
+
+    def _run_candidate(
+        self, engine: type[Runner], candidate: Serialised, inputs: list[list[dict[str, np.ndarray]]]
+    ) -> list[list[list[Any]]]:
+        """Return the candidate's outputs for each set of each group.
+
+        Raises _Fails where it does not run, though the reference does, in an engine that runs whatever is right.
+        """
+        try:
+            loaded, names = self._load(engine, candidate, "candidate"), self._names("candidate")
+            return [[loaded.run(sample, names) for sample in group] for group in inputs]
+        except BnexportError as error:
+            if candidate.needs_library or engine is ReferenceRunner:
+                raise
+            raise _Fails(str(error)) from error
+
+    def _is_random(self, engine: type[Runner], reference: Serialised, group: Group) -> bool:
+        """Whether a second session of the reference, which draws other random numbers, differs from the first."""
+        runner.reseed()
+        try:
+            again = self._load(engine, reference, "reference").run(group.inputs[0], self._names("reference"))
+        except BnexportError:
+            return False
+        working = self._request["working"]
+        pairs = zip(group.expected[0], again, strict=True)
+        return any(compare_output("", [one], [two], working).failed for one, two in pairs)
 
     def _stage(self, stage: str, engine: type[Runner]) -> None:
         """Tells the parent what is being done, in case nothing else is heard of it."""
@@ -173,43 +219,24 @@ class _Job:
             return np.asarray(np.memmap(file, dtype, "c", entry["offset"], shape))
 
     def _names(self, which: str) -> list[str]:
-        return [*self._request["outputs"], *(probe[which] for probe in self._request["probes"])]
-
-    def _inputs_that_run(self, loaded: Runner) -> tuple[list[dict[str, np.ndarray]], list[list[Any]]]:
-        """Inputs that the reference accepts, and its outputs."""
-        request, names = self._request, self._names("reference")
-        if request["given"] is not None:
-            given = [{entry["name"]: self._array(entry) for entry in sample} for sample in request["given"]]
-            return given, [loaded.run(sample, names) for sample in given]
-        specs = [InputSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in request["inputs"]]
-        sizes = FREE_SIZES if any(spec.is_free for spec in specs) else FREE_SIZES[:1]
-        for index, free_size in enumerate(sizes):
-            try:
-                chosen = list(samples(specs, request["seed"], request["count"], free_size))
-                return chosen, [loaded.run(sample, names) for sample in chosen]
-            except BnexportError:
-                if index == len(sizes) - 1:
-                    raise
-        raise AssertionError("FREE_SIZES is empty")
-
-    def _has_float_inputs(self) -> bool:
-        given = self._request["given"]
-        if given is None:
-            return any(spec["kind"] == "float" for spec in self._request["inputs"])
-        return any(is_float(self._array(entry)) for sample in given for entry in sample)
+        """Names of the outputs, of the values in front of some, and of the indices that others are made of."""
+        probes = self._request["probes"]
+        indices = [probe["selected"][which == "candidate"] for probe in probes if probe["selected"]]
+        return [*self._request["outputs"], *(probe[which] for probe in probes), *indices]
 
     def _array(self, entry: dict[str, Any]) -> np.ndarray:
         return np.asarray(entry["text"], dtype=object) if "text" in entry else np.array(self._mapped(entry))
 
-    def _compare(
-        self, reference: Serialised, feeds: list[dict[str, np.ndarray]], attempt: Attempt, got: list[list[Any]]
-    ) -> dict[str, Any]:
+    def _compare(self, group: Group, attempt: Attempt, got: list[list[Any]]) -> dict[str, Any]:
         """Compare the outputs, each with what is in front of it where that was probed, and then the probes."""
         request = self._request
         names, probes = list(request["outputs"]), request["probes"]
         places = {probe["output"]: len(names) + index for index, probe in enumerate(probes)}
+        bounding = {probe["output"]: places[probe["output"]] for probe in probes if not probe["selected"]}
         names += [f"{probe['output']} (before {probe['op_type']})" for probe in probes]
-        columns = [([row[i] for row in attempt.expected], [row[i] for row in got]) for i in range(len(names))]
+        columns = list(
+            zip(map(list, zip(*attempt.expected, strict=True)), map(list, zip(*got, strict=True)), strict=True)
+        )
         compared = [
             compare_output(
                 name,
@@ -217,13 +244,20 @@ class _Job:
                 request["working"],
                 request["atol"],
                 request["rtol"],
-                columns[places[name]][0] if name in places else None,
+                columns[bounding[name]][0] if name in bounding else None,
             )
             for index, name in enumerate(names)
         ]
         excess = any(output.failed and 0 < output.max_abs_diff < np.inf for output in compared)
         if excess and request["atol"] is None and request["rtol"] is None:
-            compared = self._against_float64(reference, feeds, compared, columns)
+            compared = self._against_float64(group.inputs, compared, columns)
+        selections = iter(columns[len(names) :])
+        for probe in filter(lambda each: each["selected"], probes):
+            index, place, indices = names.index(probe["output"]), places[probe["output"]], next(selections)
+            if compared[index].failed and compared[place].passed:
+                tail = Tail(self._model("reference"), probe["selected"][0], probe["output"])
+                values = Selection(columns[place][0], *indices, probe["axis"], compared[place])
+                compared[index] = without_ties(compared[index], columns[index][1], values, tail)
         if attempt.halved is not None:
             # A saturated output hides its inputs; the probe in front of it shows them.
             shown = [places.get(name, index) for index, name in enumerate(names)]
@@ -232,24 +266,32 @@ class _Job:
         verdict = Verification.of(compared)
         if verdict and not any(output.elements for output in compared):
             verdict = dataclasses.replace(verdict, status="not_verified", reason="the outputs are empty")
-        outputs = [dataclasses.asdict(output) for output in compared]
-        sizes = [[np.shape(array) for array in feed.values()] for feed in feeds]
-        return {"status": verdict.status, "reason": verdict.reason, "outputs": outputs, "sizes": sizes}
+        return {
+            "status": verdict.status,
+            "reason": verdict.reason,
+            "outputs": [dataclasses.asdict(output) for output in compared],
+            "sizes": [[np.shape(array) for array in feed.values()] for feed in group.inputs],
+            "samples": len(group.inputs),
+            "input_scale": group.scale,
+        }
 
     def _against_float64(
         self,
-        reference: Serialised,
         inputs: list[dict[str, np.ndarray]],
         compared: list[OutputComparison],
         columns: list[tuple[list[Any], list[Any]]],
     ) -> list[OutputComparison]:
         with contextlib.suppress(BnexportError):
-            truth = precise.run(reference, inputs, self._names("reference"), self._request["patience"])
+            truth = self._precise.run(inputs, self._names("reference"))
             return [
                 compare_with_truth(output, *columns[index], [row[index] for row in truth]) if output.failed else output
                 for index, output in enumerate(compared)
             ]
         return compared
+
+
+class _Fails(Exception):
+    """The candidate does not run where the reference does."""
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def test_fold_then_verify_run_and_inspect(folder, tmp_path, capsys):
     assert _cli("verify", folder / "eval.onnx", target, capsys=capsys)[0] == 0
     code, out, err = _cli("verify", folder / "eval.onnx", target, "--method", "local", "-v", capsys=capsys)
     assert code == 0
-    assert "each fold where it stands: 6 proved" in err
+    assert "verification passed: 6 folds proved, 0 compared only" in err
+    assert "verified without inputs: no model was run" in err
     assert "6 of 6 folds" in out
     assert _cli("verify", folder / "eval.onnx", target, "--method", "some", capsys=capsys)[0] == 2
     code, out, _ = _cli(

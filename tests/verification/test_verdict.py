@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from bnexport.errors import NotVerifiedWarning
-from bnexport.verification.verdict import OutputComparison, Verification
+from bnexport.verification.verdict import Method, OutputComparison, SiteProof, Status, Verification
 
 GOOD = OutputComparison("y", "float32", 4, 1e-7, 1e-7, 1e-6, 0.0, True)
 BAD = dataclasses.replace(GOOD, name="z", max_abs_diff=0.5, passed=False, reason="differs by 0.5, allowed 1e-06")
@@ -33,7 +33,7 @@ def test_one_output_decides(outputs: tuple[OutputComparison, ...], status: str, 
 def test_nothing_compared_is_not_passed() -> None:
     verdict = Verification.skipped("no engine")
     assert not verdict
-    assert verdict.summary() == "not verified: no engine"
+    assert verdict.summary() == "not verified: no engine; 0 folds proved, 0 compared only"
 
 
 def test_summary_names_the_output_nearest_to_its_bound() -> None:
@@ -41,14 +41,20 @@ def test_summary_names_the_output_nearest_to_its_bound() -> None:
     verdict = Verification.of([GOOD, near], sizes=(((1, 2),), ((3, 2),)), input_scale=0.125)
     assert verdict.summary() == (
         "output 'near' in an engine: differs by 9e-07, allowed 1e-06, at 2 sizes: 1x2, 3x2, on inputs times 0.125"
+        "; 0 folds proved, 0 compared only"
     )
-    assert Verification.of([GOOD, near, BAD]).summary() == "output 'z': differs by 0.5, allowed 1e-06"
+    assert Verification.of([GOOD, near, BAD]).summary(folds=False) == "output 'z': differs by 0.5, allowed 1e-06"
+
+
+def test_a_value_beyond_the_table_is_nearer_than_one_within_it() -> None:
+    beyond = dataclasses.replace(GOOD, name="beyond", bound="float64", max_abs_diff=1e-8)
+    assert "'beyond'" in Verification.of([GOOD, beyond]).summary()
 
 
 def test_a_reason_of_the_reference_survives_a_pass() -> None:
     verdict = Verification.of([GOOD], reason="needs a GPU", reference="converted")
     assert verdict
-    assert verdict.summary().endswith(
+    assert verdict.summary(folds=False).endswith(
         "; compared with the converted model, since the model itself cannot run here: needs a GPU"
     )
 
@@ -73,3 +79,63 @@ def test_only_what_nothing_verified_is_warned_about() -> None:
         warnings.simplefilter("error")
         Verification.of([GOOD]).warn("net.onnx", stacklevel=1)
         Verification.of([BAD]).warn("net.onnx", stacklevel=1)
+
+
+PROVED, COMPARED, LEFT, WRONG = (
+    SiteProof("bn", mark, bound=bound)
+    for mark, bound in (("proved", 1e-7), ("compared", 1e-6), ("not_run", 0.0), ("failed", 0.0))
+)
+
+
+@pytest.mark.parametrize(
+    ("status", "method", "sites", "text"),
+    [
+        ("passed", "whole", (), "0 folds proved, 0 compared only"),
+        ("passed", "whole", (LEFT, LEFT), "0 folds proved, 2 compared only"),
+        ("passed", "both", (PROVED, LEFT), "1 fold proved, 1 compared only, errors within 1e-07 of the largest weight"),
+        (
+            "passed",
+            "local",
+            (PROVED,) * 2,
+            "2 folds proved, 0 compared only, errors within 1e-07 of the largest weight",
+        ),
+        ("passed", "local", (COMPARED,), "0 folds proved, 1 compared only, errors within 1e-06 of the largest weight"),
+        ("not_verified", "both", (LEFT,), "0 folds proved, 0 compared only, 1 not checked"),
+        ("failed", "both", (WRONG,), "0 folds proved, 0 compared only, 1 refuted"),
+    ],
+)
+def test_the_line_counts_folds_that_were_proved_and_compared(
+    status: Status, method: Method, sites: tuple[SiteProof, ...], text: str
+) -> None:
+    verdict = Verification(status, "" if status == "passed" else "reason", (GOOD,), method=method, sites=sites)
+    assert verdict.summary().endswith(text)
+
+
+class TestJoined:
+    """A local proof with a run of the whole models."""
+
+    @staticmethod
+    def local(*sites: SiteProof, status: Status = "passed") -> Verification:
+        return Verification(status, "" if status == "passed" else "reason", sites=sites, method="local")
+
+    @pytest.mark.parametrize(
+        ("local", "status"),
+        [
+            ((PROVED, PROVED), "passed"),
+            ((PROVED, COMPARED), "not_verified"),
+            ((), "passed"),  # No region differs.
+        ],
+    )
+    def test_where_nothing_ran_only_proofs_pass(self, local: tuple[SiteProof, ...], status: Status) -> None:
+        assert self.local(*local).joined(Verification.skipped("no engine")).status == status
+
+    def test_a_difference_wins_over_a_proof(self) -> None:
+        joined = self.local(PROVED).joined(Verification.of([BAD]))
+        assert (joined.status, joined.reason, joined.outputs) == ("failed", f"output 'z': {BAD.reason}", (BAD,))
+
+    def test_a_refuted_fold_wins_over_outputs(self) -> None:
+        assert self.local(WRONG, status="failed").joined(Verification.of([GOOD])).status == "failed"
+
+    def test_outputs_win_over_a_fold_that_was_not_proved(self) -> None:
+        joined = self.local(LEFT, status="not_verified").joined(Verification.of([GOOD]))
+        assert (joined.status, joined.method, joined.sites) == ("passed", "both", (LEFT,))

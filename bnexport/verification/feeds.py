@@ -1,0 +1,180 @@
+"""Sets of inputs for two models, and the verdict on all of them.
+
+The caller's, or random ones. Of these the first group decides, at the first sizes at which the reference runs. The rest
+can only refute: floats of other sizes, all integers, one row, other sizes of dynamic dimensions, each where the
+reference runs. What they leave undecided is not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bnexport.errors import BnexportError
+from bnexport.verification.runner import ReferenceRunner, Runner
+from bnexport.verification.samples import (
+    FREE_SIZES,
+    LARGER,
+    LARGEST,
+    SMALLER,
+    Draw,
+    InputSpec,
+    Range,
+    Sizes,
+    draw,
+    other_sizes,
+    shapes,
+)
+from bnexport.verification.smaller_inputs import is_finite
+from bnexport.verification.verdict import OutputComparison, Verification
+
+# Bytes of a model whose runs take longer than everything else: it has fewer of them.
+_LARGE = 1 << 26
+
+Inputs = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Sets of inputs, the reference's outputs for each, and what float inputs were multiplied by."""
+
+    inputs: list[Inputs]
+    expected: list[list[Any]]
+    scale: float = 1.0
+
+
+class Feeds:
+    """The inputs that a request gives, or asks to be drawn. array: reads an array of the request."""
+
+    def __init__(self, request: Mapping[str, Any], array: Callable[[dict[str, Any]], np.ndarray]) -> None:
+        self._request = request
+        self._array = array
+        self._specs = [InputSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in request["inputs"]]
+
+    def run(self, reference: Runner, names: Sequence[str], nbytes: int) -> list[Group]:
+        """Return the groups for a loaded reference of so many bytes. Raises BnexportError where it runs on none."""
+        given = self._request["given"]
+        if given is not None:
+            inputs = [{entry["name"]: self._array(entry) for entry in sample} for sample in given]
+            return [Group(inputs, [reference.run(sample, names) for sample in inputs])]
+        return _Search(self._request, self._specs, reference, names, nbytes).run()
+
+
+class _Search:
+    """The sizes and integers at which a reference runs."""
+
+    def __init__(
+        self,
+        request: Mapping[str, Any],
+        specs: Sequence[InputSpec],
+        reference: Runner,
+        names: Sequence[str],
+        nbytes: int,
+    ) -> None:
+        self._specs, self._reference, self._names = specs, reference, names
+        self._seed, count = request["seed"], request["count"]
+        self._slow = nbytes > _LARGE or isinstance(reference, ReferenceRunner)
+        # Bounds of the caller's are for values of some size; truth values and texts have none.
+        bounded = request["atol"] is not None or request["rtol"] is not None
+        self._scalable = not bounded and any(spec.kind in ("float", "integer") for spec in specs)
+        # One set has another scale.
+        self._count = max(1, count - 1) if self._scalable else count
+
+    def run(self) -> list[Group]:
+        """Return the group that decides, then those that only refute."""
+        first, sizes, ranges = self._first()
+        return [first, *self._others(sizes, ranges)]
+
+    def _first(self) -> tuple[Group, tuple[int, int], dict[str, Range]]:
+        sizes = FREE_SIZES if any(spec.is_free for spec in self._specs) else FREE_SIZES[:1]
+        for index, (first, other) in enumerate(sizes):
+            draws = [Draw(self._seed + step, first, (other,)) for step in range(self._count)]
+            try:
+                ranges, group = self._widest(draws)
+                return group, (first, other), ranges
+            except BnexportError:
+                if index == len(sizes) - 1:
+                    raise
+        raise AssertionError("FREE_SIZES is empty")
+
+    def _widest(self, draws: Sequence[Draw]) -> tuple[dict[str, Range], Group]:
+        """Return the widest range of each integer input at which the reference runs, and what it returns there."""
+        widest = {spec.name: spec.ranges[0] for spec in self._specs}
+        narrow = {spec.name: spec.ranges[-1] for spec in self._specs}
+        if widest != narrow:
+            with contextlib.suppress(BnexportError):
+                return widest, self._group(draws, widest)
+        group = self._group(draws, narrow)
+        for spec in self._specs:
+            for limits in spec.ranges[:-1]:
+                with contextlib.suppress(BnexportError):
+                    wider = {**narrow, spec.name: limits}
+                    group, narrow = self._group(draws, wider), wider
+                    break
+        return narrow, group
+
+    def _others(self, sizes: tuple[int, int], ranges: dict[str, Range]) -> Iterator[Group]:
+        """Yield the groups that only refute, each with a scale and sizes of its own: runs are what verification costs."""
+        same = (sizes[0], (sizes[1],))
+        row, changed = other_sizes(*sizes) if any(spec.is_free for spec in self._specs) else ([], [])
+        plan: list[tuple[float, list[Sizes]]] = [(1.0, row), (1.0, changed)]
+        if self._scalable:
+            plan = [(LARGEST, [same]), (SMALLER, [*row, same]), (LARGER, [*changed, same])]
+            if self._slow:
+                plan = [(LARGER, [*row, same]), (1.0, changed)]
+        known = shapes(self._specs, Draw(0, *same))
+        for step, (scale, alternatives) in enumerate(plan):
+            draws = (
+                Draw(self._seed + self._count + step, *chosen, scale, whole)
+                for chosen in alternatives
+                for whole in ((True, False) if any(spec.whole for spec in self._specs) else (False,))
+            )
+            found = (how for how in draws if how.scale != 1.0 or shapes(self._specs, how) != known)
+            yield from self._first_that_runs(found, ranges)
+
+    def _first_that_runs(self, draws: Iterable[Draw], ranges: dict[str, Range]) -> Iterator[Group]:
+        for how in draws:
+            with contextlib.suppress(BnexportError):
+                group = self._group([how], ranges)
+                if all(map(is_finite, group.expected)):
+                    yield group
+                    return
+
+    def _group(self, draws: Sequence[Draw], ranges: dict[str, Range]) -> Group:
+        inputs = [draw(self._specs, how, ranges) for how in draws]
+        expected = [self._reference.run(sample, self._names) for sample in inputs]
+        return Group(inputs, expected, draws[0].scale)
+
+
+def joined(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join the verdicts on groups: the first decides, unless another has failed.
+
+    Of each output the comparison nearest to its bound is kept, of all that passed, or of all at the scale of a failure.
+    """
+    wrong = next((answer for answer in answers if answer["status"] == "failed"), None)
+    first = answers[0]
+    if wrong is None and first["status"] != "passed":
+        return first
+    kept = [
+        answer
+        for answer in answers
+        if (answer["status"] == "passed" if wrong is None else answer["input_scale"] == wrong["input_scale"])
+    ]
+    columns = zip(*([OutputComparison(**output) for output in answer["outputs"]] for answer in kept))
+    outputs = [
+        dataclasses.replace(
+            max(column, key=OutputComparison.nearness), elements=sum(output.elements for output in column)
+        )
+        for column in columns
+    ]
+    return {
+        **(wrong or first),
+        "reason": Verification.of(outputs).reason,
+        "outputs": [dataclasses.asdict(output) for output in outputs],
+        "sizes": [shapes for answer in kept for shapes in answer["sizes"]],
+        "samples": sum(answer["samples"] for answer in kept),
+    }

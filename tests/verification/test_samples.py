@@ -1,0 +1,190 @@
+"""What random inputs show: integers of a whole range, floats of several scales, several sizes."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from bnexport.folding import fold, verify
+from bnexport.verification.integer_inputs import find_ranges
+from bnexport.verification.verdict import Verification
+from tests.support.onnx_text import batch_norm, model
+
+INT64 = (-(2**63), 2**63 - 1)
+TABLE = np.random.default_rng(0).standard_normal((50, 4)).astype(np.float32)
+
+
+def rows_of(result: Verification) -> set[int]:
+    return {shapes[0][0] for shapes in result.sizes}
+
+
+class TestIntegers:
+    def test_a_cast_to_a_narrower_type(self) -> None:
+        first = model("g (uint8[N,5] x) => (float[N,5] y) { y = Cast <to = 1> (x) }")
+        second = model("g (uint8[N,5] x) => (float[N,5] y) { c = Cast <to = 3> (x)\n y = Cast <to = 1> (c) }")
+        assert verify(first, second).status == "failed"
+        assert verify(first, first).passed
+
+    @pytest.mark.parametrize("rows", [2, 30, 49])
+    def test_rows_of_an_embedding(self, rows: int) -> None:
+        """The rows from some number on are zero in the candidate."""
+        body = "g (int64[N,T] x) => (float[N,T,4] y) { y = Gather (t, x) }"
+        cut = TABLE.copy()
+        cut[rows:] = 0
+        first, second = (model(body, values={"t": table}) for table in (TABLE, cut))
+        assert verify(first, second).status == "failed"
+        assert verify(first, first).passed
+
+    def test_each_input_has_its_own_range(self) -> None:
+        """Indices of the second table would be too small for the first one's rows."""
+        body = """g (int64[N,T] x, int64[N,T] k) => (float[N,T,4] y) {
+            a = Gather (t, x)
+            s = Add (k, one)
+            b = Gather (u, s)
+            y = Add (a, b) }"""
+        numbers = {"u": TABLE[:3], "one": np.array(1)}
+        cut = TABLE.copy()
+        cut[2:] = 0
+        first, second = (model(body, values={"t": table, **numbers}) for table in (TABLE, cut))
+        assert verify(first, second).status == "failed"
+        assert verify(first, first).passed
+
+    def test_values_far_beyond_a_byte(self) -> None:
+        body = "g (int64[N,5] x) => (float[N,5] y) {{ {} y = Cast <to = 1> (h) }}"
+        narrow = body.format("c = Cast <to = 6> (x)\n h = Cast <to = 7> (c)")
+        assert verify(model(body.format("h = Identity (x)")), model(narrow)).status == "failed"
+
+    @pytest.mark.parametrize(
+        ("nodes", "ranges", "whole"),
+        [
+            ("y = Cast <to = 1> (x)", ((-128, 127), (0, 1)), INT64),
+            ("h = Add (x, x)\n y = Cast <to = 1> (h)", ((-128, 127), (0, 1)), INT64),
+            ("y = Gather (t, x)", ((-50, 49), (0, 49), (0, 1)), None),
+            ("h = Unsqueeze (x, o)\n y = Gather <axis = 1> (t, h)", ((-4, 3), (0, 3), (0, 1)), None),
+            ("y = Gather (z, x)", ((0, 1),), None),
+            ("y = Tile (t, x)", ((0, 1),), None),
+            ("y = Expand (t, x)", ((0, 1),), None),
+            ("h = Div (x, x)\n y = Cast <to = 1> (h)", ((0, 1),), None),
+            ("h = my.Op (x)\n y = Cast <to = 1> (h)", ((0, 1),), None),
+            (
+                "c = Constant <value = bool {1}> ()\n"
+                "h = If (c) <then_branch = a () => (int64[2] u) { u = Identity (x) },"
+                " else_branch = b () => (int64[2] v) { v = Identity (x) }>\n y = Tile (t, h)",
+                ((0, 1),),
+                None,
+            ),
+        ],
+    )
+    def test_ranges(self, nodes: str, ranges: tuple[tuple[int, int], ...], whole: tuple[int, int] | None) -> None:
+        header = '<ir_version: 8, opset_import: ["": 17, "my": 1]>'
+        body = f"g (int64[2] x, float[N,4] z) => (float[A,B] y) {{ {nodes} }}"
+        proto = ir.from_proto(model(body, values={"t": TABLE, "o": np.array([0])}, header=header))
+        assert find_ranges(proto.graph.inputs[0]) == (ranges, whole)
+
+    def test_types(self) -> None:
+        body = "g (uint8[2] a, int8[2] b, uint16[2] c, int32[2] d) => (float[2] y) {{ {} y = Sum (e, f, h, i) }}"
+        casts = "".join(f"{two} = Cast <to = 1> ({one})\n" for one, two in ("ae", "bf", "ch", "di"))
+        inputs = ir.from_proto(model(body.format(casts))).graph.inputs
+        byte, signed, all_16, all_32 = (0, 255), (-128, 127), (0, 65535), (-(2**31), 2**31 - 1)
+        found = [find_ranges(value) for value in inputs]
+        assert [ranges for ranges, _ in found] == [(each, (0, 1)) for each in (byte, signed, byte, signed)]
+        assert [whole for _, whole in found] == [byte, signed, all_16, all_32]
+
+
+class TestScales:
+    @pytest.mark.parametrize("bias", [8.0, 40.0])
+    def test_an_elu_that_was_removed(self, bias: float) -> None:
+        body = "g (float[N,40] x) => (float[N,40] y) {{ a = Add (x, c)\n y = {} (a) }}"
+        first, second = (
+            model(body.format(name), values={"c": np.array(bias, np.float32)}) for name in ("Elu", "Identity")
+        )
+        result = verify(first, second)
+        assert (result.status, result.input_scale > 1) == ("failed", True)
+        assert verify(first, first).passed
+
+    def test_a_function_that_saturates(self) -> None:
+        """Only where x is small does the last layer see more than signs."""
+        body = "g (float[N,40] x) => (float[N,40] y) {{ a = Mul (x, c)\n b = Clip (a, l, u)\n y = {} (b) }}"
+        numbers = {name: np.array(value, np.float32) for name, value in (("c", 1e5), ("l", 0.25), ("u", 1.0))}
+        first, second = (model(body.format(name), values=numbers) for name in ("Abs", "Identity"))
+        assert verify(first, second).passed
+        second = model(body.format("Sqrt"), values=numbers)
+        assert verify(first, second).status == "failed"
+
+    def test_what_the_other_scales_leave_open_counts_for_nothing(self) -> None:
+        """exp(5 x) is infinite for most x of size 64."""
+        proto = model(
+            "g (float[2,40] x) => (float[2,40] y) { a = Mul (x, c)\n y = Exp (a) }", values={"c": np.float32(5)}
+        )
+        result = verify(proto, proto)
+        assert (result.status, result.input_scale, result.samples) == ("passed", 1.0, 2)
+
+    def test_bounds_of_the_caller_are_for_one_scale(self) -> None:
+        first = model("g (float[N,40] x) => (float[N,40] y) { y = Mul (x, c) }", values={"c": np.float32(1)})
+        second = model("g (float[N,40] x) => (float[N,40] y) { y = Mul (x, c) }", values={"c": np.float32(1.001)})
+        assert verify(first, second, atol=0.01).passed
+        assert verify(first, second).status == "failed"
+
+
+class TestSizes:
+    def test_one_row(self) -> None:
+        body = "g (float[N,3,1,1] x) => (float[N,3] y) {{ y = Squeeze (x{}) }}"
+        first = model(body.format(", a"), values={"a": np.array([2, 3])})
+        result = verify(first, model(body.format("")))
+        assert result.status == "failed"
+        assert "expected float32[1, 3]" in result.reason
+        assert rows_of(verify(first, first)) == {1, 2, 3}
+
+    def test_constant_sizes(self) -> None:
+        body = "g (float[N,3,H,W] x) => (float[N,3,A,B] y) {{ y = Resize <axes = [2, 3]> (x, , {}) }}"
+        numbers = {"s": np.array([2, 2], np.float32), "t": np.array([64, 64])}
+        first, second = (model(body.format(text), values=numbers, opset=18) for text in ("s", ", t"))
+        assert verify(first, second).status == "failed"
+        assert verify(first, first).passed
+
+    def test_height_and_width_differ(self) -> None:
+        body = "g (float[N,3,H,W] x) => (float[N,3,A] y) {{ y = ReduceMax <axes = [{}], keepdims = 0> (x) }}"
+        exchanged = body.replace("ReduceMax", "ReduceMin")
+        assert verify(model(body.format(2)), model(body.format(3))).status == "failed"
+        assert verify(model(body.format(2)), model(exchanged.format(2))).status == "failed"
+
+    def test_multiples_of_32(self) -> None:
+        """At other sizes the reference does not run; they say nothing."""
+        body = """g (float[N,3,H,W] x) => (float[N,3,A,B] y) {
+            p = MaxPool <kernel_shape = [32, 32], strides = [32, 32]> (x)
+            r = Resize (p, , s)
+            y = Add (x, r) }"""
+        proto = model(body, values={"s": np.array([1, 1, 32, 32], np.float32)})
+        result = verify(proto, proto)
+        assert result.passed
+        assert {shapes[0] for shapes in result.sizes} == {(2, 3, 32, 32), (1, 3, 32, 32), (3, 3, 32, 64)}
+
+    def test_fixed_sizes_stay(self) -> None:
+        proto = model("g (float[2,3] x) => (float[2,3] y) { y = Relu (x) }")
+        result = verify(proto, proto)
+        assert set(result.sizes) == {((2, 3),)}
+        assert result.samples == len(result.sizes) == 4
+
+    def test_inputs_of_the_caller_are_the_only_ones(self) -> None:
+        proto = model("g (float[N,3] x) => (float[N,3] y) { y = Relu (x) }")
+        result = verify(proto, proto, inputs={"x": np.ones((4, 3), np.float32)})
+        assert (result.sizes, result.samples) == ((((4, 3),),), 1)
+
+
+def test_random_numbers_are_no_difference() -> None:
+    body = """g (float[N,6,H,W] x) => (float[N,8,A,B] y) {
+        z = Conv (x, w)
+        b = BatchNormalization (z, p_s, p_b, p_m, p_v)
+        r = RandomNormalLike (b)
+        y = Add (b, r) }"""
+    proto = model(body, {"w": (8, 6, 3, 3), **batch_norm("p", 8)})
+    whole, both = (fold(proto, verify=method).report.verification for method in ("whole", "both"))
+    assert whole is not None
+    assert both is not None
+    assert (whole.status, whole.reason) == ("not_verified", "the model draws random numbers")
+    assert (both.status, both.method) == ("passed", "local")
+    counts = itertools.groupby(site.method for site in both.sites)
+    assert [mark for mark, _ in counts] == ["proved"]
