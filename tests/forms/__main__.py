@@ -18,7 +18,7 @@ import onnxruntime
 
 from tests.forms.engine import newest_opset
 from tests.forms.recipes import RECIPES
-from tests.forms.session import Row, everything, judge
+from tests.forms.session import Row, judge, of_operator
 
 QUOTA = 1
 
@@ -30,41 +30,36 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the counts; operators that were not run keep theirs")
     parser.add_argument("--models", type=Path, help="a folder for the models of findings")
     arguments = parser.parse_args()
-    rows: dict[str, Row] = {}
-    start, found = time.monotonic(), 0
-    for one in everything(arguments.quota):
-        if arguments.operator and one.op_type not in arguments.operator:
-            continue
-        if one.op_type not in rows:
-            _print(rows, start)
-        row = rows.setdefault(one.op_type, Row())
-        for place, finding, models in judge(one, row):
-            found += 1
-            print(f"{finding.kind.upper()} {found} {one.describe()}, {place}: {finding.text}", flush=True)
-            if arguments.models is not None:
-                arguments.models.mkdir(parents=True, exist_ok=True)
-                for name, model in zip("ab", models, strict=False):
-                    onnx.save(model, arguments.models / f"{found}{name}.onnx")
-    _print(rows, start)
     stored: dict[str, Any] = {}
     if arguments.json is not None and arguments.json.exists():
         stored = json.loads(arguments.json.read_text())["operators"]
-    report = _report({**stored, **{name: {**vars(row), "findings": dict(row.findings)} for name, row in rows.items()}})
-    print(json.dumps(report["total"]))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    start, found = time.monotonic(), 0
+    for op_type in arguments.operator or sorted(RECIPES):
+        row = Row()
+        for one in of_operator(op_type, arguments.quota):
+            for place, finding, models in judge(one, row):
+                found += 1
+                print(f"{finding.kind.upper()} {found} {one.describe()}, {place}: {finding.text}", flush=True)
+                if arguments.models is not None:
+                    arguments.models.mkdir(parents=True, exist_ok=True)
+                    for name, model in zip("ab", models, strict=False):
+                        onnx.save(model, arguments.models / f"{found}{name}.onnx")
+        _print(op_type, row, time.monotonic() - start)
+        stored[op_type] = {**vars(row), "findings": dict(row.findings)}
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(_report(stored), indent=1) + "\n")
+    print(json.dumps(_report(stored)["total"]))
     return 1 if found else 0
 
 
-def _print(rows: dict[str, Row], start: float) -> None:
-    if rows:
-        name, row = list(rows.items())[-1]
-        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(row.findings.items())) or "no findings"
-        print(
-            f"{time.monotonic() - start:6.0f} s  {name}: {row.forms} forms ({row.not_run} not run), {row.models} models,"
-            f" {row.folded} folded, {row.kept} kept; {row.proved} proved, {row.undecided} undecided; {row.exchanged} exchanged; {counts}",
-            flush=True,
-        )
+def _print(name: str, row: Row, seconds: float) -> None:
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(row.findings.items())) or "no findings"
+    print(
+        f"{seconds:6.0f} s  {name}: {row.forms} forms ({row.not_run} not run), {row.models} models,"
+        f" {row.folded} folded, {row.kept} kept; {row.proved} proved, {row.undecided} undecided;"
+        f" {row.exchanged} exchanged; {counts}",
+        flush=True,
+    )
 
 
 def _report(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -39,6 +39,8 @@ class Engine:
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.log_severity_level = 4
+        # Thousands of sessions, each of a few numbers.
+        options.enable_cpu_mem_arena = options.enable_mem_pattern = False
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         self._reference: onnx.reference.ReferenceEvaluator | None = None
         try:

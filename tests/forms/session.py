@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 import zlib
 from collections.abc import Iterator
 
@@ -92,11 +93,12 @@ def trials(op_type: str, version: int, last: int, quota: int, sizes: int | None 
             return
 
 
-def everything(quota: int, sizes: int | None = None) -> Iterator[Trial]:
-    """Yield the forms of all operators."""
-    for op_type in sorted(RECIPES):
-        for first, last in versions(op_type, newest_opset()):
-            yield from trials(op_type, first, last, quota, sizes)
+def of_operator(op_type: str, quota: int, sizes: int | None = None) -> Iterator[Trial]:
+    """Yield the forms of all versions of an operator."""
+    for first, last in versions(op_type, newest_opset()):
+        yield from trials(op_type, first, last, quota, sizes)
+        # A call of the library leaves its cycles in the oldest generation, which is hardly ever collected.
+        gc.collect()
 
 
 @dataclasses.dataclass

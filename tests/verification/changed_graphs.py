@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import gc
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -186,12 +187,15 @@ def judge(source: onnx.ModelProto, report: FoldReport, wrong: onnx.ModelProto, t
 def run(count: int, seed: int, each: int = 12) -> Iterator[tuple[Result, str | None]]:
     """Judge changed graphs until `count` are clear; yield the counts so far and each finding. each: changes of one graph."""
     result = Result()
+    first = seed
     while result.different + result.equal < count:
         source = graph(seed)
         folded = fold(source, verify=False)
         truth, right = Truth(source), Truth(folded.model)
         generator = np.random.default_rng((seed, 1))
         seed += 1
+        if (seed - first) % 20 == 0:
+            gc.collect()  # a call of the library leaves its cycles in the oldest generation
         seen: set[str] = set()
         for _ in range(each):
             found = change(folded.model, generator)

@@ -187,8 +187,9 @@ def outputs(model: onnx.ModelProto, generator: Generator) -> str | None:
 
 
 def shaped(model: onnx.ModelProto, generator: Generator) -> str | None:
-    """Give a constant another shape."""
-    tensors = [tensor for tensor in model.graph.initializer if tensor.dims and np.prod(tensor.dims) > 1]
+    """Give a constant another shape. Not axes and sizes: a matrix of them makes ONNX Runtime abort."""
+    floats = [tensor for tensor in model.graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT]
+    tensors = [tensor for tensor in floats if tensor.dims and np.prod(tensor.dims) > 1]
     if not tensors:
         return None
     tensor = tensors[generator.integers(len(tensors))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,7 +68,8 @@ def conv_transpose(setting: Setting) -> Iterator[Case]:
 
 def pool(setting: Setting) -> Iterator[Case]:
     dims = setting.dims
-    if not 1 <= dims <= 3:
+    # The checker measures a mean element by element.
+    if not 1 <= dims <= 3 or (setting.op_type == "AveragePool" and math.prod(setting.shape) > 100):
         return
     for size in ([2] * dims, [3] * dims, [1] * dims, [*[1] * (dims - 1), 2]):
         around = [min(1, each - 1) for each in size]
