@@ -188,6 +188,20 @@ def lower_precision(report: Report) -> str:
     return f"{how}\n\n{table([*header, 'rms difference'], rows, 2)}"
 
 
+def forms(report: Report) -> str:
+    kinds = {"wrong": "wrong", "crashes": "crash", "refused": "refused", "invalid": "invalid"}
+    kinds |= {"wrong, but proved": "unsound", "another form proved": "exchanged", "right, but refuted": "rejected"}
+    total = {kind: report["total"].get(f"findings: {kind}", 0) for kind in kinds.values()}
+    rows = []
+    for name, row in [*report["operators"].items(), ("all", {**report["total"], "findings": total})]:
+        counts = [f"{row[key]:,}" for key in ("forms", "models", "folded", "kept")]
+        rows.append([name, *counts, *(f"{row['findings'].get(kind, 0):,}" for kind in kinds.values())])
+    lines = table(["operator", "forms", "models", "folded", "kept", *kinds], rows)
+    return (
+        f"Opset 7 to {report['newest_opset']}, the newest that ONNX Runtime {report['onnxruntime']} loads.\n\n{lines}"
+    )
+
+
 def foreign_folds(report: Report) -> str:
     names = [name for name, version in report["versions"].items() if version]
     rows: list[list[str]] = []
@@ -297,6 +311,7 @@ BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "export": ("guides/exporters.md", "export.json", export),
     "runtimes": ("runtimes.md", "runtimes.json", runtimes),
     "proof": ("folding.md", "proof.json", proof),
+    "forms": ("folding.md", "forms.json", forms),
     "foreign_folds": ("folding.md", "foreign_folds.json", foreign_folds),
     "torchscript": ("deploy.md", "torchscript.json", torchscript),
     "lower_precision": ("guides/quantization.md", "lower_precision.json", lower_precision),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx
@@ -213,10 +214,12 @@ PIECES = {
 }
 
 
-def build(names: list[str], seed: int, tail: bool) -> onnx.ModelProto:
+def build(
+    names: list[str], seed: int, tail: bool, pieces: Mapping[str, Callable[[Builder], object]] = PIECES
+) -> onnx.ModelProto:
     builder = Builder(np.random.default_rng(seed))
     for name in names:
-        PIECES[name](builder)
+        pieces[name](builder)
     if tail:
         n, channels, h, w = builder.shape
         builder.apply("Flatten", builder.value, shape=(n, channels * h * w))

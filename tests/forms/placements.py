@@ -1,0 +1,169 @@
+"""Models with one form and batch norms next to it: in front, behind, both; alone or with an operator that absorbs them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.helper
+import onnx.numpy_helper
+
+from tests.forms.case import Case, Data, Other, Shape
+
+FLOAT = onnx.TensorProto.FLOAT
+# A padded convolution takes no shift, a MatMul has its channels on the last axis.
+PLACES: dict[str, tuple[str, ...]] = {
+    "front": ("norm form", "norm form conv", "norm form padded", "norm form matmul"),
+    "behind": ("form norm", "conv form norm", "matmul form norm", "padded form norm"),
+    "both": ("norm form norm", "conv form norm conv", "norm form norm matmul", "conv norm form norm"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The output of a form that goes on, as an engine computes it."""
+
+    shape: Shape
+    dtype: np.dtype[Any]
+
+
+class Impossible(Exception):
+    """The operator next to the form does not take data of this rank."""
+
+
+class _Chain:
+    """Grows one model from its input to its output."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self.generator = np.random.default_rng(seed)
+        self.value, self.shape = "x", shape
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: list[onnx.TensorProto] = []
+        self.others: dict[str, Shape] = {}
+
+    def constant(self, array: np.ndarray) -> str:
+        name = f"c{len(self.initializers)}"
+        self.initializers.append(onnx.numpy_helper.from_array(array, name))
+        return name
+
+    def floats(self, *shape: int) -> str:
+        return self.constant(self.generator.standard_normal(shape).astype(np.float32))
+
+    def add(self, op_type: str, inputs: list[str], outputs: int = 1, read: int = 0, **attributes: Any) -> None:
+        number = len(self.nodes)
+        names = [f"v{number}_{index}" for index in range(outputs)]
+        node = onnx.helper.make_node(op_type, inputs, names, name=f"{op_type}_{number}")
+        for name, value in attributes.items():
+            # An empty list does not say that it is one of integers.
+            kind = onnx.AttributeProto.INTS if isinstance(value, list) and not value else None
+            node.attribute.append(onnx.helper.make_attribute(name, value, attr_type=kind))
+        self.nodes.append(node)
+        self.value = names[read]
+
+    def norm(self) -> None:
+        if len(self.shape) < 2:
+            raise Impossible
+        channels = self.shape[1]
+        positive = self.generator.integers(2)
+        scale = self.generator.standard_normal(channels)
+        scale = np.abs(scale) + 0.25 if positive else np.sign(scale) * (np.abs(scale) + 0.25)
+        var = self.constant((self.generator.random(channels) + 0.5).astype(np.float32))
+        names = [self.constant(scale.astype(np.float32)), self.floats(channels), self.floats(channels), var]
+        self.add("BatchNormalization", [self.value, *names])
+
+    def conv(self, size: int = 1) -> None:
+        dims = len(self.shape) - 2
+        if not 1 <= dims <= 3:
+            raise Impossible
+        channels = self.shape[1]
+        weight = self.floats(channels, channels, *[size] * dims)
+        self.add("Conv", [self.value, weight, self.floats(channels)], pads=[size // 2] * (2 * dims))
+
+    def padded(self) -> None:
+        self.conv(3)
+
+    def matmul(self) -> None:
+        if len(self.shape) < 2:
+            raise Impossible
+        self.add("MatMul", [self.value, self.floats(self.shape[-1], self.shape[-1])])
+
+    def form(self, op_type: str, case: Case, result: Result) -> None:
+        names = []
+        for operand in case.operands:
+            if isinstance(operand, Data):
+                names.append(self.value)
+            elif isinstance(operand, Other):
+                name = f"o{len(self.others)}"
+                self.others[name] = operand.shape
+                names.append(name)
+            else:
+                names.append("" if operand is None else self.constant(operand))
+        self.add(op_type, names, case.outputs, case.read, **case.attributes)
+        self.shape = result.shape
+        if result.dtype != np.float32:
+            self.add("Cast", [self.value], to=FLOAT)
+
+
+def build(op_type: str, case: Case, place: str, shape: Shape, result: Result, opset: int, seed: int) -> onnx.ModelProto:
+    """Make the model. Its sizes are declared as numbers, with a free batch, or with the channels alone.
+
+    Raises Impossible.
+    """
+    chain = _Chain(shape, seed)
+    for word in place.split():
+        if word == "form":
+            chain.form(op_type, case, result)
+        else:
+            getattr(chain, word)()
+    declared = _declared(shape, seed % 3)
+    inputs = [onnx.helper.make_tensor_value_info("x", FLOAT, declared)]
+    inputs += [onnx.helper.make_tensor_value_info(name, FLOAT, size) for name, size in chain.others.items()]
+    return finish(chain.nodes, inputs, [chain.value], chain.initializers, opset)
+
+
+def _declared(shape: Shape, freedom: int) -> list[int | str]:
+    free = {0: [], 1: [0], 2: [0, *range(2, len(shape))]}[freedom]
+    return [f"d{axis}" if axis in free else size for axis, size in enumerate(shape)]
+
+
+def bare(op_type: str, case: Case, shape: Shape, opset: int) -> tuple[onnx.ModelProto, Mapping[str, np.ndarray]]:
+    """Make the model of the form alone, and inputs for it."""
+    chain = _Chain(shape, 0)
+    chain.form(op_type, case, Result(shape, np.dtype(np.float32)))
+    inputs = [onnx.helper.make_tensor_value_info("x", FLOAT, shape)]
+    inputs += [onnx.helper.make_tensor_value_info(name, FLOAT, size) for name, size in chain.others.items()]
+    proto = finish(chain.nodes, inputs, [chain.value], chain.initializers, opset)
+    return proto, feeds(proto, shape, 0)
+
+
+def finish(
+    nodes: list[onnx.NodeProto],
+    inputs: list[onnx.ValueInfoProto],
+    outputs: list[str],
+    initializers: list[onnx.TensorProto],
+    opset: int,
+) -> onnx.ModelProto:
+    """Make a model whose outputs have inferred types."""
+    imports = [onnx.helper.make_opsetid("", opset)]
+    version = max(8, onnx.helper.find_min_ir_version_for(imports))
+    values = [onnx.ValueInfoProto(name=name) for name in outputs]
+    graph = onnx.helper.make_graph(nodes, "form", inputs, values, initializers)
+    proto = onnx.helper.make_model(graph, opset_imports=imports, ir_version=version)
+    inferred = {each.name: each for each in onnx.shape_inference.infer_shapes(proto).graph.output}
+    for value in proto.graph.output:
+        kind = inferred[value.name].type.tensor_type.elem_type
+        value.type.tensor_type.elem_type = kind or FLOAT
+    return proto
+
+
+def feeds(proto: onnx.ModelProto, shape: Shape, seed: int, scale: float = 1.0) -> dict[str, np.ndarray]:
+    """Make random inputs. shape: of `x`."""
+    generator = np.random.default_rng(seed)
+    made = {}
+    for value in proto.graph.input:
+        sizes = shape if value.name == "x" else [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        made[value.name] = np.asarray(scale * generator.standard_normal(sizes), np.float32)
+    return made

@@ -1,0 +1,168 @@
+"""All trials in order, and their counts."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import gc
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import onnx
+
+from bnexport.folding.parallel import sums
+from bnexport.folding.reading import contradictions, elementwise
+from bnexport.folding.rules import ALL
+from bnexport.verification.local import nonlinear, operators
+from tests.forms import placements, trial
+from tests.forms.case import RANKS, SIZES, Case, Setting, Shape, versions
+from tests.forms.engine import Refused, newest_opset, run
+from tests.forms.placements import PLACES, Impossible, Result
+from tests.forms.recipes import RECIPES
+
+# Named by a rule, but no operator on floats.
+EXCLUDED = {"DequantizeLinear"}
+
+
+def named() -> set[str]:
+    """Return the operators that a rule of the folder or a lemma of the checker names."""
+    rules = {op_type for rule in ALL for op_type in rule.op_types}
+    readers = {*elementwise.OP_TYPES, *contradictions._RULES, *sums.LINEAR}
+    return rules | readers | {*operators.RULES, *nonlinear.HOMOGENEOUS, *nonlinear.MAXIMA}
+
+
+def shapes() -> list[tuple[str, Shape]]:
+    """Return every shape of the data, with its name."""
+    found = {sizes[:rank]: f"{name}, rank {rank}" for rank in RANKS for name, sizes in SIZES.items()}
+    return [*((name, shape) for shape, name in found.items()), ("vector", (4,)), ("scalar", ())]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A form, how its model is made, and the number that decides everything random in it."""
+
+    op_type: str
+    version: int
+    opset: int
+    shape: Shape
+    case: Case
+    sibling: Case
+    places: tuple[str, ...]
+    seed: int
+
+    def describe(self) -> str:
+        return f"{self.op_type}-{self.version} (opset {self.opset}) {_words(self.case)} on {list(self.shape)}"
+
+
+def _words(case: Case) -> str:
+    attributes = ", ".join(f"{name}={value}" for name, value in case.attributes.items())
+    return f"<{attributes}> {'; '.join(case.words)}"
+
+
+def trials(op_type: str, version: int, last: int, quota: int, sizes: int | None = None) -> Iterator[Trial]:
+    """Yield the forms of one version of an operator.
+
+    quota: for each shape, beyond forms with a choice that no form before had. sizes: how many shapes, None for all.
+    """
+    generator = np.random.default_rng(zlib.crc32(f"{op_type} {version}".encode()))
+    every = shapes()
+    order = range(len(every)) if sizes is None else generator.permutation(len(every))
+    covered: set[str] = set()
+    taken = 0
+    for index in order:
+        shape = every[index][1]
+        setting = Setting(op_type, version, shape, generator)
+        cases = list(RECIPES[op_type](setting))
+        if not cases:
+            continue
+        left = quota
+        for place in generator.permutation(len(cases)):
+            case = cases[place]
+            news = case.tags() - covered
+            if not left and (not news or sizes is not None):
+                continue
+            left -= left > 0
+            covered |= news
+            places = tuple(str(generator.choice(names)) for names in PLACES.values())
+            opset = int(generator.choice([version, last]))
+            sibling = cases[generator.integers(len(cases))]
+            yield Trial(op_type, version, opset, shape, case, sibling, places, int(generator.integers(1 << 30)))
+        taken += 1
+        if taken == sizes:
+            return
+
+
+def of_operator(op_type: str, quota: int, sizes: int | None = None) -> Iterator[Trial]:
+    """Yield the forms of all versions of an operator."""
+    for first, last in versions(op_type, newest_opset()):
+        yield from trials(op_type, first, last, quota, sizes)
+        # A call of the library leaves its cycles in the oldest generation, which is hardly ever collected.
+        gc.collect()
+
+
+@dataclasses.dataclass
+class Row:
+    """Counts of one operator. not_run: forms that ONNX Runtime refuses, which do not count. exchanged: pairs of forms."""
+
+    forms: int = 0
+    not_run: int = 0
+    models: int = 0
+    folded: int = 0
+    kept: int = 0
+    proved: int = 0
+    undecided: int = 0
+    exchanged: int = 0
+    findings: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+
+def judge(one: Trial, row: Row) -> Iterator[tuple[str, trial.Finding, list[onnx.ModelProto]]]:
+    """Run one form in all its places; yield findings with the place and the models."""
+    try:
+        result = _result(one, one.case)
+    except Refused:
+        row.not_run += 1
+        return
+    counted = False
+    for place in one.places:
+        try:
+            proto = placements.build(one.op_type, one.case, place, one.shape, result, one.opset, one.seed)
+            outcome = trial.attempt(proto, one.shape)
+        except (Impossible, Refused):
+            continue
+        row.forms += not counted
+        counted = True
+        row.models += 1
+        row.folded += outcome.status == "folded"
+        row.kept += outcome.status == "kept"
+        row.proved += sum(proof == "passed" for proof in outcome.proofs)
+        row.undecided += sum(proof == "not_verified" for proof in outcome.proofs)
+        for finding in outcome.findings:
+            row.findings[finding.kind] += 1
+            yield place, finding, [proto]
+        # In one place: what the forms are next to says little about their difference; without rows they have none.
+        if not outcome.findings and 0 not in one.shape and place == one.places[one.seed % len(one.places)]:
+            yield from _exchanged(one, row, place, proto)
+
+
+def _result(one: Trial, case: Case) -> Result:
+    bare, inputs = placements.bare(one.op_type, case, one.shape, one.opset)
+    output = np.asarray(run(bare, inputs)[0])
+    return Result(output.shape, output.dtype)
+
+
+def _exchanged(
+    one: Trial, row: Row, place: str, proto: onnx.ModelProto
+) -> Iterator[tuple[str, trial.Finding, list[onnx.ModelProto]]]:
+    """Put another form of the same operator in the place of this one, all else equal."""
+    try:
+        result = _result(one, one.sibling)
+        other = placements.build(one.op_type, one.sibling, place, one.shape, result, one.opset, one.seed)
+        found = list(trial.exchange(proto, other, one.shape))
+    except (Impossible, Refused):
+        return
+    row.exchanged += 1
+    for finding in found:
+        row.findings[finding.kind] += 1
+        text = f"{_words(one.sibling)} instead: {finding.text}"
+        yield place, trial.Finding(finding.kind, text), [proto, other]

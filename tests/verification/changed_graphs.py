@@ -1,0 +1,245 @@
+"""Random graphs, folded and then changed in one place; ONNX Runtime says whether the change means something.
+
+python -m tests.verification.changed_graphs --count 3000
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.helper
+import onnx.numpy_helper
+
+from bnexport import tolerances, verify
+from bnexport.folding import fold
+from bnexport.folding.reporting.report import FoldReport
+from bnexport.tolerances import UNIT_ROUNDOFF
+from tests.folding.test_random_graphs import PIECES, Builder, build
+from tests.forms.engine import Engine, Refused
+from tests.verification.changes import change
+
+SCALES = (1.0, 1 / 64, 8.0, 64.0)
+BATCHES = (2, 1, 3)
+# In units of the table's bound: what is certainly no rounding, and what is certainly rounding of a fold that is right.
+CLEAR = 8.0
+SAME = 1 / 64
+SHAPE = (4, 6, 6)
+
+
+def _gate(builder: Builder) -> None:
+    source, shape = builder.value, builder.shape
+    builder.apply("GlobalAveragePool", source, shape=(*shape[:2], 1, 1))
+    builder.apply("Conv", builder.value, builder.parameter(shape[1], shape[1], 1, 1))
+    builder.apply("Sigmoid", builder.value)
+    builder.apply("Mul", source, builder.value, shape=shape)
+
+
+def _enlarged(builder: Builder) -> None:
+    n, channels, h, w = builder.shape
+    if h > 12:
+        return
+    name = f"c{len(builder.initializers)}"
+    builder.initializers.append(onnx.numpy_helper.from_array(np.array([1, 1, 2, 2], np.float32), name))
+    mode = ["nearest", "linear", "cubic"][builder.generator.integers(3)]
+    shape = (n, channels, 2 * h, 2 * w)
+    builder.apply("Resize", builder.value, "", name, shape=shape, mode=mode)
+
+
+def _averaged(builder: Builder) -> None:
+    n, channels, h, w = builder.shape
+    axis = int(builder.generator.integers(2, 4))
+    shape = (n, channels, *(1 if place == axis else size for place, size in ((2, h), (3, w))))
+    operator = ["ReduceMean", "ReduceMax"][builder.generator.integers(2)]
+    builder.apply(operator, builder.value, axes=[axis], keepdims=1, shape=shape)
+
+
+def _sloped(builder: Builder) -> None:
+    builder.apply("PRelu", builder.value, builder.parameter(builder.shape[1], 1, 1))
+
+
+def _unary(op_type: str, **attributes: object) -> Callable[[Builder], object]:
+    return lambda builder: builder.apply(op_type, builder.value, **attributes)
+
+
+EXTRA: dict[str, Callable[[Builder], object]] = {
+    "gate": _gate,
+    "enlarged": _enlarged,
+    "averaged": _averaged,
+    "prelu": _sloped,
+    "elu": _unary("Elu"),
+    "tanh": _unary("Tanh"),
+    "clip": lambda builder: builder.apply("Clip", builder.value, builder.parameter(), ""),
+    "softmax": _unary("Softmax", axis=1),
+    "dropout": _unary("Dropout"),
+    "leaky": _unary("LeakyRelu", alpha=0.2),
+    "negated": _unary("Neg"),
+    "squares": lambda builder: builder.apply("Mul", builder.value, builder.value),
+    "total": lambda builder: builder.apply("Sum", builder.value, builder.parameter(builder.shape[1], 1, 1)),
+}
+
+
+def graph(seed: int) -> onnx.ModelProto:
+    """Make a random graph of opset 17."""
+    generator = np.random.default_rng(seed)
+    pieces = {**PIECES, **EXTRA}
+    names = [str(name) for name in generator.choice(sorted(pieces), generator.integers(2, 7))]
+    return build([*names, "norm"], seed, bool(generator.integers(2)), pieces)
+
+
+class Truth:
+    """What a model computes, at four scales and three batch sizes."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        engine = Engine(model)
+        generator = np.random.default_rng(5)
+        self.runs: list[tuple[dict[str, np.ndarray], list[np.ndarray]]] = []
+        for batch in BATCHES:
+            for scale in SCALES:
+                inputs = {"x": (scale * generator.standard_normal((batch, *SHAPE))).astype(np.float32)}
+                try:
+                    self.runs.append((inputs, engine.run(inputs)))
+                except Refused:
+                    break
+
+    def compare(self, other: onnx.ModelProto, near: float = 1.0) -> str:
+        """Say whether a model is "equal", "different", "unclear" or "refused"; near: by how much equal ones differ."""
+        try:
+            engine = Engine(other)
+        except Refused:
+            return "refused"
+        worst = 0.0
+        for inputs, expected in self.runs:
+            try:
+                got = engine.run(inputs)
+            except Refused:
+                # It runs at one size at least, or never.
+                worst = np.inf
+                continue
+            worst = max(worst, *map(excess, expected, got))
+        if worst == np.inf and not self._runs(engine):
+            return "refused"
+        return "equal" if worst <= near else "different" if worst > CLEAR else "unclear"
+
+    def _runs(self, engine: Engine) -> bool:
+        try:
+            engine.run(self.runs[0][0])
+        except Refused:
+            return False
+        return True
+
+
+def excess(expected: np.ndarray, got: np.ndarray) -> float:
+    """Return the largest difference in units of the table's bound."""
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        return np.inf
+    if str(expected.dtype) not in UNIT_ROUNDOFF:
+        return 0.0 if np.array_equal(expected, got) else np.inf
+    wide, near = expected.astype(np.float64), got.astype(np.float64)
+    if not np.array_equal(np.isfinite(wide), np.isfinite(near)):
+        return np.inf
+    finite = np.isfinite(wide)
+    difference = float(np.abs(wide[finite] - near[finite]).max(initial=0.0))
+    bound = tolerances.model(str(expected.dtype), wide).atol
+    return 0.0 if not difference else difference / bound if bound else np.inf
+
+
+@dataclasses.dataclass
+class Result:
+    """Counts of changed graphs. findings: kind, words and models."""
+
+    different: int = 0
+    equal: int = 0
+    unclear: int = 0
+    refused: int = 0
+    kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    findings: list[tuple[str, str, onnx.ModelProto, onnx.ModelProto]] = dataclasses.field(default_factory=list)
+
+
+def judge(source: onnx.ModelProto, report: FoldReport, wrong: onnx.ModelProto, truth: str) -> Iterator[str]:
+    """Yield what `verify` says wrongly: "passed" of a different model, "failed" by default of an equal one."""
+    ways: dict[str, dict[str, Any]] = {
+        "by default": {},
+        "locally": {"method": "local"},
+        "locally with the report": {"report": report},
+    }
+    for name, options in ways.items():
+        try:
+            verdict = verify(source, wrong, **options)
+        except Exception as error:
+            if type(error).__module__ != "bnexport.errors":
+                yield f"crash {name}: {type(error).__name__}: {error}"
+            continue
+        if truth == "different" and verdict.status == "passed":
+            yield f"passed {name}: {verdict.summary()}"
+        if truth == "equal" and verdict.status == "failed" and name == "by default":
+            yield f"failed {name}: {verdict.reason}"
+
+
+def run(count: int, seed: int, each: int = 12) -> Iterator[tuple[Result, str | None]]:
+    """Judge changed graphs until `count` are clear; yield the counts so far and each finding. each: changes of one graph."""
+    result = Result()
+    first = seed
+    while result.different + result.equal < count:
+        source = graph(seed)
+        folded = fold(source, verify=False)
+        truth, right = Truth(source), Truth(folded.model)
+        generator = np.random.default_rng((seed, 1))
+        seed += 1
+        if (seed - first) % 20 == 0:
+            gc.collect()  # a call of the library leaves its cycles in the oldest generation
+        seen: set[str] = set()
+        for _ in range(each):
+            found = change(folded.model, generator)
+            if found is None or found[1] in seen or result.different + result.equal >= count:
+                continue
+            kind, text, wrong = found
+            seen.add(text)
+            meaning = truth.compare(wrong)
+            if meaning == "equal" and right.compare(wrong, SAME) != "equal":
+                # A constant may differ by more than a fold rounds, and by less than the outputs of a network do.
+                meaning = "unclear"
+            setattr(result, meaning, getattr(result, meaning) + 1)
+            if meaning not in ("different", "equal"):
+                continue
+            result.kinds[kind] += 1
+            for finding in judge(source, folded.report, wrong, meaning):
+                words = f"graph {seed - 1}, {kind}: {text}: {finding}"
+                result.findings.append((finding.split(":")[0], words, source, wrong))
+                yield result, words
+    yield result, None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.verification.changed_graphs", description=__doc__)
+    parser.add_argument("--count", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--models", type=Path, help="a folder for the models of findings")
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    result = Result()
+    for result, words in run(arguments.count, arguments.seed):
+        if words is not None:
+            print(f"{len(result.findings)} {words}", flush=True)
+            if arguments.models is not None:
+                arguments.models.mkdir(parents=True, exist_ok=True)
+                for name, model in zip(("a", "b"), result.findings[-1][2:], strict=True):
+                    onnx.save(model, arguments.models / f"{len(result.findings)}{name}.onnx")
+    print(
+        f"{time.monotonic() - start:.0f} s: {result.different} different, {result.equal} equal, {result.unclear} unclear,"
+    )
+    print(f"{result.refused} refused by ONNX Runtime; {dict(result.kinds)}")
+    print(dict(collections.Counter(kind for kind, *_ in result.findings)))
+    return 1 if result.findings else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
