@@ -55,9 +55,16 @@ def find_doubt_alone(model: Serialised, sample: Mapping[str, np.ndarray]) -> str
     """Return why onnx.reference is not believed where no other engine runs the model; empty where it is."""
     from bnexport.verification.onnx_reference import Evaluator
 
-    proto = whole(model)
+    proto = inlined(whole(model))
     values: Any = Evaluator(proto).run(None, dict(sample), intermediate=True)
     return find_doubt(proto, values, set())
+
+
+def inlined(proto: Any) -> Any:
+    """Return the model without functions: what they call is checked node by node, too."""
+    import onnx.inliner
+
+    return onnx.inliner.inline_local_functions(proto) if proto.functions else proto
 
 
 class _Case:

@@ -59,7 +59,7 @@ class PreciseModel:
 
             from bnexport.verification.onnx_reference import Evaluator
 
-            self._proto = whole(self._model)
+            self._proto = oracle.inlined(whole(self._model))
             oracle.retype(self._proto, onnx.TensorProto.DOUBLE)
             self._evaluator = Evaluator(self._proto)
 
