@@ -67,7 +67,7 @@ def _run(model: Path, inputs: list[str] | None, seed: int, providers: Sequence[s
     """Run the model; return its inputs, of the first sizes that it accepts where it leaves them open, and the outputs."""
     from bnexport.cli.inputs import feeds_of
     from bnexport.runtime import execution
-    from bnexport.verification.samples import FREE_SIZES
+    from bnexport.verification.inputs.samples import FREE_SIZES
 
     loaded, tried = None, None
     for free in FREE_SIZES:

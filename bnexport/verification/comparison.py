@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from bnexport import tolerances
-from bnexport.verification.smaller_inputs import is_float
+from bnexport.verification.inputs.smaller_inputs import is_float
 from bnexport.verification.verdict import OutputComparison
 
 # Coarsest first.

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from bnexport.errors import VerificationError
-from bnexport.verification import smaller_inputs
+from bnexport.verification.inputs import smaller_inputs
 from bnexport.verification.reference import Reference
 from bnexport.verification.torch_outputs import Array, compare, to_array
 from bnexport.verification.verdict import OutputComparison

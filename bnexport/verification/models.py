@@ -26,10 +26,10 @@ from bnexport.errors import BnexportError, ModelError
 from bnexport.graph.sync_bn_nodes import has_sync_batch_norm, is_sync_batch_norm, trains
 from bnexport.model_io import Parts, to_parts, walk
 from bnexport.verification.comparison import FLOATS
-from bnexport.verification.integer_inputs import find_ranges
+from bnexport.verification.inputs.integer_inputs import find_ranges
+from bnexport.verification.inputs.samples import InputSpec
 from bnexport.verification.isolated_process import PROCESS, EngineFailure, Shipment
 from bnexport.verification.probes import Probe, find_probes
-from bnexport.verification.samples import InputSpec
 from bnexport.verification.terms import Terms
 from bnexport.verification.verdict import OutputComparison, Verification
 

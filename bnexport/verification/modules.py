@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from bnexport import tolerances
 from bnexport.sync_bn.convert import replace, to_plain
 from bnexport.verification.comparison import compare_output, compare_with_truth
-from bnexport.verification.smaller_inputs import Attempt, as_hidden, attempts, shows_inputs, with_smaller
+from bnexport.verification.inputs.smaller_inputs import Attempt, as_hidden, attempts, shows_inputs, with_smaller
 from bnexport.verification.verdict import OutputComparison, Verification
 
 

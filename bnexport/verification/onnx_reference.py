@@ -104,7 +104,7 @@ class BatchNormalization(_Operator):
 MENDED: tuple[type[OpRun], ...] = (Softmax, LogSoftmax, Hardmax, BatchNormalization)
 
 
-class Evaluator(onnx.reference.ReferenceEvaluator):
+class MendedEvaluator(onnx.reference.ReferenceEvaluator):
     """ReferenceEvaluator with the operators above, in functions and subgraphs, too, which it makes by its own class."""
 
     def __init__(self, proto: Any, **options: Any) -> None:

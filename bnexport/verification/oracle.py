@@ -1,4 +1,7 @@
-"""Evidence for onnx.reference: it is believed where it evaluates each node of the reference model as ONNX Runtime does.
+"""The model in float64, in onnx.reference: what it would compute without rounding, for all that float32 shows.
+
+Every float type of the graph becomes DOUBLE: inputs, initializers, constants, declared types, and the targets of Cast.
+onnx.reference is believed where it evaluates each node of the reference model as ONNX Runtime does.
 
 Its evaluations are wrong for some operators in some opsets, and two models that are wrong alike agree. So before it
 judges anything, each form of an operator in the reference - opset, attributes, shapes, integer operands - runs alone in
@@ -8,21 +11,92 @@ ill-conditioned (a batch norm of |mean| / std in the thousands), random ones. Th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import contextlib
+import signal
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from bnexport.errors import BnexportError
+from bnexport.errors import BnexportError, UnsupportedModelError
 from bnexport.model_io.validate import bodies, printable
 from bnexport.verification.comparison import compare_output
+from bnexport.verification.inputs.smaller_inputs import is_float
 from bnexport.verification.runner import RuntimeRunner, Serialised, whole
-from bnexport.verification.smaller_inputs import is_float
 
 Form = tuple[Any, ...]
 Arrays = dict[str, np.ndarray]
+# Parameters of a model that is worth the time, which is that of NumPy.
+LARGEST_BYTES = 1 << 28
 # Elements of an integer operand, such as a shape, that are part of a form.
 _OPERAND = 64
+
+
+class PreciseModel:
+    """A model to run in float64; in a main thread only.
+
+    seconds: for all of its runs.
+    """
+
+    def __init__(self, model: Serialised, seconds: float) -> None:
+        self._model, self._seconds = model, seconds
+        self._proto: Any = None
+        self._evaluator: Any = None
+        self._agreed: set[Form] = set()
+
+    def run(self, samples: Sequence[Mapping[str, np.ndarray]], outputs: Sequence[str]) -> list[list[Any]]:
+        """Compute the values of `outputs` for each sample.
+
+        Raises UnsupportedModelError where they cannot be computed or believed, or not in the time that is left.
+        """
+        if self._model.nbytes > LARGEST_BYTES:
+            raise UnsupportedModelError("the model is too large to be run in float64")
+        start = time.monotonic()
+        try:
+            with _alarm(self._seconds):
+                self._load()
+                return [self._values(sample, outputs, first=not index) for index, sample in enumerate(samples)]
+        except Exception as error:  # onnx.reference raises whatever an operator raises
+            raise UnsupportedModelError(f"the model cannot be run in float64: {error}") from error
+        finally:
+            self._seconds = max(0.1, self._seconds - (time.monotonic() - start))
+
+    def _load(self) -> None:
+        if self._evaluator is None:
+            import onnx
+
+            from bnexport.verification.onnx_reference import MendedEvaluator
+
+            self._proto = inlined(whole(self._model))
+            retype(self._proto, onnx.TensorProto.DOUBLE)
+            self._evaluator = MendedEvaluator(self._proto)
+
+    def _values(self, sample: Mapping[str, np.ndarray], outputs: Sequence[str], *, first: bool) -> list[Any]:
+        values = self._evaluator.run(
+            None, {name: _in_double(array) for name, array in sample.items()}, intermediate=True
+        )
+        if first:
+            doubt = find_doubt(self._proto, values, self._agreed)
+            if doubt:
+                raise UnsupportedModelError(doubt)
+        return [values[name] for name in outputs]
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """TimeoutError after so many seconds."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError(f"it takes longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def find_doubt(proto: Any, values: Mapping[str, Any], agreed: set[Form]) -> str:
@@ -53,11 +127,18 @@ def find_doubt(proto: Any, values: Mapping[str, Any], agreed: set[Form]) -> str:
 
 def find_doubt_alone(model: Serialised, sample: Mapping[str, np.ndarray]) -> str:
     """Return why onnx.reference is not believed where no other engine runs the model; empty where it is."""
-    from bnexport.verification.onnx_reference import Evaluator
+    from bnexport.verification.onnx_reference import MendedEvaluator
 
-    proto = whole(model)
-    values: Any = Evaluator(proto).run(None, dict(sample), intermediate=True)
+    proto = inlined(whole(model))
+    values: Any = MendedEvaluator(proto).run(None, dict(sample), intermediate=True)
     return find_doubt(proto, values, set())
+
+
+def inlined(proto: Any) -> Any:
+    """Return the model without functions: what they call is checked node by node, too."""
+    import onnx.inliner
+
+    return onnx.inliner.inline_local_functions(proto) if proto.functions else proto
 
 
 class _Case:
@@ -78,12 +159,12 @@ class _Case:
     def _difference(self, arrays: Arrays) -> str:
         from onnx import TensorProto
 
-        from bnexport.verification.onnx_reference import Evaluator
+        from bnexport.verification.onnx_reference import MendedEvaluator
 
         names = [name for name in self._node.output if name]
         feeds = {name: array for name, array in arrays.items() if name not in self._initializers}
         try:
-            exact = Evaluator(self._model(arrays, TensorProto.DOUBLE)).run(
+            exact = MendedEvaluator(self._model(arrays, TensorProto.DOUBLE)).run(
                 names, {name: _in_double(array) for name, array in feeds.items()}
             )
             engine = RuntimeRunner(Serialised(self._model(arrays, TensorProto.FLOAT).SerializeToString(), {}))
@@ -169,7 +250,7 @@ def _graphs(graphs: list[Any]) -> list[Any]:
 
 
 def _captured(nodes: Iterable[Any]) -> Iterator[str]:
-    """Names that the bodies of nodes read, their own among them."""
+    """Yield the names that the bodies of nodes read, their own among them."""
     for node in nodes:
         for attribute in node.attribute:
             for body in bodies(attribute):

@@ -77,10 +77,10 @@ class ReferenceRunner:
     def __init__(self, model: Serialised) -> None:
         if model.nbytes > _REFERENCE_BYTES:
             raise UnsupportedModelError("onnx.reference would take too long")
-        from bnexport.verification.onnx_reference import Evaluator
+        from bnexport.verification.onnx_reference import MendedEvaluator
 
         try:
-            self._evaluator = Evaluator(whole(model))
+            self._evaluator = MendedEvaluator(whole(model))
         except Exception as error:  # it raises whatever an operator raises
             raise UnsupportedModelError(
                 f"onnx.reference cannot load it: {printable(first_line(error))[:300]}"

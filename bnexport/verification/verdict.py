@@ -63,7 +63,7 @@ class OutputComparison:
         difference = self.max_abs_diff if self.atol else self.max_rel_diff
         # A bound of 0 is that of integers.
         share = difference / bound if bound else math.inf if difference else 0.0
-        return self.failed, not self.decided, self.bound == "float64", share
+        return self.failed, not self.decided, self.bound in ("float64", "ties"), share
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,11 +21,10 @@ import ml_dtypes  # noqa: F401 - NumPy learns the names of its types
 import numpy as np
 
 from bnexport.errors import BnexportError
-from bnexport.verification import oracle, precise, runner
+from bnexport.verification import oracle, runner
 from bnexport.verification.comparison import compare_output, compare_with_truth
-from bnexport.verification.feeds import Feeds, Group, joined
-from bnexport.verification.runner import ENGINES, ReferenceRunner, Runner, Serialised
-from bnexport.verification.smaller_inputs import (
+from bnexport.verification.inputs.feeds import FeedGroup, Feeds, joined
+from bnexport.verification.inputs.smaller_inputs import (
     Attempt,
     as_hidden,
     attempts,
@@ -35,6 +34,7 @@ from bnexport.verification.smaller_inputs import (
     shows_inputs,
     with_smaller,
 )
+from bnexport.verification.runner import ENGINES, ReferenceRunner, Runner, Serialised
 from bnexport.verification.ties import Selection, Tail, without_ties
 from bnexport.verification.verdict import OutputComparison, Verification
 
@@ -101,7 +101,7 @@ class _Job:
     def run(self) -> dict[str, Any]:
         """Compare the models; return the fields of a Verification that this process knows."""
         reference, candidate = self._model("reference"), self._model("candidate")
-        self._precise = precise.PreciseModel(reference, self._request["patience"])
+        self._precise = oracle.PreciseModel(reference, self._request["patience"])
         reasons = []
         # Only ONNX Runtime has providers.
         for engine in ENGINES[:1] if candidate.providers else ENGINES:
@@ -136,7 +136,12 @@ class _Job:
         return answer
 
     def _on_smaller(
-        self, engine: type[Runner], reference: Serialised, candidate: Serialised, group: Group, first: dict[str, Any]
+        self,
+        engine: type[Runner],
+        reference: Serialised,
+        candidate: Serialised,
+        group: FeedGroup,
+        first: dict[str, Any],
     ) -> dict[str, Any]:
         """Return what smaller inputs decide, or why nothing was decided; nothing where a difference was found before."""
         if first["status"] == "failed" or not any(
@@ -158,7 +163,9 @@ class _Job:
             if attempt.halved is None:
                 continue
             session = None
-            smaller = Group([scaled(sample, attempt.scale) for sample in group.inputs], attempt.expected, attempt.scale)
+            smaller = FeedGroup(
+                [scaled(sample, attempt.scale) for sample in group.inputs], attempt.expected, attempt.scale
+            )
             try:
                 (rows,) = self._run_candidate(engine, candidate, [smaller.inputs])
             except _Fails as error:
@@ -188,7 +195,7 @@ class _Job:
                 raise
             raise _Fails(str(error)) from error
 
-    def _is_random(self, engine: type[Runner], reference: Serialised, group: Group) -> bool:
+    def _is_random(self, engine: type[Runner], reference: Serialised, group: FeedGroup) -> bool:
         """Whether a second session of the reference, which draws other random numbers, differs from the first."""
         runner.reseed()
         try:
@@ -219,7 +226,7 @@ class _Job:
             return np.asarray(np.memmap(file, dtype, "c", entry["offset"], shape))
 
     def _names(self, which: str) -> list[str]:
-        """Names of the outputs, of the values in front of some, and of the indices that others are made of."""
+        """Return the names of the outputs, of the values in front of some, and of the indices that others are made of."""
         probes = self._request["probes"]
         indices = [probe["selected"][which == "candidate"] for probe in probes if probe["selected"]]
         return [*self._request["outputs"], *(probe[which] for probe in probes), *indices]
@@ -227,7 +234,7 @@ class _Job:
     def _array(self, entry: dict[str, Any]) -> np.ndarray:
         return np.asarray(entry["text"], dtype=object) if "text" in entry else np.array(self._mapped(entry))
 
-    def _compare(self, group: Group, attempt: Attempt, got: list[list[Any]]) -> dict[str, Any]:
+    def _compare(self, group: FeedGroup, attempt: Attempt, got: list[list[Any]]) -> dict[str, Any]:
         """Compare the outputs, each with what is in front of it where that was probed, and then the probes."""
         request = self._request
         names, probes = list(request["outputs"]), request["probes"]

@@ -15,7 +15,7 @@ import bnexport.errors
 from bnexport import tolerances
 from bnexport.folding import fold
 from bnexport.model_io import to_proto
-from bnexport.verification.precise import PreciseModel
+from bnexport.verification.oracle import PreciseModel
 from bnexport.verification.runner import Serialised
 from tests.folding.conv_bn import BN, CONV, X4, conv_bn
 from tests.support.onnx_text import (

@@ -11,7 +11,7 @@ from bnexport.errors import UnsupportedModelError
 from bnexport.folding import fold, verify
 from bnexport.verification import onnx_reference, oracle
 from bnexport.verification.comparison import compare_output, compare_with_truth
-from bnexport.verification.precise import PreciseModel
+from bnexport.verification.oracle import PreciseModel
 from bnexport.verification.runner import Serialised
 from tests.support.onnx_text import batch_norm, model
 
@@ -82,7 +82,7 @@ class TestBelief:
     def values(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
         feeds = {"x": np.random.default_rng(0).standard_normal((2, 4, 6, 6))}
         oracle.retype(proto, onnx.TensorProto.DOUBLE)
-        return onnx_reference.Evaluator(proto).run(None, feeds, intermediate=True)
+        return onnx_reference.MendedEvaluator(proto).run(None, feeds, intermediate=True)
 
     def test_right_operators(self) -> None:
         proto, agreed = model(LAYERS, SHAPES, opset=11), set[oracle.Form]()

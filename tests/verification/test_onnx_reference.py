@@ -7,7 +7,7 @@ import onnx
 import onnx.reference
 import pytest
 
-from bnexport.verification.onnx_reference import MENDED, Evaluator
+from bnexport.verification.onnx_reference import MENDED, MendedEvaluator
 from bnexport.verification.runner import RuntimeRunner, Serialised
 from tests.support.onnx_text import batch_norm, model
 
@@ -43,7 +43,7 @@ def in_onnxruntime(proto: onnx.ModelProto) -> np.ndarray:
 @pytest.mark.parametrize(("name", "opset", "attributes"), [*WRONG, *RIGHT])
 def test_ours_are_right(name: str, opset: int, attributes: str) -> None:
     proto = example(name, opset, attributes)
-    np.testing.assert_allclose(Evaluator(proto).run(None, {"x": X})[0], in_onnxruntime(proto), atol=2e-6)
+    np.testing.assert_allclose(MendedEvaluator(proto).run(None, {"x": X})[0], in_onnxruntime(proto), atol=2e-6)
 
 
 @pytest.mark.parametrize(("name", "opset", "attributes"), WRONG)
@@ -55,7 +55,7 @@ def test_onnx_has_not_mended_them(name: str, opset: int, attributes: str) -> Non
 
 def test_functions_and_subgraphs_have_them() -> None:
     proto = onnx.parser.parse_model(FUNCTION)
-    np.testing.assert_allclose(Evaluator(proto).run(None, {"x": X})[0], in_onnxruntime(proto), atol=1e-6)
+    np.testing.assert_allclose(MendedEvaluator(proto).run(None, {"x": X})[0], in_onnxruntime(proto), atol=1e-6)
     assert {each.__name__ for each in MENDED} == {name for name, _, _ in WRONG}
 
 
@@ -67,5 +67,5 @@ def test_training_of_opset_14() -> None:
     )
     proto = model(body, batch_norm("p", 4), opset=15)
     expected = onnx.reference.ReferenceEvaluator(proto).run(None, {"x": X})
-    for ours, theirs in zip(Evaluator(proto).run(None, {"x": X}), expected, strict=True):
+    for ours, theirs in zip(MendedEvaluator(proto).run(None, {"x": X}), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)

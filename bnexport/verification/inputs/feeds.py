@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from bnexport.errors import BnexportError
-from bnexport.verification.runner import ReferenceRunner, Runner
-from bnexport.verification.samples import (
+from bnexport.verification.inputs.samples import (
     FREE_SIZES,
     LARGER,
     LARGEST,
@@ -29,7 +28,8 @@ from bnexport.verification.samples import (
     other_sizes,
     shapes,
 )
-from bnexport.verification.smaller_inputs import is_finite
+from bnexport.verification.inputs.smaller_inputs import is_finite
+from bnexport.verification.runner import ReferenceRunner, Runner
 from bnexport.verification.verdict import OutputComparison, Verification
 
 # Bytes of a model whose runs take longer than everything else: it has fewer of them.
@@ -39,7 +39,7 @@ Inputs = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class FeedGroup:
     """Sets of inputs, the reference's outputs for each, and what float inputs were multiplied by."""
 
     inputs: list[Inputs]
@@ -55,16 +55,16 @@ class Feeds:
         self._array = array
         self._specs = [InputSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in request["inputs"]]
 
-    def run(self, reference: Runner, names: Sequence[str], nbytes: int) -> list[Group]:
+    def run(self, reference: Runner, names: Sequence[str], nbytes: int) -> list[FeedGroup]:
         """Return the groups for a loaded reference of so many bytes. Raises BnexportError where it runs on none."""
         given = self._request["given"]
         if given is not None:
             inputs = [{entry["name"]: self._array(entry) for entry in sample} for sample in given]
-            return [Group(inputs, [reference.run(sample, names) for sample in inputs])]
-        return _Search(self._request, self._specs, reference, names, nbytes).run()
+            return [FeedGroup(inputs, [reference.run(sample, names) for sample in inputs])]
+        return _Drawing(self._request, self._specs, reference, names, nbytes).run()
 
 
-class _Search:
+class _Drawing:
     """The sizes and integers at which a reference runs."""
 
     def __init__(
@@ -84,12 +84,12 @@ class _Search:
         # One set has another scale.
         self._count = max(1, count - 1) if self._scalable else count
 
-    def run(self) -> list[Group]:
+    def run(self) -> list[FeedGroup]:
         """Return the group that decides, then those that only refute."""
         first, sizes, ranges = self._first()
         return [first, *self._others(sizes, ranges)]
 
-    def _first(self) -> tuple[Group, tuple[int, int], dict[str, Range]]:
+    def _first(self) -> tuple[FeedGroup, tuple[int, int], dict[str, Range]]:
         sizes = FREE_SIZES if any(spec.is_free for spec in self._specs) else FREE_SIZES[:1]
         for index, (first, other) in enumerate(sizes):
             draws = [Draw(self._seed + step, first, (other,)) for step in range(self._count)]
@@ -101,7 +101,7 @@ class _Search:
                     raise
         raise AssertionError("FREE_SIZES is empty")
 
-    def _widest(self, draws: Sequence[Draw]) -> tuple[dict[str, Range], Group]:
+    def _widest(self, draws: Sequence[Draw]) -> tuple[dict[str, Range], FeedGroup]:
         """Return the widest range of each integer input at which the reference runs, and what it returns there."""
         widest = {spec.name: spec.ranges[0] for spec in self._specs}
         narrow = {spec.name: spec.ranges[-1] for spec in self._specs}
@@ -117,7 +117,7 @@ class _Search:
                     break
         return narrow, group
 
-    def _others(self, sizes: tuple[int, int], ranges: dict[str, Range]) -> Iterator[Group]:
+    def _others(self, sizes: tuple[int, int], ranges: dict[str, Range]) -> Iterator[FeedGroup]:
         """Yield the groups that only refute, each with a scale and sizes of its own: runs are what verification costs."""
         same = (sizes[0], (sizes[1],))
         row, changed = other_sizes(*sizes) if any(spec.is_free for spec in self._specs) else ([], [])
@@ -136,7 +136,7 @@ class _Search:
             found = (how for how in draws if how.scale != 1.0 or shapes(self._specs, how) != known)
             yield from self._first_that_runs(found, ranges)
 
-    def _first_that_runs(self, draws: Iterable[Draw], ranges: dict[str, Range]) -> Iterator[Group]:
+    def _first_that_runs(self, draws: Iterable[Draw], ranges: dict[str, Range]) -> Iterator[FeedGroup]:
         for how in draws:
             with contextlib.suppress(BnexportError):
                 group = self._group([how], ranges)
@@ -144,10 +144,10 @@ class _Search:
                     yield group
                     return
 
-    def _group(self, draws: Sequence[Draw], ranges: dict[str, Range]) -> Group:
+    def _group(self, draws: Sequence[Draw], ranges: dict[str, Range]) -> FeedGroup:
         inputs = [draw(self._specs, how, ranges) for how in draws]
         expected = [self._reference.run(sample, self._names) for sample in inputs]
-        return Group(inputs, expected, draws[0].scale)
+        return FeedGroup(inputs, expected, draws[0].scale)
 
 
 def joined(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from bnexport.graph.nodes import is_standard
-from bnexport.verification.samples import Range
+from bnexport.verification.inputs.samples import Range
 
 _SAFE: Range = (0, 1)
 _BYTE = 8

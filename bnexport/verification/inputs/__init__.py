@@ -1,0 +1,1 @@
+"""Inputs that two models are compared on."""
