@@ -129,8 +129,10 @@ class Numbering:
             return self._stored(leaf)
         try:
             tensor = leaf if leaf is not None else ir.tensor(np.ascontiguousarray(constants.own(value)))
-        except UnsupportedModelError:
-            return self.fresh()
+        except UnsupportedModelError:  # it is what its operator makes of other constants
+            node = value.producer()
+            is_numbered = node is not None and self.number(side, node)
+            return self._of[side][value] if is_numbered else self.fresh()
         number = self._stored(tensor, known=True) if side else self._stored(tensor)
         near = self._computed.setdefault((tensor.dtype, tuple(tensor.shape.numpy())), [])
         if number is not None:

@@ -98,7 +98,12 @@ class Side:
         if weight is None or not self.constants.has(weight):
             return None
         leaf = self.constants.leaf(weight)
-        return (tuple(leaf.shape.numpy()) if leaf is not None else self.constants.array(weight).shape)[2:]
+        if leaf is not None:
+            return tuple(leaf.shape.numpy())[2:]
+        try:
+            return self.constants.array(weight).shape[2:]
+        except UnsupportedModelError:
+            return None
 
     def data(self, node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
         """Yield the inputs of a node that are not constant, with their places; without those that bodies read."""
