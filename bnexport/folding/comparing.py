@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -63,6 +64,9 @@ def verify(
     """
     if method not in ("local", "whole", "both"):
         raise UsageError(f'method: got {method!r}, expected "local", "whole" or "both"')
+    for name, bound in (("atol", atol), ("rtol", rtol)):
+        if bound is not None and not 0 <= bound < math.inf:
+            raise UsageError(f"{name}: got {bound}, expected a number that is not negative and not infinite")
     if report is not None:
         data = _report_of(report)
         return prove_report(open_source(reference).model, open_source(candidate).model, data)
@@ -75,8 +79,9 @@ def verify(
         return proof
     terms = Terms(inputs, seed, samples, atol, rtol, timeout, providers=chosen)
     result = models.compare_or_convert(first, second, terms, convert_model)
-    # Where nothing was folded the proof is about nothing.
-    return result if proof is None or not proof.sites else proof.joined(result)
+    if proof is None or (not proof.sites and not (proof.passed and result.status == "not_verified")):
+        return result  # where nothing was folded the proof says no more than a run does
+    return proof.joined(result)
 
 
 def _report_of(report: Report) -> Mapping[str, Any]:

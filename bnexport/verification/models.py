@@ -171,16 +171,29 @@ def _spec(value: ir.Value) -> InputSpec:
 
 
 def _working_type(*models: ir.Model) -> str:
-    """Return the coarsest float type of any value or parameter."""
+    """Return the coarsest float type in which both models compute.
+
+    A type that only one of them has is no excuse for the other: a rounding that is gone, or new, is a difference.
+    """
+    return FLOATS[max(map(_coarsest, models))]
+
+
+def _coarsest(model: ir.Model) -> int:
+    """Return the place among FLOATS of the coarsest type of any input, output, parameter that is read, or Cast."""
     found = len(FLOATS) - 1
-    for model in models:
-        for graph in walk.graphs(model):
-            outputs = (output for node in graph for output in node.outputs)
-            for value in (*graph.inputs, *graph.initializers.values(), *outputs):
-                if value.dtype is not None and value.dtype.is_floating_point():
-                    name = value.dtype.numpy().name
-                    found = min(found, FLOATS.index(name) if name in FLOATS else found)
-    return FLOATS[found]
+    for graph in walk.graphs(model):
+        used = (value for value in graph.initializers.values() if value.uses() or value.is_graph_output())
+        made = (output for node in graph for output in node.outputs)
+        types = {value.dtype for value in (*graph.inputs, *used, *made)}
+        types |= {_target(node) for node in graph if node.op_type == "Cast"}
+        names = {dtype.numpy().name for dtype in types if dtype is not None and dtype.is_floating_point()}
+        found = min((FLOATS.index(name) for name in names if name in FLOATS), default=found)
+    return found
+
+
+def _target(cast: ir.Node) -> ir.DataType | None:
+    to = cast.attributes.get("to")
+    return None if to is None or to.is_ref() else ir.DataType(to.as_int())
 
 
 def _interface(reference: ir.Model, candidate: ir.Model) -> str | None:

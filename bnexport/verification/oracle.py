@@ -1,6 +1,7 @@
 """The model in float64, in onnx.reference: what it would compute without rounding, for all that float32 shows.
 
-Every float type of the graph becomes DOUBLE: inputs, initializers, constants, declared types, and the targets of Cast.
+Every float type of the graph becomes DOUBLE: inputs, initializers, constants, declared types, and the targets of Cast. A
+Cast to float16 or bfloat16 rounds first, as the model says.
 onnx.reference is believed where it evaluates each node of the reference model as ONNX Runtime does.
 
 Its evaluations are wrong for some operators in some opsets, and two models that are wrong alike agree. So before it
@@ -206,6 +207,7 @@ def retype(proto: Any, target: int) -> None:
     import onnx
 
     floats = tuple(getattr(onnx.TensorProto, name) for name in ("FLOAT16", "BFLOAT16", "FLOAT", "DOUBLE"))
+    _as_casts(proto)
     for graph in _graphs([proto.graph]):
         for tensor in graph.initializer:
             _retype_tensor(tensor, floats, target)
@@ -213,8 +215,48 @@ def retype(proto: Any, target: int) -> None:
             if value.type.tensor_type.elem_type in floats:
                 value.type.tensor_type.elem_type = target
         _retype_attributes(graph.node, floats, target)
+        _keep_rounding(graph.node, target)
     for function in proto.functions:
         _retype_attributes(function.node, floats, target)
+        _keep_rounding(function.node, target)
+
+
+def _as_casts(proto: Any) -> None:
+    """Write each CastLike as the Cast that it is, while the types are the model's."""
+    import onnx
+
+    graphs = _graphs([proto.graph])
+    likes = [node for graph in graphs for node in graph.node if node.op_type == "CastLike" and not node.domain]
+    if not likes:
+        return
+    typed = onnx.shape_inference.infer_shapes(proto)
+    types = {tensor.name: tensor.data_type for graph in _graphs([typed.graph]) for tensor in graph.initializer}
+    for graph in _graphs([typed.graph]):
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            types.setdefault(value.name, value.type.tensor_type.elem_type)
+    for node in likes:
+        kind = types.get(node.input[1])
+        if kind:
+            del node.input[1:]
+            node.op_type = "Cast"
+            node.attribute.append(onnx.helper.make_attribute("to", kind))
+
+
+def _keep_rounding(nodes: Any, target: int) -> None:
+    """Widen again what a Cast to a half type has rounded, by a Cast behind it."""
+    import onnx
+
+    halves = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+    changed = []
+    for node in nodes:
+        changed.append(node)
+        kinds = [each.i for each in node.attribute if each.name == "to"]
+        if node.op_type == "Cast" and not node.domain and kinds[:1] and kinds[0] in halves:
+            rounded = f"{node.output[0]}/rounded"
+            changed.append(onnx.helper.make_node("Cast", [rounded], [node.output[0]], to=target))
+            node.output[0] = rounded
+    del nodes[:]
+    nodes.extend(changed)
 
 
 def _retype_tensor(tensor: Any, floats: tuple[int, ...], target: int) -> None:
@@ -238,7 +280,13 @@ def _retype_attributes(nodes: Iterable[Any], floats: tuple[int, ...], target: in
                 value = attribute.f if attribute.name == "value_float" else list(attribute.floats)
                 tensor = onnx.numpy_helper.from_array(np.asarray(value, dtype))
                 attribute.CopyFrom(onnx.helper.make_attribute("value", tensor))
-            if attribute.name == "to" and node.op_type == "Cast" and attribute.i in floats:
+            halves = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+            if (
+                attribute.name == "to"
+                and node.op_type == "Cast"
+                and attribute.i in floats
+                and attribute.i not in halves
+            ):
                 attribute.i = target
 
 
