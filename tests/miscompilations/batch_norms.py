@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.miscompilations.mistake import OURS, Known, Mistake, affine, column, floats, passes_local, passes_whole
+from tests.miscompilations.mistake import OURS, Mistake, affine, column, floats
 from tests.support.onnx_text import batch_norm, parameters
 
 _P = parameters(
@@ -271,7 +271,6 @@ MISTAKES: list[Mistake] = [
         wrong="y = Conv (x, f)",
         right="a = Mul (k, x) y = Conv (a, w)",
         runs=False,
-        known=passes_local("a broadcast in front of a weight is not compared"),
     ),
     Mistake(
         "norm_of_a_constant",
@@ -284,7 +283,6 @@ MISTAKES: list[Mistake] = [
         original="n = BatchNormalization (e, p_s, p_b, p_m, p_v) y = Add (x, n)",
         wrong="y = Add (x, f)",
         right="y = Add (x, g)",
-        known=Known("onnx.reference is wrong for BatchNormalization 9 to 13", ("both", "local", "whole")),
     ),
     Mistake(
         "weights_at_opset_11",
@@ -297,6 +295,5 @@ MISTAKES: list[Mistake] = [
         original=f"z = Conv (x, w) n = BatchNormalization {_BN} y = Relu (n)",
         wrong=f"z = Conv (x, f) n = BatchNormalization {_BN} y = Relu (n)",
         right=f"i = Identity (x) z = Conv (i, w) n = BatchNormalization {_BN} y = Relu (n)",
-        known=passes_whole("onnx.reference is wrong for BatchNormalization 9 to 13"),
     ),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.miscompilations.mistake import OURS, Known, Mistake, floats, ints, passes_whole
+from tests.miscompilations.mistake import OURS, Mistake, floats, ints, passes_whole
 from tests.support.onnx_text import parameters
 
 _P = parameters({"e": (2, 3, 4), "k": (4, 10)})
@@ -30,7 +30,6 @@ MISTAKES: list[Mistake] = [
         wrong_opset=13,
         right="r = Reshape (x, s) n = Softmax (r) y = Reshape (n, t)",
         right_opset=13,
-        known=passes_whole("onnx.reference is wrong for the Softmax family below opset 13"),
     ),
     Mistake(
         "log_softmax_12_as_13",
@@ -45,7 +44,6 @@ MISTAKES: list[Mistake] = [
         wrong_opset=13,
         right="r = Reshape (x, s) n = LogSoftmax (r) y = Reshape (n, t)",
         right_opset=13,
-        known=passes_whole("onnx.reference is wrong for the Softmax family below opset 13"),
     ),
     Mistake(
         "axis_of_hardmax_11",
@@ -57,7 +55,6 @@ MISTAKES: list[Mistake] = [
         original="y = Hardmax (x)",
         wrong="y = Hardmax <axis=-1> (x)",
         right="y = Hardmax <axis=1> (x)",
-        known=passes_whole("onnx.reference is wrong for the Softmax family below opset 13"),
     ),
     Mistake(
         "axis_of_softmax_11",
@@ -69,7 +66,6 @@ MISTAKES: list[Mistake] = [
         original="y = Softmax (x)",
         wrong="y = Softmax <axis=-1> (x)",
         right="y = Softmax <axis=1> (x)",
-        known=passes_whole("onnx.reference is wrong for the Softmax family below opset 13"),
     ),
     Mistake(
         "softmax_of_a_constant",
@@ -82,7 +78,6 @@ MISTAKES: list[Mistake] = [
         original="s = Softmax (e) y = Add (x, s)",
         wrong="y = Add (x, f)",
         right="y = Add (x, r)",
-        known=Known("onnx.reference is wrong for the Softmax family below opset 13", ("both", "local", "whole")),
     ),
     Mistake(
         "opset_of_an_alias",
@@ -96,10 +91,6 @@ MISTAKES: list[Mistake] = [
         wrong_opset=13,
         wrong_domain="ai.onnx",
         right="i = Identity (x) y = Softmax <axis=1> (i)",
-        known=Known(
-            "an opset under ai.onnx is not compared, and onnx.reference is wrong for the Softmax family below opset 13",
-            ("both", "local", "whole"),
-        ),
     ),
     Mistake(
         "last_of_equal_numbers",
@@ -124,7 +115,6 @@ MISTAKES: list[Mistake] = [
         wrong="z = MatMul (x, f) y = ArgMax <axis=1> (z)",
         right="i = Identity (x) z = MatMul (i, m) y = ArgMax <axis=1> (z)",
         inputs={"x": parameters({"x": (400, 4)}, 5)["x"]},
-        known=passes_whole("what is in front of an ArgMax is not compared"),
     ),
     Mistake(
         "mask_of_attention",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.miscompilations.mistake import OURS, Known, Mistake, affine, column, floats, passes_local
+from tests.miscompilations.mistake import OURS, Mistake, affine, column, floats
 from tests.support.onnx_text import batch_norm, parameters
 
 _P = parameters({"w": (4, 4, 3, 3), **batch_norm("p", 4)})
@@ -59,7 +59,6 @@ MISTAKES: list[Mistake] = [
         original=f"z = Conv (x, w) y, u, v = BatchNormalization <training_mode=1> {_BN}",
         wrong=f"z = Conv (x, w) y, u, v = BatchNormalization <training_mode=1, momentum=0.1> {_BN}",
         right=f"z = Conv (x, w) y, u, v = BatchNormalization <training_mode=1, momentum=0.9> {_BN}",
-        known=passes_local("momentum counts as without effect in training"),
     ),
     Mistake(
         "five_outputs_of_opset_9",
@@ -72,7 +71,6 @@ MISTAKES: list[Mistake] = [
         original=f"z = Conv (x, w) y, u, v, t, s = BatchNormalization {_BN}",
         wrong="y = Conv (x, f, h)",
         right=f"i = Identity (x) z = Conv (i, w) y, u, v, t, s = BatchNormalization {_BN}",
-        known=Known("used outputs alone count as training", ("both", "local")),
     ),
     Mistake(
         "dropout_that_trains",
@@ -84,6 +82,5 @@ MISTAKES: list[Mistake] = [
         original="y, m = Dropout <seed=3> (x, r, t)",
         wrong="y = Identity (x)",
         right="i = Identity (x) y, m = Dropout <seed=3> (i, r, t)",
-        verdict="not_verified",
     ),
 ]
