@@ -11,6 +11,11 @@ import gc
 from collections.abc import Iterator
 
 
+# Objects from which a look at them is worth avoiding. Fewer are collected as usual: in the oldest generation their garbage
+# would stay until that has grown by a quarter, which a process that folds many small models takes for a leak.
+_MANY = 100_000
+
+
 @contextlib.contextmanager
 def paused_collection() -> Iterator[None]:
     """Disable cyclic garbage collection inside, then restore the previous state. Also a decorator."""
@@ -21,7 +26,7 @@ def paused_collection() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():
+        if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
             # Into the oldest generation, without a look at them, which the first collection would take.
             gc.freeze()
             gc.unfreeze()
