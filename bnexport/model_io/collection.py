@@ -10,7 +10,6 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-
 # Objects from which a look at them is worth avoiding. Fewer are collected as usual: in the oldest generation their garbage
 # would stay until that has grown by a quarter, which a process that folds many small models takes for a leak.
 _MANY = 100_000
