@@ -341,6 +341,16 @@ class TestBetween:
         )
         assert fold(proto).report.verification.status == "passed"  # type: ignore[union-attr]
 
+    def test_a_negative_axis_before_opset_11(self) -> None:
+        """ONNX Runtime takes it, where ONNX's inference leaves it out and gives another rank."""
+        proto = model(
+            "g (float[2,1,4] x) => (float[2,4] y) { t = MatMul (x, w) z = Squeeze <axes=[-2]> (t)"
+            " y = BatchNormalization (z, p_s, p_b, p_m, p_v) }",
+            {"w": (4, 4), **batch_norm("p", 4)},
+            opset=9,
+        )
+        assert_refused(proto, "opset")
+
     def test_a_mean_of_no_elements(self) -> None:
         proto = model(
             f"g (float[0,4,3] x) => (float[1,4,1] y) {{ t = Conv (x, w) z = ReduceMean <axes=[0, 2]> (t)\n {BN} }}",

@@ -65,11 +65,12 @@ def residues(region: Region, sides: tuple[Side, Side], shapes: ModelShapes) -> l
     if len(declared) < len(known) or steps > _MOST_STEPS or bound > _MOST_BOUND:
         return []
     need = _reach(region, sides[0]) + bound
-    # Behind every other axis, so that no size is another one's.
-    behind = need + steps + max(map(len, declared), default=0)
-    large = [_chosen(declared, need + step, behind + step, shrink=False) for step in range(steps)]
-    small = [_chosen(declared, need, batch, shrink=False) for batch in (2, 3)]
-    return [*large, *(chosen for chosen in small if chosen not in large)]
+    small = [_chosen(declared, need + step, 2, shrink=False) for step in range(steps)]
+    small.append(_chosen(declared, need, 3, shrink=False))
+    # Beyond the bounds the batch is larger than every other axis, so that no size is another one's.
+    beyond = need + steps + max(map(len, declared), default=0)
+    large = [_chosen(declared, need + step, beyond + step, shrink=False) for step in range(steps)] if bound else []
+    return [*small, *large]
 
 
 def _stride(nodes: Sequence[ir.Node], side: Side) -> int:

@@ -79,6 +79,22 @@ def test_another_form_is_not_proved(mine: str, theirs: str, declared: str) -> No
     assert verify(source, candidate, method="local").status != "passed"
 
 
+def test_cubic_weights_are_not_those_of_float32() -> None:
+    """onnx.reference rounds them, so that they do not sum to 1."""
+    source = behind(
+        'Resize <mode="cubic"> (z, , , s)', declared="2,4,7", opset=13, values={"s": np.array([2, 4, 10], np.int64)}
+    )
+    result = fold(source, verify=False)
+    assert verify(source, result.model, report=result.report).status == "passed"
+
+
+def test_a_resize_to_nothing_is_undecided() -> None:
+    sizes = np.array([0, 4, 3], np.int64)
+    source = behind("Resize (z, , , s)", declared="0,4,5", opset=13, values={"s": sizes})
+    result = fold(source, verify=False)
+    assert verify(source, result.model, report=result.report).status == "not_verified"
+
+
 def test_a_map_of_no_elements_is_not_refuted() -> None:
     source = model(
         f"g (float[0,4] x) => (float[] y) {{ z = {NORM.format('x')} r = Mul (c, z)"
