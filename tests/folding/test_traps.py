@@ -317,6 +317,59 @@ class TestBetween:
         folded, _ = fold_and_check(proto)
         assert operators(folded) == ["Conv", "MaxPool"]
 
+    @pytest.mark.parametrize("size", ["1", "L"])
+    def test_a_window_of_padding_alone(self, size: str) -> None:
+        """Its elements are on both sides of the data, and its maximum is the lowest number."""
+        pool = "<kernel_shape=[2], dilations=[2], pads=[1,1]>"
+        for node in (f"MaxPool {pool} (x)", f"AveragePool {pool} (x)"):
+            proto = model(
+                f"g (float[N,4,{size}] x) => (float[N,4,A] y) {{ z = Conv (x, w) t = {node.replace('(x)', '(z)')}"
+                " y = BatchNormalization (t, p_s, p_b, p_m, p_v) }",
+                {"w": (4, 4, 1), **batch_norm("p", 4)},
+                values={"p_s": np.ones(4, np.float32)},
+                opset=19,
+            )
+            assert_refused(proto, "padding")
+
+    def test_a_dilated_window_that_meets_data(self) -> None:
+        proto = model(
+            "g (float[N,4,8] x) => (float[N,4,A] y) { z = Conv (x, w)"
+            " t = MaxPool <kernel_shape=[3], dilations=[2], pads=[2,2]> (z)"
+            " y = BatchNormalization (t, p_s, p_b, p_m, p_v) }",
+            {"w": (4, 4, 1), **batch_norm("p", 4)},
+            values={"p_s": np.ones(4, np.float32)},
+        )
+        assert fold(proto).report.verification.status == "passed"  # type: ignore[union-attr]
+
+    def test_a_negative_axis_before_opset_11(self) -> None:
+        """ONNX Runtime takes it, where ONNX's inference leaves it out and gives another rank."""
+        proto = model(
+            "g (float[2,1,4] x) => (float[2,4] y) { t = MatMul (x, w) z = Squeeze <axes=[-2]> (t)"
+            " y = BatchNormalization (z, p_s, p_b, p_m, p_v) }",
+            {"w": (4, 4), **batch_norm("p", 4)},
+            opset=9,
+        )
+        assert_refused(proto, "opset")
+
+    def test_a_mean_of_no_elements(self) -> None:
+        proto = model(
+            f"g (float[0,4,3] x) => (float[1,4,1] y) {{ t = Conv (x, w) z = ReduceMean <axes=[0, 2]> (t)\n {BN} }}",
+            {"w": (4, 4, 1), **batch_norm("p", 4)},
+            opset=13,
+        )
+        assert_refused(proto, "shape")
+
+    def test_a_constant_that_enlarges_a_free_axis_next_to_a_batch_norm(self) -> None:
+        """The batch norm's channels are axis 1; the last axis may have size 1."""
+        proto = model(
+            "g (float[N,1,L] x) => (float[N,1,3] y) { t = BatchNormalization (x, q_s, q_b, q_m, q_v)"
+            " u = Mul (t, c) v = Add (u, d) y = MatMul (v, w) }",
+            {"c": (3,), "d": (3,), "w": (3, 3), **batch_norm("q", 1)},
+        )
+        folded = to_proto(fold(proto, verify=False).model)
+        inputs = {"x": np.ones((2, 1, 1), np.float32)}
+        assert_near(run(folded, inputs)[0], run(proto, inputs)[0])
+
     def test_split_whose_other_part_is_read(self) -> None:
         nodes = "t = Conv (x, w)\n z, u = Split <axis=2> (t)"
         proto = conv_bn(

@@ -118,7 +118,9 @@ def build(op_type: str, case: Case, place: str, shape: Shape, result: Result, op
             chain.form(op_type, case, result)
         else:
             getattr(chain, word)()
-    declared = _declared(shape, seed % 3)
+    # The mean of a batch that happens to be empty is a limit of the folder, which docs/folding.md names.
+    is_limit = op_type == "ReduceMean" and 0 in shape
+    declared = _declared(shape, 0 if is_limit else seed % 3)
     inputs = [onnx.helper.make_tensor_value_info("x", FLOAT, declared)]
     inputs += [onnx.helper.make_tensor_value_info(name, FLOAT, size) for name, size in chain.others.items()]
     return finish(chain.nodes, inputs, [chain.value], chain.initializers, opset)

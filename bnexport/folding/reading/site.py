@@ -26,8 +26,8 @@ from bnexport.folding.reading.elementwise import (
 from bnexport.graph.nodes import input_at, is_standard
 from bnexport.graph.refusal import Refused
 
-# Operators whose own rule checks the number of channels, so that unknown shapes do no harm.
-_CHECK_CHANNELS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "BatchNormalization")
+# Operators whose own rule checks the number of channels, so that unknown shapes do no harm: along axis 1, or the last one.
+_CHECK_CHANNELS = ("Conv", "ConvTranspose", "Gemm", "BatchNormalization")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,5 +152,9 @@ def keeps_channels(node: ir.Node, data: int, axis: int, channels: int, context: 
     size = context.size(source, axis)
     if size is not None:
         return size == channels
-    producer = source.producer()
-    return producer is not None and is_standard(producer, *_CHECK_CHANNELS)
+    producer, rank = source.producer(), context.rank(source)
+    if producer is None:
+        return False
+    return (
+        is_standard(producer, *_CHECK_CHANNELS) if axis == 1 else is_standard(producer, "MatMul") and rank == axis + 1
+    )

@@ -4,6 +4,9 @@ Means:  mean(k x + b) = k mean(x) + b. Where padding zeros are counted, or a win
         border (ceil_mode, whose divisor runtimes do not agree on), b would be divided wrongly: only a scale.
 Maxima: max(k x + b) = k max(x) + b for k > 0: order is kept, and padding is -infinity on both sides.
         For k <= 0 the maximum becomes a minimum: refused.
+
+A window of padding alone, which dilation allows, has a fixed value: 0, or the lowest number in a maximum. Where there
+may be one, a maximum passes no map and a mean only a scale.
 """
 
 from __future__ import annotations
@@ -56,11 +59,28 @@ def _check(node: ir.Node, axis: int, affine: ChannelAffine, context: Context) ->
     if node.op_type in ("MaxPool", "GlobalMaxPool"):
         if not (affine.scale > 0).all():
             raise Refused("order", f"a maximum ({label(node)}) passes positive scales only")
+        _refuse_empty_windows(node, context)
         return
     if node.op_type == "AveragePool" and not affine.is_scaling:
         counts_padding = context.opset < 7 or get_int(node, "count_include_pad", 0) != 0
         if (counts_padding and padded(node)) or get_int(node, "ceil_mode", 0):
             raise Refused("shift", f"{label(node)} averages over padding, so it passes a scale only")
+        _refuse_empty_windows(node, context)
+
+
+def _refuse_empty_windows(node: ir.Node, context: Context) -> None:
+    """Refuse a pooling of which a window may lie in padding alone: its elements may be on both sides of the data."""
+    value = input_at(node, 0)
+    kernel, dilations = get_ints(node, "kernel_shape") or (), get_ints(node, "dilations") or ()
+    if value is None or not padded(node):
+        return
+    pads = get_ints(node, "pads") or (0,) * (2 * len(kernel))
+    for place, (count, step) in enumerate(zip(kernel, dilations, strict=False)):
+        size = context.size(value, 2 + place)
+        reach = (count - 1) * step
+        beyond = max(pads[place], pads[place + len(kernel)]) > reach
+        if step > 1 and (beyond or not isinstance(size, int) or size < step):
+            raise Refused("padding", f"a window of {label(node)} may lie in its padding alone")
 
 
 def _reduced(node: ir.Node, value: ir.Value, context: Context) -> tuple[tuple[int, ...], bool]:
@@ -74,7 +94,10 @@ def _reduced(node: ir.Node, value: ir.Value, context: Context) -> tuple[tuple[in
         axes = context.constants.ints(input_at(node, 1), f"axes of {label(node)}")
     if not axes:
         raise Refused("axis", f"{label(node)} reduces over every axis")
-    return tuple(sorted(axis + rank if axis < 0 else axis for axis in axes)), get_int(node, "keepdims", 1) != 0
+    axes = tuple(sorted(axis + rank if axis < 0 else axis for axis in axes))
+    if any(context.size(value, axis) == 0 for axis in axes):
+        raise Refused("shape", f"{label(node)} takes the mean of no elements")
+    return axes, get_int(node, "keepdims", 1) != 0
 
 
 def _behind_reduction(node: ir.Node, value: ir.Value, axis: int, context: Context) -> int:

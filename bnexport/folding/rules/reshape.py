@@ -76,6 +76,9 @@ def _axes(node: ir.Node, rank: int, context: Context) -> tuple[int, ...]:
         axes = get_ints(node, "axes") or ()
     if not axes:
         raise Refused("axis", f"{label(node)} names no axes")
+    if context.opset < 11 and min(axes) < 0:
+        # ONNX Runtime takes them; ONNX does not, and its inference gives another rank.
+        raise Refused("opset", f"{label(node)} has a negative axis, which opset {context.opset} does not define")
     return tuple(sorted(axis + rank if axis < 0 else axis for axis in axes))
 
 

@@ -95,14 +95,17 @@ class _Search:
 
     def _other_constants(self, pair: _Graphs) -> str:
         """Return the first difference if the models are equal but for the constants of some operators: another model."""
-        before, proved = self._numbers.snapshot(), len(self._proofs)
+        numbers, proved = self._numbers.snapshot(), len(self._proofs)
+        tried, equal = dict(self._tried), set(self._equal)
         first = ""
         while (found := next(self._open_parts("failed", same=True), None)) is not None:
             first = first or found[1].reason
             self._accept(found[0])
             if not self._compare(pair):
                 return first
-        self._numbers.restore(before)
+        # What was compared meanwhile rests on parts that are not equal.
+        self._numbers.restore(numbers)
+        self._tried, self._equal = tried, equal
         del self._proofs[proved:]
         return ""
 

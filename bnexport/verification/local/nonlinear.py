@@ -24,7 +24,7 @@ from bnexport.verification.local import forms
 from bnexport.verification.local.forms import CONSTANT, Form
 from bnexport.verification.local.operators import Operand
 from bnexport.verification.local.parameters import NOISE, Parameter
-from bnexport.verification.local.reference import NodeEvaluator
+from bnexport.verification.local.reference import Misfit, NodeEvaluator
 
 HOMOGENEOUS = ("Relu", "LeakyRelu", "PRelu")
 MAXIMA = ("MaxPool", "GlobalMaxPool", "ReduceMax")
@@ -123,9 +123,7 @@ def passed(
     if len([value for value in mine.outputs if value.uses() or value.is_graph_output()]) > 1:
         raise UnsupportedModelError(f"{kind} with several outputs")
     relation = _relation(mine, kind, first, second)
-    others = [None if each is None else _sample(each) for each in first]
-    results = NodeEvaluator(mine, [each is not None for each in others], version)(others)
-    shape = np.asarray(results[0]).shape
+    shape = _shape(mine, first, version)
     rows = forms.directions(shape, count, seed=group)
     one = forms.variables(group, shape, rows)
     ratio, offset, ratio_error, offset_error = (_onto(each, shape, kind) for each in dataclasses.astuple(relation))
@@ -141,6 +139,17 @@ def passed(
         two.errors[CONSTANT] = offset_error[None].copy()
     empty: list[Operand] = [None] * (len(mine.outputs) - 1)
     return [one, *empty], [two, *empty]
+
+
+def _shape(node: ir.Node, operands: list[Operand], version: int) -> tuple[int, ...]:
+    """Return the shape of the operator's output."""
+    data = operands[0]
+    if node.op_type == "GlobalMaxPool" and isinstance(data, Form):
+        # onnx.reference takes the maximum over the channels too.
+        return (*data.shape[:2], *[1] * (data.rank - 2))
+    others = [None if each is None else _sample(each) for each in operands]
+    results = NodeEvaluator(node, [each is not None for each in others], version)(others)
+    return np.asarray(results[0]).shape
 
 
 def _relation(node: ir.Node, kind: str, first: list[Operand], second: list[Operand]) -> Relation:
@@ -187,6 +196,10 @@ def _of_product(kind: str, left: Relation, right: Relation) -> Relation:
             raise NotRelated("a divisor is scaled by 0")
         inverse = 1.0 / right.ratio
         right = Relation(inverse, right.offset, right.ratio_error * inverse**2, right.offset_error)
+    try:
+        np.broadcast_shapes(left.ratio.shape, right.ratio.shape)
+    except ValueError:
+        raise Misfit(f"{kind} of {left.ratio.shape} and {right.ratio.shape}") from None
     ratio = left.ratio * right.ratio
     error = np.abs(left.ratio) * right.ratio_error + left.ratio_error * np.abs(right.ratio)
     return Relation(ratio, np.zeros(ratio.shape), error, np.zeros(ratio.shape))

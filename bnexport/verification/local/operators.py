@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.errors import UnsupportedModelError
+from bnexport.tolerances import UNIT_ROUNDOFF
 from bnexport.verification.local import forms
 from bnexport.verification.local.attributes import check_node
 from bnexport.verification.local.chains import NotAChain, normalising, reciprocal
@@ -33,6 +34,8 @@ MOVING = (
 )
 # Linear without weights: weighted means whose weights depend on sizes alone.
 MEANS = ("AveragePool", "GlobalAveragePool", "ReduceMean", "ReduceSum", "Resize", "Upsample")
+# Rounding errors of weights that were computed in float32, from coordinates that were.
+_ROUNDED = 16 * UNIT_ROUNDOFF["float32"]
 
 
 def as_form(operand: Operand) -> Form:
@@ -456,6 +459,8 @@ def means(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]
         return np.asarray(evaluator([values, *others])[0], np.float64)
 
     shape = run(np.zeros(data.shape)).shape
+    if 0 in shape:
+        raise UnsupportedModelError(f"{node.op_type} gives a value of shape {shape}, which has no element to compare")
     forms.check_size(size, int(np.prod(shape)))
     matrix = np.empty((size, int(np.prod(shape))))
     for index in range(size):
@@ -466,12 +471,21 @@ def means(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]
     expected = run(sample).reshape(-1)
     if not np.allclose(sample.reshape(-1) @ matrix, expected, rtol=1e-9, atol=1e-9):
         raise UnsupportedModelError(f"{node.op_type} is not linear here")
+    if node.op_type in ("Resize", "Upsample"):
+        matrix = _normalised(matrix)
     magnitude = np.abs(matrix)
 
     def through(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
         return (values.reshape(len(values), -1) @ weights).reshape(-1, *shape)
 
     return [_linear([data], shape, lambda parts: through(parts[0], matrix), lambda parts: through(parts[0], magnitude))]
+
+
+def _normalised(matrix: np.ndarray) -> np.ndarray:
+    """Make the weights of each interpolated element sum to 1 that do so but for rounding: onnx.reference rounds to float32."""
+    sums = matrix.sum(axis=0)
+    is_rounded = np.abs(sums - 1.0) <= _ROUNDED * np.abs(matrix).sum(axis=0)
+    return np.asarray(matrix / np.where(is_rounded, sums, 1.0))
 
 
 def same(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:

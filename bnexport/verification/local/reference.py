@@ -10,8 +10,12 @@ import onnx_ir as ir
 
 from bnexport.errors import UnsupportedModelError, first_line
 
-# onnx.reference computes these as the opset that follows, or blends statistics; LRN it computes in another way.
-_WRONG_BELOW = {"Softmax": 13, "LogSoftmax": 13, "Hardmax": 13, "BatchNormalization": 14, "LRN": 1 << 30}
+# onnx.reference computes these as the opset that follows, or blends statistics; GlobalMaxPool and LRN in another way.
+_NEVER = 1 << 30
+_WRONG_BELOW = {
+    **{"Softmax": 13, "LogSoftmax": 13, "Hardmax": 13, "BatchNormalization": 14},
+    **{"GlobalMaxPool": _NEVER, "LRN": _NEVER},
+}
 
 
 class Misfit(UnsupportedModelError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TypeGuard
 
 import onnx_ir as ir
 
@@ -17,6 +18,8 @@ _POINTWISE = ("BatchNormalization", "Add", "Sub", "Mul", "Div", "Sum", "Neg", "I
 _WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 # Remainders of a size that are tried.
 _MOST_STEPS = 8
+# Bounds of a Slice, a Pad or a Split that free sizes are chosen beyond; a Slice to the end has one of 2^31 or more.
+_MOST_BOUND, _ENDLESS = 16, (1 << 31) - 1
 # Elements of all entering values together, if each is to be a variable.
 MOST_VARIABLES = 2500
 
@@ -50,22 +53,55 @@ def candidates(region: Region, side: Side, shapes: ModelShapes) -> Iterator[list
 def residues(region: Region, sides: tuple[Side, Side], shapes: ModelShapes) -> list[list[tuple[int, ...]]]:
     """Sizes at which two parts have to be equal that move over their data in different ways.
 
-    Declared sizes stay. Padding and rounding depend on a free size by its remainder under division by the strides, so each
-    remainder is there. Empty where a rank is not known, or strides are many.
+    Declared sizes stay; free ones are larger than 1 and than each bound, and differ from axis to axis. Padding and rounding
+    depend on a size by its remainder under division by the strides, so each remainder is there. Empty where a rank is
+    not known, or strides or bounds are too large.
     """
     known = [shapes.of(value) for value, _ in region.entering]
     declared = [shape for shape in known if shape is not None]
-    steps = max(_stride(nodes) for nodes in region.nodes)
-    if len(declared) < len(known) or steps > _MOST_STEPS:
+    several = list(zip(region.nodes, sides, strict=True))
+    steps = max(_stride(nodes, side) for nodes, side in several)
+    bound = max(_bound(nodes, side) for nodes, side in several)
+    if len(declared) < len(known) or steps > _MOST_STEPS or bound > _MOST_BOUND:
         return []
-    need = _reach(region, sides[0])
-    return [_chosen(declared, need + step, 2, shrink=False) for step in range(steps)]
+    need = _reach(region, sides[0]) + bound
+    small = [_chosen(declared, need + step, 2, shrink=False) for step in range(steps)]
+    small.append(_chosen(declared, need, 3, shrink=False))
+    # Beyond the bounds the batch is larger than every other axis, so that no size is another one's.
+    beyond = need + steps + max(map(len, declared), default=0)
+    large = [_chosen(declared, need + step, beyond + step, shrink=False) for step in range(steps)] if bound else []
+    return [*small, *large]
 
 
-def _stride(nodes: Sequence[ir.Node]) -> int:
-    """Return the product of the largest strides."""
-    strides = (node.attributes.get("strides") for node in nodes)
-    return math.prod(max(each.as_ints(), default=1) for each in strides if each is not None and not each.is_ref())
+def _stride(nodes: Sequence[ir.Node], side: Side) -> int:
+    """Return the product of the largest strides and steps."""
+    strides = [list(each.as_ints()) for node in nodes for each in [node.attributes.get("strides")] if _is_given(each)]
+    steps = [_integers(node, 4, side) for node in nodes if node.op_type == "Slice"]
+    return math.prod(max(map(abs, each), default=1) for each in (*strides, *steps))
+
+
+def _bound(nodes: Sequence[ir.Node], side: Side) -> int:
+    """Return the largest place or width along an axis that an operator names."""
+    found = [0]
+    for node in nodes:
+        for name in ("starts", "ends", "pads", "split"):
+            attribute = node.attributes.get(name)
+            found += list(attribute.as_ints()) if _is_given(attribute) else []
+        for index in {"Slice": (1, 2), "Pad": (1,), "Split": (1,), "Gather": (1,)}.get(node.op_type, ()):
+            found += _integers(node, index, side)
+    return max(size for size in map(abs, found) if size < _ENDLESS)
+
+
+def _is_given(attribute: ir.Attr | None) -> TypeGuard[ir.Attr]:
+    return attribute is not None and not attribute.is_ref()
+
+
+def _integers(node: ir.Node, index: int, side: Side) -> list[int]:
+    """Return the constant at an input; empty where there is none."""
+    value = node.inputs[index] if index < len(node.inputs) else None
+    if value is None or not side.constants.has(value):
+        return []
+    return [int(each) for each in side.constants.array(value).reshape(-1)]
 
 
 def moves_differ(region: Region, sides: tuple[Side, Side]) -> bool:

@@ -1,0 +1,107 @@
+"""Operators between a linear one and a batch norm: right folds are proved, those of another form are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from bnexport.folding import fold, verify
+from tests.support.onnx_text import batch_norm, model
+
+CONV = {"w": (4, 4, 1), **batch_norm("p", 4)}
+NORM = "BatchNormalization ({}, p_s, p_b, p_m, p_v)"
+
+
+def behind(form: str, first: str = "Conv (x, w)", declared: str = "N,4,S", **options: Any) -> onnx.ModelProto:
+    """An operator that makes z, `form` of z, a batch norm."""
+    return model(
+        f"g (float[{declared}] x) => (float[] y) {{ z = {first} r = {form} y = {NORM.format('r')} }}", CONV, **options
+    )
+
+
+def test_a_global_maximum_of_rank_3_is_proved() -> None:
+    """onnx.reference takes it over the channels."""
+    source = behind("GlobalMaxPool (z)", values={"p_s": np.array([0.5, 1.0, 2.0, 3.0], np.float32)})
+    result = fold(source, verify=False)
+    assert result.report.changed
+    assert verify(source, result.model, report=result.report).status == "passed"
+    assert verify(source, result.model, method="local").status == "passed"
+
+
+def test_a_fold_behind_an_operator_that_is_not_evaluated_is_not_refuted() -> None:
+    source = behind("Upsample <scales=[1.0, 1.0, 2.0]> (z)", opset=7)
+    result = fold(source, verify=False)
+    assert result.report.changed
+    assert verify(source, result.model, method="local").status == "not_verified"
+
+
+def test_a_product_of_sizes_that_may_differ_is_undecided() -> None:
+    """A free size is not known to be that of the other factor."""
+    source = model(
+        f"g (float[N,4,S] x, float[4,3] f) => (float[] y) {{ z = Conv (x, w) r = Mul (z, f) y = {NORM.format('r')} }}",
+        CONV,
+    )
+    result = fold(source, verify=False)
+    assert result.report.changed
+    assert verify(source, result.model, report=result.report).status == "not_verified"
+    assert verify(source, result.model, method="local").status == "not_verified"
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "declared"),
+    [
+        ("Slice <starts=[-2], ends=[9223372036854775807], axes=[0]> (z)", "Identity (z)", "N,4,4"),
+        ("Slice <starts=[0], ends=[6], axes=[2]> (z)", "Identity (z)", "2,4,S"),
+        (
+            "Slice <starts=[0], ends=[3], axes=[2]> (z)",
+            "Slice <starts=[-2], ends=[99999999999], axes=[2]> (z)",
+            "2,4,3",
+        ),
+        (
+            'Pad <mode="edge", pads=[1, 0, 0, 1, 0, 0]> (z)',
+            'Pad <mode="reflect", pads=[1, 0, 0, 1, 0, 0]> (z)',
+            "N,4,4",
+        ),
+        ("Transpose <perm=[2, 1, 0]> (z)", "Identity (z)", "N,4,S"),
+        ("ReduceMean <axes=[0, 2]> (z)", "ReduceMean <axes=[2]> (z)", "N,4,3"),
+    ],
+    ids=["slice of the batch", "slice of a free size", "two slices", "pads", "transpose", "mean"],
+)
+def test_another_form_is_not_proved(mine: str, theirs: str, declared: str) -> None:
+    """There are sizes at which both are equal."""
+    source, other = (behind(form, "Identity (x)", declared, opset=9) for form in (mine, theirs))
+    result = fold(source, verify=False)
+    candidate = fold(other, verify=False).model
+    assert verify(source, candidate, report=result.report).status != "passed"
+    assert verify(source, candidate, method="local").status != "passed"
+
+
+def test_cubic_weights_are_not_those_of_float32() -> None:
+    """onnx.reference rounds them, so that they do not sum to 1."""
+    source = behind(
+        'Resize <mode="cubic"> (z, , , s)', declared="2,4,7", opset=13, values={"s": np.array([2, 4, 10], np.int64)}
+    )
+    result = fold(source, verify=False)
+    assert verify(source, result.model, report=result.report).status == "passed"
+
+
+def test_a_resize_to_nothing_is_undecided() -> None:
+    sizes = np.array([0, 4, 3], np.int64)
+    source = behind("Resize (z, , , s)", declared="0,4,5", opset=13, values={"s": sizes})
+    result = fold(source, verify=False)
+    assert verify(source, result.model, report=result.report).status == "not_verified"
+
+
+def test_a_map_of_no_elements_is_not_refuted() -> None:
+    source = model(
+        f"g (float[0,4] x) => (float[] y) {{ z = {NORM.format('x')} r = Mul (c, z)"
+        " y = BatchNormalization (r, q_s, q_b, q_m, q_v) }",
+        {**batch_norm("p", 4), **batch_norm("q", 4)},
+        values={"c": np.zeros((0, 4), np.float32)},
+    )
+    result = fold(source, verify=False)
+    assert result.report.changed
+    assert verify(source, result.model, method="local").status == "not_verified"
