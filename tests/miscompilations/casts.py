@@ -59,9 +59,6 @@ MISTAKES: list[Mistake] = [
         wrong="y = Identity (x)",
         right="i = Identity (x) u = Cast <to=2> (i) y = Cast <to=7> (u)",
         inputs={"x": np.asarray([[-1, 0, 1, 300]] * 2)},
-        known=Known(
-            "a Cast to an integer counts as a copy, and samples of integers are 0 and 1", ("both", "local", "whole")
-        ),
     ),
     Mistake(
         "uint8_through_int8",

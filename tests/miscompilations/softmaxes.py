@@ -111,7 +111,6 @@ MISTAKES: list[Mistake] = [
         wrong="y = ArgMax <axis=1> (x)",
         right="i = Identity (x) y = ArgMax <axis=1, select_last_index=1> (i)",
         inputs={"x": floats([[1, 3, 3, 0]])},
-        known=passes_whole("samples have no equal numbers"),
     ),
     Mistake(
         "weights_in_front_of_argmax",
