@@ -26,6 +26,7 @@ from bnexport.errors import BnexportError, ModelError
 from bnexport.graph.sync_bn_nodes import has_sync_batch_norm, is_sync_batch_norm, trains
 from bnexport.model_io import Parts, to_parts, walk
 from bnexport.verification.comparison import FLOATS
+from bnexport.verification.inputs.further_sets import find_further
 from bnexport.verification.inputs.integer_inputs import find_ranges
 from bnexport.verification.inputs.samples import InputSpec
 from bnexport.verification.isolated_process import PROCESS, EngineFailure, Shipment
@@ -57,6 +58,10 @@ def compare(reference: ir.Model, candidate: ir.Model, terms: Terms, convert: Con
     if difference:
         return Verification("failed", difference, seed=terms.seed, reference=label)
     answer = _ask(reference, candidate, terms)
+    fixed = _fixed_inputs(reference, candidate)
+    if fixed and answer["status"] == "passed":
+        text = f"the candidate has no input {fixed[0]!r}, which a caller of the reference may give: compared at its default alone"
+        answer |= {"status": "not_verified", "reason": text}
     outputs = tuple(OutputComparison(**output) for output in answer.pop("outputs", ()))
     sizes = tuple(tuple(map(tuple, feed)) for feed in answer.pop("sizes", ()))
     return Verification(outputs=outputs, sizes=sizes, seed=terms.seed, reference=label, **answer)
@@ -74,6 +79,7 @@ def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, An
                 "outputs": [str(value.name) for value in reference.graph.outputs],
                 "probes": [_named(probe) for probe in probes],
                 "inputs": [dataclasses.asdict(_spec(value)) for value in _inputs(reference)],
+                "further": [dataclasses.asdict(each) for each in find_further(reference)],
                 "given": None
                 if given is None
                 else [[shipment.array(name, value) for name, value in sample.items()] for sample in given],
@@ -150,6 +156,14 @@ def _library() -> tuple[str | None, str | None]:
 def _inputs(model: ir.Model) -> list[ir.Value]:
     """Inputs that a caller has to give: those without an initializer."""
     return [value for value in model.graph.inputs if not value.is_initializer()]
+
+
+def _fixed_inputs(reference: ir.Model, candidate: ir.Model) -> list[str]:
+    """Return inputs with a default in the reference that the candidate lacks; before IR version 4 these are constants."""
+    if reference.ir_version < 4:
+        return []
+    known = {value.name for value in candidate.graph.inputs}
+    return [str(value.name) for value in reference.graph.inputs if value.name not in known]
 
 
 def _spec(value: ir.Value) -> InputSpec:

@@ -158,6 +158,24 @@ def test_protocol_over_a_closed_channel() -> None:
     assert worker.LENGTH.size == 8
 
 
+@pytest.mark.parametrize(("version", "status"), [(3, "passed"), (8, "not_verified")])
+def test_an_input_with_a_default_that_is_gone(version: int, status: str) -> None:
+    """Before IR version 4 each initializer is an input, and constant."""
+    first, second = (
+        model(
+            f"g (float[N,4] x{also}) => (float[N,4] y) {{ y = MatMul (x, m) }}",
+            {"m": (4, 4)},
+            header=f'<ir_version: {version}, opset_import: ["": 8]>',
+        )
+        for also in (", float[4,4] m", "")
+    )
+    second.ir_version = 8
+    result = verify(first, second, method="whole")
+    assert result.status == status
+    assert ("no input 'm'" in result.reason) is (status == "not_verified")
+    assert verify(first, first).passed
+
+
 class TestIllConditioned:
     """A batch norm whose input has |mean| / std in the thousands."""
 

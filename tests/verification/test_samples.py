@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from bnexport.folding import fold, verify
+from bnexport.verification.inputs.further_sets import find_further
 from bnexport.verification.inputs.integer_inputs import find_ranges
 from bnexport.verification.verdict import Verification
 from tests.support.onnx_text import batch_norm, model
@@ -62,6 +63,9 @@ class TestIntegers:
         [
             ("y = Cast <to = 1> (x)", ((-128, 127), (0, 1)), INT64),
             ("h = Add (x, x)\n y = Cast <to = 1> (h)", ((-128, 127), (0, 1)), INT64),
+            ("h = Cast <to = 2> (x)\n y = Cast <to = 1> (h)", ((-128, 127), (0, 1)), INT64),
+            ("h = Cast <to = 6> (x)\n y = Gather (t, h)", ((-50, 49), (0, 49), (0, 1)), None),
+            ("h = Cast <to = 6> (x)\n c = Cast <to = 7> (h)\n y = Tile (t, c)", ((0, 1),), None),
             ("y = Gather (t, x)", ((-50, 49), (0, 49), (0, 1)), None),
             ("h = Unsqueeze (x, o)\n y = Gather <axis = 1> (t, h)", ((-4, 3), (0, 3), (0, 1)), None),
             ("y = Gather (z, x)", ((0, 1),), None),
@@ -127,6 +131,35 @@ class TestScales:
         second = model("g (float[N,40] x) => (float[N,40] y) { y = Mul (x, c) }", values={"c": np.float32(1.001)})
         assert verify(first, second, atol=0.01).passed
         assert verify(first, second).status == "failed"
+
+
+class TestFurtherSets:
+    @pytest.mark.parametrize(
+        ("nodes", "sets"),
+        [
+            ("y = Relu (x)", []),
+            ("c = Greater (x, near)\n y = Where (c, x, near)", []),
+            ("c = IsNaN (x)\n y = Where (c, near, x)", ["nan"]),
+            ("e = Equal (x, x)\n y = Where (e, x, near)", ["nan"]),
+            ("c = IsInf (x)\n y = Where (c, near, x)", ["infinite"]),
+            ("y = Hardmax (x)", ["rounded"]),
+            ("p = MaxPool <kernel_shape = [2]> (x)\n y = Relu (p)", []),
+            ("p, i = MaxPool <kernel_shape = [2]> (x)\n y = Relu (p)", ["rounded"]),
+            ("h = Neg (far)\n y = Clip (x, h, near)", [4000.0]),
+            ("y = Min (x, sentinel)", []),
+        ],
+    )
+    def test_they_are_for_some_operators(self, nodes: str, sets: list[str | float]) -> None:
+        numbers = {name: np.float32(value) for name, value in (("near", 6), ("far", 1000), ("sentinel", 1e9))}
+        proto = ir.from_proto(model(f"g (float[N,3,4] x) => (float[A,B,C] y) {{ {nodes} }}", values=numbers))
+        assert [each.kind if each.scale == 1.0 else each.scale for each in find_further(proto)] == sets
+
+    @pytest.mark.parametrize("asks", ["IsInf", "IsNaN"])
+    def test_numbers_that_are_not_finite(self, asks: str) -> None:
+        body = "g (float[N,4] x) => (float[N,4] y) {{ c = {} (x)\n y = Where (c, z, x) }}"
+        first, second = (model(body.format(asks), values={"z": np.float32(value)}) for value in (0, 1))
+        assert verify(first, second).status == "failed"
+        assert verify(first, first).passed
 
 
 class TestSizes:

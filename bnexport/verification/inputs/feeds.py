@@ -1,8 +1,8 @@
 """Sets of inputs for two models, and the verdict on all of them.
 
 The caller's, or random ones. Of these the first group decides, at the first sizes at which the reference runs. The rest
-can only refute: floats of other sizes, all integers, one row, other sizes of dynamic dimensions, each where the
-reference runs. What they leave undecided is not counted.
+can only refute: floats of other sizes, all integers, one row, other sizes of dynamic dimensions, floats that an operator
+asks for (`further_sets`), each where the reference runs. What they leave undecided is not counted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from bnexport.verification.inputs.samples import (
     LARGEST,
     SMALLER,
     Draw,
+    FloatSet,
     InputSpec,
     Range,
     Sizes,
@@ -81,6 +82,9 @@ class _Drawing:
         # Bounds of the caller's are for values of some size; truth values and texts have none.
         bounded = request["atol"] is not None or request["rtol"] is not None
         self._scalable = not bounded and any(spec.kind in ("float", "integer") for spec in specs)
+        has_floats = any(spec.kind == "float" for spec in specs)
+        further = [FloatSet(**each) for each in request["further"]] if has_floats else []
+        self._further = [each for each in further if each.scale == 1.0 or not bounded]
         # One set has another scale.
         self._count = max(1, count - 1) if self._scalable else count
 
@@ -135,12 +139,16 @@ class _Drawing:
             )
             found = (how for how in draws if how.scale != 1.0 or shapes(self._specs, how) != known)
             yield from self._first_that_runs(found, ranges)
+        for step, floats in enumerate(self._further, self._count + len(plan)):
+            how = Draw(self._seed + step, *same, floats.scale, kind=floats.kind)
+            yield from self._first_that_runs([how], ranges)
 
     def _first_that_runs(self, draws: Iterable[Draw], ranges: dict[str, Range]) -> Iterator[FeedGroup]:
         for how in draws:
             with contextlib.suppress(BnexportError):
                 group = self._group([how], ranges)
-                if all(map(is_finite, group.expected)):
+                # Where the inputs are not finite, what becomes finite counts.
+                if how.kind in ("nan", "infinite") or all(map(is_finite, group.expected)):
                     yield group
                     return
 

@@ -1,8 +1,8 @@
 """Ranges for random integers, from where an integer input goes.
 
 An index has to stay below the size of what it indexes; a number of repetitions, a shape or a divisor may be anything but
-harmless. So the value is followed through the operators that only compute with it or move it, to where it becomes a float or
-a truth value, and to indices. An input that reaches anything else is drawn as 0 or 1, which is valid nearly everywhere.
+harmless. So the value is followed through the operators that only compute with it, cast it or move it, to where it becomes a
+float or a truth value, and to indices. An input that reaches anything else is drawn as 0 or 1, which is valid nearly everywhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BYTE = 8
 _CARRYING: dict[str, tuple[int, ...] | None] = {
     **dict.fromkeys(("Identity", "Abs", "Neg", "Sign", "Add", "Sub", "Mul", "Min", "Max", "Sum", "Concat"), None),
     **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Expand", "Split", "Slice"), (0,)),
-    **dict.fromkeys(("Tile", "Div", "Mod", "ReduceMax", "ReduceMin", "ReduceSum"), (0,)),
+    **dict.fromkeys(("Tile", "Div", "Mod", "ReduceMax", "ReduceMin", "ReduceSum", "Cast"), (0,)),
     **{"Clip": None, "Where": (1, 2), "Pad": (0, 2), "Gather": (0,), "GatherElements": (0,), "GatherND": (0,)},
     **dict.fromkeys(("MatMulInteger", "ConvInteger"), None),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import ml_dtypes  # noqa: F401 - NumPy learns the names of its types
 import numpy as np
@@ -16,7 +17,10 @@ FREE_SIZES = ((2, 32), (2, 64), (1, 224), (2, 8), (1, 1))
 # Further factors of float inputs. A clipped or nearly linear function shows on some of them only.
 LARGER, LARGEST, SMALLER = 8.0, 64.0, 0.125
 _ELEMENTS = 1 << 27
+# Share of a set's floats that are NaN or infinite, where it has such.
+_NOT_FINITE = 0.2
 
+Kind = Literal["normal", "rounded", "nan", "infinite"]
 Range = tuple[int, int]
 # Of free first dimensions, and of those at other places in turn.
 Sizes = tuple[int, tuple[int, ...]]
@@ -45,11 +49,19 @@ class InputSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class FloatSet:
+    """Random floats. kind: normal ones, these rounded to integers, or with NaN or infinities among them. scale: factor."""
+
+    kind: Kind = "normal"
+    scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Draw:
     """One set of random inputs.
 
     first: size of free first dimensions. others: sizes of free dimensions at other places, in turn. scale: factor of
-    floats. whole: draw from all integers, not from a range.
+    floats. whole: draw from all integers, not from a range. kind: of floats (`FloatSet`).
     """
 
     seed: int
@@ -57,6 +69,7 @@ class Draw:
     others: tuple[int, ...]
     scale: float = 1.0
     whole: bool = False
+    kind: Kind = "normal"
 
 
 def draw(inputs: Sequence[InputSpec], how: Draw, ranges: Mapping[str, Range]) -> dict[str, np.ndarray]:
@@ -105,8 +118,19 @@ def _random(
         return generator.integers(0, 2, shape).astype(bool)
     dtype = np.dtype(spec.dtype)
     if spec.kind == "float":
-        return (generator.standard_normal(shape) * how.scale).astype(dtype)
+        return _floats(generator, shape, how).astype(dtype)
     return _integers(generator, shape, spec.whole if how.whole and spec.whole else limits).astype(dtype)
+
+
+def _floats(generator: np.random.Generator, shape: tuple[int, ...], how: Draw) -> np.ndarray:
+    values = np.asarray(generator.standard_normal(shape) * how.scale)
+    if how.kind == "rounded":
+        return np.round(values)
+    if how.kind != "normal":
+        flat = values.reshape(-1)
+        places = generator.permutation(flat.size)[: max(2, int(flat.size * _NOT_FINITE))]
+        flat[places] = np.resize(np.nan if how.kind == "nan" else (np.inf, -np.inf), places.size)
+    return values
 
 
 def _integers(generator: np.random.Generator, shape: tuple[int, ...], limits: Range) -> np.ndarray:
