@@ -163,8 +163,11 @@ def check_windows(node: ir.Node, declared: Shape | None) -> None:
         return list(node.attributes[name].as_ints()) if name in node.attributes else []
 
     kernel, dilations, pads = map(numbers, ("kernel_shape", "dilations", "pads"))
-    is_same = "auto_pad" in node.attributes and node.attributes["auto_pad"].as_string().startswith("SAME")
-    if not any(pads) and not is_same:
+    automatic = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+    if node.op_type == "AveragePool" and automatic not in ("NOTSET", "") and max(dilations, default=1) > 1:
+        # ONNX Runtime and onnx.reference place such windows in two ways.
+        raise UnsupportedModelError(f"AveragePool with dilations and auto_pad {automatic}")
+    if not any(pads) and not automatic.startswith("SAME"):
         return
     pads = pads or [0] * (2 * len(kernel))
     for axis, (count, step) in enumerate(zip(kernel, dilations, strict=False)):
