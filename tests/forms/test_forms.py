@@ -15,34 +15,8 @@ from tests.forms.engine import newest_opset
 from tests.forms.recipes import RECIPES
 from tests.forms.session import EXCLUDED, Row, judge, named, of_operator
 
-# Known causes; each is to be mended, and its line removed.
-_SECOND = "a difference is refuted behind one that is not proved"
-_SIZES = "proved at sizes at which two forms agree"
-_PADDING = "a window of padding only, which a shift does not pass"
-KNOWN: dict[str, str] = {
-    "AveragePool": _PADDING,
-    "BatchNormalization": "five named outputs mean training before opset 14",
-    "Cast": "a Cast to integers counts as a copy; the region of a report ends in a Cast that rounds",
-    "Dropout": _SECOND,
-    "MaxPool": _PADDING,
-    "Mul": "a constant that enlarges a dynamic axis",
-    "Pad": _SIZES,
-    "ReduceMean": "the mean of an empty batch, which a shift does not pass",
-    "Reshape": "an empty batch that the checker cannot evaluate is a violation",
-    "Resize": "cubic weights of onnx.reference are float32",
-    "Shape": "a batch norm whose sizes alone are read is refuted",
-    "Slice": "a batch norm of which nothing is read is refuted",
-    "Split": "a batch norm of which nothing is read is refuted; a violation is excused where the sizes fit",
-    "Squeeze": "without axes it counts as one with axes; a negative axis before opset 11 misleads the inference",
-    "Sum": "no rule of the checker",
-    "Transpose": _SIZES,
-}
 # What a form cannot use: gone before opset 7, or without meaning there.
 UNUSED = {"consumed_inputs", "is_test"}
-OPERATORS = [
-    pytest.param(name, marks=[pytest.mark.xfail(reason=KNOWN[name], strict=False)] if name in KNOWN else [])
-    for name in sorted(RECIPES)
-]
 
 
 def findings(op_type: str, quota: int, sizes: int | None) -> tuple[list[str], int]:
@@ -76,7 +50,7 @@ def test_the_forms_use_every_attribute_and_leave_out_every_optional_input(op_typ
             assert not all(absent), (op_type, first, each.name)
 
 
-@pytest.mark.parametrize("op_type", OPERATORS)
+@pytest.mark.parametrize("op_type", sorted(RECIPES))
 def test_a_sample_of_the_forms(op_type: str) -> None:
     found, count = findings(op_type, 1, 1)
     assert found == []
@@ -84,7 +58,7 @@ def test_a_sample_of_the_forms(op_type: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op_type", OPERATORS)
+@pytest.mark.parametrize("op_type", sorted(RECIPES))
 def test_all_forms(op_type: str) -> None:
     found, _ = findings(op_type, QUOTA, None)
     assert found == []

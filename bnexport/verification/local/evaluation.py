@@ -101,11 +101,18 @@ class _Evaluation:
                 version = self._sides[side].constants.version(node)
                 lemma.check(node, version)
                 self._check_numbers(side, node)
+                self._check_windows(side, node)
                 results = lemma.rule(node, operands, version)
             self._values[side].update(zip(node.outputs, results, strict=False))
             pending.remove(node)
             moved = True
         return moved
+
+    def _check_windows(self, side: int, node: ir.Node) -> None:
+        """Raise UnsupportedModelError where a window of a pooling may lie in padding alone at some free size."""
+        data = node.inputs[0] if node.inputs else None
+        if node.op_type in ("MaxPool", "AveragePool") and data is not None:
+            nonlinear.check_windows(node, self._sides[side].shapes.of(data))
 
     def _check_numbers(self, side: int, node: ir.Node) -> None:
         """Raise UnsupportedModelError where what varies holds no floats, and the operator does more than move it."""
@@ -140,6 +147,7 @@ class _Evaluation:
             if self._sides[0].is_random(node):
                 raise UnsupportedModelError(f"{name_of(node)} ({node.op_type}) may be random")
             self._check_types(node, twin)
+            self._check_windows(0, node)
             operands = self._operands(0, node), self._operands(1, twin)
             results = nonlinear.passed(node, operands, version, self._next(), self._count)
             for side, each in enumerate((node, twin)):

@@ -25,6 +25,7 @@ from bnexport.verification.local.forms import CONSTANT, Form
 from bnexport.verification.local.operators import Operand
 from bnexport.verification.local.parameters import NOISE, Parameter
 from bnexport.verification.local.reference import Misfit, NodeEvaluator
+from bnexport.verification.local.shapes import Shape
 
 HOMOGENEOUS = ("Relu", "LeakyRelu", "PRelu")
 MAXIMA = ("MaxPool", "GlobalMaxPool", "ReduceMax")
@@ -150,6 +151,30 @@ def _shape(node: ir.Node, operands: list[Operand], version: int) -> tuple[int, .
     others = [None if each is None else _sample(each) for each in operands]
     results = NodeEvaluator(node, [each is not None for each in others], version)(others)
     return np.asarray(results[0]).shape
+
+
+def check_windows(node: ir.Node, declared: Shape | None) -> None:
+    """Raise UnsupportedModelError where a window of a pooling may lie in padding alone: its value is fixed.
+
+    declared: shape of the data. Only elements that are apart can be on both sides of the data, or a pad that is too wide.
+    """
+
+    def numbers(name: str) -> list[int]:
+        return list(node.attributes[name].as_ints()) if name in node.attributes else []
+
+    kernel, dilations, pads = map(numbers, ("kernel_shape", "dilations", "pads"))
+    automatic = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+    if node.op_type == "AveragePool" and automatic not in ("NOTSET", "") and max(dilations, default=1) > 1:
+        # ONNX Runtime and onnx.reference place such windows in two ways.
+        raise UnsupportedModelError(f"AveragePool with dilations and auto_pad {automatic}")
+    if not any(pads) and not automatic.startswith("SAME"):
+        return
+    pads = pads or [0] * (2 * len(kernel))
+    for axis, (count, step) in enumerate(zip(kernel, dilations, strict=False)):
+        size = declared[axis + 2] if declared is not None and axis + 2 < len(declared) else None
+        is_wide = max(pads[axis], pads[axis + len(kernel)]) > (count - 1) * step
+        if step > 1 and (is_wide or not isinstance(size, int) or size < step):
+            raise UnsupportedModelError(f"a window of {node.op_type} may lie in padding alone")
 
 
 def _relation(node: ir.Node, kind: str, first: list[Operand], second: list[Operand]) -> Relation:

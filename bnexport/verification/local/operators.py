@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -462,11 +463,10 @@ def means(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]
     if 0 in shape:
         raise UnsupportedModelError(f"{node.op_type} gives a value of shape {shape}, which has no element to compare")
     forms.check_size(size, int(np.prod(shape)))
-    matrix = np.empty((size, int(np.prod(shape))))
-    for index in range(size):
-        single = np.zeros(size)
-        single[index] = 1.0
-        matrix[index] = run(single.reshape(data.shape)).reshape(-1)
+    if node.op_type in ("AveragePool", "GlobalAveragePool"):  # the same for each sample and channel
+        matrix = np.kron(np.eye(math.prod(data.shape[:2])), _measured(run, (1, 1, *data.shape[2:])))
+    else:
+        matrix = _measured(run, data.shape)
     sample = np.random.default_rng(0).standard_normal(data.shape)
     expected = run(sample).reshape(-1)
     if not np.allclose(sample.reshape(-1) @ matrix, expected, rtol=1e-9, atol=1e-9):
@@ -479,6 +479,12 @@ def means(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]
         return (values.reshape(len(values), -1) @ weights).reshape(-1, *shape)
 
     return [_linear([data], shape, lambda parts: through(parts[0], matrix), lambda parts: through(parts[0], magnitude))]
+
+
+def _measured(run: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """Return the results for each element alone, one in a row."""
+    singles = np.eye(int(np.prod(shape)))
+    return np.stack([run(single.reshape(shape)).reshape(-1) for single in singles])
 
 
 def _normalised(matrix: np.ndarray) -> np.ndarray:

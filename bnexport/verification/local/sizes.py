@@ -16,6 +16,9 @@ _SHAPING = ("Shape", "Reshape", "Expand", "Tile", "Flatten", "Squeeze", "Unsquee
 
 _POINTWISE = ("BatchNormalization", "Add", "Sub", "Mul", "Div", "Sum", "Neg", "Identity", "Cast", "Dropout", "Relu")
 _WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+# Attributes and inputs that name places or widths along an axis.
+_PLACES = {"Slice": ("starts", "ends"), "Pad": ("pads",), "Split": ("split",)}
+_PLACED = {"Slice": (1, 2), "Pad": (1,), "Split": (1,), "Gather": (1,)}
 # Remainders of a size that are tried.
 _MOST_STEPS = 8
 # Bounds of a Slice, a Pad or a Split that free sizes are chosen beyond; a Slice to the end has one of 2^31 or more.
@@ -84,10 +87,10 @@ def _bound(nodes: Sequence[ir.Node], side: Side) -> int:
     """Return the largest place or width along an axis that an operator names."""
     found = [0]
     for node in nodes:
-        for name in ("starts", "ends", "pads", "split"):
+        for name in _PLACES.get(node.op_type, ()):
             attribute = node.attributes.get(name)
             found += list(attribute.as_ints()) if _is_given(attribute) else []
-        for index in {"Slice": (1, 2), "Pad": (1,), "Split": (1,), "Gather": (1,)}.get(node.op_type, ()):
+        for index in _PLACED.get(node.op_type, ()):
             found += _integers(node, index, side)
     return max(size for size in map(abs, found) if size < _ENDLESS)
 

@@ -79,6 +79,32 @@ def test_another_form_is_not_proved(mine: str, theirs: str, declared: str) -> No
     assert verify(source, candidate, method="local").status != "passed"
 
 
+@pytest.mark.parametrize("size", ["1", "S"])
+@pytest.mark.parametrize("kind", ["MaxPool", "AveragePool"])
+def test_a_map_is_not_moved_over_a_window_of_padding_alone(kind: str, size: str) -> None:
+    pool = f"{kind} <kernel_shape=[2], dilations=[2], pads=[1,1]>"
+    values = {"p_s": np.array([0.5, 1.0, 2.0, 3.0], np.float32)}
+    declared, norm = f"N,4,{size}", NORM.format("z")
+    source = behind(f"{pool} (z)", "Identity (x)", declared, opset=19, values=values)
+    swapped = model(
+        f"g (float[{declared}] x) => (float[] y) {{ z = Identity (x) r = {norm} y = {pool} (r) }}",
+        CONV,
+        opset=19,
+        values=values,
+    )
+    assert verify(source, swapped, method="local").status != "passed"
+
+
+@pytest.mark.parametrize("automatic", ["SAME_UPPER", "SAME_LOWER", "VALID"])
+def test_automatic_padding_of_dilated_means_is_undecided(automatic: str) -> None:
+    """onnx.reference places the windows in another way than ONNX Runtime."""
+    pool = f'AveragePool <auto_pad="{automatic}", kernel_shape=[3], dilations=[2]> (z)'
+    source = behind(pool, declared="2,4,8", opset=19)
+    result = fold(source, verify=False)
+    assert result.report.changed
+    assert verify(source, result.model, report=result.report).status == "not_verified"
+
+
 def test_cubic_weights_are_not_those_of_float32() -> None:
     """onnx.reference rounds them, so that they do not sum to 1."""
     source = behind(
