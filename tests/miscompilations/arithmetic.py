@@ -148,7 +148,6 @@ MISTAKES: list[Mistake] = [
         original="b = Mul (x, size) s = Sigmoid (x) y = Concat <axis=1> (b, s)",
         wrong="b = Mul (x, size) t = Sigmoid (x) s = Add (t, off) y = Concat <axis=1> (b, s)",
         right="b = Mul (size, x) s = Sigmoid (x) y = Concat <axis=1> (b, s)",
-        known=passes_whole("the bound of an output is relative to its largest number"),
     ),
     Mistake(
         "weight_that_a_caller_may_give",
