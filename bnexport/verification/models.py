@@ -30,6 +30,7 @@ from bnexport.verification.inputs.further_sets import find_further
 from bnexport.verification.inputs.integer_inputs import find_ranges
 from bnexport.verification.inputs.samples import InputSpec
 from bnexport.verification.isolated_process import PROCESS, EngineFailure, Shipment
+from bnexport.verification.parts import Parted, find_parted
 from bnexport.verification.probes import Probe, find_probes
 from bnexport.verification.terms import Terms
 from bnexport.verification.verdict import OutputComparison, Verification
@@ -69,15 +70,18 @@ def compare(reference: ir.Model, candidate: ir.Model, terms: Terms, convert: Con
 
 def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, Any]:
     """Return the fields of the verdict, from the process that runs the models."""
-    probes = find_probes(reference, candidate)
+    probes, parted = find_probes(reference, candidate), find_parted(reference)
+    of_reference = [value for probe in probes for value in probe.of_reference]
+    of_reference += [value for each in parted for value in each.values]
     given = [terms.inputs] if isinstance(terms.inputs, Mapping) else terms.inputs
     try:
         with Shipment() as shipment:
             request = {
-                "reference": _shipped(reference, [value for probe in probes for value in probe.of_reference], shipment),
+                "reference": _shipped(reference, of_reference, shipment),
                 "candidate": _shipped(candidate, [value for probe in probes for value in probe.of_candidate], shipment),
                 "outputs": [str(value.name) for value in reference.graph.outputs],
                 "probes": [_named(probe) for probe in probes],
+                "parted": [_of_parted(each) for each in parted],
                 "inputs": [dataclasses.asdict(_spec(value)) for value in _inputs(reference)],
                 "further": [dataclasses.asdict(each) for each in find_further(reference)],
                 "given": None
@@ -121,6 +125,17 @@ def _named(probe: Probe) -> dict[str, Any]:
         "candidate": str(probe.candidate.name),
         "selected": None if probe.selected is None else [str(value.name) for value in probe.selected],
         "axis": probe.axis,
+        "masking": probe.masking,
+    }
+
+
+def _of_parted(parted: Parted) -> dict[str, Any]:
+    return {
+        "output": parted.output,
+        "axis": parted.axis,
+        "output_axis": parted.output_axis,
+        "values": [str(value.name) for value in parted.values],
+        "saturating": [front is not operand for front, operand in zip(parted.fronts, parted.operands)],
     }
 
 

@@ -25,7 +25,8 @@ _DEPTH = 8
 class Probe:
     """The value in front of the function that makes `output`, in both models.
 
-    selected: the indices, in both models, where the function returns indices along `axis`.
+    selected: the indices, in both models, where the function returns indices along `axis`. masking: whether it is a Softmax
+    along `axis`, which makes nothing of numbers far below the largest.
     """
 
     output: str
@@ -34,6 +35,7 @@ class Probe:
     candidate: ir.Value
     selected: tuple[ir.Value, ir.Value] | None = None
     axis: int = 0
+    masking: bool = False
 
     @property
     def of_reference(self) -> list[ir.Value]:
@@ -56,7 +58,8 @@ def find_probes(reference: ir.Model, candidate: ir.Model) -> tuple[Probe, ...]:
             continue
         name = str(first.name)
         if not is_standard(one, *_SELECTING):
-            probes.append(Probe(name, one.op_type, value, other))
+            masking = is_standard(one, "Softmax") and _is_same_selection(one, two)
+            probes.append(Probe(name, one.op_type, value, other, axis=_axis(one), masking=masking))
         elif _is_same_selection(one, two):
             indices = one.outputs[-1], two.outputs[-1]
             probes.append(Probe(name, one.op_type, value, other, indices, _axis(one)))
@@ -69,8 +72,16 @@ def _is_same_selection(one: ir.Node, two: ir.Node) -> bool:
     return first == second
 
 
+def find_front(value: ir.Value) -> ir.Value | None:
+    """Return what is in front of the saturating function that makes a value; None where none does."""
+    end = _end(value)
+    front = end.inputs[0] if end is not None and is_standard(end, *_SATURATING) else None
+    return None if front is None or front.producer() is None else front
+
+
 def _axis(node: ir.Node) -> int:
-    return node.attributes.get_int("axis", -1 if node.op_type == "TopK" else 0)
+    """Return the axis of the rows. Softmax before opset 13, of all dimensions from its axis on, has rows of these, too."""
+    return node.attributes.get_int("axis", -1 if node.op_type in ("TopK", "Softmax") else 0)
 
 
 def _end(value: ir.Value) -> ir.Node | None:

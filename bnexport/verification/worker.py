@@ -35,6 +35,7 @@ from bnexport.verification.inputs.smaller_inputs import (
     with_smaller,
 )
 from bnexport.verification.runner import ENGINES, ReferenceRunner, Runner, Serialised
+from bnexport.verification.separating import compare_parts, without_masked
 from bnexport.verification.ties import Selection, Tail, without_ties
 from bnexport.verification.verdict import OutputComparison, Verification
 
@@ -123,7 +124,7 @@ class _Job:
         except _Fails as error:
             return {"status": "failed", "reason": str(error), "engine": engine.name}
         self._stage("comparison", engine)
-        answers = [self._compare(group, Attempt(1.0, group.expected), row) for group, row in zip(groups, rows)]
+        answers = [self._judge(group, Attempt(1.0, group.expected), row) for group, row in zip(groups, rows)]
         label = engine.label() + (f" ({candidate.providers[0]})" if candidate.providers else "")
         answer = joined(answers) | {"engine": label}
         if answer["status"] == "failed" and self._is_random(engine, reference, groups[0]):
@@ -171,7 +172,7 @@ class _Job:
             except _Fails as error:
                 return {"status": "failed", "reason": str(error)}
             self._stage("comparison", engine)
-            answer = self._compare(smaller, attempt, rows)
+            answer = self._judge(smaller, attempt, rows)
             if answer["status"] != "not_verified":
                 return answer
         return {} if first["status"] == "passed" else {"reason": with_smaller(first["reason"])}
@@ -226,13 +227,69 @@ class _Job:
             return np.asarray(np.memmap(file, dtype, "c", entry["offset"], shape))
 
     def _names(self, which: str) -> list[str]:
-        """Return the names of the outputs, of the values in front of some, and of the indices that others are made of."""
+        """Return the names of the outputs, of the values in front of some, and of the indices that others are made of.
+
+        The reference has those behind them that its outputs are concatenated of.
+        """
         probes = self._request["probes"]
         indices = [probe["selected"][which == "candidate"] for probe in probes if probe["selected"]]
-        return [*self._request["outputs"], *(probe[which] for probe in probes), *indices]
+        names = [*self._request["outputs"], *(probe[which] for probe in probes), *indices]
+        return names + [name for parted in self._request["parted"] for name in parted["values"]] * (
+            which == "reference"
+        )
 
     def _array(self, entry: dict[str, Any]) -> np.ndarray:
         return np.asarray(entry["text"], dtype=object) if "text" in entry else np.array(self._mapped(entry))
+
+    def _judge(self, group: FeedGroup, attempt: Attempt, got: list[list[Any]]) -> dict[str, Any]:
+        """Compare the outputs, and then those that a Concat makes part by part."""
+        answer = self._compare(
+            group,
+            dataclasses.replace(
+                attempt,
+                expected=self._comparable(attempt.expected),
+                halved=None if attempt.halved is None else self._comparable(attempt.halved),
+            ),
+            self._comparable(got),
+        )
+        # Bounds of the caller's are those of every number. Smaller inputs need not show in each part.
+        bounded = self._request["atol"] is not None or self._request["rtol"] is not None
+        if bounded or answer["status"] == "failed" or attempt.halved is not None:
+            return answer
+        parts = self._compare_parts(group, attempt.expected, got)
+        verdict = Verification.of([*(OutputComparison(**each) for each in answer["outputs"]), *parts])
+        answer["outputs"] += [dataclasses.asdict(output) for output in parts]
+        if verdict.status == "failed" or (parts and answer["status"] == "passed"):
+            answer |= {"status": verdict.status, "reason": verdict.reason}
+        return answer
+
+    def _comparable(self, rows: list[list[Any]]) -> list[list[Any]]:
+        """Return what both models have, without numbers that a Softmax masks."""
+        count, start = len(self._names("candidate")), len(self._request["outputs"])
+        axes = {start + i: each["axis"] for i, each in enumerate(self._request["probes"]) if each["masking"]}
+        return [
+            [without_masked(value, axes[i]) if i in axes else value for i, value in enumerate(row[:count])]
+            for row in rows
+        ]
+
+    def _compare_parts(
+        self, group: FeedGroup, expected: list[list[Any]], got: list[list[Any]]
+    ) -> list[OutputComparison]:
+        start, parts = len(self._names("candidate")), []
+        for parted in self._request["parted"]:
+            place, stop = self._request["outputs"].index(parted["output"]), start + len(parted["values"])
+            here, own = slice(start, stop), place
+            start = stop
+            if is_float(expected[0][place]):
+
+                def truth(here: slice = here, own: int = own) -> tuple[list[list[Any]], list[Any]]:
+                    rows = self._precise.run(group.inputs, self._names("reference"))
+                    return [row[here] for row in rows], [row[own] for row in rows]
+
+                columns = [[row[place] for row in rows] for rows in (expected, got)]
+                operands = [row[here] for row in expected]
+                parts += compare_parts(parted, operands, columns, self._request["working"], truth)
+        return parts
 
     def _compare(self, group: FeedGroup, attempt: Attempt, got: list[list[Any]]) -> dict[str, Any]:
         """Compare the outputs, each with what is in front of it where that was probed, and then the probes."""
@@ -291,7 +348,7 @@ class _Job:
         columns: list[tuple[list[Any], list[Any]]],
     ) -> list[OutputComparison]:
         with contextlib.suppress(BnexportError):
-            truth = self._precise.run(inputs, self._names("reference"))
+            truth = self._comparable(self._precise.run(inputs, self._names("reference")))
             return [
                 compare_with_truth(output, *columns[index], [row[index] for row in truth]) if output.failed else output
                 for index, output in enumerate(compared)

@@ -128,6 +128,5 @@ MISTAKES: list[Mistake] = [
         original="a = Add (x, mask) y = Softmax (a)",
         wrong="a = Add (x, other) y = Softmax (a)",
         right="a = Where (seen, x, low) y = Softmax (a)",
-        known_right="numbers in front of a Softmax are compared where they do not matter",
     ),
 ]
