@@ -30,8 +30,8 @@ from bnexport.verification.inputs.further_sets import find_further
 from bnexport.verification.inputs.integer_inputs import find_ranges
 from bnexport.verification.inputs.samples import InputSpec
 from bnexport.verification.isolated_process import PROCESS, EngineFailure, Shipment
-from bnexport.verification.parts import Parted, find_parted
-from bnexport.verification.probes import Probe, find_probes
+from bnexport.verification.probing.parts import Parted, find_parted
+from bnexport.verification.probing.probes import Probe, find_probes
 from bnexport.verification.terms import Terms
 from bnexport.verification.verdict import OutputComparison, Verification
 

@@ -34,9 +34,9 @@ from bnexport.verification.inputs.smaller_inputs import (
     shows_inputs,
     with_smaller,
 )
+from bnexport.verification.probing.separating import compare_parts, without_masked
+from bnexport.verification.probing.ties import Selection, Tail, without_ties
 from bnexport.verification.runner import ENGINES, ReferenceRunner, Runner, Serialised
-from bnexport.verification.separating import compare_parts, without_masked
-from bnexport.verification.ties import Selection, Tail, without_ties
 from bnexport.verification.verdict import OutputComparison, Verification
 
 LENGTH = struct.Struct("<Q")

@@ -47,7 +47,7 @@ def prove_differences(original: ir.Model, changed: ir.Model) -> Verification:
     be evaluated. A fold may have been computed in the type of its weights (`parameters.ROUNDINGS`).
     """
     try:
-        return _Search((Side(original, ROUNDINGS), Side(changed))).run()
+        return _DifferenceSearch((Side(original, ROUNDINGS), Side(changed))).run()
     except BnexportError as error:
         return Verification("not_verified", str(error), engine=ENGINE, method="local")
 
@@ -61,7 +61,7 @@ class _Graphs:
     by_name: dict[str, ir.Value]
 
 
-class _Search:
+class _DifferenceSearch:
     def __init__(self, sides: tuple[Side, Side]) -> None:
         self._sides = sides
         self._numbers = Numbering(sides)
@@ -134,7 +134,7 @@ class _Search:
         return [value for value in graph.inputs if not (is_main and constants.has(value))]
 
     def _pair(self, mine: ir.Graph, theirs: ir.Graph) -> _Graphs:
-        """Number the original's graph, and the inputs of the other one alike."""
+        """Give numbers to the original's graph, and the inputs of the other one alike."""
         for one, two in zip(self._given(0, mine), self._given(1, theirs), strict=True):
             number = self._numbers.fresh()
             self._numbers.set(0, one, number)
@@ -160,7 +160,7 @@ class _Search:
         return bool(walk.node_bodies(node)) or node.op_identifier() in model.model.functions or model.is_random(node)
 
     def _copy(self, side: int, node: ir.Node) -> bool:
-        """Number the output of an operator that copies its input; whether it does."""
+        """Give numbers to the output of an operator that copies its input; whether it does."""
         if not is_copy(self._sides[side], node):
             return False
         number = self._numbers.of(side, node.inputs[0])  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ class _Search:
         return tuple(sorted(found))
 
     def _compare(self, pair: _Graphs) -> str:
-        """Number the changed graph as far as it equals the original; why its outputs do not, or an empty text."""
+        """Give numbers to the changed graph as far as it equals the original; why its outputs do not, or an empty text."""
         for node in pair.graphs[1]:
             if self._sides[1].is_constant_node(node) or all(self._has(value) for value in node.outputs):
                 continue
@@ -225,7 +225,7 @@ class _Search:
         return f"{names[0]} became {names[1]}"
 
     def _match(self, node: ir.Node) -> None:
-        """Number a node with bodies, a call, or a random node, if the original has its counterpart."""
+        """Give its numbers to a node with bodies, a call, or a random node, if the original has its counterpart."""
         key = self._numbers.key(1, node)
         for mine in self._special.get(key, ()) if key is not None else ():
             if self._taken.setdefault(mine, node) is node and self._same_bodies(mine, node):

@@ -69,7 +69,7 @@ class Numbering:
         return self._first[side].get(number)
 
     def number(self, side: int, node: ir.Node) -> bool:
-        """Number the outputs of an operator; of the other model only if the original has an equal one."""
+        """Give numbers to the outputs of an operator; of the other model only if the original has an equal one."""
         key = self.key(side, node)
         if key is None:
             return False

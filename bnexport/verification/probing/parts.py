@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from bnexport.graph.nodes import get_int, is_standard
 from bnexport.graph.refusal import Refused
-from bnexport.verification.probes import find_front
+from bnexport.verification.probing.probes import find_front
 
 _DEPTH = 8
 # More operands than the heads of a network.

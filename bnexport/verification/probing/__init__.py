@@ -1,0 +1,1 @@
+"""Values of a model that are compared beside its outputs."""
