@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -19,10 +20,10 @@ from tests.forms.session import EXCLUDED, Row, judge, named, of_operator
 UNUSED = {"consumed_inputs", "is_test"}
 
 
-def findings(op_type: str, quota: int, sizes: int | None) -> tuple[list[str], int]:
-    """Run the forms of one operator; return what was found, and how many ran."""
+def findings(op_type: str, quota: int, sizes: int | None, step: int = 1) -> tuple[list[str], int]:
+    """Run every `step`th form of one operator; return what was found, and how many ran."""
     row, found = Row(), []
-    for one in of_operator(op_type, quota, sizes):
+    for one in itertools.islice(of_operator(op_type, quota, sizes), 0, None, step):
         found += [f"{it.kind}: {one.describe()}, {place}: {it.text}" for place, it, _ in judge(one, row)]
     return found, row.forms
 
@@ -52,7 +53,9 @@ def test_the_forms_use_every_attribute_and_leave_out_every_optional_input(op_typ
 
 @pytest.mark.parametrize("op_type", sorted(RECIPES))
 def test_a_sample_of_the_forms(op_type: str) -> None:
-    found, count = findings(op_type, 1, 1)
+    found, count = findings(op_type, 1, 1, step=3)
+    if not count:  # of few forms, every third may be one that ONNX Runtime refuses
+        found, count = findings(op_type, 1, 1)
     assert found == []
     assert count
 
