@@ -14,12 +14,6 @@ from tests.verification import changed_graphs
 from tests.verification.changed_graphs import Result, Truth, graph
 from tests.verification.changes import CHANGES
 
-# Causes that are known; the marks go with them.
-PASSED = pytest.mark.xfail(
-    reason="local proofs look through narrowing Casts, and a Cast widens the bound", strict=False
-)
-FAILED = pytest.mark.xfail(reason="a region is refuted though a later change makes up for it", strict=False)
-
 
 def run(count: int, seed: int) -> Result:
     for result, _ in changed_graphs.run(count, seed):
@@ -33,23 +27,21 @@ def found(result: Result, word: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def sample() -> Result:
-    return run(90, seed=17)
+    return run(36, seed=17)
 
 
-@PASSED
 def test_no_different_graph_of_the_sample_passes(sample: Result) -> None:
     assert found(sample, "passed") == []
 
 
-@FAILED
 def test_no_equal_graph_of_the_sample_fails(sample: Result) -> None:
     assert found(sample, "failed") == []
 
 
 def test_no_changed_graph_of_the_sample_ends_in_an_error(sample: Result) -> None:
     assert found(sample, "crash") == []
-    assert sample.different > 30
-    assert sample.equal > 15
+    assert sample.different > 12
+    assert sample.equal > 6
     assert len(sample.kinds) >= 9
 
 
@@ -59,13 +51,11 @@ def everything() -> Result:
 
 
 @pytest.mark.slow
-@PASSED
 def test_no_different_graph_passes(everything: Result) -> None:
     assert found(everything, "passed") == []
 
 
 @pytest.mark.slow
-@FAILED
 def test_no_equal_graph_fails(everything: Result) -> None:
     assert found(everything, "failed") == []
 
