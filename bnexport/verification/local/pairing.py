@@ -333,6 +333,8 @@ def cone(
             continue
         if node in found:
             continue
+        if node not in side.order:
+            raise Mismatch(f"{name_of(node)} ({node.op_type}) is constant in one model only", node)
         if walk.node_bodies(node):
             raise Mismatch(f"{name_of(node)} ({node.op_type}) holds a body and is part of a fold", node)
         found.add(node)

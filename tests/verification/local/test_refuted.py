@@ -200,6 +200,13 @@ CASES = {
     "opset-under-its-other-name": Case(
         "y = Softmax (x)", "y = Softmax (x)", "i = Identity (x)\n y = Softmax (i)", other_opset=12, opset=13
     ),
+    "constant-in-one-model": Case(
+        "a = Mul (x, c)\n y = Add (a, x)",
+        "a = Mul (c, c)\n y = Add (a, c)",
+        "a = Mul (c, x)\n y = Add (a, x)",
+        inputs="float[1,4,1,1] x",
+        shape=(1, 4, 1, 1),
+    ),
     "constant-over-a-value": Case(
         "a = Div (one_float, x)\n b = Mul (a, c)\n y = Relu (b)",
         "a = Div (x, one_float)\n b = Mul (a, c)\n y = Relu (b)",
