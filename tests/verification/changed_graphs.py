@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
+import concurrent.futures.process
 import dataclasses
 import gc
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -95,46 +98,68 @@ def graph(seed: int) -> onnx.ModelProto:
     return build([*names, "norm"], seed, bool(generator.integers(2)), pieces)
 
 
+# Outputs of one run, or None where the model does not run on its inputs.
+Outputs = list[np.ndarray] | None
+
+
+def _outputs(model: bytes, samples: list[dict[str, np.ndarray]]) -> list[Outputs]:
+    """Run a model on each sample; None of it where no engine loads it."""
+    try:
+        engine = Engine(onnx.ModelProto.FromString(model))
+    except Refused:
+        return []
+    found: list[Outputs] = []
+    for sample in samples:
+        try:
+            found.append(engine.run(sample))
+        except Refused:
+            found.append(None)
+    return found
+
+
+class _Process:
+    """A process for the engine, which aborts on some models; the next call starts another one."""
+
+    def __init__(self) -> None:
+        self._pool: concurrent.futures.ProcessPoolExecutor | None = None
+
+    def outputs(self, model: onnx.ModelProto, samples: list[dict[str, np.ndarray]]) -> list[Outputs]:
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = concurrent.futures.ProcessPoolExecutor(1, context)
+        try:
+            return self._pool.submit(_outputs, model.SerializeToString(), samples).result()
+        except concurrent.futures.process.BrokenProcessPool:
+            self._pool = None
+            return []
+
+
+PROCESS = _Process()
+
+
 class Truth:
     """What a model computes, at four scales and three batch sizes."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        engine = Engine(model)
         generator = np.random.default_rng(5)
-        self.runs: list[tuple[dict[str, np.ndarray], list[np.ndarray]]] = []
-        for batch in BATCHES:
-            for scale in SCALES:
-                inputs = {"x": (scale * generator.standard_normal((batch, *SHAPE))).astype(np.float32)}
-                try:
-                    self.runs.append((inputs, engine.run(inputs)))
-                except Refused:
-                    break
+        samples = [
+            {"x": (scale * generator.standard_normal((batch, *SHAPE))).astype(np.float32)}
+            for batch in BATCHES
+            for scale in SCALES
+        ]
+        outputs = PROCESS.outputs(model, samples)
+        self.runs = [(sample, got) for sample, got in zip(samples, outputs) if got is not None]
 
     def compare(self, other: onnx.ModelProto, near: float = 1.0) -> str:
         """Say whether a model is "equal", "different", "unclear" or "refused"; near: by how much equal ones differ."""
-        try:
-            engine = Engine(other)
-        except Refused:
+        outputs = PROCESS.outputs(other, [sample for sample, _ in self.runs])
+        if not outputs or outputs[0] is None:
             return "refused"
         worst = 0.0
-        for inputs, expected in self.runs:
-            try:
-                got = engine.run(inputs)
-            except Refused:
-                # It runs at one size at least, or never.
-                worst = np.inf
-                continue
-            worst = max(worst, *map(excess, expected, got))
-        if worst == np.inf and not self._runs(engine):
-            return "refused"
+        for (_, expected), got in zip(self.runs, outputs, strict=True):
+            # It runs at one size at least.
+            worst = np.inf if got is None else max(worst, *map(excess, expected, got))
         return "equal" if worst <= near else "different" if worst > CLEAR else "unclear"
-
-    def _runs(self, engine: Engine) -> bool:
-        try:
-            engine.run(self.runs[0][0])
-        except Refused:
-            return False
-        return True
 
 
 def excess(expected: np.ndarray, got: np.ndarray) -> float:
