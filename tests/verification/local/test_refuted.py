@@ -207,6 +207,13 @@ CASES = {
         inputs="float[1,4,1,1] x",
         shape=(1, 4, 1, 1),
     ),
+    "switch-of-3": Case(
+        f"a = {FOLDED.format('x')}\n y = ReduceMean <axes = [3], keepdims = 1> (a)",
+        f"a = {FOLDED.format('x')}\n y = ReduceMean <axes = [3], keepdims = 3> (a)",
+        f"a = {FOLDED.format('x')}\n y = ReduceMean <axes = [3]> (a)",
+        inputs="float[N,4,H,W] x",
+        shape=(2, 4, 3, 3),
+    ),
     "constant-over-a-value": Case(
         "a = Div (one_float, x)\n b = Mul (a, c)\n y = Relu (b)",
         "a = Div (x, one_float)\n b = Mul (a, c)\n y = Relu (b)",
