@@ -217,9 +217,9 @@ CASES = {
         shape=(2, 4, 3, 3),
     ),
     "resize-with-an-unread-region": Case(
-        f"a = Resize <mode = \"nearest\"> (x, , twice)\n y = {FOLDED.format('a')}",
-        f"b = {FOLDED.format('x')}\n y = Resize <mode = \"nearest\"> (b, ones, wider)",
-        f"b = {FOLDED.format('x')}\n y = Resize <mode = \"nearest\"> (b, ones, twice)",
+        f'a = Resize <mode = "nearest"> (x, , twice)\n y = {FOLDED.format("a")}',
+        f'b = {FOLDED.format("x")}\n y = Resize <mode = "nearest"> (b, ones, wider)',
+        f'b = {FOLDED.format("x")}\n y = Resize <mode = "nearest"> (b, ones, twice)',
         inputs="float[N,4,H,W] x",
         shape=(2, 4, 3, 3),
     ),
