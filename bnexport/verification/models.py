@@ -30,7 +30,7 @@ from bnexport.verification.comparison import FLOATS
 from bnexport.verification.inputs.further_sets import find_further
 from bnexport.verification.inputs.integer_inputs import find_ranges
 from bnexport.verification.inputs.samples import InputSpec
-from bnexport.verification.isolated_process import PROCESS, EngineFailure, Shipment
+from bnexport.verification.isolated_process import PROCESS, ProcessFailure, Shipment
 from bnexport.verification.probing.parts import Parted, find_parted
 from bnexport.verification.probing.probes import Probe, find_probes
 from bnexport.verification.terms import Terms
@@ -92,14 +92,14 @@ def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, An
             }
             stages.report("verifying in ONNX Runtime")
             return PROCESS.ask(request, shipment.ready(), terms.timeout)
-    except EngineFailure as failure:
+    except ProcessFailure as failure:
         return _failure(failure)
     except ModelError as error:
         # It cannot be written for an engine: no one can run it.
         return {"status": "not_verified", "reason": str(error)}
 
 
-def _failure(failure: EngineFailure) -> dict[str, Any]:
+def _failure(failure: ProcessFailure) -> dict[str, Any]:
     """Read the verdict from the end of the verifying process: a candidate that crashes an engine differs."""
     where = f" while it ran the {failure.stage} in {failure.engine}" if failure.stage else ""
     status = "failed" if failure.crashed and failure.stage == "candidate" else "not_verified"
