@@ -16,6 +16,7 @@ from bnexport.graph.mixed_types import insert_casts
 from bnexport.graph.nodes import is_standard, label
 from bnexport.graph.sync_bn_nodes import has_sync_batch_norm
 from bnexport.model_io import walk
+from bnexport.verification.certificate import KEY, CertifiedSite, changes, decode
 from bnexport.verification.local.check import Claim, prove
 from bnexport.verification.local.differences import prove_differences
 from bnexport.verification.verdict import Verification
@@ -42,6 +43,35 @@ def prove_report(source: ir.Model, folded: ir.Model, report: Mapping[str, Any]) 
         insert_casts(source)
     verdict = prove_fold(source, folded, sites)
     return dataclasses.replace(verdict, reference="converted") if folding.converted else verdict
+
+
+def prove_certified(source: ir.Model, changed: ir.Model) -> Verification | None:
+    """Prove the folds of the certificate in `changed`, None where it has none; both models are only read.
+
+    Raises MalformedModelError where the certificate is none, or not about these models.
+    """
+    text = changed.metadata_props.get(KEY)
+    if text is None:
+        return None
+    certificate = decode(text)
+    original, converted = source, False
+    if source.functions or has_sync_batch_norm(source):
+        original = source.clone()
+        folding = Folding(original, Options())
+        folding.prepare(inline=certificate.inlined)
+        folding.convert()
+        converted = folding.converted
+        if converted:
+            insert_casts(original)
+    casts = _casts(original)
+    sites = changes(certificate, original, changed)
+    verdict = prove(original, changed, [_claim2(site, casts) for site in sites])
+    return dataclasses.replace(verdict, reference="converted") if converted else verdict
+
+
+def _claim2(site: CertifiedSite, casts: dict[str, list[str]]) -> Claim:
+    around = [cast for node in site.region for cast in casts.get(node, ())]
+    return Claim(site.name, site.graph, (*site.region, *around))
 
 
 def prove_unaided(source: ir.Model, changed: ir.Model) -> Verification:
