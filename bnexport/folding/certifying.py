@@ -15,10 +15,11 @@ _OLD = "the source's certificate told of an earlier fold and was removed"
 _NONE = "no certificate was written"
 
 
-def certify(model: ir.Model, report: FoldReport, *, wanted: bool) -> FoldReport:
+def certify(model: ir.Model, report: FoldReport, *, wanted: bool, original: ir.Model | None = None) -> FoldReport:
     """Write the certificate into the metadata; return the report, which says so.
 
     One of an earlier fold is about another original: it is replaced or removed, unless nothing changed here.
+    original: given where the model was changed after the fold; the certificate stays if it still proves all folds.
     """
     if wanted and not report.changed:
         return report
@@ -33,6 +34,13 @@ def certify(model: ir.Model, report: FoldReport, *, wanted: bool) -> FoldReport:
         text = ""
     if text:
         model.metadata_props[KEY] = text
+        from bnexport.folding.proving import prove_certified
+
+        verdict = None if original is None else prove_certified(original, model)
+        if verdict is not None and not verdict.passed:
+            del model.metadata_props[KEY]
+            text = ""
+            notes.append(f"{_NONE}: it does not prove the folds of the simplified graph ({verdict.reason})")
     return dataclasses.replace(report, certificate=bool(text), notes=tuple(notes))
 
 

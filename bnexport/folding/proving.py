@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
 
-from bnexport.errors import UsageError, VerificationError
+from bnexport.errors import BnexportError, UsageError, VerificationError
 from bnexport.folding.context import Options
 from bnexport.folding.reporting.report import FoldReport, SiteReport
 from bnexport.folding.steps import Folding
@@ -16,7 +16,7 @@ from bnexport.graph.mixed_types import insert_casts
 from bnexport.graph.nodes import is_standard, label
 from bnexport.graph.sync_bn_nodes import has_sync_batch_norm
 from bnexport.model_io import walk
-from bnexport.verification.certificate import KEY, CertifiedSite, changes, decode
+from bnexport.verification.certificate import KEY, changes, decode
 from bnexport.verification.local.check import Claim, prove
 from bnexport.verification.local.differences import prove_differences
 from bnexport.verification.verdict import Verification
@@ -26,7 +26,8 @@ def prove_fold(unfolded: ir.Model, folded: ir.Model, sites: Sequence[SiteReport]
     """Prove each fold of the report where it stands. unfolded: the source, converted and with its calls inlined."""
     casts = _casts(unfolded)
     changed = [site for site in sites if site.outcome in ("folded", "merged")]
-    return prove(unfolded, folded, [_claim(site, casts) for site in changed])
+    claims = [_claim(" + ".join(site.nodes), site.graph, site.region or site.nodes, casts) for site in changed]
+    return prove(unfolded, folded, claims)
 
 
 def prove_report(source: ir.Model, folded: ir.Model, report: Mapping[str, Any]) -> Verification:
@@ -36,42 +37,53 @@ def prove_report(source: ir.Model, folded: ir.Model, report: Mapping[str, Any]) 
     """
     sites = read_sites(report)
     trained = any(site.training and site.op_type == "BatchNormalization" for site in sites)
-    folding = Folding(source, Options(training_to_inference=trained))
-    folding.prepare(inline=bool(report.get("inlined")))
-    folding.convert()
-    if folding.converted:
-        insert_casts(source)
+    converted = _convert(source, inline=bool(report.get("inlined")), training_to_inference=trained)
     verdict = prove_fold(source, folded, sites)
-    return dataclasses.replace(verdict, reference="converted") if folding.converted else verdict
-
-
-def prove_certified(source: ir.Model, changed: ir.Model) -> Verification | None:
-    """Prove the folds of the certificate in `changed`, None where it has none; both models are only read.
-
-    Raises MalformedModelError where the certificate is none, or not about these models.
-    """
-    text = changed.metadata_props.get(KEY)
-    if text is None:
-        return None
-    certificate = decode(text)
-    original, converted = source, False
-    if source.functions or has_sync_batch_norm(source):
-        original = source.clone()
-        folding = Folding(original, Options())
-        folding.prepare(inline=certificate.inlined)
-        folding.convert()
-        converted = folding.converted
-        if converted:
-            insert_casts(original)
-    casts = _casts(original)
-    sites = changes(certificate, original, changed)
-    verdict = prove(original, changed, [_claim2(site, casts) for site in sites])
     return dataclasses.replace(verdict, reference="converted") if converted else verdict
 
 
-def _claim2(site: CertifiedSite, casts: dict[str, list[str]]) -> Claim:
-    around = [cast for node in site.region for cast in casts.get(node, ())]
-    return Claim(site.name, site.graph, (*site.region, *around))
+def prove_between(source: ir.Model, changed: ir.Model) -> Verification:
+    """Prove the folds between two models, where the certificate in `changed` says that they are; both are only read.
+
+    Unless it proves every fold, the folds are searched for as well. The search refutes what it refutes; of two proofs the
+    one that leaves less unproved counts.
+    """
+    claimed = prove_certified(source, changed)
+    if claimed is None:
+        return prove_unaided(source, changed)
+    if claimed.passed and not _unproved(claimed):
+        return dataclasses.replace(claimed, certificate="used")
+    found = prove_unaided(source, changed)
+    better = found.status == "not_verified" or (found.passed and _unproved(claimed) <= _unproved(found))
+    if claimed.passed and better:
+        return dataclasses.replace(claimed, certificate="used")
+    reason = claimed.reason or "more is proved without it"
+    return dataclasses.replace(found, certificate=f"not used: {reason}")
+
+
+def _unproved(verdict: Verification) -> int:
+    return sum(proof.method != "proved" for proof in verdict.sites)
+
+
+def prove_certified(source: ir.Model, changed: ir.Model) -> Verification | None:
+    """Prove the folds of the certificate in `changed`; None where it has none. Both are only read."""
+    text = changed.metadata_props.get(KEY)
+    if text is None:
+        return None
+    try:
+        certificate = decode(text)
+        original, converted = source, False
+        if source.functions or has_sync_batch_norm(source):
+            original = source.clone()
+            converted = _convert(original, inline=certificate.inlined)
+        sites = changes(certificate, original, changed)
+        if not sites:
+            return Verification.skipped("every node that it names is still there")
+        casts = _casts(original)
+        verdict = prove(original, changed, [_claim(site.name, site.graph, site.region, casts) for site in sites])
+    except BnexportError as error:
+        return Verification.skipped(str(error))
+    return dataclasses.replace(verdict, reference="converted") if converted else verdict
 
 
 def prove_unaided(source: ir.Model, changed: ir.Model) -> Verification:
@@ -79,11 +91,18 @@ def prove_unaided(source: ir.Model, changed: ir.Model) -> Verification:
     if not has_sync_batch_norm(source) or has_sync_batch_norm(changed):
         return prove_differences(source, changed)
     converted = source.clone()
-    folding = Folding(converted, Options())
-    folding.prepare()
-    folding.convert()
-    insert_casts(converted)
+    _convert(converted)
     return dataclasses.replace(prove_differences(converted, changed), reference="converted")
+
+
+def _convert(model: ir.Model, *, inline: bool | None = None, training_to_inference: bool = False) -> bool:
+    """Convert sync batch norms in place as a fold does; return whether there were any. inline: as `Folding.prepare`."""
+    folding = Folding(model, Options(training_to_inference=training_to_inference))
+    folding.prepare(inline=inline)
+    folding.convert()
+    if folding.converted:
+        insert_casts(model)
+    return folding.converted
 
 
 def prove_export(unfolded: ir.Model, folded: ir.Model, report: FoldReport) -> Verification:
@@ -127,10 +146,9 @@ def read_sites(report: Mapping[str, Any]) -> list[SiteReport]:
         ) from error
 
 
-def _claim(site: SiteReport, casts: dict[str, list[str]]) -> Claim:
-    nodes = site.region or site.nodes
+def _claim(site: str, graph: str, nodes: Iterable[str], casts: Mapping[str, Iterable[str]]) -> Claim:
     around = [cast for node in nodes for cast in casts.get(node, ())]
-    return Claim(" + ".join(site.nodes), site.graph, (*nodes, *around))
+    return Claim(site, graph, (*nodes, *around))
 
 
 def _casts(model: ir.Model) -> dict[str, list[str]]:

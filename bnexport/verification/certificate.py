@@ -135,11 +135,9 @@ def changes(certificate: Certificate, original: ir.Model, folded: ir.Model) -> l
 
 def _keys(model: ir.Model) -> Iterator[_Key]:
     """Yield the graph and the name of each node, as reports write them."""
-    for scope, holder in (
-        (MAIN, model.graph),
-        *((f"function {each.name}", each) for each in model.functions.values()),
-    ):
-        for node in holder.all_nodes():
+    functions = ((f"function {each.name}", each.graph) for each in model.functions.values())
+    for scope, graph in ((MAIN, model.graph), *functions):
+        for node in graph.all_nodes():
             yield scope, label(node)
 
 
