@@ -25,12 +25,12 @@ from bnexport.exporting.portable_body import MINIMUM_OPSET
 from bnexport.exporting.simplify import simplify as simplify_model
 from bnexport.exporting.verification import Checked
 from bnexport.folding.certifying import certify
-from bnexport.folding.proving import prove_export
 from bnexport.folding.reporting.counts import count
 from bnexport.folding.reporting.report import FoldReport
 from bnexport.graph.nodes import is_standard
 from bnexport.sync_bn.nesting import room_for
 from bnexport.sync_bn.recognition import is_sync_batch_norm
+from bnexport.verification.proving import prove_export
 from bnexport.verification.reference import Reference
 from bnexport.verification.verdict import Verification
 
@@ -194,7 +194,7 @@ def export(
             unfolded, sync = graph.clone(), _sync_batch_norms(graph, model)
             report = folding.BatchNormFolder().call(graph).report
             if verify and report.changed:
-                report = dataclasses.replace(report, verification=prove_export(unfolded, graph, report))
+                report = dataclasses.replace(report, verification=prove_export(unfolded, graph, report.to_dict()))
             report = _with_sync(report, sync)
             if simplify:
                 simplify_model(graph)

@@ -10,7 +10,6 @@ import onnx_ir as ir
 from bnexport.folding.reporting.report import FoldReport, SiteReport
 from bnexport.verification.certificate import KEY, LARGEST, Certificate, CertifiedSite
 
-_CHANGED = ("folded", "merged")
 _OLD = "the source's certificate told of an earlier fold and was removed"
 _NONE = "no certificate was written"
 
@@ -26,7 +25,7 @@ def certify(model: ir.Model, report: FoldReport, *, wanted: bool, original: ir.M
     notes = [*report.notes, *([_OLD] if model.metadata_props.pop(KEY, None) is not None else [])]
     made = certificate_of(report.sites, report.inlined) if wanted else None
     text = "" if made is None else made.encode()
-    if any(site.training and site.op_type == "BatchNormalization" for site in report.sites if site.outcome in _CHANGED):
+    if any(site.training and site.op_type == "BatchNormalization" for site in report.sites if site.changed):
         notes += [f"{_NONE}: training became inference, which no proof makes equal"] if text else []
         text = ""
     if len(text) > LARGEST:
@@ -34,7 +33,7 @@ def certify(model: ir.Model, report: FoldReport, *, wanted: bool, original: ir.M
         text = ""
     if text:
         model.metadata_props[KEY] = text
-        from bnexport.folding.proving import prove_certified
+        from bnexport.verification.proving import prove_certified
 
         verdict = None if original is None else prove_certified(original, model)
         if verdict is not None and not verdict.passed:
@@ -46,12 +45,12 @@ def certify(model: ir.Model, report: FoldReport, *, wanted: bool, original: ir.M
 
 def certificate_of(sites: Iterable[SiteReport], inlined: bool) -> Certificate | None:
     """Return the certificate of the folds among the sites, None where there is none."""
-    changed = tuple(_certified(site) for site in sites if site.outcome in _CHANGED)
+    changed = tuple(_certified(site) for site in sites if site.changed)
     return Certificate(changed, inlined) if changed else None
 
 
 def _certified(site: SiteReport) -> CertifiedSite:
-    region = site.region or site.nodes
+    region = site.claim.nodes
     # A site that an earlier fold made is no node of the source: its region stands for it.
     own = tuple(node for node in site.nodes if node in region) or region
     return CertifiedSite(own, tuple(node for node in region if node not in own), site.graph, site.rules)

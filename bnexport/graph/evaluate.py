@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from bnexport.errors import MalformedModelError
 from bnexport.graph.element_types import FLOAT_TYPES
-from bnexport.graph.nodes import get_int, get_ints, label, only_attributes
+from bnexport.graph.nodes import get_flag, get_int, get_ints, label, only_attributes
 from bnexport.graph.refusal import Refused
 
 # Bound on what ConstantOfShape, Expand and broadcasting may create.
@@ -105,7 +105,7 @@ def _axes(node: ir.Node, axes: np.ndarray | None) -> tuple[int, ...] | None:
 
 
 def _reshape(node: ir.Node, data: np.ndarray, shape: np.ndarray) -> np.ndarray:
-    allow_zero = get_int(node, "allowzero", 0)
+    allow_zero = get_flag(node, "allowzero")
     sizes = [int(size) for size in shape]
     sizes = [data.shape[index] if size == 0 and not allow_zero else size for index, size in enumerate(sizes)]
     return data.reshape(sizes)
@@ -214,9 +214,9 @@ def _reduce(node: ir.Node, data: np.ndarray, axes: np.ndarray | None = None) -> 
     if data.dtype not in FLOAT_TYPES.values():
         raise Refused("type", f"a sum of {data.dtype}")
     places = _axes(node, axes) or None
-    if places is None and get_int(node, "noop_with_empty_axes", 0):
+    if places is None and get_flag(node, "noop_with_empty_axes"):
         raise Refused("bad-attribute", f"{node.op_type} over no axes")
-    keep = get_int(node, "keepdims", 1) != 0
+    keep = get_flag(node, "keepdims", True)
     return np.asarray(_REDUCTIONS[node.op_type](data.astype(np.float64), axis=places, keepdims=keep)).astype(data.dtype)
 
 

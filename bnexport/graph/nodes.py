@@ -59,6 +59,14 @@ def get_int(node: ir.Node, name: str, default: int) -> int:
     return default if attribute is None else attribute.as_int()
 
 
+def get_flag(node: ir.Node, name: str, default: bool = False) -> bool:
+    """Return a switch of 0 or 1. Raises Refused for other numbers, which ONNX Runtime reads as 1 in some operators, as 0 in others."""
+    value = get_int(node, name, int(default))
+    if value not in (0, 1):
+        raise Refused("unknown-attribute", f"{node.op_type} has {name}={value}, which is neither 0 nor 1")
+    return bool(value)
+
+
 def get_float(node: ir.Node, name: str, default: float) -> float:
     attribute = _attribute(node, name, ir.AttributeType.FLOAT)
     # Attributes are float32 in the file, and so are the defaults of the standard.

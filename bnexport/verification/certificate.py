@@ -21,6 +21,7 @@ import onnx_ir as ir
 
 from bnexport.errors import MalformedModelError
 from bnexport.graph.nodes import label
+from bnexport.verification.verdict import Claim
 
 KEY = "bnexport.sites"
 VERSION = 1
@@ -46,13 +47,9 @@ class CertifiedSite:
     rules: tuple[str, ...] = ()
 
     @property
-    def name(self) -> str:
-        return " + ".join(self.nodes)
-
-    @property
-    def region(self) -> tuple[str, ...]:
-        """All nodes whose values may differ."""
-        return (*self.nodes, *self.others)
+    def claim(self) -> Claim:
+        """What a proof is asked for."""
+        return Claim(" + ".join(self.nodes), self.graph, (*self.nodes, *self.others))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +115,7 @@ def changes(certificate: Certificate, original: ir.Model, folded: ir.Model) -> l
 
     found = []
     for number, site in enumerate(certificate.sites):
-        keys = [(site.graph, name) for name in site.region]
+        keys = [(site.graph, name) for name in site.claim.nodes]
         if not all(key in counts for key in keys):
             raise MalformedModelError(f"its site {number} names a node that the original does not have")
         for key in keys:

@@ -47,7 +47,7 @@ def test_the_sites_of_the_report() -> None:
     made = certificate_of(result)
     assert made is not None
     assert report.certificate
-    assert [(site.nodes, site.rules, set(site.region)) for site in made.sites] == [
+    assert [(site.nodes, site.rules, set(site.claim.nodes)) for site in made.sites] == [
         (site.nodes, site.rules, set(site.region)) for site in report.sites
     ]
 

@@ -98,7 +98,7 @@ def test_what_is_refused(text: str, reason: str) -> None:
 
 def test_a_site_may_lack_its_rest() -> None:
     assert decode(site(graph="function f")).sites[0].graph == "function f"
-    assert decode(TEXT.replace(',"with":["conv"]', "")).sites[0].region == ("bn",)
+    assert decode(TEXT.replace(',"with":["conv"]', "")).sites[0].claim.nodes == ("bn",)
 
 
 def test_what_is_too_long_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:

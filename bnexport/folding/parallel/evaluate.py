@@ -25,7 +25,17 @@ from bnexport.folding.parallel.windows import read_window, read_zeros
 from bnexport.folding.reading.batch_norm import read_batch_norm
 from bnexport.folding.reading.elementwise import data_and_constants, per_channel, read_elementwise
 from bnexport.folding.rules.transparent import passed
-from bnexport.graph.nodes import get_float, get_int, get_ints, get_string, input_at, is_standard, label, only_attributes
+from bnexport.graph.nodes import (
+    get_flag,
+    get_float,
+    get_int,
+    get_ints,
+    get_string,
+    input_at,
+    is_standard,
+    label,
+    only_attributes,
+)
 from bnexport.graph.refusal import Refused
 
 _CONV_ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
@@ -108,7 +118,7 @@ def find_channels(base: ir.Value, terms: list[Term], frame: Frame, context: Cont
                 known.add(weight.shape[1] * get_int(node, "group", 1))
             elif node.op_type in CARRIERS:
                 weight = context.constants.describe(input_at(node, 1), f"{node.op_type} weight")
-                transposed = node.op_type == "Gemm" and get_int(node, "transB", 0)
+                transposed = node.op_type == "Gemm" and get_flag(node, "transB")
                 known.add(weight.shape[-1 if transposed else 0])
             elif node.op_type == "BatchNormalization" and frame.axis == 1:
                 known.add(context.constants.describe(input_at(node, 1), "scale").shape[0])
@@ -236,9 +246,9 @@ class Evaluator:
             only_attributes(node, ())
             return Kernel.of(weight.T[np.newaxis], None, Window.point(0)), Cost(weight.size, weight.size)
         only_attributes(node, ("alpha", "beta", "transA", "transB"))
-        if get_int(node, "transA", 0):
+        if get_flag(node, "transA"):
             raise Refused("axis", f"{label(node)} transposes its data")
-        rows = weight if get_int(node, "transB", 0) else weight.T
+        rows = weight if get_flag(node, "transB") else weight.T
         constant = self._bias(node, rows.shape[0])
         bias = None if constant is None else constant * get_float(node, "beta", 1.0)
         cost = Cost(weight.size, weight.size + (0 if constant is None else constant.size))
@@ -249,10 +259,10 @@ class Evaluator:
         sizes = get_ints(node, "kernel_shape")
         if sizes is None or len(sizes) != self._frame.positions or min(sizes, default=0) < 1:
             raise Refused("rank", f"{label(node)} has a window of {0 if sizes is None else len(sizes)} axes")
-        if any(step != 1 for step in get_ints(node, "dilations") or ()) or get_int(node, "ceil_mode", 0):
+        if any(step != 1 for step in get_ints(node, "dilations") or ()) or get_flag(node, "ceil_mode"):
             raise Refused("padding", f"{label(node)} has dilations or rounds its size up")
         window = read_window(node, sizes)
-        counts_padding = self._context.opset >= 7 and get_int(node, "count_include_pad", 0)
+        counts_padding = self._context.opset >= 7 and get_flag(node, "count_include_pad")
         automatic = get_string(node, "auto_pad", "NOTSET") not in ("NOTSET", "", "VALID")
         if window.pads and (automatic or not counts_padding):
             raise Refused("padding", f"{label(node)} divides by fewer positions at the borders")

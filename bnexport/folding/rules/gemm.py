@@ -19,7 +19,7 @@ from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing.search import Rule, Search
 from bnexport.graph.constants import Described
-from bnexport.graph.nodes import get_float, get_int, input_at, only_attributes
+from bnexport.graph.nodes import get_flag, get_float, input_at, only_attributes
 from bnexport.graph.refusal import Refused
 
 _ATTRIBUTES = ("alpha", "beta", "transA", "transB")
@@ -44,7 +44,7 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
     if index != 0:
         raise Refused("not-data", f"the map reaches Gemm's input {index}, only its first is followed")
     weight, k_axis = _check(node, search.context)
-    inner = 0 if get_int(node, "transA", 0) else 1
+    inner = 0 if get_flag(node, "transA") else 1
     if axis != inner:
         raise Refused("axis", f"the map acts on axis {axis}, Gemm sums over axis {inner}")
     if weight.shape[k_axis] != affine.channels:
@@ -67,7 +67,7 @@ def _check(node: ir.Node, context: Context) -> tuple[Described, int]:
     weight = context.constants.describe(input_at(node, 1), "Gemm weight")
     if weight.ndim != 2:
         raise Refused("shape", f"a Gemm weight of shape {weight.shape}")
-    return weight, 1 if get_int(node, "transB", 0) else 0
+    return weight, 1 if get_flag(node, "transB") else 0
 
 
 def _constant(node: ir.Node, search: Search, columns: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing.search import Rule, Search
 from bnexport.folding.rules.conv import padded
-from bnexport.graph.nodes import get_int, get_ints, input_at, label, only_attributes, used
+from bnexport.graph.nodes import get_flag, get_ints, input_at, label, only_attributes, used
 from bnexport.graph.refusal import Refused
 
 _ATTRIBUTES = {
@@ -62,8 +62,8 @@ def _check(node: ir.Node, axis: int, affine: ChannelAffine, context: Context) ->
         _refuse_empty_windows(node, context)
         return
     if node.op_type == "AveragePool" and not affine.is_scaling:
-        counts_padding = context.opset < 7 or get_int(node, "count_include_pad", 0) != 0
-        if (counts_padding and padded(node)) or get_int(node, "ceil_mode", 0):
+        counts_padding = context.opset < 7 or get_flag(node, "count_include_pad")
+        if (counts_padding and padded(node)) or get_flag(node, "ceil_mode"):
             raise Refused("shift", f"{label(node)} averages over padding, so it passes a scale only")
         _refuse_empty_windows(node, context)
 
@@ -97,7 +97,7 @@ def _reduced(node: ir.Node, value: ir.Value, context: Context) -> tuple[tuple[in
     axes = tuple(sorted(axis + rank if axis < 0 else axis for axis in axes))
     if any(context.size(value, axis) == 0 for axis in axes):
         raise Refused("shape", f"{label(node)} takes the mean of no elements")
-    return axes, get_int(node, "keepdims", 1) != 0
+    return axes, get_flag(node, "keepdims", True)
 
 
 def _behind_reduction(node: ir.Node, value: ir.Value, axis: int, context: Context) -> int:

@@ -20,7 +20,7 @@ import onnx_ir as ir
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing.search import Rule, Search
-from bnexport.graph.nodes import get_int, get_ints, input_at, label, only_attributes
+from bnexport.graph.nodes import get_flag, get_int, get_ints, input_at, label, only_attributes
 from bnexport.graph.refusal import Refused
 from bnexport.graph.shapes import Shape
 
@@ -143,7 +143,7 @@ def _reshape_shapes(node: ir.Node, value: ir.Value, context: Context) -> tuple[S
     except Refused:
         target = ()
     zeros = 0
-    if not get_int(node, "allowzero", 0):
+    if not get_flag(node, "allowzero"):
         while zeros < len(target) and target[zeros] == 0:
             zeros += 1
     if after is None and target:

@@ -40,6 +40,11 @@ def same_attribute(first: ir.Attr, second: ir.Attr) -> bool:
 
 # Operators whose schemas describe these defaults in words alone: 1 and 0 along each axis.
 _WINDOWED = ("Conv", "ConvTranspose", "ConvInteger", "QLinearConv", "AveragePool", "MaxPool", "LpPool")
+# What other numbers mean differs from operator to operator, and between runtimes.
+_FLAGS = frozenset(
+    ("allowzero", "antialias", "ceil_mode", "count_include_pad", "exclude_outside", "keepdims", "noop_with_empty_axes")
+    + ("storage_order", "training_mode", "transA", "transB")
+)
 _ONES, _ZEROS = ("strides", "dilations"), ("pads", "output_padding")
 
 
@@ -130,6 +135,8 @@ def check_node(node: ir.Node, version: int) -> None:
     for name, attribute in node.attributes.items():
         if attribute.is_ref() or attribute.type.value != signature.kinds.get(name):
             raise UnsupportedModelError(f"{node.op_type} with an attribute {name!r} that its schema does not have")
+        if name in _FLAGS and attribute.value not in (0, 1):
+            raise UnsupportedModelError(f"{node.op_type} with {name}={attribute.value}, which is neither 0 nor 1")
 
 
 def schema(operator: str, version: int) -> Any:

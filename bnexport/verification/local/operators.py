@@ -453,6 +453,8 @@ def means(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]
     """Measure the matrix of the operator, from each element alone; then check it on random data."""
     data = as_form(operands[0])
     others = _known(node, operands[1:])
+    if node.op_type == "Resize" and len(others) > 1 and not _crops(node):
+        others[0] = None  # a region of interest that nothing reads
     evaluator = NodeEvaluator(node, [True, *(value is not None for value in others)], version)
     size = int(np.prod(data.shape))
 
@@ -479,6 +481,11 @@ def means(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]
         return (values.reshape(len(values), -1) @ weights).reshape(-1, *shape)
 
     return [_linear([data], shape, lambda parts: through(parts[0], matrix), lambda parts: through(parts[0], magnitude))]
+
+
+def _crops(resize: ir.Node) -> bool:
+    mode = resize.attributes.get("coordinate_transformation_mode")
+    return mode is not None and mode.as_string() == "tf_crop_and_resize"
 
 
 def _measured(run: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...]) -> np.ndarray:

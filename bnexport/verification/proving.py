@@ -1,33 +1,37 @@
-"""Prove a fold from its report: what the local check is given for each site."""
+"""Prove a fold from its report, or with nothing else at hand: what the local proof is given."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
 
 from bnexport.errors import BnexportError, UsageError, VerificationError
-from bnexport.folding.context import Options
-from bnexport.folding.reporting.report import FoldReport, SiteReport
-from bnexport.folding.steps import Folding
+from bnexport.graph.converting.inference import convert
+from bnexport.graph.inlining import inline_calls
 from bnexport.graph.mixed_types import insert_casts
 from bnexport.graph.nodes import is_standard, label
 from bnexport.graph.sync_bn_nodes import has_sync_batch_norm
 from bnexport.model_io import walk
 from bnexport.verification.certificate import KEY, changes, decode
-from bnexport.verification.local.check import Claim, prove
+from bnexport.verification.local.check import prove
 from bnexport.verification.local.differences import prove_differences
-from bnexport.verification.verdict import Verification
+from bnexport.verification.verdict import Claim, Verification
+
+# What became of a site whose values may differ.
+_CHANGED = ("folded", "merged")
 
 
-def prove_fold(unfolded: ir.Model, folded: ir.Model, sites: Sequence[SiteReport]) -> Verification:
-    """Prove each fold of the report where it stands. unfolded: the source, converted and with its calls inlined."""
+def prove_fold(unfolded: ir.Model, folded: ir.Model, claims: Sequence[Claim]) -> Verification:
+    """Prove each claim of a report where it stands. unfolded: the source, converted and with its calls inlined."""
     casts = _casts(unfolded)
-    changed = [site for site in sites if site.outcome in ("folded", "merged")]
-    claims = [_claim(" + ".join(site.nodes), site.graph, site.region or site.nodes, casts) for site in changed]
-    return prove(unfolded, folded, claims)
+    around = ([cast for node in claim.nodes for cast in casts.get(node, ())] for claim in claims)
+    wider = [
+        dataclasses.replace(claim, nodes=(*claim.nodes, *more)) for claim, more in zip(claims, around, strict=True)
+    ]
+    return prove(unfolded, folded, wider)
 
 
 def prove_report(source: ir.Model, folded: ir.Model, report: Mapping[str, Any]) -> Verification:
@@ -35,18 +39,19 @@ def prove_report(source: ir.Model, folded: ir.Model, report: Mapping[str, Any]) 
 
     Raises UsageError where the report is no fold report.
     """
-    sites = read_sites(report)
-    trained = any(site.training and site.op_type == "BatchNormalization" for site in sites)
-    converted = _convert(source, inline=bool(report.get("inlined")), training_to_inference=trained)
-    verdict = prove_fold(source, folded, sites)
+    claims, trained = _read_report(report)
+    if report.get("inlined"):
+        inline_calls(source)
+    converted = _convert(source, trained=trained)
+    verdict = prove_fold(source, folded, claims)
     return dataclasses.replace(verdict, reference="converted") if converted else verdict
 
 
 def prove_between(source: ir.Model, changed: ir.Model) -> Verification:
     """Prove the folds between two models, where the certificate in `changed` says that they are; both are only read.
 
-    Unless it proves every fold, the folds are searched for as well. The search refutes what it refutes; of two proofs the
-    one that leaves less unproved counts.
+    Unless it proves every fold, the folds are searched for as well, and the verdict is the search's: regions that are
+    only compared, at points, may have been chosen to hide something. The marks are those that leave less unproved.
     """
     claimed = prove_certified(source, changed)
     if claimed is None:
@@ -54,11 +59,14 @@ def prove_between(source: ir.Model, changed: ir.Model) -> Verification:
     if claimed.passed and not _unproved(claimed):
         return dataclasses.replace(claimed, certificate="used")
     found = prove_unaided(source, changed)
-    better = found.status == "not_verified" or (found.passed and _unproved(claimed) <= _unproved(found))
-    if claimed.passed and better:
-        return dataclasses.replace(claimed, certificate="used")
-    reason = claimed.reason or "more is proved without it"
-    return dataclasses.replace(found, certificate=f"not used: {reason}")
+    if not claimed.passed or found.status == "failed":
+        return dataclasses.replace(found, certificate=f"not used: {claimed.reason or 'a fold is wrong'}")
+    if not found.passed:
+        reason = f"not every fold is proved, and without the certificate: {found.reason}"
+        return dataclasses.replace(claimed, status="not_verified", reason=reason, certificate="used")
+    if _unproved(found) < _unproved(claimed):
+        return dataclasses.replace(found, certificate="not used: more is proved without it")
+    return dataclasses.replace(claimed, certificate="used")
 
 
 def _unproved(verdict: Verification) -> int:
@@ -75,12 +83,13 @@ def prove_certified(source: ir.Model, changed: ir.Model) -> Verification | None:
         original, converted = source, False
         if source.functions or has_sync_batch_norm(source):
             original = source.clone()
-            converted = _convert(original, inline=certificate.inlined)
+            if certificate.inlined:
+                inline_calls(original)
+            converted = _convert(original, trained=False)
         sites = changes(certificate, original, changed)
         if not sites:
             return Verification.skipped("every node that it names is still there")
-        casts = _casts(original)
-        verdict = prove(original, changed, [_claim(site.name, site.graph, site.region, casts) for site in sites])
+        verdict = prove_fold(original, changed, [site.claim for site in sites])
     except BnexportError as error:
         return Verification.skipped(str(error))
     return dataclasses.replace(verdict, reference="converted") if converted else verdict
@@ -90,24 +99,24 @@ def prove_unaided(source: ir.Model, changed: ir.Model) -> Verification:
     """Find the folds between two models and prove them; both are only read. Sync batch norms are converted first."""
     if not has_sync_batch_norm(source) or has_sync_batch_norm(changed):
         return prove_differences(source, changed)
-    converted = source.clone()
-    _convert(converted)
-    return dataclasses.replace(prove_differences(converted, changed), reference="converted")
+    unfolded = source.clone()
+    if not source.functions.keys() <= changed.functions.keys():
+        inline_calls(unfolded)
+    _convert(unfolded, trained=False)
+    return dataclasses.replace(prove_differences(unfolded, changed), reference="converted")
 
 
-def _convert(model: ir.Model, *, inline: bool | None = None, training_to_inference: bool = False) -> bool:
-    """Convert sync batch norms in place as a fold does; return whether there were any. inline: as `Folding.prepare`."""
-    folding = Folding(model, Options(training_to_inference=training_to_inference))
-    folding.prepare(inline=inline)
-    folding.convert()
-    if folding.converted:
+def _convert(model: ir.Model, *, trained: bool) -> bool:
+    """Convert in place, as a fold does; whether there was anything to convert."""
+    converted = any(each.batch_norm is not None for each in convert(model, trained=trained))
+    if converted:
         insert_casts(model)
-    return folding.converted
+    return converted
 
 
-def prove_export(unfolded: ir.Model, folded: ir.Model, report: FoldReport) -> Verification:
+def prove_export(unfolded: ir.Model, folded: ir.Model, report: Mapping[str, Any]) -> Verification:
     """Prove a fold that was made in place. Raises VerificationError where it is wrong."""
-    verdict = prove_report(unfolded, folded, report.to_dict())
+    verdict = prove_report(unfolded, folded, report)
     if verdict.status == "failed":
         raise VerificationError(
             f"the folded graph differs from the exported one, nothing was written: {verdict.reason}"
@@ -115,8 +124,8 @@ def prove_export(unfolded: ir.Model, folded: ir.Model, report: FoldReport) -> Ve
     return verdict
 
 
-def read_sites(report: Mapping[str, Any]) -> list[SiteReport]:
-    """Read what a proof needs of the sites in a report's JSON. Raises UsageError."""
+def _read_report(report: Mapping[str, Any]) -> tuple[list[Claim], bool]:
+    """Return the claims in a report's JSON, and whether BatchNormalization in training was converted. Raises UsageError."""
 
     def text(value: Any) -> str:
         if not isinstance(value, str):
@@ -128,27 +137,18 @@ def read_sites(report: Mapping[str, Any]) -> list[SiteReport]:
             raise TypeError(f"got {type(value).__name__}, expected a list of names")
         return tuple(map(text, value))
 
+    claims, trained = [], False
     try:
-        return [
-            SiteReport(
-                names(site["nodes"]),
-                text(site["op_type"]),
-                text(site["graph"]),
-                text(site["outcome"]),
-                training=site.get("training") is True,
-                region=names(site["region"]),
-            )
-            for site in report["sites"]
-        ]
+        for site in report["sites"]:
+            nodes, region, scope = names(site["nodes"]), names(site["region"]), text(site["graph"])
+            trained |= site.get("training") is True and text(site["op_type"]) == "BatchNormalization"
+            if text(site["outcome"]) in _CHANGED:
+                claims.append(Claim(" + ".join(nodes), scope, region or nodes))
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"the report is no fold report of this version ({type(error).__name__}: {error}); fold again with --json"
         ) from error
-
-
-def _claim(site: str, graph: str, nodes: Iterable[str], casts: Mapping[str, Iterable[str]]) -> Claim:
-    around = [cast for node in nodes for cast in casts.get(node, ())]
-    return Claim(site, graph, (*nodes, *around))
+    return claims, trained
 
 
 def _casts(model: ir.Model) -> dict[str, list[str]]:
