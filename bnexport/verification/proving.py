@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from bnexport.errors import BnexportError, UsageError, VerificationError
+from bnexport.errors import BnexportError, UsageError, VerificationError, first_line
 from bnexport.graph.converting.inference import convert
 from bnexport.graph.inlining import inline_calls
 from bnexport.graph.mixed_types import insert_casts
@@ -90,8 +90,8 @@ def prove_certified(source: ir.Model, changed: ir.Model) -> Verification | None:
         if not sites:
             return Verification.skipped("every node that it names is still there")
         verdict = prove_fold(original, changed, [site.claim for site in sites])
-    except BnexportError as error:
-        return Verification.skipped(str(error))
+    except (BnexportError, MemoryError) as error:
+        return Verification.skipped(first_line(error))
     return dataclasses.replace(verdict, reference="converted") if converted else verdict
 
 
