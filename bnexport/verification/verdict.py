@@ -107,6 +107,9 @@ class Verification:
 
     method: "whole" where the models ran, "local" where each change was proved where it stands and the rest is the same,
     "both". sites: the local proof, one for each fold, in the order of the report.
+
+    certificate: of the candidate: "used" where the proof took its regions from it, "not used: " and why where it was there
+    and the folds were searched for; empty where there was none, or nothing was proved.
     """
 
     status: Status
@@ -120,6 +123,7 @@ class Verification:
     sizes: tuple[Shapes, ...] = ()
     method: Method = "whole"
     sites: tuple[SiteProof, ...] = ()
+    certificate: str = ""
 
     @classmethod
     def skipped(cls, reason: str) -> Verification:
@@ -208,11 +212,11 @@ class Verification:
         """
         if self.status == "failed" or whole.status == "failed":
             first = self if self.status == "failed" else whole
-            return dataclasses.replace(whole, status="failed", reason=first.reason, method="both", sites=self.sites)
+            whole = dataclasses.replace(whole, status="failed", reason=first.reason)
         proved = self.passed and all(proof.method == "proved" for proof in self.sites)
         if proved and whole.status == "not_verified":
             return dataclasses.replace(self, outputs=whole.outputs)
-        return dataclasses.replace(whole, method="both", sites=self.sites)
+        return dataclasses.replace(whole, method="both", sites=self.sites, certificate=self.certificate)
 
     def with_folds_of(self, proof: Verification | None) -> Verification:
         """Return the verdict on a model with the marks of the folds that were made in it."""
