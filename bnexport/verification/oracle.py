@@ -67,7 +67,7 @@ class PreciseModel:
         if self._evaluator is None:
             import onnx
 
-            from bnexport.verification.onnx_reference import MendedEvaluator
+            from bnexport.graph.reference import MendedEvaluator
 
             self._proto = inlined(whole(self._model))
             retype(self._proto, onnx.TensorProto.DOUBLE)
@@ -128,7 +128,7 @@ def find_doubt(proto: Any, values: Mapping[str, Any], agreed: set[Form]) -> str:
 
 def find_doubt_alone(model: Serialised, sample: Mapping[str, np.ndarray]) -> str:
     """Return why onnx.reference is not believed where no other engine runs the model; empty where it is."""
-    from bnexport.verification.onnx_reference import MendedEvaluator
+    from bnexport.graph.reference import MendedEvaluator
 
     proto = inlined(whole(model))
     values: Any = MendedEvaluator(proto).run(None, dict(sample), intermediate=True)
@@ -160,7 +160,7 @@ class _Case:
     def _difference(self, arrays: Arrays) -> str:
         from onnx import TensorProto
 
-        from bnexport.verification.onnx_reference import MendedEvaluator
+        from bnexport.graph.reference import MendedEvaluator
 
         names = [name for name in self._node.output if name]
         feeds = {name: array for name, array in arrays.items() if name not in self._initializers}

@@ -77,7 +77,7 @@ class ReferenceRunner:
     def __init__(self, model: Serialised) -> None:
         if model.nbytes > _REFERENCE_BYTES:
             raise UnsupportedModelError("onnx.reference would take too long")
-        from bnexport.verification.onnx_reference import MendedEvaluator
+        from bnexport.graph.reference import MendedEvaluator
 
         try:
             self._evaluator = MendedEvaluator(whole(model))

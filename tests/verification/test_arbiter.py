@@ -9,7 +9,8 @@ from onnx.reference.op_run import OpRun
 
 from bnexport.errors import UnsupportedModelError
 from bnexport.folding import fold, verify
-from bnexport.verification import onnx_reference, oracle
+from bnexport.graph import reference
+from bnexport.verification import oracle
 from bnexport.verification.comparison import compare_output, compare_with_truth
 from bnexport.verification.oracle import PreciseModel
 from bnexport.verification.runner import Serialised
@@ -82,7 +83,7 @@ class TestBelief:
     def values(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
         feeds = {"x": np.random.default_rng(0).standard_normal((2, 4, 6, 6))}
         oracle.retype(proto, onnx.TensorProto.DOUBLE)
-        return onnx_reference.MendedEvaluator(proto).run(None, feeds, intermediate=True)
+        return reference.MendedEvaluator(proto).run(None, feeds, intermediate=True)
 
     def test_right_operators(self) -> None:
         proto, agreed = model(LAYERS, SHAPES, opset=11), set[oracle.Form]()
@@ -110,7 +111,7 @@ class TestBelief:
             def _run(self, x: np.ndarray) -> tuple[np.ndarray]:
                 return (np.abs(x),)
 
-        monkeypatch.setattr(onnx_reference, "MENDED", (*onnx_reference.MENDED, Relu))
+        monkeypatch.setattr(reference, "MENDED", (*reference.MENDED, Relu))
         proto = model(LAYERS, SHAPES)
         reason = oracle.find_doubt(proto, self.values(proto), set())
         assert reason.startswith("onnx.reference is not believed for Relu of opset 17: it differs from ONNX Runtime: ")
