@@ -110,7 +110,7 @@ def bench(
 ) -> None:
     """Compares the latency of models in ONNX Runtime. They take turns."""
     from bnexport.cli.inputs import feeds_of
-    from bnexport.runtime import execution, latency
+    from bnexport.runtime import engine, execution, latency
 
     check_targets(chart=chart, json=json_target)
     if chart is not None and chart.suffix.lower() not in (".png", ".svg", ".pdf"):
@@ -120,12 +120,9 @@ def bench(
     if len(set(models)) < len(models):
         raise UsageError(f"MODEL: got {', '.join(map(str, models))}, expected each file once")
     feeds = {str(path): feeds_of(inputs, seed, path, all_of_them=True) for path in models}
-    import onnxruntime
-
     calls = {}
     for path in models:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
+        options = engine.session_options(threads=threads)
         with status(f"loading {path}"):
             loaded = execution.load(path, options, provider or ())
         calls[str(path)] = functools.partial(loaded.run, feeds[str(path)])

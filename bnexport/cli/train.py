@@ -142,16 +142,12 @@ def _join_group(timeout: float) -> Any:
 
 
 def _session_options(threads: int, group: Any) -> Any:
-    import onnxruntime
+    from bnexport.runtime.engine import session_options
 
-    options = onnxruntime.SessionOptions()
-    if not is_verbose():
-        options.log_severity_level = 4  # what fails is in the error
     if threads == 0 and group is not None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         threads = max(1, (os.cpu_count() or 1) // local)
-    options.intra_op_num_threads = threads
-    return options
+    return session_options(quiet=not is_verbose(), threads=threads)  # what fails is in the error
 
 
 def _line(record: dict[str, float], epochs: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -15,8 +14,9 @@ from bnexport import schema
 from bnexport.errors import LibraryError, VerificationError
 from bnexport.exporting.dimensions.other_sizes import Fault, OtherSizes
 from bnexport.exporting.dimensions.sizes import is_constant, resized, shapes
-from bnexport.runtime import injection
-from bnexport.verification.judging import Engine, Outcome, judge
+from bnexport.runtime import engine
+from bnexport.runtime.engine import EngineFailure
+from bnexport.verification.judging import Candidate, Outcome, judge
 from bnexport.verification.reference import Reference
 from bnexport.verification.torch_outputs import Array, to_array
 from bnexport.verification.verdict import OutputComparison, Verification
@@ -42,17 +42,16 @@ def check(model: ir.Model, reference: Reference, inputs: Tensors, others: OtherS
     if any(tensor.dtype == torch.bfloat16 for tensor in inputs):
         return Checked(Verification.skipped("onnxruntime's Python interface takes no bfloat16 arrays"))
     try:
-        import onnxruntime  # noqa: F401 - whether it is there
+        engines, reason = _engines(model)
     except ImportError:
         return Checked(Verification.skipped("onnxruntime is not installed"))
-    engines, reason = _engines(model)
     if not engines:
         return Checked(Verification.skipped(reason))
     return verdict(engines, [str(value.name) for value in model.graph.outputs], reference, inputs, others)
 
 
 def verdict(
-    engines: Sequence[Engine], names: Sequence[str], reference: Reference, inputs: Tensors, others: OtherSizes
+    engines: Sequence[Candidate], names: Sequence[str], reference: Reference, inputs: Tensors, others: OtherSizes
 ) -> Checked:
     """Return the verdict on an exported model for the example inputs and other sizes.
 
@@ -84,10 +83,9 @@ def verdict(
         held += [outcome for outcome in elsewhere if outcome.passed]
         tried += [others.shapes(run) for run, outcome in zip(others.runs, elsewhere) if outcome.passed]
     errors = nearest([error for outcome in held for error in outcome.errors])
-    engine = " and ".join(each.name for each in engines)
     verification = Verification.of(
         errors,
-        engine=engine,
+        engine=" and ".join(each.name for each in engines),
         reason=reference.cause,
         reference="converted" if reference.cause else "original",
         samples=len(held),
@@ -100,50 +98,40 @@ def verdict(
 class _Session:
     """One session of ONNX Runtime."""
 
-    def __init__(self, model: ir.Model, name: str, options: Any) -> None:
+    def __init__(self, model: ir.Model, name: str, training: bool | None = None) -> None:
         self.name = name
         self._inputs = [str(value.name) for value in model.graph.inputs]
+        options = engine.session_options(training)
         try:
-            self._session = injection.open_model(model, options)
-        except Exception as error:  # ONNX Runtime raises one class for each status code
-            raise VerificationError(f"{name} cannot load the exported model: {str(error).strip()}") from error
+            self._engine = engine.open(model, options=options)
+        except EngineFailure as failure:
+            raise VerificationError(f"{name} cannot load the exported model: {failure.detail}") from failure
 
     def run(self, feeds: Sequence[Tensors]) -> list[list[Array] | str]:
         results: list[list[Array] | str] = []
         for feed in feeds:
             try:
-                got = self._session.run(None, dict(zip(self._inputs, map(to_array, feed))))
+                got = self._engine.run(dict(zip(self._inputs, map(to_array, feed))))
                 results.append([np.asarray(value) for value in got])
-            except Exception as error:  # ONNX Runtime raises one class for each status code
-                results.append(str(error).strip())
+            except EngineFailure as failure:
+                results.append(failure.detail)
         return results
 
 
-def _engines(model: ir.Model) -> tuple[list[Engine], str]:
+def _engines(model: ir.Model) -> tuple[list[Candidate], str]:
     """Return every way in which the model is meant to run: with the library, and by its portable body."""
-    import onnxruntime
-
-    from bnexport.native import library
-
-    def options() -> Any:
-        made = onnxruntime.SessionOptions()
-        made.log_severity_level = 4
-        return made
-
-    name = f"onnxruntime {onnxruntime.__version__}"
+    name = engine.label(engine.ENGINES[0])
     nodes = [node for node in model.graph.all_nodes() if node.op_type == schema.SYNC_BATCH_NORM.name]
     if not nodes:
-        return [_Session(model, name, options())], ""
-    engines: list[Engine] = []
+        return [_Session(model, name)], ""
+    engines: list[Candidate] = []
     reason = ""
     try:
-        registered = options()
-        library.register(registered)
-        engines.append(_Session(model, f"{name} with the custom-op library", registered))
+        engines.append(_Session(model, f"{name} with the custom-op library", training=False))
     except LibraryError as error:
         reason = str(error)
     if all(node.op_identifier() in model.functions for node in nodes):
-        engines.append(_Session(model, f"{name} with the portable body", options()))
+        engines.append(_Session(model, f"{name} with the portable body"))
     return engines, reason
 
 

@@ -1,4 +1,4 @@
-"""The one evaluator of nodes: onnx.reference with its wrong operators mended (`reference.py`), one node at a time.
+"""The one evaluator of nodes: onnx.reference with its wrong operators mended (`onnx_reference.py`), one node at a time.
 
 Constants of the folder and of the proof, weights that an export computes ahead, and the affine forms of the proof all come
 from here. What it answers is a table: an operator that is not in it, a type, or a form that differs from ONNX Runtime's, is
@@ -151,7 +151,7 @@ class NodeEvaluator:
         check_answered(node, version)
         import onnx.helper
 
-        from bnexport.graph.reference import MendedEvaluator
+        from bnexport.graph.onnx_reference import MendedEvaluator
 
         given, self._outputs = ([name for name in names if name] for names in (proto.input, proto.output))
         imports = [onnx.helper.make_opsetid("", version)]

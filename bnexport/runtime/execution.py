@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from bnexport import model_io, schema
-from bnexport.errors import (
-    BnexportError,
-    LibraryError,
-    UnsupportedModelError,
-    UsageError,
-    first_line,
-)
+from bnexport.errors import LibraryError, UnsupportedModelError, UsageError, first_line
 from bnexport.model_io.validate import printable
 from bnexport.native import library
-from bnexport.runtime import injection
+from bnexport.runtime import engine, injection
+from bnexport.runtime.engine import EngineFailure, OnnxRuntime
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,25 +32,25 @@ class Execution:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A checked model in ONNX Runtime: session, required inputs, and whether the custom-op library is registered."""
+    """A checked model in ONNX Runtime, its required inputs, and whether the custom-op library is registered."""
 
     name: str
-    session: Any
+    runtime: OnnxRuntime
     needed: tuple[str, ...]
     library: bool
     engine: str
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> list[Any]:
-        """Run the model and return all outputs in order. Raises UsageError for a missing input,
+        """Run the model and return all outputs in order. Raises UsageError for a missing or an unknown input,
         UnsupportedModelError if the run fails.
         """
         missing = [name for name in self.needed if name not in inputs]
-        if missing:
-            raise UsageError(f"input: missing {', '.join(missing)}; the model takes {', '.join(self.needed)}")
-        try:
-            return self.session.run(None, dict(inputs))
-        except Exception as error:  # ONNX Runtime raises one class for each status code
-            raise _cannot_run(self.name, error) from error
+        unknown = [name for name in inputs if name not in self.runtime.inputs]
+        for names, what in ((missing, "missing"), (unknown, "unknown")):
+            if names:
+                raise UsageError(f"input: {what} {', '.join(names)}; the model takes {', '.join(self.needed)}")
+        with _named(self.name):
+            return self.runtime.run(inputs)
 
 
 def run(source: Loaded | str | os.PathLike[str], inputs: Mapping[str, np.ndarray]) -> Execution:
@@ -63,10 +59,8 @@ def run(source: Loaded | str | os.PathLike[str], inputs: Mapping[str, np.ndarray
     start = time.perf_counter()
     values = model.run(inputs)
     seconds = time.perf_counter() - start
-    names = [output.name for output in model.session.get_outputs()]
-    return Execution(
-        {name: np.asarray(value) for name, value in zip(names, values)}, seconds, model.library, model.engine
-    )
+    outputs = {name: np.asarray(value) for name, value in zip(model.runtime.outputs, values)}
+    return Execution(outputs, seconds, model.library, model.engine)
 
 
 def load(path: str | os.PathLike[str], session_options: Any = None, providers: Sequence[str] = ()) -> Loaded:
@@ -78,28 +72,27 @@ def load(path: str | os.PathLike[str], session_options: Any = None, providers: S
         LibraryError: the model has nodes of ours without a portable body, and no library is there.
         MissingDependencyError: onnxruntime is not installed.
     """
-    onnxruntime = injection.import_onnxruntime()
+    options = engine.session_options() if session_options is None else session_options
     names = injection.check_providers(providers)
     model = model_io.load(path)
-    options = onnxruntime.SessionOptions() if session_options is None else session_options
     options.log_severity_level = 4
     registered = _register(model, options)
-    try:
+    with _named(os.fspath(path)):
         # The model and its weights as they were checked: ONNX Runtime opens no file itself.
-        session = injection.open_model(model, options, names or None)
-    except BnexportError:
-        raise
-    except Exception as error:  # ONNX Runtime raises one class for each status code
-        raise _cannot_run(os.fspath(path), error) from error
+        runtime = engine.open(model, names or None, options=options)
     needed = tuple(str(value.name) for value in model.graph.inputs if not value.is_initializer())
-    engine = f"onnxruntime {onnxruntime.__version__}{f' ({names[0]})' if names else ''}"
-    return Loaded(os.fspath(path), session, needed, registered, engine)
+    name = f"{engine.label(runtime.name)}{f' ({names[0]})' if names else ''}"
+    return Loaded(os.fspath(path), runtime, needed, registered, name)
 
 
-def _cannot_run(name: str, error: Exception) -> UnsupportedModelError:
-    # Its message repeats names of the file.
-    text = injection.too_new(error) or f"ONNX Runtime cannot run it: {printable(first_line(error))}"
-    return UnsupportedModelError(f"{name}: {text}")
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Say which file an engine cannot run."""
+    try:
+        yield
+    except EngineFailure as failure:
+        text = failure.newer or f"ONNX Runtime cannot run it: {printable(first_line(failure.__cause__ or failure))}"
+        raise UnsupportedModelError(f"{name}: {text}") from failure
 
 
 def _register(model: ir.Model, options: Any) -> bool:

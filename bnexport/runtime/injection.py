@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions from a serialised graph and separate weights, without a file name."""
+"""What an ONNX Runtime session is made of: a serialised graph and separate weights, without a file name."""
 
 from __future__ import annotations
 
@@ -68,7 +68,12 @@ class Prepared:
 
 
 def prepare(data: bytes, weights: Mapping[str, np.ndarray], options: Any, providers: Providers = None) -> Prepared:
-    """Return a serialised model for a session with `options`, to which the weights are added; see `session`."""
+    """Return a serialised model for a session with `options`, to which the weights are added.
+
+    weights: initializers that `data` declares as external, by name; ONNX Runtime uses an array in place if it is in C
+    order. With any, `options` serve this session only: ONNX Runtime keeps the names in them.
+    providers: None for the devices that `options` hold (add_provider_for_devices), or CPU.
+    """
     onnxruntime = import_onnxruntime()
     # ONNX Runtime copies a transposed view into a buffer of its own, and takes none of those for an initializer.
     arrays = [np.asarray(array, order="C") for array in weights.values()]
@@ -82,46 +87,22 @@ def prepare(data: bytes, weights: Mapping[str, np.ndarray], options: Any, provid
     return Prepared(data, {"providers": ["CPUExecutionProvider"], "enable_fallback": 0}, values)
 
 
-def too_new(error: Exception) -> str:
+def too_new(error: BaseException) -> str:
     """Return one line about a file that is newer than this ONNX Runtime; empty for other errors of a session."""
-    text, engine = str(error), f"onnxruntime {import_onnxruntime().__version__}"
+    text = str(error)
     found = _NEWER_IR.search(text) or _NEWER_OPSET.search(text)
     if found is None:
         return ""
-    kind = "IR version" if found.re is _NEWER_IR else "opset"
+    kind, engine = "IR version" if found.re is _NEWER_IR else "opset", f"onnxruntime {import_onnxruntime().__version__}"
     return (
         f"the file has {kind} {found[1]}, and {engine} reads up to {found[2]}; install a newer onnxruntime, or write the"
         " file for an older opset (18 loads in onnxruntime 1.17 and newer)"
     )
 
 
-def session(data: bytes, weights: Mapping[str, np.ndarray], options: Any = None, providers: Providers = None) -> Any:
-    """Create an `onnxruntime.InferenceSession` that uses the arrays in place, without a copy.
-
-    weights: initializers that `data` declares as external, by name, kept alive by the session; an array that is not
-    in C order is copied. With any, `options` serve this session only: ONNX Runtime keeps the names in them.
-    providers: None for the devices that `options` hold (add_provider_for_devices), or CPU.
-    Raises MissingPackageError without onnxruntime, and whatever ONNX Runtime raises.
-    """
-    onnxruntime = import_onnxruntime()
-    options = onnxruntime.SessionOptions() if options is None else options
-    return _made(prepare(data, weights, options, providers), options)
-
-
-def _made(prepared: Prepared, options: Any) -> Any:
-    made = import_onnxruntime().InferenceSession(prepared.data, options, **prepared.arguments)
-    made.bnexport_weights = prepared.values  # ONNX Runtime holds addresses, not arrays.
-    return made
-
-
 def _holds_devices(options: Any) -> bool:
     """Whether providers were added to the options; ONNX Runtime before 1.22 does not support that."""
     return hasattr(options, "has_providers") and bool(options.has_providers())
-
-
-def open_model(model: ir.Model, options: Any, providers: Providers = None, *, keep_options: bool = False) -> Any:
-    """Open a `session` for a model checked by `model_io`; its weights are read here. Raise the errors of both."""
-    return _made(prepare_model(model, options, providers, keep_options=keep_options), options)
 
 
 def prepare_model(

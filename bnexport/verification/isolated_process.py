@@ -35,7 +35,7 @@ _START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from bnexport
 _ALIGNMENT = 64
 
 
-class EngineFailure(Exception):
+class ProcessFailure(Exception):
     """The process ended, or took too long.
 
     stage: "reference", "candidate", "comparison", or "" before any. crashed: the engine did it, by a signal
@@ -131,7 +131,7 @@ class EngineProcess:
             self._ensure()
 
     def ask(self, request: Mapping[str, Any], descriptors: Sequence[int], timeout: float | None) -> dict[str, Any]:
-        """Send a request and return the answer. Raises EngineFailure."""
+        """Send a request and return the answer. Raises ProcessFailure."""
         with self._lock:
             try:
                 self._ensure()
@@ -155,7 +155,7 @@ class EngineProcess:
             while True:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 if not select.select([self._channel], [], [], left)[0]:
-                    raise EngineFailure(f"it took longer than {timeout:g} s", stage, engine, crashed=False)
+                    raise ProcessFailure(f"it took longer than {timeout:g} s", stage, engine, crashed=False)
                 message, _ = worker.receive(self._channel)
                 if "result" in message:
                     return message["result"]
@@ -164,7 +164,7 @@ class EngineProcess:
             assert self._process is not None
             code = self._process.wait()
             crashed = code < 0 and -code not in (signal.SIGKILL, signal.SIGTERM)
-            raise EngineFailure(self._cause(code), stage, engine, crashed=crashed) from error
+            raise ProcessFailure(self._cause(code), stage, engine, crashed=crashed) from error
 
     def _cause(self, code: int) -> str:
         """Return how the process ended."""

@@ -17,7 +17,7 @@ from bnexport.verification.verdict import OutputComparison
 Tensors = tuple[torch.Tensor, ...]
 
 
-class Engine(Protocol):
+class Candidate(Protocol):
     """Runs one exported model. name: for messages."""
 
     name: str
@@ -44,7 +44,7 @@ class Outcome:
 
 
 def judge(
-    engines: Sequence[Engine],
+    engines: Sequence[Candidate],
     names: Sequence[str],
     reference: Reference,
     feeds: Sequence[Tensors],
@@ -75,7 +75,7 @@ class _Feed:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[Candidate],
         names: Sequence[str],
         reference: Reference,
         feed: Tensors,

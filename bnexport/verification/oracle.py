@@ -22,9 +22,9 @@ import numpy as np
 
 from bnexport.errors import BnexportError, UnsupportedModelError
 from bnexport.model_io.validate import bodies, printable
+from bnexport.runtime.engine import Serialised, open_as_written
 from bnexport.verification.comparison import compare_output
 from bnexport.verification.inputs.smaller_inputs import is_float
-from bnexport.verification.runner import RuntimeRunner, Serialised, whole
 
 Form = tuple[Any, ...]
 Arrays = dict[str, np.ndarray]
@@ -67,9 +67,9 @@ class PreciseModel:
         if self._evaluator is None:
             import onnx
 
-            from bnexport.graph.reference import MendedEvaluator
+            from bnexport.graph.onnx_reference import MendedEvaluator
 
-            self._proto = inlined(whole(self._model))
+            self._proto = inlined(self._model.whole())
             retype(self._proto, onnx.TensorProto.DOUBLE)
             self._evaluator = MendedEvaluator(self._proto)
 
@@ -128,9 +128,9 @@ def find_doubt(proto: Any, values: Mapping[str, Any], agreed: set[Form]) -> str:
 
 def find_doubt_alone(model: Serialised, sample: Mapping[str, np.ndarray]) -> str:
     """Return why onnx.reference is not believed where no other engine runs the model; empty where it is."""
-    from bnexport.graph.reference import MendedEvaluator
+    from bnexport.graph.onnx_reference import MendedEvaluator
 
-    proto = inlined(whole(model))
+    proto = inlined(model.whole())
     values: Any = MendedEvaluator(proto).run(None, dict(sample), intermediate=True)
     return find_doubt(proto, values, set())
 
@@ -160,7 +160,7 @@ class _Case:
     def _difference(self, arrays: Arrays) -> str:
         from onnx import TensorProto
 
-        from bnexport.graph.reference import MendedEvaluator
+        from bnexport.graph.onnx_reference import MendedEvaluator
 
         names = [name for name in self._node.output if name]
         feeds = {name: array for name, array in arrays.items() if name not in self._initializers}
@@ -168,7 +168,7 @@ class _Case:
             exact = MendedEvaluator(self._model(arrays, TensorProto.DOUBLE)).run(
                 names, {name: _in_double(array) for name, array in feeds.items()}
             )
-            engine = RuntimeRunner(Serialised(self._model(arrays, TensorProto.FLOAT).SerializeToString(), {}))
+            engine = open_as_written(Serialised(self._model(arrays, TensorProto.FLOAT).SerializeToString()))
             got = engine.run(feeds, names)
         except BnexportError as error:
             return str(error)

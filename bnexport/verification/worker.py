@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import socket
@@ -21,7 +22,10 @@ import ml_dtypes  # noqa: F401 - NumPy learns the names of its types
 import numpy as np
 
 from bnexport.errors import BnexportError
-from bnexport.verification import oracle, runner
+from bnexport.native.library import ENVIRONMENT_VARIABLE
+from bnexport.runtime import engine
+from bnexport.runtime.engine import ENGINES, Engine, Serialised
+from bnexport.verification import oracle
 from bnexport.verification.comparison import compare_output, compare_with_truth
 from bnexport.verification.inputs.feeds import FeedGroup, Feeds, joined
 from bnexport.verification.inputs.smaller_inputs import (
@@ -36,7 +40,6 @@ from bnexport.verification.inputs.smaller_inputs import (
 )
 from bnexport.verification.probing.separating import compare_parts, without_masked
 from bnexport.verification.probing.ties import Selection, Tail, without_ties
-from bnexport.verification.runner import ENGINES, ReferenceRunner, Runner, Serialised
 from bnexport.verification.verdict import OutputComparison, Verification
 
 LENGTH = struct.Struct("<Q")
@@ -47,7 +50,8 @@ IDLE_SECONDS = 60.0
 def main(descriptor: int) -> None:
     """Serves requests until the parent closes its end."""
     # Whoever started this process is still at work on the models.
-    runner.load_engine()
+    with contextlib.suppress(ImportError):
+        importlib.import_module("onnxruntime")
     with socket.socket(fileno=descriptor) as channel:
         while True:
             channel.settimeout(IDLE_SECONDS)
@@ -105,40 +109,40 @@ class _Job:
         self._precise = oracle.PreciseModel(reference, self._request["patience"])
         reasons = []
         # Only ONNX Runtime has providers.
-        for engine in ENGINES[:1] if candidate.providers else ENGINES:
+        for name in ENGINES[:1] if self._request["providers"] else ENGINES:
             try:
-                return self._run(engine, reference, candidate)
+                return self._run(name, reference, candidate)
             except BnexportError as error:
                 reasons.append(str(error))
         return {"status": "not_verified", "reason": "; ".join(reasons)}
 
-    def _run(self, engine: type[Runner], reference: Serialised, candidate: Serialised) -> dict[str, Any]:
+    def _run(self, name: str, reference: Serialised, candidate: Serialised) -> dict[str, Any]:
         """Return the verdict in one engine, on smaller inputs where the first decide nothing.
 
         One session is open at a time.
         """
         feeds = Feeds(self._request, self._array)
-        groups = feeds.run(self._load(engine, reference, "reference"), self._names("reference"), reference.nbytes)
+        groups = feeds.run(self._load(name, reference, "reference"), self._names("reference"), reference.nbytes)
         try:
-            rows = self._run_candidate(engine, candidate, [group.inputs for group in groups])
+            rows = self._run_candidate(name, candidate, [group.inputs for group in groups])
         except _Fails as error:
-            return {"status": "failed", "reason": str(error), "engine": engine.name}
-        self._stage("comparison", engine)
+            return {"status": "failed", "reason": str(error), "engine": name}
+        self._stage("comparison", name)
         answers = [self._judge(group, Attempt(1.0, group.expected), row) for group, row in zip(groups, rows)]
-        label = engine.label() + (f" ({candidate.providers[0]})" if candidate.providers else "")
+        label = engine.label(name) + "".join(f" ({provider})" for provider in self._request["providers"][:1])
         answer = joined(answers) | {"engine": label}
-        if answer["status"] == "failed" and self._is_random(engine, reference, groups[0]):
+        if answer["status"] == "failed" and self._is_random(name, reference, groups[0]):
             return {"status": "not_verified", "reason": "the model draws random numbers", "engine": label}
         if answer["status"] == "not_verified" or not all(map(is_finite, groups[0].expected)):
-            answer |= self._on_smaller(engine, reference, candidate, groups[0], answer)
-        if engine is ReferenceRunner and answer["status"] != "not_verified":
+            answer |= self._on_smaller(name, reference, candidate, groups[0], answer)
+        if name != ENGINES[0] and answer["status"] != "not_verified":
             doubt = oracle.find_doubt_alone(reference, groups[0].inputs[0])
             answer |= {"status": "not_verified", "reason": doubt} if doubt else {}
         return answer
 
     def _on_smaller(
         self,
-        engine: type[Runner],
+        name: str,
         reference: Serialised,
         candidate: Serialised,
         group: FeedGroup,
@@ -149,13 +153,13 @@ class _Job:
             is_float(array) for sample in group.inputs for array in sample.values()
         ):
             return {}
-        session: Runner | None = None
+        session: Engine | None = None
 
         def run(scale: float) -> list[list[Any]] | None:
             nonlocal session
             if scale == 1.0:
                 return group.expected
-            session = session or self._load(engine, reference, "reference")
+            session = session or self._load(name, reference, "reference")
             with contextlib.suppress(BnexportError):
                 return [session.run(scaled(sample, scale), self._names("reference")) for sample in group.inputs]
             return None
@@ -168,55 +172,57 @@ class _Job:
                 [scaled(sample, attempt.scale) for sample in group.inputs], attempt.expected, attempt.scale
             )
             try:
-                (rows,) = self._run_candidate(engine, candidate, [smaller.inputs])
+                (rows,) = self._run_candidate(name, candidate, [smaller.inputs])
             except _Fails as error:
                 return {"status": "failed", "reason": str(error)}
-            self._stage("comparison", engine)
+            self._stage("comparison", name)
             answer = self._judge(smaller, attempt, rows)
             if answer["status"] != "not_verified":
                 return answer
         return {} if first["status"] == "passed" else {"reason": with_smaller(first["reason"])}
 
-    def _load(self, engine: type[Runner], model: Serialised, stage: str) -> Runner:
-        self._stage(stage, engine)
-        return engine(model)
+    def _load(self, name: str, model: Serialised, stage: str) -> Engine:
+        self._stage(stage, name)
+        providers = self._request["providers"] if stage == "candidate" else ()
+        return engine.open_as_written(model, providers, name)
 
     def _run_candidate(
-        self, engine: type[Runner], candidate: Serialised, inputs: list[list[dict[str, np.ndarray]]]
+        self, name: str, candidate: Serialised, inputs: list[list[dict[str, np.ndarray]]]
     ) -> list[list[list[Any]]]:
         """Return the candidate's outputs for each set of each group.
 
         Raises _Fails where it does not run, though the reference does, in an engine that runs whatever is right.
         """
         try:
-            loaded, names = self._load(engine, candidate, "candidate"), self._names("candidate")
+            loaded, names = self._load(name, candidate, "candidate"), self._names("candidate")
             return [[loaded.run(sample, names) for sample in group] for group in inputs]
         except BnexportError as error:
-            if candidate.needs_library or engine is ReferenceRunner:
+            if candidate.needs_library or name != ENGINES[0]:
                 raise
             raise _Fails(str(error)) from error
 
-    def _is_random(self, engine: type[Runner], reference: Serialised, group: FeedGroup) -> bool:
+    def _is_random(self, name: str, reference: Serialised, group: FeedGroup) -> bool:
         """Whether a second session of the reference, which draws other random numbers, differs from the first."""
-        runner.reseed()
+        engine.reseed()
         try:
-            again = self._load(engine, reference, "reference").run(group.inputs[0], self._names("reference"))
+            again = self._load(name, reference, "reference").run(group.inputs[0], self._names("reference"))
         except BnexportError:
             return False
         working = self._request["working"]
         pairs = zip(group.expected[0], again, strict=True)
         return any(compare_output("", [one], [two], working).failed for one, two in pairs)
 
-    def _stage(self, stage: str, engine: type[Runner]) -> None:
+    def _stage(self, stage: str, name: str) -> None:
         """Tells the parent what is being done, in case nothing else is heard of it."""
-        send(self._channel, {"stage": stage, "engine": engine.name})
+        send(self._channel, {"stage": stage, "engine": name})
 
     def _model(self, which: str) -> Serialised:
         fields = self._request[which]
         data = os.pread(self._descriptors[0], fields["data"][1], fields["data"][0])
         weights = {entry["name"]: self._mapped(entry) for entry in fields["weights"]}
-        providers = tuple(self._request.get("providers", ())) if which == "candidate" else ()
-        return Serialised(data, weights, fields["library"], fields["no_library"], fields["training"], providers)
+        if fields["library"] is not None:
+            os.environ[ENVIRONMENT_VARIABLE] = fields["library"]
+        return Serialised(data, weights, fields["library"], fields["no_library"], fields["training"])
 
     def _mapped(self, entry: dict[str, Any]) -> np.ndarray:
         """Map a tensor where it lies in its file."""

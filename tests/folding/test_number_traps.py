@@ -15,8 +15,8 @@ import bnexport.errors
 from bnexport import tolerances
 from bnexport.folding import fold
 from bnexport.model_io import to_proto
+from bnexport.runtime.engine import Serialised
 from bnexport.verification.oracle import PreciseModel
-from bnexport.verification.runner import Serialised
 from tests.folding.conv_bn import BN, CONV, X4, conv_bn
 from tests.support.onnx_text import (
     assert_near,
@@ -341,7 +341,7 @@ class TestDeadChannels:
         inputs["x"] = (np.sign(inputs["x"]) * tolerances.ACTIVATION).astype(np.float16)
         wide = {"x": inputs["x"].astype(np.float64)}
         double = [
-            PreciseModel(Serialised(each.SerializeToString(), {}), 30.0).run([wide], ["y"])[0][0]
+            PreciseModel(Serialised(each.SerializeToString()), 30.0).run([wide], ["y"])[0][0]
             for each in (proto, folded)
         ]
         dead = np.abs(double[1] - double[0])[:, [3, 11]].max()

@@ -141,7 +141,7 @@ def run_nodes(data: bytes, folder: Path) -> bool:
         loaded = execution.load(path, options)
         generator = np.random.default_rng(zlib.crc32(data))
         feeds, sizes = {}, {}
-        for value in loaded.session.get_inputs():
+        for value in loaded.runtime.session.get_inputs():
             if value.type not in _TYPES:
                 return True  # NumPy has no such arrays; the session was made.
             shape = [

@@ -47,7 +47,7 @@ from bnexport.model_io import parts as parts_of
 from bnexport.model_io.external import ContainedTensor
 from bnexport.model_io.parts import to_parts
 from bnexport.model_io.read import from_proto, innermost
-from bnexport.runtime.injection import open_model
+from bnexport.runtime import engine
 from tests.support.onnx_text import model
 
 BIG = np.random.default_rng(0).standard_normal((300, 256)).astype(np.float32)  # more than a cut's smallest
@@ -454,4 +454,4 @@ def test_a_weight_that_nothing_reads_stays_inside() -> None:
     assert list(to_parts(source).weights) == ["w"]
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    assert open_model(source, options).run(None, {"x": np.ones((1, 300), np.float32)})[0].shape == (1, 256)
+    assert engine.open(source, options=options).run({"x": np.ones((1, 300), np.float32)})[0].shape == (1, 256)

@@ -9,11 +9,11 @@ from onnx.reference.op_run import OpRun
 
 from bnexport.errors import UnsupportedModelError
 from bnexport.folding import fold, verify
-from bnexport.graph import reference
+from bnexport.graph import onnx_reference
+from bnexport.runtime.engine import Serialised
 from bnexport.verification import oracle
 from bnexport.verification.comparison import compare_output, compare_with_truth
 from bnexport.verification.oracle import PreciseModel
-from bnexport.verification.runner import Serialised
 from tests.support.onnx_text import batch_norm, model
 
 LAYERS = """g (float[N,4,H,W] x) => (float[N,4,A,B] y) {
@@ -83,7 +83,7 @@ class TestBelief:
     def values(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
         feeds = {"x": np.random.default_rng(0).standard_normal((2, 4, 6, 6))}
         oracle.retype(proto, onnx.TensorProto.DOUBLE)
-        return reference.MendedEvaluator(proto).run(None, feeds, intermediate=True)
+        return onnx_reference.MendedEvaluator(proto).run(None, feeds, intermediate=True)
 
     def test_right_operators(self) -> None:
         proto, agreed = model(LAYERS, SHAPES, opset=11), set[oracle.Form]()
@@ -111,11 +111,11 @@ class TestBelief:
             def _run(self, x: np.ndarray) -> tuple[np.ndarray]:
                 return (np.abs(x),)
 
-        monkeypatch.setattr(reference, "MENDED", (*reference.MENDED, Relu))
+        monkeypatch.setattr(onnx_reference, "MENDED", (*onnx_reference.MENDED, Relu))
         proto = model(LAYERS, SHAPES)
         reason = oracle.find_doubt(proto, self.values(proto), set())
         assert reason.startswith("onnx.reference is not believed for Relu of opset 17: it differs from ONNX Runtime: ")
-        precise = PreciseModel(Serialised(model(LAYERS, SHAPES).SerializeToString(), {}), 30.0)
+        precise = PreciseModel(Serialised(model(LAYERS, SHAPES).SerializeToString()), 30.0)
         with pytest.raises(UnsupportedModelError, match="not believed for Relu"):
             precise.run([{"x": np.ones((1, 4, 5, 5), np.float32)}], ["y"])
 

@@ -18,7 +18,7 @@ from bnexport.errors import VerificationError
 from bnexport.folding import FoldResult, fold, verify
 from bnexport.model_io import from_proto, load, save
 from bnexport.verification import worker
-from bnexport.verification.isolated_process import PROCESS, EngineFailure
+from bnexport.verification.isolated_process import PROCESS, ProcessFailure
 from tests.support import warm
 from tests.support.onnx_text import batch_norm, model, parameters
 
@@ -152,7 +152,7 @@ def test_weights_by_descriptor(tmp_path: Path) -> None:
 
 
 def test_protocol_over_a_closed_channel() -> None:
-    with pytest.raises(EngineFailure) as caught:
+    with pytest.raises(ProcessFailure) as caught:
         PROCESS.ask({"reference": None}, [], 30.0)
     assert "ended with code 1" in str(caught.value)
     assert worker.LENGTH.size == 8

@@ -30,10 +30,12 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from bnexport import model_io, tolerances
+from bnexport import tolerances
 from bnexport.errors import LibraryError, VerificationError, first_line
 from bnexport.exporting.verification import nearest
 from bnexport.exporting.wrapper import crosses_processes
+from bnexport.runtime import engine
+from bnexport.runtime.engine import EngineFailure
 from bnexport.schema import NEW_SUFFIX
 from bnexport.sync_bn.copies import copy_model
 from bnexport.training.building.description import GRADIENT_SUFFIX, STEP
@@ -65,28 +67,18 @@ def check(
     original: a copy of the caller's module; where it cannot run here, the reference is the step's own model.
     others: batches of other sizes, of which the model's code asks. Sizes that the module refuses are left out.
     """
-    try:
-        import onnxruntime
-    except ImportError:
-        return Verification.skipped("onnxruntime is not installed")
     if crosses_processes(step.problem.model):
         return Verification.skipped("its statistics span several processes; compare it where the group runs")
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    if uses_library(model):
-        from bnexport.native import library
-
-        try:
-            library.register(options, training=True)
-        except LibraryError as error:
-            return Verification.skipped(str(error))
-    state = _warm(step.initial_state())
-    engine = f"onnxruntime {onnxruntime.__version__}"
     try:
-        session = onnxruntime.InferenceSession(model_io.to_bytes(model), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # ONNX Runtime raises one class for each status code
-        raise VerificationError(f"{engine} cannot load the exported training step: {str(error).strip()}") from error
-    names = [value.name for value in session.get_outputs()]
+        label = engine.label(engine.ENGINES[0])
+        runtime = engine.open(model, options=engine.session_options(True if uses_library(model) else None))
+    except ImportError:
+        return Verification.skipped("onnxruntime is not installed")
+    except LibraryError as error:
+        return Verification.skipped(str(error))
+    except EngineFailure as failure:
+        raise VerificationError(f"{label} cannot load the exported training step: {failure.detail}") from failure
+    state, names = _warm(step.initial_state()), runtime.outputs
     reference, cause = _with_model(step, original), ""
     errors: list[OutputComparison] = []
     judged = 0
@@ -101,12 +93,11 @@ def check(
             own = reference(state, tensors, lr)
         arguments = {**state, **arrays, **({} if lr is None else {"lr": lr})}
         try:
-            feeds = {value.name: _array(arguments[value.name]) for value in session.get_inputs()}
-            got = dict(zip(names, session.run(names, feeds)))
-        except Exception as error:
+            got = dict(zip(names, runtime.run({key: _array(arguments[key]) for key in runtime.inputs}, names)))
+        except EngineFailure as error:
             sizes = ", ".join(f"{name} {tuple(rows.shape)}" for name, rows in arrays.items())
             raise VerificationError(
-                f"{engine} cannot run the exported training step on {sizes}: {str(error).strip()}"
+                f"{label} cannot run the exported training step on {sizes}: {error.detail}"
             ) from error
         try:
             exact = in_float64(reference)(_double(state), tuple(_double(arrays).values()), lr)
@@ -114,7 +105,7 @@ def check(
             # The loss holds float32 tensors, or the model calls something without float64: torch's own is the truth.
             exact = own
         judge = _Judge(state, {name: (got[name], _array(own[name]), _array(exact[name])) for name in names}, step)
-        found = [dataclasses.replace(judge(name), engine=engine) for name in names]
+        found = [dataclasses.replace(judge(name), engine=label) for name in names]
         if index and any(error.failed for error in found):
             sizes = ", ".join(f"{name} {tuple(rows.shape)}" for name, rows in arrays.items())
             more = f", with {sizes}; a model whose code takes the batch size as a number exports with dynamic=False"
@@ -123,7 +114,7 @@ def check(
         judged += 1
     return Verification.of(
         nearest(errors),
-        engine=engine,
+        engine=label,
         reason=cause,
         reference="converted" if cause else "original",
         samples=judged,

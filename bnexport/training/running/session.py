@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from bnexport import model_io
-from bnexport.errors import BnexportError, MalformedModelError, MissingFileError, UsageError
+from bnexport.errors import MalformedModelError, MissingFileError, UsageError
 from bnexport.model_io.validate import printable
 from bnexport.native import library
-from bnexport.runtime import injection
+from bnexport.runtime import engine
 from bnexport.runtime.injection import import_onnxruntime
 from bnexport.training.building import contract
 from bnexport.training.building.description import LOSS, METADATA_KEY, SEED, Description, Kind
@@ -237,16 +237,14 @@ class TrainingSession:
 
     def _open(self, model: ir.Model, path: str) -> Any:
         """Open a session for a checked graph of `path`: ONNX Runtime opens no file itself."""
-        options = self._options if self._options is not None else import_onnxruntime().SessionOptions()
+        options = self._options if self._options is not None else engine.session_options(quiet=False)
         if set(model.opset_imports) - {""}:
             library.register(options, training=True)
         try:
-            return injection.open_model(model, options, self._providers, keep_options=True)
-        except BnexportError:
-            raise
-        except Exception as error:  # ONNX Runtime raises one class for each status code
-            reason = injection.too_new(error) or f"ONNX Runtime cannot load it: {printable(str(error).strip())}"
-            raise MalformedModelError(f"{path}: {reason}") from error
+            return engine.open(model, self._providers, options=options, keep_options=True).session
+        except engine.EngineFailure as failure:
+            reason = failure.newer or f"ONNX Runtime cannot load it: {printable(failure.detail)}"
+            raise MalformedModelError(f"{path}: {reason}") from failure
 
     def _named(self, *kinds: Kind) -> list[str]:
         return [name for name, kind in self._description.state.items() if kind in kinds]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from bnexport.errors import BnexportError
+from bnexport.runtime.engine import ENGINES, Engine
 from bnexport.verification.inputs.samples import (
     FREE_SIZES,
     LARGER,
@@ -30,7 +31,6 @@ from bnexport.verification.inputs.samples import (
     shapes,
 )
 from bnexport.verification.inputs.smaller_inputs import is_finite
-from bnexport.verification.runner import ReferenceRunner, Runner
 from bnexport.verification.verdict import OutputComparison, Verification
 
 # Bytes of a model whose runs take longer than everything else: it has fewer of them.
@@ -56,7 +56,7 @@ class Feeds:
         self._array = array
         self._specs = [InputSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in request["inputs"]]
 
-    def run(self, reference: Runner, names: Sequence[str], nbytes: int) -> list[FeedGroup]:
+    def run(self, reference: Engine, names: Sequence[str], nbytes: int) -> list[FeedGroup]:
         """Return the groups for a loaded reference of so many bytes. Raises BnexportError where it runs on none."""
         given = self._request["given"]
         if given is not None:
@@ -72,13 +72,13 @@ class _Drawing:
         self,
         request: Mapping[str, Any],
         specs: Sequence[InputSpec],
-        reference: Runner,
+        reference: Engine,
         names: Sequence[str],
         nbytes: int,
     ) -> None:
         self._specs, self._reference, self._names = specs, reference, names
         self._seed, count = request["seed"], request["count"]
-        self._slow = nbytes > _LARGE or isinstance(reference, ReferenceRunner)
+        self._slow = nbytes > _LARGE or reference.name != ENGINES[0]
         # Bounds of the caller's are for values of some size; truth values and texts have none.
         bounded = request["atol"] is not None or request["rtol"] is not None
         self._scalable = not bounded and any(spec.kind in ("float", "integer") for spec in specs)

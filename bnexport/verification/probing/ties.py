@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from bnexport.errors import BnexportError, UnsupportedModelError
+from bnexport.runtime.engine import Serialised, open_as_written
 from bnexport.verification.comparison import is_same
-from bnexport.verification.runner import RuntimeRunner, Serialised
 from bnexport.verification.verdict import OutputComparison
 
 
@@ -91,7 +91,7 @@ class Tail:
         )
         options = {"opset_imports": self._proto.opset_import, "ir_version": self._proto.ir_version}
         model = onnx.helper.make_model(graph, functions=self._proto.functions, **options)
-        (result,) = RuntimeRunner(Serialised(model.SerializeToString(), {})).run({self._start: value}, [self._output])
+        (result,) = open_as_written(Serialised(model.SerializeToString())).run({self._start: value}, [self._output])
         return result
 
     def _nodes(self) -> tuple[list[Any], set[str]]:

@@ -8,8 +8,8 @@ import onnx.reference
 import pytest
 
 from bnexport.graph.evaluate import ANSWERED
-from bnexport.graph.reference import MENDED, MendedEvaluator
-from bnexport.verification.runner import RuntimeRunner, Serialised
+from bnexport.graph.onnx_reference import MENDED, MendedEvaluator
+from bnexport.runtime.engine import Serialised, open_as_written
 from tests.support.onnx_text import batch_norm, model
 
 ALONG = "g (float[3,4,5] x) => (float[3,4,5] y) {{ y = {} {} (x) }}"
@@ -39,7 +39,7 @@ def example(name: str, opset: int, attributes: str) -> onnx.ModelProto:
 
 
 def in_onnxruntime(proto: onnx.ModelProto) -> np.ndarray:
-    return RuntimeRunner(Serialised(proto.SerializeToString(), {})).run({"x": X}, ["y"])[0]
+    return open_as_written(Serialised(proto.SerializeToString())).run({"x": X}, ["y"])[0]
 
 
 @pytest.mark.parametrize(("name", "opset", "attributes"), [*WRONG, *RIGHT])

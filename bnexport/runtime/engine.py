@@ -1,0 +1,188 @@
+"""The one door to the engines that run models: ONNX Runtime, and onnx.reference where it has no kernel.
+
+`open` loads a checked model, `Engine.run` runs it, and whatever an engine raises is an EngineFailure. PyTorch modules are
+engines of the same form (`bnexport.verification`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from bnexport.errors import BnexportError, UnsupportedModelError, first_line
+from bnexport.model_io.validate import printable
+from bnexport.native import library
+from bnexport.runtime import injection
+from bnexport.runtime.injection import Providers
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+# onnx.reference is slow: it takes over where ONNX Runtime has no kernel (a Conv in float64).
+ENGINES = ("onnxruntime", "onnx.reference")
+_SEEDS = itertools.count(1)
+# Parameters of a model that the reference implementation may be asked to run.
+_REFERENCE_BYTES = 1 << 26
+
+
+class EngineFailure(UnsupportedModelError):
+    """An engine cannot load or run a model.
+
+    detail: the engine's own text. newer: one line about a file that is newer than ONNX Runtime, or empty.
+    """
+
+    def __init__(self, engine: str, action: str, error: BaseException, hint: str = "") -> None:
+        self.detail = str(error).strip()
+        self.newer = injection.too_new(error)
+        super().__init__((self.newer or f"{engine} cannot {action} it: {printable(first_line(error))[:300]}") + hint)
+
+
+@contextlib.contextmanager
+def failures(engine: str, action: str, hint: str = "") -> Iterator[None]:
+    """Turn what an engine raises into EngineFailure: ONNX Runtime has a class for each status code, others raise any."""
+    try:
+        yield
+    except BnexportError:
+        raise
+    except Exception as error:
+        raise EngineFailure(engine, action, error, hint) from error
+
+
+class Engine(Protocol):
+    """A model that is open. name: of the engine."""
+
+    name: str
+
+    def run(self, feeds: Mapping[str, Any], outputs: Sequence[str]) -> list[Any]:
+        """Return the values of `outputs`. Raises EngineFailure."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Serialised:
+    """data: the model. weights: what it declares as given. library: the custom-op library, where it needs one.
+
+    no_library: why there is none, where it needs one. training: whether it has nodes of a training step.
+    """
+
+    data: bytes
+    weights: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    library: str | None = None
+    no_library: str | None = None
+    training: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data) + sum(array.nbytes for array in self.weights.values())
+
+    @property
+    def needs_library(self) -> bool:
+        return self.library is not None or self.no_library is not None
+
+    def whole(self) -> Any:
+        """Return the ModelProto with its weights inside."""
+        import onnx
+        import onnx.numpy_helper
+
+        proto = onnx.ModelProto.FromString(self.data)
+        for tensor in proto.graph.initializer:
+            if tensor.name in self.weights:
+                tensor.CopyFrom(onnx.numpy_helper.from_array(self.weights[tensor.name], tensor.name))
+        return proto
+
+
+class OnnxRuntime:
+    """One session of ONNX Runtime. Inputs that the model lacks are left out of a run."""
+
+    name = ENGINES[0]
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        self.inputs = [value.name for value in session.get_inputs()]
+        self.outputs = [value.name for value in session.get_outputs()]
+
+    def run(self, feeds: Mapping[str, Any], outputs: Sequence[str] | None = None) -> list[Any]:
+        known = {name: feeds[name] for name in self.inputs if name in feeds}
+        with failures("ONNX Runtime", "run"):
+            return list(self.session.run(self.outputs if outputs is None else list(outputs), known))
+
+
+class _OnnxReference:
+    """ONNX's own implementation in NumPy, mended."""
+
+    name = ENGINES[1]
+
+    def __init__(self, model: Serialised) -> None:
+        if model.nbytes > _REFERENCE_BYTES:
+            raise UnsupportedModelError("onnx.reference would take too long")
+        from bnexport.graph.onnx_reference import MendedEvaluator
+
+        with failures(self.name, "load"):
+            self._evaluator = MendedEvaluator(model.whole())
+
+    def run(self, feeds: Mapping[str, Any], outputs: Sequence[str]) -> list[Any]:
+        with failures(self.name, "run"):
+            return list(self._evaluator.run(list(outputs), dict(feeds)))
+
+
+def open(
+    model: ir.Model | Serialised, providers: Providers = None, *, options: Any = None, keep_options: bool = False
+) -> OnnxRuntime:
+    """Open a model, checked by `model_io` or serialised by it, in ONNX Runtime; its weights are used where they lie.
+
+    providers: None for the devices that `options` hold (add_provider_for_devices), or CPU. options: of onnxruntime, which
+    serve this session only, as its weights are named in them; with keep_options others, too.
+
+    Raises EngineFailure, MissingPackageError without onnxruntime, and what reading a model raises.
+    """
+    onnxruntime = injection.import_onnxruntime()
+    options = onnxruntime.SessionOptions() if options is None else options
+    no_library = model.no_library if isinstance(model, Serialised) else None
+    with failures("ONNX Runtime", "load", f"; {no_library}" if no_library else ""):
+        if isinstance(model, Serialised):
+            prepared = injection.prepare(model.data, model.weights, options, providers)
+        else:
+            prepared = injection.prepare_model(model, options, providers, keep_options=keep_options)
+        session = onnxruntime.InferenceSession(prepared.data, options, **prepared.arguments)
+    session.bnexport_weights = prepared.values  # ONNX Runtime holds addresses, not arrays.
+    return OnnxRuntime(session)
+
+
+def open_as_written(model: Serialised, providers: Providers = None, engine: str = ENGINES[0]) -> Engine:
+    """Open a model in one of ENGINES, without graph optimisations, with the library that it names. Raises as `open`."""
+    if engine != ENGINES[0]:
+        return _OnnxReference(model)
+    training = None if model.library is None else model.training
+    return open(model, providers, options=session_options(training, optimised=False))
+
+
+def session_options(
+    training: bool | None = None, *, quiet: bool = True, threads: int = 0, optimised: bool = True
+) -> Any:
+    """Create options of a session. training: which custom-op library is registered; None for none of them."""
+    onnxruntime = injection.import_onnxruntime()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    if quiet:
+        options.log_severity_level = 4
+    if not optimised:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if training is not None:
+        library.register(options, training=training)
+    return options
+
+
+def label(engine: str) -> str:
+    """Return an engine's name and version."""
+    return f"{engine} {importlib.import_module(engine.partition('.')[0]).__version__}"
+
+
+def reseed() -> None:
+    """Make ONNX Runtime's next sessions draw other random numbers; a node that brings a seed draws its own."""
+    with contextlib.suppress(ImportError, AttributeError):
+        importlib.import_module("onnxruntime").set_seed(next(_SEEDS))
