@@ -97,6 +97,10 @@ def _numbers(node: ir.Node, name: str) -> list[int]:
     return list(node.attributes[name].value) if name in node.attributes else []
 
 
+def _string(node: ir.Node, name: str) -> str:
+    return str(node.attributes[name].value) if name in node.attributes else ""
+
+
 def _is_noop(node: ir.Node) -> bool:
     """Whether a reduction may be one over no axes."""
     given = "axes" in node.attributes or any(value is not None for value in node.inputs[1:])
@@ -132,6 +136,7 @@ _OPAQUE: dict[str, Callable[[ir.Node], bool]] = {
     # The two place the windows in two ways.
     "AveragePool": lambda node: "auto_pad" in node.attributes and max(_numbers(node, "dilations"), default=1) > 1,
     "Cast": lambda node: node.attributes["to"].as_int() not in _CASTS,
+    "Resize": lambda node: _string(node, "coordinate_transformation_mode") == "tf_crop_and_resize",
     **dict.fromkeys(_REDUCTIONS, _is_noop),
     "DequantizeLinear": lambda node: any(map(node.attributes.__contains__, ("block_size", "output_dtype"))),
 }
@@ -169,6 +174,8 @@ class NodeEvaluator:
                 raise NotEvaluated(f"{self._node.op_type} of {array.dtype} is not evaluated", "type")
         if kinds is not None and not inputs[0].size:  # ONNX Runtime sums nothing in several ways
             raise NotEvaluated(f"{self._node.op_type} of no elements is not evaluated")
+        if self._node.op_type == "Resize" and not _is_even(self._node, *inputs):
+            raise NotEvaluated("a Resize to a size that is rounded, or to 1, is not evaluated")
         _check_size(self._node, [array for array in inputs if array is not None])
         feeds = {f"i{index}": array for index, array in enumerate(inputs) if array is not None}
         try:
@@ -234,6 +241,14 @@ def is_float(array: np.ndarray) -> bool:
 def widened(array: np.ndarray) -> np.ndarray:
     """Return floats as float64, everything else as it is."""
     return array.astype(np.float64) if is_float(array) else array
+
+
+def _is_even(node: ir.Node, data: np.ndarray, *sizes: np.ndarray | None) -> bool:
+    """Whether a Resize has whole sizes, and makes none 1; sizes: what it has behind the data."""
+    scales, targets = sizes[:2][-1], sizes[2] if len(sizes) > 2 else None
+    given = np.asarray([data.shape[axis] for axis in _numbers(node, "axes") or range(data.ndim)])
+    wanted = given * scales if scales is not None and scales.size else targets
+    return wanted is None or bool(np.all(wanted == np.round(wanted)) and np.all((wanted > 1) | (given == 1)))
 
 
 def check_answered(node: ir.Node, version: int) -> None:
