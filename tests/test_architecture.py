@@ -141,13 +141,14 @@ def test_no_circle_of_files() -> None:
     assert circle(edges(PACKAGE)) == []
 
 
-def test_the_local_proof_shares_no_code_with_the_folder() -> None:
-    """Nor with the helpers that the folder edits graphs with: an error there would be in both.
+def test_the_local_proof_shares_no_rule_with_the_folder() -> None:
+    """Nor the helpers that the folder edits graphs with: an error there would be in both.
 
-    The mode of a batch norm is read in one place: two readings disagreed once.
+    Both read the mode of a batch norm in one place, since two readings disagreed once, and evaluate nodes in one: every
+    form of these is compared with ONNX Runtime (tests/forms), and so are whole models.
     """
     allowed = {"errors", "schema", "tolerances", "model_io", "runtime"}
-    read = ("bnexport.graph.batch_norm", "bnexport.graph.refusal")
+    read = tuple(f"bnexport.graph.{name}" for name in ("batch_norm", "evaluate", "refusal", "versions"))
     wrong = [
         edge
         for edge in edges(PACKAGE)
@@ -156,6 +157,18 @@ def test_the_local_proof_shares_no_code_with_the_folder() -> None:
         and not edge.target.startswith(("bnexport.verification.local", "bnexport.verification.verdict", *read))
     ]
     assert [str(edge) for edge in wrong] == []
+
+
+def test_nodes_are_evaluated_in_one_place() -> None:
+    """onnx.reference stands behind one file, and what runs whole models."""
+    users = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if "onnx.reference import" in (text := path.read_text()) or "import onnx.reference" in text
+    }
+    assert users == {"graph/onnx_reference.py"}
+    importers = {edge.source for edge in edges(PACKAGE) if edge.target == "bnexport.graph.onnx_reference"}
+    assert not any(each.startswith(("bnexport.folding", "bnexport.verification.local")) for each in importers)
 
 
 def test_every_package_has_its_level() -> None:

@@ -1,6 +1,6 @@
 """Weights computed from parameters alone, such as those of weight-standardised convolutions.
 
-Such a subgraph gives the same values in every run. It is evaluated once, by onnx's reference evaluator, where it does
+Such a subgraph gives the same values in every run. It is evaluated once (`graph/evaluate.py`) where it does
 more than lay out, scale or cast a parameter; the result takes the place of the subgraph, and a
 batch norm behind the layer folds into it. In the dynamo exporter's program a batch norm in training mode that
 normalises a weight becomes arithmetic, since torch.onnx translates it with inference semantics.
@@ -11,17 +11,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import torch
-from onnx.reference import ReferenceEvaluator
 
-from bnexport.graph.evaluate import EVALUATORS, WEIGHT_OPERATORS
-from bnexport.model_io import walk
+from bnexport.graph.constants import EXPRESSIONS, WEIGHT_OPERATORS
+from bnexport.graph.evaluate import ANSWERED, NotEvaluated, constant_tensor, expression, read_tensor
+from bnexport.graph.evaluate import evaluate as evaluate_node
+from bnexport.graph.names import Names
+from bnexport.graph.nodes import is_standard
+from bnexport.graph.refusal import Refused
 
 # What costs little in every run stays, for the folder to evaluate where a batch norm folds into it.
-_LEFT = frozenset((*EVALUATORS, "Constant")) - WEIGHT_OPERATORS
-_RANDOM = ("Random", "Bernoulli", "Multinomial", "Dropout")
+_LEFT = frozenset((*EXPRESSIONS, "Constant")) - WEIGHT_OPERATORS
 _aten = torch.ops.aten
 
 
@@ -71,7 +72,7 @@ def evaluate(model: ir.Model) -> None:
     """Replace, in place, values that depend only on initializers by constants, if they are worth it (`_LEFT`).
 
     A value that is larger than the largest initializer it is made of stays computed, and so does one that the
-    reference evaluator cannot compute.
+    evaluator does not answer for.
     """
     graph = model.graph
     listed = set(graph.inputs)
@@ -81,67 +82,33 @@ def evaluate(model: ir.Model) -> None:
     wanted: set[ir.Value] = set()
     for node in graph:
         operands = [value for value in node.inputs if value is not None]
-        if not _is_pure(node) or any(value not in sources for value in operands):
+        if not is_standard(node, "Constant", *ANSWERED) or any(value not in sources for value in operands):
             continue
         source = max((sources[value] for value in operands), key=_size, default=None)
         sources.update(dict.fromkeys(node.outputs, source))
         if source is not None and (node.op_type not in _LEFT or wanted.intersection(operands)):
             wanted.update(node.outputs)
-    evaluator = _Evaluator(model)
+    version, arrays = model.opset_imports[""], dict[ir.Value, np.ndarray]()
+    names = Names(model)
     for value in wanted:
         if value.is_graph_output() or all(wanted.issuperset(node.outputs) for node, _ in value.uses()):
             continue
-        source, array = sources[value], evaluator.value(value)
+        source = sources[value]
         assert source is not None
-        if array is not None and array.size <= _size(source):
-            constant = _initializer(graph, f"{source.name}.computed", array)
+        try:
+            array = expression(value, arrays, _stored, lambda node, inputs: evaluate_node(node, inputs, version))
+        except (NotEvaluated, Refused):
+            continue
+        if array.size <= _size(source):
+            constant = _initializer(graph, names.fresh(f"{source.name}.computed"), array)
             ir.convenience.replace_all_uses_with(value, constant)
 
 
-class _Evaluator:
-    """Values of constant nodes, each computed once."""
-
-    def __init__(self, model: ir.Model) -> None:
-        self._opset = model.opset_imports[""]
-        self._values: dict[ir.Value, np.ndarray | None] = {}
-
-    def value(self, value: ir.Value) -> np.ndarray | None:
-        """Return the value of a node, or None if it cannot be computed."""
-        if value not in self._values:
-            node = value.producer()
-            if node is None:
-                assert value.const_value is not None
-                self._values[value] = value.const_value.numpy()
-            else:
-                results = self._run(node)
-                self._values.update(dict.fromkeys(node.outputs) if results is None else zip(node.outputs, results))
-        return self._values[value]
-
-    def _run(self, node: ir.Node) -> list[np.ndarray] | None:
-        operands = {str(value.name): self.value(value) for value in node.inputs if value is not None}
-        if any(array is None for array in operands.values()):
-            return None
-        proto = ir.to_proto(node)
-        graph = onnx.helper.make_graph(
-            [proto],
-            "node",
-            [onnx.ValueInfoProto(name=name) for name in operands],
-            [onnx.ValueInfoProto(name=str(value.name)) for value in node.outputs if value.name],
-        )
-        alone = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", self._opset)])
-        try:
-            results = ReferenceEvaluator(alone).run(None, operands)
-        except Exception:  # an operator, or a type, that the evaluator does not know
-            return None
-        if any(isinstance(result, list) for result in results):  # a sequence of tensors
-            return None
-        return [np.asarray(result) for result in results]
-
-
-def _is_pure(node: ir.Node) -> bool:
-    if node.domain not in ("", "ai.onnx") or node.op_type.startswith(_RANDOM):
-        return False
-    return not any(attribute.type in walk.GRAPH_TYPES for attribute in node.attributes.values())
+def _stored(value: ir.Value) -> np.ndarray | None:
+    node = value.producer()
+    if node is not None and node.op_type == "Constant":
+        return read_tensor(constant_tensor(node))
+    return None if node is not None or value.const_value is None else read_tensor(value.const_value)
 
 
 def _size(value: ir.Value | None) -> int:
@@ -149,11 +116,7 @@ def _size(value: ir.Value | None) -> int:
 
 
 def _initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    free, index = name, 0
-    while free in graph.initializers:
-        index += 1
-        free = f"{name}_{index}"
-    tensor = ir.Tensor(np.ascontiguousarray(array), name=free)
-    value = ir.Value(name=free, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    tensor = ir.Tensor(np.ascontiguousarray(array), name=name)
+    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value

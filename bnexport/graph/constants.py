@@ -1,29 +1,67 @@
-"""Constant values: initializers and constant expressions, evaluated in float64 or in their own type.
+"""Constant values: initializers and constant expressions (`evaluate.rounded`).
 
 Initializers that a caller may override (listed as inputs, IR version 4 and up) are not constants;
-before IR 4 every initializer had to be listed and they are. Constant expressions over small tensors
-(Cast, Reshape, Mul, Sqrt, ...) are evaluated in float64.
+before IR 4 every initializer had to be listed and they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from bnexport.graph.element_types import FLOAT_TYPES
-from bnexport.graph.evaluate import ELEMENTS, EVALUATORS, constant_node, read_tensor
+from bnexport.graph.evaluate import NotEvaluated, constant_tensor, read_tensor, rounded
 from bnexport.graph.nodes import get_int, is_standard, label, only_attributes
 from bnexport.graph.refusal import Refused
 from bnexport.graph.shapes import Shapes
+from bnexport.graph.versions import opsets
 
+# Bound on the elements that a constant is made of.
+ELEMENTS = 1 << 26
 # A longer chain of constant nodes than any exporter writes; a bound for hostile files.
 _DEPTH = 32
 # Longer than any list of axes, pads or parts.
 _INTEGERS = 1 << 12
 _FLOATS = frozenset(FLOAT_TYPES.values())
+# With these a weight is computed from another one; the others change how a constant is laid out, scaled or typed.
+WEIGHT_OPERATORS = frozenset(
+    (
+        *("ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare"),
+        *("Abs", "Exp", "Log", "Max", "Min", "Pow"),
+    )
+)
+# Operators through which a parameter is followed.
+EXPRESSIONS = WEIGHT_OPERATORS.union(
+    (
+        "Add",
+        "Sub",
+        "Mul",
+        "Div",
+        "Neg",
+        "Reciprocal",
+        "Sqrt",
+        "Sum",
+        "Identity",
+        "Cast",
+        "CastLike",
+        "Concat",
+        "Expand",
+    ),
+    (
+        "Flatten",
+        "Gather",
+        "ConstantOfShape",
+        "DequantizeLinear",
+        "Reshape",
+        "Slice",
+        "Squeeze",
+        "Transpose",
+        "Unsqueeze",
+    ),
+)
 
 
 class Described(NamedTuple):
@@ -43,6 +81,7 @@ class Constants:
     def __init__(self, model: ir.Model, shapes: Shapes) -> None:
         self._model = model
         self._shapes = shapes
+        self._opsets: dict[ir.Graph, int] = {}
         # A constant expression may share operands many times over; each is looked at once.
         self._fixed: set[ir.Value] = set()
         self._evaluated: dict[ir.Value, np.ndarray] = {}
@@ -105,7 +144,7 @@ class Constants:
             raise Refused("not-constant", f"the {what} {value.name!r} is computed when the model runs")
         if is_standard(node, "Shape"):
             self._shape_of(node)
-        elif not is_standard(node, "Constant", "CastLike", *EVALUATORS):
+        elif not is_standard(node, "Constant", *EXPRESSIONS):
             raise Refused("not-constant", f"the {what} {value.name!r} is computed by {label(node)}")
         else:
             for operand in _operands(node):
@@ -126,14 +165,6 @@ class Constants:
             raise Refused("not-constant", f"{label(node)} reads a size that is free")
         return np.asarray(numbers, np.int64)
 
-    def _cast_like(self, node: ir.Node, data: np.ndarray | None) -> np.ndarray:
-        only_attributes(node, ("saturate", "round_mode"))
-        like = node.inputs[1] if len(node.inputs) == 2 else None
-        dtype = None if like is None else self._shapes.dtype(like)
-        if data is None or dtype is None or dtype.numpy() not in _FLOATS:
-            raise Refused("type", f"{label(node)} casts to a type that is not known or no float type")
-        return data.astype(dtype.numpy())
-
     def stored(self, value: ir.Value, what: str) -> ir.TensorProtocol | None:
         """Return the initializer of a value, or None for any other kind of value."""
         if value.is_initializer():
@@ -153,7 +184,7 @@ class Constants:
         node = value.producer()
         assert node is not None
         if node.op_type == "Constant":
-            return constant_node(node)
+            return read_tensor(constant_tensor(node))
         if value in self._evaluated:
             return self._evaluated[value]
         if node.op_type == "Shape":
@@ -161,18 +192,29 @@ class Constants:
         operands = [
             None if operand is None else self._array(operand, _operand(what), depth - 1) for operand in _operands(node)
         ]
+        if node.op_type == "CastLike":
+            operands.append(self._example(node))
         if sum(operand.size for operand in operands if operand is not None) > ELEMENTS:
             raise Refused("too-large", f"the {what} is computed from too many elements to evaluate here")
         try:
-            with np.errstate(all="ignore"):
-                evaluate: Callable[..., np.ndarray] = EVALUATORS.get(node.op_type, self._cast_like)
-                result = evaluate(node, *operands)
-        except Refused:
-            raise
-        except Exception as error:
-            raise Refused("not-constant", f"the {what} cannot be evaluated at {label(node)}: {error}") from error
-        self._evaluated[value] = np.asarray(result)
+            self._evaluated[value] = rounded(node, operands, self._opset(node))[value.index() or 0]
+        except NotEvaluated as error:
+            raise Refused(error.code, f"the {what} cannot be evaluated at {label(node)}: {error}") from error
         return self._evaluated[value]
+
+    def _example(self, node: ir.Node) -> np.ndarray:
+        """Return an array of the type that a CastLike casts to."""
+        like = node.inputs[1] if len(node.inputs) == 2 else None
+        dtype = None if like is None else self._shapes.dtype(like)
+        if dtype is None or dtype.numpy() not in _FLOATS:
+            raise Refused("type", f"{label(node)} casts to a type that is not known or no float type")
+        return np.zeros(0, dtype.numpy())
+
+    def _opset(self, node: ir.Node) -> int:
+        assert node.graph is not None
+        if not self._opsets.get(node.graph):  # graphs come in, and so do imports
+            self._opsets = opsets(self._model)
+        return self._opsets.get(node.graph, 0)
 
 
 def _operands(node: ir.Node) -> Sequence[ir.Value | None]:

@@ -1,26 +1,34 @@
-"""Constant nodes and small constant expressions, evaluated in NumPy.
+"""The one evaluator of nodes: onnx.reference with its wrong operators mended (`onnx_reference.py`), one node at a time.
 
-Arithmetic on floats is done in float64 and rounded to the operands' type, so that a standard deviation
-that an exporter computes in the graph is not worse than one computed here.
+Constants of the folder and of the proof, weights that an export computes ahead, and the affine forms of the proof all come
+from here. What it answers is a table: an operator that is not in it, a type, or a form that differs from ONNX Runtime's, is
+opaque to all of them. `tests/forms/test_evaluator.py` compares every form of the table with ONNX Runtime.
+
+A node is evaluated in the types of its inputs, or in float64 (`rounded`): then each result is rounded once to the type
+that the graph declares, so that a standard deviation that an exporter computes in the graph is not worse than one
+computed here.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.errors import MalformedModelError
+from bnexport.errors import MalformedModelError, UnsupportedModelError, first_line
 from bnexport.graph.element_types import FLOAT_TYPES
-from bnexport.graph.nodes import get_flag, get_int, get_ints, label, only_attributes
+from bnexport.graph.nodes import label
 from bnexport.graph.refusal import Refused
 
-# Bound on what ConstantOfShape, Expand and broadcasting may create.
-ELEMENTS = 1 << 26
+# Bound on what an operator may make of constants.
+_LARGEST = 1 << 27
+# The opsets whose forms have been compared; a later one counts as long as it does not change the operator.
+FIRST_OPSET, LAST_OPSET = 7, 26
+
 
 # Data types of raw bytes that NumPy reads as they are.
 _STORED: dict[int, np.dtype] = {
@@ -48,234 +56,247 @@ def read_tensor(tensor: ir.TensorProtocol) -> np.ndarray:
     return array
 
 
-_CONSTANTS = {
-    "value": ir.AttributeType.TENSOR,
-    "value_float": ir.AttributeType.FLOAT,
-    "value_floats": ir.AttributeType.FLOATS,
-    "value_int": ir.AttributeType.INT,
-    "value_ints": ir.AttributeType.INTS,
+# The attributes that a Constant node may have, and the types of their numbers; a tensor brings its own.
+_CONSTANTS: dict[str, tuple[ir.AttributeType, Any]] = {
+    "value": (ir.AttributeType.TENSOR, None),
+    "value_float": (ir.AttributeType.FLOAT, np.float32),
+    "value_floats": (ir.AttributeType.FLOATS, np.float32),
+    "value_int": (ir.AttributeType.INT, np.int64),
+    "value_ints": (ir.AttributeType.INTS, np.int64),
 }
 
 
-def constant_node(node: ir.Node) -> np.ndarray:
-    """Evaluate a Constant node of any form; each carries exactly one attribute."""
+def constant_tensor(node: ir.Node) -> ir.TensorProtocol:
+    """Read a Constant node of any form; each carries exactly one attribute. Raises Refused."""
     if len(node.attributes) != 1:
         raise Refused("bad-attribute", f"{label(node)} has {len(node.attributes)} attributes, expected one")
     attribute = next(iter(node.attributes.values()))
     if attribute.is_ref():
         raise Refused("reference-attribute", f"{label(node)} is given by the function's caller")
-    kind = _CONSTANTS.get(attribute.name)
-    if kind is not None and attribute.type is not kind:
+    if attribute.name not in _CONSTANTS:
+        raise Refused("type", f"{label(node)} holds {attribute.name}, expected numbers")
+    kind, dtype = _CONSTANTS[attribute.name]
+    if attribute.type is not kind:
         raise Refused("bad-attribute", f"{label(node)}'s {attribute.name} is of another type, expected {kind.name}")
-    if attribute.name == "value":
-        return read_tensor(attribute.as_tensor())
-    if attribute.name == "value_float":
-        return np.asarray(attribute.as_float(), np.float32)
-    if attribute.name == "value_floats":
-        return np.asarray(attribute.as_floats(), np.float32)
-    if attribute.name == "value_int":
-        return np.asarray(attribute.as_int(), np.int64)
-    if attribute.name == "value_ints":
-        return np.asarray(attribute.as_ints(), np.int64)
-    raise Refused("type", f"{label(node)} holds {attribute.name}, expected numbers")
+    return attribute.as_tensor() if dtype is None else ir.tensor(np.asarray(attribute.value, dtype))
 
 
-def _same_type(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Compute in float64 for floats, and round to the operands' type."""
+class NotEvaluated(UnsupportedModelError):
+    """The evaluator does not answer for a node. code: as in a `Refused`."""
 
-    def evaluate(_node: ir.Node, *operands: np.ndarray) -> np.ndarray:
-        if len({operand.dtype for operand in operands}) != 1:
-            raise Refused("type", "operands of different types")
-        if math.prod(np.broadcast_shapes(*(operand.shape for operand in operands))) > ELEMENTS:
-            raise Refused("too-large", "the result has too many elements")
-        dtype = operands[0].dtype
-        if dtype == np.int64 and function in (np.add, np.subtract, np.multiply):
-            return np.asarray(function(*operands))
-        if dtype not in FLOAT_TYPES.values():
-            raise Refused("type", f"arithmetic on {dtype}")
-        return np.asarray(function(*(operand.astype(np.float64) for operand in operands))).astype(dtype)
-
-    return evaluate
+    def __init__(self, text: str, code: str = "not-constant") -> None:
+        self.code = code
+        super().__init__(text)
 
 
-def _axes(node: ir.Node, axes: np.ndarray | None) -> tuple[int, ...] | None:
-    if axes is not None:
-        return tuple(int(axis) for axis in axes.reshape(-1))
-    return get_ints(node, "axes")
+class Misfit(NotEvaluated):
+    """The inputs of an operator do not fit, in their sizes: a model that has it does not run."""
 
 
-def _reshape(node: ir.Node, data: np.ndarray, shape: np.ndarray) -> np.ndarray:
-    allow_zero = get_flag(node, "allowzero")
-    sizes = [int(size) for size in shape]
-    sizes = [data.shape[index] if size == 0 and not allow_zero else size for index, size in enumerate(sizes)]
-    return data.reshape(sizes)
+def _numbers(node: ir.Node, name: str) -> list[int]:
+    return list(node.attributes[name].value) if name in node.attributes else []
 
 
-def _squeeze(node: ir.Node, data: np.ndarray, axes: np.ndarray | None = None) -> np.ndarray:
-    return np.squeeze(data, _axes(node, axes))
+def _string(node: ir.Node, name: str) -> str:
+    return str(node.attributes[name].value) if name in node.attributes else ""
 
 
-def _unsqueeze(node: ir.Node, data: np.ndarray, axes: np.ndarray | None = None) -> np.ndarray:
-    places = _axes(node, axes)
-    if places is None:
-        raise Refused("bad-attribute", "Unsqueeze without axes")
-    return np.expand_dims(data, places)
+def _is_noop(node: ir.Node) -> bool:
+    """Whether a reduction may be one over no axes."""
+    given = "axes" in node.attributes or any(value is not None for value in node.inputs[1:])
+    return (
+        not given and "noop_with_empty_axes" in node.attributes and bool(node.attributes["noop_with_empty_axes"].value)
+    )
 
 
-def _transpose(node: ir.Node, data: np.ndarray) -> np.ndarray:
-    return np.transpose(data, get_ints(node, "perm"))
+_FLOATS = frozenset(FLOAT_TYPES)
+_NUMBERS = _FLOATS | {"int32", "int64"}
+_PLAIN = _NUMBERS | {"bool", "int8", "int16", "uint8", "uint16", "uint32", "uint64"}
+_CASTS = frozenset(kind.value for kind in ir.DataType if kind.name.lower() in _PLAIN | {"float", "double"})
+_REDUCTIONS = tuple(f"Reduce{kind}" for kind in ("L1", "L2", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare"))
+# What an operator is answered for: the types of its inputs, None for all.
+ANSWERED: dict[str, frozenset[str] | None] = {
+    **dict.fromkeys(("Concat", "ConstantOfShape", "DepthToSpace", "Expand", "Flatten", "Gather", "Identity")),
+    **dict.fromkeys(
+        ("Reshape", "Shape", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze")
+    ),
+    **dict.fromkeys(("DequantizeLinear", "Pad", "Where")),
+    **dict.fromkeys(("Cast", "CastLike"), _PLAIN),
+    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Neg", "Abs", "Max", "Min", "Pow", "Sum", "Mod", "Range"), _NUMBERS),
+    **dict.fromkeys(("Equal", "Greater", "Less", "And", "Or", "Not"), _NUMBERS | {"bool"}),
+    **dict.fromkeys(("Exp", "Log", "Reciprocal", "Sqrt", "Floor", "Ceil", "Clip", "Relu", "Sigmoid", "Tanh"), _FLOATS),
+    **dict.fromkeys(("LeakyRelu", "Elu", "HardSigmoid", "PRelu", "Softplus", "BatchNormalization"), _FLOATS),
+    **dict.fromkeys(("Conv", "ConvTranspose", "Gemm", "MatMul"), _FLOATS),
+    **dict.fromkeys(("AveragePool", "GlobalAveragePool", "GlobalMaxPool"), _FLOATS | {"int64"}),
+    **dict.fromkeys(("Resize", "Upsample"), _FLOATS | {"int64"}),
+    **dict.fromkeys(_REDUCTIONS, _FLOATS | {"int64"}),
+}
+# Forms of them that onnx.reference computes in another way than ONNX Runtime, or that no run has compared.
+_OPAQUE: dict[str, Callable[[ir.Node], bool]] = {
+    # The two place the windows in two ways.
+    "AveragePool": lambda node: "auto_pad" in node.attributes and max(_numbers(node, "dilations"), default=1) > 1,
+    "Cast": lambda node: node.attributes["to"].as_int() not in _CASTS,
+    "Resize": lambda node: _string(node, "coordinate_transformation_mode") == "tf_crop_and_resize",
+    **dict.fromkeys(_REDUCTIONS, _is_noop),
+    "DequantizeLinear": lambda node: any(map(node.attributes.__contains__, ("block_size", "output_dtype"))),
+}
 
 
-def _cast(node: ir.Node, data: np.ndarray) -> np.ndarray:
-    target = ir.DataType(get_int(node, "to", 0)).numpy()
-    if target not in FLOAT_TYPES.values() and target.kind not in "iub":
-        raise Refused("type", f"a Cast to {target}")
-    return data.astype(target)
+class NodeEvaluator:
+    """One node, ready to be run on several sets of inputs. Raises NotEvaluated where it is not answered for."""
+
+    def __init__(self, node: ir.Node, present: Sequence[bool], version: int) -> None:
+        """present: which inputs are given. version: of the opset."""
+        self._node = node
+        proto = ir.serde.serialize_node(node)
+        del proto.input[:], proto.output[:]
+        proto.input.extend(f"i{index}" if given else "" for index, given in enumerate(present))
+        proto.output.extend(f"o{index}" if value.name else "" for index, value in enumerate(node.outputs))
+        _check_schema(proto, version)
+        check_answered(node, version)
+        import onnx.helper
+
+        from bnexport.graph.onnx_reference import MendedEvaluator
+
+        given, self._outputs = ([name for name in names if name] for names in (proto.input, proto.output))
+        imports = [onnx.helper.make_opsetid("", version)]
+        try:
+            alone = onnx.helper.make_function("bnexport", "node", given, self._outputs, [proto], imports)
+            self._evaluator = MendedEvaluator(alone)
+        except Exception as error:  # it raises whatever an operator raises
+            raise NotEvaluated(f"{node.op_type} cannot be run: {first_line(error)[:200]}") from error
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return the outputs, None for an absent one. inputs: arrays; None for an absent one. Raises NotEvaluated."""
+        kinds = ANSWERED[self._node.op_type]
+        for array in inputs:
+            if array is not None and kinds is not None and array.dtype.name not in kinds:
+                raise NotEvaluated(f"{self._node.op_type} of {array.dtype} is not evaluated", "type")
+        if kinds is not None and not inputs[0].size:  # ONNX Runtime sums nothing in several ways
+            raise NotEvaluated(f"{self._node.op_type} of no elements is not evaluated")
+        if self._node.op_type == "Resize" and not _is_even(self._node, *inputs):
+            raise NotEvaluated("a Resize to a size that is rounded, or to 1, is not evaluated")
+        _check_size(self._node, [array for array in inputs if array is not None])
+        feeds = {f"i{index}": array for index, array in enumerate(inputs) if array is not None}
+        try:
+            with np.errstate(all="ignore"):
+                results = dict(zip(self._outputs, self._evaluator.run(None, feeds, attributes={}), strict=True))
+        except Exception as error:
+            raise Misfit(f"{self._node.op_type} cannot be run: {first_line(error)[:200]}") from error
+        return [results.get(f"o{index}") for index in range(len(self._node.outputs))]
 
 
-def _constant_of_shape(node: ir.Node, shape: np.ndarray) -> np.ndarray:
-    attribute = node.attributes.get("value")
-    fill: Any = np.zeros(1, np.float32) if attribute is None else read_tensor(attribute.as_tensor())
-    sizes = tuple(int(size) for size in shape)
-    if math.prod(sizes) > ELEMENTS:
-        raise Refused("too-large", f"ConstantOfShape makes {math.prod(sizes)} elements")
-    return np.full(sizes, fill.reshape(-1)[0], fill.dtype)
+def evaluate(node: ir.Node, inputs: Sequence[Any], version: int) -> list[Any]:
+    """Return the outputs of `node` for these inputs, in their types. Raises NotEvaluated."""
+    return NodeEvaluator(node, [array is not None for array in inputs], version)(inputs)
 
 
-def _expand(_node: ir.Node, data: np.ndarray, shape: np.ndarray) -> np.ndarray:
-    sizes = np.broadcast_shapes(data.shape, tuple(int(size) for size in shape.reshape(-1)))
-    if math.prod(sizes) > ELEMENTS:
-        raise Refused("too-large", f"Expand makes {math.prod(sizes)} elements")
-    return np.broadcast_to(data, sizes)
+def rounded(node: ir.Node, inputs: Sequence[Any], version: int) -> list[Any]:
+    """Return the outputs, computed in float64 and rounded to the type of the float inputs. Raises NotEvaluated."""
+    if node.op_type in ("Cast", "CastLike"):
+        return evaluate(node, inputs, version)
+    floats = {array.dtype for array in inputs if array is not None and is_float(array)}
+    if len(floats) > 1 and node.op_type != "Pow":
+        raise NotEvaluated(f"{node.op_type} has operands of different types", "type")
+    results = evaluate(node, [None if array is None else widened(array) for array in inputs], version)
+    own = next((array.dtype for array in inputs if array is not None and is_float(array)), None)
+    return [each.astype(own) if own is not None and is_float(each) else each for each in map(np.asarray, results)]
 
 
-def _concat(node: ir.Node, *operands: np.ndarray) -> np.ndarray:
-    return np.concatenate(operands, axis=get_int(node, "axis", 0))
-
-
-def _gather(node: ir.Node, data: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    return np.take(data, indices, axis=get_int(node, "axis", 0))
-
-
-def _slice(
-    node: ir.Node,
-    data: np.ndarray,
-    starts: np.ndarray | None = None,
-    ends: np.ndarray | None = None,
-    axes: np.ndarray | None = None,
-    steps: np.ndarray | None = None,
+def expression(
+    wanted: ir.Value,
+    arrays: dict[ir.Value, np.ndarray],
+    stored: Callable[[ir.Value], np.ndarray | None],
+    run: Callable[[ir.Node, list[np.ndarray | None]], list[np.ndarray]],
 ) -> np.ndarray:
-    given = [
-        get_ints(node, name) if operand is None else tuple(int(item) for item in operand.reshape(-1))
-        for name, operand in (("starts", starts), ("ends", ends), ("axes", axes), ("steps", steps))
-    ]
-    first, last = given[0] or (), given[1] or ()
-    places, strides = given[2] or tuple(range(len(first))), given[3] or (1,) * len(first)
-    index = [slice(None)] * data.ndim
-    # ONNX counts and cuts off starts and ends as Python does.
-    for start, end, axis, step in zip(first, last, places, strides, strict=True):
-        index[axis] = slice(start, end, step)
-    return data[tuple(index)]
+    """Return the value of an expression of stored tensors, of any depth; what it is made of is added to `arrays`.
+
+    Raises NotEvaluated.
+    """
+
+    def known(value: ir.Value) -> np.ndarray | None:
+        return arrays[value] if value in arrays else stored(value)
+
+    pending = [wanted]
+    while pending and wanted not in arrays:
+        node = pending[-1].producer()
+        if node is None:
+            raise NotEvaluated(f"the constant {pending[-1].name!r} has no numbers")
+        operands = [None if each is None else known(each) for each in node.inputs]
+        missing = [
+            each for each, array in zip(node.inputs, operands, strict=True) if each is not None and array is None
+        ]
+        pending += missing
+        if not missing:
+            results = run(node, operands)
+            arrays.update(zip(node.outputs, map(np.asarray, results), strict=False))
+            pending.pop()
+    return arrays[wanted]
 
 
-def _dequantize(node: ir.Node, data: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None) -> np.ndarray:
-    if get_int(node, "block_size", 0):
-        raise Refused("quantized", "block-wise DequantizeLinear")
-    axis = get_int(node, "axis", 1)
-    if scale.size > 1:
-        shape = [1] * data.ndim
-        shape[axis] = -1
-        scale = scale.reshape(shape)
-        zero = None if zero is None else zero.reshape(shape)
-    else:
-        scale = scale.reshape(())
-        zero = None if zero is None else zero.reshape(())
-    centred = data.astype(np.float64) - (0.0 if zero is None else zero.astype(np.float64))
-    return (centred * scale.astype(np.float64)).astype(scale.dtype)
+def is_float(array: np.ndarray) -> bool:
+    return array.dtype.name in _FLOATS
 
 
-# The reductions that exporters compute norms with: weight norm divides a weight by one.
-_REDUCTIONS: dict[str, Callable[..., np.ndarray]] = {
-    "ReduceL1": lambda data, **over: np.abs(data).sum(**over),
-    "ReduceL2": lambda data, **over: np.sqrt(np.square(data).sum(**over)),
-    "ReduceMax": np.max,
-    "ReduceMean": np.mean,
-    "ReduceMin": np.min,
-    "ReduceProd": np.prod,
-    "ReduceSum": np.sum,
-    "ReduceSumSquare": lambda data, **over: np.square(data).sum(**over),
-}
-# With these a weight is computed from another one; the others change how a constant is laid out, scaled or typed.
-WEIGHT_OPERATORS = frozenset((*_REDUCTIONS, "Abs", "Exp", "Log", "Max", "Min", "Pow"))
+def widened(array: np.ndarray) -> np.ndarray:
+    """Return floats as float64, everything else as it is."""
+    return array.astype(np.float64) if is_float(array) else array
 
 
-def _reduce(node: ir.Node, data: np.ndarray, axes: np.ndarray | None = None) -> np.ndarray:
-    """Compute in float64, and round to the operand's type. No axes stand for all."""
-    if data.dtype not in FLOAT_TYPES.values():
-        raise Refused("type", f"a sum of {data.dtype}")
-    places = _axes(node, axes) or None
-    if places is None and get_flag(node, "noop_with_empty_axes"):
-        raise Refused("bad-attribute", f"{node.op_type} over no axes")
-    keep = get_flag(node, "keepdims", True)
-    return np.asarray(_REDUCTIONS[node.op_type](data.astype(np.float64), axis=places, keepdims=keep)).astype(data.dtype)
+def _is_even(node: ir.Node, data: np.ndarray, *sizes: np.ndarray | None) -> bool:
+    """Whether a Resize has whole sizes, and makes none 1; sizes: what it has behind the data."""
+    scales, targets = sizes[:2][-1], sizes[2] if len(sizes) > 2 else None
+    given = np.asarray([data.shape[axis] for axis in _numbers(node, "axes") or range(data.ndim)])
+    wanted = given * scales if scales is not None and scales.size else targets
+    return wanted is None or bool(np.all(wanted == np.round(wanted)) and np.all((wanted > 1) | (given == 1)))
 
 
-_POWER = _same_type(np.power)
+def check_answered(node: ir.Node, version: int) -> None:
+    """Raise NotEvaluated for a node whose operator or form is not in the table."""
+    import onnx.defs
+
+    known = node.domain == "" and node.op_type in ANSWERED and version >= FIRST_OPSET
+    if not known or onnx.defs.get_schema(node.op_type, version).since_version > LAST_OPSET:
+        raise NotEvaluated(f"{node.op_type} of opset {version} is not evaluated")
+    if any(attribute.is_ref() for attribute in node.attributes.values()):
+        raise NotEvaluated(f"an attribute of {node.op_type} is given by the function's caller", "reference-attribute")
+    if node.op_type in _OPAQUE and _OPAQUE[node.op_type](node):
+        raise NotEvaluated(f"this form of {node.op_type} is not evaluated", "bad-attribute")
 
 
-def _pow(node: ir.Node, base: np.ndarray, exponent: np.ndarray) -> np.ndarray:
-    # The exponent may have another type; the result has that of the base.
-    return _POWER(node, base, exponent.astype(base.dtype))
+def _check_schema(proto: Any, version: int) -> None:
+    """Raise NotEvaluated for attributes or numbers of inputs that the operator does not have."""
+    import onnx.checker
+
+    context = type(onnx.checker.DEFAULT_CONTEXT)()
+    context.ir_version, context.opset_imports = onnx.IR_VERSION, {"": version}
+    try:
+        onnx.checker.check_node(proto, context)
+    except onnx.checker.ValidationError as error:
+        raise NotEvaluated(f"{proto.op_type}: {first_line(error)}", "unknown-attribute") from error
 
 
-def _flatten(node: ir.Node, data: np.ndarray) -> np.ndarray:
-    axis = get_int(node, "axis", 1)
-    place = axis + data.ndim if axis < 0 else axis
-    return data.reshape(math.prod(data.shape[:place]), math.prod(data.shape[place:]))
-
-
-def _of_all(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Apply a function of two operands to any number of them."""
-    return _same_type(lambda *operands: functools.reduce(function, operands))
-
-
-def _strict(function: Callable[..., np.ndarray], *attributes: str) -> Callable[..., np.ndarray]:
-    """Refuse attributes other than these, which `function` reads or which say nothing about the value."""
-
-    def evaluate(node: ir.Node, *operands: np.ndarray | None) -> np.ndarray:
-        only_attributes(node, attributes)
-        return function(node, *operands)
-
-    return evaluate
-
-
-EVALUATORS: dict[str, Callable[..., np.ndarray]] = {
-    "Abs": _strict(_same_type(np.abs)),
-    "Add": _strict(_same_type(np.add)),
-    "Sub": _strict(_same_type(np.subtract)),
-    "Mul": _strict(_same_type(np.multiply)),
-    "Div": _strict(_same_type(np.divide)),
-    "Exp": _strict(_same_type(np.exp)),
-    "Log": _strict(_same_type(np.log)),
-    "Max": _strict(_of_all(np.maximum)),
-    "Min": _strict(_of_all(np.minimum)),
-    "Neg": _strict(_same_type(np.negative)),
-    "Pow": _strict(_pow),
-    "Reciprocal": _strict(_same_type(np.reciprocal)),
-    "Sqrt": _strict(_same_type(np.sqrt)),
-    "Sum": _strict(_of_all(np.add)),
-    "Identity": _strict(lambda _node, data: data),
-    "Cast": _strict(_cast, "to", "saturate", "round_mode"),
-    "Concat": _strict(_concat, "axis"),
-    "Expand": _strict(_expand),
-    "Flatten": _strict(_flatten, "axis"),
-    "Gather": _strict(_gather, "axis"),
-    "ConstantOfShape": _strict(_constant_of_shape, "value"),
-    "DequantizeLinear": _strict(_dequantize, "axis", "block_size"),
-    "Reshape": _strict(_reshape, "allowzero"),
-    "Slice": _strict(_slice, "starts", "ends", "axes", "steps"),
-    "Squeeze": _strict(_squeeze, "axes"),
-    "Transpose": _strict(_transpose, "perm"),
-    "Unsqueeze": _strict(_unsqueeze, "axes"),
-    **dict.fromkeys(_REDUCTIONS, _strict(_reduce, "axes", "keepdims", "noop_with_empty_axes")),
-}
+def _check_size(node: ir.Node, inputs: Sequence[np.ndarray]) -> None:
+    """Raise NotEvaluated before an operator makes far more of its inputs than they are."""
+    kind, size = node.op_type, 0.0
+    if kind == "Range" and len(inputs) == 3:
+        start, limit, delta = (float(each) for each in inputs)
+        size = abs((limit - start) / delta) if delta else 0.0
+    elif kind in ("ConstantOfShape", "Tile"):
+        size = math.prod(each.size for each in inputs[:-1]) * math.prod(map(abs, map(float, inputs[-1].reshape(-1))))
+    elif kind in ("Pad", "Resize", "Upsample"):
+        # What the numbers ask for, in the worst order: a product of sizes, times, factors or margins.
+        numbers = [abs(float(number)) for each in inputs[1:] for number in each.reshape(-1)[:16]]
+        size = inputs[0].size * math.prod(1.0 + number for number in numbers)
+    elif kind in ("MatMul", "Gemm"):
+        size = float(math.prod(each.size / max(1, *each.shape[-1:]) for each in inputs[:2]))
+    elif kind != "Concat" and len(inputs) > 1:
+        with contextlib.suppress(ValueError):  # no broadcasting operator
+            shapes = [each.shape for each in inputs]
+            if kind == "Expand":
+                shapes[1] = tuple(int(number) for number in inputs[1].reshape(-1))
+            size = float(math.prod(np.broadcast_shapes(*shapes)))
+    if size > _LARGEST:
+        raise NotEvaluated(
+            f"{kind} of constants makes about {size:.3g} elements, {_LARGEST:.3g} are taken", "too-large"
+        )

@@ -19,8 +19,7 @@ from collections.abc import Iterable, Iterator
 import onnx_ir as ir
 
 from bnexport.graph.calls import callers_first, expanded_sizes
-from bnexport.graph.constants import Constants
-from bnexport.graph.evaluate import EVALUATORS
+from bnexport.graph.constants import EXPRESSIONS, Constants
 from bnexport.graph.expansion import Expansion
 from bnexport.graph.nodes import input_at, is_standard
 from bnexport.graph.shapes import Shapes
@@ -162,5 +161,5 @@ def _sources(values: Iterable[ir.Value | None]) -> Iterator[ir.Value]:
         node = value.producer()
         if node is None:
             yield value
-        elif is_standard(node, "CastLike", *EVALUATORS):
+        elif is_standard(node, *EXPRESSIONS):
             pending += [operand for operand in node.inputs if operand is not None]

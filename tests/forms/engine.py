@@ -55,6 +55,11 @@ class Engine:
         except _ERRORS as error:
             raise Refused(str(error)) from error
 
+    @property
+    def is_runtime(self) -> bool:
+        """Whether ONNX Runtime runs the model."""
+        return self._reference is None
+
     def run(self, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Return the outputs. Raises Refused."""
         try:

@@ -19,7 +19,7 @@ from tests.forms import placements, trial
 from tests.forms.case import RANKS, SIZES, Case, Setting, Shape, versions
 from tests.forms.engine import Refused, newest_opset, run
 from tests.forms.placements import PLACES, Impossible, Result
-from tests.forms.recipes import RECIPES
+from tests.forms.recipes import RECIPES, Recipe
 
 # Named by a rule, but no operator on floats.
 EXCLUDED = {"DequantizeLinear"}
@@ -60,10 +60,13 @@ def _words(case: Case) -> str:
     return f"<{attributes}> {'; '.join(case.words)}"
 
 
-def trials(op_type: str, version: int, last: int, quota: int, sizes: int | None = None) -> Iterator[Trial]:
+def trials(
+    op_type: str, version: int, last: int, quota: int, sizes: int | None = None, recipe: Recipe | None = None
+) -> Iterator[Trial]:
     """Yield the forms of one version of an operator.
 
     quota: for each shape, beyond forms with a choice that no form before had. sizes: how many shapes, None for all.
+    recipe: None for that of RECIPES.
     """
     generator = np.random.default_rng(zlib.crc32(f"{op_type} {version}".encode()))
     every = shapes()
@@ -73,7 +76,7 @@ def trials(op_type: str, version: int, last: int, quota: int, sizes: int | None 
     for index in order:
         shape = every[index][1]
         setting = Setting(op_type, version, shape, generator)
-        cases = list(RECIPES[op_type](setting))
+        cases = list((recipe or RECIPES[op_type])(setting))
         if not cases:
             continue
         left = quota

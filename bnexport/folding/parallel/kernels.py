@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from bnexport.folding.affine import ChannelAffine, Outputs, check_range
-from bnexport.graph.evaluate import ELEMENTS
+from bnexport.graph.constants import ELEMENTS
 from bnexport.graph.refusal import Refused
 
 Axes = tuple[int, ...]

@@ -7,24 +7,21 @@ engine may be from that is measured by evaluating everything in its declared typ
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from bnexport.errors import UnsupportedModelError
+from bnexport.graph.evaluate import constant_tensor, evaluate, expression, widened
+from bnexport.graph.refusal import Refused
+from bnexport.graph.versions import opsets
 from bnexport.model_io import walk
-from bnexport.verification.local.reference import evaluate
 
-# Elements that an operator may make of constants.
-_LARGEST = 1 << 27
 # Two of them, or two runs of one, may give two values.
 RANDOM = frozenset(
     ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli")
 )
-_FLOATS = frozenset((ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE))
 
 
 class ConstantValues:
@@ -38,12 +35,11 @@ class ConstantValues:
         self._arrays: dict[ir.Value, np.ndarray] = {}
         self._narrow: dict[ir.Value, np.ndarray] = {}
         self._overridable = model.ir_version >= 4
-        self._versions: dict[ir.Graph, int] = {}
+        self._versions = opsets(model)
         for graph in (model.graph, *(function.graph for function in model.functions.values())):
-            self._read(graph, graph.opset_imports.get("", graph.opset_imports.get("ai.onnx", 0)))
+            self._read(graph)
 
-    def _read(self, graph: ir.Graph, version: int) -> None:
-        self._versions[graph] = version
+    def _read(self, graph: ir.Graph) -> None:
         given = set(graph.inputs) if self._overridable else set()
         for value in graph.initializers.values():
             if value.const_value is not None and value not in given:
@@ -51,7 +47,7 @@ class ConstantValues:
         for node in graph:
             bodies = walk.node_bodies(node)
             for body in bodies:
-                self._read(body, version)
+                self._read(body)
             if node.domain == "" and not bodies:
                 self._read_node(node)
 
@@ -59,9 +55,8 @@ class ConstantValues:
         if any(attribute.is_ref() for attribute in node.attributes.values()):
             return
         if node.op_type == "Constant":
-            tensor = _stored(node)
-            if tensor is not None:
-                self._leaves[node.outputs[0]] = tensor
+            with contextlib.suppress(Refused):
+                self._leaves[node.outputs[0]] = constant_tensor(node)
             return
         if not node.inputs or node.op_type in RANDOM or node.op_type == "Dropout":
             return
@@ -87,9 +82,7 @@ class ConstantValues:
         leaf = self._leaves.get(value)
         if leaf is not None:
             return widened(leaf.numpy())
-        if value not in self._arrays:
-            self._evaluate(value, self._arrays, wide=True)
-        return self._arrays[value]
+        return expression(value, self._arrays, self._stored_wide, self._run_wide)
 
     def error(self, value: ir.Value) -> np.ndarray | None:
         """Return how far an engine may be from `array`: it computes an expression in the type of its parts."""
@@ -112,58 +105,29 @@ class ConstantValues:
 
     def own(self, value: ir.Value) -> np.ndarray:
         """Return the numbers of an expression in the type that the graph gives it."""
-        if value not in self._narrow:
-            self._evaluate(value, self._narrow, wide=False)
-        return self._narrow[value]
+        return expression(value, self._narrow, self._stored, self._run)
 
-    def _evaluate(self, wanted: ir.Value, arrays: dict[ir.Value, np.ndarray], *, wide: bool) -> None:
-        def operand(value: ir.Value) -> np.ndarray:
-            leaf = self._leaves.get(value)
-            if leaf is None:
-                return arrays[value]
-            return widened(leaf.numpy()) if wide else leaf.numpy()
+    def _stored(self, value: ir.Value) -> np.ndarray | None:
+        leaf = self._leaves.get(value)
+        return None if leaf is None else leaf.numpy()
 
-        pending = [wanted]
-        while pending:
-            value = pending[-1]
-            node = value.producer()
-            if node is None:
-                raise UnsupportedModelError(f"the constant {value.name!r} has no numbers")
-            missing = [
-                each for each in node.inputs if each is not None and each not in self._leaves and each not in arrays
-            ]
-            if missing:
-                pending += missing
-                continue
-            inputs = [None if each is None else operand(each) for each in node.inputs]
-            _refuse_large(node, inputs)
-            if node.op_type in ("Cast", "CastLike") and node.domain == "":
-                results = [self._cast(node, inputs[0])]
-            else:
-                results = evaluate(node, inputs, self.version(node))
-            for output, result in zip(node.outputs, results, strict=False):
-                # An operator may give float32 by itself, as ConstantOfShape does.
-                arrays[output] = widened(np.asarray(result)) if wide else np.asarray(result)
-            pending.pop()
+    def _stored_wide(self, value: ir.Value) -> np.ndarray | None:
+        leaf = self._leaves.get(value)
+        return None if leaf is None else widened(leaf.numpy())
 
-    def _cast(self, node: ir.Node, data: np.ndarray | None) -> np.ndarray:
-        """Round to the type that the graph declares."""
-        if data is None:
-            raise UnsupportedModelError(f"{node.op_type} without an input")
-        if node.op_type == "CastLike":
-            like = node.inputs[1] if len(node.inputs) > 1 else None
-            target = None if like is None else self.dtype(like)
-        else:
-            target = ir.DataType(node.attributes["to"].as_int()) if "to" in node.attributes else None
-        if target is None or target is ir.DataType.STRING or target.bitwidth < 8:
-            raise UnsupportedModelError(f"{node.op_type} to {target} is not evaluated here")
-        with np.errstate(all="ignore"):
-            return data.astype(target.numpy())
+    def _run(self, node: ir.Node, inputs: list[np.ndarray | None]) -> list[np.ndarray]:
+        if node.op_type == "CastLike" and len(node.inputs) == 2 and node.inputs[1] is not None:
+            # What a wide operand does not tell.
+            inputs[1] = np.zeros(0, self.dtype(node.inputs[1]).numpy())
+        return evaluate(node, inputs, self.version(node))
+
+    def _run_wide(self, node: ir.Node, inputs: list[np.ndarray | None]) -> list[np.ndarray]:
+        # An operator may give float32 by itself, as Cast does.
+        return [widened(np.asarray(result)) for result in self._run(node, inputs)]
 
     def roundoff(self, value: ir.Value) -> tuple[float, float]:
         """Unit roundoff and half the smallest positive number of the float types that the value is stored in."""
-        types = {leaf.dtype for leaf in self._stored_under(value) if leaf.dtype in _FLOATS}
-        limits = [ROUNDING[kind] for kind in types]
+        limits = [ROUNDING[leaf.dtype] for leaf in self._stored_under(value) if leaf.dtype in ROUNDING]
         return max((u for u, _ in limits), default=0.0), max((s for _, s in limits), default=0.0)
 
     def _stored_under(self, value: ir.Value) -> Iterable[ir.TensorProtocol]:
@@ -188,47 +152,3 @@ ROUNDING = {
     ir.DataType.FLOAT: (2.0**-24, 2.0**-150),
     ir.DataType.DOUBLE: (2.0**-53, 0.0),
 }
-
-
-def _refuse_large(node: ir.Node, inputs: list[np.ndarray | None]) -> None:
-    """Raise UnsupportedModelError before an operator makes far more of its inputs than they are."""
-    present = [each for each in inputs if each is not None]
-    kind, size = node.op_type, 0.0
-    if kind == "Range" and len(present) == 3:
-        start, limit, delta = (float(each) for each in present)
-        size = abs((limit - start) / delta) if delta else 0.0
-    elif kind in ("ConstantOfShape", "Expand", "Tile", "Pad", "Resize", "Upsample", "OneHot"):
-        # What the numbers ask for, in the worst order: a product of sizes, times, factors or margins.
-        sizes = [
-            1.0 + abs(float(number))
-            for each in present[kind != "ConstantOfShape" :]
-            for number in each.reshape(-1)[:16]
-        ]
-        own = 1.0 if kind == "ConstantOfShape" else float(present[0].size)
-        size = own * math.prod(sizes)
-    elif kind in ("MatMul", "Gemm"):
-        size = float(math.prod(each.size / max(each.shape[-1:] or (1,)) for each in present[:2]))
-    elif kind != "Concat" and len(present) > 1:
-        with contextlib.suppress(ValueError):  # no broadcasting operator
-            size = float(math.prod(np.broadcast_shapes(*(each.shape for each in present))))
-    if size > _LARGEST:
-        raise UnsupportedModelError(f"{kind} of constants makes about {size:.3g} elements, {_LARGEST:.3g} are taken")
-
-
-def widened(array: np.ndarray) -> np.ndarray:
-    """Floats as float64, everything else as it is."""
-    is_float = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
-    return array.astype(np.float64) if is_float else array
-
-
-def _stored(node: ir.Node) -> ir.TensorProtocol | None:
-    for name, attribute in node.attributes.items():
-        value: Any = attribute.value
-        if name == "value" and attribute.type is ir.AttributeType.TENSOR:
-            tensor: ir.TensorProtocol = value
-            return tensor
-        if name in ("value_float", "value_floats"):
-            return ir.tensor(np.asarray(value, np.float32))
-        if name in ("value_int", "value_ints"):
-            return ir.tensor(np.asarray(value, np.int64))
-    return None

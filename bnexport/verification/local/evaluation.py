@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.errors import UnsupportedModelError
+from bnexport.graph.evaluate import evaluate as evaluate_node
 from bnexport.verification.local import forms, nonlinear, parameters
 from bnexport.verification.local.attributes import same_attributes, same_outputs
 from bnexport.verification.local.chains import OtherShape, Proof, Violation
@@ -133,10 +134,8 @@ class _Evaluation:
 
     def _known(self, side: int, node: ir.Node, operands: list[Operand]) -> list[Operand]:
         """Evaluate a node whose inputs follow from sizes."""
-        from bnexport.verification.local.reference import evaluate as run
-
         arrays = [None if operand is None else operand.values for operand in operands]  # type: ignore[union-attr]
-        results = run(node, arrays, self._sides[side].constants.version(node))
+        results = evaluate_node(node, arrays, self._sides[side].constants.version(node))
         return [None if each is None else Parameter(np.asarray(each)) for each in results]
 
     def _pass_nonlinear(self, pending: list[list[ir.Node]]) -> bool:

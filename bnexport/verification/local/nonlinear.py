@@ -14,17 +14,17 @@ and the values behind the operator are taken as variables: z in the original, r 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.errors import UnsupportedModelError
+from bnexport.errors import UnsupportedModelError, first_line
+from bnexport.graph.evaluate import Misfit
 from bnexport.verification.local import forms
+from bnexport.verification.local.attributes import schema
 from bnexport.verification.local.forms import CONSTANT, Form
 from bnexport.verification.local.operators import Operand
 from bnexport.verification.local.parameters import NOISE, Parameter
-from bnexport.verification.local.reference import Misfit, NodeEvaluator
 from bnexport.verification.local.shapes import Shape
 
 HOMOGENEOUS = ("Relu", "LeakyRelu", "PRelu")
@@ -143,14 +143,29 @@ def passed(
 
 
 def _shape(node: ir.Node, operands: list[Operand], version: int) -> tuple[int, ...]:
-    """Return the shape of the operator's output."""
-    data = operands[0]
-    if node.op_type == "GlobalMaxPool" and isinstance(data, Form):
-        # onnx.reference takes the maximum over the channels too.
-        return (*data.shape[:2], *[1] * (data.rank - 2))
-    others = [None if each is None else _sample(each) for each in operands]
-    results = NodeEvaluator(node, [each is not None for each in others], version)(others)
-    return np.asarray(results[0]).shape
+    """Return the shape of the operator's output, as its schema infers it."""
+    import onnx
+
+    types, data = {}, {}
+    for value, operand in zip(node.inputs, operands, strict=True):
+        if value is None or operand is None:
+            continue
+        values = np.broadcast_to(0.0, operand.shape) if isinstance(operand, Form) else operand.values
+        kind = onnx.helper.np_dtype_to_tensor_dtype(values.dtype)
+        types[str(value.name)] = onnx.helper.make_tensor_type_proto(kind, values.shape)
+        if isinstance(operand, Parameter):
+            data[str(value.name)] = onnx.numpy_helper.from_array(values)
+    imports = [onnx.helper.make_opsetid("", version)]
+    try:
+        inferred = onnx.shape_inference.infer_node_outputs(
+            schema(node.op_type, version), ir.serde.serialize_node(node), types, data, opset_imports=imports
+        )
+    except onnx.shape_inference.InferenceError as error:
+        raise Misfit(f"the sizes of {node.op_type} do not fit: {first_line(error)[:200]}") from None
+    dims = inferred[str(node.outputs[0].name)].tensor_type.shape.dim
+    if not all(dim.HasField("dim_value") for dim in dims):
+        raise UnsupportedModelError(f"the sizes of {node.op_type} are not inferred")
+    return tuple(dim.dim_value for dim in dims)
 
 
 def check_windows(node: ir.Node, declared: Shape | None) -> None:
@@ -164,9 +179,6 @@ def check_windows(node: ir.Node, declared: Shape | None) -> None:
 
     kernel, dilations, pads = map(numbers, ("kernel_shape", "dilations", "pads"))
     automatic = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
-    if node.op_type == "AveragePool" and automatic not in ("NOTSET", "") and max(dilations, default=1) > 1:
-        # ONNX Runtime and onnx.reference place such windows in two ways.
-        raise UnsupportedModelError(f"AveragePool with dilations and auto_pad {automatic}")
     if not any(pads) and not automatic.startswith("SAME"):
         return
     pads = pads or [0] * (2 * len(kernel))
@@ -252,10 +264,3 @@ def _onto(values: np.ndarray, shape: tuple[int, ...], kind: str) -> np.ndarray:
         tuple(slice(0, 1) if one != two else slice(None) for one, two in zip(values.shape, shape, strict=True))
     ]
     return np.broadcast_to(first, shape)
-
-
-def _sample(operand: Operand) -> Any:
-    if isinstance(operand, Form):
-        return np.random.default_rng(1).standard_normal(operand.shape)
-    assert operand is not None
-    return operand.values

@@ -7,7 +7,6 @@ numbers of the elements; operators without weights, as means and interpolation, 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,13 +15,13 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.errors import UnsupportedModelError
+from bnexport.graph.evaluate import Misfit, NodeEvaluator, evaluate
 from bnexport.tolerances import UNIT_ROUNDOFF
 from bnexport.verification.local import forms
 from bnexport.verification.local.attributes import check_node
 from bnexport.verification.local.chains import NotAChain, normalising, reciprocal
-from bnexport.verification.local.forms import CONSTANT, Form
+from bnexport.verification.local.forms import Form
 from bnexport.verification.local.parameters import Parameter
-from bnexport.verification.local.reference import Misfit, NodeEvaluator
 from bnexport.verification.local.regions import is_training
 
 Operand = Form | Parameter | None
@@ -164,10 +163,8 @@ def _shaped(parameter: Parameter, shape: Sequence[int]) -> Parameter:
     )
 
 
-def _weighted(
-    data: Form, weight: Parameter, bias: Parameter | None, apply: Callable[[np.ndarray, np.ndarray], np.ndarray]
-) -> Form:
-    """apply(data, weight) + bias; apply is linear in both and works on (variables, *shape)."""
+def _weighted(data: Form, weight: Parameter, apply: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Form:
+    """apply(data, weight), which is linear in both and works on (variables, *shape)."""
     blocks, errors = {}, {}
     magnitude = np.abs(weight.values)
     shape: tuple[int, ...] = ()
@@ -180,9 +177,6 @@ def _weighted(
             error = error + apply(data.errors[group], magnitude)
         if weight.error is not None:
             error = error + apply(np.abs(block), weight.error)
-        if group == CONSTANT and bias is not None:
-            result = result + bias.values
-            error = error + np.asarray(bias.slack)
         blocks[group] = result
         size = max(
             size, float(apply(np.abs(block[:1]), magnitude).max(initial=0.0)), float(np.abs(result).max(initial=0))
@@ -192,193 +186,65 @@ def _weighted(
     return Form(shape, blocks, errors, size)
 
 
-def _with_constant(data: Form) -> Form:
-    if CONSTANT in data.blocks:
-        return data
-    return Form(data.shape, {CONSTANT: np.zeros((1, *data.shape)), **data.blocks}, data.errors, data.size)
-
-
 def convolution(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
+    """Conv and ConvTranspose; the variables of a form are further samples."""
     data, weight = as_form(operands[0]), operands[1]
     bias = operands[2] if len(operands) > 2 else None
     if not isinstance(weight, Parameter) or not (bias is None or isinstance(bias, Parameter)):
         raise UnsupportedModelError(f"{node.op_type} with a weight that is not constant")
-    _check_weight(node, weight)
-    dims = data.rank - 2
-    settings = _Settings(node, dims, weight.values.shape[2:])
-    channels = weight.values.shape[:1] if node.op_type == "Conv" else (weight.values.shape[1] * settings.group,)
-    if bias is not None:
-        if bias.values.shape != channels or bias.values.dtype != np.float64:
-            raise Misfit(f"{node.op_type} with a bias of shape {bias.values.shape}")
-        bias = _shaped(bias, [-1, *[1] * dims])
-    one = _convolve if node.op_type == "Conv" else _convolve_transposed
-
-    def apply(block: np.ndarray, kernel: np.ndarray) -> np.ndarray:
-        flat = block.reshape(-1, *block.shape[2:])
-        result = one(flat, kernel, settings)
-        forms.check_size(len(block), int(np.prod(result.shape[1:])) * block.shape[1])
-        return result.reshape(*block.shape[:2], *result.shape[1:])
-
-    return [_weighted(_with_constant(data), weight, bias, apply)]
-
-
-def _check_weight(node: ir.Node, weight: Parameter) -> None:
     if weight.values.dtype != np.float64:
         raise UnsupportedModelError(f"{node.op_type} with a weight that holds no floats")
+    evaluator = NodeEvaluator(node, [True, True, *(False for _ in operands[2:])], version)
 
+    def apply(block: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+        samples = block.reshape(-1, *block.shape[2:])
+        result = evaluator([samples, kernel, *(None for _ in operands[2:])])[0]
+        forms.check_size(len(block), int(np.prod(result.shape[1:])) * block.shape[1])
+        return np.asarray(result.reshape(*block.shape[:2], *result.shape[1:]))
 
-class _Settings:
-    """Attributes of a Conv or ConvTranspose."""
-
-    def __init__(self, node: ir.Node, dims: int, kernel: tuple[int, ...]) -> None:
-        values = {name: attribute.value for name, attribute in node.attributes.items()}
-        if values.get("kernel_shape") is not None and tuple(values["kernel_shape"]) != tuple(kernel):
-            raise UnsupportedModelError(f"{node.op_type}: its kernel_shape is not that of its weight, {kernel}")
-        self.group = int(values.get("group", 1))
-        self.strides = list(values.get("strides") or [1] * dims)
-        self.dilations = list(values.get("dilations") or [1] * dims)
-        self.pads = list(values.get("pads") or [0] * (2 * dims))
-        self.auto = str(values.get("auto_pad", "NOTSET") or "NOTSET")
-        self.output_padding = list(values.get("output_padding") or [0] * dims)
-        self.output_shape = list(values.get("output_shape") or ())
-        lists = (kernel, self.strides, self.dilations, self.pads[:dims], self.pads[dims:], self.output_padding)
-        if dims < 1 or any(len(each) != dims for each in lists) or len(self.output_shape) not in (0, dims):
-            raise UnsupportedModelError(f"{node.op_type} with attributes that do not fit {dims} spatial axes")
-        self.extent = [(size - 1) * step + 1 for size, step in zip(kernel, self.dilations, strict=True)]
-        self.dims = dims
-
-    def around(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Padding before and after each axis of a Conv's data."""
-        if self.auto == "VALID":
-            return [(0, 0)] * self.dims
-        if self.auto == "NOTSET":
-            return [(self.pads[axis], self.pads[axis + self.dims]) for axis in range(self.dims)]
-        pairs = []
-        for size, stride, extent in zip(sizes, self.strides, self.extent, strict=True):
-            total = max(0, (-(-size // stride) - 1) * stride + extent - size)
-            low = total // 2 if self.auto == "SAME_UPPER" else total - total // 2
-            pairs.append((low, total - low))
-        return pairs
-
-
-def _convolve(data: np.ndarray, weight: np.ndarray, settings: _Settings) -> np.ndarray:
-    """(N, C, *S) and (O, C / groups, *K) -> (N, O, *S')."""
-    groups, kernel = settings.group, weight.shape[2:]
-    padded = np.pad(data, [(0, 0), (0, 0), *settings.around(data.shape[2:])])
-    sizes = [
-        (size - extent) // stride + 1
-        for size, extent, stride in zip(padded.shape[2:], settings.extent, settings.strides, strict=True)
-    ]
-    if min(sizes) < 1 or groups < 1 or weight.shape[0] % groups or data.shape[1] != groups * weight.shape[1]:
-        raise Misfit(f"a Conv of {weight.shape} over {data.shape}")
-    count = len(data)
-    result = np.zeros((count, groups, weight.shape[0] // groups, int(np.prod(sizes))))
-    grouped = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], *kernel)
-    for place in itertools.product(*map(range, kernel)):
-        window = padded[(slice(None), slice(None), *_window(place, sizes, settings))]
-        columns = window.reshape(count, groups, weight.shape[1], -1)
-        at: tuple[Any, ...] = (slice(None), slice(None), slice(None), *place)
-        result += grouped[at] @ columns
-    return result.reshape(count, weight.shape[0], *sizes)
-
-
-def _window(place: Sequence[int], sizes: Sequence[int], settings: _Settings) -> list[slice]:
-    """Return the elements that one position of the kernel meets."""
-    return [
-        slice(position * dilation, position * dilation + (size - 1) * stride + 1, stride)
-        for position, size, dilation, stride in zip(place, sizes, settings.dilations, settings.strides, strict=True)
-    ]
-
-
-def _convolve_transposed(data: np.ndarray, weight: np.ndarray, settings: _Settings) -> np.ndarray:
-    """(N, C, *S) and (C, O / groups, *K) -> (N, O, *S')."""
-    groups, kernel, count = settings.group, weight.shape[2:], len(data)
-    sizes = list(data.shape[2:])
-    if groups < 1 or data.shape[1] != weight.shape[0] or weight.shape[0] % groups:
-        raise Misfit(f"a ConvTranspose of {weight.shape} over {data.shape}")
-    full = [
-        (size - 1) * stride + extent
-        for size, stride, extent in zip(sizes, settings.strides, settings.extent, strict=True)
-    ]
-    total = [size + extra for size, extra in zip(full, settings.output_padding, strict=True)]
-    outputs = groups * weight.shape[1]
-    canvas = np.zeros((count, outputs, *total))
-    columns = data.reshape(count, groups, data.shape[1] // groups, -1)
-    grouped = weight.reshape(groups, data.shape[1] // groups, weight.shape[1], *kernel)
-    for place in itertools.product(*map(range, kernel)):
-        at: tuple[Any, ...] = (slice(None), slice(None), slice(None), *place)
-        kernel_at = grouped[at].transpose(0, 2, 1)
-        product = (kernel_at @ columns).reshape(count, outputs, *sizes)
-        canvas[(slice(None), slice(None), *_window(place, sizes, settings))] += product
-    begin, end = [], []
-    for axis in range(settings.dims):
-        low, high = settings.pads[axis], settings.pads[axis + settings.dims]
-        if settings.output_shape or settings.auto in ("SAME_UPPER", "SAME_LOWER"):
-            wanted = settings.output_shape[axis] if settings.output_shape else sizes[axis] * settings.strides[axis]
-            cut = total[axis] - wanted
-            low = cut // 2 if settings.auto != "SAME_LOWER" else cut - cut // 2
-            if settings.auto == "NOTSET":
-                low = cut - cut // 2
-            high = cut - low
-        begin.append(low)
-        end.append(total[axis] - high)
-    if min(begin, default=0) < 0 or any(stop > size for stop, size in zip(end, total, strict=True)):
-        raise UnsupportedModelError("a ConvTranspose with negative padding")
-    return np.asarray(
-        canvas[(slice(None), slice(None), *(slice(low, high) for low, high in zip(begin, end, strict=True)))]
-    )
+    result = _weighted(data, weight, apply)
+    if bias is None:
+        return [result]
+    if bias.values.shape != result.shape[1:2]:
+        raise Misfit(f"{node.op_type} with a bias of shape {bias.values.shape}")
+    return add(node, [result, _shaped(bias, [-1, *[1] * (result.rank - 2)])], version)
 
 
 def gemm(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
-    def number(name: str, default: float) -> float:
-        return float(node.attributes[name].value) if name in node.attributes else default
+    """alpha A' B' + beta C."""
 
-    data, weight = operands[0], operands[1]
-    bias = operands[2] if len(operands) > 2 else None
-    alpha, beta = number("alpha", 1.0), number("beta", 1.0)
+    def number(name: str, default: float) -> Parameter:
+        return Parameter(np.asarray(float(node.attributes[name].value) if name in node.attributes else default))
 
-    def product(one: Form, two: Parameter, flipped: bool) -> Form:
-        _check_weight(node, two)
-        if one.rank != 2 or two.values.ndim != 2:
-            raise UnsupportedModelError("Gemm of what is no matrix")
-        matrix = _turned(two, alpha)
-
-        def apply(block: np.ndarray, values: np.ndarray) -> np.ndarray:
-            left = np.swapaxes(block, -1, -2) if number("transA" if not flipped else "transB", 0) else block
-            right = values.T if number("transB" if not flipped else "transA", 0) else values
-            return _product(right, left) if flipped else _product(left, right)
-
-        return _weighted(one, matrix, None, apply)
-
-    if isinstance(data, Form) and isinstance(weight, Parameter):
-        result = product(data, weight, False)
-    elif isinstance(weight, Form) and isinstance(data, Parameter):
-        result = product(weight, data, True)
-    else:
-        raise UnsupportedModelError("Gemm of two values")
-    if bias is None:
+    factors = [
+        _turned(operand) if number(name, 0.0).values else operand
+        for operand, name in zip(operands, ("transA", "transB"), strict=False)
+    ]
+    result = scaled(as_form(matmul(node, factors, version)[0]), number("alpha", 1.0))
+    if len(operands) < 3 or operands[2] is None:
         return [result]
-    addend = as_form(bias)
-    if addend.rank > 2 or _broadcast(result.shape, addend.shape) != result.shape:
+    addend = as_form(operands[2])
+    if result.rank != 2 or _broadcast(result.shape, addend.shape) != result.shape:
         raise Misfit(f"Gemm of {result.shape} with a bias of {addend.shape}")
-    return add(node, [result, scaled(addend, Parameter(np.asarray(beta)))], version)
+    return add(node, [result, scaled(addend, number("beta", 1.0))], version)
 
 
-def _turned(parameter: Parameter, factor: float) -> Parameter:
-    return Parameter(
-        factor * parameter.values, None if parameter.error is None else abs(factor) * np.asarray(parameter.error)
-    )
+def _turned(operand: Operand) -> Operand:
+    """Transpose a matrix."""
+    if isinstance(operand, Form):
+        return _linear([operand], operand.shape[::-1], lambda parts: np.swapaxes(parts[0], -1, -2))
+    return operand and Parameter(operand.values.T, None if operand.error is None else operand.error.T)
 
 
 def matmul(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
-    first, second = operands
+    first, second = operands[:2]
     if isinstance(first, Form) and isinstance(second, Parameter):
         _check_matrix(first, second)
-        return [_weighted(first, second, None, lambda block, values: _product(_batched(block, values), values))]
+        return [_weighted(first, second, lambda block, values: _product(_batched(block, values), values))]
     if isinstance(second, Form) and isinstance(first, Parameter):
         _check_matrix(second, first)
-        return [_weighted(second, first, None, lambda block, values: _product(values, _batched(block, values)))]
-    raise UnsupportedModelError("MatMul of two values")
+        return [_weighted(second, first, lambda block, values: _product(values, _batched(block, values)))]
+    raise UnsupportedModelError(f"{node.op_type} of two values")
 
 
 def _check_matrix(form: Form, other: Parameter) -> None:
@@ -509,9 +375,7 @@ def same(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
 
 
 def shape_of(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
-    start = node.attributes["start"].as_int() if "start" in node.attributes else 0
-    end = node.attributes["end"].as_int() if "end" in node.attributes else None
-    return [Parameter(np.asarray(as_form(operands[0]).shape[start:end], np.int64))]
+    return [Parameter(each) for each in evaluate(node, [np.broadcast_to(0.0, as_form(operands[0]).shape)], version)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,13 +11,13 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.errors import BnexportError, UnsupportedModelError
+from bnexport.graph.evaluate import Misfit
 from bnexport.model_io.validate import printable
 from bnexport.verification.local import chains, evaluation, sizes
 from bnexport.verification.local.chains import NotAChain, OtherShape, Proof, Violation
 from bnexport.verification.local.constants import ROUNDING
 from bnexport.verification.local.forms import TooLarge
 from bnexport.verification.local.nonlinear import NotRelated
-from bnexport.verification.local.reference import Misfit
 from bnexport.verification.local.regions import Region, Side, is_training, name_of
 from bnexport.verification.verdict import SiteProof
 

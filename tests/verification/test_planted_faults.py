@@ -1,0 +1,90 @@
+"""A fault of the one evaluator of nodes misleads the folder and the proof alike; ONNX Runtime refutes it by default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from bnexport.errors import VerificationError
+from bnexport.folding import fold, verify
+from bnexport.graph.evaluate import NodeEvaluator
+from tests.support.onnx_text import batch_norm, model
+
+# How the weight of the convolution in front of a batch norm is computed.
+WEIGHTS = {
+    "Transpose": "w = Transpose <perm = [0, 1, 3, 2]> (v)",
+    "Reshape": "w = Reshape (v, s)",
+    "Mul": "w = Mul (v, v)",
+    "Sub": "w = Sub (v, v2)",
+    "ReduceMax": "m = ReduceMax <axes = [1]> (v)\n w = Add (v, m)",
+    "Concat": "w = Concat <axis = 1> (h, h)",
+    "Slice": "w = Slice (d, starts, ends, axes)",
+    "Cast": "f = Cast <to = 10> (v)\n w = Cast <to = 1> (f)",
+}
+SHAPES = {"v": (4, 4, 3, 3), "v2": (4, 4, 3, 3), "h": (4, 2, 3, 3), "d": (8, 4, 3, 3)}
+INTEGERS = {"s": [4, 4, 3, 3], "starts": [2], "ends": [6], "axes": [0]}
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, operator: str, fault: Callable[[np.ndarray], np.ndarray]) -> list[str]:
+    """Change the floats that the evaluator gives for one operator; return a list of its evaluations to come."""
+    right, seen = NodeEvaluator.__call__, list[str]()
+
+    def wrong(self: NodeEvaluator, inputs: Sequence[Any]) -> list[Any]:
+        results = right(self, inputs)
+        if self._node.op_type != operator:
+            return results
+        seen.append(operator)
+        return [fault(each) if each is not None and each.dtype.kind == "f" else each for each in results]
+
+    monkeypatch.setattr(NodeEvaluator, "__call__", wrong)
+    return seen
+
+
+def source(operator: str) -> onnx.ModelProto:
+    text = WEIGHTS[operator]
+    words = set(text.replace("(", " ").replace(")", " ").replace(",", " ").split())
+    return model(
+        f"g (float[N,4,H,W] x) => (float[N,4,A,B] y) {{ {text}\n z = Conv (x, w)\n"
+        " y = BatchNormalization (z, p_s, p_b, p_m, p_v) }",
+        {**{name: shape for name, shape in SHAPES.items() if name in words}, **batch_norm("p", 4)},
+        values={name: np.asarray(each) for name, each in INTEGERS.items() if name in words},
+        opset=17,
+    )
+
+
+@pytest.mark.parametrize("operator", WEIGHTS)
+def test_a_wrong_constant_does_not_pass(monkeypatch: pytest.MonkeyPatch, operator: str) -> None:
+    """Folder and proof compute the same wrong weight: the proof alone passes, whole models do not agree."""
+    proto = source(operator)
+    assert fold(proto).report.verification.passed
+    seen = planted(monkeypatch, operator, lambda values: values + 1)
+    result = fold(proto, verify=False)
+    assert seen
+    assert result.report.changed
+    assert verify(proto, result.model, report=result.report, method="local").status == "passed"
+    assert verify(proto, result.model).status == "failed"
+    with pytest.raises(VerificationError):
+        fold(proto)
+
+
+@pytest.mark.parametrize("operator", ["Conv", "ConvTranspose"])
+def test_a_wrong_kernel_does_not_pass(monkeypatch: pytest.MonkeyPatch, operator: str) -> None:
+    """Affine forms that are all 0 prove a fold into any weight."""
+    proto = model(
+        f"g (float[N,4,H,W] x) => (float[N,4,A,B] y) {{ z = {operator} (x, w) u = AveragePool <kernel_shape = [2, 2]> (z)"
+        " y = BatchNormalization (u, p_s, p_b, p_m, p_v) }",
+        {"w": (4, 4, 2, 2), **batch_norm("p", 4)},
+    )
+    result = fold(proto, verify=False)
+    wrong = onnx.ModelProto.FromString(result.model.SerializeToString())
+    (weight,) = (tensor for tensor in wrong.graph.initializer if len(tensor.dims) == 4)
+    weight.CopyFrom(onnx.numpy_helper.from_array(2 * onnx.numpy_helper.to_array(weight), weight.name))
+    assert verify(proto, wrong, report=result.report).status == "failed"
+    seen = planted(monkeypatch, operator, np.zeros_like)
+    assert verify(proto, wrong, report=result.report).status == "passed"
+    assert seen
+    assert verify(proto, wrong).status == "failed"
