@@ -32,7 +32,6 @@ import torch
 
 from bnexport import tolerances
 from bnexport.errors import LibraryError, VerificationError, first_line
-from bnexport.exporting.verification import nearest
 from bnexport.exporting.wrapper import crosses_processes
 from bnexport.runtime import engine
 from bnexport.runtime.engine import EngineFailure
@@ -41,7 +40,7 @@ from bnexport.sync_bn.copies import copy_model
 from bnexport.training.building.description import GRADIENT_SUFFIX, STEP
 from bnexport.training.building.graph import uses_library
 from bnexport.training.building.step import Step
-from bnexport.verification.verdict import OutputComparison, Verification
+from bnexport.verification.verdict import OutputComparison, Verification, nearest
 
 Tensor = torch.Tensor
 Named = dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""Sets of inputs for two models, and the verdict on all of them.
+"""Sets of inputs for two models.
 
 The caller's, or random ones. Of these the first group decides, at the first sizes at which the reference runs. The rest
 can only refute: floats of other sizes, all integers, one row, other sizes of dynamic dimensions, floats that an operator
@@ -31,19 +31,18 @@ from bnexport.verification.inputs.samples import (
     shapes,
 )
 from bnexport.verification.inputs.smaller_inputs import is_finite
-from bnexport.verification.verdict import OutputComparison, Verification
 
 # Bytes of a model whose runs take longer than everything else: it has fewer of them.
 _LARGE = 1 << 26
 
-Inputs = dict[str, np.ndarray]
+Inputs = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class FeedGroup:
     """Sets of inputs, the reference's outputs for each, and what float inputs were multiplied by."""
 
-    inputs: list[Inputs]
+    inputs: Sequence[Inputs]
     expected: list[list[Any]]
     scale: float = 1.0
 
@@ -156,33 +155,3 @@ class _Drawing:
         inputs = [draw(self._specs, how, ranges) for how in draws]
         expected = [self._reference.run(sample, self._names) for sample in inputs]
         return FeedGroup(inputs, expected, draws[0].scale)
-
-
-def joined(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join the verdicts on groups: the first decides, unless another has failed.
-
-    Of each output the comparison nearest to its bound is kept, of all that passed, or of all at the scale of a failure.
-    """
-    wrong = next((answer for answer in answers if answer["status"] == "failed"), None)
-    first = answers[0]
-    if wrong is None and first["status"] != "passed":
-        return first
-    kept = [
-        answer
-        for answer in answers
-        if (answer["status"] == "passed" if wrong is None else answer["input_scale"] == wrong["input_scale"])
-    ]
-    columns = zip(*([OutputComparison(**output) for output in answer["outputs"]] for answer in kept))
-    outputs = [
-        dataclasses.replace(
-            max(column, key=OutputComparison.nearness), elements=sum(output.elements for output in column)
-        )
-        for column in columns
-    ]
-    return {
-        **(wrong or first),
-        "reason": Verification.of(outputs).reason,
-        "outputs": [dataclasses.asdict(output) for output in outputs],
-        "sizes": [shapes for answer in kept for shapes in answer["sizes"]],
-        "samples": sum(answer["samples"] for answer in kept),
-    }
