@@ -25,7 +25,7 @@ import onnx
 from benchmarks import fold_models, machine
 from bnexport import model_io
 from bnexport.folding import fold
-from bnexport.folding.proving import prove_report
+from bnexport.verification.proving import prove_report
 
 CASES: dict[str, Callable[[Path], None]] = {
     "ResNet-50": lambda path: onnx.save(fold_models.resnet50(), path),

@@ -33,7 +33,7 @@ ORDER = (
     ("graph", "sync_bn"),
     ("runtime",),
     ("verification",),
-    ("folding",),
+    ("folding", "inlining"),
     ("exporting",),
     ("training",),
     ("cli",),

@@ -24,12 +24,12 @@ from bnexport.exporting.keywords import as_positional
 from bnexport.exporting.portable_body import MINIMUM_OPSET
 from bnexport.exporting.simplify import simplify as simplify_model
 from bnexport.exporting.verification import Checked
-from bnexport.folding.proving import prove_export
 from bnexport.folding.reporting.counts import count
 from bnexport.folding.reporting.report import FoldReport
 from bnexport.graph.nodes import is_standard
 from bnexport.sync_bn.nesting import room_for
 from bnexport.sync_bn.recognition import is_sync_batch_norm
+from bnexport.verification.proving import prove_export
 from bnexport.verification.reference import Reference
 from bnexport.verification.verdict import Verification
 
@@ -190,7 +190,7 @@ def export(
             unfolded, sync = graph.clone() if verify else None, _sync_batch_norms(graph, model)
             report = folding.BatchNormFolder().call(graph).report
             if unfolded is not None and report.changed:
-                report = dataclasses.replace(report, verification=prove_export(unfolded, graph, report))
+                report = dataclasses.replace(report, verification=prove_export(unfolded, graph, report.to_dict()))
             report = _with_sync(report, sync)
             if simplify:
                 simplify_model(graph)

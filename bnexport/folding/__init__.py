@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bnexport.folding.api import FoldResult, fold
-    from bnexport.folding.comparing import verify
     from bnexport.folding.folder import BatchNormFolder
-    from bnexport.folding.function_inlining import InlineResult, inline
-    from bnexport.folding.inspection import InspectReport, inspect
     from bnexport.folding.reporting.report import FoldReport, Refusal, SiteReport, render
+    from bnexport.graph.inspection import InspectReport, inspect
+    from bnexport.inlining import InlineResult, inline
+    from bnexport.verification.api import verify
     from bnexport.verification.verdict import OutputComparison, Verification
 
 _HOMES = {
     "BatchNormFolder": "folding.folder",
     "FoldReport": "folding.reporting.report",
     "FoldResult": "folding.api",
-    "InlineResult": "folding.function_inlining",
-    "InspectReport": "folding.inspection",
+    "InlineResult": "inlining",
+    "InspectReport": "graph.inspection",
     "OutputComparison": "verification.verdict",
     "Refusal": "folding.reporting.report",
     "SiteReport": "folding.reporting.report",
     "Verification": "verification.verdict",
     "fold": "folding.api",
-    "inline": "folding.function_inlining",
-    "inspect": "folding.inspection",
+    "inline": "inlining",
+    "inspect": "graph.inspection",
     "render": "folding.reporting.report",
-    "verify": "folding.comparing",
+    "verify": "verification.api",
 }
 
 __all__ = [

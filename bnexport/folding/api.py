@@ -13,9 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from bnexport.folding.committing import commit
 from bnexport.folding.context import Options
-from bnexport.folding.folder import convert_model
 from bnexport.folding.reporting.counts import Counts, count
 from bnexport.folding.reporting.report import FoldReport
 from bnexport.folding.rules import check_rules
@@ -26,6 +24,7 @@ from bnexport.graph.refusal import Refused
 from bnexport.model_io import ModelSource, Staged, check_space, to_proto, write
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.read import Source, open_source
+from bnexport.verification.committing import commit
 from bnexport.verification.terms import Terms
 from bnexport.verification.verdict import Method, SiteProof, Verification, as_method
 
@@ -216,7 +215,6 @@ def _transform(opened: ModelSource, before: Counts, options: Options, *, keep_re
     called = bool(model.functions)
     unfolded = references[0] if references else None
     folding = Folding(model, options)
-    folding.prepare()
     folding.convert()
     if keep_references and folding.converted:
         if folding.training_converted:
@@ -238,9 +236,9 @@ def _verify(done: _Transformed, candidate: ir.Model, method: Method, chosen_here
     """Verify by the chosen methods. chosen_here: leave out whole models where they are large."""
     proof = None
     if method != "whole" and done.unfolded is not None:
-        from bnexport.folding.proving import prove_fold
+        from bnexport.verification.proving import prove_fold
 
-        proof = prove_fold(done.unfolded, candidate, done.folding.sites)
+        proof = prove_fold(done.unfolded, candidate, [site.claim for site in done.folding.sites if site.changed])
         if done.folding.converted:
             proof = dataclasses.replace(proof, reference="converted")
         large = chosen_here and done.before.parameter_bytes > WHOLE_BYTES
@@ -249,7 +247,7 @@ def _verify(done: _Transformed, candidate: ir.Model, method: Method, chosen_here
     result = _run(done, candidate, terms)
     if proof is not None:
         return proof.joined(result)
-    names = (" + ".join(site.nodes) for site in done.folding.sites if site.outcome in ("folded", "merged"))
+    names = (" + ".join(site.nodes) for site in done.folding.sites if site.changed)
     return dataclasses.replace(result, sites=tuple(SiteProof(name, "not_run", reason=_NOT_ASKED) for name in names))
 
 
@@ -259,7 +257,7 @@ def _run(done: _Transformed, candidate: ir.Model, terms: Terms) -> Verification:
 
     result = Verification.skipped("there is no reference")
     for index, reference in enumerate(done.references):
-        result = models.compare(reference, candidate, terms, convert_model)
+        result = models.compare(reference, candidate, terms)
         if index or done.folding.training_converted:
             result = dataclasses.replace(result, reference="converted")
         if result.status != "not_verified":

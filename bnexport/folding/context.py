@@ -8,10 +8,10 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.editing.edits import Edit, Exact, Raw, Slot
-from bnexport.graph.constants import Constants
 from bnexport.graph.names import Names
 from bnexport.graph.nodes import input_at
-from bnexport.graph.shapes import Shape, Shapes
+from bnexport.graph.scopes import GraphContext
+from bnexport.graph.shapes import Shapes
 from bnexport.graph.surgery import Surgery
 
 
@@ -34,8 +34,8 @@ class Options:
     check_early: bool = True
 
 
-class Context:
-    """One scope (the main graph or a function, with its subgraphs) under one opset."""
+class Context(GraphContext):
+    """A scope of a fold. options: of the fold."""
 
     def __init__(
         self,
@@ -44,45 +44,17 @@ class Context:
         names: Names,
         shapes: Shapes,
         surgery: Surgery,
-        options: Options,
-        *,
         in_function: bool,
+        *,
+        options: Options,
     ) -> None:
-        self.model = model
-        self._shapes = shapes
-        self.opset = opset
-        self.names = names
+        super().__init__(model, opset, names, shapes, surgery, in_function)
         self.options = options
-        self.in_function = in_function
-        self.constants = Constants(model, shapes)
         self.edits: dict[Slot, Edit] = {}
-        self.surgery = surgery
         # Nodes that were written since somebody last asked.
         self.created: list[ir.Node] = []
         # What a rule found out about an axis of a node and will ask again.
         self.memory: dict[tuple[ir.Node, int], np.ndarray] = {}
-
-    def shape(self, value: ir.Value) -> Shape | None:
-        """Return sizes, names of sizes, or None for an unknown size; None if the rank is unknown."""
-        return self._shapes.of(value)
-
-    def same_shape(self, new: ir.Value, old: ir.Value) -> None:
-        self._shapes.same(new, old)
-
-    def dtype(self, value: ir.Value) -> ir.DataType | None:
-        return self._shapes.dtype(value)
-
-    def rank(self, value: ir.Value) -> int | None:
-        shape = self.shape(value)
-        return None if shape is None else len(shape)
-
-    def size(self, value: ir.Value, axis: int) -> int | None:
-        """Return one dimension if it is a known number."""
-        shape = self.shape(value)
-        if shape is None or not 0 <= axis < len(shape):
-            return None
-        size = shape[axis]
-        return size if isinstance(size, int) else None
 
     def current(self, node: ir.Node, index: int, what: str, edits: dict[Slot, Edit] | None = None) -> np.ndarray:
         """Return a parameter as float64 with all edits so far, not rounded."""

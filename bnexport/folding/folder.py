@@ -85,7 +85,6 @@ class BatchNormFolder(ir.passes.InPlacePass):
         check_selection(model, only=self.options.only or (), skip=self.options.skip)
         before = count(model)
         folding = Folding(model, self.options)
-        folding.prepare()
         folding.convert()
         folding.fold()
         if folding.converted:
@@ -94,12 +93,3 @@ class BatchNormFolder(ir.passes.InPlacePass):
             tuple(folding.sites), before, count(model), folding.meaning_changed, inlined=folding.inlined
         )
         return FolderResult(model, report.changed, report)
-
-
-def convert_model(model: ir.Model) -> ir.Model:
-    """Convert MMCVSyncBatchNorm in place without folding; add casts that its opset requires."""
-    folding = Folding(model, Options())
-    folding.prepare()
-    folding.convert()
-    insert_casts(model)
-    return model

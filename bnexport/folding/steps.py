@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -12,8 +13,6 @@ import onnx_ir as ir
 from bnexport import stages
 from bnexport.errors import UnsupportedModelError
 from bnexport.folding.context import Context, Options
-from bnexport.folding.converting import sync_bn, training_mode
-from bnexport.folding.converting.old_values import return_old_counters
 from bnexport.folding.editing.parameters import write_parameters
 from bnexport.folding.editing.plan import Plan
 from bnexport.folding.editing.rewrite import merge
@@ -25,10 +24,11 @@ from bnexport.folding.reading.elementwise import OP_TYPES
 from bnexport.folding.reading.site import Site, batch_norm_site, elementwise_site
 from bnexport.folding.reporting.report import Refusal, SiteReport
 from bnexport.folding.rules import by_operator
-from bnexport.folding.scopes import Scope, import_standard_operators, scopes
+from bnexport.graph.converting.inference import Conversion, convert
 from bnexport.graph.inlining import inline_calls
 from bnexport.graph.nodes import is_standard, label
 from bnexport.graph.refusal import Refused
+from bnexport.graph.scopes import Scope, scopes
 from bnexport.graph.surgery import Surgery
 from bnexport.graph.sync_bn_nodes import OP_TYPE
 from bnexport.model_io import walk
@@ -45,61 +45,44 @@ Entry = tuple[int, SiteReport, Site | None]
 
 
 class Folding:
-    """State of one fold in place. Call `prepare`, then `convert`, then `fold`; `sites` grows as they run."""
+    """State of one fold in place. Call `convert`, then `fold`; `sites` grows as they run."""
 
     def __init__(self, model: ir.Model, options: Options) -> None:
         self.model = model
         self.options = options
         self.sites: list[SiteReport] = []
         self.inlined = False
-        self._conversions: dict[ir.Node, sync_bn.Conversion] = {}
+        self._conversions: dict[ir.Node, Conversion] = {}
         self._rules = by_operator(options.rules)
         self._labels: dict[ir.Node, str] = {}
         # For each node the names, before the first fold, of the source's nodes that it is or was made for.
         self._origins: dict[ir.Node, tuple[str, ...]] = {}
         self._surgery = Surgery()
-        self._scopes: tuple[Scope, ...] = ()
 
-    def prepare(self, *, inline: bool | None = None) -> None:
-        """Inline calls between a batch norm and its place. Raises ModelError for a contradiction.
+    def convert(self) -> None:
+        """Inline calls between a batch norm and its place, where that helps, and convert MMCVSyncBatchNorm.
 
-        inline: whether to do so; None where something is gained from it.
+        Raises ModelError for a contradiction.
         """
         refuse_redefined_operators(self.model)
         refuse_contradictions(self.model)
-        if inline is None:
-            inline = self.options.only is None and _inlining_helps(self.model, self.options)
-        if inline:
+        if self.options.only is None and _inlining_helps(self.model, self.options):
             self.inlined = bool(inline_calls(self.model))
-        self._open()
+        self._convert()
 
-    def _open(self) -> None:
-        self._scopes = scopes(self.model, self.options, self._surgery)
+    def _convert(self) -> None:
+        for conversion in convert(self.model, trained=self.options.training_to_inference):
+            if conversion.batch_norm is not None:
+                self._conversions[conversion.batch_norm] = conversion
+                continue
+            assert conversion.reason is not None
+            name, reason = conversion.name, conversion.reason
+            refusal = Refusal("to_inference", name, reason.code, reason.text)
+            self.sites.append(SiteReport((name,), conversion.op_type, conversion.scope, "kept", refusals=(refusal,)))
 
     @property
     def meaning_changed(self) -> bool:
         return any(site.training and site.outcome != "kept" for site in self.sites)
-
-    def convert(self) -> None:
-        """Convert MMCVSyncBatchNorm to BatchNormalization."""
-        for scope in self._scopes:
-            import_standard_operators(scope)
-            conversions = sync_bn.convert(scope.context, list(scope.graphs))
-            if self.options.training_to_inference:
-                conversions += training_mode.convert(scope.context, list(scope.graphs))
-            for conversion in conversions:
-                if conversion.batch_norm is not None:
-                    self._conversions[conversion.batch_norm] = conversion
-                    continue
-                assert conversion.reason is not None
-                refusal = Refusal("to_inference", conversion.name, conversion.reason.code, conversion.reason.text)
-                self.sites.append(
-                    SiteReport((conversion.name,), conversion.op_type, scope.name, "kept", refusals=(refusal,))
-                )
-            if any(conversion.training and conversion.batch_norm is not None for conversion in conversions):
-                return_old_counters(scope.graphs[0], scope.context)
-        self._surgery.sweep()
-        sync_bn.drop_unused_bodies(self.model)
 
     @property
     def training_converted(self) -> bool:
@@ -122,7 +105,8 @@ class Folding:
         branches = Branches(self.options, self._conversions, self._label, self._region)
         total = sum(is_standard(node, "BatchNormalization") for node in order)
         stages.report("folding", 0, total)
-        for scope in self._scopes:
+        kind = functools.partial(Context, options=self.options)
+        for scope in scopes(self.model, self._surgery, kind):
             if is_wanted(self.options) and 1 <= scope.context.opset <= NEWEST_OPSET:
                 for position, report in branches.merge(scope, order):
                     entries.append((position, report, None))
@@ -145,7 +129,7 @@ class Folding:
         self._surgery.sweep()
         self.sites += [report for _, report, _ in sorted(entries, key=lambda entry: entry[0])]
 
-    def _pass(self, scope: Scope, order: dict[ir.Node, int]) -> Iterator[Entry]:
+    def _pass(self, scope: Scope[Context], order: dict[ir.Node, int]) -> Iterator[Entry]:
         for graph in scope.graphs:
             seen: set[ir.Node] = set()
             nodes = [node for node in graph if is_standard(node, "BatchNormalization", *OP_TYPES)]
@@ -167,7 +151,7 @@ class Folding:
             for node in decomposed.training_sites(nodes, scope.context):
                 yield order.get(node, len(order)), self._unread(node, scope, decomposed.REASON), None
 
-    def _batch_norm_site(self, node: ir.Node, scope: Scope) -> Site:
+    def _batch_norm_site(self, node: ir.Node, scope: Scope[Context]) -> Site:
         name = self._label(node)
         if name in self.options.skip or (self.options.only is not None and name not in self.options.only):
             raise Refused("skipped", "it was left alone on request")
@@ -175,7 +159,7 @@ class Folding:
             raise Refused("opset", f"opset {scope.context.opset} is not known here, the newest is {NEWEST_OPSET}")
         return batch_norm_site(node, scope.context)
 
-    def _elementwise_site(self, node: ir.Node, scope: Scope) -> Site | None:
+    def _elementwise_site(self, node: ir.Node, scope: Scope[Context]) -> Site | None:
         if scope.context.opset > NEWEST_OPSET or self.options.only is not None:
             return None
         site = elementwise_site(node, scope.context)
@@ -183,7 +167,7 @@ class Folding:
             return None
         return site
 
-    def _unread(self, node: ir.Node, scope: Scope, reason: Refused) -> SiteReport:
+    def _unread(self, node: ir.Node, scope: Scope[Context], reason: Refused) -> SiteReport:
         """Return the report of a batch norm that cannot be read as a map."""
         conversion = self._conversions.get(node)
         name = self._label(node)
@@ -200,7 +184,7 @@ class Folding:
         """Return the name of the node in the source."""
         return self._labels.get(node) or label(node)
 
-    def _place(self, site: Site, scope: Scope) -> SiteReport:
+    def _place(self, site: Site, scope: Scope[Context]) -> SiteReport:
         """Fold the site, or report why that cannot be done."""
         names = tuple(self._label(node) for node in site.nodes)
         conversions = [self._conversions[node] for node in site.nodes if node in self._conversions]
@@ -267,8 +251,7 @@ def _inlining_helps(model: ir.Model, options: Options) -> bool:
         return False
     refuse_contradictions(trial)
     folding = Folding(trial, options)
-    folding._open()
-    folding.convert()
+    folding._convert()
     folding.fold()
     return any(site.outcome in ("folded", "merged") and not new.isdisjoint(site.nodes) for site in folding.sites)
 

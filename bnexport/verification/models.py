@@ -16,13 +16,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
 
 from bnexport import schema, stages
 from bnexport.errors import BnexportError, ModelError
+from bnexport.graph.converting.inference import convert_model
 from bnexport.graph.sync_bn_nodes import has_sync_batch_norm, is_sync_batch_norm, trains
 from bnexport.model_io import Parts, to_parts, walk
 from bnexport.verification.comparison import FLOATS
@@ -35,26 +36,23 @@ from bnexport.verification.probing.probes import Probe, find_probes
 from bnexport.verification.terms import Terms
 from bnexport.verification.verdict import OutputComparison, Verification
 
-# Turns MMCVSyncBatchNorm into inference BatchNormalization, in place; it lies above this package.
-Convert = Callable[[ir.Model], ir.Model]
 
-
-def compare_or_convert(reference: ir.Model, candidate: ir.Model, terms: Terms, convert: Convert) -> Verification:
+def compare_or_convert(reference: ir.Model, candidate: ir.Model, terms: Terms) -> Verification:
     """`compare`, and once more with the converted reference where nothing runs its nodes."""
-    result = compare(reference, candidate, terms, convert)
+    result = compare(reference, candidate, terms)
     if result.status == "not_verified" and result.reference == "original" and has_sync_batch_norm(reference):
         # No engine has the operator; its converted, unfolded graph any engine runs.
-        converted = compare(convert(reference), candidate, terms, convert)
+        converted = compare(convert_model(reference), candidate, terms)
         if converted.status != "not_verified" and not has_sync_batch_norm(candidate):
             return dataclasses.replace(converted, reference="converted")
     return result
 
 
-def compare(reference: ir.Model, candidate: ir.Model, terms: Terms, convert: Convert | None) -> Verification:
-    """Compares models that are open already; they may be changed. convert: None where the candidate still trains."""
+def compare(reference: ir.Model, candidate: ir.Model, terms: Terms, *, keeps_training: bool = False) -> Verification:
+    """Compares models that are open already; they may be changed. keeps_training: the candidate trains as the reference."""
     label = "original"
-    if convert is not None and trains(reference) and not has_sync_batch_norm(candidate):
-        reference, label = convert(reference), "converted"
+    if not keeps_training and trains(reference) and not has_sync_batch_norm(candidate):
+        reference, label = convert_model(reference), "converted"
     difference = _interface(reference, candidate)
     if difference:
         return Verification("failed", difference, seed=terms.seed, reference=label)

@@ -78,6 +78,16 @@ def nearest(outputs: Sequence[OutputComparison]) -> list[OutputComparison]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Claim:
+    """A change that a report tells of. scope: the graph, as the report names it. nodes: names of the original's nodes
+    whose outputs may differ: the site, its targets and what lies between. site: the name of the site."""
+
+    site: str
+    scope: str
+    nodes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class SiteProof:
     """One fold, checked where it stands.
 

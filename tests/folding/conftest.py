@@ -14,11 +14,12 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from bnexport.folding import api, proving
+from bnexport.folding import api
 from bnexport.graph.calls import expanded_sizes
 from bnexport.model_io import ModelSource
 from bnexport.model_io.encode import encode
 from bnexport.model_io.write import tensor_total
+from bnexport.verification import proving
 from bnexport.verification.verdict import Verification
 from tests.support.onnx_text import passes_full_check
 

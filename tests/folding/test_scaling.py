@@ -202,7 +202,6 @@ def engine_time(proto: onnx.ModelProto) -> tuple[float, set[str]]:
     gc.collect()
     start = time.process_time()
     folding = Folding(ir_model, Options())
-    folding.prepare()
     folding.convert()
     folding.fold()
     return time.process_time() - start, {site.outcome for site in folding.sites}
@@ -300,7 +299,6 @@ def test_deeper_than_a_file() -> None:
     graph.remove(nodes)
     top = ir.Graph([x, c], outputs, nodes=nodes, initializers=parameters, opset_imports={"": 17}, name="main")
     folding = Folding(ir.Model(top, ir_version=8), Options())
-    folding.prepare()
     folding.convert()
     folding.fold()
     assert {site.outcome for site in folding.sites} == {"folded"}

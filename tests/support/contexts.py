@@ -13,4 +13,4 @@ from bnexport.graph.surgery import Surgery
 
 def context_of(proto: onnx.ModelProto, opset: int) -> Context:
     source, surgery = ir.from_proto(proto), Surgery()
-    return Context(source, opset, Names(source), Shapes(source, surgery), surgery, Options(), in_function=False)
+    return Context(source, opset, Names(source), Shapes(source, surgery), surgery, False, options=Options())

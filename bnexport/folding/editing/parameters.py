@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.affine import round_vector
@@ -10,6 +9,7 @@ from bnexport.folding.context import Context
 from bnexport.folding.editing.edits import Addend, Edit, Exact, Raw
 from bnexport.folding.editing.scaled_tensor import ScaledTensor
 from bnexport.graph.nodes import input_at, label
+from bnexport.graph.scopes import new_constant
 
 
 def write_parameters(context: Context, *, keep: bool = False) -> None:
@@ -77,30 +77,6 @@ def _put(context: Context, node: ir.Node, index: int, tensor: ir.TensorProtocol,
     if old is not None:
         readers[old] -= 1
         context.surgery.may_be_unused(old)
-
-
-def new_constant(
-    context: Context, graph: ir.Graph, before: ir.Node, data: np.ndarray | ir.TensorProtocol, wish: str
-) -> ir.Value:
-    """Create a constant visible at `before`: an initializer, or a Constant node inside a function."""
-    name = context.names.fresh(wish)
-    tensor = ir.Tensor(data) if isinstance(data, np.ndarray) else data
-    tensor.name = name
-    shape = ir.Shape(tensor.shape.numpy())
-    if context.in_function:
-        node = ir.Node(
-            "", "Constant", [], [ir.AttrTensor("value", tensor)], name=context.names.fresh(f"{wish}.constant")
-        )
-        node.outputs[0].name = name
-        graph.insert_before(before, node)
-        value = node.outputs[0]
-        value.dtype, value.shape = tensor.dtype, shape
-        return value
-    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
-    graph.register_initializer(value)
-    if context.model.ir_version < 4 and graph is context.model.graph:
-        graph.inputs.append(value)
-    return value
 
 
 def insert_add(context: Context, value: ir.Value, addend: Addend) -> ir.Node:

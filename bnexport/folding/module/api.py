@@ -23,7 +23,7 @@ from bnexport.sync_bn.convert import become, replace, split_activation, to_plain
 from bnexport.sync_bn.copies import copy_model
 from bnexport.sync_bn.recognition import is_sync_batch_norm
 from bnexport.verification import modules
-from bnexport.verification.module_proof import ModuleFold, prove_module
+from bnexport.verification.torch_modules.proof import ModuleFold, prove_module
 from bnexport.verification.verdict import Method, as_method
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from bnexport.folding.context import Context, Options
-from bnexport.folding.converting.sync_bn import Conversion
 from bnexport.folding.parallel.sums import read_sums
 from bnexport.folding.reporting.report import Refusal, SiteReport
 from bnexport.folding.rules.parallel import NAME
-from bnexport.folding.scopes import Scope
+from bnexport.graph.converting.inference import Conversion
 from bnexport.graph.nodes import is_standard
+from bnexport.graph.scopes import Scope
 
 if TYPE_CHECKING:
     from bnexport.folding.parallel.merging import Merged
@@ -43,7 +43,7 @@ class Branches:
         self._name = name
         self._region = region
 
-    def merge(self, scope: Scope, order: Mapping[ir.Node, int]) -> Iterator[tuple[int, SiteReport]]:
+    def merge(self, scope: Scope[Context], order: Mapping[ir.Node, int]) -> Iterator[tuple[int, SiteReport]]:
         """Merge every sum of the scope's graphs that can be; where each stands in the model, and its report."""
         for graph in scope.graphs:
             sums = read_sums(graph, scope.context, self._left_alone)
@@ -67,7 +67,7 @@ class Branches:
         only = self._options.only
         return only is None or NAME in only or any(self._name(node) in only for node in nodes)
 
-    def _report(self, merged: Merged, nodes: list[ir.Node], scope: Scope) -> SiteReport:
+    def _report(self, merged: Merged, nodes: list[ir.Node], scope: Scope[Context]) -> SiteReport:
         names = tuple(self._name(node) for node in nodes)
         norms = [node for node in nodes if is_standard(node, "BatchNormalization")]
         conversions = [self._conversions[node] for node in norms if node in self._conversions]

@@ -15,7 +15,6 @@ import onnx_ir as ir
 from bnexport.folding.affine import round_vector
 from bnexport.folding.context import Context
 from bnexport.folding.editing.edits import Exact
-from bnexport.folding.editing.parameters import new_constant
 from bnexport.folding.editing.plan import Plan
 from bnexport.folding.editing.rewrite import take_over
 from bnexport.folding.parallel.evaluate import Frame
@@ -23,6 +22,7 @@ from bnexport.folding.parallel.kernels import Kernel
 from bnexport.folding.parallel.sums import Term
 from bnexport.graph.nodes import get_int, input_at, label, used
 from bnexport.graph.refusal import Refused
+from bnexport.graph.scopes import new_constant
 
 
 @dataclasses.dataclass(frozen=True)

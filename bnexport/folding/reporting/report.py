@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnexport import schema
 from bnexport.folding.reporting.counts import Counts
-from bnexport.verification.verdict import SiteProof, Verification
+from bnexport.verification.verdict import Claim, SiteProof, Verification
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,6 +60,16 @@ class SiteReport:
     scale_max: float | None = None
     summary: str = ""
     region: tuple[str, ...] = ()
+
+    @property
+    def changed(self) -> bool:
+        """Whether the nodes of the site are gone, or fewer."""
+        return self.outcome in ("folded", "merged")
+
+    @property
+    def claim(self) -> Claim:
+        """What the local proof is to prove."""
+        return Claim(" + ".join(self.nodes), self.graph, self.region or self.nodes)
 
     @property
     def reason(self) -> str:
@@ -117,7 +127,7 @@ class FoldReport:
     def proofs(self) -> dict[SiteReport, SiteProof]:
         """The local proof of each site that changed, where one was made."""
         made = () if self.verification is None else self.verification.sites
-        return dict(zip((site for site in self.sites if site.outcome in ("folded", "merged")), made, strict=False))
+        return dict(zip((site for site in self.sites if site.changed), made, strict=False))
 
     def explain(self, node: str) -> SiteReport | None:
         """Return the site that holds the node of this name, or None."""

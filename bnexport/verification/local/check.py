@@ -13,21 +13,11 @@ from bnexport.model_io.validate import printable
 from bnexport.verification.local.pairing import Mismatch, Pairing
 from bnexport.verification.local.prover import Prover, worse
 from bnexport.verification.local.regions import Region, Side, name_of
-from bnexport.verification.verdict import SiteProof, Verification
+from bnexport.verification.verdict import Claim, SiteProof, Verification
 
 ENGINE = "local proof in float64"
 # Characters of a name out of a report that a message repeats.
 _SHOWN = 200
-
-
-@dataclasses.dataclass(frozen=True)
-class Claim:
-    """A change that a report tells of. scope: the graph, as the report names it. nodes: names of the original's nodes
-    whose outputs may differ: the site, its targets and what lies between. site: the name of the site."""
-
-    site: str
-    scope: str
-    nodes: tuple[str, ...]
 
 
 @paused_collection()

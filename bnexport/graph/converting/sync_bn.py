@@ -14,78 +14,23 @@ statistics is written.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-
 import numpy as np
 import onnx_ir as ir
 
 from bnexport import schema
-from bnexport.folding.context import Context
-from bnexport.folding.converting.old_values import return_old
-from bnexport.folding.editing.parameters import new_constant
 from bnexport.graph.constants import Constants
+from bnexport.graph.converting.old_values import return_old
 from bnexport.graph.evaluate import read_tensor
 from bnexport.graph.nodes import get_float, input_at, label, used
 from bnexport.graph.refusal import Refused
-from bnexport.graph.sync_bn_nodes import OP_TYPE, is_portable_body, is_sync_batch_norm, training_mode
-from bnexport.model_io import walk
+from bnexport.graph.scopes import GraphContext, new_constant
 
 _INPUT = {value.name: index for index, value in enumerate(schema.SYNC_BATCH_NORM.inputs)}
 _OUTPUT = {value.name: index for index, value in enumerate(schema.SYNC_BATCH_NORM.outputs)}
-# For graphs that import no standard opset.
-FALLBACK_OPSET = 17
 
 
-@dataclasses.dataclass(frozen=True)
-class Conversion:
-    """Result for one node. batch_norm: the converted node; None if refused."""
-
-    name: str
-    op_type: str
-    training: bool
-    batch_norm: ir.Node | None
-    reason: Refused | None = None
-
-
-def convert(
-    context: Context, graphs: list[ir.Graph], choose: Callable[[ir.Node], bool] = lambda _: True
-) -> list[Conversion]:
-    """Convert every node of `graphs` that can be converted, of those to `choose`, which may raise Refused."""
-    conversions = []
-    for graph in graphs:
-        for node in tuple(graph):
-            if not is_sync_batch_norm(node):
-                continue
-            name = label(node)
-            try:
-                if not choose(node):
-                    continue
-                training = training_mode(node)
-                conversions.append(Conversion(name, OP_TYPE, training, _convert(node, training, context)))
-            except Refused as reason:
-                conversions.append(Conversion(name, OP_TYPE, True, None, reason))
-    return conversions
-
-
-def drop_unused_bodies(model: ir.Model) -> None:
-    """Remove portable bodies, and opset imports of their domains, that no node refers to any more."""
-    if not model.functions and schema.DOMAIN not in model.opset_imports:
-        return
-    bodies = [key for key, function in model.functions.items() if is_portable_body(function)]
-    calls = {node.op_identifier() for node in walk.nodes(model)}
-    for key in bodies:
-        if key not in calls:
-            del model.functions[key]
-    domains = {node.domain for node in walk.nodes(model)} | {key[0] for key in model.functions}
-    if schema.DOMAIN not in domains:
-        for imports in (model.opset_imports, *(function.opset_imports for function in model.functions.values())):
-            # A model without any import is not valid.
-            if len(imports) > 1:
-                imports.pop(schema.DOMAIN, None)
-
-
-def _convert(node: ir.Node, training: bool, context: Context) -> ir.Node:
+def convert_node(node: ir.Node, training: bool, context: GraphContext) -> ir.Node:
+    """Convert a sync batch norm to BatchNormalization. Raises Refused."""
     source, mean, var = (input_at(node, _INPUT[name]) for name in ("input", "running_mean", "running_var"))
     if source is None or not node.outputs:
         raise Refused("bad-node", f"it has no {'output' if source else 'input'}")
@@ -114,7 +59,7 @@ def _convert(node: ir.Node, training: bool, context: Context) -> ir.Node:
     return batch_norm
 
 
-def _insert(node: ir.Node, source: ir.Value, parameters: list[ir.Value], eps: float, context: Context) -> ir.Node:
+def _insert(node: ir.Node, source: ir.Value, parameters: list[ir.Value], eps: float, context: GraphContext) -> ir.Node:
     """Insert the BatchNormalization in place of the node. `mixed_types` adds casts if its opset requires them."""
     graph = node.graph
     assert graph is not None
@@ -133,7 +78,7 @@ def _insert(node: ir.Node, source: ir.Value, parameters: list[ir.Value], eps: fl
     return batch_norm
 
 
-def _parameter(node: ir.Node, name: str, mean: ir.Value, fill: float, context: Context) -> ir.Value:
+def _parameter(node: ir.Node, name: str, mean: ir.Value, fill: float, context: GraphContext) -> ir.Value:
     """Return weight or bias; a constant of ones or zeros if the node has none."""
     value = input_at(node, _INPUT[name])
     if value is not None:

@@ -1,4 +1,4 @@
-"""Prove a fold from its report: what the local check is given for each site."""
+"""Prove a fold from its report, or with nothing else at hand: what the local proof is given."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ from typing import Any
 import onnx_ir as ir
 
 from bnexport.errors import UsageError, VerificationError
-from bnexport.folding.context import Options
-from bnexport.folding.reporting.report import FoldReport, SiteReport
-from bnexport.folding.steps import Folding
+from bnexport.graph.converting.inference import convert
+from bnexport.graph.inlining import inline_calls
 from bnexport.graph.mixed_types import insert_casts
 from bnexport.graph.nodes import is_standard, label
 from bnexport.graph.sync_bn_nodes import has_sync_batch_norm
 from bnexport.model_io import walk
-from bnexport.verification.local.check import Claim, prove
+from bnexport.verification.local.check import prove
 from bnexport.verification.local.differences import prove_differences
-from bnexport.verification.verdict import Verification
+from bnexport.verification.verdict import Claim, Verification
+
+# What became of a site whose values may differ.
+_CHANGED = ("folded", "merged")
 
 
-def prove_fold(unfolded: ir.Model, folded: ir.Model, sites: Sequence[SiteReport]) -> Verification:
-    """Prove each fold of the report where it stands. unfolded: the source, converted and with its calls inlined."""
+def prove_fold(unfolded: ir.Model, folded: ir.Model, claims: Sequence[Claim]) -> Verification:
+    """Prove each claim of a report where it stands. unfolded: the source, converted and with its calls inlined."""
     casts = _casts(unfolded)
-    changed = [site for site in sites if site.outcome in ("folded", "merged")]
-    return prove(unfolded, folded, [_claim(site, casts) for site in changed])
+    around = ([cast for node in claim.nodes for cast in casts.get(node, ())] for claim in claims)
+    wider = [
+        dataclasses.replace(claim, nodes=(*claim.nodes, *more)) for claim, more in zip(claims, around, strict=True)
+    ]
+    return prove(unfolded, folded, wider)
 
 
 def prove_report(source: ir.Model, folded: ir.Model, report: Mapping[str, Any]) -> Verification:
@@ -33,32 +38,36 @@ def prove_report(source: ir.Model, folded: ir.Model, report: Mapping[str, Any]) 
 
     Raises UsageError where the report is no fold report.
     """
-    sites = read_sites(report)
-    trained = any(site.training and site.op_type == "BatchNormalization" for site in sites)
-    folding = Folding(source, Options(training_to_inference=trained))
-    folding.prepare(inline=bool(report.get("inlined")))
-    folding.convert()
-    if folding.converted:
-        insert_casts(source)
-    verdict = prove_fold(source, folded, sites)
-    return dataclasses.replace(verdict, reference="converted") if folding.converted else verdict
+    claims, trained = _read_report(report)
+    if report.get("inlined"):
+        inline_calls(source)
+    converted = _convert(source, trained=trained)
+    verdict = prove_fold(source, folded, claims)
+    return dataclasses.replace(verdict, reference="converted") if converted else verdict
 
 
 def prove_unaided(source: ir.Model, changed: ir.Model) -> Verification:
     """Find the folds between two models and prove them; both are only read. Sync batch norms are converted first."""
     if not has_sync_batch_norm(source) or has_sync_batch_norm(changed):
         return prove_differences(source, changed)
-    converted = source.clone()
-    folding = Folding(converted, Options())
-    folding.prepare()
-    folding.convert()
-    insert_casts(converted)
-    return dataclasses.replace(prove_differences(converted, changed), reference="converted")
+    unfolded = source.clone()
+    if not source.functions.keys() <= changed.functions.keys():
+        inline_calls(unfolded)
+    _convert(unfolded, trained=False)
+    return dataclasses.replace(prove_differences(unfolded, changed), reference="converted")
 
 
-def prove_export(unfolded: ir.Model, folded: ir.Model, report: FoldReport) -> Verification:
+def _convert(model: ir.Model, *, trained: bool) -> bool:
+    """Convert in place, as a fold does; whether there was anything to convert."""
+    converted = any(each.batch_norm is not None for each in convert(model, trained=trained))
+    if converted:
+        insert_casts(model)
+    return converted
+
+
+def prove_export(unfolded: ir.Model, folded: ir.Model, report: Mapping[str, Any]) -> Verification:
     """Prove a fold that was made in place. Raises VerificationError where it is wrong."""
-    verdict = prove_report(unfolded, folded, report.to_dict())
+    verdict = prove_report(unfolded, folded, report)
     if verdict.status == "failed":
         raise VerificationError(
             f"the folded graph differs from the exported one, nothing was written: {verdict.reason}"
@@ -66,8 +75,8 @@ def prove_export(unfolded: ir.Model, folded: ir.Model, report: FoldReport) -> Ve
     return verdict
 
 
-def read_sites(report: Mapping[str, Any]) -> list[SiteReport]:
-    """Read what a proof needs of the sites in a report's JSON. Raises UsageError."""
+def _read_report(report: Mapping[str, Any]) -> tuple[list[Claim], bool]:
+    """Return the claims in a report's JSON, and whether BatchNormalization in training was converted. Raises UsageError."""
 
     def text(value: Any) -> str:
         if not isinstance(value, str):
@@ -79,28 +88,18 @@ def read_sites(report: Mapping[str, Any]) -> list[SiteReport]:
             raise TypeError(f"got {type(value).__name__}, expected a list of names")
         return tuple(map(text, value))
 
+    claims, trained = [], False
     try:
-        return [
-            SiteReport(
-                names(site["nodes"]),
-                text(site["op_type"]),
-                text(site["graph"]),
-                text(site["outcome"]),
-                training=site.get("training") is True,
-                region=names(site["region"]),
-            )
-            for site in report["sites"]
-        ]
+        for site in report["sites"]:
+            nodes, region, scope = names(site["nodes"]), names(site["region"]), text(site["graph"])
+            trained |= site.get("training") is True and text(site["op_type"]) == "BatchNormalization"
+            if text(site["outcome"]) in _CHANGED:
+                claims.append(Claim(" + ".join(nodes), scope, region or nodes))
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"the report is no fold report of this version ({type(error).__name__}: {error}); fold again with --json"
         ) from error
-
-
-def _claim(site: SiteReport, casts: dict[str, list[str]]) -> Claim:
-    nodes = site.region or site.nodes
-    around = [cast for node in nodes for cast in casts.get(node, ())]
-    return Claim(" + ".join(site.nodes), site.graph, (*nodes, *around))
+    return claims, trained
 
 
 def _casts(model: ir.Model) -> dict[str, list[str]]:

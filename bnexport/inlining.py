@@ -21,18 +21,15 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from bnexport.errors import UnsupportedModelError
-from bnexport.folding.committing import commit
-from bnexport.folding.context import Options
-from bnexport.folding.converting import sync_bn
-from bnexport.folding.scopes import import_standard_operators, scopes
+from bnexport.graph.converting.inference import convert
 from bnexport.graph.mixed_types import insert_casts
 from bnexport.graph.nodes import label
-from bnexport.graph.surgery import Surgery
 from bnexport.graph.sync_bn_nodes import is_portable_body, is_sync_batch_norm, training_mode
 from bnexport.graph.whole_inlining import inline_functions
 from bnexport.model_io import stage, to_proto, walk
 from bnexport.model_io.read import Source, open_source
 from bnexport.verification import models
+from bnexport.verification.committing import commit
 from bnexport.verification.isolated_process import PROCESS
 from bnexport.verification.terms import Terms
 from bnexport.verification.verdict import Verification
@@ -121,7 +118,7 @@ def inline(
         staged = stage(model, target, inputs=own, overwrite_input=overwrite_input, external_data=external_data)
     judge = None
     if original is not None and (calls or converted):
-        judge = functools.partial(models.compare, original, terms=terms, convert=None)
+        judge = functools.partial(models.compare, original, terms=terms, keeps_training=True)
     model, verification = commit(model, staged, opened.path, judge, "inlined")
     made = to_proto(model) if isinstance(source, onnx.ModelProto) else model
     return InlineResult(made, calls, converted, tuple(foreign), verification)
@@ -148,13 +145,6 @@ def _convert_inference(model: ir.Model) -> int:
     """Convert sync batch norms in inference to BatchNormalization; count them."""
     if not any(is_sync_batch_norm(node) for node in walk.nodes(model)):
         return 0
-    surgery = Surgery()
-    converted = 0
-    for scope in scopes(model, Options(), surgery):
-        import_standard_operators(scope)
-        done = sync_bn.convert(scope.context, list(scope.graphs), choose=lambda node: not training_mode(node))
-        converted += sum(each.batch_norm is not None for each in done)
-    surgery.sweep()
-    sync_bn.drop_unused_bodies(model)
+    done = convert(model, choose=lambda node: not training_mode(node))
     insert_casts(model)
-    return converted
+    return sum(each.batch_norm is not None for each in done)

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from bnexport.errors import UnsupportedModelError, first_line
-from bnexport.verification.local.check import ENGINE, Claim, prove
+from bnexport.verification.local.check import ENGINE, prove
 from bnexport.verification.local.regions import MAIN
-from bnexport.verification.module_graph import ModuleGraph, as_array, shapes_of
-from bnexport.verification.verdict import SiteProof, Verification
+from bnexport.verification.torch_modules.graph import ModuleGraph, as_array, shapes_of
+from bnexport.verification.verdict import Claim, SiteProof, Verification
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,19 +6,22 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from bnexport.errors import UsageError
-from bnexport.folding.folder import convert_model
-from bnexport.folding.proving import prove_report, prove_unaided
-from bnexport.folding.reporting.report import FoldReport
 from bnexport.model_io.read import Source, open_source
 from bnexport.runtime.injection import check_providers
 from bnexport.verification import models
+from bnexport.verification.proving import prove_report, prove_unaided
 from bnexport.verification.terms import Inputs, Terms
 from bnexport.verification.verdict import Method, Verification
 
-Report = FoldReport | Mapping[str, Any] | str | os.PathLike[str]
+
+class _HasDictionary(Protocol):
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+Report = _HasDictionary | Mapping[str, Any] | str | os.PathLike[str]
 # Bytes of a report: some 100,000 sites.
 _LARGEST = 1 << 28
 
@@ -78,17 +81,17 @@ def verify(
     if proof is not None and method == "local":
         return proof
     terms = Terms(inputs, seed, samples, atol, rtol, timeout, providers=chosen)
-    result = models.compare_or_convert(first, second, terms, convert_model)
+    result = models.compare_or_convert(first, second, terms)
     # Where nothing was folded the proof is about nothing.
     return result if proof is None or not proof.sites else proof.joined(result)
 
 
 def _report_of(report: Report) -> Mapping[str, Any]:
     """Read the JSON of a report. Raises UsageError."""
-    if isinstance(report, FoldReport):
-        return report.to_dict()
     if isinstance(report, Mapping):
         return report
+    if not isinstance(report, str | os.PathLike):
+        return report.to_dict()
     try:
         with open(report, "rb") as file:
             # A device or a pipe has no size; what is read is bounded all the same.

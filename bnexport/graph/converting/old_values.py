@@ -5,12 +5,12 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from bnexport import schema
-from bnexport.folding.context import Context
+from bnexport.graph.scopes import GraphContext
 
 _COUNTER = ".num_batches_tracked"
 
 
-def return_old_counters(graph: ir.Graph, context: Context) -> None:
+def return_old_counters(graph: ir.Graph, context: GraphContext) -> None:
     """Redirect the outputs of batch counters, which are written beside the statistics, to their old values."""
     outputs = {str(value.name) for value in graph.outputs}
     for output in tuple(graph.outputs):
@@ -25,7 +25,7 @@ def return_old_counters(graph: ir.Graph, context: Context) -> None:
             context.surgery.may_be_unused(output)
 
 
-def return_old(output: ir.Value, old: ir.Value, node: ir.Node, context: Context) -> None:
+def return_old(output: ir.Value, old: ir.Value, node: ir.Node, context: GraphContext) -> None:
     """Redirect readers of `output`, a statistic that `node` updates, to `old`; a graph output keeps its name."""
     graph = node.graph
     assert graph is not None
