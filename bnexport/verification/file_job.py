@@ -60,9 +60,8 @@ class FileJob:
         turns = _Turns(name, self._models, self._request["providers"], self._report)
         reference = _FileReference(turns, self._precise)
         turns.take("reference")
-        groups = Feeds(self._request, self._array).run(
-            reference, self._rules.names("reference"), self._models["reference"].nbytes
-        )
+        names, nbytes = self._rules.names("reference"), self._models["reference"].nbytes
+        groups = Feeds(self._request, reference, names, nbytes, self._array).run()
         try:
             verdict = judge(reference, _FileCandidate(turns), groups, self._rules)
         except BnexportError as error:

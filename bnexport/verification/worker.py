@@ -17,8 +17,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from bnexport.verification.file_job import FileJob
-
 LENGTH = struct.Struct("<Q")
 MAX_DESCRIPTORS = 64
 IDLE_SECONDS = 60.0
@@ -26,6 +24,8 @@ IDLE_SECONDS = 60.0
 
 def main(descriptor: int) -> None:
     """Serves requests until the parent closes its end."""
+    from bnexport.verification.file_job import FileJob
+
     # Whoever started this process is still at work on the models.
     with contextlib.suppress(ImportError):
         importlib.import_module("onnxruntime")

@@ -48,47 +48,37 @@ class FeedGroup:
 
 
 class Feeds:
-    """The inputs that a request gives, or asks to be drawn. array: reads an array of the request."""
+    """The inputs that a request gives, or asks to be drawn: the sizes and integers at which a reference runs.
 
-    def __init__(self, request: Mapping[str, Any], array: Callable[[dict[str, Any]], np.ndarray]) -> None:
-        self._request = request
-        self._array = array
-        self._specs = [InputSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in request["inputs"]]
-
-    def run(self, reference: Engine, names: Sequence[str], nbytes: int) -> list[FeedGroup]:
-        """Return the groups for a loaded reference of so many bytes. Raises BnexportError where it runs on none."""
-        given = self._request["given"]
-        if given is not None:
-            inputs = [{entry["name"]: self._array(entry) for entry in sample} for sample in given]
-            return [FeedGroup(inputs, [reference.run(sample, names) for sample in inputs])]
-        return _Drawing(self._request, self._specs, reference, names, nbytes).run()
-
-
-class _Drawing:
-    """The sizes and integers at which a reference runs."""
+    names: of the values that are compared. nbytes: of the reference. array: reads an array of the request.
+    """
 
     def __init__(
         self,
         request: Mapping[str, Any],
-        specs: Sequence[InputSpec],
         reference: Engine,
         names: Sequence[str],
         nbytes: int,
+        array: Callable[[dict[str, Any]], np.ndarray],
     ) -> None:
-        self._specs, self._reference, self._names = specs, reference, names
+        self._request, self._reference, self._names, self._array = request, reference, names, array
+        self._specs = [InputSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in request["inputs"]]
         self._seed, count = request["seed"], request["count"]
         self._slow = nbytes > _LARGE or reference.name != ENGINES[0]
         # Bounds of the caller's are for values of some size; truth values and texts have none.
         bounded = request["atol"] is not None or request["rtol"] is not None
-        self._scalable = not bounded and any(spec.kind in ("float", "integer") for spec in specs)
-        has_floats = any(spec.kind == "float" for spec in specs)
+        self._scalable = not bounded and any(spec.kind in ("float", "integer") for spec in self._specs)
+        has_floats = any(spec.kind == "float" for spec in self._specs)
         further = [FloatSet(**each) for each in request["further"]] if has_floats else []
         self._further = [each for each in further if each.scale == 1.0 or not bounded]
         # One set has another scale.
         self._count = max(1, count - 1) if self._scalable else count
 
     def run(self) -> list[FeedGroup]:
-        """Return the group that decides, then those that only refute."""
+        """Return the group that decides, then those that only refute. Raises BnexportError where the reference runs on none."""
+        if self._request["given"] is not None:
+            given = self._request["given"]
+            return [self._with_outputs([{each["name"]: self._array(each) for each in sample} for sample in given], 1.0)]
         first, sizes, ranges = self._first()
         return [first, *self._others(sizes, ranges)]
 
@@ -152,6 +142,7 @@ class _Drawing:
                     return
 
     def _group(self, draws: Sequence[Draw], ranges: dict[str, Range]) -> FeedGroup:
-        inputs = [draw(self._specs, how, ranges) for how in draws]
-        expected = [self._reference.run(sample, self._names) for sample in inputs]
-        return FeedGroup(inputs, expected, draws[0].scale)
+        return self._with_outputs([draw(self._specs, how, ranges) for how in draws], draws[0].scale)
+
+    def _with_outputs(self, inputs: Sequence[Inputs], scale: float) -> FeedGroup:
+        return FeedGroup(inputs, [self._reference.run(sample, self._names) for sample in inputs], scale)
