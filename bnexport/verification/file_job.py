@@ -58,12 +58,12 @@ class FileJob:
     def _run(self, name: str) -> Verification:
         """Return the verdict in one engine. Raises BnexportError where it does not run what is right."""
         turns = _Turns(name, self._models, self._request["providers"], self._report)
-        reference = _FileReference(turns, self._precise)
+        reference, candidate = (_Side(turns, which, self._precise) for which in self._models)
         turns.take("reference")
         names, nbytes = self._rules.names("reference"), self._models["reference"].nbytes
         groups = Feeds(self._request, reference, names, nbytes, self._array).run()
         try:
-            verdict = judge(reference, _FileCandidate(turns), groups, self._rules)
+            verdict = judge(reference, candidate, groups, self._rules)
         except BnexportError as error:
             if self._models["candidate"].needs_library or name != ENGINES[0]:
                 raise
@@ -138,23 +138,13 @@ class _Turns:
         self._open.clear()
 
 
-class _FileReference:
-    """The reference, and in float64."""
+class _Side:
+    """The "reference" or the "candidate" as an engine, and in float64. What comes behind its runs is comparison."""
 
-    def __init__(self, turns: _Turns, precise: oracle.PreciseModel) -> None:
-        self.name, self._turns, self.exact = turns.engine, turns, precise.run
-
-    def run(self, feeds: Mapping[str, Any], outputs: Sequence[str]) -> list[Any]:
-        return self._turns.take("reference").run(feeds, outputs)
-
-
-class _FileCandidate:
-    """The candidate. What comes behind its runs is the comparison's."""
-
-    def __init__(self, turns: _Turns) -> None:
-        self.name, self._turns = turns.engine, turns
+    def __init__(self, turns: _Turns, which: str, precise: oracle.PreciseModel) -> None:
+        self.name, self._turns, self._which, self.exact = turns.engine, turns, which, precise.run
 
     def run(self, feeds: Mapping[str, Any], outputs: Sequence[str]) -> list[Any]:
-        values = self._turns.take("candidate").run(feeds, outputs)
+        values = self._turns.take(self._which).run(feeds, outputs)
         self._turns.report("comparison")
         return values
