@@ -66,6 +66,17 @@ class OutputComparison:
         return self.failed, not self.decided, self.bound in ("float64", "ties"), share
 
 
+def nearest(outputs: Sequence[OutputComparison]) -> list[OutputComparison]:
+    """Return, for each output in each engine, the comparison nearest to its bound, with the elements of all."""
+    found: dict[tuple[str, str], list[OutputComparison]] = {}
+    for output in outputs:
+        found.setdefault((output.name, output.engine), []).append(output)
+    return [
+        dataclasses.replace(max(each, key=OutputComparison.nearness), elements=sum(output.elements for output in each))
+        for each in found.values()
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Claim:
     """A change that a report tells of. scope: the graph, as the report names it. nodes: names of the original's nodes
@@ -147,6 +158,11 @@ class Verification:
     def passed(self) -> bool:
         """Every output was compared and lies within its bound."""
         return self.status == "passed"
+
+    @property
+    def ran(self) -> bool:
+        """Whether the candidate ran: False where it has failed before any output was compared."""
+        return self.status != "failed" or bool(self.outputs)
 
     @property
     def max_abs_diff(self) -> float:
