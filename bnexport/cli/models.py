@@ -231,7 +231,10 @@ def verify(
     provider: Providers = None,
     json_target: Json = None,
 ) -> None:
-    """Compares two models on the same inputs, and proves the folds: those of B's certificate, or those that are found."""
+    """Compares two models on the same inputs and proves the folds.
+
+    Those of the certificate in B, or those that are found.
+    """
     from bnexport import folding
     from bnexport.cli.inputs import feeds_of
 
