@@ -301,3 +301,19 @@ class TestManyDifferences:
         verdict = verify(source, folded, method="local")
         assert verdict.status == "failed"
         assert len([proof for proof in verdict.sites if proof.method == "proved"]) == 23
+
+
+@pytest.mark.parametrize("change", [1e-3, 1e-2])
+def test_a_weight_that_a_sum_hides_is_not_passed(change: float) -> None:
+    """Two large convolutions are compared in random directions, where each result is a sum of thousands of weights."""
+    body = """g (float[N,64,H,W] x) => (float[N,64,A,B] y) {
+        c = Conv <pads=[1,1,1,1]> (x, w)
+        d = Conv <pads=[1,1,1,1]> (c, v)
+        y = BatchNormalization (d, p_s, p_b, p_m, p_v)
+    }"""
+    source = model(body, {"w": (64, 64, 3, 3), "v": (64, 64, 3, 3), **batch_norm("p", 64)})
+    changed = fold(source, verify=False).model
+    array = array_of(changed, "w").copy()
+    array[0, 0, 0, 0] += change
+    verdict = verify(source, with_initializer(changed, "w", array), method="local")
+    assert verdict.status == "not_verified", verdict
