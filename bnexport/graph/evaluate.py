@@ -11,7 +11,6 @@ computed here.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,11 +20,13 @@ import onnx_ir as ir
 
 from bnexport.errors import MalformedModelError, UnsupportedModelError, first_line
 from bnexport.graph.element_types import FLOAT_TYPES
-from bnexport.graph.nodes import label
+from bnexport.graph.nodes import get_int, get_ints, get_string, label
 from bnexport.graph.refusal import Refused
 
 # Bound on what an operator may make of constants.
 _LARGEST = 1 << 27
+# Elements of an operand that may set sizes.
+_NUMBERS_OF = 64
 # The opsets whose forms have been compared; a later one counts as long as it does not change the operator.
 FIRST_OPSET, LAST_OPSET = 7, 26
 
@@ -93,20 +94,10 @@ class Misfit(NotEvaluated):
     """The inputs of an operator do not fit, in their sizes: a model that has it does not run."""
 
 
-def _numbers(node: ir.Node, name: str) -> list[int]:
-    return list(node.attributes[name].value) if name in node.attributes else []
-
-
-def _string(node: ir.Node, name: str) -> str:
-    return str(node.attributes[name].value) if name in node.attributes else ""
-
-
 def _is_noop(node: ir.Node) -> bool:
     """Whether a reduction may be one over no axes."""
     given = "axes" in node.attributes or any(value is not None for value in node.inputs[1:])
-    return (
-        not given and "noop_with_empty_axes" in node.attributes and bool(node.attributes["noop_with_empty_axes"].value)
-    )
+    return not given and bool(get_int(node, "noop_with_empty_axes", 0))
 
 
 _FLOATS = frozenset(FLOAT_TYPES)
@@ -134,12 +125,68 @@ ANSWERED: dict[str, frozenset[str] | None] = {
 # Forms of them that onnx.reference computes in another way than ONNX Runtime, or that no run has compared.
 _OPAQUE: dict[str, Callable[[ir.Node], bool]] = {
     # The two place the windows in two ways.
-    "AveragePool": lambda node: "auto_pad" in node.attributes and max(_numbers(node, "dilations"), default=1) > 1,
+    "AveragePool": lambda node: "auto_pad" in node.attributes and max(get_ints(node, "dilations") or (1,)) > 1,
     "Cast": lambda node: node.attributes["to"].as_int() not in _CASTS,
-    "Resize": lambda node: _string(node, "coordinate_transformation_mode") == "tf_crop_and_resize",
+    "Resize": lambda node: get_string(node, "coordinate_transformation_mode", "") == "tf_crop_and_resize",
     **dict.fromkeys(_REDUCTIONS, _is_noop),
     "DequantizeLinear": lambda node: any(map(node.attributes.__contains__, ("block_size", "output_dtype"))),
 }
+
+
+class Signature:
+    """A node under names of its own, i0, i1, ... -> o0, o1, ... Raises NotEvaluated where its schema does not have it."""
+
+    def __init__(self, node: ir.Node, present: Sequence[bool], version: int) -> None:
+        """present: which inputs are given. version: of the opset."""
+        import onnx.checker
+        import onnx.helper
+
+        if any(attribute.is_ref() for attribute in node.attributes.values()):
+            raise NotEvaluated(
+                f"an attribute of {node.op_type} is given by the function's caller", "reference-attribute"
+            )
+        self.node, self.proto = node, ir.serde.serialize_node(node)
+        del self.proto.input[:], self.proto.output[:]
+        self.proto.input.extend(f"i{index}" if given else "" for index, given in enumerate(present))
+        self.proto.output.extend(f"o{index}" if value.name else "" for index, value in enumerate(node.outputs))
+        context = type(onnx.checker.DEFAULT_CONTEXT)()
+        context.ir_version, context.opset_imports = onnx.IR_VERSION, {"": version}
+        try:
+            onnx.checker.check_node(self.proto, context)
+        except onnx.checker.ValidationError as error:
+            raise NotEvaluated(f"{node.op_type}: {first_line(error)}", "unknown-attribute") from error
+        self.imports = [onnx.helper.make_opsetid("", version)]
+        self.schema = onnx.defs.get_schema(node.op_type, version)
+
+    def shapes(self, inputs: Sequence[np.ndarray | None]) -> list[tuple[int, ...]]:
+        """Return the shapes of the outputs that are not absent, as the schema infers them. Raises NotEvaluated."""
+        import onnx
+
+        # No schema has float64 everywhere; the sizes are those of float32.
+        named = {
+            f"i{index}": np.broadcast_to(np.float32(0), array.shape) if is_float(array) else array
+            for index, array in enumerate(inputs)
+            if array is not None
+        }
+        kinds = {name: onnx.helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in named.items()}
+        types = {name: onnx.helper.make_tensor_type_proto(kinds[name], array.shape) for name, array in named.items()}
+        numbers = {
+            f"i{index}": onnx.numpy_helper.from_array(array.astype(np.float32) if is_float(array) else array)
+            for index, array in enumerate(inputs)
+            if array is not None and array.size <= _NUMBERS_OF
+        }
+        try:
+            inferred = onnx.shape_inference.infer_node_outputs(
+                self.schema, self.proto, types, numbers, opset_imports=self.imports
+            )
+        except onnx.shape_inference.InferenceError as error:
+            raise Misfit(f"the inputs of {self.node.op_type} do not fit: {first_line(error)[:200]}") from error
+        except onnx.checker.ValidationError as error:
+            raise NotEvaluated(f"{self.node.op_type}: {first_line(error)[:200]}", "type") from error
+        shapes = [inferred[name].tensor_type.shape.dim for name in self.proto.output if name in inferred]
+        if not shapes or not all(dim.HasField("dim_value") for dims in shapes for dim in dims):
+            raise NotEvaluated(f"the sizes that {self.node.op_type} makes are not known")
+        return [tuple(dim.dim_value for dim in dims) for dims in shapes]
 
 
 class NodeEvaluator:
@@ -147,42 +194,46 @@ class NodeEvaluator:
 
     def __init__(self, node: ir.Node, present: Sequence[bool], version: int) -> None:
         """present: which inputs are given. version: of the opset."""
-        self._node = node
-        proto = ir.serde.serialize_node(node)
-        del proto.input[:], proto.output[:]
-        proto.input.extend(f"i{index}" if given else "" for index, given in enumerate(present))
-        proto.output.extend(f"o{index}" if value.name else "" for index, value in enumerate(node.outputs))
-        _check_schema(proto, version)
-        check_answered(node, version)
-        import onnx.helper
-
         from bnexport.graph.onnx_reference import MendedEvaluator
 
+        if node.domain or node.op_type not in ANSWERED or version < FIRST_OPSET:
+            raise NotEvaluated(f"{node.op_type} of opset {version} is not evaluated")
+        self._node, self._signature = node, Signature(node, present, version)
+        if self._signature.schema.since_version > LAST_OPSET or (
+            node.op_type in _OPAQUE and _OPAQUE[node.op_type](node)
+        ):
+            raise NotEvaluated(f"this form of {node.op_type} is not evaluated", "bad-attribute")
+        import onnx.helper
+
+        proto = self._signature.proto
         given, self._outputs = ([name for name in names if name] for names in (proto.input, proto.output))
-        imports = [onnx.helper.make_opsetid("", version)]
         try:
-            alone = onnx.helper.make_function("bnexport", "node", given, self._outputs, [proto], imports)
+            alone = onnx.helper.make_function(
+                "bnexport", "node", given, self._outputs, [proto], self._signature.imports
+            )
             self._evaluator = MendedEvaluator(alone)
         except Exception as error:  # it raises whatever an operator raises
             raise NotEvaluated(f"{node.op_type} cannot be run: {first_line(error)[:200]}") from error
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the outputs, None for an absent one. inputs: arrays; None for an absent one. Raises NotEvaluated."""
-        kinds = ANSWERED[self._node.op_type]
-        for array in inputs:
-            if array is not None and kinds is not None and array.dtype.name not in kinds:
-                raise NotEvaluated(f"{self._node.op_type} of {array.dtype} is not evaluated", "type")
-        if kinds is not None and not inputs[0].size:  # ONNX Runtime sums nothing in several ways
-            raise NotEvaluated(f"{self._node.op_type} of no elements is not evaluated")
-        if self._node.op_type == "Resize" and not _is_even(self._node, *inputs):
-            raise NotEvaluated("a Resize to a size that is rounded, or to 1, is not evaluated")
-        _check_size(self._node, [array for array in inputs if array is not None])
+        kind, types = self._node.op_type, ANSWERED[self._node.op_type]
         feeds = {f"i{index}": array for index, array in enumerate(inputs) if array is not None}
+        if types is not None and not all(array.dtype.name in types for array in feeds.values()):
+            raise NotEvaluated(f"{kind} of {inputs[0].dtype} is not evaluated", "type")
+        if types is not None and not inputs[0].size:  # ONNX Runtime sums nothing in several ways
+            raise NotEvaluated(f"{kind} of no elements is not evaluated")
+        if kind == "Resize" and not _is_even(self._node, *inputs):
+            raise NotEvaluated("a Resize to a size that is rounded, or to 1, is not evaluated")
+        # What a Slice makes is never more, and no older schema infers it.
+        size = max(map(math.prod, self._signature.shapes(inputs))) if kind != "Slice" else 0
+        if size > _LARGEST:
+            raise NotEvaluated(f"{kind} of constants makes {size:.3g} elements, {_LARGEST:.3g} are taken", "too-large")
         try:
             with np.errstate(all="ignore"):
                 results = dict(zip(self._outputs, self._evaluator.run(None, feeds, attributes={}), strict=True))
         except Exception as error:
-            raise Misfit(f"{self._node.op_type} cannot be run: {first_line(error)[:200]}") from error
+            raise Misfit(f"{kind} cannot be run: {first_line(error)[:200]}") from error
         return [results.get(f"o{index}") for index in range(len(self._node.outputs))]
 
 
@@ -246,57 +297,6 @@ def widened(array: np.ndarray) -> np.ndarray:
 def _is_even(node: ir.Node, data: np.ndarray, *sizes: np.ndarray | None) -> bool:
     """Whether a Resize has whole sizes, and makes none 1; sizes: what it has behind the data."""
     scales, targets = sizes[:2][-1], sizes[2] if len(sizes) > 2 else None
-    given = np.asarray([data.shape[axis] for axis in _numbers(node, "axes") or range(data.ndim)])
+    given = np.asarray([data.shape[axis] for axis in get_ints(node, "axes") or range(data.ndim)])
     wanted = given * scales if scales is not None and scales.size else targets
     return wanted is None or bool(np.all(wanted == np.round(wanted)) and np.all((wanted > 1) | (given == 1)))
-
-
-def check_answered(node: ir.Node, version: int) -> None:
-    """Raise NotEvaluated for a node whose operator or form is not in the table."""
-    import onnx.defs
-
-    known = node.domain == "" and node.op_type in ANSWERED and version >= FIRST_OPSET
-    if not known or onnx.defs.get_schema(node.op_type, version).since_version > LAST_OPSET:
-        raise NotEvaluated(f"{node.op_type} of opset {version} is not evaluated")
-    if any(attribute.is_ref() for attribute in node.attributes.values()):
-        raise NotEvaluated(f"an attribute of {node.op_type} is given by the function's caller", "reference-attribute")
-    if node.op_type in _OPAQUE and _OPAQUE[node.op_type](node):
-        raise NotEvaluated(f"this form of {node.op_type} is not evaluated", "bad-attribute")
-
-
-def _check_schema(proto: Any, version: int) -> None:
-    """Raise NotEvaluated for attributes or numbers of inputs that the operator does not have."""
-    import onnx.checker
-
-    context = type(onnx.checker.DEFAULT_CONTEXT)()
-    context.ir_version, context.opset_imports = onnx.IR_VERSION, {"": version}
-    try:
-        onnx.checker.check_node(proto, context)
-    except onnx.checker.ValidationError as error:
-        raise NotEvaluated(f"{proto.op_type}: {first_line(error)}", "unknown-attribute") from error
-
-
-def _check_size(node: ir.Node, inputs: Sequence[np.ndarray]) -> None:
-    """Raise NotEvaluated before an operator makes far more of its inputs than they are."""
-    kind, size = node.op_type, 0.0
-    if kind == "Range" and len(inputs) == 3:
-        start, limit, delta = (float(each) for each in inputs)
-        size = abs((limit - start) / delta) if delta else 0.0
-    elif kind in ("ConstantOfShape", "Tile"):
-        size = math.prod(each.size for each in inputs[:-1]) * math.prod(map(abs, map(float, inputs[-1].reshape(-1))))
-    elif kind in ("Pad", "Resize", "Upsample"):
-        # What the numbers ask for, in the worst order: a product of sizes, times, factors or margins.
-        numbers = [abs(float(number)) for each in inputs[1:] for number in each.reshape(-1)[:16]]
-        size = inputs[0].size * math.prod(1.0 + number for number in numbers)
-    elif kind in ("MatMul", "Gemm"):
-        size = float(math.prod(each.size / max(1, *each.shape[-1:]) for each in inputs[:2]))
-    elif kind != "Concat" and len(inputs) > 1:
-        with contextlib.suppress(ValueError):  # no broadcasting operator
-            shapes = [each.shape for each in inputs]
-            if kind == "Expand":
-                shapes[1] = tuple(int(number) for number in inputs[1].reshape(-1))
-            size = float(math.prod(np.broadcast_shapes(*shapes)))
-    if size > _LARGEST:
-        raise NotEvaluated(
-            f"{kind} of constants makes about {size:.3g} elements, {_LARGEST:.3g} are taken", "too-large"
-        )

@@ -18,10 +18,9 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.errors import UnsupportedModelError, first_line
-from bnexport.graph.evaluate import Misfit
+from bnexport.errors import UnsupportedModelError
+from bnexport.graph.evaluate import Misfit, Signature
 from bnexport.verification.local import forms
-from bnexport.verification.local.attributes import schema
 from bnexport.verification.local.forms import CONSTANT, Form
 from bnexport.verification.local.operators import Operand
 from bnexport.verification.local.parameters import NOISE, Parameter
@@ -143,29 +142,12 @@ def passed(
 
 
 def _shape(node: ir.Node, operands: list[Operand], version: int) -> tuple[int, ...]:
-    """Return the shape of the operator's output, as its schema infers it."""
-    import onnx
-
-    types, data = {}, {}
-    for value, operand in zip(node.inputs, operands, strict=True):
-        if value is None or operand is None:
-            continue
-        values = np.broadcast_to(0.0, operand.shape) if isinstance(operand, Form) else operand.values
-        kind = onnx.helper.np_dtype_to_tensor_dtype(values.dtype)
-        types[str(value.name)] = onnx.helper.make_tensor_type_proto(kind, values.shape)
-        if isinstance(operand, Parameter):
-            data[str(value.name)] = onnx.numpy_helper.from_array(values)
-    imports = [onnx.helper.make_opsetid("", version)]
-    try:
-        inferred = onnx.shape_inference.infer_node_outputs(
-            schema(node.op_type, version), ir.serde.serialize_node(node), types, data, opset_imports=imports
-        )
-    except onnx.shape_inference.InferenceError as error:
-        raise Misfit(f"the sizes of {node.op_type} do not fit: {first_line(error)[:200]}") from None
-    dims = inferred[str(node.outputs[0].name)].tensor_type.shape.dim
-    if not all(dim.HasField("dim_value") for dim in dims):
-        raise UnsupportedModelError(f"the sizes of {node.op_type} are not inferred")
-    return tuple(dim.dim_value for dim in dims)
+    """Return the shape of the operator's output."""
+    arrays = [
+        None if each is None else np.broadcast_to(0.0, each.shape) if isinstance(each, Form) else each.values
+        for each in operands
+    ]
+    return Signature(node, [array is not None for array in arrays], version).shapes(arrays)[0]
 
 
 def check_windows(node: ir.Node, declared: Shape | None) -> None:
