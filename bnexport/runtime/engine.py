@@ -171,7 +171,11 @@ def open_as_written(model: Serialised, providers: Providers = None, engine: str 
 def session_options(
     training: bool | None = None, *, quiet: bool = True, threads: int = 0, optimised: bool = True
 ) -> Any:
-    """Create options of a session. training: which custom-op library is registered; None for none of them."""
+    """Create options of a session.
+
+    training: registers the custom-op library, and that of training steps; None for neither. quiet: nothing is logged. threads: 0
+    lets ONNX Runtime choose. optimised: False for a model that runs once or twice, as it is written.
+    """
     onnxruntime = injection.import_onnxruntime()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -179,6 +183,8 @@ def session_options(
         options.log_severity_level = 4
     if not optimised:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        # A few runs of small models: threads that wait for work by spinning take as long as all of the rest.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if training is not None:
         library.register(options, training=training)
     return options

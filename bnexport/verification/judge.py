@@ -36,6 +36,8 @@ from bnexport.verification.verdict import OutputComparison, Verification, neares
 
 Rows = list[list[Any]]
 Named = Mapping[str, Any]
+# Computes rows in float64 at its first call; None where that fails.
+Truth = Callable[[], Rows | None]
 
 
 class ReferenceEngine(Engine, Protocol):
@@ -161,8 +163,9 @@ def _smaller(reference: Engine, first: FeedGroup, names: Sequence[str]) -> Itera
 def _compare(
     reference: ReferenceEngine, group: FeedGroup, got: Rows, rules: Rules, halved: Rows | None = None
 ) -> Verification:
-    """Compare the outputs, each with what is in front of it where that was probed, then the probes, then the operands of a
-    Concat. halved: the reference's values for half of the inputs; an output that depends on them by little is undecided.
+    """Compare the outputs and probes, then the operands of a Concat.
+
+    halved: the reference's values for half of the inputs; an output that depends on them by little is undecided.
     """
 
     @functools.cache
@@ -171,6 +174,24 @@ def _compare(
             return reference.exact(group.inputs, rules.names("reference"))
         return None
 
+    compared = _outputs(group, got, rules, halved, truth)
+    sizes = tuple(tuple(tuple(value.shape) for value in feed.values()) for feed in group.inputs)
+    more: dict[str, Any] = {"samples": len(group.inputs), "input_scale": group.scale, "sizes": sizes}
+    verdict = Verification.of(compared, **more)
+    if verdict and not any(output.elements for output in compared) and not rules.may_be_empty:
+        verdict = dataclasses.replace(verdict, status="not_verified", reason="the outputs are empty")
+    # Bounds of the caller's are those of every number. Smaller inputs need not show in each part.
+    if rules.bounded or verdict.status == "failed" or halved is not None:
+        return verdict
+    parts = [part for each in _parts(group, got, rules, truth) for part in each]
+    whole = Verification.of([*compared, *parts], **more)
+    if whole.status == "failed" or (parts and verdict):
+        return whole
+    return dataclasses.replace(verdict, outputs=whole.outputs)
+
+
+def _outputs(group: FeedGroup, got: Rows, rules: Rules, halved: Rows | None, truth: Truth) -> list[OutputComparison]:
+    """Compare the outputs, each with what is in front of it where that was probed, and then the probes."""
     names, probes = list(rules.outputs), rules.probes
     places = {probe["output"]: len(names) + index for index, probe in enumerate(probes)}
     bounding = {probe["output"]: places[probe["output"]] for probe in probes if not probe["selected"]}
@@ -190,29 +211,15 @@ def _compare(
             values = Selection(expected[place], *indices, probe["axis"], compared[place])
             tail = rules.tail(probe["selected"][0], probe["output"])
             compared[index] = without_ties(compared[index], found[index], values, tail)
-    if halved is not None:
-        # A saturated output hides its inputs; the probe in front of it shows them.
-        shown, half = [places.get(name, index) for index, name in enumerate(names)], _columns(rules.common(halved))
-        seen = [shows_inputs(compared[i], expected[i], half[i]) for i in shown]
-        compared = [output if sees else as_hidden(output) for output, sees in zip(compared, seen, strict=True)]
-    sizes = tuple(tuple(tuple(value.shape) for value in feed.values()) for feed in group.inputs)
-    more: dict[str, Any] = {"samples": len(group.inputs), "input_scale": group.scale, "sizes": sizes}
-    verdict = Verification.of(compared, **more)
-    if verdict and not any(output.elements for output in compared) and not rules.may_be_empty:
-        verdict = dataclasses.replace(verdict, status="not_verified", reason="the outputs are empty")
-    # Bounds of the caller's are those of every number. Smaller inputs need not show in each part.
-    if rules.bounded or verdict.status == "failed" or halved is not None:
-        return verdict
-    parts = [part for each in _parts(group, got, rules, truth) for part in each]
-    whole = Verification.of([*compared, *parts], **more)
-    if whole.status == "failed" or (parts and verdict):
-        return whole
-    return dataclasses.replace(verdict, outputs=whole.outputs)
+    if halved is None:
+        return compared
+    # A saturated output hides its inputs; the probe in front of it shows them.
+    shown, half = [places.get(name, index) for index, name in enumerate(names)], _columns(rules.common(halved))
+    seen = [shows_inputs(compared[i], expected[i], half[i]) for i in shown]
+    return [output if sees else as_hidden(output) for output, sees in zip(compared, seen, strict=True)]
 
 
-def _parts(
-    group: FeedGroup, got: Rows, rules: Rules, truth: Callable[[], Rows | None]
-) -> Iterator[list[OutputComparison]]:
+def _parts(group: FeedGroup, got: Rows, rules: Rules, truth: Truth) -> Iterator[list[OutputComparison]]:
     """Compare outputs that a Concat makes operand by operand, each with its own bound."""
     stop = len(rules.names("candidate"))
     for parted in rules.parted:
@@ -242,7 +249,7 @@ def _hold(
     got: Rows,
     befores: Sequence[Any],
     rules: Rules,
-    truth: Callable[[], Rows | None],
+    truth: Truth,
 ) -> list[OutputComparison]:
     """Compare values by name, a column of all samples each; what the bounds refuse is held against the truth."""
     references = {name: column[0] for name, column in zip(names, expected)}
