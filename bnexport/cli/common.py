@@ -73,6 +73,13 @@ Providers = Annotated[
     list[str] | None,
     typer.Option("--provider", metavar="NAME", help="An execution provider, such as cuda; repeatable. Default: cpu."),
 ]
+Certificate = Annotated[
+    bool,
+    typer.Option(
+        "--certificate/--no-certificate",
+        help="Write the names of each fold's nodes into the file, with which verify proves it.",
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT where it exists, as a whole.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Write the fold report as one HTML page.")]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="An ONNX file.")]

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from bnexport import choices
-from bnexport.cli.common import Html, Json, Overwrite, Seed, app
+from bnexport.cli.common import Certificate, Html, Json, Overwrite, Seed, app
 from bnexport.cli.console import detail, is_verbose, say, status
 from bnexport.cli.models import verdict, write_html
 from bnexport.cli.output import check_exists, check_new, check_targets, emit
@@ -82,6 +82,7 @@ def export(
     ] = True,
     opset: Annotated[int, typer.Option(metavar="INT", help="Opset of an ONNX file, 18 or newer.")] = 18,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with torch.")] = True,
+    certificate: Certificate = True,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     html: Html = None,
@@ -136,6 +137,7 @@ def export(
                 simplify=simplify,
                 opset_version=opset,
                 verify=verify,
+                certificate=certificate,
                 input_names=input_names if kind == "onnx" else None,
             )
     if html is not None:
@@ -143,7 +145,7 @@ def export(
             say(f"note: nothing was folded, so that there is no report for {html}")
         else:
             write_html(result.report, html)
-    for note in result.notes:
+    for note in (*result.notes, *(() if result.report is None else result.report.notes)):
         say(f"note: {note}")
     folded = "" if result.report is None else f"{result.report.summary()}; "
     say(f"{folded}{target} written")

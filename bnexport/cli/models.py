@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from bnexport.cli import startup
-from bnexport.cli.common import Atol, Html, Inputs, Json, Model, Providers, Rtol, Seed, app
+from bnexport.cli.common import Atol, Certificate, Html, Inputs, Json, Model, Providers, Rtol, Seed, app
 from bnexport.cli.console import detail, is_verbose, say, status
 from bnexport.cli.output import check_change, check_targets, emit, table, write_whole
 from bnexport.errors import MissingDependencyError, UsageError, VerificationError
@@ -108,6 +108,7 @@ def fold(
         bool,
         typer.Option("--training-to-inference", help="Also turn BatchNormalization in training mode into inference."),
     ] = False,
+    certificate: Certificate = True,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT where it exists, as a whole; it may be IN.")
     ] = False,
@@ -140,6 +141,7 @@ def fold(
             skip=skip or (),
             training_to_inference=training_to_inference,
             overwrite_input=overwrite,
+            certificate=certificate,
         )
     startup.settle()
     report = result.report
@@ -229,7 +231,10 @@ def verify(
     provider: Providers = None,
     json_target: Json = None,
 ) -> None:
-    """Compares two models on the same inputs, or proves a fold."""
+    """Compares two models on the same inputs and proves the folds.
+
+    Those of the certificate in B, or those that are found.
+    """
     from bnexport import folding
     from bnexport.cli.inputs import feeds_of
 
@@ -261,6 +266,8 @@ def verify(
     columns = ("output", "type", "largest difference", "relative", "allowed", "")
     tables = [table(f"{reference} and {candidate}", columns, rows, right=columns[2:4])] if rows else []
     tables += _proofs(result.sites)
+    if result.certificate.startswith("not used"):
+        say(f"note: the certificate in {candidate} was {result.certificate}")
     if result.passed:
         say(verdict(result))
         detail(_inputs_of(result))

@@ -24,6 +24,7 @@ from bnexport.exporting.keywords import as_positional
 from bnexport.exporting.portable_body import MINIMUM_OPSET
 from bnexport.exporting.simplify import simplify as simplify_model
 from bnexport.exporting.verification import Checked
+from bnexport.folding.certifying import certify
 from bnexport.folding.reporting.counts import count
 from bnexport.folding.reporting.report import FoldReport
 from bnexport.graph.nodes import is_standard
@@ -92,6 +93,7 @@ def export(
     verify: bool = True,
     input_names: list[str] | None = None,
     output_names: list[str] | None = None,
+    certificate: bool = True,
 ) -> ExportResult:
     """Exports `model` to a file at `path`. The module, its state and its mode stay untouched.
 
@@ -129,6 +131,8 @@ def export(
         external_data: write the weights of an ONNX file to a file beside it; None where it needs that.
         input_names: names in an ONNX graph; by default forward's parameter names.
         output_names: names in an ONNX graph; by default "output" (or "output_0", ..., or the keys of a dict).
+        certificate: write the names of the nodes of each fold into an ONNX file's metadata, as `fold` does; the original
+            is the graph that fold=False writes. Not where they prove no fold after simplification, with a note.
 
     Warns:
         NotVerifiedWarning: the file was written, and nothing could verify it.
@@ -187,14 +191,15 @@ def export(
         finish(graph, list(outputs), {tensor.name: tensor.value for tensor in state}, groups, shared)
         report = None
         if mode == "deploy" and fold:
-            unfolded, sync = graph.clone() if verify else None, _sync_batch_norms(graph, model)
+            unfolded, sync = graph.clone(), _sync_batch_norms(graph, model)
             report = folding.BatchNormFolder().call(graph).report
-            if unfolded is not None and report.changed:
+            if verify and report.changed:
                 report = dataclasses.replace(report, verification=prove_export(unfolded, graph, report.to_dict()))
             report = _with_sync(report, sync)
             if simplify:
                 simplify_model(graph)
                 report = dataclasses.replace(report, after=count(graph))
+            report = certify(graph, report, wanted=certificate, original=unfolded if simplify else None)
         if reference is None:
             checked = Checked(Verification.skipped("not asked for"))
             break

@@ -105,7 +105,8 @@ def export(
                 break
             if format == "pt2":
                 others = _allowed_sizes(built, inputs, reference, others, shapes, shapes != planned)
-            checked = verdict([fresh_process.FreshProcess(temporary, format)], outputs, reference, inputs, others)
+            with fresh_process.FreshProcess(temporary, format) as engine:
+                checked = verdict([engine], outputs, reference, inputs, others)
             wrong = next((fault for fault in checked.faults if fault.outcome is not None), None)
             if checked.verification.status == "failed" or (wrong is not None and format == "torchscript"):
                 reason = checked.verification.summary()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -15,11 +15,12 @@ from bnexport.errors import LibraryError, VerificationError
 from bnexport.exporting.dimensions.other_sizes import Fault, OtherSizes
 from bnexport.exporting.dimensions.sizes import is_constant, resized, shapes
 from bnexport.runtime import engine
-from bnexport.runtime.engine import EngineFailure
-from bnexport.verification.judging import Candidate, Outcome, judge
+from bnexport.runtime.engine import Engine, EngineFailure
+from bnexport.verification.inputs.feeds import FeedGroup
+from bnexport.verification.judge import Rules, judge
 from bnexport.verification.reference import Reference
-from bnexport.verification.torch_outputs import Array, to_array
-from bnexport.verification.verdict import OutputComparison, Verification
+from bnexport.verification.torch_outputs import Array, bound, to_array
+from bnexport.verification.verdict import Verification, nearest
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -51,7 +52,7 @@ def check(model: ir.Model, reference: Reference, inputs: Tensors, others: OtherS
 
 
 def verdict(
-    engines: Sequence[Candidate], names: Sequence[str], reference: Reference, inputs: Tensors, others: OtherSizes
+    engines: Sequence[Engine], names: Sequence[str], reference: Reference, inputs: Tensors, others: OtherSizes
 ) -> Checked:
     """Return the verdict on an exported model for the example inputs and other sizes.
 
@@ -61,8 +62,8 @@ def verdict(
     if reference.is_random(inputs):
         return Checked(Verification.skipped("the model draws random numbers"))
 
-    def judged(feeds: list[Tensors], expected: list[Tensors]) -> list[Outcome]:
-        return judge(engines, names, reference, feeds, expected)
+    def judged(feeds: Sequence[Tensors], expected: Sequence[Tensors]) -> list[Verification]:
+        return [_in_each(engines, names, reference, *pair) for pair in zip(feeds, expected, strict=True)]
 
     feeds, own = [inputs], [expected]
     if any(map(is_constant, inputs)):
@@ -74,57 +75,71 @@ def verdict(
     count = len(feeds)
     outcomes = judged([*feeds, *(run.inputs for run in others.runs)], [*own, *(run.expected for run in others.runs)])
     held, elsewhere = outcomes[:count], outcomes[count:]
-    failure = next((outcome.failure for outcome in held if outcome.failure), "")
-    if failure:
-        raise VerificationError(f"the exported model cannot run: {failure}")
+    refused = next((outcome for outcome in held if not outcome.ran), None)
+    if refused is not None:
+        raise VerificationError(f"the exported model cannot run: {refused.reason}")
     faults, tried = [], [shapes(inputs, {})]
     if all(outcome.passed for outcome in held):
         faults = others.faults(elsewhere, judged)
         held += [outcome for outcome in elsewhere if outcome.passed]
         tried += [others.shapes(run) for run, outcome in zip(others.runs, elsewhere) if outcome.passed]
-    errors = nearest([error for outcome in held for error in outcome.errors])
+    errors = nearest([output for outcome in held for output in outcome.outputs])
     verification = Verification.of(
         errors,
         engine=" and ".join(each.name for each in engines),
         reason=reference.cause,
         reference="converted" if reference.cause else "original",
         samples=len(held),
-        input_scale=outcomes[0].scale,
+        input_scale=outcomes[0].input_scale,
         sizes=tuple(tried),
     )
     return Checked(verification, tuple(faults))
 
 
+def _in_each(
+    engines: Sequence[Engine], names: Sequence[str], reference: Reference, inputs: Tensors, expected: Tensors
+) -> Verification:
+    """Judge the exported model in each engine, for one set of inputs."""
+    group = FeedGroup([{str(index): value for index, value in enumerate(inputs)}], [list(map(to_array, expected))])
+    results, refused = [], []
+    for each in engines:
+        try:
+            results.append(judge(reference, each, [group], Rules(names, bound=bound)))
+        except EngineFailure as failure:
+            refused.append(f"{each.name}: {failure.detail}")
+    if refused:
+        return Verification("failed", "; ".join(refused))
+    outputs = [
+        dataclasses.replace(output, engine=each.name)
+        for each, result in zip(engines, results)
+        for output in result.outputs
+    ]
+    return Verification.of(outputs, input_scale=min(result.input_scale for result in results))
+
+
 class _Session:
-    """One session of ONNX Runtime."""
+    """One session of ONNX Runtime, which takes the tensors of an export in their order."""
 
     def __init__(self, model: ir.Model, name: str, training: bool | None = None) -> None:
         self.name = name
-        self._inputs = [str(value.name) for value in model.graph.inputs]
         options = engine.session_options(training)
         try:
             self._engine = engine.open(model, options=options)
         except EngineFailure as failure:
             raise VerificationError(f"{name} cannot load the exported model: {failure.detail}") from failure
 
-    def run(self, feeds: Sequence[Tensors]) -> list[list[Array] | str]:
-        results: list[list[Array] | str] = []
-        for feed in feeds:
-            try:
-                got = self._engine.run(dict(zip(self._inputs, map(to_array, feed))))
-                results.append([np.asarray(value) for value in got])
-            except EngineFailure as failure:
-                results.append(failure.detail)
-        return results
+    def run(self, feeds: Mapping[str, torch.Tensor], outputs: Sequence[str]) -> list[Array]:
+        arrays = dict(zip(self._engine.inputs, map(to_array, feeds.values())))
+        return [np.asarray(value) for value in self._engine.run(arrays, outputs)]
 
 
-def _engines(model: ir.Model) -> tuple[list[Candidate], str]:
+def _engines(model: ir.Model) -> tuple[list[Engine], str]:
     """Return every way in which the model is meant to run: with the library, and by its portable body."""
     name = engine.label(engine.ENGINES[0])
     nodes = [node for node in model.graph.all_nodes() if node.op_type == schema.SYNC_BATCH_NORM.name]
     if not nodes:
         return [_Session(model, name)], ""
-    engines: list[Candidate] = []
+    engines: list[Engine] = []
     reason = ""
     try:
         engines.append(_Session(model, f"{name} with the custom-op library", training=False))
@@ -133,13 +148,3 @@ def _engines(model: ir.Model) -> tuple[list[Candidate], str]:
     if all(node.op_identifier() in model.functions for node in nodes):
         engines.append(_Session(model, f"{name} with the portable body"))
     return engines, reason
-
-
-def nearest(outputs: Sequence[OutputComparison]) -> list[OutputComparison]:
-    """Return, for each output in each engine, the comparison nearest to its bound."""
-    found: dict[tuple[str, str], OutputComparison] = {}
-    for output in outputs:
-        key = (output.name, output.engine)
-        if key not in found or output.nearness() > found[key].nearness():
-            found[key] = output
-    return list(found.values())

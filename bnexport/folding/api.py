@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from bnexport.folding.certifying import certify
 from bnexport.folding.context import Options
 from bnexport.folding.reporting.counts import Counts, count
 from bnexport.folding.reporting.report import FoldReport
@@ -66,6 +67,7 @@ def fold(
     rules: Iterable[str] | None = None,
     overwrite_input: bool = False,
     external_data: bool | None = None,
+    certificate: bool = True,
 ) -> FoldResult:
     """Fold every batch norm that can be folded; write the result to `target` if one is given.
 
@@ -87,6 +89,8 @@ def fold(
         overwrite_input: allow `target` to be `source`; it is replaced as a whole.
         external_data: write the weights to a file beside `target`; None where the source has them so, or where
             one protobuf message cannot hold them.
+        certificate: write the names of the nodes of each fold into the model's metadata (`bnexport.sites`), with which
+            `verify` proves each fold without the report. Not where nothing was folded.
 
     Warns:
         NotVerifiedWarning: `target` was written, and nothing could verify it.
@@ -130,27 +134,22 @@ def fold(
         from bnexport.verification.isolated_process import PROCESS
 
         PROCESS.start()
-    work = functools.partial(_fold, source, target, method is not None, overwrite_input, external_data)
+    work = functools.partial(_fold, source, target, method is not None, overwrite_input, external_data, certificate)
     result = None
     if target is not None:
         # Most weights can be scaled: reading them twice, only to know it before, is hardly ever worth it.
         with contextlib.suppress(Refused):
             result = work(dataclasses.replace(options, check_early=False))
     done, staged = result or work(options)
-    report = FoldReport(
-        sites=tuple(done.folding.sites),
-        before=done.before,
-        after=done.after,
-        meaning_changed=done.folding.meaning_changed,
-        source=done.path,
+    report = dataclasses.replace(
+        done.report,
         target=None if target is None else os.fspath(target),
-        notes=(*done.notes, *_notes(staged)),
-        inlined=done.folding.inlined,
+        notes=(*done.report.notes, *_notes(staged)),
     )
     judge = None
     if method is not None and report.changed:
         judge = functools.partial(_verify, done, method=method, chosen_here=verify is True, terms=terms)
-    model, verification = commit(done.model, staged, done.path, judge, "folded")
+    model, verification = commit(done.model, staged, done.report.source, judge, "folded")
     report = dataclasses.replace(report, verification=verification)
     return FoldResult(to_proto(model) if isinstance(source, onnx.ModelProto) else model, report)
 
@@ -168,17 +167,13 @@ class _Transformed:
     """A fold after its changes of `model`, and the references for its verification, best first.
 
     unfolded: the source with its calls inlined and its sync batch norms converted, for the local proof.
-    notes: what was mended while the source was read.
     """
 
     model: ir.Model
-    path: str | None
-    before: Counts
-    after: Counts
     folding: Folding
     references: tuple[ir.Model, ...]
     unfolded: ir.Model | None
-    notes: tuple[str, ...]
+    report: FoldReport
 
 
 @paused_collection()
@@ -188,6 +183,7 @@ def _fold(
     verify: bool,
     overwrite_input: bool,
     external_data: bool | None,
+    certificate: bool,
     options: Options,
 ) -> tuple[_Transformed, Staged | None]:
     """Fold and stage the file. Raise Refused if a weight is found not to fit its type only while it is written."""
@@ -200,6 +196,7 @@ def _fold(
     if external_data is None and write.has_external_data(opened.model):
         external_data = True
     done = _transform(opened, before, options, keep_references=verify)
+    done = dataclasses.replace(done, report=certify(opened.model, done.report, wanted=certificate))
     if target is None:
         return done, None
     own = [opened.path] if opened.path else []
@@ -229,7 +226,16 @@ def _transform(opened: ModelSource, before: Counts, options: Options, *, keep_re
     folding.fold()
     if folding.converted:
         insert_casts(model)
-    return _Transformed(model, opened.path, before, count(model), folding, tuple(references), unfolded, opened.notes)
+    report = FoldReport(
+        tuple(folding.sites),
+        before,
+        count(model),
+        folding.meaning_changed,
+        source=opened.path,
+        notes=opened.notes,
+        inlined=folding.inlined,
+    )
+    return _Transformed(model, folding, tuple(references), unfolded, report)
 
 
 def _verify(done: _Transformed, candidate: ir.Model, method: Method, chosen_here: bool, terms: Terms) -> Verification:
@@ -241,7 +247,7 @@ def _verify(done: _Transformed, candidate: ir.Model, method: Method, chosen_here
         proof = prove_fold(done.unfolded, candidate, [site.claim for site in done.folding.sites if site.changed])
         if done.folding.converted:
             proof = dataclasses.replace(proof, reference="converted")
-        large = chosen_here and done.before.parameter_bytes > WHOLE_BYTES
+        large = chosen_here and done.report.before.parameter_bytes > WHOLE_BYTES
         if method == "local" or proof.status == "failed" or (large and proof):
             return proof
     result = _run(done, candidate, terms)

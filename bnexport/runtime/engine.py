@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import onnx
 
 from bnexport.errors import BnexportError, UnsupportedModelError, first_line
 from bnexport.model_io.validate import printable
@@ -45,10 +46,13 @@ class EngineFailure(UnsupportedModelError):
 
 @contextlib.contextmanager
 def failures(engine: str, action: str, hint: str = "") -> Iterator[None]:
-    """Turn what an engine raises into EngineFailure: ONNX Runtime has a class for each status code, others raise any."""
+    """Turn what an engine raises into EngineFailure: ONNX Runtime has a class for each status code, others raise any.
+
+    A TimeoutError is that of an alarm.
+    """
     try:
         yield
-    except BnexportError:
+    except (BnexportError, TimeoutError):
         raise
     except Exception as error:
         raise EngineFailure(engine, action, error, hint) from error
@@ -86,9 +90,6 @@ class Serialised:
 
     def whole(self) -> Any:
         """Return the ModelProto with its weights inside."""
-        import onnx
-        import onnx.numpy_helper
-
         proto = onnx.ModelProto.FromString(self.data)
         for tensor in proto.graph.initializer:
             if tensor.name in self.weights:
@@ -112,22 +113,26 @@ class OnnxRuntime:
             return list(self.session.run(self.outputs if outputs is None else list(outputs), known))
 
 
-class _OnnxReference:
+class OnnxReference:
     """ONNX's own implementation in NumPy, mended."""
 
     name = ENGINES[1]
 
-    def __init__(self, model: Serialised) -> None:
-        if model.nbytes > _REFERENCE_BYTES:
-            raise UnsupportedModelError("onnx.reference would take too long")
+    def __init__(self, model: onnx.ModelProto) -> None:
         from bnexport.graph.onnx_reference import MendedEvaluator
 
         with failures(self.name, "load"):
-            self._evaluator = MendedEvaluator(model.whole())
+            self._evaluator = MendedEvaluator(model)
 
     def run(self, feeds: Mapping[str, Any], outputs: Sequence[str]) -> list[Any]:
         with failures(self.name, "run"):
             return list(self._evaluator.run(list(outputs), dict(feeds)))
+
+    def values(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of all names of the main graph."""
+        with failures(self.name, "run"):
+            every: Any = self._evaluator.run(None, dict(feeds), intermediate=True)
+            return every
 
 
 def open(
@@ -156,7 +161,9 @@ def open(
 def open_as_written(model: Serialised, providers: Providers = None, engine: str = ENGINES[0]) -> Engine:
     """Open a model in one of ENGINES, without graph optimisations, with the library that it names. Raises as `open`."""
     if engine != ENGINES[0]:
-        return _OnnxReference(model)
+        if model.nbytes > _REFERENCE_BYTES:
+            raise UnsupportedModelError("onnx.reference would take too long")
+        return OnnxReference(model.whole())
     training = None if model.library is None else model.training
     return open(model, providers, options=session_options(training, optimised=False))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -12,7 +13,7 @@ from bnexport.errors import UsageError
 from bnexport.model_io.read import Source, open_source
 from bnexport.runtime.injection import check_providers
 from bnexport.verification import models
-from bnexport.verification.proving import prove_report, prove_unaided
+from bnexport.verification.proving import prove_between, prove_report
 from bnexport.verification.terms import Inputs, Terms
 from bnexport.verification.verdict import Method, Verification
 
@@ -55,7 +56,8 @@ def verify(
         rtol: bound relative to each value of the reference; what is not given of the two is 0 then.
         timeout: seconds for both models together; None for no limit.
         method: "local" finds where the candidate folds batch norms of the reference, whatever tool did it, and proves or
-            refutes each fold in float64; nothing is run. "whole" runs both models. "both" does both, or "whole" where
+            refutes each fold in float64; nothing is run. The certificate that `fold` wrote into the candidate says where
+            to look; it is not trusted. "whole" runs both models. "both" does both, or "whole" where
             atol or rtol is given.
         report: of the fold that made `candidate` of `reference`: a FoldReport, its `to_dict()`, or the path of its JSON.
             Then nothing is run: each fold is proved where it stands, in float64, and everything else has to be equal.
@@ -77,13 +79,15 @@ def verify(
     chosen = tuple(check_providers(providers))
     # Bounds of the caller's are for models that differ by more than a fold.
     whole = method == "whole" or (method == "both" and (atol is not None or rtol is not None))
-    proof = None if whole else prove_unaided(first, second)
+    proof = None if whole else prove_between(first, second)
     if proof is not None and method == "local":
         return proof
     terms = Terms(inputs, seed, samples, atol, rtol, timeout, providers=chosen)
     result = models.compare_or_convert(first, second, terms)
     # Where nothing was folded the proof is about nothing.
-    return result if proof is None or not proof.sites else proof.joined(result)
+    if proof is None or not proof.sites:
+        return dataclasses.replace(result, certificate="" if proof is None else proof.certificate)
+    return proof.joined(result)
 
 
 def _report_of(report: Report) -> Mapping[str, Any]:

@@ -2,55 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from bnexport.errors import MissingDependencyError, VerificationError
+from bnexport.runtime.engine import EngineFailure
 from bnexport.verification.torch_outputs import Array, to_array
 
 _RUNNER = Path(__file__).with_name("fresh_process_runner.py")
 _TIMEOUT = 600  # seconds: a large model on a busy machine
 
 
-class FreshProcess:
-    """Runs a TorchScript or pt2 file; each call of `run` starts a process. kind: "torchscript" or "pt2".
+class FreshProcess(contextlib.ExitStack):
+    """An engine for a TorchScript or pt2 file. Use it as a context: the process ends with it.
 
-    Raises VerificationError where the file cannot be loaded.
+    kind: "torchscript" or "pt2". `run` raises VerificationError where the file cannot be loaded.
     """
 
     def __init__(self, file: Path, kind: str) -> None:
+        super().__init__()
         self.name = f"torch {torch.__version__}, a process without bnexport"
-        self._file, self._kind = file, kind
-
-    def run(self, feeds: Sequence[tuple[torch.Tensor, ...]]) -> list[list[Array] | str]:
-        if not feeds:
-            return []
-        return [
-            result if isinstance(result, str) else [to_array(value) for value in result]
-            for result in _run_elsewhere(self._file, self._kind, list(feeds))
-        ]
-
-
-def _run_elsewhere(file: Path, kind: str, feeds: list[tuple[torch.Tensor, ...]]) -> list[Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        inputs, outputs = Path(folder, "inputs.pt"), Path(folder, "outputs.pt")
-        torch.save(feeds, inputs)
-        command = [sys.executable, "-c", _RUNNER.read_text(), kind, str(file.resolve()), str(inputs), str(outputs)]
+        self._folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+        command = [sys.executable, "-c", _RUNNER.read_text(), kind, str(file.resolve()), str(self._folder)]
+        self._errors, pipe = self.enter_context((self._folder / "errors").open("w+b")), subprocess.PIPE
         try:
-            done = subprocess.run(
-                command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT, check=False, errors="replace"
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise MissingDependencyError(f"the exported file cannot be checked in a new process: {error}") from error
-        if done.returncode:
-            lines = done.stderr.strip().splitlines()
-            last = lines[-1] if lines else f"exit code {done.returncode}"
+            started = subprocess.Popen(command, 0, None, pipe, pipe, self._errors, cwd=self._folder)
+        except OSError as error:
+            self.close()
+            raise _unavailable(error) from error
+        self._process = self.enter_context(started)
+        self.callback(self._process.kill)
+
+    def run(self, feeds: Mapping[str, torch.Tensor], outputs: Sequence[str]) -> list[Array]:
+        """Return all outputs. Raises EngineFailure."""
+        torch.save(list(feeds.values()), self._folder / "inputs.pt")
+        asked, answers = self._process.stdin, self._process.stdout
+        assert asked is not None and answers is not None
+        with contextlib.suppress(BrokenPipeError):
+            asked.write(b"\n")
+        if not select.select([answers], [], [], _TIMEOUT)[0]:
+            raise _unavailable(TimeoutError(f"it takes longer than {_TIMEOUT} s"))
+        if not answers.readline():
+            code = self._process.wait()
+            self._errors.seek(0)
+            lines = self._errors.read().decode(errors="replace").strip().splitlines()
+            last = lines[-1] if lines else f"exit code {code}"
             raise VerificationError(f"torch cannot load and run the exported file without bnexport: {last}")
-        results: list[Any] = torch.load(outputs, weights_only=True, map_location="cpu")
-        return results
+        result = torch.load(self._folder / "outputs.pt", weights_only=True, map_location="cpu")
+        if isinstance(result, str):
+            raise EngineFailure(self.name, "run", RuntimeError(result))
+        return list(map(to_array, result))
+
+
+def _unavailable(error: OSError) -> MissingDependencyError:
+    return MissingDependencyError(f"the exported file cannot be checked in a new process: {error}")

@@ -49,21 +49,14 @@ class ProcessFailure(Exception):
         self.crashed = crashed
 
 
-class Shipment:
+class Shipment(contextlib.ExitStack):
     """Files for a request. Use it as a context: the descriptors are closed at its end."""
 
     def __init__(self) -> None:
-        self._stack = contextlib.ExitStack()
-        self._loose = _unnamed_file()
-        self._stack.callback(self._loose.close)
+        super().__init__()
+        self._loose: BinaryIO = self.enter_context(_unnamed_file())
         self.descriptors = [self._loose.fileno()]
         self._files: dict[Any, int] = {}
-
-    def __enter__(self) -> Shipment:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def model(
         self, parts: Parts, library: str | None, no_library: str | None, training: bool = False
@@ -94,7 +87,7 @@ class Shipment:
         if isinstance(tensor, ContainedTensor):
             if tensor.file not in self._files and len(self.descriptors) < worker.MAX_DESCRIPTORS:
                 self._files[tensor.file] = len(self.descriptors)
-                self.descriptors.append(self._stack.enter_context(tensor.file.open()).fileno())
+                self.descriptors.append(self.enter_context(tensor.file.open()).fileno())
             if tensor.file in self._files:
                 return _entry(name, dtype, shape, self._files[tensor.file], tensor.offset or 0)
         start = self._aligned()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from bnexport.errors import BnexportError, ModelError
 from bnexport.graph.converting.inference import convert_model
 from bnexport.graph.sync_bn_nodes import has_sync_batch_norm, is_sync_batch_norm, trains
 from bnexport.model_io import Parts, to_parts, walk
+from bnexport.native import library
 from bnexport.verification.comparison import FLOATS
 from bnexport.verification.inputs.further_sets import find_further
 from bnexport.verification.inputs.integer_inputs import find_ranges
@@ -78,8 +78,8 @@ def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, An
                 "reference": _shipped(reference, of_reference, shipment),
                 "candidate": _shipped(candidate, [value for probe in probes for value in probe.of_candidate], shipment),
                 "outputs": [str(value.name) for value in reference.graph.outputs],
-                "probes": [_named(probe) for probe in probes],
-                "parted": [_of_parted(each) for each in parted],
+                "probes": list(map(_plain, probes)),
+                "parted": list(map(_plain, parted)),
                 "inputs": [dataclasses.asdict(_spec(value)) for value in _inputs(reference)],
                 "further": [dataclasses.asdict(each) for each in find_further(reference)],
                 "given": None
@@ -107,34 +107,26 @@ def _failure(failure: ProcessFailure) -> dict[str, Any]:
 
 
 def _shipped(model: ir.Model, probes: Sequence[ir.Value], shipment: Shipment) -> dict[str, Any]:
-    library = no_library = None
+    path = no_library = None
     if _needs_library(model):
-        library, no_library = _library()
+        try:
+            path = library.get_library_path()
+        except BnexportError as error:
+            no_library = str(error)
     with _also_outputs(model, probes):
         parts: Parts = to_parts(model)
-    return shipment.model(parts, library, no_library, schema.TRAINING_DOMAIN in model.opset_imports)
+    return shipment.model(parts, path, no_library, schema.TRAINING_DOMAIN in model.opset_imports)
 
 
-def _named(probe: Probe) -> dict[str, Any]:
-    return {
-        "output": probe.output,
-        "op_type": probe.op_type,
-        "reference": str(probe.reference.name),
-        "candidate": str(probe.candidate.name),
-        "selected": None if probe.selected is None else [str(value.name) for value in probe.selected],
-        "axis": probe.axis,
-        "masking": probe.masking,
-    }
+def _plain(found: Probe | Parted) -> dict[str, Any]:
+    """Return the fields, values by their names."""
+    return {field.name: _named(getattr(found, field.name)) for field in dataclasses.fields(found)}
 
 
-def _of_parted(parted: Parted) -> dict[str, Any]:
-    return {
-        "output": parted.output,
-        "axis": parted.axis,
-        "output_axis": parted.output_axis,
-        "values": [str(value.name) for value in parted.values],
-        "saturating": [front is not operand for front, operand in zip(parted.fronts, parted.operands)],
-    }
+def _named(field: Any) -> Any:
+    if isinstance(field, tuple):
+        return list(map(_named, field))
+    return str(field.name) if isinstance(field, ir.Value) else field
 
 
 @contextlib.contextmanager
@@ -154,16 +146,6 @@ def _needs_library(model: ir.Model) -> bool:
     if schema.TRAINING_DOMAIN in model.opset_imports:
         return True
     return any(is_sync_batch_norm(node) and node.op_identifier() not in model.functions for node in walk.nodes(model))
-
-
-def _library() -> tuple[str | None, str | None]:
-    """Return the path of the custom-op library, or why there is none."""
-    try:
-        return importlib.import_module("bnexport.native.library").get_library_path(), None
-    except ImportError:
-        return None, "the custom-op library is not part of this installation"
-    except BnexportError as error:
-        return None, str(error)
 
 
 def _inputs(model: ir.Model) -> list[ir.Value]:

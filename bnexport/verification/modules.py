@@ -4,108 +4,75 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree
 
 from bnexport import tolerances
+from bnexport.errors import UnsupportedModelError
+from bnexport.runtime.engine import EngineFailure, failures
 from bnexport.sync_bn.convert import replace, to_plain
-from bnexport.verification.comparison import compare_output, compare_with_truth
-from bnexport.verification.inputs.smaller_inputs import Attempt, as_hidden, attempts, shows_inputs, with_smaller
-from bnexport.verification.verdict import OutputComparison, Verification
+from bnexport.verification.inputs.feeds import FeedGroup
+from bnexport.verification.judge import Rules, judge
+from bnexport.verification.torch_outputs import Array, in_double, to_array
+from bnexport.verification.verdict import Verification
 
 
 def compare(original: nn.Module, folded: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Verification:
     """Runs both, which are in eval mode and may change by it, and compares every output tensor.
 
-    The bound is that of `bnexport.tolerances.model`. Where it is missed, the error is held against
-    torch's own, both measured from the original in float64 (`bnexport.verification.comparison`). An original
-    that cannot run here is replaced by its copy with torch's batch norms, unfolded. Where its outputs are not
-    finite, or no better than rounding error, the float inputs are made smaller (`smaller_inputs`).
+    The bound is that of `bnexport.tolerances.model`, in the coarsest float type of any parameter or input. An original
+    that cannot run here is replaced by its copy with torch's batch norms, unfolded.
     """
-    engine = f"torch {torch.__version__}"
-    reference = "original"
+    feed = {str(index): value for index, value in enumerate(inputs)}
+    label, reference = "original", _ModuleEngine(original)
     try:
-        expected, names = _run(original, inputs)
-    except Exception:  # some packages' batch norms run on GPUs only
-        reference, original = "converted", replace(original, to_plain)
-        expected, names = _run(original, inputs)
-    if not _equal(expected, _run(original, inputs)[0]):
+        names, expected = reference.named(feed)
+    except EngineFailure:  # some packages' batch norms run on GPUs only
+        label, reference = "converted", _ModuleEngine(replace(original, to_plain))
+        names, expected = reference.named(feed)
+    again = reference.run(feed, names)
+    if any(one.tobytes() != two.tobytes() for one, two in zip(expected, again)):
         return Verification.skipped("the model draws random numbers")
-
-    def run(scale: float) -> list[list[Any]] | None:
-        if scale == 1.0:
-            return [list(expected)]
-        try:
-            rows, others = _run(original, _scaled(inputs, scale))
-        except Exception:  # what the model's code raises on other values
-            return None
-        return [list(rows)] if others == names else None
-
-    result: Verification | None = None
-    scalable = any(value.is_floating_point() for value in inputs)
-    for attempt in attempts(run, scalable=scalable):
-        again = _compare(original, folded, _scaled(inputs, attempt.scale), names, attempt)
-        again = dataclasses.replace(again, reference=reference, engine=engine, input_scale=attempt.scale)
-        if again.status == "failed" or (again.passed and not attempt.partial):
-            return again
-        result = result or again
-    assert result is not None
-    if result.passed or not scalable:
-        return result
-    return dataclasses.replace(result, reason=with_smaller(result.reason))
-
-
-def _compare(
-    original: nn.Module, folded: nn.Module, inputs: tuple[torch.Tensor, ...], names: list[str], attempt: Attempt
-) -> Verification:
     try:
-        got, other = _run(folded, inputs)
-    except Exception as error:  # what the model's code raises, when it misses its batch norms
-        return Verification("failed", f"the folded module fails: {error}")
-    if names != other:
-        return Verification("failed", f"the outputs differ: {names[:8]} and {other[:8]}")
-    (expected,) = attempt.expected
-    working = _working_type(original, inputs)
-    outputs = [compare_output(name, [one], [two], working) for name, one, two in zip(names, expected, got)]
-    if any(output.failed for output in outputs):
-        outputs = _hold_against_truth(outputs, original, inputs, expected, got)
-    if attempt.halved is not None:
-        outputs = [
-            output if shows_inputs(output, [one], [half]) else as_hidden(output)
-            for output, one, half in zip(outputs, expected, attempt.halved[0])
-        ]
-    sizes = (tuple(tuple(value.shape) for value in inputs),)
-    return Verification.of(outputs, samples=1, engine=f"torch {torch.__version__}", sizes=sizes)
+        rules = Rules(names, _working_type(original, inputs))
+        verdict = judge(reference, _ModuleEngine(folded), [FeedGroup([feed], [expected])], rules)
+    except EngineFailure as failure:  # where it misses its batch norms
+        verdict = Verification("failed", f"the folded module fails: {failure.detail}")
+    except UnsupportedModelError as error:
+        verdict = Verification("failed", str(error))
+    return dataclasses.replace(verdict, reference=label, engine=f"torch {torch.__version__}")
 
 
-def _scaled(inputs: tuple[torch.Tensor, ...], scale: float) -> tuple[torch.Tensor, ...]:
-    return tuple(value * scale if value.is_floating_point() and scale != 1.0 else value for value in inputs)
+class _ModuleEngine:
+    """A module whose outputs have the names of their places."""
 
+    name = "torch"
 
-def _run(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[list[np.ndarray], list[str]]:
-    """Run the module; return the output tensors and their places in the output."""
-    with torch.no_grad():
-        # Code that works in place may change its inputs.
-        leaves = _pytree.tree_flatten_with_path(model(*(value.clone() for value in inputs)))[0]
-    tensors = [(path, value) for path, value in leaves if isinstance(value, torch.Tensor)]
-    names = [f"output{_pytree.keystr(path)}" for path, _ in tensors]
-    return [_array(value) for _, value in tensors], names
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
 
+    def named(self, feeds: Mapping[str, torch.Tensor]) -> tuple[list[str], list[Any]]:
+        """Return the places of the output tensors, and their values. Raises EngineFailure."""
+        with failures(self.name, "run"), torch.no_grad():
+            # Code that works in place may change its inputs.
+            leaves = _pytree.tree_flatten_with_path(self._module(*(value.clone() for value in feeds.values())))[0]
+        tensors = [(path, value) for path, value in leaves if isinstance(value, torch.Tensor)]
+        return [f"output{_pytree.keystr(path)}" for path, _ in tensors], [to_array(value) for _, value in tensors]
 
-def _array(value: torch.Tensor) -> np.ndarray:
-    value = value.detach().cpu()
-    if value.dtype == torch.bfloat16:
-        return value.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return value.numpy()
+    def run(self, feeds: Mapping[str, torch.Tensor], outputs: Sequence[str]) -> list[Array]:
+        names, values = self.named(feeds)
+        if names != list(outputs):
+            raise UnsupportedModelError(f"the outputs differ: {list(outputs)[:8]} and {names[:8]}")
+        return values
 
-
-def _equal(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
-    return all(one.tobytes() == two.tobytes() for one, two in zip(first, second))
+    def exact(self, feeds: Sequence[Mapping[str, torch.Tensor]], outputs: Sequence[str]) -> list[list[Array]]:
+        with failures(self.name, "run"):
+            wide = _ModuleEngine(copy.deepcopy(self._module).double())
+        return [wide.run(in_double(feed), outputs) for feed in feeds]
 
 
 def _working_type(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> str:
@@ -113,21 +80,3 @@ def _working_type(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> str:
     used: list[Any] = [tensor.dtype for tensor in (*model.parameters(), *inputs) if tensor.is_floating_point()]
     names = {str(dtype).removeprefix("torch.") for dtype in used} & set(tolerances.UNIT_ROUNDOFF)
     return max(names, key=lambda name: tolerances.UNIT_ROUNDOFF[name], default="float32")
-
-
-def _hold_against_truth(
-    outputs: list[OutputComparison],
-    original: nn.Module,
-    inputs: tuple[torch.Tensor, ...],
-    expected: list[np.ndarray],
-    got: list[np.ndarray],
-) -> list[OutputComparison]:
-    feeds = tuple(value.double() if value.is_floating_point() else value for value in inputs)
-    try:
-        truth, _ = _run(copy.deepcopy(original).double(), feeds)
-    except (RuntimeError, TypeError):  # code with a type of its own
-        return outputs
-    return [
-        compare_with_truth(output, [one], [two], [exact]) if output.failed else output
-        for output, one, two, exact in zip(outputs, expected, got, truth)
-    ]

@@ -19,10 +19,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnx
+from onnx import TensorProto
 
 from bnexport.errors import BnexportError, UnsupportedModelError
 from bnexport.model_io.validate import bodies, printable
-from bnexport.runtime.engine import Serialised, open_as_written
+from bnexport.runtime.engine import OnnxReference, Serialised, open_as_written
 from bnexport.verification.comparison import compare_output
 from bnexport.verification.inputs.smaller_inputs import is_float
 
@@ -30,6 +32,8 @@ Form = tuple[Any, ...]
 Arrays = dict[str, np.ndarray]
 # Parameters of a model that is worth the time, which is that of NumPy.
 LARGEST_BYTES = 1 << 28
+_FLOATS = (TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE)
+_HALVES = _FLOATS[:2]
 # Elements of an integer operand, such as a shape, that are part of a form.
 _OPERAND = 64
 
@@ -65,18 +69,12 @@ class PreciseModel:
 
     def _load(self) -> None:
         if self._evaluator is None:
-            import onnx
-
-            from bnexport.graph.onnx_reference import MendedEvaluator
-
             self._proto = inlined(self._model.whole())
-            retype(self._proto, onnx.TensorProto.DOUBLE)
-            self._evaluator = MendedEvaluator(self._proto)
+            retype(self._proto, TensorProto.DOUBLE)
+            self._evaluator = OnnxReference(self._proto)
 
     def _values(self, sample: Mapping[str, np.ndarray], outputs: Sequence[str], *, first: bool) -> list[Any]:
-        values = self._evaluator.run(
-            None, {name: _in_double(array) for name, array in sample.items()}, intermediate=True
-        )
+        values = self._evaluator.values({name: _in_double(array) for name, array in sample.items()})
         if first:
             doubt = find_doubt(self._proto, values, self._agreed)
             if doubt:
@@ -128,11 +126,8 @@ def find_doubt(proto: Any, values: Mapping[str, Any], agreed: set[Form]) -> str:
 
 def find_doubt_alone(model: Serialised, sample: Mapping[str, np.ndarray]) -> str:
     """Return why onnx.reference is not believed where no other engine runs the model; empty where it is."""
-    from bnexport.graph.onnx_reference import MendedEvaluator
-
     proto = inlined(model.whole())
-    values: Any = MendedEvaluator(proto).run(None, dict(sample), intermediate=True)
-    return find_doubt(proto, values, set())
+    return find_doubt(proto, OnnxReference(proto).values(sample), set())
 
 
 def inlined(proto: Any) -> Any:
@@ -158,18 +153,13 @@ class _Case:
         return reason and self._difference(_random(self._arrays)) and reason
 
     def _difference(self, arrays: Arrays) -> str:
-        from onnx import TensorProto
-
-        from bnexport.graph.onnx_reference import MendedEvaluator
-
         names = [name for name in self._node.output if name]
         feeds = {name: array for name, array in arrays.items() if name not in self._initializers}
         try:
-            exact = MendedEvaluator(self._model(arrays, TensorProto.DOUBLE)).run(
-                names, {name: _in_double(array) for name, array in feeds.items()}
-            )
-            engine = open_as_written(Serialised(self._model(arrays, TensorProto.FLOAT).SerializeToString()))
-            got = engine.run(feeds, names)
+            wide = {name: _in_double(array) for name, array in feeds.items()}
+            exact = OnnxReference(self._model(arrays, TensorProto.DOUBLE)).run(wide, names)
+            single = Serialised(self._model(arrays, TensorProto.FLOAT).SerializeToString())
+            got = open_as_written(single).run(feeds, names)
         except BnexportError as error:
             return str(error)
         outputs = (
@@ -180,51 +170,44 @@ class _Case:
 
     def _model(self, arrays: Arrays, target: int) -> Any:
         """Return the node as a model whose float type is `target`."""
-        import onnx
-
-        inputs = [
-            onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
-            for name, array in arrays.items()
-            if name not in self._initializers
-        ]
-        fixed = [
-            onnx.numpy_helper.from_array(array, name) for name, array in arrays.items() if name in self._initializers
-        ]
-        outputs = [onnx.ValueInfoProto(name=name) for name in self._node.output if name]
-        graph = onnx.helper.make_graph([self._node], "node", inputs, outputs, fixed)
-        model = onnx.helper.make_model(
-            graph,
-            opset_imports=self._proto.opset_import,
-            functions=self._proto.functions,
-            ir_version=self._proto.ir_version,
-        )
+        fixed = [onnx.numpy_helper.from_array(arrays[name], name) for name in arrays if name in self._initializers]
+        feeds = {name: array for name, array in arrays.items() if name not in self._initializers}
+        model = cut(self._proto, [self._node], feeds, [name for name in self._node.output if name], fixed)
         retype(model, target)
         return model
 
 
+def cut(
+    proto: Any, nodes: Sequence[Any], feeds: Mapping[str, np.ndarray], outputs: Sequence[str], fixed: Sequence[Any]
+) -> Any:
+    """Return nodes of a model as a model of their own, with inputs for these feeds and initializers `fixed`."""
+    inputs = [
+        onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+        for name, array in feeds.items()
+    ]
+    graph = onnx.helper.make_graph(nodes, "cut", inputs, [onnx.ValueInfoProto(name=name) for name in outputs], fixed)
+    options = {"opset_imports": proto.opset_import, "ir_version": proto.ir_version}
+    return onnx.helper.make_model(graph, functions=proto.functions, **options)
+
+
 def retype(proto: Any, target: int) -> None:
     """Give every float value of a model the type `target`, in place."""
-    import onnx
-
-    floats = tuple(getattr(onnx.TensorProto, name) for name in ("FLOAT16", "BFLOAT16", "FLOAT", "DOUBLE"))
     _as_casts(proto)
     for graph in _graphs([proto.graph]):
         for tensor in graph.initializer:
-            _retype_tensor(tensor, floats, target)
+            _retype_tensor(tensor, target)
         for value in (*graph.input, *graph.output, *graph.value_info):
-            if value.type.tensor_type.elem_type in floats:
+            if value.type.tensor_type.elem_type in _FLOATS:
                 value.type.tensor_type.elem_type = target
-        _retype_attributes(graph.node, floats, target)
+        _retype_attributes(graph.node, target)
         _keep_rounding(graph.node, target)
     for function in proto.functions:
-        _retype_attributes(function.node, floats, target)
+        _retype_attributes(function.node, target)
         _keep_rounding(function.node, target)
 
 
 def _as_casts(proto: Any) -> None:
     """Write each CastLike as the Cast that it is, while the types are the model's."""
-    import onnx
-
     graphs = _graphs([proto.graph])
     likes = [node for graph in graphs for node in graph.node if node.op_type == "CastLike" and not node.domain]
     if not likes:
@@ -244,14 +227,11 @@ def _as_casts(proto: Any) -> None:
 
 def _keep_rounding(nodes: Any, target: int) -> None:
     """Widen again what a Cast to a half type has rounded, by a Cast behind it."""
-    import onnx
-
-    halves = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     changed = []
     for node in nodes:
         changed.append(node)
         kinds = [each.i for each in node.attribute if each.name == "to"]
-        if node.op_type == "Cast" and not node.domain and kinds[:1] and kinds[0] in halves:
+        if node.op_type == "Cast" and not node.domain and kinds[:1] and kinds[0] in _HALVES:
             rounded = f"{node.output[0]}/rounded"
             changed.append(onnx.helper.make_node("Cast", [rounded], [node.output[0]], to=target))
             node.output[0] = rounded
@@ -259,34 +239,24 @@ def _keep_rounding(nodes: Any, target: int) -> None:
     nodes.extend(changed)
 
 
-def _retype_tensor(tensor: Any, floats: tuple[int, ...], target: int) -> None:
-    import onnx
-
-    if tensor.data_type in floats and tensor.data_type != target:
+def _retype_tensor(tensor: Any, target: int) -> None:
+    if tensor.data_type in _FLOATS and tensor.data_type != target:
         dtype = onnx.helper.tensor_dtype_to_np_dtype(target)
         array = onnx.numpy_helper.to_array(tensor).astype(dtype)
         tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
 
 
-def _retype_attributes(nodes: Iterable[Any], floats: tuple[int, ...], target: int) -> None:
-    import onnx
-
+def _retype_attributes(nodes: Iterable[Any], target: int) -> None:
     dtype = onnx.helper.tensor_dtype_to_np_dtype(target)
     for node in nodes:
         for attribute in node.attribute:
             if attribute.HasField("t"):
-                _retype_tensor(attribute.t, floats, target)
+                _retype_tensor(attribute.t, target)
             if node.op_type == "Constant" and attribute.name in ("value_float", "value_floats"):
                 value = attribute.f if attribute.name == "value_float" else list(attribute.floats)
                 tensor = onnx.numpy_helper.from_array(np.asarray(value, dtype))
                 attribute.CopyFrom(onnx.helper.make_attribute("value", tensor))
-            halves = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
-            if (
-                attribute.name == "to"
-                and node.op_type == "Cast"
-                and attribute.i in floats
-                and attribute.i not in halves
-            ):
+            if attribute.name == "to" and node.op_type == "Cast" and attribute.i in _FLOATS[2:]:
                 attribute.i = target
 
 

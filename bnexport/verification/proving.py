@@ -8,13 +8,14 @@ from typing import Any
 
 import onnx_ir as ir
 
-from bnexport.errors import UsageError, VerificationError
+from bnexport.errors import BnexportError, UsageError, VerificationError, first_line
 from bnexport.graph.converting.inference import convert
 from bnexport.graph.inlining import inline_calls
 from bnexport.graph.mixed_types import insert_casts
 from bnexport.graph.nodes import is_standard, label
 from bnexport.graph.sync_bn_nodes import has_sync_batch_norm
 from bnexport.model_io import walk
+from bnexport.verification.certificate import KEY, changes, decode
 from bnexport.verification.local.check import prove
 from bnexport.verification.local.differences import prove_differences
 from bnexport.verification.verdict import Claim, Verification
@@ -43,6 +44,54 @@ def prove_report(source: ir.Model, folded: ir.Model, report: Mapping[str, Any]) 
         inline_calls(source)
     converted = _convert(source, trained=trained)
     verdict = prove_fold(source, folded, claims)
+    return dataclasses.replace(verdict, reference="converted") if converted else verdict
+
+
+def prove_between(source: ir.Model, changed: ir.Model) -> Verification:
+    """Prove the folds between two models, where the certificate in `changed` says that they are; both are only read.
+
+    Unless it proves every fold, the folds are searched for as well, and the verdict is the search's: regions that are
+    only compared, at points, may have been chosen to hide something. The marks are those that leave less unproved.
+    """
+    claimed = prove_certified(source, changed)
+    if claimed is None:
+        return prove_unaided(source, changed)
+    if claimed.passed and not _unproved(claimed):
+        return dataclasses.replace(claimed, certificate="used")
+    found = prove_unaided(source, changed)
+    if not claimed.passed or found.status == "failed":
+        return dataclasses.replace(found, certificate=f"not used: {claimed.reason or 'a fold is wrong'}")
+    if not found.passed:
+        reason = f"not every fold is proved, and without the certificate: {found.reason}"
+        return dataclasses.replace(claimed, status="not_verified", reason=reason, certificate="used")
+    if _unproved(found) < _unproved(claimed):
+        return dataclasses.replace(found, certificate="not used: more is proved without it")
+    return dataclasses.replace(claimed, certificate="used")
+
+
+def _unproved(verdict: Verification) -> int:
+    return sum(proof.method != "proved" for proof in verdict.sites)
+
+
+def prove_certified(source: ir.Model, changed: ir.Model) -> Verification | None:
+    """Prove the folds of the certificate in `changed`; None where it has none. Both are only read."""
+    text = changed.metadata_props.get(KEY)
+    if text is None:
+        return None
+    try:
+        certificate = decode(text)
+        original, converted = source, False
+        if source.functions or has_sync_batch_norm(source):
+            original = source.clone()
+            if certificate.inlined:
+                inline_calls(original)
+            converted = _convert(original, trained=False)
+        sites = changes(certificate, original, changed)
+        if not sites:
+            return Verification.skipped("every node that it names is still there")
+        verdict = prove_fold(original, changed, [site.claim for site in sites])
+    except (BnexportError, MemoryError) as error:
+        return Verification.skipped(first_line(error))
     return dataclasses.replace(verdict, reference="converted") if converted else verdict
 
 

@@ -7,14 +7,16 @@ shared with the caller's module, buffers are not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.utils import _pytree
 
 from bnexport.errors import first_line
+from bnexport.runtime.engine import failures
 from bnexport.sync_bn.copies import copy_model
+from bnexport.verification.torch_outputs import Array, in_double, to_array
 
 Tensors = tuple[torch.Tensor, ...]
 Buffers = dict[str, torch.Tensor]
@@ -27,6 +29,8 @@ class Reference:
     conversion is the reference. Empty otherwise.
     unreturned: buffers that the module's forward changes and that are no state of the exported model.
     """
+
+    name = "torch"
 
     def __init__(self, model: nn.Module, *, evaluate: bool) -> None:
         self._model = copy_model(model, share_parameters=True)
@@ -98,14 +102,23 @@ class Reference:
         self._random = not all(_equal(one, two) for one, two in zip(first, second))
         return self._random
 
-    def in_float64(self, inputs: Tensors) -> Tensors:
-        """Return the same, computed in float64 from these inputs. Raises what the module raises."""
-        wide = tuple(value.double() if value.is_floating_point() else value for value in inputs)
+    def run(self, feeds: Mapping[str, torch.Tensor], outputs: Sequence[str]) -> list[Array]:
+        """Return all outputs as arrays: the reference as an engine. Raises EngineFailure."""
+        with failures(self.name, "run"):
+            return list(map(to_array, self(tuple(feeds.values()))))
+
+    def exact(self, feeds: Sequence[Mapping[str, torch.Tensor]], outputs: Sequence[str]) -> list[list[Array]]:
+        """Return the same, computed in float64 from these inputs. Raises EngineFailure."""
+        with failures(self.name, "run"):
+            return [list(map(to_array, self._in_float64(feed))) for feed in feeds]
+
+    def _in_float64(self, feeds: Mapping[str, torch.Tensor]) -> Tensors:
+        wide = tuple(in_double(feeds).values())
         if self.cause:
             assert self._converted is not None
             return _run(copy_model(self._converted).double(), wide)[0]
         outputs, buffers = _run(copy_model(self._model).double(), wide)
-        return outputs + self._new_state(buffers, inputs)
+        return outputs + self._new_state(buffers, tuple(feeds.values()))
 
     def _run_converted(self, inputs: Tensors) -> Tensors:
         assert self._converted is not None

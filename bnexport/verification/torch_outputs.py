@@ -1,4 +1,4 @@
-"""The outputs of an exported model against those of its torch reference, by the bounds of `comparison`.
+"""Outputs of torch in NumPy, and the bounds of an exported model's.
 
 Statistics come in the output's own units: a running mean may be 0 by cancellation, and its rounding errors are those
 of data of the size of the standard deviation.
@@ -6,8 +6,7 @@ of data of the size of the standard deviation.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -15,37 +14,8 @@ import numpy as np
 import torch
 
 from bnexport import schema, tolerances
-from bnexport.verification.comparison import compare_output, compare_with_truth
-from bnexport.verification.verdict import OutputComparison
 
 Array = np.ndarray[Any, Any]
-
-
-def compare(
-    names: Sequence[str],
-    got: Sequence[Array],
-    expected: Sequence[Array],
-    exact: Callable[[], Sequence[Array] | None],
-    engine: str,
-) -> list[OutputComparison]:
-    """Compare all outputs for one set of inputs.
-
-    exact: computes the reference in float64 for these inputs, where a bound is missed; None where that fails.
-    """
-    references = dict(zip(names, expected, strict=True))
-    scales = [_scale(name, references) for name in names]
-    outputs = [
-        compare_output(name, [reference], [value], reference.dtype.name, table=_table(reference, scale))
-        for name, value, reference, scale in zip(names, got, expected, scales, strict=True)
-    ]
-    if any(output.failed and 0 < output.max_abs_diff < np.inf for output in outputs):
-        truths = exact()
-        if truths is not None:
-            outputs = [
-                compare_with_truth(output, [reference], [value], [truth], scale) if output.failed else output
-                for output, value, reference, truth, scale in zip(outputs, got, expected, truths, scales, strict=True)
-            ]
-    return [dataclasses.replace(output, engine=engine) for output in outputs]
 
 
 def to_array(tensor: torch.Tensor) -> Array:
@@ -56,22 +26,24 @@ def to_array(tensor: torch.Tensor) -> Array:
     return tensor.numpy()
 
 
-def _scale(name: str, references: dict[str, Array]) -> float:
-    """Return the size of the data that a running mean averages; 0 for other outputs."""
-    stem = name.removesuffix(f"running_mean{schema.NEW_SUFFIX}")
-    variance = references.get(f"{stem}running_var{schema.NEW_SUFFIX}")
-    if stem == name or variance is None:
-        return 0.0
-    return float(np.sqrt(np.abs(variance).max(initial=0.0)))
+def in_double(feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of float types in float64."""
+    return {name: value.double() if value.is_floating_point() else value for name, value in feeds.items()}
 
 
-def _table(reference: Array, scale: float) -> tolerances.Tolerance | None:
+def bound(name: str, references: Mapping[str, Array]) -> tuple[tolerances.Tolerance | None, float]:
+    """Return the bound of an exported model's output, None for that of `comparison`, and the size of the data that a running
+    mean averages; 0 for other outputs.
+    """
+    reference, stem = references[name], name.removesuffix(f"running_mean{schema.NEW_SUFFIX}")
+    variance = references.get(f"{stem}running_var{schema.NEW_SUFFIX}") if stem != name else None
+    scale = 0.0 if variance is None else float(np.sqrt(np.abs(variance).max(initial=0.0)))
     if reference.dtype.name not in tolerances.UNIT_ROUNDOFF:
-        return None
+        return None, scale
     values = np.append(reference.astype(np.float64), scale)
-    bound = tolerances.model(reference.dtype.name, values)
+    table = tolerances.model(reference.dtype.name, values)
     if reference.dtype == np.float64:
         # eps and momentum are float32 attributes in ONNX; torch holds them in float64.
         largest = float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
-        bound += tolerances.Tolerance(0.0, tolerances.UNIT_ROUNDOFF["float32"] * largest)
-    return bound
+        table += tolerances.Tolerance(0.0, tolerances.UNIT_ROUNDOFF["float32"] * largest)
+    return table, scale

@@ -66,6 +66,17 @@ class OutputComparison:
         return self.failed, not self.decided, self.bound in ("float64", "ties"), share
 
 
+def nearest(outputs: Sequence[OutputComparison]) -> list[OutputComparison]:
+    """Return, for each output in each engine, the comparison nearest to its bound, with the elements of all."""
+    found: dict[tuple[str, str], list[OutputComparison]] = {}
+    for output in outputs:
+        found.setdefault((output.name, output.engine), []).append(output)
+    return [
+        dataclasses.replace(max(each, key=OutputComparison.nearness), elements=sum(output.elements for output in each))
+        for each in found.values()
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Claim:
     """A change that a report tells of. scope: the graph, as the report names it. nodes: names of the original's nodes
@@ -107,6 +118,9 @@ class Verification:
 
     method: "whole" where the models ran, "local" where each change was proved where it stands and the rest is the same,
     "both". sites: the local proof, one for each fold, in the order of the report.
+
+    certificate: of the candidate: "used" where the proof took its regions from it, "not used: " and why where it was there
+    and the folds were searched for; empty where there was none, or nothing was proved.
     """
 
     status: Status
@@ -120,6 +134,7 @@ class Verification:
     sizes: tuple[Shapes, ...] = ()
     method: Method = "whole"
     sites: tuple[SiteProof, ...] = ()
+    certificate: str = ""
 
     @classmethod
     def skipped(cls, reason: str) -> Verification:
@@ -143,6 +158,11 @@ class Verification:
     def passed(self) -> bool:
         """Every output was compared and lies within its bound."""
         return self.status == "passed"
+
+    @property
+    def ran(self) -> bool:
+        """Whether the candidate ran: False where it has failed before any output was compared."""
+        return self.status != "failed" or bool(self.outputs)
 
     @property
     def max_abs_diff(self) -> float:
@@ -208,11 +228,11 @@ class Verification:
         """
         if self.status == "failed" or whole.status == "failed":
             first = self if self.status == "failed" else whole
-            return dataclasses.replace(whole, status="failed", reason=first.reason, method="both", sites=self.sites)
+            whole = dataclasses.replace(whole, status="failed", reason=first.reason)
         proved = self.passed and all(proof.method == "proved" for proof in self.sites)
         if proved and whole.status == "not_verified":
             return dataclasses.replace(self, outputs=whole.outputs)
-        return dataclasses.replace(whole, method="both", sites=self.sites)
+        return dataclasses.replace(whole, method="both", sites=self.sites, certificate=self.certificate)
 
     def with_folds_of(self, proof: Verification | None) -> Verification:
         """Return the verdict on a model with the marks of the folds that were made in it."""

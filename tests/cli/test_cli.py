@@ -133,6 +133,26 @@ def test_export(folder, tmp_path, capsys):
     assert "stem.1.running_var" in json.loads(out)["state"]
 
 
+def test_the_certificate_of_a_fold(folder, tmp_path, capsys):
+    """`verify` says whether it was used; a file may go without it."""
+    for name, options in (("with.onnx", ()), ("without.onnx", ("--no-certificate",))):
+        code, out, err = _cli(
+            "fold", folder / "eval.onnx", tmp_path / name, "--no-verify", "--json", "-", *options, capsys=capsys
+        )
+        assert (code, json.loads(out)["certificate"]) == (0, not options), err
+    model = onnx.load(tmp_path / "with.onnx")
+    model.metadata_props[0].value = "{}"
+    onnx.save(model, tmp_path / "forged.onnx")
+    forged = "not used: its version is not 1, the only one that is known here"
+    for name, used in (("with.onnx", "used"), ("without.onnx", ""), ("forged.onnx", forged)):
+        code, out, err = _cli(
+            *("verify", folder / "eval.onnx", tmp_path / name, "--method", "local", "--json", "-"), capsys=capsys
+        )
+        assert (code, json.loads(out)["certificate"]) == (0, used), err
+        assert "6 folds proved, 0 compared only" in err
+        assert (f"note: the certificate in {tmp_path / name} was {used}" in err) == (used == forged)
+
+
 def test_verify_of_different_models_exits_with_1(folder, tmp_path, capsys):
     model = onnx.load(folder / "eval.onnx")
     weight = next(i for i in model.graph.initializer if i.name == "classify.bias")

@@ -13,6 +13,8 @@ from torch import nn
 
 import bnexport
 from bnexport.exporting.simplify import simplify
+from bnexport.model_io import load
+from bnexport.verification.certificate import KEY
 
 
 class Ghost(nn.Module):
@@ -44,6 +46,39 @@ def test_a_deploy_file_holds_what_computes(tmp_path: Path) -> None:
     assert lean.report.before.sync_batch_norm == 1
     whole = bnexport.export(model, x, tmp_path / "whole.onnx", simplify=False, verify=False)
     assert len(operators(whole)) > 15
+
+
+class Plain(nn.Module):
+    """Simplification leaves its graph as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.SyncBatchNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x)).relu()
+
+
+def test_the_certificate_stays_where_it_proves_the_folds(tmp_path: Path) -> None:
+    """The original is the export without folding."""
+    x = torch.randn(2, 3, 8, 8)
+    model = Plain().eval()
+    bnexport.export(model, x, tmp_path / "original.onnx", fold=False, verify=False)
+    made = bnexport.export(model, x, tmp_path / "folded.onnx", verify=False)
+    assert made.report.certificate
+    assert made.to_dict()["report"]["certificate"]
+    verdict = bnexport.verify(tmp_path / "original.onnx", tmp_path / "folded.onnx", method="local")
+    assert (verdict.status, verdict.certificate, len(verdict.sites)) == ("passed", "used", 1)
+    bare = bnexport.export(model, x, tmp_path / "bare.onnx", verify=False, certificate=False)
+    assert not bare.report.certificate
+    assert KEY not in bare.model.metadata_props
+
+
+def test_a_certificate_that_simplification_made_useless_is_dropped(tmp_path: Path) -> None:
+    made = bnexport.export(Ghost().eval(), torch.randn(2, 3, 8, 8), tmp_path / "lean.onnx", verify=False)
+    assert not made.report.certificate
+    assert [note for note in made.report.notes if "does not prove the folds of the simplified graph" in note]
+    assert KEY not in load(tmp_path / "lean.onnx").metadata_props
 
 
 def test_batch_norms_that_the_folder_keeps_stay() -> None:

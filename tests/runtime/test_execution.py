@@ -46,6 +46,12 @@ def test_missing_input(tmp_path: Path) -> None:
         execution.run(tmp_path / "m.onnx", {})
 
 
+def test_unknown_input(tmp_path: Path) -> None:
+    save(as_model(model("g (float[3] x) => (float[3] y) { y = Relu (x) }")), tmp_path / "m.onnx")
+    with pytest.raises(UsageError, match="unknown z; the model takes x"):
+        execution.run(tmp_path / "m.onnx", {"x": np.zeros(3, np.float32), "z": np.zeros(3, np.float32)})
+
+
 def test_what_cannot_run(tmp_path: Path) -> None:
     save(as_model(model("g (float[3] x) => (float[3] y) { y = NoSuchOperator (x) }")), tmp_path / "m.onnx")
     with pytest.raises(UnsupportedModelError, match="cannot run it"):

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 import bnexport
-from bnexport.model_io import load_tensors
+from bnexport.model_io import load, load_tensors
 from bnexport.native.library import get_library_path
+from bnexport.verification.certificate import KEY
 
 # A file of a newer opset than older runtimes know: they have to say so.
 NEWER = "deploy, opset 23"
@@ -110,6 +111,8 @@ def _inference(folder: Path) -> list[Case]:
     model = network().eval()
     example = torch.randn(SIZES[0])
     bnexport.export(model, example, folder / "deploy.onnx")
+    if KEY not in load(folder / "deploy.onnx").metadata_props:
+        raise AssertionError("no runtime is given a file with a certificate")
     bnexport.export(model, example, folder / "newer.onnx", opset_version=23)
     bnexport.export(model, example, folder / "kept.onnx", mode="custom_op")
     bnexport.inline(folder / "kept.onnx", folder / "kept_inlined.onnx")

@@ -17,10 +17,10 @@ import torch
 from bnexport.exporting.dimensions import sizes
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.dimensions.sizes import Changes, DimensionGroup, Shapes
-from bnexport.verification.judging import Outcome
+from bnexport.verification.verdict import Verification
 
 Tensors = tuple[torch.Tensor, ...]
-Judge = Callable[[list[Tensors], list[Tensors]], list[Outcome]]
+Judge = Callable[[Sequence[Tensors], Sequence[Tensors]], list[Verification]]
 
 # Alternatives that are tried until the reference runs.
 _TRIES = 6
@@ -47,14 +47,14 @@ class Fault:
 
     axes: tuple[tuple[int, int], ...]
     run: Run | None = None
-    outcome: Outcome | None = None
+    outcome: Verification | None = None
 
     @property
     def reason(self) -> str:
         if self.run is None or self.outcome is None:
             return "the model ran at no other size that was tried"
         size = next(size for group, size in self.run.changes.items() if set(group.axes) >= set(self.axes))
-        return f"the exported model {'does not run' if self.outcome.failure else 'differs from torch'} at {size}"
+        return f"the exported model {'differs from torch' if self.outcome.ran else 'does not run'} at {size}"
 
 
 class OtherSizes:
@@ -108,17 +108,17 @@ class OtherSizes:
                 self.runs.append(run)
                 known |= conditions.broken(self.shapes(run))
 
-    def faults(self, outcomes: Sequence[Outcome], judge: Judge) -> list[Fault]:
+    def faults(self, outcomes: Sequence[Verification], judge: Judge) -> list[Fault]:
         """Return the dimensions in which the exported model is wrong, or was not verified.
 
         outcomes: its comparisons for `runs`. judge: makes more of them.
         """
         for run, outcome in zip(self.runs, outcomes, strict=True):
-            if outcome.differs and not (self._guarded and outcome.failure):
+            if outcome.status == "failed" and (outcome.ran or not self._guarded):
                 return self._at_fault(run, outcome, judge)
         seen: dict[DimensionGroup, list[bool]] = {}
         for run, outcome in zip(self.runs, outcomes):
-            for group in run.changes if outcome.passed or outcome.failure else ():
+            for group in run.changes if outcome.passed or not outcome.ran else ():
                 seen.setdefault(group, []).append(outcome.passed)
         right = {group for group, passed in seen.items() if _mostly(passed)}
         rest = dict.fromkeys(group for run in self.runs for group in run.changes if group not in right)
@@ -139,7 +139,7 @@ class OtherSizes:
         faults = []
         for group in groups:
             own = [(run, outcome) for (changed, run), outcome in zip(runs, outcomes) if changed == group]
-            wrong = next((pair for pair in own if pair[1].differs), None)
+            wrong = next((pair for pair in own if pair[1].status == "failed"), None)
             if wrong is not None and not _mostly([outcome.passed for _, outcome in own]):
                 faults.append(Fault(group.axes, *wrong))
         return faults
@@ -157,7 +157,7 @@ class OtherSizes:
                     return Run(changes, feed, expected)
         return None
 
-    def _at_fault(self, wrong: Run, outcome: Outcome, judge: Judge) -> list[Fault]:
+    def _at_fault(self, wrong: Run, outcome: Verification, judge: Judge) -> list[Fault]:
         """Return the groups among the changes that make the exported model wrong."""
         tried: dict[DimensionGroup, Run] = {}
         if len(wrong.changes) > 1:
@@ -166,7 +166,7 @@ class OtherSizes:
                 if run is not None:
                     tried[group] = run
         outcomes = judge([run.inputs for run in tried.values()], [run.expected for run in tried.values()])
-        faulty = {group: (run, own) for (group, run), own in zip(tried.items(), outcomes) if own.differs}
+        faulty = {group: (run, own) for (group, run), own in zip(tried.items(), outcomes) if own.status == "failed"}
         if not faulty:
             # Tied to others, the model runs at no change of one alone; or the fault is in how two go together.
             rest = [group for group in wrong.changes if group not in tried]

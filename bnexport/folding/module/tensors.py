@@ -8,6 +8,7 @@ import torch
 
 from bnexport.graph.element_types import FLOAT_TYPES
 from bnexport.graph.refusal import Refused
+from bnexport.verification.torch_outputs import to_array
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -19,10 +20,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
         raise Refused("no-values", f"a {type(tensor).__name__} on {tensor.device.type} has no values to compute with")
     if name not in FLOAT_TYPES:
         raise Refused("type", f"a parameter is {name}, expected one of {', '.join(FLOAT_TYPES)}")
-    plain = tensor.detach().cpu().contiguous()
-    if plain.dtype == torch.bfloat16:
-        return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return plain.numpy()
+    return to_array(tensor.contiguous())
 
 
 def from_numpy(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,7 @@ class FoldReport:
     """meaning_changed: a training node was turned into inference. verification: None when it was not run.
 
     notes: what else a reader should know about the file that was written. inlined: calls were replaced by their
-    functions' bodies before anything was folded.
+    functions' bodies before anything was folded. certificate: the sites are in the model's metadata, too.
     """
 
     sites: tuple[SiteReport, ...]
@@ -94,6 +94,7 @@ class FoldReport:
     target: str | None = None
     notes: tuple[str, ...] = ()
     inlined: bool = False
+    certificate: bool = False
 
     @property
     def folded(self) -> tuple[SiteReport, ...]:

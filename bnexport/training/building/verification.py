@@ -24,7 +24,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -32,7 +31,6 @@ import torch
 
 from bnexport import tolerances
 from bnexport.errors import LibraryError, VerificationError, first_line
-from bnexport.exporting.verification import nearest
 from bnexport.exporting.wrapper import crosses_processes
 from bnexport.runtime import engine
 from bnexport.runtime.engine import EngineFailure
@@ -41,11 +39,11 @@ from bnexport.sync_bn.copies import copy_model
 from bnexport.training.building.description import GRADIENT_SUFFIX, STEP
 from bnexport.training.building.graph import uses_library
 from bnexport.training.building.step import Step
-from bnexport.verification.verdict import OutputComparison, Verification
+from bnexport.verification.torch_outputs import Array, in_double, to_array
+from bnexport.verification.verdict import OutputComparison, Verification, nearest
 
 Tensor = torch.Tensor
 Named = dict[str, Tensor]
-Array = np.ndarray[Any, Any]
 
 _WARM_STEPS = 10
 _JUMP = 2.0**-4
@@ -93,18 +91,18 @@ def check(
             own = reference(state, tensors, lr)
         arguments = {**state, **arrays, **({} if lr is None else {"lr": lr})}
         try:
-            got = dict(zip(names, runtime.run({key: _array(arguments[key]) for key in runtime.inputs}, names)))
+            got = dict(zip(names, runtime.run({key: to_array(arguments[key]) for key in runtime.inputs}, names)))
         except EngineFailure as error:
             sizes = ", ".join(f"{name} {tuple(rows.shape)}" for name, rows in arrays.items())
             raise VerificationError(
                 f"{label} cannot run the exported training step on {sizes}: {error.detail}"
             ) from error
         try:
-            exact = in_float64(reference)(_double(state), tuple(_double(arrays).values()), lr)
+            exact = in_float64(reference)(in_double(state), tuple(in_double(arrays).values()), lr)
         except (RuntimeError, TypeError):
             # The loss holds float32 tensors, or the model calls something without float64: torch's own is the truth.
             exact = own
-        judge = _Judge(state, {name: (got[name], _array(own[name]), _array(exact[name])) for name in names}, step)
+        judge = _Judge(state, {name: (got[name], to_array(own[name]), to_array(exact[name])) for name in names}, step)
         found = [dataclasses.replace(judge(name), engine=label) for name in names]
         if index and any(error.failed for error in found):
             sizes = ", ".join(f"{name} {tuple(rows.shape)}" for name, rows in arrays.items())
@@ -165,16 +163,12 @@ def _warm(state: Named) -> Named:
     return warm
 
 
-def _double(tensors: Named) -> Named:
-    return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-
-
 class _Judge:
     """Comparison of the results of one step: name -> (exported, torch's own, float64)."""
 
     def __init__(self, state: Named, results: dict[str, tuple[Array, Array, Array]], step: Step) -> None:
         self._results = results
-        self._old = {name + NEW_SUFFIX: _array(tensor) for name, tensor in state.items()}
+        self._old = {name + NEW_SUFFIX: to_array(tensor) for name, tensor in state.items()}
         problem = step.problem
         self._model = problem.model
         self._forward = {name + NEW_SUFFIX for name in problem.buffers} | set(results) - set(self._old)
@@ -256,7 +250,3 @@ def _norm(values: Array) -> float:
 def _largest(values: Array) -> float:
     """Return the largest magnitude; NaN counts as infinite."""
     return float(np.nan_to_num(np.abs(np.asarray(values, np.float64)), nan=np.inf).max(initial=0.0))
-
-
-def _array(tensor: Tensor) -> Array:
-    return tensor.detach().cpu().numpy()

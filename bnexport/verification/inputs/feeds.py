@@ -1,4 +1,4 @@
-"""Sets of inputs for two models, and the verdict on all of them.
+"""Sets of inputs for two models.
 
 The caller's, or random ones. Of these the first group decides, at the first sizes at which the reference runs. The rest
 can only refute: floats of other sizes, all integers, one row, other sizes of dynamic dimensions, floats that an operator
@@ -31,65 +31,54 @@ from bnexport.verification.inputs.samples import (
     shapes,
 )
 from bnexport.verification.inputs.smaller_inputs import is_finite
-from bnexport.verification.verdict import OutputComparison, Verification
 
 # Bytes of a model whose runs take longer than everything else: it has fewer of them.
 _LARGE = 1 << 26
 
-Inputs = dict[str, np.ndarray]
+Inputs = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class FeedGroup:
     """Sets of inputs, the reference's outputs for each, and what float inputs were multiplied by."""
 
-    inputs: list[Inputs]
+    inputs: Sequence[Inputs]
     expected: list[list[Any]]
     scale: float = 1.0
 
 
 class Feeds:
-    """The inputs that a request gives, or asks to be drawn. array: reads an array of the request."""
+    """The inputs that a request gives, or asks to be drawn: the sizes and integers at which a reference runs.
 
-    def __init__(self, request: Mapping[str, Any], array: Callable[[dict[str, Any]], np.ndarray]) -> None:
-        self._request = request
-        self._array = array
-        self._specs = [InputSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in request["inputs"]]
-
-    def run(self, reference: Engine, names: Sequence[str], nbytes: int) -> list[FeedGroup]:
-        """Return the groups for a loaded reference of so many bytes. Raises BnexportError where it runs on none."""
-        given = self._request["given"]
-        if given is not None:
-            inputs = [{entry["name"]: self._array(entry) for entry in sample} for sample in given]
-            return [FeedGroup(inputs, [reference.run(sample, names) for sample in inputs])]
-        return _Drawing(self._request, self._specs, reference, names, nbytes).run()
-
-
-class _Drawing:
-    """The sizes and integers at which a reference runs."""
+    names: of the values that are compared. nbytes: of the reference. array: reads an array of the request.
+    """
 
     def __init__(
         self,
         request: Mapping[str, Any],
-        specs: Sequence[InputSpec],
         reference: Engine,
         names: Sequence[str],
         nbytes: int,
+        array: Callable[[dict[str, Any]], np.ndarray],
     ) -> None:
-        self._specs, self._reference, self._names = specs, reference, names
+        self._request, self._reference, self._names, self._array = request, reference, names, array
+        self._specs = [InputSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in request["inputs"]]
         self._seed, count = request["seed"], request["count"]
         self._slow = nbytes > _LARGE or reference.name != ENGINES[0]
         # Bounds of the caller's are for values of some size; truth values and texts have none.
         bounded = request["atol"] is not None or request["rtol"] is not None
-        self._scalable = not bounded and any(spec.kind in ("float", "integer") for spec in specs)
-        has_floats = any(spec.kind == "float" for spec in specs)
+        self._scalable = not bounded and any(spec.kind in ("float", "integer") for spec in self._specs)
+        has_floats = any(spec.kind == "float" for spec in self._specs)
         further = [FloatSet(**each) for each in request["further"]] if has_floats else []
         self._further = [each for each in further if each.scale == 1.0 or not bounded]
         # One set has another scale.
         self._count = max(1, count - 1) if self._scalable else count
 
     def run(self) -> list[FeedGroup]:
-        """Return the group that decides, then those that only refute."""
+        """Return the group that decides, then those that only refute. Raises BnexportError where the reference runs on none."""
+        if self._request["given"] is not None:
+            given = self._request["given"]
+            return [self._with_outputs([{each["name"]: self._array(each) for each in sample} for sample in given], 1.0)]
         first, sizes, ranges = self._first()
         return [first, *self._others(sizes, ranges)]
 
@@ -153,36 +142,7 @@ class _Drawing:
                     return
 
     def _group(self, draws: Sequence[Draw], ranges: dict[str, Range]) -> FeedGroup:
-        inputs = [draw(self._specs, how, ranges) for how in draws]
-        expected = [self._reference.run(sample, self._names) for sample in inputs]
-        return FeedGroup(inputs, expected, draws[0].scale)
+        return self._with_outputs([draw(self._specs, how, ranges) for how in draws], draws[0].scale)
 
-
-def joined(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join the verdicts on groups: the first decides, unless another has failed.
-
-    Of each output the comparison nearest to its bound is kept, of all that passed, or of all at the scale of a failure.
-    """
-    wrong = next((answer for answer in answers if answer["status"] == "failed"), None)
-    first = answers[0]
-    if wrong is None and first["status"] != "passed":
-        return first
-    kept = [
-        answer
-        for answer in answers
-        if (answer["status"] == "passed" if wrong is None else answer["input_scale"] == wrong["input_scale"])
-    ]
-    columns = zip(*([OutputComparison(**output) for output in answer["outputs"]] for answer in kept))
-    outputs = [
-        dataclasses.replace(
-            max(column, key=OutputComparison.nearness), elements=sum(output.elements for output in column)
-        )
-        for column in columns
-    ]
-    return {
-        **(wrong or first),
-        "reason": Verification.of(outputs).reason,
-        "outputs": [dataclasses.asdict(output) for output in outputs],
-        "sizes": [shapes for answer in kept for shapes in answer["sizes"]],
-        "samples": sum(answer["samples"] for answer in kept),
-    }
+    def _with_outputs(self, inputs: Sequence[Inputs], scale: float) -> FeedGroup:
+        return FeedGroup(inputs, [self._reference.run(sample, self._names) for sample in inputs], scale)

@@ -8,7 +8,7 @@ inputs counts only if the bound is small next to what x changes, |y(x) - y(x / 2
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,52 +22,21 @@ HIDDEN = "where the inputs are small enough for a reference that is finite and a
 
 
 def is_float(array: Any) -> bool:
-    """Whether it is an array of a float type."""
-    return isinstance(array, np.ndarray) and (array.dtype.kind == "f" or array.dtype.name == "bfloat16")
+    """Whether it is an array or a tensor of a float type."""
+    if isinstance(array, np.ndarray):
+        return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+    return bool(getattr(getattr(array, "dtype", None), "is_floating_point", False))
 
 
-@dataclasses.dataclass(frozen=True)
-class Attempt:
-    """The reference's outputs, a row for each set of inputs, for the inputs times `scale`.
-
-    halved: those for half of these inputs, where `scale` is below 1. partial: whether they are not finite everywhere, so
-    that a pass is for smaller inputs to confirm, if they can.
-    """
-
-    scale: float
-    expected: list[list[Any]]
-    halved: list[list[Any]] | None = None
-    partial: bool = False
+def scaled(inputs: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    """Return the inputs, arrays or tensors, those of a float type times `scale`."""
+    return {name: _times(value, scale) if scale != 1.0 and is_float(value) else value for name, value in inputs.items()}
 
 
-def attempts(run: Callable[[float], list[list[Any]] | None], *, scalable: bool) -> Iterator[Attempt]:
-    """Attempts to compare, largest inputs first: the inputs as they are, then smaller ones with a finite reference.
-
-    A difference on an earlier attempt is final: smaller inputs are for what it leaves undecided.
-
-    run: the rows for the inputs times a number, None where the reference does not run on them (it does for 1).
-    scalable: whether any input is of a float type.
-    """
-    expected = run(1.0)
-    assert expected is not None
-    yield Attempt(1.0, expected, partial=not all(map(is_finite, expected)))
-    for scale in SCALES if scalable else ():
-        smaller = run(scale)
-        if smaller is None or not all(map(is_finite, smaller)):
-            continue
-        halved = run(scale / 2)
-        if halved is not None:
-            yield Attempt(scale, smaller, halved)
-
-
-def scaled(inputs: Mapping[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:
-    """Return the inputs, those of a float type times `scale`."""
-    if scale == 1.0:
-        return dict(inputs)
-    return {
-        name: (array.astype(np.float64) * scale).astype(array.dtype) if is_float(array) else array
-        for name, array in inputs.items()
-    }
+def _times(value: Any, scale: float) -> Any:
+    if isinstance(value, np.ndarray):
+        return (value.astype(np.float64) * scale).astype(value.dtype)
+    return value * scale
 
 
 def is_finite(values: Iterable[Any]) -> bool:
@@ -81,7 +50,7 @@ def shows_inputs(output: OutputComparison, expected: Sequence[Any], halved: Sequ
     expected: the reference's values for each x; halved: those for each x / 2.
     """
     pairs = [(one.astype(np.float64), two.astype(np.float64)) for one, two in zip(expected, halved) if is_float(one)]
-    if not pairs:
+    if not pairs or any(one.shape != two.shape for one, two in pairs):
         return True
     bound = output.atol + output.rtol * max(float(np.abs(one).max(initial=0.0)) for one, _ in pairs)
     return is_small(bound, pairs)

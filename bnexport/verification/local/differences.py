@@ -35,6 +35,8 @@ _LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _LARGEST = 40
 # Values of the original that one value is compared with, and parts that are taken for right though they are not proved.
 _CANDIDATES, _ASSUMED = 4, 8
+# Guesses that may fail: in one reading of the changed graph, in all, and more for each that is proved; a fold takes two.
+_FAILED, _FAILED_IN_ALL, _FAILED_EACH = 12, 72, 4
 _UNDECIDED = "other parts differ, too, and may make up for it"
 
 
@@ -61,6 +63,10 @@ class _Graphs:
     by_name: dict[str, ir.Value]
 
 
+class _TooManyDifferences(Exception):
+    """Most guesses fail: the models are no fold of each other."""
+
+
 class _DifferenceSearch:
     def __init__(self, sides: tuple[Side, Side]) -> None:
         self._sides = sides
@@ -68,6 +74,7 @@ class _DifferenceSearch:
         self._prover = Prover(sides, claimed=False)
         # Every comparison of two values, by what it was made of, in the order of the changed model.
         self._tried: dict[Hashable, tuple[Region, SiteProof]] = {}
+        self._failed = 0
         self._proofs: list[tuple[Region, SiteProof]] = []
         self._doubtful: list[tuple[Region, SiteProof]] = []
         # Pairs of values that are proved, or taken for equal.
@@ -82,15 +89,18 @@ class _DifferenceSearch:
             pair = self._open()
         except Mismatch as difference:
             return self._verdict(str(difference))
-        reason = self._compare(pair)
-        if reason:
-            other = self._other_constants(pair)
-            if other:
-                return self._verdict(f"{other}, and nothing was folded there")
-        for _ in range(_ASSUMED):
-            if not reason or not self._assume():
-                break
+        try:
             reason = self._compare(pair)
+            if reason:
+                other = self._other_constants(pair)
+                if other:
+                    return self._verdict(f"{other}, and nothing was folded there")
+            for _ in range(_ASSUMED):
+                if not reason or not self._assume():
+                    break
+                reason = self._compare(pair)
+        except _TooManyDifferences as error:
+            reason = str(error)
         return self._verdict(reason)
 
     def _other_constants(self, pair: _Graphs) -> str:
@@ -183,7 +193,10 @@ class _DifferenceSearch:
 
     def _compare(self, pair: _Graphs) -> str:
         """Give numbers to the changed graph as far as it equals the original; why its outputs do not, or an empty text."""
+        failed = self._failed - _FAILED_EACH * len(self._proofs)
         for node in pair.graphs[1]:
+            if self._is_lost(failed, _FAILED):
+                break
             if self._sides[1].is_constant_node(node) or all(self._has(value) for value in node.outputs):
                 continue
             if self._copy(1, node):
@@ -201,6 +214,10 @@ class _DifferenceSearch:
             if not self._is_equal(mine, theirs):
                 return self._became(mine, theirs)
         return ""
+
+    def _is_lost(self, failed: int, most: int) -> bool:
+        """Whether more guesses have failed than `most`, and some for each that was proved. failed: those that do not count."""
+        return self._failed - _FAILED_EACH * len(self._proofs) - failed > most
 
     def _has(self, value: ir.Value) -> bool:
         return self._numbers.of(1, value) is not None
@@ -274,6 +291,9 @@ class _DifferenceSearch:
                     # What enters may depend on each other, in a way that makes them equal.
                     proof = dataclasses.replace(proof, method="not_run")
                 self._tried[key] = region, proof
+                self._failed += proof.method not in ("proved", "compared")
+                if self._is_lost(0, _FAILED_IN_ALL):
+                    raise _TooManyDifferences("in more places than are tried")
             if self._tried[key][1].method in ("proved", "compared"):
                 self._proofs.append(self._tried[key])
                 self._equal.add((mine, theirs))

@@ -24,16 +24,21 @@ _NODES = 400
 
 
 def evaluate(
-    region: Region, sides: tuple[Side, Side], sizes: Sequence[tuple[int, ...]], *, whole: bool, unchanged: bool = True
+    region: Region,
+    sides: tuple[Side, Side],
+    sizes: Sequence[tuple[int, ...]],
+    *,
+    directions: int | None = DIRECTIONS,
+    unchanged: bool = True,
 ) -> Proof:
-    """sizes: of the entering values. whole: with a variable for each element.
+    """sizes: of the entering values. directions: random ones; None for a variable for each element.
     unchanged: numbers that are the original's are exact.
 
     Raises Violation, or UnsupportedModelError where it cannot be evaluated.
     """
     if max(map(len, region.nodes)) > _NODES:
         raise UnsupportedModelError(f"the region has more than {_NODES} nodes")
-    return _Evaluation(region, sides, sizes, None if whole else DIRECTIONS, unchanged).run()
+    return _Evaluation(region, sides, sizes, directions, unchanged).run()
 
 
 class _Evaluation:

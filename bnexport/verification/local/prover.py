@@ -88,6 +88,8 @@ class Prover:
         wanted = 2 if sizes.depends_on_sizes(region) else 1
         marks: list[SiteProof] = []
         for chosen in sizes.candidates(region, self._sides[0], self._shapes):
+            if not marks and reason is None and (wanted == 1 or sizes.keeps_declared(chosen, region, self._shapes)):
+                self._screen(region, chosen)
             try:
                 marks.append(self._at(name, region, chosen))
             except BnexportError as error:
@@ -106,6 +108,17 @@ class Prover:
             self._check_ones(name, region)
         return functools.reduce(worse, marks)
 
+    def _screen(self, region: Region, chosen: list[tuple[int, ...]]) -> None:
+        """Raise Violation or NotRelated where a guess fails in one direction already: most guesses do."""
+        if self._claimed:
+            return
+        try:
+            evaluation.evaluate(region, self._sides, chosen, directions=1, unchanged=False)
+        except NotRelated:
+            raise
+        except BnexportError:
+            return
+
     def _everywhere(self, name: str, region: Region) -> SiteProof:
         """Evaluate at each size that may matter. Raises Violation, or what cannot be run."""
         tried = sizes.residues(region, self._sides, self._shapes)
@@ -113,6 +126,7 @@ class Prover:
             raise UnsupportedModelError(
                 "the two parts move over their data in different ways, at too many sizes to try"
             )
+        self._screen(region, tried[0])
         marks: list[SiteProof] = []
         reason: Misfit | None = None
         for chosen in tried:
@@ -145,23 +159,23 @@ class Prover:
         try:
             if sizes.total(chosen) <= sizes.MOST_VARIABLES:
                 with contextlib.suppress(TooLarge):
-                    return _mark(name, "proved", self._equal(region, chosen, whole=True))
-            return _compared(name, self._equal(region, chosen, whole=False), chosen)
+                    return _mark(name, "proved", self._equal(region, chosen, None))
+            return _compared(name, self._equal(region, chosen, evaluation.DIRECTIONS), chosen)
         except Misfit as error:
             if self._original_runs(region, chosen):
                 raise Violation(f"the original can be evaluated, the folded model cannot: {error}") from error
             raise
 
-    def _equal(self, region: Region, chosen: list[tuple[int, ...]], *, whole: bool) -> Proof:
+    def _equal(self, region: Region, chosen: list[tuple[int, ...]], directions: int | None) -> Proof:
         """Compare the region, first with numbers that are the original's as exact ones.
 
         They may have been changed all the same, by less than rounding shows.
         """
         try:
-            return evaluation.evaluate(region, self._sides, chosen, whole=whole)
+            return evaluation.evaluate(region, self._sides, chosen, directions=directions)
         except (Violation, NotRelated) as error:
             with contextlib.suppress(Violation, NotRelated):
-                return evaluation.evaluate(region, self._sides, chosen, whole=whole, unchanged=False)
+                return evaluation.evaluate(region, self._sides, chosen, directions=directions, unchanged=False)
             raise error
 
     def _original_runs(self, region: Region, chosen: list[tuple[int, ...]]) -> bool:
@@ -169,7 +183,7 @@ class Prover:
         entering = [(value, value) for value, _ in region.entering]
         same = Region((region.output[0],) * 2, (region.nodes[0], region.nodes[0]), list(entering), region.number)
         try:
-            evaluation.evaluate(same, (self._sides[0], self._sides[0]), chosen, whole=False)
+            evaluation.evaluate(same, (self._sides[0], self._sides[0]), chosen)
         except (Violation, BnexportError):
             return False
         return True

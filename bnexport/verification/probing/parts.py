@@ -23,21 +23,17 @@ _MOST = 64
 
 @dataclasses.dataclass(frozen=True)
 class Parted:
-    """An output of the reference that a Concat makes. axis: of the Concat. output_axis: the same one in the output."""
+    """An output of the reference that a Concat makes.
+
+    axis: of the Concat. output_axis: the same one in the output. values: the operands, then the values in front of the
+    saturating functions that make them, or they themselves. saturating: which operands such a function makes.
+    """
 
     output: str
     axis: int
     output_axis: int
-    operands: tuple[ir.Value, ...]
-
-    @property
-    def fronts(self) -> list[ir.Value]:
-        """Values in front of the saturating functions that make operands, or the operands."""
-        return [find_front(operand) or operand for operand in self.operands]
-
-    @property
-    def values(self) -> list[ir.Value]:
-        return [*self.operands, *self.fronts]
+    values: tuple[ir.Value, ...]
+    saturating: tuple[bool, ...]
 
 
 def find_parted(reference: ir.Model) -> list[Parted]:
@@ -74,4 +70,6 @@ def _of_concat(node: ir.Node, output: str, moves: list[Sequence[int]]) -> Parted
             place = perm.index(place % len(perm))
     except (Refused, ValueError, ZeroDivisionError):
         return None
-    return Parted(output, axis, place, tuple(operands))
+    fronts = [find_front(operand) or operand for operand in operands]
+    saturating = tuple(front is not operand for front, operand in zip(fronts, operands, strict=True))
+    return Parted(output, axis, place, (*operands, *fronts), saturating)

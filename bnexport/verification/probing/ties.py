@@ -7,10 +7,12 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import onnx
 
 from bnexport.errors import BnexportError, UnsupportedModelError
 from bnexport.runtime.engine import Serialised, open_as_written
 from bnexport.verification.comparison import is_same
+from bnexport.verification.oracle import cut
 from bnexport.verification.verdict import OutputComparison
 
 
@@ -61,15 +63,11 @@ class Tail:
     """The nodes of a model between a value and an output that depends on no other input, for ONNX Runtime."""
 
     def __init__(self, model: Serialised, start: str, output: str) -> None:
-        import onnx
-
         self._proto, self._start, self._output = onnx.ModelProto.FromString(model.data), start, output
         self._weights = model.weights
 
     def run(self, value: np.ndarray) -> Any:
         """Return the output for this value. Raises UnsupportedModelError where it depends on more."""
-        import onnx
-
         nodes, needed = self._nodes()
         if not nodes:
             return value
@@ -81,16 +79,7 @@ class Tail:
         missing = needed - {tensor.name for tensor in fixed} - {self._start}
         if missing:
             raise UnsupportedModelError(f"{self._output} depends on {sorted(missing)[0]}, too")
-        dtype = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
-        graph = onnx.helper.make_graph(
-            nodes,
-            "tail",
-            [onnx.helper.make_tensor_value_info(self._start, dtype, value.shape)],
-            [onnx.ValueInfoProto(name=self._output)],
-            fixed,
-        )
-        options = {"opset_imports": self._proto.opset_import, "ir_version": self._proto.ir_version}
-        model = onnx.helper.make_model(graph, functions=self._proto.functions, **options)
+        model = cut(self._proto, nodes, {self._start: value}, [self._output], fixed)
         (result,) = open_as_written(Serialised(model.SerializeToString())).run({self._start: value}, [self._output])
         return result
 

@@ -11,7 +11,6 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import torch
@@ -21,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bnexport.errors import UnsupportedModelError, first_line
 from bnexport.sync_bn.copies import copy_model
+from bnexport.verification.torch_outputs import to_array
 
 OPSET = 19
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -318,10 +318,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     plain = tensor.detach()
     plain = plain.dequantize() if plain.is_quantized else plain
     plain = plain.to_dense() if plain.layout is not torch.strided else plain
-    plain = plain.cpu().contiguous()
-    if plain.dtype == torch.bfloat16:
-        return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return np.asarray(plain.numpy())
+    return to_array(plain.contiguous())
 
 
 def _is_torchs(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:

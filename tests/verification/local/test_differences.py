@@ -18,7 +18,9 @@ from benchmarks import foreign_folds
 from bnexport.errors import BnexportError, UsageError
 from bnexport.folding import fold, verify
 from bnexport.model_io import to_proto
-from bnexport.verification.verdict import Verification
+from bnexport.verification.local.prover import Prover
+from bnexport.verification.local.regions import Region
+from bnexport.verification.verdict import SiteProof, Verification
 from tests.support.onnx_text import batch_norm, model
 from tests.verification.local.mutants import differs, mutants
 from tests.verification.local.test_mutants import MODELS, folded
@@ -253,3 +255,49 @@ def test_the_table_holds(tmp_path: Path) -> None:
     for now, then in zip(report["rows"], recorded["rows"], strict=True):
         for tool, mark in now["tools"].items():
             assert mark["mark"] == then["tools"][tool]["mark"], (now["model"], tool, mark)
+
+
+def many_layers(seed: int, layers: int = 24) -> onnx.ModelProto:
+    """Residual blocks of one shape."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    lines, value = [], "x"
+    for layer in range(layers):
+        shapes |= {f"w{layer}": (4, 4, 3, 3), **batch_norm(f"p{layer}", 4)}
+        parameters = ", ".join(f"p{layer}_{name}" for name in "sbmv")
+        lines += [
+            f"c{layer} = Conv <pads = [1, 1, 1, 1]> ({value}, w{layer})",
+            f"n{layer} = BatchNormalization (c{layer}, {parameters})",
+            f"a{layer} = Add (n{layer}, {value})",
+            f"r{layer} = Relu (a{layer})",
+        ]
+        value = f"r{layer}"
+    lines[-1] = f"y = Relu (a{layers - 1})"
+    return model(f"g (float[N,4,H,W] x) => (float[N,4,H,W] y) {{ {chr(10).join(lines)} }}", shapes, seed=seed)
+
+
+class TestManyDifferences:
+    def test_another_network_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        guesses = []
+        real = Prover.prove
+
+        def counted(self: Prover, name: str, region: Region) -> SiteProof:
+            guesses.append(name)
+            return real(self, name, region)
+
+        monkeypatch.setattr(Prover, "prove", counted)
+        verdict = verify(many_layers(0), many_layers(1), method="local")
+        assert verdict.status == "not_verified"
+        assert "more places than are tried" in verdict.reason
+        assert len(guesses) < 100
+
+    @pytest.mark.parametrize("place", [0, 11, 23])
+    def test_one_wrong_fold_is_refuted_among_many(self, place: int) -> None:
+        source = many_layers(0)
+        folded = fold(source, verify=False).model
+        weights = [each for each in folded.graph.initializer if len(each.dims) == 4]
+        array = onnx.numpy_helper.to_array(weights[place]).copy()
+        array[0] *= 1.1
+        weights[place].CopyFrom(onnx.numpy_helper.from_array(array, weights[place].name))
+        verdict = verify(source, folded, method="local")
+        assert verdict.status == "failed"
+        assert len([proof for proof in verdict.sites if proof.method == "proved"]) == 23

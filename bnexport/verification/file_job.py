@@ -1,0 +1,150 @@
+"""One request to the verifying process: two models that are files to it, run on the same inputs and judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes  # noqa: F401 - NumPy learns the names of its types
+import numpy as np
+
+from bnexport.errors import BnexportError
+from bnexport.native.library import ENVIRONMENT_VARIABLE
+from bnexport.runtime import engine
+from bnexport.runtime.engine import ENGINES, Engine, Serialised
+from bnexport.verification import oracle
+from bnexport.verification.comparison import compare_output
+from bnexport.verification.inputs.feeds import FeedGroup, Feeds
+from bnexport.verification.judge import Rules, judge
+from bnexport.verification.probing.ties import Tail
+from bnexport.verification.verdict import Verification
+
+# The fields of a Verification that this process knows.
+_FIELDS = ("status", "reason", "outputs", "engine", "samples", "input_scale", "sizes")
+
+
+class FileJob:
+    """A request, and the descriptors of its files. report: sends a message to the parent."""
+
+    def __init__(
+        self, request: dict[str, Any], descriptors: Sequence[int], report: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._request, self._descriptors, self._report = request, descriptors, report
+
+    def run(self) -> dict[str, Any]:
+        """Compare the models; return fields of a Verification."""
+        request = self._request
+        self._models = {which: self._model(request[which]) for which in ("reference", "candidate")}
+        self._precise = oracle.PreciseModel(self._models["reference"], request["patience"])
+        # Where every size is declared, and one of them is 0, shapes are all that there is.
+        is_free = any(spec["shape"] is None or None in spec["shape"] for spec in request["inputs"])
+        self._rules = Rules(
+            **{name: request[name] for name in ("outputs", "working", "atol", "rtol", "probes", "parted")},
+            may_be_empty=not is_free and not request["given"],
+            tail=lambda start, output: Tail(self._models["reference"], start, output),
+        )
+        reasons = []
+        # Only ONNX Runtime has providers.
+        for name in ENGINES[:1] if request["providers"] else ENGINES:
+            try:
+                verdict = dataclasses.asdict(self._run(name))
+                return {field: verdict[field] for field in _FIELDS}
+            except BnexportError as error:
+                reasons.append(str(error))
+        return {"status": "not_verified", "reason": "; ".join(reasons)}
+
+    def _run(self, name: str) -> Verification:
+        """Return the verdict in one engine. Raises BnexportError where it does not run what is right."""
+        turns = _Turns(name, self._models, self._request["providers"], self._report)
+        reference, candidate = (_Side(turns, which, self._precise) for which in self._models)
+        turns.take("reference")
+        names, nbytes = self._rules.names("reference"), self._models["reference"].nbytes
+        groups = Feeds(self._request, reference, names, nbytes, self._array).run()
+        try:
+            verdict = judge(reference, candidate, groups, self._rules)
+        except BnexportError as error:
+            if self._models["candidate"].needs_library or name != ENGINES[0]:
+                raise
+            return Verification("failed", str(error), engine=name)
+        label = engine.label(name) + "".join(f" ({provider})" for provider in self._request["providers"][:1])
+        if verdict.status == "failed" and self._is_random(turns, reference, groups[0]):
+            return Verification("not_verified", "the model draws random numbers", engine=label)
+        if name != ENGINES[0] and verdict.status != "not_verified":
+            doubt = oracle.find_doubt_alone(self._models["reference"], groups[0].inputs[0])
+            if doubt:
+                verdict = dataclasses.replace(verdict, status="not_verified", reason=doubt)
+        return dataclasses.replace(verdict, engine=label)
+
+    def _is_random(self, turns: _Turns, reference: Engine, group: FeedGroup) -> bool:
+        """Whether a second session of the reference, which draws other random numbers, differs from the first."""
+        engine.reseed()
+        turns.close()
+        try:
+            again = reference.run(group.inputs[0], self._rules.names("reference"))
+        except BnexportError:
+            return False
+        pairs = zip(group.expected[0], again, strict=True)
+        return any(compare_output("", [one], [two], self._rules.working).failed for one, two in pairs)
+
+    def _model(self, fields: dict[str, Any]) -> Serialised:
+        data = os.pread(self._descriptors[0], fields["data"][1], fields["data"][0])
+        weights = {entry["name"]: self._mapped(entry) for entry in fields["weights"]}
+        if fields["library"] is not None:
+            os.environ[ENVIRONMENT_VARIABLE] = fields["library"]
+        return Serialised(data, weights, fields["library"], fields["no_library"], fields["training"])
+
+    def _mapped(self, entry: dict[str, Any]) -> np.ndarray:
+        """Map a tensor where it lies in its file."""
+        shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"]).newbyteorder("<")
+        if 0 in shape:
+            return np.zeros(shape, dtype)
+        with os.fdopen(os.dup(self._descriptors[entry["file"]]), "rb") as file:
+            return np.asarray(np.memmap(file, dtype, "c", entry["offset"], shape))
+
+    def _array(self, entry: dict[str, Any]) -> np.ndarray:
+        return np.asarray(entry["text"], dtype=object) if "text" in entry else np.array(self._mapped(entry))
+
+
+class _Turns:
+    """The models of a request in one engine. One of them is open at a time; the parent is told what is being done, in case
+    nothing else is heard of it.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        models: Mapping[str, Serialised],
+        providers: Sequence[str],
+        report: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.engine, self._models, self._providers, self._send = engine, models, providers, report
+        self._open: dict[str, Engine] = {}
+
+    def report(self, stage: str) -> None:
+        self._send({"stage": stage, "engine": self.engine})
+
+    def take(self, which: str) -> Engine:
+        """Return the model, opened if it is not. Raises BnexportError."""
+        self.report(which)
+        if which not in self._open:
+            self.close()
+            providers = self._providers if which == "candidate" else ()
+            self._open[which] = engine.open_as_written(self._models[which], providers, self.engine)
+        return self._open[which]
+
+    def close(self) -> None:
+        self._open.clear()
+
+
+class _Side:
+    """The "reference" or the "candidate" as an engine, and in float64. What comes behind its runs is comparison."""
+
+    def __init__(self, turns: _Turns, which: str, precise: oracle.PreciseModel) -> None:
+        self.name, self._turns, self._which, self.exact = turns.engine, turns, which, precise.run
+
+    def run(self, feeds: Mapping[str, Any], outputs: Sequence[str]) -> list[Any]:
+        values = self._turns.take(self._which).run(feeds, outputs)
+        self._turns.report("comparison")
+        return values

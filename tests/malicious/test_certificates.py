@@ -1,0 +1,215 @@
+"""Forged certificates: a hint at most. The verdict is that of the search without one, and never rests on their word."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from bnexport.errors import UnsafeModelError
+from bnexport.folding import fold, verify
+from bnexport.model_io import from_proto, to_proto
+from bnexport.verification import proving
+from bnexport.verification.certificate import KEY
+from bnexport.verification.verdict import Verification
+from tests.malicious import test_reports
+from tests.malicious.test_reports import NAMES, changed
+from tests.support.onnx_text import batch_norm, model
+
+# As there, with fewer channels: regions that are far too large are evaluated, too.
+BODY = test_reports.BODY.replace("6,H,W", "2,H,W").replace("8,A,B", "3,A,B")
+SHAPES = {"u": (2, 2, 3, 3), "w": (3, 2, 3, 3), "v": (3, 3, 1, 1), **batch_norm("p", 3)}
+CONV, NORM = NAMES[2:4]
+PLAIN = {"rules": ["conv"], "nodes": [NORM], "with": [CONV]}
+
+
+def text_of(*sites: dict[str, Any], **fields: Any) -> str:
+    return json.dumps({"version": 1, "sites": sites, **fields})
+
+
+def region(*names: str, **fields: Any) -> dict[str, Any]:
+    return {"rules": ["conv"], "nodes": [NORM], "with": list(names), **fields}
+
+
+# Each is about no fold, or about more or less than the one there is.
+FORGED = {
+    "empty": "",
+    "null": "null",
+    "a list": "[]",
+    "no JSON": "\x00\xff",
+    "half a surrogate": '"\\ud800"',
+    "nested": "[" * 100_000,
+    "nested objects": '{"version":1,"sites":' * 50_000,
+    "NaN": text_of(PLAIN).replace('"version": 1', '"version": NaN'),
+    "infinity": text_of(PLAIN).replace('"version": 1', '"version": 1e999'),
+    "a long number": text_of(PLAIN).replace('"version": 1', f'"version": {"1" * 100_000}'),
+    "no version": json.dumps({"sites": [PLAIN]}),
+    "version 0": text_of(PLAIN, version=0),
+    "version 2": text_of(PLAIN, version=2),
+    "version as text": text_of(PLAIN, version="1"),
+    "version as truth": text_of(PLAIN, version=True),
+    "a key twice": text_of(PLAIN).replace('"sites"', '"version": 1, "sites"'),
+    "training": text_of(PLAIN, training=True),
+    "a site that trained": text_of({**PLAIN, "training": True}),
+    "its own verdict": text_of({**PLAIN, "method": "proved"}),
+    "no sites": text_of(),
+    "sites as text": text_of().replace("[]", '"all"'),
+    "a site as text": text_of(NORM),  # type: ignore[arg-type]
+    "a node as number": text_of({**PLAIN, "nodes": [3]}),
+    "a site without nodes": text_of({**PLAIN, "nodes": []}),
+    "no such node": text_of(region("no such node")),
+    "an escape": text_of(region("\x1b]0;owned\x07")),
+    "a long name": text_of(region("x" * 1_000_000)),
+    "another graph": text_of(region(CONV, graph="function f")),
+    "no graph": text_of(region(CONV, graph="")),
+    "inlined": text_of({**PLAIN, "with": []}, inlined=True),
+    "too small": text_of(region()),
+    "another node": text_of({**PLAIN, "nodes": [CONV], "with": []}),
+    "too large below": text_of(region(*NAMES[2:])),
+    "too large above": text_of(region(*NAMES[:3])),
+    "the whole network": text_of(region(*NAMES)),
+    "everything, site by site": text_of(*({"rules": [], "nodes": [name]} for name in NAMES)),
+    "overlapping": text_of(*({"rules": [], "nodes": NAMES[i : i + 3]} for i in range(4))),
+    "one site often": text_of(*[PLAIN] * 1000),
+}
+
+
+def with_certificate(proto: onnx.ModelProto, text: str) -> onnx.ModelProto:
+    made = copy.deepcopy(proto)
+    del made.metadata_props[:]
+    made.metadata_props.add(key=KEY, value=text)
+    return made
+
+
+@pytest.fixture(scope="module")
+def source() -> onnx.ModelProto:
+    return model(BODY, SHAPES)
+
+
+@pytest.fixture(scope="module")
+def result(source: onnx.ModelProto) -> onnx.ModelProto:
+    return to_proto(fold(source, verify=False, certificate=False).model)
+
+
+def local(source: onnx.ModelProto, candidate: onnx.ModelProto) -> Verification:
+    return verify(source, candidate, method="local")
+
+
+def marks(verdict: Verification) -> list[str]:
+    return [proof.method for proof in verdict.sites]
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_right_fold_is_proved_all_the_same(source: onnx.ModelProto, result: onnx.ModelProto, name: str) -> None:
+    verdict = local(source, with_certificate(result, FORGED[name]))
+    assert verdict.passed
+    assert set(marks(verdict)) == {"proved"}
+    if verdict.certificate != "used":
+        assert marks(verdict) == ["proved"]
+        assert verdict.certificate.startswith("not used: ")
+        assert len(verdict.certificate) < 1000
+        assert verdict.certificate.isprintable()
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_wrong_fold_is_not(source: onnx.ModelProto, result: onnx.ModelProto, name: str) -> None:
+    wrong = changed(result, "v")
+    verdict, without = local(source, with_certificate(wrong, FORGED[name])), local(source, wrong)
+    assert verdict.certificate.startswith("not used: ")
+    assert (verdict.status, verdict.reason, marks(verdict)) == (without.status, without.reason, marks(without))
+    assert not verdict.passed
+
+
+@pytest.mark.parametrize("tensor", ["u", "w", "v", "Conv -> z.bias"])
+def test_no_forgery_proves_a_wrong_fold(source: onnx.ModelProto, result: onnx.ModelProto, tensor: str) -> None:
+    """Before the search is asked."""
+    wrong = result if tensor == "w" else changed(result, tensor)
+    original = changed(source, "w") if tensor == "w" else source
+    for name, text in FORGED.items():
+        claimed = proving.prove_certified(from_proto(original), from_proto(with_certificate(wrong, text)))
+        assert claimed is not None
+        assert not claimed.passed, name
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_what_is_no_fold_is_none_by_its_word(source: onnx.ModelProto, name: str) -> None:
+    """A copy of the original, and another model, with the certificate of a fold."""
+    verdict = local(source, with_certificate(source, FORGED[name]))
+    assert (verdict.status, verdict.sites) == ("passed", ())
+    other = with_certificate(model("g (float[N,4] x) => (float[N,4] y) { y = Relu (x) }"), FORGED[name])
+    for first, second in ((source, other), (other, with_certificate(source, FORGED[name]))):
+        assert not local(first, second).passed
+
+
+def test_the_certificate_of_the_original_is_not_read(source: onnx.ModelProto, result: onnx.ModelProto) -> None:
+    assert local(with_certificate(source, text_of(PLAIN)), result).certificate == ""
+
+
+def test_training_is_never_taken_from_it() -> None:
+    """A training batch norm that became inference is refuted, with and without the certificate of an honest fold."""
+    trains = model(BODY.replace("BatchNormalization (z", "BatchNormalization <training_mode=1> (z"), SHAPES)
+    wrong = to_proto(fold(trains, verify=False, training_to_inference=True).model)
+    assert not local(trains, wrong).passed
+    verdict = local(trains, with_certificate(wrong, text_of(PLAIN)))
+    assert not verdict.passed
+    assert verdict.status == local(trains, wrong).status
+
+
+def test_a_region_that_is_compared_does_not_hide_what_is_proved() -> None:
+    """A region with more variables than a proof can have: eight directions are none, and the search proves the fold."""
+    shapes = {"u": (64, 64, 3, 3), "w": (64, 64, 3, 3), **batch_norm("p", 64)}
+    body = """g (float[N,64,H,W] x) => (float[N,64,A,B] y) {
+        a = Conv (x, u)
+        z = Conv (a, w)
+        y = BatchNormalization (z, p_s, p_b, p_m, p_v) }"""
+    proto = model(body, shapes)
+    made = to_proto(fold(proto, verify=False).model)
+    site = {"rules": ["conv"], "nodes": ["BatchNormalization -> y"], "with": ["Conv -> a", "Conv -> z"]}
+    verdict = local(proto, with_certificate(made, text_of(site)))
+    assert (verdict.certificate, marks(verdict)) == ("not used: more is proved without it", ["proved"])
+    wrong = with_certificate(changed(made, "u", 0.01), text_of(site))
+    assert not local(proto, wrong).passed
+
+
+def test_regions_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of regions that share nodes is one, whatever each of them has."""
+    nodes = "\n".join(f"v{i + 1} = Neg (v{i})" for i in range(2000))
+    body = f"g (float[N,4] v0) => (float[N,4] y) {{ {nodes}\n y = BatchNormalization (v2000, p_s, p_b, p_m, p_v) }}"
+    proto = model(body, batch_norm("p", 4))
+    names = [*(f"Neg -> v{i + 1}" for i in range(2000)), "BatchNormalization -> y"]
+    other = copy.deepcopy(proto)
+    other.graph.node[-1].name = "another"
+    for sites in (
+        [{"rules": [], "nodes": names}],
+        [{"rules": [], "nodes": [names[i], names[i + 1]]} for i in range(2000)],
+    ):
+        start = time.process_time()
+        verdict = local(proto, with_certificate(other, text_of(*sites)))
+        assert verdict.passed
+        assert verdict.certificate == "not used: a region has 2,001 nodes, the limit is 512"
+        assert time.process_time() - start < 5
+
+
+def test_many_sites_take_no_time(source: onnx.ModelProto, result: onnx.ModelProto) -> None:
+    wrong = with_certificate(changed(result, "v"), text_of(*[{"rules": [], "nodes": [NORM]}] * 100_000))
+    start = time.process_time()
+    assert not local(source, wrong).passed
+    assert time.process_time() - start < 10
+
+
+def test_a_hundred_megabytes(source: onnx.ModelProto, result: onnx.ModelProto, tmp_path: Path) -> None:
+    """In memory a note; the door refuses a file of so much structure, as it does without a certificate's name."""
+    huge = with_certificate(result, "[" + "[]," * 33_000_000 + "[]]")
+    start = time.process_time()
+    verdict = local(source, from_proto(huge))
+    assert (verdict.status, marks(verdict)) == ("passed", ["proved"])
+    assert verdict.certificate == "not used: it has 99,000,004 characters, the limit is 4,194,304"
+    assert time.process_time() - start < 10
+    onnx.save(huge, tmp_path / "huge.onnx")
+    with pytest.raises(UnsafeModelError, match="structure"):
+        verify(source, tmp_path / "huge.onnx", method="local")
