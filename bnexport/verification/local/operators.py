@@ -1,5 +1,7 @@
 """Linear operators on affine forms. Each takes the node, its inputs (forms, or arrays that are known) and gives forms.
 
+`RULES` at the end is the table of lemmas: which operator is mapped how, and which attributes that reads.
+
 A known array carries its own error bounds (`Parameter`). Operators that only move elements are evaluated once, on the
 numbers of the elements; operators without weights, as means and interpolation, on each direction.
 """
@@ -216,6 +218,9 @@ def gemm(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
     def number(name: str, default: float) -> Parameter:
         return Parameter(np.asarray(float(node.attributes[name].value) if name in node.attributes else default))
 
+    ranks = [len(each.shape) if isinstance(each, Form) else np.ndim(each.values) for each in operands[:2] if each]
+    if ranks != [2, 2]:
+        raise UnsupportedModelError("Gemm of what is no matrix")
     factors = [
         _turned(operand) if number(name, 0.0).values else operand
         for operand, name in zip(operands, ("transA", "transB"), strict=False)
