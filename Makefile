@@ -93,8 +93,9 @@ bench-fold: $(READY) ## folding against a copy of the files, and other tools whe
 	$(BIN)/python -m benchmarks.page
 	$(BIN)/python -m benchmarks.charts
 
-bench-tools: $(READY) ## what other exporters and simplifiers fold of small networks and real models (needs a package index)
+bench-tools: $(READY) ## what other exporters and simplifiers fold of small networks and real models, and onnxsim's proof next to ours (needs a package index)
 	$(BIN)/python -m benchmarks.tools.compare --models
+	$(BIN)/python -m benchmarks.bench_proof --peers
 	$(BIN)/python -m benchmarks.page
 
 bench-conv-gradient: $(READY) ## the forms of a convolution's gradients in ONNX Runtime against torch's

@@ -1,5 +1,8 @@
 """What the proof of a fold takes: `python -m benchmarks.bench_proof [--rounds 3] [--work FOLDER] [--json PATH]`.
 
+With `--peers [PYTHON]` instead what onnxsim's certify says of the same folds: see tools/proofs.py. PYTHON is the
+interpreter of an environment with tools.compare's packages; without it they are installed into a temporary one.
+
 A fold of each model is proved from its report: both models loaded anew, every site in float64, everything else compared.
 "cmp" reads the weights of the largest model and a copy of them, in turn with the proof: nothing that looks at both files
 can take less. 2.6 GB of weights, twice, and their copy need 8 GB of disk. Every site must be proved, else nothing is
@@ -23,6 +26,7 @@ from typing import Any
 import onnx
 
 from benchmarks import fold_models, machine
+from benchmarks.tools import compare, proofs
 from bnexport import model_io
 from bnexport.folding import fold
 from bnexport.verification.proving import prove_report
@@ -65,7 +69,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work", type=Path, help="a folder for the models, instead of a temporary one")
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "proof.json")
+    parser.add_argument("--peers", nargs="?", const="", metavar="PYTHON", help="certify instead, next to our proof")
+    parser.add_argument("--processes", type=int, default=1, help="with --peers: of each judge, at a time")
     arguments = parser.parse_args()
+    if arguments.peers is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            proofs.main(arguments.peers or compare.environment(Path(folder)), arguments.processes)
+        return
     rows = {}
     for name, write in CASES.items():
         with tempfile.TemporaryDirectory(dir=arguments.work) as folder:

@@ -31,7 +31,11 @@ from benchmarks.page import RESULTS
 from benchmarks.tools import worker
 from benchmarks.tools.cases import CASES, FOLDS, Case, network
 
-PACKAGES = ("onnx", "onnxruntime", "onnxscript", "onnxsim", "onnxslim", "onnxoptimizer", "onnxruntime-extensions")
+# With z3-solver onnxsim certifies what it writes; aimet-onnx needs torch, and runs with that of this version.
+PACKAGES = (
+    *("onnx", "onnxruntime", "onnxscript", "onnxsim", "z3-solver", "onnxslim", "onnxoptimizer", "aimet-onnx"),
+    *("torch==2.13.0", "onnxruntime-extensions"),
+)
 EXPORTER = "torch.onnx.export"
 # Models in packages: trained ones, and topologies that come with onnx itself.
 TRAINED = {

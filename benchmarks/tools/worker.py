@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import resource
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +80,17 @@ def extensions(source: str, target: str) -> None:
     onnx.save(onnx.load(source), target)
 
 
+def aimet(source: str, target: str) -> None:
+    """Folds in place; names the nodes first, since AIMET tells nodes apart by their names."""
+    from aimet_onnx.batch_norm_fold import fold_all_batch_norms_to_weight
+
+    model = onnx.load(source)
+    for index, node in enumerate(model.graph.node):
+        node.name = node.name or f"node_{index}"
+    fold_all_batch_norms_to_weight(model)
+    onnx.save(model, target)
+
+
 def bnexport(source: str, target: str) -> None:
     import bnexport
 
@@ -89,6 +102,7 @@ TOOLS: dict[str, tuple[str, Callable[[str, str], None]]] = {
     "onnxslim": ("onnxslim", onnxslim),
     "onnxscript": ("onnxscript", onnxscript),
     "onnxoptimizer": ("onnxoptimizer", onnxoptimizer),
+    "aimet-onnx": ("aimet-onnx", aimet),
     "onnxruntime": ("onnxruntime", runtime),
     "onnxruntime-extensions": ("onnxruntime-extensions", extensions),
     "bnexport": ("bnexport", bnexport),
@@ -108,6 +122,9 @@ def outcome(source: str, target: str, data: Any | None) -> dict[str, Any]:
     before, written = onnx.load(source), onnx.load(target)
     left = norms(written)
     result: dict[str, Any] = {"before": norms(before), "left": left}
+    notes = {entry.key: entry.value for entry in written.metadata_props}
+    if "onnxsim.certify" in notes:
+        result["certify"] = notes["onnxsim.certify"]
     if data is None:
         return {**result, "status": f"{left} left"}
     options = onnxruntime.SessionOptions()
@@ -131,19 +148,18 @@ def outcome(source: str, target: str, data: Any | None) -> dict[str, Any]:
     }
 
 
-def one(tool: str, source: Path) -> dict[str, Any]:
-    """Runs the tool in a process of its own: some of them crash."""
-    target = str(source.with_suffix(f".{tool}.onnx"))
+def apart(work: Callable[[], dict[str, Any]], seconds: int | None = None) -> dict[str, Any]:
+    """Does the work in a process of its own, since some tools crash. seconds: of processor time that it may take."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(read)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        if seconds is not None:
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         try:
-            TOOLS[tool][1](str(source), target)
-            data = source.with_suffix(".npz")
-            result = outcome(str(source), target, dict(np.load(data)) if data.exists() else None)
+            result = work()
         except BaseException as error:
             result = {"status": "fails", "error": f"{type(error).__name__}: {error}"[:300]}
         with os.fdopen(write, "w") as stream:
@@ -153,7 +169,21 @@ def one(tool: str, source: Path) -> dict[str, Any]:
     with os.fdopen(read) as stream:
         text = stream.read()
     _, status = os.waitpid(child, 0)
+    if not text and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL):
+        return {"status": "out of time", "error": f"more than {seconds} s"}
     return json.loads(text) if text else {"status": "crashes", "error": f"exit status {status}"}
+
+
+def one(tool: str, source: Path) -> dict[str, Any]:
+    """Runs the tool over a model and looks at its file."""
+    target = str(source.with_suffix(f".{tool}.onnx"))
+
+    def work() -> dict[str, Any]:
+        TOOLS[tool][1](str(source), target)
+        data = source.with_suffix(".npz")
+        return outcome(str(source), target, dict(np.load(data)) if data.exists() else None)
+
+    return apart(work)
 
 
 def main() -> None:
