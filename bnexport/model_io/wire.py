@@ -5,9 +5,9 @@ for messages inside is a length and as many bytes. `cut` walks these lists on th
 
     Model -> graph -> initializer | node -> attribute -> t | tensors | g | graphs;   Model -> functions -> node
 
-and enters only what is long. What comes out is the same message without the raw_data of large tensors,
-each marked as external data at a location that no file can guess (one that is external already keeps empty
-raw_data, which `validate` refuses). Everything else is protobuf's to judge:
+and enters only what is long. What comes out is the same message without the raw_data of large tensors, or their
+float_data or double_data, which are the same bytes, each marked as external data at a location that no file can
+guess (one that is external already keeps empty raw_data, which `validate` refuses). Everything else is protobuf's to judge:
 whatever `cut` does not enter is copied as it stands, so the rest of the model is parsed as it would have been.
 
 What protobuf makes of it is bounded first. A message or text inside another one takes two bytes of a file at
@@ -47,7 +47,9 @@ _ENTERED: dict[str, dict[int, str]] = {
 }
 # Bytes that may begin a message or text.
 _TAGS = bytes(byte for byte in range(256) if byte & 7 == _BYTES)
-_RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION, _EXTERNAL = 9, 13, 14, 1
+_DATA_TYPE, _RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION, _EXTERNAL = 2, 9, 13, 14, 1
+# Repeated fields of float and double, packed, and the data type whose raw_data has the same bytes.
+_PACKED = {4: 1, 10: 11}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +132,7 @@ class _Cutter:
         cut_here: int | None = None
         left_out: tuple[int, int] | None = None
         is_external = False
+        data_type = several = 0
         while at < end:
             tag_at = at
             tag, at = self._varint(at)
@@ -141,14 +144,21 @@ class _Cutter:
                 number, stop = self._varint(at)
                 if kind == "tensor" and tag >> 3 == _DATA_LOCATION:
                     is_external = number == _EXTERNAL
+                elif kind == "tensor" and tag >> 3 == _DATA_TYPE:
+                    several += data_type not in (0, number)
+                    data_type = number
             elif wire_type in (_FIXED64, _FIXED32):
                 stop = at + (8 if wire_type == _FIXED64 else 4)
             else:
                 raise MalformedModelError(f"byte {tag_at} is no field of a protobuf message")
             if stop > end:
                 raise MalformedModelError(f"a field at byte {tag_at} is longer than what it stands in")
+            several += kind == "tensor" and tag >> 3 in _PACKED
             if wire_type == _BYTES:
                 inner = entered.get(tag >> 3)
+                if inner == "numbers" and size >= smallest and _PACKED.get(tag >> 3) == data_type:
+                    inner = "raw_data"
+                    several += 1
                 if inner == "raw_data":
                     if cut_here is not None:
                         raise MalformedModelError(f"a tensor has raw_data twice, again at byte {tag_at}")
@@ -175,6 +185,8 @@ class _Cutter:
         pieces.append(self._copy(copied, end))
         length += len(pieces[-1])
         if left_out is not None:
+            if several > 2:
+                raise MalformedModelError(f"a tensor before byte {end} has its numbers in several pieces")
             # At the end: the last data_location counts, and the tensor may name the default one.
             pieces.append(field(_RAW_DATA, b"") if is_external else self._reference(*left_out))
             length += len(pieces[-1])

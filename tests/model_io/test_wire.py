@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnx.helper
@@ -9,7 +11,7 @@ import onnx.numpy_helper
 import pytest
 
 from bnexport.errors import MalformedModelError, UnsafeModelError
-from bnexport.model_io import Limits, wire
+from bnexport.model_io import Limits, load, wire
 
 PLAIN = onnx.helper.make_model(onnx.helper.make_graph([], "g", [], [])).SerializeToString()
 
@@ -56,6 +58,54 @@ def test_numbers_count_as_no_texts(field: str) -> None:
     getattr(tensor, field).extend([value] * 5000)
     data = onnx.helper.make_model(onnx.helper.make_graph([], "g", [], [], [tensor])).SerializeToString()
     assert wire.whole(data, Limits(elements=100)).data == data
+
+
+@pytest.mark.parametrize("kind", [onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE])
+def test_packed_floats_stay_in_the_file_as_raw_data_does(kind: int, tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal(5000)
+    tensor = onnx.helper.make_tensor("t", kind, [50, 100], values)
+    assert not tensor.HasField("raw_data")
+    path = tmp_path / "model.onnx"
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph([], "g", [], [], [tensor]), ir_version=8), path)
+    with path.open("rb") as file:
+        cut = wire.cut(file.fileno(), path.stat().st_size, Limits(structure_bytes=1000))
+        ((offset, length),) = cut.places.values()
+        file.seek(offset)
+        assert file.read(length) == onnx.numpy_helper.to_array(tensor).tobytes()
+    read = load(path).graph.initializers["t"].const_value
+    assert read is not None
+    assert np.array_equal(read.numpy(), onnx.numpy_helper.to_array(tensor))
+
+
+def test_packed_floats_of_another_type_are_copied(tmp_path: Path) -> None:
+    """Complex numbers are pairs of floats; a type that follows its numbers is not known in time."""
+    numbers = wire.field(4, np.zeros(5000, "<f4").tobytes())
+    name, dims = wire.field(8, b"t"), wire.varint(1 << 3) + wire.varint(5000)
+    for kind, tensor in (
+        ("complex", wire.varint(2 << 3) + wire.varint(14) + numbers),
+        ("late", numbers + wire.varint(2 << 3) + wire.varint(1)),
+    ):
+        path = tmp_path / kind
+        path.write_bytes(PLAIN + wire.field(7, wire.field(5, dims + name + tensor)))
+        with path.open("rb") as file:
+            cut = wire.cut(file.fileno(), path.stat().st_size, Limits())
+        assert (cut.data, cut.places) == (path.read_bytes(), {})
+
+
+@pytest.mark.parametrize("more", ["packed", "single", "raw_data", "type"])
+def test_packed_floats_come_once(more: str, tmp_path: Path) -> None:
+    kind = wire.varint(2 << 3) + wire.varint(1)
+    pieces = {
+        "packed": wire.field(4, bytes(8)),
+        "single": wire.varint(4 << 3 | 5) + bytes(4),
+        "raw_data": wire.field(9, bytes(8)),
+        "type": wire.varint(2 << 3) + wire.varint(14),
+    }
+    tensor = wire.field(8, b"t") + kind + wire.field(4, bytes(20000)) + pieces[more]
+    path = tmp_path / "model.onnx"
+    path.write_bytes(PLAIN + wire.field(7, wire.field(5, tensor)))
+    with path.open("rb") as file, pytest.raises(MalformedModelError, match="raw_data twice|in several pieces"):
+        wire.cut(file.fileno(), path.stat().st_size, Limits())
 
 
 def test_texts_at_their_limit() -> None:
