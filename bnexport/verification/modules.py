@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree
 
 from bnexport import tolerances
 from bnexport.sync_bn.convert import replace, to_plain
+from bnexport.torch_versions import pytree
 from bnexport.verification.comparison import compare_output, compare_with_truth
 from bnexport.verification.inputs.smaller_inputs import Attempt, as_hidden, attempts, shows_inputs, with_smaller
 from bnexport.verification.verdict import OutputComparison, Verification
@@ -91,9 +91,9 @@ def _run(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[list[np.nd
     """Run the module; return the output tensors and their places in the output."""
     with torch.no_grad():
         # Code that works in place may change its inputs.
-        leaves = _pytree.tree_flatten_with_path(model(*(value.clone() for value in inputs)))[0]
+        leaves = pytree.tree_flatten_with_path(model(*(value.clone() for value in inputs)))[0]
     tensors = [(path, value) for path, value in leaves if isinstance(value, torch.Tensor)]
-    names = [f"output{_pytree.keystr(path)}" for path, _ in tensors]
+    names = [f"output{pytree.keystr(path)}" for path, _ in tensors]
     return [_array(value) for _, value in tensors], names
 
 
