@@ -28,7 +28,7 @@ LONG = {
 
 # Each level may import those before it. Peers of one level do not import each other, the first level apart.
 ORDER = (
-    ("__init__", "choices", "errors", "extras", "schema", "stages", "tolerances"),
+    ("__init__", "choices", "errors", "extras", "schema", "stages", "tolerances", "torch_versions"),
     ("model_io", "native"),
     ("graph", "sync_bn"),
     ("runtime",),

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bnexport import extras
+from bnexport import extras, torch_versions
 from bnexport.errors import MissingFileError, UsageError
 
 __all__ = ["LoadedCheckpoint", "load_checkpoint", "read_state_dict"]
@@ -89,8 +89,7 @@ def _safe_globals() -> dict[tuple[str, str], Any]:
         ("builtins", "set"): set,
         ("__builtin__", "set"): set,
     }
-    for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_parameter_with_state"):
-        allowed["torch._utils", name] = getattr(torch._utils, name)
+    allowed.update({("torch._utils", name): function for name, function in torch_versions.REBUILD.items()})
     for package in ("numpy.core", "numpy._core"):
         allowed[f"{package}.multiarray", "_reconstruct"] = np.zeros(0).__reduce__()[0]
     allowed["numpy", "ndarray"], allowed["numpy", "dtype"] = np.ndarray, np.dtype

@@ -15,7 +15,7 @@ import torch
 from onnxscript import opset18 as op
 from onnxscript.values import Op, Opset
 
-from bnexport import schema
+from bnexport import schema, torch_versions
 from bnexport.errors import UnsupportedModelError, UsageError
 from bnexport.exporting import computed_weights
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
@@ -209,7 +209,7 @@ def export_program(
     wide = _widen(args, shapes)
     try:
         program = attempt(torch.export.Dim.DYNAMIC, wide)
-    except (torch._dynamo.exc.UserError, ValueError, RuntimeError) as error:
+    except (torch_versions.user_error(), ValueError, RuntimeError) as error:
         try:
             program = attempt(torch.export.Dim.AUTO, wide)
         except Exception:
@@ -274,7 +274,7 @@ def _refuse_batch_statistics(program: torch.export.ExportedProgram) -> None:
     """Refuse batch norms in training mode; those of weights, which depend on no input, become arithmetic."""
     fixed = computed_weights.independent_of_inputs(program)
     for node in list(program.graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not isinstance(node.target, torch_versions.Operator):
             continue
         position = _BATCH_NORMS.get(node.target.name().split(".")[0])
         if position is not None and len(node.args) > position and node.args[position] is True and len(node.args) > 3:

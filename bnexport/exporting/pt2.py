@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bnexport import torch_versions
 from bnexport.errors import UnsupportedModelError
 from bnexport.exporting import dynamo
 
@@ -90,11 +91,11 @@ def operators(program: torch.export.ExportedProgram) -> set[str]:
 
 
 def _name(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, torch_versions.Operator):
         return target.name()
     if isinstance(target, (types.FunctionType, types.BuiltinFunctionType)):
         return f"{target.__module__}.{target.__name__}"
-    return f"torch.{target}" if isinstance(target, torch._ops.HigherOrderOperator) else str(target)
+    return f"torch.{target}" if isinstance(target, torch_versions.HigherOrderOperator) else str(target)
 
 
 def _refuse_foreign_operators(program: torch.export.ExportedProgram, name: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from bnexport.exporting import dynamo, pt2, torchscript_format, wrapper
@@ -23,6 +22,7 @@ from bnexport.folding.reporting.report import FoldReport
 from bnexport.model_io.staging import whole_file
 from bnexport.sync_bn.copies import copy_model
 from bnexport.sync_bn.nesting import room_for
+from bnexport.torch_versions import pytree
 from bnexport.verification import fresh_process
 from bnexport.verification.reference import Reference
 from bnexport.verification.verdict import Verification
@@ -144,7 +144,7 @@ def _output_names(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[st
     """Return names for the tensors among the model's outputs, as an ONNX graph would have them."""
     try:
         with torch.no_grad():
-            leaves, spec = _pytree.tree_flatten(model(*(value.clone() for value in inputs)))
+            leaves, spec = pytree.tree_flatten(model(*(value.clone() for value in inputs)))
     except Exception as error:  # what the model's code raises
         shapes = ", ".join(str(tuple(value.shape)) for value in inputs)
         raise UsageError(f"args: the model fails on inputs of shape {shapes}: {error}") from error

@@ -16,7 +16,7 @@ import onnx_ir as ir
 import torch
 from torch.onnx import symbolic_helper
 
-from bnexport import schema
+from bnexport import schema, torch_versions
 from bnexport.errors import StorageError, UnsupportedModelError
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.dynamo import Shapes
@@ -38,7 +38,7 @@ def _symbolic(g: Any, *arguments: Any) -> Any:
     wanted = "Double" if double else "Float"
 
     def statistics(vector: Any) -> Any:
-        if symbolic_helper._is_none(vector) or vector.type().scalarType() == wanted:
+        if torch_versions.is_none(vector) or vector.type().scalarType() == wanted:
             return vector
         return g.op("Cast", vector, to_i=to)
 
@@ -72,7 +72,7 @@ def _linspace(g: Any, start: Any, end: Any, steps: Any, dtype: Any, *_: Any) -> 
     """Translate linspace, also of one value: torch's own translation divides by steps - 1, which is 0 for an image of one
     row, and coordinates became NaN.
     """
-    kind = 6 if symbolic_helper._is_none(dtype) else symbolic_helper._get_const(dtype, "i", "dtype")  # 6: float32
+    kind = 6 if torch_versions.is_none(dtype) else torch_versions.constant(dtype, "i", "dtype")  # 6: float32
     to = int(torch.onnx.JitScalarType(kind).onnx_type())  # type: ignore[attr-defined,call-overload]
     zero, one = (g.op("Constant", value_t=torch.tensor(number)) for number in (0, 1))
     count = g.op("Cast", steps, to_i=int(ir.DataType.INT64))
@@ -86,9 +86,9 @@ def _linspace(g: Any, start: Any, end: Any, steps: Any, dtype: Any, *_: Any) -> 
 
 def _floor_divide(g: Any, dividend: Any, divisor: Any) -> Any:
     """Translate floor_divide, and // of sizes: torch's own translation rounds towards zero."""
-    if symbolic_helper._is_fp(dividend) or symbolic_helper._is_fp(divisor):
+    if torch_versions.is_float(dividend) or torch_versions.is_float(divisor):
         return g.op("Floor", g.op("Div", dividend, divisor))
-    numbers = [symbolic_helper._maybe_get_scalar(value) for value in (dividend, divisor)]
+    numbers = [torch_versions.scalar(value) for value in (dividend, divisor)]
     if all(isinstance(number, torch.Tensor) for number in numbers):
         return g.op("Constant", value_t=torch.floor_divide(*numbers))
     return g.op("Div", g.op("Sub", dividend, g.op("Mod", dividend, divisor)), divisor)
@@ -160,12 +160,11 @@ def _write(
 @contextlib.contextmanager
 def _no_log() -> Iterator[None]:
     """Keep torch from printing the graph that it cannot export to the process's stdout, which Python cannot redirect."""
-    log = torch._C._jit_onnx_log  # switched on by each export, whatever it was before
-    torch._C._jit_onnx_log = lambda *_: None
+    log = torch_versions.replace_graph_log(lambda *_: None)  # switched on by each export, whatever it was before
     try:
         yield
     finally:
-        torch._C._jit_onnx_log = log
+        torch_versions.replace_graph_log(log)
 
 
 def _has_sync_batch_norm(wrapper: Traced) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
 from bnexport.errors import BnexportError, UnsupportedModelError, first_line
 from bnexport.exporting.substitutes.weight_norm import PlainWeightNorm
@@ -23,6 +22,7 @@ from bnexport.sync_bn.convert import replace, to_plain, to_sync
 from bnexport.sync_bn.copies import copy_model
 from bnexport.sync_bn.module import SyncBatchNorm
 from bnexport.sync_bn.recognition import SYNC_KINDS, Unknown, known_kind, listed, unknown_batch_norms
+from bnexport.torch_versions import pytree
 
 
 class LocalBatchNorm(SyncBatchNorm):
@@ -242,7 +242,7 @@ class Traced(nn.Module):
             for module in modules:
                 module.__dict__["_set_statistic"] = _Assign(module, self.state)
             with PlainWeightNorm():
-                outputs, spec = _pytree.tree_flatten(self.model(*inputs))
+                outputs, spec = pytree.tree_flatten(self.model(*inputs))
             self._holder.spec = spec
             new_state = [_current(tensor, clones) for tensor in self.state]
         finally:
@@ -301,7 +301,7 @@ def named_in_errors(model: nn.Module) -> Iterator[None]:
 
 def output_names(spec: Any, count: int) -> list[str]:
     """Return names for flattened outputs: keys of a dict, "output" for one, "output_0", ... for several."""
-    paths = [path for path, _ in _pytree.tree_flatten_with_path(_pytree.tree_unflatten(list(range(count)), spec))[0]]
+    paths = [path for path, _ in pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(count)), spec))[0]]
     if count == 1 and not paths[0]:
         return ["output"]
     names = []

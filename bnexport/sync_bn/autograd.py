@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bnexport import schema
+from bnexport import schema, torch_versions
 from bnexport.sync_bn import transforms
 
 Tensor = torch.Tensor
@@ -21,7 +21,7 @@ _BACKWARD_ARGUMENTS = len(schema.TORCH_SYNC_BATCH_NORM_BACKWARD.arguments)
 
 def _below(name: str, *arguments: Any) -> Any:
     """Return the operator `name` without autograd."""
-    with torch._C._AutoDispatchBelowAutograd():
+    with torch_versions.below_autograd():
         return getattr(torch.ops.bnexport, name).default(*arguments)
 
 

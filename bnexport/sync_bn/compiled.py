@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bnexport import torch_versions
 from bnexport.errors import LibraryError, UsageError
 from bnexport.sync_bn.moments import spatial_size, statistics_type
 
@@ -50,11 +51,7 @@ def _openmp_parallel() -> int:
     """
     if not sys.platform.startswith("linux") or "OpenMP" not in torch.__config__.parallel_info():
         return 0
-    try:
-        function = ctypes.CDLL(torch._C.__file__).GOMP_parallel
-    except (OSError, AttributeError):
-        return 0
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
+    return torch_versions.openmp_parallel()
 
 
 @functools.cache

@@ -24,14 +24,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from bnexport import schema
+from bnexport import schema, torch_versions
 from bnexport.errors import GroupError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-# torch 2.13 renamed the function and deprecates the old name.
-_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 @dataclasses.dataclass
@@ -214,7 +211,7 @@ def _membership(name: str) -> _Membership:
 def _gather(membership: _Membership, row: torch.Tensor) -> torch.Tensor:
     rows = row.new_empty(membership.size * row.numel())
     try:
-        _gather_single(rows, row, group=membership.group())
+        torch_versions.gather_single(rows, row, group=membership.group())
     except RuntimeError as error:
         raise GroupError(
             f"group {membership.name!r}: the exchange of statistics failed on rank {membership.rank}: {error}"

@@ -12,9 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from bnexport import schema
+from bnexport import schema, torch_versions
 from bnexport.schema import GroupSpec
 from bnexport.sync_bn import autograd, compiled, operators, prepared
 from bnexport.sync_bn.prepared import InputSizes
@@ -22,18 +21,16 @@ from bnexport.sync_bn.prepared import InputSizes
 Tensor = torch.Tensor
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_level_of_transforms = torch._C._functorch.maybe_current_level
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def _observed() -> bool:
     """Whether anything but a compiler, which the module asks for, traces or transforms what is computed now."""
     return (
-        torch._C._is_tracing()
-        or torch._C._len_torch_dispatch_stack() != 0
-        or torch._C._len_torch_function_stack() != 0
-        or _level_of_transforms() is not None
-        or forward_ad._current_level >= 0
+        torch_versions.is_tracing()
+        or torch_versions.dispatch_modes() != 0
+        or torch_versions.function_modes() != 0
+        or torch_versions.transform_level() is not None
+        or torch_versions.has_tangents()
     )
 
 
@@ -41,7 +38,7 @@ def _plain(tensor: Tensor) -> bool:
     """Whether the numbers of a tensor lie in memory as they are, on a CPU. A transform's wrapper has the type Tensor,
     even after the transform; so has a view that negates what it reads.
     """
-    return type(tensor) in _PLAIN and tensor.is_cpu and not tensor.is_neg() and not _is_wrapped(tensor)
+    return type(tensor) in _PLAIN and tensor.is_cpu and not tensor.is_neg() and not torch_versions.is_wrapped(tensor)
 
 
 def _fit(grad_output: Tensor, input: Tensor, weight: Tensor | None, sizes: InputSizes) -> bool:
@@ -137,7 +134,7 @@ def sync_batch_norm(arguments: tuple[Any, ...], group: GroupSpec, update: bool) 
         vectors = tuple(compiled.vector(vector, sizes.statistics) for vector in vectors)
     output, statistics = prepared.forward(sizes, input, vectors, training, momentum, eps, stats_mode, update)
     if update:
-        torch.autograd.graph.increment_version((running_mean, running_var))
+        torch_versions.increment_version((running_mean, running_var))
     if autograd.need_gradient(input, weight, bias):
         output = _record(input, weight, bias, (output, statistics, training, group, sizes))
     return output

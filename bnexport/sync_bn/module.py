@@ -7,11 +7,11 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from bnexport import schema
+from bnexport import schema, torch_versions
 from bnexport.errors import GroupError, UsageError
 from bnexport.sync_bn import distributed, eager, operators
+from bnexport.torch_versions import BatchNormBase
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,10 +31,10 @@ def _recomputing() -> bool:
 
     The first forward has updated the statistics already.
     """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and torch_versions.graph_task() != -1
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNormBase):
     """Batch norm over inputs (N, C, *) of rank >= 2 with statistics of all processes of `group`.
 
     Exact for uneven batches, uneven spatial sizes and empty processes. Differs from

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from bnexport.sync_bn import variants
 from bnexport.sync_bn.module import SyncBatchNorm
+from bnexport.torch_versions import BatchNormBase
 
 # Kinds of batch norms whose statistics are, or may be, those of a group.
 SYNC_KINDS = frozenset({"ours", "torch_sync", "mmcv", "apex", "detectron2_naive", "inplace_abn", "timm_sync_act"})
@@ -31,7 +31,7 @@ _OWN: dict[type, str] = {
     variants.BatchNormAct: "batch_norm_act",
     variants.FrozenBatchNorm: "frozen",
     nn.SyncBatchNorm: "torch_sync",
-    _BatchNorm: "batch_norm",
+    BatchNormBase: "batch_norm",
 }
 _FOREIGN: dict[tuple[str, str], str] = {
     ("mmcv", "SyncBatchNorm"): "mmcv",
@@ -97,12 +97,12 @@ def recognise(module: nn.Module) -> Recognised | None:
     """Find the known batch norm class that `module` is or derives from; None for anything else."""
     if isinstance(module, torch.jit.ScriptModule):
         kind = _SCRIPTED.get(getattr(module, "original_name", ""))
-        return None if kind is None else Recognised(kind, _BatchNorm, ("forward (compiled by TorchScript)",))
+        return None if kind is None else Recognised(kind, BatchNormBase, ("forward (compiled by TorchScript)",))
     # torch.nn.utils.parametrize gives each instance a class of its own, with properties for what it computes.
     cls = parametrize.type_before_parametrizations(module)
     for base in cls.__mro__:
         kind = _OWN.get(base) or _FOREIGN.get((base.__module__.split(".")[0], base.__name__))
-        if kind == "mmcv" and issubclass(base, _BatchNorm):
+        if kind == "mmcv" and issubclass(base, BatchNormBase):
             continue  # MMCV's own derives from nn.Module; this one wraps torch's
         if kind is not None:
             return Recognised(kind, base, tuple(_changes(module, cls, base, kind)))

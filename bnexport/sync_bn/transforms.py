@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from bnexport import torch_versions
 from bnexport.errors import UsageError
 from bnexport.schema import GroupSpec
 from bnexport.sync_bn import moments, operands
@@ -22,15 +23,12 @@ from bnexport.sync_bn.moments import statistics_type, wide
 
 Tensor = torch.Tensor
 
-_level_of_transforms = torch._C._functorch.maybe_current_level
-_DERIVATIVES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
-
 
 def differentiate(*tensors: Tensor | None) -> bool:
     """Whether a transform of torch.func, or a tangent of forward mode, asks for these derivatives."""
-    if _level_of_transforms() is not None:
-        return torch._C._functorch.peek_interpreter_stack().key() in _DERIVATIVES
-    if forward_ad._current_level < 0:
+    if torch_versions.transform_level() is not None:
+        return torch_versions.differentiates()
+    if not torch_versions.has_tangents():
         return False
     return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
@@ -105,7 +103,7 @@ def backward(
 def batched_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the forward under vmap. Raise UsageError for running statistics that all samples would have to update."""
     running_mean, training = arguments[1], arguments[5]
-    if training and running_mean is not None and not torch._C._functorch.is_batchedtensor(running_mean):
+    if training and running_mean is not None and not torch_versions.is_batched(running_mean):
         raise UsageError(
             "sync batch norm in training under vmap: each sample has statistics of its own, but running_mean and"
             " running_var exist once: use eval(), track_running_stats=False, or map over the buffers, too"

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
 from bnexport import tolerances
 from bnexport.errors import UnsupportedModelError
 from bnexport.runtime.engine import EngineFailure, failures
 from bnexport.sync_bn.convert import replace, to_plain
+from bnexport.torch_versions import pytree
 from bnexport.verification.inputs.feeds import FeedGroup
 from bnexport.verification.judge import Rules, judge
 from bnexport.verification.torch_outputs import Array, in_double, to_array
@@ -59,9 +59,9 @@ class _ModuleEngine:
         """Return the places of the output tensors, and their values. Raises EngineFailure."""
         with failures(self.name, "run"), torch.no_grad():
             # Code that works in place may change its inputs.
-            leaves = _pytree.tree_flatten_with_path(self._module(*(value.clone() for value in feeds.values())))[0]
+            leaves = pytree.tree_flatten_with_path(self._module(*(value.clone() for value in feeds.values())))[0]
         tensors = [(path, value) for path, value in leaves if isinstance(value, torch.Tensor)]
-        return [f"output{_pytree.keystr(path)}" for path, _ in tensors], [to_array(value) for _, value in tensors]
+        return [f"output{pytree.keystr(path)}" for path, _ in tensors], [to_array(value) for _, value in tensors]
 
     def run(self, feeds: Mapping[str, torch.Tensor], outputs: Sequence[str]) -> list[Array]:
         names, values = self.named(feeds)

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
 from bnexport.errors import first_line
 from bnexport.runtime.engine import failures
 from bnexport.sync_bn.copies import copy_model
+from bnexport.torch_versions import pytree
 from bnexport.verification.torch_outputs import Array, in_double, to_array
 
 Tensors = tuple[torch.Tensor, ...]
@@ -137,7 +137,7 @@ def _run(model: nn.Module, inputs: Tensors) -> tuple[Tensors, Buffers]:
     """Run a copy; return the output tensors and the buffers. `model` and the inputs stay as they are."""
     model = copy_model(model, share_parameters=True)
     with torch.no_grad():
-        leaves = _pytree.tree_leaves(model(*(value.clone() for value in inputs)))
+        leaves = pytree.tree_leaves(model(*(value.clone() for value in inputs)))
     outputs = tuple(value.detach() for value in leaves if isinstance(value, torch.Tensor))
     return outputs, dict(model.named_buffers(remove_duplicate=False))
 

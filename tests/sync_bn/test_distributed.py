@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bnexport import SyncBatchNorm, tolerances
+from bnexport import SyncBatchNorm, tolerances, torch_versions
 from bnexport.sync_bn import distributed, operators, reference
 from tests.support.checks import assert_within, condition_of
 from tests.support.cluster import Raised, join, run_once, short_group
@@ -144,13 +144,13 @@ def test_random_groups(cluster, data):
 
 def _count_collectives(group):
     calls = []
-    original = distributed._gather_single
+    original = torch_versions.gather_single
 
     def counting(*arguments, **keywords):
         calls.append(arguments[1].numel())
         return original(*arguments, **keywords)
 
-    distributed._gather_single = counting
+    torch_versions.gather_single = counting
     try:
         module = SyncBatchNorm(C, group=group)
         for _ in range(3):
@@ -161,7 +161,7 @@ def _count_collectives(group):
             y.square().sum().backward()
             backward = len(calls) - before - forward
     finally:
-        distributed._gather_single = original
+        torch_versions.gather_single = original
     return forward, backward, calls[-1]
 
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bnexport.errors import UnsupportedModelError, VerificationError
 from bnexport.exporting.dimensions.other_sizes import Fault, OtherSizes
 from bnexport.exporting.dimensions.sizes import DimensionGroup, resized
 from bnexport.exporting.dynamo import Shapes
 from bnexport.exporting.wrapper import Traced
+from bnexport.torch_versions import DispatchMode, pytree
 from bnexport.verification.reference import Reference
 
 Tensors = tuple[torch.Tensor, ...]
@@ -233,7 +232,7 @@ def _leave(path: list[str], *_: Any) -> None:
         path.pop()
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):
     def __init__(self, path: list[str]) -> None:
         super().__init__()
         self.calls: list[_RecordedCall] = []
@@ -242,7 +241,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        numbers = [_number(leaf) for leaf in _pytree.tree_leaves((args, kwargs or {})) if _is_number(leaf)]
+        numbers = [_number(leaf) for leaf in pytree.tree_leaves((args, kwargs or {})) if _is_number(leaf)]
         operator = func.name().split("::")[-1].split(".")[0].lstrip("_")
         self.calls.append(_RecordedCall(operator, self._path[-1] if self._path else "", tuple(numbers)))
         return func(*args, **(kwargs or {}))

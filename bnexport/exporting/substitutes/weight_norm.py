@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from bnexport import torch_versions
+
 
 class PlainWeightNorm(TorchFunctionMode):
     """Context that records the formula above instead of the operator."""
@@ -25,7 +27,7 @@ class PlainWeightNorm(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch._weight_norm:
+        if func is torch_versions.weight_norm:
             return _weight_norm(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

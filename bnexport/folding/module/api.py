@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from bnexport.folding.module import parts, tracing
@@ -22,6 +21,7 @@ from bnexport.folding.selection import as_names, check_names
 from bnexport.sync_bn.convert import become, replace, split_activation, to_plain
 from bnexport.sync_bn.copies import copy_model
 from bnexport.sync_bn.recognition import is_sync_batch_norm
+from bnexport.torch_versions import BatchNormBase
 from bnexport.verification import modules
 from bnexport.verification.torch_modules.proof import ModuleFold, prove_module
 from bnexport.verification.verdict import Method, as_method
@@ -100,7 +100,7 @@ def fold_copy(
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
     work = replace(copy_model(model), functools.partial(to_plain, split=True)).eval()
     before = _count(model)
-    norms = [path for path, module in work.named_modules() if isinstance(module, _BatchNorm)]
+    norms = [path for path, module in work.named_modules() if isinstance(module, BatchNormBase)]
     for option, names in (("only", options.only or frozenset()), ("skip", options.skip)):
         check_names(option, names - {PARALLEL}, norms, norms, "the model")
     taken_apart = _take_activations_apart(work)
@@ -119,7 +119,7 @@ def fold_copy(
     if folded:
         _trace_again(work, inputs, first, folded)
     for module, kind, state in taken_apart.values():
-        if isinstance(module.norm, _BatchNorm):
+        if isinstance(module.norm, BatchNormBase):
             become(module, kind, state)
     report = FoldReport(
         sites=tuple(_as_in_the_source(site, classes, training) for site in sites),
@@ -206,7 +206,7 @@ def _count(model: nn.Module) -> Counts:
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return Counts(
         nodes=sum(not module._modules and not isinstance(module, nn.Identity) for module in modules),
-        batch_norm=sum(isinstance(module, _BatchNorm) for module in modules) - sync,
+        batch_norm=sum(isinstance(module, BatchNormBase) for module in modules) - sync,
         sync_batch_norm=sync,
         parameter_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
     )

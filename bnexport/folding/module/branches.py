@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from bnexport.folding.affine import ChannelAffine, round_vector
 from bnexport.folding.module import layers
@@ -30,6 +29,7 @@ from bnexport.folding.parallel.kernels import Kernel, Window
 from bnexport.folding.reporting.report import SiteReport
 from bnexport.folding.rules.parallel import NAME
 from bnexport.graph.refusal import Refused
+from bnexport.torch_versions import BatchNormBase
 
 _CONVS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _POOLS: tuple[type[nn.Module], ...] = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
@@ -139,7 +139,7 @@ class Merger:
         kernel = _signed(kernel, carrier.sign)
         nodes = [node for branch in chains for node in branch.nodes] + ([] if tail is None else [tail])
         paths = [self._trace.paths[node] for node in nodes]
-        norms = [path for path in paths if isinstance(self._modules[path], _BatchNorm)]
+        norms = [path for path in paths if isinstance(self._modules[path], BatchNormBase)]
         if not self._allowed(norms):
             raise Refused("skipped", "it was left alone on request")
         like = max((conv for branch in chains for conv in self._convs(branch)), key=lambda conv: conv.weight.numel())
@@ -224,7 +224,7 @@ class Merger:
         user = next(iter(root.users)) if self._is_only_here(root) else None
         if user is None or not self._takes_part(user):
             return None
-        return user if isinstance(self._modules[self._trace.paths[user]], _BatchNorm) else None
+        return user if isinstance(self._modules[self._trace.paths[user]], BatchNormBase) else None
 
     def _convs(self, branch: _Branch) -> list[Any]:
         return [module for module in self._modules_of(branch) if _is_conv(module)]
@@ -335,7 +335,7 @@ def _sizes(module: Any) -> tuple[int, int] | None:
 def _applied(module: Any, inner: Evaluated, max_scale: float) -> Evaluated:
     """`inner` followed by a module."""
     kernel = inner.kernel
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, BatchNormBase):
         affine = layers.read_batch_norm(module, max_scale)
         if affine.channels != kernel.outputs:
             raise Refused("shape", f"a batch norm of {affine.channels} channels behind {kernel.outputs}")

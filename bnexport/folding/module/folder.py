@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 import numpy as np
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.module import layers
@@ -24,6 +23,7 @@ from bnexport.folding.module.routes import End, Routes, data_input
 from bnexport.folding.module.tracing import Trace, has_hooks, is_plain_batch_norm
 from bnexport.folding.reporting.report import Refusal, SiteReport
 from bnexport.graph.refusal import Refused
+from bnexport.torch_versions import BatchNormBase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ModuleFolder:
 
     def run(self) -> list[SiteReport]:
         """Fold batch norms: into preceding layers, top to bottom, then into following layers, bottom to top."""
-        norms = {path: module for path, module in self._modules.items() if isinstance(module, _BatchNorm)}
+        norms = {path: module for path, module in self._modules.items() if isinstance(module, BatchNormBase)}
         order = [path for path in self._calls if path in norms] + [path for path in norms if path not in self._calls]
         affines: dict[str, ChannelAffine] = {}
         reports: dict[str, SiteReport] = {}

@@ -12,12 +12,12 @@ from collections.abc import Iterable
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from bnexport.errors import UnsupportedModelError
 from bnexport.folding.module import reach, tracing
 from bnexport.folding.module.tracing import Trace
 from bnexport.sync_bn.copies import copy_model
+from bnexport.torch_versions import BatchNormBase
 
 
 def trace(model: nn.Module, example_inputs: tuple[torch.Tensor, ...] | None) -> Trace:
@@ -27,7 +27,9 @@ def trace(model: nn.Module, example_inputs: tuple[torch.Tensor, ...] | None) -> 
     """
     found, failure = _trace(model, example_inputs, shapes=True)
     parts = [model.get_submodule(path) for path in found.parts]
-    if failure is not None and not any(isinstance(module, _BatchNorm) for part in parts for module in part.modules()):
+    if failure is not None and not any(
+        isinstance(module, BatchNormBase) for part in parts for module in part.modules()
+    ):
         raise failure
     return found
 

@@ -8,15 +8,14 @@ import torch
 
 from bnexport.graph.element_types import FLOAT_TYPES
 from bnexport.graph.refusal import Refused
+from bnexport.torch_versions import PLAIN_TENSORS
 from bnexport.verification.torch_outputs import to_array
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """Return the values in their own type, on the CPU. Raise Refused for anything but a plain float tensor."""
     name = str(tensor.dtype).removeprefix("torch.")
-    if type(tensor) not in _PLAIN or tensor.is_quantized or tensor.layout is not torch.strided or tensor.is_meta:
+    if type(tensor) not in PLAIN_TENSORS or tensor.is_quantized or tensor.layout is not torch.strided or tensor.is_meta:
         raise Refused("no-values", f"a {type(tensor).__name__} on {tensor.device.type} has no values to compute with")
     if name not in FLOAT_TYPES:
         raise Refused("type", f"a parameter is {name}, expected one of {', '.join(FLOAT_TYPES)}")

@@ -17,15 +17,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx._symbolic_trace import PH
 from torch.fx.proxy import TraceError
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree
 
 from bnexport.errors import UnsupportedModelError, UsageError, first_line
 from bnexport.folding.module import layers
 from bnexport.sync_bn.copies import copy_model
 from bnexport.sync_bn.recognition import recognise
+from bnexport.torch_versions import PLACEHOLDER, BatchNormBase, pytree
 
 _MODEL = "model"
 # Modules of one tensor to one tensor that stand next to batch norms.
@@ -84,7 +82,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def is_plain_batch_norm(module: nn.Module) -> bool:
     """Whether the module computes in eval mode the same as torch's batch norm."""
-    found = recognise(module) if isinstance(module, _BatchNorm) else None
+    found = recognise(module) if isinstance(module, BatchNormBase) else None
     return found is not None and found.kind in ("batch_norm", "frozen") and set(found.changed) <= {"train", "eval"}
 
 
@@ -112,7 +110,7 @@ def trace(
         tracer = _Tracer(frozenset(opaque), tensors)
         try:
             with torch.no_grad():
-                graph = tracer.trace(root, (PH,) * count)  # type: ignore[arg-type]
+                graph = tracer.trace(root, (PLACEHOLDER,) * count)  # type: ignore[arg-type]
             break
         except Exception as error:  # whatever the model's code makes of symbols
             if not tracer.failed:
@@ -204,7 +202,7 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if _inner(module_qualified_name) in self._opaque or layers.is_known(m) or isinstance(m, Zero):
             return True
-        if isinstance(m, _BatchNorm):
+        if isinstance(m, BatchNormBase):
             return is_plain_batch_norm(m)
         return super().is_leaf_module(m, module_qualified_name)
 
@@ -224,7 +222,7 @@ class _Tracer(fx.Tracer):
         return result
 
     def _note(self, values: Any) -> None:
-        leaves = _pytree.tree_leaves(values)
+        leaves = pytree.tree_leaves(values)
         self.seen_by_hooks.update(value.node for value in leaves if isinstance(value, fx.Proxy))
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from bnexport import torch_versions
+
 _ATEN = torch.ops.aten
 # What keeps every number of an array.
 _VIEWS = {
@@ -42,7 +44,7 @@ def _ranges_of(node: fx.Node, shift: int) -> Iterator[list[int]]:
         count, ignored = _indexed(user, node)
         if count is not None:
             yield [shift, shift + count - 1, *(shift + each for each in ignored)]
-        elif user.args and user.args[0] is node and isinstance(user.target, torch._ops.OpOverload):
+        elif user.args and user.args[0] is node and isinstance(user.target, torch_versions.Operator):
             if user.target.overloadpacket.__name__ in _VIEWS and not user.meta["val"].dtype.is_floating_point:
                 yield from _ranges_of(user, shift)
             elif user.target in _SHIFTS and isinstance(user.args[1], int) and not user.kwargs:

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bnexport.errors import UnsupportedModelError, UsageError
 from bnexport.exporting import wrapper
 from bnexport.exporting.substitutes.weight_norm import PlainWeightNorm
+from bnexport.torch_versions import DispatchMode, pytree
 from bnexport.training.building.description import Kind
 
 Tensor = torch.Tensor
@@ -88,7 +87,7 @@ class Problem:
         return value.reshape(())
 
     def flatten(self, output: Any) -> tuple[Tensor, ...]:
-        tensors, self.output_spec = _pytree.tree_flatten(output)
+        tensors, self.output_spec = pytree.tree_flatten(output)
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 raise UnsupportedModelError(
@@ -131,7 +130,7 @@ def _refuse_bfloat16(state: dict[str, Tensor]) -> None:
             )
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(DispatchMode):
     """Record of the calling module of each operator, for messages."""
 
     def __init__(self, problem: Problem) -> None:

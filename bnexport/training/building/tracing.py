@@ -18,11 +18,10 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from torch import fx, nn
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from bnexport import torch_versions
 from bnexport.errors import BnexportError, UnsupportedModelError, first_line
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.dynamo import no_stack_traces, quiet, write_floor_divisions
@@ -39,8 +38,7 @@ Named = dict[str, Tensor]
 BATCH = "batch"
 
 _DATA_DEPENDENT = (
-    torch._subclasses.fake_tensor.DataDependentOutputException,
-    torch._subclasses.fake_tensor.DynamicOutputShapeException,
+    *torch_versions.data_dependent_errors(),
     symbolic_shapes.GuardOnDataDependentSymNode,
 )
 
@@ -99,7 +97,7 @@ def trace(
                 )
         except BnexportError:
             raise
-        except (torch._dynamo.exc.UserError, symbolic_shapes.ConstraintViolationError, ValueError) as error:
+        except (torch_versions.user_error(), symbolic_shapes.ConstraintViolationError, ValueError) as error:
             if _is_data_dependent(error):
                 raise _recording_error(error, problem.where) from error
             raise UnsupportedModelError(
@@ -153,7 +151,7 @@ def _record(
     function: Callable[..., Any], arguments: Named, dynamic: Mapping[str, str], problem: Problem
 ) -> tuple[fx.GraphModule, Recorded]:
     environment = symbolic_shapes.ShapeEnv()
-    mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+    mode = torch_versions.fake_tensors(environment)
 
     def fake(name: str, tensor: Tensor) -> Tensor:
         static = symbolic_shapes.DimDynamic.STATIC
@@ -162,7 +160,7 @@ def _record(
             # Dimensions of equal size share a symbol: the rows of a batch.
             sizes[0] = symbolic_shapes.DimDynamic.DUCK
         context: Any = symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=sizes)
-        return mode.from_tensor(tensor.detach(), symbolic_context=context, source=ConstantSource(name))
+        return mode.from_tensor(tensor.detach(), symbolic_context=context, source=torch_versions.source(name))
 
     fakes = [fake(name, tensor) for name, tensor in arguments.items()]
     try:
@@ -228,14 +226,14 @@ def _place(where: str) -> str:
 
 def _refuse_random_numbers(program: torch.export.ExportedProgram, problem: Problem) -> None:
     for node in program.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and _draws(node.target, node.args):
+        if isinstance(node.target, torch_versions.Operator) and _draws(node.target, node.args):
             raise UnsupportedModelError(
                 f"{_place(problem.module_of(str(node.target)))}{node.target} draws random numbers, which a graph cannot "
                 "repeat; use torch.nn.Dropout and its relatives, which are seeded, or pass the numbers as an input"
             )
 
 
-def _draws(operator: torch._ops.OpOverload, arguments: Sequence[Any]) -> bool:
+def _draws(operator: torch_versions.Operator, arguments: Sequence[Any]) -> bool:
     """Whether the operator draws random numbers; dropout in eval mode is recorded but draws none."""
     given = {argument.name: value for argument, value in zip(operator._schema.arguments, arguments)}
     return torch.Tag.nondeterministic_seeded in operator.tags and given.get("train") is not False

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from bnexport import torch_versions
 from bnexport.sync_bn import operators
 from bnexport.training.translations import (
     activations,
@@ -36,7 +37,7 @@ __all__ = ["decompositions", "translation_table"]
 
 _ATEN = torch.ops.aten
 
-_TRANSLATIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+_TRANSLATIONS: dict[torch_versions.Operator, Callable[..., Any]] = {
     _ATEN.convolution_backward.default: convolution.convolution_backward,
     _ATEN.max_pool2d_with_indices.default: max_pooling.max_pool_with_indices,
     _ATEN.max_pool3d_with_indices.default: max_pooling.max_pool_with_indices,
@@ -75,7 +76,7 @@ _TRANSLATIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
 
 def translation_table(
     standard_ops_only: bool = False, with_cpu_kernels: bool = False
-) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+) -> dict[torch_versions.Operator, Callable[..., Any]]:
     """Return translations for `torch.onnx.export(custom_translation_table=...)`, by operator overload.
 
     standard_ops_only: batch norm in standard ONNX operators instead of MMCVSyncBatchNorm and

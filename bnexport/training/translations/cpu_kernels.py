@@ -12,6 +12,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from bnexport import torch_versions
 from bnexport.training.building import contract
 from bnexport.training.translations import activations, convolution, max_pooling
 from bnexport.training.translations.geometry import Geometry
@@ -119,7 +120,7 @@ def _max_pool_backward(
     return _MAX_POOL_GRAD(grad_output, self, kernel_shape=kernel, strides=strides, pads=pads, dilations=dilations)
 
 
-TRANSLATIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+TRANSLATIONS: dict[torch_versions.Operator, Callable[..., Any]] = {
     _ATEN.convolution.default: _convolution,
     _ATEN.convolution_backward.default: _convolution_backward,
     _ATEN.threshold_backward.default: _threshold_backward,

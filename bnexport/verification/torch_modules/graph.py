@@ -15,11 +15,10 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from torch import fx, nn
-from torch.fx._symbolic_trace import PH
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from bnexport.errors import UnsupportedModelError, first_line
 from bnexport.sync_bn.copies import copy_model
+from bnexport.torch_versions import PLACEHOLDER, BatchNormBase
 from bnexport.verification.torch_outputs import to_array
 
 OPSET = 19
@@ -107,7 +106,7 @@ class ModuleGraph:
             bias = None if module.bias is None else self._parameter(node, "bias", as_array(module.bias))
             result = self._add("MatMul", node.name, [x, weight])
             return result if bias is None else self._add("Add", f"{node.name}.bias", [result, bias])
-        if isinstance(module, _BatchNorm) and module.running_mean is not None and not module.training:
+        if isinstance(module, BatchNormBase) and module.running_mean is not None and not module.training:
             return self._norm(node, module, x)
         if kind is nn.Identity or (kind in _DROPOUTS and not module.training):
             return self._add("Identity", node.name, [x])
@@ -262,7 +261,7 @@ class _LayerTracer(fx.Tracer):
         self._opaque = opaque
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        known = isinstance(m, (_BatchNorm, *_CONVS, *_TRANSPOSED, nn.Linear))
+        known = isinstance(m, (BatchNormBase, *_CONVS, *_TRANSPOSED, nn.Linear))
         return known or module_qualified_name in self._opaque or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
@@ -283,7 +282,7 @@ def _trace(model: nn.Module, count: int) -> tuple[_FixedInputs, fx.Graph]:
         tracer = _LayerTracer(frozenset(opaque))
         try:
             with torch.no_grad():
-                return root, tracer.trace(root, (PH,) * count)  # type: ignore[arg-type]
+                return root, tracer.trace(root, (PLACEHOLDER,) * count)  # type: ignore[arg-type]
         except Exception as error:  # whatever the model's code makes of symbols
             if tracer.failed in ("", "model"):
                 raise UnsupportedModelError(f"torch.fx cannot trace it: {first_line(error)[:200]}") from error

@@ -1,0 +1,152 @@
+"""Private names of torch, and the differences between its versions from OLDEST on.
+
+No other file names what torch keeps private (a test reads the sources). "public in" says which version has a public
+name, so that an entry can go once OLDEST reaches it; entries without it have none in 2.14.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad
+from torch.fx._symbolic_trace import PH
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bnexport.errors import MissingPackageError
+
+OLDEST = (2, 4)
+# The first version whose torch.onnx.export(dynamo=True) takes a translation of our operator and dynamic sizes.
+DYNAMO_EXPORTER = (2, 9)
+
+VERSION = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
+
+
+def has(version: tuple[int, int]) -> bool:
+    return version <= VERSION
+
+
+def require(version: tuple[int, int], way: str) -> None:
+    """Raise MissingPackageError if torch is older than `way` needs."""
+    if not has(version):
+        wanted = ".".join(map(str, version))
+        raise MissingPackageError(
+            f"{way} needs torch {wanted} or newer, got {torch.__version__}; pip install 'torch>={wanted}'", name="torch"
+        )
+
+
+# Modules and values.
+BatchNormBase = _BatchNorm  # of all batch norms of torch
+DispatchMode = TorchDispatchMode
+PLACEHOLDER: Any = PH  # an input of a symbolic trace
+pytree: Any = _pytree
+Operator = torch._ops.OpOverload
+HigherOrderOperator = torch._ops.HigherOrderOperator
+weight_norm: Any = torch._weight_norm  # what a torch function mode sees of torch.nn.utils.weight_norm
+# Types with the values of a plain tensor. torch.nn.Buffer: from 2.5 on.
+PLAIN_TENSORS: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor))
+# Functions that pickles of tensors call.
+REBUILD: dict[str, Any] = {
+    name: getattr(torch._utils, name)
+    for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_parameter_with_state")
+}
+
+# Who watches what is computed now. Plain names: each is called once or more in every eager forward.
+below_autograd: Any = torch._C._AutoDispatchBelowAutograd
+is_tracing: Any = torch._C._is_tracing
+dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+function_modes: Any = torch._C._len_torch_function_stack
+graph_task: Any = torch._C._current_graph_task_id  # -1 outside a backward pass
+transform_level: Any = torch._C._functorch.maybe_current_level  # of torch.func; None outside
+is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
+is_batched: Any = torch._C._functorch.is_batchedtensor
+_DERIVATIVES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+
+
+def differentiates() -> bool:
+    """Whether the innermost transform of torch.func is a derivative."""
+    return torch._C._functorch.peek_interpreter_stack().key() in _DERIVATIVES
+
+
+def has_tangents() -> bool:
+    """Whether forward-mode autograd is on."""
+    return forward_ad._current_level >= 0
+
+
+def _increment_one_by_one(tensors: tuple[torch.Tensor, ...]) -> None:
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
+
+
+# Tells autograd of a change in place. Public in 2.5 for several tensors in one call.
+increment_version: Any = torch.autograd.graph.increment_version if has((2, 5)) else _increment_one_by_one
+
+# Public in 2.13 under the first name, which deprecates the second.
+gather_single: Any = next(
+    (getattr(dist, name) for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)), None
+)
+
+
+def openmp_parallel() -> int:
+    """Return the address of GOMP_parallel in the OpenMP runtime that torch's own library links; 0 if there is none."""
+    try:
+        function = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (OSError, AttributeError):
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+# The TorchScript exporter. torch.onnx is loaded where it is used: it takes longer than folding a module.
+def is_none(value: Any) -> bool:
+    return torch.onnx.symbolic_helper._is_none(value)
+
+
+def is_float(value: Any) -> bool:
+    return torch.onnx.symbolic_helper._is_fp(value)
+
+
+def constant(value: Any, kind: str, name: str) -> Any:
+    """Return the number of a constant. kind: as in torch.onnx.symbolic_helper.parse_args."""
+    return torch.onnx.symbolic_helper._get_const(value, kind, name)
+
+
+def scalar(value: Any) -> Any:
+    """Return a constant as a tensor, or the value itself."""
+    return torch.onnx.symbolic_helper._maybe_get_scalar(value)
+
+
+def replace_graph_log(log: Any) -> Any:
+    """Set the function that prints a graph which cannot be exported; return the old one."""
+    old = torch._C._jit_onnx_log
+    torch._C._jit_onnx_log = log
+    return old
+
+
+# torch.export. Its modules take half a second to import, and most commands need none.
+def user_error() -> type[Exception]:
+    """Return what torch.export raises for code that it cannot record."""
+    return torch._dynamo.exc.UserError
+
+
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    from torch._subclasses import fake_tensor
+
+    return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
+
+
+def fake_tensors(environment: Any) -> Any:
+    """Return a mode whose from_tensor makes fake tensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+
+
+def source(name: str) -> Any:
+    """Return what a symbolic size is said to come from."""
+    from torch._dynamo.source import ConstantSource
+
+    return ConstantSource(name)
