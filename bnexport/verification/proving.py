@@ -16,8 +16,7 @@ from bnexport.graph.nodes import is_standard, label
 from bnexport.graph.sync_bn_nodes import has_sync_batch_norm
 from bnexport.model_io import walk
 from bnexport.verification.certificate import KEY, changes, decode
-from bnexport.verification.local.check import prove
-from bnexport.verification.local.differences import prove_differences
+from bnexport.verification.local.search import prove
 from bnexport.verification.verdict import Claim, Verification
 
 # What became of a site whose values may differ.
@@ -98,12 +97,12 @@ def prove_certified(source: ir.Model, changed: ir.Model) -> Verification | None:
 def prove_unaided(source: ir.Model, changed: ir.Model) -> Verification:
     """Find the folds between two models and prove them; both are only read. Sync batch norms are converted first."""
     if not has_sync_batch_norm(source) or has_sync_batch_norm(changed):
-        return prove_differences(source, changed)
+        return prove(source, changed)
     unfolded = source.clone()
     if not source.functions.keys() <= changed.functions.keys():
         inline_calls(unfolded)
     _convert(unfolded, trained=False)
-    return dataclasses.replace(prove_differences(unfolded, changed), reference="converted")
+    return dataclasses.replace(prove(unfolded, changed), reference="converted")
 
 
 def _convert(model: ir.Model, *, trained: bool) -> bool:

@@ -165,13 +165,15 @@ def test_a_region_that_is_compared_does_not_hide_what_is_proved() -> None:
     shapes = {"u": (64, 64, 3, 3), "w": (64, 64, 3, 3), **batch_norm("p", 64)}
     body = """g (float[N,64,H,W] x) => (float[N,64,A,B] y) {
         a = Conv (x, u)
-        z = Conv (a, w)
+        n = BatchNormalization (a, p_s, p_b, p_m, p_v)
+        z = Conv (n, w)
         y = BatchNormalization (z, p_s, p_b, p_m, p_v) }"""
     proto = model(body, shapes)
     made = to_proto(fold(proto, verify=False).model)
-    site = {"rules": ["conv"], "nodes": ["BatchNormalization -> y"], "with": ["Conv -> a", "Conv -> z"]}
+    nodes = ["BatchNormalization -> n", "BatchNormalization -> y"]
+    site = {"rules": ["conv"], "nodes": nodes, "with": ["Conv -> a", "Conv -> z"]}
     verdict = local(proto, with_certificate(made, text_of(site)))
-    assert (verdict.certificate, marks(verdict)) == ("not used: more is proved without it", ["proved"])
+    assert (verdict.certificate, marks(verdict)) == ("not used: more is proved without it", ["proved", "proved"])
     wrong = with_certificate(changed(made, "u", 0.01), text_of(site))
     assert not local(proto, wrong).passed
 

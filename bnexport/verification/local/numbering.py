@@ -28,10 +28,12 @@ _NEAR = 1 << 20
 
 
 class Numbering:
-    """The numbers of one pair of models; side 0 is the original."""
+    """The numbers of one pair of models; side 0 is the original. exact: no constant is equal within rounding alone."""
 
-    def __init__(self, sides: tuple[Side, Side]) -> None:
-        self._sides = sides
+    def __init__(self, sides: tuple[Side, Side], *, exact: bool = False) -> None:
+        self._sides, self._exact = sides, exact
+        # What operands of the changed model count as.
+        self._read: dict[tuple[ir.Node, int], int] = {}
         self._next = itertools.count()
         self._by_key: dict[Hashable, tuple[int, ...]] = {}
         self._of: tuple[dict[ir.Value, int], dict[ir.Value, int]] = ({}, {})
@@ -46,6 +48,10 @@ class Numbering:
     def set(self, side: int, value: ir.Value, number: int) -> None:
         self._of[side][value] = number
         self._first[side].setdefault(number, value)
+
+    def read(self, node: ir.Node, index: int, number: int) -> None:
+        """Let an operand of the changed model count as a value of the original that it equals as well."""
+        self._read[node, index] = number
 
     def of(self, side: int, value: ir.Value) -> int | None:
         """Return the number of a value, None where it has none yet."""
@@ -89,7 +95,10 @@ class Numbering:
         present = [value if value is not None and value.name else None for value in node.inputs]
         while present and present[-1] is None:
             present.pop()
-        inputs = tuple(None if value is None else self.of(side, value) for value in present)
+        inputs = tuple(
+            None if value is None else self._read.get((node, index), self.of(side, value))
+            for index, value in enumerate(present)
+        )
         if any(value is not None and number is None for value, number in zip(present, inputs, strict=True)):
             return None
         version = self._sides[side].constants.version(node)
@@ -146,7 +155,11 @@ class Numbering:
         """Whether two constants, one of them computed, are equal within what an engine's arithmetic may have rounded."""
         first, second = (side.constants for side in self._sides)
         errors = [error for error in (first.error(mine), second.error(theirs)) if error is not None]
-        return bool(errors) and bool((np.abs(first.array(mine) - second.array(theirs)) <= sum(errors)).all())
+        return (
+            bool(errors)
+            and not self._exact
+            and bool((np.abs(first.array(mine) - second.array(theirs)) <= sum(errors)).all())
+        )
 
     def _stored(self, tensor: ir.TensorProtocol, *, known: bool = False) -> Any:
         """Return the number of a tensor's type, shape and content. known: None instead of a new number."""

@@ -18,6 +18,10 @@ from bnexport.verification.local.shapes import ModelShapes
 MAIN = "main graph"
 
 
+class Mismatch(Exception):
+    """The models differ in what no region covers."""
+
+
 def name_of(node: ir.Node) -> str:
     """Return the name that reports use for a node: its own, or its operator and first output."""
     return node.name or f"{node.op_type} -> {next((value.name for value in node.outputs if value.name), '')}"

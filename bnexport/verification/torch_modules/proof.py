@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from bnexport.errors import UnsupportedModelError, first_line
-from bnexport.verification.local.check import ENGINE, prove
 from bnexport.verification.local.regions import MAIN
+from bnexport.verification.local.search import ENGINE, prove
 from bnexport.verification.torch_modules.graph import ModuleGraph, as_array, shapes_of
 from bnexport.verification.verdict import Claim, SiteProof, Verification
 

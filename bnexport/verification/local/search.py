@@ -1,11 +1,14 @@
-"""Find the folds between two models without a report, and prove each.
+"""Find the folds between two models, and prove each.
 
 Both models are read from their inputs downwards. The same operator with the same attributes and constants on equal values
 makes equal values (`numbering`). Where the changed model goes on in another way, each of its values is compared with
 values of the original that are read alike: a region ends in both, and begins at values that are equal. If it is proved,
 the two are equal as well, and the search goes on below. What is proved so rests on what was proved above it.
 
-Where a part is left that nothing proves, the likeliest region of it is refuted, or stays open, and the rest is compared as
+Claims say which nodes belong to a fold: then regions hold these alone, and a value that is read by a node of the same name
+has to be equal. If it is not, that fold is wrong, and so is everything else that differs.
+
+Without them a part that nothing proves is refuted at its likeliest region, or stays open, and the rest is compared as
 if it were right. A refuted region shows that two values differ. A later region may make up for it only if it differs as
 well: so where another one on its path is not proved, none is called wrong, and whole models decide.
 """
@@ -13,7 +16,7 @@ well: so where another one on its path is not proved, none is called wrong, and 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import onnx_ir as ir
 
@@ -22,17 +25,18 @@ from bnexport.model_io import walk
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.validate import printable
 from bnexport.verification.local.attributes import same_attribute
-from bnexport.verification.local.check import ENGINE
+from bnexport.verification.local.claims import Claims
+from bnexport.verification.local.cones import cone
 from bnexport.verification.local.numbering import Numbering
-from bnexport.verification.local.pairing import Mismatch, cone, opsets
 from bnexport.verification.local.parameters import ROUNDINGS
 from bnexport.verification.local.prover import Prover
-from bnexport.verification.local.regions import Region, Side, name_of
-from bnexport.verification.verdict import SiteProof, Verification
+from bnexport.verification.local.regions import Mismatch, Region, Side, name_of
+from bnexport.verification.verdict import Claim, SiteProof, Status, Verification
 
+ENGINE = "local proof in float64"
 _LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-# Nodes of one region in each model; a fold has a few.
-_LARGEST = 40
+# Nodes of one region in each model; a fold has a few. That of several claims may have more.
+_LARGEST, _LARGEST_CLAIMED = 40, 512
 # Values of the original that one value is compared with, and parts that are taken for right though they are not proved.
 _CANDIDATES, _ASSUMED = 4, 8
 # Guesses that may fail: in one reading of the changed graph, in all, and more for each that is proved; a fold takes two.
@@ -41,15 +45,19 @@ _UNDECIDED = "other parts differ, too, and may make up for it"
 
 
 @paused_collection()
-def prove_differences(original: ir.Model, changed: ir.Model) -> Verification:
-    """Find where `changed` folds batch norms or per-channel arithmetic of `original`, and prove each fold.
+def prove(original: ir.Model, changed: ir.Model, claims: Sequence[Claim] | None = None) -> Verification:
+    """Prove that `changed` computes what `original` does, for every input, up to the rounding of its weights.
 
-    Both models are only read. "passed": everything else is the same and each fold is proved; `sites` is empty where the
-    graphs are the same. "failed": a fold is wrong. "not_verified": the graphs differ in another way, or a region could not
-    be evaluated. A fold may have been computed in the type of its weights (`parameters.ROUNDINGS`).
+    Both models are only read. "passed": everything outside the folds is the same, and each fold is proved or, as its
+    mark says, compared. "failed": a fold is wrong. "not_verified": a region could not be evaluated.
+
+    claims: where the folds are, a mark for each; everything else that differs has failed. None to search for the folds
+    of batch norms and per-channel arithmetic: `sites` is empty where the graphs are the same, "compared" is no proof, and
+    other differences are "not_verified". Such a fold may have been computed in the type of its weights
+    (`parameters.ROUNDINGS`).
     """
     try:
-        return _DifferenceSearch((Side(original, ROUNDINGS), Side(changed))).run()
+        return _Search((Side(original, ROUNDINGS if claims is None else 0), Side(changed)), claims).run()
     except BnexportError as error:
         return Verification("not_verified", str(error), engine=ENGINE, method="local")
 
@@ -67,11 +75,12 @@ class _TooManyDifferences(Exception):
     """Most guesses fail: the models are no fold of each other."""
 
 
-class _DifferenceSearch:
-    def __init__(self, sides: tuple[Side, Side]) -> None:
+class _Search:
+    def __init__(self, sides: tuple[Side, Side], claims: Sequence[Claim] | None) -> None:
         self._sides = sides
-        self._numbers = Numbering(sides)
-        self._prover = Prover(sides, claimed=False)
+        self._claims = None if claims is None else Claims(sides[0], claims)
+        self._numbers = Numbering(sides, exact=claims is not None)
+        self._prover = Prover(sides, claimed=claims is not None)
         # Every comparison of two values, by what it was made of, in the order of the changed model.
         self._tried: dict[Hashable, tuple[Region, SiteProof]] = {}
         self._failed = 0
@@ -83,6 +92,7 @@ class _DifferenceSearch:
         self._special: dict[Hashable, list[ir.Node]] = {}
         self._taken: dict[ir.Node, ir.Node] = {}
         self._functions: dict[Hashable, _Graphs | None] = {}
+        self._twins = _twins(sides)
 
     def run(self) -> Verification:
         try:
@@ -91,6 +101,8 @@ class _DifferenceSearch:
             return self._verdict(str(difference))
         try:
             reason = self._compare(pair)
+            if self._claims is not None:
+                return self._verdict(reason or self._unread())
             if reason:
                 other = self._other_constants(pair)
                 if other:
@@ -102,6 +114,16 @@ class _DifferenceSearch:
         except _TooManyDifferences as error:
             reason = str(error)
         return self._verdict(reason)
+
+    def _unread(self) -> str:
+        """Return which stored tensor that nothing reads is not the original's."""
+        mine, theirs = (side.model.graph.initializers for side in self._sides)
+        for name, value in theirs.items():
+            if value.const_value is None or value.uses() or value.is_graph_output():
+                continue
+            if name not in mine or self._numbers.of(0, mine[name]) != self._numbers.of(1, value):
+                return f"the constant {name!r}, which nothing reads, is not the original's"
+        return ""
 
     def _other_constants(self, pair: _Graphs) -> str:
         """Return the first difference if the models are equal but for the constants of some operators: another model."""
@@ -201,6 +223,7 @@ class _DifferenceSearch:
                 continue
             if self._copy(1, node):
                 continue
+            self._follow(node)
             if self._is_special(1, node):
                 self._match(node)
             elif self._numbers.number(1, node):
@@ -217,16 +240,27 @@ class _DifferenceSearch:
 
     def _is_lost(self, failed: int, most: int) -> bool:
         """Whether more guesses have failed than `most`, and some for each that was proved. failed: those that do not count."""
-        return self._failed - _FAILED_EACH * len(self._proofs) - failed > most
+        return self._claims is None and self._failed - _FAILED_EACH * len(self._proofs) - failed > most
 
     def _has(self, value: ir.Value) -> bool:
         return self._numbers.of(1, value) is not None
+
+    def _follow(self, node: ir.Node) -> None:
+        """Prove what a node reads that a claimed fold made equal to a value above it: nothing but what it reads is left of it."""
+        twin = self._twins.get(node)
+        if self._claims is None or twin is None or self._claims.group(twin) is not None:
+            return
+        for index, (mine, theirs) in enumerate(zip(twin.inputs, node.inputs, strict=False)):
+            if mine is None or theirs is None or not self._claims.leaves(mine) or not self._has(theirs):
+                continue
+            if self._is_equal(mine, theirs):
+                self._numbers.read(node, index, self._numbers.of(0, mine))  # type: ignore[arg-type]
 
     def _is_equal(self, mine: ir.Value, theirs: ir.Value) -> bool:
         """Whether two outputs are equal. What leaves nothing but what it reads has no value to be tried before."""
         is_known = (mine, theirs) in self._equal or self._sides[0].constants.has(mine)
         if not is_known and self._has(theirs) and self._is_open(mine):
-            self._prove(mine, theirs)
+            self._prove(mine, theirs, is_sure=True)
         number = self._numbers.of(0, mine)
         return (mine, theirs) in self._equal or (number is not None and number == self._numbers.of(1, theirs))
 
@@ -276,42 +310,70 @@ class _DifferenceSearch:
 
     def _try(self, theirs: ir.Value, pair: _Graphs) -> None:
         """Look for the value of the original that a value equals. One that is proved gets its number."""
-        for mine in self._candidates(theirs, pair):
-            if self._prove(mine, theirs):
+        sure, others = self._candidates(theirs, pair)
+        for mine in (*sure, *others):
+            if self._prove(mine, theirs, is_sure=mine in sure):
                 self._numbers.set(1, theirs, self._numbers.of(0, mine))  # type: ignore[arg-type]
                 return
 
-    def _prove(self, mine: ir.Value, theirs: ir.Value) -> bool:
-        """Whether two values are equal, by what lies between them and values that are."""
+    def _prove(self, mine: ir.Value, theirs: ir.Value, *, is_sure: bool) -> bool:
+        """Whether two values are equal, by what lies between them and values that are. is_sure: claims say so."""
+        last = None
         for region in self._regions(mine, theirs):
             key = (mine, theirs, *(one for one, _ in region.entering))
             if key not in self._tried:
-                proof = self._prover.prove(_site(region), region)
-                if proof.method == "failed" and any(theirs is None for _, theirs in region.entering):
+                proof = self._prover.prove(_site(region) if self._claims is None else self._claims.name(region), region)
+                if (
+                    self._claims is None
+                    and proof.method == "failed"
+                    and any(theirs is None for _, theirs in region.entering)
+                ):
                     # What enters may depend on each other, in a way that makes them equal.
                     proof = dataclasses.replace(proof, method="not_run")
                 self._tried[key] = region, proof
                 self._failed += proof.method not in ("proved", "compared")
                 if self._is_lost(0, _FAILED_IN_ALL):
                     raise _TooManyDifferences("in more places than are tried")
+            last = last or self._tried[key]
             if self._tried[key][1].method in ("proved", "compared"):
                 self._proofs.append(self._tried[key])
                 self._equal.add((mine, theirs))
                 return True
-        return False
+        if self._claims is None or last is None or not is_sure:
+            return False
+        self._doubtful.append(last)
+        self._equal.add((mine, theirs))
+        return True
 
-    def _candidates(self, theirs: ir.Value, pair: _Graphs) -> Iterator[ir.Value]:
-        """Yield values of the original that may be equal: the one of its name, then those that are read alike."""
-        namesake = pair.by_name.get(str(theirs.name))
-        if namesake is not None and self._is_open(namesake) and _fits(namesake, theirs):
-            yield namesake
-        count = 0
-        for mine in pair.by_readers.get(self._readers(1, theirs), ()):
-            if mine is not namesake and self._is_open(mine) and _fits(mine, theirs):
-                yield mine
-                count += 1
-                if count == _CANDIDATES:
-                    return
+    def _candidates(self, theirs: ir.Value, pair: _Graphs) -> tuple[list[ir.Value], list[ir.Value]]:
+        """Return values of the original that may be equal: those that nodes of the same names read, then that of its name and
+        those that are read alike.
+        """
+        read = [
+            twin.inputs[use.idx]
+            for use in theirs.uses()
+            for twin in [self._twins.get(use.node)]
+            if twin is not None and use.idx < len(twin.inputs) and not (self._claims and self._claims.group(twin))
+        ]
+        made = zip(*(graph.outputs for graph in pair.graphs), strict=False)
+        read += [mine for mine, output in made if output is theirs]
+        named = pair.by_name.get(str(theirs.name))
+        alike = pair.by_readers.get(self._readers(1, theirs), ())
+        seen: set[ir.Value | None] = {None}
+        found = []
+        for values in (read, [named, *alike]):
+            fit = [
+                mine
+                for mine in dict.fromkeys(values)
+                if mine is not None
+                and mine not in seen
+                and self._is_open(mine)
+                and _fits(mine, theirs)
+                and (self._claims is None or self._claims.leaves(mine))
+            ]
+            seen.update(fit)
+            found.append(fit[:_CANDIDATES])
+        return found[0], found[1]
 
     def _is_open(self, mine: ir.Value) -> bool:
         """Whether no value of the changed model is known to equal this one."""
@@ -320,18 +382,30 @@ class _DifferenceSearch:
 
     def _regions(self, mine: ir.Value, theirs: ir.Value) -> Iterator[Region]:
         """Yield the regions above two values: from the nearest values that are equal, then from those that one side needs."""
+
+        def is_claimed(value: ir.Value) -> bool:
+            return self._claims is None or self._claims.group(value.producer()) is not None
+
+        def is_new(value: ir.Value) -> bool:
+            twin = self._twins.get(value.producer())  # type: ignore[arg-type]
+            return self._claims is None or twin is None or self._claims.group(twin) is not None
+
         try:
-            others, needed = self._cone(1, theirs, lambda value: not self._has(value))
-            nodes, entering = self._cone(0, mine, self._is_open)
+            others, needed = self._cone(1, theirs, lambda value: is_new(value) and not self._has(value))
+            nodes, entering = self._cone(0, mine, lambda value: is_claimed(value) and self._is_open(value))
             yield from self._region((mine, theirs), (nodes, others), (entering, needed))
             first, second = (
                 {self._numbers.of(side, value) for value in cut} for side, cut in enumerate((entering, needed))
             )
             if not first <= second:
-                wider, above = self._cone(0, mine, lambda value: self._numbers.of(0, value) not in second)
+                wider, above = self._cone(
+                    0, mine, lambda value: is_claimed(value) and self._numbers.of(0, value) not in second
+                )
                 yield from self._region((mine, theirs), (wider, others), (above, needed))
             if not second <= first:
-                wider, above = self._cone(1, theirs, lambda value: self._numbers.of(1, value) not in first)
+                wider, above = self._cone(
+                    1, theirs, lambda value: is_new(value) and self._numbers.of(1, value) not in first
+                )
                 yield from self._region((mine, theirs), (nodes, wider), (entering, above))
         except Mismatch:
             return
@@ -339,8 +413,8 @@ class _DifferenceSearch:
     def _cone(
         self, side: int, value: ir.Value, is_inside: Callable[[ir.Value], bool]
     ) -> tuple[list[ir.Node], list[ir.Value]]:
-        nodes, entering = cone(value, self._sides[side], _limited(is_inside, self._sides[side]))
-        return nodes, list(entering)
+        most = _LARGEST if self._claims is None else _LARGEST_CLAIMED
+        return cone(value, self._sides[side], _limited(is_inside, self._sides[side], most))
 
     def _region(
         self,
@@ -385,8 +459,22 @@ class _DifferenceSearch:
             if is_fold and _same_operators(region) == same:
                 yield region, proof
 
+    def _claimed(self, claims: Claims, mismatch: str) -> Verification:
+        """Return the verdict on claims."""
+        # Where anything else differs, no fold is said to be right.
+        done = [each for each in (*self._proofs, *self._doubtful) if not mismatch or each[1].method == "failed"]
+        sites = tuple(claims.marks(done, self._is_open, mismatch))
+        wrong, left = (
+            next((f"site {proof.site}: {proof.reason}" for _, proof in done if proof.method == method), "")
+            for method in ("failed", "not_run")
+        )
+        status: Status = "failed" if wrong or mismatch else "not_verified" if left else "passed"
+        return Verification(status, wrong or mismatch or left, engine=ENGINE, sites=sites, method="local")
+
     def _verdict(self, mismatch: str) -> Verification:
         """Return the verdict. mismatch: why the search ended early."""
+        if self._claims is not None:
+            return self._claimed(self._claims, self._claims.missing or mismatch)
         proofs = [proof for _, proof in self._proofs] + self._decided(mismatch)
         failed = next((proof for proof in proofs if proof.method == "failed"), None)
         # Nobody says that a guess is right: in random directions the bound of a sum hides a small change of one weight.
@@ -431,7 +519,7 @@ class _DifferenceSearch:
         return related
 
 
-def _limited(is_inside: Callable[[ir.Value], bool], side: Side) -> Callable[[ir.Value], bool]:
+def _limited(is_inside: Callable[[ir.Value], bool], side: Side, most: int) -> Callable[[ir.Value], bool]:
     """Return the condition of a cone: what is inside, and what copies. It raises Mismatch when a region gets too large."""
     seen: set[ir.Value] = set()
 
@@ -440,7 +528,7 @@ def _limited(is_inside: Callable[[ir.Value], bool], side: Side) -> Callable[[ir.
         if not is_inside(value) and not (node is not None and is_copy(side, node)):
             return False
         seen.add(value)
-        if len(seen) > _LARGEST:
+        if len(seen) > most:
             raise Mismatch("the region is too large")
         return True
 
@@ -500,3 +588,26 @@ def _site(region: Region) -> str:
     """Name the batch norms of a region, or else its last node."""
     norms = [node for node in region.nodes[0] if node.op_type == "BatchNormalization"]
     return " + ".join(printable(name_of(node)) for node in norms or region.nodes[0][-1:])
+
+
+def _twins(sides: tuple[Side, Side]) -> dict[ir.Node, ir.Node]:
+    """Return the nodes of the original that have the names of the changed model's."""
+    names: dict[tuple[str, str], tuple[list[ir.Node], list[ir.Node]]] = {}
+    for index, side in enumerate(sides):
+        for node in side.order:
+            names.setdefault((side.scopes[node.graph], name_of(node)), ([], []))[index].append(node)  # type: ignore[index]
+    return {
+        theirs: mine
+        for pair in names.values()
+        if len(pair[0]) == len(pair[1])
+        for mine, theirs in zip(*pair, strict=True)
+    }
+
+
+def opsets(holder: ir.Model | ir.Function) -> dict[str, int]:
+    """Return the versions by domain; the standard's has two names. Raises Mismatch."""
+    found: dict[str, int] = {}
+    for domain, version in holder.opset_imports.items():
+        if found.setdefault(domain or "ai.onnx", version) != version:
+            raise Mismatch(f"two versions of the domain {domain or 'ai.onnx'!r} are imported")
+    return found
