@@ -52,6 +52,9 @@ class Claims:
         owners = self._owners.get(node) if node is not None else None
         return None if owners is None else self._root(owners[0])
 
+    def holds(self, node: ir.Node | None) -> bool:
+        return node in self._owners
+
     def leaves(self, value: ir.Value) -> bool:
         """Whether what reads a value is not all in its group."""
         group = self.group(value.producer())

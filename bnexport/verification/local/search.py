@@ -93,6 +93,7 @@ class _Search:
         self._taken: dict[ir.Node, ir.Node] = {}
         self._functions: dict[Hashable, _Graphs | None] = {}
         self._twins = _twins(sides)
+        self._paired: dict[ir.Graph, ir.Graph] = {}
 
     def run(self) -> Verification:
         try:
@@ -167,6 +168,7 @@ class _Search:
 
     def _pair(self, mine: ir.Graph, theirs: ir.Graph) -> _Graphs:
         """Give numbers to the original's graph, and the inputs of the other one alike."""
+        self._paired[theirs] = mine
         for one, two in zip(self._given(0, mine), self._given(1, theirs), strict=True):
             number = self._numbers.fresh()
             self._numbers.set(0, one, number)
@@ -233,7 +235,8 @@ class _Search:
                     self._try(value, pair)
         if len(pair.graphs[0].outputs) != len(pair.graphs[1].outputs):
             return f"the outputs of {pair.graphs[0].name or 'a body'!r} changed"
-        for mine, theirs in zip(pair.graphs[0].outputs, pair.graphs[1].outputs, strict=True):
+        for output, theirs in zip(pair.graphs[0].outputs, pair.graphs[1].outputs, strict=True):
+            mine = self._source(output) or output
             if not self._is_equal(mine, theirs):
                 return self._became(mine, theirs)
         return ""
@@ -248,9 +251,9 @@ class _Search:
     def _follow(self, node: ir.Node) -> None:
         """Prove what a node reads that a claimed fold made equal to a value above it: nothing but what it reads is left of it."""
         twin = self._twins.get(node)
-        if self._claims is None or twin is None or self._claims.group(twin) is not None:
+        if self._claims is None or twin is None or self._claims.holds(twin):
             return
-        for index, (mine, theirs) in enumerate(zip(twin.inputs, node.inputs, strict=False)):
+        for index, (mine, theirs) in enumerate(zip(map(self._source, twin.inputs), node.inputs, strict=False)):
             if mine is None or theirs is None or not self._claims.leaves(mine) or not self._has(theirs):
                 continue
             if self._is_equal(mine, theirs):
@@ -349,31 +352,42 @@ class _Search:
         """Return values of the original that may be equal: those that nodes of the same names read, then that of its name and
         those that are read alike.
         """
-        read = [
-            twin.inputs[use.idx]
-            for use in theirs.uses()
-            for twin in [self._twins.get(use.node)]
-            if twin is not None and use.idx < len(twin.inputs) and not (self._claims and self._claims.group(twin))
-        ]
-        made = zip(*(graph.outputs for graph in pair.graphs), strict=False)
-        read += [mine for mine, output in made if output is theirs]
-        named = pair.by_name.get(str(theirs.name))
-        alike = pair.by_readers.get(self._readers(1, theirs), ())
         seen: set[ir.Value | None] = {None}
         found = []
-        for values in (read, [named, *alike]):
-            fit = [
-                mine
-                for mine in dict.fromkeys(values)
-                if mine is not None
-                and mine not in seen
-                and self._is_open(mine)
-                and _fits(mine, theirs)
-                and (self._claims is None or self._claims.leaves(mine))
-            ]
+        alike = pair.by_readers.get(self._readers(1, theirs), ())
+        for values in (self._read_by_twins(theirs), (pair.by_name.get(str(theirs.name)), *alike)):
+            fit = [mine for mine in dict.fromkeys(values) if mine not in seen and self._may_equal(mine, theirs)]
             seen.update(fit)
             found.append(fit[:_CANDIDATES])
         return found[0], found[1]
+
+    def _may_equal(self, mine: ir.Value | None, theirs: ir.Value) -> bool:
+        is_told = mine is not None and (self._claims is None or self._claims.leaves(mine))
+        return is_told and self._is_open(mine) and _fits(mine, theirs)  # type: ignore[arg-type]
+
+    def _read_by_twins(self, theirs: ir.Value) -> Iterator[ir.Value | None]:
+        """Yield what nodes outside of claims read in the original, in the place of a value."""
+        for use in theirs.uses():
+            twin = self._twins.get(use.node)
+            if is_copy(self._sides[1], use.node):
+                yield from self._read_by_twins(use.node.outputs[0])
+            elif twin is not None and use.idx < len(twin.inputs) and not (self._claims and self._claims.holds(twin)):
+                yield self._source(twin.inputs[use.idx])
+        if theirs.is_graph_output() and theirs.graph is not None:
+            mine = self._paired.get(theirs.graph)
+            yield from (
+                self._source(mine.outputs[index])
+                for index, output in enumerate(theirs.graph.outputs)
+                if output is theirs and mine is not None and index < len(mine.outputs)
+            )
+
+    def _source(self, mine: ir.Value | None) -> ir.Value | None:
+        """Return what a value of the original is a copy of."""
+        while mine is not None and (node := mine.producer()) is not None and is_copy(self._sides[0], node):
+            if self._claims is not None and self._claims.holds(node):
+                break
+            mine = node.inputs[0]
+        return mine
 
     def _is_open(self, mine: ir.Value) -> bool:
         """Whether no value of the changed model is known to equal this one."""
@@ -384,11 +398,11 @@ class _Search:
         """Yield the regions above two values: from the nearest values that are equal, then from those that one side needs."""
 
         def is_claimed(value: ir.Value) -> bool:
-            return self._claims is None or self._claims.group(value.producer()) is not None
+            return self._claims is None or self._claims.holds(value.producer())
 
         def is_new(value: ir.Value) -> bool:
             twin = self._twins.get(value.producer())  # type: ignore[arg-type]
-            return self._claims is None or twin is None or self._claims.group(twin) is not None
+            return self._claims is None or twin is None or self._claims.holds(twin)
 
         try:
             others, needed = self._cone(1, theirs, lambda value: is_new(value) and not self._has(value))
