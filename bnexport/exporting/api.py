@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import pathlib
-import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import onnx_ir as ir
 import torch
 from torch import nn
 
-from bnexport import choices, folding, model_io, schema, stages
-from bnexport.errors import UsageError, VerificationError
-from bnexport.exporting import attempts, dynamo, torch_formats, torchscript, verification, wrapper
-from bnexport.exporting.dimensions.size_dependence import fix_dimensions, name_operators, plan_sizes, refuse_fixed
-from bnexport.exporting.dynamo import Shapes
-from bnexport.exporting.finish import finish
+from bnexport import choices, model_io, schema
+from bnexport.errors import UsageError
+from bnexport.exporting import dynamo
+from bnexport.exporting.dimensions.dynamic import Dimensions
+from bnexport.exporting.job import ExportJob, Target, run
 from bnexport.exporting.keywords import as_positional
+from bnexport.exporting.onnx_target import OnnxOptions, OnnxTarget
 from bnexport.exporting.portable_body import MINIMUM_OPSET
-from bnexport.exporting.simplify import simplify as simplify_model
-from bnexport.exporting.verification import Checked
-from bnexport.folding.certifying import certify
-from bnexport.folding.reporting.counts import count
-from bnexport.folding.reporting.report import FoldReport
-from bnexport.graph.nodes import is_standard
-from bnexport.sync_bn.nesting import room_for
-from bnexport.sync_bn.recognition import is_sync_batch_norm
-from bnexport.verification.proving import prove_export
+from bnexport.exporting.torch_target import TorchTarget
 from bnexport.verification.reference import Reference
 from bnexport.verification.verdict import Verification
-
-_TRACERS = {"dynamo": dynamo.trace, "torchscript": torchscript.trace}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,136 +132,50 @@ def export(
     """
     inputs = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     _check(model, inputs, mode, exporter)
-    all_names = None
+    names = None
     if kwargs:
-        model, inputs, all_names = as_positional(model, inputs, kwargs)
+        model, inputs, names = as_positional(model, inputs, kwargs)
         _check(model, inputs, mode, exporter)
-    target = pathlib.Path(path)
-    kind = choices.choose_format(path, format)
-    model_io.check_space(target, sum(tensor.nbytes for tensor in model.state_dict().values()))
+    target_path = pathlib.Path(path)
+    kind = choices.choose_format(target_path, format)
+    model_io.check_space(target_path, sum(tensor.nbytes for tensor in model.state_dict().values()))
     if kind != "onnx":
         _check_torch_format(kind, mode, input_names or output_names)
-        return _to_torch_format(model, inputs, target, kind, dynamic=dynamic, verify=verify, fold=fold)
-
-    reference = _reference(model, inputs, evaluate=mode == "deploy") if verify else None
-    prepared = wrapper.for_deploy(model) if mode == "deploy" else wrapper.for_custom_op(model)
-    state = [] if mode == "deploy" else wrapper.training_state(prepared, inputs)
-    groups, shared = wrapper.group_names(prepared), wrapper.shared_names(prepared)
-    names = input_names or all_names or dynamo.input_names(model, len(inputs))
+    names = input_names or names or dynamo.input_names(model, len(inputs))
     if len(names) != len(inputs):
         raise UsageError(f"input_names: got {len(names)} names, expected {len(inputs)}, one for each input")
-
-    traced = wrapper.Traced(prepared, state)
-    state_names = [tensor.name for tensor in state]
-    peers = wrapper.crosses_processes(prepared)
-    if reference is not None:
-        reference.complete(traced, state_names)
-    shapes: Shapes = dynamo.chosen_dimensions(names, inputs, dynamic)
-    tracer = functools.partial(_TRACERS[exporter], opset=_check_opset(opset_version, exporter))
-    notes: list[str] = []
-    others = None
-    if reference is not None and not peers:
-        others = plan_sizes(shapes, names, inputs, reference, notes)
-    while True:
-        planned = [dict(shape) for shape in shapes]
-        refuse_fixed(dynamic, shapes, names, notes)
-        stages.report("tracing")
-        with room_for(traced), wrapper.named_in_errors(model):
-            graph, more, conditions = attempts.trace(tracer, traced, inputs, list(names), shapes)
-        if reference is not None and not peers:
-            name_operators(more, planned, shapes, names, inputs, reference)
-        notes += [note for note in more if note not in notes]
-        refuse_fixed(dynamic, shapes, names, notes)
-        own = len(graph.graph.outputs) - len(state)
-        outputs = output_names or wrapper.output_names(traced.output_spec, own)
-        if len(outputs) != own:
-            raise UsageError(f"output_names: got {len(outputs)} names, expected {own}, one for each output")
-        finish(graph, list(outputs), {tensor.name: tensor.value for tensor in state}, groups, shared)
-        report = None
-        if mode == "deploy" and fold:
-            unfolded, sync = graph.clone(), _sync_batch_norms(graph, model)
-            report = folding.BatchNormFolder().call(graph).report
-            if verify and report.changed:
-                report = dataclasses.replace(report, verification=prove_export(unfolded, graph, report.to_dict()))
-            report = _with_sync(report, sync)
-            if simplify:
-                simplify_model(graph)
-                report = dataclasses.replace(report, after=count(graph))
-            report = certify(graph, report, wanted=certificate, original=unfolded if simplify else None)
-        if reference is None:
-            checked = Checked(Verification.skipped("not asked for"))
-            break
-        if others is None:
-            reason = "its statistics span several processes; compare it where the group runs"
-            checked = Checked(Verification.skipped(reason))
-            break
-        if shapes != planned:
-            others.plan(shapes)
-        others.add(conditions, shapes)
-        stages.report("verifying in ONNX Runtime")
-        checked = verification.check(graph, reference, inputs, others)
-        if checked.verification.status == "failed":
-            raise VerificationError(
-                f"{target}: the exported model differs from torch, nothing was written: {checked.verification.summary()}"
-            )
-        if not checked.faults:
-            break
-        notes += fix_dimensions(shapes, checked.faults, names, inputs, reference)
-        others.plan(shapes)
-    if reference is not None and mode == "custom_op" and not peers:
-        notes += [
-            f"buffer {name!r} changes in a forward of the model; it is constant in the file"
-            for name in reference.unreturned
-        ]
-    model_io.save(graph, target, external_data=external_data)
-    if verify:
-        checked.verification.warn(str(target), stacklevel=2)
-    return ExportResult(
-        path=target,
-        model=graph,
-        mode=mode,
-        exporter=exporter,
-        training=bool(state),
-        inputs=tuple(names),
-        outputs=(*outputs, *(name + schema.NEW_SUFFIX for name in state_names)),
-        state=tuple(state_names),
-        report=report,
-        verification=checked.verification.with_folds_of(None if report is None else report.verification),
-        notes=tuple(notes),
+    job = ExportJob(
+        model,
+        Dimensions.chosen(names, inputs, dynamic),
+        target_path,
+        _reference(model, inputs, evaluate=mode == "deploy") if verify else None,
     )
-
-
-def _check_opset(version: int, exporter: str) -> int:
-    """Return the opset, which both exporters write from 18 on; raise UsageError for one that this exporter does not write."""
-    newest = 20 if exporter == "torchscript" else 23
-    if not (isinstance(version, int) and MINIMUM_OPSET <= version <= newest):
-        raise UsageError(
-            f"opset_version: got {version!r}, expected {MINIMUM_OPSET} to {newest} with exporter {exporter!r}"
-        )
-    return version
-
-
-def _sync_batch_norms(graph: ir.Model, model: nn.Module) -> int:
-    """Return how many batch norms of an unfolded graph are sync batch norm modules of `model`, which are converted.
-
-    A node has its module's path in its name. A module that the graph does not have, as of an auxiliary head, has none.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    found = 0
-    for node in graph.graph.all_nodes():
-        if is_standard(node, "BatchNormalization"):
-            path = (node.name or "").rpartition("/")[0]
-            # torch's tracer calls a module `norm_1` when it runs a second time.
-            called = modules.get(path) or modules.get(re.sub(r"_\d+(?=\.|$)", "", path))
-            found += called is not None and is_sync_batch_norm(called)
-    return found
-
-
-def _with_sync(report: FoldReport, sync: int) -> FoldReport:
-    """Return the report with `sync` of its batch norms before folding counted as sync batch norm."""
-    plain = report.before.batch_norm - sync
-    return dataclasses.replace(
-        report, before=dataclasses.replace(report.before, batch_norm=plain, sync_batch_norm=sync)
+    target: Target
+    if kind == "onnx":
+        options = OnnxOptions(mode, exporter, opset_version, fold, simplify, external_data, output_names, certificate)
+        target = OnnxTarget(job, options)
+    else:
+        target = TorchTarget(job, kind, fold=fold)
+    artifact, verification = run(job, target)
+    if verify:
+        verification.warn(str(target_path), stacklevel=2)
+    report, notes = artifact.report, (*artifact.dimensions.static.values(), *artifact.notes)
+    for note in notes:
+        if note.kind == "scripting":
+            warnings.warn(str(note), UserWarning, stacklevel=2)
+    return ExportResult(
+        path=target_path,
+        model=artifact.model,
+        mode=mode,
+        exporter=artifact.exporter,
+        training=bool(artifact.state),
+        inputs=tuple(names),
+        outputs=(*artifact.outputs, *artifact.state),
+        state=tuple(name.removesuffix(schema.NEW_SUFFIX) for name in artifact.state),
+        report=report,
+        verification=verification.with_folds_of(None if report is None else report.verification),
+        notes=tuple(map(str, notes)),
+        format=kind,
     )
 
 
@@ -283,36 +185,6 @@ def _reference(model: nn.Module, inputs: tuple[torch.Tensor, ...], *, evaluate: 
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         reference.run_first(inputs)
     return reference
-
-
-def _to_torch_format(
-    model: nn.Module,
-    inputs: tuple[torch.Tensor, ...],
-    target: pathlib.Path,
-    format: str,
-    *,
-    dynamic: bool | Mapping[str, Mapping[int, str] | Sequence[int]],
-    verify: bool,
-    fold: bool,
-) -> ExportResult:
-    names = dynamo.input_names(model, len(inputs))
-    done = torch_formats.export(model, inputs, target, format, names=names, fold=fold, dynamic=dynamic, verify=verify)
-    if verify:
-        done.verification.warn(str(target), stacklevel=3)
-    return ExportResult(
-        path=target,
-        model=done.model,
-        mode="deploy",
-        exporter=done.method,
-        training=False,
-        inputs=tuple(names),
-        outputs=done.outputs,
-        state=(),
-        report=done.report,
-        verification=done.verification.with_folds_of(None if done.report is None else done.report.verification),
-        notes=done.notes,
-        format=format,
-    )
 
 
 def _check_torch_format(format: str, mode: str, names: list[str] | None) -> None:

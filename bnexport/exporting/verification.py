@@ -1,4 +1,4 @@
-"""Comparison of an exported graph in ONNX Runtime with the caller's own module."""
+"""Comparison of an exported file with the caller's own module."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from bnexport import schema
-from bnexport.errors import LibraryError, VerificationError
+from bnexport.errors import VerificationError
 from bnexport.exporting.dimensions.other_sizes import Fault, OtherSizes
 from bnexport.exporting.dimensions.sizes import is_constant, resized, shapes
 from bnexport.runtime import engine
@@ -33,30 +32,13 @@ class Checked:
     faults: tuple[Fault, ...] = ()
 
 
-def check(model: ir.Model, reference: Reference, inputs: Tensors, others: OtherSizes) -> Checked:
-    """Run both on `inputs` and at other sizes of the dynamic dimensions.
-
-    Statistics compare like outputs. A model that draws random numbers (Dropout in train mode) is not compared.
-
-    Raises VerificationError where the exported model does not run on `inputs`.
-    """
-    if any(tensor.dtype == torch.bfloat16 for tensor in inputs):
-        return Checked(Verification.skipped("onnxruntime's Python interface takes no bfloat16 arrays"))
-    try:
-        engines, reason = _engines(model)
-    except ImportError:
-        return Checked(Verification.skipped("onnxruntime is not installed"))
-    if not engines:
-        return Checked(Verification.skipped(reason))
-    return verdict(engines, [str(value.name) for value in model.graph.outputs], reference, inputs, others)
-
-
 def verdict(
     engines: Sequence[Engine], names: Sequence[str], reference: Reference, inputs: Tensors, others: OtherSizes
 ) -> Checked:
     """Return the verdict on an exported model for the example inputs and other sizes.
 
-    names: of the outputs. Raises VerificationError where the exported model does not run on `inputs`.
+    Statistics compare like outputs. A model that draws random numbers (Dropout in train mode) is not compared. names: of the
+    outputs. Raises VerificationError where the exported model does not run on `inputs`.
     """
     expected = reference(inputs)
     if reference.is_random(inputs):
@@ -117,7 +99,7 @@ def _in_each(
     return Verification.of(outputs, input_scale=min(result.input_scale for result in results))
 
 
-class _Session:
+class Session:
     """One session of ONNX Runtime, which takes the tensors of an export in their order."""
 
     def __init__(self, model: ir.Model, name: str, training: bool | None = None) -> None:
@@ -131,20 +113,3 @@ class _Session:
     def run(self, feeds: Mapping[str, torch.Tensor], outputs: Sequence[str]) -> list[Array]:
         arrays = dict(zip(self._engine.inputs, map(to_array, feeds.values())))
         return [np.asarray(value) for value in self._engine.run(arrays, outputs)]
-
-
-def _engines(model: ir.Model) -> tuple[list[Engine], str]:
-    """Return every way in which the model is meant to run: with the library, and by its portable body."""
-    name = engine.label(engine.ENGINES[0])
-    nodes = [node for node in model.graph.all_nodes() if node.op_type == schema.SYNC_BATCH_NORM.name]
-    if not nodes:
-        return [_Session(model, name)], ""
-    engines: list[Engine] = []
-    reason = ""
-    try:
-        engines.append(_Session(model, f"{name} with the custom-op library", training=False))
-    except LibraryError as error:
-        reason = str(error)
-    if all(node.op_identifier() in model.functions for node in nodes):
-        engines.append(_Session(model, f"{name} with the portable body"))
-    return engines, reason

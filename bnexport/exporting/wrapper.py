@@ -12,10 +12,14 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from torch import nn
 
 from bnexport.errors import BnexportError, UnsupportedModelError, first_line
+from bnexport.exporting.dimensions.dynamic import Dimensions
+from bnexport.exporting.dimensions.size_conditions import SizeConditions
+from bnexport.exporting.notes import Note
 from bnexport.exporting.substitutes.weight_norm import PlainWeightNorm
 from bnexport.sync_bn import distributed
 from bnexport.sync_bn.convert import replace, to_plain, to_sync
@@ -256,6 +260,19 @@ class Traced(nn.Module):
                     f"the model returned a {type(output).__name__} among its outputs, expected tensors only"
                 )
         return (*outputs, *new_state)
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedGraph:
+    """What an exporter made of a `Traced`: a graph, the dimensions that it left dynamic, and what it took for granted.
+
+    conditions: on sizes, which the graph does not keep; None where the exporter records none.
+    """
+
+    model: ir.Model
+    dimensions: Dimensions
+    notes: tuple[Note, ...] = ()
+    conditions: SizeConditions | None = None
 
 
 def _current(tensor: StateTensor, clones: dict[int, torch.Tensor]) -> torch.Tensor:

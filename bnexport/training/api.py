@@ -14,6 +14,7 @@ from torch import nn
 
 from bnexport.errors import UsageError, VerificationError
 from bnexport.exporting import dynamo, wrapper
+from bnexport.exporting.dimensions.dynamic import Dimensions
 from bnexport.schema import NEW_SUFFIX
 from bnexport.sync_bn.copies import copy_model
 from bnexport.training.building import graph, parallel_graph, tracing, verification
@@ -265,9 +266,9 @@ def _varying(
     dynamic: bool | Mapping[str, Mapping[int, str] | Sequence[int]],
 ) -> dict[str, str]:
     """Return the arrays whose dimension 0 is dynamic, with its name. Equal sizes in the example have one name."""
-    chosen = dynamo.chosen_dimensions(names, tensors, dynamic)
+    chosen = Dimensions.chosen(names, tensors, dynamic).free
     if isinstance(dynamic, bool):
-        chosen = [{0: ""} if dynamic and tensor.dim() else {} for tensor in tensors]
+        chosen = tuple({0: ""} if dynamic and tensor.dim() else {} for tensor in tensors)
     asked = {} if isinstance(dynamic, bool) else dynamic
     varying: dict[str, str] = {}
     labels: dict[int, str] = {}

@@ -14,7 +14,7 @@ from torch import nn
 import bnexport
 from bnexport import SyncBatchNorm, schema
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
-from bnexport.exporting import api
+from bnexport.exporting import onnx_target
 from bnexport.runtime import communicator
 from tests.support.cluster import Raised
 
@@ -311,12 +311,12 @@ def test_functional_batch_statistics_are_refused(tmp_path):
 
 
 def test_a_wrong_graph_is_never_written(tmp_path, monkeypatch):
-    def wrong(model, *arguments, finish=api.finish):
+    def wrong(model, *arguments, finish=onnx_target.finish):
         finish(model, *arguments)
         bias = model.graph.initializers["head.bias"]
         bias.const_value = ir.tensor(bias.const_value.numpy() + np.float32(1e-2), name="head.bias")
 
-    monkeypatch.setattr(api, "finish", wrong)
+    monkeypatch.setattr(onnx_target, "finish", wrong)
     path = tmp_path / "m.onnx"
     path.write_bytes(b"what was there")
     with pytest.raises(VerificationError, match=r"nothing was written: output 'output' in .*: differs"):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import bnexport
 from bnexport.errors import UnsupportedModelError
-from bnexport.exporting.tracer_notes import is_tracer_note
+from tests.exporting.traces import is_tracer_note
 
 
 class Net(nn.Module):
