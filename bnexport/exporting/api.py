@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import pathlib
 import warnings
@@ -14,13 +15,14 @@ from torch import nn
 
 from bnexport import choices, model_io, schema
 from bnexport.errors import UsageError
-from bnexport.exporting import dynamo
+from bnexport.exporting import arguments
 from bnexport.exporting.dimensions.dynamic import Dimensions
 from bnexport.exporting.job import ExportJob, Target, run
-from bnexport.exporting.keywords import as_positional
+from bnexport.exporting.notes import Note
 from bnexport.exporting.onnx_target import OnnxOptions, OnnxTarget
 from bnexport.exporting.portable_body import MINIMUM_OPSET
 from bnexport.exporting.torch_target import TorchTarget
+from bnexport.sync_bn.recognition import known_kind
 from bnexport.verification.reference import Reference
 from bnexport.verification.verdict import Verification
 
@@ -66,10 +68,10 @@ class ExportResult:
 
 def export(
     model: nn.Module,
-    args: tuple[torch.Tensor, ...] | torch.Tensor,
-    path: str | os.PathLike[str],
+    args: Any,
+    path: str | os.PathLike[str] = "",
     *,
-    kwargs: Mapping[str, torch.Tensor] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
     mode: Literal["deploy", "custom_op"] = "deploy",
     exporter: Literal["dynamo", "torchscript"] = "dynamo",
     format: Literal["onnx", "torchscript", "pt2"] | None = None,
@@ -82,6 +84,8 @@ def export(
     input_names: list[str] | None = None,
     output_names: list[str] | None = None,
     certificate: bool = True,
+    overwrite: bool = False,
+    **unknown: Any,
 ) -> ExportResult:
     """Exports `model` to a file at `path`. The module, its state and its mode stay untouched.
 
@@ -100,8 +104,10 @@ def export(
     that has nothing of ours.
 
     Args:
-        model: the module; in mode "custom_op" its train or eval mode counts.
-        args: example inputs, one tensor or a tuple of tensors for the positional parameters.
+        model: the module; in mode "custom_op" its train or eval mode counts. The one inside DistributedDataParallel,
+            DataParallel or torch.compile is exported.
+        args: example inputs for the positional parameters: a tensor, or a tuple of tensors, dicts, lists and tuples of
+            tensors, numbers, strings and None. Each tensor is an input of the file, anything else a constant.
         path: the file to write, whole or not at all.
         kwargs: example inputs that forward takes by keyword; inputs of the file behind `args`.
         mode: "deploy" or "custom_op".
@@ -121,6 +127,7 @@ def export(
         output_names: names in an ONNX graph; by default "output" (or "output_0", ..., or the keys of a dict).
         certificate: write the names of the nodes of each fold into an ONNX file's metadata, as `fold` does; the original
             is the graph that fold=False writes. Not where they prove no fold after simplification, with a note.
+        overwrite: replace a file at `path`.
 
     Warns:
         NotVerifiedWarning: the file was written, and nothing could verify it.
@@ -130,46 +137,42 @@ def export(
         UnsupportedModelError: the model cannot be exported with its semantics kept; says what to do.
         VerificationError: the exported model differs from torch; no file is written.
     """
-    inputs = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-    _check(model, inputs, mode, exporter)
-    names = None
-    if kwargs:
-        model, inputs, names = as_positional(model, inputs, kwargs)
-        _check(model, inputs, mode, exporter)
-    target_path = pathlib.Path(path)
-    kind = choices.choose_format(target_path, format)
-    model_io.check_space(target_path, sum(tensor.nbytes for tensor in model.state_dict().values()))
+    arguments.refuse_unknown(tuple(unknown), tuple(inspect.signature(export).parameters))
+    choices.check_choice("mode", mode, choices.MODES)
+    choices.check_choice("exporter", exporter, choices.EXPORTERS)
+    arguments.check_path(path, overwrite)
+    given, file = arguments.read(model, args, kwargs or {}), pathlib.Path(path)
+    kind = choices.choose_format(file, format)
     if kind != "onnx":
         _check_torch_format(kind, mode, input_names or output_names)
-    names = input_names or names or dynamo.input_names(model, len(inputs))
-    if len(names) != len(inputs):
-        raise UsageError(f"input_names: got {len(names)} names, expected {len(inputs)}, one for each input")
+    names = tuple(input_names or given.names)
+    if len(names) != len(given.inputs):
+        raise UsageError(f"input_names: got {len(names)} names, expected {len(given.inputs)}, one for each input")
+    options = OnnxOptions(mode, exporter, opset_version, fold, simplify, external_data, output_names, certificate)
+    model_io.check_space(file, sum(tensor.nbytes for tensor in given.model.state_dict().values()))
     job = ExportJob(
-        model,
-        Dimensions.chosen(names, inputs, dynamic),
-        target_path,
-        _reference(model, inputs, evaluate=mode == "deploy") if verify else None,
+        given.model,
+        Dimensions.chosen(names, given.inputs, dynamic),
+        file,
+        _reference(given.model, given.inputs, evaluate=mode == "deploy") if verify else None,
     )
-    target: Target
-    if kind == "onnx":
-        options = OnnxOptions(mode, exporter, opset_version, fold, simplify, external_data, output_names, certificate)
-        target = OnnxTarget(job, options)
-    else:
-        target = TorchTarget(job, kind, fold=fold)
+    target: Target = OnnxTarget(job, options) if kind == "onnx" else TorchTarget(job, kind, fold=fold)
     artifact, verification = run(job, target)
     if verify:
-        verification.warn(str(target_path), stacklevel=2)
-    report, notes = artifact.report, (*artifact.dimensions.static.values(), *artifact.notes)
+        verification.warn(str(file), stacklevel=2)
+    report, notes = artifact.report, [*given.notes, *artifact.dimensions.static.values(), *artifact.notes]
+    if mode == "deploy" and any(module.training and known_kind(module) for module in given.model.modules()):
+        notes.append(Note("mode", "the module is in train mode; mode 'deploy' writes it in eval mode"))
     for note in notes:
         if note.kind == "scripting":
             warnings.warn(str(note), UserWarning, stacklevel=2)
     return ExportResult(
-        path=target_path,
+        path=file,
         model=artifact.model,
         mode=mode,
         exporter=artifact.exporter,
         training=bool(artifact.state),
-        inputs=tuple(names),
+        inputs=names,
         outputs=(*artifact.outputs, *artifact.state),
         state=tuple(name.removesuffix(schema.NEW_SUFFIX) for name in artifact.state),
         report=report,
@@ -192,13 +195,3 @@ def _check_torch_format(format: str, mode: str, names: list[str] | None) -> None
         raise UsageError(f"mode: got {mode!r} with format {format!r}, expected 'deploy'; only ONNX can keep the node")
     if names:
         raise UsageError(f"input_names, output_names: given with format {format!r}, expected with 'onnx' only")
-
-
-def _check(model: nn.Module, inputs: tuple[Any, ...], mode: str, exporter: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
-    choices.check_choice("mode", mode, choices.MODES)
-    choices.check_choice("exporter", exporter, choices.EXPORTERS)
-    for index, value in enumerate(inputs):
-        if not isinstance(value, torch.Tensor):
-            raise UsageError(f"args[{index}]: got {type(value).__name__}, expected a torch.Tensor")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
+import io
 import logging
 import operator
 import warnings
@@ -115,15 +115,6 @@ def no_stack_traces() -> Iterator[None]:
         yield
     finally:
         config.do_not_emit_stack_traces = before
-
-
-def input_names(model: torch.nn.Module, count: int) -> list[str]:
-    """Return the names of forward's parameters, one for each positional input."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "input")
-    names += [f"{variadic}_{index}" for index in range(count)]
-    return names[:count]
 
 
 def export_program(
@@ -259,13 +250,15 @@ def _write_constant_sizes(graph: ir.Graph) -> None:
 def quiet() -> Iterator[None]:
     """Suppress the exporter's progress and deprecation messages; errors are still raised."""
     loggers = [
-        logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch._dynamo", "onnxscript", "onnx_ir")
+        logging.getLogger(name)
+        for name in ("torch.onnx", "torch.export", "torch._dynamo", "torch.fx", "onnxscript", "onnx_ir")
     ]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
+        # torch.export prints the graph up to a failure to stderr.
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -130,9 +130,11 @@ def _plan(dimensions: Dimensions, target: Target, reference: Reference) -> tuple
         comparable = not reference.is_random(dimensions.inputs)
     if comparable:
         others.plan(dimensions.free)
-        if others.unseen and target.declares:
-            dimensions = without_faults(dimensions, others.unseen, reference)
-            others.plan(dimensions.free)
+        if others.unseen:
+            seen = dimensions.without([axis for fault in others.unseen for axis in fault.axes], "static")
+            if target.declares:
+                dimensions = without_faults(dimensions, others.unseen, reference)
+            others.plan(seen.free)
     return dimensions, others
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-Kind = Literal["constant", "static", "limited", "traced", "scripting", "unfolded", "buffer", "unwrapped", "mode"]
+Kind = Literal[
+    "constant", "static", "limited", "traced", "scripting", "unfolded", "buffer", "argument", "unwrapped", "mode"
+]
 
 
 @dataclasses.dataclass(frozen=True)

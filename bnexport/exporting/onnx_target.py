@@ -85,7 +85,7 @@ class OnnxTarget:
                 self.unverifiable = "onnxruntime's Python interface takes no bfloat16 arrays"
 
     def build(self, dimensions: Dimensions) -> Artifact:
-        with room_for(self._traced), wrapper.named_in_errors(self._job.model):
+        with room_for(self._traced), wrapper.named_in_errors(self._job.model, self._traced, self._job.inputs):
             trace = self._trace(dimensions)
         graph, options = trace.model, self._options
         own = len(graph.graph.outputs) - len(self._state)

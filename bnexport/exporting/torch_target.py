@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from bnexport import model_io
-from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
+from bnexport.errors import UnsupportedModelError, VerificationError
 from bnexport.exporting import pt2, torchscript_format, wrapper
 from bnexport.exporting.dimensions.dynamic import Dimensions
 from bnexport.exporting.job import Artifact, ExportJob
@@ -22,7 +21,6 @@ from bnexport.folding.module import ModuleOptions, fold_copy
 from bnexport.folding.reporting.report import FoldReport
 from bnexport.model_io import Staged
 from bnexport.runtime.engine import Engine
-from bnexport.sync_bn.copies import copy_model
 from bnexport.sync_bn.nesting import room_for
 from bnexport.torch_versions import pytree
 from bnexport.verification import fresh_process
@@ -41,7 +39,7 @@ class TorchTarget:
         self._job, self._format = job, format
         self.guarded = self.declares = format == "pt2"
         converted = self._work = wrapper.for_deploy(job.model)
-        self._outputs = _output_names(copy_model(converted, share_parameters=True), job.inputs)
+        self._outputs = _output_names(wrapper.run(job.model, converted, job.inputs))
         self._report: FoldReport | None = None
         self._notes: list[Note] = []
         if fold:
@@ -86,13 +84,8 @@ class TorchTarget:
             yield [engine]
 
 
-def _output_names(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[str, ...]:
+def _output_names(output: Any) -> tuple[str, ...]:
     """Return names for the tensors among the model's outputs, as an ONNX graph would have them."""
-    try:
-        with torch.no_grad():
-            leaves, spec = pytree.tree_flatten(model(*(value.clone() for value in inputs)))
-    except Exception as error:  # what the model's code raises
-        shapes = ", ".join(str(tuple(value.shape)) for value in inputs)
-        raise UsageError(f"args: the model fails on inputs of shape {shapes}: {error}") from error
+    leaves, spec = pytree.tree_flatten(output)
     names = wrapper.output_names(spec, len(leaves))
     return tuple(name for name, value in zip(names, leaves) if isinstance(value, torch.Tensor))

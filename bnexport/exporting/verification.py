@@ -108,7 +108,9 @@ class Session:
         try:
             self._engine = engine.open(model, options=options)
         except EngineFailure as failure:
-            raise VerificationError(f"{name} cannot load the exported model: {failure.detail}") from failure
+            wide = any(value.dtype == ir.DataType.DOUBLE for value in model.graph.inputs)
+            way_out = "; it has few operators in float64: export model.float(), or with verify=False" if wide else ""
+            raise VerificationError(f"{name} cannot load the exported model: {failure.detail}{way_out}") from failure
 
     def run(self, feeds: Mapping[str, torch.Tensor], outputs: Sequence[str]) -> list[Array]:
         arrays = dict(zip(self._engine.inputs, map(to_array, feeds.values())))

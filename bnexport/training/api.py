@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bnexport.errors import UsageError, VerificationError
-from bnexport.exporting import dynamo, wrapper
+from bnexport.exporting import arguments, wrapper
 from bnexport.exporting.dimensions.dynamic import Dimensions
 from bnexport.schema import NEW_SUFFIX
 from bnexport.sync_bn.copies import copy_model
@@ -252,7 +252,7 @@ def _chosen(outputs: Sequence[str], known: tuple[str, ...]) -> dict[str, int]:
 
 def _names(model: nn.Module, tensors: tuple[torch.Tensor, ...], given: Sequence[str] | None) -> list[str]:
     if given is None:
-        return [*dynamo.input_names(model, len(tensors) - 1), _TARGET]
+        return [*arguments.input_names(model, len(tensors) - 1), _TARGET]
     if len(given) != len(tensors):
         raise UsageError(
             f"input_names: got {len(given)} names, expected {len(tensors)}, one for each array of the batch"

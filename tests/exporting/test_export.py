@@ -320,7 +320,7 @@ def test_a_wrong_graph_is_never_written(tmp_path, monkeypatch):
     path = tmp_path / "m.onnx"
     path.write_bytes(b"what was there")
     with pytest.raises(VerificationError, match=r"nothing was written: output 'output' in .*: differs"):
-        bnexport.export(_trained().eval(), torch.randn(2, 3, 6, 5), path)
+        bnexport.export(_trained().eval(), torch.randn(2, 3, 6, 5), path, overwrite=True)
     assert path.read_bytes() == b"what was there"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -331,7 +331,7 @@ def test_a_wrong_graph_is_never_written(tmp_path, monkeypatch):
         ({"mode": "fast"}, "mode: got 'fast', expected one of deploy, custom_op"),
         ({"exporter": "jit"}, "exporter: got 'jit'"),
         ({"format": "tflite"}, "format: got 'tflite'"),
-        ({"args": (1,)}, r"args\[0\]: got int"),
+        ({"args": (1,)}, "args: got no tensor"),
         ({"model": torch.relu}, "model: got builtin_function_or_method"),
         ({"input_names": ["a", "b"]}, "input_names: got 2 names, expected 1"),
         ({"output_names": ["a", "b"]}, "output_names: got 2 names, expected 1"),
@@ -353,7 +353,9 @@ def _export_in_group(group, folder, register, training=True):
     import torch.distributed as dist
 
     try:
-        result = bnexport.export(net, torch.randn(4, 3, 5), f"{folder}/{dist.get_rank(group)}.onnx", mode="custom_op")
+        result = bnexport.export(
+            net, torch.randn(4, 3, 5), f"{folder}/{dist.get_rank(group)}.onnx", mode="custom_op", overwrite=True
+        )
     finally:
         if register:
             communicator.unregister_group("pair")

@@ -105,7 +105,7 @@ CASES = [("torchscript", name) for name in NETS] + [
 
 def export(model, tmp_path, **options):
     torch.manual_seed(0)
-    options = {"exporter": "torchscript", **options}
+    options = {"exporter": "torchscript", "overwrite": True, **options}
     return bnexport.export(model.eval(), torch.randn(2, 3, 6, 6), tmp_path / "m.onnx", **options)
 
 
