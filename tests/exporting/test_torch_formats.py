@@ -238,12 +238,13 @@ def test_a_trace_that_fixes_the_batch_is_refused(tmp_path):
     path = tmp_path / "m.pt"
     path.write_bytes(b"what was there")
     arguments = (Unscriptable(fixes_batch=True), torch.randn(2, 3, 5, 5), path)
+    options = {"format": "torchscript", "overwrite": True}
     with pytest.raises(VerificationError, match="differs from torch, nothing was written"):
-        bnexport.export(*arguments, format="torchscript")
+        bnexport.export(*arguments, **options)
     assert path.read_bytes() == b"what was there"
     assert list(tmp_path.iterdir()) == [path]
     with pytest.warns(UserWarning, match="traced instead"):
-        assert bnexport.export(*arguments, format="torchscript", dynamic=False).verification.passed
+        assert bnexport.export(*arguments, **options, dynamic=False).verification.passed
 
 
 class _Halved(nn.Module):
