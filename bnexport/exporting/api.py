@@ -128,6 +128,7 @@ def export(
         certificate: write the names of the nodes of each fold into an ONNX file's metadata, as `fold` does; the original
             is the graph that fold=False writes. Not where they prove no fold after simplification, with a note.
         overwrite: replace a file at `path`.
+        unknown: none; for an argument of torch.onnx.export the error names ours.
 
     Warns:
         NotVerifiedWarning: the file was written, and nothing could verify it.
