@@ -13,6 +13,7 @@ import torch
 from bnexport.errors import VerificationError
 from bnexport.exporting.dimensions.other_sizes import Fault, OtherSizes
 from bnexport.exporting.dimensions.sizes import is_constant, resized, shapes
+from bnexport.model_io.write import tensor_total
 from bnexport.runtime import engine
 from bnexport.runtime.engine import Engine, EngineFailure
 from bnexport.verification.inputs.feeds import FeedGroup
@@ -22,6 +23,8 @@ from bnexport.verification.torch_outputs import Array, bound, to_array
 from bnexport.verification.verdict import Verification, nearest
 
 Tensors = tuple[torch.Tensor, ...]
+
+_LARGEST_OPTIMISED = 1 << 28  # bytes of weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +103,14 @@ def _in_each(
 
 
 class Session:
-    """One session of ONNX Runtime, which takes the tensors of an export in their order."""
+    """One session of ONNX Runtime, which takes the tensors of an export in their order; weights stay in their file."""
 
     def __init__(self, model: ir.Model, name: str, training: bool | None = None) -> None:
         self.name = name
-        options = engine.session_options(training)
+        # ONNX Runtime's optimisations change the layout of weights, in a copy of each: too much for a large model.
+        options = engine.session_options(training, optimised=tensor_total(model) <= _LARGEST_OPTIMISED)
         try:
-            self._engine = engine.open(model, options=options)
+            self._engine = engine.open(model, options=options, mapped=True)
         except EngineFailure as failure:
             wide = any(value.dtype == ir.DataType.DOUBLE for value in model.graph.inputs)
             way_out = "; it has few operators in float64: export model.float(), or with verify=False" if wide else ""

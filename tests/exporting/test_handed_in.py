@@ -135,7 +135,7 @@ def test_one_clear_sentence(case: str, tmp_path: Path, capfd: Any) -> None:
 def test_arguments_of_others(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
         bnexport.export(net(), X, **{"path": tmp_path / "m.onnx", **options})
-    with pytest.raises(UsageError, match="f: an argument of torch.*; here it is path"):
+    with pytest.raises(UsageError, match=r"f: an argument of torch.*; here it is path"):
         bnexport.export(net(), X, f=tmp_path / "m.onnx")
 
 
