@@ -158,9 +158,7 @@ def open(
         if isinstance(model, Serialised):
             prepared = injection.prepare(model.data, model.weights, options, providers)
         else:
-            prepared = injection.prepare_model(
-                model, options, providers, keep_options=keep_options, mapped=mapped
-            )
+            prepared = injection.prepare_model(model, options, providers, keep_options=keep_options, mapped=mapped)
         session = onnxruntime.InferenceSession(prepared.data, options, **prepared.arguments)
     session.bnexport_weights = prepared.values  # ONNX Runtime holds addresses, not arrays.
     return OnnxRuntime(session)
