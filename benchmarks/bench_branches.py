@@ -40,7 +40,7 @@ def session(path: Path) -> onnxruntime.InferenceSession:
 def measure(name: str, net: nn.Module, folder: Path, rounds: int) -> dict[str, Any]:
     x = torch.randn(1, 3, 224, 224)
     source = folder / "source.onnx"
-    bnexport.export(net, x, source, exporter="torchscript", fold=False, verify=False)
+    bnexport.export(net, x, source, exporter="torchscript", fold=False, verify=False, overwrite=True)
     reports = {
         "apart": bnexport.fold(source, folder / "apart.onnx", skip=["parallel"], verify=False).report,
         "merged": bnexport.fold(source, folder / "merged.onnx", verify=False).report,

@@ -71,7 +71,7 @@ def plain(model: nn.Module, x: torch.Tensor, path: Path) -> None:
 
 
 def ours(model: nn.Module, x: torch.Tensor, path: Path, **options: Any) -> None:
-    bnexport.export(model, x, path, **{"verify": False, **options})
+    bnexport.export(model, x, path, **{"verify": False, "overwrite": True, **options})
 
 
 CANDIDATES: dict[str, Callable[[nn.Module, torch.Tensor, Path], None]] = {

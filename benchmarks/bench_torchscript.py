@@ -65,7 +65,7 @@ def network() -> nn.Module:
 
 
 def candidates(net: nn.Module, x: torch.Tensor, path: Path) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    bnexport.export(net, x, path, format="torchscript", verify=False)
+    bnexport.export(net, x, path, format="torchscript", verify=False, overwrite=True)
     return {
         "eager": net,
         REFERENCE: torch.jit.optimize_for_inference(torch.jit.script(net)),

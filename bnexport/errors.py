@@ -21,9 +21,18 @@ __all__ = [
 ]
 
 
+_LONGEST = 300
+
+
 def first_line(error: BaseException) -> str:
     """Return the first non-empty line of an error's text, or the name of its class."""
     return next((line.strip() for line in str(error).splitlines() if line.strip(" \t:")), type(error).__name__)
+
+
+def summary(error: BaseException) -> str:
+    """Return the kind of an error, and the first line of its text that says something."""
+    kind, text = type(error).__name__, first_line(error)[:_LONGEST]
+    return kind if text == kind else f"{kind}: {text}"
 
 
 class BnexportError(Exception):

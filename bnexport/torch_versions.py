@@ -126,10 +126,20 @@ def replace_graph_log(log: Any) -> Any:
     return old
 
 
+def key_of(entry: Any) -> Any:
+    """Return the index, key or attribute name of one step of a path in a pytree."""
+    return next((getattr(entry, name) for name in ("key", "idx", "name") if hasattr(entry, name)), "")
+
+
 # torch.export. Its modules take half a second to import, and most commands need none.
 def user_error() -> type[Exception]:
     """Return what torch.export raises for code that it cannot record."""
     return torch._dynamo.exc.UserError
+
+
+def compiled_module(model: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the module inside what torch.compile returned for one."""
+    return model._modules.get("_orig_mod") if type(model).__name__ == "OptimizedModule" else None
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:

@@ -75,13 +75,13 @@ def main() -> None:
     kept, folded, deployed, training = (
         folder / f"{name}.onnx" for name in ("custom_op", "folded", "deployed", "training")
     )
-    bnexport.export(model, example, kept, mode="custom_op")
+    bnexport.export(model, example, kept, mode="custom_op", overwrite=True)
     console.print("folding that file")
     fold_report = bnexport.fold(kept, folded).report
     console.print("exporting for deployment")
-    bnexport.export(model, example, deployed, mode="deploy")
+    bnexport.export(model, example, deployed, mode="deploy", overwrite=True)
     console.print("exporting the training graph")
-    bnexport.export(model.train(), example, training, mode="custom_op")
+    bnexport.export(model.train(), example, training, mode="custom_op", overwrite=True)
     model.eval()
 
     console.print("running the test set in every engine, timed in turn")

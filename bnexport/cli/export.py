@@ -124,7 +124,7 @@ def export(
                     say(f"note: {checkpoint}: {what}: {', '.join(names)}")
         elif name is not None:
             say(f"note: the weights of {factory} are random; --checkpoint loads trained ones")
-        with status(f"exporting {factory}"), calm(), explained(factory, model, args, exporter):
+        with status(f"exporting {factory}"), calm(), explained(factory, exporter):
             result = exporting.export(
                 model.train(train),
                 args,
@@ -138,6 +138,7 @@ def export(
                 opset_version=opset,
                 verify=verify,
                 certificate=certificate,
+                overwrite=overwrite,
                 input_names=input_names if kind == "onnx" else None,
             )
     if html is not None:
@@ -145,6 +146,8 @@ def export(
             say(f"note: nothing was folded, so that there is no report for {html}")
         else:
             write_html(result.report, html)
+    if checkpoint is None and name is None:
+        say(f"note: the weights are those that {factory} made; --checkpoint loads others")
     for note in (*result.notes, *(() if result.report is None else result.report.notes)):
         say(f"note: {note}")
     folded = "" if result.report is None else f"{result.report.summary()}; "

@@ -16,7 +16,7 @@ from typing import Any
 
 from bnexport.choices import suggestion
 from bnexport.cli.console import is_verbose
-from bnexport.errors import BnexportError, UnsupportedModelError, UsageError, first_line
+from bnexport.errors import UnsupportedModelError, UsageError, summary
 
 _DYNAMIC = re.compile(r"import \*|__getattr__|\b(globals|vars|exec|setattr)\(|sys\.modules")
 
@@ -95,7 +95,7 @@ def build(factory: str) -> Any:
         raise UsageError(f"{factory}: cannot be imported: {error}{place}") from error
     except Exception as error:
         near = suggestion(attribute, dir(sys.modules.get(module_name))) if isinstance(error, AttributeError) else ""
-        raise UsageError(f"{factory}: cannot be imported: {_summary(error)}{near}") from error
+        raise UsageError(f"{factory}: cannot be imported: {summary(error)}{near}") from error
     if isinstance(target, torch.nn.Module):
         return target
     if not callable(target):
@@ -106,7 +106,7 @@ def build(factory: str) -> Any:
         model = target()
     except Exception as error:
         raise UsageError(
-            f"{factory}: calling it without arguments failed: {_summary(error)}; "
+            f"{factory}: calling it without arguments failed: {summary(error)}; "
             "write a function of your own that builds the module"
         ) from error
     if not isinstance(model, torch.nn.Module):
@@ -126,36 +126,17 @@ def calm() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained(factory: str, model: Any, args: tuple[Any, ...], exporter: str = "dynamo") -> Iterator[None]:
-    """torch's own errors, in one line: do the inputs not fit the module, or can the module not be exported?"""
-    import torch
+def explained(factory: str, exporter: str = "dynamo") -> Iterator[None]:
+    """Errors of the module and of torch's exporters in the words of the command line."""
+    from bnexport.exporting.wrapper import ExporterFailure, ForwardFailure
 
     try:
         yield
-    except Exception as raised:
-        error: BaseException = raised
-        if isinstance(raised, BnexportError):
-            from bnexport.exporting.wrapper import ExporterFailure
-
-            if not isinstance(raised, ExporterFailure) or raised.__cause__ is None:
-                raise
-            error = raised.__cause__
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in args)
-        try:
-            with torch.no_grad():
-                model.eval()(*args)
-        except Exception as reason:
-            raise UsageError(
-                f"--input: {factory} does not run on inputs of shape {shapes}: {_summary(reason)}"
-            ) from error
+    except ForwardFailure as error:
+        raise UsageError(f"--input: {factory} {error.what}") from error
+    except ExporterFailure as error:
         other = "dynamo" if exporter == "torchscript" else "torchscript"
         raise UnsupportedModelError(
-            f"{factory}: torch cannot export it, though it runs: {_summary(error)}; "
+            f"{factory}: torch cannot export it, though it runs: {summary(error.__cause__ or error)}; "
             f"see all of it with -v, or try --exporter {other} or --format torchscript"
         ) from error
-
-
-def _summary(error: BaseException) -> str:
-    """Its kind, and the first line of its text that says something."""
-    kind, text = type(error).__name__, first_line(error)
-    return kind if text == kind else f"{kind}: {text}"

@@ -98,7 +98,8 @@ def build_named(name: ModelName, arguments: list[Argument]) -> tuple[Any, list[A
     """
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         os.environ[variable] = "1"
-    from bnexport.exporting import builders, dynamo
+    from bnexport.exporting import builders
+    from bnexport.exporting.arguments import input_names
 
     with calm():
         built = builders.build(name.library, name.target, name.options, shown=name.text)
@@ -108,6 +109,6 @@ def build_named(name: ModelName, arguments: list[Argument]) -> tuple[Any, list[A
         return built.module, arguments
     if built.shape is None:
         raise missing_input(name.text)
-    (given,) = dynamo.input_names(built.module, 1)
+    (given,) = input_names(built.module, 1)
     say(f"note: input {given}:{','.join(map(str, built.shape))}, as {name.library} states; --input gives another")
     return built.module, [Argument(given, built.shape, None)]

@@ -102,6 +102,7 @@ def train_export(
         with status("importing torch"):
             import torch
 
+            from bnexport.exporting import wrapper
             from bnexport.exporting.checkpoint import load_checkpoint
             from bnexport.training import examples
             from bnexport.training.api import export_training_step
@@ -111,8 +112,8 @@ def train_export(
         function = _load_function(loss) if ":" in loss else examples.named_loss(loss)
         if checkpoint is not None:
             load_checkpoint(model, checkpoint, key=key, allow_unexpected=allow_unexpected)
-        with explained(factory, model, args), torch.no_grad():
-            output = model.eval()(*args)
+        with explained(factory):
+            output = wrapper.run(model, model.eval(), args)
         if example is not None:
             wanted = _load_target(example)
         else:

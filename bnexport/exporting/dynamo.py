@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
+import io
 import logging
 import operator
 import warnings
@@ -16,18 +16,16 @@ from onnxscript import opset18 as op
 from onnxscript.values import Op, Opset
 
 from bnexport import schema, torch_versions
-from bnexport.errors import UnsupportedModelError, UsageError
+from bnexport.errors import UnsupportedModelError
 from bnexport.exporting import computed_weights
+from bnexport.exporting.dimensions.dynamic import Axis, Dimensions
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.portable_body import MINIMUM_OPSET
 from bnexport.exporting.substitutes.adaptive_pooling import AnySizePooling
-from bnexport.exporting.wrapper import Traced
+from bnexport.exporting.wrapper import Traced, TracedGraph
 from bnexport.sync_bn import operators
 
 _MMCV = Opset(schema.DOMAIN, schema.VERSION)
-# For each input its dynamic dimensions with their names.
-Shapes = list[dict[int, str]]
-
 _NODE = Op(_MMCV, schema.SYNC_BATCH_NORM.name, schema.op_schema(schema.SYNC_BATCH_NORM))
 
 # aten operators that torch.onnx translates with inference semantics even when asked to train,
@@ -80,20 +78,11 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-def trace(
-    wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes, *, opset: int = MINIMUM_OPSET
-) -> tuple[ir.Model, list[str], SizeConditions]:
-    """Trace `wrapper` to an onnx_ir Model.
-
-    Returns it, notes on dimensions that had to stay static, and the conditions on sizes that the trace took for
-    granted, which the graph does not keep.
-
-    shapes: the dynamic dimensions; those that the model fixes leave it. opset: of the graph.
-    """
-    notes: list[str] = []
+def trace(wrapper: Traced, dimensions: Dimensions, *, opset: int = MINIMUM_OPSET) -> TracedGraph:
+    """TracedGraph `wrapper` to an onnx_ir Model, with the conditions on sizes that torch.export took for granted."""
     with quiet():
         with AnySizePooling(dynamic=True):
-            program = export_program(wrapper, args, names, shapes, notes, variadic=True)
+            program, left = export_program(wrapper, dimensions, variadic=True)
         _refuse_batch_statistics(program)
         write_floor_divisions(program)
         conditions = SizeConditions(program_inputs(program))
@@ -102,15 +91,15 @@ def trace(
                 program,
                 dynamo=True,
                 custom_translation_table=TRANSLATIONS,
-                dynamic_shapes=(tuple(shapes),) if any(shapes) else None,
-                input_names=names,
+                dynamic_shapes=(tuple(map(dict, left.free)),) if left.axes else None,
+                input_names=list(dimensions.names),
                 optimize=False,
                 opset_version=opset,
                 verbose=False,
             )
     assert onnx_program is not None
     _write_constant_sizes(onnx_program.model.graph)
-    return onnx_program.model, notes, conditions
+    return TracedGraph(onnx_program.model, left, conditions=conditions)
 
 
 @contextlib.contextmanager
@@ -128,84 +117,29 @@ def no_stack_traces() -> Iterator[None]:
         config.do_not_emit_stack_traces = before
 
 
-def input_names(model: torch.nn.Module, count: int) -> list[str]:
-    """Return the names of forward's parameters, one for each positional input."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "input")
-    names += [f"{variadic}_{index}" for index in range(count)]
-    return names[:count]
-
-
-def dynamic_dimensions(names: list[str], args: tuple[torch.Tensor, ...]) -> Shapes:
-    """Return names of the dynamic dimensions of each input: dimension 0 and those from 2 on, if rank >= 2."""
-    spatial = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
-    result = []
-    for name, arg in zip(names, args):
-        dimensions: dict[int, str] = {}
-        if arg.dim() >= 2:
-            prefix = f"{name}_" if len(args) > 1 else ""
-            rest = arg.dim() - 2
-            tails = spatial.get(rest, tuple(f"dim_{index + 2}" for index in range(rest)))
-            dimensions[0] = f"{prefix}batch"
-            dimensions.update({index + 2: f"{prefix}{tail}" for index, tail in enumerate(tails) if rest})
-        result.append(dimensions)
-    return result
-
-
-def chosen_dimensions(
-    names: list[str], args: tuple[torch.Tensor, ...], dynamic: bool | Mapping[str, Mapping[int, str] | Sequence[int]]
-) -> Shapes:
-    """Choose the names of the dynamic dimensions of each input: all or none, or those that a mapping lists by input.
-
-    Raises UsageError for an input or a dimension that is none.
-    """
-    everything = dynamic_dimensions(names, args)
-    if isinstance(dynamic, bool):
-        return everything if dynamic else [{} for _ in args]
-    unknown = sorted(set(dynamic) - set(names))
-    if unknown:
-        raise UsageError(f"dynamic: got {', '.join(unknown)}, expected inputs among {', '.join(names)}")
-    result = []
-    for name, arg, defaults in zip(names, args, everything):
-        given = dynamic.get(name, ())
-        wrong = [index for index in given if not (isinstance(index, int) and 0 <= index < arg.dim())]
-        if wrong:
-            raise UsageError(f"dynamic: {name}: got dimension {wrong[0]!r}, expected one from 0 to {arg.dim() - 1}")
-        own = given if isinstance(given, Mapping) else {}
-        result.append({index: own.get(index) or defaults.get(index, f"{name}_dim_{index}") for index in given})
-    return result
-
-
 def export_program(
-    module: torch.nn.Module,
-    args: tuple[torch.Tensor, ...],
-    names: list[str],
-    shapes: Shapes,
-    notes: list[str],
-    *,
-    variadic: bool,
-) -> torch.export.ExportedProgram:
-    """Run torch.export with dynamic sizes if the model allows them; fixed ones are removed from `shapes`, with a
-    note.
+    module: torch.nn.Module, dimensions: Dimensions, *, variadic: bool
+) -> tuple[torch.export.ExportedProgram, Dimensions]:
+    """Run torch.export with dynamic sizes if the model allows them; return the program and what it left dynamic.
 
     variadic: whether the inputs are one parameter of the module's forward, *inputs.
     """
+    args, shapes = dimensions.inputs, dimensions.free
 
     def attempt(
-        kind: Any, args: tuple[torch.Tensor, ...], fixed: Collection[tuple[int, int]] = ()
+        kind: Any, args: tuple[torch.Tensor, ...], fixed: Collection[Axis] = ()
     ) -> torch.export.ExportedProgram:
-        dimensions: Any = None
+        sizes: Any = None
         if any(shapes):
-            dimensions = tuple(
+            sizes = tuple(
                 {index: kind for index in shape if (place, index) not in fixed} for place, shape in enumerate(shapes)
             )
-        specification = (dimensions,) if variadic and dimensions is not None else dimensions
+        specification = (sizes,) if variadic and sizes is not None else sizes
         with torch.no_grad():
             return torch.export.export(module, args, dynamic_shapes=specification, strict=False)
 
     if not any(shapes):
-        return attempt(None, args)
+        return attempt(None, args), dimensions
     wide = _widen(args, shapes)
     try:
         program = attempt(torch.export.Dim.DYNAMIC, wide)
@@ -214,44 +148,33 @@ def export_program(
             program = attempt(torch.export.Dim.AUTO, wide)
         except Exception:
             raise error from None
-    doubled = _wrongly_doubled(program, args, wide, shapes)
+    doubled = _wrongly_doubled(program, dimensions, wide)
     if doubled:
         narrow = tuple(arg if place in doubled else wide[place] for place, arg in enumerate(args))
         program = attempt(torch.export.Dim.AUTO, narrow, {(place, 0) for place in doubled})
-    fixed = _fixed(program, shapes)
-    for (place, index), size in fixed.items():
-        dimension = shapes[place].pop(index)
-        notes.append(f"input {names[place]!r}: dimension {index} ({dimension}) stays {size}, the model fixes it")
-    return program
+    return program, dimensions.without(_fixed(program, dimensions), "constant")
 
 
-def _widen(args: tuple[torch.Tensor, ...], shapes: Shapes) -> tuple[torch.Tensor, ...]:
+def _widen(args: tuple[torch.Tensor, ...], shapes: Sequence[Mapping[int, str]]) -> tuple[torch.Tensor, ...]:
     """Repeat batches of one: torch.export treats a size of 1 as a constant."""
     return tuple(torch.cat([arg, arg]) if 0 in shape and arg.shape[0] == 1 else arg for arg, shape in zip(args, shapes))
 
 
 def _wrongly_doubled(
-    program: torch.export.ExportedProgram,
-    args: tuple[torch.Tensor, ...],
-    wide: tuple[torch.Tensor, ...],
-    shapes: Shapes,
+    program: torch.export.ExportedProgram, dimensions: Dimensions, wide: tuple[torch.Tensor, ...]
 ) -> set[int]:
     """Return the inputs whose batch was doubled only to be dynamic, and which the model treats differently then."""
-    doubled = {place for place, (one, two) in enumerate(zip(args, wide)) if one is not two}
-    if doubled and SizeConditions(program_inputs(program)).broken(tuple(tuple(arg.shape) for arg in args)):
+    doubled = {place for place, (one, two) in enumerate(zip(dimensions.inputs, wide)) if one is not two}
+    example = tuple(tuple(tensor.shape) for tensor in dimensions.inputs)
+    if doubled and SizeConditions(program_inputs(program)).broken(example):
         return doubled
-    return {place for place, index in _fixed(program, shapes) if index == 0 and place in doubled}
+    return {place for place, index in _fixed(program, dimensions) if index == 0 and place in doubled}
 
 
-def _fixed(program: torch.export.ExportedProgram, shapes: Shapes) -> dict[tuple[int, int], int]:
-    """Return the size of each dimension in `shapes`, by input and dimension, that is constant in the program."""
-    found = {}
-    for place, (shape, node) in enumerate(zip(shapes, user_inputs(program))):
-        for index in shape:
-            size = constant(node.meta["val"].shape[index])
-            if size is not None:
-                found[place, index] = size
-    return found
+def _fixed(program: torch.export.ExportedProgram, dimensions: Dimensions) -> list[Axis]:
+    """Return the dynamic dimensions that are constant in the program."""
+    inputs = program_inputs(program)
+    return [(place, index) for place, index in dimensions.axes if constant(inputs[place].shape[index]) is not None]
 
 
 def constant(size: int | torch.SymInt) -> int | None:
@@ -327,13 +250,15 @@ def _write_constant_sizes(graph: ir.Graph) -> None:
 def quiet() -> Iterator[None]:
     """Suppress the exporter's progress and deprecation messages; errors are still raised."""
     loggers = [
-        logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch._dynamo", "onnxscript", "onnx_ir")
+        logging.getLogger(name)
+        for name in ("torch.onnx", "torch.export", "torch._dynamo", "torch.fx", "onnxscript", "onnx_ir")
     ]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
+        # torch.export prints the graph up to a failure to stderr.
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
 
 import numpy as np
@@ -16,10 +15,10 @@ from bnexport import schema
 from bnexport.errors import UnsupportedModelError
 from bnexport.exporting import computed_weights
 from bnexport.exporting.portable_body import MINIMUM_OPSET, portable_body
+from bnexport.graph.nodes import module_path
 from bnexport.graph.versions import set_lowest_ir_version
 
 _PREFIX = "model."
-_SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def finish(
@@ -126,30 +125,13 @@ def _name_nodes(graph: ir.Graph) -> None:
     """Name nodes after their module, if the exporter records it: `stem.1/BatchNormalization`."""
     taken: set[str] = set()
     for node in graph.all_nodes():
-        scopes = node.metadata_props.get(_SCOPES)
-        path = _module_path(scopes) if scopes else _traced_path(node.name or "")
+        path = f"{module_path(node)}.".removeprefix(_PREFIX).rstrip(".")
         base = name = f"{path}/{node.op_type}" if path else node.op_type
         index = 1
         while name in taken:
             name, index = f"{base}_{index}", index + 1
         taken.add(name)
         node.name = name
-
-
-def _module_path(scopes: str) -> str:
-    """Return the innermost module of a scope list such as ['', 'model', 'model.stem', 'model.stem.1', 'conv2d']."""
-    try:
-        names = ast.literal_eval(scopes)
-    except (SyntaxError, ValueError):
-        return ""
-    modules = [str(name) for name in names[:-1] if str(name).startswith(_PREFIX)]
-    return modules[-1].removeprefix(_PREFIX) if modules else ""
-
-
-def _traced_path(name: str) -> str:
-    """Return the module of a TorchScript node name: `/model/stem/stem.0/Conv` is `stem.0`."""
-    parts = name.removeprefix("/model/").split("/")[:-1]
-    return ".".join(part for part, following in zip(parts, [*parts[1:], ""]) if not following.startswith(f"{part}."))
 
 
 def _name_outputs(graph: ir.Graph, names: list[str]) -> None:

@@ -13,6 +13,8 @@ from torch import nn
 from bnexport import torch_versions
 from bnexport.errors import UnsupportedModelError
 from bnexport.exporting import dynamo
+from bnexport.exporting.dimensions.dynamic import Dimensions
+from bnexport.exporting.notes import Note
 
 # The lower end of an ordinary dynamic dimension's range: torch.export takes sizes of 0 and 1 for constants.
 _SMALLEST = 2
@@ -20,37 +22,31 @@ NAMESPACES = ("aten", "prims", "prim")
 _PYTHON = ("_operator", "operator", "math", "builtins", "torch")
 
 
-def build(
-    model: nn.Module, inputs: tuple[torch.Tensor, ...], names: list[str], shapes: dynamo.Shapes
-) -> tuple[torch.export.ExportedProgram, list[str]]:
-    """Return the program, and notes on dimensions that the model fixes or limits. `model` is in eval mode.
-
-    shapes: the dynamic dimensions; those that the model fixes leave it.
+def build(model: nn.Module, dimensions: Dimensions) -> tuple[torch.export.ExportedProgram, Dimensions, list[Note]]:
+    """Return the program, what it left dynamic, and notes on sizes that the model limits. `model` is in eval mode.
 
     Raises UnsupportedModelError where torch.export fails, or where operators of other libraries remain.
     """
-    notes: list[str] = []
     parameters = inspect.signature(model.forward).parameters.values()
     variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     with dynamo.quiet():
         try:
-            program = dynamo.export_program(model, inputs, names, shapes, notes, variadic=variadic)
+            program, left = dynamo.export_program(model, dimensions, variadic=variadic)
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: torch.export fails: {str(error).strip()[:400]}; use format='torchscript',"
                 " which keeps control flow where it can script it"
             ) from error
     _refuse_foreign_operators(program, type(model).__name__)
-    for name, value, shape in zip(names, dynamo.program_inputs(program), shapes):
-        for index, dimension in shape.items():
-            low, high = _limits(program, value.shape[index])
-            limits = [f"at least {low}"] if low > _SMALLEST else []
-            limits += [] if high is None else [f"at most {high}"]
-            # A least height alone is mostly that of a window, which the model asks for just so.
-            if limits and (index == 0 or high is not None):
-                text = " and ".join(limits)
-                notes.append(f"input {name!r}: dimension {index} ({dimension}) has to be {text}, the model limits it")
-    return program, notes
+    values, notes = dynamo.program_inputs(program), []
+    for place, index in left.axes:
+        low, high = _limits(program, values[place].shape[index])
+        limits = [f"at least {low}"] if low > _SMALLEST else []
+        limits += [] if high is None else [f"at most {high}"]
+        # A least height alone is mostly that of a window, which the model asks for just so.
+        if limits and (index == 0 or high is not None):
+            notes.append(Note("limited", " and ".join(limits), left.names[place], index, left.free[place][index]))
+    return program, left, notes
 
 
 def allows(program: torch.export.ExportedProgram, inputs: tuple[torch.Tensor, ...]) -> bool:

@@ -18,12 +18,12 @@ from torch.onnx import symbolic_helper
 
 from bnexport import schema, torch_versions
 from bnexport.errors import StorageError, UnsupportedModelError
-from bnexport.exporting.dimensions.size_conditions import SizeConditions
-from bnexport.exporting.dynamo import Shapes
+from bnexport.exporting.dimensions.dynamic import Dimensions
+from bnexport.exporting.notes import Note
 from bnexport.exporting.substitutes.adaptive_pooling import AnySizePooling
 from bnexport.exporting.substitutes.symbolic_int import MarkedSizes
 from bnexport.exporting.tracer_notes import TracerNotes
-from bnexport.exporting.wrapper import Traced
+from bnexport.exporting.wrapper import Traced, TracedGraph
 from bnexport.sync_bn.module import SyncBatchNorm
 
 OPSET = 18
@@ -97,25 +97,20 @@ def _floor_divide(g: Any, dividend: Any, divisor: Any) -> Any:
 _SYMBOLICS = {_OPERATOR: _parsed_symbolic, "aten::linspace": _linspace, "aten::floor_divide": _floor_divide}
 
 
-def trace(
-    wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes, *, opset: int = OPSET
-) -> tuple[ir.Model, list[str], SizeConditions]:
-    """Trace `wrapper` to an onnx_ir Model with torch.onnx.export(dynamo=False).
-
-    Returns it, notes on what the trace took for constant, and no conditions: the tracer records none. shapes: the dynamic
-    dimensions.
+def trace(wrapper: Traced, dimensions: Dimensions, *, opset: int = OPSET) -> TracedGraph:
+    """TracedGraph `wrapper` to an onnx_ir Model with torch.onnx.export(dynamo=False), with notes on what the trace took for constant.
 
     Raises UnsupportedModelError for buffers that code other than our batch norms' changes: tracing loses
     changes in place.
     """
     _refuse_foreign_state(wrapper)
-    axes = {name: shape for name, shape in zip(names, shapes) if shape}
+    axes = {name: dict(shape) for name, shape in zip(dimensions.names, dimensions.free) if shape}
     for operator, symbolic in _SYMBOLICS.items():
         torch.onnx.register_custom_op_symbolic(operator, symbolic, OPSET)  # type: ignore[attr-defined]
     try:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model.onnx"
-            notes = _write(wrapper, args, names, shapes, file, opset)
+            notes = _write(wrapper, dimensions, axes, file, opset)
             model = ir.load(file)
             for initializer in model.graph.initializers.values():
                 # The folder goes away: external tensors of models over 2 GB come into memory.
@@ -124,7 +119,7 @@ def trace(
                     initializer.const_value = ir.Tensor(tensor.numpy().copy(), name=tensor.name)
             _refuse_batch_statistics(model.graph)
             _forget_wrong_shapes(model.graph, axes)
-            return model, notes, SizeConditions([])
+            return TracedGraph(model, dimensions, tuple(notes))
     except OSError as error:
         raise StorageError(
             f"cannot write the traced model to the folder for temporary files: {error.strerror or error};"
@@ -136,14 +131,14 @@ def trace(
 
 
 def _write(
-    wrapper: Traced, args: tuple[torch.Tensor, ...], names: list[str], shapes: Shapes, file: Path, opset: int
-) -> list[str]:
+    wrapper: Traced, dimensions: Dimensions, axes: dict[str, dict[int, str]], file: Path, opset: int
+) -> list[Note]:
     """Write the traced model to `file`; return the tracer's notes."""
-    images = any(dimension for shape in shapes for dimension in shape)
+    images = any(index for _, index in dimensions.axes)
     with TracerNotes() as tracer, _no_log(), AnySizePooling(dynamic=images), MarkedSizes():
         torch.onnx.export(
             wrapper,
-            args,
+            dimensions.inputs,
             str(file),
             dynamo=False,
             opset_version=opset,
@@ -151,8 +146,8 @@ def _write(
             training=torch.onnx.TrainingMode.PRESERVE,
             do_constant_folding=False,
             keep_initializers_as_inputs=False,
-            input_names=names,
-            dynamic_axes={name: shape for name, shape in zip(names, shapes) if shape},
+            input_names=list(dimensions.names),
+            dynamic_axes=axes,
         )
     return tracer.notes
 

@@ -17,28 +17,29 @@ import torch
 from torch import nn
 
 from bnexport.errors import UnsupportedModelError, first_line
+from bnexport.exporting.notes import Note
 from bnexport.exporting.tracer_notes import TracerNotes
 
 NAMESPACES = ("aten", "prim")
 _FORBIDDEN = ("prim::PythonOp", "prim::CallMethod", "prim::CallFunction")
 
 
-def build(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.jit.ScriptModule, str, list[str]]:
+def build(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.jit.ScriptModule, str, list[Note]]:
     """Return the frozen module, how it was made ("script" or "trace") and notes. `model` is in eval mode.
 
     Raises UnsupportedModelError where neither way works, or where operators of other libraries remain.
     """
-    notes: list[str] = []
+    notes: list[Note] = []
     with _quiet(), torch.no_grad():
         method = "script"
         try:
             frozen = _freeze(torch.jit.script(model))
         except Exception as error:  # the compiler raises what it likes
             method, reason = "trace", first_line(error)[:200].rstrip(":")
-            notes.append(
+            text = (
                 f"scripting fails ({reason}); traced instead: control flow and Python numbers stay as they are for the"
-                " example inputs"
             )
+            notes.append(Note("scripting", f"{text} example inputs"))
             try:
                 own = tuple(value.clone() for value in inputs)  # code that works in place may change them
                 with TracerNotes() as tracer:

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from bnexport.exporting.notes import Note
+
 _WARNING: type[Warning] = torch.jit.TracerWarning  # type: ignore[attr-defined]
 # Every line of a large model would bury the other notes.
 _MOST = 8
-_BEGINS = "the trace keeps what it found for the example"
 _OWN = tuple(str(Path(module.__file__).parent) for module in (torch, sys.modules["bnexport"]) if module.__file__)
 # Files of Python, torch and this package that pass calls of the model's code on.
 _PASSING = (
@@ -49,21 +50,16 @@ class TracerNotes:
         self._catch.__exit__(*details)
 
     @property
-    def notes(self) -> list[str]:
-        listed = [f"{_BEGINS}: {what} at {place}" for place, what in self._places.items()]
+    def notes(self) -> list[Note]:
+        listed = [f"{what} at {place}" for place, what in self._places.items()]
         if len(listed) > _MOST:
-            listed[_MOST:] = [f"{_BEGINS}: at {len(listed) - _MOST} more places"]
-        return listed
+            listed[_MOST:] = [f"at {len(listed) - _MOST} more places"]
+        return [Note("traced", f"the trace keeps what it found for the example: {each}") for each in listed]
 
     def _note(self, message: Warning | str, category: type[Warning], *_: Any) -> None:
         place = _place_in_the_model(sys._getframe(1)) if issubclass(category, _WARNING) else ""
         if place:
             self._places.setdefault(place, _kind(str(message)))
-
-
-def is_tracer_note(note: str) -> bool:
-    """Whether a note says what a trace keeps."""
-    return note.startswith(_BEGINS)
 
 
 def _place_in_the_model(frame: FrameType | None) -> str:

@@ -1,4 +1,4 @@
-"""Comparison of an exported graph in ONNX Runtime with the caller's own module."""
+"""Comparison of an exported file with the caller's own module."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from bnexport import schema
-from bnexport.errors import LibraryError, VerificationError
+from bnexport.errors import VerificationError
 from bnexport.exporting.dimensions.other_sizes import Fault, OtherSizes
 from bnexport.exporting.dimensions.sizes import is_constant, resized, shapes
+from bnexport.model_io.write import tensor_total
 from bnexport.runtime import engine
 from bnexport.runtime.engine import Engine, EngineFailure
 from bnexport.verification.inputs.feeds import FeedGroup
@@ -24,6 +24,8 @@ from bnexport.verification.verdict import Verification, nearest
 
 Tensors = tuple[torch.Tensor, ...]
 
+_LARGEST_OPTIMISED = 1 << 28  # bytes of weights
+
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
@@ -33,30 +35,13 @@ class Checked:
     faults: tuple[Fault, ...] = ()
 
 
-def check(model: ir.Model, reference: Reference, inputs: Tensors, others: OtherSizes) -> Checked:
-    """Run both on `inputs` and at other sizes of the dynamic dimensions.
-
-    Statistics compare like outputs. A model that draws random numbers (Dropout in train mode) is not compared.
-
-    Raises VerificationError where the exported model does not run on `inputs`.
-    """
-    if any(tensor.dtype == torch.bfloat16 for tensor in inputs):
-        return Checked(Verification.skipped("onnxruntime's Python interface takes no bfloat16 arrays"))
-    try:
-        engines, reason = _engines(model)
-    except ImportError:
-        return Checked(Verification.skipped("onnxruntime is not installed"))
-    if not engines:
-        return Checked(Verification.skipped(reason))
-    return verdict(engines, [str(value.name) for value in model.graph.outputs], reference, inputs, others)
-
-
 def verdict(
     engines: Sequence[Engine], names: Sequence[str], reference: Reference, inputs: Tensors, others: OtherSizes
 ) -> Checked:
     """Return the verdict on an exported model for the example inputs and other sizes.
 
-    names: of the outputs. Raises VerificationError where the exported model does not run on `inputs`.
+    Statistics compare like outputs. A model that draws random numbers (Dropout in train mode) is not compared. names: of the
+    outputs. Raises VerificationError where the exported model does not run on `inputs`.
     """
     expected = reference(inputs)
     if reference.is_random(inputs):
@@ -117,34 +102,20 @@ def _in_each(
     return Verification.of(outputs, input_scale=min(result.input_scale for result in results))
 
 
-class _Session:
-    """One session of ONNX Runtime, which takes the tensors of an export in their order."""
+class Session:
+    """One session of ONNX Runtime, which takes the tensors of an export in their order; weights stay in their file."""
 
     def __init__(self, model: ir.Model, name: str, training: bool | None = None) -> None:
         self.name = name
-        options = engine.session_options(training)
+        # ONNX Runtime's optimisations change the layout of weights, in a copy of each: too much for a large model.
+        options = engine.session_options(training, optimised=tensor_total(model) <= _LARGEST_OPTIMISED)
         try:
-            self._engine = engine.open(model, options=options)
+            self._engine = engine.open(model, options=options, mapped=True)
         except EngineFailure as failure:
-            raise VerificationError(f"{name} cannot load the exported model: {failure.detail}") from failure
+            wide = any(value.dtype == ir.DataType.DOUBLE for value in model.graph.inputs)
+            way_out = "; it has few operators in float64: export model.float(), or with verify=False" if wide else ""
+            raise VerificationError(f"{name} cannot load the exported model: {failure.detail}{way_out}") from failure
 
     def run(self, feeds: Mapping[str, torch.Tensor], outputs: Sequence[str]) -> list[Array]:
         arrays = dict(zip(self._engine.inputs, map(to_array, feeds.values())))
         return [np.asarray(value) for value in self._engine.run(arrays, outputs)]
-
-
-def _engines(model: ir.Model) -> tuple[list[Engine], str]:
-    """Return every way in which the model is meant to run: with the library, and by its portable body."""
-    name = engine.label(engine.ENGINES[0])
-    nodes = [node for node in model.graph.all_nodes() if node.op_type == schema.SYNC_BATCH_NORM.name]
-    if not nodes:
-        return [_Session(model, name)], ""
-    engines: list[Engine] = []
-    reason = ""
-    try:
-        engines.append(_Session(model, f"{name} with the custom-op library", training=False))
-    except LibraryError as error:
-        reason = str(error)
-    if all(node.op_identifier() in model.functions for node in nodes):
-        engines.append(_Session(model, f"{name} with the portable body"))
-    return engines, reason

@@ -12,17 +12,21 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from torch import nn
 
-from bnexport.errors import BnexportError, UnsupportedModelError, first_line
+from bnexport.errors import BnexportError, UnsupportedModelError, UsageError, summary
+from bnexport.exporting.dimensions.dynamic import Dimensions
+from bnexport.exporting.dimensions.size_conditions import SizeConditions
+from bnexport.exporting.notes import Note
 from bnexport.exporting.substitutes.weight_norm import PlainWeightNorm
 from bnexport.sync_bn import distributed
 from bnexport.sync_bn.convert import replace, to_plain, to_sync
 from bnexport.sync_bn.copies import copy_model
 from bnexport.sync_bn.module import SyncBatchNorm
 from bnexport.sync_bn.recognition import SYNC_KINDS, Unknown, known_kind, listed, unknown_batch_norms
-from bnexport.torch_versions import pytree
+from bnexport.torch_versions import key_of, pytree
 
 
 class LocalBatchNorm(SyncBatchNorm):
@@ -258,6 +262,19 @@ class Traced(nn.Module):
         return (*outputs, *new_state)
 
 
+@dataclasses.dataclass(frozen=True)
+class TracedGraph:
+    """What an exporter made of a `Traced`: a graph, the dimensions that it left dynamic, and what it took for granted.
+
+    conditions: on sizes, which the graph does not keep; None where the exporter records none.
+    """
+
+    model: ir.Model
+    dimensions: Dimensions
+    notes: tuple[Note, ...] = ()
+    conditions: SizeConditions | None = None
+
+
 def _current(tensor: StateTensor, clones: dict[int, torch.Tensor]) -> torch.Tensor:
     """Return the value of a state tensor after the forward: changed in place, or assigned in one of its places."""
     held = [module._buffers[key] for module, key in tensor.places]
@@ -281,21 +298,42 @@ class _Assign:
 
 
 class ExporterFailure(UnsupportedModelError):
-    """Error of torch's exporter, its cause, with the names of the modules in question."""
+    """torch cannot export the model, though it runs; its cause is torch's error."""
+
+
+class ForwardFailure(UsageError):
+    """The model does not run on the inputs. what: the shapes, and what its code raised."""
+
+    def __init__(self, model: nn.Module, inputs: tuple[torch.Tensor, ...], error: Exception) -> None:
+        shapes = ", ".join(str(tuple(value.shape)) for value in inputs)
+        types = ", ".join(dict.fromkeys(str(value.dtype).removeprefix("torch.") for value in inputs))
+        self.what = f"does not run on inputs of shape {shapes} and type {types}: {summary(error)}"
+        super().__init__(f"args: {type(model).__name__} {self.what}")
+
+
+def run(model: nn.Module, prepared: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
+    """Run a prepared copy of `model`; raise ForwardFailure with what its code raises."""
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return copy_model(prepared, share_parameters=True)(*(value.clone() for value in inputs))
+    except Exception as error:
+        raise ForwardFailure(model, inputs, error) from error
 
 
 @contextlib.contextmanager
-def named_in_errors(model: nn.Module) -> Iterator[None]:
-    """Turn errors of an exporter into an ExporterFailure that names the modules in question."""
+def named_in_errors(model: nn.Module, traced: Traced, inputs: tuple[torch.Tensor, ...]) -> Iterator[None]:
+    """Turn errors of an exporter into a ForwardFailure, or an ExporterFailure that names the modules in question."""
     try:
         yield
     except (BnexportError, MemoryError):
         raise
     except Exception as error:  # exporters raise many types, the model's own code among them
+        if not crosses_processes(traced.model):
+            run(model, traced, inputs)
         unknown = unknown_batch_norms(model, ours=True)
         raise ExporterFailure(
-            f"{listed(unknown) if unknown else type(model).__name__}: the exporter fails:"
-            f" {type(error).__name__}: {first_line(error)[:300]}"
+            f"{listed(unknown) if unknown else type(model).__name__}: torch cannot export it, though it runs:"
+            f" {summary(error)}; try another exporter, or format='torchscript'"
         ) from error
 
 
@@ -306,7 +344,6 @@ def output_names(spec: Any, count: int) -> list[str]:
         return ["output"]
     names = []
     for path in paths:
-        parts = [str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", "")))) for entry in path]
-        name = "_".join(parts)
+        name = "_".join(str(key_of(entry)) for entry in path)
         names.append(f"output_{name}" if name.replace("_", "").isdigit() else name)
     return names

@@ -11,7 +11,7 @@ from bnexport.errors import UsageError
 from bnexport.folding.reading.elementwise import OP_TYPES
 from bnexport.folding.rules.parallel import NAME as PARALLEL
 from bnexport.graph.inlining import inline_calls
-from bnexport.graph.nodes import is_standard, label
+from bnexport.graph.nodes import is_standard, label, module_path
 from bnexport.graph.sync_bn_nodes import is_sync_batch_norm
 from bnexport.model_io import walk
 
@@ -39,15 +39,21 @@ def check_selection(
     if not (only or skip or explain):
         return
     nodes = list(walk.nodes(model))
-    norms = [label(node) for node in nodes if _is_norm(node)]
-    check_names(f"{prefix}only", only, norms, norms, where)
+    norms = list(dict.fromkeys(module_path(node) or label(node) for node in nodes if _is_norm(node)))
+    either = {*norms, *(label(node) for node in nodes if _is_norm(node))}
+    check_names(f"{prefix}only", only, either, norms, where)
     if model.functions and (skip or explain):
         inlined = model.clone()
         inline_calls(inlined)
         nodes += walk.nodes(inlined)
     parts = {label(node) for node in nodes if _is_norm(node) or is_standard(node, *OP_TYPES)}
-    check_names(f"{prefix}skip", skip, parts, norms, where)
-    check_names(f"{prefix}explain", explain, {label(node) for node in nodes}, norms, where)
+    check_names(f"{prefix}skip", skip, parts | either, norms, where)
+    check_names(f"{prefix}explain", explain, {label(node) for node in nodes} | either, norms, where)
+
+
+def as_labels(names: Collection[str], nodes: Iterable[ir.Node]) -> frozenset[str]:
+    """Return the names, with the labels of their nodes for those that are paths of batch norm modules."""
+    return frozenset(names).union(label(node) for node in nodes if _is_norm(node) and module_path(node) in names)
 
 
 def as_names(option: str, names: Iterable[str]) -> frozenset[str]:

@@ -24,9 +24,10 @@ from bnexport.folding.reading.elementwise import OP_TYPES
 from bnexport.folding.reading.site import Site, batch_norm_site, elementwise_site
 from bnexport.folding.reporting.report import Refusal, SiteReport
 from bnexport.folding.rules import by_operator
+from bnexport.folding.selection import as_labels
 from bnexport.graph.converting.inference import Conversion, convert
 from bnexport.graph.inlining import inline_calls
-from bnexport.graph.nodes import is_standard, label
+from bnexport.graph.nodes import is_standard, label, module_path
 from bnexport.graph.refusal import Refused
 from bnexport.graph.scopes import Scope, scopes
 from bnexport.graph.surgery import Surgery
@@ -101,6 +102,10 @@ class Folding:
         self._labels = {node: label(node) for node in order}
         self._origins = {node: (name,) for node, name in self._labels.items()}
         self._labels.update((node, conversion.name) for node, conversion in self._conversions.items())
+        self._norms = {name for node, name in self._labels.items() if is_standard(node, "BatchNormalization")}
+        self._modules = {name: path for node, name in self._labels.items() if (path := module_path(node))}
+        only = None if self.options.only is None else as_labels(self.options.only, order)
+        self.options = dataclasses.replace(self.options, only=only, skip=as_labels(self.options.skip, order))
         entries: list[Entry] = []
         branches = Branches(self.options, self._conversions, self._label, self._region)
         total = sum(is_standard(node, "BatchNormalization") for node in order)
@@ -128,6 +133,12 @@ class Folding:
             write_parameters(scope.context)
         self._surgery.sweep()
         self.sites += [report for _, report, _ in sorted(entries, key=lambda entry: entry[0])]
+        self.sites = [dataclasses.replace(site, modules=self._paths(site)) for site in self.sites]
+
+    def _paths(self, site: SiteReport) -> tuple[str, ...]:
+        """Return the torch modules that the batch norms of a site come from, or else its other nodes."""
+        norms = [name for name in site.nodes if name in self._norms]
+        return tuple(dict.fromkeys(self._modules[name] for name in norms or site.nodes if name in self._modules))
 
     def _pass(self, scope: Scope[Context], order: dict[ir.Node, int]) -> Iterator[Entry]:
         for graph in scope.graphs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -10,6 +12,9 @@ import onnx_ir as ir
 from bnexport.graph.refusal import Refused
 from bnexport.model_io.validate import printable
 
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_KIND = re.compile(r"[A-Za-z]+(_\d+)?")
+
 
 def label(node: ir.Node) -> str:
     """Return the name of a node in reports: its name or its first output, with unprintable characters escaped."""
@@ -17,6 +22,27 @@ def label(node: ir.Node) -> str:
         return printable(node.name)
     output = next((value.name for value in node.outputs if value.name), "")
     return printable(f"{node.op_type} -> {output}")
+
+
+def module_path(node: ir.Node) -> str:
+    """Return the path of the torch module that made the node, such as `backbone.bn1`, where its exporter or ours wrote it.
+
+    The dynamo exporter keeps scopes; the TorchScript exporter names a node /backbone/bn1/BatchNormalization; ours
+    backbone.bn1/BatchNormalization. Empty for other nodes.
+    """
+    scopes, name = node.metadata_props.get(_SCOPES), node.name or ""
+    if scopes:
+        try:
+            return next((str(each) for each in reversed(ast.literal_eval(scopes)[:-1]) if each), "")
+        except (SyntaxError, ValueError, TypeError):
+            return ""
+    path, _, kind = name.rpartition("/")
+    if not path.startswith("/"):
+        return printable(path) if "/" not in path and _KIND.fullmatch(kind) else ""
+    parts = path.split("/")[1:]
+    # A list in a module is there twice: layer1/layer1.0.
+    kept = (part for part, following in zip(parts, [*parts[1:], ""]) if not following.startswith(f"{part}."))
+    return printable(".".join(kept))
 
 
 def is_standard(node: ir.Node, *op_types: str) -> bool:

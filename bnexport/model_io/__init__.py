@@ -14,7 +14,7 @@ from bnexport.model_io.parts import Parts, to_parts
 from bnexport.model_io.read import ModelSource, as_model, check, from_proto, load
 from bnexport.model_io.staging import Staged, check_space
 from bnexport.model_io.tensors import load_tensors, save_tensors
-from bnexport.model_io.write import save, stage, to_bytes, to_proto
+from bnexport.model_io.write import save, stage, stage_file, to_bytes, to_proto
 
 __all__ = [
     "DEFAULT_LIMITS",
@@ -32,6 +32,7 @@ __all__ = [
     "save",
     "save_tensors",
     "stage",
+    "stage_file",
     "to_bytes",
     "to_parts",
     "to_proto",

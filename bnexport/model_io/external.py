@@ -170,6 +170,14 @@ class ContainedTensor(ir.ExternalTensor):
             return ir.serde.TensorProtoTensor(proto).numpy()
         return data.view(self.dtype.numpy().newbyteorder("<")).reshape(self.shape.numpy())
 
+    def mapped(self) -> np.ndarray:
+        """Return the numbers where they lie in the file, which must stay as it is as long as they are used."""
+        if self.dtype.bitwidth < 8 or not self.length:
+            return self.numpy()
+        with self._file.open() as source:
+            data = np.memmap(source, np.uint8, "c", self.offset or 0, (self.length,))
+        return np.asarray(data).view(self.dtype.numpy().newbyteorder("<")).reshape(self.shape.numpy())
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self.numpy().__array__(dtype)
 

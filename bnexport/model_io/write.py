@@ -6,7 +6,7 @@ import concurrent.futures
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO
 
 import onnx
@@ -81,6 +81,22 @@ def stage(
         return staged
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError) and not isinstance(error, BnexportError):
+            raise write_error(path, error) from error
+        raise
+
+
+def stage_file(path: str | os.PathLike[str], write: Callable[[str], None]) -> Staged:
+    """Stage a file of another format. write: makes it under the name that it is given."""
+    target = _target(path)
+    staged = Staged(make_folder(target), target, None)
+    try:
+        write(staged.path)
+        with open(staged.path, "rb+") as file:
+            os.fsync(file.fileno())
+        return staged
+    except BaseException as error:
+        staged.discard()
         if isinstance(error, OSError) and not isinstance(error, BnexportError):
             raise write_error(path, error) from error
         raise

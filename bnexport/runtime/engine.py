@@ -136,12 +136,18 @@ class OnnxReference:
 
 
 def open(
-    model: ir.Model | Serialised, providers: Providers = None, *, options: Any = None, keep_options: bool = False
+    model: ir.Model | Serialised,
+    providers: Providers = None,
+    *,
+    options: Any = None,
+    keep_options: bool = False,
+    mapped: bool = False,
 ) -> OnnxRuntime:
     """Open a model, checked by `model_io` or serialised by it, in ONNX Runtime; its weights are used where they lie.
 
     providers: None for the devices that `options` hold (add_provider_for_devices), or CPU. options: of onnxruntime, which
-    serve this session only, as its weights are named in them; with keep_options others, too.
+    serve this session only, as its weights are named in them; with keep_options others, too. mapped: weights in files are
+    mapped, not read; the files must stay as they are.
 
     Raises EngineFailure, MissingPackageError without onnxruntime, and what reading a model raises.
     """
@@ -152,7 +158,7 @@ def open(
         if isinstance(model, Serialised):
             prepared = injection.prepare(model.data, model.weights, options, providers)
         else:
-            prepared = injection.prepare_model(model, options, providers, keep_options=keep_options)
+            prepared = injection.prepare_model(model, options, providers, keep_options=keep_options, mapped=mapped)
         session = onnxruntime.InferenceSession(prepared.data, options, **prepared.arguments)
     session.bnexport_weights = prepared.values  # ONNX Runtime holds addresses, not arrays.
     return OnnxRuntime(session)

@@ -106,12 +106,13 @@ def _holds_devices(options: Any) -> bool:
 
 
 def prepare_model(
-    model: ir.Model, options: Any, providers: Providers = None, *, keep_options: bool = False
+    model: ir.Model, options: Any, providers: Providers = None, *, keep_options: bool = False, mapped: bool = False
 ) -> Prepared:
     """`prepare` for a model that `model_io` has checked; its weights are read here.
 
     keep_options: other sessions are made with the same options, so weights go inside the message where it holds
-    them. Raises what reading a model raises.
+    them. mapped: weights in files are mapped, not read; the files must stay as they are. Raises what reading a model
+    raises.
     """
     from bnexport import model_io
     from bnexport.model_io.write import tensor_total
@@ -119,5 +120,8 @@ def prepare_model(
     if keep_options and tensor_total(model) <= _LARGEST_MESSAGE:
         return prepare(model_io.to_bytes(model), {}, options, providers)
     parts = model_io.to_parts(model)
-    weights = {name: tensor.numpy() for name, tensor in parts.weights.items()}
+    weights = {
+        name: tensor.mapped() if mapped and isinstance(tensor, model_io.ContainedTensor) else tensor.numpy()
+        for name, tensor in parts.weights.items()
+    }
     return prepare(parts.data, weights, options, providers)

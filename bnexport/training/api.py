@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from bnexport.errors import UsageError, VerificationError
-from bnexport.exporting import dynamo, wrapper
+from bnexport.exporting import arguments, wrapper
+from bnexport.exporting.dimensions.dynamic import Dimensions
 from bnexport.schema import NEW_SUFFIX
 from bnexport.sync_bn.copies import copy_model
 from bnexport.training.building import graph, parallel_graph, tracing, verification
@@ -251,7 +252,7 @@ def _chosen(outputs: Sequence[str], known: tuple[str, ...]) -> dict[str, int]:
 
 def _names(model: nn.Module, tensors: tuple[torch.Tensor, ...], given: Sequence[str] | None) -> list[str]:
     if given is None:
-        return [*dynamo.input_names(model, len(tensors) - 1), _TARGET]
+        return [*arguments.input_names(model, len(tensors) - 1), _TARGET]
     if len(given) != len(tensors):
         raise UsageError(
             f"input_names: got {len(given)} names, expected {len(tensors)}, one for each array of the batch"
@@ -265,9 +266,9 @@ def _varying(
     dynamic: bool | Mapping[str, Mapping[int, str] | Sequence[int]],
 ) -> dict[str, str]:
     """Return the arrays whose dimension 0 is dynamic, with its name. Equal sizes in the example have one name."""
-    chosen = dynamo.chosen_dimensions(names, tensors, dynamic)
+    chosen = Dimensions.chosen(names, tensors, dynamic).free
     if isinstance(dynamic, bool):
-        chosen = [{0: ""} if dynamic and tensor.dim() else {} for tensor in tensors]
+        chosen = tuple({0: ""} if dynamic and tensor.dim() else {} for tensor in tensors)
     asked = {} if isinstance(dynamic, bool) else dynamic
     varying: dict[str, str] = {}
     labels: dict[int, str] = {}

@@ -26,7 +26,7 @@ def build(folder: Path) -> list[int]:
     model.load_state_dict(torch.load(checkpoint, weights_only=True))
     model.eval()
     images = torch.from_numpy(digits.test_images)
-    bnexport.export(model, images[:SHOWN], folder / "kept.onnx", mode="custom_op")
+    bnexport.export(model, images[:SHOWN], folder / "kept.onnx", mode="custom_op", overwrite=True)
     with torch.no_grad():
         logits = model(images)
     samples = {

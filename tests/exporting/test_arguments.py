@@ -99,7 +99,7 @@ def test_external_data(tmp_path: Path) -> None:
 
 def test_the_suffix_names_the_format(tmp_path: Path) -> None:
     model = nn.Conv2d(3, 4, 1).eval()
-    assert bnexport.export(model, X, tmp_path / "m.pt", verify=False).format == "torchscript"
+    assert bnexport.export(model, X, tmp_path / "first.pt", verify=False).format == "torchscript"
     for path, options, message in (("m", {}, "names no format"), ("m.pt", {"format": "onnx"}, "names 'torchscript'")):
         with pytest.raises(UsageError, match=message):
             bnexport.export(model, X, tmp_path / path, **options)  # type: ignore[arg-type]

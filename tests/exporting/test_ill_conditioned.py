@@ -10,7 +10,7 @@ from torch import nn
 
 import bnexport
 from bnexport.errors import VerificationError
-from bnexport.exporting import api
+from bnexport.exporting import onnx_target
 from bnexport.folding.module import folder
 
 X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -43,13 +43,13 @@ class Cubic(nn.Module):
 def wrong_weight(monkeypatch):
     """The exported weight is off by 5 %."""
 
-    def wrong(model, *arguments, finish=api.finish):
+    def wrong(model, *arguments, finish=onnx_target.finish):
         finish(model, *arguments)
         (name,) = [name for name in model.graph.initializers if name.endswith("weight") and "conv" in name]
         value = model.graph.initializers[name]
         value.const_value = ir.tensor(value.const_value.numpy() * np.float32(1.05), name=name)
 
-    monkeypatch.setattr(api, "finish", wrong)
+    monkeypatch.setattr(onnx_target, "finish", wrong)
 
 
 def test_a_model_that_cannot_be_judged(wrong_weight, tmp_path):

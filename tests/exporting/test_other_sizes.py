@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 import bnexport
 from bnexport.errors import VerificationError
-from bnexport.exporting import api
+from bnexport.exporting import onnx_target
 from bnexport.exporting.dimensions import sizes
-from bnexport.exporting.tracer_notes import is_tracer_note
+from tests.exporting.traces import is_tracer_note
 
 DYNAMIC = ["batch", 3, "height", "width"]
 
@@ -105,7 +105,7 @@ CASES = [("torchscript", name) for name in NETS] + [
 
 def export(model, tmp_path, **options):
     torch.manual_seed(0)
-    options = {"exporter": "torchscript", **options}
+    options = {"exporter": "torchscript", "overwrite": True, **options}
     return bnexport.export(model.eval(), torch.randn(2, 3, 6, 6), tmp_path / "m.onnx", **options)
 
 
@@ -269,12 +269,12 @@ def test_a_batch_of_one_that_takes_another_branch(format, tmp_path):
 def test_equal_values_hide_nothing(tmp_path, monkeypatch):
     """On zeros a wrong weight makes no difference: random numbers are compared as well."""
 
-    def wrong(model, *arguments, finish=api.finish):
+    def wrong(model, *arguments, finish=onnx_target.finish):
         finish(model, *arguments)
         for value in model.graph.initializers.values():
             value.const_value = ir.tensor(value.const_value.numpy() * np.float32(1.05), name=value.name)
 
-    monkeypatch.setattr(api, "finish", wrong)
+    monkeypatch.setattr(onnx_target, "finish", wrong)
     model = nn.Conv2d(3, 4, 1, bias=False).eval()
     with pytest.raises(VerificationError, match=r"nothing was written: output 'output' in .*: differs"):
         bnexport.export(model, torch.zeros(1, 3, 4, 4), tmp_path / "m.onnx", exporter="torchscript", dynamic=False)

@@ -132,7 +132,7 @@ def test_a_buffer_that_a_forward_changes(tmp_path):
     assert "calls.new" in {output.name for output in result.verification.outputs}
     assert result.verification.passed
     assert not result.notes
-    evaluated = bnexport.export(model.eval(), X, tmp_path / "m.onnx", mode="custom_op", exporter="torchscript")
+    evaluated = bnexport.export(model.eval(), X, tmp_path / "n.onnx", mode="custom_op", exporter="torchscript")
     assert [note for note in evaluated.notes if "buffer 'calls' changes in a forward" in note]
     assert model.calls == 0
 

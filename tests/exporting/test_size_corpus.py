@@ -12,8 +12,8 @@ import torch
 
 import bnexport
 from bnexport.errors import UnsupportedModelError
-from bnexport.exporting.tracer_notes import is_tracer_note
 from tests.exporting.size_corpus import CASES, Net
+from tests.exporting.traces import is_tracer_note
 
 EXAMPLE = (4, 3, 8, 8)
 BATCHES = [(n, 3, 8, 8) for n in (0, 1, 2, 3, 5, 7, 9, 11, 13, 16)]

@@ -11,7 +11,8 @@ from torch import nn
 
 import bnexport
 from bnexport.exporting import tracer_notes
-from bnexport.exporting.tracer_notes import TracerNotes, is_tracer_note
+from bnexport.exporting.tracer_notes import TracerNotes
+from tests.exporting.traces import is_tracer_note
 
 
 class Asks(nn.Module):
@@ -63,5 +64,5 @@ def test_many_places_are_one_note() -> None:
             exec(code, {"warnings": warnings, "torch": torch})
         warnings.warn("of another kind", UserWarning)
     assert len(tracer.notes) == tracer_notes._MOST + 1
-    assert tracer.notes[0].endswith("an index at code/net_0.py:1 in <module>")
-    assert tracer.notes[-1].endswith("at 12 more places")
+    assert str(tracer.notes[0]).endswith("an index at code/net_0.py:1 in <module>")
+    assert str(tracer.notes[-1]).endswith("at 12 more places")

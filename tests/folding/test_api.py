@@ -246,3 +246,33 @@ def test_a_note_where_one_message_is_too_small(source: Path, tmp_path: Path, mon
     assert "target.onnx.data" in report.notes[0]
     assert json.loads(json.dumps(report.to_dict()))["notes"] == list(report.notes)
     assert verify(source, tmp_path / "target.onnx").passed
+
+
+@pytest.mark.parametrize(
+    ("name", "scopes", "path"),
+    [
+        ("/backbone/layer1/layer1.0/bn1/BatchNormalization", "", "backbone.layer1.0.bn1"),
+        ("backbone.bn1/BatchNormalization_1", "", "backbone.bn1"),
+        ("node_batch_norm_3", "['', 'backbone', 'backbone.bn1', 'batch_norm_3']", "backbone.bn1"),
+        ("StatefulPartitionedCall/net/bn1/FusedBatchNormV3", "", ""),
+        ("node_batch_norm_3", "not a list", ""),
+        ("", "", ""),
+    ],
+    ids=["torchscript exporter", "ours", "dynamo exporter", "another", "no scopes", "no name"],
+)
+def test_a_batch_norm_is_called_as_its_module(name: str, scopes: str, path: str) -> None:
+    """In reports, in `explain`, `only` and `skip`; the node's own name works as well."""
+    proto = model(BODY, SHAPES)
+    node = proto.graph.node[1]
+    node.name = name
+    if scopes:
+        node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=scopes)
+    site = fold(proto).report.sites[0]
+    assert site.modules == ((path,) if path else ())
+    assert site.name == (path or site.nodes[0])
+    for chosen in {site.name, site.nodes[0]}:
+        report = fold(proto, skip=[chosen]).report
+        assert (report.sites[0].outcome, report.explain(chosen)) == ("kept", report.sites[0])
+        assert fold(proto, only=[chosen]).report.folded
+    with pytest.raises(UsageError, match=f"did you mean {path!r}" if path else "only: got"):
+        fold(proto, only=[f"{path}x"])

@@ -39,7 +39,7 @@ EXPORT = """
 import sys
 import torch, bnexport
 model = torch.nn.Sequential(torch.nn.Conv2d(3, 256, 3), bnexport.SyncBatchNorm(256), torch.nn.Conv2d(256, 64, 1)).eval()
-bnexport.export(model, torch.zeros(1, 3, 8, 8), sys.argv[1], mode=sys.argv[2], verify=False, exporter="torchscript")
+bnexport.export(model, torch.zeros(1, 3, 8, 8), sys.argv[1], mode=sys.argv[2], verify=False, exporter="torchscript", overwrite=True)
 """
 STEP = """
 import sys

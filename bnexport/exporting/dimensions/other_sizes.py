@@ -60,17 +60,16 @@ class Fault:
 class OtherSizes:
     """Runs of the reference at other sizes of the dynamic dimensions.
 
-    reference: the outputs for any inputs; it raises where the model does not run, and returns None where the exported
-    model says that it does not. guarded: the exported model refuses sizes that it is not for; that says nothing as long
-    as it is right at others.
+    reference: the outputs for any inputs; it raises where the model does not run. guarded: the exported model refuses sizes
+    that it is not for; that says nothing as long as it is right at others. allows: whether the exported model says that it
+    is for these inputs; there is none at first.
     """
 
-    def __init__(
-        self, inputs: Tensors, reference: Callable[[Tensors], Tensors | None], *, guarded: bool = False
-    ) -> None:
+    def __init__(self, inputs: Tensors, reference: Callable[[Tensors], Tensors], *, guarded: bool = False) -> None:
         self._inputs = inputs
         self._reference = reference
         self._guarded = guarded
+        self.allows: Callable[[Tensors], bool] = lambda inputs: True
         self.runs: list[Run] = []
         self.unseen: list[Fault] = []
 
@@ -152,9 +151,8 @@ class OtherSizes:
         for changes in itertools.islice(alternatives, _TRIES):
             feed = sizes.resized(self._inputs, changes)
             with contextlib.suppress(Exception):  # what the model's code raises at sizes that it does not take
-                expected = self._reference(feed)
-                if expected is not None:
-                    return Run(changes, feed, expected)
+                if self.allows(feed):
+                    return Run(changes, feed, self._reference(feed))
         return None
 
     def _at_fault(self, wrong: Run, outcome: Verification, judge: Judge) -> list[Fault]:

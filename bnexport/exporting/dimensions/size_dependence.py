@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 
-from bnexport.errors import UnsupportedModelError, VerificationError
-from bnexport.exporting.dimensions.other_sizes import Fault, OtherSizes
+from bnexport.errors import VerificationError
+from bnexport.exporting.dimensions.dynamic import Axis, Dimensions
+from bnexport.exporting.dimensions.other_sizes import Fault
 from bnexport.exporting.dimensions.sizes import DimensionGroup, resized
-from bnexport.exporting.dynamo import Shapes
 from bnexport.exporting.wrapper import Traced
 from bnexport.torch_versions import DispatchMode, pytree
 from bnexport.verification.reference import Reference
@@ -97,108 +97,35 @@ def _differ(one: _RecordedCall, two: _RecordedCall) -> bool:
     return (one.operator, one.module) != (two.operator, two.module)
 
 
-def fix_dimensions(
-    shapes: Shapes, faults: Sequence[Fault], names: Sequence[str], inputs: Tensors, reference: Reference
-) -> list[str]:
-    """Remove the dimensions at fault from `shapes`, the dynamic ones of each input by name. Return a note for each.
+def without_faults(dimensions: Dimensions, faults: Sequence[Fault], reference: Reference) -> Dimensions:
+    """Make the dimensions at fault static, with notes that name an operator.
 
-    Raises VerificationError where none of them is there: the exported model has sizes that were not asked for.
+    Raises VerificationError where none of them is dynamic: the exported model has sizes that were not asked for.
     """
-    notes = []
     found = [
-        _name_at_any(reference, inputs, fault.axes)
+        name_at_any(dimensions, fault.axes, reference)
         if fault.run is None
-        else name_operator(reference.module(), inputs, fault.run.inputs)
+        else name_operator(reference.module(), dimensions.inputs, fault.run.inputs)
         for fault in faults
     ]
+    left = dimensions
     for fault, own in zip(faults, found):
         # Dimensions that are wrong together mostly have one cause.
-        operator = own or next(filter(None, found), "")
-        for index, dimension in fault.axes:
-            name = shapes[index].pop(dimension, None)
-            if name is not None:
-                notes.append(
-                    f"{_begins(names[index], dimension)}{name}) stays {inputs[index].shape[dimension]}:"
-                    f" {fault.reason}{operator and f' ({operator})'}"
-                )
-    if not notes:
+        left = left.without(fault.axes, "static", fault.reason, own or next(filter(None, found), ""))
+    if left.free == dimensions.free:
         raise VerificationError(f"{faults[0].reason}, in a dimension that was to be static; nothing was written")
-    return notes
+    return left
 
 
-def name_operators(
-    notes: list[str], before: Shapes, shapes: Shapes, names: Sequence[str], inputs: Tensors, reference: Reference
-) -> None:
-    """Add the operator to the notes on dimensions that an exporter has fixed since `before`."""
-    gone = [
-        (place, dimension)
-        for place, shape in enumerate(before)
-        for dimension in shape
-        if dimension not in shapes[place]
-    ]
-    found = _name_at_any(reference, inputs, gone) if gone else ""
-    for place, dimension in gone if found else ():
-        for index, note in enumerate(notes):
-            if note.startswith(_begins(names[place], dimension)):
-                notes[index] = f"{note} ({found})"
-
-
-def refuse_fixed(
-    dynamic: bool | Mapping[str, Mapping[int, str] | Sequence[int]],
-    shapes: Shapes,
-    names: Sequence[str],
-    notes: Sequence[str],
-) -> None:
-    """Raise UnsupportedModelError for a dimension that the caller names in `dynamic` and that is static now."""
-    if isinstance(dynamic, bool):
-        return
-    for name, shape in zip(names, shapes):
-        for dimension in dynamic.get(name, ()):
-            if dimension not in shape:
-                start = _begins(name, dimension)
-                reason = next((note for note in notes if note.startswith(start)), f"{start[:-2]}) cannot be dynamic")
-                raise UnsupportedModelError(
-                    f"dynamic: {reason}; leave dimension {dimension} of {name!r} out, or change that operator of the model;"
-                    " nothing was written"
-                )
-
-
-def _begins(name: str, dimension: int) -> str:
-    """Return how a note on a dimension begins."""
-    return f"input {name!r}: dimension {dimension} ("
-
-
-def _name_at_any(reference: Reference, inputs: Tensors, axes: Sequence[tuple[int, int]]) -> str:
+def name_at_any(dimensions: Dimensions, axes: Collection[Axis], reference: Reference) -> str:
     """Return the operator at the first of some sizes of these dimensions that shows one."""
+    inputs = dimensions.inputs
     groups = [DimensionGroup(0, inputs[place].shape[index], ((place, index),)) for place, index in axes]
-    for factor in _FACTORS:
+    for factor in _FACTORS if groups else ():
         others = resized(inputs, {group: factor * group.size for group in groups})
         if found := name_operator(reference.module(), inputs, others):
             return found
     return ""
-
-
-def plan_sizes(
-    shapes: Shapes,
-    names: Sequence[str],
-    inputs: Tensors,
-    reference: Reference,
-    notes: list[str],
-    *,
-    guarded: bool = False,
-) -> OtherSizes:
-    """Choose sizes at which the reference runs; remove dimensions that it fixes from `shapes`, with a note for each."""
-    others = OtherSizes(inputs, reference, guarded=guarded)
-    try:
-        comparable = not reference.is_random(inputs)
-    except Exception:  # what the model's code raises; the exporter reports it
-        comparable = False
-    if comparable:
-        others.plan(shapes)
-        if others.unseen:
-            notes += fix_dimensions(shapes, others.unseen, names, inputs, reference)
-            others.plan(shapes)
-    return others
 
 
 def _record(module: nn.Module, inputs: Tensors) -> tuple[list[_RecordedCall], bool]:

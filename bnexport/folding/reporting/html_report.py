@@ -85,7 +85,7 @@ def _site(site: Data, proof: Data | None) -> dict[str, Any]:
         "proof_bound": _number(proof.get("bound")),
         "proof_reason": proof.get("reason") or "",
         **{name: site.get(name) for name in ("op_type", "graph")},
-        **{name: list(site.get(name) or ()) for name in ("nodes", "targets", "rules")},
+        **{name: list(site.get(name) or ()) for name in ("nodes", "modules", "targets", "rules")},
         "outcome": str(site.get("outcome")),
         "reasons": [site["summary"]] * bool(site.get("summary"))
         + list(dict.fromkeys(refusal.get("text") for refusal in site.get("refusals") or ())),

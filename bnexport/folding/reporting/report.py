@@ -44,7 +44,8 @@ class SiteReport:
     BatchNormalization is left) or "kept". nodes: labels of the nodes of the site, top to bottom.
     scale_min, scale_max: the range of |gamma| / sqrt(var + eps) over the channels. summary: of merged branches, which
     are a site as well: its nodes are all that are gone, its targets what was written for them. region: names of the
-    source's nodes whose values may differ in the result: those of the site, its targets, and what lies between.
+    source's nodes whose values may differ in the result: those of the site, its targets, and what lies between. modules: paths
+    of the torch modules that the batch norms come from, where the exporter wrote them.
     """
 
     nodes: tuple[str, ...]
@@ -60,6 +61,12 @@ class SiteReport:
     scale_max: float | None = None
     summary: str = ""
     region: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What the site is called: the torch modules that it comes from, else its nodes."""
+        return " + ".join(self.modules or self.nodes)
 
     @property
     def changed(self) -> bool:
@@ -131,8 +138,8 @@ class FoldReport:
         return dict(zip((site for site in self.sites if site.changed), made, strict=False))
 
     def explain(self, node: str) -> SiteReport | None:
-        """Return the site that holds the node of this name, or None."""
-        return next((site for site in self.sites if node in site.nodes), None)
+        """Return the site that holds the node, or batch norm module, of this name, or None."""
+        return next((site for site in self.sites if node in (*site.nodes, *site.modules)), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as the command line prints it with --json."""
@@ -173,7 +180,7 @@ def _sites(report: FoldReport, everything: bool) -> Table:
     table = Table(title="Batch norms" if everything else "Not folded", title_justify="left")
     proofs = report.proofs
     cells = {
-        "node": [" + ".join(site.nodes) for site in chosen[:_SHOWN]],
+        "node": [site.name for site in chosen[:_SHOWN]],
         "channels": ["" if site.channels is None else str(site.channels) for site in chosen[:_SHOWN]],
         "outcome": [site.outcome for site in chosen[:_SHOWN]],
         "proof": [_mark(proofs.get(site)) for site in chosen[:_SHOWN]],

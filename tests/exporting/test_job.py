@@ -1,0 +1,151 @@
+"""The way of an export: in one direction, with few runs of the caller's code, and nothing left behind where it ends early."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import bnexport
+from bnexport.exporting import job as jobs
+from bnexport.exporting import onnx_target, torch_target
+from bnexport.exporting.job import ExportJob
+from bnexport.model_io import write
+from tests.folding.module.nets import trained
+
+PACKAGE = str(Path(bnexport.__file__).parent)
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+FILES = ["m.onnx", "m.pt", "m.pt2"]
+
+
+class Counting(nn.Module):
+    """Counts the runs of its code, by the sizes and types of the inputs; a trace has symbols and fakes."""
+
+    runs: ClassVar[list[tuple[Any, ...]]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.SyncBatchNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counting.runs.append((type(x).__name__, *map(str, x.shape), x.dtype))
+        return torch.relu(self.norm(self.conv(x)))
+
+
+@dataclasses.dataclass
+class Walk:
+    """Functions of the package that are entered with the module or the job, in their order."""
+
+    functions: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+
+    @property
+    def returns(self) -> int:
+        """How often the way comes back to a file that it has left."""
+        seen: list[str] = []
+        count, last = 0, ""
+        for file, _ in self.functions:
+            count += file != last and file in seen
+            seen.append(file)
+            last = file
+        return count
+
+
+def walk(model: nn.Module, path: Path) -> Walk:
+    found = Walk()
+
+    def enter(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            given = [frame.f_locals.get(name) for name in names]
+            if any(value is model or isinstance(value, ExportJob) for value in given):
+                found.functions.append((code.co_filename.removeprefix(PACKAGE), code.co_qualname))
+
+    sys.setprofile(enter)
+    try:
+        bnexport.export(model, X, path, exporter="torchscript")
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_one_direction(file: str, tmp_path: Path) -> None:
+    way = walk(trained(nn.Sequential(nn.Conv2d(3, 4, 3), nn.SyncBatchNorm(4), nn.ReLU())).eval(), tmp_path / file)
+    assert len(set(way.functions)) <= 25, way.functions
+    assert way.returns <= 15, way.functions
+
+
+@pytest.mark.filterwarnings("ignore:scripting fails")
+@pytest.mark.parametrize("file", FILES)
+def test_runs_of_the_callers_code(file: str, tmp_path: Path) -> None:
+    """One for each size and type that is compared, and four more: a second one of the example, traces, names."""
+    Counting.runs.clear()
+    result = bnexport.export(trained(Counting()).eval(), X, tmp_path / file)
+    assert result.verification.passed
+    probed = len(set(result.verification.sizes))
+    own = [run for run in Counting.runs if run[0] == "Tensor"]
+    assert len(Counting.runs) <= probed + 4, Counting.runs
+    assert len({run for run in own if "Sym" not in str(run)}) >= probed
+
+
+STAGES = {
+    "trace": (onnx_target.OnnxTarget, "_trace", "m.onnx"),
+    "finish": (onnx_target, "finish", "m.onnx"),
+    "fold": (onnx_target.OnnxTarget, "_fold", "m.onnx"),
+    "write": (write, "_write", "m.onnx"),
+    "open": (onnx_target.OnnxTarget, "open", "m.onnx"),
+    "judge": (jobs, "verdict", "m.onnx"),
+    "commit": (jobs.Staged, "commit", "m.onnx"),
+    "script": (torch_target.torchscript_format, "build", "m.pt"),
+    "save": (torch_target.torchscript_format, "save", "m.pt"),
+    "open the script": (torch_target.TorchTarget, "open", "m.pt"),
+    "save pt2": (torch_target.pt2, "save", "m.pt2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "error"), [*((stage, KeyboardInterrupt) for stage in STAGES), ("trace", MemoryError)]
+)
+def test_an_end_at_any_stage(stage: str, error: type[BaseException], tmp_path: Path, monkeypatch: Any) -> None:
+    """No file, no folder, no patched module, no other limit of recursion."""
+    owner, name, file = STAGES[stage]
+    model = trained(nn.Sequential(nn.Conv2d(3, 4, 3), nn.SyncBatchNorm(4))).eval()
+    before = state_of(model)
+    original = getattr(owner, name)
+
+    def ends(*arguments: Any, **options: Any) -> Any:
+        if name not in ("commit", "open", "verdict"):
+            original(*arguments, **options)
+        raise error("stop")
+
+    monkeypatch.setattr(owner, name, ends)
+    with pytest.raises(error):
+        bnexport.export(model, X, tmp_path / file, exporter="torchscript")
+    assert not list(tmp_path.iterdir())
+    assert state_of(model) == before
+    monkeypatch.undo()
+    assert bnexport.export(model, X, tmp_path / file, exporter="torchscript").verification.passed
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    def modules() -> Iterator[Any]:
+        for path, module in model.named_modules():
+            yield path, type(module), module.training, sorted(map(str, module.__dict__)), id(module.forward.__func__)
+
+    tensors = {name: (id(value), value.sum().item()) for name, value in model.state_dict(keep_vars=True).items()}
+    return {
+        "modules": list(modules()),
+        "tensors": tensors,
+        "recursion": sys.getrecursionlimit(),
+        "threads": threading.active_count(),
+        "jit": torch.onnx.is_in_onnx_export(),
+    }
