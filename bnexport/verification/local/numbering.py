@@ -36,6 +36,8 @@ class Numbering:
         self._read: dict[tuple[ir.Node, int], int] = {}
         self._next = itertools.count()
         self._by_key: dict[Hashable, tuple[int, ...]] = {}
+        # What a proof told of nodes of the changed model: others that equal them make the same.
+        self._learned: dict[Hashable, tuple[int, ...]] = {}
         self._of: tuple[dict[ir.Value, int], dict[ir.Value, int]] = ({}, {})
         self._first: tuple[dict[int, ir.Value], dict[int, ir.Value]] = ({}, {})
         self._heads: dict[Hashable, list[tuple[ir.TensorProtocol, int]]] = {}
@@ -61,14 +63,24 @@ class Numbering:
             self.set(side, value, number)
         return number
 
-    def snapshot(self) -> tuple[dict[ir.Value, int], dict[int, ir.Value]]:
-        """Return the numbers of the changed model."""
-        return dict(self._of[1]), dict(self._first[1])
+    def prove(self, value: ir.Value, number: int) -> None:
+        """Give its number to a value of the changed model, and to what equal operators make."""
+        self.set(1, value, number)
+        node = value.producer()
+        if node is None or value.index() != 0 or self._sides[1].is_random(node):
+            return
+        key = self.key(1, node)
+        if key is not None:
+            self._learned.setdefault(key, (number,))
 
-    def restore(self, saved: tuple[dict[ir.Value, int], dict[int, ir.Value]]) -> None:
+    def snapshot(self) -> tuple[dict[Any, Any], ...]:
+        """Return the numbers of the changed model."""
+        return dict(self._of[1]), dict(self._first[1]), dict(self._learned)
+
+    def restore(self, saved: tuple[dict[Any, Any], ...]) -> None:
         """Go back to an earlier state of the changed model's numbers."""
-        self._of = self._of[0], dict(saved[0])
-        self._first = self._first[0], dict(saved[1])
+        of, first, learned = map(dict, saved)
+        self._of, self._first, self._learned = (self._of[0], of), (self._first[0], first), learned
 
     def first(self, side: int, number: int) -> ir.Value | None:
         """Return the first value of one model that has this number."""
@@ -79,7 +91,7 @@ class Numbering:
         key = self.key(side, node)
         if key is None:
             return False
-        numbers = self._by_key.get(key, ())
+        numbers = self._by_key.get(key) or (self._learned.get(key, ()) if side else ())
         if not side and len(numbers) < len(node.outputs):
             # Of two equal nodes one may have more of its optional outputs.
             numbers += tuple(self.fresh() for _ in node.outputs[len(numbers) :])

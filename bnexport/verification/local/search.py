@@ -316,7 +316,7 @@ class _Search:
         sure, others = self._candidates(theirs, pair)
         for mine in (*sure, *others):
             if self._prove(mine, theirs, is_sure=mine in sure):
-                self._numbers.set(1, theirs, self._numbers.of(0, mine))  # type: ignore[arg-type]
+                self._numbers.prove(theirs, self._numbers.of(0, mine))  # type: ignore[arg-type]
                 return
 
     def _prove(self, mine: ir.Value, theirs: ir.Value, *, is_sure: bool) -> bool:
