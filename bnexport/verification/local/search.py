@@ -57,7 +57,7 @@ def prove(original: ir.Model, changed: ir.Model, claims: Sequence[Claim] | None 
     (`parameters.ROUNDINGS`).
     """
     try:
-        return _Search((Side(original, ROUNDINGS if claims is None else 0), Side(changed)), claims).run()
+        return _DifferenceSearch((Side(original, ROUNDINGS if claims is None else 0), Side(changed)), claims).run()
     except BnexportError as error:
         return Verification("not_verified", str(error), engine=ENGINE, method="local")
 
@@ -75,7 +75,7 @@ class _TooManyDifferences(Exception):
     """Most guesses fail: the models are no fold of each other."""
 
 
-class _Search:
+class _DifferenceSearch:
     def __init__(self, sides: tuple[Side, Side], claims: Sequence[Claim] | None) -> None:
         self._sides = sides
         self._claims = None if claims is None else Claims(sides[0], claims)
