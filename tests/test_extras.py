@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from bnexport.errors import MissingDependencyError
 from bnexport.runtime import doctor, injection
 from tests.support import warm
 
+tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads pyproject.toml")
 PROJECT: dict[str, Any] = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 
 

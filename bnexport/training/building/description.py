@@ -24,14 +24,16 @@ ACCUMULATED = "optimizer.accumulated"
 GRADIENT_SUFFIX = ".grad"
 
 
-class Kind(enum.StrEnum):
-    """Kind of a state tensor. Constants are buffers that the model's state_dict leaves out."""
+class Kind(str, enum.Enum):
+    """Kind of a state tensor, printed as its value (enum.StrEnum is of Python 3.11). Constants are buffers that the model's state_dict leaves out."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
     CONSTANT = "constant"
     OPTIMIZER = "optimizer"
     SEED = "seed"
+
+    __str__ = str.__str__
 
 
 @dataclasses.dataclass(frozen=True)
