@@ -255,9 +255,10 @@ class TorchOperator:
     def sign(self, function: Callable[..., Any], *leading: str) -> Callable[..., Any]:
         """Give a function of *arguments the operator's arguments as its signature, for exporters that inspect it.
 
-        leading: names of further arguments in front.
+        leading: names of further arguments in front. They are annotated by a class, as torch 2.4 expects: Any is none
+        before Python 3.11.
         """
-        kinds = dict.fromkeys(leading, Any) | {
+        kinds: dict[str, Any] = dict.fromkeys(leading, object) | {
             argument.name: _PYTHON_TYPES.get(argument.type, Any) for argument in self.arguments
         }
         positional = inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -7,7 +7,8 @@ name, so that an entry can go once OLDEST reaches it; entries without it have no
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -91,6 +92,13 @@ gather_single: Any = next(
 )
 
 
+def group_store(group: Any) -> Any:
+    """Return the key-value store of a group. Public in 2.9, as a method."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
 def openmp_parallel() -> int:
     """Return the address of GOMP_parallel in the OpenMP runtime that torch's own library links; 0 if there is none."""
     try:
@@ -101,6 +109,13 @@ def openmp_parallel() -> int:
 
 
 # The TorchScript exporter. torch.onnx is loaded where it is used: it takes longer than folding a module.
+if TYPE_CHECKING:
+    GraphContext = Any
+else:
+    # What a symbolic writes to. torch 2.4 asks the annotation for its base classes, and Any is no class in Python 3.10.
+    GraphContext = object
+
+
 def is_none(value: Any) -> bool:
     return torch.onnx.symbolic_helper._is_none(value)
 
@@ -131,7 +146,22 @@ def key_of(entry: Any) -> Any:
     return next((getattr(entry, name) for name in ("key", "idx", "name") if hasattr(entry, name)), "")
 
 
+def fx_asks() -> bool:
+    """Whether the caller's caller is torch.fx, which asks each value of a trace for its class before 2.8."""
+    return not has((2, 8)) and sys._getframe(2).f_globals["__name__"].startswith("torch.fx.")
+
+
 # torch.export. Its modules take half a second to import, and most commands need none.
+def dynamic_size(axis: tuple[int, int], automatic: bool) -> Any:
+    """Return what torch.export takes for a dynamic dimension, of an input and an index.
+
+    automatic: it may become constant. Before 2.6, which has neither, it may not.
+    """
+    if has((2, 6)):
+        return torch.export.Dim.AUTO if automatic else torch.export.Dim.DYNAMIC
+    return torch.export.Dim("size_{}_{}".format(*axis))
+
+
 def user_error() -> type[Exception]:
     """Return what torch.export raises for code that it cannot record."""
     return torch._dynamo.exc.UserError

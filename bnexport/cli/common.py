@@ -7,7 +7,6 @@ import functools
 import inspect
 import math
 import os
-import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -128,16 +127,14 @@ def _with_common_options(function: Callable[..., Any]) -> Callable[..., Any]:
         with _limits(limit):
             return function(**options)
 
-    hints = typing.get_type_hints(function, include_extras=True)
     parameters = [
-        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in inspect.signature(function).parameters.items()
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(function, eval_str=True).parameters.values()
     ]
     for name, default, annotation in (("quiet", False, _Quiet), ("verbose", False, _Verbose), ("limit", None, _Limit)):
         parameters.append(
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         )
-        hints[name] = annotation
-    run.__annotations__ = hints
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run

@@ -57,7 +57,10 @@ def export(
     mode: Annotated[
         str, typer.Option(metavar="MODE", help="deploy: folded inference. custom_op: the node is kept.")
     ] = "deploy",
-    exporter: Annotated[str, typer.Option(metavar="NAME", help="For ONNX: dynamo or torchscript.")] = "dynamo",
+    exporter: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="For ONNX: dynamo or torchscript; by default dynamo from torch 2.9 on."),
+    ] = None,
     file_format: Annotated[
         str | None,
         typer.Option(
@@ -97,7 +100,8 @@ def export(
     check_new(target, overwrite)
     kind = choices.choose_format(target, file_format, path_name="OUT", name="--format")
     choices.check_choice("--mode", mode, choices.MODES)
-    choices.check_choice("--exporter", exporter, choices.EXPORTERS)
+    if exporter is not None:
+        choices.check_choice("--exporter", exporter, choices.EXPORTERS)
     arguments = parse(inputs or ())
     chosen = chosen_dimensions(dynamic_dims, dynamic, [argument.name for argument in arguments])
     check_exists(checkpoint, "--checkpoint")

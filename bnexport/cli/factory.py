@@ -126,7 +126,7 @@ def calm() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained(factory: str, exporter: str = "dynamo") -> Iterator[None]:
+def explained(factory: str, exporter: str | None = None) -> Iterator[None]:
     """Errors of the module and of torch's exporters in the words of the command line."""
     from bnexport.exporting.wrapper import ExporterFailure, ForwardFailure
 

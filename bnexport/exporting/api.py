@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from bnexport import choices, model_io, schema
+from bnexport import choices, model_io, schema, torch_versions
 from bnexport.errors import UsageError
 from bnexport.exporting import arguments
 from bnexport.exporting.dimensions.dynamic import Dimensions
@@ -73,7 +73,7 @@ def export(
     *,
     kwargs: Mapping[str, Any] | None = None,
     mode: Literal["deploy", "custom_op"] = "deploy",
-    exporter: Literal["dynamo", "torchscript"] = "dynamo",
+    exporter: Literal["dynamo", "torchscript"] | None = None,
     format: Literal["onnx", "torchscript", "pt2"] | None = None,
     dynamic: bool | Mapping[str, Mapping[int, str] | Sequence[int]] = True,
     opset_version: int = MINIMUM_OPSET,
@@ -111,7 +111,8 @@ def export(
         path: the file to write, whole or not at all.
         kwargs: example inputs that forward takes by keyword; inputs of the file behind `args`.
         mode: "deploy" or "custom_op".
-        exporter: for ONNX, "dynamo" (torch.export) or "torchscript" (tracing).
+        exporter: for ONNX, "dynamo" (torch.export; torch 2.9 or newer) or "torchscript" (tracing); None for dynamo where
+            this torch has it, else TorchScript, with a note.
         format: "onnx", "torchscript" or "pt2"; None for the one that the suffix of `path` names: .onnx, .pt or .pt2.
         dynamic: dimension 0 and every dimension from 2 on of each input of rank >= 2 are dynamic, where the exported
             model is right at other sizes; the others get the example's size, with a note. A mapping chooses them one by
@@ -140,7 +141,7 @@ def export(
     """
     arguments.refuse_unknown(tuple(unknown), tuple(inspect.signature(export).parameters))
     choices.check_choice("mode", mode, choices.MODES)
-    choices.check_choice("exporter", exporter, choices.EXPORTERS)
+    tracer, exporter_note = _choose_exporter(exporter)
     arguments.check_path(path, overwrite)
     given, file = arguments.read(model, args, kwargs or {}), pathlib.Path(path)
     kind = choices.choose_format(file, format)
@@ -149,7 +150,7 @@ def export(
     names = tuple(input_names or given.names)
     if len(names) != len(given.inputs):
         raise UsageError(f"input_names: got {len(names)} names, expected {len(given.inputs)}, one for each input")
-    options = OnnxOptions(mode, exporter, opset_version, fold, simplify, external_data, output_names, certificate)
+    options = OnnxOptions(mode, tracer, opset_version, fold, simplify, external_data, output_names, certificate)
     model_io.check_space(file, sum(tensor.nbytes for tensor in given.model.state_dict().values()))
     job = ExportJob(
         given.model,
@@ -164,6 +165,8 @@ def export(
     report, notes = artifact.report, [*given.notes, *artifact.dimensions.static.values(), *artifact.notes]
     if mode == "deploy" and any(module.training and known_kind(module) for module in given.model.modules()):
         notes.append(Note("mode", "the module is in train mode; mode 'deploy' writes it in eval mode"))
+    if exporter_note is not None and kind == "onnx":
+        notes.append(exporter_note)
     for note in notes:
         if note.kind == "scripting":
             warnings.warn(str(note), UserWarning, stacklevel=2)
@@ -181,6 +184,20 @@ def export(
         notes=tuple(map(str, notes)),
         format=kind,
     )
+
+
+def _choose_exporter(given: str | None) -> tuple[str, Note | None]:
+    """Return the exporter, and why it is not dynamo where nobody chose it."""
+    needed = torch_versions.DYNAMO_EXPORTER
+    if given is None and not torch_versions.has(needed):
+        wanted = ".".join(map(str, needed))
+        text = f"written by the TorchScript exporter: the dynamo exporter needs torch {wanted}, got {torch.__version__}"
+        return "torchscript", Note("exporter", text)
+    chosen = "dynamo" if given is None else given
+    choices.check_choice("exporter", chosen, choices.EXPORTERS)
+    if chosen == "dynamo":
+        torch_versions.require(needed, "exporter='dynamo'")
+    return chosen, None
 
 
 def _reference(model: nn.Module, inputs: tuple[torch.Tensor, ...], *, evaluate: bool) -> Reference:

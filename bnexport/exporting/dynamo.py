@@ -127,31 +127,33 @@ def export_program(
     args, shapes = dimensions.inputs, dimensions.free
 
     def attempt(
-        kind: Any, args: tuple[torch.Tensor, ...], fixed: Collection[Axis] = ()
+        args: tuple[torch.Tensor, ...], *, automatic: bool, fixed: Collection[Axis] = ()
     ) -> torch.export.ExportedProgram:
         sizes: Any = None
         if any(shapes):
+            axes = [[(place, index) for index in shape] for place, shape in enumerate(shapes)]
             sizes = tuple(
-                {index: kind for index in shape if (place, index) not in fixed} for place, shape in enumerate(shapes)
+                {axis[1]: torch_versions.dynamic_size(axis, automatic) for axis in each if axis not in fixed}
+                for each in axes
             )
         specification = (sizes,) if variadic and sizes is not None else sizes
         with torch.no_grad():
             return torch.export.export(module, args, dynamic_shapes=specification, strict=False)
 
     if not any(shapes):
-        return attempt(None, args), dimensions
+        return attempt(args, automatic=False), dimensions
     wide = _widen(args, shapes)
     try:
-        program = attempt(torch.export.Dim.DYNAMIC, wide)
+        program = attempt(wide, automatic=False)
     except (torch_versions.user_error(), ValueError, RuntimeError) as error:
         try:
-            program = attempt(torch.export.Dim.AUTO, wide)
+            program = attempt(wide, automatic=True)
         except Exception:
             raise error from None
     doubled = _wrongly_doubled(program, dimensions, wide)
     if doubled:
         narrow = tuple(arg if place in doubled else wide[place] for place, arg in enumerate(args))
-        program = attempt(torch.export.Dim.AUTO, narrow, {(place, 0) for place in doubled})
+        program = attempt(narrow, automatic=True, fixed={(place, 0) for place in doubled})
     return program, dimensions.without(_fixed(program, dimensions), "constant")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
 from pathlib import Path
@@ -31,7 +32,7 @@ def build(model: nn.Module, dimensions: Dimensions) -> tuple[torch.export.Export
     variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     with dynamo.quiet():
         try:
-            program, left = dynamo.export_program(model, dimensions, variadic=variadic)
+            program, left = _program(model, dimensions, variadic)
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: torch.export fails: {str(error).strip()[:400]}; use format='torchscript',"
@@ -47,6 +48,20 @@ def build(model: nn.Module, dimensions: Dimensions) -> tuple[torch.export.Export
         if limits and (index == 0 or high is not None):
             notes.append(Note("limited", " and ".join(limits), left.names[place], index, left.free[place][index]))
     return program, left, notes
+
+
+def _program(
+    model: nn.Module, dimensions: Dimensions, variadic: bool
+) -> tuple[torch.export.ExportedProgram, Dimensions]:
+    """Record the model, before torch 2.6 with fewer dynamic sizes where it fails: there none may become constant."""
+    try:
+        return dynamo.export_program(model, dimensions, variadic=variadic)
+    except Exception:
+        if not torch_versions.has((2, 6)):
+            for narrower in dimensions.narrower("this torch cannot record it for other sizes"):
+                with contextlib.suppress(Exception):
+                    return dynamo.export_program(model, narrower, variadic=variadic)
+        raise
 
 
 def allows(program: torch.export.ExportedProgram, inputs: tuple[torch.Tensor, ...]) -> bool:

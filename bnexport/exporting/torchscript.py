@@ -30,7 +30,7 @@ OPSET = 18
 _OPERATOR = "bnexport::sync_batch_norm"
 
 
-def _symbolic(g: Any, *arguments: Any) -> Any:
+def _symbolic(g: torch_versions.GraphContext, *arguments: Any) -> Any:
     given = schema.TORCH_SYNC_BATCH_NORM.bind(arguments)
     input, *vectors = (given[value.name] for value in schema.SYNC_BATCH_NORM.inputs)
     double = input.type().scalarType() == "Double"
@@ -68,7 +68,7 @@ _parsed_symbolic = symbolic_helper.parse_args(
 )(schema.TORCH_SYNC_BATCH_NORM.sign(_symbolic, "g"))
 
 
-def _linspace(g: Any, start: Any, end: Any, steps: Any, dtype: Any, *_: Any) -> Any:
+def _linspace(g: torch_versions.GraphContext, start: Any, end: Any, steps: Any, dtype: Any, *_: Any) -> Any:
     """Translate linspace, also of one value: torch's own translation divides by steps - 1, which is 0 for an image of one
     row, and coordinates became NaN.
     """
@@ -84,7 +84,7 @@ def _linspace(g: Any, start: Any, end: Any, steps: Any, dtype: Any, *_: Any) -> 
     return g.op("Add", g.op("Mul", index, step), first)
 
 
-def _floor_divide(g: Any, dividend: Any, divisor: Any) -> Any:
+def _floor_divide(g: torch_versions.GraphContext, dividend: Any, divisor: Any) -> Any:
     """Translate floor_divide, and // of sizes: torch's own translation rounds towards zero."""
     if torch_versions.is_float(dividend) or torch_versions.is_float(divisor):
         return g.op("Floor", g.op("Div", dividend, divisor))

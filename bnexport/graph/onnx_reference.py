@@ -231,8 +231,8 @@ class ConvTranspose(_Windowed):
             pads = [self.halves(size - target) for size, target in zip(full, wanted, strict=True)]
         if min(map(min, pads)) < 0 or any(size < sum(pair) for size, pair in zip(full, pads, strict=True)):
             raise ValueError(f"negative padding, or more than {full} elements of it")
-        kept = (slice(low, size - high) for size, (low, high) in zip(full, pads, strict=True))
-        return y[tuple([slice(None), slice(None), *kept])]
+        kept = [slice(low, size - high) for size, (low, high) in zip(full, pads, strict=True)]
+        return y[tuple([slice(None)] * 2 + kept)]
 
 
 MENDED: tuple[type[OpRun], ...] = (

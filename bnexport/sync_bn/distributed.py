@@ -110,7 +110,7 @@ def backend_of(name: str, device: str) -> str | None:
 
 def store_of(name: str) -> Any:
     """Return the key-value store of the group `name`; waiting in it ends with the group's timeout."""
-    return resolve(name).get_group_store()
+    return torch_versions.group_store(resolve(name))
 
 
 def resolve(name: str) -> Any:

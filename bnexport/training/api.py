@@ -12,6 +12,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
+from bnexport import torch_versions
 from bnexport.errors import UsageError, VerificationError
 from bnexport.exporting import arguments, wrapper
 from bnexport.exporting.dimensions.dynamic import Dimensions
@@ -122,6 +123,7 @@ def export_training_step(
         UnsupportedModelError: the step cannot be one graph; names the operator or module, and a way out.
         VerificationError: the graph differs from torch; no file is written.
     """
+    torch_versions.require(torch_versions.DYNAMO_EXPORTER, "a training step")
     tensors = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
     _check(model, loss, tensors, mode, clip_grad_norm, accumulate)
     names = _names(model, tensors, input_names)

@@ -67,7 +67,12 @@ def walk(model: nn.Module, path: Path) -> Walk:
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             given = [frame.f_locals.get(name) for name in names]
             if any(value is model or isinstance(value, ExportJob) for value in given):
-                found.functions.append((code.co_filename.removeprefix(PACKAGE), code.co_qualname))
+                found.functions.append(
+                    (
+                        code.co_filename.removeprefix(PACKAGE),
+                        getattr(code, "co_qualname", f"{code.co_name} {code.co_firstlineno}"),
+                    )
+                )
 
     sys.setprofile(enter)
     try:

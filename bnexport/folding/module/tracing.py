@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 from torch.fx.proxy import TraceError
 
+from bnexport import torch_versions
 from bnexport.errors import UnsupportedModelError, UsageError, first_line
 from bnexport.folding.module import layers
 from bnexport.sync_bn.copies import copy_model
@@ -152,6 +153,8 @@ class _Symbol(fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
+        if torch_versions.fx_asks():
+            return fx.Proxy
         if not self.tracer.is_tensor(self.node):  # type: ignore[attr-defined]
             raise TraceError(f"its code asks for the class of {self.node}, which the trace does not know")
         return torch.Tensor

@@ -25,7 +25,7 @@ GRADIENT_SUFFIX = ".grad"
 
 
 class Kind(str, enum.Enum):
-    """Kind of a state tensor, printed as its value (enum.StrEnum is of Python 3.11). Constants are buffers that the model's state_dict leaves out."""
+    """Kind of a state tensor. Constants are buffers that the model's state_dict leaves out."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -33,7 +33,7 @@ class Kind(str, enum.Enum):
     OPTIMIZER = "optimizer"
     SEED = "seed"
 
-    __str__ = str.__str__
+    __str__ = str.__str__  # as enum.StrEnum, which is of Python 3.11
 
 
 @dataclasses.dataclass(frozen=True)
