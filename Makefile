@@ -9,7 +9,7 @@ TOOLS  := PATH="$(CURDIR)/$(BIN):$$PATH"
 CXX_SOURCES = $(shell find custom_ops tests examples benchmarks -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h' | grep -v /node_modules/)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-zoo test-slow test-browser test-matrix test-runtimes fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold bench-tools cuda cuda-registers gpu-kit test-install workflows docs coverage mutation public-api lint format tidy wheel clean
+.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-zoo test-torch test-slow test-browser test-matrix test-runtimes fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold bench-tools cuda cuda-registers gpu-kit test-install workflows docs coverage mutation public-api lint format tidy wheel clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -51,6 +51,11 @@ test-models: $(READY) ## folding of real trained models out of packages (needs a
 
 test-frameworks: $(READY) ## real timm, MMCV, MMSegmentation and inplace_abn against their conversion, in build/frameworks (an hour; needs a package index)
 	$(BIN)/python -m pytest -m slow tests/frameworks
+
+VERSIONS ?= 2.4.1/3.10 2.6.0/3.11 2.9.1/3.12 2.13.0/3.11 2.14.1/3.13
+test-torch: $(READY) ## VERSIONS of torch/Python, each from the wheel in build/torch: ten ways, and the tests of tests/torch_versions (an hour, 5 GB each; needs a package index)
+	$(BIN)/python -m tests.torch_versions $(VERSIONS)
+	$(BIN)/python -m benchmarks.page
 
 ZOO ?=
 test-zoo: $(READY) ## real architectures of seven libraries through every export, next to torch.onnx.export; docs/zoo.md (hours, resumes; ZOO="--minutes 60")

@@ -284,6 +284,25 @@ def runtimes(report: Report) -> str:
     return "\n\n".join([*parts, "\n".join(notes)]) if notes else "\n\n".join(parts)
 
 
+def torch_versions(report: Report) -> str:
+    rows = report["rows"]
+    ways = [way for way in next(iter(rows.values()))["ways"]]
+    lines = [
+        "| | "
+        + " | ".join(f"torch {row['torch'].partition('+')[0]}, Python {row['python']}" for row in rows.values())
+        + " |"
+    ]
+    lines.append("|---" * (len(rows) + 1) + "|")
+    for way in ways:
+        cells = ({"passed": "yes"}.get(row["ways"][way], row["ways"][way]) for row in rows.values())
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    lines.append(
+        "| tests passed, failed | " + " | ".join(f"{row['passed']}, {row['failed']}" for row in rows.values()) + " |"
+    )
+    lines.append("| with ONNX Runtime | " + " | ".join(row["onnxruntime"] for row in rows.values()) + " |")
+    return "\n".join(lines)
+
+
 def proof(report: Report) -> str:
     rows = [
         [name, str(row["sites"]), seconds_of(row), f"{row['cmp_seconds']:.2f} s" if "cmp_seconds" in row else ""]
@@ -313,6 +332,7 @@ BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "proof": ("folding.md", "proof.json", proof),
     "forms": ("folding.md", "forms.json", forms),
     "foreign_folds": ("folding.md", "foreign_folds.json", foreign_folds),
+    "torch_versions": ("support.md", "torch_versions.json", torch_versions),
     "torchscript": ("deploy.md", "torchscript.json", torchscript),
     "lower_precision": ("guides/quantization.md", "lower_precision.json", lower_precision),
     "other_tools": ("../README.md", "other_tools.json", tables.other_tools),

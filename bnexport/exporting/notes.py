@@ -6,7 +6,17 @@ import dataclasses
 from typing import Literal
 
 Kind = Literal[
-    "constant", "static", "limited", "traced", "scripting", "unfolded", "buffer", "argument", "unwrapped", "mode"
+    "constant",
+    "static",
+    "limited",
+    "traced",
+    "scripting",
+    "unfolded",
+    "buffer",
+    "argument",
+    "unwrapped",
+    "mode",
+    "exporter",
 ]
 
 
