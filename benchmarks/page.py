@@ -286,7 +286,7 @@ def runtimes(report: Report) -> str:
 
 def torch_versions(report: Report) -> str:
     rows = report["rows"]
-    ways = [way for way in next(iter(rows.values()))["ways"]]
+    ways = list(next(iter(rows.values()))["ways"])
     lines = [
         "| | "
         + " | ".join(f"torch {row['torch'].partition('+')[0]}, Python {row['python']}" for row in rows.values())

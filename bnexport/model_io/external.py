@@ -22,6 +22,7 @@ import onnx
 import onnx_ir as ir
 
 from bnexport.errors import MalformedModelError, UnsafeModelError
+from bnexport.model_io import systems
 from bnexport.model_io.limits import Limits
 from bnexport.model_io.validate import tensor_bytes
 
@@ -116,15 +117,7 @@ def _open_below(folder: str, parts: tuple[str, ...], allow_links: bool) -> int:
             if os.path.commonpath([folder, real]) != folder:
                 raise UnsafeModelError(f"external data {shown!r} is a link that leaves the model's folder")
             parts = tuple(os.path.relpath(real, folder).split(os.sep))
-        current = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        for index, part in enumerate(parts):
-            last = index == len(parts) - 1
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_NONBLOCK if last else os.O_DIRECTORY)
-            try:
-                below = os.open(part, flags, dir_fd=current)
-            finally:
-                os.close(current)
-            current = below
+        current = systems.open_below(folder, parts)
     except FileNotFoundError as error:
         raise MalformedModelError(f"external data {shown!r} is missing; it must lie beside the model file") from error
     except (OSError, ValueError) as error:

@@ -20,7 +20,7 @@ from bnexport.errors import (
     UsageError,
     first_line,
 )
-from bnexport.model_io import validate, walk, wire
+from bnexport.model_io import systems, validate, walk, wire
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.external import DataFile, Folder
 from bnexport.model_io.limits import Limits, current
@@ -136,8 +136,7 @@ def innermost(error: BaseException) -> str:
 def read_proto(real: str, shown: str, limits: Limits) -> tuple[onnx.ModelProto, Folder]:
     """Read the model at a real path; its large tensors become external data of the returned folder."""
     try:
-        # O_NONBLOCK: opening a pipe that nobody writes to must not hang.
-        descriptor = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(real, systems.READ)
     except FileNotFoundError as error:
         raise MissingFileError(f"model file {shown!r} does not exist") from error
     except (OSError, ValueError) as error:

@@ -20,7 +20,7 @@ import stat
 from collections.abc import Iterator
 
 from bnexport.errors import BnexportError, StorageError, UsageError
-from bnexport.model_io import limits, validate
+from bnexport.model_io import limits, systems, validate
 from bnexport.model_io.read import read_proto
 
 _DATA_NAMES = "data"
@@ -55,9 +55,9 @@ class Staged:
             _move_new(os.path.join(self.folder, self.data_name), os.path.join(directory, self.data_name))
         elif stale:
             _note(self.folder, stale)
-        sync_folder(directory)
+        systems.sync_folder(directory)
         os.rename(self.path, self.target)
-        sync_folder(directory)
+        systems.sync_folder(directory)
         _remove_unused(directory, name, stale)
         self.discard()
 
@@ -124,7 +124,7 @@ def whole_file(target: str | os.PathLike[str]) -> Iterator[str]:
         with open(staged, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(staged, real)
-        sync_folder(directory)
+        systems.sync_folder(directory)
     except OSError as error:
         if error.filename is not None and not str(error.filename).startswith(folder):
             raise
@@ -140,16 +140,6 @@ def free_data_name(target: str) -> str:
     while os.path.lexists(os.path.join(directory, candidate)):
         candidate, number = f"{name}.{number}.data", number + 1
     return candidate
-
-
-def sync_folder(directory: str) -> None:
-    """Make renames inside a folder survive a power failure."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _move_new(source: str, target: str) -> None:
@@ -179,7 +169,7 @@ def _remove_leftovers(directory: str, name: str) -> None:
     with contextlib.suppress(OSError):
         for entry in os.listdir(directory):
             match = pattern.match(entry)
-            if not match or _alive(int(match.group(1))):
+            if not match or systems.is_alive(int(match.group(1))):
                 continue
             folder = os.path.join(directory, entry)
             with (
@@ -224,13 +214,3 @@ def _locations(path: str) -> set[str] | None:
     return {
         entry.value for tensor in validate.tensors(proto) for entry in tensor.external_data if entry.key == "location"
     }
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

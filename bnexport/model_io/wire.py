@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import secrets
 from collections.abc import Callable, Sequence
 
 from bnexport.errors import MalformedModelError, UnsafeModelError
+from bnexport.model_io import systems
 from bnexport.model_io.limits import Limits, way_out
 
 # raw_data of this size stays in the file. Below it, one read costs more than the copy.
@@ -66,7 +66,7 @@ def cut(descriptor: int, size: int, limits: Limits, smallest: int = SMALLEST_CUT
     smallest: bytes of raw_data from which a tensor is left out. Raises MalformedModelError for what is no
     protobuf message, UnsafeModelError past a limit, OSError.
     """
-    return _Cutter(functools.partial(os.pread, descriptor), size, limits, smallest).run()
+    return _Cutter(functools.partial(systems.pread, descriptor), size, limits, smallest).run()
 
 
 def whole(data: bytes, limits: Limits) -> Cut:

@@ -11,6 +11,7 @@ import ml_dtypes  # noqa: F401 - NumPy learns the names of its types
 import numpy as np
 
 from bnexport.errors import BnexportError
+from bnexport.model_io import systems
 from bnexport.native.library import ENVIRONMENT_VARIABLE
 from bnexport.runtime import engine
 from bnexport.runtime.engine import ENGINES, Engine, Serialised
@@ -89,7 +90,7 @@ class FileJob:
         return any(compare_output("", [one], [two], self._rules.working).failed for one, two in pairs)
 
     def _model(self, fields: dict[str, Any]) -> Serialised:
-        data = os.pread(self._descriptors[0], fields["data"][1], fields["data"][0])
+        data = systems.pread(self._descriptors[0], fields["data"][1], fields["data"][0])
         weights = {entry["name"]: self._mapped(entry) for entry in fields["weights"]}
         if fields["library"] is not None:
             os.environ[ENVIRONMENT_VARIABLE] = fields["library"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -47,13 +47,18 @@ class FreshProcess(contextlib.ExitStack):
         assert asked is not None and answers is not None
         with contextlib.suppress(BrokenPipeError):
             asked.write(b"\n")
-        if not select.select([answers], [], [], _TIMEOUT)[0]:
+        lines: list[bytes] = []
+        # A pipe cannot be waited for on every system.
+        waiting = threading.Thread(target=lambda: lines.append(answers.readline()), daemon=True)
+        waiting.start()
+        waiting.join(_TIMEOUT)
+        if not lines:
             raise _unavailable(TimeoutError(f"it takes longer than {_TIMEOUT} s"))
-        if not answers.readline():
+        if not lines[0]:
             code = self._process.wait()
             self._errors.seek(0)
-            lines = self._errors.read().decode(errors="replace").strip().splitlines()
-            last = lines[-1] if lines else f"exit code {code}"
+            written = self._errors.read().decode(errors="replace").strip().splitlines()
+            last = written[-1] if written else f"exit code {code}"
             raise VerificationError(f"torch cannot load and run the exported file without bnexport: {last}")
         result = torch.load(self._folder / "outputs.pt", weights_only=True, map_location="cpu")
         if isinstance(result, str):

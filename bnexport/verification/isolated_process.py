@@ -27,12 +27,15 @@ import onnx_ir as ir
 
 import bnexport
 from bnexport.errors import UsageError
-from bnexport.model_io import ContainedTensor, Parts
+from bnexport.model_io import ContainedTensor, Parts, systems
 from bnexport.model_io.write import stream
 from bnexport.verification import worker
 
-_START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from bnexport.verification import worker; worker.main(int(sys.argv[2]))"
+_START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from bnexport.verification import worker; worker.main(sys.argv[2])"
 _ALIGNMENT = 64
+_LONGEST_START = 60.0  # seconds until a process connects
+# Signals of somebody else than the engine.
+_OUTSIDE = tuple(getattr(signal, name) for name in ("SIGKILL", "SIGTERM") if hasattr(signal, name))
 
 
 class ProcessFailure(Exception):
@@ -54,8 +57,8 @@ class Shipment(contextlib.ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self._loose: BinaryIO = self.enter_context(_unnamed_file())
-        self.descriptors = [self._loose.fileno()]
+        self._loose = _loose_file(self)
+        self._handed: list[Any] = [self._loose.fileno() if systems.HANDS_OVER else self._loose.name]
         self._files: dict[Any, int] = {}
 
     def model(
@@ -77,17 +80,18 @@ class Shipment(contextlib.ExitStack):
         self._loose.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return _entry(name, array.dtype.name, array.shape, 0, start)
 
-    def ready(self) -> list[int]:
-        """Return the descriptors, once everything has been put in."""
+    def ready(self) -> list[Any]:
+        """Return the descriptors, or paths, once everything has been put in."""
         self._loose.flush()
-        return self.descriptors
+        return self._handed
 
     def _tensor(self, name: str, tensor: ir.TensorProtocol) -> dict[str, Any]:
         dtype, shape = tensor.dtype.numpy().name, tensor.shape.numpy()
         if isinstance(tensor, ContainedTensor):
-            if tensor.file not in self._files and len(self.descriptors) < worker.MAX_DESCRIPTORS:
-                self._files[tensor.file] = len(self.descriptors)
-                self.descriptors.append(self.enter_context(tensor.file.open()).fileno())
+            if tensor.file not in self._files and len(self._handed) < worker.MAX_DESCRIPTORS:
+                self._files[tensor.file] = len(self._handed)
+                file = self.enter_context(tensor.file.open())
+                self._handed.append(file.fileno() if systems.HANDS_OVER else tensor.file.path)
             if tensor.file in self._files:
                 return _entry(name, dtype, shape, self._files[tensor.file], tensor.offset or 0)
         start = self._aligned()
@@ -99,8 +103,12 @@ class Shipment(contextlib.ExitStack):
         return self._loose.seek(end + -end % _ALIGNMENT)
 
 
-def _unnamed_file() -> BinaryIO:
-    return tempfile.TemporaryFile(prefix="bnexport-")
+def _loose_file(context: contextlib.ExitStack) -> BinaryIO:
+    """Return a temporary file without a name; with one where files are handed over by their names."""
+    if systems.HANDS_OVER:
+        return context.enter_context(tempfile.TemporaryFile(prefix="bnexport-"))
+    folder = context.enter_context(tempfile.TemporaryDirectory(prefix="bnexport-"))
+    return context.enter_context(open(os.path.join(folder, "loose"), "w+b"))
 
 
 def _entry(name: str, dtype: str, shape: Sequence[int], file: int, offset: int) -> dict[str, Any]:
@@ -123,12 +131,12 @@ class EngineProcess:
         with self._lock, contextlib.suppress(UsageError, OSError):
             self._ensure()
 
-    def ask(self, request: Mapping[str, Any], descriptors: Sequence[int], timeout: float | None) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any], files: Sequence[Any], timeout: float | None) -> dict[str, Any]:
         """Send a request and return the answer. Raises ProcessFailure."""
         with self._lock:
             try:
                 self._ensure()
-                answer = self._ask(request, descriptors, timeout)
+                answer = self._ask(request, files, timeout)
                 self._used = time.monotonic()
                 return answer
             except BaseException:
@@ -139,12 +147,12 @@ class EngineProcess:
         with self._lock:
             self._end()
 
-    def _ask(self, request: Mapping[str, Any], descriptors: Sequence[int], timeout: float | None) -> dict[str, Any]:
+    def _ask(self, request: Mapping[str, Any], files: Sequence[Any], timeout: float | None) -> dict[str, Any]:
         assert self._channel is not None
         deadline = None if timeout is None else time.monotonic() + timeout
         stage, engine = "", ""
         try:
-            worker.send(self._channel, dict(request), descriptors)
+            worker.send(self._channel, dict(request), files)
             while True:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 if not select.select([self._channel], [], [], left)[0]:
@@ -156,7 +164,7 @@ class EngineProcess:
         except (EOFError, OSError) as error:
             assert self._process is not None
             code = self._process.wait()
-            crashed = code < 0 and -code not in (signal.SIGKILL, signal.SIGTERM)
+            crashed = code < 0 and -code not in _OUTSIDE
             raise ProcessFailure(self._cause(code), stage, engine, crashed=crashed) from error
 
     def _cause(self, code: int) -> str:
@@ -177,19 +185,24 @@ class EngineProcess:
         self._end()
         if not sys.executable:
             raise UsageError("there is no Python executable to start a process with; use verify=False")
-        own, other = socket.socketpair()
-        with other:
-            root = os.path.dirname(os.path.dirname(os.path.abspath(bnexport.__file__)))
-            # Not the current folder, which may be a stranger's.
-            path = [entry for entry in sys.path if entry] + [root]
-            self._errors = _unnamed_file()
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _START, json.dumps(path), str(other.fileno())],
-                pass_fds=[other.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-            )
+        root = os.path.dirname(os.path.dirname(os.path.abspath(bnexport.__file__)))
+        # Not the current folder, which may be a stranger's.
+        path = [entry for entry in sys.path if entry] + [root]
+        self._errors = tempfile.TemporaryFile(prefix="bnexport-")  # noqa: SIM115 - closed with the process
+
+        def start(address: str, *handed: int) -> subprocess.Popen[bytes]:
+            command, silent = [sys.executable, "-I", "-c", _START, json.dumps(path), address], subprocess.DEVNULL
+            return subprocess.Popen(command, pass_fds=handed, stdin=silent, stdout=silent, stderr=self._errors)
+
+        if systems.HANDS_OVER:
+            own, other = socket.socketpair()
+            with other:
+                self._process = start(str(other.fileno()), other.fileno())
+        else:
+            listener, address, secret = worker.listen()
+            with listener:
+                self._process = start(address)
+                own = worker.accept(listener, secret, _LONGEST_START)
         self._channel, self._owner, self._used = own, os.getpid(), time.monotonic()
 
     def _end(self) -> None:

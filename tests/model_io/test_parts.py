@@ -38,6 +38,7 @@ from bnexport.model_io import (
     save_tensors,
     stage,
     staging,
+    systems,
     to_proto,
     walk,
     wire,
@@ -317,16 +318,16 @@ class TestCommit:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         source, steps = from_proto(model("g (float[N] x) => (float[N] y) { y = Relu (x) }")), []
-        rename, flush = os.rename, staging.sync_folder
+        rename, flush = os.rename, systems.sync_folder
         monkeypatch.setattr(os, "rename", lambda *names: (steps.append("rename"), rename(*names)))
-        monkeypatch.setattr(staging, "sync_folder", lambda folder: (steps.append("flush"), flush(folder)))
+        monkeypatch.setattr(systems, "sync_folder", lambda folder: (steps.append("flush"), flush(folder)))
         save(source, tmp_path / "m.onnx")
         assert steps == ["flush", "rename", "flush"]
 
     def test_flushing_a_folder_leaves_nothing_open(self, tmp_path: Path) -> None:
         before = len(os.listdir("/proc/self/fd"))
-        staging.sync_folder(str(tmp_path))
-        staging.sync_folder(str(tmp_path / "missing"))
+        systems.sync_folder(str(tmp_path))
+        systems.sync_folder(str(tmp_path / "missing"))
         assert len(os.listdir("/proc/self/fd")) == before
 
     def test_errors_of_the_target_name_it_and_others_stay(self, tmp_path: Path) -> None:
@@ -353,13 +354,13 @@ class TestCommit:
         assert (tmp_path / "t").stat().st_mode & 0o777 == 0o666 & ~umask
 
     def test_processes_that_live(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert staging._alive(os.getpid()) is True
+        assert systems.is_alive(os.getpid()) is True
 
         def foreign(*_: object) -> None:
             raise PermissionError
 
         monkeypatch.setattr(os, "kill", foreign)
-        assert staging._alive(1) is True
+        assert systems.is_alive(1) is True
 
 
 def test_what_parsing_says_of_memory() -> None:

@@ -40,7 +40,7 @@ def trap(channel, message, descriptors=()):
     if message.get("stage") == {stage!r}:
         {statement}
 worker.send = trap
-worker.main(int(sys.argv[2]))"""
+worker.main(sys.argv[2])"""
         monkeypatch.setattr("bnexport.verification.isolated_process._START", start.format(body))
 
     yield patch
