@@ -122,13 +122,15 @@ gpu-kit: ## check and measure the CUDA code in twenty minutes (needs an NVIDIA G
 # The libraries have no Python ABI and link nothing but the C library: one wheel a machine, py3-none-manylinux.
 CUDA     ?= AUTO
 MACHINES ?= x86_64 aarch64
-wheel: $(READY) ## sdist and wheels in dist/ for MACHINES, with the CUDA library where nvcc is (CUDA=ON to insist, OFF to leave it out)
-	@tools/wheels.sh $(BIN)/python $(CUDA) $(MACHINES)
+PURE     ?= OFF
+wheel: $(READY) ## sdist and wheels in dist/ for MACHINES, with the CUDA library where nvcc is (CUDA=ON to insist, OFF to leave it out), and for any system (PURE=ON)
+	@PURE=$(PURE) tools/wheels.sh $(BIN)/python $(CUDA) $(MACHINES)
 
-PYTHONS ?= python3.12 python3.13
-test-install: $(READY) ## the wheel in empty environments of PYTHONS without torch: inspect, fold, verify; megabytes of downloads
-	@tools/wheels.sh $(BIN)/python OFF x86_64
+PYTHONS ?= python3.10 python3.12 python3.13
+test-install: $(READY) ## both wheels in empty environments of PYTHONS without torch: inspect, fold, verify; megabytes of downloads
+	@PURE=ON tools/wheels.sh $(BIN)/python OFF x86_64
 	$(PYTHON) tools/check_install.py dist/bnexport-*x86_64.whl $(addprefix --python ,$(PYTHONS))
+	$(PYTHON) tools/check_install.py dist/bnexport-*none-any.whl $(addprefix --python ,$(PYTHONS))
 
 workflows: $(READY) ## the GitHub workflows and CITATION.cff by schema, the workflows by zizmor, too
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt check-jsonschema zizmor

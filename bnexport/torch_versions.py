@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,6 +161,28 @@ def dynamic_size(axis: tuple[int, int], automatic: bool) -> Any:
     if has((2, 6)):
         return torch.export.Dim.AUTO if automatic else torch.export.Dim.DYNAMIC
     return torch.export.Dim("size_{}_{}".format(*axis))
+
+
+def translation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a translation for the dynamo exporter.
+
+    2.9 compares arguments with its signature, and refuses None; of what has no name it infers none.
+    """
+    return function if has((2, 10)) else _Unnamed(function)
+
+
+class _Unnamed:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+def drop_guards(program: Any) -> None:
+    """Leave out the checks that calling a program makes: 2.9 writes some that it cannot run while it decomposes."""
+    if getattr(program, "_guards_code", None) and not has((2, 10)):
+        program._guards_code = []
 
 
 def user_error() -> type[Exception]:

@@ -22,6 +22,11 @@ glibc() {
   dirname "$(find "$cache" -name libc.so.6 | head -n 1)"
 }
 
+# For any system, without compiled libraries: inspects, folds, verifies and inlines, and exports what keeps no node.
+if [ "${PURE:-OFF}" = ON ]; then
+  "$python" -m build --no-isolation --wheel -o "$dist" -Cwheel.cmake=false
+fi
+
 for machine in "$@"; do
   raw=build/wheel/$machine
   if [ "$machine" = "$(uname -m)" ]; then

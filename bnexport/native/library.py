@@ -55,6 +55,15 @@ def file_name(kind: Kind) -> str:
     return f"{_STEMS[kind]}.dll" if sys.platform == "win32" else f"lib{_STEMS[kind]}.so"
 
 
+def is_pure() -> bool:
+    """Whether the wheel for any system is installed, which has no compiled library."""
+    try:
+        wheel = importlib.metadata.distribution(_DISTRIBUTION).read_text("WHEEL") or ""
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return "Root-Is-Purelib: true" in wheel
+
+
 def _installed() -> Path | None:
     try:
         files = importlib.metadata.distribution(_DISTRIBUTION).files or []
@@ -83,6 +92,11 @@ def get_library_path(kind: Literal["ops", "cuda", "training"] = "ops") -> str:
     found = find(kind)
     if found is not None:
         return found
+    if is_pure():
+        raise LibraryError(
+            f"{file_name(kind)}: got none, this is bnexport's wheel for any system; a kept node needs the compiled library:"
+            " install a wheel for this system, or compile one: pip install --no-binary bnexport bnexport"
+        )
     if kind == "ops":
         raise LibraryError(
             f"{file_name(kind)} is not installed with bnexport; install bnexport with pip (it compiles the library), "

@@ -37,16 +37,17 @@ def examine(*, deep: bool = False) -> list[Check]:
     """
     from bnexport import __version__
 
+    missing = None if library.is_pure() else False
     return [
         Check("bnexport", __version__, True),
         Check("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}", True),
         *(_package(name, deep=deep, needed=True) for name in extras.REQUIRED),
         *_optional(deep),
-        _checked("operators' library", lambda: _library("ops")),
-        _checked("training library", lambda: _library("training")),
+        _checked("operators' library", lambda: _library("ops"), broken=missing),
+        _checked("training library", lambda: _library("training"), broken=missing),
         _providers(),
         _devices(),
-        _checked("registration in ONNX Runtime", _registration),
+        _checked("registration in ONNX Runtime", _registration, broken=missing),
         *_cuda(),
         *([_checked("operators in torch", _torch_operator)] if deep and _version("torch") else []),
     ]

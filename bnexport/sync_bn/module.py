@@ -163,9 +163,8 @@ class SyncBatchNorm(BatchNormBase):
 
     def _normalise(self, input: torch.Tensor, use_batch: bool, size: int) -> tuple[torch.Tensor, ...]:
         """Compute the output and the new statistics of a group of `size`."""
-        outputs: tuple[torch.Tensor, ...] = operators.sync_batch_norm(
-            *self._arguments(input, use_batch), *self._group_spec(size)
-        )
+        spec = self._group_spec(size)  # a break of a compiled graph; torch 2.4 bears none in the middle of a list
+        outputs: tuple[torch.Tensor, ...] = operators.sync_batch_norm(*self._arguments(input, use_batch), *spec)
         return outputs[:3]
 
     def _arguments(self, input: torch.Tensor, use_batch: bool) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ def remember(opsets: tuple[int, ...] = ()) -> None:
 
     Without effect on a torch that builds them in another way.
     """
-    with contextlib.suppress(ImportError, AttributeError):
+    with contextlib.suppress(ImportError, AttributeError, TypeError):
         _remember_translations(opsets)
     with contextlib.suppress(ImportError, AttributeError):
         _remember_operators()

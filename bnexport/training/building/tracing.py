@@ -106,6 +106,7 @@ def trace(
             ) from error
         except Exception as error:
             raise _recording_error(error, problem.where) from error
+        torch_versions.drop_guards(program)
         _refuse_random_numbers(program, problem)
         write_floor_divisions(program)
         table: dict[Any, Callable[..., Any]] = dict(translations.translation_table(standard_ops_only, cpu_kernels))

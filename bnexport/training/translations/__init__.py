@@ -84,9 +84,9 @@ def translation_table(
     operators of bnexport/training/building/contract.py where they serve.
     """
     norm = BatchNorm(standard_ops_only)
+    plain = {**_TRANSLATIONS, **(cpu_kernels.TRANSLATIONS if with_cpu_kernels else {})}
     return {
-        **_TRANSLATIONS,
-        **(cpu_kernels.TRANSLATIONS if with_cpu_kernels else {}),
+        **{target: torch_versions.translation(function) for target, function in plain.items()},
         _ATEN._native_batch_norm_legit_functional.default: _function(norm.functional),
         _ATEN._native_batch_norm_legit.no_stats: _function(norm.no_stats),
         _ATEN.native_batch_norm_backward.default: _function(norm.backward),
