@@ -6,6 +6,8 @@ The names below are imported when they are first used: folding and running a mod
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 
 # Type checkers know the name; importing it from `typing` would take most of the time of importing bnexport.
 TYPE_CHECKING = False
@@ -65,6 +67,12 @@ def __getattr__(name: str) -> Any:
         if extras.advice(package) is None:
             raise
         raise extras.missing(package, f"bnexport.{name} needs it") from error
+    except (ImportError, OSError) as error:
+        from bnexport import extras
+
+        if "torch" in sys.modules or importlib.util.find_spec("torch") is None:
+            raise
+        raise extras.broken("torch", error) from error
     globals()[name] = value
     return value
 

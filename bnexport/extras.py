@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bnexport.errors import MissingPackageError
+from bnexport.errors import MissingPackageError, first_line
 
 # Distributions as pyproject.toml names them (a test compares). An extra counts as installed if its first one is.
 REQUIRED = ("numpy", "ml_dtypes", "onnx", "onnx-ir", "jinja2", "typer", "rich")
@@ -34,6 +34,15 @@ def advice(package: str) -> str | None:
         if package in packages:
             return f"pip install {package} (extra [{extra}])"
     return None
+
+
+def broken(package: str, error: BaseException) -> MissingPackageError:
+    """Return the error for a package that is installed and cannot be loaded, as a build without its libraries."""
+    return MissingPackageError(
+        f"{package} is installed and cannot be loaded: {first_line(error)}; install it again, with what its build needs:"
+        f" {advice(package)}",
+        name=package,
+    )
 
 
 def missing(package: str, use: str = "") -> MissingPackageError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,13 @@ def test_what_is_left_of_two_packages(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(MissingDependencyError, match="pip uninstall onnxruntime onnxruntime-gpu, then install one"):
         injection.import_onnxruntime()
+
+
+def test_a_torch_that_cannot_be_loaded_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    script = "import bnexport\ntry: bnexport.export\nexcept ImportError as error: print(type(error).__name__, error)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith(
+        "MissingPackageError torch is installed and cannot be loaded: libcudart.so.12: cannot open"
+    )

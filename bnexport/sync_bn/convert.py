@@ -51,7 +51,7 @@ def convert_sync_batchnorm(module: nn.Module, process_group: ProcessGroup | None
     """Replace every batch norm in `module` by bnexport.SyncBatchNorm; return the module.
 
     Recognised: torch's BatchNorm1d/2d/3d and SyncBatchNorm, MMCV's SyncBatchNorm (keeps its stats_mode;
-    gradients are the group's mean, as MMCV defines them), apex's, detectron2's NaiveSyncBatchNorm,
+    gradients are the group's mean, as MMCV defines them), apex's, detectron2's and mmdet3d's NaiveSyncBatchNorm,
     detectron2's and torchvision's FrozenBatchNorm2d, inplace_abn's ABN classes, timm's BatchNormAct2d and
     SyncBatchNormAct with their activation and dropout; and subclasses of these that inherit what their
     forward uses (mmengine's two, for example). A class that changes it, or an instance with a forward of

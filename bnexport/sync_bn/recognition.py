@@ -37,6 +37,8 @@ _FOREIGN: dict[tuple[str, str], str] = {
     ("mmcv", "SyncBatchNorm"): "mmcv",
     ("apex", "SyncBatchNorm"): "apex",
     ("detectron2", "NaiveSyncBatchNorm"): "detectron2_naive",
+    ("mmdet3d", "NaiveSyncBatchNorm1d"): "detectron2_naive",
+    ("mmdet3d", "NaiveSyncBatchNorm2d"): "detectron2_naive",
     ("detectron2", "FrozenBatchNorm2d"): "frozen",
     ("torchvision", "FrozenBatchNorm2d"): "frozen",
     ("inplace_abn", "ABN"): "inplace_abn",

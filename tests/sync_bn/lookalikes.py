@@ -72,6 +72,11 @@ class NaiveSyncBatchNorm(nn.BatchNorm2d):
         self._stats_mode = stats_mode
 
 
+# mmdet3d/models/layers/norm.py of 1.4.0: no attribute of their own (tests/frameworks/test_mmdet3d.py runs the real ones).
+NaiveSyncBatchNorm1d = _in("mmdet3d.models.layers.norm")(type("NaiveSyncBatchNorm1d", (nn.BatchNorm1d,), {}))
+NaiveSyncBatchNorm2d = _in("mmdet3d.models.layers.norm")(type("NaiveSyncBatchNorm2d", (nn.BatchNorm2d,), {}))
+
+
 @_in("detectron2.layers.batch_norm")
 class FrozenBatchNorm2d(nn.Module):
     """The file of NaiveSyncBatchNorm, from the source alone: num_features, eps and buffers, weight and bias among them."""

@@ -114,6 +114,13 @@ def test_detectron2_naive(mode, expected):
     assert type(revert_sync_batchnorm(new)) is nn.BatchNorm2d
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_mmdet3d_naive(n):
+    new = convert_sync_batchnorm(getattr(lookalikes, f"NaiveSyncBatchNorm{n}d")(3))
+    assert (new.stats_mode, new.grad_reduction) == ("default", "local")
+    assert type(revert_sync_batchnorm(new)) is getattr(nn, f"BatchNorm{n}d")
+
+
 def test_frozen_stays_frozen():
     old = lookalikes.FrozenBatchNorm2d(3)
     x = _inputs()

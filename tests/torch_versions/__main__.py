@@ -30,7 +30,7 @@ TESTS = (
     "tests/folding/module/test_folds.py",
     "tests/training/test_networks.py",
 )
-COPIED = ("tests", "models", "examples", "pyproject.toml")
+COPIED = ("tests", "models", "examples", "docs", "pyproject.toml")
 
 
 def make_wheel() -> Path:
