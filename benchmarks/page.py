@@ -336,6 +336,7 @@ BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "torchscript": ("deploy.md", "torchscript.json", torchscript),
     "lower_precision": ("guides/quantization.md", "lower_precision.json", lower_precision),
     "other_tools": ("../README.md", "other_tools.json", tables.other_tools),
+    "proof_peers": ("folding.md", "proof_peers.json", tables.proof_peers),
     "other_tools_traps": ("folding.md", "other_tools.json", tables.other_tools_traps),
     "other_tools_models": ("folding.md", "other_tools.json", tables.other_tools_models),
 }

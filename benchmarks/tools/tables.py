@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.markdown import Report, table
+from benchmarks.markdown import Report, setting, table
 
 EXPORTER, OURS = "torch.onnx.export", "bnexport"
-README_TOOLS = (EXPORTER, "onnxsim", "onnxslim", "onnxscript", "onnxruntime", "onnxruntime-extensions", OURS)
+README_TOOLS = (EXPORTER, "onnxsim", "onnxslim", "onnxscript", "onnxruntime", "aimet-onnx", OURS)
 WORDS = {"folded": "yes", "right": "right", "does not load": "does not load", "wrong result": "**wrong result**"}
 
 
@@ -63,3 +63,46 @@ def other_tools_models(report: Report) -> str:
         rows.append([f"`{name}` ({row['package']})", str(before), *cells])
     head = header(report, names)
     return table([f"batch norms in {head[0]}".strip(), "before", *head[1:]], rows)
+
+
+_PROOFS = ("right, named sizes", "right, fixed sizes", "wrong, named sizes", "wrong, fixed sizes")
+
+
+def proof_peers(report: Report) -> str:
+    """Verdicts of each judge on right and wrong folds, and what a ResNet-50 takes."""
+    cells = []
+    for judge in report["rows"][0]["verdicts"]:
+        for group in _PROOFS:
+            kind, sizes = group.split(", ")
+            rows = [
+                row for row in report["rows"] if row["right"] == (kind == "right") and row["sizes"] == sizes.split()[0]
+            ]
+            verdicts = [row["verdicts"][judge] for row in rows]
+            counts = [sum(each["status"] == status for each in verdicts) for status in ("proved", "refuted")]
+            seconds = sorted(each["processor_seconds"] for each in verdicts if "processor_seconds" in each)
+            middle = f"{seconds[len(seconds) // 2]:.2f}" if seconds else ""
+            numbers = [len(rows), *counts, len(rows) - sum(counts)]
+            cells.append([judge, group, *map(str, numbers), middle])
+    resnet = [
+        [f"{row['maker']}, {row['sizes']} sizes", *(_verdict(verdict) for verdict in row["verdicts"].values())]
+        for row in report["rows"]
+        if row["name"] == "ResNet-50" and row["right"]
+    ]
+    return "\n\n".join(
+        (
+            setting(report, *(f"{name} {version}" for name, version in report["versions"].items())),
+            table(["judge", "folds", "pairs", "proved", "refuted", "neither", "median s"], cells, 2),
+            table(["ResNet-50, folded by", *report["rows"][0]["verdicts"]], resnet, 4),
+        )
+    )
+
+
+def _verdict(verdict: dict[str, Any]) -> str:
+    seconds = verdict.get("processor_seconds")
+    return verdict["status"] + ("" if seconds is None else f", {seconds:.1f} s")
+
+
+def proved(report: Report, judge: str) -> str:
+    """Return how many of the right folds a judge proves."""
+    verdicts = [row["verdicts"][judge]["status"] for row in report["rows"] if row["right"]]
+    return f"{verdicts.count('proved')} of {len(verdicts)}"
