@@ -127,10 +127,13 @@ wheel: $(READY) ## sdist and wheels in dist/ for MACHINES, with the CUDA library
 	@PURE=$(PURE) tools/wheels.sh $(BIN)/python $(CUDA) $(MACHINES)
 
 PYTHONS ?= python3.10 python3.12 python3.13
-test-install: $(READY) ## both wheels in empty environments of PYTHONS without torch: inspect, fold, verify; megabytes of downloads
+OLDEST_PYTHONS ?= python3.10 python3.11
+test-install: $(READY) ## both wheels in empty environments of PYTHONS without torch, and the oldest packages allowed: inspect, fold, verify
 	@PURE=ON tools/wheels.sh $(BIN)/python OFF x86_64
 	$(PYTHON) tools/check_install.py dist/bnexport-*x86_64.whl $(addprefix --python ,$(PYTHONS))
 	$(PYTHON) tools/check_install.py dist/bnexport-*none-any.whl $(addprefix --python ,$(PYTHONS))
+	$(BIN)/python -m pip install -q --disable-pip-version-check uv
+	$(BIN)/python tools/check_install.py dist/bnexport-*none-any.whl --oldest $(addprefix --python ,$(OLDEST_PYTHONS))
 
 workflows: $(READY) ## the GitHub workflows and CITATION.cff by schema, the workflows by zizmor, too
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt check-jsonschema zizmor

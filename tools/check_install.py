@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 MOST_MEGABYTES = 120
@@ -82,6 +83,22 @@ def check(wheel: Path, python: str, folder: Path, constraints: Path | None) -> N
     use(inside, folder)
 
 
+def check_oldest(wheel: Path, python: str, folder: Path) -> None:
+    """Try the lower bounds: the oldest packages that the wheel's metadata allows, and ONNX Runtime's."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode().splitlines()
+    needed = [line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ") and "extra" not in line]
+    oldest = next(line for line in lines if line.startswith("Requires-Dist: onnxruntime>"))
+    needed.append(oldest.partition(": ")[2].partition(";")[0])
+    uv, inside = [sys.executable, "-m", "uv"], folder / "oldest/bin/python"
+    succeed(*uv, "venv", "-q", "--python", python, folder / "oldest", cwd=folder)
+    succeed(*uv, "pip", "install", "-q", "--python", inside, "--resolution", "lowest-direct", *needed, cwd=folder)
+    succeed(*uv, "pip", "install", "-q", "--python", inside, "--no-deps", wheel, cwd=folder)
+    print(f"{python}, lower bounds: {', '.join(needed)}")
+    use(inside, folder)
+
+
 def use(python: str | Path, folder: Path) -> None:
     """Run the commands with `python`, which has bnexport, in `folder`."""
     succeed(python, "-c", MODEL, cwd=folder)
@@ -97,6 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path, nargs="?")
     parser.add_argument("--python", action="append", help="an interpreter; again for more (the running one)")
+    parser.add_argument("--oldest", action="store_true", help="the oldest packages that are allowed; needs uv")
     parser.add_argument("--constraints", type=Path, help="pins for the packages")
     arguments = parser.parse_args()
     if arguments.wheel is None:
@@ -108,6 +126,9 @@ def main() -> None:
             raise SystemExit(f"--python: got {python!r}, which is no program here")
         with tempfile.TemporaryDirectory() as folder:
             pins = arguments.constraints.resolve() if arguments.constraints else None
+            if arguments.oldest:
+                check_oldest(arguments.wheel.resolve(), python, Path(folder))
+                continue
             check(arguments.wheel.resolve(), python, Path(folder), pins)
 
 
