@@ -2,17 +2,13 @@
 
 Such a subgraph gives the same values in every run. It is evaluated once (`graph/evaluate.py`) where it does
 more than lay out, scale or cast a parameter; the result takes the place of the subgraph, and a
-batch norm behind the layer folds into it. In the dynamo exporter's program a batch norm in training mode that
-normalises a weight becomes arithmetic, since torch.onnx translates it with inference semantics.
+batch norm behind the layer folds into it.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
-import torch
 
 from bnexport.graph.constants import EXPRESSIONS, WEIGHT_OPERATORS
 from bnexport.graph.evaluate import ANSWERED, NotEvaluated, constant_tensor, expression, read_tensor
@@ -23,49 +19,6 @@ from bnexport.graph.refusal import Refused
 
 # What costs little in every run stays, for the folder to evaluate where a batch norm folds into it.
 _LEFT = frozenset((*EXPRESSIONS, "Constant")) - WEIGHT_OPERATORS
-_aten = torch.ops.aten
-
-
-def independent_of_inputs(program: torch.export.ExportedProgram) -> set[torch.fx.Node]:
-    """Return the nodes whose values depend only on parameters and constants."""
-    inputs = set(program.graph_signature.user_inputs)
-    dependent: set[torch.fx.Node] = set()
-    for node in program.graph.nodes:
-        if (node.op == "placeholder" and node.name in inputs) or dependent & set(node.all_input_nodes):
-            dependent.add(node)
-    return set(program.graph.nodes) - dependent
-
-
-def normalises_a_weight(node: torch.fx.Node, fixed: set[torch.fx.Node]) -> bool:
-    """Whether the node is an aten::batch_norm without running statistics, of a value that depends on no input."""
-    return node in fixed and node.target is _aten.batch_norm.default and node.args[3:5] == (None, None)
-
-
-def write_out_batch_norm(program: torch.export.ExportedProgram, node: torch.fx.Node) -> None:
-    """Replace an aten::batch_norm in training mode without running statistics by arithmetic."""
-    graph, (input, weight, bias) = program.graph, node.args[:3]
-    eps = node.args[7]
-    rank = input.meta["val"].dim()  # type: ignore[union-attr]
-    axes = [axis for axis in range(rank) if axis != 1]
-
-    def call(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
-        made = graph.call_function(target, args, kwargs)
-        made.meta = dict(node.meta)
-        made.meta["val"] = target(
-            *(arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in args), **kwargs
-        )
-        return made
-
-    with graph.inserting_before(node):
-        centred = call(_aten.sub.Tensor, input, call(_aten.mean.dim, input, axes, True))
-        variance = call(_aten.mean.dim, call(_aten.mul.Tensor, centred, centred), axes, True)
-        result = call(_aten.mul.Tensor, centred, call(_aten.rsqrt.default, call(_aten.add.Scalar, variance, eps)))
-        shape = [-1 if axis == 1 else 1 for axis in range(rank)]
-        for operator, operand in ((_aten.mul.Tensor, weight), (_aten.add.Tensor, bias)):
-            if operand is not None:
-                result = call(operator, result, call(_aten.view.default, operand, shape))
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
 
 
 def evaluate(model: ir.Model) -> None:

@@ -17,7 +17,6 @@ from onnxscript.values import Op, Opset
 
 from bnexport import schema, torch_versions
 from bnexport.errors import UnsupportedModelError
-from bnexport.exporting import computed_weights
 from bnexport.exporting.dimensions.dynamic import Axis, Dimensions
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.portable_body import MINIMUM_OPSET
@@ -196,17 +195,13 @@ def program_inputs(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
 
 
 def _refuse_batch_statistics(program: torch.export.ExportedProgram) -> None:
-    """Refuse batch norms in training mode; those of weights, which depend on no input, become arithmetic."""
-    fixed = computed_weights.independent_of_inputs(program)
+    """Refuse batch norms in training mode that have running statistics, which the graph would not return."""
     for node in list(program.graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch_versions.Operator):
             continue
         position = _BATCH_NORMS.get(node.target.name().split(".")[0])
         if position is not None and len(node.args) > position and node.args[position] is True and len(node.args) > 3:
-            if node.target.name().startswith("aten::instance_norm") and node.args[3] is None:
-                continue
-            if computed_weights.normalises_a_weight(node, fixed):
-                computed_weights.write_out_batch_norm(program, node)
+            if node.args[3] is None:
                 continue
             where = next((name for name, _ in (node.meta.get("nn_module_stack") or {}).values()), "") or node.name
             raise UnsupportedModelError(

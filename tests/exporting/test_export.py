@@ -299,10 +299,14 @@ def test_dropout_in_train_mode_is_not_called_verified(tmp_path):
     assert "random" in result.verification.reason
 
 
-def test_functional_batch_statistics_are_refused(tmp_path):
+def test_functional_batch_statistics_with_a_state_are_refused(tmp_path):
     class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mean, self.var = nn.Buffer(torch.zeros(3)), nn.Buffer(torch.ones(3))
+
         def forward(self, x):
-            return nn.functional.batch_norm(x, None, None, training=True)
+            return nn.functional.batch_norm(x, self.mean, self.var, training=True)
 
     path = tmp_path / "m.onnx"
     with pytest.raises(UnsupportedModelError, match="training mode would be exported with inference semantics"):

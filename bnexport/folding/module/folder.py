@@ -79,13 +79,10 @@ class ModuleFolder:
                     scale_max=float(sizes.max()) if sizes.size else None,
                 )
             reports[path] = report
-        for direction, attempt, paths in (
-            ("backward", self._backward, list(affines)),
-            ("forward", self._forward, list(affines)[::-1]),
-        ):
+        for attempt, paths in ((self._backward, list(affines)), (self._forward, list(affines)[::-1])):
             for path in paths:
                 if reports[path].outcome != "folded":
-                    reports[path] = self._try(direction, attempt, path, affines[path], reports[path])
+                    reports[path] = self._try(attempt, path, affines[path], reports[path])
         for path in self._changed:
             self._layers[path].write()
         for path in self._routes.removed:
@@ -94,7 +91,6 @@ class ModuleFolder:
 
     def _try(
         self,
-        direction: str,
         attempt: Callable[[str, ChannelAffine], dict[str, Layer]],
         path: str,
         affine: ChannelAffine,
@@ -103,12 +99,18 @@ class ModuleFolder:
         try:
             changed = attempt(path, affine)
         except Refused as reason:
-            refusal = Refusal(direction, path, reason.code, reason.text)
+            refusal = Refusal("layer", path, reason.code, reason.text)
             return dataclasses.replace(report, refusals=(*report.refusals, refusal))
         self._layers.update(changed)
         self._changed.update(changed)
         self._routes.removed.add(path)
-        return dataclasses.replace(report, outcome="folded", rules=(direction,), targets=tuple(changed), refusals=())
+        return dataclasses.replace(
+            report,
+            outcome="folded",
+            rules=tuple(sorted({each.rule for each in changed.values()})),
+            targets=tuple(changed),
+            refusals=(),
+        )
 
     def _affine(self, path: str, module: nn.Module) -> ChannelAffine:
         if path in self._options.skip or (self._options.only is not None and path not in self._options.only):

@@ -73,6 +73,13 @@ class Layer:
         return cls(module, view, np.ones((1, 1, 1, 1)), values, np.abs(values), 2 if transposed else 1)
 
     @property
+    def rule(self) -> str:
+        """The name of the rule that folds into such a layer of an ONNX graph."""
+        if isinstance(self.module, nn.Linear):
+            return "gemm"
+        return "conv_transpose" if isinstance(self.module, _TRANSPOSED) else "conv"
+
+    @property
     def is_linear(self) -> bool:
         return isinstance(self.module, nn.Linear)
 
