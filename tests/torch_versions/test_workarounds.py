@@ -41,7 +41,9 @@ def is_right(
         sizes = {"dynamic_shapes": (dict.fromkeys(axes, torch.export.Dim.DYNAMIC),)} if axes else {}
     else:
         sizes = {"dynamic_axes": {"x": {axis: f"d{axis}" for axis in axes}}} if axes else {}
-    chosen = {"dynamo": dynamo} if dynamo or torch_versions.has((2, 5)) else {}
+    chosen: dict[str, bool] = {"dynamo": False} if torch_versions.has((2, 5)) else {}
+    if dynamo:
+        chosen = {"dynamo": True, "optimize": False}
     with contextlib.suppress(Exception):
         torch.onnx.export(module.eval(), (example,), str(path), input_names=["x"], opset_version=18, **sizes, **chosen)
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -67,8 +69,8 @@ class Doubled(nn.Module):
 def test_plain_parameters() -> None:
     layer = nn.Linear(2, 2)
     parametrize.register_parametrization(layer, "weight", Doubled())
-    with pytest.raises(Exception, match="."):
-        torch.jit.script(layer)
+    with pytest.raises(torch.jit.Error):
+        torch.jit.script(layer)(image(3, 2))
 
 
 def test_weight_norm_of_a_vector(tmp_path: Path) -> None:
