@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import Report, setting, table
 
+PEERS = Path(__file__).resolve().parents[1] / "results/proof_peers.json"
+PROVERS = {"onnxsim": "certify, range", "bnexport": "bnexport"}
 EXPORTER, OURS = "torch.onnx.export", "bnexport"
 README_TOOLS = (EXPORTER, "onnxsim", "onnxslim", "onnxscript", "onnxruntime", "aimet-onnx", OURS)
 WORDS = {"folded": "yes", "right": "right", "does not load": "does not load", "wrong result": "**wrong result**"}
@@ -31,6 +35,8 @@ def other_tools(report: Report) -> str:
     """What each tool makes of one network each."""
     rows = [row for row in report["rows"].values() if not row["trap"]]
     cells = [[row["what"], *(word(row["tools"].get(name)) for name in README_TOOLS)] for row in rows]
+    own = {tool: proved(json.loads(PEERS.read_text()), judge) for tool, judge in PROVERS.items()}
+    cells.append(["right folds that its own proof proves", *(own.get(name, "-") for name in README_TOOLS)])
     notes = [
         f"{name} {it['version']} ({it['date']}; {it['source']}) {it['text']}: not run here."
         for name, it in report["sources"].items()
