@@ -127,9 +127,9 @@ class Prover:
                 "the two parts move over their data in different ways, at too many sizes to try"
             )
         self._screen(region, tried[0])
-        marks: list[SiteProof] = []
+        marks = self._shrunk(name, region) if sizes.total(tried[0]) > sizes.MOST_VARIABLES else []
         reason: Misfit | None = None
-        for chosen in tried:
+        for chosen in () if marks else tried:
             try:
                 marks.append(self._at(name, region, chosen))
             except Misfit as error:  # of the original, which does not run at these sizes
@@ -139,6 +139,15 @@ class Prover:
         if sizes.depends_on_sizes(region):
             self._check_ones(name, region)
         return functools.reduce(worse, marks)
+
+    def _shrunk(self, name: str, region: Region) -> list[SiteProof]:
+        """Prove at sizes below the declared ones, which are too many variables. Empty where that is not possible."""
+        tried = sizes.residues(region, self._sides, self._shapes, shrink=True)
+        try:
+            marks = [self._at(name, region, chosen) for chosen in tried]
+        except (Violation, NotRelated, BnexportError):
+            return []
+        return marks if all(mark.method == "proved" for mark in marks) else []
 
     def _check_ones(self, name: str, region: Region) -> None:
         """Compare where sizes that may be anything are 1: such axes are squeezed and broadcast. Raises Violation."""

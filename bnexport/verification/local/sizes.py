@@ -53,12 +53,15 @@ def candidates(region: Region, side: Side, shapes: ModelShapes) -> Iterator[list
             yield sizes
 
 
-def residues(region: Region, sides: tuple[Side, Side], shapes: ModelShapes) -> list[list[tuple[int, ...]]]:
+def residues(
+    region: Region, sides: tuple[Side, Side], shapes: ModelShapes, *, shrink: bool = False
+) -> list[list[tuple[int, ...]]]:
     """Sizes at which two parts have to be equal that move over their data in different ways.
 
     Declared sizes stay; free ones are larger than 1 and than each bound, and differ from axis to axis. Padding and rounding
     depend on a size by its remainder under division by the strides, so each remainder is there. Empty where a rank is
-    not known, or strides or bounds are too large.
+    not known, or strides or bounds are too large. shrink: declared sizes above these are taken for free ones: what holds at
+    each remainder holds at them.
     """
     known = [shapes.of(value) for value, _ in region.entering]
     declared = [shape for shape in known if shape is not None]
@@ -68,11 +71,11 @@ def residues(region: Region, sides: tuple[Side, Side], shapes: ModelShapes) -> l
     if len(declared) < len(known) or steps > _MOST_STEPS or bound > _MOST_BOUND:
         return []
     need = _reach(region, sides[0]) + bound
-    small = [_chosen(declared, need + step, 2, shrink=False) for step in range(steps)]
-    small.append(_chosen(declared, need, 3, shrink=False))
+    small = [_chosen(declared, need + step, 2, shrink) for step in range(steps)]
+    small.append(_chosen(declared, need, 3, shrink))
     # Beyond the bounds the batch is larger than every other axis, so that no size is another one's.
     beyond = need + steps + max(map(len, declared), default=0)
-    large = [_chosen(declared, need + step, beyond + step, shrink=False) for step in range(steps)] if bound else []
+    large = [_chosen(declared, need + step, beyond + step, shrink) for step in range(steps)] if bound else []
     return [*small, *large]
 
 
