@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx import numpy_helper
 
 from bnexport.folding import verify
 from bnexport.folding.rules import ALL
@@ -84,3 +85,21 @@ def test_fifty_sizes_for_each_rule() -> None:
     print(f"{proved} of {len(FREE)} models with free sizes, runs by rule: {dict(ran)}")
     assert {rule.name for rule in ALL} - {"batch_norm"} <= set(ran)
     assert min(ran.values()) >= 50
+
+
+@pytest.mark.parametrize("size", [5, 64])
+def test_branches_of_any_declared_size_are_proved(size: int) -> None:
+    """64 x 64 are too many variables: what holds at each remainder of small sizes holds there."""
+    source = copy.deepcopy(FREE["parallel"])
+    for value in (*source.graph.input, *source.graph.output):
+        for dimension in value.type.tensor_type.shape.dim[2:]:
+            dimension.dim_value = size
+    good, report = folded(source)
+    verdict = verify(source, good, report=report, method="local")
+    assert [site.method for site in verdict.sites] == ["proved"]
+    wrong = copy.deepcopy(good)
+    weight = max(wrong.graph.initializer, key=lambda tensor: len(tensor.dims))
+    array = numpy_helper.to_array(weight).copy()
+    array.flat[-1] += 0.01
+    weight.CopyFrom(numpy_helper.from_array(array, weight.name))
+    assert verify(source, wrong, report=report, method="local").status == "failed"
