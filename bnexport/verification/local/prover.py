@@ -87,21 +87,27 @@ class Prover:
         reason: Exception | str | None = None
         wanted = 2 if sizes.depends_on_sizes(region) else 1
         marks: list[SiteProof] = []
+        differs = unrelated = False
         for chosen in sizes.candidates(region, self._sides[0], self._shapes):
-            if not marks and reason is None and (wanted == 1 or sizes.keeps_declared(chosen, region, self._shapes)):
+            declared = sizes.keeps_declared(chosen, region, self._shapes)
+            if differs and not declared:
+                continue
+            if not marks and reason is None and (wanted == 1 or declared):
                 self._screen(region, chosen)
             try:
                 marks.append(self._at(name, region, chosen))
             except BnexportError as error:
                 reason = error
+                unrelated |= declared and isinstance(error, NotRelated)
             except Violation:
-                if wanted == 1 or sizes.keeps_declared(chosen, region, self._shapes):
+                if wanted == 1 or declared:
                     raise
-                # A constant shape may be meant for the declared sizes alone.
+                # A constant shape may be meant for the declared sizes alone: then they decide.
                 reason = "it differs at other sizes than the declared ones, at which it cannot be evaluated"
+                differs, marks = True, []
             if len(marks) == wanted:
                 break
-        if not marks:
+        if not marks or (unrelated and len(marks) < wanted):
             text = "the sizes of its inputs are not known" if reason is None else str(reason)
             return SiteProof(name, "not_run", reason=f"{_where(region)}: {text}")
         if sizes.depends_on_sizes(region):

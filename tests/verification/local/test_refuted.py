@@ -27,6 +27,7 @@ VALUES |= {
     "folded_turned": (VALUES["w"] * FACTOR[:, None, None, None]).transpose(0, 1, 3, 2).copy(),
     "folded_v": VALUES["v"] * FACTOR[:, None, None, None],
     "shift": VALUES["p_b"] - VALUES["p_m"] * FACTOR,
+    "rows": np.repeat(VALUES["c"], 2, axis=0),
     "ones": np.ones((1, 4, 1, 1), np.float32),
     "one": np.ones((1, 1, 1), np.float32),
     "plain": np.ones((1, 1, 1, 1), np.float32),
@@ -113,6 +114,14 @@ CASES = {
         "p = GlobalAveragePool (x)\n i = Identity (p)\n y = Squeeze (i, spatial)",
         outputs="float[A,B] y",
         shape=(1, 3, 5, 5),
+    ),
+    "constant-of-two-rows": Case(
+        "a = Add (x, c)\n r = ReduceMax <axes = [3]> (a)\n y = Flatten (r)",
+        "a = Add (x, rows)\n r = ReduceMax <axes = [3]> (a)\n y = Flatten (r)",
+        "a = Add (c, x)\n r = ReduceMax <axes = [3]> (a)\n y = Flatten (r)",
+        inputs="float[N,4,6,6] x",
+        outputs="float[A,B] y",
+        shape=(1, 4, 6, 6),
     ),
     "split-in-more-parts": Case(
         "a, b = Split <axis = 1> (x)\n y = Add (a, a)",
