@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from bnexport.folding import FoldResult, InlineResult, InspectReport, Verification, fold, inline, inspect, verify
     from bnexport.folding.module import fold_module
     from bnexport.native.library import get_library_path, register
+    from bnexport.recalibration.files import recalibrate_file
+    from bnexport.recalibration.modules import recalibrate
     from bnexport.runtime.communicator import register_group
     from bnexport.runtime.session import InferenceSession
     from bnexport.sync_bn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
@@ -46,6 +48,8 @@ _HOMES = {
     "inline": "folding",
     "inspect": "folding",
     "load_checkpoint": "exporting.checkpoint",
+    "recalibrate": "recalibration.modules",
+    "recalibrate_file": "recalibration.files",
     "register": "native.library",
     "register_group": "runtime.communicator",
     "revert_sync_batchnorm": "sync_bn",

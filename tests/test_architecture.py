@@ -34,6 +34,7 @@ ORDER = (
     ("runtime",),
     ("verification",),
     ("folding", "inlining"),
+    ("recalibration",),
     ("exporting",),
     ("training",),
     ("cli",),

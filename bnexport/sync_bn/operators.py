@@ -59,7 +59,7 @@ def forward_kernel(
     spec = GroupSpec(*group)
     vectors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     operands.check_forward(input, vectors, training, momentum, eps, spec)
-    backend = _backend(input)
+    backend = backend_of(input)
     x = backend.arrange(input)
     count = x.shape[0] * moments.spatial_size(x)
     rows = None
@@ -84,7 +84,8 @@ def _exchange(row: Tensor, x: Tensor, direction: str, spec: GroupSpec) -> Tensor
     return distributed.exchange(row, spec.group, spec.group_size, spec.layer, direction, header)
 
 
-def _backend(x: Tensor) -> Any:
+def backend_of(x: Tensor) -> Any:
+    """Return the implementation for a tensor: the compiled kernels, or torch operations."""
     return compiled if compiled.usable(x) else torch_operations
 
 
@@ -129,7 +130,7 @@ def backward_kernel(
     spec = GroupSpec(*group)
     operands.check_backward(grad_output, input, weight, saved_mean, saved_invstd, output_mask, spec)
     saved_mean, saved_invstd = saved_mean.contiguous(), saved_invstd.contiguous()
-    backend = _backend(input)
+    backend = backend_of(input)
     x = backend.arrange(input)
     dy = torch.empty_like(x).copy_(grad_output) if grad_output.stride() != x.stride() else grad_output
     need_input, need_weight, need_bias = output_mask

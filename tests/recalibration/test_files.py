@@ -1,0 +1,307 @@
+"""Statistics of ONNX files that are re-estimated on data."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import bnexport
+from bnexport import schema
+from bnexport.errors import UsageError
+from bnexport.recalibration import files, moments
+from bnexport.recalibration.rows import open_rows
+from tests.recalibration.test_modules import Net, rows, split
+from tests.support.onnx_text import batch_norm, exact, in_double, model
+
+BODY = """
+    a = Conv(x, w1)
+    b = BatchNormalization(a, n1_s, n1_b, n1_m, n1_v)
+    c = Relu(b)
+    d = Conv(c, w2)
+    e = BatchNormalization(d, n2_s, n2_b, n2_m, n2_v)
+    f = Add(c, e)
+    y = BatchNormalization(f, n3_s, n3_b, n3_m, n3_v)
+"""
+SHAPES = {
+    "w1": (4, 3, 1, 1),
+    "w2": (4, 4, 1, 1),
+    **{name: shape for prefix in ("n1", "n2", "n3") for name, shape in batch_norm(prefix, 4).items()},
+}
+
+
+def data(count: int = 12, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).normal(1, 2, (count, 3, 5, 5)).astype(np.float32)
+
+
+def net(body: str = BODY, shapes: dict[str, tuple[int, ...]] | None = None, **options: Any) -> onnx.ModelProto:
+    text = f"net (float[N, 3, H, W] x) => (float[N, C, H2, W2] y) {{\n{body}\n}}"
+    return model(text, SHAPES if shapes is None else shapes, **options)
+
+
+def stored(proto: onnx.ModelProto) -> dict[str, np.ndarray[Any, Any]]:
+    return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+
+
+def joint(proto: onnx.ModelProto, x: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """The statistics of all rows at once, in float64, layer after layer."""
+    proto = in_double(proto)
+    found: dict[str, np.ndarray[Any, Any]] = {}
+    norms = [node for node in proto.graph.node if node.op_type == "BatchNormalization"]
+    for node in norms:
+        cut = onnx.ModelProto()
+        cut.CopyFrom(proto)
+        del cut.graph.output[:]
+        cut.graph.output.append(onnx.helper.make_tensor_value_info(node.input[0], onnx.TensorProto.DOUBLE, None))
+        (values,) = exact(cut, {"x": x.astype(np.float64)})
+        axes = (0, *range(2, values.ndim))
+        new = {node.input[3]: values.mean(axes), node.input[4]: values.var(axes, ddof=1)}
+        found.update(new)
+        for tensor in proto.graph.initializer:
+            if tensor.name in new:
+                tensor.CopyFrom(onnx.numpy_helper.from_array(new[tensor.name], tensor.name))
+    return found
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.integers(0, 12), max_size=4))
+def test_one_by_one_is_one_pass_over_all_rows(cuts: list[int]) -> None:
+    proto, x = net(), data()
+    batches = [{"x": each.numpy()} for each in split(torch.from_numpy(x), cuts)]
+    result = bnexport.recalibrate_file(proto, None, batches)
+    expected, got = joint(proto, x), stored(result.model)
+    assert len(expected) == 6
+    for name, vector in expected.items():
+        np.testing.assert_allclose(got[name], vector, rtol=3e-6, atol=3e-6, err_msg=name)
+    assert (result.report.passes, result.report.rows) == (3, 12)
+    others = {name: array for name, array in stored(proto).items() if name not in expected}
+    assert all(np.array_equal(got[name], array) for name, array in others.items())
+
+
+@pytest.mark.parametrize("mode", files.MODES)
+@pytest.mark.parametrize("method", moments.METHODS)
+def test_a_file_and_its_module_agree(tmp_path: Path, mode: str, method: str) -> None:
+    module, x = Net().eval(), rows().float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        bnexport.export(module, (x[:2],), tmp_path / "a.onnx", fold=False, simplify=False, verify=False)
+    batches = split(x, [6, 13])
+    report = bnexport.recalibrate(module, batches, layers=mode, method=method)
+    name = str(ir.load(tmp_path / "a.onnx").graph.inputs[0].name)
+    result = bnexport.recalibrate_file(
+        tmp_path / "a.onnx",
+        tmp_path / "b.onnx",
+        [{name: each.numpy()} for each in batches],
+        layers=mode,
+        method=method,
+    )
+    assert len(result.report.layers) == len(report.layers) == 5
+    ours = {tuple(np.round(layer.new_mean, 3)): layer for layer in result.report.layers}
+    for layer in report.layers:
+        twin = ours[tuple(np.round(layer.new_mean, 3))]
+        np.testing.assert_allclose(twin.new_var, layer.new_var, rtol=2e-5)
+        np.testing.assert_allclose(twin.new_mean, layer.new_mean, rtol=2e-5, atol=2e-6)
+    kept = {name: value.const_value.numpy() for name, value in ir.load(tmp_path / "b.onnx").graph.initializers.items()}
+    for layer in result.report.layers:
+        assert any(
+            array.shape == layer.new_var.shape and np.allclose(array, layer.new_var, rtol=1e-6)
+            for array in kept.values()
+        )
+
+
+def test_together_measures_in_float64_what_each_node_saw() -> None:
+    proto, x = net(), data()
+    result = bnexport.recalibrate_file(proto, None, iter([{"x": x[:5]}, {"x": x[5:]}]), layers="together")
+    first = result.report.layers[0]
+    values = exact(in_double(net("y = Conv(x, w1)")), {"x": x.astype(np.float64)})[0]
+    np.testing.assert_allclose(first.new_mean, values.mean((0, 2, 3)), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(first.new_var, values.var((0, 2, 3), ddof=1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_moments_of_an_array(monkeypatch: pytest.MonkeyPatch, kernel: bool, dtype: Any) -> None:
+    if not kernel:
+        monkeypatch.setattr(moments, "_kernel", lambda: None)
+        monkeypatch.setattr(moments, "_PIECE", 100)
+    x = data(7).astype(dtype) + dtype(100)
+    count, mean, m2 = moments.parts(moments.of_array(x))
+    wide = x.astype(np.float64)
+    assert count == 7 * 25
+    np.testing.assert_allclose(mean, wide.mean((0, 2, 3)), rtol=1e-12)
+    np.testing.assert_allclose(m2, ((wide - wide.mean((0, 2, 3), keepdims=True)) ** 2).sum((0, 2, 3)), rtol=1e-7)
+
+
+SYNC = """
+    a = Conv(x, w1)
+    b = mmcv.MMCVSyncBatchNorm<training_mode = 1>(a, n1_m, n1_v, n1_s, n1_b)
+    y = Relu(b)
+"""
+
+
+def test_sync_batch_norms_and_training_nodes() -> None:
+    proto = net(SYNC, header=f'<ir_version: 8, opset_import: ["": 17, "{schema.DOMAIN}": {schema.VERSION}]>')
+    x = data()
+    result = bnexport.recalibrate_file(proto, None, [{"x": x}])
+    plain = net("a = Conv(x, w1)\ny = BatchNormalization(a, n1_s, n1_b, n1_m, n1_v)")
+    expected, got = joint(plain, x), stored(result.model)
+    for name, vector in expected.items():
+        np.testing.assert_allclose(got[name], vector, rtol=3e-6, atol=3e-6)
+    assert [node.op_type for node in result.model.graph.node] == ["Conv", "MMCVSyncBatchNorm", "Relu"]
+
+
+def test_a_tensor_that_two_layers_share_is_not_shared_afterwards() -> None:
+    body = """
+        a = Conv(x, w1)
+        b = BatchNormalization(a, n1_s, n1_b, n1_m, n1_v)
+        y = BatchNormalization(b, n2_s, n2_b, n1_m, n1_v)
+    """
+    proto, x = net(body), data()
+    result = bnexport.recalibrate_file(proto, None, [{"x": x}])
+    first, second = (node for node in result.model.graph.node if node.op_type == "BatchNormalization")
+    assert first.input[3] != second.input[3]
+    values, new = stored(result.model), result.report.layers
+    np.testing.assert_allclose(values[first.input[3]], new[0].new_mean, rtol=1e-6)
+    np.testing.assert_allclose(values[second.input[4]], new[1].new_var, rtol=1e-6)
+
+
+def test_a_module_that_runs_twice_has_one_estimate() -> None:
+    body = """
+        a = BatchNormalization(x4, n1_s, n1_b, n1_m, n1_v)
+        b = BatchNormalization(z4, n1_s, n1_b, n1_m, n1_v)
+        y = Add(a, b)
+    """
+    prefix = "x4 = Conv(x, w1)\nz4 = Neg(x4)\n"
+    result = bnexport.recalibrate_file(net(prefix + body), None, [{"x": data()}])
+    (layer,) = result.report.layers
+    assert layer.count == 2 * 12 * 25 and layer.calls == 2
+    np.testing.assert_allclose(layer.new_mean, 0, atol=1e-7)
+
+
+def test_what_does_not_fit_into_memory_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    proto, batches = net(), [{"x": data()[:5]}, {"x": data()[5:]}]
+    kept = bnexport.recalibrate_file(proto, None, batches).model
+    monkeypatch.setattr(files, "KEPT", 100)
+    again = bnexport.recalibrate_file(proto, None, batches).model
+    assert kept.SerializeToString() == again.SerializeToString()
+
+
+def test_a_branch_of_the_model_runs_as_in_the_model() -> None:
+    body = """
+        a = Conv(x, w1)
+        b = BatchNormalization(a, n1_s, n1_b, n1_m, n1_v)
+        s = ReduceSum<keepdims = 0>(x)
+        big = Greater(s, zero)
+        c = If(big) <
+            then_branch = t () => (float[N, 4, H, W] c1) { c1 = Relu(b) },
+            else_branch = e () => (float[N, 4, H, W] c2) { c2 = Neg(b) }
+        >
+        y = BatchNormalization(c, n2_s, n2_b, n2_m, n2_v)
+    """
+    proto = net(body, {**SHAPES, "zero": ()})
+    plain = """
+        a = Conv(x, w1)
+        b = BatchNormalization(a, n1_s, n1_b, n1_m, n1_v)
+        c = {taken}(b)
+        y = BatchNormalization(c, n2_s, n2_b, n2_m, n2_v)
+    """
+    for taken, x in (("Relu", np.abs(data())), ("Neg", -np.abs(data()))):
+        expected = joint(net(plain.format(taken=taken)), x)
+        got = stored(bnexport.recalibrate_file(proto, None, [{"x": x}]).model)
+        for name, vector in expected.items():
+            np.testing.assert_allclose(got[name], vector, rtol=3e-6, atol=3e-6, err_msg=name)
+
+
+def test_what_is_left_alone_is_named() -> None:
+    body = """
+        a = Conv(x, w1)
+        m = Neg(n1_m)
+        b = BatchNormalization(a, n1_s, n1_b, m, n1_v)
+        y = BatchNormalization(b, n2_s, n2_b, n2_m, n2_v)
+    """
+    report = bnexport.recalibrate_file(net(body), None, [{"x": data()}]).report
+    assert len(report.layers) == 1 and "computed, not stored" in report.left[0][1]
+    assert "nothing was changed" in bnexport.recalibrate_file(net("y = Relu(x)"), None, []).report.summary()
+
+
+BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "no rows": ([], {}, "no rows"),
+    "a generator": (iter([{"x": data()}]), {}, "3 passes"),
+    "one value": ([{"x": data(1)[:, :, :1, :1]}], {}, "one value a channel in all"),
+    "one value a batch": ([{"x": data(1)[:, :, :1, :1]}] * 2, {"layers": "together"}, "one value a channel in a batch"),
+    "another name": ([{"z": data()}], {}, "lacks 'x'"),
+    "one more": ([{"x": data(), "z": data()}], {}, "has 'z'"),
+    "another type": ([{"x": data().astype(np.float64)}], {}, "as float64, the model takes float32"),
+    "another rank": ([{"x": data()[0]}], {}, r"the shape \(3, 5, 5\), the model takes"),
+    "other channels": ([{"x": data()[:, :2]}], {}, r"the shape \(12, 2, 5, 5\)"),
+    "a NaN": (
+        [{"x": data(5)}, {"x": np.where(np.arange(7)[:, None, None, None] == 4, np.nan, data(7)).astype(np.float32)}],
+        {},
+        "batch 1, row 9 gives NaN",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str, tmp_path: Path) -> None:
+    batches, options, message = BAD[name]
+    with pytest.raises(UsageError, match=message):
+        bnexport.recalibrate_file(net(), tmp_path / "out.onnx", batches, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fixed_batch_size_is_named() -> None:
+    proto = net()
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 4
+    with pytest.raises(UsageError, match="its rows must be a multiple of that"):
+        bnexport.recalibrate_file(proto, None, [{"x": data(4)}, {"x": data(2)}])
+
+
+def test_rows_of_files_and_folders(tmp_path: Path) -> None:
+    x = data(10)
+    np.save(tmp_path / "x.npy", x)
+    (tmp_path / "parts").mkdir()
+    for place, (first, end) in enumerate([(0, 3), (3, 4), (4, 10)]):
+        np.save(tmp_path / "parts" / f"{place}.npy", x[first:end])
+    for path in ("x.npy", "parts"):
+        found = open_rows({"x": tmp_path / path}, 4)
+        assert len(found) == 10 and [len(batch["x"]) for batch in found] == [4, 4, 2]
+        np.testing.assert_array_equal(np.concatenate([batch["x"] for batch in found]), x)
+    np.save(tmp_path / "parts" / "9.npy", x[:, :, :2])
+    np.save(tmp_path / "scalar.npy", np.float32(1))
+    (tmp_path / "text.npy").write_text("no array")
+    (tmp_path / "empty").mkdir()
+    np.save(tmp_path / "none.npy", x[:0])
+    for path, message in (
+        ("parts", "expected the same in all files"),
+        ("scalar.npy", "holds no rows"),
+        ("text.npy", "expected a file that numpy.save wrote"),
+        ("missing.npy", "no such file"),
+        ("empty", "has no .npy files"),
+        ("none.npy", "no rows"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            open_rows({"x": tmp_path / path}, 4)
+    with pytest.raises(UsageError, match="different numbers of rows: x has 10, z has 0"):
+        open_rows({"x": tmp_path / "x.npy", "z": tmp_path / "none.npy"}, 4)
+
+
+def test_the_certificate_of_other_statistics_goes() -> None:
+    body = """
+        a = Conv(x, w1)
+        b = BatchNormalization(a, n1_s, n1_b, n1_m, n1_v)
+        c = Relu(b)
+        y = BatchNormalization(c, n2_s, n2_b, n2_m, n2_v)
+    """
+    folded = bnexport.fold(net(body)).model
+    assert any(entry.key == "bnexport.sites" for entry in folded.metadata_props)
+    result = bnexport.recalibrate_file(folded, None, [{"x": data()}])
+    assert result.report.layers and not any(entry.key == "bnexport.sites" for entry in result.model.metadata_props)

@@ -1,0 +1,370 @@
+"""Statistics of modules that are re-estimated on data."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim.swa_utils import update_bn
+
+import bnexport
+from bnexport.errors import GroupError, UsageError
+from tests.support.cluster import Raised
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, bnexport.SyncBatchNorm)
+
+
+class Net(nn.Module):
+    """Two branches, one of two layers, and a dropout."""
+
+    def __init__(self, norm: Any = nn.BatchNorm2d, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.stem = nn.Sequential(nn.Conv2d(2, 4, 3), norm(4), nn.ReLU())
+        self.left = nn.Sequential(nn.Conv2d(4, 3, 1), norm(3))
+        self.right = nn.Sequential(nn.Conv2d(4, 3, 1), norm(3), nn.Tanh(), nn.Conv2d(3, 3, 1), norm(3))
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(48, 5), nn.BatchNorm1d(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        return self.head(self.drop(self.left(x) + self.right(x)))
+
+
+def rows(count: int = 20, seed: int = 1) -> torch.Tensor:
+    return torch.randn(count, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 3 + 1
+
+
+def joint(model: nn.Module, x: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The statistics of all rows at once, layer after layer in the order of the forward."""
+    model = copy.deepcopy(model).eval()
+    found = {}
+
+    def measure(module: Any, inputs: Any) -> None:
+        values = inputs[0].transpose(0, 1).flatten(1)
+        module.running_mean.copy_(values.mean(1))
+        module.running_var.copy_(values.var(1))
+        found[module] = (module.running_mean.clone(), module.running_var.clone())
+
+    for module in model.modules():
+        if isinstance(module, NORMS):
+            module.register_forward_pre_hook(measure)
+    with torch.no_grad():
+        model(x)
+    return {name: found[module] for name, module in model.named_modules() if module in found}
+
+
+def assert_statistics(model: nn.Module, expected: dict[str, tuple[torch.Tensor, torch.Tensor]], bound: float) -> None:
+    assert expected
+    for name, vectors in expected.items():
+        layer = model.get_submodule(name)
+        for got, wanted in zip((layer.running_mean, layer.running_var), vectors, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=bound, atol=bound, msg=name)
+
+
+def split(x: torch.Tensor, cuts: list[int]) -> list[torch.Tensor]:
+    edges = [0, *sorted(cuts), len(x)]
+    return [x[a:b] for a, b in itertools.pairwise(edges) if b > a]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 20), max_size=6), st.sampled_from(NORMS[1:]))
+def test_one_by_one_is_one_pass_over_all_rows(cuts: list[int], norm: Any) -> None:
+    model, x = Net(norm).double(), rows()
+    expected = joint(model, x)
+    report = bnexport.recalibrate(model, split(x, cuts))
+    assert_statistics(model, expected, 1e-12)
+    assert (report.passes, report.rows, len(report.layers), report.left) == (5, 20, 5, ())
+
+
+def test_only_statistics_change() -> None:
+    model = Net().double().train()
+    model.stem.eval()
+    before = copy.deepcopy(model.state_dict())
+    modes = [module.training for module in model.modules()]
+    bnexport.recalibrate(model, [rows()])
+    assert modes == [module.training for module in model.modules()]
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert {name.rpartition(".")[2] for name in changed} == {"running_mean", "running_var"} and len(changed) == 10
+
+
+def test_stated_groups_save_passes() -> None:
+    model, x = Net().double(), rows()
+    expected = joint(model, x)
+    report = bnexport.recalibrate(
+        model, [x[:7], x[7:]], layers=[["stem.1"], ["left.1", "right.1"], ["right.4"], ["head.2"]]
+    )
+    assert_statistics(model, expected, 1e-12)
+    assert report.passes == 4
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([["stem.1"], ["left.1", "right.1", "right.4"], ["head.2"]], r"right.1 feeds right.4"),
+        ([["left.1"], ["stem.1"], ["right.1"], ["right.4"], ["head.2"]], r"stem.1 feeds left.1"),
+        ([["stem.1"]], r"lacks 'left.1'"),
+        ([["stem.1", "nothing"], ["left.1"], ["right.1"], ["right.4"], ["head.2"]], r"has 'nothing'"),
+    ],
+)
+def test_wrong_groups_are_refused(groups: list[list[str]], message: str) -> None:
+    model = Net().double()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UsageError, match=message):
+        bnexport.recalibrate(model, [rows()], layers=groups)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_together_measures_what_each_layer_saw() -> None:
+    model, batches = Net().double(), split(rows(), [3, 11])
+    seen: dict[str, list[torch.Tensor]] = {}
+    handles = [
+        module.register_forward_pre_hook(
+            lambda _, inputs, name=name: seen.setdefault(name, []).append(inputs[0].clone())
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, NORMS)
+    ]
+    bnexport.recalibrate(model, iter(batches), layers="together")
+    for handle in handles:
+        handle.remove()
+    expected = {}
+    for name, inputs in seen.items():
+        values = torch.cat([x.transpose(0, 1).flatten(1) for x in inputs], 1)
+        expected[name] = (values.mean(1), values.var(1))
+    assert_statistics(model, expected, 1e-12)
+    # The inputs are those of training, without dropout.
+    other = Net().double().train()
+    other.drop.eval()
+    last: dict[str, torch.Tensor] = {}
+    for name, module in other.named_modules():
+        if isinstance(module, NORMS):
+            module.register_forward_pre_hook(lambda _, inputs, name=name: last.update({name: inputs[0].clone()}))
+    with torch.no_grad():
+        other(batches[-1])
+    for name, x in last.items():
+        torch.testing.assert_close(seen[name][-1], x, rtol=1e-10, atol=1e-10)
+
+
+def test_cumulative_is_torchs_update_bn() -> None:
+    model, x = Net().double(), rows()
+    model.drop.p = 0.0
+    other = copy.deepcopy(model)
+    update_bn(list(x.split(5)), other)
+    bnexport.recalibrate(model, list(x.split(5)), layers="together", method="cumulative")
+    names = [name for name, module in other.named_modules() if isinstance(module, NORMS)]
+    expected = {name: (other.get_submodule(name).running_mean, other.get_submodule(name).running_var) for name in names}
+    assert_statistics(model, expected, 1e-12)
+
+
+def test_exact_has_the_variance_of_the_batch_means() -> None:
+    batches = list(rows().split(5))
+    exact, cumulative = (nn.BatchNorm2d(2).double() for _ in range(2))
+    bnexport.recalibrate(exact, batches)
+    bnexport.recalibrate(cumulative, batches, method="cumulative")
+    means = torch.stack([x.transpose(0, 1).flatten(1).mean(1) for x in batches])
+    n, k = 20 * 36, len(batches)
+    # M2 = k (n/k - 1) v + (n/k) sum (mean_i - mean)^2, with v the mean of the batch variances.
+    between = (means - means.mean(0)).square().sum(0) * (n / k)
+    expected = (cumulative.running_var * (n - k) + between) / (n - 1)
+    torch.testing.assert_close(exact.running_var, expected, rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(exact.running_mean, cumulative.running_mean, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_sums_are_float64_whatever_the_type(dtype: torch.dtype) -> None:
+    layer = bnexport.SyncBatchNorm(2)
+    x = (rows() + 1000).to(dtype)
+    report = bnexport.recalibrate(layer, list(x.split(3)))
+    values = x.double().transpose(0, 1).flatten(1)
+    np.testing.assert_allclose(report.layers[0].new_mean, values.mean(1).numpy(), rtol=1e-12)
+    np.testing.assert_allclose(report.layers[0].new_var, values.var(1).numpy(), rtol=1e-7)
+
+
+def test_a_layer_that_runs_twice_gets_all_its_inputs() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2).double()
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.norm(x) + self.norm(y)
+
+    x, y = rows()[:, :, 0, 0], rows(seed=5)[:, :, 0, 0]
+    model = Twice()
+    report = bnexport.recalibrate(model, [{"x": x[:4], "y": y[:4]}, {"x": x[4:], "y": y[4:]}])
+    assert_statistics(model, {"norm": (torch.cat([x, y]).mean(0), torch.cat([x, y]).var(0))}, 1e-12)
+    assert any("runs 2 times" in line for line in report.warnings())
+
+
+def test_what_is_left_alone_is_named() -> None:
+    class Odd(nn.BatchNorm2d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * 2
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.BatchNorm2d(2), nn.BatchNorm2d(2)
+            self.none, self.odd, self.lazy = nn.BatchNorm2d(2, track_running_stats=False), Odd(2), nn.LazyBatchNorm2d()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.odd(self.none(self.used(x)))
+
+    report = bnexport.recalibrate(Model(), [(rows().float(), "a target")])
+    assert [layer.name for layer in report.layers] == ["used"]
+    reasons = dict(report.left)
+    assert reasons["unused"] == "it did not run on these rows" and reasons["none"] == "it has no running statistics"
+    assert "forward" in reasons["odd"] and reasons["lazy"] == "it is lazy and has never run"
+    assert "nothing was changed" in bnexport.recalibrate(nn.Linear(2, 2), []).summary()
+
+
+def test_other_preprocessing_is_seen() -> None:
+    model, x = Net().double(), rows()
+    bnexport.recalibrate(model, [x])
+    assert not bnexport.recalibrate(copy.deepcopy(model), [rows(seed=3)]).other_data
+    report = bnexport.recalibrate(model, [x * 255])
+    assert report.other_data and any("preprocessed" in line for line in report.warnings())
+
+
+BAD = {
+    "no rows": ([], {}, "no rows"),
+    "one value": ([torch.ones(1, 2, 1, 1).double()], {}, "one value a channel in all"),
+    "one value a batch": (
+        [torch.ones(1, 2, 1, 1).double()] * 3,
+        {"layers": "together"},
+        "one value a channel in a batch",
+    ),
+    "a generator": (iter([rows()]), {}, "can be gone through once"),
+    "a method": ([rows()], {"method": "mean"}, "method: got 'mean'"),
+    "layers": ([rows()], {"layers": "all"}, "layers: got 'all'"),
+    "an empty tuple": ([()], {}, "empty tuple"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    batches, options, message = BAD[name]
+    model = nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2)).double()
+    with pytest.raises(UsageError, match=message):
+        bnexport.recalibrate(model, batches, **options)
+    assert all((layer.running_mean == 0).all() and (layer.running_var == 1).all() for layer in model)
+
+
+@pytest.mark.parametrize("layers", ["one_by_one", "together"])
+def test_a_nan_row_is_named_and_nothing_changes(layers: str) -> None:
+    model, x = Net().double(), rows()
+    x[13, 0, 2, 2] = torch.nan
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UsageError, match=r"batch 2, row 13 gives NaN or infinity to stem.1; nothing was changed"):
+        bnexport.recalibrate(model, list(x.split(6)), layers=layers)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_loader_that_gives_other_batches_is_refused() -> None:
+    class Fewer:
+        count = 4  # the order is found with the first
+
+        def __iter__(self) -> Any:
+            self.count -= 1
+            return iter([rows()] * self.count)
+
+    with pytest.raises(UsageError, match=r"got 1 in a later pass, expected 2"):
+        bnexport.recalibrate(nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2)).double(), Fewer())
+
+
+def test_an_interrupt_leaves_the_old_statistics() -> None:
+    class Stop(nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == 5:  # in the second pass
+                raise KeyboardInterrupt
+            return x
+
+    model = nn.Sequential(nn.BatchNorm2d(2), Stop(), nn.BatchNorm2d(2)).double()
+    with pytest.raises(KeyboardInterrupt):
+        bnexport.recalibrate(model, [rows(), rows()])
+    assert all((model[place].running_mean == 0).all() for place in (0, 2))
+
+
+def _member(group: Any, sizes: list[int], norm: str, layers: str, method: str) -> list[np.ndarray[Any, Any]]:
+    model = Net(getattr(nn, norm, None) or getattr(bnexport, norm)).double()
+    rank = group.rank()
+    start = sum(sizes[:rank])
+    mine = rows()[start : start + sizes[rank]]
+    bnexport.recalibrate(
+        model, list(mine.split(4)) if len(mine) else [], layers=layers, method=method, process_group=group
+    )
+    return [buffer.numpy() for buffer in model.buffers()]
+
+
+@pytest.mark.parametrize("sizes", [[12, 8], [3, 17], [20, 0], [0, 20]], ids=str)
+def test_processes_have_the_statistics_of_all_rows(cluster: Any, sizes: list[int]) -> None:
+    model = Net().double()
+    bnexport.recalibrate(model, [rows()])
+    for got in cluster.call(2, _member, sizes, "BatchNorm2d", "one_by_one", "exact"):
+        for array, buffer in zip(got, model.buffers(), strict=True):
+            np.testing.assert_allclose(array, buffer.numpy(), rtol=1e-12, atol=1e-12)
+
+
+def _batches(rank: int, counts: list[list[int]]) -> list[torch.Tensor]:
+    edges = np.cumsum([0, *(size for pair in zip(*counts) for size in pair)])
+    places = [2 * step + rank for step in range(len(counts[0]))]
+    return [rows()[edges[place] : edges[place + 1]] for place in places if edges[place + 1] > edges[place]]
+
+
+def _member_together(group: Any, counts: list[list[int]]) -> list[np.ndarray[Any, Any]]:
+    model = Net(nn.SyncBatchNorm).double()
+    model.head[2] = nn.SyncBatchNorm(5).double()
+    bnexport.recalibrate(model, _batches(group.rank(), counts), layers="together", process_group=group)
+    return [buffer.numpy() for buffer in model.buffers()]
+
+
+@pytest.mark.parametrize("counts", [[[4, 6], [6, 4]], [[5, 9], [6, 0]], [[0, 0], [12, 8]]], ids=str)
+def test_sync_batch_norms_together_normalise_with_the_groups_batch(cluster: Any, counts: list[list[int]]) -> None:
+    model = Net().double()
+    steps = [
+        torch.cat([_batches(rank, counts)[step] for rank in (0, 1) if step < len(_batches(rank, counts))])
+        for step in (0, 1)
+    ]
+    bnexport.recalibrate(model, steps, layers="together")
+    for got in cluster.call(2, _member_together, counts):
+        for array, buffer in zip(got, model.buffers(), strict=True):
+            np.testing.assert_allclose(array, buffer.numpy(), rtol=1e-11, atol=1e-11)
+
+
+def _failing(group: Any, layers: str) -> None:
+    model = Net(nn.SyncBatchNorm).double()
+    x = rows()
+    if group.rank() == 1:
+        x[3] = torch.nan
+    bnexport.recalibrate(model, list(x.split(5)), layers=layers, process_group=group)
+
+
+@pytest.mark.parametrize("layers", ["one_by_one", "together"])
+def test_a_process_that_fails_stops_all(cluster: Any, layers: str) -> None:
+    other, own = cluster.run(2, _failing, layers)
+    assert (
+        isinstance(other, Raised)
+        and other.type == GroupError.__name__
+        and "process 1 of the group failed" in other.message
+    )
+    assert isinstance(own, Raised) and own.type == UsageError.__name__ and "row 3" in own.message
+
+
+def _different(group: Any) -> None:
+    model = nn.Sequential(*(nn.BatchNorm2d(2) for _ in range(group.rank() + 1)))
+    bnexport.recalibrate(model, [rows().float()], process_group=group)
+
+
+def test_different_models_are_refused(cluster: Any) -> None:
+    assert all("different batch norms" in result.message for result in cluster.run(2, _different))
