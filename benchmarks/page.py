@@ -116,6 +116,32 @@ def branches(report: Report) -> str:
     return f"{how}\n\n{table([*header, 'of the least times'], rows)}"
 
 
+def recalibration(report: Report) -> str:
+    share = "{:.1%}".format
+    rows = [
+        [row["network"], *(share(row[name]) for name in ("before", "after", "folded")), f"{row['largest']:.1f}"]
+        for row in report["rows"]
+    ]
+    header = ["digits network with", "statistics of training", "re-estimated", "and folded", "largest change, std"]
+    how = setting(report, f"{report['epochs']} epochs")
+    return f"{how}\n\n{table(header, rows, 1)}"
+
+
+def recalibration_cost(report: Report) -> str:
+    rows = [
+        [
+            row["network"],
+            f"{row['file']['ratio']:.2f}",
+            f"{row['file']['one_by_one_ratio']:.2f}",
+            f"{row['module']['ratio']:.2f}",
+        ]
+        for row in report["costs"]
+    ]
+    header = ["network", "file, `together`", "file, `one_by_one`", "module, `together`"]
+    how = setting(report, f"{report['batch']} images of {report['image']} x {report['image']}")
+    return f"{how}\n\n{table(header, rows, 1)}"
+
+
 def torchscript(report: Report) -> str:
     rows = [[row["candidate"], f"{row['ratio']:.2f}", f"{row['least_ms']:.0f}"] for row in report["rows"]]
     return f"{setting(report, '1 thread')}\n\n{table(['candidate', 'time, ratio', 'ms'], rows)}"
@@ -333,6 +359,8 @@ BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "forms": ("folding.md", "forms.json", forms),
     "foreign_folds": ("folding.md", "foreign_folds.json", foreign_folds),
     "torch_versions": ("support.md", "torch_versions.json", torch_versions),
+    "recalibration": ("guides/statistics.md", "recalibration.json", recalibration),
+    "recalibration_cost": ("guides/statistics.md", "recalibration.json", recalibration_cost),
     "torchscript": ("deploy.md", "torchscript.json", torchscript),
     "lower_precision": ("guides/quantization.md", "lower_precision.json", lower_precision),
     "other_tools": ("../README.md", "other_tools.json", tables.other_tools),

@@ -41,6 +41,7 @@ BENCHMARKS = {
     "parallel-training": Benchmark("bench_parallel_training", 2),
     "conv-gradient": Benchmark("bench_conv_gradient", 2),
     "branches": Benchmark("bench_branches", 1),
+    "recalibration": Benchmark("bench_recalibration", 2),
     "proof": Benchmark("bench_proof", 3),
     "fold": Benchmark("bench_fold", 30),
 }

@@ -17,6 +17,7 @@ from bnexport.cli import (  # noqa: F401 - each registers its commands
     export,
     inline,
     models,
+    recalibrate,
     run,
     train,
     train_export,

@@ -11,6 +11,7 @@ from bnexport.cli import startup
 from bnexport.cli.common import Atol, Certificate, Html, Inputs, Json, Model, Providers, Rtol, Seed, app
 from bnexport.cli.console import detail, is_verbose, say, status
 from bnexport.cli.output import check_change, check_targets, emit, table, write_whole
+from bnexport.cli.recalibrate import Batch
 from bnexport.errors import MissingDependencyError, UsageError, VerificationError
 
 
@@ -108,6 +109,13 @@ def fold(
         bool,
         typer.Option("--training-to-inference", help="Also turn BatchNormalization in training mode into inference."),
     ] = False,
+    recalibrate: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:FILE.npy|FOLDER", help="First re-estimate the running statistics on these rows. Repeatable."
+        ),
+    ] = None,
+    batch: Batch = 32,
     certificate: Certificate = True,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT where it exists, as a whole; it may be IN.")
@@ -128,9 +136,14 @@ def fold(
         names = {"only": only or (), "skip": skip or (), "explain": [explain] if explain else ()}
         check_selection(load(source), where=str(source), prefix="--", **names)
     feeds = feeds_of(inputs, seed, source) if verify else {}
+    model: Any = source
+    if recalibrate:
+        from bnexport.cli import recalibrate as command
+
+        model = command.run(source, None, recalibrate, batch).model
     with status(f"folding {source}"):
         result = folding.fold(
-            source,
+            model,
             target,
             verify=_method(verify, method),
             inputs=feeds or None,

@@ -253,9 +253,9 @@ class _Run:
         """Measure all layers in one pass, in which each normalises with the statistics of its batch."""
         of = {number: layer for layer in layers for number in layer.numbers}
         for index, feeds in self._batches(batches, first=True):
-            values = feeds
+            values = dict(feeds)
             for level in range(len(self.segments)):
-                values = self.segments.run(level, values, self._statistics)
+                self.segments.run(level, values, self._statistics)
                 for number, x in self._measured(level, values):
                     row = self._row(of[number], x, index)
                     if row[0] == 1:
@@ -285,15 +285,17 @@ class _Run:
             stages.report("pass", level, len(self.segments))
             keep: list[Values] | None = []
             size = 0
-            for index, given in self._batches(batches if kept is None else kept, first=level == 0, kept=kept is not None):
-                values = given
+            for index, given in self._batches(
+                batches if kept is None else kept, first=level == 0, kept=kept is not None
+            ):
+                values = dict(given)
                 for earlier in range(0 if kept is None else level, level + 1):
-                    values = self.segments.run(earlier, values, self._statistics)
+                    self.segments.run(earlier, values, self._statistics)
                 for number, x in self._measured(level, values):
                     self._add(of[number], self._row(of[number], x, index), method)
                 if kept is not None:
                     kept[index] = {}
-                values = self.segments.needed_after(level, values)
+                self.segments.drop(level, values)
                 size += sum(array.nbytes for array in values.values())
                 keep = None if keep is None or size > KEPT else [*keep, values]
             kept = keep

@@ -70,29 +70,30 @@ class Segments:
         last = max(self.level_of.values(), default=-1)
         del self.segments[last + 1 :]
         self._connect(numbers)
-        self._last_use = self._uses()
+        self._last_used = self._uses()
 
     def __len__(self) -> int:
         return len(self.segments)
 
-    def run(self, level: int, values: Values, statistics: Mapping[str, np.ndarray[Any, Any]]) -> Values:
-        """Run one segment; return the values that later segments need, and the inputs of the batch norms behind it.
+    def run(self, level: int, values: Values, statistics: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Run one segment: add to `values` what later segments need and the inputs of the batch norms behind it, and drop
+        what nothing reads any more.
 
         values: of the segments before, or the model's inputs. statistics: by name, as `Segment.norms` has them.
         """
         segment = self.segments[level]
-        found = {}
         if segment.made:
             feeds = {name: statistics[name] if name in statistics else values[name] for name in segment.given.values()}
             if segment.runtime is None:
                 segment.runtime = self._open(segment, feeds)
             outputs = segment.runtime.run(feeds, list(segment.made))
-            found = dict(zip(segment.made, outputs, strict=True))
-        return {name: array for name, array in {**values, **found}.items() if self._last_use.get(name, -1) >= level}
+            values.update(zip(segment.made, outputs, strict=True))
+        self.drop(level - 1, values)
 
-    def needed_after(self, level: int, values: Values) -> Values:
-        """Return the values that segments behind `level` read."""
-        return {name: array for name, array in values.items() if self._last_use.get(name, -1) > level}
+    def drop(self, level: int, values: Values) -> None:
+        """Drop the values that no segment behind `level` reads."""
+        for name in self._last_used.get(level, ()):
+            values.pop(name, None)
 
     def _connect(self, numbers: Mapping[ir.Node, int]) -> None:
         """Replace what each segment reads of others by inputs of its own."""
@@ -133,13 +134,16 @@ class Segments:
             names.append(str(new.name))
         return names[0], names[1]
 
-    def _uses(self) -> dict[str, int]:
-        """Return the last segment that reads each value, or measures it."""
+    def _uses(self) -> dict[int, list[str]]:
+        """Return, for each segment, the values that it is the last one to read or measure."""
         last: dict[str, int] = {}
         for level, segment in enumerate(self.segments):
             for name in (*segment.given.values(), *(str(x.name) for x in segment.measured.values())):
                 last[name] = level
-        return last
+        found: dict[int, list[str]] = {}
+        for name, level in last.items():
+            found.setdefault(level, []).append(name)
+        return found
 
     def _open(self, segment: Segment, feeds: Values) -> OnnxRuntime:
         graph = self._model.graph
@@ -167,7 +171,7 @@ class Segments:
         )
         functions = list(self._model.functions.values())
         model = ir.Model(part, ir_version=max(self._model.ir_version, 4), functions=functions)
-        return engine.open(model, options=engine.session_options(training=None))
+        return engine.open(model, options=_options())
 
 
 def _reads(node: ir.Node) -> Iterable[tuple[ir.Node, int, ir.Value]]:
@@ -194,3 +198,10 @@ def _needed(graph: ir.Graph, norms: Iterable[ir.Node]) -> set[ir.Node]:
                 found.add(producer)
                 open_nodes.append(producer)
     return found
+
+
+def _options() -> Any:
+    """Create options of a session: threads that spin after a run would keep the next session's from the cores."""
+    options = engine.session_options()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return options

@@ -1,0 +1,101 @@
+"""Command recalibrate: the running statistics of an ONNX file, re-estimated on data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bnexport import choices
+from bnexport.cli.common import Json, Overwrite, app
+from bnexport.cli.console import detail, say, status
+from bnexport.cli.output import check_change, check_targets, emit, table, write_whole
+from bnexport.errors import UsageError
+
+_ROWS = "NAME:FILE.npy|FOLDER"
+Batch = Annotated[int, typer.Option("--batch", metavar="INT", min=1, help="Rows of one batch.")]
+
+
+@app.command()
+def recalibrate(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="The ONNX file; unchanged unless it is OUT, too.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Where the model with new statistics goes.")],
+    inputs: Annotated[
+        list[str],
+        typer.Option(
+            "--input", "-i", metavar=_ROWS, help="Rows of an input: a NumPy file, or a folder of them. Repeatable."
+        ),
+    ],
+    batch: Batch = 32,
+    layers: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="one_by_one: exact for any batches, several passes; together: one pass, as in training.",
+        ),
+    ] = "one_by_one",
+    method: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="exact, or cumulative: the mean of batch variances, as torch's update_bn."),
+    ] = "exact",
+    overwrite: Overwrite = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Write old and new statistics as one HTML page.")
+    ] = None,
+    json_target: Json = None,
+) -> None:
+    """Re-estimates running statistics on data."""
+    check_targets(OUT=target, html=html, json=json_target)
+    check_change(source, target, overwrite)
+    result = run(source, target, inputs, batch, layers=layers, method=method, overwrite=overwrite)
+    report = result.report
+    if html is not None:
+        from bnexport.recalibration import html_report
+
+        write_whole(html, html_report.render_html(report))
+    say(f"{target} written")
+    rows = [
+        (
+            layer.name,
+            len(layer.old_mean),
+            layer.count,
+            f"{abs(layer.shift).max():.3g}",
+            f"{layer.stretch.min():.3g} to {layer.stretch.max():.3g}",
+        )
+        for layer in report.layers
+    ]
+    columns = ("batch norm", "channels", "values a channel", "largest shift, std", "std, new / old")
+    emit(report.to_dict(), json_target, [table(str(target), columns, rows, right=columns[1:])] if rows else [])
+
+
+def run(source: Path, target: Path | None, inputs: list[str], batch: int, **options: Any) -> Any:
+    """Re-estimate the statistics of a file, and say what changed."""
+    choices.check_choice("--layers", options.setdefault("layers", "one_by_one"), ("one_by_one", "together"))
+    choices.check_choice("--method", options.setdefault("method", "exact"), ("exact", "cumulative"))
+    from bnexport.recalibration import files
+    from bnexport.recalibration.rows import open_rows
+
+    rows = open_rows(_named(inputs), batch)
+    if options["layers"] == "one_by_one":
+        passes = files.passes_of(source)
+        say(f"{len(rows)} rows, {passes} pass{'es' * (passes != 1)}")
+    with status(f"re-estimating the statistics of {source}"):
+        result = files.recalibrate_file(source, target, rows, **options)
+    say(result.report.summary())
+    for line in result.report.warnings():
+        say(f"note: {line}")
+    detail(f"{result.report.batches} batches of {batch} rows at most")
+    return result
+
+
+def _named(texts: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in texts:
+        name, _, path = text.partition(":")
+        if not name or not path:
+            raise UsageError(f"--input: got {text!r}, expected {_ROWS}, such as x:rows.npy")
+        if name in found:
+            raise UsageError(f"--input: got {name!r} twice, expected each input once")
+        found[name] = path
+    return found

@@ -1,0 +1,91 @@
+"""Statistics re-estimated on the command line, and the page of what changed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import bnexport
+from bnexport.cli import main
+from bnexport.recalibration import html_report
+from tests.recalibration.test_files import data, net, stored
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    onnx.save(net(), "a.onnx")
+    np.save("x.npy", data(20))
+    return tmp_path
+
+
+def test_recalibrate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "recalibrate",
+        "a.onnx",
+        "b.onnx",
+        "-i",
+        "x:x.npy",
+        "--batch",
+        "7",
+        "--html",
+        "r.html",
+        "--json",
+        "r.json",
+    ]
+    assert main(arguments) == 0
+    said = capsys.readouterr().err
+    assert "20 rows, 3 passes" in said and "b.onnx written" in said
+    expected = bnexport.recalibrate_file(net(), None, [{"x": data(20)}])
+    for name, array in stored(expected.model).items():
+        np.testing.assert_allclose(stored(onnx.load("b.onnx"))[name], array, rtol=1e-6, atol=1e-6)
+    report = json.loads(Path("r.json").read_text())
+    assert (report["rows"], report["batches"], len(report["layers"])) == (20, 3, 3)
+    page = Path("r.html").read_text()
+    assert page.count("<circle") == 2 * 3 * 4 and "<script" not in page
+
+
+def test_fold_after_recalibration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fold", "a.onnx", "c.onnx", "--recalibrate", "x:x.npy", "--method", "local"]) == 0
+    assert "re-estimated on 20 rows" in capsys.readouterr().err
+    better = bnexport.recalibrate_file("a.onnx", None, [{"x": data(20)}])
+    assert bnexport.verify(better.model, "c.onnx").passed
+    assert not bnexport.verify("a.onnx", "c.onnx").passed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-i", "x"], "--input: got 'x', expected NAME:FILE.npy|FOLDER"),
+        (["-i", "x:x.npy", "-i", "x:x.npy"], "got 'x' twice"),
+        (["-i", "x:nothing.npy"], "no such file"),
+        (["-i", "z:x.npy"], "lacks 'x'"),
+        (["-i", "x:x.npy", "--layers", "all"], "--layers: got 'all'"),
+        (["-i", "x:x.npy", "--method", "mean"], "--method: got 'mean'"),
+        ([], "Missing option '--input'"),
+    ],
+)
+def test_bad_arguments(folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(["recalibrate", "a.onnx", "b.onnx", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("b.onnx").exists()
+
+
+def test_a_model_without_batch_norms(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    onnx.save(net("y = Relu(x)"), "plain.onnx")
+    assert main(["recalibrate", "plain.onnx", "b.onnx", "-i", "x:x.npy"]) == 0
+    assert "no batch norms with running statistics: nothing was changed" in capsys.readouterr().err
+
+
+def test_names_of_a_model_are_escaped() -> None:
+    proto = net()
+    proto.graph.node[1].name = "<script>alert(1)</script>"
+    report = bnexport.recalibrate_file(proto, None, [{"x": data()}]).report
+    page = html_report.render_html(report)
+    assert "<script" not in page and "&lt;script&gt;" in page
+    assert not re.search(r"(src|href)=", page)
