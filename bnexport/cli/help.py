@@ -8,7 +8,19 @@ from typing import Any
 from typer.core import TyperCommand
 
 # Commands in the order in which a model goes through them.
-ORDER = ("export", "inspect", "fold", "inline", "verify", "run", "bench", "train-export", "train", "doctor")
+ORDER = (
+    "export",
+    "inspect",
+    "recalibrate",
+    "fold",
+    "inline",
+    "verify",
+    "run",
+    "bench",
+    "train-export",
+    "train",
+    "doctor",
+)
 EXAMPLES = {
     "export": (
         "bnexport export package:network model.onnx --checkpoint weights.pth -i x:1,3,224,224",
@@ -16,6 +28,10 @@ EXAMPLES = {
         "bnexport export package:network model.pt2 -i image:image.npy --static",
     ),
     "inspect": ("bnexport inspect model.onnx", "bnexport inspect model.onnx --json -"),
+    "recalibrate": (
+        "bnexport recalibrate model.onnx better.onnx -i x:rows.npy --html changes.html",
+        "bnexport recalibrate model.onnx better.onnx -i x:folder --layers together --batch 64",
+    ),
     "fold": (
         "bnexport fold kept.onnx folded.onnx",
         "bnexport fold kept.onnx folded.onnx --html report.html -i x:1,3,224,224",

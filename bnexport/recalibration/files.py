@@ -204,7 +204,7 @@ def _stored(node: ir.Node, place: int, constants: Constants) -> ir.TensorProtoco
     return tensor
 
 
-def _prepare(model: ir.Model, layers: list[_Layer]) -> tuple[_Run, list[tuple[str, str]]]:
+def _prepare(model: ir.Model, layers: list[_Layer]) -> tuple[_FileRun, list[tuple[str, str]]]:
     """Cut a copy of the model, with all batch norms in inference; return what could not be converted."""
     copy = model.clone()
     names = {}
@@ -235,10 +235,10 @@ def _prepare(model: ir.Model, layers: list[_Layer]) -> tuple[_Run, list[tuple[st
         if any(number in reasons for number in layer.numbers)
     ]
     inputs = [value for value in copy.graph.inputs if not value.is_initializer()]
-    return _Run(inputs, Segments(copy, norms)), left
+    return _FileRun(inputs, Segments(copy, norms)), left
 
 
-class _Run:
+class _FileRun:
     """One re-estimation. sums: for each finished layer the values of a channel and its sum."""
 
     def __init__(self, inputs: list[ir.Value], segments: Segments) -> None:
@@ -396,7 +396,7 @@ class _Run:
         return values
 
 
-def _change(layer: _Layer, done: tuple[float, moments.Row], method: str, run: _Run) -> LayerChange:
+def _change(layer: _Layer, done: tuple[float, moments.Row], method: str, run: _FileRun) -> LayerChange:
     first = all(run.segments.level_of[number] == 0 for number in layer.numbers)
     new = moments.statistics(done[1], method)
     return LayerChange(layer.name, int(done[0]), layer.eps, first, len(layer.nodes), *layer.old, *new)

@@ -37,17 +37,16 @@ def render_html(report: RecalibrationReport) -> str:
                 "logs": logs[chosen].tolist(),
             }
         )
-    span = _span(layer["shift"] for layer in layers)
-    logs = _span(layer["logs"] for layer in layers)
+    shift, stretch = (_span(layer[name] for layer in layers) for name in ("shift", "logs"))
     return environment.get_template("report.html.jinja").render(
         layers=layers,
         summary=report.summary() + ".",
         warnings=report.warnings(),
         mode=report.mode,
         method=report.method,
-        span=span,
-        logs=logs,
-        factor=math.exp(min(logs, 700.0)),
+        span=shift,
+        logs=stretch,
+        factor=math.exp(min(stretch, 700.0)),
         width=_WIDTH,
         height=_HEIGHT,
         place=_place,
@@ -55,7 +54,7 @@ def render_html(report: RecalibrationReport) -> str:
 
 
 def _span(rows: Any) -> float:
-    return max((abs(value) for row in rows for value in row), default=0.0) or 1.0
+    return max((abs(float(value)) for row in rows for value in row), default=0.0) or 1.0
 
 
 def _place(value: float, low: float, high: float) -> str:

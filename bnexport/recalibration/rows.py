@@ -1,4 +1,4 @@
-"""Rows of NumPy files as batches for a model, read when they are needed."""
+"""BatchedRows of NumPy files as batches for a model, read when they are needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class BatchedRows:
     """Arrays by input name, cut along dimension 0 into batches of `size` rows; the last one may be smaller."""
 
     arrays: Mapping[str, Sequence[Array]]
@@ -31,7 +31,7 @@ class Rows:
         return sum(len(piece) for piece in next(iter(self.arrays.values())))
 
 
-def open_rows(files: Mapping[str, str | os.PathLike[str]], size: int) -> Rows:
+def open_rows(files: Mapping[str, str | os.PathLike[str]], size: int) -> BatchedRows:
     """Map the rows of each input: a .npy file, or a folder whose .npy files follow each other by name.
 
     Raises UsageError: a file is missing or no array of rows, or inputs have different numbers of rows.
@@ -43,7 +43,7 @@ def open_rows(files: Mapping[str, str | os.PathLike[str]], size: int) -> Rows:
         raise UsageError(f"input: got different numbers of rows: {listed}; expected the same number for each input")
     if 0 in lengths.values():
         raise UsageError(f"input {next(iter(lengths))}: got no rows, expected one or more")
-    return Rows(arrays, size)
+    return BatchedRows(arrays, size)
 
 
 def _pieces(name: str, path: Path) -> list[Array]:

@@ -19,12 +19,13 @@ def synced():
 
 @pytest.fixture(scope="package")
 def small_files(tmp_path_factory):
-    """kept.onnx with 3 sync batch norms, step.onnx with rows.npz, and weights.pth."""
+    """kept.onnx with 3 sync batch norms, step.onnx with rows.npz and x.npy, and weights.pth."""
     folder = tmp_path_factory.mktemp("small_files")
     bnexport.export(tiny().eval(), torch.randn(2, 1, 8, 8), folder / "kept.onnx", mode="custom_op")
     x, target = torch.randn(8, 1, 8, 8), torch.randint(0, 10, (8,))
     loss = torch.nn.functional.cross_entropy
     bnexport.export_training_step(tiny().train(), loss, (x, target), folder / "step.onnx", verify=False)
+    np.save(folder / "x.npy", x.numpy())
     np.savez(folder / "rows.npz", x=x.numpy(), target=target.numpy())
     torch.save(tiny().state_dict(), folder / "weights.pth")
     return folder

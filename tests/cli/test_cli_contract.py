@@ -27,6 +27,11 @@ CALLS = {
     "doctor": ([], [], "checks"),
     "inspect": (["{folder}/kept.onnx"], [], "batch_norms"),
     "fold": (["{folder}/kept.onnx", "{new}/f.onnx"], ["3 of 3 batch norms folded", "verification passed"], "sites"),
+    "recalibrate": (
+        ["{folder}/kept.onnx", "{new}/r.onnx", "-i", "x:{folder}/x.npy"],
+        ["3 batch norms re-estimated on 8 rows", "r.onnx written"],
+        "layers",
+    ),
     "inline": (
         ["{folder}/kept.onnx", "{new}/i.onnx"],
         ["3 sync batch norms in inference converted", "verification passed"],
@@ -111,7 +116,7 @@ def test_quiet_prints_nothing_but_the_json_asked_for(command, folder, tmp_path, 
     printed_by_the_factory = "a factory may print what it likes\n" if "export" in command else ""
     assert (code, out, err) == (0, "", printed_by_the_factory)
     assert strict(target.read_text())["schema_version"] == 1
-    again = ["--overwrite"] if command in ("export", "fold", "inline", "train-export") else []
+    again = ["--overwrite"] if command in ("export", "fold", "inline", "recalibrate", "train-export") else []
     code, out, err = call([*arguments_of(command, folder, tmp_path), "--quiet", "--json", "-", *again], capfd)
     assert (code, err) == (0, printed_by_the_factory)
     assert strict(out).keys() == strict(target.read_text()).keys()
@@ -133,6 +138,7 @@ FIRST = {
     "doctor": [],
     "inspect": ["a.onnx"],
     "fold": ["a.onnx", "b.onnx"],
+    "recalibrate": ["a.onnx", "b.onnx", "-i", "x:x.npy"],
     "inline": ["a.onnx", "b.onnx"],
     "verify": ["a.onnx", "b.onnx"],
     "run": ["a.onnx"],
@@ -149,9 +155,11 @@ def test_options_have_one_name(command, capfd):
     assert (code, err) == (0, "")
     for option in ("--json PATH|-", "-q, --quiet", "-v, --verbose", "-h, --help"):
         assert option in out
-    if command not in ("doctor", "inspect"):
+    if command not in ("doctor", "inspect", "recalibrate"):
         assert "--seed INT" in out
-    if command not in ("doctor", "inspect", "train"):
+    if command == "recalibrate":
+        assert "-i, --input NAME:FILE.npy|FOLDER" in out
+    elif command not in ("doctor", "inspect", "train"):
         assert re.search(r"-i, --input NAME:\d+,3,224,224\|NAME:FILE.npy", out)
     if command in ("fold", "verify"):
         assert "--atol FLOAT" in out and "--rtol FLOAT" in out
