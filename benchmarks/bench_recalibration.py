@@ -121,6 +121,16 @@ def file_cost(path: str) -> dict[str, float]:
     }
 
 
+def largest_deviation(exact: Any, got: Any) -> float:
+    """The largest difference of a mean, or of a standard deviation, in standard deviations."""
+    found = []
+    for a, b in zip(exact.layers, got.layers, strict=True):
+        std = np.sqrt(a.new_var + a.eps)
+        found.append(max(np.abs(a.new_mean - b.new_mean) / std))
+        found.append(max(np.abs(np.sqrt(b.new_var + b.eps) / std - 1)))
+    return float(max(found))
+
+
 def forwards(model: Any, batches: list[Any]) -> None:
     import torch
 
@@ -147,7 +157,10 @@ def costs(folder: Path) -> list[dict[str, Any]]:
         plain = functools.partial(forwards, model, batches)
         ours = functools.partial(bnexport.recalibrate, model, batches, layers="together")
         forward, together = zip(*((least(plain, 1), least(ours, 1)) for _ in range(5)), strict=True)
-        rows.append({"network": name, "file": in_file, "module": {"ratio": min(together) / min(forward)}})
+        exact = copy.deepcopy(model).double()
+        report = bnexport.recalibrate(exact, [batch.double() for batch in batches], layers="together")
+        deviation = largest_deviation(report, bnexport.recalibrate(model, batches, layers="together"))
+        rows.append({"network": name, "deviation": deviation, "file": in_file, "module": {"ratio": min(together) / min(forward)}})
         print(
             f"{name}: {in_file['ratio']:.2f} of inference in ONNX Runtime, {rows[-1]['module']['ratio']:.2f} in torch"
         )

@@ -62,20 +62,21 @@ class RecalibrationResult:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """Batch norms of one model that share all their parameters, as a module that runs several times writes them.
+    """One batch norm of the caller's model, and its place in the main graph.
 
-    nodes: in the caller's model. places: of mean and variance among their inputs. tensors: mean and variance.
+    places: of mean and variance among the node's inputs. tensors: mean and variance. Two nodes that share tensors are two
+    layers: exporters write equal tensors once, so sharing does not tell a module that runs twice.
     """
 
-    nodes: tuple[ir.Node, ...]
-    numbers: tuple[int, ...]
+    node: ir.Node
+    number: int
     places: tuple[int, int]
     tensors: tuple[ir.TensorProtocol, ir.TensorProtocol]
     eps: float
 
     @property
     def name(self) -> str:
-        return label(self.nodes[0])
+        return label(self.node)
 
     @functools.cached_property
     def old(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -116,25 +117,25 @@ def recalibrate_file(
     if target is not None:
         check_space(target, write.tensor_total(model) * 9 // 10)
     found, left = _layers(model)
-    done: dict[str, tuple[float, moments.Row]] = {}
+    done: dict[int, tuple[float, moments.Row]] = {}
     run = None
     if found:
         run, refused = _prepare(model, found)
         left += refused
-        found = [layer for layer in found if layer.numbers[0] in run.segments.level_of]
+        found = [layer for layer in found if layer.number in run.segments.level_of]
     if run is not None and found:
         if layers == "together":
             run.together(batches, found, method)
         else:
             run.one_by_one(batches, found, method)
         done = run.sums
-        _write(model, [(layer, moments.statistics(done[layer.name][1], method)) for layer in found])
+        _write(model, [(layer, moments.statistics(done[layer.number][1], method)) for layer in found])
         model.metadata_props.pop("bnexport.sites", None)  # the folds that it proves had other statistics
     if target is not None:
         own = [opened.path] if opened.path else []
         write.save(model, target, inputs=own, overwrite_input=overwrite)
     report = RecalibrationReport(
-        tuple(_change(layer, done[layer.name], method, run) for layer in found if run is not None),
+        tuple(_change(layer, done[layer.number], method, run) for layer in found if run is not None),
         tuple(left),
         layers,
         method,
@@ -155,34 +156,28 @@ def passes_of(source: Source) -> int:
 
 def _layers(model: ir.Model) -> tuple[list[_Layer], list[tuple[str, str]]]:
     """Return the batch norms of the main graph with stored statistics, and those that are left alone, with the reason."""
-    left = []
-    grouped: dict[tuple[Any, ...], list[tuple[int, ir.Node, tuple[int, int], tuple[Any, Any]]]] = {}
+    found, left = [], []
     constants = Constants(model, Shapes(model))
     for number, node in enumerate(model.graph):
-        sync = is_sync_batch_norm(node)
-        if not sync and not is_standard(node, "BatchNormalization"):
+        if not _is_norm(node):
             continue
+        sync = is_sync_batch_norm(node)
         places = _SYNC_PLACES if sync else _PLACES
         try:
             mean, var = (_stored(node, place, constants) for place in places)
-            grouped.setdefault(tuple(node.inputs[1:5]), []).append((number, node, places, (mean, var)))
+            eps = get_float(node, "eps" if sync else "epsilon", 1e-5)
+            found.append(_Layer(node, number, places, (mean, var), eps))
         except Refused as reason:
             left.append((label(node), reason.text))
     main = set(model.graph)
     for node in walk.nodes(model):
-        if (
-            node not in main
-            and (is_sync_batch_norm(node) or is_standard(node, "BatchNormalization"))
-            and not _in_body(node)
-        ):
+        if node not in main and _is_norm(node) and not _in_body(node):
             left.append((label(node), "it is in a function or a subgraph; inline it first with bnexport inline"))
-    found = []
-    for members in grouped.values():
-        numbers, nodes, all_places, tensors = zip(*members, strict=True)
-        sync = is_sync_batch_norm(nodes[0])
-        eps = get_float(nodes[0], "eps" if sync else "epsilon", 1e-5)
-        found.append(_Layer(nodes, numbers, all_places[0], tensors[0], eps))
     return found, left
+
+
+def _is_norm(node: ir.Node) -> bool:
+    return is_sync_batch_norm(node) or is_standard(node, "BatchNormalization")
 
 
 def _in_body(node: ir.Node) -> bool:
@@ -207,33 +202,23 @@ def _stored(node: ir.Node, place: int, constants: Constants) -> ir.TensorProtoco
 def _prepare(model: ir.Model, layers: list[_Layer]) -> tuple[_FileRun, list[tuple[str, str]]]:
     """Cut a copy of the model, with all batch norms in inference; return what could not be converted."""
     copy = model.clone()
-    names = {}
     nodes = list(copy.graph)
+    names = {}
     for layer in layers:
-        for number in layer.numbers:
-            nodes[number].name = f"bnexport.{number}"  # conversion keeps names
-            names[nodes[number].name] = number
-    refused = [each for each in convert(copy, trained=True) if each.batch_norm is None and each.name in names]
+        nodes[layer.number].name = f"bnexport.{layer.number}"  # conversion keeps names
+        names[nodes[layer.number].name] = layer
+    conversions = convert(copy, trained=True)
+    reasons = {names[each.name].number: each.reason.text for each in conversions if each.reason and each.name in names}
     insert_casts(copy)
-    norms = {
-        names[str(node.name)]: node
-        for node in copy.graph
-        if node.name in names and is_standard(node, "BatchNormalization")
-    }
-    reasons = {names[each.name]: each.reason.text for each in refused if each.reason is not None}
-    for layer in layers:
-        for number in layer.numbers:
-            x = norms[number].inputs[0] if number in norms else None
+    norms = {}
+    for node in copy.graph:
+        if node.name in names and is_standard(node, "BatchNormalization"):
+            x, number = node.inputs[0], names[node.name].number
             if x is not None and x.producer() is None and not x.is_graph_input():
                 reasons[number] = "its input is a constant"
-        if any(number in reasons for number in layer.numbers):
-            for number in layer.numbers:
-                norms.pop(number, None)
-    left = [
-        (layer.name, next(reasons[number] for number in layer.numbers if number in reasons))
-        for layer in layers
-        if any(number in reasons for number in layer.numbers)
-    ]
+            elif number not in reasons:
+                norms[number] = node
+    left = [(layer.name, reasons[layer.number]) for layer in layers if layer.number in reasons]
     inputs = [value for value in copy.graph.inputs if not value.is_initializer()]
     return _FileRun(inputs, Segments(copy, norms)), left
 
@@ -243,7 +228,7 @@ class _FileRun:
 
     def __init__(self, inputs: list[ir.Value], segments: Segments) -> None:
         self.segments = segments
-        self.sums: dict[str, tuple[float, moments.Row]] = {}
+        self.sums: dict[int, tuple[float, moments.Row]] = {}
         self.passes = self.batches = self.rows = 0
         self._inputs = inputs
         self._first_rows: list[int] = []  # of each batch
@@ -251,7 +236,7 @@ class _FileRun:
 
     def together(self, batches: Iterable[Mapping[str, Any]], layers: list[_Layer], method: str) -> None:
         """Measure all layers in one pass, in which each normalises with the statistics of its batch."""
-        of = {number: layer for layer in layers for number in layer.numbers}
+        of = {layer.number: layer for layer in layers}
         for index, feeds in self._batches(batches, first=True):
             values = dict(feeds)
             for level in range(len(self.segments)):
@@ -264,17 +249,15 @@ class _FileRun:
                             f"larger batches, or layers='one_by_one'; {_UNCHANGED}"
                         )
                     self._add(of[number], row, method)
-                    self._give(of[number], number, *moments.batch_statistics(row))
+                    self._give(of[number], *moments.batch_statistics(row))
         self.passes = 1
         self._check(layers)
 
     def one_by_one(self, batches: Iterable[Mapping[str, Any]], layers: list[_Layer], method: str) -> None:
-        """Finish the layers of one level after those before it. A layer that runs several times ends with its last level,
-        and normalises with its old statistics before.
-        """
-        of = {number: layer for layer in layers for number in layer.numbers}
-        for number, layer in of.items():
-            self._give(layer, number, *layer.old)
+        """Finish the layers of one level after those before it."""
+        of = {layer.number: layer for layer in layers}
+        for layer in layers:
+            self._give(layer, *layer.old)
         if len(self.segments) > 1 and isinstance(batches, Iterator):
             raise UsageError(
                 f"batches: got a {type(batches).__name__}, which can be gone through once; one_by_one needs "
@@ -299,11 +282,9 @@ class _FileRun:
                 size += sum(array.nbytes for array in values.values())
                 keep = None if keep is None or size > KEPT else [*keep, values]
             kept = keep
-            for layer in layers:
-                if max(self.segments.level_of[number] for number in layer.numbers) == level:
-                    self._check([layer])
-                    for number in layer.numbers:
-                        self._give(layer, number, *moments.statistics(self.sums[layer.name][1], method))
+            for number in self.segments.segments[level].measured:
+                self._check([of[number]])
+                self._give(of[number], *moments.statistics(self.sums[number][1], method))
         self.passes = len(self.segments)
 
     def _batches(self, batches: Iterable[Any], *, first: bool, kept: bool = False) -> Iterable[tuple[int, Values]]:
@@ -343,20 +324,20 @@ class _FileRun:
         return row
 
     def _add(self, layer: _Layer, row: moments.Row, method: str) -> None:
-        values, before = self.sums.get(layer.name, (0.0, np.zeros_like(row)))
-        self.sums[layer.name] = (values + row[0], moments.merge(before, moments.start(row, method), method))
+        values, before = self.sums.get(layer.number, (0.0, np.zeros_like(row)))
+        self.sums[layer.number] = (values + row[0], moments.merge(before, moments.start(row, method), method))
 
     def _check(self, layers: list[_Layer]) -> None:
         for layer in layers:
-            if self.sums[layer.name][0] < 2:
+            if self.sums[layer.number][0] < 2:
                 raise UsageError(
                     f"batches: {layer.name} saw one value a channel in all, which has no variance; {_UNCHANGED}"
                 )
 
-    def _give(self, layer: _Layer, number: int, *vectors: np.ndarray[Any, Any]) -> None:
+    def _give(self, layer: _Layer, *vectors: np.ndarray[Any, Any]) -> None:
         """Let one batch norm normalise with a mean and a variance."""
         for what, vector, tensor in zip(("mean", "var"), vectors, layer.tensors, strict=True):
-            self._statistics[f"bnexport.{number}.{what}"] = np.asarray(vector, tensor.dtype.numpy())
+            self._statistics[f"bnexport.{layer.number}.{what}"] = np.asarray(vector, tensor.dtype.numpy())
 
     def _fitting(self, batch: Any, index: int) -> Values:
         """Return one batch as arrays by input. Raises UsageError where it does not fit the model."""
@@ -397,30 +378,20 @@ class _FileRun:
 
 
 def _change(layer: _Layer, done: tuple[float, moments.Row], method: str, run: _FileRun) -> LayerChange:
-    first = all(run.segments.level_of[number] == 0 for number in layer.numbers)
-    new = moments.statistics(done[1], method)
-    return LayerChange(layer.name, int(done[0]), layer.eps, first, len(layer.nodes), *layer.old, *new)
+    first = run.segments.level_of[layer.number] == 0
+    return LayerChange(layer.name, int(done[0]), layer.eps, first, 1, *layer.old, *moments.statistics(done[1], method))
 
 
 def _write(model: ir.Model, changes: list[tuple[_Layer, tuple[moments.Row, moments.Row]]]) -> None:
     """Store the statistics: in place where a tensor serves this layer alone, else in a new one."""
     context = scopes(model, Surgery(), GraphContext)[0].context
     for layer, vectors in changes:
-        for place, vector, tensor in zip(layer.places, vectors, layer.tensors, strict=True):
+        for what, place, vector, tensor in zip(("mean", "var"), layer.places, vectors, layer.tensors, strict=True):
             array = vector.astype(tensor.dtype.numpy())
-            value = layer.nodes[0].inputs[place]
+            value = layer.node.inputs[place]
             assert value is not None
-            readers = {(use.node, use.idx) for use in value.uses()}
-            own = readers == {(node, place) for node in layer.nodes} and not value.is_graph_output()
-            if own and value.is_initializer():
+            if value.is_initializer() and len(value.uses()) == 1 and not value.is_graph_output():
                 value.const_value = ir.Tensor(array, name=value.name)
                 continue
-            new = new_constant(
-                context,
-                model.graph,
-                layer.nodes[0],
-                array,
-                f"{layer.name}.running_{'var' if place % 2 == 0 else 'mean'}",
-            )
-            for node in layer.nodes:
-                node.replace_input_with(place, new)
+            new = new_constant(context, model.graph, layer.node, array, f"{layer.name}.running_{what}")
+            layer.node.replace_input_with(place, new)
