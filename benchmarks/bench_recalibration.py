@@ -160,7 +160,14 @@ def costs(folder: Path) -> list[dict[str, Any]]:
         exact = copy.deepcopy(model).double()
         report = bnexport.recalibrate(exact, [batch.double() for batch in batches], layers="together")
         deviation = largest_deviation(report, bnexport.recalibrate(model, batches, layers="together"))
-        rows.append({"network": name, "deviation": deviation, "file": in_file, "module": {"ratio": min(together) / min(forward)}})
+        rows.append(
+            {
+                "network": name,
+                "deviation": deviation,
+                "file": in_file,
+                "module": {"ratio": min(together) / min(forward)},
+            }
+        )
         print(
             f"{name}: {in_file['ratio']:.2f} of inference in ONNX Runtime, {rows[-1]['module']['ratio']:.2f} in torch"
         )

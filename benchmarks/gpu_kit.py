@@ -16,10 +16,11 @@
     profile   hardware counters of four shapes from ncu
 
 A section is a process group of its own with a deadline, and writes each figure as it gets it: what was measured
-stays when it is killed, and the next call goes on behind it. Needs torch 2.11 or newer and NumPy; `ort` needs
-onnxruntime.
+stays when it is killed, and the next call goes on behind it. A section that ran out of time is "incomplete", one of whose
+steps none could run is "not run". Needs torch 2.11 or newer and NumPy; `ort` needs onnxruntime. Where the variable OUT
+names a folder, all results are in $OUT/gpu_kit.tar.gz after each section.
 
-Exit codes: 0; 1 when something is wrong or a section did not end; 2 usage; 4 without a GPU.
+Exit codes: 0; 1 when something is wrong, incomplete or not run; 2 usage; 4 without a GPU.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib
 import json
 import lzma
 import os
@@ -34,6 +36,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -44,7 +47,7 @@ if "--rehearse" in sys.argv[1:]:
     os.environ["BNEXPORT_KIT_REHEARSAL"] = "1"
 
 from benchmarks.gpu import libraries  # noqa: E402
-from benchmarks.gpu.report import read_rows, table, write_json  # noqa: E402
+from benchmarks.gpu.report import INCOMPLETE, read_rows, table, write_json  # noqa: E402
 
 SECTIONS = ("build", "verify", "bench", "ort", "torch", "nccl", "sanitize", "profile")
 LONGEST_SECTION = 480  # seconds
@@ -57,9 +60,9 @@ PACKED = ("bnexport/**/*.py", "benchmarks/__init__.py", "benchmarks/gpu_kit.py",
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="sections, separated by commas")
-    parser.add_argument("--deadline", type=float, default=20 * 60, help="seconds for the whole call (1200)")
+    parser.add_argument("--deadline", type=float, default=540, help="seconds for the whole call (540)")
     parser.add_argument(
-        "--provider", default="installed", help="'installed', or the CUDA provider's library, also as .xz"
+        "--provider", default="installed", help="'installed', or the CUDA provider's library, also as .xz or .zst"
     )
     parser.add_argument("--output", type=Path, default=ROOT / "build/gpu_kit", help="folder of the results")
     parser.add_argument("--architecture", default="90a", help="what `build` compiles for")
@@ -77,11 +80,14 @@ def main() -> int:
         print(f"gpu_kit: {problem}; --rehearse runs the sections on an emulated device", file=sys.stderr)
         return 4
     options.output.mkdir(parents=True, exist_ok=True)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # `run_section` ends its section on the way out
     end = time.monotonic() + options.deadline
     results: dict[str, Any] = {}
     for name in sections:
         results[name] = run_section(name, options, end, again=options.only is not None)
         write_json(options.output / "gpu_kit.json", collect(options.output))
+        archive(options.output)
         print(f"\n## {name}: {results[name]}\n\n{table(read_rows(options.output / f'{name}.jsonl'))}", flush=True)
     print(f"\n{options.output / 'gpu_kit.json'}: {json.dumps(results)}")
     return 0 if all(status == "passed" for status in results.values()) else 1
@@ -101,9 +107,15 @@ def run_section(name: str, options: argparse.Namespace, end: float, *, again: bo
     if seconds < SHORTEST_SECTION:
         return f"not run, {max(seconds, 0):.0f} s of --deadline are left"
     log = options.output / f"{name}.log"
+    given = options.provider
+    if name == "ort":
+        try:
+            given = provider(options)
+        except (OSError, lzma.LZMAError) as error:
+            return f"not run, --provider {options.provider}: {error}"
     command = [
         sys.executable, "-m", "benchmarks.gpu.section", name, "--rows", str(rows_file), "--seconds", f"{seconds:.0f}",
-        "--provider", provider(options), "--architecture", options.architecture, *(["--rehearse"] if options.rehearse else []),
+        "--provider", given, "--architecture", options.architecture, *(["--rehearse"] if options.rehearse else []),
     ]  # fmt: skip
     environment = {**os.environ, **libraries.environment(), "PYTHONPATH": str(ROOT)}
     with log.open("ab") as stream:
@@ -120,10 +132,14 @@ def run_section(name: str, options: argparse.Namespace, end: float, *, again: bo
     wrong = sum(row["ok"] is False for row in rows)
     if code is None:
         status = f"killed after {seconds:.0f} s"
+    elif code == INCOMPLETE:
+        status = f"incomplete, {wrong} wrong: {last_line(log)}"
     elif code != 0 and not wrong:
         status = f"ended with code {code}: " + last_line(log)
     else:
         status = f"{wrong} wrong" if wrong else "passed" if rows else "measured nothing"
+        if status == "passed" and all(row.get("not_run") for row in rows):
+            status = rows[0]["value"]
     status_file.write_text(status)
     return status
 
@@ -151,15 +167,52 @@ def fingerprint(options: argparse.Namespace) -> str:
 def provider(options: argparse.Namespace) -> str:
     """The provider's library, unpacked where it is compressed."""
     given = Path(options.provider)
-    if given.suffix != ".xz":
+    if given.suffix not in (".xz", ".zst"):
         return str(options.provider)
     target = options.output / given.stem
     if not target.exists():
         part = target.with_suffix(".part")
-        with lzma.open(given) as source, part.open("wb") as unpacked:
-            shutil.copyfileobj(source, unpacked)
+        if given.suffix == ".xz":
+            with lzma.open(given) as source, part.open("wb") as unpacked:
+                shutil.copyfileobj(source, unpacked)
+        else:
+            unpack_zstandard(given, part)
         part.rename(target)
     return str(target)
+
+
+def unpack_zstandard(source: Path, target: Path) -> None:
+    """Raises OSError where neither the program nor the package is there, or the file is damaged."""
+    program = shutil.which("zstd")
+    if program is not None:
+        done = subprocess.run(
+            [program, "-q", "-f", "-d", "--long=27", str(source), "-o", str(target)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise OSError(done.stderr.strip()[:200])
+        return
+    try:
+        zstandard = importlib.import_module("zstandard")
+    except ImportError as error:
+        raise OSError("neither the program zstd nor the package zstandard is there; pack it as .xz") from error
+    with source.open("rb") as packed, target.open("wb") as unpacked:
+        zstandard.ZstdDecompressor(max_window_size=1 << 27).copy_stream(packed, unpacked)
+
+
+def archive(folder: Path) -> None:
+    """Pack the results so far into one file under $OUT, whole or not at all."""
+    out = os.environ.get("OUT")
+    if not out or not Path(out).is_dir():
+        return
+    part = Path(out) / "gpu_kit.tar.gz.part"
+    with tarfile.open(part, "w:gz") as packed:
+        for path in sorted(folder.iterdir()):
+            if path.suffix in (".json", ".jsonl", ".status", ".log"):
+                packed.add(path, f"gpu_kit/{path.name}")
+    part.replace(part.with_suffix(""))
 
 
 def collect(folder: Path) -> dict[str, Any]:

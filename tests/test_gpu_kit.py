@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 import json
+import lzma
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -104,7 +109,7 @@ def test_rows_survive_what_ends_the_process(tmp_path: Path) -> None:
     assert rows["second"]["value"] == "ValueError: no"
     assert made.failed
     again = report.Report(file, 100)
-    assert [again.wanted(name) for name in ("first", "second", "third", "fourth")] == [False, True, False, True]
+    assert [again.wanted(name) for name in ("first", "second", "third", "fourth")] == [False, True, True, True]
     assert not report.Report(file, 1).wanted("fourth")
 
 
@@ -163,6 +168,173 @@ def test_a_section_that_does_not_end_is_killed_with_its_children_and_goes_on_lat
     monkeypatch.setattr(gpu_kit, "SHORTEST_SECTION", 15)
     (tmp_path / "build.status").unlink()
     assert run(5) == "not run, 5 s of --deadline are left"
+
+
+LONG = """
+import time
+
+def run(report, options):
+    for index in range(60):
+        if report.wanted(str(index), 1):
+            with report.step(str(index)) as row:
+                row.value = "measured"
+                time.sleep(0.05)
+"""
+
+
+def section_of(folder: Path, source: str) -> SimpleNamespace:
+    """A checkout whose section `build` is `source`, and the options of the kit there."""
+    package = folder / "benchmarks/gpu"
+    package.mkdir(parents=True, exist_ok=True)
+    for file in (package / "__init__.py", package.parent / "__init__.py"):
+        file.touch()
+    for name in ("section.py", "report.py"):
+        (package / name).write_text((ROOT / "benchmarks/gpu" / name).read_text())
+    (package / "build.py").write_text(source)
+    return SimpleNamespace(output=folder, provider="installed", architecture="90a", rehearse=True)
+
+
+def names_in(folder: Path) -> list[str]:
+    return [json.loads(line)["name"] for line in (folder / "build.jsonl").read_text().splitlines()[1:]]
+
+
+def test_a_section_without_time_for_all_steps_is_incomplete_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = section_of(tmp_path, LONG)
+    monkeypatch.setattr(gpu_kit, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_kit, "SHORTEST_SECTION", 0)
+    status = gpu_kit.run_section("build", options, time.monotonic() + 3, again=False)
+    reached = len(names_in(tmp_path))
+    assert status == f"incomplete, 0 wrong: no time was left for {60 - reached} steps, from '{reached}' on"
+    assert 0 < reached < 60
+    assert gpu_kit.run_section("build", options, time.monotonic() + 30, again=False) == "passed"
+    assert names_in(tmp_path) == [str(index) for index in range(60)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["KILL", "TERM"])
+def test_a_killed_kit_takes_its_section_along_and_no_row_is_lost_or_made_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    options = section_of(tmp_path, LONG)
+    program = (
+        "import signal, sys, time\nfrom pathlib import Path\nfrom types import SimpleNamespace\n"
+        "from benchmarks import gpu_kit\n"
+        "signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))\n"
+        "gpu_kit.ROOT = folder = Path(sys.argv[1])\n"
+        "options = SimpleNamespace(output=folder, provider='installed', architecture='90a', rehearse=True)\n"
+        "gpu_kit.run_section('build', options, time.monotonic() + 60, again=False)\n"
+    )
+    kit = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT)
+    deadline = time.monotonic() + 20
+    while not ((tmp_path / "build.jsonl").exists() and len(names_in(tmp_path)) > 2) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    kit.send_signal(number)
+    kit.wait(10)
+    time.sleep(0.6)
+    reached = names_in(tmp_path)
+    time.sleep(0.4)
+    assert names_in(tmp_path) == reached and 2 < len(reached) < 60
+    monkeypatch.setattr(gpu_kit, "ROOT", tmp_path)
+    assert gpu_kit.run_section("build", options, time.monotonic() + 30, again=False) == "passed"
+    assert names_in(tmp_path) == [str(index) for index in range(60)]
+
+
+def test_a_section_of_nothing_but_not_run_is_not_run_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = (
+        "from benchmarks.gpu.report import NotRun\ndef run(report, options):\n"
+        "    if report.wanted('ncu', 0):\n        with report.step('ncu'):\n            raise NotRun('no tool')\n"
+    )
+    options = section_of(tmp_path, stub)
+    monkeypatch.setattr(gpu_kit, "ROOT", tmp_path)
+    for _ in range(2):
+        assert gpu_kit.run_section("build", options, time.monotonic() + 30, again=False) == "not run: no tool"
+    assert names_in(tmp_path) == ["ncu", "ncu"]
+
+
+def test_without_a_provider_ort_is_not_run() -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    from benchmarks.gpu import onnx_runtime
+    from benchmarks.gpu.section import Options
+
+    if onnx_runtime.PROVIDER in onnxruntime.get_available_providers():
+        pytest.skip("it has the provider")
+    with pytest.raises(report.NotRun, match="has no CUDAExecutionProvider; give one with --provider"):
+        onnx_runtime.Sessions(Options(rehearse=False, provider="installed", architecture="90a"))
+
+
+def test_a_packed_provider_is_unpacked_and_one_that_is_missing_ends_no_other_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.so.xz").write_bytes(lzma.compress(b"library"))
+    (tmp_path / "b.so.zst").write_bytes(b"library")
+    (tmp_path / "zstd").write_text('#!/bin/sh\nfor last; do :; done\ncat "$5" > "$last"\n')
+    (tmp_path / "zstd").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    output = tmp_path / "output"
+    output.mkdir()
+    for name in ("a.so.xz", "b.so.zst"):
+        options = SimpleNamespace(provider=str(tmp_path / name), output=output)
+        assert Path(gpu_kit.provider(options)).read_bytes() == b"library"
+    missing = SimpleNamespace(provider="none.so.xz", output=output, architecture="90a", rehearse=True)
+    assert gpu_kit.run_section("ort", missing, time.monotonic() + 60, again=True).startswith(
+        "not run, --provider none.so.xz"
+    )
+
+
+def test_tools_are_found_where_cmake_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/a-tool").touch(0o755)
+    assert libraries.tool("a-tool") is None
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path))
+    assert libraries.tool("a-tool") == str(tmp_path / "bin/a-tool")
+    assert libraries.tool("sh") == shutil.which("sh")
+
+
+def test_a_carried_build_folder_is_configured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("cmake", "nvcc"):
+        (tools / name).write_text("#!/bin/sh\nexit 0\n")
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
+    monkeypatch.setattr(libraries, "BUILD", tmp_path / "kit")
+    cache = tmp_path / "kit/CMakeCache.txt"
+    cache.parent.mkdir()
+    for root, kept in ((ROOT, True), (Path("/elsewhere"), False)):
+        cache.write_text(f"// a cache\nCMAKE_HOME_DIRECTORY:INTERNAL={root}\n")
+        assert libraries.build("90a") == ""
+        assert cache.exists() is kept
+
+
+def test_bandwidth_is_judged() -> None:
+    pytest.importorskip("torch")
+    from benchmarks.gpu import bench
+
+    def row(forward: float, backward: float, size: int = 1 << 25) -> dict[str, Any]:
+        times = {"forward": {"ours": 1 / forward}, "backward": {"ours": 1 / backward}}
+        return {"bytes": size, "floor_us": {"forward": 1.0, "backward": 1.0}, "us": times}
+
+    assert bench.judge(row(0.86, 0.81), channels_last=False)
+    assert not bench.judge(row(0.84, 0.9), channels_last=False)
+    assert bench.judge(row(0.84, 0.9), channels_last=True)
+    assert not bench.judge(row(0.9, 0.79), channels_last=True)
+    assert bench.judge(row(0.1, 0.1, 1 << 20), channels_last=True) is None
+
+
+def test_results_are_one_archive_under_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, out = tmp_path / "results", tmp_path / "out"
+    for folder in (results, out):
+        folder.mkdir()
+    (results / "bench.jsonl").write_text("{}")
+    (results / "provider.so").write_text("large")
+    gpu_kit.archive(results)  # nothing without OUT
+    monkeypatch.setenv("OUT", str(out))
+    gpu_kit.archive(results)
+    with tarfile.open(out / "gpu_kit.tar.gz") as packed:
+        assert packed.getnames() == ["gpu_kit/bench.jsonl"]
 
 
 def test_models_without_the_onnx_package_are_onnx_models() -> None:
@@ -234,7 +406,21 @@ def test_rehearsal_of_every_section_from_a_bare_folder(tmp_path: Path) -> None:
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     variables["PATH"] = f"{tools}:/usr/bin:/bin"
+    first = subprocess.Popen([str(python), *kit], cwd=bare, env=variables, stdout=subprocess.DEVNULL)
+    rows = bare / "build/gpu_kit/verify.jsonl"
+    while not (rows.exists() and len(report.read_rows(rows)) > 20):
+        assert first.poll() is None
+        time.sleep(0.05)
+    first.kill()
+    first.wait()
+    time.sleep(1)
+    before = rows.read_text()
     done = subprocess.run([str(python), *kit], cwd=bare, env=variables, capture_output=True, text=True, check=False)
+    assert rows.read_text().startswith(before)  # no row is lost
+    names = [json.loads(line)["name"] for line in rows.read_text().splitlines()[1:]]
+    assert {name for name in names if names.count(name) > 1} <= {
+        each for each in names if "automatic" in each or "chose" in each
+    }
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     result = json.loads((bare / "build/gpu_kit/gpu_kit.json").read_text())
     assert {name: section["status"] for name, section in result["sections"].items()} == dict.fromkeys(

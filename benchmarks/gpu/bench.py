@@ -29,6 +29,9 @@ SHAPES = [
     (32, 512, 7, 7), (8, 256, 14, 14), (2, 64, 28, 28), (1, 32, 16, 16),
 ]  # fmt: skip
 SHAPES_EMULATED = [(4, 6, 16, 16)]
+# Least share of the floor (see above) for tensors of this size and up: forward NCHW, forward NHWC, backward.
+JUDGED_BYTES = 16_000_000
+LEAST_SHARE = {"forward": {False: 0.85, True: 0.80}, "backward": {False: 0.80, True: 0.80}}
 LARGEST_BATCH = 40  # calls in one graph
 ROUNDS = 15
 
@@ -51,7 +54,10 @@ def run(report: Report, options: Options) -> None:
                 if report.wanted(name, 15):
                     with report.step(name) as row:
                         row.data = measure(shape, dtype, channels_last, bandwidth, l2, options.device)
-                        row.ok, row.value = None, summary(row.data)
+                        row.ok, row.value = (
+                            None if options.rehearse else judge(row.data, channels_last),
+                            summary(row.data),
+                        )
 
 
 def copy_bandwidth() -> float:
@@ -136,6 +142,16 @@ def measure(
             row["not_measured"][name] = str(error).splitlines()[0]
     times["forward"]["copy"] = time_calls([lambda one=one: one[2].copy_(one[0]) for one in sets], device)
     return row
+
+
+def judge(row: dict[str, Any], channels_last: bool) -> bool | None:
+    """Whether both directions reach their share of the floor; None for a tensor that is too small to say."""
+    if row["bytes"] < JUDGED_BYTES:
+        return None
+    return all(
+        row["floor_us"][direction] / times["ours"] >= LEAST_SHARE[direction][channels_last]
+        for direction, times in row["us"].items()
+    )
 
 
 def summary(row: dict[str, Any]) -> str:

@@ -33,6 +33,13 @@ def environment() -> dict[str, str]:
     return named | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
+def tool(name: str) -> str | None:
+    """Find a program of the CUDA toolkit: on PATH, or where CMake looks for nvcc; ncu in the newest Nsight Compute, too."""
+    folders = [Path(os.environ[key]) / "bin" for key in ("CUDA_PATH", "CUDA_HOME") if os.environ.get(key)]
+    folders += [Path("/usr/local/cuda/bin"), *sorted(Path("/opt/nvidia/nsight-compute").glob("*"), reverse=True)]
+    return shutil.which(name) or next((str(each / name) for each in folders if os.access(each / name, os.X_OK)), None)
+
+
 def are_given() -> bool:
     """Whether both are named by the environment or lie in a packed copy: then nothing is built."""
     found = find()
@@ -44,11 +51,15 @@ def build(architecture: str) -> str:
 
     Returns what was wrong, "" when nothing was.
     """
-    missing = [tool for tool in ("cmake", "nvcc") if shutil.which(tool) is None]
+    missing = [name for name in ("cmake", "nvcc") if tool(name) is None]
     if missing and len(find()) == len(NAMES):
         return ""
     if missing:
-        return f"{', '.join(missing)}: not on PATH; carry built libraries in {BUILD.relative_to(ROOT)}"
+        return f"{', '.join(missing)}: not found; carry built libraries in {BUILD.relative_to(ROOT)}"
+    cache = BUILD / "CMakeCache.txt"
+    if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text(errors="replace"):
+        cache.unlink()  # carried from another folder, where its paths were right
+        shutil.rmtree(BUILD / "CMakeFiles", ignore_errors=True)
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     settings = ["-DBNEXPORT_CUDA=ON", f"-DBNEXPORT_CUDA_ARCHITECTURES={architecture}", "-DCMAKE_BUILD_TYPE=Release"]
     for command in (

@@ -31,8 +31,18 @@ class Sessions:
     """Opens sessions on the provider under test."""
 
     def __init__(self, options: Options) -> None:
-        import onnxruntime
-
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise NotRun("onnxruntime is not installed") from error
+        if (
+            not options.rehearse
+            and options.provider == "installed"
+            and PROVIDER not in onnxruntime.get_available_providers()
+        ):
+            raise NotRun(
+                f"the installed ONNX Runtime {onnxruntime.__version__} has no {PROVIDER}; give one with --provider"
+            )
         self.ort, self.options = onnxruntime, options
         self.devices: list[Any] = []
         if not options.rehearse:

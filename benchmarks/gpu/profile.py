@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import re
-import shutil
 import subprocess
 import sys
 
+from benchmarks.gpu import libraries
 from benchmarks.gpu.report import NotRun, Report
 from benchmarks.gpu.section import Options
 
@@ -16,14 +16,14 @@ METRICS = (
     "sm__warps_active.avg.pct_of_peak_sustained_active", "smsp__issue_active.avg.pct",
     "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum", "launch__occupancy_limit_registers", "launch__registers_per_thread",
 )  # fmt: skip
-KERNELS = "regex:^(row|column|cluster|persistent|forward|backward)_"
+KERNELS = "regex:^(row|column|cluster|persistent|team|forward|backward)_"
 
 
 def run(report: Report, options: Options) -> None:
     with report.step("ncu") as row:
-        program = shutil.which("ncu")
+        program = libraries.tool("ncu")
         if program is None:
-            raise NotRun("ncu (Nsight Compute) is not on PATH")
+            raise NotRun("ncu (Nsight Compute) is not found")
         command = [
             program, "--csv", "--print-units", "base", "--clock-control", "none", "--kernel-name", KERNELS, "--metrics",
             ",".join(METRICS), sys.executable, "-m", "benchmarks.gpu.bare", "profile",

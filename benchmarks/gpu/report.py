@@ -14,8 +14,11 @@ from typing import Any
 WIDEST = 100  # characters of a value in the table
 
 
+INCOMPLETE = 3  # exit code of a section that ran out of time
+
+
 class NotRun(Exception):
-    """A step cannot run here, and that is nothing wrong; the message is the reason."""
+    """A step cannot run here, and that is nothing wrong; the message is the reason. The next call tries again."""
 
 
 class Row:
@@ -28,12 +31,16 @@ class Row:
 
 
 class Report:
-    """Appends rows to a file of JSON lines whose first line is a header. Steps that it holds already are skipped."""
+    """Appends rows to a file of JSON lines whose first line is a header. Steps that it holds already are skipped.
+
+    unreached: steps for which no time was left.
+    """
 
     def __init__(self, path: Path, seconds: float) -> None:
         self.path, self.end = path, time.monotonic() + seconds
-        self.done = {row["name"] for row in read_rows(path) if row["ok"] is not False}
+        self.done = {row["name"] for row in read_rows(path) if row["ok"] is not False and not row.get("not_run")}
         self.failed = False
+        self.unreached: list[str] = []
 
     def left(self) -> float:
         """Seconds until the section is killed."""
@@ -41,7 +48,12 @@ class Report:
 
     def wanted(self, name: str, seconds: float = 5) -> bool:
         """Whether a step is still to do, and can be done in the time that is left."""
-        return name not in self.done and self.left() > seconds
+        if name in self.done:
+            return False
+        if self.left() > seconds:
+            return True
+        self.unreached.append(name)
+        return False
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[Row]:
@@ -50,7 +62,7 @@ class Report:
         try:
             yield row
         except NotRun as reason:
-            row.ok, row.value = None, f"not run: {reason}"
+            row.ok, row.value, row.data = None, f"not run: {reason}", {"not_run": True}
         except Exception as error:
             traceback.print_exc()
             row.ok, row.value = False, f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"

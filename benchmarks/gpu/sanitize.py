@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 
+from benchmarks.gpu import libraries
 from benchmarks.gpu.report import NotRun, Report
 from benchmarks.gpu.section import Options
 
@@ -26,9 +26,9 @@ def run(report: Report, options: Options) -> None:
         if not report.wanted(tool):
             continue
         with report.step(tool) as row:
-            program = shutil.which("compute-sanitizer")
+            program = libraries.tool("compute-sanitizer")
             if program is None:
-                raise NotRun("compute-sanitizer is not on PATH")
+                raise NotRun("compute-sanitizer is not found")
             command = [program, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", str(FOUND), *CASES]
             seconds = (report.left() - 5) / (len(TOOLS) - i)  # what is left, in equal parts
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
