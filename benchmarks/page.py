@@ -134,10 +134,11 @@ def recalibration_cost(report: Report) -> str:
             f"{row['file']['ratio']:.2f}",
             f"{row['file']['one_by_one_ratio']:.2f}",
             f"{row['module']['ratio']:.2f}",
+            f"{row['deviation']:.0e}",
         ]
         for row in report["costs"]
     ]
-    header = ["network", "file, `together`", "file, `one_by_one`", "module, `together`"]
+    header = ["network", "file, `together`", "file, `one_by_one`", "module, `together`", "float32 against float64, std"]
     how = setting(report, f"{report['batch']} images of {report['image']} x {report['image']}")
     return f"{how}\n\n{table(header, rows, 1)}"
 

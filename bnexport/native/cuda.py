@@ -28,9 +28,11 @@ __all__ = [
     "backward_moments",
     "check_device",
     "device_count",
+    "driver_version",
     "forward",
     "library",
     "moments",
+    "no_device",
     "plan",
     "prefer",
     "workspace_size",
@@ -99,6 +101,36 @@ def available() -> bool:
         return device_count() > 0
     except LibraryError:
         return False
+
+
+def no_device() -> str | None:
+    """Return why the library sees no device, with the CUDA version of the driver; None if it sees one or is not there.
+
+    A driver that is older than the CUDA runtime in the library hides devices that programs built with an older one see.
+    """
+    try:
+        if device_count() > 0:
+            return None
+    except LibraryError:
+        return None
+    try:
+        check_device(0)
+        reason = "the CUDA runtime sees no device"
+    except LibraryError as error:
+        reason = str(error)
+    version = driver_version()
+    return reason if version is None else f"{reason} (the NVIDIA driver is for CUDA {version})"
+
+
+def driver_version() -> str | None:
+    """Return the newest CUDA version that the driver supports, such as "12.4"; None without a driver."""
+    number = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def _call(name: str, *arguments: Any) -> None:

@@ -165,7 +165,9 @@ def _cuda_device() -> Check:
     except BnexportError as error:
         return Check("CUDA devices", str(error), None)
     if count == 0:
-        return Check("CUDA devices", "none: no NVIDIA driver, or no device that it may use", None)
+        if cuda.driver_version() is None:
+            return Check("CUDA devices", "none: no NVIDIA driver", None)
+        return Check("CUDA devices", f"none: {cuda.no_device()}", None)
     for index in range(count):
         try:
             cuda.check_device(index)

@@ -56,9 +56,20 @@ def _openmp_parallel() -> int:
 
 @functools.cache
 def _cuda() -> Any:
+    """Return the CUDA kernels, for a tensor that torch has put on a device; warn once if they see no device."""
     from bnexport.native import cuda
 
-    return cuda if cuda.available() else None
+    if cuda.available():
+        return cuda
+    reason = cuda.no_device()
+    if reason is not None:
+        warnings.warn(
+            f"sync batch norm on CUDA uses torch's own operations, though bnexport's CUDA library is installed: {reason}; "
+            "update the driver, or build the library with an older CUDA (docs/gpu.md)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return None
 
 
 def usable(x: Tensor) -> bool:

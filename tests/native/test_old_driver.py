@@ -1,0 +1,79 @@
+"""A device that torch sees and our CUDA library cannot use is not passed over in silence."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bnexport.errors import LibraryError
+from bnexport.native import cuda
+from bnexport.runtime import doctor
+from bnexport.sync_bn import compiled
+
+ON_DEVICE: Any = SimpleNamespace(device=SimpleNamespace(type="cuda", index=0))
+
+
+@pytest.fixture
+def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver for CUDA 12.4 under a library that needs 13.0."""
+
+    def refuse(index: int) -> None:
+        raise LibraryError("CUDA driver version is insufficient for CUDA runtime version")
+
+    monkeypatch.setattr(cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(cuda, "check_device", refuse)
+    monkeypatch.setattr(cuda, "driver_version", lambda: "12.4")
+    monkeypatch.setattr(compiled, "_capi", object)
+    compiled._cuda.cache_clear()
+
+
+@pytest.mark.usefixtures("old_driver")
+def test_a_tensor_on_the_device_warns_once() -> None:
+    try:
+        with pytest.warns(
+            RuntimeWarning, match=r"insufficient .*the NVIDIA driver is for CUDA 12.4\); update the driver"
+        ):
+            assert not compiled.usable(ON_DEVICE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not compiled.usable(ON_DEVICE)
+    finally:
+        compiled._cuda.cache_clear()
+
+
+@pytest.mark.usefixtures("old_driver")
+def test_doctor_says_so() -> None:
+    check = doctor._cuda_device()
+    assert (
+        check.result
+        == "none: CUDA driver version is insufficient for CUDA runtime version (the NVIDIA driver is for CUDA 12.4)"
+    )
+
+
+def test_without_the_library_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> int:
+        raise LibraryError("not built")
+
+    monkeypatch.setattr(cuda, "device_count", missing)
+    monkeypatch.setattr(compiled, "_capi", object)
+    compiled._cuda.cache_clear()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not compiled.usable(ON_DEVICE)
+    finally:
+        compiled._cuda.cache_clear()
+
+
+def test_the_version_of_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        @staticmethod
+        def cuDriverGetVersion(number: Any) -> int:
+            number._obj.value = 12040
+            return 0
+
+    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: Driver)
+    assert cuda.driver_version() == "12.4"
