@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.errors import UnsupportedModelError
-from bnexport.model_io import walk
+from bnexport.model_io import ContainedTensor, walk
 from bnexport.verification.local.attributes import is_default, outputs_count
 from bnexport.verification.local.blocks import TensorRows, same_tensor
 from bnexport.verification.local.regions import Side, is_training
@@ -155,10 +156,11 @@ class Numbering:
             is_numbered = node is not None and self.number(side, node)
             return self._of[side][value] if is_numbered else self.fresh()
         number = self._stored(tensor, known=True) if side else self._stored(tensor)
+        if number is not None and side:
+            return number
         near = self._computed.setdefault((tensor.dtype, tuple(tensor.shape.numpy())), [])
         if number is not None:
-            if not side:
-                near.append((value, number))
+            near.append((value, number))
             return number
         found = next((other for mine, other in near if self._is_near(mine, value)), None)
         return self._stored(tensor) if found is None else found
@@ -176,19 +178,22 @@ class Numbering:
     def _stored(self, tensor: ir.TensorProtocol, *, known: bool = False) -> Any:
         """Return the number of a tensor's type, shape and content. known: None instead of a new number."""
         shape = tuple(tensor.shape.numpy())
-        if 0 in shape:
+        size = math.prod(shape)
+        if size == 0:
             head = b""
         elif tensor.dtype is ir.DataType.STRING:
             head = repr(tensor.numpy().tolist()).encode()
         elif tensor.dtype.bitwidth < 8:
             head = tensor.tobytes()
+        elif size <= _HEAD and not isinstance(tensor, ContainedTensor):
+            head = tensor.numpy().tobytes()
         else:
-            with TensorRows(tensor, tensor.size) as rows:
-                head = np.ascontiguousarray(rows.next(min(tensor.size, _HEAD))).tobytes()
+            with TensorRows(tensor, size) as rows:
+                head = np.ascontiguousarray(rows.next(min(size, _HEAD))).tobytes()
         key = ("constant", tensor.dtype, shape, hashlib.blake2b(head).digest())
         others = self._heads.setdefault(key, [])
         for other, number in others:
-            if tensor.size <= _HEAD or same_tensor(other, tensor):
+            if size <= _HEAD or same_tensor(other, tensor):
                 return number
         if known:
             return None

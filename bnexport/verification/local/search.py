@@ -15,7 +15,9 @@ well: so where another one on its path is not proved, none is called wrong, and 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import onnx_ir as ir
@@ -67,7 +69,7 @@ class _Graphs:
     """Two graphs that have to do the same, and the original's values by how they are read, in their order."""
 
     graphs: tuple[ir.Graph, ir.Graph]
-    by_readers: dict[Hashable, list[ir.Value]]
+    by_readers: dict[Hashable, collections.deque[ir.Value]]
     by_name: dict[str, ir.Value]
 
 
@@ -173,7 +175,7 @@ class _DifferenceSearch:
             number = self._numbers.fresh()
             self._numbers.set(0, one, number)
             self._numbers.set(1, two, number)
-        by_readers: dict[Hashable, list[ir.Value]] = {}
+        by_readers: dict[Hashable, collections.deque[ir.Value]] = {}
         by_name: dict[str, ir.Value] = {}
         for node in mine:
             if self._sides[0].is_constant_node(node) or self._copy(0, node):
@@ -185,7 +187,7 @@ class _DifferenceSearch:
             else:
                 self._numbers.number(0, node)
             for value in node.outputs:
-                by_readers.setdefault(self._readers(0, value), []).append(value)
+                by_readers.setdefault(self._readers(0, value), collections.deque()).append(value)
                 by_name[str(value.name)] = value
         return _Graphs((mine, theirs), by_readers, by_name)
 
@@ -352,14 +354,28 @@ class _DifferenceSearch:
         """Return values of the original that may be equal: those that nodes of the same names read, then that of its name and
         those that are read alike.
         """
-        seen: set[ir.Value | None] = {None}
-        found = []
-        alike = pair.by_readers.get(self._readers(1, theirs), ())
-        for values in (self._read_by_twins(theirs), (pair.by_name.get(str(theirs.name)), *alike)):
-            fit = [mine for mine in dict.fromkeys(values) if mine not in seen and self._may_equal(mine, theirs)]
-            seen.update(fit)
-            found.append(fit[:_CANDIDATES])
-        return found[0], found[1]
+        sure = [mine for mine in dict.fromkeys(self._read_by_twins(theirs)) if self._may_equal(mine, theirs)]
+        named = pair.by_name.get(str(theirs.name))
+        alike = (mine for mine in self._read_alike(theirs, pair) if mine is not named)
+        others = (
+            mine for mine in itertools.chain([named], alike) if mine not in sure and self._may_equal(mine, theirs)
+        )
+        return sure[:_CANDIDATES], list(itertools.islice(others, _CANDIDATES))  # type: ignore[arg-type, return-value]
+
+    def _read_alike(self, theirs: ir.Value, pair: _Graphs) -> Iterator[ir.Value]:
+        """Yield the values of the original that are read as `theirs` is. Those at the front that are taken leave for good:
+        of a thousand equal layers each would look at all before it.
+        """
+        alike = pair.by_readers.get(self._readers(1, theirs))
+        while alike and self._is_taken(alike[0]):
+            alike.popleft()
+        yield from alike or ()
+
+    def _is_taken(self, mine: ir.Value) -> bool:
+        """Whether a value can never equal one that is still to be found."""
+        number = self._numbers.of(0, mine)
+        is_equal = number is not None and self._numbers.first(1, number) is not None
+        return is_equal or (self._claims is not None and not self._claims.leaves(mine))
 
     def _may_equal(self, mine: ir.Value | None, theirs: ir.Value) -> bool:
         is_told = mine is not None and (self._claims is None or self._claims.leaves(mine))

@@ -14,10 +14,11 @@ import onnx.helper
 import onnx.numpy_helper
 import pytest
 
-from benchmarks import foreign_folds
+from benchmarks import fold_models, foreign_folds
 from bnexport.errors import BnexportError, UsageError
 from bnexport.folding import fold, verify
 from bnexport.model_io import to_proto
+from bnexport.verification.local import search
 from bnexport.verification.local.prover import Prover
 from bnexport.verification.local.regions import Region
 from bnexport.verification.verdict import SiteProof, Verification
@@ -317,3 +318,16 @@ def test_a_weight_that_a_sum_hides_is_not_passed(change: float) -> None:
     array[0, 0, 0, 0] += change
     verdict = verify(source, with_initializer(changed, "w", array), method="local")
     assert verdict.status == "not_verified", verdict
+
+
+def test_a_thousand_equal_layers_are_not_compared_each_with_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    may_equal = search._DifferenceSearch._may_equal
+    monkeypatch.setattr(
+        search._DifferenceSearch, "_may_equal", lambda *arguments: asked.append(1) or may_equal(*arguments)
+    )
+    fold_models.pairs(300, 2, tmp_path / "a.onnx", external=False)
+    assert fold(tmp_path / "a.onnx", tmp_path / "b.onnx", verify="local").report.verification.passed
+    assert len(asked) < 10 * 300
