@@ -174,11 +174,15 @@ LONG = """
 import time
 
 def run(report, options):
-    for index in range(60):
+    for index in range(30):
         if report.wanted(str(index), 1):
             with report.step(str(index)) as row:
                 row.value = "measured"
                 time.sleep(0.05)
+            late = report.path.with_name("late")
+            if index == 5 and late.exists():
+                late.unlink()
+                report.end = time.monotonic()
 """
 
 
@@ -204,12 +208,12 @@ def test_a_section_without_time_for_all_steps_is_incomplete_and_goes_on(
     options = section_of(tmp_path, LONG)
     monkeypatch.setattr(gpu_kit, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_kit, "SHORTEST_SECTION", 0)
-    status = gpu_kit.run_section("build", options, time.monotonic() + 3, again=False)
-    reached = len(names_in(tmp_path))
-    assert status == f"incomplete, 0 wrong: no time was left for {60 - reached} steps, from '{reached}' on"
-    assert 0 < reached < 60
+    (tmp_path / "late").touch()
+    status = gpu_kit.run_section("build", options, time.monotonic() + 30, again=False)
+    assert status == "incomplete, 0 wrong: no time was left for 24 steps, from '6' on"
+    assert names_in(tmp_path) == [str(index) for index in range(6)]
     assert gpu_kit.run_section("build", options, time.monotonic() + 30, again=False) == "passed"
-    assert names_in(tmp_path) == [str(index) for index in range(60)]
+    assert names_in(tmp_path) == [str(index) for index in range(30)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["KILL", "TERM"])
@@ -231,13 +235,13 @@ def test_a_killed_kit_takes_its_section_along_and_no_row_is_lost_or_made_twice(
         time.sleep(0.02)
     kit.send_signal(number)
     kit.wait(10)
-    time.sleep(0.6)
+    time.sleep(0.4)
     reached = names_in(tmp_path)
     time.sleep(0.4)
-    assert names_in(tmp_path) == reached and 2 < len(reached) < 60
+    assert names_in(tmp_path) == reached and 2 < len(reached) < 30
     monkeypatch.setattr(gpu_kit, "ROOT", tmp_path)
     assert gpu_kit.run_section("build", options, time.monotonic() + 30, again=False) == "passed"
-    assert names_in(tmp_path) == [str(index) for index in range(60)]
+    assert names_in(tmp_path) == [str(index) for index in range(30)]
 
 
 def test_a_section_of_nothing_but_not_run_is_not_run_and_is_tried_again(
