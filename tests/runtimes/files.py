@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -86,9 +87,10 @@ class Written:
 
 
 def make(folder: Path) -> list[Written]:
-    """Write all files, and a JSON file for each case."""
+    """Write all files anew, and a JSON file for each case."""
     folder = folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     made = []
     for number, case in enumerate([*_inference(folder), *_training_graphs(folder), *_training_steps(folder)]):
         path = folder / f"{number}.json"
