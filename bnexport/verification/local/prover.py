@@ -61,10 +61,17 @@ class Prover:
             raise Violation("the original normalises with the statistics of the batch, the other model does not")
 
     def _rounding(self, region: Region) -> frozenset[ir.Node]:
-        """Return the Casts to a coarser type than every value that enters or leaves has."""
+        """Return the Casts to a coarser type than every value that enters or leaves has.
+
+        Raises UnsupportedModelError where what leaves is of two types: one of them may have lost its last digits.
+        """
         casts = [node for nodes in region.nodes for node in nodes if node.op_type == "Cast" and "to" in node.attributes]
         if not casts:
             return frozenset()
+        made = [side.shapes.dtype(value) for side, value in zip(self._sides, region.output, strict=True)]
+        if None in made or made[0] != made[1]:
+            types = [dtype.name.lower() if dtype is not None else "unknown" for dtype in made]
+            raise UnsupportedModelError(f"its type is {types[1]}, expected {types[0]}")
         values = (region.output[0], *(value for value, _ in region.entering))
         known = [ROUNDING[dtype][0] for dtype in map(self._shapes.dtype, values) if dtype in ROUNDING]
         coarsest = max(known, default=ROUNDING[ir.DataType.FLOAT][0])

@@ -49,6 +49,19 @@ def test_a_cast_that_rounds_is_not_proved() -> None:
             assert ("proved" in {proof.method for proof in verdict.sites}) == proved
 
 
+def test_of_two_casts_none_is_lost() -> None:
+    """What is rounded in between is no candidate for what is not, though both are read by a Cast."""
+    body = BODY.replace("y = Batch", "n = Batch").rstrip("}")
+    rounded = f"{body} h = Cast <to = 10> (n) f = Cast <to = 1> (h) y = Relu (f) }}"
+    source, wrong = (
+        model(text, SHAPES) for text in (rounded, rounded.replace("h = Cast <to = 10> (n)", "h = Cast <to = 1> (n)"))
+    )
+    assert verify(source, wrong, method="local").status == "not_verified"
+    result = fold(source, verify="local")
+    assert result.report.verification is not None
+    assert (len(result.report.folded), result.report.verification.status) == (1, "passed")
+
+
 def test_a_half_model_computed_in_single() -> None:
     """As ONNX Runtime writes it: wide weights, and the values rounded to the model's type behind them."""
     text = BODY.replace("float[", "float16[")
