@@ -109,6 +109,10 @@ def fold(
         bool,
         typer.Option("--training-to-inference", help="Also turn BatchNormalization in training mode into inference."),
     ] = False,
+    leftover: Annotated[
+        str,
+        typer.Option(metavar="batch-norm|conv|arithmetic", help="The form of batch norms that stay."),
+    ] = "batch-norm",
     recalibrate: Annotated[
         list[str] | None,
         typer.Option(
@@ -153,6 +157,7 @@ def fold(
             only=only or None,
             skip=skip or (),
             training_to_inference=training_to_inference,
+            leftover=leftover,  # type: ignore[arg-type]
             overwrite_input=overwrite,
             certificate=certificate,
         )

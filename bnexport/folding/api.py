@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 
 from bnexport.folding.certifying import certify
-from bnexport.folding.context import Options
+from bnexport.folding.context import Leftover, Options, check_leftover
 from bnexport.folding.reporting.counts import Counts, count
 from bnexport.folding.reporting.report import FoldReport
 from bnexport.folding.rules import check_rules
@@ -65,6 +65,7 @@ def fold(
     max_scale: float = 1e6,
     training_to_inference: bool = False,
     rules: Iterable[str] | None = None,
+    leftover: Leftover = "batch-norm",
     overwrite_input: bool = False,
     external_data: bool | None = None,
     certificate: bool = True,
@@ -86,6 +87,8 @@ def fold(
         max_scale: largest |gamma| / std that is folded.
         training_to_inference: also turn BatchNormalization that trains into inference.
         rules: names of the rules that may be used (`bnexport.folding.rules.ALL`); None for all.
+        leftover: the form of what stays: "batch-norm" as it is; "conv", a depthwise 1x1 Conv (Mul and Add for data of
+            rank 2); "arithmetic", Mul and Add.
         overwrite_input: allow `target` to be `source`; it is replaced as a whole.
         external_data: write the weights to a file beside `target`; None where the source has them so, or where
             one protobuf message cannot hold them.
@@ -127,6 +130,7 @@ def fold(
         skip=as_names("skip", skip),
         training_to_inference=training_to_inference,
         rules=None if rules is None else check_rules(rules),
+        leftover=check_leftover(leftover),
     )
     terms = Terms(inputs, seed, samples, atol, rtol, timeout)
     method = as_method(verify)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal, get_args
 
 import numpy as np
 import onnx_ir as ir
 
+from bnexport.errors import UsageError
 from bnexport.folding.editing.edits import Edit, Exact, Raw, Slot
 from bnexport.graph.names import Names
 from bnexport.graph.nodes import input_at
 from bnexport.graph.scopes import GraphContext
 from bnexport.graph.shapes import Shapes
 from bnexport.graph.surgery import Surgery
+
+
+# Forms of a batch norm that stays: as it is, a depthwise 1x1 Conv, or a Mul and an Add.
+Leftover = Literal["batch-norm", "conv", "arithmetic"]
+LEFTOVERS = get_args(Leftover)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +29,7 @@ class Options:
     max_scale: largest |gamma| / sqrt(var + eps) that is folded. only, skip: names of nodes.
     training_to_inference: also turn BatchNormalization with training_mode=1 into inference.
     rules: names of the rules that may be used; None for all.
+    leftover: the form of what stays, of LEFTOVERS.
     check_early: find out by a pass of its own whether a large weight can be scaled. Otherwise the tensor itself
     raises Refused when it is written, which is too late for another way to fold the site.
     """
@@ -31,7 +39,15 @@ class Options:
     skip: frozenset[str] = frozenset()
     training_to_inference: bool = False
     rules: frozenset[str] | None = None
+    leftover: Leftover = "batch-norm"
     check_early: bool = True
+
+
+def check_leftover(form: Leftover) -> Leftover:
+    """Return the form of what stays. Raise UsageError for an unknown one."""
+    if form not in LEFTOVERS:
+        raise UsageError(f"leftover: got {form!r}, expected one of {', '.join(LEFTOVERS)}")
+    return form
 
 
 class Context(GraphContext):

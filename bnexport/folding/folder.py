@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from bnexport.folding.context import Options
+from bnexport.folding.context import Leftover, Options, check_leftover
 from bnexport.folding.reading.contradictions import refuse_contradictions
 from bnexport.folding.reporting.counts import count
 from bnexport.folding.reporting.report import FoldReport
@@ -36,7 +36,7 @@ class BatchNormFolder(ir.passes.InPlacePass):
     `bnexport.fold` runs the same steps on a copy and compares the result with the original.
 
     Args:
-        max_scale, only, skip, training_to_inference, rules: as `bnexport.fold` takes them.
+        max_scale, only, skip, training_to_inference, rules, leftover: as `bnexport.fold` takes them.
 
     Raises (when it is called):
         UsageError: `only` or `skip` names no batch norm.
@@ -68,6 +68,7 @@ class BatchNormFolder(ir.passes.InPlacePass):
         skip: Iterable[str] = (),
         training_to_inference: bool = False,
         rules: Iterable[str] | None = None,
+        leftover: Leftover = "batch-norm",
     ) -> None:
         self.options = Options(
             max_scale=max_scale,
@@ -75,6 +76,7 @@ class BatchNormFolder(ir.passes.InPlacePass):
             skip=as_names("skip", skip),
             training_to_inference=training_to_inference,
             rules=None if rules is None else check_rules(rules),
+            leftover=check_leftover(leftover),
         )
 
     def requires(self, model: ir.Model) -> None:

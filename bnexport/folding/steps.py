@@ -15,13 +15,14 @@ from bnexport.errors import UnsupportedModelError
 from bnexport.folding.context import Context, Options
 from bnexport.folding.editing.parameters import write_parameters
 from bnexport.folding.editing.plan import Plan
-from bnexport.folding.editing.rewrite import merge
+from bnexport.folding.editing.rewrite import merge, restate
 from bnexport.folding.parallel.sites import Branches, is_wanted
-from bnexport.folding.placing.placement import place
+from bnexport.folding.placing.placement import place, place_whole
 from bnexport.folding.reading import decomposed
+from bnexport.folding.reading.batch_norm import read_batch_norm
 from bnexport.folding.reading.contradictions import refuse_contradictions
 from bnexport.folding.reading.elementwise import OP_TYPES
-from bnexport.folding.reading.site import Site, batch_norm_site, elementwise_site
+from bnexport.folding.reading.site import Site, batch_norm_site, elementwise_site, lone_sites
 from bnexport.folding.reporting.report import Refusal, SiteReport
 from bnexport.folding.rules import by_operator
 from bnexport.folding.selection import as_labels
@@ -129,7 +130,13 @@ class Folding:
                     break
             for position, report, site in found:
                 if report.outcome != "folded":
-                    entries.append((position, self._merge(site, report, scope.context), site))
+                    left = self._merge(site, report, scope.context)
+                    entries.append((position, self._restate(site, left, scope.context), site))
+            for _ in range(_ROUNDS):
+                lone = list(self._lone(scope, order, {node for _, _, site in found if site for node in site.nodes}))
+                entries += lone
+                if not lone:
+                    break
             write_parameters(scope.context)
         self._surgery.sweep()
         self.sites += [report for _, report, _ in sorted(entries, key=lambda entry: entry[0])]
@@ -161,6 +168,22 @@ class Folding:
                         yield order.get(node, len(order)), self._place(found, scope), found
             for node in decomposed.training_sites(nodes, scope.context):
                 yield order.get(node, len(order)), self._unread(node, scope, decomposed.REASON), None
+
+    def _lone(self, scope: Scope[Context], order: dict[ir.Node, int], taken: set[ir.Node]) -> Iterator[Entry]:
+        """Fold arithmetic that is no batch norm where it leaves the model; elsewhere it is no site. taken: nodes of sites."""
+        if self.options.only is not None or not 1 <= scope.context.opset <= NEWEST_OPSET:
+            return
+        for graph in scope.graphs:
+            for node in [node for node in graph if is_standard(node, *OP_TYPES) and node not in taken]:
+                if self._surgery.is_dead(node):
+                    continue
+                for site in lone_sites(node, scope.context):
+                    if any(step in taken or self._label(step) in self.options.skip for step in site.nodes):
+                        continue
+                    plan = place_whole(site, scope.context, self._rules)
+                    if plan is not None:
+                        yield order.get(node, len(order)), dataclasses.replace(self._folded(site, plan, scope), lone=True), site
+                        break
 
     def _batch_norm_site(self, node: ir.Node, scope: Scope[Context]) -> Site:
         name = self._label(node)
@@ -197,36 +220,60 @@ class Folding:
 
     def _place(self, site: Site, scope: Scope[Context]) -> SiteReport:
         """Fold the site, or report why that cannot be done."""
-        names = tuple(self._label(node) for node in site.nodes)
-        conversions = [self._conversions[node] for node in site.nodes if node in self._conversions]
-        magnitudes = np.abs(site.affine.scale)
-        outcome = "converted" if conversions else "kept"
-        rules: tuple[str, ...] = ()
-        targets: tuple[str, ...] = ()
-        refusals: tuple[Refusal, ...] = ()
-        region: tuple[str, ...] = ()
         placed = place(site, scope.context, self._rules)
         if isinstance(placed, Plan):
-            outcome, rules = "folded", tuple(placed.rules)
-            targets = tuple(self._label(node) for node in placed.targets)
-            region = self._region((*site.nodes, *placed.passed, *placed.targets), scope.context)
-        else:
-            refusals = tuple(Refusal(way, names[-1], reason.code, reason.text) for way, reason in placed)
+            return self._folded(site, placed, scope)
+        report = self._report(site, scope)
+        refusals = tuple(Refusal(way, report.nodes[-1], reason.code, reason.text) for way, reason in placed)
+        return dataclasses.replace(report, refusals=refusals)
+
+    def _folded(self, site: Site, plan: Plan, scope: Scope[Context]) -> SiteReport:
+        """Return the report of a site that has left."""
+        return dataclasses.replace(
+            self._report(site, scope),
+            outcome="folded",
+            rules=tuple(plan.rules),
+            targets=tuple(self._label(node) for node in plan.targets),
+            region=self._region((*site.nodes, *plan.passed, *plan.targets), scope.context),
+        )
+
+    def _report(self, site: Site, scope: Scope[Context]) -> SiteReport:
+        """Return the report of a site that stays."""
+        conversions = [self._conversions[node] for node in site.nodes if node in self._conversions]
+        magnitudes = np.abs(site.affine.scale)
         # A map that starts at a batch norm is named after it, wherever it stands in its site.
         own = next((node for node in site.nodes if is_standard(node, "BatchNormalization")), site.nodes[0])
         return SiteReport(
-            names,
+            tuple(self._label(node) for node in site.nodes),
             conversions[0].op_type if conversions else own.op_type,
             scope.name,
-            outcome,
-            rules,
-            targets,
-            refusals,
+            "converted" if conversions else "kept",
             training=any(conversion.training for conversion in conversions),
             channels=site.affine.channels,
             scale_min=float(magnitudes.min()) if magnitudes.size else None,
             scale_max=float(magnitudes.max()) if magnitudes.size else None,
-            region=region,
+        )
+
+    def _restate(self, site: Site | None, report: SiteReport, context: Context) -> SiteReport:
+        """Write the batch norms that are left of a site in the form that was asked for."""
+        if site is None or self.options.leftover == "batch-norm":
+            return report
+        norms = [node for node in site.nodes if is_standard(node, "BatchNormalization")]
+        made: list[ir.Node] = []
+        refusals = list(report.refusals)
+        for node in norms:
+            if self._surgery.is_dead(node):
+                continue
+            try:
+                made += restate(Site((node,), read_batch_norm(node, context), 1, 0), self.options.leftover, context)
+            except Refused as reason:
+                refusals.append(Refusal("leftover", self._label(node), reason.code, reason.text))
+        report = dataclasses.replace(report, refusals=tuple(refusals))
+        if not made:
+            return report
+        region = self._region((*site.nodes, *made), context)
+        return dataclasses.replace(
+            report, outcome="restated", targets=tuple(self._label(node) for node in made), region=region
         )
 
     def _region(self, nodes: Iterable[ir.Node], context: Context) -> tuple[str, ...]:

@@ -17,10 +17,8 @@ from bnexport.graph.sync_bn_nodes import has_sync_batch_norm
 from bnexport.model_io import walk
 from bnexport.verification.certificate import KEY, changes, decode
 from bnexport.verification.local.search import prove
-from bnexport.verification.verdict import Claim, Verification
+from bnexport.verification.verdict import CHANGED, Claim, Verification
 
-# What became of a site whose values may differ.
-_CHANGED = ("folded", "merged")
 
 
 def prove_fold(unfolded: ir.Model, folded: ir.Model, claims: Sequence[Claim]) -> Verification:
@@ -141,7 +139,7 @@ def _read_report(report: Mapping[str, Any]) -> tuple[list[Claim], bool]:
         for site in report["sites"]:
             nodes, region, scope = names(site["nodes"]), names(site["region"]), text(site["graph"])
             trained |= site.get("training") is True and text(site["op_type"]) == "BatchNormalization"
-            if text(site["outcome"]) in _CHANGED:
+            if text(site["outcome"]) in CHANGED:
                 claims.append(Claim(" + ".join(nodes), scope, region or nodes))
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(

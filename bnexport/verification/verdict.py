@@ -17,6 +17,8 @@ from bnexport.errors import NotVerifiedWarning, UsageError
 Status = Literal["passed", "failed", "not_verified"]
 Mark = Literal["proved", "compared", "not_run", "failed"]
 Method = Literal["whole", "local", "both"]
+# What became of a site whose values may differ.
+CHANGED = ("folded", "merged", "restated")
 # The shape of each input of one run.
 Shapes = tuple[tuple[int, ...], ...]
 

@@ -334,7 +334,6 @@ def test_shapes_inside_a_function() -> None:
     folded, _ = fold_and_check(functions(model(body, header=HEADER), text))
     assert [node.op_type for node in folded.functions[0].node if node.op_type != "Constant"] == [
         "Conv",
-        "Add",
         "Transpose",
         "Transpose",
     ]

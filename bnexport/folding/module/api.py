@@ -133,7 +133,7 @@ def fold_copy(
 
 def _folds(sites: Iterable[SiteReport]) -> list[ModuleFold]:
     """Return what the proof is given of each site that changed."""
-    changed = (site for site in sites if site.outcome in ("folded", "merged"))
+    changed = (site for site in sites if site.changed)
     return [ModuleFold(" + ".join(site.nodes), (*site.nodes, *site.targets)) for site in changed]
 
 

@@ -6,13 +6,16 @@ tried.
     apart       y = (k x) + h:      k backward, h forward
                 y = k (x + h / k):  h / k backward, k forward - through a Relu and through padding, for k > 0
     scale       k backward, and an Add of h stays: for producers that have no bias, as MatMul
+    shift       k forward, and an Add of h / k stays, where arithmetic is wanted: in front of padded convolutions
 
-The first three remove the site; the last leaves an Add in its place, which costs about as much as a batch
-norm (docs/folding.md), and is tried only where a missing bias or padding was the reason.
+The first three remove the site; the others leave an Add in its place, which costs about as much as a batch
+norm (docs/folding.md), and are tried only where a missing bias or padding was the reason.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Callable
 
 from bnexport.folding.affine import ChannelAffine
@@ -20,7 +23,7 @@ from bnexport.folding.context import Context
 from bnexport.folding.editing.edits import Addend
 from bnexport.folding.editing.parameters import insert_add
 from bnexport.folding.editing.plan import Plan
-from bnexport.folding.editing.rewrite import bypass, parameter_type
+from bnexport.folding.editing.rewrite import bypass, parameter_type, restate
 from bnexport.folding.placing.search import Rule, Search
 from bnexport.folding.reading.site import Site
 from bnexport.graph.refusal import Refused
@@ -39,10 +42,22 @@ def place(site: Site, context: Context, rules: dict[str, Rule]) -> Plan | list[t
         try:
             return attempt(site, context, rules)
         except Refused as reason:
-            # The text of `apart` would repeat one of the first two.
-            if name != "apart":
+            # The texts of the others would repeat one of the first two.
+            if name not in ("apart", "shift"):
                 refusals.append((name, reason))
     return refusals
+
+
+def place_whole(site: Site, context: Context, rules: dict[str, Rule]) -> Plan | None:
+    """Commit the first way that moves the whole map and adds no node, and return its plan; None where there is none."""
+    for direction in ("backward", "forward"):
+        search = Search(Plan(context), rules)
+        value = site.input if direction == "backward" else site.output
+        with contextlib.suppress(Refused):
+            getattr(search, direction)(value, site.axis, site.affine)
+            if not search.plan.adds:
+                return _commit(search.plan, site)
+    return None
 
 
 def _backward(site: Site, context: Context, rules: dict[str, Rule]) -> Plan:
@@ -88,6 +103,20 @@ def _scale_and_add(site: Site, context: Context, rules: dict[str, Rule]) -> Plan
     return search.plan
 
 
+def _scale_down_and_add(site: Site, context: Context, rules: dict[str, Rule]) -> Plan:
+    if context.options.leftover != "arithmetic":
+        raise Refused("shift", "arithmetic was not asked for")
+    affine = site.affine
+    _refuse_half(affine)
+    shift = affine.shift * affine.inverse_scale(context.options.max_scale)
+    search = Search(Plan(context), rules)
+    search.forward(site.output, site.axis, affine.only_scale())
+    shifted = dataclasses.replace(site, affine=ChannelAffine(affine.scale * 0 + 1, affine.center, shift))
+    restate(shifted, "arithmetic", context)
+    search.plan.commit()
+    return search.plan
+
+
 def _commit(plan: Plan, site: Site) -> Plan:
     plan.commit()
     bypass(site, plan.context)
@@ -106,4 +135,5 @@ _ATTEMPTS: tuple[tuple[str, Attempt], ...] = (
     ("apart", _scale_up),
     ("apart", _scale_down),
     ("scale", _scale_and_add),
+    ("shift", _scale_down_and_add),
 )

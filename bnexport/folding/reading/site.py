@@ -2,13 +2,16 @@
 
 Every batch norm starts a site. Neighbouring batch norms and elementwise operations with per-channel
 constants join it, so that their product is rounded once and they leave together. A Mul and Add pair
-with per-channel constants and no batch norm is what exporters make of one, and is a site as well.
+with per-channel constants and no batch norm is what exporters make of one, and is a site as well. A lone Mul
+or Add is a site only where it leaves the model.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import onnx_ir as ir
 
@@ -58,28 +61,47 @@ def batch_norm_site(node: ir.Node, context: Context) -> Site:
 
 def elementwise_site(node: ir.Node, context: Context) -> Site | None:
     """Return the site that starts at a Mul, Add, Sub or Div and both scales and shifts; None if there is none."""
-    operands = data_and_constants(node, context)
-    if operands is None or not operands.constants:
+    site = next(_per_channel_sites(node, context), None)
+    if site is None:
         return None
-    source = input_at(node, operands.data)
-    rank = None if source is None else context.rank(source)
-    if source is None or rank is None:
-        return None
-    try:
-        several = [constant_operand(node, operands.data, index, context) for index in operands.constants]
-        axes = {axis: values.size for values in several if (axis := varying_axis(values, rank)) is not None}
-        if len(axes) != 1:
-            return None
-        axis, channels = axes.popitem()
-        affine = read_elementwise(node, axis, channels, context)
-    except Refused:
-        return None
-    if not keeps_channels(node, operands.data, axis, affine.channels, context):
-        return None
-    site = _grow(Site((node,), affine, axis, operands.data), context)
     scales = any(step.op_type in ("Mul", "Div", "BatchNormalization") for step in site.nodes)
     shifts = any(step.op_type in (*SUMS, "BatchNormalization") for step in site.nodes)
     return site if scales and shifts else None
+
+
+def lone_sites(node: ir.Node, context: Context) -> Iterator[Site]:
+    """Yield what an operation with constants may be read as that is no part of a pair: a scalar is a map along any axis."""
+    for site in _per_channel_sites(node, context, scalars=True):
+        if not any(is_standard(step, "BatchNormalization") for step in site.nodes):
+            yield site
+
+
+def _per_channel_sites(node: ir.Node, context: Context, *, scalars: bool = False) -> Iterator[Site]:
+    """Yield the sites around an operation with per-channel constants. scalars: with scalars, too, along each likely axis."""
+    operands = data_and_constants(node, context)
+    if operands is None or not operands.constants:
+        return
+    source = input_at(node, operands.data)
+    rank = None if source is None else context.rank(source)
+    if source is None or rank is None:
+        return
+    with contextlib.suppress(Refused):
+        several = [constant_operand(node, operands.data, index, context) for index in operands.constants]
+        axes = {axis: values.size for values in several if (axis := varying_axis(values, rank)) is not None}
+        if scalars and not axes and all(values.size == 1 and values.ndim <= rank for values in several):
+            # Of a convolution, of a product, and of a product from the left.
+            sizes = {axis: context.size(source, axis) for axis in (1, rank - 1, rank - 2) if 0 <= axis < rank}
+            for axis, channels in sizes.items():
+                if channels is not None and channels > 0:
+                    yield _site_around(node, operands.data, axis, channels, context)
+        elif len(axes) == 1:
+            axis, channels = axes.popitem()
+            if keeps_channels(node, operands.data, axis, channels, context):
+                yield _site_around(node, operands.data, axis, channels, context)
+
+
+def _site_around(node: ir.Node, data: int, axis: int, channels: int, context: Context) -> Site:
+    return _grow(Site((node,), read_elementwise(node, axis, channels, context), axis, data), context)
 
 
 def sole_use(value: ir.Value, graph: ir.Graph | None) -> ir.Node | None:

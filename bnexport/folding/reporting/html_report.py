@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from bnexport import extras
+from bnexport.verification.verdict import CHANGED
 
 Data = Mapping[str, Any]
 
@@ -20,7 +21,7 @@ _WIDTH, _HEIGHT = 168, 16  # of one chart, in pixels
 _LONGEST = 600
 _LARGEST_EXPONENT = 308  # of a float64
 # Classes of the style sheet; nothing else reaches a class attribute.
-_CLASSES = ("folded", "merged", "converted", "kept", "passed", "failed", "proved", "compared")
+_CLASSES = ("folded", "merged", "restated", "converted", "kept", "passed", "failed", "proved", "compared")
 
 
 def render_html(report: Data) -> str:
@@ -28,7 +29,7 @@ def render_html(report: Data) -> str:
     verification = report.get("verification")
     proofs = iter((verification or {}).get("sites") or ())
     sites = [
-        _site(site, next(proofs, None) if site.get("outcome") in ("folded", "merged") else None)
+        _site(site, next(proofs, None) if site.get("outcome") in CHANGED else None)
         for site in report.get("sites") or ()
     ]
     outputs = [_output(output) for output in (verification or {}).get("outputs") or ()]

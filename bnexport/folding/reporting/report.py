@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnexport import schema
 from bnexport.folding.reporting.counts import Counts
-from bnexport.verification.verdict import Claim, SiteProof, Verification
+from bnexport.verification.verdict import CHANGED, Claim, SiteProof, Verification
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,12 +40,13 @@ class Refusal:
 class SiteReport:
     """One batch norm, or what an exporter made of one.
 
-    outcome: "folded" (into `targets`, by `rules`), "merged" (one node is left), "converted" (a plain
-    BatchNormalization is left) or "kept". nodes: labels of the nodes of the site, top to bottom.
+    outcome: "folded" (into `targets`, by `rules`), "merged" (one node is left), "restated" (as
+    `targets`, in the form that `leftover` asks for), "converted" (a plain BatchNormalization is left) or "kept". nodes: labels of the nodes of the site, top to bottom.
     scale_min, scale_max: the range of |gamma| / sqrt(var + eps) over the channels. summary: of merged branches, which
     are a site as well: its nodes are all that are gone, its targets what was written for them. region: names of the
     source's nodes whose values may differ in the result: those of the site, its targets, and what lies between. modules: paths
-    of the torch modules that the batch norms come from, where the exporter wrote them.
+    of the torch modules that the batch norms come from, where the exporter wrote them. lone: arithmetic that is no batch
+    norm, and is in the report only where it is gone.
     """
 
     nodes: tuple[str, ...]
@@ -62,6 +63,7 @@ class SiteReport:
     summary: str = ""
     region: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
+    lone: bool = False
 
     @property
     def name(self) -> str:
@@ -71,7 +73,7 @@ class SiteReport:
     @property
     def changed(self) -> bool:
         """Whether the nodes of the site are gone, or fewer."""
-        return self.outcome in ("folded", "merged")
+        return self.outcome in CHANGED
 
     @property
     def claim(self) -> Claim:
@@ -115,16 +117,22 @@ class FoldReport:
 
     def summary(self) -> str:
         """Sum up the batch norms in one line: how many are gone, and into what kind of operator."""
-        if not self.sites:
-            return "no batch norms"
-        rules = collections.Counter(_INTO.get(rule, rule) for site in self.folded for rule in site.rules[-1:])
+        lone = sum(site.lone for site in self.sites)
+        rest = f"{lone} lone scale{'s or shifts' if lone > 1 else ' or shift'} folded" if lone else ""
+        if lone == len(self.sites):
+            return ", ".join(filter(None, ("no batch norms", rest)))
+        sites = [site for site in self.folded if not site.lone]
+        rules = collections.Counter(_INTO.get(rule, rule) for site in sites for rule in site.rules[-1:])
         into = ", ".join(name if len(rules) == 1 else f"{count} into {name}" for name, count in rules.most_common(4))
         more = f" and {len(rules) - 4} more kinds" if len(rules) > 4 else ""
         before, after = (each.batch_norm + each.sync_batch_norm for each in (self.before, self.after))
         # Several batch norms may be one site; an exporter's arithmetic is a site without a node of its own.
-        gone, total = (before - after, before) if before else (len(self.folded), len(self.sites))
+        restated = sum(site.outcome == "restated" for site in self.sites)
+        gone, total = (before - after - restated, before) if before else (len(sites), len(self.sites) - lone)
         text = f"{gone} of {total} batch norms folded"
-        return f"{text} into {into}" if len(rules) == 1 else f"{text}: {into}{more}" if rules else text
+        text = f"{text} into {into}" if len(rules) == 1 else f"{text}: {into}{more}" if rules else text
+        left = f"{restated} restated" if restated else ""
+        return "; ".join(filter(None, (text, left, rest)))
 
     @property
     def changed(self) -> bool:

@@ -102,10 +102,12 @@ class _Map:
 class _Chain:
     """One side's region, read from its output upwards."""
 
-    def __init__(self, region: Region, side: Side, *, is_folded: bool) -> None:
+    def __init__(self, region: Region, side: Side, *, is_folded: bool, pointwise: bool = False) -> None:
+        """pointwise: a depthwise 1x1 Conv is a map, not the linear operator."""
         nodes, output = region.nodes[is_folded], region.output[is_folded]
         self.side, self.is_folded = side, is_folded
         self.axis: int | None = None
+        self._pointwise = pointwise
         inside = set(nodes)
         after: list[tuple[ir.Node, int]] = []
         before: list[tuple[ir.Node, int]] = []
@@ -119,7 +121,7 @@ class _Chain:
             if len(data) != 1 or node.domain != "":
                 raise NotAChain
             check_node(node, side.constants.version(node))
-            if node.op_type in _LINEAR and self.linear is None:
+            if node.op_type in _LINEAR and self.linear is None and not self._is_pointwise(node):
                 self.linear, self.place, current = node, data[0][0], before
             elif self._is_map(node, data[0][1]) and node not in region.rounding:
                 current.append((node, data[0][0]))
@@ -134,8 +136,24 @@ class _Chain:
 
     def _is_map(self, node: ir.Node, data: ir.Value) -> bool:
         if node.op_type not in _MAPS:
-            return False
+            return self._is_pointwise(node)
         return node.op_type != "Cast" or self.side.shapes.keeps_floats(node, data)
+
+    def _is_pointwise(self, node: ir.Node) -> bool:
+        """Whether a node is a depthwise 1x1 Conv, if these are maps."""
+        if not self._pointwise or node.op_type != "Conv" or node.inputs[1] is None:
+            return False
+        if not self.side.constants.has(node.inputs[1]):
+            return False
+        shape = self.parameter(node, 1).values.shape
+        version = self.side.constants.version(node)
+        attributes = [
+            each
+            for name, each in node.attributes.items()
+            if name not in ("group", "dilations") and not is_default(node, each, version, kernel=shape[2:])
+        ]
+        group = node.attributes["group"].as_int() if "group" in node.attributes else 1
+        return not attributes and group == shape[0] and math.prod(shape[1:]) == 1 and len(shape) > 2
 
     def maps(self, rank: int | None) -> tuple[_Map, _Map]:
         """Before and after the linear operator. rank: of all values; channels are axis `channel`."""
@@ -148,6 +166,8 @@ class _Chain:
                 self._normalise(result, node, place, rank)
                 if index == 0:
                     result.channels = max(result.k.size, result.h.size)
+            elif node.op_type == "Conv":
+                self._channelwise(result, node, place, rank)
             elif node.op_type not in _COPIES:
                 self._arithmetic(result, node, place, rank)
         return result
@@ -178,6 +198,16 @@ class _Chain:
         result.shift(mean, -1.0)
         result.scale(factor)
         result.shift(bias)
+
+    def _channelwise(self, result: _Map, node: ir.Node, place: int, rank: int | None) -> None:
+        weight = self.parameter(node, 1)
+        if place != 0 or rank != weight.values.ndim:
+            raise NotAChain
+        self._along(1)
+        result.shapes.append((weight.values.size, *[1] * (rank - 2)))
+        result.scale(_flat(weight))
+        if len(node.inputs) > 2 and node.inputs[2] is not None:
+            result.shift(_flat(self.parameter(node, 2)))
 
     def _arithmetic(self, result: _Map, node: ir.Node, place: int, rank: int | None) -> None:
         if node.attributes or self.side.constants.version(node) < 7:
@@ -212,7 +242,7 @@ class _Chain:
         if len(wide) != 1:
             raise NotAChain
         self._along(wide[0])
-        return Parameter(operand.values.reshape(-1), None if operand.error is None else operand.error.reshape(-1))
+        return _flat(operand)
 
     def parameter(self, node: ir.Node, index: int) -> Parameter:
         """Input `index` of a node, which is constant."""
@@ -223,6 +253,10 @@ class _Chain:
         if result.values.dtype != np.float64:
             raise NotAChain
         return result
+
+
+def _flat(parameter: Parameter) -> Parameter:
+    return Parameter(parameter.values.reshape(-1), None if parameter.error is None else parameter.error.reshape(-1))
 
 
 def normalising(node: ir.Node, scale: Parameter, var: Parameter) -> Parameter:
@@ -277,6 +311,11 @@ def prove(region: Region, original_side: Side, folded_side: Side, rank: int | No
     theirs = _Chain(region, folded_side, is_folded=True)
     if (mine.input, theirs.input) not in region.entering or len(region.entering) != 1:
         raise NotAChain
+    if (mine.linear is None) != (theirs.linear is None):
+        mine, theirs = (
+            _Chain(region, side, is_folded=place == 1, pointwise=True)
+            for place, side in enumerate((mine.side, theirs.side))
+        )
     if (mine.linear is None) != (theirs.linear is None):
         raise NotAChain
     if mine.linear is None or theirs.linear is None:

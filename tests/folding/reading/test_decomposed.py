@@ -37,14 +37,6 @@ def test_written_out(case: str) -> None:
     assert len(folded.graph.initializer) == 2
 
 
-def test_a_lone_product_is_left_alone() -> None:
-    """It is no batch norm; nobody asked."""
-    body = f"g ({X4}) => (float[N,8,A,B] y) {{ {CONV}\n y = Mul (z, a_s) }}"
-    result = fold(model(body, {"w": (8, 6, 3, 3), "a_s": (1, 8, 1, 1)}))
-    assert not result.report.sites
-    assert operators_of(result) == ["Conv", "Mul"]
-
-
 def test_along_the_last_axis() -> None:
     body = "g (float[N,L,6] x) => (float[N,L,8] y) { z = MatMul (x, w)\n t = Mul (z, a_s)\n y = Add (t, b) }"
     folded, _ = fold_and_check(model(body, {"w": (6, 8), "a_s": (8,), "b": (8,)}))

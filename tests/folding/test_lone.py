@@ -1,0 +1,152 @@
+"""A lone Mul, Add, Sub or Div with constants leaves where a neighbour takes it, and no other node comes for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx.helper
+import onnx.numpy_helper
+import pytest
+
+from bnexport.folding import fold
+from tests.folding.reading.test_decomposed import operators_of
+from tests.support.onnx_text import fold_and_check, model, operators
+
+X = "float[N,6,H,W] x"
+CONV = {"w": (8, 6, 3, 3)}
+# Body, parameters, and the operators that are left.
+LEAVES = {
+    "conv-add": ("z = Conv (x, w)\n y = Add (z, c)", CONV | {"c": (1, 8, 1, 1)}, ["Conv"]),
+    "conv-padded-add": ("z = Conv <pads = [1,1,1,1]> (x, w)\n y = Add (c, z)", CONV | {"c": (8, 1, 1)}, ["Conv"]),
+    "conv-mul": ("z = Conv (x, w)\n y = Mul (z, c_s)", CONV | {"c_s": (1, 8, 1, 1)}, ["Conv"]),
+    "conv-bias-div": ("z = Conv (x, w, b)\n y = Div (z, c_s)", CONV | {"b": (8,), "c_s": (8, 1, 1)}, ["Conv"]),
+    "conv-scalar": ("z = Conv (x, w)\n y = Mul (z, c_s)", CONV | {"c_s": ()}, ["Conv"]),
+    "conv-one-value": ("z = Conv (x, w)\n y = Sub (z, c)", CONV | {"c": (1, 1, 1, 1)}, ["Conv"]),
+    "sub-from": ("z = Conv (x, w)\n y = Sub (c, z)", CONV | {"c": (8, 1, 1)}, ["Conv"]),
+    "mul-conv": ("z = Mul (x, c_s)\n y = Conv <pads = [1,1,1,1]> (z, w)", CONV | {"c_s": (6, 1, 1)}, ["Conv"]),
+    "add-conv": ("z = Add (x, c)\n y = Conv (z, w)", CONV | {"c": (1, 6, 1, 1)}, ["Conv"]),
+    "transposed": ("z = ConvTranspose (x, w)\n y = Add (z, c)", {"w": (6, 8, 2, 2), "c": (8, 1, 1)}, ["ConvTranspose"]),
+    "through-relu": ("z = Conv (x, w)\n r = Relu (z)\n y = Mul (r, c_v)", CONV | {"c_v": (8, 1, 1)}, ["Conv", "Relu"]),
+    "through-pool": (
+        "z = Conv (x, w)\n r = GlobalAveragePool (z)\n y = Add (r, c)",
+        CONV | {"c": (8, 1, 1)},
+        ["Conv", "GlobalAveragePool"],
+    ),
+    "two-conv": ("z = Conv (x, w)\n t = Add (z, c)\n y = Conv (t, v)", CONV | {"c": (8, 1, 1), "v": (4, 8, 1, 1)}, ["Conv"] * 2),
+}
+# What stays: nothing takes it, a node would come for it, or somebody else reads it.
+STAYS = {
+    "padded": ("z = Add (x, c)\n y = Conv <pads = [1,1,1,1]> (z, w)", CONV | {"c": (6, 1, 1)}, ["Add", "Conv"]),
+    "map-of-columns": ("z = Conv (x, w)\n y = Add (z, c)", CONV | {"c": (1, 1, 1, 5)}, ["Conv", "Add"]),
+    "shift-through-relu": ("z = Conv (x, w)\n r = Relu (z)\n y = Add (r, c)", CONV | {"c": (8, 1, 1)}, ["Conv", "Relu", "Add"]),
+    "negative-through-relu": (
+        "z = Conv (x, w)\n r = Relu (z)\n y = Mul (r, c)", CONV | {"c": (8, 1, 1)}, ["Conv", "Relu", "Mul"],
+    ),
+    "read-twice": ("z = Conv (x, w)\n t = Add (z, c)\n y = Mul (t, z)", CONV | {"c": (8, 1, 1)}, ["Conv", "Add", "Mul"]),
+    "broadcast": ("z = Conv (x, w)\n y = Add (z, c)", {"w": (1, 6, 3, 3), "c": (1, 8, 1, 1)}, ["Conv", "Add"]),
+    "divided-by": ("z = Conv (x, w)\n y = Div (c_s, z)", CONV | {"c_s": (8, 1, 1)}, ["Conv", "Div"]),
+    "another-axis": ("z = Conv (x, w)\n y = Mul (z, c_s)", {"w": (5, 6, 3, 3), "c_s": (1, 1, 5, 1)}, ["Conv", "Mul"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEAVES)
+def test_it_leaves(case: str) -> None:
+    body, shapes, left = LEAVES[case]
+    folded, result = fold_and_check(model(f"g ({X}) => (float[N,C,A,B] y) {{ {body} }}", shapes), sizes={"H": 7, "W": 7})
+    assert operators(folded) == left
+    assert {proof.method for proof in result.report.verification.sites} == {"proved"}
+    assert all(site.lone for site in result.report.sites)
+    assert result.report.summary() == "no batch norms, 1 lone scale or shift folded"
+
+
+@pytest.mark.parametrize("case", STAYS)
+def test_it_stays_and_nobody_hears_of_it(case: str) -> None:
+    body, shapes, left = STAYS[case]
+    result = fold(model(f"g ({X}) => (float[N,C,A,B] y) {{ {body} }}", shapes))
+    assert operators_of(result) == left
+    assert not result.report.sites
+
+
+def test_in_matrix_products() -> None:
+    body = "g (float[N,L,6] x) => (float[N,L,4] y) { z = MatMul (x, w)\n t = Add (z, b)\n y = Mul (t, s) }"
+    folded, _ = fold_and_check(model(body, {"w": (6, 4), "b": (4,)}, values={"s": np.float32(0.125)}))
+    assert operators(folded) == ["MatMul", "Add"]
+    body = "g (float[N,6] x) => (float[N,4] y) { z = Gemm (x, w)\n t = Add (z, b)\n y = Div (t, s_s) }"
+    folded, _ = fold_and_check(model(body, {"w": (6, 4), "b": (4,), "s_s": (1,)}))
+    assert operators(folded) == ["Gemm"]
+    alone = model("g (float[N,L,6] x) => (float[N,L,4] y) { z = Add (x, b)\n y = MatMul (z, w) }", {"w": (6, 4), "b": (6,)})
+    assert operators_of(fold(alone)) == ["Add", "MatMul"]
+
+
+def test_integers_and_what_was_skipped_are_left_alone() -> None:
+    body = "g (int64[N,6] x) => (int64[N,6] y) { z = Add (x, a)\n y = Mul (z, a) }"
+    assert not fold(model(body, values={"a": np.arange(6)})).report.sites
+    body = f"g ({X}) => (float[N,8,A,B] y) {{ z = Conv (x, w)\n y = Mul (z, c_s) }}"
+    proto = model(body, CONV | {"c_s": (8, 1, 1)})
+    proto.graph.node[1].name = "gain"
+    assert operators_of(fold(proto, skip=["gain"])) == ["Conv", "Mul"]
+    assert operators_of(fold(proto, rules=["matmul"])) == ["Conv", "Mul"]
+
+
+def random_chain(seed: int) -> onnx.ModelProto:
+    """Convolutions, activations and lone arithmetic in any order, sometimes read twice."""
+    generator = np.random.default_rng(seed)
+    nodes, held, value, channels = [], [], "x", 6
+
+    def parameter(*shape: int) -> str:
+        array = generator.standard_normal(shape).astype(np.float32)
+        held.append(onnx.numpy_helper.from_array(np.sign(array) * (np.abs(array) + np.float32(0.2)), f"p{len(held)}"))
+        return held[-1].name
+
+    for number in range(int(generator.integers(3, 9))):
+        kind = generator.choice(["conv", "padded", "Relu", "LeakyRelu", "Mul", "Add", "Sub", "Div", "skip"])
+        made = f"v{number}"
+        if kind in ("conv", "padded"):
+            pads = [1, 1, 1, 1] if kind == "padded" else [0, 0, 0, 0]
+            size = 3 if kind == "padded" else 1
+            new = int(generator.choice([4, 6, 8]))
+            inputs = [value, parameter(new, channels, size, size)]
+            nodes.append(onnx.helper.make_node("Conv", inputs, [made], pads=pads))
+            channels = new
+        elif kind in ("Relu", "LeakyRelu"):
+            nodes.append(onnx.helper.make_node(kind, [value], [made]))
+        elif kind == "skip":
+            nodes.append(onnx.helper.make_node("Add", [value, value], [made]))
+        else:
+            shapes = [(), (1,), (channels, 1, 1), (1, channels, 1, 1), (1, 1, 1, 1), (5,)]
+            operands = [value, parameter(*shapes[generator.integers(len(shapes))])]
+            nodes.append(onnx.helper.make_node(kind, operands[:: 1 if kind == "Div" or generator.random() < 0.7 else -1], [made]))
+        value = made
+    nodes.append(onnx.helper.make_node("Identity", [value], ["y"]))
+    graph = onnx.helper.make_graph(
+        nodes,
+        "g",
+        [onnx.helper.make_tensor_value_info("x", 1, ["N", 6, 5, 5])],
+        [onnx.helper.make_tensor_value_info("y", 1, None)],
+        held,
+    )
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+
+
+def check_random(seeds: range) -> None:
+    gone = 0
+    for seed in seeds:
+        proto = random_chain(seed)
+        result = fold(proto)
+        gone += len(result.report.folded)
+        removed = sum(len(site.nodes) for site in result.report.folded)
+        pairs = sum(not site.lone for site in result.report.folded)  # an Add may be left of them
+        assert 0 <= len(operators_of(result)) - (len(proto.graph.node) - removed) <= pairs, seed
+        verdict = result.report.verification
+        assert verdict is None or verdict.passed, (seed, verdict)
+        assert verdict is None or {proof.method for proof in verdict.sites} <= {"proved", "compared"}, (seed, verdict)
+    assert gone > len(seeds) // 3
+
+
+def test_random_chains() -> None:
+    check_random(range(20))
+
+
+@pytest.mark.slow
+def test_300_random_chains() -> None:
+    check_random(range(1000, 1300))
