@@ -34,7 +34,7 @@ Forward = Callable[[ir.Node, int, int, ChannelAffine, "Search"], None]
 class Rule:
     """Handlers of one family of operators that absorb or pass a map. None: unsupported in this direction.
 
-    all_outputs: whether `backward` may be asked for other outputs than the first.
+    all_outputs: whether `backward` may be asked for other outputs than the first. domains: of the operators.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Rule:
     backward: Backward | None = None
     forward: Forward | None = None
     all_outputs: bool = False
+    domains: tuple[str, ...] = ("",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Search:
 
     def _rule(self, node: ir.Node) -> Rule:
         rule = self.rules.get(node.op_type)
-        if rule is None or not is_standard(node, *rule.op_types):
+        if rule is None or node.domain not in rule.domains:
             raise Refused("no-rule", f"{node.op_type} ({label(node)}) is not linear in each channel")
         return rule
 

@@ -62,11 +62,11 @@ def padded(node: ir.Node) -> bool:
     return auto_pad not in ("NOTSET", "") or any(get_ints(node, "pads") or ())
 
 
-def map_bias(node: ir.Node, affine: ChannelAffine, dtype: np.dtype, search: Search) -> None:
-    """Apply the map to the bias (input 2), which is created if absent."""
-    bias = _bias(node, affine.channels, search)
+def map_bias(node: ir.Node, affine: ChannelAffine, dtype: np.dtype, search: Search, index: int = 2) -> None:
+    """Apply the map to the bias (input `index`), which is created if absent."""
+    bias = _bias(node, affine.channels, search, index)
     size = np.abs(affine.scale) * (np.abs(bias) + np.abs(affine.center)) + np.abs(affine.shift)
-    search.plan.replace(node, 2, affine.apply(bias), dtype, f"{node.op_type} bias", size)
+    search.plan.replace(node, index, affine.apply(bias), dtype, f"{node.op_type} bias", size)
 
 
 def add_to_bias(
@@ -80,26 +80,26 @@ def add_to_bias(
 
 
 def grouped(
-    node: ir.Node, axis: int, context: Context, attributes: tuple[str, ...]
+    node: ir.Node, axis: int, context: Context, attributes: tuple[str, ...], index: int = 1
 ) -> tuple[Described, tuple[int, ...]]:
     """Return the weight, and its shape as (groups, rows, columns, kernel...); a ConvTranspose's has input channels as
-    rows.
+    rows. index: of the weight.
     """
     only_attributes(node, attributes)
     if axis != 1:
         raise Refused("axis", f"the map acts on axis {axis}, a {node.op_type}'s channels are axis 1")
-    weight = context.constants.describe(input_at(node, 1), f"{node.op_type} weight")
-    group = get_int(node, "group", 1)
+    weight = context.constants.describe(input_at(node, index), f"{node.op_type} weight")
+    group = get_int(node, "groups" if "groups" in node.attributes else "group", 1)
     if weight.ndim < 3 or group < 1 or weight.shape[0] % group:
         raise Refused("shape", f"a {node.op_type} weight of shape {weight.shape} with {group} groups")
     return weight, (group, weight.shape[0] // group, *weight.shape[1:])
 
 
-def _bias(node: ir.Node, channels: int, search: Search) -> np.ndarray:
-    slot = (node, 2)
-    if input_at(node, 2) is None and slot not in search.context.edits and slot not in search.plan.edits:
+def _bias(node: ir.Node, channels: int, search: Search, index: int = 2) -> np.ndarray:
+    slot = (node, index)
+    if input_at(node, index) is None and slot not in search.context.edits and slot not in search.plan.edits:
         return np.zeros(channels)
-    bias = search.plan.value(node, 2, f"{node.op_type} bias")
+    bias = search.plan.value(node, index, f"{node.op_type} bias")
     if bias.shape != (channels,):
         raise Refused("shape", f"the {node.op_type} bias has shape {bias.shape}, expected ({channels},)")
     return bias

@@ -2,6 +2,7 @@
 
 Means:  mean(k x + b) = k mean(x) + b. Where padding zeros are counted, or a window may hang over the
         border (ceil_mode, whose divisor runtimes do not agree on), b would be divided wrongly: only a scale.
+Sums:   sum(k x) = k sum(x); how often b would be added depends on the sizes: only a scale.
 Maxima: max(k x + b) = k max(x) + b for k > 0: order is kept, and padding is -infinity on both sides.
         For k <= 0 the maximum becomes a minimum: refused.
 
@@ -26,13 +27,15 @@ _ATTRIBUTES = {
     "GlobalMaxPool": (),
     "MaxPool": ("auto_pad", "ceil_mode", "dilations", "kernel_shape", "pads", "storage_order", "strides"),
 }
+_REDUCTIONS = ("ReduceMean", "ReduceSum")
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
     value = input_at(node, 0)
     if value is None:
         raise Refused("bad-node", f"{label(node)} has no input")
-    if node.op_type == "ReduceMean":
+    if node.op_type in _REDUCTIONS:
+        _refuse_shift(node, affine)
         axis = _before_reduction(node, value, axis, search.context)
     else:
         _check(node, axis, affine, search.context)
@@ -43,11 +46,17 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
     value = input_at(node, 0)
     if index != 0 or value is None:
         raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
-    if node.op_type == "ReduceMean":
+    if node.op_type in _REDUCTIONS:
+        _refuse_shift(node, affine)
         axis = _behind_reduction(node, value, axis, search.context)
     else:
         _check(node, axis, affine, search.context)
     search.forward(node.outputs[0], axis, affine)
+
+
+def _refuse_shift(node: ir.Node, affine: ChannelAffine) -> None:
+    if node.op_type == "ReduceSum" and not affine.is_scaling:
+        raise Refused("shift", f"{label(node)} adds as many shifts as it adds elements, so it passes a scale only")
 
 
 def _check(node: ir.Node, axis: int, affine: ChannelAffine, context: Context) -> None:
@@ -84,26 +93,26 @@ def _refuse_empty_windows(node: ir.Node, context: Context) -> None:
 
 
 def _reduced(node: ir.Node, value: ir.Value, context: Context) -> tuple[tuple[int, ...], bool]:
-    """Return the axes that the mean reduces, and whether they stay with size 1."""
+    """Return the axes that are reduced, and whether they stay with size 1."""
     rank = context.rank(value)
     if rank is None:
         raise Refused("rank", f"the rank of {label(node)} is not known")
     only_attributes(node, ("axes", "keepdims", "noop_with_empty_axes"))
     axes = get_ints(node, "axes") or ()
-    if context.opset >= 18:
+    if context.opset >= (18 if node.op_type == "ReduceMean" else 13):
         axes = context.constants.ints(input_at(node, 1), f"axes of {label(node)}")
     if not axes:
         raise Refused("axis", f"{label(node)} reduces over every axis")
     axes = tuple(sorted(axis + rank if axis < 0 else axis for axis in axes))
     if any(context.size(value, axis) == 0 for axis in axes):
-        raise Refused("shape", f"{label(node)} takes the mean of no elements")
+        raise Refused("shape", f"{label(node)} reduces no elements")
     return axes, get_flag(node, "keepdims", True)
 
 
 def _behind_reduction(node: ir.Node, value: ir.Value, axis: int, context: Context) -> int:
     axes, keep = _reduced(node, value, context)
     if axis in axes:
-        raise Refused("axis", f"{label(node)} takes the mean over the channels")
+        raise Refused("axis", f"{label(node)} reduces the channels")
     return axis if keep else axis - sum(reduced < axis for reduced in axes)
 
 
@@ -114,8 +123,8 @@ def _before_reduction(node: ir.Node, value: ir.Value, axis: int, context: Contex
             if reduced <= axis:
                 axis += 1
     if axis in axes:
-        raise Refused("axis", f"{label(node)} takes the mean over the channels")
+        raise Refused("axis", f"{label(node)} reduces the channels")
     return axis
 
 
-RULE = Rule("pooling", (*_ATTRIBUTES, "ReduceMean"), backward, forward)
+RULE = Rule("pooling", (*_ATTRIBUTES, *_REDUCTIONS), backward, forward)

@@ -153,7 +153,7 @@ class _Evaluation:
             self._check_types(node, twin)
             self._check_windows(0, node)
             operands = self._operands(0, node), self._operands(1, twin)
-            results = nonlinear.passed(node, operands, version, self._next(), self._count)
+            results = nonlinear.passed(node, operands, version, self._next, self._count)
             for side, each in enumerate((node, twin)):
                 self._values[side].update(zip(each.outputs, results[side], strict=False))
             pending[0].remove(node)

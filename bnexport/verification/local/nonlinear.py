@@ -5,6 +5,7 @@ Let the folded model's input be r x, element by element, where the original's is
     Relu, LeakyRelu, PRelu      f(r x) = r f(x)                     if r > 0
     a product, a quotient       (r x) (s y) = (r s) x y
     a maximum over a window     max(r x + t) = r max(x) + t         if r > 0, and r, t are the same all over the window
+    a map in its parameters     parametric.py
     any other operator          f(x) = f(x)                         if the inputs are equal
 
 Only the operands that `RELATED` names may differ, and no attribute may: a slope, an exponent or a mask has to be equal.
@@ -14,86 +15,22 @@ and the values behind the operator are taken as variables: z in the original, r 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
 
 from bnexport.errors import UnsupportedModelError
 from bnexport.graph.evaluate import Misfit, Signature
-from bnexport.verification.local import forms
+from bnexport.verification.local import forms, parametric
 from bnexport.verification.local.forms import CONSTANT, Form
 from bnexport.verification.local.operators import Operand
-from bnexport.verification.local.parameters import NOISE, Parameter
+from bnexport.verification.local.relation import SAME, NotRelated, Relation, relate, require_equal
 from bnexport.verification.local.shapes import Shape
 
 HOMOGENEOUS = ("Relu", "LeakyRelu", "PRelu")
 MAXIMA = ("MaxPool", "GlobalMaxPool", "ReduceMax")
 PRODUCTS = ("Mul", "Div")
-
-
-class NotRelated(UnsupportedModelError):
-    """The inputs of a nonlinear operator are in no relation that passes it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Relation:
-    """The folded model's value is ratio * x + offset; error: the bound of the error of the two, relative to r z."""
-
-    ratio: np.ndarray
-    offset: np.ndarray
-    ratio_error: np.ndarray
-    offset_error: np.ndarray
-
-
-_SAME = Relation(np.ones(()), np.zeros(()), np.zeros(()), np.zeros(()))
-
-
-def relate(mine: Form, theirs: Form, shared: tuple[int, ...] | None = None) -> Relation:
-    """Find the relation of two forms. shared: axes along which one ratio and one offset hold; None for no offset.
-
-    Raises NotRelated.
-    """
-    if mine.shape != theirs.shape:
-        raise NotRelated(f"the shapes {mine.shape} and {theirs.shape} of one value differ")
-    groups = forms.groups_of((mine, theirs))
-    columns: list[tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
-    for group in groups:
-        rows = forms.rows_of((mine, theirs), group)
-        columns.append(
-            (
-                group,
-                forms.part(mine, group, rows),
-                forms.part(theirs, group, rows),
-                forms.error_part(mine, group, rows),
-                forms.error_part(theirs, group, rows),
-            )
-        )
-    fitted = [each for each in columns if shared is None or each[0] != CONSTANT]
-    axes = (0, *(axis + 1 for axis in shared or ()))
-    square, product, error = (np.zeros(mine.shape) for _ in range(3))
-    for _, one, two, one_error, two_error in fitted:
-        square = square + (one * one).sum(axis=axes, keepdims=True)[0]
-        product = product + (one * two).sum(axis=axes, keepdims=True)[0]
-        error = error + (np.abs(one) * (one_error + two_error)).sum(axis=axes, keepdims=True)[0]
-    known = square > 0
-    ratio = np.divide(product, square, out=np.ones(mine.shape), where=known)
-    ratio_error = np.divide(error, square, out=np.zeros(mine.shape), where=known)
-    offset, offset_error = np.zeros(mine.shape), np.zeros(mine.shape)
-    if shared is not None:
-        _, one, two, one_error, two_error = columns[0]
-        places = axes[1:]
-        rest = two - ratio * one
-        offset = np.broadcast_to(rest.mean(axis=places, keepdims=True)[0], mine.shape)
-        size = (two_error + np.abs(ratio) * one_error + ratio_error * np.abs(one)).max(axis=places, keepdims=True)[0]
-        offset_error = np.broadcast_to(size, mine.shape)
-    slack = NOISE * max(mine.size, theirs.size)
-    for group, one, two, one_error, two_error in columns:
-        rest = two - ratio * one - (offset if group == CONSTANT else 0.0)
-        allowed = two_error + np.abs(ratio) * one_error + ratio_error * np.abs(one)
-        allowed = allowed + (offset_error if group == CONSTANT else 0.0) + slack * np.maximum(1.0, np.abs(ratio))
-        if not ((np.abs(rest) <= allowed) & np.isfinite(rest)).all():
-            raise NotRelated("the two inputs of a nonlinear operator are not proportional")
-    return Relation(ratio, offset, ratio_error, offset_error)
 
 
 # Places of the operands that may differ by a relation; every other operand has to be equal.
@@ -107,23 +44,43 @@ _UNSIZED = ("NonZero", "Unique", "Compress", "NonMaxSuppression", "Range", "Loop
 
 def is_nonlinear(node: ir.Node, operands: list[Operand]) -> bool:
     """Whether the operator needs one of the lemmas; a product does only if both factors vary."""
+    if parametric.is_parametric(node, operands):
+        return True
     if node.op_type in PRODUCTS:
         return isinstance(operands[1], Form) and (node.op_type == "Div" or isinstance(operands[0], Form))
     return False
 
 
 def passed(
-    mine: ir.Node, operands: tuple[list[Operand], list[Operand]], version: int, group: int, count: int | None
+    mine: ir.Node,
+    operands: tuple[list[Operand], list[Operand]],
+    version: int,
+    fresh: Callable[[], int],
+    count: int | None,
 ) -> tuple[list[Operand], list[Operand]]:
     """Return the outputs of one operator in both models, as new variables. count: of directions, None for all elements."""
     first, second = operands
-    kind = mine.op_type if mine.domain == "" else ""
-    if mine.domain != "" or kind in _UNSIZED:
-        raise UnsupportedModelError(f"{mine.op_type} is not evaluated here")
-    if len([value for value in mine.outputs if value.uses() or value.is_graph_output()]) > 1:
+    kind = mine.op_type
+    told = parametric.is_parametric(mine, first)
+    if (mine.domain != "" and not told) or kind in _UNSIZED:
+        raise UnsupportedModelError(f"{kind} is not evaluated here")
+    read = [index for index, value in enumerate(mine.outputs) if value.uses() or value.is_graph_output()]
+    if told:
+        relation, shape = parametric.RULES[kind](mine, first, second)
+    else:
+        relation, shape = _relation(mine, kind, first, second), None
+    if read != [0] and not (told and relation is SAME):
         raise UnsupportedModelError(f"{kind} with several outputs")
-    relation = _relation(mine, kind, first, second)
-    shape = _shape(mine, first, version)
+    shapes = _shapes(mine, first, version) if shape is None else [shape]
+    results: tuple[list[Operand], list[Operand]] = ([None] * len(mine.outputs), [None] * len(mine.outputs))
+    for index in read:
+        one, two = _related(relation, shapes[index], kind, fresh(), count)
+        results[0][index], results[1][index] = one, two
+    return results
+
+
+def _related(relation: Relation, shape: tuple[int, ...], kind: str, group: int, count: int | None) -> tuple[Form, Form]:
+    """Return variables of a shape, and what the folded model has in their place."""
     rows = forms.directions(shape, count, seed=group)
     one = forms.variables(group, shape, rows)
     ratio, offset, ratio_error, offset_error = (_onto(each, shape, kind) for each in dataclasses.astuple(relation))
@@ -137,17 +94,16 @@ def passed(
         two.errors[group] = np.abs(rows) * ratio_error
     if offset_error.any():
         two.errors[CONSTANT] = offset_error[None].copy()
-    empty: list[Operand] = [None] * (len(mine.outputs) - 1)
-    return [one, *empty], [two, *empty]
+    return one, two
 
 
-def _shape(node: ir.Node, operands: list[Operand], version: int) -> tuple[int, ...]:
-    """Return the shape of the operator's output."""
+def _shapes(node: ir.Node, operands: list[Operand], version: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the operator's outputs."""
     arrays = [
         None if each is None else np.broadcast_to(0.0, each.shape) if isinstance(each, Form) else each.values
         for each in operands
     ]
-    return Signature(node, [array is not None for array in arrays], version).shapes(arrays)[0]
+    return Signature(node, [array is not None for array in arrays], version).shapes(arrays)
 
 
 def check_windows(node: ir.Node, declared: Shape | None) -> None:
@@ -181,32 +137,14 @@ def _relation(node: ir.Node, kind: str, first: list[Operand], second: list[Opera
             shared = _window(node, one.rank) if kind in MAXIMA else None
             relations.append(relate(one, two, shared))
             continue
-        _require_equal(kind, one, two)
+        require_equal(kind, one, two)
         if place in RELATED.get(kind, ()):
-            relations.append(_SAME)
+            relations.append(SAME)
     if kind in PRODUCTS:
         return _of_product(kind, *relations)
     for relation in relations:
         _positive(relation, kind)
-    return relations[0] if relations else _SAME
-
-
-def _require_equal(kind: str, one: Operand, two: Operand) -> None:
-    """Raise NotRelated unless both are equal, to the last bit where they are constants."""
-    if isinstance(one, Form) and isinstance(two, Form):
-        if one.shape != two.shape or one.errors or two.errors:
-            raise NotRelated(f"the inputs of {kind} are not equal")
-        slack = NOISE * max(one.size, two.size)
-        for group in forms.groups_of((one, two)):
-            rows = forms.rows_of((one, two), group)
-            difference = np.abs(forms.part(one, group, rows) - forms.part(two, group, rows))
-            if not ((difference <= slack) & np.isfinite(difference)).all():
-                raise NotRelated(f"the inputs of {kind} are not equal")
-    elif isinstance(one, Parameter) and isinstance(two, Parameter):
-        if one.values.dtype != two.values.dtype or not np.array_equal(one.values, two.values, equal_nan=True):
-            raise NotRelated(f"a constant of {kind} changed")
-    elif one is not None or two is not None:
-        raise NotRelated(f"the inputs of {kind} are constant, or absent, in one model only")
+    return relations[0] if relations else SAME
 
 
 def _of_product(kind: str, left: Relation, right: Relation) -> Relation:

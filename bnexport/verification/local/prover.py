@@ -17,8 +17,8 @@ from bnexport.verification.local import chains, evaluation, sizes
 from bnexport.verification.local.chains import NotAChain, OtherShape, Proof, Violation
 from bnexport.verification.local.constants import ROUNDING
 from bnexport.verification.local.forms import TooLarge
-from bnexport.verification.local.nonlinear import NotRelated
 from bnexport.verification.local.regions import Region, Side, is_training, name_of
+from bnexport.verification.local.relation import NotRelated
 from bnexport.verification.verdict import SiteProof
 
 

@@ -16,6 +16,10 @@ from bnexport.verification.local.constants import RANDOM, ConstantValues
 from bnexport.verification.local.shapes import ModelShapes
 
 MAIN = "main graph"
+# Operators of other domains that are known: equal inputs give equal outputs.
+FOREIGN = frozenset(
+    (domain, name) for domain in ("mmcv", "mmdeploy") for name in ("MMCVDeformConv2d", "MMCVModulatedDeformConv2d")
+)
 
 
 class Mismatch(Exception):
@@ -78,6 +82,8 @@ class Side:
         if function is not None:
             return any(map(self.is_random, function.all_nodes()))
         if node.op_type == SYNC_BATCH_NORM.name or node.domain == TRAINING_DOMAIN:
+            return False
+        if (node.domain, node.op_type) in FOREIGN:
             return False
         if node.domain != "" or node.op_type in RANDOM:
             return True

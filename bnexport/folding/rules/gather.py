@@ -1,0 +1,105 @@
+"""Gather: rows of a constant table (an embedding), and a choice of channels or of other slices of a value.
+
+    Gather(T, i) -> map        =        Gather(k T + h, i)              the map along another axis of the table
+    Gather(x, constant i)               channel j of the result has the map of channel i[j] of x, and the other way round
+
+Backward through a choice of channels, x gets the identity where no index points, and an index may be there once.
+A table that somebody else reads would have to be there twice: it stays.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.folding.affine import ChannelAffine, along
+from bnexport.folding.context import Context
+from bnexport.folding.placing.search import Rule, Search
+from bnexport.graph.constants import ELEMENTS
+from bnexport.graph.nodes import get_int, input_at, label, only_attributes
+from bnexport.graph.refusal import Refused
+
+
+def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
+    value, chosen, rank = _read(node, search.context)
+    before = _before(axis, chosen, rank, node)
+    if search.context.constants.is_constant(value):
+        _scale_table(node, value, before, affine, search)
+        return
+    if before is not None:
+        search.backward(value, before, affine)
+        return
+    size, indices = _indices(node, value, chosen, search.context)
+    if len(set(indices.tolist())) != indices.size or indices.size != affine.channels:
+        raise Refused("shape", f"{label(node)} takes a channel twice, or not as many as the map has")
+    search.backward(value, chosen, affine.spread(indices, size))
+
+
+def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
+    if index != 0:
+        raise Refused("not-data", f"the map reaches the indices of {label(node)}")
+    value, chosen, rank = _read(node, search.context)
+    if axis != chosen:
+        search.forward(node.outputs[0], axis if axis < chosen else axis - 1 + rank, affine)
+        return
+    size, indices = _indices(node, value, chosen, search.context)
+    if size != affine.channels:
+        raise Refused("shape", f"{label(node)} reads {size} channels, the map has {affine.channels}")
+    search.forward(node.outputs[0], axis, affine.take(indices))
+
+
+def _read(node: ir.Node, context: Context) -> tuple[ir.Value, int, int]:
+    """Return the data, the axis along which it is gathered, and the rank of the indices."""
+    only_attributes(node, ("axis",))
+    value, indices = input_at(node, 0), input_at(node, 1)
+    if value is None or indices is None:
+        raise Refused("bad-node", f"{label(node)} lacks an input")
+    rank, own = context.rank(indices), context.rank(value)
+    if rank is None or own is None:
+        raise Refused("rank", f"the ranks of {label(node)} are not known")
+    axis = get_int(node, "axis", 0)
+    return value, axis + own if axis < 0 else axis, rank
+
+
+def _before(axis: int, chosen: int, rank: int, node: ir.Node) -> int | None:
+    """Return the axis of the data that is `axis` of the result; None for the one along which it is gathered."""
+    if axis < chosen:
+        return axis
+    if axis >= chosen + rank:
+        return axis - rank + 1
+    if rank != 1:
+        raise Refused("axis", f"the map acts on axis {axis}, which the indices of {label(node)} make")
+    return None
+
+
+def _indices(node: ir.Node, value: ir.Value, axis: int, context: Context) -> tuple[int, np.ndarray]:
+    """Return the number of channels of the data, and which of them are gathered."""
+    indices = context.constants.array(input_at(node, 1), f"indices of {label(node)}")
+    size = context.size(value, axis)
+    if size is None or indices.ndim != 1:
+        raise Refused("shape", f"the channels of {label(node)} are not known, or it takes a single one")
+    if indices.size == 0 or indices.min() < -size or indices.max() >= size:
+        raise Refused("shape", f"{label(node)} takes no channel, or one that its data do not have")
+    return size, np.where(indices < 0, indices + size, indices)
+
+
+def _scale_table(node: ir.Node, value: ir.Value, axis: int | None, affine: ChannelAffine, search: Search) -> None:
+    if axis is None:
+        raise Refused("axis", f"the map acts on the rows that {label(node)} takes")
+    if len(value.uses()) != 1 or value.is_graph_output():
+        raise Refused("shared", f"the table of {label(node)} is read elsewhere, too")
+    table = search.context.constants.describe(value, "table")
+    if table.shape[axis] != affine.channels:
+        raise Refused("shape", f"the table of {label(node)} has shape {table.shape}, the map {affine.channels} channels")
+    if affine.is_scaling:
+        search.plan.scale(node, 0, along(affine.scale, axis, table.ndim), "table")
+        return
+    if np.prod(table.shape) > ELEMENTS:
+        raise Refused("too-large", f"the table of {label(node)} has shape {table.shape}, too large to be shifted")
+    values = search.plan.value(node, 0, "table")
+    scale, center, shift = (along(part, axis, table.ndim) for part in (affine.scale, affine.center, affine.shift))
+    size = np.abs(scale) * (np.abs(values) + np.abs(center)) + np.abs(shift)
+    search.plan.replace(node, 0, (values - center) * scale + shift, table.dtype, "table", size)
+
+
+RULE = Rule("gather", ("Gather",), backward, forward)
