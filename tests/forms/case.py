@@ -117,11 +117,11 @@ def versions(op_type: str, newest: int) -> tuple[tuple[int, int], ...]:
     """Return the first and last opset, between 7 and `newest`, of each schema of an operator."""
     found = [each for each in onnx.defs.get_all_schemas_with_history() if each.name == op_type and each.domain == ""]
     changes = sorted(each.since_version for each in found)
-    gone = min((each.since_version for each in found if each.deprecated), default=newest + 1)
+    gone = {each.since_version for each in found if each.deprecated}
     spans = []
     for since, following in zip(changes, [*changes[1:], newest + 1], strict=True):
-        first, last = max(since, FIRST), min(following - 1, newest, gone - 1)
-        if first <= last:
+        first, last = max(since, FIRST), min(following - 1, newest)
+        if first <= last and since not in gone:
             spans.append((first, last))
     return tuple(spans)
 

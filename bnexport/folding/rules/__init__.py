@@ -7,14 +7,12 @@ from collections.abc import Iterable
 from bnexport.errors import UsageError
 from bnexport.folding.placing.search import Rule
 from bnexport.folding.rules import (
-    batch_norm,
     concat,
     conv,
     conv_transpose,
     deform_conv,
     depth_to_space,
     elementwise,
-    expand,
     gather,
     gemm,
     matmul,
@@ -37,11 +35,10 @@ ALL: tuple[Rule, ...] = (
     gemm.RULE,
     matmul.RULE,
     elementwise.RULE,
-    batch_norm.RULE,
+    normalization.BATCH_NORM,
     normalization.RULE,
     recurrent.RULE,
     gather.RULE,
-    expand.RULE,
     transparent.RULE,
     reshape.RULE,
     pooling.RULE,

@@ -63,8 +63,10 @@ def padded(node: ir.Node) -> bool:
 
 
 def map_bias(node: ir.Node, affine: ChannelAffine, dtype: np.dtype, search: Search, index: int = 2) -> None:
-    """Apply the map to the bias (input `index`), which is created if absent."""
+    """Apply the map to the bias (input `index`), which is created if absent and not 0."""
     bias = _bias(node, affine.channels, search, index)
+    if not bias.any() and affine.is_scaling:
+        return
     size = np.abs(affine.scale) * (np.abs(bias) + np.abs(affine.center)) + np.abs(affine.shift)
     search.plan.replace(node, index, affine.apply(bias), dtype, f"{node.op_type} bias", size)
 

@@ -24,7 +24,7 @@ from bnexport.folding.rules.conv import grouped, map_bias
 from bnexport.graph.refusal import Refused
 
 
-class _Operator(NamedTuple):
+class _Deformable(NamedTuple):
     """Places of the weight and the bias among the inputs; attributes, the number of groups first."""
 
     weight: int
@@ -34,9 +34,9 @@ class _Operator(NamedTuple):
 
 _MMCV = ("groups", "deform_groups", "dilation", "padding", "stride")
 _OPERATORS = {
-    "DeformConv": _Operator(1, 3, ("group", "dilations", "kernel_shape", "offset_group", "pads", "strides")),
-    "MMCVDeformConv2d": _Operator(2, None, (*_MMCV, "bias", "im2col_step")),
-    "MMCVModulatedDeformConv2d": _Operator(3, 4, _MMCV),
+    "DeformConv": _Deformable(1, 3, ("group", "dilations", "kernel_shape", "offset_group", "pads", "strides")),
+    "MMCVDeformConv2d": _Deformable(2, None, (*_MMCV, "bias", "im2col_step")),
+    "MMCVModulatedDeformConv2d": _Deformable(3, 4, _MMCV),
 }
 
 

@@ -1,7 +1,8 @@
-"""Gather: rows of a constant table (an embedding), and a choice of channels or of other slices of a value.
+"""Gather, Expand and Tile: rows of a constant table (an embedding), a choice of channels or of other slices, and copies.
 
     Gather(T, i) -> map        =        Gather(k T + h, i)              the map along another axis of the table
     Gather(x, constant i)               channel j of the result has the map of channel i[j] of x, and the other way round
+    x -> Expand -> map        =        x -> map -> Expand              where the channels are as many before and behind
 
 Backward through a choice of channels, x gets the identity where no index points, and an index may be there once.
 A table that somebody else reads would have to be there twice: it stays.
@@ -21,6 +22,9 @@ from bnexport.graph.refusal import Refused
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
+    if node.op_type != "Gather":
+        _copies_backward(node, axis, affine, search)
+        return
     value, chosen, rank = _read(node, search.context)
     before = _before(axis, chosen, rank, node)
     if search.context.constants.is_constant(value):
@@ -37,7 +41,10 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
 
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
     if index != 0:
-        raise Refused("not-data", f"the map reaches the indices of {label(node)}")
+        raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
+    if node.op_type != "Gather":
+        _copies_forward(node, axis, affine, search)
+        return
     value, chosen, rank = _read(node, search.context)
     if axis != chosen:
         search.forward(node.outputs[0], axis if axis < chosen else axis - 1 + rank, affine)
@@ -102,4 +109,37 @@ def _scale_table(node: ir.Node, value: ir.Value, axis: int | None, affine: Chann
     search.plan.replace(node, 0, (values - center) * scale + shift, table.dtype, "table", size)
 
 
-RULE = Rule("gather", ("Gather",), backward, forward)
+def _copies_backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
+    value, moved = _check_copies(node, affine, search.context)
+    search.backward(value, _of_channels(node, axis - moved, affine, search.context), affine)
+
+
+def _copies_forward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
+    _, moved = _check_copies(node, affine, search.context)
+    search.forward(node.outputs[0], _of_channels(node, axis, affine, search.context) + moved, affine)
+
+
+def _check_copies(node: ir.Node, affine: ChannelAffine, context: Context) -> tuple[ir.Value, int]:
+    """Return the data, and how many axes are put in front of theirs."""
+    only_attributes(node, ())
+    value = input_at(node, 0)
+    before = None if value is None else context.rank(value)
+    behind = context.rank(node.outputs[0])
+    if value is None or before is None or behind is None:
+        raise Refused("rank", f"the rank of {label(node)} is not known")
+    return value, behind - before
+
+
+def _of_channels(node: ir.Node, axis: int, affine: ChannelAffine, context: Context) -> int:
+    """Return `axis` of the data if it has the channels of the map, and so has the result."""
+    value = input_at(node, 0)
+    assert value is not None
+    behind, before = context.rank(node.outputs[0]), context.rank(value)
+    assert behind is not None and before is not None
+    sizes = (context.size(value, axis) if axis >= 0 else None, context.size(node.outputs[0], axis + behind - before))
+    if sizes != (affine.channels, affine.channels):
+        raise Refused("shape", f"{label(node)} repeats the channels, or their number is not known")
+    return axis
+
+
+RULE = Rule("gather", ("Gather", "Expand", "Tile"), backward, forward)

@@ -1,8 +1,12 @@
-"""InstanceNormalization, LayerNormalization, GroupNormalization and RMSNormalization take a map in their own scale and bias.
+"""BatchNormalization, InstanceNormalization, LayerNormalization, GroupNormalization and RMSNormalization take a map in their
+own scale and bias.
 
     x -> norm(s, b) -> map        =        x -> norm(k s, k (b - c) + t)
 
     y = s * normalised(x) + b
+
+A batch norm with nothing before it that takes its map has them, too. (Adjacent maps are composed as one site before any rule
+is asked; this is for maps that arrive through other operators, as in batch norm - Reshape - batch norm.)
 
 Backward only: what they read is normalised, so a map in front of them is another function. Before opset 21 a
 GroupNormalization has one scale for each group. An RMSNormalization has no bias, so it takes a scale only.
@@ -15,6 +19,7 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine, along
 from bnexport.folding.placing.search import Rule, Search
+from bnexport.folding.reading.batch_norm import read_batch_norm
 from bnexport.graph.nodes import get_int, input_at, label, only_attributes
 from bnexport.graph.refusal import Refused
 
@@ -77,4 +82,16 @@ def _replace(node: ir.Node, index: int, values: np.ndarray, size: np.ndarray | N
     search.plan.replace(node, index, values, dtype, f"{node.op_type} parameter", size)
 
 
+def _batch_norm_backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
+    own = read_batch_norm(node, search.context)
+    if axis != 1 or own.channels != affine.channels:
+        raise Refused("axis", f"the map acts on axis {axis}, the channels of {label(node)} are axis 1")
+    scale, bias = (search.plan.value(node, index, "batch norm parameter") for index in (1, 2))
+    size = np.abs(affine.scale) * (np.abs(bias) + np.abs(affine.center)) + np.abs(affine.shift)
+    for index, values, magnitude in ((1, scale * affine.scale, None), (2, affine.apply(bias), size)):
+        dtype = search.context.constants.describe(input_at(node, index), "batch norm parameter").dtype
+        search.plan.replace(node, index, values, dtype, "batch norm parameter", magnitude)
+
+
+BATCH_NORM = Rule("batch_norm", ("BatchNormalization",), _batch_norm_backward)
 RULE = Rule("normalization", tuple(_ATTRIBUTES), backward)

@@ -36,6 +36,7 @@ class Result(NamedTuple):
 
 
 _Operands = list[Operand]
+_LAST = ("LayerNormalization", "RMSNormalization")
 # Places of the weight, the bias and the offsets of deformable convolutions.
 _DEFORMABLE = {
     "DeformConv": (1, 3, 2),
@@ -157,6 +158,9 @@ def _normalization(node: ir.Node, first: _Operands, second: _Operands) -> Result
     ratio, error = (each.reshape(one.values.shape) for each in _fit(*rows))
     shift, shift_error = _shift(_at(first, 2), _at(second, 2), ratio, error)
     parts = [np.asarray(each) for each in (ratio, shift, error, shift_error)]
+    size = data.shape[data.rank - one.values.ndim :]
+    if node.op_type in _LAST and (one.values.ndim > data.rank or np.broadcast_shapes(one.values.shape, size) != size):
+        raise Misfit(f"{node.op_type} of {data.shape} with a scale of shape {one.values.shape}")
     if node.op_type in ("InstanceNormalization", "GroupNormalization"):
         if one.values.shape != data.shape[1:2]:
             raise UnsupportedModelError(f"{node.op_type} with a scale of shape {one.values.shape}")

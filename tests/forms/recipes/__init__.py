@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tests.forms.case import Case, Setting
-from tests.forms.recipes import arithmetic, interpolation, moving, windows
+from tests.forms.recipes import arithmetic, interpolation, moving, parametric, windows
 
 Recipe = Callable[[Setting], Iterator[Case]]
 RECIPES: dict[str, Recipe] = {
@@ -19,12 +19,16 @@ RECIPES: dict[str, Recipe] = {
     "Conv": windows.conv,
     "ConvTranspose": windows.conv_transpose,
     **dict.fromkeys(("DepthToSpace", "SpaceToDepth"), moving.blocks),
+    "DeformConv": parametric.deform_conv,
     "Dropout": arithmetic.dropout,
     "Expand": moving.expand,
     "Flatten": moving.flatten,
     "Gather": moving.gather,
     "Gemm": arithmetic.gemm,
     **dict.fromkeys(("LeakyRelu", "Elu", "HardSigmoid"), arithmetic.alpha),
+    **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), parametric.of_channels),
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), parametric.recurrent),
+    **dict.fromkeys(("LayerNormalization", "RMSNormalization"), parametric.of_last_axes),
     "MatMul": arithmetic.matmul,
     "MaxPool": windows.pool,
     "PRelu": arithmetic.sloped,

@@ -14,6 +14,7 @@ from bnexport.folding import fold, verify
 from bnexport.folding.reporting.report import FoldReport
 from bnexport.folding.rules import ALL
 from bnexport.model_io import to_proto
+from tests.folding.rules.test_takers import LEAVES
 from tests.folding.test_random_graphs import PIECES, build
 from tests.support.onnx_text import batch_norm, model
 from tests.verification.local.mutants import differs, mutants
@@ -98,6 +99,8 @@ def models() -> dict[str, onnx.ModelProto]:
         " r = Relu (n)\n y = Conv <pads=[1,1,1,1]> (r, u)",
         {"w": (6, 6, 3, 3), "u": (8, 6, 3, 3), "q_g": (6,), "q_b": (6,), "q_m": (6,), "q_v": (6,)},
     )
+    for name in ("deform-groups", "layer-columns", "lstm-peepholes", "embedding", "shuffled"):
+        found[name] = LEAVES[name].model()
     for dtype in ("float16", "bfloat16"):
         found[dtype] = in_half(_text(f"t = Conv (x, w)\n {after}", CONV), dtype)
     return found
