@@ -158,8 +158,8 @@ def _normalization(node: ir.Node, first: _Operands, second: _Operands) -> Result
     ratio, error = (each.reshape(one.values.shape) for each in _fit(*rows))
     shift, shift_error = _shift(_at(first, 2), _at(second, 2), ratio, error)
     parts = [np.asarray(each) for each in (ratio, shift, error, shift_error)]
-    size = data.shape[data.rank - one.values.ndim :]
-    if node.op_type in _LAST and (one.values.ndim > data.rank or np.broadcast_shapes(one.values.shape, size) != size):
+    sizes = zip(one.values.shape[::-1], data.shape[::-1], strict=False)
+    if node.op_type in _LAST and (one.values.ndim > data.rank or any(own not in (1, size) for own, size in sizes)):
         raise Misfit(f"{node.op_type} of {data.shape} with a scale of shape {one.values.shape}")
     if node.op_type in ("InstanceNormalization", "GroupNormalization"):
         if one.values.shape != data.shape[1:2]:
