@@ -113,6 +113,9 @@ def fold(
         str,
         typer.Option(metavar="batch-norm|conv|arithmetic", help="The form of batch norms that stay."),
     ] = "batch-norm",
+    simplify: Annotated[
+        bool, typer.Option("--simplify", help="Also evaluate shape arithmetic and remove nodes without effect.")
+    ] = False,
     recalibrate: Annotated[
         list[str] | None,
         typer.Option(
@@ -158,6 +161,7 @@ def fold(
             skip=skip or (),
             training_to_inference=training_to_inference,
             leftover=leftover,  # type: ignore[arg-type]
+            simplify=simplify,
             overwrite_input=overwrite,
             certificate=certificate,
         )
@@ -167,7 +171,9 @@ def fold(
         write_html(report, html)
     if explain is not None:
         say(_explanation(explain, report.explain(explain)))
-    if not report.changed:
+    if simplify:
+        say(f"{report.summary()}; {report.before.nodes:,} nodes before, {report.after.nodes:,} after; {target} written")
+    elif not report.changed:
         say(f"nothing to fold: {target} is an unchanged copy")
     else:
         say(f"{report.summary()}; {target} written")

@@ -19,7 +19,6 @@ from bnexport.exporting.finish import finish
 from bnexport.exporting.job import Artifact, ExportJob
 from bnexport.exporting.notes import Note
 from bnexport.exporting.portable_body import MINIMUM_OPSET
-from bnexport.exporting.simplify import simplify
 from bnexport.exporting.substitutes.symbolic_int import symbolic_int
 from bnexport.exporting.verification import Session
 from bnexport.exporting.wrapper import TracedGraph
@@ -27,6 +26,7 @@ from bnexport.folding.certifying import certify
 from bnexport.folding.reporting.counts import count
 from bnexport.folding.reporting.report import FoldReport
 from bnexport.graph.nodes import is_standard
+from bnexport.graph.simplify import simplify
 from bnexport.model_io import Staged
 from bnexport.runtime import engine
 from bnexport.runtime.engine import Engine

@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from bnexport import extras
 from bnexport.folding.certifying import certify
 from bnexport.folding.context import Leftover, Options, check_leftover
 from bnexport.folding.reporting.counts import Counts, count
@@ -66,6 +67,7 @@ def fold(
     training_to_inference: bool = False,
     rules: Iterable[str] | None = None,
     leftover: Leftover = "batch-norm",
+    simplify: bool = False,
     overwrite_input: bool = False,
     external_data: bool | None = None,
     certificate: bool = True,
@@ -89,6 +91,9 @@ def fold(
         rules: names of the rules that may be used (`bnexport.folding.rules.ALL`); None for all.
         leftover: the form of what stays: "batch-norm" as it is; "conv", a depthwise 1x1 Conv (Mul and Add for data of
             rank 2); "arithmetic", Mul and Add.
+        simplify: after folding, evaluate shape arithmetic and constants and remove what has no effect, as an export does;
+            the folds are proved before, and whole models are compared afterwards, whatever `verify` says but False. Needs
+            onnxscript.
         overwrite_input: allow `target` to be `source`; it is replaced as a whole.
         external_data: write the weights to a file beside `target`; None where the source has them so, or where
             one protobuf message cannot hold them.
@@ -134,11 +139,13 @@ def fold(
     )
     terms = Terms(inputs, seed, samples, atol, rtol, timeout)
     method = as_method(verify)
+    if simplify and method == "local":
+        method = "both"
     if method in ("whole", "both"):
         from bnexport.verification.isolated_process import PROCESS
 
         PROCESS.start()
-    work = functools.partial(_fold, source, target, method is not None, overwrite_input, external_data, certificate)
+    work = functools.partial(_fold, source, target, method is not None, overwrite_input, external_data, certificate, simplify)
     result = None
     if target is not None:
         # Most weights can be scaled: reading them twice, only to know it before, is hardly ever worth it.
@@ -151,7 +158,7 @@ def fold(
         notes=(*done.report.notes, *_notes(staged)),
     )
     judge = None
-    if method is not None and report.changed:
+    if method is not None and (report.changed or simplify):
         judge = functools.partial(_verify, done, method=method, chosen_here=verify is True, terms=terms)
     model, verification = commit(done.model, staged, done.report.source, judge, "folded")
     report = dataclasses.replace(report, verification=verification)
@@ -170,7 +177,8 @@ def _notes(staged: Staged | None) -> tuple[str, ...]:
 class _Transformed:
     """A fold after its changes of `model`, and the references for its verification, best first.
 
-    unfolded: the source with its calls inlined and its sync batch norms converted, for the local proof.
+    unfolded: the source with its calls inlined and its sync batch norms converted, for the local proof. folded: what it is
+    to prove: the model, or a copy from before it was simplified.
     """
 
     model: ir.Model
@@ -178,6 +186,7 @@ class _Transformed:
     references: tuple[ir.Model, ...]
     unfolded: ir.Model | None
     report: FoldReport
+    folded: ir.Model
 
 
 @paused_collection()
@@ -188,6 +197,7 @@ def _fold(
     overwrite_input: bool,
     external_data: bool | None,
     certificate: bool,
+    simplify: bool,
     options: Options,
 ) -> tuple[_Transformed, Staged | None]:
     """Fold and stage the file. Raise Refused if a weight is found not to fit its type only while it is written."""
@@ -200,7 +210,10 @@ def _fold(
     if external_data is None and write.has_external_data(opened.model):
         external_data = True
     done = _transform(opened, before, options, keep_references=verify)
-    done = dataclasses.replace(done, report=certify(opened.model, done.report, wanted=certificate))
+    if simplify:
+        done = _simplified(done, keep_references=verify)
+    unfolded = done.unfolded if simplify else None
+    done = dataclasses.replace(done, report=certify(opened.model, done.report, wanted=certificate, original=unfolded))
     if target is None:
         return done, None
     own = [opened.path] if opened.path else []
@@ -239,20 +252,32 @@ def _transform(opened: ModelSource, before: Counts, options: Options, *, keep_re
         notes=opened.notes,
         inlined=folding.inlined,
     )
-    return _Transformed(model, folding, tuple(references), unfolded, report)
+    return _Transformed(model, folding, tuple(references), unfolded, report, model)
+
+
+def _simplified(done: _Transformed, *, keep_references: bool) -> _Transformed:
+    """Simplify the model in place. Raises MissingPackageError without onnxscript."""
+    try:
+        from bnexport.graph.simplify import simplify
+    except ImportError as error:
+        raise extras.missing("onnxscript", "simplify=True") from error
+    folded = done.model.clone() if keep_references else done.model
+    simplify(done.model)
+    return dataclasses.replace(done, folded=folded, report=dataclasses.replace(done.report, after=count(done.model)))
 
 
 def _verify(done: _Transformed, candidate: ir.Model, method: Method, chosen_here: bool, terms: Terms) -> Verification:
     """Verify by the chosen methods. chosen_here: leave out whole models where they are large."""
     proof = None
+    is_simplified = done.folded is not done.model
     if method != "whole" and done.unfolded is not None:
         from bnexport.verification.proving import prove_fold
 
-        proof = prove_fold(done.unfolded, candidate, [site.claim for site in done.folding.sites if site.changed])
+        proof = prove_fold(done.unfolded, done.folded if is_simplified else candidate, [site.claim for site in done.folding.sites if site.changed])
         if done.folding.converted:
             proof = dataclasses.replace(proof, reference="converted")
         large = chosen_here and done.report.before.parameter_bytes > WHOLE_BYTES
-        if method == "local" or proof.status == "failed" or (large and proof):
+        if method == "local" or proof.status == "failed" or (large and proof and not is_simplified):
             return proof
     result = _run(done, candidate, terms)
     if proof is not None:
