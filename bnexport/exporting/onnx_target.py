@@ -26,7 +26,7 @@ from bnexport.folding.certifying import certify
 from bnexport.folding.reporting.counts import count
 from bnexport.folding.reporting.report import FoldReport
 from bnexport.graph.nodes import is_standard
-from bnexport.graph.simplify import simplify
+from bnexport.graph.converting.simplify import simplify
 from bnexport.model_io import Staged
 from bnexport.runtime import engine
 from bnexport.runtime.engine import Engine

@@ -258,7 +258,7 @@ def _transform(opened: ModelSource, before: Counts, options: Options, *, keep_re
 def _simplified(done: _Transformed, *, keep_references: bool) -> _Transformed:
     """Simplify the model in place. Raises MissingPackageError without onnxscript."""
     try:
-        from bnexport.graph.simplify import simplify
+        from bnexport.graph.converting.simplify import simplify
     except ImportError as error:
         raise extras.missing("onnxscript", "simplify=True") from error
     folded = done.model.clone() if keep_references else done.model

@@ -55,6 +55,7 @@ EXPRESSIONS = WEIGHT_OPERATORS.union(
         "Gather",
         "ConstantOfShape",
         "DequantizeLinear",
+        "QuantizeLinear",
         "Reshape",
         "Slice",
         "Squeeze",

@@ -112,6 +112,7 @@ ANSWERED: dict[str, frozenset[str] | None] = {
         ("Reshape", "Shape", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze")
     ),
     **dict.fromkeys(("DequantizeLinear", "Pad", "Where")),
+    "QuantizeLinear": _FLOATS | {"int8", "uint8"},
     **dict.fromkeys(("Cast", "CastLike"), _PLAIN),
     **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Neg", "Abs", "Max", "Min", "Pow", "Sum", "Mod", "Range"), _NUMBERS),
     **dict.fromkeys(("Equal", "Greater", "Less", "And", "Or", "Not"), _NUMBERS | {"bool"}),
@@ -129,6 +130,7 @@ _OPAQUE: dict[str, Callable[[ir.Node], bool]] = {
     "Cast": lambda node: node.attributes["to"].as_int() not in _CASTS,
     "Resize": lambda node: get_string(node, "coordinate_transformation_mode", "") == "tf_crop_and_resize",
     **dict.fromkeys(_REDUCTIONS, _is_noop),
+    "QuantizeLinear": lambda node: any(map(node.attributes.__contains__, ("block_size", "output_dtype", "precision"))),
     "DequantizeLinear": lambda node: any(map(node.attributes.__contains__, ("block_size", "output_dtype"))),
 }
 

@@ -154,6 +154,28 @@ class DequantizeLinear(_Operator):
         return (exact.astype(tensor_dtype_to_np_dtype(output_dtype) if output_dtype else scale.dtype),)
 
 
+class QuantizeLinear(_Operator):
+    """round(x / scale) + zero, to even and saturated, with the quotient in float32, as engines compute it."""
+
+    def _run(
+        self,
+        x: np.ndarray,
+        scale: np.ndarray,
+        zero: np.ndarray | None = None,
+        axis: int = 1,
+        saturate: int = 1,
+    ) -> tuple[np.ndarray]:
+        def along(values: np.ndarray) -> np.ndarray:
+            place = axis % max(x.ndim, 1)
+            return values.reshape([-1 if each == place else 1 for each in range(x.ndim * (values.size > 1))])
+
+        dtype = np.dtype(np.uint8) if zero is None else zero.dtype
+        rounded = np.rint(x.astype(np.float32) / along(scale.astype(np.float32)))
+        total = rounded if zero is None else rounded + along(zero.astype(np.float32))
+        limits = np.iinfo(dtype)
+        return (np.clip(total, limits.min, limits.max).astype(dtype),)
+
+
 class _Windowed(_Operator):
     """Conv or ConvTranspose: x is (N, C, *S), w has its kernel behind two axes."""
 
@@ -237,7 +259,7 @@ class ConvTranspose(_Windowed):
 
 MENDED: tuple[type[OpRun], ...] = (
     *(Softmax, LogSoftmax, Hardmax, Shape, Squeeze, Unsqueeze, GlobalMaxPool, BatchNormalization),
-    *(DequantizeLinear, Conv, ConvTranspose),
+    *(DequantizeLinear, QuantizeLinear, Conv, ConvTranspose),
 )
 
 

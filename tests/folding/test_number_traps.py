@@ -158,10 +158,6 @@ class TestConstants:
         np.testing.assert_array_equal(kept["q"], values["q"])
         np.testing.assert_array_equal(kept["o"], values["o"])
 
-    def test_quantized_weight_with_a_negative_scale(self) -> None:
-        values = {"q": np.ones((8, 6, 1, 1), np.int8), "d": np.float32(0.02)}
-        assert_refused(conv_bn("k = DequantizeLinear (q, d)\n z = Conv (x, k)", values=values), "quantized")
-
 
 class TestNumbers:
     @staticmethod

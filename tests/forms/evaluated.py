@@ -26,6 +26,7 @@ EVALUATED: dict[str, Recipe] = {
     **dict.fromkeys(("And", "Or"), constants.logic),
     "ConstantOfShape": constants.filled,
     "DequantizeLinear": constants.dequantized,
+    "QuantizeLinear": constants.quantized,
     "Mod": constants.modulo,
     "Not": constants.negation,
     "Range": constants.spans,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.folding.affine import Outputs, round_vector
+from bnexport.folding.affine import Outputs, along, round_vector
 from bnexport.folding.context import Context
 from bnexport.folding.editing.edits import Addend, Edit, Exact, Raw, Scaled, Slot
 from bnexport.folding.editing.parameters import insert_add
@@ -163,33 +163,71 @@ class Plan:
 
 
 def scale_quantized(plan: Plan, node: ir.Node, factor: np.ndarray) -> None:
-    """Scale the output of a DequantizeLinear: (q - zero) * s becomes (q - zero) * (s * factor).
+    """Scale the output of a DequantizeLinear: q s becomes (sign(k) q) (s |k|), for one k along an axis, the node's own if its
+    scale is a vector already.
 
-    The stored integers stay. It needs a positive factor along one axis, the node's own if its scale is
-    a vector already.
+    The stored integers stay, or are negated, which needs a zero point of 0 and no integer without a counterpart. Where a
+    QuantizeLinear makes them of floats, as in training aware of quantisation, it stays as well: its scale is the same, and its
+    floats become the numbers that the integers stand for, which it rounds to the same integers.
     """
     if len(node.outputs[0].uses()) != 1 or node.outputs[0].is_graph_output():
         raise Refused("quantized", f"the quantized weight of {label(node)} has other uses")
     if (node, 1) in plan.edits or (node, 1) in plan.context.edits:
         raise Refused("quantized", f"the scale of {label(node)} has been changed already")
-    if not (factor > 0).all():
-        raise Refused("quantized", f"the quantization scale of {label(node)} must stay positive")
+    constants, source = plan.context.constants, input_at(node, 0)
     scale = plan.value(node, 1, "quantization scale")
+    axis = _quantization_axis(node, factor, scale, plan.context.opset)
+    k = _slice_along(factor, axis).reshape(-1)
+    if not k.all():
+        raise Refused("quantized", f"a scale of 0 would be the quantization scale of {label(node)}")
+    integers = constants.array(source, "quantized weight")
+    zero = input_at(node, 2)
+    points = None if zero is None else constants.array(zero, "zero point")
+    if (k < 0).any():
+        integers = _negated(node, integers, points, along(k, axis, factor.ndim))
+        plan.edits[node, 0] = Raw(integers)
+    values = scale.reshape(-1) * np.abs(k)
+    dtype = constants.array(input_at(node, 1), "quantization scale").dtype
+    slots = [node]
+    maker = None if source is None else source.producer()
+    if maker is not None and is_standard(maker, "QuantizeLinear"):
+        if source is None or len(source.uses()) != 1 or (points is not None and points.any()):
+            raise Refused("quantized", f"the weight that {label(maker)} quantizes has a zero point or other uses")
+        plan.edits.pop((node, 0), None)
+        plan.replace(maker, 1, values, dtype, "quantization scale")
+        rounded = plan.edits[maker, 1].rounded  # type: ignore[union-attr]
+        floats = integers.astype(np.float64) * along(rounded.astype(np.float64), axis, factor.ndim)
+        kind = constants.describe(input_at(maker, 0), "weight").dtype
+        plan.replace(maker, 0, floats, kind, "weight", np.abs(floats))
+        slots.append(maker)
+    plan.replace(node, 1, values, dtype, "quantization scale")
+    for each in slots:
+        if points is not None:
+            plan.edits[each, 2] = Raw(np.broadcast_to(points.reshape(-1), values.shape).copy())
+        plan.set_attribute(each, ir.AttrInt64("axis", axis))
+
+
+def _quantization_axis(node: ir.Node, factor: np.ndarray, scale: np.ndarray, opset: int) -> int:
+    """Return the axis along which both the factor and the scale may vary."""
+    if opset < 13 and np.unique(factor).size > 1:
+        raise Refused("opset", f"{label(node)} has one scale for all channels before opset 13")
     axes = [axis for axis in range(factor.ndim) if (factor == _slice_along(factor, axis)).all()]
     if scale.size > 1:
         own = get_int(node, "axis", 1)
         axes = [axis for axis in axes if axis == (own + factor.ndim if own < 0 else own)]
     if not axes:
         raise Refused("quantized", f"the map does not follow the quantization axis of {label(node)}")
-    axis = axes[0]
-    values = scale.reshape(-1) * _slice_along(factor, axis).reshape(-1)
-    dtype = plan.context.constants.array(input_at(node, 1), "quantization scale").dtype
-    plan.replace(node, 1, values, dtype, "quantization scale")
-    zero = input_at(node, 2)
-    if zero is not None:
-        points = plan.context.constants.array(zero, "zero point")
-        plan.edits[node, 2] = Raw(np.broadcast_to(points.reshape(-1), values.shape).copy())
-    plan.set_attribute(node, ir.AttrInt64("axis", axis))
+    return axes[0]
+
+
+def _negated(node: ir.Node, integers: np.ndarray, points: np.ndarray | None, k: np.ndarray) -> np.ndarray:
+    """Return the integers with those negated whose factor is below 0."""
+    if integers.dtype.kind != "i" or (points is not None and points.any()):
+        raise Refused("quantized", f"{label(node)} has a zero point, or no sign, so a scale below 0 cannot negate its integers")
+    below = np.broadcast_to(k < 0, integers.shape)
+    if (integers[below] == np.iinfo(integers.dtype).min).any():
+        raise Refused("quantized", f"{label(node)} holds {np.iinfo(integers.dtype).min}, which has no counterpart")
+    return np.where(below, -integers, integers).astype(integers.dtype)
 
 
 def _slice_along(array: np.ndarray, axis: int) -> np.ndarray:

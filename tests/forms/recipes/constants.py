@@ -51,6 +51,24 @@ def filled(setting: Setting) -> Iterator[Case]:
         yield Case({"value": value}, (shape,), words=(f"{np.dtype(dtype)}",))
 
 
+def quantized(setting: Setting) -> Iterator[Case]:
+    for dtype, point in ((np.int8, 0), (np.int8, -7), (np.uint8, 100)):
+        data = (setting.generator.standard_normal(setting.shape) * 20).astype(np.float32)
+        scale = np.asarray(setting.generator.random() + 0.1, np.float32)
+        yield Case({}, (data, scale), words=("no zero",))
+        yield Case({}, (data, scale, np.asarray(point, dtype)), words=(f"{np.dtype(dtype)}",))
+        # Halves, which are rounded to even.
+        halves = np.asarray(setting.generator.integers(-9, 9, setting.shape) / 2, np.float32)
+        yield Case({}, (halves, np.float32(1.0), np.asarray(point, dtype)), words=(f"halves, {np.dtype(dtype)}",))
+        if setting.version < 13:
+            continue
+        for axis in range(-setting.rank, setting.rank):
+            count = setting.shape[axis]
+            scales = np.asarray(setting.generator.random(count) + 0.1, np.float32)
+            zeros = np.asarray(np.full(count, point), dtype)
+            yield Case({"axis": axis}, (data, scales, zeros), words=(f"{np.dtype(dtype)} {axis}",))
+
+
 def dequantized(setting: Setting) -> Iterator[Case]:
     for dtype, (low, high) in {np.int8: (-128, 128), np.uint8: (0, 256), np.int32: (-(2**28), 2**28)}.items():
         data = np.asarray(setting.generator.integers(low, high, setting.shape), dtype)

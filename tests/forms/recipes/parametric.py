@@ -10,18 +10,14 @@ from tests.forms.case import DATA, Case, Operand, Setting
 
 
 def of_channels(setting: Setting) -> Iterator[Case]:
-    """InstanceNormalization, and GroupNormalization with a scale for each channel or, before opset 21, for each group."""
+    """InstanceNormalization, and GroupNormalization."""
     if setting.dims < 1:
         return
     channels = setting.shape[1]
-    if setting.op_type == "InstanceNormalization":
-        for epsilon in (None, 1e-3):
-            yield Case({} if epsilon is None else {"epsilon": epsilon}, (DATA, *_pair(setting, channels)))
-        return
-    for groups in sorted({1, 2, channels}):
+    for groups in sorted({1, 2, channels}) if setting.op_type == "GroupNormalization" else (1,):
         if channels % groups == 0:
-            size = channels if setting.version >= 21 else groups
-            yield Case({"num_groups": groups}, (DATA, *_pair(setting, size)))
+            for attributes in setting.each({"epsilon": [1e-3], "stash_type": [1]}, {"num_groups": groups}):
+                yield Case(attributes, (DATA, *_pair(setting, channels)))
 
 
 def _pair(setting: Setting, *shape: int) -> tuple[Operand, Operand]:
@@ -36,35 +32,64 @@ def of_last_axes(setting: Setting) -> Iterator[Case]:
         shape = setting.shape[axis:]
         for own in dict.fromkeys((shape, (1, *shape[1:]), shape[1:], shape[-1:])):
             scale, bias = _pair(setting, *own)
-            yield Case({"axis": axis}, (DATA, scale), words=("bias", f"scale {list(own)}"))
-            if setting.op_type == "LayerNormalization":
-                yield Case({"axis": axis}, (DATA, scale, bias), words=(f"scale {list(own)}",))
+            words = f"scale {list(own)}"
+            for attributes in setting.each({"epsilon": [1e-3], "stash_type": [1]}, {"axis": axis}):
+                yield Case(attributes, (DATA, scale), words=("bias", words))
+                if setting.op_type == "LayerNormalization":
+                    yield Case(attributes, (DATA, scale, bias), words=(words,))
 
 
 def deform_conv(setting: Setting) -> Iterator[Case]:
     if setting.rank != 4 or 0 in setting.shape:
         return
-    batch, channels, height, width = setting.shape
-    for size, pad in ((1, 0), (3, 1)):
+    batch, channels, *sizes = setting.shape
+    for size, pad in ((1, 0), (3, 1), (3, 2)):
         for group in sorted({1, 2, channels}):
             if channels % group:
                 continue
-            attributes = {"group": group, "pads": [pad] * 4}
-            weight = setting.floats(channels, channels // group, size, size)
-            offset = setting.floats(batch, 2 * size * size, height, width) * np.float32(0.4)
-            mask = setting.floats(batch, size * size, height, width)
-            yield Case(attributes, (DATA, weight, offset), words=("bias",))
-            yield Case(attributes, (DATA, weight, offset, setting.floats(channels), mask))
+            choices = {"strides": [[2, 2], [1, 2]], "dilations": [[2, 2], [1, 2]], "kernel_shape": [[size, size]]}
+            base = {"group": group, "pads": [pad] * 4}
+            for attributes in setting.each({**choices, "offset_group": [1, channels]}, base):
+                steps, holes = (attributes.get(name, [1, 1]) for name in ("strides", "dilations"))
+                behind = [
+                    (each + 2 * pad - hole * (size - 1) - 1) // step + 1
+                    for each, step, hole in zip(sizes, steps, holes, strict=True)
+                ]
+                if min(behind) < 1:
+                    continue
+                moved = attributes.get("offset_group", 1) * size * size
+                weight = setting.floats(channels, channels // group, size, size)
+                offset = setting.floats(batch, 2 * moved, *behind) * np.float32(0.4)
+                mask = setting.floats(batch, moved, *behind)
+                yield Case(attributes, (DATA, weight, offset), words=("bias",))
+                yield Case(attributes, (DATA, weight, offset, setting.floats(channels), mask))
 
 
 def recurrent(setting: Setting) -> Iterator[Case]:
     if setting.rank != 3 or 0 in setting.shape:
         return
-    features, hidden = setting.shape[2], 2
-    gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[setting.op_type] * hidden
+    length, batch, features = setting.shape
+    hidden, kind = 2, setting.op_type
+    gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind] * hidden
+    own = {"LSTM": 3, "GRU": 2, "RNN": 1}[kind]
     for direction, count in (("forward", 1), ("reverse", 1), ("bidirectional", 2)):
-        attributes = {"hidden_size": hidden, "direction": direction}
-        weights = (setting.floats(count, gates, features), setting.floats(count, gates, hidden))
-        yield Case(attributes, (DATA, *weights), words=("bias",))
-        yield Case(attributes, (DATA, *weights, setting.floats(count, 2 * gates)))
-        yield Case(attributes, (DATA, *weights), outputs=2, read=1, words=("last state",))
+        choices = {
+            "activations": [["LeakyRelu"] * (own * count), ["HardSigmoid"] * (own * count)],
+            "activation_alpha": [[0.3] * (own * count)],
+            "activation_beta": [[0.4] * (own * count)],
+            "clip": [1.5],
+            "input_forget": [1],
+            "linear_before_reset": [1],
+            "layout": [1],
+        }
+        for attributes in setting.each(choices, {"hidden_size": hidden, "direction": direction}):
+            weights = (setting.floats(count, gates, features), setting.floats(count, gates, hidden))
+            yield Case(attributes, (DATA, *weights), words=("bias",))
+            yield Case(attributes, (DATA, *weights, setting.floats(count, 2 * gates)))
+            yield Case(attributes, (DATA, *weights), outputs=2, read=1, words=("last state",))
+            if "layout" in attributes:
+                continue
+            states = [setting.floats(count, batch, hidden) for _ in range(2 if kind == "LSTM" else 1)]
+            peepholes = [setting.floats(count, 3 * hidden)] if kind == "LSTM" else []
+            lengths = np.full(batch, length, np.int32)
+            yield Case(attributes, (DATA, *weights, None, lengths, *states, *peepholes), words=("states",))
