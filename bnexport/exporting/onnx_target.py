@@ -25,8 +25,8 @@ from bnexport.exporting.wrapper import TracedGraph
 from bnexport.folding.certifying import certify
 from bnexport.folding.reporting.counts import count
 from bnexport.folding.reporting.report import FoldReport
-from bnexport.graph.nodes import is_standard
 from bnexport.graph.converting.simplify import simplify
+from bnexport.graph.nodes import is_standard
 from bnexport.model_io import Staged
 from bnexport.runtime import engine
 from bnexport.runtime.engine import Engine

@@ -145,7 +145,9 @@ def fold(
         from bnexport.verification.isolated_process import PROCESS
 
         PROCESS.start()
-    work = functools.partial(_fold, source, target, method is not None, overwrite_input, external_data, certificate, simplify)
+    work = functools.partial(
+        _fold, source, target, method is not None, overwrite_input, external_data, certificate, simplify
+    )
     result = None
     if target is not None:
         # Most weights can be scaled: reading them twice, only to know it before, is hardly ever worth it.
@@ -273,7 +275,11 @@ def _verify(done: _Transformed, candidate: ir.Model, method: Method, chosen_here
     if method != "whole" and done.unfolded is not None:
         from bnexport.verification.proving import prove_fold
 
-        proof = prove_fold(done.unfolded, done.folded if is_simplified else candidate, [site.claim for site in done.folding.sites if site.changed])
+        proof = prove_fold(
+            done.unfolded,
+            done.folded if is_simplified else candidate,
+            [site.claim for site in done.folding.sites if site.changed],
+        )
         if done.folding.converted:
             proof = dataclasses.replace(proof, reference="converted")
         large = chosen_here and done.report.before.parameter_bytes > WHOLE_BYTES

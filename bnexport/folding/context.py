@@ -16,7 +16,6 @@ from bnexport.graph.scopes import GraphContext
 from bnexport.graph.shapes import Shapes
 from bnexport.graph.surgery import Surgery
 
-
 # Forms of a batch norm that stays: as it is, a depthwise 1x1 Conv, or a Mul and an Add.
 Leftover = Literal["batch-norm", "conv", "arithmetic"]
 LEFTOVERS = get_args(Leftover)

@@ -182,7 +182,11 @@ class Folding:
                         continue
                     plan = place_whole(site, scope.context, self._rules)
                     if plan is not None:
-                        yield order.get(node, len(order)), dataclasses.replace(self._folded(site, plan, scope), lone=True), site
+                        yield (
+                            order.get(node, len(order)),
+                            dataclasses.replace(self._folded(site, plan, scope), lone=True),
+                            site,
+                        )
                         break
 
     def _batch_norm_site(self, node: ir.Node, scope: Scope[Context]) -> Site:

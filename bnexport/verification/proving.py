@@ -20,7 +20,6 @@ from bnexport.verification.local.search import prove
 from bnexport.verification.verdict import CHANGED, Claim, Verification
 
 
-
 def prove_fold(unfolded: ir.Model, folded: ir.Model, claims: Sequence[Claim]) -> Verification:
     """Prove each claim of a report where it stands. unfolded: the source, converted and with its calls inlined."""
     casts = _casts(unfolded)

@@ -8,8 +8,8 @@ import pytest
 
 from bnexport.errors import UsageError
 from bnexport.folding import fold
-from tests.folding.test_lone import random_chain
 from tests.folding.reading.test_decomposed import operators_of
+from tests.folding.test_lone import random_chain
 from tests.support.onnx_text import batch_norm, batch_norms, fold_and_check, model, operators
 
 
@@ -82,7 +82,11 @@ def test_what_cannot_be_read_stays_with_its_reason() -> None:
     result = fold(proto, leftover="conv")
     assert operators_of(result) == ["BatchNormalization"]
     assert "training" in result.report.sites[0].reason
-    old = model(f"g (float[2,8,4,4] x) => (float[2,8,4,4] y) {{ r = Relu (x)\n y = {norm('r').replace('NORM', 'BatchNormalization')} }}", P, opset=6)
+    old = model(
+        f"g (float[2,8,4,4] x) => (float[2,8,4,4] y) {{ r = Relu (x)\n y = {norm('r').replace('NORM', 'BatchNormalization')} }}",
+        P,
+        opset=6,
+    )
     old.graph.node[1].attribute.append(onnx.helper.make_attribute("is_test", 1))
     assert operators_of(fold(old, leftover="conv")) == ["Relu", "Conv"]
     kept = fold(old, leftover="arithmetic")

@@ -32,7 +32,11 @@ LEAVES = {
         CONV | {"c": (8, 1, 1)},
         ["Conv", "GlobalAveragePool"],
     ),
-    "two-conv": ("z = Conv (x, w)\n t = Add (z, c)\n y = Conv (t, v)", CONV | {"c": (8, 1, 1), "v": (4, 8, 1, 1)}, ["Conv"] * 2),
+    "two-conv": (
+        "z = Conv (x, w)\n t = Add (z, c)\n y = Conv (t, v)",
+        CONV | {"c": (8, 1, 1), "v": (4, 8, 1, 1)},
+        ["Conv"] * 2,
+    ),
 }
 # What stays: nothing takes it, a node would come for it, or somebody else reads it.
 STAYS = {
@@ -52,7 +56,9 @@ STAYS = {
 @pytest.mark.parametrize("case", LEAVES)
 def test_it_leaves(case: str) -> None:
     body, shapes, left = LEAVES[case]
-    folded, result = fold_and_check(model(f"g ({X}) => (float[N,C,A,B] y) {{ {body} }}", shapes), sizes={"H": 7, "W": 7})
+    folded, result = fold_and_check(
+        model(f"g ({X}) => (float[N,C,A,B] y) {{ {body} }}", shapes), sizes={"H": 7, "W": 7}
+    )
     assert operators(folded) == left
     assert {proof.method for proof in result.report.verification.sites} == {"proved"}
     assert all(site.lone for site in result.report.sites)
@@ -74,7 +80,9 @@ def test_in_matrix_products() -> None:
     body = "g (float[N,6] x) => (float[N,4] y) { z = Gemm (x, w)\n t = Add (z, b)\n y = Div (t, s_s) }"
     folded, _ = fold_and_check(model(body, {"w": (6, 4), "b": (4,), "s_s": (1,)}))
     assert operators(folded) == ["Gemm"]
-    alone = model("g (float[N,L,6] x) => (float[N,L,4] y) { z = Add (x, b)\n y = MatMul (z, w) }", {"w": (6, 4), "b": (6,)})
+    alone = model(
+        "g (float[N,L,6] x) => (float[N,L,4] y) { z = Add (x, b)\n y = MatMul (z, w) }", {"w": (6, 4), "b": (6,)}
+    )
     assert operators_of(fold(alone)) == ["Add", "MatMul"]
 
 
@@ -115,7 +123,9 @@ def random_chain(seed: int) -> onnx.ModelProto:
         else:
             shapes = [(), (1,), (channels, 1, 1), (1, channels, 1, 1), (1, 1, 1, 1), (5,)]
             operands = [value, parameter(*shapes[generator.integers(len(shapes))])]
-            nodes.append(onnx.helper.make_node(kind, operands[:: 1 if kind == "Div" or generator.random() < 0.7 else -1], [made]))
+            nodes.append(
+                onnx.helper.make_node(kind, operands[:: 1 if kind == "Div" or generator.random() < 0.7 else -1], [made])
+            )
         value = made
     nodes.append(onnx.helper.make_node("Identity", [value], ["y"]))
     graph = onnx.helper.make_graph(

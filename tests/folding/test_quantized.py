@@ -23,7 +23,9 @@ NORM = "y = BatchNormalization (z, p_s, p_b, p_m, p_v)"
 Q = "q = QuantizeLinear {0} (w, s, o)\n d = DequantizeLinear {0} (q, s, o)"
 
 
-def values(weight: tuple[int, ...], count: int | None = None, *, sign: bool = False, seed: int = 0) -> dict[str, np.ndarray]:
+def values(
+    weight: tuple[int, ...], count: int | None = None, *, sign: bool = False, seed: int = 0
+) -> dict[str, np.ndarray]:
     """Parameters of a batch norm, and of a weight whose integers are within -127 and 127. count: of scales; None for one."""
     generator = np.random.default_rng(seed)
     made = {name: generator.standard_normal(shape).astype(np.float32) for name, shape in P.items()}
@@ -60,7 +62,8 @@ CASES = {
 }  # fmt: skip
 BELOW = {
     "below": (
-        f"g (float[N,8,H,W] x) => (float[N,4,A,B] y) {{ {Q.format('<axis = 0>')}\n {NORM.replace('y =', 'r =').replace('(z', '(x')}\n y = Conv (r, d) }}",
+        f"g (float[N,8,H,W] x) => (float[N,4,A,B] y) {{ {Q.format('<axis = 0>')}\n"
+        " r = BatchNormalization (x, p_s, p_b, p_m, p_v)\n y = Conv (r, d) }",
         values((4, 8, 1, 1), 4),
         "quantized",
     ),
@@ -89,7 +92,10 @@ def integers(proto: onnx.ModelProto) -> np.ndarray:
     changed.graph.output[0].type.tensor_type.shape.CopyFrom(onnx.TensorShapeProto())
     for size in weight.dims:
         changed.graph.output[0].type.tensor_type.shape.dim.add().dim_value = size
-    feed = {each.name: np.zeros([each_.dim_value or 7 for each_ in each.type.tensor_type.shape.dim], np.float32) for each in changed.graph.input}
+    feed = {
+        each.name: np.zeros([each_.dim_value or 7 for each_ in each.type.tensor_type.shape.dim], np.float32)
+        for each in changed.graph.input
+    }
     return run(changed, feed)[0]
 
 
@@ -119,7 +125,10 @@ def test_a_scale_shared_by_two_convolutions_is_copied() -> None:
         f" e = DequantizeLinear (t, s, o)\n c = Conv (x, e)\n z = Conv (c, d)\n {NORM}"
     )
     held = values((8, 6, 3, 3), sign=True) | {"v": np.random.default_rng(1).random((6, 6, 1, 1)).astype(np.float32)}
-    folded, _ = fold_and_check(model(f"g (float[N,6,H,W] x) => (float[N,8,A,B] y) {{ {body} }}", values=held, opset=21, ir_version=10), sizes={"H": 7, "W": 7})
+    folded, _ = fold_and_check(
+        model(f"g (float[N,6,H,W] x) => (float[N,8,A,B] y) {{ {body} }}", values=held, opset=21, ir_version=10),
+        sizes={"H": 7, "W": 7},
+    )
     scales = {tensor.name: list(tensor.dims) for tensor in folded.graph.initializer}
     assert scales["s"] == []
 
@@ -192,7 +201,15 @@ def test_a_file_of_torch_ao(tmp_path: Path) -> None:
     path = tmp_path / "qat.onnx"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.onnx.export(net, (torch.randn(2, 3, 16, 16),), path, dynamo=False, opset_version=17, do_constant_folding=False, training=torch.onnx.TrainingMode.PRESERVE)
+        torch.onnx.export(
+            net,
+            (torch.randn(2, 3, 16, 16),),
+            path,
+            dynamo=False,
+            opset_version=17,
+            do_constant_folding=False,
+            training=torch.onnx.TrainingMode.PRESERVE,
+        )
     source = onnx.load(path)
     assert batch_norms(source) == 2, operators(source)
     result = fold(source)

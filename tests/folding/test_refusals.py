@@ -382,8 +382,16 @@ def test_new_constants_are_inputs_before_ir_version_4_only(ir_version: int, opse
     ("first", "options", "message"),
     [
         ("d = DequantizeLinear <axis=1> (q, s)", {"s": SCALES}, "does not follow the quantization axis"),
-        ("d = DequantizeLinear (q, s, o)", {"s": SCALES[0], "o": np.int8(3), "affine": SCALE}, "cannot negate its integers"),
-        ("d = DequantizeLinear (q, s)", {"q": np.full((4, 4, 1, 1), -128, np.int8), "s": SCALES[0], "affine": SCALE}, "holds -128"),
+        (
+            "d = DequantizeLinear (q, s, o)",
+            {"s": SCALES[0], "o": np.int8(3), "affine": SCALE},
+            "cannot negate its integers",
+        ),
+        (
+            "d = DequantizeLinear (q, s)",
+            {"q": np.full((4, 4, 1, 1), -128, np.int8), "s": SCALES[0], "affine": SCALE},
+            "holds -128",
+        ),
         ("d = DequantizeLinear (q, s)", {"s": SCALES[0], "affine": SCALE, "opset": 12}, "before opset 13"),
         ("d = DequantizeLinear (q, s)\n e = Conv (x, d)", {"s": SCALES[0]}, "has other uses"),
     ],

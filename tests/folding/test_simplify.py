@@ -60,7 +60,9 @@ def test_whole_models_are_compared_whatever_was_asked(tmp_path: Path, monkeypatc
         real(graph)
         for value in graph.graph.initializers.values():
             if value.const_value.dtype.is_floating_point() and len(value.shape) == 4:
-                value.const_value = type(value.const_value)(value.const_value.numpy() * np.float32(1.5), name=value.name)
+                value.const_value = type(value.const_value)(
+                    value.const_value.numpy() * np.float32(1.5), name=value.name
+                )
 
     monkeypatch.setattr(simplify, "simplify", wrong)
     for method in ("local", "both", True):

@@ -223,7 +223,9 @@ def _quantization_axis(node: ir.Node, factor: np.ndarray, scale: np.ndarray, ops
 def _negated(node: ir.Node, integers: np.ndarray, points: np.ndarray | None, k: np.ndarray) -> np.ndarray:
     """Return the integers with those negated whose factor is below 0."""
     if integers.dtype.kind != "i" or (points is not None and points.any()):
-        raise Refused("quantized", f"{label(node)} has a zero point, or no sign, so a scale below 0 cannot negate its integers")
+        raise Refused(
+            "quantized", f"{label(node)} has a zero point, or no sign, so a scale below 0 cannot negate its integers"
+        )
     below = np.broadcast_to(k < 0, integers.shape)
     if (integers[below] == np.iinfo(integers.dtype).min).any():
         raise Refused("quantized", f"{label(node)} holds {np.iinfo(integers.dtype).min}, which has no counterpart")

@@ -40,13 +40,13 @@ class Refusal:
 class SiteReport:
     """One batch norm, or what an exporter made of one.
 
-    outcome: "folded" (into `targets`, by `rules`), "merged" (one node is left), "restated" (as
-    `targets`, in the form that `leftover` asks for), "converted" (a plain BatchNormalization is left) or "kept". nodes: labels of the nodes of the site, top to bottom.
-    scale_min, scale_max: the range of |gamma| / sqrt(var + eps) over the channels. summary: of merged branches, which
-    are a site as well: its nodes are all that are gone, its targets what was written for them. region: names of the
-    source's nodes whose values may differ in the result: those of the site, its targets, and what lies between. modules: paths
-    of the torch modules that the batch norms come from, where the exporter wrote them. lone: arithmetic that is no batch
-    norm, and is in the report only where it is gone.
+    outcome: "folded" (into `targets`, by `rules`), "merged" (one node is left), "restated" (as `targets`, in the form that
+    `leftover` asks for), "converted" (a plain BatchNormalization is left) or "kept". nodes: labels of the nodes of the
+    site, top to bottom. scale_min, scale_max: the range of |gamma| / sqrt(var + eps) over the channels. summary: of merged
+    branches, which are a site as well: its nodes are all that are gone, its targets what was written for them. region: names
+    of the source's nodes whose values may differ in the result: those of the site, its targets, and what lies between.
+    modules: paths of the torch modules that the batch norms come from, where the exporter wrote them. lone: arithmetic that
+    is no batch norm, and is in the report only where it is gone.
     """
 
     nodes: tuple[str, ...]

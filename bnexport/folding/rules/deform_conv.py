@@ -59,7 +59,7 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
     own = _OPERATORS[node.op_type]
     if index != 0:
         raise Refused("not-data", f"the map would change input {index} of a {node.op_type}")
-    weight, view = grouped(node, axis, search.context, own.attributes, own.weight)
+    _, view = grouped(node, axis, search.context, own.attributes, own.weight)
     if view[0] * view[2] != affine.channels:
         raise Refused("shape", f"{node.op_type} reads {view[0] * view[2]} channels, the map has {affine.channels}")
     if not affine.is_scaling:

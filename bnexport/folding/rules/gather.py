@@ -97,7 +97,9 @@ def _scale_table(node: ir.Node, value: ir.Value, axis: int | None, affine: Chann
         raise Refused("shared", f"the table of {label(node)} is read elsewhere, too")
     table = search.context.constants.describe(value, "table")
     if table.shape[axis] != affine.channels:
-        raise Refused("shape", f"the table of {label(node)} has shape {table.shape}, the map {affine.channels} channels")
+        raise Refused(
+            "shape", f"the table of {label(node)} has shape {table.shape}, the map {affine.channels} channels"
+        )
     if affine.is_scaling:
         search.plan.scale(node, 0, along(affine.scale, axis, table.ndim), "table")
         return

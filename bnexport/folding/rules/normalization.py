@@ -38,7 +38,9 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
     scale = search.plan.value(node, 1, what)
     place = _place(node, scale, axis, search)
     if scale.shape[place] != affine.channels:
-        raise Refused("shape", f"the scale of {label(node)} has shape {scale.shape}, the map {affine.channels} channels")
+        raise Refused(
+            "shape", f"the scale of {label(node)} has shape {scale.shape}, the map {affine.channels} channels"
+        )
     if not affine.is_scaling:
         _map_bias(node, scale.shape, place, affine, search)
     elif input_at(node, 2) is not None or (node, 2) in search.context.edits:

@@ -23,15 +23,15 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
         raise Refused("axis", f"the map acts on axis {axis}, the features of {label(node)} are axis 2")
     weight = search.context.constants.describe(input_at(node, 1), f"{node.op_type} weight")
     if weight.ndim != 3 or weight.shape[2] != affine.channels:
-        raise Refused("shape", f"a {node.op_type} weight of shape {weight.shape}, the map has {affine.channels} channels")
+        raise Refused(
+            "shape", f"a {node.op_type} weight of shape {weight.shape}, the map has {affine.channels} channels"
+        )
     if not affine.is_scaling:
         _add_to_bias(node, affine, weight.shape, weight.dtype, search)
     search.plan.scale(node, 1, affine.scale.reshape(1, 1, -1), f"{node.op_type} weight")
 
 
-def _add_to_bias(
-    node: ir.Node, affine: ChannelAffine, shape: tuple[int, ...], dtype: np.dtype, search: Search
-) -> None:
+def _add_to_bias(node: ir.Node, affine: ChannelAffine, shape: tuple[int, ...], dtype: np.dtype, search: Search) -> None:
     directions, gates, _ = shape
     total, size = search.plan.sums(node, 1, affine.offset.reshape(1, 1, -1), shape, (0, 1), f"{node.op_type} weight")
     absent = input_at(node, 3) is None and (node, 3) not in search.context.edits and (node, 3) not in search.plan.edits

@@ -118,20 +118,23 @@ LEAVES = {
     ),
 }  # fmt: skip
 STAYS = {
-    "deform-shift-below": Case(f"{BEFORE}\n y = DeformConv (z, w, o)", {"w": (4, 8, 3, 3), **P}, "float[2,8,9,9] x, float[2,18,7,7] o", "float[2,4,7,7] y", left=1),
+    "deform-shift-below": Case(
+        f"{BEFORE}\n y = DeformConv (z, w, o)",
+        {"w": (4, 8, 3, 3), **P}, "float[2,8,9,9] x, float[2,18,7,7] o", "float[2,4,7,7] y", left=1,
+    ),
     "deform-of-its-offset": Case(
         "a = Conv (x, v)\n o = BatchNormalization (a, p_s, p_b, p_m, p_v)\n s = Mul (o, o)\n y = DeformConv (x, w, s)",
         {"v": (18, 6, 3, 3), "w": (8, 6, 3, 3), **batch_norm("p", 18)}, "float[2,6,9,9] x", "float[2,8,7,7] y",
     ),
     "mmcv-without-bias": Case(
-        f"z = mmdeploy.MMCVDeformConv2d (x, o, w)\n y = Sigmoid (z)", {"w": (8, 6, 3, 3)}, **DEFORM, runs=False, header=MMCV,
+        "z = mmdeploy.MMCVDeformConv2d (x, o, w)\n y = Sigmoid (z)", {"w": (8, 6, 3, 3)}, **DEFORM, runs=False, header=MMCV,
     ),
     "group-per-group": Case(f"z = GroupNormalization <num_groups = 2> (x, a, b)\n {AFTER}", {"a": (2,), "b": (2,), **P}, opset=18, left=1),
     "in-front-of-instance": Case(f"{BEFORE}\n y = InstanceNormalization (z, a, b)", {"a": (8,), "b": (8,), **P}, left=1),
     "layer-of-others": Case(f"z = LayerNormalization (x, a)\n {AFTER}", {"a": (5,), **P}, "float[N,8,5] x", "float[N,8,5] y", left=1),
     "rms-shift": Case(f"z = RMSNormalization (x, a)\n {AFTER}", {"a": (8,), **P}, "float[N,8] x", "float[N,8] y", opset=23),
     "shared-table": Case(
-        f"z = Gather (t, i)\n u = Gather (t, j)\n v = BatchNormalization (z, p_s, p_b, p_m, p_v)\n y = Mul (u, v)",
+        "z = Gather (t, i)\n u = Gather (t, j)\n v = BatchNormalization (z, p_s, p_b, p_m, p_v)\n y = Mul (u, v)",
         {"t": (20, 8), **P}, "int64[N] i, int64[N] j", "float[N,8] y", left=1,
     ),
     "rows-of-the-table": Case(f"z = Gather <axis = 1> (t, i)\n {AFTER}", {"t": (5, 20), **P}, "int64[8] i", "float[5,8] y", left=1),
@@ -205,7 +208,9 @@ def test_wrong_parameters_are_not_proved(name: str) -> None:
             else:
                 other = (place + changed.size // 2) % changed.size
                 changed[[place, other]] = changed[[other, place]]
-            wrong.graph.initializer[index].CopyFrom(onnx.numpy_helper.from_array(changed.reshape(values.shape), tensor.name))
+            wrong.graph.initializer[index].CopyFrom(
+                onnx.numpy_helper.from_array(changed.reshape(values.shape), tensor.name)
+            )
             assert not verify(source, wrong, report=report, method="local").passed, (tensor.name, kind)
 
 
