@@ -54,8 +54,8 @@ class _Evaluation:
         self._values: tuple[dict[ir.Value, Operand], dict[ir.Value, Operand]] = ({}, {})
         self._group = CONSTANT
         for (mine, theirs), size in zip(region.entering, sizes, strict=True):
-            # One value of the folded model may equal two of the original.
-            known = self._values[1].get(theirs) if theirs is not None else None
+            # One value of a model may equal two of the other.
+            known = self._values[0].get(mine) or (self._values[1].get(theirs) if theirs is not None else None)
             form = known or forms.variables(self._next(), size, forms.directions(size, count, seed=self._group))
             self._values[0][mine] = form
             if theirs is not None:

@@ -26,7 +26,7 @@ from bnexport.errors import BnexportError
 from bnexport.model_io import walk
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.validate import printable
-from bnexport.verification.local.attributes import same_attribute
+from bnexport.verification.local.attributes import same_attribute, same_attributes
 from bnexport.verification.local.claims import Claims
 from bnexport.verification.local.cones import cone
 from bnexport.verification.local.numbering import Numbering
@@ -96,6 +96,8 @@ class _DifferenceSearch:
         self._functions: dict[Hashable, _Graphs | None] = {}
         self._twins = _twins(sides)
         self._paired: dict[ir.Graph, ir.Graph] = {}
+        # Nodes of the changed graph by what they do with which values.
+        self._alike: dict[Hashable, ir.Node] = {}
 
     def run(self) -> Verification:
         try:
@@ -230,7 +232,7 @@ class _DifferenceSearch:
             self._follow(node)
             if self._is_special(1, node):
                 self._match(node)
-            elif self._numbers.number(1, node):
+            elif self._numbers.number(1, node) or self._repeats(node):
                 continue
             for value in node.outputs:
                 if not self._has(value) and (value.uses() or value.is_graph_output()):
@@ -242,6 +244,22 @@ class _DifferenceSearch:
             if not self._is_equal(mine, theirs):
                 return self._became(mine, theirs)
         return ""
+
+    def _repeats(self, node: ir.Node) -> bool:
+        """Give a node of the changed graph the numbers of one before it that does the same with the same values, which have
+        no numbers of their own: the sizes of one value are asked for twice. Whether there is one.
+        """
+        key = (node.op_identifier(), *node.inputs)
+        before = self._alike.setdefault(key, node)
+        if before is node or not all(self._has(value) for value in before.outputs if value.name):
+            return False
+        if not same_attributes(before, node) or len(before.outputs) != len(node.outputs):
+            return False
+        for one, two in zip(before.outputs, node.outputs, strict=True):
+            number = self._numbers.of(1, one)
+            if number is not None:
+                self._numbers.set(1, two, number)
+        return True
 
     def _is_lost(self, failed: int, most: int) -> bool:
         """Whether more guesses have failed than `most`, and some for each that was proved. failed: those that do not count."""
@@ -452,8 +470,10 @@ class _DifferenceSearch:
         nodes: tuple[list[ir.Node], list[ir.Node]],
         entering: tuple[list[ir.Value], list[ir.Value]],
     ) -> Iterator[Region]:
-        by_number = {self._numbers.of(1, value): value for value in entering[1]}
-        if None in by_number or len(by_number) < len(entering[1]) or not nodes[0]:
+        by_number: dict[int | None, ir.Value] = {}
+        for value in entering[1]:
+            by_number.setdefault(self._numbers.of(1, value), value)
+        if None in by_number or not nodes[0]:
             return
         pairs = [(value, by_number.get(self._numbers.of(0, value))) for value in entering[0]]
         for number in by_number.keys() - {self._numbers.of(0, value) for value in entering[0]}:
@@ -461,6 +481,12 @@ class _DifferenceSearch:
             if mine is None:
                 return
             pairs.append((mine, by_number[number]))
+        told = {number: mine for mine, _ in pairs if (number := self._numbers.of(0, mine)) is not None}
+        pairs += [
+            (told[number], value)  # type: ignore[index]
+            for value in entering[1]
+            if by_number[number := self._numbers.of(1, value)] is not value
+        ]
         yield Region(output, nodes, pairs, len(self._tried))
 
     def _assume(self) -> bool:

@@ -84,6 +84,14 @@ LEAVES = {
         f"{BEFORE}\n t = Transpose <perm = [2, 0, 1]> (z)\n _, y, c = LSTM <hidden_size = 4> (t, w, r, b)",
         {**LSTM, "b": (1, 32), **P}, "float[N,8,L] x", "float[1,N,4] y, float[1,N,4] c",
     ),
+    "lstm-states-of-its-size": Case(
+        f"{BEFORE}\n t = Transpose <perm = [2, 0, 1]> (z)\n e = Constant <value_ints = [1]> ()\n"
+        " f = Constant <value_ints = [2]> ()\n i = Constant <value_ints = [4]> ()\n"
+        " a = Shape (t)\n b = Slice (a, e, f)\n c = Concat <axis = 0> (e, b, i)\n h = ConstantOfShape (c)\n"
+        " j = Shape (t)\n k = Slice (j, e, f)\n l = Concat <axis = 0> (e, k, i)\n m = ConstantOfShape (l)\n"
+        " y = LSTM <hidden_size = 4> (t, w, r, , , h, m)",
+        {**LSTM, **P}, "float[N,8,L] x", "float[L,1,N,4] y",
+    ),
     "gru-both-ways": Case(
         f'{BEFORE}\n t = Transpose <perm = [2, 0, 1]> (z)\n y = GRU <hidden_size = 4, direction = "bidirectional"> (t, w, r)',
         {"w": (2, 12, 8), "r": (2, 12, 4), **P}, "float[N,8,L] x", "float[L,2,N,4] y",
