@@ -229,6 +229,21 @@ def forms(report: Report) -> str:
     )
 
 
+def nodes(report: Report) -> str:
+    tools = [name for name in next(iter(report["files"].values())) if name != "source"]
+
+    def cell(row: dict[str, Any]) -> str:
+        if "nodes" not in row:
+            return "fails"
+        text = f"{row['nodes']:,} / {row['batch_norm']} / {row['arithmetic']}"
+        return text if row.get("status", "passed") == "passed" else f"**{row['status']}**, {text}"
+
+    rows = [[name, *(cell(row[tool]) for tool in ("source", *tools))] for name, row in report["files"].items()]
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+    how = f"`python -m benchmarks.bench_nodes --peers PYTHON`; nodes / batch norms / Mul, Add, Sub and Div with a constant. {versions}."
+    return f"{how}\n\n{table(['file', 'source', *tools], rows)}"
+
+
 def foreign_folds(report: Report) -> str:
     names = [name for name, version in report["versions"].items() if version]
     rows: list[list[str]] = []
@@ -358,6 +373,7 @@ BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "runtimes": ("runtimes.md", "runtimes.json", runtimes),
     "proof": ("folding.md", "proof.json", proof),
     "forms": ("folding.md", "forms.json", forms),
+    "nodes": ("folding.md", "nodes.json", nodes),
     "foreign_folds": ("folding.md", "foreign_folds.json", foreign_folds),
     "torch_versions": ("support.md", "torch_versions.json", torch_versions),
     "recalibration": ("guides/statistics.md", "recalibration.json", recalibration),
