@@ -232,7 +232,7 @@ def forms(report: Report) -> str:
 def nodes(report: Report) -> str:
     tools = [name for name in next(iter(report["files"].values())) if name != "source"]
 
-    def cell(row: dict[str, Any]) -> str:
+    def cell(row: Report) -> str:
         if "nodes" not in row:
             return "fails"
         text = f"{row['nodes']:,} / {row['batch_norm']} / {row['arithmetic']}"
