@@ -8,19 +8,26 @@ decided from sizes known as numbers or by name; equal sizes alone prove nothing 
 to (N, L, C) has L on axis 1, also where L = C).
 
 Forward, (..., C, S, ...) may become (..., C S, ...): each channel's scale is repeated S times.
+
+A channel shuffle is three of them, and moves the map of each channel with it:
+
+    (N, C, H, W) -> Reshape (N, G, C / G, H, W) -> Transpose (0, 2, 1, 3, 4) -> Reshape (N, C, H, W)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing.search import Rule, Search
-from bnexport.graph.nodes import get_flag, get_int, get_ints, input_at, label, only_attributes
+from bnexport.folding.reading.site import sole_use
+from bnexport.graph.nodes import get_flag, get_int, get_ints, input_at, is_standard, label, only_attributes
 from bnexport.graph.refusal import Refused
 from bnexport.graph.shapes import Shape
 
@@ -29,7 +36,15 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
     value = input_at(node, 0)
     if value is None:
         raise Refused("bad-node", f"{label(node)} has no input")
-    source = _TO_INPUT[node.op_type](node, value, axis, search.context)
+    try:
+        source = _TO_INPUT[node.op_type](node, value, axis, search.context)
+    except Refused:
+        shuffle = _shuffle_above(node, axis, search.context)
+        if shuffle is None or shuffle.channels.size != affine.channels:
+            raise
+        search.plan.passed.update(dict.fromkeys(shuffle.nodes))
+        search.backward(shuffle.input, axis, affine.take(np.argsort(shuffle.channels)))
+        return
     search.backward(value, source, affine)
 
 
@@ -37,8 +52,73 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
     value = input_at(node, 0)
     if index != 0 or value is None:
         raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
-    place, repeat = _TO_OUTPUT[node.op_type](node, value, axis, search.context)
+    try:
+        place, repeat = _TO_OUTPUT[node.op_type](node, value, axis, search.context)
+    except Refused:
+        shuffle = _shuffle_below(node, axis, search.context)
+        if shuffle is None or shuffle.channels.size != affine.channels:
+            raise
+        search.plan.passed.update(dict.fromkeys(shuffle.nodes))
+        search.forward(shuffle.nodes[-1].outputs[0], axis, affine.take(shuffle.channels))
+        return
     search.forward(node.outputs[0], place, affine if repeat == 1 else affine.repeat(repeat))
+
+
+class _Shuffle(NamedTuple):
+    """Reshape, Transpose and Reshape. channels: which one of the input each of the result is."""
+
+    nodes: tuple[ir.Node, ir.Node, ir.Node]
+    input: ir.Value
+    channels: np.ndarray
+
+
+def _shuffle_above(last: ir.Node, axis: int, context: Context) -> _Shuffle | None:
+    """Return the shuffle of `axis` that ends with a node."""
+    nodes = [last]
+    for op_type in ("Transpose", "Reshape"):
+        value = input_at(nodes[-1], 0)
+        node = None if value is None else value.producer()
+        if value is None or node is None or not is_standard(node, op_type) or sole_use(value, last.graph) is None:
+            return None
+        nodes.append(node)
+    return _shuffle(nodes[2], nodes[1], nodes[0], axis, context)
+
+
+def _shuffle_below(first: ir.Node, axis: int, context: Context) -> _Shuffle | None:
+    """Return the shuffle of `axis` that starts with a node."""
+    second = sole_use(first.outputs[0], first.graph)
+    third = None if second is None else sole_use(second.outputs[0], first.graph)
+    if second is None or third is None or not is_standard(second, "Transpose") or not is_standard(third, "Reshape"):
+        return None
+    return _shuffle(first, second, third, axis, context)
+
+
+def _shuffle(first: ir.Node, second: ir.Node, third: ir.Node, axis: int, context: Context) -> _Shuffle | None:
+    value, middle, turned = (input_at(node, 0) for node in (first, second, third))
+    if value is None or middle is None or turned is None or first.op_type != "Reshape" or third.op_type != "Reshape":
+        return None
+    try:
+        before, parts, zeros = _reshape_shapes(first, value, context)
+        permutation = _permutation(second, middle, context)
+        _, after, later = _reshape_shapes(third, turned, context)
+    except Refused:
+        return None
+    end = axis + len(parts) - len(before) + 1
+    inner = permutation[axis:end]
+    moved = tuple(parts[place] for place in permutation) if sorted(permutation) == list(range(len(parts))) else ()
+    keeps = all(place == index for index, place in enumerate(permutation) if not axis <= index < end)
+    sizes = [size for size in parts[axis:end] if isinstance(size, int)]
+    fits = (
+        len(moved) == len(parts) and keeps and end > axis + 1 and len(after) == len(before) and len(sizes) == len(inner)
+    )
+    if not fits or not all(
+        _aligned(before, axis + far, parts, end if far else axis, zeros)
+        and _aligned(moved, end if far else axis, after, axis + far, later)
+        for far in (0, 1)
+    ):
+        return None
+    order = np.arange(math.prod(sizes)).reshape(sizes).transpose([place - axis for place in inner])
+    return _Shuffle((first, second, third), value, order.reshape(-1))
 
 
 def _permutation(node: ir.Node, value: ir.Value, context: Context) -> tuple[int, ...]:

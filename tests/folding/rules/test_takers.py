@@ -108,6 +108,20 @@ LEAVES = {
         f"{BEFORE}\n i = Constant <value_ints = [7, 0, 0]> ()\n u = Gather <axis = 1> (z, i)\n y = Conv (u, w)",
         {"w": (4, 3, 3, 3), **P}, X, "float[N,4,A,B] y",
     ),
+    "channel-shuffle": Case(
+        "u = Conv (x, w)\n"
+        " s = Constant <value_ints = [0, 2, 4, 6, 6]> ()\n t = Constant <value_ints = [0, 8, 6, 6]> ()\n"
+        " a = Reshape (u, s)\n b = Transpose <perm = [0, 2, 1, 3, 4]> (a)\n"
+        f" z = Reshape (b, t)\n {AFTER}",
+        {"w": (8, 6, 3, 3), **P}, "float[N,6,8,8] x", "float[N,8,6,6] y",
+    ),
+    "channel-shuffle-below": Case(
+        f"{BEFORE.replace('z =', 'u =')}\n"
+        " s = Constant <value_ints = [0, 2, 4, 6, 6]> ()\n t = Constant <value_ints = [0, 8, 6, 6]> ()\n"
+        " a = Reshape (u, s)\n b = Transpose <perm = [0, 2, 1, 3, 4]> (a)\n"
+        " z = Reshape (b, t)\n y = Conv (z, w)",
+        {"w": (4, 8, 3, 3), **P}, "float[N,8,6,6] x", "float[N,4,4,4] y",
+    ),
     "another-axis": Case(
         f"u = Conv (x, w)\n i = Constant <value_int = 1> ()\n z = Gather <axis = 2> (u, i)\n {AFTER}",
         {"w": (8, 6, 3, 3), **P}, "float[N,6,H,W] x", "float[N,8,A] y",
@@ -149,6 +163,18 @@ STAYS = {
     "twice": Case(
         f"u = Conv (x, w)\n i = Constant <value_ints = [0, 1, 2, 3, 4, 5, 6, 6]> ()\n z = Gather <axis = 1> (u, i)\n {AFTER}",
         {"w": (8, 6, 3, 3), **P}, "float[N,6,H,W] x", left=1,
+    ),
+    "shuffle-read-between": Case(
+        "u = Conv (x, w)\n"
+        " s = Constant <value_ints = [0, 2, 4, 6, 6]> ()\n t = Constant <value_ints = [0, 8, 6, 6]> ()\n"
+        " a = Reshape (u, s)\n b = Transpose <perm = [0, 2, 1, 3, 4]> (a)\n"
+        " z = Reshape (b, t)\n m = BatchNormalization (z, p_s, p_b, p_m, p_v)\n n = Reshape (a, t)\n y = Mul (m, n)",
+        {"w": (8, 6, 3, 3), **P}, "float[N,6,8,8] x", "float[N,8,6,6] y", left=1,
+    ),
+    "shuffle-with-positions": Case(
+        "u = Conv (x, w)\n s = Constant <value_ints = [0, 2, 4, 6, 6]> ()\n t = Constant <value_ints = [0, 8, 6, 6]> ()\n"
+        f" a = Reshape (u, s)\n b = Transpose <perm = [0, 3, 2, 1, 4]> (a)\n z = Reshape (b, t)\n {AFTER}",
+        {"w": (8, 6, 3, 3), **P}, "float[N,6,8,8] x", "float[N,8,6,6] y", left=1,
     ),
     "indices-that-vary": Case(
         f"u = Conv (x, w)\n z = Gather <axis = 1> (u, i)\n {AFTER}", {"w": (8, 6, 3, 3), **P}, "float[N,6,H,W] x, int64[8] i", left=1,
