@@ -82,10 +82,10 @@ BACKWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "z = Gemm (x, w, c) ": (
         "shape", r"a Gemm constant of shape \(1, 1, 4\)", {"shapes": {"w": (4, 4), "c": (1, 1, 4)}, "inputs": ROWS},
     ),
-    "z = MatMul (x, w)": ("shape", "MatMul makes 6 channels, the map has 4", {**w(4, 6), "inputs": ROWS}),
-    "z = MatMul (w, x)": ("axis", "axis 1 of rank 2, the MatMul weight on axis 0", {**w(4, 4), "inputs": ROWS}),
+    "z = MatMul (x, w)": ("shape", "axis 1 of the MatMul weight has 6 channels, the map has 4", {**w(4, 6), "inputs": ROWS}),
+    "z = MatMul (w, x)": ("axis", "axis 1 of rank 2, which the MatMul weight does not share", {**w(4, 4), "inputs": ROWS}),
     "z = MatMul (w, x) ": (
-        "shape", "MatMul makes 6 channels", {**w(6, 4), "inputs": "float[4,N] x", "axis": 0, "affine": SCALE},
+        "shape", "axis 0 of the MatMul weight has 6 channels", {**w(6, 4), "inputs": "float[4,N] x", "axis": 0, "affine": SCALE},
     ),
     "z = MatMul (x, x)": ("not-constant", "no operand, or both", {"inputs": ROWS}),
     "z = MatMul (x, w)  ": ("rank", "not known or below 2", {**w(4), "inputs": ROWS}),
@@ -166,10 +166,10 @@ FORWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "y = Gemm <transA=1> (x, w)": ("axis", "axis 1, Gemm sums over axis 0", {**w(4, 4), "inputs": ROWS}),
     "y = Gemm (x, w) ": ("shape", "Gemm sums over 6 columns, the map has 4", {**w(6, 5), "inputs": ROWS}),
     "y = Gemm (b, x)": ("not-data", "Gemm's input 1", {"inputs": f"{ROWS}, float[N,M] b"}),
-    "y = MatMul (x, w)": ("shape", "MatMul sums over 6 channels, the map has 4", {**w(6, 5), "inputs": ROWS}),
-    "y = MatMul (x, w) ": ("axis", "axis 0 of rank 2, MatMul sums over axis 1", {**w(4, 5), "axis": 0, "inputs": ROWS}),
-    "y = MatMul (w, x)": ("axis", "axis 1 of rank 2, MatMul sums over axis 0", {**w(5, 4), "inputs": "float[4,4] x"}),
-    "y = MatMul (x, w)   ": ("shift", "between the batches", {**w(3, 4, 5), "inputs": ROWS}),
+    "y = MatMul (x, w)": ("shape", "axis 0 of the MatMul weight has 6 channels, the map has 4", {**w(6, 5), "inputs": ROWS}),
+    "y = MatMul (x, w) ": ("axis", "axis 0 of rank 2, which the MatMul weight does not share", {**w(4, 5), "axis": 0, "inputs": ROWS}),
+    "y = MatMul (w, x)": ("axis", "axis 1 of rank 2, which the MatMul weight does not share", {**w(5, 4), "inputs": "float[4,4] x"}),
+    "y = MatMul (x, w)   ": ("shift", "not one number for each channel", {**w(3, 4, 5), "inputs": ROWS}),
     "y = Add (x, b)": ("opset", "before opset 7", {"shapes": {"b": (4,)}, "opset": 6}),
     "y = Add (x, b) ": ("rank", "that of its operand", {"shapes": {"b": (1, 4, 1, 1)}, "inputs": ROWS}),
     "y = Add (x, b)  ": ("no-rule", "adds something that is not scaled", {"inputs": f"{X}, float[N,4,H,W] b"}),
@@ -294,7 +294,7 @@ def test_values_of_another_body() -> None:
 
 
 def test_the_constant_of_a_product_is_no_data() -> None:
-    with pytest.raises(Refused, match="reaches the constant of a MatMul"):
+    with pytest.raises(Refused, match="reaches the constant of MatMul"):
         attempt("forward", "k = Identity (w)\n y = MatMul (x, k)", value="k", inputs=ROWS, **w(4, 4))
 
 

@@ -34,7 +34,9 @@ Forward = Callable[[ir.Node, int, int, ChannelAffine, "Search"], None]
 class Rule:
     """Handlers of one family of operators that absorb or pass a map. None: unsupported in this direction.
 
-    all_outputs: whether `backward` may be asked for other outputs than the first. domains: of the operators.
+    all_outputs: whether `backward` may be asked for other outputs than the first. domains: of the operators. into: what
+    folds into them, as reports call the operators; empty where maps only pass. forms, behind, front: for the documentation,
+    the operators and their forms, and what becomes of a map on the result and of one on the input.
     """
 
     name: str
@@ -43,6 +45,10 @@ class Rule:
     forward: Forward | None = None
     all_outputs: bool = False
     domains: tuple[str, ...] = ("",)
+    into: str = ""
+    forms: str = ""
+    behind: str = ""
+    front: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnexport import schema
 from bnexport.folding.reporting.counts import Counts
+from bnexport.folding.rules import ALL
 from bnexport.verification.verdict import CHANGED, Claim, SiteProof, Verification
 
 if TYPE_CHECKING:
@@ -15,15 +16,6 @@ if TYPE_CHECKING:
 
 # Rows of a table that anybody reads; more take a millisecond each to lay out.
 _SHOWN = 500
-# What the rules fold into, where their name does not say it.
-_INTO = {
-    "conv": "convolutions",
-    "parallel": "sums of parallel branches",
-    "conv_transpose": "transposed convolutions",
-    "gemm": "linear layers",
-    "matmul": "matrix products",
-    "batch_norm": "other batch norms",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +114,8 @@ class FoldReport:
         if lone == len(self.sites):
             return ", ".join(filter(None, ("no batch norms", rest)))
         sites = [site for site in self.folded if not site.lone]
-        rules = collections.Counter(_INTO.get(rule, rule) for site in sites for rule in site.rules[-1:])
+        words = {rule.name: rule.into for rule in ALL}
+        rules = collections.Counter(words.get(rule) or rule for site in sites for rule in site.rules[-1:])
         into = ", ".join(name if len(rules) == 1 else f"{count} into {name}" for name, count in rules.most_common(4))
         more = f" and {len(rules) - 4} more kinds" if len(rules) > 4 else ""
         before, after = (each.batch_norm + each.sync_batch_norm for each in (self.before, self.after))

@@ -1,55 +1,25 @@
-"""Folding rules, one file for each family of operators: the algebra, its conditions, and the edits."""
+"""Folding rules, one file for each family of operators: the matched graphs, the algebra, its conditions, and the edits.
+
+Each docstring starts with the graphs: what the rule finds on the left, what is left of it on the right. A map is
+y = k (x - c) + t for each channel, or k x + h with h = t - k c, the image of 0. Every `Rule` of a file here is one of `ALL`.
+"""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Iterable
 
 from bnexport.errors import UsageError
 from bnexport.folding.placing.search import Rule
-from bnexport.folding.rules import (
-    concat,
-    conv,
-    conv_transpose,
-    deform_conv,
-    depth_to_space,
-    elementwise,
-    gather,
-    gemm,
-    matmul,
-    normalization,
-    pad,
-    parallel,
-    pooling,
-    recurrent,
-    relu,
-    reshape,
-    resize,
-    split,
-    transparent,
-)
 
-ALL: tuple[Rule, ...] = (
-    conv.RULE,
-    conv_transpose.RULE,
-    deform_conv.RULE,
-    gemm.RULE,
-    matmul.RULE,
-    elementwise.RULE,
-    normalization.BATCH_NORM,
-    normalization.RULE,
-    recurrent.RULE,
-    gather.RULE,
-    transparent.RULE,
-    reshape.RULE,
-    pooling.RULE,
-    concat.RULE,
-    resize.RULE,
-    depth_to_space.RULE,
-    split.RULE,
-    pad.RULE,
-    relu.RULE,
-    parallel.RULE,
-)
+
+def _all() -> tuple[Rule, ...]:
+    modules = [importlib.import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__)]
+    return tuple(each for module in modules for each in vars(module).values() if isinstance(each, Rule))
+
+
+ALL: tuple[Rule, ...] = _all()
 
 
 def check_rules(names: Iterable[str]) -> frozenset[str]:

@@ -1,10 +1,11 @@
 """Concat along the channels, or along another axis.
 
-Along another axis every operand carries all channels and takes the whole map. Along the channels each
-operand takes its own slice: with operands of C1, C2, ... channels the map (k, c, t) splits into
-(k[:C1], ...), (k[C1:C1+C2], ...). A constant operand is mapped in place.
+    u, v -> Concat along channels -> map      =    u -> its part of the map, v -> its part of the map -> Concat
+    u, v -> Concat along another -> map       =    u -> map, v -> map -> Concat
+    u -> map, v -> Concat along channels      =    u, v -> Concat -> map of the channels of u, identity for those of v
 
-Forward along the channels: what reads the result sees the map on one slice and the identity elsewhere.
+With operands of C1, C2, ... channels the map (k, c, t) splits into (k[:C1], ...), (k[C1:C1+C2], ...). A constant operand is
+mapped in place.
 """
 
 from __future__ import annotations
@@ -90,4 +91,12 @@ def _map_constant(node: ir.Node, index: int, axis: int, part: ChannelAffine, sea
     search.plan.replace(node, index, (values - center) * scale + shift, dtype, what, size)
 
 
-RULE = Rule("concat", ("Concat",), backward, forward)
+RULE = Rule(
+    "concat",
+    ("Concat",),
+    backward,
+    forward,
+    forms="Concat",
+    behind="along the channels the map splits; along another axis all operands take it",
+    front="along the channels: identity for the others",
+)

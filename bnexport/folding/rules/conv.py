@@ -1,16 +1,13 @@
 """Conv of any rank, with any groups.
 
+    x -> Conv(W, b) -> map    =    x -> Conv(k W, k (b - c) + t)       any padding
+    x -> map -> Conv(W, b)    =    x -> Conv(W k, b + sum W h)         without zero padding, or h = 0
+
     z[g, o] = sum_j W[g, o, j] * x[g, j] + b[g, o]
 
-with g the group, o the output channel in the group, j input channel in the group and kernel position.
-
-Backward: scale * (z - center) + shift has W'[g, o] = scale[g, o] W[g, o] and the bias
-scale (b - center) + shift. It holds for every padding, stride, dilation and group, since only the
-finished sum is mapped.
-
-Forward: x = scale * x0 + offset gives W'[g, o, j] = W[g, o, j] scale[g, j] and the bias
-b[g, o] + sum_j W[g, o, j] offset[g, j]. Padding inserts zeros behind the map, where the moved map would
-see `offset`: with an offset it holds only without padding.
+with g the group, o the output channel in the group, j input channel in the group and kernel position. So k goes to the
+rows o of W behind a Conv, to its columns j in front of one. Only the finished sum is mapped behind it, so every padding,
+stride, dilation and group is allowed. In front of it padding inserts zeros behind the map, where the moved map would see h.
 """
 
 from __future__ import annotations
@@ -107,4 +104,13 @@ def _bias(node: ir.Node, channels: int, search: Search, index: int = 2) -> np.nd
     return bias
 
 
-RULE = Rule("conv", ("Conv",), backward, forward)
+RULE = Rule(
+    "conv",
+    ("Conv",),
+    backward,
+    forward,
+    into="convolutions",
+    forms="Conv 1-D, 2-D, 3-D; groups, depthwise",
+    behind="W' = k W, b' = k (b - c) + t; any padding",
+    front="W' = W k, b' = b + sum W h; an offset needs a Conv without padding",
+)

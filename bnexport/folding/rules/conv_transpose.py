@@ -1,12 +1,12 @@
 """ConvTranspose of any rank, with any groups. Its weight is (input channels, output channels / groups, kernel).
 
+    x -> ConvTranspose(W, b) -> map    =    x -> ConvTranspose(W k, k (b - c) + t)
+    x -> map -> ConvTranspose(W, b)    =    x -> ConvTranspose(k W, b + sum W h)       kernel 1, stride 1, no padding, or h = 0
+
     z[g, o] = sum_i W[g, i, o] * x[g, i] (placed by stride and dilation, cut by pads) + b[g, o]
 
-Backward: W'[g, i, o] = W[g, i, o] scale[g, o] and the bias scale (b - center) + shift: the bias reaches
-every position, those that output_padding adds included.
-
-Forward: W'[g, i, o] = scale[g, i] W[g, i, o]. How many products meet at a position depends on the
-position, so an offset moves only when each meets exactly one: kernel 1, stride 1, nothing padded.
+Behind it the bias reaches every position, those that output_padding adds included. In front of it the number of products
+that meet depends on the position, so an offset moves only where each position has exactly one.
 """
 
 from __future__ import annotations
@@ -57,4 +57,13 @@ def _pointwise(node: ir.Node, weight: Described) -> bool:
     return plain and ones and zeros and all(size == 1 for size in weight.shape[2:])
 
 
-RULE = Rule("conv_transpose", ("ConvTranspose",), backward, forward)
+RULE = Rule(
+    "conv_transpose",
+    ("ConvTranspose",),
+    backward,
+    forward,
+    into="transposed convolutions",
+    forms="ConvTranspose, groups",
+    behind="W'[g,i,o] = W[g,i,o] k[g,o], b' as above",
+    front="W' = k W; an offset needs a 1x1 kernel, stride 1, no padding",
+)

@@ -1,14 +1,13 @@
-"""DeformConv (opset 19 and 22), and MMCV's MMCVDeformConv2d and MMCVModulatedDeformConv2d: linear in their weights, whatever
-their offsets and masks are.
+"""DeformConv (opset 19 and 22), and MMCV's MMCVDeformConv2d and MMCVModulatedDeformConv2d.
 
-    x, offset, mask -> DeformConv(W, b) -> map        =        x, offset, mask -> DeformConv(k W, k (b - c) + t)
+    x, offset, mask -> DeformConv(W, b) -> map    =    x, offset, mask -> DeformConv(k W, k (b - c) + t)
+    x -> k x -> DeformConv(W, b)                  =    x -> DeformConv(W k, b)
 
     z[g, o] = sum_j W[g, o, j] * m[j] * x[g](position j + offset j) + b[g, o]
 
-with g the group, o the output channel in the group, j input channel in the group and kernel position.
-
-Backward as a Conv; MMCVDeformConv2d has no bias, so it takes a scale only. Forward a scale only, and only at the data:
-outside of them a zero is read.
+with g the group, o the output channel in the group, j input channel in the group and kernel position: linear in W and b,
+whatever offset and mask are. MMCVDeformConv2d has no bias, so it takes only a scale. In front of the data only a scale
+moves, since a zero is read outside of them.
 """
 
 from __future__ import annotations
@@ -68,4 +67,14 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
     search.plan.scale(node, own.weight, affine.scale.reshape(columns), f"{node.op_type} weight", view)
 
 
-RULE = Rule("deform_conv", tuple(_OPERATORS), backward, forward, domains=("", "mmcv", "mmdeploy"))
+RULE = Rule(
+    "deform_conv",
+    tuple(_OPERATORS),
+    backward,
+    forward,
+    domains=("", "mmcv", "mmdeploy"),
+    into="deformable convolutions",
+    forms="DeformConv; MMCVDeformConv2d, MMCVModulatedDeformConv2d of mmcv and mmdeploy",
+    behind="as `conv`, whatever offset and mask are; MMCVDeformConv2d has no bias",
+    front="W' = W k; zeros are read outside of the data, so no offset",
+)

@@ -1,11 +1,14 @@
 """DepthToSpace and SpaceToDepth with blocks of b x b.
 
+    x -> DepthToSpace -> map (C)          =    x -> map repeated b^2 times (C b^2) -> DepthToSpace
+    x -> map (C) -> SpaceToDepth          =    x -> SpaceToDepth -> map repeated b^2 times (C b^2)
+
 DepthToSpace, mode CRD: output channel c comes from the input channels c b^2 ... c b^2 + b^2 - 1;
 mode DCR: from c, C + c, 2 C + c, ... with C the number of output channels. A map of the output is the map
 of the input with each channel repeated, or with all channels repeated as a block.
 
-SpaceToDepth spreads channel c to the channels that these modes name, CRD from opset 28 on: forward, the map is
-repeated in the same way. The other directions would need a map that is equal on all channels that come together: not followed.
+SpaceToDepth spreads channel c to the channels that these modes name, CRD from opset 28 on. The other directions would need a
+map that is equal on all channels that come together: not followed.
 """
 
 from __future__ import annotations
@@ -52,4 +55,12 @@ def _check(node: ir.Node, axis: int) -> tuple[ir.Value, int]:
     return value, block * block
 
 
-RULE = Rule("depth_to_space", ("DepthToSpace", "SpaceToDepth"), backward, forward)
+RULE = Rule(
+    "depth_to_space",
+    ("DepthToSpace", "SpaceToDepth"),
+    backward,
+    forward,
+    forms="DepthToSpace, SpaceToDepth",
+    behind="DepthToSpace: channels repeated (CRD) or tiled (DCR)",
+    front="SpaceToDepth: repeated or tiled",
+)

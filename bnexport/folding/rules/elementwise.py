@@ -1,24 +1,19 @@
-"""Add, Sub, Sum, Mul, Div and Neg between a map and its place. k: scale, c: center, t: shift, h: offset, along one axis.
+"""Add, Sub, Sum, Mul, Div and Neg between a map and its place, along one axis.
 
-Backward:
-
-    k (u + v - c) + t = [k (u - c) + t] + [k v]          one operand takes the shift, every one the scale
+    k (u + v - c) + t = [k (u - c) + t] + [k v]          behind a sum: one operand takes the shift, each the scale
     k (u - v - c) + t = [k (u - c) + t] - [k v]
-    k (u * v)         = [k u] * v = u * [k v]            a scale goes into either operand
+    k (u * v)         = [k u] * v = u * [k v]            behind a product: either operand takes a scale
     k (u / v)         = [k u] / v
     k (-u - c) + t    = -[k (u + c) - t]
+    (k u + h) + d     = k (u + (d + h) / k)              in front: constants d, one of which takes the shift
+    (u + h) + v       = (u + v) + h                      a shift passes a sum
+    (k u) * v         = k (u * v),  (k u) / v = k (u / v)
+    -(k u + h)        = k (-u) - h
 
-A constant operand takes its share in place, if it stays as small as it was or as the channels; the
-other operands take only the scale. A shift alone (k = 1) goes into one operand of a sum, the others stay.
-Operands of different rank do not share the axis, and one that is broadcast along it has other channels: refused,
-since its values would be more than they were, for all that declares or asks their sizes.
-
-Forward, u being the mapped operand:
-
-    (k u + h) + d = k (u + (d + h) / k)                  d constants, one of which takes the shift
-    (u + h) + v = (u + v) + h                            a shift passes a sum
-    (k u) * v = k (u * v),  (k u) / v = k (u / v)        a scale passes a product
-    -(k u + h) = k (-u) - h
+A constant operand takes its share in place if it stays as small as it was or as the channels; the other operands take only
+the scale. A shift alone (k = 1) goes into one operand of a sum, the others stay. Operands of different rank do not share the
+axis, and one that is broadcast along it has other channels: refused, since its values would be more than they were, for all
+that declares or asks their sizes.
 """
 
 from __future__ import annotations
@@ -209,4 +204,14 @@ def _aligned(vector: np.ndarray, axis: int, rank: int) -> np.ndarray:
     return vector.reshape(-1, *[1] * (rank - axis - 1))
 
 
-RULE = Rule("elementwise", (*SUMS, "Mul", "Div", "Neg"), backward, forward)
+RULE = Rule(
+    "elementwise",
+    (*SUMS, "Mul", "Div", "Neg"),
+    backward,
+    forward,
+    into="sums and products",
+    forms="Add, Sub, Sum, Mul, Div, Neg",
+    behind="all operands of a sum take k, one takes the shift; a shift alone goes into one; a product passes a scaling; "
+    "Neg passes, its shift negated",
+    front="d + (k u + h) = k (u + (d + h) / k), d constants; sums pass a shift, products a scaling, Neg both",
+)

@@ -1,11 +1,11 @@
 """Gather, Expand and Tile: rows of a constant table (an embedding), a choice of channels or of other slices, and copies.
 
-    Gather(T, i) -> map        =        Gather(k T + h, i)              the map along another axis of the table
-    Gather(x, constant i)               channel j of the result has the map of channel i[j] of x, and the other way round
-    x -> Expand -> map        =        x -> map -> Expand              where the channels are as many before and behind
+    Gather(T, i) -> map       =    Gather(k T + h, i)              the map along another axis of the table
+    Gather(x, 2 0 1) -> map   =    map in the order 2 0 1 -> Gather
+    x -> Expand -> map        =    x -> map -> Expand              where the channels are as many before and behind
 
 Backward through a choice of channels, x gets the identity where no index points, and an index may be there once.
-A table that somebody else reads would have to be there twice: it stays.
+A table that another node reads would have to be there twice: it stays.
 """
 
 from __future__ import annotations
@@ -144,4 +144,14 @@ def _of_channels(node: ir.Node, axis: int, affine: ChannelAffine, context: Conte
     return axis
 
 
-RULE = Rule("gather", ("Gather", "Expand", "Tile"), backward, forward)
+RULE = Rule(
+    "gather",
+    ("Gather", "Expand", "Tile"),
+    backward,
+    forward,
+    into="embedding tables",
+    forms="Gather, Expand, Tile",
+    behind="a constant table takes it: T' = k T + h; a choice of channels passes the map of those that are chosen, each once; "
+    "copies pass it",
+    front="each chosen channel its own; copies pass it",
+)

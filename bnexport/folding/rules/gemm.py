@@ -1,13 +1,10 @@
 """Gemm: Z = alpha * A' B' + beta * C, with A' (M, K), B' (K, N) and C that broadcasts to (M, N).
 
-Backward, along N (axis 1): B'' = B' diag(scale), and for C one value whatever beta was:
+    Gemm(A, B, C) -> map along N    =    Gemm(A, B k, k (beta C - c) + t)        beta becomes 1
+    map along K -> Gemm(A, B, C)    =    Gemm(A, k B, beta C + alpha h B)        beta becomes 1
 
-    beta'' = 1,   C'' = scale * (beta * C - center) + shift
-
-of the shape to which C and N broadcast, so that every legal shape of C stays legal. (Before opset 7 a
-smaller C needs the attribute broadcast.)
-
-Forward, A' = A0' diag(scale) + offset along K: B'' = diag(scale) B', C'' = beta * C + alpha * offset B'.
+The new C has the shape to which C and N broadcast, so that every legal shape of C stays legal. (Before opset 7 a smaller C
+needs the attribute broadcast.)
 """
 
 from __future__ import annotations
@@ -91,4 +88,13 @@ def _set_constant(node: ir.Node, values: np.ndarray, size: np.ndarray, dtype: np
         search.plan.set_attribute(node, ir.AttrInt64("broadcast", 1))
 
 
-RULE = Rule("gemm", ("Gemm",), backward, forward)
+RULE = Rule(
+    "gemm",
+    ("Gemm",),
+    backward,
+    forward,
+    into="linear layers",
+    forms="Gemm, all transposes, alpha, beta",
+    behind="B' = B k, beta' = 1, C' = k (beta C - c) + t, any legal shape of C",
+    front="B' = k B, C' = beta C + alpha h B",
+)

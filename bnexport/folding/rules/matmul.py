@@ -1,17 +1,19 @@
-"""MatMul with one constant operand: Z = X W (W (..., K, N)) or Z = W X (W (..., M, K)), batched by broadcasting.
+"""MatMul and Einsum with one constant operand.
 
-Backward: the map acts on N, the last axis of X W, or on M, the last but one of W X; the scale goes into
-W along that axis. MatMul has no bias, so a shift needs a place behind it (the engine leaves an Add).
+    X W -> map along N    =    X (W k)              W (..., K, N); in W X the last axis but one
+    map along K -> X W    =    X (k W) + h W
+    Einsum(X, W) -> map   =    Einsum(X, W k)       the axis of W with the letter that the map acts on
 
-Forward: the map acts on K: W' has its K axis scaled, and the product gains the constant vector
-offset W (length N) or W offset (length M). It is added to the constant of an Add that alone reads the
-product, or by an Add of its own; a W with batch axes has no single such vector.
+There is no bias. So a shift behind needs a place of its own (the engine leaves an Add), and h W is added to the constant of an
+Add that alone reads the product, or by an Add of its own. A W of more than two axes has no single such vector.
 
-A map on another axis - as after a Transpose or Reshape that nobody followed - is never folded, whether
-or not the sizes happen to agree.
+A map along another axis, as after a Transpose or Reshape that nobody followed, is never folded, whether or not the sizes
+happen to agree.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -23,44 +25,59 @@ from bnexport.folding.placing.search import Rule, Search
 from bnexport.folding.reading.elementwise import data_and_constants
 from bnexport.folding.reading.site import sole_use
 from bnexport.graph.constants import Described
-from bnexport.graph.nodes import input_at, is_standard, only_attributes
+from bnexport.graph.nodes import input_at, is_standard, label, only_attributes
 from bnexport.graph.refusal import Refused
+
+# One for each axis of "...", counted from the last.
+_BATCH = "0123456789"
+
+
+class _Product(NamedTuple):
+    """constant: the place of the weight. letters: one for each axis, of the data, of the weight and of the result."""
+
+    constant: int
+    weight: Described
+    letters: tuple[str, str, str]
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
-    constant, weight, rank = _check(node, search.context)
-    place, in_weight = (rank - 1, weight.ndim - 1) if constant == 1 else (rank - 2, weight.ndim - 2)
-    if axis != place:
-        raise Refused("axis", f"the map acts on axis {axis} of rank {rank}, the MatMul weight on axis {place}")
-    if weight.shape[in_weight] != affine.channels:
-        raise Refused("shape", f"MatMul makes {weight.shape[in_weight]} channels, the map has {affine.channels}")
+    constant, weight, (_, own, made) = _read(node, search.context)
+    in_weight = _along(own, made, axis, weight, affine, node)
     if not affine.is_scaling:
-        raise Refused("shift", "MatMul has no bias to take the shift")
-    search.plan.scale(node, constant, along(affine.scale, in_weight, weight.ndim), "MatMul weight")
+        raise Refused("shift", f"{node.op_type} has no bias to take the shift")
+    search.plan.scale(node, constant, along(affine.scale, in_weight, weight.ndim), f"{node.op_type} weight")
 
 
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
-    constant, weight, rank = _check(node, search.context)
+    constant, weight, (read, own, made) = _read(node, search.context)
     if index == constant:
-        raise Refused("not-data", "the map reaches the constant of a MatMul")
-    data = input_at(node, index)
-    assert data is not None
-    data_rank = search.context.rank(data)
-    if data_rank is None or data_rank < 2:
-        raise Refused("rank", "the rank of the MatMul's data is not known or below 2")
-    place, in_weight = (data_rank - 1, weight.ndim - 2) if constant == 1 else (data_rank - 2, weight.ndim - 1)
-    if axis != place:
-        raise Refused("axis", f"the map acts on axis {axis} of rank {data_rank}, MatMul sums over axis {place}")
-    if weight.shape[in_weight] != affine.channels:
-        raise Refused("shape", f"MatMul sums over {weight.shape[in_weight]} channels, the map has {affine.channels}")
+        raise Refused("not-data", f"the map reaches the constant of {label(node)}")
+    in_weight = _along(own, read, axis, weight, affine, node)
     if not affine.is_scaling:
-        if weight.ndim != 2:
-            raise Refused("shift", "the shift would differ between the batches of a MatMul weight")
+        summed = set(read) - set(made)
+        if weight.ndim != 2 or summed != {read[axis]} or own[1 - in_weight] not in made:
+            raise Refused("shift", f"the shift is not one number for each channel of the result of {label(node)}")
         offset = along(affine.offset, in_weight, 2)
-        vector, size = search.plan.sums(node, constant, offset, weight.shape, (1 - in_weight,), "MatMul weight")
-        out_axis = rank - 1 if constant == 1 else rank - 2
-        _place_shift(node, vector, size, out_axis, rank, weight.dtype, search)
-    search.plan.scale(node, constant, along(affine.scale, in_weight, weight.ndim), "MatMul weight")
+        vector, size = search.plan.sums(
+            node, constant, offset, weight.shape, (1 - in_weight,), f"{node.op_type} weight"
+        )
+        _place_shift(node, vector, size, made.index(own[1 - in_weight]), len(made), weight.dtype, search)
+    search.plan.scale(node, constant, along(affine.scale, in_weight, weight.ndim), f"{node.op_type} weight")
+
+
+def _along(own: str, other: str, axis: int, weight: Described, affine: ChannelAffine, node: ir.Node) -> int:
+    """Return the axis of the weight that is `axis` of the other value. Raises Refused where none is, or of another size."""
+    if other[axis] not in own:
+        raise Refused(
+            "axis", f"the map acts on axis {axis} of rank {len(other)}, which the {node.op_type} weight does not share"
+        )
+    shared = own.index(other[axis])
+    if weight.shape[shared] != affine.channels:
+        size = weight.shape[shared]
+        raise Refused(
+            "shape", f"axis {shared} of the {node.op_type} weight has {size} channels, the map has {affine.channels}"
+        )
+    return shared
 
 
 def _place_shift(
@@ -82,19 +99,47 @@ def _place_shift(
     search.plan.add_behind(node, Addend(vector, axis, rank, dtype))
 
 
-def _check(node: ir.Node, context: Context) -> tuple[int, Described, int]:
-    """Return the index of the constant input, its value, and the rank of the product."""
-    only_attributes(node, ())
-    constant = [context.constants.is_constant(input_at(node, index)) for index in (0, 1)]
-    if constant[0] == constant[1]:
-        raise Refused("not-constant", "no operand, or both, of the MatMul is constant")
-    index = 0 if constant[0] else 1
-    weight = context.constants.describe(input_at(node, index), "MatMul weight")
-    data = input_at(node, 1 - index)
-    data_rank = None if data is None else context.rank(data)
-    if weight.ndim < 2 or data_rank is None or data_rank < 2:
-        raise Refused("rank", "the ranks of the MatMul's operands are not known or below 2")
-    return index, weight, max(weight.ndim, data_rank)
+def _read(node: ir.Node, context: Context) -> _Product:
+    """Raises Refused where no operand, or both, are constant, or the axes are not known."""
+    only_attributes(node, ("equation",) if node.op_type == "Einsum" else ())
+    constant = [context.constants.is_constant(each) for each in node.inputs]
+    if sorted(constant) != [False, True]:
+        raise Refused("not-constant", f"no operand, or both, of {label(node)} is constant")
+    place = constant.index(True)
+    weight = context.constants.describe(input_at(node, place), f"{node.op_type} weight")
+    data = input_at(node, 1 - place)
+    rank = None if data is None else context.rank(data)
+    if rank is None or (node.op_type == "MatMul" and min(rank, weight.ndim) < 2):
+        raise Refused("rank", f"the ranks of the operands of {label(node)} are not known or below 2")
+    letters = _letters(node, (weight.ndim, rank) if place == 0 else (rank, weight.ndim))
+    return _Product(place, weight, (letters[1 - place], letters[place], letters[2]))
 
 
-RULE = Rule("matmul", ("MatMul",), backward, forward)
+def _letters(node: ir.Node, ranks: tuple[int, int]) -> list[str]:
+    """Return the letters of both operands and of the result. Raises Refused for a diagonal or axes that an ellipsis sums."""
+    equation = "...ij,...jk->...ik"
+    if node.op_type == "Einsum":
+        equation = node.attributes["equation"].as_string().replace(" ", "")
+    operands, _, made = equation.partition("->")
+    parts = operands.split(",")
+    spare = [rank - len(part.replace("...", "")) for rank, part in zip(ranks, parts, strict=False)]
+    fits = all(count in range(11 if "..." in part else 1) for count, part in zip(spare, parts, strict=False))
+    if len(parts) != 2 or not made or not fits or ("..." in operands) != ("..." in made):
+        raise Refused("unknown-mode", f"{label(node)} has an equation of another form: {equation}")
+    counts = [*spare, max(spare)]
+    letters = [part.replace("...", _BATCH[10 - n :]) for part, n in zip([*parts, made], counts, strict=True)]
+    if any(len(set(each)) != len(each) for each in letters):
+        raise Refused("unknown-mode", f"{label(node)} takes a diagonal: {equation}")
+    return letters
+
+
+RULE = Rule(
+    "matmul",
+    ("MatMul", "Einsum"),
+    backward,
+    forward,
+    into="matrix products",
+    forms="MatMul with one constant, either side, batched; Einsum of one constant, as `bi,io->bo`",
+    behind="W' = W k along the mapped axis; the shift becomes an Add",
+    front="W' = k W; h W goes into the Add behind, or a new one",
+)

@@ -1,7 +1,7 @@
 """BatchNormalization, InstanceNormalization, LayerNormalization, GroupNormalization and RMSNormalization take a map in their
 own scale and bias.
 
-    x -> norm(s, b) -> map        =        x -> norm(k s, k (b - c) + t)
+    x -> norm(s, b) -> map    =    x -> norm(k s, k (b - c) + t)
 
     y = s * normalised(x) + b
 
@@ -95,5 +95,20 @@ def _batch_norm_backward(node: ir.Node, axis: int, affine: ChannelAffine, search
         search.plan.replace(node, index, values, dtype, "batch norm parameter", magnitude)
 
 
-BATCH_NORM = Rule("batch_norm", ("BatchNormalization",), _batch_norm_backward)
-RULE = Rule("normalization", tuple(_ATTRIBUTES), backward)
+BATCH_NORM = Rule(
+    "batch_norm",
+    ("BatchNormalization",),
+    _batch_norm_backward,
+    into="other batch norms",
+    forms="BatchNormalization that stays",
+    behind="s' = k s, b' = k (b - c) + t",
+    front="(neighbours join the site)",
+)
+RULE = Rule(
+    "normalization",
+    tuple(_ATTRIBUTES),
+    backward,
+    into="normalisations",
+    forms="InstanceNormalization, LayerNormalization, RMSNormalization, GroupNormalization from opset 21",
+    behind="s' = k s, b' = k (b - c) + t; RMSNormalization only a scaling",
+)

@@ -1,7 +1,9 @@
 """Pad of the positions within a channel.
 
+    x -> Pad -> map    =    x -> map -> Pad        zeros: h = 0
+
 The modes reflect, edge and wrap repeat values of the channel, and cropping removes some: any map passes.
-A constant is not mapped, so behind zeros only a scaling passes, since k 0 = 0.
+A constant is not mapped, so through zeros only a scaling passes, since k 0 = 0.
 """
 
 from __future__ import annotations
@@ -48,4 +50,12 @@ def _check(node: ir.Node, axis: int, affine: ChannelAffine, context: Context) ->
     return value
 
 
-RULE = Rule("pad", ("Pad",), backward, forward)
+RULE = Rule(
+    "pad",
+    ("Pad",),
+    backward,
+    forward,
+    forms="Pad",
+    behind="reflect, edge, wrap and cropping pass any map; zeros a scaling",
+    front="as backward",
+)

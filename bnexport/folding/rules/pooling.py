@@ -1,10 +1,13 @@
 """Pooling of positions within a channel.
 
-Means:  mean(k x + b) = k mean(x) + b. Where padding zeros are counted, or a window may hang over the
-        border (ceil_mode, whose divisor runtimes do not agree on), b would be divided wrongly: only a scale.
-Sums:   sum(k x) = k sum(x); how often b would be added depends on the sizes: only a scale.
-Maxima: max(k x + b) = k max(x) + b for k > 0: order is kept, and padding is -infinity on both sides.
-        For k <= 0 the maximum becomes a minimum: refused.
+    x -> mean -> map         =    x -> map -> mean
+    x -> sum -> scale        =    x -> scale -> sum
+    x -> maximum -> map      =    x -> map -> maximum        k > 0
+
+Means:  where padding zeros are counted, or a window may hang over the border (ceil_mode, whose divisor runtimes do not agree
+        on), the offset would be divided wrongly: only a scale.
+Sums:   how often an offset would be added depends on the sizes: only a scale.
+Maxima: for k > 0 order is kept, and padding is -infinity on both sides. For k <= 0 the maximum becomes a minimum: refused.
 
 A window of padding alone, which dilation allows, has a fixed value: 0, or the lowest number in a maximum. Where there
 may be one, a maximum passes no map and a mean only a scale.
@@ -127,4 +130,12 @@ def _before_reduction(node: ir.Node, value: ir.Value, axis: int, context: Contex
     return axis
 
 
-RULE = Rule("pooling", (*_ATTRIBUTES, *_REDUCTIONS), backward, forward)
+RULE = Rule(
+    "pooling",
+    (*_ATTRIBUTES, *_REDUCTIONS),
+    backward,
+    forward,
+    forms="AveragePool, GlobalAveragePool, ReduceMean, ReduceSum, MaxPool, GlobalMaxPool",
+    behind="means pass; only a scaling where padding is counted, and through sums; maxima pass k > 0",
+    front="as backward",
+)

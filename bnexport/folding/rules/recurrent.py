@@ -1,6 +1,6 @@
 """LSTM, GRU and RNN take a map at their input sequence.
 
-    x -> map -> LSTM(W, R, [Wb, Rb])        =        x -> LSTM(W k, R, [Wb + W h, Rb])
+    x -> map -> LSTM(W, R, [Wb, Rb])    =    x -> LSTM(W k, R, [Wb + W h, Rb])
 
 Each gate reads W x + Wb before anything else is done with it. The features are the last axis of x, in either layout.
 """
@@ -44,4 +44,13 @@ def _add_to_bias(node: ir.Node, affine: ChannelAffine, shape: tuple[int, ...], d
     search.plan.replace(node, 3, bias, dtype, f"{node.op_type} bias", magnitude)
 
 
-RULE = Rule("recurrent", ("LSTM", "GRU", "RNN"), None, forward)
+RULE = Rule(
+    "recurrent",
+    ("LSTM", "GRU", "RNN"),
+    None,
+    forward,
+    into="recurrent layers",
+    forms="LSTM, GRU, RNN",
+    behind="",
+    front="W' = W k, Wb' = Wb + W h",
+)

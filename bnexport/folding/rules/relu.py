@@ -1,9 +1,9 @@
 """Relu, LeakyRelu and PRelu: they keep the sign, so only a positive scale passes.
 
-    f(k x) = k f(x)        for k > 0
+    x -> Relu -> k y           =    x -> k x -> Relu                     k > 0
+    x -> k x + h -> Relu       =    x -> x + h / k -> Relu -> k y        k > 0
 
-Backward, k (f(x)) is f(k x). Forward, f(k x + h) = k f(x + h / k) lets the scale move on, through padding
-as well, where the shift finds a place before f (the engine splits the map).
+Forward, the scale moves on, through padding as well, where the shift finds a place before f (the engine splits the map).
 """
 
 from __future__ import annotations
@@ -46,4 +46,12 @@ def _check(node: ir.Node, affine: ChannelAffine, search: Search) -> ir.Value:
     return value
 
 
-RULE = Rule("relu", tuple(_ATTRIBUTES), backward, forward)
+RULE = Rule(
+    "relu",
+    tuple(_ATTRIBUTES),
+    backward,
+    forward,
+    forms="Relu, LeakyRelu, PRelu",
+    behind="passes a scaling with k > 0",
+    front="f(k x + h) = k f(x + h / k): k passes, h / k goes up",
+)

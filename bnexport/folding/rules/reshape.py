@@ -1,11 +1,12 @@
 """Operators that rearrange positions: Transpose, Reshape, Flatten, Squeeze, Unsqueeze.
 
+    x -> Reshape -> map along its channels    =    x -> map along the same channels -> Reshape
+
     y[p(i)] = x[i]
 
-A map along axis a of x is a map along one axis of y when that axis enumerates the same channels in the
-same order: the sizes before it multiply to the same number, and so do the sizes behind it. That is
-decided from sizes known as numbers or by name; equal sizes alone prove nothing (a Reshape of (N L, C)
-to (N, L, C) has L on axis 1, also where L = C).
+A map along axis a of x is a map along one axis of y when that axis enumerates the same channels in the same order: the sizes
+before it multiply to the same number, and so do the sizes behind it. That is decided from sizes known as numbers or by name;
+equal sizes alone prove nothing (a Reshape of (N L, C) to (N, L, C) has L on axis 1, also where L = C).
 
 Forward, (..., C, S, ...) may become (..., C S, ...): each channel's scale is repeated S times.
 
@@ -298,4 +299,12 @@ _TO_OUTPUT: dict[str, Callable[[ir.Node, ir.Value, int, Context], tuple[int, int
     "Unsqueeze": _unsqueeze_to_output,
 }
 
-RULE = Rule("reshape", tuple(_TO_INPUT), backward, forward)
+RULE = Rule(
+    "reshape",
+    tuple(_TO_INPUT),
+    backward,
+    forward,
+    forms="Transpose, Reshape, Flatten, Squeeze, Unsqueeze",
+    behind="passes, if one axis holds the channels on both sides; a channel shuffle (Reshape, Transpose, Reshape) moves it",
+    front="passes; (C, S) to C S repeats each channel S times",
+)

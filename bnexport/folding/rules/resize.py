@@ -1,8 +1,10 @@
 """Resize and Upsample of the positions within a channel.
 
+    x -> Resize -> map    =    x -> map -> Resize
+
 Nearest, linear and cubic interpolation form each value as sum_i w_i x_i with sum_i w_i = 1, so
 
-    sum_i w_i (k x_i + b) = k sum_i w_i x_i + b
+    sum_i w_i (k x_i + h) = k sum_i w_i x_i + h
 
 The crop mode tf_crop_and_resize writes a fixed value outside the image, and a resized channel axis mixes
 channels: both are refused.
@@ -89,4 +91,12 @@ def _keeps_axis(node: ir.Node, value: ir.Value, axis: int, context: Context) -> 
     return False
 
 
-RULE = Rule("resize", ("Resize", "Upsample"), backward, forward)
+RULE = Rule(
+    "resize",
+    ("Resize", "Upsample"),
+    backward,
+    forward,
+    forms="Resize, Upsample; nearest, linear, cubic",
+    behind="passes (weights sum to 1)",
+    front="passes",
+)

@@ -1,10 +1,11 @@
 """Split and Slice: parts of a value.
 
-Along another axis than the channels' a part has all channels, and the map passes - backward only when no
-other part is read, since it would be mapped, too. Along the channels a part has some of them:
+    x -> Split along channels, part i -> map    =    x -> map of the channels of part i, identity elsewhere -> Split
+    x -> map -> Split along channels            =    x -> Split, part i -> its part of the map
+    x -> Slice along another axis -> map        =    x -> map -> Slice
 
-    forward    the part that holds the channels i has the map (k[i], c[i], t[i])
-    backward   the whole has the map on the channels i and the identity on the others
+Along another axis than the channels' a part has all channels, and the map passes - backward only when no
+other part is read, since it would be mapped, too.
 """
 
 from __future__ import annotations
@@ -115,4 +116,13 @@ def _slice(node: ir.Node, axis: int, rank: int, size: int | None, context: Conte
     return [] if size is None else [np.arange(size)[starts[place] : ends[place] : steps[place]]]
 
 
-RULE = Rule("split", ("Split", "Slice"), backward, forward, all_outputs=True)
+RULE = Rule(
+    "split",
+    ("Split", "Slice"),
+    backward,
+    forward,
+    all_outputs=True,
+    forms="Split, Slice",
+    behind="along the channels the other parts get the identity; along another axis only if no other part is read",
+    front="along the channels each part has its share",
+)

@@ -1,6 +1,8 @@
 """Operators that pass values on unchanged: Identity, Dropout in inference, Cast to the same type.
 
-f(k x + b) = k f(x) + b        for f(x) = x
+    x -> Identity -> map    =    x -> map -> Identity
+
+The same holds in the other direction.
 """
 
 from __future__ import annotations
@@ -53,4 +55,12 @@ def _check_dropout(node: ir.Node, context: Context) -> None:
         raise Refused("mask", f"the mask of {label(node)} is used")
 
 
-RULE = Rule("transparent", ("Identity", "Dropout", "Cast"), backward, forward)
+RULE = Rule(
+    "transparent",
+    ("Identity", "Dropout", "Cast"),
+    backward,
+    forward,
+    forms="Identity, Dropout in inference, Cast to its own type",
+    behind="passes",
+    front="passes",
+)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -252,6 +253,30 @@ def matmul(node: ir.Node, operands: list[Operand], version: int) -> list[Operand
     raise UnsupportedModelError(f"{node.op_type} of two values")
 
 
+def einsum(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
+    """Apply the equation to all rows of a form at once: they are one more axis of the data and of the result."""
+    equation = node.attributes["equation"].as_string().replace(" ", "")
+    terms, arrow, result = equation.partition("->")
+    parts = terms.split(",")
+    spare = next(letter for letter in string.ascii_letters if letter not in equation)
+    forms = [place for place, operand in enumerate(operands) if isinstance(operand, Form)]
+    if len(parts) != 2 or len(operands) != 2 or not arrow or len(forms) != 1:
+        raise UnsupportedModelError(f"{node.op_type} of other than one value and one constant, or without a result")
+    place = forms[0]
+    form, weight = operands[place], operands[1 - place]
+    if not isinstance(form, Form) or not isinstance(weight, Parameter) or weight.values.dtype != np.float64:
+        raise UnsupportedModelError(f"{node.op_type} of other numbers than floats")
+    rows = f"{spare}{parts[place]},{parts[1 - place]}->{spare}{result}"
+
+    def apply(block: np.ndarray, values: np.ndarray) -> np.ndarray:
+        try:
+            return np.asarray(np.einsum(rows, block, values))
+        except ValueError:
+            raise Misfit(f"{equation} of {block.shape[1:]} and {values.shape}") from None
+
+    return [_weighted(form, weight, apply)]
+
+
 def _check_matrix(form: Form, other: Parameter) -> None:
     if form.rank < 2 or other.values.ndim < 1 or other.values.dtype != np.float64:
         raise UnsupportedModelError("MatMul of a vector, or of other numbers than floats")
@@ -410,6 +435,7 @@ RULES: dict[str, Lemma] = {
     "ConvTranspose": Lemma(convolution, _WINDOW | {"output_padding", "output_shape"}),
     "Gemm": Lemma(gemm, frozenset(("alpha", "beta", "transA", "transB"))),
     "MatMul": Lemma(matmul),
+    "Einsum": Lemma(einsum, frozenset(("equation",))),
     "Dropout": Lemma(same, frozenset(("ratio", "seed", "is_test"))),
     "Cast": Lemma(same, frozenset(("to", "saturate", "round_mode"))),
     "Identity": Lemma(same),

@@ -1,4 +1,4 @@
-"""Operators that take a map in their parameters: deformable convolutions, normalisations, embeddings, recurrent layers."""
+"""Operators that take a map in their parameters: deformable convolutions, normalisations, embeddings, recurrent layers, Einsum."""
 
 from __future__ import annotations
 
@@ -138,6 +138,37 @@ LEAVES = {
         "u = Conv (x, w)\n s = Constant <value_ints = [2, 3]> ()\n z = ReduceSum (u, s)\n y = Mul (z, k_s)",
         {"w": (8, 6, 3, 3), "k_s": (8, 1, 1)}, "float[N,6,5,5] x", "float[N,8,1,1] y",
     ),
+    "einsum": Case(
+        f'u = Einsum <equation = "bi,io->bo"> (x, w)\n z = Add (u, b)\n {AFTER}',
+        {"w": (6, 8), "b": (8,), **P}, "float[N,6] x", "float[N,8] y",
+    ),
+    "einsum-weight-first": Case(
+        f'u = Einsum <equation = "oi,bihw->bohw"> (w, x)\n z = Add (u, b)\n {AFTER}',
+        {"w": (8, 6), "b": (8, 1, 1), **P}, "float[N,6,H,W] x",
+    ),
+    "einsum-heads": Case(
+        f'u = Einsum <equation = "bldh, hdo -> bol"> (x, w)\n z = Add (u, b)\n {AFTER}',
+        {"w": (3, 4, 8), "b": (8, 1), **P}, "float[N,L,4,3] x", "float[N,8,L] y",
+    ),
+    "einsum-ellipsis": Case(
+        f'u = Einsum <equation = "...i,oi->...o"> (x, w)\n t = Transpose <perm = [0, 2, 1]> (u)\n z = Add (t, b)\n {AFTER}',
+        {"w": (8, 6), "b": (8, 1), **P}, "float[N,L,6] x", "float[N,8,L] y",
+    ),
+    "einsum-channel-of-both": Case(
+        'z = Einsum <equation = "bchw,ck->bchk"> (x, w)\n y = Mul (z, k_s)',
+        {"w": (8, 5), "k_s": (8, 1, 1)}, "float[N,8,H,5] x", "float[N,8,H,5] y",
+    ),
+    "einsum-behind-a-scaling": Case(
+        'z = Mul (x, k_s)\n y = Einsum <equation = "bchw,ckw->bhk"> (z, w)',
+        {"w": (8, 3, 5), "k_s": (8, 1, 1)}, "float[N,8,H,5] x", "float[N,H,3] y",
+    ),
+    "einsum-below": Case(
+        f'{BEFORE}\n u = Einsum <equation = "bihw,oi->bhwo"> (z, w)\n y = Add (u, b)',
+        {"w": (4, 8), "b": (4,), **P}, X, "float[N,H,W,4] y",
+    ),
+    "einsum-below-alone": Case(
+        f'{BEFORE}\n y = Einsum <equation = "bi,io->bo"> (z, w)', {"w": (8, 4), **P}, "float[N,8] x", "float[N,4] y",
+    ),
 }  # fmt: skip
 STAYS = {
     "deform-shift-below": Case(
@@ -190,6 +221,28 @@ STAYS = {
     "summed-shift": Case(
         f"u = Conv (x, w)\n s = Constant <value_ints = [2, 3]> ()\n z = ReduceSum (u, s)\n {AFTER}\n",
         {"w": (8, 6, 3, 3), **P}, "float[N,6,5,5] x", "float[N,8,1,1] y",
+    ),
+    "einsum-diagonal": Case(
+        f'u = Einsum <equation = "bcc,co->boc"> (x, w)\n {AFTER.replace("(z", "(u")}',
+        {"w": (8, 8), **P}, "float[N,8,8] x", "float[N,8,8] y", left=1,
+    ),
+    "einsum-of-two": Case(
+        f'u = Einsum <equation = "bij,bjk->bik"> (x, v)\n {AFTER.replace("(z", "(u")}',
+        P, "float[N,8,5] x, float[N,5,8] v", "float[N,8,8] y", left=1,
+    ),
+    "einsum-of-three": Case(
+        f'u = Einsum <equation = "bi,io,o->bo"> (x, w, v)\n {AFTER.replace("(z", "(u")}',
+        {"w": (6, 8), "v": (8,), **P}, "float[N,6] x", "float[N,8] y", left=1,
+    ),
+    "einsum-implicit": Case(
+        f'u = Einsum <equation = "bi,io"> (x, w)\n {AFTER.replace("(z", "(u")}', {"w": (6, 8), **P}, "float[N,6] x", "float[N,8] y", left=1,
+    ),
+    "einsum-axis-of-the-data": Case(
+        f'u = Einsum <equation = "bchw,wk->bchk"> (x, w)\n {AFTER.replace("(z", "(u")}',
+        {"w": (8, 8), **P}, "float[N,8,H,8] x", "float[N,8,H,8] y", left=1,
+    ),
+    "einsum-shift-of-two-sums": Case(
+        f'{BEFORE}\n y = Einsum <equation = "bchw,cw->bh"> (z, w)', {"w": (8, 5), **P}, "float[N,8,H,5] x", "float[N,H] y", left=1,
     ),
     "lstm-of-time": Case(
         "z = BatchNormalization (x, p_s, p_b, p_m, p_v)\n y = LSTM <hidden_size = 4> (z, w, r)",

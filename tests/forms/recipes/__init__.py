@@ -21,6 +21,7 @@ RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(("DepthToSpace", "SpaceToDepth"), moving.blocks),
     "DeformConv": parametric.deform_conv,
     "Dropout": arithmetic.dropout,
+    "Einsum": arithmetic.einsum,
     "Expand": moving.expand,
     "Flatten": moving.flatten,
     "Gather": moving.gather,

@@ -187,6 +187,31 @@ def matmul(setting: Setting) -> Iterator[Case]:
             yield Case({}, (setting.floats(*each), DATA), words=(f"{list(each)} left",))
 
 
+def einsum(setting: Setting) -> Iterator[Case]:
+    """One equation for each way of an axis: summed, kept, of both operands, made by the weight, under an ellipsis."""
+    if not setting.rank:
+        return
+    data, shape = "abcdefg"[: setting.rank], setting.shape
+    last, first = data[-1], data[0]
+    for weight, own, made in (
+        (f"{last}z", (shape[-1], 3), data[:-1] + "z"),
+        (f"z{last}", (3, shape[-1]), "z" + data[:-1]),
+        (f"{last}{last}", (shape[-1], shape[-1]), data),
+        (last, (shape[-1],), data),
+        (last, (shape[-1],), data[:-1]),
+        (f"{first}{last}z", (shape[0], shape[-1], 2), f"z{first}"),
+        ("z", (2,), "z" + data),
+    ):
+        values = setting.floats(*own)
+        yield Case({"equation": f"{data},{weight}->{made}"}, (DATA, values), words=(weight, made))
+        yield Case({"equation": f"{weight},{data}->{made}"}, (values, DATA), words=(weight, made, "first"))
+    matrix = setting.floats(shape[-1], 4)
+    yield Case({"equation": f"...{last}, {last}z -> ...z"}, (DATA, matrix), words=("ellipsis",))
+    yield Case({"equation": f"{data},{last}z"}, (DATA, matrix), words=("implicit",))
+    yield Case({"equation": f"{data}->{data[::-1]}"}, (DATA,), words=("alone",))
+    yield Case({"equation": f"{data},{data}->{data}"}, (DATA, Other(shape)), words=("right computed",))
+
+
 def batch_normalization(setting: Setting) -> Iterator[Case]:
     if setting.rank < 2:
         return
