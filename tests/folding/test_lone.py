@@ -10,7 +10,7 @@ import pytest
 
 from bnexport.folding import fold
 from tests.folding.reading.test_decomposed import operators_of
-from tests.support.onnx_text import fold_and_check, model, operators
+from tests.support.onnx_text import batch_norm, fold_and_check, model, operators
 
 X = "float[N,6,H,W] x"
 CONV = {"w": (8, 6, 3, 3)}
@@ -84,6 +84,26 @@ def test_in_matrix_products() -> None:
         "g (float[N,L,6] x) => (float[N,L,4] y) { z = Add (x, b)\n y = MatMul (z, w) }", {"w": (6, 4), "b": (6,)}
     )
     assert operators_of(fold(alone)) == ["Add", "MatMul"]
+
+
+@pytest.mark.parametrize(("pads", "left"), [("[0,0,0,0]", 0), ("[1,1,1,1]", 1)])
+def test_gelu_written_out_stays_and_its_neighbours_fold(pads: str, left: int) -> None:
+    """Its last factor is a map as well, and goes with the batch norm behind it."""
+    gelu = (
+        "r = Constant <value_float = 1.4142135> ()\n o = Constant <value_float = 1.0> ()\n h = Constant <value_float = 0.5> ()\n"
+        " d = Div (n, r)\n e = Erf (d)\n f = Add (e, o)\n p = Mul (n, f)\n i = Mul (p, h)"
+    )
+    body = (
+        f"z = Conv (x, w)\n n = BatchNormalization (z, p_s, p_b, p_m, p_v)\n {gelu}\n"
+        f" m = BatchNormalization (i, q_s, q_b, q_m, q_v)\n y = Conv <pads = {pads}> (m, v)"
+    )
+    shapes = CONV | {"v": (4, 8, 3, 3)} | batch_norm("p", 8) | batch_norm("q", 8)
+    folded, result = fold_and_check(
+        model(f"g ({X}) => (float[N,4,A,B] y) {{ {body} }}", shapes), left=left, sizes={"H": 8, "W": 8}
+    )
+    kept = [each for each in operators(folded) if each != "Constant"]
+    assert kept == ["Conv", "Div", "Erf", "Add", "Mul", *["BatchNormalization"] * left, "Conv"]
+    assert {proof.method for proof in result.report.verification.sites} == {"proved"}
 
 
 def test_integers_and_what_was_skipped_are_left_alone() -> None:

@@ -74,6 +74,13 @@ class _Chain:
         names = [self.constant(scale.astype(np.float32)), self.floats(channels), self.floats(channels), var]
         self.add("BatchNormalization", [self.value, *names])
 
+    def gain(self) -> None:
+        """A positive scale of each channel, which activations pass."""
+        if len(self.shape) < 2:
+            raise Impossible
+        scale = self.generator.random((self.shape[1], *[1] * (len(self.shape) - 2))) + 0.5
+        self.add("Mul", [self.value, self.constant(scale.astype(np.float32))])
+
     def conv(self, size: int = 1) -> None:
         dims = len(self.shape) - 2
         if not 1 <= dims <= 3:

@@ -122,7 +122,7 @@ class Row:
 def judge(one: Trial, row: Row) -> Iterator[tuple[str, trial.Finding, list[onnx.ModelProto]]]:
     """Run one form in all its places; yield findings with the place and the models."""
     try:
-        result = _result(one, one.case)
+        result = computed(one, one.case)
     except Refused:
         row.not_run += 1
         return
@@ -148,7 +148,7 @@ def judge(one: Trial, row: Row) -> Iterator[tuple[str, trial.Finding, list[onnx.
             yield from _exchanged(one, row, place, proto)
 
 
-def _result(one: Trial, case: Case) -> Result:
+def computed(one: Trial, case: Case) -> Result:
     bare, inputs = placements.bare(one.op_type, case, one.shape, one.opset)
     output = np.asarray(run(bare, inputs)[0])
     return Result(output.shape, output.dtype)
@@ -159,7 +159,7 @@ def _exchanged(
 ) -> Iterator[tuple[str, trial.Finding, list[onnx.ModelProto]]]:
     """Put another form of the same operator in the place of this one, all else equal."""
     try:
-        result = _result(one, one.sibling)
+        result = computed(one, one.sibling)
         other = placements.build(one.op_type, one.sibling, place, one.shape, result, one.opset, one.seed)
         found = list(trial.exchange(proto, other, one.shape))
     except (Impossible, Refused):

@@ -121,14 +121,23 @@ class Trial:
         result = bnexport.export(model, x, path, exporter=exporter)
         seconds = time.perf_counter() - begin
         report = result.report
+        restated = self._restated(path, folder / f"restated_{exporter}.onnx") if report.after.batch_norm else {}
         return {
             **_described(path, seconds),
             **self._judged(path),
+            **restated,
             "notes": [note[:300] for note in result.notes],
             "verification": result.verification.status,
             "kept": [[site.outcome, site.op_type, site.reason[:300]] for site in report.kept][:40],
             "batch_norms_kept": report.after.batch_norm,
         }
+
+    def _restated(self, path: Path, target: Path) -> dict[str, Any]:
+        """The same file with a depthwise 1x1 Conv for each batch norm that is left."""
+        verification = bnexport.fold(path, target, leftover="conv").report.verification
+        proved = sum(site.method == "proved" for site in verification.sites)
+        verdict = {"verification": verification.status, "proved": proved, "sites": len(verification.sites)}
+        return {"restated": {**_described(target, 0.0), **self._judged(target), **verdict}}
 
     def _kept(self, model: nn.Module, x: torch.Tensor, folder: Path, exporter: str) -> dict[str, Any]:
         path, folded = folder / f"kept_{exporter}.onnx", folder / f"folded_{exporter}.onnx"

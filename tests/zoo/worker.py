@@ -45,7 +45,9 @@ def warm() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for exporter in EXPORTERS:
             net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
-            bnexport.export(net, torch.randn(2, 3, 8, 8), Path(folder, "a.onnx"), exporter=exporter, verify=False)
+            bnexport.export(
+                net, torch.randn(2, 3, 8, 8), Path(folder, f"{exporter}.onnx"), exporter=exporter, verify=False
+            )
     gc.collect()
     gc.freeze()  # the objects of seven libraries need not be visited again in each fork
 

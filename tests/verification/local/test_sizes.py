@@ -14,7 +14,7 @@ from onnx import numpy_helper
 from bnexport.folding import verify
 from bnexport.folding.rules import ALL
 from bnexport.verification.comparison import compare_output
-from tests.verification.local.test_mutants import MODELS, folded
+from tests.verification.local.test_mutants import MODELS, folded, of_rule
 
 SIZES = ("N", "H", "W", "L")
 # Half types have few runs in ONNX Runtime's CPU kernels.
@@ -40,9 +40,9 @@ def session(proto: onnx.ModelProto) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def compared(name: str, count: int) -> tuple[int, set[str]]:
+def compared(name: str, proto: onnx.ModelProto, count: int) -> tuple[int, set[str]]:
     """Prove the fold of one model with free sizes, then run both at `count` random ones; those that ran, and the rules."""
-    source = with_free_sizes(FREE[name])
+    source = with_free_sizes(proto)
     good, report = folded(source)
     verdict = verify(source, good, report=report)
     assert verdict.status != "failed", (name, verdict)
@@ -71,15 +71,15 @@ def compared(name: str, count: int) -> tuple[int, set[str]]:
 
 @pytest.mark.parametrize("name", ["resize", "max-pool", "transposed"])
 def test_some_sizes(name: str) -> None:
-    assert compared(name, 4)[0]
+    assert compared(name, FREE[name], 4)[0]
 
 
 @pytest.mark.slow
 def test_fifty_sizes_for_each_rule() -> None:
     ran: Counter[str] = Counter()
     proved = 0
-    for name in FREE:
-        count, rules = compared(name, 50)
+    for name, source in {**FREE, **{rule.name: of_rule(rule) for rule in ALL}}.items():
+        count, rules = compared(name, source, 50)
         ran.update(dict.fromkeys(rules, count))
         proved += count > 0
     print(f"{proved} of {len(FREE)} models with free sizes, runs by rule: {dict(ran)}")
