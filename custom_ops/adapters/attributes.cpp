@@ -10,146 +10,120 @@ namespace bnexport::adapters {
 
 namespace {
 
-std::string expected_kind(const schema::Attribute& a) {
-  return a.kind == schema::Kind::kInts ? "a list of ints" : std::string("a single ") + kind_name(a.kind);
-}
+struct Reader {
+  ort::Api api;
+  const ort::KernelInfo* info;
+  const std::string& where;
+  const schema::Attribute& a;
 
-std::string digits(float value) {
-  char buffer[32];
-  std::snprintf(buffer, sizeof(buffer), "%.9g", static_cast<double>(value));
-  return std::isnan(value) ? "nan" : buffer;
-}
+  [[noreturn]] void refuse(const std::string& got, const std::string& expected) const {
+    throw NodeError(where + ": attribute '" + a.name + "'" + got + ", expected " + expected);
+  }
 
-std::string node_name(ort::Api api, const ort::KernelInfo* info) {
-  size_t size = 0;
-  check(api, ort::InfoNodeName::call(api, info, nullptr, &size));
-  std::string name(size, '\0');
-  if (size > 0) check(api, ort::InfoNodeName::call(api, info, name.data(), &size));
-  name.resize(size > 0 ? size - 1 : 0);  // the size counts the terminating zero
-  return name;
-}
+  // Whether the node has it, from the status of reading it.
+  bool present(ort::Status* status) const {
+    if (status == nullptr) return true;
+    const std::string message = message_of(api, status);
+    const bool missing = message.find("No attribute with") != std::string::npos;
+    if (missing && !a.required) return false;
+    const std::string kind =
+        a.kind == schema::Kind::kInts ? "a list of ints" : std::string("a single ") + kind_name(a.kind);
+    refuse(missing ? " is missing" : ": got a value of another type", missing ? kind : kind + " (" + message + ")");
+  }
+
+  Setting number() const {
+    const bool is_real = a.kind == schema::Kind::kFloat;
+    Setting read{false, is_real ? static_cast<double>(static_cast<float>(a.number)) : a.number, {}, {}};
+    float real = 0;
+    int64_t integer = 0;
+    if (present(is_real ? ort::AttributeFloat::call(api, info, a.name, &real)
+                        : ort::AttributeInt::call(api, info, a.name, &integer))) {
+      read.number = is_real ? static_cast<double>(real) : static_cast<double>(integer);
+      if (!(read.number >= a.least && read.number <= a.most)) {
+        char digits[32];
+        std::snprintf(digits, sizeof(digits), "%.9g", read.number);
+        const auto bound = [](double value) { return std::to_string(static_cast<int64_t>(value)); };
+        refuse(": got " + (!is_real           ? std::to_string(integer)
+                           : std::isnan(real) ? "nan"
+                                              : std::string(digits)),
+               a.expected != nullptr ? a.expected
+               : is_real             ? "a number"
+                                     : "a number within [" + bound(a.least) + ", " + bound(a.most) + "]");
+      }
+    }
+    read.given = !std::isnan(read.number);
+    return read;
+  }
+
+  // `count` numbers, or one or two when that is 0.
+  Setting integers(size_t count) const {
+    Setting read;
+    size_t size = 0;
+    read.given = present(ort::AttributeInts::call(api, info, a.name, nullptr, &size));
+    read.integers.resize(size);
+    if (size > 0) check(api, ort::AttributeInts::call(api, info, a.name, read.integers.data(), &size));
+    bool within = count > 0 ? size == count : size == 1 || size == 2;
+    for (const int64_t value : read.integers) within = within && value >= a.least && value <= a.most;
+    if (!within) {
+      refuse(": got " + adapters::text(read.integers), (count > 0 ? std::to_string(count) : "1 or 2") +
+                                                           " numbers within [" +
+                                                           std::to_string(static_cast<int64_t>(a.least)) + ", 2^31)");
+    }
+    return read;
+  }
+
+  Setting text() const {
+    Setting read{true, 0, a.text, {}};
+    if (a.allowed_texts == nullptr) {
+      // MMCV writes the group's number as an int: its name is the number in decimal.
+      int64_t integer = 0;
+      ort::Status* const status = ort::AttributeInt::call(api, info, a.name, &integer);
+      if (status == nullptr) return {true, 0, std::to_string(integer), {}};
+      ort::ReleaseStatus::call(api, status);
+    }
+    size_t size = 0;
+    if (present(ort::AttributeString::call(api, info, a.name, nullptr, &size))) {
+      read.text.assign(size, '\0');
+      if (size > 0) check(api, ort::AttributeString::call(api, info, a.name, read.text.data(), &size));
+      read.text.resize(size > 0 ? size - 1 : 0);  // the size counts the terminating zero
+    }
+    if (a.allowed_texts == nullptr) return read;
+    std::string allowed;
+    for (size_t i = 0; a.allowed_texts[i] != nullptr; ++i) {
+      read.number = static_cast<double>(i);
+      if (read.text == a.allowed_texts[i]) return read;
+      allowed += (i > 0 ? ", '" : "'") + std::string(a.allowed_texts[i]) + "'";
+    }
+    refuse(": got '" + read.text + "'", "one of " + allowed);
+  }
+};
 
 }  // namespace
 
-AttributeReader::AttributeReader(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op)
-    : api_(api),
-      info_(info),
-      op_(op),
-      node_(node_name(api, info)),
-      where_(std::string(op.name) + " node '" + node_ + "'") {}
+Settings::Settings(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, const std::string& where)
+    : op_(op), settings_(op.attributes.size) {
+  const schema::Attribute* const strides = op.find("strides");
+  const auto read = [&](const schema::Attribute& a) {
+    const Reader reader{api, info, where, a};
+    Setting& setting = settings_[static_cast<size_t>(&a - op.attributes.begin())];
+    switch (a.kind) {
+      case schema::Kind::kInts:
+        setting = reader.integers(a.count > 0 || &a == strides ? a.count : integers("strides").size());
+        break;
+      case schema::Kind::kString: setting = reader.text(); break;
+      default: setting = reader.number();
+    }
+  };
+  if (strides != nullptr) read(*strides);  // the length of other lists
+  for (const schema::Attribute& a : op.attributes) {
+    if (&a != strides) read(a);
+  }
+}
 
-const schema::Attribute& AttributeReader::find(const char* name) const {
+const Setting& Settings::operator[](const char* name) const {
   const schema::Attribute* const found = op_.find(name);
-  if (found == nullptr) {
-    throw std::logic_error(where_ + ": attribute '" + name + "' is read and is not in the operator's schema");
-  }
-  read_ |= uint64_t{1} << (found - op_.attributes.begin());
-  return *found;
-}
-
-void AttributeReader::require_all_read() const {
-  for (size_t i = 0; i < op_.attributes.size; ++i) {
-    if ((read_ >> i & 1) != 0) continue;
-    throw std::logic_error(where_ + ": attribute '" + op_.attributes[i].name +
-                           "' is in the operator's schema and is not read");
-  }
-}
-
-bool AttributeReader::present(ort::Status* status, const schema::Attribute& a) const {
-  if (status == nullptr) return true;
-  const std::string message = message_of(api_, status);
-  if (message.find("No attribute with") != std::string::npos) {
-    if (a.required) missing(a);
-    return false;
-  }
-  throw NodeError(where_ + ": attribute '" + a.name + "': got a value of another type, expected " + expected_kind(a) +
-                  " (" + message + ")");
-}
-
-void AttributeReader::missing(const schema::Attribute& a) const {
-  throw NodeError(where_ + ": attribute '" + a.name + "' is missing, expected " + expected_kind(a));
-}
-
-void AttributeReader::refuse(const char* name, const std::string& got, const std::string& expected) const {
-  throw NodeError(where_ + ": attribute '" + name + "': got " + got + ", expected " + expected);
-}
-
-std::optional<float> AttributeReader::optional_number(const char* name, const char* expected) const {
-  const schema::Attribute& a = find(name);
-  float value = 0;
-  if (!present(ort::AttributeFloat::call(api_, info_, name, &value), a)) {
-    if (std::isnan(a.number)) return std::nullopt;
-    return static_cast<float>(a.number);
-  }
-  if (std::isnan(value)) refuse(name, "nan", expected);
-  return value;
-}
-
-float AttributeReader::number(const char* name, const char* expected, float least, float most) const {
-  const std::optional<float> value = optional_number(name, expected);
-  if (!value.has_value()) missing(find(name));
-  if (*value < least || *value > most) refuse(name, digits(*value), expected);
-  return *value;
-}
-
-int64_t AttributeReader::integer(const char* name, int64_t least, int64_t most, const char* expected) const {
-  const schema::Attribute& a = find(name);
-  int64_t value = 0;
-  if (!present(ort::AttributeInt::call(api_, info_, name, &value), a)) return static_cast<int64_t>(a.number);
-  if (value < least || value > most) {
-    refuse(name, std::to_string(value),
-           expected != nullptr ? expected
-                               : "a number within [" + std::to_string(least) + ", " + std::to_string(most) + "]");
-  }
-  return value;
-}
-
-std::vector<int64_t> AttributeReader::integers(const char* name, int64_t least, size_t count) const {
-  const schema::Attribute& a = find(name);
-  size_t size = 0;
-  if (!present(ort::AttributeInts::call(api_, info_, name, nullptr, &size), a)) missing(a);
-  std::vector<int64_t> result(size);
-  if (size > 0) check(api_, ort::AttributeInts::call(api_, info_, name, result.data(), &size));
-  bool within = count > 0 ? size == count : size == 1 || size == 2;
-  for (const int64_t value : result) within = within && value >= least && value <= kMostSize;
-  if (!within) {
-    refuse(name, adapters::text(result),
-           (count > 0 ? std::to_string(count) : "1 or 2") + " numbers within [" + std::to_string(least) + ", 2^31)");
-  }
-  return result;
-}
-
-std::string AttributeReader::text(const char* name) const {
-  const schema::Attribute& a = find(name);
-  size_t size = 0;
-  if (!present(ort::AttributeString::call(api_, info_, name, nullptr, &size), a)) return a.text;
-  std::string value(size, '\0');
-  if (size == 0) return value;
-  check(api_, ort::AttributeString::call(api_, info_, name, value.data(), &size));
-  value.resize(size > 0 ? size - 1 : 0);  // the size counts the terminating zero
-  return value;
-}
-
-std::string AttributeReader::text_or_integer(const char* name) const {
-  int64_t number = 0;
-  ort::Status* const status = ort::AttributeInt::call(api_, info_, name, &number);
-  if (status != nullptr) {
-    ort::ReleaseStatus::call(api_, status);
-    return text(name);
-  }
-  find(name);
-  return std::to_string(number);
-}
-
-int32_t AttributeReader::choice(const char* name) const {
-  const schema::Attribute& a = find(name);
-  const std::string value = text(name);
-  std::string allowed;
-  for (int32_t i = 0; a.allowed_texts[i] != nullptr; ++i) {
-    if (value == a.allowed_texts[i]) return i;
-    allowed += (i > 0 ? ", '" : "'") + std::string(a.allowed_texts[i]) + "'";
-  }
-  refuse(name, "'" + value + "'", "one of " + allowed);
+  if (found == nullptr) throw std::logic_error(std::string(op_.name) + " has no attribute '" + name + "'");
+  return settings_[static_cast<size_t>(found - op_.attributes.begin())];
 }
 
 }  // namespace bnexport::adapters

@@ -60,17 +60,12 @@ std::unique_ptr<Definition> define(const schema::Operator& op, int32_t dtype, co
 
 ort::Status* create_kernel(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, int32_t dtype,
                            MakeKernel* make, void** kernel) {
-  return guarded(api, [&] {
-    const AttributeReader read(api, info, op);
-    std::unique_ptr<Kernel> made(make(read, dtype));
-    read.require_all_read();
-    *kernel = made.release();
-  });
+  return guarded(api, [&] { *kernel = make(Node(api, info, op, dtype)); });
 }
 
 ort::Status* compute_kernel(void* kernel, ort::KernelContext* context) {
   const auto* const made = static_cast<const Kernel*>(kernel);
-  return guarded(made->api(), [&] { made->compute(context); });
+  return guarded(made->api(), [&] { made->run(context); });
 }
 
 void destroy_kernel(void* kernel) { delete static_cast<Kernel*>(kernel); }

@@ -9,7 +9,11 @@
 namespace bnexport::adapters {
 
 // Makes the kernel of one node.
-using MakeKernel = Kernel*(const AttributeReader& read, int32_t dtype);
+using MakeKernel = Kernel*(Node node);
+template <class Made>
+Kernel* make(Node node) {
+  return new Made(std::move(node));
+}
 
 struct Definition : ort::CustomOp {
   const schema::Operator* op;

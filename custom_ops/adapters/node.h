@@ -1,4 +1,4 @@
-// Access of the operators to ONNX Runtime: validated tensors, outputs, threads, errors.
+// Access of the operators to ONNX Runtime: tensors validated by the operator's table, outputs, threads, errors.
 // Of the library, only this folder and abi/ know ONNX Runtime.
 #pragma once
 
@@ -41,54 +41,74 @@ ort::Status* guarded(ort::Api api, const Body& body) noexcept {
   }
 }
 
-// An operator as ONNX Runtime calls it: one object for each node of a session.
-class Kernel {
- public:
-  explicit Kernel(const AttributeReader& read) : api_(read.api()), op_(read.op()), where_(read.where()) {}
-  virtual ~Kernel() = default;
-  virtual void compute(ort::KernelContext* context) const = 0;
-  ort::Api api() const { return api_; }
+struct Node {
+  Node(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, int32_t dtype);
 
- protected:
-  ort::Api api_;
-  const schema::Operator& op_;
-  std::string where_;  // for messages
-  mutable ThreadCount threads_;
+  ort::Api api;
+  const schema::Operator& op;
+  int32_t dtype;
+  std::string name, where;  // "Operator node 'name'", for messages
+  Settings settings;
 };
 
 struct Tensor {
-  const void* data = nullptr;
-  bool present = false;
+  const void* data = nullptr;  // null: absent
   std::vector<int64_t> shape;
+
+  const float* values() const { return static_cast<const float*>(data); }
 };
 
 std::string text(const std::vector<int64_t>& shape);
+// The number of elements of a tensor that exists.
+int64_t count_of(const std::vector<int64_t>& shape);
+// Whether the sizes, zeros aside, make fewer than 2^60 elements together.
+bool fits(const std::vector<int64_t>& sizes);
 
-// One run of a node.
+// One run of a node: its inputs, in the shapes of the operator's table.
 class Run {
  public:
-  Run(ort::Api api, ort::KernelContext* context, const schema::Operator& op, const std::string& where);
+  // Throws NodeError for a required input that is absent, and for a shape.
+  Run(const Node& node, ort::KernelContext* context, ThreadCount& threads);
 
-  // An absent optional input has present = false; an absent required one is an error.
-  Tensor input(size_t index) const;
-  // Checks that a present input has shape (channels,).
-  const void* statistic(size_t index, int64_t channels) const;
-  // Null when the node does not have the output.
+  const Tensor& operator[](size_t input) const { return inputs_[input]; }
+  // The number of an input of shape ().
+  float scalar(size_t input, float otherwise = 0) const;
+  // Throws NodeError unless the input has this shape, which is what `as` says.
+  void require_shape(size_t input, const std::vector<int64_t>& shape, const char* as) const;
+  // Null when the node does not have this output; one that is required is an error.
   void* output(size_t index, const std::vector<int64_t>& shape) const;
+  // In the shape of the table.
+  void* output(size_t index) const;
+  float* output_values(size_t index) const { return static_cast<float*>(output(index)); }
   [[noreturn]] void fail(const std::string& message) const;
+  [[noreturn]] void refuse_shape(size_t input, const std::string& expected) const;
+
+  const Node& node;
+  ort::KernelContext* const context;
+  mutable SessionParallel parallel;
 
  private:
-  ort::Api api_;
-  ort::KernelContext* context_;
-  const schema::Operator& op_;
-  const std::string& where_;
-  size_t inputs_ = 0, outputs_ = 0;
+  Tensor read(size_t index, size_t count) const;
+  void check_shape(size_t index) const;
+
+  std::vector<Tensor> inputs_;
+  size_t outputs_ = 0;
 };
 
-// (N, C, *) as N, C, S, with all products below 2^63 bytes.
-struct Extents {
-  int64_t N, C, S;
+// An operator as ONNX Runtime calls it: one object for each node of a session.
+class Kernel {
+ public:
+  explicit Kernel(Node node) : node_(std::move(node)) {}
+  virtual ~Kernel() = default;
+  ort::Api api() const { return node_.api; }
+  void run(ort::KernelContext* context) const { compute(Run(node_, context, threads_)); }
+
+ protected:
+  virtual void compute(const Run& run) const = 0;
+  const Node node_;
+
+ private:
+  mutable ThreadCount threads_;
 };
-Extents extents(const Run& run, const char* name, const std::vector<int64_t>& shape);
 
 }  // namespace bnexport::adapters

@@ -6,129 +6,93 @@
 
 namespace bnexport::adapters {
 
-namespace {
-
-void* stream_of(ort::Api api, const ort::KernelContext* context) {
-  void* stream = nullptr;
-  check(api, ort::ContextStream::call(api, context, &stream));
-  return stream;
-}
-
-}  // namespace
-
-template <class Call>
-void CudaKernel::checked(const Call& call) const {
-  char error[512] = "";
-  if (call(error, sizeof(error)) == 0) return;
-  throw NodeError(where_ + ": " + error);
-}
-
-CudaKernel::Place::Place(const CudaKernel& kernel, const ort::KernelContext* context)
-    : kernel_(kernel), stream(stream_of(kernel.api_, context)) {
+template <class Binding>
+CudaKernel<Binding>::Place::Place(const CudaKernel& kernel, const Run& run) : kernel_(kernel) {
+  const ort::Api api = kernel.api();
   const ort::Value* input = nullptr;
-  check(kernel_.api_, ort::ContextInput::call(kernel_.api_, context, 0, &input));
-  check(kernel_.api_, ort::GetTensorMemoryInfo::call(kernel_.api_, input, &memory));
-  check(kernel_.api_, ort::MemoryInfoId::call(kernel_.api_, memory, &device_));
-  kernel_.checked(
-      [&](char* error, size_t capacity) { return kernel_.cuda_.set_device(device_, &previous_, error, capacity); });
+  check(api, ort::ContextStream::call(api, run.context, &stream));
+  check(api, ort::ContextInput::call(api, run.context, 0, &input));
+  check(api, ort::GetTensorMemoryInfo::call(api, input, &memory));
+  check(api, ort::MemoryInfoId::call(api, memory, &device_));
+  kernel.call(kernel.cuda_.set_device, device_, &previous_);
 }
 
-CudaKernel::Place::~Place() {
+template <class Binding>
+CudaKernel<Binding>::Place::~Place() {
   if (previous_ != device_) kernel_.cuda_.set_device(previous_, &device_, nullptr, 0);
 }
 
-void CudaKernel::exchange(const comm::Header& header, const double* row, double* gathered, double* scratch,
-                          void* stream) const {
-  const int64_t count = 2 * header.channels + 1, size = attributes_.group_size;
-  const size_t bytes = static_cast<size_t>(count) * sizeof(double);
-  const auto to_host = [&](double* to, const double* from, size_t n) {
-    checked([&](char* error, size_t capacity) { return cuda_.copy(to, from, n, 1, stream, error, capacity); });
+template <class Binding>
+void CudaKernel<Binding>::exchange(const comm::Header& header, const double* row, double* gathered, double* scratch,
+                                   void* stream) const {
+  const int64_t count = 2 * header.channels + 1, size = header.group_size;
+  const auto to_host = [&](std::vector<double>& to, const double* from) {
+    call(cuda_.copy, to.data(), from, to.size() * sizeof(double), 1, stream);
   };
-  const auto to_device = [&](double* to, const double* from, size_t n) {
-    checked([&](char* error, size_t capacity) { return cuda_.copy(to, from, n, 0, stream, error, capacity); });
+  const auto to_device = [&](double* to, const std::vector<double>& from) {
+    call(cuda_.copy, to, from.data(), from.size() * sizeof(double), 0, stream);
   };
-  const std::shared_ptr<const comm::DeviceGroup> device = comm::find_device_group(attributes_.group);
+  const std::shared_ptr<const comm::DeviceGroup> device = comm::find_device_group(node_.settings["group"].text);
   if (device == nullptr) {
     const std::shared_ptr<const comm::Group> members = group();
     std::vector<double> mine(static_cast<size_t>(count));
-    to_host(mine.data(), row, bytes);
-    const std::vector<double> rows = members->exchange(header, mine);
-    to_device(gathered, rows.data(), bytes * static_cast<size_t>(size));
+    to_host(mine, row);
+    to_device(gathered, members->exchange(header, mine));
     return;
   }
-  if (device->size() != size) throw NodeError(wrong_size(device->size()));
-  std::atomic<bool>& agreed = agreed_[header.backward ? 1 : 0];
-  if (!agreed) {
+  require_size(device->size());
+  if (!agreed_) {
     // scratch holds this rank's header, then everybody's.
-    const std::vector<double> mine = comm::header_numbers(header, count);
     std::vector<double> all(static_cast<size_t>(size * comm::kHeader));
-    to_device(scratch, mine.data(), mine.size() * sizeof(double));
+    to_device(scratch, comm::header_numbers(header, count));
     device->gather(scratch, scratch + comm::kHeader, comm::kHeader, stream);
-    to_host(all.data(), scratch + comm::kHeader, all.size() * sizeof(double));
+    to_host(all, scratch + comm::kHeader);
     comm::require_agreement(device->name(), device->rank(), header, count, all, comm::kHeader);
-    agreed = true;
+    agreed_ = true;
   }
   device->gather(row, gathered, count, stream);
 }
 
-void CudaForwardKernel::compute(ort::KernelContext* context) const {
-  const Run run(api_, context, op_, where_);
-  ForwardBinding bound = bind_forward(run, attributes_, dtype_, stats_dtype());
-  bnexport_forward& params = bound.params;
-  const int64_t C = params.C, row_size = 2 * C + 1, size = params.group_size;
-  const bool exchanges = size > 1;
-  const Place place(*this, context);
+template <class Binding>
+void CudaKernel<Binding>::compute(const Run& run) const {
+  constexpr bool forward = std::is_same_v<Binding, ForwardBinding>;
+  Binding bound(run);
+  auto& params = bound.params;
+  const int64_t row_size = 2 * params.C + 1, size = params.group_size, headers = comm::kHeader * (size + 1);
+  const Place place(*this, run);
   void* const stream = place.stream;
 
   size_t workspace = 0;
-  checked([&](char* error, size_t capacity) { return cuda_.forward_workspace(&params, &workspace, error, capacity); });
-  const int64_t doubles = exchanges ? row_size * (size + 1) + comm::kHeader * (size + 1) : 0;
-  Scratch scratch(api_, context, place.memory, stream, tags_scratch_, workspace, doubles, kept_);
-  params.saved_mean = static_cast<double*>(bound.saved_mean);
-  params.saved_invstd = static_cast<double*>(bound.saved_invstd);
-  params.saved_as_statistics = 1;
-  if (exchanges) {
-    double* const row = scratch.take(row_size);
-    double* const gathered = scratch.take(row_size * size);
-    checked([&](char* error, size_t capacity) {
-      return cuda_.moments(&params, row, scratch.workspace(), workspace, stream, error, capacity);
-    });
-    exchange(header(false, C), row, gathered, scratch.take(comm::kHeader * (size + 1)), stream);
-    params.gathered = gathered;
+  if constexpr (forward) {
+    call(cuda_.forward_workspace, &params, &workspace);
+  } else {
+    call(cuda_.backward_workspace, &params, &workspace);
   }
-  checked([&](char* error, size_t capacity) {
-    return cuda_.forward(&params, scratch.workspace(), workspace, stream, error, capacity);
-  });
-}
-
-void CudaBackwardKernel::compute(ort::KernelContext* context) const {
-  const Run run(api_, context, op_, where_);
-  BackwardBinding bound = bind_backward(run, op_, attributes_, dtype_, stats_dtype());
-  bnexport_backward& params = bound.params;
-  const int64_t C = params.C, row_size = 2 * C + 1, size = params.group_size;
-  const Place place(*this, context);
-  void* const stream = place.stream;
-
-  size_t workspace = 0;
-  checked([&](char* error, size_t capacity) { return cuda_.backward_workspace(&params, &workspace, error, capacity); });
-  const int64_t doubles = bound.exchanges ? row_size * (size + 1) + comm::kHeader * (size + 1) : 0;
-  Scratch scratch(api_, context, place.memory, stream, tags_scratch_, workspace, doubles, kept_);
-  params.saved_mean = static_cast<const double*>(bound.saved_mean);
-  params.saved_invstd = static_cast<const double*>(bound.saved_invstd);
+  const int64_t doubles = bound.exchanges ? row_size * (size + 1) + headers : 0;
+  Scratch scratch(run, place.memory, stream, tags_scratch_, workspace, doubles, kept_);
+  params.saved_mean = static_cast<decltype(params.saved_mean)>(bound.saved_mean);
+  params.saved_invstd = static_cast<decltype(params.saved_invstd)>(bound.saved_invstd);
   params.saved_as_statistics = 1;
   if (bound.exchanges) {
     double* const row = scratch.take(row_size);
     double* const gathered = scratch.take(row_size * size);
-    checked([&](char* error, size_t capacity) {
-      return cuda_.backward_moments(&params, row, scratch.workspace(), workspace, stream, error, capacity);
-    });
-    exchange(header(true, C), row, gathered, scratch.take(comm::kHeader * (size + 1)), stream);
-    params.local_moments = row;
+    if constexpr (forward) {
+      call(cuda_.moments, &params, row, scratch.workspace(), workspace, stream);
+    } else {
+      call(cuda_.backward_moments, &params, row, scratch.workspace(), workspace, stream);
+      params.local_moments = row;
+    }
+    exchange(header(params), row, gathered, scratch.take(headers), stream);
     params.gathered = gathered;
   }
-  checked([&](char* error, size_t capacity) {
-    return cuda_.backward(&params, scratch.workspace(), workspace, stream, error, capacity);
-  });
+  if constexpr (forward) {
+    call(cuda_.forward, &params, scratch.workspace(), workspace, stream);
+  } else {
+    call(cuda_.backward, &params, scratch.workspace(), workspace, stream);
+  }
 }
+
+template class CudaKernel<ForwardBinding>;
+template class CudaKernel<BackwardBinding>;
 
 }  // namespace bnexport::adapters

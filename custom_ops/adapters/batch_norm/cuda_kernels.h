@@ -9,57 +9,48 @@
 
 namespace bnexport::adapters {
 
-class CudaKernel : public BatchNormKernel {
+// Binding: ForwardBinding or BackwardBinding.
+template <class Binding>
+class CudaKernel final : public BatchNormKernel {
  public:
   // `tags_scratch`: the API has ContextScratch.
-  CudaKernel(const AttributeReader& read, int32_t dtype, bool tags_scratch)
-      : BatchNormKernel(read, dtype), cuda_(*cuda_library()), tags_scratch_(tags_scratch), kept_(api_, cuda_) {}
+  CudaKernel(Node node, bool tags_scratch)
+      : BatchNormKernel(std::move(node)), cuda_(*cuda_library()), tags_scratch_(tags_scratch), kept_(api(), cuda_) {}
+  void compute(const Run& run) const override;
 
- protected:
+ private:
   // Where a run computes. The device of the first input is the current one as long as this lives: ONNX Runtime
   // does not always set it.
   class Place {
    public:
-    Place(const CudaKernel& kernel, const ort::KernelContext* context);
+    Place(const CudaKernel& kernel, const Run& run);
     ~Place();
     Place(const Place&) = delete;
     Place& operator=(const Place&) = delete;
 
+    void* stream = nullptr;
+    const ort::MemoryInfo* memory = nullptr;
+
    private:
     const CudaKernel& kernel_;
     int device_ = 0, previous_ = 0;
-
-   public:
-    void* const stream;
-    const ort::MemoryInfo* memory = nullptr;
   };
   // Rows of all processes from this process's, both on the device. Over the device's group where one is
   // registered (the host only waits in the node's first run, to compare what the processes are running),
   // else through the host.
   void exchange(const comm::Header& header, const double* row, double* gathered, double* scratch, void* stream) const;
-  // Throws NodeError with the message when a call of the CUDA library failed.
-  template <class Call>
-  void checked(const Call& call) const;
+  // Calls the CUDA library. Throws NodeError with the message when it fails.
+  template <class... Parameters, class... Arguments>
+  void call(int (*function)(Parameters...), Arguments... arguments) const {
+    char error[512] = "";
+    if (function(arguments..., error, sizeof(error)) != 0) throw NodeError(node_.where + ": " + error);
+  }
 
   const CudaLibrary& cuda_;
   const bool tags_scratch_;
   mutable Kept kept_;
-
- private:
   // Set after the group has agreed on this node; kernels are shared by concurrent runs.
-  mutable std::atomic<bool> agreed_[2] = {{false}, {false}};
-};
-
-class CudaForwardKernel final : public CudaKernel {
- public:
-  using CudaKernel::CudaKernel;
-  void compute(ort::KernelContext* context) const override;
-};
-
-class CudaBackwardKernel final : public CudaKernel {
- public:
-  using CudaKernel::CudaKernel;
-  void compute(ort::KernelContext* context) const override;
+  mutable std::atomic<bool> agreed_{false};
 };
 
 }  // namespace bnexport::adapters

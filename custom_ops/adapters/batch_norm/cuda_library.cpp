@@ -36,18 +36,12 @@ const CudaLibrary* open() {
   decltype(&bnexport_cuda_abi_version) abi_version = nullptr;
   decltype(&bnexport_cuda_version) version = nullptr;
   auto* const opened = new CudaLibrary();  // for good, as its code is
-  const bool complete =
-      resolve(handle, "bnexport_cuda_abi_version", abi_version) && abi_version() == BNEXPORT_CUDA_ABI_VERSION &&
-      resolve(handle, "bnexport_cuda_version", version) && std::strcmp(version(), BNEXPORT_VERSION) == 0 &&
-      resolve(handle, "bnexport_cuda_set_device", opened->set_device) &&
-      resolve(handle, "bnexport_cuda_mark", opened->mark) && resolve(handle, "bnexport_cuda_passed", opened->passed) &&
-      resolve(handle, "bnexport_cuda_forward_workspace", opened->forward_workspace) &&
-      resolve(handle, "bnexport_cuda_backward_workspace", opened->backward_workspace) &&
-      resolve(handle, "bnexport_cuda_moments", opened->moments) &&
-      resolve(handle, "bnexport_cuda_forward", opened->forward) &&
-      resolve(handle, "bnexport_cuda_backward_moments", opened->backward_moments) &&
-      resolve(handle, "bnexport_cuda_backward", opened->backward) &&
-      resolve(handle, "bnexport_cuda_copy", opened->copy);
+  bool complete = resolve(handle, "bnexport_cuda_abi_version", abi_version) &&
+                  abi_version() == BNEXPORT_CUDA_ABI_VERSION && resolve(handle, "bnexport_cuda_version", version) &&
+                  std::strcmp(version(), BNEXPORT_VERSION) == 0;
+#define BNEXPORT_RESOLVE(name) complete = complete && resolve(handle, "bnexport_cuda_" #name, opened->name);
+  BNEXPORT_CUDA_FUNCTIONS(BNEXPORT_RESOLVE)
+#undef BNEXPORT_RESOLVE
   if (complete) return opened;
   delete opened;
   dlclose(handle);

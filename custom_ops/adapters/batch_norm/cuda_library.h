@@ -6,19 +6,17 @@
 
 #include "bnexport_cuda.h"
 
+// The functions that the adapters call.
+#define BNEXPORT_CUDA_FUNCTIONS(each)                                                                     \
+  each(set_device) each(mark) each(passed) each(forward_workspace) each(backward_workspace) each(moments) \
+      each(forward) each(backward_moments) each(backward) each(copy)
+
 namespace bnexport::adapters {
 
 struct CudaLibrary {
-  decltype(&bnexport_cuda_set_device) set_device;
-  decltype(&bnexport_cuda_mark) mark;
-  decltype(&bnexport_cuda_passed) passed;
-  decltype(&bnexport_cuda_forward_workspace) forward_workspace;
-  decltype(&bnexport_cuda_backward_workspace) backward_workspace;
-  decltype(&bnexport_cuda_moments) moments;
-  decltype(&bnexport_cuda_forward) forward;
-  decltype(&bnexport_cuda_backward_moments) backward_moments;
-  decltype(&bnexport_cuda_backward) backward;
-  decltype(&bnexport_cuda_copy) copy;
+#define BNEXPORT_DECLARE(name) decltype(&bnexport_cuda_##name) name = nullptr;
+  BNEXPORT_CUDA_FUNCTIONS(BNEXPORT_DECLARE)
+#undef BNEXPORT_DECLARE
 };
 
 // Null when there is none. Throws NodeError for one of another version.

@@ -10,31 +10,44 @@ namespace bnexport::adapters {
 
 class BatchNormKernel : public Kernel {
  public:
-  BatchNormKernel(const AttributeReader& read, int32_t dtype)
-      : Kernel(read), dtype_(dtype), attributes_(read_attributes(read)) {}
+  using Kernel::Kernel;
 
  protected:
-  int32_t stats_dtype() const { return dtype_ == BNEXPORT_FLOAT64 ? BNEXPORT_FLOAT64 : BNEXPORT_FLOAT32; }
   // The registered group, its size checked. Looked up at every run: registering may come after the
   // session is built.
   std::shared_ptr<const comm::Group> group() const;
-  std::string wrong_size(int64_t registered) const;
-  comm::Header header(bool backward, int64_t channels) const;
-
-  int32_t dtype_;
-  Attributes attributes_;
+  void require_size(int64_t registered) const;
+  template <class Params>
+  comm::Header header(const Params& params) const;
 };
 
 class ForwardKernel final : public BatchNormKernel {
  public:
   using BatchNormKernel::BatchNormKernel;
-  void compute(ort::KernelContext* context) const override;
+  void compute(const Run& run) const override;
 };
 
 class BackwardKernel final : public BatchNormKernel {
  public:
   using BatchNormKernel::BatchNormKernel;
-  void compute(ort::KernelContext* context) const override;
+  void compute(const Run& run) const override;
 };
+
+template <class Params>
+comm::Header BatchNormKernel::header(const Params& params) const {
+  comm::Header header;
+  header.channels = params.C;
+  header.dtype = params.dtype;
+  header.stats_dtype = params.stats_dtype;
+  header.stats_mode = params.stats_mode;
+  if constexpr (std::is_same_v<Params, bnexport_backward>) {
+    header.backward = true;
+    header.grad_reduction = params.grad_reduction;
+  }
+  header.training = params.training;
+  header.group_size = params.group_size;
+  header.node = node_.name;
+  return header;
+}
 
 }  // namespace bnexport::adapters

@@ -32,14 +32,9 @@ constexpr const char* kCudaProvider = "CUDAExecutionProvider";
 constexpr bool kRegistersCpu = true;
 #endif
 
-template <class Made>
-Kernel* make(const AttributeReader& read, int32_t dtype) {
-  return new Made(read, dtype);
-}
-
-template <class Made, bool tags_scratch>
-Kernel* make_cuda(const AttributeReader& read, int32_t dtype) {
-  return new Made(read, dtype, tags_scratch);
+template <class Binding, bool tags_scratch>
+Kernel* make_cuda(Node node) {
+  return new CudaKernel<Binding>(std::move(node), tags_scratch);
 }
 
 std::atomic<const TrainingKernels*> lent{nullptr};
@@ -51,7 +46,7 @@ ort::Status* create_lent(const ort::CustomOp* op, ort::Api api, const ort::Kerne
   }
   return guarded(api, [&] {
     throw NodeError(
-        AttributeReader(api, info, *declared).where() +
+        Node(api, info, *declared, BNEXPORT_FLOAT32).where +
         ": the kernels of training steps are not registered, expected those of libbnexport_training.so; call "
         "bnexport.register(session_options, training=True) or use bnexport.TrainingSession, and without "
         "Python register that library, too");
@@ -125,8 +120,8 @@ const Registration& registration(ort::Api api, const char* version) {
   // Up to 1.23.2 a node with an empty input in the middle crashes as soon as shapes are inferred.
   const bool shapes = is_at_least(version, 1, 24);
   const bool tags = is_at_least(version, 1, ort::kScratchApiVersion);
-  MakeKernel* const cuda_forward = tags ? make_cuda<CudaForwardKernel, true> : make_cuda<CudaForwardKernel, false>;
-  MakeKernel* const cuda_backward = tags ? make_cuda<CudaBackwardKernel, true> : make_cuda<CudaBackwardKernel, false>;
+  MakeKernel* const cuda_forward = tags ? make_cuda<ForwardBinding, true> : make_cuda<ForwardBinding, false>;
+  MakeKernel* const cuda_backward = tags ? make_cuda<BackwardBinding, true> : make_cuda<BackwardBinding, false>;
   std::vector<const ort::CustomOp*> batch_norm, training;
   const auto add = [&](std::vector<const ort::CustomOp*>& group, std::unique_ptr<Definition> d) {
     group.push_back(d.get());

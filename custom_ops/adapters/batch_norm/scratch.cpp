@@ -42,15 +42,15 @@ bool Kept::release(const Piece& piece, bool wait) const {
   return true;
 }
 
-Scratch::Scratch(ort::Api api, const ort::KernelContext* context, const ort::MemoryInfo* memory, void* stream,
-                 bool tagged, size_t workspace, int64_t doubles, Kept& kept)
-    : api_(api), stream_(stream), tagged_(tagged && stream != nullptr), kept_(kept) {
+Scratch::Scratch(const Run& run, const ort::MemoryInfo* memory, void* stream, bool tagged, size_t workspace,
+                 int64_t doubles, Kept& kept)
+    : api_(run.node.api), stream_(stream), tagged_(tagged && stream != nullptr), kept_(kept) {
   const size_t aligned = (workspace + 255) / 256 * 256;
   const size_t bytes = aligned + static_cast<size_t>(doubles) * sizeof(double);
   if (!tagged_) kept_.sweep();
   if (bytes == 0) return;
-  check(api_, ort::ContextAllocator::call(api_, context, memory, &allocator_));
-  ort::Status* const status = tagged_ ? ort::ContextScratch::call(api_, context, memory, bytes, &data_)
+  check(api_, ort::ContextAllocator::call(api_, run.context, memory, &allocator_));
+  ort::Status* const status = tagged_ ? ort::ContextScratch::call(api_, run.context, memory, bytes, &data_)
                                       : ort::AllocatorAlloc::call(api_, allocator_, bytes, &data_);
   if (status != nullptr || data_ == nullptr) {
     ort::ReleaseAllocator::call(api_, allocator_);

@@ -45,8 +45,8 @@ class Kept {
 class Scratch {
  public:
   // `memory`: of a tensor on the device. `tagged`: the API has ContextScratch.
-  Scratch(ort::Api api, const ort::KernelContext* context, const ort::MemoryInfo* memory, void* stream, bool tagged,
-          size_t workspace, int64_t doubles, Kept& kept);
+  Scratch(const Run& run, const ort::MemoryInfo* memory, void* stream, bool tagged, size_t workspace, int64_t doubles,
+          Kept& kept);
   ~Scratch();
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;

@@ -1,164 +1,156 @@
-#include <algorithm>
-
 #include "../../kernels/cpu/training/convolution/convolution.h"
+
+#include <algorithm>
+#include <new>
+
 #include "operators.h"
-#include "tensors.h"
+
+// One- and two-dimensional convolutions: the lists of attributes have a number for each dimension.
 
 namespace bnexport::adapters {
 
 namespace {
 
-// One- and two-dimensional convolutions. The lists of attributes have a number for each dimension.
-class ConvolutionKernel : public Kernel {
- protected:
-  explicit ConvolutionKernel(const AttributeReader& read)
-      : Kernel(read),
-        strides_(read.integers("strides", 1, 0)),
-        pads_(read.integers("pads", 0, strides_.size())),
-        dilations_(read.integers("dilations", 1, strides_.size())),
-        group_(read.integer("group", 1, kMostSize)) {}
+using Sizes = std::vector<int64_t>;
 
-  size_t rank() const { return strides_.size(); }
-  // One number for each dimension as height and width; one-dimensional ones have height `absent`.
-  cpu::Pair pair(const std::vector<int64_t>& numbers, int64_t absent) const {
-    return numbers.size() == 1 ? cpu::Pair{absent, numbers[0]} : cpu::Pair{numbers[0], numbers[1]};
-  }
-  std::vector<int64_t> spatial(const Tensor& tensor) const { return {tensor.shape.begin() + 2, tensor.shape.end()}; }
-  std::vector<int64_t> with_spatial(int64_t first, int64_t second, const cpu::Pair& extents) const {
-    if (rank() == 1) return {first, second, extents.w};
-    return {first, second, extents.h, extents.w};
-  }
-  // An input of rank 2 + rank().
-  Tensor tensor(const Run& run, size_t index) const {
-    Tensor found = run.input(index);
-    if (found.shape.size() != 2 + rank()) {
-      run.fail(std::string("input '") + op_.inputs[index].name + "': got shape " + text(found.shape) +
-               ", expected rank " + std::to_string(2 + rank()) + ", as 'strides' has " + std::to_string(rank()) +
-               (rank() == 1 ? " number" : " numbers"));
-    }
-    return found;
-  }
-  // From x (batch, channels, *in) and w (outputs, channels / groups, *kernel), all checked, products in range.
-  cpu::Convolution shape(const Run& run, int64_t batch, int64_t channels, int64_t outputs,
-                         const std::vector<int64_t>& in, const std::vector<int64_t>& kernel) const {
-    cpu::Convolution s{};
-    s.batch = batch;
-    s.channels = channels;
-    s.outputs = outputs;
-    s.groups = group_;
-    s.in = pair(in, 1);
-    s.kernel = pair(kernel, 1);
-    s.stride = pair(strides_, 1);
-    s.padding = pair(pads_, 0);
-    s.dilation = pair(dilations_, 1);
-    const std::string sizes = "channels " + std::to_string(channels) + ", outputs " + std::to_string(outputs) +
-                              ", extents " + text(in) + ", kernel " + text(kernel);
-    if (channels < 1 || outputs < 1 || channels % group_ != 0 || outputs % group_ != 0) {
-      run.fail("got " + sizes + ", expected channels and outputs to be multiples of the group " +
-               std::to_string(group_));
-    }
-    const auto windows = [&](int64_t size, int64_t k, int64_t stride, int64_t padding, int64_t dilation) {
-      if (size < 1 || k < 1 || size > kMostSize || k > kMostSize)
-        run.fail("got " + sizes + ", expected sizes within [1, 2^31)");
-      const int64_t room = size + 2 * padding - dilation * (k - 1) - 1;
-      if (room < 0) run.fail("got " + sizes + ", expected a dilated kernel no larger than the padded extents");
-      return room / stride + 1;
-    };
-    s.out = {windows(s.in.h, s.kernel.h, s.stride.h, s.padding.h, s.dilation.h),
-             windows(s.in.w, s.kernel.w, s.stride.w, s.padding.w, s.dilation.w)};
-    // What kernels may lay out: the padded input, the output, and the kernel's view of either.
-    const int64_t most = std::max(channels, outputs);
-    if (!fits({s.batch, most, s.in.h + 2 * s.padding.h, s.in.w + 2 * s.padding.w}) ||
-        !fits({s.batch, most, s.out.h, s.out.w}) || !fits({channels, outputs, s.kernel.h, s.kernel.w})) {
-      run.fail("got " + sizes + ", batch " + std::to_string(batch) + ", expected fewer than 2^60 padded values");
-    }
-    return s;
-  }
-  // Fails unless the input `index`, g, has shape (batch, outputs, *out).
-  void require_output_shape(const Run& run, size_t index, const Tensor& g, const cpu::Convolution& shape) const {
-    require_shape(run, op_, index, g, with_spatial(shape.batch, shape.outputs, shape.out),
-                  "the output's of this convolution");
-  }
+constexpr auto kMost = static_cast<int64_t>(schema::kMostSize);
 
-  std::vector<int64_t> strides_, pads_, dilations_;
-  int64_t group_;
-};
-
-class ConvKernel final : public ConvolutionKernel {
+// A run's memory from ONNX Runtime's arena.
+class ArenaWorkspace final : public cpu::Workspace {
  public:
-  explicit ConvKernel(const AttributeReader& read) : ConvolutionKernel(read) {}
-  void compute(ort::KernelContext* context) const override;
-};
-
-class ConvInputGradKernel final : public ConvolutionKernel {
- public:
-  explicit ConvInputGradKernel(const AttributeReader& read)
-      : ConvolutionKernel(read), input_shape_(read.integers("input_shape", 1, rank())) {}
-  void compute(ort::KernelContext* context) const override {
-    const Run run(api_, context, op_, where_);
-    const Tensor grad = tensor(run, 0), weight = tensor(run, 1);
-    if (weight.shape[1] > kMostSize)
-      run.fail("input 'weight': got shape " + text(weight.shape) + ", expected sizes below 2^31");
-    const cpu::Convolution s =
-        shape(run, grad.shape[0], weight.shape[1] * group_, weight.shape[0], input_shape_, spatial(weight));
-    require_output_shape(run, 0, grad, s);
-    if (!cpu::has_input_gradient(s)) {
-      run.fail("got strides " + text(strides_) + " and dilations " + text(dilations_) +
-               ", expected 1 in one of the two for each dimension");
+  explicit ArenaWorkspace(const Run& run) : api_(run.node.api) {
+    const ort::Value* input = nullptr;
+    const ort::MemoryInfo* memory = nullptr;
+    check(api_, ort::ContextInput::call(api_, run.context, 0, &input));
+    check(api_, ort::GetTensorMemoryInfo::call(api_, input, &memory));
+    check(api_, ort::ContextAllocator::call(api_, run.context, memory, &allocator_));
+  }
+  ~ArenaWorkspace() override {
+    for (void* piece : pieces_) {
+      if (ort::Status* failed = ort::AllocatorFree::call(api_, allocator_, piece))
+        ort::ReleaseStatus::call(api_, failed);
     }
-    float* const grad_input = output_values(run, op_, 0, with_spatial(s.batch, s.channels, s.in));
-    if (s.batch == 0) return;
-    SessionParallel parallel(api_, context, threads_);
-    ArenaWorkspace workspace(api_, context);
-    cpu::input_gradient(s, values(grad), values(weight), grad_input, parallel, workspace);
+    ort::ReleaseAllocator::call(api_, allocator_);
+  }
+  ArenaWorkspace(const ArenaWorkspace&) = delete;
+  ArenaWorkspace& operator=(const ArenaWorkspace&) = delete;
+
+  void* allocate(size_t bytes) override {
+    pieces_.reserve(pieces_.size() + 1);
+    void* piece = nullptr;
+    ort::Status* const failed = ort::AllocatorAlloc::call(api_, allocator_, bytes, &piece);
+    if (failed != nullptr) ort::ReleaseStatus::call(api_, failed);
+    if (failed != nullptr || piece == nullptr) throw std::bad_alloc();
+    pieces_.push_back(piece);
+    return piece;
   }
 
  private:
-  std::vector<int64_t> input_shape_;
+  ort::Api api_;
+  ort::Allocator* allocator_ = nullptr;
+  std::vector<void*> pieces_;
 };
 
-class ConvWeightGradKernel final : public ConvolutionKernel {
- public:
-  explicit ConvWeightGradKernel(const AttributeReader& read)
-      : ConvolutionKernel(read), kernel_shape_(read.integers("kernel_shape", 1, rank())) {}
-  void compute(ort::KernelContext* context) const override {
-    const Run run(api_, context, op_, where_);
-    const Tensor grad = tensor(run, 0), x = tensor(run, 1);
-    const cpu::Convolution s = shape(run, x.shape[0], x.shape[1], grad.shape[1], spatial(x), kernel_shape_);
-    require_output_shape(run, 0, grad, s);
-    const std::vector<int64_t> result = with_spatial(s.outputs, s.channels / s.groups, s.kernel);
-    float* const grad_weight = output_values(run, op_, 0, result);
-    if (s.batch == 0) {
-      std::fill_n(grad_weight, count_of(result), 0.0F);
-      return;
-    }
-    SessionParallel parallel(api_, context, threads_);
-    ArenaWorkspace workspace(api_, context);
-    cpu::weight_gradient(s, values(grad), values(x), grad_weight, parallel, workspace);
+// As height and width; one-dimensional ones have height `absent`.
+cpu::Pair pair(const Sizes& numbers, int64_t absent) {
+  return numbers.size() == 1 ? cpu::Pair{absent, numbers[0]} : cpu::Pair{numbers[0], numbers[1]};
+}
+
+Sizes spatial(const Tensor& tensor) { return {tensor.shape.begin() + 2, tensor.shape.end()}; }
+
+Sizes with_spatial(const Run& run, int64_t first, int64_t second, const cpu::Pair& extents) {
+  if (run.node.settings.integers("strides").size() == 1) return {first, second, extents.w};
+  return {first, second, extents.h, extents.w};
+}
+
+// The convolution of x (batch, channels, *in) with w (outputs, channels / groups, *kernel), products in range.
+cpu::Convolution convolution(const Run& run, int64_t batch, int64_t channels, int64_t outputs, const Sizes& in,
+                             const Sizes& kernel) {
+  const Settings& settings = run.node.settings;
+  const int64_t group = settings.integer("group");
+  cpu::Convolution s{};
+  s.batch = batch;
+  s.channels = channels;
+  s.outputs = outputs;
+  s.groups = group;
+  s.in = pair(in, 1);
+  s.kernel = pair(kernel, 1);
+  s.stride = pair(settings.integers("strides"), 1);
+  s.padding = pair(settings.integers("pads"), 0);
+  s.dilation = pair(settings.integers("dilations"), 1);
+  const auto refuse = [&](const std::string& more, const std::string& expected) {
+    run.fail("got channels " + std::to_string(channels) + ", outputs " + std::to_string(outputs) + ", extents " +
+             text(in) + ", kernel " + text(kernel) + more + ", expected " + expected);
+  };
+  if (channels < 1 || outputs < 1 || channels % group != 0 || outputs % group != 0) {
+    refuse("", "channels and outputs to be multiples of the group " + std::to_string(group));
   }
+  const auto windows = [&](int64_t size, int64_t k, int64_t stride, int64_t padding, int64_t dilation) {
+    if (size < 1 || k < 1 || size > kMost || k > kMost) refuse("", "sizes within [1, 2^31)");
+    const int64_t room = size + 2 * padding - dilation * (k - 1) - 1;
+    if (room < 0) refuse("", "a dilated kernel no larger than the padded extents");
+    return room / stride + 1;
+  };
+  s.out = {windows(s.in.h, s.kernel.h, s.stride.h, s.padding.h, s.dilation.h),
+           windows(s.in.w, s.kernel.w, s.stride.w, s.padding.w, s.dilation.w)};
+  // What kernels may lay out: the padded input, the output, and the kernel's view of either.
+  const int64_t most = std::max(channels, outputs);
+  if (!fits({batch, most, s.in.h + 2 * s.padding.h, s.in.w + 2 * s.padding.w}) ||
+      !fits({batch, most, s.out.h, s.out.w}) || !fits({channels, outputs, s.kernel.h, s.kernel.w})) {
+    refuse(", batch " + std::to_string(batch), "fewer than 2^60 padded values");
+  }
+  return s;
+}
 
- private:
-  std::vector<int64_t> kernel_shape_;
-};
-
-void ConvKernel::compute(ort::KernelContext* context) const {
-  const Run run(api_, context, op_, where_);
-  const Tensor x = tensor(run, 0), weight = tensor(run, 1), bias = run.input(2);
-  const cpu::Convolution s = shape(run, x.shape[0], x.shape[1], weight.shape[0], spatial(x), spatial(weight));
-  require_shape(run, op_, 1, weight, with_spatial(s.outputs, s.channels / s.groups, s.kernel),
-                "outputs, channels for each group, kernel");
-  if (bias.present) require_shape(run, op_, 2, bias, {s.outputs}, "one for each output");
-  float* const y = output_values(run, op_, 0, with_spatial(s.batch, s.outputs, s.out));
-  if (s.batch == 0) return;
-  SessionParallel parallel(api_, context, threads_);
-  ArenaWorkspace workspace(api_, context);
-  cpu::convolve(s, values(x), values(weight), values(bias), y, parallel, workspace);
+// The first input is the gradient of the convolution's output.
+void require_grad_output(const Run& run, const cpu::Convolution& s) {
+  run.require_shape(0, with_spatial(run, s.batch, s.outputs, s.out), "the output's of this convolution");
 }
 
 }  // namespace
 
-Kernel* make_conv(const AttributeReader& read, int32_t) { return new ConvKernel(read); }
-Kernel* make_conv_input_grad(const AttributeReader& read, int32_t) { return new ConvInputGradKernel(read); }
-Kernel* make_conv_weight_grad(const AttributeReader& read, int32_t) { return new ConvWeightGradKernel(read); }
+void conv(const Run& run) {
+  const Tensor &x = run[0], &weight = run[1], &bias = run[2];
+  const cpu::Convolution s = convolution(run, x.shape[0], x.shape[1], weight.shape[0], spatial(x), spatial(weight));
+  run.require_shape(1, with_spatial(run, s.outputs, s.channels / s.groups, s.kernel),
+                    "outputs, channels for each group, kernel");
+  if (bias.data != nullptr) run.require_shape(2, {s.outputs}, "one for each output");
+  auto* const y = static_cast<float*>(run.output(0, with_spatial(run, s.batch, s.outputs, s.out)));
+  if (s.batch == 0) return;
+  ArenaWorkspace workspace(run);
+  cpu::convolve(s, x.values(), weight.values(), bias.values(), y, run.parallel, workspace);
+}
+
+void conv_input_grad(const Run& run) {
+  const Settings& settings = run.node.settings;
+  const Tensor &grad = run[0], &weight = run[1];
+  if (weight.shape[1] > kMost) run.refuse_shape(1, "sizes below 2^31");
+  const cpu::Convolution s = convolution(run, grad.shape[0], weight.shape[1] * settings.integer("group"),
+                                         weight.shape[0], settings.integers("input_shape"), spatial(weight));
+  require_grad_output(run, s);
+  if (!cpu::has_input_gradient(s)) {
+    run.fail("got strides " + text(settings.integers("strides")) + " and dilations " +
+             text(settings.integers("dilations")) + ", expected 1 in one of the two for each dimension");
+  }
+  auto* const grad_input = static_cast<float*>(run.output(0, with_spatial(run, s.batch, s.channels, s.in)));
+  if (s.batch == 0) return;
+  ArenaWorkspace workspace(run);
+  cpu::input_gradient(s, grad.values(), weight.values(), grad_input, run.parallel, workspace);
+}
+
+void conv_weight_grad(const Run& run) {
+  const Tensor &grad = run[0], &x = run[1];
+  const cpu::Convolution s =
+      convolution(run, x.shape[0], x.shape[1], grad.shape[1], spatial(x), run.node.settings.integers("kernel_shape"));
+  require_grad_output(run, s);
+  const Sizes result = with_spatial(run, s.outputs, s.channels / s.groups, s.kernel);
+  auto* const grad_weight = static_cast<float*>(run.output(0, result));
+  if (s.batch == 0) {
+    std::fill_n(grad_weight, count_of(result), 0.0F);
+    return;
+  }
+  ArenaWorkspace workspace(run);
+  cpu::weight_gradient(s, grad.values(), x.values(), grad_weight, run.parallel, workspace);
+}
 
 }  // namespace bnexport::adapters

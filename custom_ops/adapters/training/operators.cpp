@@ -1,6 +1,7 @@
 #include "operators.h"
 
 #include "../../schema/training.h"
+#include "../definition.h"
 #include "../training_library.h"
 
 namespace bnexport::adapters {
@@ -8,16 +9,22 @@ namespace bnexport::adapters {
 namespace {
 
 // In the order of the schema.
-constexpr MakeKernel* kMakers[schema::kTrainingOperatorCount] = {
-    make_conv,          make_conv_input_grad, make_conv_weight_grad, make_relu_grad,
-    make_max_pool_grad, make_adam_update,     make_sgd_update};
+constexpr Compute* kComputes[schema::kTrainingOperatorCount] = {
+    conv, conv_input_grad, conv_weight_grad, relu_grad, max_pool_grad, adam_update, sgd_update};
+
+class TrainingKernel final : public Kernel {
+ public:
+  using Kernel::Kernel;
+  void compute(const Run& run) const override { kComputes[&node_.op - schema::kTrainingOperators](run); }
+};
 
 }  // namespace
 
 const TrainingKernels& training_kernels() {
   static constexpr TrainingKernels kernels = {
       [](size_t index, ort::Api api, const ort::KernelInfo* info, void** kernel) {
-        return create_kernel(api, info, schema::kTrainingOperators[index], BNEXPORT_FLOAT32, kMakers[index], kernel);
+        return create_kernel(api, info, schema::kTrainingOperators[index], BNEXPORT_FLOAT32, make<TrainingKernel>,
+                             kernel);
       },
       compute_kernel, destroy_kernel};
   return kernels;

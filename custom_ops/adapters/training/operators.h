@@ -1,11 +1,11 @@
-// Makers of the training kernels.
+// The operators of a training step: one run of a node each.
 #pragma once
 
-#include "../definition.h"
+#include "../node.h"
 
 namespace bnexport::adapters {
 
-MakeKernel make_conv, make_conv_input_grad, make_conv_weight_grad, make_relu_grad, make_max_pool_grad, make_adam_update,
-    make_sgd_update;
+using Compute = void(const Run& run);
+Compute conv, conv_input_grad, conv_weight_grad, relu_grad, max_pool_grad, adam_update, sgd_update;
 
 }  // namespace bnexport::adapters
