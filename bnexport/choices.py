@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 from collections.abc import Collection
@@ -17,6 +18,39 @@ LOSSES = (*CLASS_LOSSES, *VALUE_LOSSES)
 # Formats by the suffix of their files.
 SUFFIXES = {".onnx": "onnx", ".pt": "torchscript", ".pt2": "pt2"}
 FORMATS = tuple(SUFFIXES.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """A library of models. builder: its file in `bnexport.exporting.builders`. package: to import. install: what pip is told.
+
+    example: of a name. local: whether names are files of this machine.
+    """
+
+    builder: str
+    package: str
+    install: str
+    example: str
+    local: bool = False
+
+
+# By what a name begins with, as timm in timm:resnet50d.
+LIBRARIES = {
+    "timm": Library("timm", "timm", "timm", "timm:resnet50d"),
+    "torchvision": Library("torchvision", "torchvision", "torchvision", "torchvision:resnet18"),
+    "smp": Library(
+        "segmentation_models",
+        "segmentation_models_pytorch",
+        "segmentation-models-pytorch",
+        "smp:Unet?encoder_name=resnet34",
+    ),
+    "hf": Library("transformers", "transformers", "transformers", "hf:path/config.json", local=True),
+    "mmengine": Library(
+        *("mmengine", "mmengine", "mmengine, mmcv and the library of the configuration, such as mmsegmentation"),
+        example="mmengine:config.py",
+        local=True,
+    ),
+}
 
 
 def suggestion(value: str, known: Collection[str]) -> str:

@@ -10,20 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bnexport.choices import LIBRARIES
 from bnexport.cli.console import say
 from bnexport.cli.factory import calm
 from bnexport.cli.inputs import Argument, missing_input
 from bnexport.errors import MissingDependencyError, MissingFileError, UsageError
-
-# What a name begins with: the package to import, and what to install.
-_PACKAGES = {
-    "timm": ("timm", "timm"),
-    "torchvision": ("torchvision", "torchvision"),
-    "smp": ("segmentation_models_pytorch", "segmentation-models-pytorch"),
-    "hf": ("transformers", "transformers"),
-    "mmengine": ("mmengine", "mmengine, mmcv and the library of the configuration, such as mmsegmentation"),
-}
-_LOCAL = ("hf", "mmengine")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +35,9 @@ def parse_name(text: str) -> ModelName | None:
         MissingDependencyError: the library is not installed.
     """
     library, separator, rest = text.partition(":")
-    if not separator or library not in _PACKAGES:
+    if not separator or library not in LIBRARIES:
         return None
+    known = LIBRARIES[library]
     target, question, query = rest.partition("?")
     options: dict[str, Any] = {}
     for part in query.split("&") if question else ():
@@ -54,22 +46,13 @@ def parse_name(text: str) -> ModelName | None:
             raise UsageError(f"{text}: got option {part!r}, expected such as {library}:{target}?in_channels=1")
         options[key] = _value(value)
     if not target:
-        raise UsageError(f"{text}: got no model behind {library}:, expected such as {_EXAMPLES[library]}")
-    if library in _LOCAL and not Path(target).exists():
+        raise UsageError(f"{text}: got no model behind {library}:, expected such as {known.example}")
+    if known.local and not Path(target).exists():
         raise MissingFileError(f"{text}: no such file {target!r}; a configuration is read from this machine only")
-    package, install = _PACKAGES[library]
-    if not _is_installed(package):
-        raise MissingDependencyError(f"{text}: needs {package}, which is not installed; pip install {install}")
+    if not _is_installed(known.package):
+        needs = f"needs {known.package}, which is not installed; pip install {known.install}"
+        raise MissingDependencyError(f"{text}: {needs}")
     return ModelName(text, library, target, options)
-
-
-_EXAMPLES = {
-    "timm": "timm:resnet50d",
-    "torchvision": "torchvision:resnet18",
-    "smp": "smp:Unet?encoder_name=resnet34",
-    "hf": "hf:path/config.json",
-    "mmengine": "mmengine:config.py",
-}
 
 
 def _is_installed(package: str) -> bool:

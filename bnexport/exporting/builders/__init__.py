@@ -5,26 +5,18 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from bnexport.choices import LIBRARIES
 from bnexport.errors import BnexportError, MissingDependencyError, UsageError, first_line
 from bnexport.exporting.builders.built import BuiltModel
 
-__all__ = ["LIBRARIES", "BuiltModel", "build"]
-
-# What a name begins with: the file that builds it.
-LIBRARIES = {
-    "timm": "timm",
-    "torchvision": "torchvision",
-    "smp": "segmentation_models",
-    "hf": "transformers",
-    "mmengine": "mmengine",
-}
+__all__ = ["BuiltModel", "build"]
 
 
 def build(library: str, target: str, options: dict[str, Any], *, shown: str) -> BuiltModel:
     """Build the model `target` of a library with random weights.
 
     Args:
-        library: a key of LIBRARIES.
+        library: a key of `bnexport.choices.LIBRARIES`.
         target: the model's name there, or the path of its configuration.
         options: keyword arguments of the library's builder; for "mmengine" changes of the configuration.
         shown: how messages name the model.
@@ -33,7 +25,7 @@ def build(library: str, target: str, options: dict[str, Any], *, shown: str) -> 
         UsageError: the library has no such model, or cannot build it with these options.
         MissingDependencyError: the library, or another one that it needs, is not installed.
     """
-    builder = importlib.import_module(f"bnexport.exporting.builders.{LIBRARIES[library]}")
+    builder = importlib.import_module(f"bnexport.exporting.builders.{LIBRARIES[library].builder}")
     try:
         return builder.build(target, options)
     except BnexportError as error:
