@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from bnexport.cli.common import Json, app
+from bnexport.cli.console import say
 from bnexport.cli.output import check_targets, emit, table
 from bnexport.errors import MissingDependencyError
 
@@ -30,6 +31,9 @@ def doctor(
         json_target,
         [table("bnexport doctor", ("", "", ""), rows)],
     )
+    missing = sum(check.ok is None for check in checks)
     broken = [f"{check.name}: {check.value}" for check in checks if check.ok is False]
     if broken:
         raise MissingDependencyError("; ".join(broken))
+    optional = f"; {missing} optional part{'s' * (missing != 1)} missing, marked --" if missing else ""
+    say(f"all good: {len(checks) - missing} checks passed{optional}{'' if deep else '; --deep runs an operator, too'}")

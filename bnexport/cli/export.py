@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
+import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from bnexport import choices
+from bnexport.cli import closing
+from bnexport.cli.closing import Bench, Explain
 from bnexport.cli.common import Certificate, Html, Json, Overwrite, Seed, app
 from bnexport.cli.console import detail, is_verbose, say, status
 from bnexport.cli.models import verdict, write_html
 from bnexport.cli.output import check_exists, check_new, check_targets, emit
+from bnexport.errors import UsageError
 
 
 @app.command()
@@ -86,6 +91,8 @@ def export(
     opset: Annotated[int, typer.Option(metavar="INT", help="Opset of an ONNX file, 18 or newer.")] = 18,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with torch.")] = True,
     certificate: Certificate = True,
+    explain: Explain = None,
+    bench: Bench = False,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     html: Html = None,
@@ -105,6 +112,10 @@ def export(
     arguments = parse(inputs or ())
     chosen = chosen_dimensions(dynamic_dims, dynamic, [argument.name for argument in arguments])
     check_exists(checkpoint, "--checkpoint")
+    if bench and (kind != "onnx" or mode != "deploy"):
+        raise UsageError(
+            "--bench: compares a folded ONNX file with an unfolded one, expected --mode deploy and OUT.onnx"
+        )
     name = parse_name(factory)
     if name is None:
         check_reference(factory)
@@ -114,9 +125,11 @@ def export(
     with contextlib.redirect_stdout(sys.stderr):
         with status("importing torch"):
             from bnexport import exporting, folding
+            from bnexport.exporting.arguments import input_names as names_of_forward
             from bnexport.exporting.checkpoint import load_checkpoint
         model, arguments = (build(factory), arguments) if name is None else build_named(name, arguments)
         input_names, args = example_inputs(arguments, seed)
+        given_names = names_of_forward(model, len(args)) if kind == "onnx" else input_names
         if checkpoint is not None:
             loaded = load_checkpoint(model, checkpoint, key=key, allow_unexpected=allow_unexpected)
             detail(f"weights of {checkpoint}, from {loaded.container or 'the top'!r}, without {loaded.prefix!r}")
@@ -145,20 +158,44 @@ def export(
                 overwrite=overwrite,
                 input_names=input_names if kind == "onnx" else None,
             )
+    report = result.report
+    if report is not None:
+        report = dataclasses.replace(
+            report, source=report.source or factory, target=str(target), verification=result.verification
+        )
     if html is not None:
-        if result.report is None:
+        if report is None:
             say(f"note: nothing was folded, so that there is no report for {html}")
         else:
-            write_html(result.report, html)
+            write_html(report, html)
     if checkpoint is None and name is None:
         say(f"note: the weights are those that {factory} made; --checkpoint loads others")
-    for note in (*result.notes, *(() if result.report is None else result.report.notes)):
+    renamed = [f"{new!r} is forward's {old!r}" for new, old in zip(result.inputs, given_names) if new != old]
+    if renamed:
+        say(f"note: input {', '.join(renamed)}")
+    for note in (*result.notes, *(() if report is None else report.notes)):
         say(f"note: {note}")
-    folded = "" if result.report is None else f"{result.report.summary()}; "
-    say(f"{folded}{target} written")
+    if report is None:
+        say(f"{target} written")
+    else:
+        closing.explain(report, explain)
+        say(f"{report.summary()}; {target} written")
     say(verdict(result.verification, wanted=verify))
-    emit(
-        result.to_dict(),
-        json_target,
-        [] if result.report is None else folding.render(result.report, everything=is_verbose()),
-    )
+    ratio = _latency_ratio(model, args, target, result) if bench else None
+    data = result.to_dict() | ({"latency_ratio": ratio} if bench else {})
+    emit(data, json_target, [] if report is None else folding.render(report, everything=is_verbose()))
+    if bench:
+        say(closing.result_line(report, result.verification, ratio))
+
+
+def _latency_ratio(model: Any, args: tuple[Any, ...], target: Path, result: Any) -> float:
+    """Return the latency of the exported file over that of the same export without folding, on the example's inputs."""
+    from bnexport import exporting
+    from bnexport.cli.factory import calm
+
+    with tempfile.TemporaryDirectory() as folder, status("timing against an export without folding"):
+        unfolded = Path(folder, "unfolded.onnx")
+        options: Any = {"exporter": result.exporter, "input_names": list(result.inputs), "dynamic": False}
+        with calm():
+            exporting.export(model.eval(), args, unfolded, fold=False, verify=False, **options)
+        return closing.latency_ratio(unfolded, target, dict(zip(result.inputs, (each.numpy() for each in args))))

@@ -18,12 +18,23 @@ from bnexport.choices import suggestion
 from bnexport.cli.console import is_verbose
 from bnexport.errors import UnsupportedModelError, UsageError, summary
 
+_WEIGHTS = (".pth", ".pt", ".ckpt", ".bin", ".safetensors")
 _DYNAMIC = re.compile(r"import \*|__getattr__|\b(globals|vars|exec|setattr)\(|sys\.modules")
 
 
 def check_reference(reference: str, argument: str = "MODULE:FACTORY") -> None:
     """Raise UsageError for a MODULE:NAME that cannot be imported, as far as its source shows: nothing is imported."""
     module_name, separator, attribute = reference.partition(":")
+    if reference.endswith(".onnx") and not separator:
+        raise UsageError(
+            f"{argument}: got the ONNX file {reference!r}, expected a function that builds a torch module; to fold a file: "
+            f"bnexport fold {reference} OUT.onnx"
+        )
+    if reference.endswith(_WEIGHTS) and not separator:
+        raise UsageError(
+            f"{argument}: got the file of weights {reference!r}, expected a function that builds the module; then "
+            f"--checkpoint {reference}"
+        )
     if not separator or not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
         raise UsageError(f"{argument}: got {reference!r}, expected such as models.resnet:digits_resnet")
     shown = f"{argument} {reference}" if argument.startswith("--") else reference

@@ -35,7 +35,7 @@ EXAMPLES = {
     "fold": (
         "bnexport fold kept.onnx folded.onnx",
         "bnexport fold kept.onnx folded.onnx --html report.html -i x:1,3,224,224",
-        "bnexport fold kept.onnx folded.onnx --explain layer1.0.bn2",
+        "bnexport fold kept.onnx --explain backbone.layer1",
     ),
     "inline": ("bnexport inline kept.onnx plain.onnx", "bnexport inline kept.onnx plain.onnx -i x:1,3,224,224"),
     "verify": ("bnexport verify kept.onnx folded.onnx", "bnexport verify kept.onnx folded.onnx -i x:image.npy"),
@@ -50,9 +50,10 @@ EXAMPLES = {
     ),
     "doctor": ("bnexport doctor", "bnexport doctor --deep"),
 }
+NOT_VERIFIED = 5
 EXIT_CODES = (
     "Exit codes: 0 ok, 1 verification failed, 2 usage, 3 model refused, 4 missing dependency or resource, "
-    "70 defect of bnexport, 130 interrupted, 141 closed pipe."
+    "5 verify neither passed nor failed, 70 defect of bnexport, 130 interrupted, 141 closed pipe."
 )
 
 

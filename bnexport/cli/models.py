@@ -7,12 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from bnexport.cli import startup
+from bnexport.cli import closing, startup
+from bnexport.cli.closing import Bench, Explain
 from bnexport.cli.common import Atol, Certificate, Html, Inputs, Json, Model, Providers, Rtol, Seed, app
-from bnexport.cli.console import detail, is_verbose, say, status
-from bnexport.cli.output import check_change, check_targets, emit, table, write_whole
+from bnexport.cli.console import complain, detail, is_verbose, say, status
+from bnexport.cli.help import NOT_VERIFIED
+from bnexport.cli.output import check_change, check_exists, check_targets, emit, table, write_whole
 from bnexport.cli.recalibrate import Batch
-from bnexport.errors import MissingDependencyError, UsageError, VerificationError
+from bnexport.cli.run import first_feeds
+from bnexport.errors import UsageError, VerificationError
 
 
 @app.command()
@@ -40,35 +43,37 @@ def inspect(model: Model, json_target: Json = None) -> None:
         ("groups", ", ".join(f"{name or 'none'} (size {size})" for name, size in report.groups) or "none"),
         ("external files", ", ".join(report.external_files) or "none"),
     )
-    sites = [
-        (
-            site.node,
-            f"{site.domain or 'onnx'}:{site.op_type}",
-            site.channels or "",
-            _shape(site.input_shape),
-            ", ".join(f"{name}={_attribute(value)}" for name, value in site.attributes.items() if value != ""),
-        )
-        for site in report.batch_norms
-    ]
     tables = [table(str(model), ("", ""), summary)]
-    if sites:
-        tables.append(
-            table(
-                f"{len(sites)} batch norms",
-                ("node", "operator", "channels", "input", "attributes"),
-                sites,
-                right=["channels"],
-            )
-        )
+    if report.batch_norms:
+        tables.append(_batch_norms(report.batch_norms))
     for note in report.notes:
         say(f"note: {note}")
-    if not sites:
+    if not report.batch_norms:
         say("no batch norms: there is nothing to fold, unless an exporter wrote them as arithmetic")
     emit(report.to_dict(), json_target, tables)
 
 
-def _attribute(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def _batch_norms(norms: Any) -> Any:
+    """Return a table with a row for each batch norm; what all have in common is in its title."""
+    described = [
+        {"operator": f"{norm.domain or 'onnx'}:{norm.op_type}"}
+        | {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in norm.attributes.items()}
+        for norm in norms
+    ]
+    common = {name: value for name, value in described[0].items() if all(each.get(name) == value for each in described)}
+    rows = [
+        (
+            norm.node,
+            norm.channels or "",
+            _shape(norm.input_shape),
+            ", ".join(f"{name}={value}" for name, value in each.items() if name not in common and value),
+        )
+        for norm, each in zip(norms, described)
+    ]
+    shared = ", ".join(f"{name} {value}" for name, value in common.items() if value)
+    title = f"{len(rows)} batch norm{'s' * (len(rows) != 1)}{f', with {shared}' if shared else ''}"
+    columns = ("node", "channels", "input", "attributes")[: 4 if any(row[3] for row in rows) else 3]
+    return table(title, columns, (row[: len(columns)] for row in rows), right=["channels"], whole=["node"])
 
 
 def _value(value: Any) -> str:
@@ -76,7 +81,13 @@ def _value(value: Any) -> str:
 
 
 def _shape(shape: tuple[Any, ...] | None) -> str:
-    return "" if shape is None else "(" + ", ".join("?" if size is None else str(size) for size in shape) + ")"
+    """Return the sizes in brackets: ? for an unknown one, * for one that is computed from others."""
+    if shape is None:
+        return ""
+    sizes = (
+        "?" if size is None else size if str(size).isidentifier() or isinstance(size, int) else "*" for size in shape
+    )
+    return f"({', '.join(map(str, sizes))})"
 
 
 @app.command()
@@ -84,7 +95,10 @@ def fold(
     source: Annotated[
         Path, typer.Argument(metavar="IN", help="The ONNX file to fold; unchanged unless it is OUT, too.")
     ],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="Where the folded model goes.")],
+    target: Annotated[
+        Path | None,
+        typer.Argument(metavar="OUT", help="Where the folded model goes; with --explain it may be missing."),
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Prove each fold, and compare the outputs of both models.")
     ] = True,
@@ -98,7 +112,7 @@ def fold(
     seed: Seed = 0,
     atol: Atol = None,
     rtol: Rtol = None,
-    explain: Annotated[str | None, typer.Option(metavar="NODE", help="Say what happened to one node, and why.")] = None,
+    explain: Explain = None,
     only: Annotated[
         list[str] | None, typer.Option(metavar="NODE", help="Fold this batch norm only. Repeatable.")
     ] = None,
@@ -123,6 +137,7 @@ def fold(
         ),
     ] = None,
     batch: Batch = 32,
+    bench: Bench = False,
     certificate: Certificate = True,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT where it exists, as a whole; it may be IN.")
@@ -132,7 +147,12 @@ def fold(
 ) -> None:
     """Folds batch norms into the weights beside them."""
     check_targets(OUT=target, html=html, json=json_target)
-    check_change(source, target, overwrite)
+    if target is not None:
+        check_change(source, target, overwrite)
+    elif explain is None or bench:
+        raise UsageError("Missing argument 'OUT'; see bnexport fold --help")
+    else:
+        check_exists(source, "IN")
     from bnexport import folding
     from bnexport.cli.inputs import feeds_of
 
@@ -142,6 +162,7 @@ def fold(
 
         names = {"only": only or (), "skip": skip or (), "explain": [explain] if explain else ()}
         check_selection(load(source), where=str(source), prefix="--", **names)
+    verify = verify and target is not None
     feeds = feeds_of(inputs, seed, source) if verify else {}
     model: Any = source
     if recalibrate:
@@ -169,12 +190,15 @@ def fold(
     report = result.report
     if html is not None:
         write_html(report, html)
-    if explain is not None:
-        say(_explanation(explain, report.explain(explain)))
+    closing.explain(report, explain)
+    if target is None:
+        if json_target:
+            emit(report.to_dict(), json_target, [])
+        return
     if simplify:
         say(f"{report.summary()}; {report.before.nodes:,} nodes before, {report.after.nodes:,} after; {target} written")
     elif not report.changed:
-        say(f"nothing to fold: {target} is an unchanged copy")
+        say(f"nothing to fold: {target} is the same model")
     else:
         say(f"{report.summary()}; {target} written")
     if report.meaning_changed:
@@ -184,7 +208,14 @@ def fold(
     if report.verification is not None:
         say(verdict(report.verification))
         detail(_inputs_of(report.verification))
-    emit(report.to_dict(), json_target, [] if json_target else folding.render(report, everything=is_verbose()))
+    ratio = None
+    if bench:
+        shown = feeds or first_feeds([source, target], inputs, seed)[0][0]
+        ratio = closing.latency_ratio(source, target, shown)
+    data = report.to_dict() | ({"latency_ratio": ratio} if bench else {})
+    emit(data, json_target, [] if json_target else folding.render(report, everything=is_verbose()))
+    if bench:
+        say(closing.result_line(report, report.verification, ratio))
 
 
 def _method(verify: bool, method: str | None) -> Any:
@@ -202,12 +233,6 @@ def write_html(report: Any, path: Path) -> None:
     write_whole(path, html_report.render_html(report.to_dict()))
 
 
-def _explanation(node: str, site: Any) -> str:
-    if site is None:
-        return f"{node}: no part of a batch norm, so there was nothing to do"
-    return f"{node}: {site.outcome}" + (f" into {', '.join(site.targets)}" if site.targets else f": {site.reason}")
-
-
 def verdict(result: Any, *, wanted: bool = True, folds: bool = True) -> str:
     """Return the line that every command prints about a verification. folds: whether anything can have been folded."""
     text = result.summary(folds=folds)
@@ -220,7 +245,7 @@ def _inputs_of(result: Any) -> str:
     """Return one line about the inputs of a verification."""
     if not result.samples:
         return "verified without inputs: no model was run"
-    return f"verified with {result.samples} sets of inputs, seed {result.seed}"
+    return f"verified with {result.samples} set{'s' * (result.samples != 1)} of inputs, seed {result.seed}"
 
 
 def _proofs(sites: Any) -> list[Any]:
@@ -253,8 +278,12 @@ def verify(
         ),
     ] = None,
     provider: Providers = None,
+    allow_not_verified: Annotated[
+        bool,
+        typer.Option("--allow-not-verified", help="Exit with 0, not 5, where neither equality nor a difference shows."),
+    ] = False,
     json_target: Json = None,
-) -> None:
+) -> int:
     """Compares two models on the same inputs and proves the folds.
 
     Those of the certificate in B, or those that are found.
@@ -297,6 +326,11 @@ def verify(
         detail(_inputs_of(result))
     emit(result.to_dict(), json_target, tables)
     if result.status == "not_verified":
-        raise MissingDependencyError(result.summary())
+        if allow_not_verified:
+            say(f"warning: {result.summary()}")
+            return 0
+        complain(result.summary())
+        return NOT_VERIFIED
     if not result.passed:
         raise VerificationError(f"{candidate} differs from {reference}: {result.reason}; {result.proved}")
+    return 0

@@ -19,11 +19,22 @@ from bnexport.cli.console import out, plain
 from bnexport.errors import MissingFileError, UsageError
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()) -> Table:
-    """Make a table for `emit`, without a heading where no column has a name. Columns in `right` hold numbers."""
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    right: Sequence[str] = (),
+    whole: Sequence[str] = (),
+) -> Table:
+    """Make a table for `emit`, without a heading where no column has a name.
+
+    Columns in `right` hold numbers; those in `whole` are broken last, where the console is narrower than they are.
+    """
     made = Table(title=plain(title), title_justify="left", show_header=any(columns))
     for name in columns:
-        made.add_column(plain(name), overflow="fold", justify="right" if name in right else "left")
+        justify: Any = "right" if name in right else "left"
+        made.add_column(plain(name), overflow="fold", justify=justify, no_wrap=name in whole)
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else plain(cell) for cell in row))
     return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,8 +32,7 @@ def run(
         raise UsageError(f"--output: got {str(output)!r}, expected a file that ends in .npz")
     with status(f"running {model}"):
         feeds, done = _run(model, inputs, seed, provider or ())
-    chosen = ", ".join(f"{name} {'x'.join(map(str, array.shape)) or 'scalar'}" for name, array in feeds.items())
-    say(f"inputs: {chosen or 'none'}, seed {seed}; in {done.engine}")
+    say(f"inputs: {_shapes(feeds)}, seed {seed}; in {done.engine}")
     rows = [_row(name, np.asarray(value)) for name, value in done.outputs.items()]
     if output is not None:
         with binary_file(output) as file:
@@ -65,22 +64,41 @@ def run(
 
 def _run(model: Path, inputs: list[str] | None, seed: int, providers: Sequence[str]) -> tuple[dict[str, Any], Any]:
     """Run the model; return its inputs, of the first sizes that it accepts where it leaves them open, and the outputs."""
+    from bnexport.runtime import execution
+
+    loaded = functools.cache(lambda path: execution.load(path, providers=providers))
+    (feeds,), done = first_feeds([model], inputs, seed, lambda path, each: execution.run(loaded(path), each))
+    return feeds, done
+
+
+def first_feeds(
+    models: Sequence[Path], inputs: list[str] | None, seed: int, run: Callable[[Path, Any], Any] | None = None
+) -> tuple[list[dict[str, Any]], Any]:
+    """Return inputs of each model, of the first sizes with which all run where they leave sizes open, and a result.
+
+    run: how to run a model; None for ONNX Runtime on the CPU. Raise UnsupportedModelError where no sizes fit.
+    """
     from bnexport.cli.inputs import feeds_of
     from bnexport.runtime import execution
     from bnexport.verification.inputs.samples import FREE_SIZES
 
-    loaded, tried = None, None
+    run, tried = run or execution.run, None
     for free in FREE_SIZES:
-        feeds = feeds_of(inputs, seed, model, all_of_them=True, free=free)
-        loaded = loaded or execution.load(model, providers=providers)
-        shapes = [array.shape for array in feeds.values()]
+        feeds = [feeds_of(inputs, seed, model, all_of_them=True, free=free) for model in models]
+        shapes = [array.shape for array in feeds[0].values()]
         if shapes == tried:  # No size is open.
             break
         try:
-            return feeds, execution.run(loaded, feeds)
+            results = [run(model, each) for model, each in zip(models, feeds)]
         except UnsupportedModelError as error:
             tried, refused = shapes, error
+        else:
+            return feeds, results[-1]
     raise refused
+
+
+def _shapes(feeds: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {'x'.join(map(str, array.shape)) or 'scalar'}" for name, array in feeds.items()) or "none"
 
 
 def _row(name: str, array: Any) -> dict[str, Any]:
@@ -109,7 +127,6 @@ def bench(
     json_target: Json = None,
 ) -> None:
     """Compares the latency of models in ONNX Runtime. They take turns."""
-    from bnexport.cli.inputs import feeds_of
     from bnexport.runtime import engine, execution, latency
 
     check_targets(chart=chart, json=json_target)
@@ -119,13 +136,11 @@ def bench(
         import matplotlib  # noqa: F401 - whether it is there, before any time is spent
     if len(set(models)) < len(models):
         raise UsageError(f"MODEL: got {', '.join(map(str, models))}, expected each file once")
-    feeds = {str(path): feeds_of(inputs, seed, path, all_of_them=True) for path in models}
-    calls = {}
-    for path in models:
-        options = engine.session_options(threads=threads)
-        with status(f"loading {path}"):
-            loaded = execution.load(path, options, provider or ())
-        calls[str(path)] = functools.partial(loaded.run, feeds[str(path)])
+    loaded = functools.cache(lambda path: execution.load(path, engine.session_options(threads=threads), provider or ()))
+    with status(f"loading {', '.join(map(str, models))}"):
+        feeds, _ = first_feeds(models, inputs, seed, lambda path, each: loaded(path).run(each))
+    say(f"inputs: {_shapes(feeds[0])}, seed {seed}; --input sets others")
+    calls = {str(path): functools.partial(loaded(path).run, each) for path, each in zip(models, feeds)}
     with progress("timing", runs * len(models)) as advance:
         results = latency.measure(calls, runs=runs, warm_up=warm_up, progress=advance)
     rows = [{**result.to_dict(), "ratio": result.percentile(50) / results[0].percentile(50)} for result in results]
@@ -136,4 +151,9 @@ def bench(
     if chart is not None:
         latency.chart(results, chart)
         say(f"{chart} written")
-    emit({"models": rows}, json_target, [table(f"latency in ms, {runs} runs each", columns, cells, right=columns[1:])])
+    sizes = [{"name": name, "shape": list(array.shape)} for name, array in feeds[0].items()]
+    emit(
+        {"inputs": sizes, "models": rows},
+        json_target,
+        [table(f"latency in ms, {runs} runs each", columns, cells, right=columns[1:])],
+    )

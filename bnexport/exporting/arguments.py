@@ -64,6 +64,7 @@ def read(model: Any, args: Any, kwargs: Mapping[str, Any]) -> Arguments:
         raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     model, notes = _unwrapped(model)
     _check_values(model)
+    _check_dict(model, args)
     given = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     if not kwargs and all(isinstance(value, torch.Tensor) for value in given):
         return Arguments(model, given, tuple(input_names(model, len(given))), notes)
@@ -152,6 +153,16 @@ def _check_values(model: nn.Module) -> None:
                 f"model: {name!r} is on the meta device and has no values; build the model on the CPU, or call"
                 " model.to_empty(device='cpu') and load a checkpoint"
             )
+
+
+def _check_dict(model: nn.Module, args: Any) -> None:
+    """Raise UsageError for keyword arguments in place of `args`, as other exporters take them."""
+    if isinstance(args, Mapping) and args and set(args) <= set(inspect.signature(model.forward).parameters):
+        listed = ", ".join(f"{name!r}: ..." for name in args)
+        raise UsageError(
+            f"args: got a dict of forward's parameters; write args=(), kwargs={{{listed}}}; where forward takes the dict "
+            f"itself, args=({{{listed}}},)"
+        )
 
 
 def _check_keywords(model: nn.Module, count: int, kwargs: Mapping[str, Any]) -> None:

@@ -308,6 +308,8 @@ class ForwardFailure(UsageError):
         shapes = ", ".join(str(tuple(value.shape)) for value in inputs)
         types = ", ".join(dict.fromkeys(str(value.dtype).removeprefix("torch.") for value in inputs))
         self.what = f"does not run on inputs of shape {shapes} and type {types}: {summary(error)}"
+        if any(value.dim() == 3 for value in inputs) and any(isinstance(each, nn.Conv2d) for each in model.modules()):
+            self.what += "; dimension 0 is the batch: an image has shape (1, channels, height, width)"
         super().__init__(f"args: {type(model).__name__} {self.what}")
 
 

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from bnexport.errors import UsageError
 from bnexport.folding.reading.elementwise import OP_TYPES
+from bnexport.folding.reporting.report import within
 from bnexport.folding.rules.parallel import NAME as PARALLEL
 from bnexport.graph.inlining import inline_calls
 from bnexport.graph.nodes import is_standard, label, module_path
@@ -31,8 +32,8 @@ def check_selection(
     """Raise UsageError for a label that no node of `model` has.
 
     `only` selects batch norms; `skip` also the arithmetic that an exporter may have made of one; either may name the
-    rule `parallel`. `explain` takes any node. Calls that folding inlines give their nodes new labels, which count, but
-    for `only`: it inlines nothing.
+    rule `parallel`. `explain` takes any node, module or scope that holds a
+    node. Calls that folding inlines give their nodes new labels, which count, but for `only`: it inlines nothing.
     """
     only, skip = (tuple(name for name in names if name != PARALLEL) for names in (only, skip))
     explain = tuple(explain)
@@ -48,7 +49,9 @@ def check_selection(
         nodes += walk.nodes(inlined)
     parts = {label(node) for node in nodes if _is_norm(node) or is_standard(node, *OP_TYPES)}
     check_names(f"{prefix}skip", skip, parts | either, norms, where)
-    check_names(f"{prefix}explain", explain, {label(node) for node in nodes} | either, norms, where)
+    labels = {label(node) for node in nodes} | either
+    inside = {name for name in explain if any(within(each, name) for each in labels)}
+    check_names(f"{prefix}explain", explain, labels | inside, norms, where)
 
 
 def as_labels(names: Collection[str], nodes: Iterable[ir.Node]) -> frozenset[str]:

@@ -44,6 +44,7 @@ class BatchNormInfo:
 @dataclasses.dataclass(frozen=True)
 class InspectReport:
     """Result of `inspect`. nodes, op_counts: bodies and functions included; a portable body counts as its node.
+    parameter_count, parameter_bytes: of all tensors, those in Constant nodes, too.
 
     groups: (name, size) of the nodes' process groups. external_files: files beside the model that hold weights.
     notes: what was mended while the file was read.
@@ -102,7 +103,7 @@ def inspect(source: Source) -> InspectReport:
                     # Attributes may be of any type; an int group is the number of a group, in MMCV's own files.
                     if isinstance(group, (str, int)) and isinstance(size, int):
                         groups[str(group), size] = None
-    held = (slot.get() for slot in walk.tensors(model))
+    held = [slot.get() for slot in walk.tensors(model)]
     files = {tensor.file for tensor in held if isinstance(tensor, ContainedTensor)}
     return InspectReport(
         ir_version=model.ir_version,
@@ -115,17 +116,13 @@ def inspect(source: Source) -> InspectReport:
         batch_norms=tuple(batch_norms),
         functions=tuple(f"{domain}:{name}" if domain else name for domain, name, _overload in model.functions),
         groups=tuple(groups),
-        parameter_count=sum(value.const_value.size for value in _initializers(model) if value.const_value is not None),
+        parameter_count=sum(tensor.size for tensor in held),
         parameter_bytes=tensor_total(model),
         external_files=tuple(sorted({"/".join(file.parts) for file in files if not file.is_model})),
         subgraphs=subgraphs,
         path=opened.path,
         notes=opened.notes,
     )
-
-
-def _initializers(model: ir.Model) -> list[ir.Value]:
-    return [value for graph in walk.graphs(model) for value in graph.initializers.values()]
 
 
 def _batch_norm(node: ir.Node, graph: str) -> BatchNormInfo:

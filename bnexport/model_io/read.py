@@ -145,7 +145,10 @@ def read_proto(real: str, shown: str, limits: Limits) -> tuple[onnx.ModelProto, 
     try:
         status = os.fstat(descriptor)
         _check_file(status, shown, limits)
-        proto, places = _parse(functools.partial(wire.cut, descriptor, status.st_size, limits), shown)
+        try:
+            proto, places = _parse(functools.partial(wire.cut, descriptor, status.st_size, limits), shown)
+        except MalformedModelError as error:
+            raise (_of_torch(descriptor, shown) or error) from error
     finally:
         os.close(descriptor)
     model = DataFile.of_model(real, status)
@@ -170,6 +173,17 @@ def _parse(walk_wire: Callable[[], wire.Cut], shown: str) -> tuple[onnx.ModelPro
     if not proto.HasField("graph") or proto.ir_version < 1:
         raise MalformedModelError(f"model file {shown!r} is not an ONNX file: it has no graph or IR version")
     return proto, cut.places
+
+
+def _of_torch(descriptor: int, shown: str) -> MalformedModelError | None:
+    """Return the error for a file that torch.save or torch.jit.save wrote, as its first bytes show."""
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    if not os.read(descriptor, 4).startswith((b"PK\x03\x04", b"\x80\x02")):
+        return None
+    return MalformedModelError(
+        f"model file {shown!r} is not an ONNX file, but one that torch.save or torch.jit.save wrote; for a checkpoint: "
+        f"bnexport export MODULE:FACTORY OUT.onnx --checkpoint {shown} --input x:1,3,224,224"
+    )
 
 
 def _check_file(status: os.stat_result, shown: str, limits: Limits) -> None:

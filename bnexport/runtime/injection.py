@@ -16,6 +16,7 @@ from bnexport.errors import MissingPackageError, UsageError
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+_OF_NVIDIA = ("cuda", "tensorrt", "nvtensorrtrtx")
 # What ONNX Runtime says of files newer than itself.
 _NEWER_IR = re.compile(r"Unsupported model IR version: (\d+), max supported IR version: (\d+)")
 _NEWER_OPSET = re.compile(r"Opset (\d+) is under development .*is till opset (\d+)", re.DOTALL)
@@ -51,9 +52,11 @@ def check_providers(names: Sequence[str]) -> list[str]:
     full = [by_name.get(name.removesuffix("ExecutionProvider").lower(), name) for name in names]
     for given, name in zip(names, full):
         if name not in available:
+            near = suggestion(given.lower(), by_name)
+            if name.removesuffix("ExecutionProvider").lower() in _OF_NVIDIA:
+                near = "; for NVIDIA GPUs: pip uninstall onnxruntime, then pip install onnxruntime-gpu (extra [gpu])"
             raise UsageError(
-                f"provider: got {given!r}, expected one of {', '.join(by_name)}, which this onnxruntime has"
-                f"{suggestion(given.lower(), by_name)}"
+                f"provider: got {given!r}, expected one of {', '.join(by_name)}, which this onnxruntime has{near}"
             )
     return full
 

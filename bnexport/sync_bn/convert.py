@@ -114,6 +114,8 @@ def replace(module: nn.Module, convert: Callable[[nn.Module], nn.Module | None])
     A submodule keeps its identity: a list, a hook or a function that refers to it refers to the new one.
     The root is replaced.
     """
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"module: got {type(module).__name__}, expected a torch.nn.Module")
     memo: dict[int, nn.Module] = {}
 
     def visit(old: nn.Module, path: str) -> nn.Module:

@@ -42,7 +42,8 @@ class FreshProcess(contextlib.ExitStack):
 
     def run(self, feeds: Mapping[str, torch.Tensor], outputs: Sequence[str]) -> list[Array]:
         """Return all outputs. Raises EngineFailure."""
-        torch.save(list(feeds.values()), self._folder / "inputs.pt")
+        # Without attributes that torch.export may have left on a caller's tensor, which the other process refuses.
+        torch.save([value.detach() for value in feeds.values()], self._folder / "inputs.pt")
         asked, answers = self._process.stdin, self._process.stdout
         assert asked is not None and answers is not None
         with contextlib.suppress(BrokenPipeError):

@@ -54,6 +54,7 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
     bnexport.export(tiny().eval(), torch.randn(2, 1, 8, 8), folder / "m.onnx", mode="custom_op")
     (folder / "cut.onnx").write_bytes((folder / "m.onnx").read_bytes()[:4000])
+    torch.save(tiny().state_dict(), folder / "w.pth")
     (folder / "text").write_text("no model, no array, no checkpoint")
     np.save(folder / "x64.npy", np.zeros((2, 1, 8, 8)))
     np.savez(folder / "several.npz", a=np.zeros(1), b=np.zeros(1))
@@ -83,7 +84,12 @@ WRONG = [
     (["fold", "m.onnx", "o.onnx", "--json", "gone/r.json"], 2, ["--json: cannot write", "make it first"]),
     (["fold", "m.onnx", "o.onnx", "--only", "stem"], 2, ["--only: got 'stem'", "a batch norm of m.onnx: stem.1,"]),
     (["fold", "m.onnx", "o.onnx", "--skip", "stem"], 2, ["--skip: got 'stem'", "expected a batch norm of m.onnx"]),
-    (["fold", "m.onnx", "o.onnx", "--explain", "stem"], 2, ["--explain: got 'stem'", "expected a batch norm of m.onnx"]),
+    (["fold", "m.onnx", "o.onnx", "--explain", "stm"], 2, ["--explain: got 'stm'", "expected a batch norm of m.onnx"]),
+    (["fold", "m.onnx", "--explain", "stem", "--bench"], 2, ["Missing argument 'OUT'"]),
+    (["inspect", "w.pth"], 3, ["one that torch.save or torch.jit.save wrote", "--checkpoint w.pth"]),
+    (["export", "m.onnx", "o.onnx", "-i", "x:1"], 2, ["got the ONNX file 'm.onnx'", "bnexport fold m.onnx OUT.onnx"]),
+    (["export", "w.pth", "o.onnx", "-i", "x:1"], 2, ["got the file of weights 'w.pth'", "then --checkpoint w.pth"]),
+    (["run", "m.onnx", "--provider", "cuda"], 2, ["pip uninstall onnxruntime", "pip install onnxruntime-gpu"]),
     (["fold", "m.onnx", "o.onnx", "--seed", "one"], 2, ["'--seed'", "integer"]),
     (["verify", "m.onnx", "m.onnx", "--seed", "-1"], 2, ["'--seed'", "greater than or equal to 0"]),
     (["verify", "m.onnx", "m.onnx", "--atol", "-1"], 2, ["'--atol'", "-1 is no bound", "expected a finite number >= 0"]),
@@ -102,7 +108,6 @@ WRONG = [
     (["run", "m.onnx", "-i", "x:1,1,8,8", "-o", "o.txt"], 2, ["--output: got 'o.txt'", "ends in .npz"]),
     (["run", "m.onnx", "-i", "x:1,1,8,8", "-o", "gone/o.npz"], 2, ["--output: cannot write 'gone/o.npz'"]),
     (["run", "m.onnx", "-i", "x:99999999,1,99999,99999"], 4, ["not enough memory"]),
-    (["bench", "m.onnx"], 2, ["missing x", "x: float32 (batch, 1, height, width)", "such as --input x:1,1,64,64"]),
     (["run", "m.onnx", "--provider", "cdua"], 2, ["provider: got 'cdua'", "cpu"]),
     (["bench", "m.onnx", "m.onnx", "-i", "x:1,1,8,8"], 2, ["expected each file once"]),
     (["bench", "m.onnx", "-i", "x:1,1,8,8", "--runs", "0"], 2, ["'--runs'", "greater than or equal to 1"]),

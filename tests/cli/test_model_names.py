@@ -78,7 +78,7 @@ def test_a_model_by_name_with_its_checkpoint(timm):
     done = warm.run(*run, "right.pth", cwd=timm)
     assert done.returncode == 0, done.stderr
     assert "note: input input:1,3,12,16, as timm states; --input gives another" in done.stderr
-    assert "1 of 1 batch norms folded" in done.stderr
+    assert "1 of 1 batch norm folded" in done.stderr
     assert "random" not in done.stderr
     assert os.path.exists(timm / "o.onnx")
     done = warm.run(*run, "other.pth", "--overwrite", cwd=timm)

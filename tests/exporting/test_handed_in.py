@@ -94,6 +94,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     ),
     "meta": (meta, X, "model: 'weight' is on the meta device and has no values; .* load a checkpoint"),
     "an array": (net, X.numpy(), r"args: input: got ndarray, expected tensors(.|\n)*class Wrapped\(torch.nn.Module\)"),
+    "keyword arguments": (
+        net,
+        {"input": X},
+        r"args: got a dict of forward's parameters; write args=\(\), kwargs=\{'input'",
+    ),
     "no tensor": (Nested, ({}, 1), "args: got no tensor, expected one at least"),
     "float64": (
         lambda: net().double(),
@@ -102,7 +107,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     ),
     "float64 in ONNX Runtime": (lambda: net().double(), X.double(), "few operators in float64: export model.float"),
     "channels": (net, X[:, :2], r"args: Sequential does not run .* \(2, 2, 6, 6\) .* to have 3 channels, but got 2"),
-    "no batch": (net, X[0, :, 1:, 1:], r"args: Sequential does not run on inputs of shape \(3, 5, 5\)"),
+    "no batch": (net, X[0, :, 1:, 1:], r"inputs of shape \(3, 5, 5\) .*; dimension 0 is the batch"),
     "a branch on values": (
         Branches,
         X,

@@ -309,3 +309,9 @@ def test_train_returns_the_module_of_a_frozen_class():
     assert sync.train() is sync and not sync.training
     plain = revert_sync_batchnorm(sync)
     assert plain.train() is plain and not plain.training
+
+
+@pytest.mark.parametrize("function", [convert_sync_batchnorm, revert_sync_batchnorm])
+def test_what_is_no_module(function):
+    with pytest.raises(UsageError, match=r"module: got str, expected a torch\.nn\.Module"):
+        function("x")

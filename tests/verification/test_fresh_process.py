@@ -50,6 +50,14 @@ def test_one_process_runs_every_feed(file: Path) -> None:
     assert process.returncode is not None
 
 
+def test_a_tensor_that_an_exporter_has_marked(file: Path) -> None:
+    """torch.export leaves attributes of its own classes on example inputs where it fails."""
+    x = torch.ones(2, 3)
+    x.marked = types.SimpleNamespace()  # type: ignore[attr-defined]
+    with FreshProcess(file, "torchscript") as engine:
+        assert engine.run({"x": x}, ["y", "z"])[0].tolist() == [[3.0, 3.0]] * 2
+
+
 def test_a_file_that_does_not_load(tmp_path: Path) -> None:
     (tmp_path / "m.pt").write_bytes(b"nothing")
     with (

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 # Rows of a table that anybody reads; more take a millisecond each to lay out.
 _SHOWN = 500
 
+# Outcomes that a table explains.
+_OUTCOMES = {"converted": "kept, as BatchNormalization"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
@@ -110,21 +113,25 @@ class FoldReport:
     def summary(self) -> str:
         """Sum up the batch norms in one line: how many are gone, and into what kind of operator."""
         lone = sum(site.lone for site in self.sites)
-        rest = f"{lone} lone scale{'s or shifts' if lone > 1 else ' or shift'} folded" if lone else ""
+        rest = f"{lone} other scale{'s or shifts' if lone > 1 else ' or shift'} folded" if lone else ""
         if lone == len(self.sites):
-            return ", ".join(filter(None, ("no batch norms", rest)))
+            return "; ".join(filter(None, ("no batch norms", rest)))
         sites = [site for site in self.folded if not site.lone]
         words = {rule.name: rule.into for rule in ALL}
         rules = collections.Counter(words.get(rule) or rule for site in sites for rule in site.rules[-1:])
-        into = ", ".join(name if len(rules) == 1 else f"{count} into {name}" for name, count in rules.most_common(4))
-        more = f" and {len(rules) - 4} more kinds" if len(rules) > 4 else ""
         before, after = (each.batch_norm + each.sync_batch_norm for each in (self.before, self.after))
-        # Several batch norms may be one site; an exporter's arithmetic is a site without a node of its own.
         restated = sum(site.outcome == "restated" for site in self.sites)
-        gone, total = (before - after - restated, before) if before else (len(sites), len(self.sites) - lone)
-        text = f"{gone} of {total} batch norms folded"
-        text = f"{text} into {into}" if len(rules) == 1 else f"{text}: {into}{more}" if rules else text
-        left = f"{restated} restated" if restated else ""
+        gone, total = before - after - restated, before
+        if total < len(self.sites) - lone:  # batch norms that an exporter wrote as arithmetic are no nodes
+            gone, total = len(sites), len(self.sites) - lone
+        text = f"{gone} of {total} batch norm{'s' * (total != 1)} folded"
+        named = rules.most_common(4)
+        if len(rules) > 1 and sum(rules.values()) == gone:  # a site of several batch norms is one fold
+            more = f" and {len(rules) - 4} more kinds" if len(rules) > 4 else ""
+            text += f": {', '.join(f'{count} into {name}' for name, count in named)}{more}"
+        elif rules:
+            text += f" into {' and '.join(filter(None, (', '.join(name for name, _ in named[:-1]), named[-1][0])))}"
+        left = f"{restated} kept in another form" if restated else ""
         return "; ".join(filter(None, (text, left, rest)))
 
     @property
@@ -142,6 +149,21 @@ class FoldReport:
         """Return the site that holds the node, or batch norm module, of this name, or None."""
         return next((site for site in self.sites if node in (*site.nodes, *site.modules)), None)
 
+    def find(self, name: str) -> tuple[SiteReport, ...]:
+        """Return the sites that a user may mean by `name`.
+
+        The one of this node or batch norm module; else those inside the module or scope `name`, as in `backbone.layer1`;
+        else those that were folded into the operator, or module, `name`. Path separators may be "." or "/".
+        """
+        exact = self.explain(name)
+        if exact is not None:
+            return (exact,)
+        for labels in (lambda site: (*site.nodes, *site.modules), lambda site: site.targets):
+            found = tuple(site for site in self.sites if any(within(label, name) for label in labels(site)))
+            if found:
+                return found
+        return ()
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as the command line prints it with --json."""
         # dataclasses.asdict copies every leaf: ten times the time of this, for 10,000 sites.
@@ -156,6 +178,12 @@ class FoldReport:
             "after": dict(vars(self.after)),
             "verification": None if self.verification is None else self.verification.to_dict(),
         }
+
+
+def within(label: str, name: str) -> bool:
+    """Whether the node or module `label` is `name`, or lies in the scope `name`."""
+    path, scope = (text.replace("/", ".").strip(".") for text in (label, name))
+    return bool(scope) and f"{path}.".startswith(f"{scope}.")
 
 
 def render(report: FoldReport, *, everything: bool = False) -> list[Table]:
@@ -183,7 +211,7 @@ def _sites(report: FoldReport, everything: bool) -> Table:
     cells = {
         "node": [site.name for site in chosen[:_SHOWN]],
         "channels": ["" if site.channels is None else str(site.channels) for site in chosen[:_SHOWN]],
-        "outcome": [site.outcome for site in chosen[:_SHOWN]],
+        "outcome": [_OUTCOMES.get(site.outcome, site.outcome) for site in chosen[:_SHOWN]],
         "proof": [_mark(proofs.get(site)) for site in chosen[:_SHOWN]],
         "into": [", ".join(site.targets) for site in chosen[:_SHOWN]],
         "reason": [site.summary or site.reason for site in chosen[:_SHOWN]],

@@ -1,0 +1,61 @@
+"""The last lines of a fold or an export: batch norms that were asked for, and with --bench the result in one line."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bnexport.choices import suggestion
+from bnexport.cli.console import progress, say
+
+Explain = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Say what happened to one batch norm, or to those of a module, and why."),
+]
+Bench = Annotated[bool, typer.Option("--bench", help="Compare the latency with that of the unfolded model.")]
+
+# Batch norms that the last line names; more are counted.
+_NAMED = 3
+_RUNS, _WARM_UP = 60, 10
+
+
+def explain(report: Any, name: str | None) -> None:
+    """Print a line for each batch norm that `name` means."""
+    if name is None:
+        return
+    sites = report.find(name)
+    if not sites:
+        near = suggestion(name, [each for site in report.sites for each in (*site.modules, *site.nodes)])
+        say(f"{name}: no part of a batch norm, so there was nothing to do{near}")
+    for site in sites:
+        into = f" into {', '.join(site.targets)}" if site.targets else ""
+        say(f"{site.name}: {site.outcome}{into}{f': {site.reason}' if site.reason else ''}")
+
+
+def result_line(report: Any, verification: Any, ratio: float | None) -> str:
+    """Return the folds proved and compared, the batch norms that stay, and the latency against the unfolded model's."""
+    kept = [] if report is None else [site for site in report.kept if not site.lone]
+    named = ", ".join(f"{site.name} ({site.reason or site.outcome})" for site in kept[:_NAMED])
+    more = f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
+    left = f"{len(kept)} batch norm{'s' * (len(kept) != 1)} left{': ' * bool(kept)}{named}{more}"
+    latency = "" if ratio is None else f"; {ratio:.2f} times the latency of the unfolded model"
+    return f"result: {verification.proved}; {left}{latency}"
+
+
+def latency_ratio(unfolded: Path, folded: Path, feeds: Mapping[str, Any]) -> float:
+    """Return the median latency of `folded` in ONNX Runtime over that of `unfolded`; they take turns."""
+    import numpy as np
+
+    from bnexport.runtime import execution, latency
+
+    calls = {}
+    for name, path in (("unfolded", unfolded), ("folded", folded)):
+        loaded = execution.load(path)
+        calls[name] = functools.partial(loaded.run, {key: feeds[key] for key in loaded.needed})
+    with progress("timing", 2 * _RUNS) as advance:
+        before, after = latency.measure(calls, runs=_RUNS, warm_up=_WARM_UP, progress=advance)
+    return float(np.median(after.milliseconds) / np.median(before.milliseconds))

@@ -1,0 +1,135 @@
+"""Names that a user types for a batch norm, and the line that a fold or an export with --bench ends with."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import onnx
+import pytest
+
+from bnexport.cli import main
+from bnexport.folding import fold
+from tests.support.onnx_text import batch_norm, model
+
+NET = """g (float[N,3,H,W] x) => (float[N,4,A,B] y, float[N,3,H,W] z) {
+    c = Conv (x, w)
+    y = BatchNormalization (c, p_s, p_b, p_m, p_v)
+    r = Relu (x)
+    z = BatchNormalization (r, q_s, q_b, q_m, q_v) }"""
+NAMES = (
+    "layer1.0.conv1/Conv",
+    "layer1.0.bn1/BatchNormalization",
+    "layer1.1.relu/Relu",
+    "layer1.1.bn/BatchNormalization",
+)
+
+
+@pytest.fixture
+def net(tmp_path):
+    made = model(NET, {"w": (4, 3, 3, 3), **batch_norm("p", 4), **batch_norm("q", 3)})
+    for name, node in zip(NAMES, made.graph.node):
+        node.name = name
+    onnx.save(made, tmp_path / "m.onnx")
+    return tmp_path / "m.onnx"
+
+
+def call(*arguments, capfd):
+    code = main([str(argument) for argument in arguments])
+    return code, *capfd.readouterr()
+
+
+FOLDED = "layer1.0.bn1: folded into layer1.0.conv1/Conv"
+KEPT = "layer1.1.bn: kept: "
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("layer1.0.bn1", [FOLDED]),
+        ("layer1.0.bn1/BatchNormalization", [FOLDED]),
+        ("layer1.0", [FOLDED]),
+        ("layer1/0/bn1", [FOLDED]),
+        ("layer1.0.conv1", [FOLDED]),
+        ("layer1", [FOLDED, KEPT]),
+        ("layer1.1.relu", ["layer1.1.relu: no part of a batch norm"]),
+    ],
+)
+def test_a_name_as_a_user_types_it(net, name, lines, capfd):
+    code, out, err = call("fold", net, "--explain", name, capfd=capfd)
+    assert (code, out) == (0, "")
+    assert len(err.splitlines()) == len(lines)
+    for line, begins in zip(err.splitlines(), lines):
+        assert line.startswith(begins)
+    assert [path.name for path in net.parent.iterdir()] == ["m.onnx"]
+
+
+@pytest.mark.parametrize("name", ["layer1.0.bn", "layer", "bn1"])
+def test_half_a_name_is_none(net, name, capfd):
+    code, _, err = call("fold", net, "--explain", name, capfd=capfd)
+    assert code == 2
+    assert "expected a batch norm of" in err
+
+
+def test_find_in_a_report(net):
+    report = fold(net).report
+    assert [site.name for site in report.find("layer1")] == ["layer1.0.bn1", "layer1.1.bn"]
+    assert report.find("layer1.0.conv1") == report.find("layer1.0.bn1") == (report.explain("layer1.0.bn1"),)
+    assert report.find("nothing") == ()
+
+
+def test_the_last_line_of_a_fold(net, tmp_path, capfd):
+    code, out, err = call("fold", net, tmp_path / "f.onnx", "--bench", "--json", "-", capfd=capfd)
+    assert code == 0
+    last = err.splitlines()[-1]
+    found = re.fullmatch(
+        r"result: 1 fold proved, 0 compared only, .*; 1 batch norm left: layer1\.1\.bn \(.*Relu.*\); "
+        r"(\d+\.\d\d) times the latency of the unfolded model",
+        last,
+    )
+    assert found, last
+    assert f"{json.loads(out)['latency_ratio']:.2f}" == found[1]
+
+
+def test_an_export_says_the_same(tmp_path, capfd):
+    page = tmp_path / "m.html"
+    arguments = ("-i", "image:2,1,8,8", "--explain", "stem", "--bench", "--html", page)
+    code, _, err = call("export", "tests.cli.conftest:synced", tmp_path / "m.onnx", *arguments, capfd=capfd)
+    assert code == 0, err
+    assert re.search(r"^stem\S*: folded into stem", err, re.MULTILINE), err
+    assert "note: input 'image' is forward's 'x'" in err
+    assert re.search(r"^result: 3 folds proved, 0 compared only.*; 0 batch norms left; \d", err, re.MULTILINE), err
+    text = page.read_text()
+    assert "Compared with the original on" in text and "tests.cli.conftest:synced" in text and "m.onnx" in text
+
+
+def test_bench_needs_an_onnx_file(tmp_path, capfd):
+    code, _, err = call("export", "tests.cli.conftest:synced", tmp_path / "m.pt2", "-i", "x:1", "--bench", capfd=capfd)
+    assert code == 2 and "--bench: " in err
+
+
+def test_inspect_has_a_line_for_each_batch_norm(net, capfd):
+    code, out, _ = call("inspect", net, capfd=capfd)
+    assert code == 0 and "2 batch norms, with operator onnx:BatchNormalization" in out
+    rows = [line for line in out.splitlines() if re.match(r"│ \S+/BatchNormalization +│", line)]
+    assert [line.count("│") for line in rows] == [4, 4]  # three columns: no attribute differs
+    assert "(N, 4, *, *)" not in out and "(N, 3, H, W)" in out
+
+
+def test_inspect_says_what_differs(net, capfd):
+    changed = onnx.load(net)
+    changed.graph.node[1].attribute.append(onnx.helper.make_attribute("epsilon", 0.5))
+    onnx.save(changed, net)
+    _, out, _ = call("inspect", net, capfd=capfd)
+    assert "epsilon=0.5" in out
+
+
+def test_weights_in_constant_nodes_are_parameters(net, capfd):
+    changed = onnx.load(net)
+    (weight,) = (each for each in changed.graph.initializer if each.name == "w")
+    changed.graph.initializer.remove(weight)
+    changed.graph.node.insert(0, onnx.helper.make_node("Constant", [], ["w"], value=weight))
+    before = json.loads(call("inspect", net, "--json", "-", capfd=capfd)[1])
+    onnx.save(changed, net)
+    after = json.loads(call("inspect", net, "--json", "-", capfd=capfd)[1])
+    assert before["parameter_count"] == after["parameter_count"] == 4 * 3 * 3 * 3 + 4 * (4 + 3)
