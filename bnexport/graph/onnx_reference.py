@@ -229,8 +229,11 @@ class Conv(_Windowed):
         if min(sizes) < 1:
             raise ValueError(f"a kernel of extent {extent} does not fit into {x.shape}")
         y = np.zeros((count, groups, w.shape[1], math.prod(sizes)), x.dtype)
+        times = (
+            np.multiply if w.shape[2] == 1 else np.matmul
+        )  # depthwise: products of matrices with one column are slow
         for matrix, met in self.windows(w, sizes):
-            y += matrix @ x[met].reshape(count, groups, w.shape[2], math.prod(sizes))
+            y += times(matrix, x[met].reshape(count, groups, w.shape[2], math.prod(sizes)))
         return y.reshape(count, groups * w.shape[1], *sizes)
 
 

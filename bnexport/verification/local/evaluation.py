@@ -19,6 +19,8 @@ from bnexport.verification.local.regions import Region, Side, name_of
 
 # Random directions, where not every element can be a variable.
 DIRECTIONS = 8
+# What they make depends on sizes alone.
+_SIZES = ("Shape", "Size")
 # Nodes of a region; more are no fold.
 _NODES = 400
 
@@ -51,6 +53,8 @@ class _Evaluation:
         unchanged: bool,
     ) -> None:
         self._region, self._sides, self._count, self._unchanged = region, sides, count, unchanged
+        self._twins = _twins(region)
+        self._refuse_unpaired()
         self._values: tuple[dict[ir.Value, Operand], dict[ir.Value, Operand]] = ({}, {})
         self._group = CONSTANT
         for (mine, theirs), size in zip(region.entering, sizes, strict=True):
@@ -60,7 +64,18 @@ class _Evaluation:
             self._values[0][mine] = form
             if theirs is not None:
                 self._values[1][theirs] = form
-        self._twins = _twins(region)
+
+    def _refuse_unpaired(self) -> None:
+        """Raise what `run` would end with, before anything is computed: most guesses of a search end here."""
+        paired = (set(self._twins), set(self._twins.values()))
+        for side, nodes in enumerate(self._region.nodes):
+            varying = {pair[side] for pair in self._region.entering}
+            for node in nodes:
+                if node.op_type in _SIZES or not any(value in varying for _, value in self._sides[side].data(node)):
+                    continue
+                if (node.domain or node.op_type not in RULES) and node not in paired[side]:
+                    raise _unpaired(node)
+                varying.update(node.outputs)
 
     def _next(self) -> int:
         self._group += 1
@@ -74,8 +89,7 @@ class _Evaluation:
                 moved |= self._advance(side, pending[side])
             moved |= self._pass_nonlinear(pending)
             if not moved:
-                node = (pending[0] or pending[1])[0]
-                raise UnsupportedModelError(f"{name_of(node)} ({node.op_type}) is in one model only and not linear")
+                raise _unpaired((pending[0] or pending[1])[0])
         mine, theirs = (self._operand(side, value) for side, value in enumerate(self._region.output))
         if isinstance(mine, Parameter) and isinstance(theirs, Parameter) and self._asks_for_sizes():
             return _equal_sizes(mine, theirs)
@@ -192,6 +206,10 @@ class _Evaluation:
     @property
     def _reverse(self) -> dict[ir.Node, ir.Node]:
         return {theirs: mine for mine, theirs in self._twins.items()}
+
+
+def _unpaired(node: ir.Node) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{name_of(node)} ({node.op_type}) is in one model only and not linear")
 
 
 def _twins(region: Region) -> dict[ir.Node, ir.Node]:
