@@ -65,7 +65,7 @@ def main() -> int:
         "--provider", default="installed", help="'installed', or the CUDA provider's library, also as .xz or .zst"
     )
     parser.add_argument("--output", type=Path, default=ROOT / "build/gpu_kit", help="folder of the results")
-    parser.add_argument("--architecture", default="90a", help="what `build` compiles for")
+    parser.add_argument("--architecture", default="90", help="what `build` compiles for")
     parser.add_argument("--rehearse", action="store_true", help="on an emulated device")
     parser.add_argument("--pack", type=Path, help="copy what the kit needs into this folder and stop")
     options = parser.parse_args()
