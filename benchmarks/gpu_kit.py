@@ -12,8 +12,8 @@
     ort       the operators in ONNX Runtime's CUDA provider (--provider)
     torch     bnexport.SyncBatchNorm and its operators on the device
     nccl      libnccl with one rank, two processes on one device
-    sanitize  compute-sanitizer's four tools over ten small cases
-    profile   hardware counters of four shapes from ncu
+    sanitize  compute-sanitizer's four tools over eleven small cases
+    profile   hardware counters of six shapes from ncu
 
 A section is a process group of its own with a deadline, and writes each figure as it gets it: what was measured
 stays when it is killed, and the next call goes on behind it. A section that ran out of time is "incomplete", one of whose

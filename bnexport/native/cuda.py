@@ -35,10 +35,11 @@ __all__ = [
     "no_device",
     "plan",
     "prefer",
+    "ran",
     "workspace_size",
 ]
 
-STRATEGIES = {"automatic": 0, "cluster": 1, "persistent": 2, "split": 3}
+STRATEGIES = {"automatic": 0, "cluster": 1, "persistent": 2, "split": 3, "refused": 4}
 
 _ABI_VERSION = 2
 
@@ -55,13 +56,22 @@ class _Plan(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True)
 class LaunchPlan:
-    """Launch plan of a call: strategy, blocks per cluster, threads and bytes of shared memory per block, blocks."""
+    """Launch plan of a call: strategy, blocks per cluster, threads and bytes of shared memory per block, blocks.
+
+    refused: the device refused to launch what was planned, and this ran instead.
+    """
 
     strategy: str
     cluster: int
     threads: int
     shared: int
     blocks: int
+    refused: bool = False
+
+    @classmethod
+    def _of(cls, made: _Plan, refused: bool = False) -> LaunchPlan:
+        names = {value: name for name, value in STRATEGIES.items()}
+        return cls(names[made.strategy], made.cluster, made.threads, made.shared, made.blocks, refused)
 
 
 @functools.cache
@@ -71,6 +81,7 @@ def library() -> ctypes.CDLL:
     functions: dict[str, tuple[Any, ...]] = {
         "prefer": (ctypes.c_int32, ctypes.c_int32),
         "check_device": (ctypes.c_int32,),
+        "ran": (ctypes.POINTER(_Plan), ctypes.POINTER(ctypes.c_int32)),
     }
     for direction, structure in (("forward", _ForwardParams), ("backward", _BackwardParams)):
         params, row = ctypes.POINTER(structure), "moments" if direction == "forward" else "backward_moments"
@@ -156,8 +167,14 @@ def plan(params: ctypes.Structure) -> LaunchPlan:
     """Return the launch plan of a call with these parameters on the current device."""
     result = _Plan()
     _call(f"plan_{_direction(params)}", params, result)
-    names = {value: name for name, value in STRATEGIES.items()}
-    return LaunchPlan(names[result.strategy], result.cluster, result.threads, result.shared, result.blocks)
+    return LaunchPlan._of(result)
+
+
+def ran() -> LaunchPlan:
+    """Return what the last forward or backward of this thread did."""
+    result, refused = _Plan(), ctypes.c_int32()
+    _call("ran", result, refused)
+    return LaunchPlan._of(result, refused.value != 0)
 
 
 def forward(params: ctypes.Structure, workspace: int, size: int, stream: int = 0) -> None:
@@ -182,7 +199,10 @@ def backward_moments(params: ctypes.Structure, row: int, workspace: int, size: i
 
 @contextlib.contextmanager
 def prefer(strategy: str, cluster: int = 0) -> Iterator[None]:
-    """Force `strategy` with `cluster` blocks per cluster (0: automatic) for this thread's calls; for measurements."""
+    """Force `strategy` with `cluster` blocks per cluster (0: automatic) for this thread's calls; for measurements.
+
+    "refused" is the automatic choice on a device that refuses launches of blocks that wait for each other.
+    """
     _call("prefer", STRATEGIES[strategy], cluster)
     try:
         yield

@@ -21,7 +21,7 @@ struct Layers {
   int64_t channels, side, count;
 };
 // Of torchvision's ResNet-50 at 224 x 224.
-constexpr Layers kLayers[] = {{64, 112, 1}, {64, 56, 6},   {128, 56, 1}, {256, 56, 4}, {128, 28, 7}, {256, 28, 1},
+constexpr Layers kLayers[] = {{64, 112, 1}, {64, 56, 6},   {128, 56, 1}, {256, 56, 4},  {128, 28, 7}, {256, 28, 1},
                               {512, 28, 5}, {256, 14, 11}, {512, 14, 1}, {1024, 14, 7}, {512, 7, 5},  {2048, 7, 4}};
 
 template <class Params>
@@ -56,7 +56,8 @@ double moved(const Problem& whole, const LaunchPlan& plan) {
   part.C = plan.strategy != Strategy::kPersistent ? (plan.columns ? 2 * plan.width : 2)
            : plan.columns                         ? plan.teams * plan.lanes * plan.width
                                                   : plan.teams;
-  const LaunchPlan run = launch_plan(part, kH100, {plan.strategy, plan.strategy == Strategy::kCluster ? plan.cluster : 0});
+  const LaunchPlan run =
+      launch_plan(part, kH100, {plan.strategy, plan.strategy == Strategy::kCluster ? plan.cluster : 0});
   CHECK(run.strategy == plan.strategy && run.cluster == plan.cluster && run.teams == plan.teams);
   CHECK(!plan.columns || plan.strategy != Strategy::kPersistent || run.shared == plan.shared);
   Buffer x(part.dtype, part.N * part.C * part.S, 0), y(x), dy(x);
@@ -91,8 +92,9 @@ std::string name_of(const LaunchPlan& plan) {
 int main(int count, char** arguments) {
   const int64_t batch = count > 1 ? std::atoll(arguments[1]) : 256;
   double before = 0, after = 0;
-  std::printf("| channels | size | layers | pass | two reads, MB | NHWC: plan | MB | NCHW: plan | MB |\n"
-              "|---:|---:|---:|---|---:|---|---:|---|---:|\n");
+  std::printf(
+      "| channels | size | layers | pass | two reads, MB | NHWC: plan | MB | NCHW: plan | MB |\n"
+      "|---:|---:|---:|---|---:|---|---:|---|---:|\n");
   for (const Layers& layer : kLayers) {
     for (const int64_t tensors : {1, 2}) {
       const int64_t S = layer.side * layer.side;
