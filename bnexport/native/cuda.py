@@ -17,7 +17,7 @@ from typing import Any
 
 from bnexport.errors import LibraryError, UsageError
 from bnexport.native import calls
-from bnexport.native.capi import _BackwardParams, _ForwardParams
+from bnexport.native.capi import DTYPES, LAYOUTS, _BackwardParams, _ForwardParams, backward_params, forward_params
 from bnexport.native.library import load
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "backward_moments",
     "check_device",
     "device_count",
+    "device_name",
     "driver_version",
     "forward",
     "library",
@@ -36,6 +37,7 @@ __all__ = [
     "plan",
     "prefer",
     "ran",
+    "ways",
     "workspace_size",
 ]
 
@@ -81,6 +83,7 @@ def library() -> ctypes.CDLL:
     functions: dict[str, tuple[Any, ...]] = {
         "prefer": (ctypes.c_int32, ctypes.c_int32),
         "check_device": (ctypes.c_int32,),
+        "set_device": (ctypes.c_int32, ctypes.POINTER(ctypes.c_int32)),
         "ran": (ctypes.POINTER(_Plan), ctypes.POINTER(ctypes.c_int32)),
     }
     for direction, structure in (("forward", _ForwardParams), ("backward", _BackwardParams)):
@@ -142,6 +145,40 @@ def driver_version() -> str | None:
     except (OSError, AttributeError):
         return None
     return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def device_name(index: int) -> str:
+    """Return a device's name and compute capability as the driver has them; "device 0" if it does not say."""
+    name, numbers = ctypes.create_string_buffer(100), [ctypes.c_int() for _ in range(3)]
+    device, major, minor = numbers
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        asked = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index)
+        asked = asked or driver.cuDeviceGetName(name, len(name), device)
+        asked = asked or driver.cuDeviceGetAttribute(
+            ctypes.byref(major), 75, device
+        )  # COMPUTE_CAPABILITY_MAJOR, _MINOR
+        asked = asked or driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
+    except (OSError, AttributeError):
+        asked = -1
+    return f"device {index}" if asked else f"{name.value.decode()} ({major.value}.{minor.value})"
+
+
+def ways(index: int) -> dict[str, tuple[str, str]]:
+    """Return the strategies, forward and backward, by layout, of training on 32 x 256 x 56 x 56 float16 on device `index`."""
+    before, _ignored = ctypes.c_int32(), ctypes.c_int32()
+    _call("set_device", index, before)
+    try:
+        sizes = {"dtype": DTYPES["float16"], "N": 32, "C": 256, "S": 56 * 56}
+        found = {}
+        for layout, names in (("NCS", "NCHW"), ("NSC", "NHWC")):
+            common = {**sizes, "layout": LAYOUTS[layout]}
+            # An address that nothing is read from: the plan asks whether there is an output, and how it is aligned.
+            forward, backward = forward_params(**common, y=256), backward_params(**common, dx=256)
+            found[names] = (plan(forward).strategy, plan(backward).strategy)
+        return found
+    finally:
+        _call("set_device", before.value, _ignored)
 
 
 def _call(name: str, *arguments: Any) -> None:

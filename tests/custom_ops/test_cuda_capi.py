@@ -24,6 +24,7 @@ from bnexport import __version__
 from bnexport.errors import LibraryError, UsageError
 from bnexport.native import capi, cuda
 from bnexport.native.library import CUDA_ENVIRONMENT_VARIABLE
+from bnexport.runtime import doctor
 from bnexport.sync_bn import compiled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,6 +169,17 @@ def test_a_refusal_can_be_asked_for(emulated):
     assert cuda.ran().refused
     assert cases.verify(dataclasses.replace(case, strategy="automatic"), "cpu") == ("cluster", "cluster")
     assert not cuda.ran().refused
+
+
+def test_doctor_says_what_a_device_gets(refuse):
+    devices = doctor._cuda_devices()
+    assert [(check.name, check.ok) for check in devices] == [("CUDA devices", True), ("CUDA device 0", True)]
+    assert devices[1].value == "device 0: our kernels, NCHW by cluster and split; NHWC by split; groups by split"
+    refuse(ANY_KERNEL)
+    (_, device) = doctor._cuda_devices()
+    assert (
+        device.ok is None and device.value.startswith("torch's own operations: ") and "no kernels for" in device.value
+    )
 
 
 def test_torch_s_operations_run_where_the_library_has_no_kernels(refuse, monkeypatch):

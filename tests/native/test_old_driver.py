@@ -46,7 +46,7 @@ def test_a_tensor_on_the_device_warns_once() -> None:
 
 @pytest.mark.usefixtures("old_driver")
 def test_doctor_says_so() -> None:
-    check = doctor._cuda_device()
+    (check,) = doctor._cuda_devices()
     assert (
         check.value
         == "none: CUDA driver version is insufficient for CUDA runtime version (the NVIDIA driver is for CUDA 12.4)"
