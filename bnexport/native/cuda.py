@@ -37,6 +37,7 @@ __all__ = [
     "plan",
     "prefer",
     "ran",
+    "runtime_version",
     "ways",
     "workspace_size",
 ]
@@ -132,8 +133,22 @@ def no_device() -> str | None:
         reason = "the CUDA runtime sees no device"
     except LibraryError as error:
         reason = str(error)
-    version = driver_version()
-    return reason if version is None else f"{reason} (the NVIDIA driver is for CUDA {version})"
+    version, ours = driver_version(), runtime_version()
+    if version is None:
+        return reason
+    return f"{reason} (the NVIDIA driver is for CUDA {version}{f', this library for {ours}' if ours else ''})"
+
+
+def runtime_version() -> str | None:
+    """Return the CUDA version that the library was built with, such as "12.9"; None if it is not available."""
+    try:
+        return _dotted(library().bnexport_cuda_runtime_version())
+    except LibraryError:
+        return None
+
+
+def _dotted(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def driver_version() -> str | None:
@@ -144,7 +159,7 @@ def driver_version() -> str | None:
             return None
     except (OSError, AttributeError):
         return None
-    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+    return _dotted(number.value)
 
 
 def device_name(index: int) -> str:

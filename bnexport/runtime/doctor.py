@@ -124,7 +124,9 @@ def _checked(name: str, look: Callable[[], str], broken: bool | None = False) ->
 
 def _library(kind: library.Kind) -> str:
     path = library.get_library_path(kind)
-    more = f", {capi.instruction_set()}" if kind == "ops" else ""
+    more = (
+        f", {capi.instruction_set()}" if kind == "ops" else f", CUDA {cuda.runtime_version()}" if kind == "cuda" else ""
+    )
     return f"{path} ({library.version(kind)}, {os.path.getsize(path) / 1000:,.0f} kB{more})"
 
 

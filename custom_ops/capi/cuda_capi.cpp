@@ -145,6 +145,7 @@ extern "C" {
 
 uint32_t bnexport_cuda_abi_version(void) { return BNEXPORT_CUDA_ABI_VERSION; }
 const char* bnexport_cuda_version(void) { return BNEXPORT_VERSION; }
+int bnexport_cuda_runtime_version(void) { return cuda::runtime_version(); }
 int bnexport_cuda_device_count(void) { return cuda::device_count(); }
 
 int bnexport_cuda_check_device(int32_t device, char* error, size_t capacity) {

@@ -30,6 +30,9 @@ extern "C" {
 
 BNEXPORT_API uint32_t bnexport_cuda_abi_version(void);
 BNEXPORT_API const char* bnexport_cuda_version(void);
+/* The CUDA version that the library was built with, as 1000 * major + 10 * minor; a driver must not be older than its
+ * major version. */
+BNEXPORT_API int bnexport_cuda_runtime_version(void);
 /* How many devices there are; 0 without a driver. */
 BNEXPORT_API int bnexport_cuda_device_count(void);
 

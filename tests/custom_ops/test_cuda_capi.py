@@ -172,6 +172,7 @@ def test_a_refusal_can_be_asked_for(emulated):
 
 
 def test_doctor_says_what_a_device_gets(refuse):
+    assert doctor._cuda()[0].value.endswith(", CUDA 12.9)")
     devices = doctor._cuda_devices()
     assert [(check.name, check.ok) for check in devices] == [("CUDA devices", True), ("CUDA device 0", True)]
     assert devices[1].value == "device 0: our kernels, NCHW by cluster and split; NHWC by split; groups by split"

@@ -122,6 +122,8 @@ DeviceProperties ask(int device) {
 
 }  // namespace
 
+int runtime_version() { return CUDART_VERSION; }
+
 int device_count() {
   int count = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
