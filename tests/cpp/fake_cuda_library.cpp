@@ -4,6 +4,7 @@
 // the workspace, one that relies on it. Every call checks that the stream's device is the current one. A count
 // of the bytes that were copied to the host tells who waits for the device.
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <utility>
