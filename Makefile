@@ -9,7 +9,7 @@ TOOLS  := PATH="$(CURDIR)/$(BIN):$$PATH"
 CXX_SOURCES = $(shell find custom_ops tests examples benchmarks -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h' | grep -v /node_modules/)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-zoo test-torch test-slow test-browser test-matrix test-runtimes fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold bench-tools cuda cuda-registers gpu-kit test-install workflows docs coverage mutation public-api lint format tidy wheel clean
+.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-zoo test-torch test-slow test-browser test-matrix test-runtimes fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold bench-tools cuda cuda-registers cuda-traffic gpu-kit test-install workflows docs coverage mutation public-api lint format tidy wheel clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -113,8 +113,13 @@ cuda: ## the CUDA library in build/cuda (needs nvcc; two minutes on two cores)
 	cmake -S . -B build/cuda -G Ninja -DBNEXPORT_CUDA=ON
 	cmake --build build/cuda --target bnexport_ops_cuda
 
-cuda-registers: ## registers and spills of every kernel for sm_90a, as the compiler reports them
+cuda-registers: ## registers and spills of every kernel for sm_90, as the compiler reports them
 	$(PYTHON) benchmarks/cuda_registers.py
+
+cuda-traffic: $(READY) ## bytes that the CUDA kernels move for each layer of ResNet-50, counted on the emulated device
+	@$(TOOLS) cmake -S . -B $(BUILD) -DBNEXPORT_TESTS=ON > /dev/null
+	@$(TOOLS) cmake --build $(BUILD) --target test_layer_traffic > /dev/null
+	@$(BUILD)/tests/cpp/layer_traffic
 
 gpu-kit: ## check and measure the CUDA code in twenty minutes (needs an NVIDIA GPU, torch, and nvcc or built libraries)
 	$(PYTHON) benchmarks/gpu_kit.py

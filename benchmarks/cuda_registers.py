@@ -1,6 +1,6 @@
 """Registers, stack and spills of every CUDA kernel, from `nvcc -Xptxas -v`; needs nvcc, no GPU.
 
-python benchmarks/cuda_registers.py [--architecture 90a]
+python benchmarks/cuda_registers.py [--architecture 90]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def short_name(mangled: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--architecture", default="90a")
+    parser.add_argument("--architecture", default="90")
     target = parser.parse_args().architecture
     if shutil.which("nvcc") is None:
         print("nvcc is not on PATH; it comes with the CUDA toolkit", file=sys.stderr)

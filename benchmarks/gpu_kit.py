@@ -12,8 +12,8 @@
     ort       the operators in ONNX Runtime's CUDA provider (--provider)
     torch     bnexport.SyncBatchNorm and its operators on the device
     nccl      libnccl with one rank, two processes on one device
-    sanitize  compute-sanitizer's four tools over ten small cases
-    profile   hardware counters of four shapes from ncu
+    sanitize  compute-sanitizer's four tools over eleven small cases
+    profile   hardware counters of six shapes from ncu
 
 A section is a process group of its own with a deadline, and writes each figure as it gets it: what was measured
 stays when it is killed, and the next call goes on behind it. A section that ran out of time is "incomplete", one of whose
@@ -65,7 +65,7 @@ def main() -> int:
         "--provider", default="installed", help="'installed', or the CUDA provider's library, also as .xz or .zst"
     )
     parser.add_argument("--output", type=Path, default=ROOT / "build/gpu_kit", help="folder of the results")
-    parser.add_argument("--architecture", default="90a", help="what `build` compiles for")
+    parser.add_argument("--architecture", default="90", help="what `build` compiles for")
     parser.add_argument("--rehearse", action="store_true", help="on an emulated device")
     parser.add_argument("--pack", type=Path, help="copy what the kit needs into this folder and stop")
     options = parser.parse_args()

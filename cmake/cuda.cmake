@@ -34,7 +34,7 @@ if(NOT cuda_architectures)
   bnexport_without_cuda("nvcc ${nvcc_version} knows none of BNEXPORT_CUDA_ARCHITECTURES (${BNEXPORT_CUDA_ARCHITECTURES})")
 endif()
 include(CheckLanguage)
-set(CMAKE_CUDA_ARCHITECTURES OFF)  # given below, as 90a and PTX need it
+set(CMAKE_CUDA_ARCHITECTURES OFF)  # given below, with PTX of the newest alone
 check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)
   bnexport_without_cuda("nvcc ${nvcc_version} cannot compile with this C++ compiler: see CMakeFiles of the build")
@@ -50,9 +50,7 @@ foreach(architecture IN LISTS cuda_architectures)
   list(APPEND cuda_targets "SHELL:-gencode=arch=compute_${architecture},code=sm_${architecture}")
   set(newest ${architecture})
 endforeach()
-if(NOT newest MATCHES "a$")  # code for an architecture with an a runs on no other
-  list(APPEND cuda_targets "SHELL:-gencode=arch=compute_${newest},code=compute_${newest}")
-endif()
+list(APPEND cuda_targets "SHELL:-gencode=arch=compute_${newest},code=compute_${newest}")
 message(STATUS "CUDA library: ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION} for ${cuda_architectures}")
 
 add_library(bnexport_ops_cuda MODULE

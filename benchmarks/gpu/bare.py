@@ -1,7 +1,7 @@
 """Small verified cases without torch, for tools that slow a program down a hundredfold.
 
-    python -m benchmarks.gpu.bare sanitize      ten cases, each checked against float64
-    python -m benchmarks.gpu.bare profile       four shapes, one call of each direction
+    python -m benchmarks.gpu.bare sanitize      eleven cases, each checked against float64
+    python -m benchmarks.gpu.bare profile       six shapes, one call of each direction
 
 Memory comes from the driver's API, or from the host on the emulated device.
 """
@@ -40,6 +40,7 @@ CASES = [
     Case((8, 16, 1024), "float16", strategy="cluster", cluster=8),
     Case((4, 6, 1024), "float16", strategy="persistent"),
     Case((5, 24, 49), "float16", "NSC"),
+    Case((4, 24, 300), "float16", "NSC", "persistent"),
     Case((5, 7, 49), "float32", "NSC"),
     Case((5, 7, 49), "float64"),
     Case((65, 3, 1), "float32", strategy="split"),
@@ -49,6 +50,8 @@ PROFILED = [
     Case((256, 64, 3136), "float32"),
     Case((8, 2048, 512), "float16"),
     Case((32, 256, 3136), "float16", "NSC"),
+    Case((256, 64, 3136), "float16", "NSC"),
+    Case((32, 256, 3136), "float16", "NSC", "split"),
 ]
 PROFILED_EMULATED = [Case((4, 6, 256), "float16"), Case((2, 3, 100), "float32", "NSC")]
 

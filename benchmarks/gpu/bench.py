@@ -8,14 +8,17 @@ clock stands in, and the figures mean nothing.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.cases import WISHES
+from benchmarks.gpu import steps
+from benchmarks.gpu.cases import WISHES, what_ran
 from benchmarks.gpu.layer import DTYPES, Calls, Layer
 from benchmarks.gpu.peers import PEERS
 from benchmarks.gpu.report import Report
@@ -47,9 +50,12 @@ def run(report: Report, options: Options) -> None:
         with report.step("host") as row:
             microseconds = host_time(options.device)
             row.ok, row.value, row.data = None, f"{microseconds:.1f} us a call", {"us": microseconds}
+    steps.run(report, options)
+    other_ways(report, bandwidth, l2, options)
     for shape in SHAPES_EMULATED if options.rehearse else SHAPES:
         for channels_last in (False, True):
-            for dtype in (torch.float16, torch.float32):
+            large = options.rehearse or shape in SHAPES[:2]
+            for dtype in (torch.float16, torch.float32, *([torch.bfloat16] if large else [])):
                 name = f"{'x'.join(map(str, shape))} {DTYPES[dtype]}{' NHWC' if channels_last else ''}"
                 if report.wanted(name, 15):
                     with report.step(name) as row:
@@ -58,6 +64,56 @@ def run(report: Report, options: Options) -> None:
                             None if options.rehearse else judge(row.data, channels_last),
                             summary(row.data),
                         )
+
+
+def other_ways(report: Report, bandwidth: float, l2: int, options: Options) -> None:
+    """Inference, and one process of a group: rows and statistics without the collective between them."""
+    for shape in SHAPES_EMULATED if options.rehearse else SHAPES[:2]:
+        for channels_last, way in itertools.product((False, True), ("inference", "group")):
+            name = f"{way} {'x'.join(map(str, shape))} float16{' NHWC' if channels_last else ''}"
+            if report.wanted(name, 10):
+                with report.step(name) as row:
+                    row.data = measure_way(way, shape, channels_last, bandwidth, l2, options.device)
+                    row.ok, row.value = (
+                        None,
+                        "; ".join(
+                            f"{direction} {us:.1f} us, {100 * row.data['floor_us'][direction] / us:.0f} %"
+                            for direction, us in row.data["us"].items()
+                        ),
+                    )
+
+
+def measure_way(
+    way: str, shape: tuple[int, ...], channels_last: bool, bandwidth: float, l2: int, device: str
+) -> dict[str, Any]:
+    """Floors are those of what a way has to move: a group reads x twice, and dy and x twice."""
+    sets = input_sets(shape, torch.float16, channels_last, l2, device)
+    size = sets[0][0].numel() * sets[0][0].element_size()
+    if way == "inference":
+        all_calls = [Calls(*one) for one in sets]
+        for calls in all_calls:
+            calls.prepare(training=0)
+        us = {"forward": time_calls([calls.forward for calls in all_calls], device)}
+        return {"us": us, "floor_us": {"forward": 2 * size / bandwidth}}
+    us, kept = {}, []
+    for direction in ("forward", "backward"):
+        todo = []
+        for one in sets:
+            calls = Calls(*one)
+            calls.prepare(group_size=2)
+            rows = torch.stack([calls.row(backward=direction == "backward")] * 2)
+            calls.prepare(group_size=2, gathered=rows.data_ptr(), local_moments=rows.data_ptr())
+            kept.append(rows)
+            todo.append(partial(group_step, calls, direction))
+        us[direction] = time_calls(todo, device)
+    return {"us": us, "floor_us": {"forward": 3 * size / bandwidth, "backward": 5 * size / bandwidth}}
+
+
+def group_step(calls: Calls, direction: str) -> torch.Tensor:
+    """This process's row, then the rest over rows that were gathered before."""
+    row = calls.row(backward=direction == "backward")
+    getattr(calls, direction)()
+    return row
 
 
 def copy_bandwidth() -> float:
@@ -127,10 +183,11 @@ def measure(
                 with cuda.prefer(strategy, cluster):
                     calls = [Calls(*one) for one in sets]
                     parameters = getattr(calls[0], f"{direction}_parameters")
-                    if strategy == "automatic":
-                        plan = cuda.plan(parameters)
-                        row["plan"][direction] = f"{plan.strategy} {plan.cluster}x{plan.threads}, {plan.blocks} blocks"
                     measured[name] = time_calls([getattr(call, direction) for call in calls], device)
+                    if strategy == "automatic":
+                        ran = cuda.ran()
+                        how = f"{what_ran(parameters)} {ran.cluster}x{ran.threads}"
+                        row["plan"][direction] = f"{how}, {ran.blocks} blocks"
             except UsageError:
                 continue  # not for this tensor; the backward may need more memory than the forward
     for name, peer in PEERS.items():

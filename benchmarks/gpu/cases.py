@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from bnexport import tolerances
 from bnexport.errors import UsageError
 from bnexport.native import cuda
 
-T = TypeVar("T")
 GUARD = 64  # elements
 
 WISHES = [("automatic", 0), ("split", 0), ("persistent", 0), *(("cluster", k) for k in (0, 1, 2, 4, 8, 16))]
@@ -95,7 +94,9 @@ class Expected:
         return cls(mean, sums((wide - along(mean, x)) ** 2) / count, count)
 
 
-def check_forward(case: Case, x: torch.Tensor, y: torch.Tensor, layer: Layer, want: Expected) -> None:
+def check_forward(
+    case: Case, x: torch.Tensor, y: torch.Tensor, layer: Layer, want: Expected, *, running: bool = True
+) -> None:
     name = DTYPES[case.dtype]
     u_s = tolerances.UNIT_ROUNDOFF[tolerances.STATISTICS_TYPE[name]]
     invstd = 1 / (want.var + EPS).sqrt()
@@ -108,6 +109,8 @@ def check_forward(case: Case, x: torch.Tensor, y: torch.Tensor, layer: Layer, wa
     check(layer.saved_mean, want.mean, tolerances.statistic(name, scale=max(std, 1e-30)), case, "saved_mean")
     scale = condition if name == "float64" else 1.0  # means of parts meet in double
     check(layer.saved_invstd, invstd, tolerances.Tolerance(32 * u_s * scale, 0.0), case, "saved_invstd")
+    if not running:
+        return
     unbiased = want.var * (want.count / max(want.count - 1, 1))
     for got, old, new, what in (
         (layer.new_mean, layer.running_mean, want.mean, "running_mean"),
@@ -119,17 +122,29 @@ def check_forward(case: Case, x: torch.Tensor, y: torch.Tensor, layer: Layer, wa
 
 
 def check_backward(
-    case: Case, x: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor, layer: Layer, want: Expected
+    case: Case,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    dx: torch.Tensor,
+    layer: Layer,
+    want: Expected,
+    *,
+    expected: torch.Tensor | None = None,
+    vectors: bool = True,
 ) -> None:
+    """expected: of dx, where it is not that of a batch by itself. vectors: dweight and dbias were asked for."""
     name = DTYPES[case.dtype]
     invstd = layer.saved_invstd
     condition = 1 + float((want.mean.abs() * invstd).max())
     hat, wide = (x.double() - along(want.mean, x)) * along(invstd, x), dy.double()
     dbias, dweight = sums(wide), sums(wide * hat)
     scale = layer.weight.double() * invstd
-    expected = along(scale, x) * (wide - (along(dbias, x) + hat * along(dweight, x)) / want.count)
+    if expected is None:
+        expected = along(scale, x) * (wide - (along(dbias, x) + hat * along(dweight, x)) / want.count)
     largest = float(scale.abs().max()) * float(wide.abs().max())
     check(dx, expected, tolerances.backward_input(name, condition=condition, scale=largest), case, "dx")
+    if not vectors:
+        return
     for got, exact, terms, what in (
         (layer.dbias, dbias, sums(wide.abs()), "dbias"),
         (layer.dweight, dweight, sums((wide * hat).abs()), "dweight"),
@@ -148,6 +163,12 @@ def preferring(case: Case, call: Callable[[], None]) -> bool:
             raise
         return False
     return True
+
+
+def what_ran(parameters: Any) -> str:
+    """The strategy of this thread's last call; "split for cluster" where the device refused what was planned."""
+    ran = cuda.ran()
+    return f"{ran.strategy} for {cuda.plan(parameters).strategy}" if ran.refused else ran.strategy
 
 
 def verify(case: Case, device: str) -> tuple[str | None, str | None]:
@@ -171,13 +192,13 @@ def verify(case: Case, device: str) -> tuple[str | None, str | None]:
 
     def forward() -> None:
         calls.prepare()
-        plans[0] = cuda.plan(calls.forward_parameters).strategy
         calls.forward()
+        plans[0] = what_ran(calls.forward_parameters)
 
     def backward() -> None:
         calls.prepare()
-        plans[1] = cuda.plan(calls.backward_parameters).strategy
         calls.backward()
+        plans[1] = what_ran(calls.backward_parameters)
 
     want = Expected.of(x_before)
     has_forward = preferring(case, forward)
@@ -206,53 +227,6 @@ def verify(case: Case, device: str) -> tuple[str | None, str | None]:
         if not (torch.equal(x, x_before) and torch.equal(dy, dy_before)):
             raise AssertionError(f"an input was changed: {case}")
     return plans[0], plans[1]
-
-
-def on_streams(calls: list[Callable[[], T]], device: str) -> list[T]:
-    """Runs each call on a stream of its own, all at the same time."""
-    if device == "cpu":
-        return [call() for call in calls]
-    current, results = torch.cuda.current_stream(), []
-    for call in calls:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            results.append(call())
-        current.wait_stream(stream)
-    return results
-
-
-def verify_group(dtype: torch.dtype, channels_last: bool, device: str) -> None:
-    """Three uneven processes on one device, each on a stream of its own, one of them without data: the same as
-    their batches together."""
-    batches, C = (5, 0, 2), 24
-    full = Case((sum(batches), C, 15, 13), dtype, channels_last)
-    whole, _ = guarded(full, device)
-    dwhole, _ = guarded(full, device)
-    whole.copy_(torch.randn(full.shape, device=device, dtype=torch.float64) + 0.5)
-    dwhole.copy_(torch.randn(full.shape, device=device, dtype=torch.float64))
-    want, layer = Expected.of(whole), Layer.of(whole)
-    xs, dys = whole.split(batches), dwhole.split(batches)
-    ys, dxs = torch.full_like(whole, torch.nan).split(batches), torch.full_like(whole, torch.nan).split(batches)
-    ranks = [Calls(*tensors, layer) for tensors in zip(xs, dys, ys, dxs, strict=True)]
-    # A part without data has no layout of its own.
-    for rank in ranks:
-        rank.common["layout"] = 1 if channels_last else 0
-        rank.common["S"] = 15 * 13
-        rank.prepare(group_size=len(batches))
-    gathered = torch.stack(on_streams([lambda rank=rank: rank.row(backward=False) for rank in ranks], device))
-    for rank in ranks:
-        rank.prepare(group_size=len(batches), gathered=gathered.data_ptr())
-    on_streams([rank.forward for rank in ranks], device)
-    check_forward(full, whole, torch.cat(ys), layer, want)
-    rows = on_streams([lambda rank=rank: rank.row(backward=True) for rank in ranks], device)
-    gathered = torch.stack(rows)
-    for rank, row in zip(ranks, rows, strict=True):
-        rank.prepare(
-            group_size=len(batches), gathered=gathered.data_ptr(), local_moments=row.data_ptr(), grad_reduction=2
-        )
-    on_streams([rank.backward for rank in ranks], device)
-    check_backward(full, whole, dwhole, torch.cat(dxs), layer, want)
 
 
 def verify_graph(strategy: str, cluster: int) -> bool:

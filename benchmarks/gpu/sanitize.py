@@ -1,4 +1,4 @@
-"""Section `sanitize`: compute-sanitizer's tools over the ten cases of bare.py."""
+"""Section `sanitize`: compute-sanitizer's tools over the eleven cases of bare.py."""
 
 from __future__ import annotations
 

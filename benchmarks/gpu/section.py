@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--provider", default="installed")
-    parser.add_argument("--architecture", default="90a")
+    parser.add_argument("--architecture", default="90")
     parser.add_argument("--rehearse", action="store_true")
     given = parser.parse_args()
     end_with_the_kit()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import torch
 
-from benchmarks.gpu import cases
+from benchmarks.gpu import cases, more_cases
+from benchmarks.gpu.groups import verify_group
 from benchmarks.gpu.layer import DTYPES
 from benchmarks.gpu.report import NotRun, Report
 from benchmarks.gpu.section import Options
+from bnexport.native import capi
 
 # Shapes whose automatic plan takes each way: on a GPU of 132 multiprocessors and 50 MB of L2, and on the emulated one.
 LARGE = [(32, 256, 56, 56), (8, 2048, 16, 32), (256, 64, 56, 56)]
@@ -36,10 +39,26 @@ def run(report: Report, options: Options) -> None:
                             used[strategy] = used.get(strategy, 0) + 1
                 row.value, row.data = f"{sum(used.values())} results: {used}", {"used": used}
     for dtype, channels_last in itertools.product(DTYPES, (False, True)):
-        name = f"group on streams, {DTYPES[dtype]}, {'NHWC' if channels_last else 'NCHW'}"
-        if report.wanted(name):
-            with report.step(name):
-                cases.verify_group(dtype, channels_last, device)
+        where = f"{DTYPES[dtype]}, {'NHWC' if channels_last else 'NCHW'}"
+        for name, check in {
+            **{f"group on streams, {mode}": partial(verify_group, mode=mode) for mode in capi.STATS_MODES},
+            "fixed statistics": more_cases.verify_fixed,
+            "absent vectors": more_cases.verify_absent,
+            "a refused launch": more_cases.verify_refusal,
+        }.items():
+            if report.wanted(f"{name}, {where}"):
+                with report.step(f"{name}, {where}") as row:
+                    row.value = check(dtype, channels_last, device) or ""
+    for name, check in {
+        "threads with different shared memory": more_cases.verify_threads,
+        "more than 2^31 elements, NCHW": partial(more_cases.verify_huge, False),
+        "more than 2^31 elements, NHWC": partial(more_cases.verify_huge, True),
+    }.items():
+        if report.wanted(name, 20):
+            with report.step(name) as row:
+                if options.rehearse:
+                    raise NotRun("an emulated device has one thread and little memory")
+                row.value = check()
     for strategy, cluster in cases.WISHES:
         name = f"CUDA graph, {strategy} {cluster or ''}".strip()
         if report.wanted(name):
@@ -57,10 +76,10 @@ def name_of(shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> 
 def automatic(report: Report, shapes: list[tuple[int, ...]], device: str) -> None:
     """Large tensors with the plan's own choice; together they take every way."""
     seen: set[str] = set()
-    for shape, dtype in itertools.product(shapes, (torch.float16, torch.float32)):
-        name = f"automatic {name_of(shape, dtype, False)}"
+    for shape, dtype, channels_last in itertools.product(shapes, (torch.float16, torch.float32), (False, True)):
+        name = f"automatic {name_of(shape, dtype, channels_last)}"
         with report.step(name) as row:  # again in each call: the last row needs them all
-            used = cases.verify(cases.Case(shape, dtype, False), device)
+            used = cases.verify(cases.Case(shape, dtype, channels_last), device)
             seen.update(strategy for strategy in used if strategy is not None)
             row.value = " / ".join(map(str, used))
     with report.step("automatic split") as row:

@@ -17,7 +17,7 @@ from typing import Any
 
 from bnexport.errors import LibraryError, UsageError
 from bnexport.native import calls
-from bnexport.native.capi import _BackwardParams, _ForwardParams
+from bnexport.native.capi import DTYPES, LAYOUTS, _BackwardParams, _ForwardParams, backward_params, forward_params
 from bnexport.native.library import load
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "backward_moments",
     "check_device",
     "device_count",
+    "device_name",
     "driver_version",
     "forward",
     "library",
@@ -35,10 +36,13 @@ __all__ = [
     "no_device",
     "plan",
     "prefer",
+    "ran",
+    "runtime_version",
+    "ways",
     "workspace_size",
 ]
 
-STRATEGIES = {"automatic": 0, "cluster": 1, "persistent": 2, "split": 3}
+STRATEGIES = {"automatic": 0, "cluster": 1, "persistent": 2, "split": 3, "refused": 4}
 
 _ABI_VERSION = 2
 
@@ -55,13 +59,22 @@ class _Plan(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True)
 class LaunchPlan:
-    """Launch plan of a call: strategy, blocks per cluster, threads and bytes of shared memory per block, blocks."""
+    """Launch plan of a call: strategy, blocks per cluster, threads and bytes of shared memory per block, blocks.
+
+    refused: the device refused to launch what was planned, and this ran instead.
+    """
 
     strategy: str
     cluster: int
     threads: int
     shared: int
     blocks: int
+    refused: bool = False
+
+    @classmethod
+    def _of(cls, made: _Plan, refused: bool = False) -> LaunchPlan:
+        names = {value: name for name, value in STRATEGIES.items()}
+        return cls(names[made.strategy], made.cluster, made.threads, made.shared, made.blocks, refused)
 
 
 @functools.cache
@@ -71,6 +84,8 @@ def library() -> ctypes.CDLL:
     functions: dict[str, tuple[Any, ...]] = {
         "prefer": (ctypes.c_int32, ctypes.c_int32),
         "check_device": (ctypes.c_int32,),
+        "set_device": (ctypes.c_int32, ctypes.POINTER(ctypes.c_int32)),
+        "ran": (ctypes.POINTER(_Plan), ctypes.POINTER(ctypes.c_int32)),
     }
     for direction, structure in (("forward", _ForwardParams), ("backward", _BackwardParams)):
         params, row = ctypes.POINTER(structure), "moments" if direction == "forward" else "backward_moments"
@@ -118,8 +133,22 @@ def no_device() -> str | None:
         reason = "the CUDA runtime sees no device"
     except LibraryError as error:
         reason = str(error)
-    version = driver_version()
-    return reason if version is None else f"{reason} (the NVIDIA driver is for CUDA {version})"
+    version, ours = driver_version(), runtime_version()
+    if version is None:
+        return reason
+    return f"{reason} (the NVIDIA driver is for CUDA {version}{f', this library for {ours}' if ours else ''})"
+
+
+def runtime_version() -> str | None:
+    """Return the CUDA version that the library was built with, such as "12.9"; None if it is not available."""
+    try:
+        return _dotted(library().bnexport_cuda_runtime_version())
+    except LibraryError:
+        return None
+
+
+def _dotted(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def driver_version() -> str | None:
@@ -130,7 +159,41 @@ def driver_version() -> str | None:
             return None
     except (OSError, AttributeError):
         return None
-    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+    return _dotted(number.value)
+
+
+def device_name(index: int) -> str:
+    """Return a device's name and compute capability as the driver has them; "device 0" if it does not say."""
+    name, numbers = ctypes.create_string_buffer(100), [ctypes.c_int() for _ in range(3)]
+    device, major, minor = numbers
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        asked = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index)
+        asked = asked or driver.cuDeviceGetName(name, len(name), device)
+        asked = asked or driver.cuDeviceGetAttribute(
+            ctypes.byref(major), 75, device
+        )  # COMPUTE_CAPABILITY_MAJOR, _MINOR
+        asked = asked or driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
+    except (OSError, AttributeError):
+        asked = -1
+    return f"device {index}" if asked else f"{name.value.decode()} ({major.value}.{minor.value})"
+
+
+def ways(index: int) -> dict[str, tuple[str, str]]:
+    """Return the strategies, forward and backward, by layout, of training on 32 x 256 x 56 x 56 float16 on device `index`."""
+    before, _ignored = ctypes.c_int32(), ctypes.c_int32()
+    _call("set_device", index, before)
+    try:
+        sizes = {"dtype": DTYPES["float16"], "N": 32, "C": 256, "S": 56 * 56}
+        found = {}
+        for layout, names in (("NCS", "NCHW"), ("NSC", "NHWC")):
+            common = {**sizes, "layout": LAYOUTS[layout]}
+            # An address that nothing is read from: the plan asks whether there is an output, and how it is aligned.
+            forward, backward = forward_params(**common, y=256), backward_params(**common, dx=256)
+            found[names] = (plan(forward).strategy, plan(backward).strategy)
+        return found
+    finally:
+        _call("set_device", before.value, _ignored)
 
 
 def _call(name: str, *arguments: Any) -> None:
@@ -156,8 +219,14 @@ def plan(params: ctypes.Structure) -> LaunchPlan:
     """Return the launch plan of a call with these parameters on the current device."""
     result = _Plan()
     _call(f"plan_{_direction(params)}", params, result)
-    names = {value: name for name, value in STRATEGIES.items()}
-    return LaunchPlan(names[result.strategy], result.cluster, result.threads, result.shared, result.blocks)
+    return LaunchPlan._of(result)
+
+
+def ran() -> LaunchPlan:
+    """Return what the last forward or backward of this thread did."""
+    result, refused = _Plan(), ctypes.c_int32()
+    _call("ran", result, refused)
+    return LaunchPlan._of(result, refused.value != 0)
 
 
 def forward(params: ctypes.Structure, workspace: int, size: int, stream: int = 0) -> None:
@@ -182,7 +251,10 @@ def backward_moments(params: ctypes.Structure, row: int, workspace: int, size: i
 
 @contextlib.contextmanager
 def prefer(strategy: str, cluster: int = 0) -> Iterator[None]:
-    """Force `strategy` with `cluster` blocks per cluster (0: automatic) for this thread's calls; for measurements."""
+    """Force `strategy` with `cluster` blocks per cluster (0: automatic) for this thread's calls; for measurements.
+
+    "refused" is the automatic choice on a device that refuses launches of blocks that wait for each other.
+    """
     _call("prefer", STRATEGIES[strategy], cluster)
     try:
         yield

@@ -110,7 +110,7 @@ def _torch_operator() -> str:
 def _cuda() -> list[Check]:
     """Check the CUDA library and, if it is there, the parts that depend on it."""
     found = _checked("CUDA library", lambda: _library("cuda"), broken=None)
-    return [found, _cuda_device(), _nccl()] if found.ok else [found]
+    return [found, *_cuda_devices(), _nccl()] if found.ok else [found]
 
 
 def _checked(name: str, look: Callable[[], str], broken: bool | None = False) -> Check:
@@ -124,7 +124,9 @@ def _checked(name: str, look: Callable[[], str], broken: bool | None = False) ->
 
 def _library(kind: library.Kind) -> str:
     path = library.get_library_path(kind)
-    more = f", {capi.instruction_set()}" if kind == "ops" else ""
+    more = (
+        f", {capi.instruction_set()}" if kind == "ops" else f", CUDA {cuda.runtime_version()}" if kind == "cuda" else ""
+    )
     return f"{path} ({library.version(kind)}, {os.path.getsize(path) / 1000:,.0f} kB{more})"
 
 
@@ -159,21 +161,30 @@ def _devices() -> Check:
     return Check(name, ", ".join(found) or "none", True)
 
 
-def _cuda_device() -> Check:
+def _cuda_devices() -> list[Check]:
+    """Check the devices: how many there are, and what each one gets from modules on it."""
+    name = "CUDA devices"
     try:
         count = cuda.device_count()
     except BnexportError as error:
-        return Check("CUDA devices", str(error), None)
+        return [Check(name, str(error), None)]
     if count == 0:
-        if cuda.driver_version() is None:
-            return Check("CUDA devices", "none: no NVIDIA driver", None)
-        return Check("CUDA devices", f"none: {cuda.no_device()}", None)
-    for index in range(count):
-        try:
-            cuda.check_device(index)
-        except BnexportError as error:
-            return Check("CUDA devices", f"{count}; on device {index} torch's own operations are used: {error}", None)
-    return Check("CUDA devices", str(count), True)
+        reason = "no NVIDIA driver" if cuda.driver_version() is None else cuda.no_device()
+        return [Check(name, f"none: {reason}", None)]
+    return [Check(name, str(count), True), *map(_cuda_device, range(count))]
+
+
+def _cuda_device(index: int) -> Check:
+    """Check one device: our kernels, by the strategies of a usual layer, or torch's operations and why."""
+    name = f"CUDA device {index}"
+    try:
+        cuda.check_device(index)
+        ways = "; ".join(
+            f"{layout} by {' and '.join(dict.fromkeys(pair))}" for layout, pair in cuda.ways(index).items()
+        )
+    except BnexportError as error:
+        return Check(name, f"torch's own operations: {error}", None)
+    return Check(name, f"{cuda.device_name(index)}: our kernels, {ways}; groups by split", True)
 
 
 def _nccl() -> Check:

@@ -43,6 +43,11 @@ cuda::Problem problem_of(const Params& params, bool is_aligned, bool one_launch)
 
 // What this thread prefers, for measurements.
 thread_local cuda::Wish wish;
+thread_local bool refuses = false;  // every launch of blocks that wait for each other
+
+// What this thread's last call did.
+thread_local cuda::LaunchPlan last;
+thread_local bool last_refused = false;
 
 // A wish is one for calls that make statistics and output in one go; the others have one way.
 cuda::LaunchPlan plan_of(const cuda::Problem& problem) {
@@ -56,17 +61,17 @@ cuda::LaunchPlan plan_of(const cuda::Problem& problem) {
   return plan;
 }
 
+bnexport_cuda_plan described(const cuda::LaunchPlan& plan) {
+  return {static_cast<int32_t>(plan.strategy), static_cast<int32_t>(plan.cluster), static_cast<int32_t>(plan.threads),
+          static_cast<int32_t>(plan.shared), plan.blocks};
+}
+
 template <class Params>
 void describe(const Params* params, bnexport_cuda_plan* result) {
   validate_common(params);
   validate_sizes(params);
   require_pointer("plan", result);
-  const cuda::LaunchPlan plan = plan_of(problem_of(*params, aligned(*params), in_one_launch(*params)));
-  result->strategy = static_cast<int32_t>(plan.strategy);
-  result->cluster = static_cast<int32_t>(plan.cluster);
-  result->threads = static_cast<int32_t>(plan.threads);
-  result->shared = static_cast<int32_t>(plan.shared);
-  result->blocks = plan.blocks;
+  *result = described(plan_of(problem_of(*params, aligned(*params), in_one_launch(*params))));
 }
 
 // Enough for every call with these sizes and types, however pointers are aligned.
@@ -102,12 +107,20 @@ cuda::LaunchPlan plan_of_call(const Params& params, bool one_launch, void* works
 template <class Params, class Run>
 void run_with_plan(const Params& params, void* workspace, size_t bytes, const Run& run) {
   const bool one_launch = in_one_launch(params);
-  const cuda::LaunchPlan plan = plan_of_call(params, one_launch, workspace, bytes);
-  try {
+  const auto attempt = [&](bool together) {
+    const cuda::LaunchPlan plan = plan_of_call(params, together, workspace, bytes);
+    const bool waits = plan.cluster > 1 || plan.strategy == cuda::Strategy::kPersistent;
+    if (refuses && waits) throw cuda::LaunchRefused("CUDA: launch of a kernel: refused, as bnexport_cuda_prefer says");
     run(plan);
+    last = plan;
+  };
+  last_refused = false;
+  try {
+    attempt(one_launch);
   } catch (const cuda::LaunchRefused&) {
     if (!one_launch || wish.strategy != cuda::Strategy::kAutomatic) throw;
-    run(plan_of_call(params, false, workspace, bytes));
+    attempt(false);
+    last_refused = true;
   }
 }
 
@@ -132,6 +145,7 @@ extern "C" {
 
 uint32_t bnexport_cuda_abi_version(void) { return BNEXPORT_CUDA_ABI_VERSION; }
 const char* bnexport_cuda_version(void) { return BNEXPORT_VERSION; }
+int bnexport_cuda_runtime_version(void) { return cuda::runtime_version(); }
 int bnexport_cuda_device_count(void) { return cuda::device_count(); }
 
 int bnexport_cuda_check_device(int32_t device, char* error, size_t capacity) {
@@ -167,9 +181,19 @@ int bnexport_cuda_passed(void* mark, int32_t wait, int32_t* passed, char* error,
 
 int bnexport_cuda_prefer(int32_t strategy, int32_t cluster, char* error, size_t capacity) {
   return cuda_guarded(error, capacity, [&] {
-    require_range("strategy", strategy, 0, BNEXPORT_CUDA_SPLIT);
+    require_range("strategy", strategy, 0, BNEXPORT_CUDA_REFUSED);
     require_range("cluster", cluster, 0, 16);
-    wish = {static_cast<cuda::Strategy>(strategy), cluster};
+    refuses = strategy == BNEXPORT_CUDA_REFUSED;
+    wish = {refuses ? cuda::Strategy::kAutomatic : static_cast<cuda::Strategy>(strategy), cluster};
+  });
+}
+
+int bnexport_cuda_ran(bnexport_cuda_plan* plan, int32_t* refused, char* error, size_t capacity) {
+  return cuda_guarded(error, capacity, [&] {
+    require_pointer("plan", plan);
+    require_pointer("refused", refused);
+    *plan = described(last);
+    *refused = last_refused ? 1 : 0;
   });
 }
 

@@ -1,5 +1,6 @@
 #include "group.h"
 
+#include <cmath>
 #include <map>
 #include <mutex>
 
@@ -63,6 +64,16 @@ void DeviceGroup::gather(const double* send, double* receive, int64_t count, voi
   if (gather_(context_, send, receive, count, stream, error, sizeof(error)) != 0) failed(name_, rank_, size_, error);
 }
 
+bool DeviceGroup::has_agreed(const std::vector<double>& header) const {
+  const std::scoped_lock lock(mutex_);
+  return agreed_.count(header) != 0;
+}
+
+void DeviceGroup::agree(const std::vector<double>& header) const {
+  const std::scoped_lock lock(mutex_);
+  agreed_.insert(header);
+}
+
 std::vector<double> header_numbers(const Header& header, int64_t row) {
   std::vector<double> numbers(kHeader);
   const std::vector<Field> mine = fields(header, static_cast<size_t>(row));
@@ -76,6 +87,12 @@ void require_agreement(const std::string& group, int64_t rank, const Header& hea
   for (size_t at = 0, r = 0; at < numbers.size(); at += static_cast<size_t>(stride), ++r) {
     for (size_t i = 0; i < mine.size(); ++i) {
       if (numbers[at + i] == mine[i].value) continue;
+      if (std::isnan(numbers[at + i])) {  // what an aborted gather leaves
+        throw GroupError("group '" + group + "': nothing came from rank " + std::to_string(r) +
+                         " (this process, rank " + std::to_string(rank) +
+                         "): the collective was aborted or did not end within the timeout; " +
+                         "check that every process of the group is alive and runs the same nodes");
+      }
       throw GroupError("group '" + group + "': the processes are not running the same node: " + mine[i].what +
                        " of rank " + std::to_string(r) + ": got " + number(numbers[at + i]) + ", expected " +
                        number(mine[i].value) + " (this process, rank " + std::to_string(rank) +

@@ -13,6 +13,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -75,12 +77,17 @@ class DeviceGroup {
 
   // Enqueues; device pointers. Throws GroupError.
   void gather(const double* send, double* receive, int64_t count, void* stream) const;
+  // Whether the members agreed on a node's header before: a session that one process makes again asks nobody.
+  bool has_agreed(const std::vector<double>& header) const;
+  void agree(const std::vector<double>& header) const;
 
  private:
   std::string name_;
   int64_t size_, rank_;
   bnexport_device_all_gather gather_;
   void* context_;
+  mutable std::mutex mutex_;
+  mutable std::set<std::vector<double>> agreed_;
 };
 
 // The registry. find returns null when the name is unknown; remove forgets both kinds.

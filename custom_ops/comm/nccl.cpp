@@ -210,7 +210,7 @@ class NcclCommunicator::State {
 
   // Ends what is under way and frees the communicator; a peer that is gone must not keep this process, so a
   // thread does it that is left behind at the deadline.
-  void leave() {
+  void leave() noexcept try {
     auto leaving = std::make_shared<Joining>();
     std::thread([leaving, &nccl = nccl_, communicator = communicator_, device = device_] {
       cudaSetDevice(device);
@@ -227,6 +227,8 @@ class NcclCommunicator::State {
     leaving->done.wait_until(lock, std::min(deadline(), after(kLongestLeave)), [&] { return leaving->ended; });
     leaving->abandoned = true;
     if (leaving->communicator == nullptr) nccl_.abort(communicator_);
+  } catch (const std::exception&) {  // no memory, or no thread to wait with
+    nccl_.abort(communicator_);
   }
 
   void enqueue(const double* send, double* receive, int64_t count, cudaStream_t stream) {
@@ -257,7 +259,6 @@ class NcclCommunicator::State {
     if (!watched) return;
     cudaEvent_t end = record(stream);
     pending_.push_back({start.release(), end, false, {}});
-    wake_.notify_all();
   }
 
   static Clock::time_point after(double seconds) {

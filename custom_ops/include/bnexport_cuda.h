@@ -30,6 +30,9 @@ extern "C" {
 
 BNEXPORT_API uint32_t bnexport_cuda_abi_version(void);
 BNEXPORT_API const char* bnexport_cuda_version(void);
+/* The CUDA version that the library was built with, as 1000 * major + 10 * minor; a driver must not be older than its
+ * major version. */
+BNEXPORT_API int bnexport_cuda_runtime_version(void);
 /* How many devices there are; 0 without a driver. */
 BNEXPORT_API int bnexport_cuda_device_count(void);
 
@@ -73,12 +76,14 @@ BNEXPORT_API int bnexport_cuda_copy(void* to, const void* from, size_t bytes, in
  *   split       statistics, then output: two reads, three launches; the way around a collective
  *
  * Calls choose by themselves unless this thread asked for something else; what the tensor or the device
- * does not allow is then an error. `cluster`: blocks of a cluster, a power of two up to 16. 0: automatic. */
+ * does not allow is then an error. `cluster`: blocks of a cluster, a power of two up to 16. 0: automatic.
+ * refused: automatic, as on a device that refuses every launch of blocks that wait for each other. */
 enum bnexport_cuda_strategy {
   BNEXPORT_CUDA_AUTOMATIC = 0,
   BNEXPORT_CUDA_CLUSTER = 1,
   BNEXPORT_CUDA_PERSISTENT = 2,
-  BNEXPORT_CUDA_SPLIT = 3
+  BNEXPORT_CUDA_SPLIT = 3,
+  BNEXPORT_CUDA_REFUSED = 4
 };
 BNEXPORT_API int bnexport_cuda_prefer(int32_t strategy, int32_t cluster, char* error, size_t capacity);
 
@@ -94,6 +99,9 @@ BNEXPORT_API int bnexport_cuda_plan_forward(const bnexport_forward* params, bnex
                                             size_t capacity);
 BNEXPORT_API int bnexport_cuda_plan_backward(const bnexport_backward* params, bnexport_cuda_plan* plan, char* error,
                                              size_t capacity);
+/* What this thread's last bnexport_cuda_forward or bnexport_cuda_backward did. `refused` 1: the device refused to
+ * launch what was planned, and this stood in for it. */
+BNEXPORT_API int bnexport_cuda_ran(bnexport_cuda_plan* plan, int32_t* refused, char* error, size_t capacity);
 
 #ifdef __cplusplus
 }

@@ -4,6 +4,7 @@
 // the workspace, one that relies on it. Every call checks that the stream's device is the current one. A count
 // of the bytes that were copied to the host tells who waits for the device.
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <utility>
@@ -129,11 +130,14 @@ int bnexport_cuda_set_device(int32_t device, int32_t* previous, char* error, siz
 int bnexport_cuda_mark(void* stream, void** mark, char* error, size_t capacity) {
   if (const char* const wrong = wrong_place(stream)) return fail(wrong, error, capacity);
   auto* const queue = static_cast<FakeQueue*>(stream);
+  *mark = nullptr;
+  if (queue != nullptr && queue->capturing) return 0;
   *mark = new std::pair<FakeQueue*, int64_t>(queue, queue == nullptr ? 0 : queue->enqueued);
   return 0;
 }
 int bnexport_cuda_passed(void* mark, int32_t wait, int32_t* passed, char*, size_t) {
   auto* const made = static_cast<std::pair<FakeQueue*, int64_t>*>(mark);
+  if (made->first != nullptr && made->first->capturing) std::abort();  // it would end the capture
   if (made->first != nullptr && wait != 0) made->first->finish();
   *passed = made->first == nullptr || made->first->done >= made->second ? 1 : 0;
   if (*passed != 0) delete made;

@@ -11,6 +11,7 @@ struct FakeQueue {
   std::mutex mutex;
   std::deque<std::function<void()>> work;
   int64_t enqueued = 0, done = 0;
+  bool capturing = false;  // into a CUDA graph: no event may be queried
 
   void push(std::function<void()> step) {
     const std::scoped_lock lock(mutex);

@@ -5,6 +5,7 @@ device memory. The same verification runs on a GPU in benchmarks/gpu_kit.py.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 import os
 import shutil
@@ -16,12 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu import cases
+from benchmarks.gpu import cases, groups, more_cases
 from benchmarks.gpu.layer import DTYPES, Calls, Layer
+from benchmarks.gpu.report import NotRun
 from bnexport import __version__
 from bnexport.errors import LibraryError, UsageError
 from bnexport.native import capi, cuda
 from bnexport.native.library import CUDA_ENVIRONMENT_VARIABLE
+from bnexport.runtime import doctor
 from bnexport.sync_bn import compiled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,9 +156,31 @@ def test_a_launch_that_the_device_refuses_is_replaced_by_split_ones(refuse):
     case = cases.Case(shape, torch.float32, False)
     assert cases.verify(case, "cpu") == ("cluster", "cluster")
     refuse(TOGETHER)
-    cases.verify(case, "cpu")
+    assert cases.verify(case, "cpu") == ("split for cluster", "split for cluster")  # rows of the kit say what ran
+    assert cuda.ran().refused
     with pytest.raises(LibraryError, match="refused"):  # nobody stands in for what was asked for
         cases.verify(cases.Case(shape, torch.float32, False, "cluster"), "cpu")
+
+
+def test_a_refusal_can_be_asked_for(emulated):
+    torch.manual_seed(6)
+    case = cases.Case((5, 8, 30, 30), torch.float32, False, "refused")
+    assert cases.verify(case, "cpu") == ("split for cluster", "split for cluster")
+    assert cuda.ran().refused
+    assert cases.verify(dataclasses.replace(case, strategy="automatic"), "cpu") == ("cluster", "cluster")
+    assert not cuda.ran().refused
+
+
+def test_doctor_says_what_a_device_gets(refuse):
+    assert doctor._cuda()[0].value.endswith(", CUDA 12.9)")
+    devices = doctor._cuda_devices()
+    assert [(check.name, check.ok) for check in devices] == [("CUDA devices", True), ("CUDA device 0", True)]
+    assert devices[1].value == "device 0: our kernels, NCHW by cluster and split; NHWC by split; groups by split"
+    refuse(ANY_KERNEL)
+    (_, device) = doctor._cuda_devices()
+    assert (
+        device.ok is None and device.value.startswith("torch's own operations: ") and "no kernels for" in device.value
+    )
 
 
 def test_torch_s_operations_run_where_the_library_has_no_kernels(refuse, monkeypatch):
@@ -173,9 +198,24 @@ def test_torch_s_operations_run_where_the_library_has_no_kernels(refuse, monkeyp
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_group_gives_what_its_batches_together_give(emulated, dtype, channels_last):
+@pytest.mark.parametrize("mode", list(capi.STATS_MODES))
+def test_a_group_gives_what_its_batches_together_give(emulated, mode, dtype, channels_last):
     torch.manual_seed(4)
-    cases.verify_group(dtype, channels_last, "cpu")
+    groups.verify_group(dtype, channels_last, "cpu", mode)
+
+
+@pytest.mark.parametrize("check", [more_cases.verify_fixed, more_cases.verify_absent], ids=["fixed", "absent"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cases_beside_the_grid(emulated, check, dtype):
+    torch.manual_seed(7)
+    for channels_last in (False, True):
+        check(dtype, channels_last, "cpu")
+
+
+def test_a_refused_launch_is_a_row_of_the_kit(emulated):
+    assert more_cases.verify_refusal(torch.float32, False, "cpu") == "split for cluster / split for cluster"
+    with pytest.raises(NotRun, match="no launch that could be refused: split / split"):
+        more_cases.verify_refusal(torch.float64, True, "cpu")
 
 
 def test_verification_sees_wrong_results(emulated, monkeypatch):

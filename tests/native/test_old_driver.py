@@ -26,6 +26,7 @@ def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "device_count", lambda: 0)
     monkeypatch.setattr(cuda, "check_device", refuse)
     monkeypatch.setattr(cuda, "driver_version", lambda: "12.4")
+    monkeypatch.setattr(cuda, "runtime_version", lambda: "13.0")
     monkeypatch.setattr(compiled, "_capi", object)
     compiled._cuda.cache_clear()
 
@@ -34,7 +35,7 @@ def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tensor_on_the_device_warns_once() -> None:
     try:
         with pytest.warns(
-            RuntimeWarning, match=r"insufficient .*the NVIDIA driver is for CUDA 12.4\); update the driver"
+            RuntimeWarning, match=r"insufficient .*driver is for CUDA 12.4, this library for 13.0\); update the driver"
         ):
             assert not compiled.usable(ON_DEVICE)
         with warnings.catch_warnings():
@@ -46,10 +47,10 @@ def test_a_tensor_on_the_device_warns_once() -> None:
 
 @pytest.mark.usefixtures("old_driver")
 def test_doctor_says_so() -> None:
-    check = doctor._cuda_device()
+    (check,) = doctor._cuda_devices()
     assert (
-        check.value
-        == "none: CUDA driver version is insufficient for CUDA runtime version (the NVIDIA driver is for CUDA 12.4)"
+        check.value == "none: CUDA driver version is insufficient for CUDA runtime version "
+        "(the NVIDIA driver is for CUDA 12.4, this library for 13.0)"
     )
 
 

@@ -41,14 +41,15 @@ void CudaKernel<Binding>::exchange(const comm::Header& header, const double* row
     return;
   }
   require_size(device->size());
-  if (!agreed_) {
+  const std::vector<double> mine = comm::header_numbers(header, count);
+  if (!device->has_agreed(mine)) {
     // scratch holds this rank's header, then everybody's.
     std::vector<double> all(static_cast<size_t>(size * comm::kHeader));
-    to_device(scratch, comm::header_numbers(header, count));
+    to_device(scratch, mine);
     device->gather(scratch, scratch + comm::kHeader, comm::kHeader, stream);
     to_host(all, scratch + comm::kHeader);
     comm::require_agreement(device->name(), device->rank(), header, count, all, comm::kHeader);
-    agreed_ = true;
+    device->agree(mine);
   }
   device->gather(row, gathered, count, stream);
 }

@@ -1,8 +1,6 @@
 // The two operators on the CUDA provider: the same nodes, on ONNX Runtime's stream and in its memory.
 #pragma once
 
-#include <atomic>
-
 #include "cuda_library.h"
 #include "kernels.h"
 #include "scratch.h"
@@ -36,7 +34,7 @@ class CudaKernel final : public BatchNormKernel {
     int device_ = 0, previous_ = 0;
   };
   // Rows of all processes from this process's, both on the device. Over the device's group where one is
-  // registered (the host only waits in the node's first run, to compare what the processes are running),
+  // registered (the host only waits in a node's first run, to compare what the processes are running),
   // else through the host.
   void exchange(const comm::Header& header, const double* row, double* gathered, double* scratch, void* stream) const;
   // Calls the CUDA library. Throws NodeError with the message when it fails.
@@ -49,8 +47,6 @@ class CudaKernel final : public BatchNormKernel {
   const CudaLibrary& cuda_;
   const bool tags_scratch_;
   mutable Kept kept_;
-  // Set after the group has agreed on this node; kernels are shared by concurrent runs.
-  mutable std::atomic<bool> agreed_{false};
 };
 
 }  // namespace bnexport::adapters

@@ -24,10 +24,10 @@ void Kept::keep(ort::Allocator* allocator, void* data, void* stream) {
   cuda_.mark(stream, &mark, nullptr, 0);
   const std::scoped_lock lock(mutex_);
   pieces_.push_back({allocator, data, mark});
+  if (mark != nullptr) sweep();  // in a capture an event must not be queried
 }
 
 void Kept::sweep() {
-  const std::scoped_lock lock(mutex_);
   const auto given_back = [&](const Piece& piece) { return piece.mark != nullptr && release(piece, false); };
   pieces_.erase(std::remove_if(pieces_.begin(), pieces_.end(), given_back), pieces_.end());
 }
@@ -47,7 +47,6 @@ Scratch::Scratch(const Run& run, const ort::MemoryInfo* memory, void* stream, bo
     : api_(run.node.api), stream_(stream), tagged_(tagged && stream != nullptr), kept_(kept) {
   const size_t aligned = (workspace + 255) / 256 * 256;
   const size_t bytes = aligned + static_cast<size_t>(doubles) * sizeof(double);
-  if (!tagged_) kept_.sweep();
   if (bytes == 0) return;
   check(api_, ort::ContextAllocator::call(api_, run.context, memory, &allocator_));
   ort::Status* const status = tagged_ ? ort::ContextScratch::call(api_, run.context, memory, bytes, &data_)

@@ -22,10 +22,9 @@ class Kept {
   Kept(const Kept&) = delete;
   Kept& operator=(const Kept&) = delete;
 
-  // Takes over a piece with its allocator, to give both back when `stream` has done what is on it now.
+  // Takes over a piece with its allocator, to give both back when `stream` has done what is on it now; and gives back
+  // what streams have passed.
   void keep(ort::Allocator* allocator, void* data, void* stream);
-  // Gives back what streams have passed.
-  void sweep();
 
  private:
   struct Piece {
@@ -33,6 +32,7 @@ class Kept {
     void* data;
     void* mark;  // null: of a captured graph, which uses the piece at each replay
   };
+  void sweep();  // with the mutex held
   // Whether it was given back.
   bool release(const Piece& piece, bool wait) const;
 

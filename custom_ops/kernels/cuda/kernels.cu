@@ -122,6 +122,8 @@ DeviceProperties ask(int device) {
 
 }  // namespace
 
+int runtime_version() { return CUDART_VERSION; }
+
 int device_count() {
   int count = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
@@ -145,7 +147,11 @@ void check_device(int device) {
     const std::string name = named ? std::string(properties.name) + ", compute capability " +
                                          std::to_string(properties.major) + "." + std::to_string(properties.minor)
                                    : "device " + std::to_string(device);
-    throw CudaError("CUDA: this library has no kernels for " + name + ": " + cudaGetErrorName(code) +
+    const std::string reason = name + ": " + cudaGetErrorName(code) + " (" + cudaGetErrorString(code) + ")";
+    if (code != cudaErrorNoKernelImageForDevice && code != cudaErrorInvalidDeviceFunction) {
+      throw CudaError("CUDA: cannot use " + reason);
+    }
+    throw CudaError("CUDA: this library has no kernels for " + reason +
                     "; build it with that architecture in BNEXPORT_CUDA_ARCHITECTURES");
   }
   known[static_cast<size_t>(device)] = true;

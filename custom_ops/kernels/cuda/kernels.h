@@ -24,6 +24,8 @@ class LaunchRefused : public CudaError {
 
 constexpr int kMostDevices = 64;
 
+// The CUDA version of the runtime inside, as 1000 * major + 10 * minor.
+int runtime_version();
 int device_count();
 // Throws CudaError when the kernels cannot run on the device; asked once for each.
 void check_device(int device);

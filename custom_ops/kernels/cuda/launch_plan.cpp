@@ -57,7 +57,7 @@ class Planner {
     };
     const bool fusible = !empty && problem_.one_launch && !plan_.columns && plan_.width > 1;
     if (fusible && wanted(Strategy::kCluster) && cluster()) return finish(Strategy::kCluster);
-    if (!empty && problem_.one_launch && plan_.columns && plan_.width > 1 && wish_.strategy == Strategy::kPersistent &&
+    if (!empty && problem_.one_launch && plan_.columns && plan_.width > 1 && wanted(Strategy::kPersistent) &&
         team_columns()) {
       return finish(Strategy::kPersistent);
     }
@@ -87,6 +87,7 @@ class Planner {
     if (blocks == 0) {
       blocks = 1;
       while (blocks < portable && part_bytes(blocks) > twice) blocks *= 2;
+      if (part_bytes(blocks) > twice && part_bytes(device_.largest_cluster) <= twice) blocks = device_.largest_cluster;
       const auto too_few = [&] { return problem_.C * blocks < device_.multiprocessors; };
       while (blocks < portable && too_few() && part_bytes(blocks) > kSmallPart) blocks *= 2;
       if (part_bytes(blocks) > most) blocks = device_.largest_cluster;
@@ -109,8 +110,8 @@ class Planner {
     return true;
   }
 
-  // As many teams as keep what is read within half of L2, and of those numbers the one that leaves the
-  // fewest blocks without work.
+  // Teams whose slabs stay within half of L2: two at least, so that one loads while the other waits, and more where
+  // that leaves fewer blocks without work. Of equals the smallest number: L2 keeps what is least.
   bool persistent() {
     const int64_t slab = units_ * kVector * problem_.tensors, budget = device_.l2_bytes / 2;
     const int64_t blocks = kPersistentBlocks * device_.multiprocessors;
@@ -118,10 +119,10 @@ class Planner {
     if (!forced() && slab * problem_.C <= budget) return false;
     const int64_t most = smaller(smaller(slab > 0 ? budget / slab : 0, problem_.C), blocks);
     double best = 0;
-    for (int64_t teams = 1; teams <= most; ++teams) {
+    for (int64_t teams = smaller(2, most); 0 < teams && teams <= most; ++teams) {
       const int64_t members = blocks / teams, rounds = ceil_div(problem_.C, teams);
       const double busy = static_cast<double>(members * problem_.C) / static_cast<double>(rounds * blocks);
-      if (busy < best) continue;
+      if (busy <= best) continue;
       best = busy;
       plan_.teams = teams;
     }
@@ -163,26 +164,34 @@ class Planner {
   }
 
   // Tiles as wide as allow the team's blocks, one on each multiprocessor, to keep all rows of one in shared memory:
-  // 128 bytes of a row, or 64, or 32, the least that memory is read in. Two teams halve a multiprocessor's memory.
+  // 128 bytes of a row, or 64, or 32, the least that memory is read in. Two teams halve a multiprocessor's memory; one
+  // team has it all where no tile fits a half.
   bool team_columns() {
     const int64_t R = problem_.N * problem_.S, vectors = problem_.C / plan_.width;
-    const int64_t half = smaller(device_.shared_per_block,
-                                 device_.shared_per_multiprocessor / kPersistentBlocks - device_.shared_reserved);
-    for (int64_t widest = 8; widest >= 2; widest /= 2) {
-      const int64_t lanes = smaller(widest, power_of_two_from(vectors)), high = kSplitBlockThreads / lanes;
-      const int64_t kept_at = kScratchBytes + kSplitBlockThreads / 32 * lanes * kColumnValueBytes;
-      const int64_t row = lanes * kVector * problem_.tensors, rows = (half - kept_at) / row;
-      if (rows < 1 || ceil_div(R, rows) > device_.multiprocessors) continue;
-      plan_.lanes = lanes;
-      plan_.tiles = ceil_div(vectors, lanes);
-      plan_.part_length = larger(ceil_div(R, device_.multiprocessors), smaller(4 * high, rows));
-      plan_.parts = ceil_div(R, plan_.part_length);
-      plan_.teams = smaller(kPersistentBlocks, plan_.tiles);
-      plan_.threads = kSplitBlockThreads;
-      plan_.blocks = plan_.teams * plan_.parts;
-      plan_.kept_at = kept_at;
-      plan_.shared = kept_at + plan_.part_length * row;
-      return plan_.part_length <= kLongestPart;
+    // What is read is still in L2 for the second of split passes.
+    if (!forced() && problem_.tensors * bytes_ <= device_.l2_bytes / 2) return false;
+    for (int64_t teams = kPersistentBlocks; teams >= 1; --teams) {
+      const int64_t threads = kTeamThreads / teams;
+      const int64_t shared =
+          smaller(device_.shared_per_block, device_.shared_per_multiprocessor / teams - device_.shared_reserved);
+      for (int64_t widest = 8; widest >= 2; widest /= 2) {
+        const int64_t lanes = smaller(widest, power_of_two_from(vectors)), high = threads / lanes;
+        const int64_t kept_at = kScratchBytes + threads / 32 * lanes * kColumnValueBytes;
+        const int64_t row = lanes * kVector * problem_.tensors, rows = (shared - kept_at) / row;
+        if (rows < 1 || ceil_div(R, rows) > device_.multiprocessors) continue;
+        // The two meetings of a small tile take longer than a second read of it.
+        if (!forced() && R * row < kSmallTensor) continue;
+        plan_.lanes = lanes;
+        plan_.tiles = ceil_div(vectors, lanes);
+        plan_.part_length = larger(ceil_div(R, device_.multiprocessors), smaller(4 * high, rows));
+        plan_.parts = ceil_div(R, plan_.part_length);
+        plan_.teams = smaller(teams, plan_.tiles);
+        plan_.threads = threads;
+        plan_.blocks = plan_.teams * plan_.parts;
+        plan_.kept_at = kept_at;
+        plan_.shared = kept_at + plan_.part_length * row;
+        return plan_.part_length <= kLongestPart;
+      }
     }
     return false;
   }

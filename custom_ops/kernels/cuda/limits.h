@@ -11,6 +11,7 @@ constexpr int kForwardClusterThreads = 448;   // at most; twice on a multiproces
 constexpr int kBackwardClusterThreads = 320;  // at most; twice: 96 registers, for twice as many loads in flight
 constexpr int kPersistentBlockThreads = 320;  // twice: 96 registers
 constexpr int kPersistentBlocks = 2;          // on a multiprocessor, all at once
+constexpr int kTeamThreads = 512;             // of a multiprocessor: 128 registers, one block or two
 
 // The first bytes of every block's shared memory, for exchanges; tensors come behind.
 constexpr int64_t kScratchBytes = 1536;

@@ -4,8 +4,8 @@
 //   moments of a block's rows, which stay in shared memory | meet | each channel's parts merged by one warp of
 //   the team | meet | output from shared memory
 //
-// With two teams, one block of each on a multiprocessor, one loads while the other waits or stores. Chosen only
-// where it is asked for: whether it beats two reads is for a device to say.
+// With two teams, one block of each on a multiprocessor, one loads while the other waits or stores. Where a tile is
+// too large for half of the shared memory, one team has all of it, with twice the threads.
 #pragma once
 
 #include "backward_kernels.h"
@@ -48,7 +48,7 @@ BNEXPORT_DEVICE void share_channels(const Columns& columns, const TeamPlace& pla
 }
 
 template <class E>
-BNEXPORT_KERNEL(kSplitBlockThreads, kPersistentBlocks)
+BNEXPORT_KERNEL(kTeamThreads, 1)
 team_forward(BNEXPORT_ARGUMENTS ForwardArguments args) {
   const Columns& columns = args.columns;
   const TeamPlace place(args);
@@ -71,7 +71,7 @@ team_forward(BNEXPORT_ARGUMENTS ForwardArguments args) {
 }
 
 template <class E>
-BNEXPORT_KERNEL(kSplitBlockThreads, kPersistentBlocks)
+BNEXPORT_KERNEL(kTeamThreads, 1)
 team_backward(BNEXPORT_ARGUMENTS BackwardArguments args) {
   const Columns& columns = args.columns;
   const TeamPlace place(args);

@@ -19,6 +19,7 @@ int current = 0;
 
 extern "C" __attribute__((visibility("default"))) void emulated_refuse(int what) { refusal = what; }
 
+int runtime_version() { return 12090; }
 int device_count() { return 1; }
 
 void check_device(int) {

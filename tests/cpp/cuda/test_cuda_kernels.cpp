@@ -241,6 +241,21 @@ void test_shapes(bool all) {
   }
 }
 
+// One team with all of a multiprocessor's shared memory, where half of it holds no tile of that many rows.
+void test_one_team() {
+  uint32_t seed = 100;
+  for (const int32_t dtype : {BNEXPORT_FLOAT32, BNEXPORT_FLOAT16, BNEXPORT_BFLOAT16}) {
+    for (const Shape& shape : {Shape{3, 24, 1000}, Shape{2, 40, 750}, Shape{3, 16, 1100}}) {
+      const Case test{shape, dtype, BNEXPORT_NSC, {Strategy::kPersistent, 0}};
+      const int64_t tensors = shape.N * shape.S > 2000 ? 1 : 2;
+      const LaunchPlan plan = launch_plan(problem_of(test, tensors, true), small_device(), test.wish);
+      CHECK(plan.strategy == Strategy::kPersistent && plan.teams == 1 && plan.threads == kTeamThreads);
+      CHECK(plan.tiles == (shape.C / plan.width + 1) / 2);
+      test_case(test, ++seed);
+    }
+  }
+}
+
 // Means far from zero, where sums of squares would have nothing left.
 void test_large_means(bool all) {
   for (const double mean : {1e4, -1e4, 300.0}) {
@@ -492,6 +507,7 @@ int main() {
   test_traffic();
   test_extremes();
   test_large_means(all);
+  test_one_team();
   test_shapes(all);
   std::printf("cuda kernels on the host: ok\n");
   return 0;

@@ -105,7 +105,10 @@ void check_limits(const Problem& p, const DeviceProperties& d, const LaunchPlan&
       CHECK(plan.parts <= d.multiprocessors && (plan.parts - 1) * plan.part_length < p.N * p.S);
       CHECK(plan.kept_at % 16 == 0 && plan.kept_at >= kScratchBytes + warps * plan.lanes * kColumnValueBytes);
       CHECK(plan.shared >= plan.kept_at + plan.part_length * row);
-      CHECK(kPersistentBlocks * (plan.shared + d.shared_reserved) <= d.shared_per_multiprocessor);
+      // Two teams have a block each on a multiprocessor, all at once.
+      CHECK(plan.threads == kTeamThreads || plan.threads == kTeamThreads / 2);
+      CHECK(plan.teams * plan.threads <= kTeamThreads);
+      CHECK(plan.teams * (plan.shared + d.shared_reserved) <= d.shared_per_multiprocessor);
       CHECK(plan.workspace - plan.arrivals_at >= plan.teams * 8);
       CHECK((plan.tiles / plan.teams + 1) * plan.parts < int64_t{1} << 32);  // the count of arrivals
     } else {
@@ -219,7 +222,7 @@ void test_columns() {
     for (const int64_t C : {24, 64, 256, 1000, 2048, 30000}) {
       for (const int32_t dtype : {BNEXPORT_FLOAT16, BNEXPORT_FLOAT32}) {
         const Problem p{32, C, 3136, dtype, BNEXPORT_NSC, 1, true, true};
-        const LaunchPlan plan = launch_plan(p, device.properties);
+        const LaunchPlan plan = launch_plan(p, device.properties, {Strategy::kSplit, 0});
         CHECK(plan.parts == 1 || plan.blocks <= blocks);  // one wave
         CHECK(plan.tiles > blocks || plan.blocks > blocks / 2);
         const auto bytes = static_cast<double>(p.N * p.C * p.S * size_of(dtype));
@@ -244,16 +247,49 @@ void test_known() {
       CHECK(plan(8, 2048, 512, dtype, tensors).cluster == 1);
     }
   }
-  CHECK(plan(256, 64, 3136, BNEXPORT_FLOAT16, 1).cluster == 8);
+  // Half tiles, two on a multiprocessor, where eight blocks would have one each.
+  const LaunchPlan halves = plan(256, 64, 3136, BNEXPORT_FLOAT16, 1);
+  CHECK(halves.cluster == 16 && 2 * (halves.shared + h200.shared_reserved) <= h200.shared_per_multiprocessor);
+  const DeviceProperties& portable = kDevices[5].properties;
+  CHECK(launch_plan({256, 64, 3136, BNEXPORT_FLOAT16, BNEXPORT_NCS, 1, true, true}, portable).cluster == 8);
   CHECK(plan(256, 64, 3136, BNEXPORT_FLOAT16, 2).cluster == 16);
   CHECK(plan(256, 64, 3136, BNEXPORT_FLOAT32, 1).cluster == 16);
   CHECK(plan(256, 64, 3136, BNEXPORT_FLOAT32, 2).strategy == Strategy::kPersistent);
+  // Of numbers of teams that leave no block without work, the one that L2 keeps best.
+  const LaunchPlan stem = plan(256, 64, 12544, BNEXPORT_FLOAT16, 1);
+  CHECK(stem.strategy == Strategy::kPersistent && stem.teams == 2);
+  CHECK(plan(256, 63, 12544, BNEXPORT_FLOAT16, 1).teams == 3);
+  CHECK(plan(256, 1, 3211264, BNEXPORT_FLOAT32, 1).strategy == Strategy::kSplit);
   // Without clusters a slab of 401 KB goes by teams, a small one still stays in one block.
   const DeviceProperties& sm80 = kDevices[1].properties;
   CHECK(launch_plan({32, 256, 3136, BNEXPORT_FLOAT32, BNEXPORT_NCS, 1, true, true}, sm80).strategy ==
         Strategy::kPersistent);
   CHECK(launch_plan({8, 2048, 512, BNEXPORT_FLOAT32, BNEXPORT_NCS, 1, true, true}, sm80).strategy ==
         Strategy::kCluster);
+}
+
+// Channels last: one read where teams can keep a tile of channels, and two where they cannot, or where the second
+// read is from L2 or costs less than two meetings.
+void test_teams() {
+  const DeviceProperties h100 = {132, 227 * kKilo, 228 * kKilo, kKilo, 50 * kMega, 16};
+  const auto plan = [&](int64_t C, int64_t S, int64_t tensors, int32_t dtype = BNEXPORT_FLOAT16) {
+    return launch_plan({256, C, S, dtype, BNEXPORT_NSC, tensors, true, true}, h100);
+  };
+  const auto is = [](const LaunchPlan& plan, int64_t teams, int64_t lanes) {
+    return plan.strategy == Strategy::kPersistent && plan.teams == teams && plan.lanes == lanes &&
+           plan.threads == (teams == 2 ? 256 : 512);
+  };
+  for (const int64_t C : {64, 128, 256}) {
+    CHECK(is(plan(C, 3136, 1), 1, 2));  // 26 MB, more than half of the shared memory
+    CHECK(plan(C, 3136, 2).strategy == Strategy::kSplit);
+  }
+  CHECK(plan(64, 12544, 1).strategy == Strategy::kSplit);
+  CHECK(is(plan(128, 784, 1), 2, 4) && is(plan(512, 784, 2), 2, 2));
+  CHECK(is(plan(1024, 196, 1), 2, 8) && is(plan(1024, 196, 2), 2, 8));
+  CHECK(plan(2048, 49, 1).strategy == Strategy::kSplit);  // tiles of 1.6 MB
+  CHECK(plan(256, 196, 1).strategy == Strategy::kSplit);  // 26 MB, which L2 keeps
+  CHECK(is(plan(256, 196, 2), 2, 8));
+  CHECK(plan(512, 3136, 1, BNEXPORT_FLOAT64).strategy == Strategy::kSplit);
 }
 
 }  // namespace
@@ -264,6 +300,7 @@ int main() {
   test_extreme();
   test_columns();
   test_known();
+  test_teams();
   CHECK(fused > 1000);
   std::printf("launch plan: ok (%lld plans, %lld of them in one launch)\n", static_cast<long long>(plans),
               static_cast<long long>(fused));
