@@ -28,7 +28,7 @@ from torch import nn
 
 from benchmarks import machine
 from bnexport import SyncBatchNorm, tolerances
-from bnexport.sync_bn import compiled, reference
+from bnexport.sync_bn import kernels, reference
 
 # The shapes of the performance notes that fit a CPU, and smaller ones.
 SHAPES = [
@@ -94,7 +94,7 @@ def time_one(shape: tuple[int, ...], dtype: torch.dtype, layout: str, rounds: in
     # that engine leaves them in, and slow spells of the machine hit all engines.
     for _ in range(BLOCKS):
         for name, module in engines.items():
-            compiled.backend = "torch" if name.endswith("operations") else ""
+            kernels.backend = "torch" if name.endswith("operations") else ""
             for step in range(WARM_UP + rounds):
                 leaf = x.detach().requires_grad_()
                 start = time.perf_counter()
@@ -105,7 +105,7 @@ def time_one(shape: tuple[int, ...], dtype: torch.dtype, layout: str, rounds: in
                 if step >= WARM_UP:
                     times[name][0].append(middle - start)
                     times[name][1].append(end - middle)
-    compiled.backend = ""
+    kernels.backend = ""
     return {
         name: (statistics.median(forward), statistics.median(backward)) for name, (forward, backward) in times.items()
     }

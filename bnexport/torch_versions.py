@@ -69,6 +69,12 @@ is_batched: Any = torch._C._functorch.is_batchedtensor
 _DERIVATIVES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
 
+def with_autograd() -> Any:
+    """Return a context with autograd inside the kernel of an operator, which may have been called below autograd."""
+    nothing = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), nothing)
+
+
 def differentiates() -> bool:
     """Whether the innermost transform of torch.func is a derivative."""
     return torch._C._functorch.peek_interpreter_stack().key() in _DERIVATIVES

@@ -17,7 +17,7 @@ from benchmarks.gpu import closed_forms
 from benchmarks.gpu.report import NotRun, Report
 from benchmarks.gpu.section import Options
 from bnexport import tolerances
-from bnexport.sync_bn import compiled, operators
+from bnexport.sync_bn import kernels, operators
 
 LOCAL = ("", 1, "exact", "local", 0)
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -31,7 +31,7 @@ def run(report: Report, options: Options) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     with report.step("the kernels are in use") as row:
-        row.ok = compiled.usable(torch.zeros(1, 1, device=device))
+        row.ok = kernels.usable(torch.zeros(1, 1, device=device).device)
     checks: list[tuple[str, Callable[[str], None]]] = []
     for dtype, shape, layout in itertools.product(DTYPES, SHAPES[:3] if options.rehearse else SHAPES, LAYOUTS):
         name = f"{dtype} {'x'.join(map(str, shape))} {layout}"
@@ -50,7 +50,7 @@ def run(report: Report, options: Options) -> None:
     for (name, check), backend in itertools.product(checks, ("kernels", "torch")):
         if report.wanted(f"{name}, {backend}"):
             with report.step(f"{name}, {backend}"):
-                compiled.backend = "torch" if backend == "torch" else ""
+                kernels.backend = "torch" if backend == "torch" else ""
                 check(device)
 
 

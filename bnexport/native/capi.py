@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-import struct
 from typing import Any
 
 from bnexport.errors import LibraryError, UsageError
@@ -23,6 +22,8 @@ __all__ = [
     "GRAD_REDUCTIONS",
     "LAYOUTS",
     "STATS_MODES",
+    "BackwardParams",
+    "ForwardParams",
     "available",
     "backward_params",
     "cpu_backward",
@@ -36,8 +37,7 @@ __all__ = [
     "library",
     "register_device_group",
     "register_group",
-    "run_backward",
-    "run_forward",
+    "run",
     "unregister_group",
 ]
 
@@ -56,7 +56,7 @@ ALL_GATHER = ctypes.CFUNCTYPE(
 
 _i32, _i64, _pointer, _double = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
-
+# The only place that knows the order of the header's fields; a test compares it with the header and with a C compiler.
 _SIZES = (
     ("struct_size", ctypes.c_uint32),
     ("dtype", _i32),
@@ -68,7 +68,10 @@ _SIZES = (
 )
 
 
-class _ForwardParams(ctypes.Structure):
+class ForwardParams(ctypes.Structure):
+    """The struct bnexport_forward; its fields are attributes."""
+
+    __slots__ = ()
     _fields_ = (
         *_SIZES,
         ("x", _pointer),
@@ -92,7 +95,10 @@ class _ForwardParams(ctypes.Structure):
     )
 
 
-class _BackwardParams(ctypes.Structure):
+class BackwardParams(ctypes.Structure):
+    """The struct bnexport_backward; its fields are attributes."""
+
+    __slots__ = ()
     _fields_ = (
         *_SIZES,
         ("dy", _pointer),
@@ -114,21 +120,10 @@ class _BackwardParams(ctypes.Structure):
     )
 
 
-def _packer(structure: type[ctypes.Structure]) -> struct.Struct:
-    """Return the memory layout of a struct for `struct`, which fills one in half the time that ctypes takes."""
-    kinds: list[Any] = [kind for _, kind in structure._fields_]  # type: ignore[misc]
-    packer = struct.Struct("@" + "".join(kind._type_ for kind in kinds))
-    assert packer.size == ctypes.sizeof(structure)
-    return packer
-
-
-_FORWARD, _BACKWARD = _packer(_ForwardParams), _packer(_BackwardParams)
-
-
 @functools.cache
 def library() -> ctypes.CDLL:
     """Return the loaded library with typed functions. Raise LibraryError if it is not available."""
-    loaded, forward, backward = load("ops"), ctypes.POINTER(_ForwardParams), ctypes.POINTER(_BackwardParams)
+    loaded, forward, backward = load("ops"), ctypes.POINTER(ForwardParams), ctypes.POINTER(BackwardParams)
     functions = {
         "bnexport_cpu_moments": (forward, _pointer),
         "bnexport_cpu_forward": (forward,),
@@ -155,10 +150,13 @@ def available() -> bool:
     return True
 
 
-def _call(name: str, *arguments: Any) -> None:
-    status, message = calls.call(library(), name, *arguments)
-    if status != 0:
-        raise UsageError(f"{name}: {message}")
+def run(name: str, *arguments: Any, prefix: str = "bnexport_cpu_") -> None:
+    """Call a kernel ("forward", "moments", ...) with its struct and, for moments, where to write 2 C + 1 float64. Raises
+    UsageError.
+    """
+    buffer = calls.errors.buffer
+    if getattr(library(), prefix + name)(*arguments, buffer, calls.CAPACITY) != 0:
+        raise UsageError(f"{prefix}{name}: {calls.text(buffer)}")
 
 
 def _filled(structure: type[ctypes.Structure], values: dict[str, Any]) -> Any:
@@ -166,7 +164,7 @@ def _filled(structure: type[ctypes.Structure], values: dict[str, Any]) -> Any:
     names = [name for name, _ in structure._fields_[1:]]  # type: ignore[misc]
     unknown = sorted(values.keys() - set(names))
     if unknown:
-        name = structure.__name__[1:].removesuffix("Params").lower()
+        name = structure.__name__.removesuffix("Params").lower()
         raise UsageError(f"{name}: got {unknown}, expected fields of bnexport.h: {names}")
     params = structure(ctypes.sizeof(structure))
     for name, value in {"training": 1, "group_size": 1, "threads": 1, **values}.items():
@@ -179,58 +177,34 @@ def forward_params(**values: Any) -> ctypes.Structure:
 
     Raises UsageError for a name that is no field.
     """
-    return _filled(_ForwardParams, {"momentum": 0.1, "eps": 1e-5, **values})
+    return _filled(ForwardParams, {"momentum": 0.1, "eps": 1e-5, **values})
 
 
 def cpu_forward(**params: Any) -> None:
     """Call bnexport_cpu_forward with the arguments of `forward_params`. Raises UsageError."""
-    _call("bnexport_cpu_forward", forward_params(**params))
-
-
-@functools.cache
-def _for_packed(name: str) -> Any:
-    """Return a function of the library that takes its struct as bytes."""
-    function = library()[name]  # an object of its own: attribute access would return the one with typed pointers
-    function.argtypes, function.restype = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t), ctypes.c_int
-    return function
-
-
-def run_forward(*fields: Any) -> None:
-    """Call bnexport_cpu_forward with all fields of a bnexport_forward after its size, in order. Raises UsageError."""
-    buffer = calls.errors.buffer
-    packed = _FORWARD.pack(_FORWARD.size, *fields)
-    if _for_packed("bnexport_cpu_forward")(packed, buffer, calls.CAPACITY) != 0:
-        raise UsageError(f"bnexport_cpu_forward: {calls.text(buffer)}")
-
-
-def run_backward(*fields: Any) -> None:
-    """Call bnexport_cpu_backward with all fields of a bnexport_backward after its size, in order. Raises UsageError."""
-    buffer = calls.errors.buffer
-    packed = _BACKWARD.pack(_BACKWARD.size, *fields)
-    if _for_packed("bnexport_cpu_backward")(packed, buffer, calls.CAPACITY) != 0:
-        raise UsageError(f"bnexport_cpu_backward: {calls.text(buffer)}")
+    run("forward", forward_params(**params))
 
 
 def cpu_moments(*, row: int, **params: Any) -> None:
     """Call bnexport_cpu_moments with the arguments of `forward_params`: write 2 C + 1 float64 to `row`. Raises
     UsageError.
     """
-    _call("bnexport_cpu_moments", forward_params(**params), row)
+    run("moments", forward_params(**params), row)
 
 
 def backward_params(**values: Any) -> ctypes.Structure:
     """Build a bnexport_backward from named fields. Raises UsageError for an unknown name."""
-    return _filled(_BackwardParams, values)
+    return _filled(BackwardParams, values)
 
 
 def cpu_backward(**params: Any) -> None:
     """Call bnexport_cpu_backward with the arguments of `backward_params`. Raises UsageError."""
-    _call("bnexport_cpu_backward", backward_params(**params))
+    run("backward", backward_params(**params))
 
 
 def cpu_backward_moments(*, row: int, **params: Any) -> None:
     """Call bnexport_cpu_backward_moments with the arguments of `backward_params`: write 2 C + 1 float64 to `row`."""
-    _call("bnexport_cpu_backward_moments", backward_params(**params), row)
+    run("backward_moments", backward_params(**params), row)
 
 
 def lend_openmp(gomp_parallel: int) -> None:
@@ -240,19 +214,19 @@ def lend_openmp(gomp_parallel: int) -> None:
 
 def register_group(name: str, size: int, rank: int, all_gather: Any) -> None:
     """Call bnexport_register_group. `all_gather`: an ALL_GATHER object that the caller keeps alive. Raises UsageError."""
-    _call("bnexport_register_group", name.encode(), size, rank, all_gather, None)
+    run("register_group", name.encode(), size, rank, all_gather, None, prefix="bnexport_")
 
 
 def register_device_group(name: str, size: int, rank: int, all_gather: int, context: int) -> None:
     """Call bnexport_register_device_group. `all_gather`: address of a C function; `context`: its first argument. Raises
     UsageError.
     """
-    _call("bnexport_register_device_group", name.encode(), size, rank, all_gather, context)
+    run("register_device_group", name.encode(), size, rank, all_gather, context, prefix="bnexport_")
 
 
 def unregister_group(name: str) -> None:
     """Call bnexport_unregister_group. Raises UsageError if the group does not exist."""
-    _call("bnexport_unregister_group", name.encode())
+    run("unregister_group", name.encode(), prefix="bnexport_")
 
 
 def describe() -> dict[str, Any]:

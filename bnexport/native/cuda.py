@@ -17,7 +17,7 @@ from typing import Any
 
 from bnexport.errors import LibraryError, UsageError
 from bnexport.native import calls
-from bnexport.native.capi import DTYPES, LAYOUTS, _BackwardParams, _ForwardParams, backward_params, forward_params
+from bnexport.native.capi import BackwardParams, ForwardParams
 from bnexport.native.library import load
 
 __all__ = [
@@ -87,7 +87,7 @@ def library() -> ctypes.CDLL:
         "set_device": (ctypes.c_int32, ctypes.POINTER(ctypes.c_int32)),
         "ran": (ctypes.POINTER(_Plan), ctypes.POINTER(ctypes.c_int32)),
     }
-    for direction, structure in (("forward", _ForwardParams), ("backward", _BackwardParams)):
+    for direction, structure in (("forward", ForwardParams), ("backward", BackwardParams)):
         params, row = ctypes.POINTER(structure), "moments" if direction == "forward" else "backward_moments"
         functions |= {
             direction: (params, p, size, p),
@@ -205,7 +205,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def _direction(params: ctypes.Structure) -> str:
-    return "forward" if isinstance(params, _ForwardParams) else "backward"
+    return "forward" if isinstance(params, ForwardParams) else "backward"
 
 
 def workspace_size(params: ctypes.Structure) -> int:

@@ -26,7 +26,7 @@ from bnexport.choices import check_choice
 from bnexport.errors import GroupError, UsageError
 from bnexport.recalibration import moments
 from bnexport.recalibration.report import LayerChange, RecalibrationReport
-from bnexport.sync_bn import distributed, operators
+from bnexport.sync_bn import distributed, passes
 from bnexport.sync_bn.recognition import is_sync_batch_norm, recognise
 
 if TYPE_CHECKING:
@@ -373,8 +373,8 @@ class _Run:
 
     def _row(self, name: str, x: torch.Tensor, batch_size: int, before: int, index: int) -> moments.Row:
         """Compute the moments of a layer's input. Raises UsageError for values that are not finite, or too few."""
-        backend = operators.backend_of(x)
-        row = backend.forward_row(backend.arrange(x.detach()), "exact").cpu().numpy()
+        backend, arranged = passes.arrange(x.detach())
+        row = backend.forward_row(arranged, "exact").cpu().numpy()
         if not np.isfinite(row).all():
             place = moments.unfinished_row(x, torch.isfinite)
             where = f"batch {index}" + (f", row {before + place}" if place is not None and len(x) == batch_size else "")

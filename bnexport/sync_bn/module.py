@@ -10,7 +10,7 @@ import torch
 
 from bnexport import schema, torch_versions
 from bnexport.errors import GroupError, UsageError
-from bnexport.sync_bn import distributed, eager, operators
+from bnexport.sync_bn import distributed, operands, operators
 from bnexport.torch_versions import BatchNormBase
 
 if TYPE_CHECKING:
@@ -80,16 +80,8 @@ class SyncBatchNorm(BatchNormBase):
     ) -> None:
         if num_features < 0:
             raise UsageError(f"num_features: got {num_features}, expected >= 0")
-        if not 0.0 <= eps < float("inf"):
-            raise UsageError(f"eps: got {eps}, expected a finite number >= 0")
-        if momentum is not None and not 0.0 <= momentum <= 1.0:
-            raise UsageError(f"momentum: got {momentum}, expected a number within [0, 1] or None")
-        for name, value, allowed in (
-            ("stats_mode", stats_mode, schema.STATS_MODES),
-            ("grad_reduction", grad_reduction, schema.GRAD_REDUCTIONS),
-        ):
-            if value not in allowed:
-                raise UsageError(f"{name}: got {value!r}, expected one of {', '.join(allowed)}")
+        options = schema.LOCAL._replace(stats_mode=stats_mode, grad_reduction=grad_reduction)
+        operands.check_options(0.0 if momentum is None else momentum, eps, options)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.group = group
         self.stats_mode = stats_mode
@@ -139,46 +131,26 @@ class SyncBatchNorm(BatchNormBase):
             size = self.group_size()
         use_batch = training or running_mean is None
         update = training and self.track_running_stats and running_mean is not None and not _recomputing()
-        output = self._normalise_in_place(input, use_batch, size, update)
-        if output is None:
-            output, new_mean, new_var = self._normalise(input, use_batch, size)
-            if update:
-                self._update_statistics(new_mean, new_var)
+        output, new_mean, new_var = self._normalise(input, use_batch, size, update)
+        if update:
+            self._update_statistics(new_mean, new_var)
         return output
 
-    def _normalise_in_place(self, input: torch.Tensor, use_batch: bool, size: int, update: bool) -> torch.Tensor | None:
-        """Compute the output and the module's new statistics on the short path of eager mode; None where that is not
-        open. An average of all batches takes the other path, and so do modules whose methods an exporter has replaced.
+    def _normalise(self, input: torch.Tensor, use_batch: bool, size: int, update: bool) -> tuple[torch.Tensor, ...]:
+        """Compute the output and the new statistics of a group of `size`; those may be the old tensors, changed in
+        place to `update` them.
         """
-        if size != 1 or torch.compiler.is_compiling() or (update and self.momentum is None):
-            return None
-        if "_normalise" in self.__dict__ or "_set_statistic" in self.__dict__:
-            return None
-        output = eager.sync_batch_norm(self._arguments(input, use_batch), self._group_spec(size), update)
-        if update and output is not None:
-            counted = self._tensor("num_batches_tracked")
-            if counted is not None:
-                counted.add_(1)
-        return output
-
-    def _normalise(self, input: torch.Tensor, use_batch: bool, size: int) -> tuple[torch.Tensor, ...]:
-        """Compute the output and the new statistics of a group of `size`."""
         spec = self._group_spec(size)  # a break of a compiled graph; torch 2.4 bears none in the middle of a list
-        outputs: tuple[torch.Tensor, ...] = operators.sync_batch_norm(*self._arguments(input, use_batch), *spec)
-        return outputs[:3]
+        arguments = self._arguments(input, use_batch)
+        # An average of all batches is computed from the new statistics, and exporters say themselves where those go.
+        if update and (self.momentum is None or "_set_statistic" in self.__dict__):
+            return operators.sync_batch_norm(*arguments, *spec)[:3]
+        return operators.run(arguments, spec, update)
 
     def _arguments(self, input: torch.Tensor, use_batch: bool) -> tuple[Any, ...]:
         """Return the operator's arguments but for those of the group."""
-        return (
-            input,
-            self._tensor("running_mean"),
-            self._tensor("running_var"),
-            self._tensor("weight"),
-            self._tensor("bias"),
-            use_batch,
-            1.0 if self.momentum is None else self.momentum,
-            self.eps,
-        )
+        tensors = map(self._tensor, ("running_mean", "running_var", "weight", "bias"))
+        return (input, *tensors, use_batch, 1.0 if self.momentum is None else self.momentum, self.eps)
 
     def _group_spec(self, size: int) -> schema.GroupSpec:
         return schema.GroupSpec(
@@ -192,6 +164,10 @@ class SyncBatchNorm(BatchNormBase):
     def _update_statistics(self, new_mean: torch.Tensor, new_var: torch.Tensor) -> None:
         """Write the new statistics into the buffers; momentum None averages all batches seen."""
         counted = self._tensor("num_batches_tracked")
+        if new_mean is self._buffers["running_mean"] and new_var is self._buffers["running_var"]:
+            if counted is not None:
+                counted.add_(1)
+            return
         if counted is not None:
             batches = counted + 1
             self._set_statistic("num_batches_tracked", batches)

@@ -16,17 +16,10 @@ from typing import Any
 
 import torch
 
-from bnexport import schema
+from bnexport import schema, torch_versions
 from bnexport.schema import GroupSpec
-from bnexport.sync_bn import (
-    autograd,
-    compiled,
-    distributed,
-    double_backward,
-    moments,
-    operands,
-    torch_operations,
-)
+from bnexport.sync_bn import autograd, derivatives, operands, passes
+from bnexport.sync_bn.operands import statistics_type
 
 Tensor = torch.Tensor
 
@@ -39,58 +32,11 @@ sync_batch_norm = torch.ops.bnexport.sync_batch_norm.default
 sync_batch_norm_backward = torch.ops.bnexport.sync_batch_norm_backward.default
 
 
-def _like(result: Tensor, x: Tensor) -> Tensor:
-    """Return `result` in the memory format that fake kernels promise, that of empty_like(x)."""
-    promised = torch.empty_like(x)
-    return result if result.stride() == promised.stride() else promised.copy_(result)
-
-
-def forward_kernel(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    *group: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    spec = GroupSpec(*group)
-    vectors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    operands.check_forward(input, vectors, training, momentum, eps, spec)
-    backend = backend_of(input)
-    x = backend.arrange(input)
-    count = x.shape[0] * moments.spatial_size(x)
-    rows = None
-    if training and spec.group_size > 1:
-        rows = _exchange(backend.forward_row(x, spec.stats_mode), x, "forward", spec)
-        if spec.stats_mode == "exact" and x.device.type == "cpu":
-            operands.require_two_values(int(rows[:, 0].sum()), input)
-    elif training:
-        operands.require_two_values(count, input)
-    y, new_mean, new_var, mean, invstd = backend.forward(
-        x, running_mean, running_var, weight, bias, training, momentum, eps, spec.stats_mode, rows
-    )
-    new_mean, new_var = (_or_empty(vector, x) for vector in (new_mean, new_var))
-    # The compiled kernels' output is an empty_like of their input.
-    made = x is input and backend is compiled
-    return y if made else _like(y, input), new_mean, new_var, mean, invstd
-
-
-def _exchange(row: Tensor, x: Tensor, direction: str, spec: GroupSpec) -> Tensor:
-    """Gather the rows of all members of the group."""
-    header = moments.header(x, spec.stats_mode, spec.grad_reduction)
-    return distributed.exchange(row, spec.group, spec.group_size, spec.layer, direction, header)
-
-
-def backend_of(x: Tensor) -> Any:
-    """Return the implementation for a tensor: the compiled kernels, or torch operations."""
-    return compiled if compiled.usable(x) else torch_operations
-
-
-def _or_empty(result: Tensor | None, x: Tensor) -> Tensor:
-    return x.new_empty(0, dtype=moments.statistics_type(x.dtype)) if result is None else result
+def _forward(*arguments: Any) -> tuple[Tensor, ...]:
+    y, new_mean, new_var, mean, invstd = passes.forward(*arguments)
+    nothing = arguments[0].new_empty(0, dtype=statistics_type(y.dtype))
+    statistics = (nothing if new_mean is None else new_mean, nothing if new_var is None else new_var)
+    return (y, *statistics, mean, invstd)
 
 
 def _forward_fake(
@@ -103,50 +49,22 @@ def _forward_fake(
     momentum: float,
     eps: float,
     *group: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    spec = GroupSpec(*group)
-    vectors = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    operands.check_forward(input, vectors, training, momentum, eps, spec)
-    C, S = input.shape[1], moments.statistics_type(input.dtype)
-    return (
-        torch.empty_like(input),
-        input.new_empty(0 if running_mean is None else C, dtype=S),
-        input.new_empty(0 if running_var is None else C, dtype=S),
-        input.new_empty(C, dtype=torch.float64),
-        input.new_empty(C, dtype=torch.float64),
-    )
+) -> tuple[Tensor, ...]:
+    vectors = (running_mean, running_var, weight, bias)
+    operands.check_forward(input, vectors, training, momentum, eps, GroupSpec(*group))
+    C, S = input.shape[1], statistics_type(input.dtype)
+    statistics = (input.new_empty(0 if old is None else C, dtype=S) for old in vectors[:2])
+    saved = (input.new_empty(C, dtype=torch.float64) for _ in range(2))
+    return (torch.empty_like(input), *statistics, *saved)
 
 
-def backward_kernel(
-    grad_output: Tensor,
-    input: Tensor,
-    weight: Tensor | None,
-    saved_mean: Tensor,
-    saved_invstd: Tensor,
-    training: bool,
-    output_mask: list[bool],
-    *group: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    spec = GroupSpec(*group)
-    operands.check_backward(grad_output, input, weight, saved_mean, saved_invstd, output_mask, spec)
-    saved_mean, saved_invstd = saved_mean.contiguous(), saved_invstd.contiguous()
-    backend = backend_of(input)
-    x = backend.arrange(input)
-    dy = torch.empty_like(x).copy_(grad_output) if grad_output.stride() != x.stride() else grad_output
-    need_input, need_weight, need_bias = output_mask
-    row = rows = None
-    if spec.group_size > 1 and ((need_input and training) or need_weight or need_bias):
-        row = backend.backward_row(dy, x, saved_mean, saved_invstd, spec.stats_mode)
-        if (need_input and training) or spec.grad_reduction != "local":
-            rows = _exchange(row, x, "backward", spec)
-    grad_input, grad_weight, grad_bias = backend.backward(
-        dy, x, weight, saved_mean, saved_invstd, training, output_mask, spec.stats_mode, spec.grad_reduction, row, rows
-    )
-    dtype = moments.statistics_type(x.dtype) if weight is None else weight.dtype
-    made = x is input and backend is compiled
-    return (
-        x.new_empty(0) if grad_input is None else grad_input if made else _like(grad_input, input),
-        *(x.new_empty(0) if grad is None else grad.to(dtype) for grad in (grad_weight, grad_bias)),
+def _backward(*arguments: Any) -> tuple[Tensor, ...]:
+    input, weight = arguments[1:3]
+    grads = passes.backward(*arguments)
+    vectors = statistics_type(input.dtype) if weight is None else weight.dtype
+    return tuple(
+        input.new_empty(0) if grad is None else grad.to(dtype)
+        for grad, dtype in zip(grads, (input.dtype, vectors, vectors), strict=True)
     )
 
 
@@ -159,25 +77,59 @@ def _backward_fake(
     training: bool,
     output_mask: list[bool],
     *group: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     operands.check_backward(grad_output, input, weight, saved_mean, saved_invstd, output_mask, GroupSpec(*group))
-    C = input.shape[1]
-    dtype = moments.statistics_type(input.dtype) if weight is None else weight.dtype
-    need_input, need_weight, need_bias = output_mask
-    return (
-        torch.empty_like(input) if need_input else input.new_empty(0),
-        input.new_empty(C, dtype=dtype) if need_weight else input.new_empty(0),
-        input.new_empty(C, dtype=dtype) if need_bias else input.new_empty(0),
-    )
+    dtype = statistics_type(input.dtype) if weight is None else weight.dtype
+    vectors = (input.new_empty(input.shape[1], dtype=dtype) if it else input.new_empty(0) for it in output_mask[1:])
+    return (torch.empty_like(input) if output_mask[0] else input.new_empty(0), *vectors)
 
 
 _KERNELS: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
-    (forward_kernel, _forward_fake),
-    (backward_kernel, _backward_fake),
-    (double_backward.double_backward, double_backward.fake),
+    (_forward, _forward_fake),
+    (_backward, _backward_fake),
+    (derivatives.double_backward, derivatives.double_backward_fake),
 )
 for _operator, (_kernel, _fake) in zip(schema.TORCH_OPERATORS, _KERNELS, strict=True):
     library.impl(_operator.name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"bnexport::{_operator.name}", _fake, lib=library)
 
-autograd.register(library)
+# Kernels of the Autograd key instead of torch.library.register_autograd, whose bookkeeping costs as much as a small
+# layer (70 of 140 microseconds).
+library.impl("sync_batch_norm", autograd.forward, "Autograd")
+library.impl("sync_batch_norm_backward", autograd.backward, "Autograd")
+library.impl("sync_batch_norm", derivatives.batched_forward, "FuncTorchBatched")
+library.impl("sync_batch_norm_backward", derivatives.backward, "FuncTorchBatched")
+
+
+def run(arguments: tuple[Any, ...], group: GroupSpec, update: bool) -> tuple[Any, ...]:
+    """Compute the output and the new running statistics, without the dispatcher where nothing looks at operators.
+
+    arguments: those of `sync_batch_norm` before the group's. update: the new statistics are wanted; they may be the old
+    tensors, changed in place.
+    """
+    input, running_mean, running_var, weight, bias, training, momentum, eps = arguments
+    kernels = autograd.direct_kernels(input, arguments[1:5])
+    if (
+        kernels is None
+        or group.stats_mode not in schema.STATS_MODES
+        or group.grad_reduction not in schema.GRAD_REDUCTIONS
+        or (update and not _are_changeable(running_mean, running_var))
+        or (not training and (running_mean is None or running_var is None))
+    ):
+        return sync_batch_norm(*arguments, *group)[:3]
+    if training and not update:
+        running_mean = running_var = None
+    vectors = (running_mean, running_var, weight, bias)
+    outputs = passes.normalise(kernels, input, vectors, training, momentum, eps, group, in_place=True)
+    if update:
+        torch_versions.increment_version((running_mean, running_var))
+    return autograd.record(outputs, arguments, group)[:3]
+
+
+def _are_changeable(mean: Tensor | None, var: Tensor | None) -> bool:
+    """Whether a kernel may write new statistics where the old ones lie."""
+    return (
+        mean is not None
+        and var is not None
+        and not (mean.requires_grad or var.requires_grad or mean.is_inference() or var.is_inference())
+    )

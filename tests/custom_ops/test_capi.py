@@ -372,9 +372,9 @@ def _child(x, queue):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("threads", ["its own", "OpenMP's"])
 def test_after_a_fork(threads):
-    from bnexport.sync_bn import compiled
+    from bnexport.sync_bn import kernels
 
-    capi.lend_openmp(compiled._openmp_parallel() if threads == "OpenMP's" else 0)
+    capi.lend_openmp(kernels._openmp_parallel() if threads == "OpenMP's" else 0)
     x = np.random.default_rng(5).normal(size=(4, 16, 40, 40)).astype(np.float32)
     want = forward(x, threads=2).y.tobytes()  # the parent's threads exist now
     context = multiprocessing.get_context("fork")

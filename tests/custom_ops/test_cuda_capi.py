@@ -10,7 +10,6 @@ import itertools
 import os
 import shutil
 import subprocess
-import types
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,7 @@ from bnexport.errors import LibraryError, UsageError
 from bnexport.native import capi, cuda
 from bnexport.native.library import CUDA_ENVIRONMENT_VARIABLE
 from bnexport.runtime import doctor
-from bnexport.sync_bn import compiled
+from bnexport.sync_bn import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
@@ -184,16 +183,16 @@ def test_doctor_says_what_a_device_gets(refuse):
 
 
 def test_torch_s_operations_run_where_the_library_has_no_kernels(refuse, monkeypatch):
-    x = types.SimpleNamespace(device=torch.device("cuda", 0))
-    compiled._runs_on.cache_clear()
-    monkeypatch.setattr(compiled, "_cuda", lambda: cuda)
-    assert compiled.usable(x)
-    compiled._runs_on.cache_clear()
+    device = torch.device("cuda", 0)
+    kernels._runs_on.cache_clear()
+    monkeypatch.setattr(kernels, "_sees_devices", lambda: True)
+    assert kernels.usable(device)
+    kernels._runs_on.cache_clear()
     refuse(ANY_KERNEL)
     with pytest.warns(RuntimeWarning, match="cuda:0 uses torch's own operations: .*no kernels for") as warned:
-        assert [compiled.usable(x) for _ in range(3)] == [False] * 3
+        assert [kernels.usable(device) for _ in range(3)] == [False] * 3
     assert len(warned) == 1
-    compiled._runs_on.cache_clear()
+    kernels._runs_on.cache_clear()
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from bnexport.errors import LibraryError
 from bnexport.native import cuda
 from bnexport.runtime import doctor
-from bnexport.sync_bn import compiled
+from bnexport.sync_bn import kernels
 
-ON_DEVICE: Any = SimpleNamespace(device=SimpleNamespace(type="cuda", index=0))
+ON_DEVICE = torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "check_device", refuse)
     monkeypatch.setattr(cuda, "driver_version", lambda: "12.4")
     monkeypatch.setattr(cuda, "runtime_version", lambda: "13.0")
-    monkeypatch.setattr(compiled, "_capi", object)
-    compiled._cuda.cache_clear()
+    monkeypatch.setattr(kernels, "_is_loaded", lambda: True)
+    kernels._sees_devices.cache_clear()
 
 
 @pytest.mark.usefixtures("old_driver")
@@ -37,12 +37,12 @@ def test_a_tensor_on_the_device_warns_once() -> None:
         with pytest.warns(
             RuntimeWarning, match=r"insufficient .*driver is for CUDA 12.4, this library for 13.0\); update the driver"
         ):
-            assert not compiled.usable(ON_DEVICE)
+            assert not kernels.usable(ON_DEVICE)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert not compiled.usable(ON_DEVICE)
+            assert not kernels.usable(ON_DEVICE)
     finally:
-        compiled._cuda.cache_clear()
+        kernels._sees_devices.cache_clear()
 
 
 @pytest.mark.usefixtures("old_driver")
@@ -59,14 +59,14 @@ def test_without_the_library_there_is_nothing_to_say(monkeypatch: pytest.MonkeyP
         raise LibraryError("not built")
 
     monkeypatch.setattr(cuda, "device_count", missing)
-    monkeypatch.setattr(compiled, "_capi", object)
-    compiled._cuda.cache_clear()
+    monkeypatch.setattr(kernels, "_is_loaded", lambda: True)
+    kernels._sees_devices.cache_clear()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert not compiled.usable(ON_DEVICE)
+            assert not kernels.usable(ON_DEVICE)
     finally:
-        compiled._cuda.cache_clear()
+        kernels._sees_devices.cache_clear()
 
 
 def test_the_version_of_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:

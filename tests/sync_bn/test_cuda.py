@@ -9,7 +9,7 @@ from torch import nn
 
 import bnexport
 from bnexport import tolerances
-from bnexport.sync_bn import compiled, operators, reference
+from bnexport.sync_bn import kernels, operators, reference
 from tests.support.checks import assert_within, condition_of
 
 if not torch.cuda.is_available():
@@ -40,8 +40,8 @@ def exact(monkeypatch):
 @pytest.fixture(params=["kernels", "torch"])
 def backend(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr(compiled, "backend", "torch")
-    elif not compiled.usable(torch.zeros(1, 1, device="cuda")):
+        monkeypatch.setattr(kernels, "backend", "torch")
+    elif not kernels.usable(torch.device("cuda", 0)):
         pytest.fail("the CUDA library is not there")
     return request.param
 

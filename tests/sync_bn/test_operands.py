@@ -13,7 +13,7 @@ import torch
 
 from bnexport import SyncBatchNorm
 from bnexport.errors import UsageError
-from bnexport.sync_bn import compiled
+from bnexport.sync_bn import kernels
 
 ROOT = Path(__file__).parents[2]
 LOCAL = ("", 1, "exact", "local", 0)
@@ -72,7 +72,7 @@ CASES = [
 @pytest.mark.parametrize("backend", ["", "torch"], ids=["kernels", "torch"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_wrong_operand_is_refused_by_name(name, backend, monkeypatch):
-    monkeypatch.setattr(compiled, "backend", backend)
+    monkeypatch.setattr(kernels, "backend", backend)
     call(name, *valid(name))
     for operand, change in [case[1:] for case in CASES if case[0] == name]:
         tensors, rest = valid(name)
@@ -117,7 +117,7 @@ def test_a_device_that_differs_is_told_as_torch_tells_it():
 )
 @pytest.mark.parametrize("backend", ["", "torch"], ids=["kernels", "torch"])
 def test_numbers_out_of_range(backend, change, message, monkeypatch):
-    monkeypatch.setattr(compiled, "backend", backend)
+    monkeypatch.setattr(kernels, "backend", backend)
     tensors, rest = valid("sync_batch_norm")
     names = ("training", "momentum", "eps", "group", "group_size", "stats_mode", "grad_reduction", "layer")
     with pytest.raises(UsageError, match=message):

@@ -4,7 +4,6 @@ import ctypes
 import itertools
 import subprocess
 import sys
-import types
 import warnings
 
 import numpy as np
@@ -14,7 +13,8 @@ from torch._subclasses import FakeTensorMode
 
 from bnexport import tolerances
 from bnexport.errors import LibraryError, UsageError
-from bnexport.sync_bn import compiled, operators, reference
+from bnexport.native import cuda
+from bnexport.sync_bn import kernels, operators, reference
 from tests.support.checks import assert_within, condition_of
 
 LOCAL = ("", 1, "exact", "local", 0)
@@ -24,8 +24,8 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 @pytest.fixture(params=["kernels", "torch"])
 def backend(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr(compiled, "backend", "torch")
-    elif not compiled.usable(torch.zeros(1, 1)):
+        monkeypatch.setattr(kernels, "backend", "torch")
+    elif not kernels.usable(torch.device("cpu")):
         pytest.fail("the compiled library is not installed")
     return request.param
 
@@ -271,8 +271,8 @@ def test_the_kernels_run_in_the_openmp_runtime_that_torch_links():
     """Whatever other runtimes are loaded before: their threads would fight torch's for the cores."""
     script = (
         "import sklearn.metrics, torch, ctypes\n"
-        "from bnexport.sync_bn import compiled\n"
-        "address = compiled._openmp_parallel()\n"
+        "from bnexport.sync_bn import kernels\n"
+        "address = kernels._openmp_parallel()\n"
         "for line in open('/proc/self/maps'):\n"
         "    first, last = (int(part, 16) for part in line.split()[0].split('-'))\n"
         "    if first <= address < last: print(line.split()[-1])\n"
@@ -284,34 +284,29 @@ def test_the_kernels_run_in_the_openmp_runtime_that_torch_links():
 
 def test_addresses_reach_the_system_whole():
     """ctypes would cut what it takes for an int to 32 bits."""
-    assert compiled._madvise() is None or compiled._madvise().argtypes[:2] == (ctypes.c_void_p, ctypes.c_size_t)
-
-
-class _Library:
-    """Stands for the library's CUDA part."""
-
-    def __init__(self, error=None):
-        self.error = error
-
-    def check_device(self, device):
-        if self.error is not None:
-            raise self.error
+    assert kernels._madvise() is None or kernels._madvise().argtypes[:2] == (ctypes.c_void_p, ctypes.c_size_t)
 
 
 def test_kernels_are_used_on_a_cuda_device_that_they_support(monkeypatch):
     """Without a device: the way to the decision."""
-    x = types.SimpleNamespace(device=torch.device("cuda", 1))
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(kernels, "_sees_devices", lambda: True)
     for error, used in ((None, True), (LibraryError("no code for it"), False)):
-        compiled._runs_on.cache_clear()
-        monkeypatch.setattr(compiled, "_cuda", lambda error=error: _Library(error))
+
+        def check(index, error=error):
+            if error is not None:
+                raise error
+
+        kernels._runs_on.cache_clear()
+        monkeypatch.setattr(cuda, "check_device", check)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert compiled.usable(x) == compiled.usable(x) == used
+            assert kernels.usable(device) == kernels.usable(device) == used
         told = [str(one.message) for one in caught]
         assert told == ([] if used else ["sync batch norm on cuda:1 uses torch's own operations: no code for it"])
-    compiled._runs_on.cache_clear()
-    for name in ("_capi", "_cuda"):
+    kernels._runs_on.cache_clear()
+    for name in ("_is_loaded", "_sees_devices"):
         with monkeypatch.context() as context:
-            context.setattr(compiled, name, lambda: None)
-            assert not compiled.usable(x)
-    assert not compiled.usable(types.SimpleNamespace(device=torch.device("meta")))
+            context.setattr(kernels, name, lambda: False)
+            assert not kernels.usable(device)
+    assert not kernels.usable(torch.device("meta"))

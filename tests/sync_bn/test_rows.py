@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from types import ModuleType
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from bnexport import schema
-from bnexport.sync_bn import compiled, reference, torch_operations
+from bnexport.sync_bn import reference, torch_operations
+from bnexport.sync_bn.kernels import kernels_for
 
-BACKENDS = {"kernels": compiled, "torch": torch_operations}
+BACKENDS: dict[str, Callable[[torch.Tensor], Any]] = {"kernels": kernels_for, "torch": lambda x: torch_operations}
 # Uneven batches and sizes, and a process without data. MMCV's "default" has another derivative then (reference.py).
 SPLITS = {
     "uneven": ((3, 2, 4), (1, 2, 5), (2, 2, 4)),
@@ -34,20 +36,20 @@ def _same(got: torch.Tensor | None, want: np.ndarray | None) -> None:
 
 
 @pytest.fixture(params=BACKENDS.values(), ids=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> ModuleType:
+def backend(request: pytest.FixtureRequest) -> Callable[[torch.Tensor], Any]:
     return request.param
 
 
 @pytest.mark.parametrize("stats_mode", schema.STATS_MODES)
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
-def test_forward(backend: ModuleType, split: tuple[tuple[int, ...], ...], stats_mode: str) -> None:
+def test_forward(backend: Callable[[torch.Tensor], Any], split: tuple[tuple[int, ...], ...], stats_mode: str) -> None:
     xs = _data(split, 0)
-    rows = torch.stack([backend.forward_row(x, stats_mode) for x in xs])
+    rows = torch.stack([backend(x).forward_row(x, stats_mode) for x in xs])
     options = {"running_mean": OLD_MEAN, "running_var": OLD_VAR, "momentum": 0.3, "eps": 1e-3}
     expected = reference.group_forward(xs, W, B, stats_mode=stats_mode, **options)
     for x, want in zip(xs, expected, strict=True):
-        y, mean_out, var_out, mean, invstd = backend.forward(
-            x, OLD_MEAN, OLD_VAR, W, B, True, 0.3, 1e-3, stats_mode, rows
+        y, mean_out, var_out, mean, invstd = backend(x).forward(
+            x, (OLD_MEAN, OLD_VAR, W, B), True, 0.3, 1e-3, stats_mode, rows
         )
         for got, one in ((y, want.output), (mean_out, want.running_mean), (var_out, want.running_var)):
             _same(got, one)
@@ -57,30 +59,34 @@ def test_forward(backend: ModuleType, split: tuple[tuple[int, ...], ...], stats_
 
 @pytest.mark.parametrize(("stats_mode", "reduction"), itertools.product(schema.STATS_MODES, schema.GRAD_REDUCTIONS))
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
-def test_backward(backend: ModuleType, split: tuple[tuple[int, ...], ...], stats_mode: str, reduction: str) -> None:
+def test_backward(
+    backend: Callable[[torch.Tensor], Any], split: tuple[tuple[int, ...], ...], stats_mode: str, reduction: str
+) -> None:
     xs, dys = _data(split, 0), _data(split, 1)
     statistics = reference.group_forward(xs, eps=1e-3, stats_mode=stats_mode)[0]
     mean, invstd = torch.from_numpy(statistics.mean), torch.from_numpy(statistics.invstd)
-    rows = torch.stack([backend.backward_row(dy, x, mean, invstd, stats_mode) for dy, x in zip(dys, xs, strict=True)])
+    rows = torch.stack(
+        [backend(x).backward_row(dy, x, mean, invstd, stats_mode) for dy, x in zip(dys, xs, strict=True)]
+    )
     expected = reference.group_backward(dys, xs, W, eps=1e-3, stats_mode=stats_mode, grad_reduction=reduction)
     for dy, x, row, want in zip(dys, xs, rows, expected, strict=True):
         arguments = (dy, x, W, mean, invstd, True, [True] * 3, stats_mode, reduction)
-        grad_input, grad_weight, grad_bias = backend.backward(*arguments, row, rows)
+        grad_input, grad_weight, grad_bias = backend(x).backward(*arguments, row, rows)
         _same(grad_input, want.grad_input)
         _same(grad_weight, want.grad_weight)
         _same(grad_bias, want.grad_bias)
 
 
-def test_backward_of_fixed_statistics(backend: ModuleType) -> None:
+def test_backward_of_fixed_statistics(backend: Callable[[torch.Tensor], Any]) -> None:
     """Without a gradient of the input no rows come from the others."""
     (x, dy) = _data(((3, 2, 4), (3, 2, 4)), 0)
     mean, invstd = OLD_MEAN, torch.tensor([0.5, 1.5], dtype=torch.float64)
-    row = backend.backward_row(dy, x, mean, invstd, "exact")
+    row = backend(x).backward_row(dy, x, mean, invstd, "exact")
     want = reference.backward(dy, x, W, eps=0.0, training=False, mean=mean, var=invstd**-2)
     arguments = (dy, x, W, mean, invstd, False)
-    got = backend.backward(*arguments, [True] * 3, "exact", "local", row, None)
+    got = backend(x).backward(*arguments, [True] * 3, "exact", "local", row, None)
     for one, other in zip(got, (want.grad_input, want.grad_weight, want.grad_bias), strict=True):
         _same(one, other)
-    grad_input, none, also_none = backend.backward(*arguments, [True, False, False], "exact", "mean", None, None)
+    grad_input, none, also_none = backend(x).backward(*arguments, [True, False, False], "exact", "mean", None, None)
     assert none is None and also_none is None
     _same(grad_input, want.grad_input)

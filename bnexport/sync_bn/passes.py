@@ -1,0 +1,129 @@
+"""Forward and backward of a layer below autograd: checks, the group's exchange, kernels or torch operations.
+
+The operators and the module's own way meet in `normalise` and `differentiate`, and so give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bnexport.schema import GroupSpec
+from bnexport.sync_bn import distributed, operands, torch_operations
+from bnexport.sync_bn.kernels import kernels_for
+
+Tensor = torch.Tensor
+
+
+def arrange(input: Tensor, *vectors: Tensor | None) -> tuple[Any, ...]:
+    """Return the kernels or torch operations, the input in a layout that they support, and vectors as they read them."""
+    for x in (input, input.contiguous()):
+        kernels = kernels_for(x)
+        if kernels is not None:
+            return kernels, x, *map(kernels.vector, vectors)
+    return torch_operations, torch_operations.arrange(input), *vectors
+
+
+def exchange(row: Tensor, x: Tensor, direction: str, group: GroupSpec) -> Tensor:
+    """Gather the rows of all members of the group."""
+    header = {
+        "C": x.shape[1],
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "stats_mode": group.stats_mode,
+        "grad_reduction": group.grad_reduction,
+    }
+    return distributed.exchange(row, group.group, group.group_size, group.layer, direction, header)
+
+
+def like(result: Tensor, x: Tensor) -> Tensor:
+    """Return `result` in the memory format that fake kernels promise, that of empty_like(x)."""
+    if result.stride() == x.stride():
+        return result
+    promised = torch.empty_like(x)
+    return result if result.stride() == promised.stride() else promised.copy_(result)
+
+
+def forward(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *group: Any,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
+    """Compute the results of the operator `sync_batch_norm`, with None for absent statistics."""
+    vectors, spec = (running_mean, running_var, weight, bias), GroupSpec(*group)
+    operands.check_forward(input, vectors, training, momentum, eps, spec)
+    backend, x, *arranged = arrange(input, *vectors)
+    y, new_mean, new_var, mean, invstd = normalise(backend, x, arranged, training, momentum, eps, spec)
+    return like(y, input), new_mean, new_var, mean, invstd
+
+
+def normalise(
+    backend: Any,
+    x: Tensor,
+    vectors: Sequence[Tensor | None],
+    training: bool,
+    momentum: float,
+    eps: float,
+    group: GroupSpec,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
+    """Compute y, new running statistics, saved mean and invstd of checked operands. in_place: see `Kernels.forward`."""
+    rows = None
+    if training and group.group_size > 1:
+        rows = exchange(backend.forward_row(x, group.stats_mode), x, "forward", group)
+        if group.stats_mode == "exact" and x.device.type == "cpu":
+            operands.require_two_values(int(rows[:, 0].sum()), x)
+    elif training and x.numel() == x.shape[1]:
+        operands.require_two_values(operands.values_per_channel(x), x)
+    return backend.forward(x, vectors, training, momentum, eps, group.stats_mode, rows, in_place)
+
+
+def backward(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    saved_mean: Tensor,
+    saved_invstd: Tensor,
+    training: bool,
+    output_mask: Sequence[bool],
+    *group: Any,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Compute the results of the operator `sync_batch_norm_backward`, None for those that are not needed; gradients of
+    weight and bias have the statistics' type.
+    """
+    spec = GroupSpec(*group)
+    operands.check_backward(grad_output, input, weight, saved_mean, saved_invstd, output_mask, spec)
+    backend, x, w = arrange(input, weight)
+    saved = (saved_mean.contiguous(), saved_invstd.contiguous())
+    dx, dweight, dbias = differentiate(backend, grad_output, x, w, *saved, training, output_mask, spec)
+    return None if dx is None else like(dx, input), dweight, dbias
+
+
+def differentiate(
+    backend: Any,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    training: bool,
+    output_mask: Sequence[bool],
+    group: GroupSpec,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Compute dx, dweight and dbias of checked operands."""
+    if dy.stride() != x.stride():
+        dy = torch.empty_like(x).copy_(dy)
+    row = rows = None
+    if group.group_size > 1 and (training or any(output_mask[1:])):
+        row = backend.backward_row(dy, x, mean, invstd, group.stats_mode)
+        if (training and output_mask[0]) or group.grad_reduction != "local":
+            rows = exchange(row, x, "backward", group)
+    modes = (group.stats_mode, group.grad_reduction)
+    return backend.backward(dy, x, weight, mean, invstd, training, output_mask, *modes, row, rows)
