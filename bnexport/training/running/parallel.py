@@ -271,12 +271,7 @@ class Parallel:
         if not table[:, 0].any():
             raise GroupError("batch: it is empty on every rank, expected rows on one at least")
         everyone_has_rows = bool(table[:, 0].all())
-        if not self._mean:
-            return 1.0, everyone_has_rows
-        total = float(table[:, 1].sum())
-        if not (np.isfinite(table[:, 1]).all() and (table[:, 1] >= 0).all() and total > 0):
-            raise GroupError(f"weight: the ranks have {_listed(table[:, 1])}, expected numbers >= 0, one of them > 0")
-        return own / total, everyone_has_rows
+        return share_of_loss(table[:, 1], self.rank, self._mean), everyone_has_rows
 
     def _compare_state(self) -> None:
         digest = hashlib.sha256(self._digest.encode())
@@ -292,6 +287,19 @@ class Parallel:
                 "files, and load the same state_dict, checkpoint or seed on every rank"
             )
         self._checked = True
+
+
+def share_of_loss(weights: Array, rank: int, mean: bool) -> float:
+    """Return w_r of a rank: its share of the sum of all weights for a mean, 1 for a sum.
+
+    weights: float64 (ranks,). Raises GroupError for weights that no mean can have.
+    """
+    if not mean:
+        return 1.0
+    total = float(weights.sum())
+    if not (np.isfinite(weights).all() and (weights >= 0).all() and total > 0):
+        raise GroupError(f"weight: the ranks have {_listed(weights)}, expected numbers >= 0, one of them > 0")
+    return float(weights[rank]) / total
 
 
 def _listed(values: Array) -> str:
