@@ -148,10 +148,9 @@ workflows: $(READY) ## the GitHub workflows and CITATION.cff by schema, the work
 	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	$(BIN)/zizmor --offline --persona=pedantic .github
 
-docs: $(READY) ## the documents as a site in site/; links, spelling and words checked
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt mkdocs mkdocs-material 'mkdocstrings[python]' codespell proselint
+docs: $(READY) ## the documents as a site in site/; links and spelling checked
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt mkdocs mkdocs-material 'mkdocstrings[python]' codespell
 	$(BIN)/codespell *.md docs
-	$(BIN)/python -m docs.check_prose
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 
 coverage: $(READY) ## branch coverage of the test suite, processes that it starts included; HTML in build/coverage

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "BnexportError",
+    "DivergedError",
     "GroupError",
     "LibraryError",
     "MalformedModelError",
@@ -77,6 +78,12 @@ class UnsupportedModelError(ModelError):
 
 class VerificationError(BnexportError):
     """A result that differs from its reference by more than the tolerance."""
+
+    exit_code = 1
+
+
+class DivergedError(BnexportError, ArithmeticError):
+    """A training step gave NaN; the state is that of the step before."""
 
     exit_code = 1
 

@@ -302,3 +302,17 @@ def test_a_circle_of_files_is_found(tmp_path: Path) -> None:
     (package / "errors.py").write_text("from bnexport import schema")
     (package / "schema.py").write_text("def f():\n    from bnexport.errors import BnexportError")
     assert set(circle(edges(package))) == {"bnexport/errors.py", "bnexport/schema.py"}
+
+
+# An argument of a torch operator and one of the command line; a custom operator and a linear one of a graph.
+TWINS = {"Argument", "Operator"}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for module, path in modules(PACKAGE).items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path_of(module)}:{node.lineno}")
+    twins = {name: found for name, found in places.items() if len(found) > 1 and name not in TWINS}
+    assert not twins, twins

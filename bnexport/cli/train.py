@@ -16,16 +16,22 @@ from bnexport.cli.output import check_exists, check_new, check_targets, emit, ta
 from bnexport.errors import UsageError
 
 if TYPE_CHECKING:
+    from bnexport.training.running.data import Rows
     from bnexport.training.running.trainer import Trainer
 
-_DATA = "FILE.npz|X.npy,Y.npy"
+_DATA = "FILE.npz|X.npy,Y.npy|FOLDER"
 
 
 @app.command()
 def train(
     step: Annotated[Path, typer.Argument(metavar="STEP", help="The graph that `bnexport train-export` wrote.")],
     data: Annotated[
-        str, typer.Option(metavar=_DATA, help="Rows to train on: arrays by input name, or in the order of the inputs.")
+        str,
+        typer.Option(
+            metavar=_DATA,
+            help="Rows to train on: arrays by input name, or in the order of the inputs; a folder of images has a "
+            "subfolder a class.",
+        ),
     ],
     epochs: Annotated[int, typer.Option(metavar="INT", min=1, help="Times to go through the rows.")] = 1,
     batch_size: Annotated[
@@ -37,10 +43,26 @@ def train(
     learning_rate: Annotated[
         float | None, typer.Option("--learning-rate", metavar="FLOAT", min=0.0, help="Instead of the exported one.")
     ] = None,
-    schedule: Annotated[str, typer.Option(metavar="NAME", help="constant, or cosine: falls to 0.")] = "constant",
+    schedule: Annotated[
+        str, typer.Option(metavar="NAME", help="constant; cosine: falls to 0; step: falls at --milestones.")
+    ] = "constant",
+    milestones: Annotated[
+        str, typer.Option(metavar="EPOCH,EPOCH", help="For --schedule step: numbers of epochs after which it falls.")
+    ] = "",
+    gamma: Annotated[float, typer.Option(metavar="FLOAT", min=0.0, help="Its factor at each of them.")] = 0.1,
     warm_up_steps: Annotated[
         int, typer.Option(metavar="INT", min=0, help="Steps in which the learning rate rises from 0.")
     ] = 0,
+    ema_decay: Annotated[
+        float | None,
+        typer.Option(
+            metavar="FLOAT",
+            help="Moving average of the weights, such as 0.999; validation and --inference use it.",
+        ),
+    ] = None,
+    flip: Annotated[bool, typer.Option("--flip", help="Mirror every other image, at random.")] = False,
+    mean: Annotated[str, typer.Option(metavar="R,G,B", help="Subtracted from images, whose range is 0 to 1.")] = "0",
+    std: Annotated[str, typer.Option(metavar="R,G,B", help="Images are divided by it.")] = "1",
     drop_last: Annotated[bool, typer.Option("--drop-last", help="Leave out an epoch's last, smaller batch.")] = False,
     checkpoint: Annotated[
         Path | None,
@@ -49,6 +71,15 @@ def train(
     save_every: Annotated[
         int, typer.Option(metavar="INT", min=0, help="Replace it after so many steps, too; 0: epochs only.")
     ] = 0,
+    best: Annotated[
+        Path | None,
+        typer.Option(
+            "--save-best", metavar="PATH", help="Checkpoint of the best epoch, which --inference then writes."
+        ),
+    ] = None,
+    best_by: Annotated[
+        str, typer.Option(metavar="NAME", help="Of which the best: validation_loss, accuracy or loss.")
+    ] = "validation_loss",
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Resume from the file of --save if it exists (bit-exact); --epochs may grow."),
@@ -72,7 +103,7 @@ def train(
     json_target: Json = None,
 ) -> None:
     """Trains an exported step in ONNX Runtime. On several processes: torchrun --nproc-per-node N -m bnexport train ..."""
-    check_targets(save=checkpoint, inference=inference, json=json_target)
+    check_targets(save=checkpoint, save_best=best, inference=inference, json=json_target)
     check_exists(step, "STEP")
     if inference is not None:
         choices.check_onnx_suffix(inference, "--inference")
@@ -82,9 +113,13 @@ def train(
     if checkpoint is not None and checkpoint.exists() and not resume:
         raise UsageError(f"--save: {str(checkpoint)!r} exists; go on from it with --resume, or remove it")
 
+    if best is not None and best.exists() and not resume:
+        raise UsageError(f"--save-best: {str(best)!r} exists; go on with --resume, or remove it")
+
     from bnexport.training.running.data import load_rows
     from bnexport.training.running.session import TrainingSession
-    from bnexport.training.running.trainer import Settings, Trainer
+    from bnexport.training.running.settings import Settings
+    from bnexport.training.running.trainer import Trainer
 
     group = _join_group(timeout)
     session = TrainingSession(
@@ -92,6 +127,7 @@ def train(
         session_options=_session_options(threads, group),
         group=group,
         loss_reduction=loss_reduction,  # type: ignore[arg-type]
+        ema_decay=ema_decay,
     )
     if session.rank:
         set_level(quiet=True, verbose=False)
@@ -101,16 +137,27 @@ def train(
         learning_rate=session.learning_rate if learning_rate is None else learning_rate,
         seed=seed,
         schedule=schedule,  # type: ignore[arg-type]
+        milestones=_numbers("--milestones", milestones, int),
+        gamma=gamma,
         warm_up=warm_up_steps,
         drop_last=drop_last,
+        flip=flip,
+        ema_decay=ema_decay,
     )
+    scale = {"mean": _numbers("--mean", mean, float), "std": _numbers("--std", std, float)}
+
+    def rows(source: str, option: str) -> Rows:
+        return load_rows(source, session.input_names, option, shapes=session.input_shapes, **scale)
+
     trainer = Trainer(
         session,
-        load_rows(data, session.input_names, "--data"),
+        rows(data, "--data"),
         settings,
-        validation=None if validation is None else load_rows(validation, session.input_names, "--validation"),
+        validation=None if validation is None else rows(validation, "--validation"),
         checkpoint=checkpoint,
         save_every=save_every,
+        best=best,
+        best_by=best_by,
     )
     if resume and checkpoint is not None and checkpoint.exists():
         trainer.resume(checkpoint)
@@ -130,6 +177,13 @@ def train(
         distributed.leave()
     if session.rank == 0:
         _report(trainer, step, begun, seconds, checkpoint, inference, json_target)
+
+
+def _numbers(option: str, text: str, kind: type) -> tuple[Any, ...]:
+    try:
+        return tuple(kind(part) for part in text.split(",") if text)
+    except ValueError as error:
+        raise UsageError(f"{option}: got {text!r}, expected numbers with commas between") from error
 
 
 def _join_group(timeout: float) -> Any:
@@ -181,13 +235,21 @@ def _report(
     inference: Path | None,
     json_target: str | None,
 ) -> None:
-    folded = None if inference is None else trainer.session.export_inference(inference)
-    history = trainer.progress.history
+    history, averaged = trainer.progress.history, trainer.settings.ema_decay is not None
+    folded = None
+    if inference is not None:
+        if trainer.best is not None and trainer.progress.best:
+            trainer.session.load_checkpoint(trainer.best)
+        folded = trainer.session.export_inference(inference, averaged=averaged)
     names = {name: None for record in history for name in record}
     rows = [[f"{record[name]:.6g}" if name in record else "" for name in names] for record in history]
     columns = [name.replace("_", " ") for name in names]
     if checkpoint is not None:
         say(f"{checkpoint} written")
+    if trainer.best is not None:
+        best = trainer.progress.best
+        found = f"{trainer.best} written: epoch {best} is the best"
+        say(f"{found if best else 'no epoch has a number'} by {trainer.best_by}")
     if folded is not None:
         say(
             f"{inference} written, {folded.report.before.batch_norm - folded.report.after.batch_norm} batch norms folded"
@@ -201,6 +263,8 @@ def _report(
             "resumed_after_step": begun or None,
             "seconds": seconds,
             "epochs": history,
+            "best_epoch": trainer.progress.best or None,
+            "best": None if trainer.best is None else str(trainer.best),
             "checkpoint": None if checkpoint is None else str(checkpoint),
             "inference": None if inference is None else str(inference),
         },

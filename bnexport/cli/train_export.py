@@ -46,7 +46,17 @@ def train_export(
     options: Annotated[
         list[str] | None,
         typer.Option(
-            "--option", metavar="NAME=VALUE", help="Of the optimizer, as lr=1e-3 or betas=0.9,0.99. Repeatable."
+            "--option",
+            metavar="NAME=VALUE",
+            help="Of the optimizer, as lr=1e-3, betas=0.9,0.99 or decay_norms_and_biases=false. Repeatable.",
+        ),
+    ] = None,
+    groups: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--group",
+            metavar="PARAMETERS:NAME=VALUE",
+            help="Parameters with an lr or weight_decay of their own, as 'head.*:lr=1e-2,weight_decay=0'. Repeatable.",
         ),
     ] = None,
     clip_grad_norm: Annotated[
@@ -88,6 +98,8 @@ def train_export(
     choices.check_onnx_suffix(target, "OUT")
     choices.check_choice("--optimizer", optimizer, choices.OPTIMIZERS)
     arguments, settings = parse(inputs), _parse_options(options or [])
+    if groups:
+        settings["groups"] = [_parse_group(text) for text in groups]
     chosen = chosen_dimensions(dynamic_dims, dynamic, [*(argument.name for argument in arguments), "target"])
     if ":" in loss:
         check_reference(loss, "--loss")
@@ -172,6 +184,19 @@ def _load_target(path: Path) -> Any:
         return torch.from_numpy(np.load(path, allow_pickle=False))
     except (OSError, ValueError, EOFError, TypeError) as error:
         raise UsageError(f"--target: cannot read {str(path)!r}, expected a file that numpy.save wrote") from error
+
+
+def _parse_group(text: str) -> dict[str, Any]:
+    parameters, separator, values = text.partition(":")
+    try:
+        options = {name: float(value) for name, _, value in (part.partition("=") for part in values.split(","))}
+    except ValueError:
+        options = {}
+    if not separator or not options:
+        raise UsageError(
+            f"--group: got {text!r}, expected PARAMETERS:NAME=VALUE such as 'head.*:lr=1e-2,weight_decay=0'"
+        )
+    return {"params": parameters, **options}
 
 
 def _parse_options(texts: list[str]) -> dict[str, Any]:

@@ -60,18 +60,18 @@ class Cut:
     places: dict[str, tuple[int, int]]
 
 
-def cut(descriptor: int, size: int, limits: Limits, smallest: int = SMALLEST_CUT) -> Cut:
+def cut(descriptor: int, size: int, limits: Limits, smallest: int = SMALLEST_CUT, window: int = _WINDOW) -> Cut:
     """Read the model in the first `size` bytes of an open file without its large tensors.
 
-    smallest: bytes of raw_data from which a tensor is left out. Raises MalformedModelError for what is no
-    protobuf message, UnsafeModelError past a limit, OSError.
+    smallest: bytes of raw_data from which a tensor is left out. window: bytes that are read at once, 10 or more.
+    Raises MalformedModelError for what is no protobuf message, UnsafeModelError past a limit, OSError.
     """
-    return _Cutter(functools.partial(systems.pread, descriptor), size, limits, smallest).run()
+    return _Cutter(functools.partial(systems.pread, descriptor), size, limits, smallest, window).run()
 
 
 def whole(data: bytes, limits: Limits) -> Cut:
     """Walk a complete serialised model in memory as `cut` does; raise the same errors."""
-    _Cutter(lambda count, at: data[at : at + count], len(data), limits, SMALLEST_CUT).run()
+    _Cutter(lambda count, at: data[at : at + count], len(data), limits).run()
     return Cut(data, {})
 
 
@@ -100,11 +100,19 @@ def _tags(data: bytes) -> int:
 
 
 class _Cutter:
-    def __init__(self, read: Callable[[int, int], bytes], size: int, limits: Limits, smallest: int) -> None:
+    def __init__(
+        self,
+        read: Callable[[int, int], bytes],
+        size: int,
+        limits: Limits,
+        smallest: int = SMALLEST_CUT,
+        window: int = _WINDOW,
+    ) -> None:
         self._read = read  # so many bytes, at an offset
         self._size = size
         self._limits = limits
         self._smallest = smallest
+        self._at_once = window
         self._window, self._start = b"", 0
         self._kept = 0
         self._no_tags = 0  # bytes that only look like tags
@@ -202,7 +210,7 @@ class _Cutter:
         """Return the number at an offset, and the offset after it."""
         place = at - self._start
         if place < 0 or place + _LONGEST_VARINT > len(self._window):
-            self._window, self._start, place = self._read(_WINDOW, at), at, 0
+            self._window, self._start, place = self._read(self._at_once, at), at, 0
         window = self._window
         try:
             digit = window[place]

@@ -17,7 +17,7 @@ __all__ = ["Check", "examine"]
 
 # Distributions that hold onnxruntime. They share one folder: of two, each overwrites files of the other.
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-rocm")
-_MODULES = {"onnx-ir": "onnx_ir", "onnxruntime-gpu": "onnxruntime"}
+_MODULES = {"onnx-ir": "onnx_ir", "onnxruntime-gpu": "onnxruntime", "pillow": "PIL"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -175,7 +175,7 @@ def to_sync(old: nn.Module, process_group: ProcessGroup | None) -> nn.Module | N
     for name, value in defaults.items():
         new.__dict__.setdefault(name, value)
     if "num_features" not in new.__dict__:
-        new.__dict__["num_features"] = _channels(new)
+        new.__dict__["num_features"] = _channels(new, type(old).__name__)
     new.__dict__.update(
         group=group,
         stats_mode=_stats_mode(old, kind),
@@ -285,7 +285,7 @@ def _as_group(value: Any) -> Any:
     return None if value is torch.distributed.group.WORLD else value
 
 
-def _channels(module: nn.Module) -> int:
+def _channels(module: nn.Module, name: str) -> int:
     for tensor in (
         module._buffers.get("running_mean"),
         module._parameters.get("weight"),
@@ -293,9 +293,7 @@ def _channels(module: nn.Module) -> int:
     ):
         if tensor is not None:
             return int(tensor.shape[0])
-    raise UsageError(
-        f"{type(module).__name__}: cannot tell its number of channels: no weight and no running statistics"
-    )
+    raise UsageError(f"{name}: cannot tell its number of channels: no weight and no running statistics")
 
 
 def _stats_mode(old: nn.Module, kind: str) -> str:

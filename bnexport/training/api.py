@@ -18,10 +18,9 @@ from bnexport.exporting import arguments, wrapper
 from bnexport.exporting.dimensions.dynamic import Dimensions
 from bnexport.schema import NEW_SUFFIX
 from bnexport.sync_bn.copies import copy_model
-from bnexport.training.building import graph, parallel_graph, tracing, verification
+from bnexport.training.building import graph, parallel_graph, parameter_groups, tracing, verification
 from bnexport.training.building.activations import SavedActivation, saved_activations
 from bnexport.training.building.description import LEARNING_RATE, LOSS, LOSS_WEIGHT, METADATA_KEY, SEED, Description
-from bnexport.training.building.optimizers import make_optimizer
 from bnexport.training.building.other_batches import breaking
 from bnexport.training.building.problem import Loss, Problem
 from bnexport.training.building.step import Step
@@ -102,7 +101,8 @@ def export_training_step(
         batch: example (*inputs, target); tensors.
         optimizer: "sgd", "adam" or "adamw".
         optimizer_options: torch.optim's, with its names and defaults: lr, momentum, dampening, weight_decay,
-            nesterov; or lr, betas, eps, weight_decay, amsgrad.
+            nesterov; or lr, betas, eps, weight_decay, amsgrad. For parameters with a rate or decay of their own "groups":
+            [{"params": "head.*", "lr": 1e-2}, ...], names or patterns of names; and "decay_norms_and_biases": False.
         mode: "step"; "gradients": no optimizer, the graph returns `name.grad` for each trained parameter.
         clip_grad_norm: largest 2-norm of all gradients together, as torch.nn.utils.clip_grad_norm_.
         accumulate: number of batches whose gradients are averaged for one update.
@@ -131,7 +131,8 @@ def export_training_step(
     problem = Problem(model, loss, training=True)
     _refuse_same_names({*problem.state(), LOSS, LOSS_WEIGHT, LEARNING_RATE, SEED}, names)
     groups = wrapper.group_names(problem.model)
-    rule = make_optimizer(optimizer, optimizer_options) if mode == "step" else None
+    trained = {name: problem.parameters[name] for name in problem.trainable}
+    rule, own = parameter_groups.make_groups(optimizer, optimizer_options, trained) if mode == "step" else (None, {})
 
     rows = max((len(tensor) for tensor in tensors if tensor.dim()), default=1)
     varying = _varying(names, tensors, dynamic)
@@ -140,7 +141,7 @@ def export_training_step(
     arrays = dict(zip(names, tensors))
     evaluation, evaluation_outputs = _evaluation(model, loss, arrays, varying, standard_ops_only)
     cpu_kernels = cpu_kernels and not standard_ops_only
-    step = Step(problem, rule, _chosen(outputs, evaluation_outputs), clip_grad_norm, accumulate, cpu_kernels)
+    step = Step(problem, rule, _chosen(outputs, evaluation_outputs), clip_grad_norm, accumulate, cpu_kernels, own)
     state = step.initial_state()
     lr = None if rule is None else torch.tensor(rule.lr, dtype=torch.float64)
 
@@ -172,7 +173,9 @@ def export_training_step(
         aliases=problem.aliases,
         gradients=gradients,
         optimizer="" if rule is None else optimizer,
-        optimizer_options={} if rule is None else dataclasses.asdict(rule),
+        optimizer_options={}
+        if rule is None
+        else {**dataclasses.asdict(rule), "groups": parameter_groups.describe(own)},
         accumulate=accumulate,
         standard_ops_only=standard_ops_only,
         indices={name: ranges for name, ranges in recorded.indices.items() if name in names},

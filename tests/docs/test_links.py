@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = [ROOT / name / "README.md" for name in ("examples", "models", "benchmarks")]
-PAGES = sorted([*ROOT.glob("*.md"), *FOLDERS, *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *FOLDERS, ROOT / "tests/support/README.md", *(ROOT / "docs").rglob("*.md")])
 CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(
     r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|^\[[^\]]+\]:\s*(\S+)|(?:src|href|srcset)=\"([^\"]+)\"", re.MULTILINE

@@ -49,6 +49,10 @@ def test_the_examples_of_the_reference_run(tmp_path: Path) -> None:
     run(blocks(REFERENCE, "python"), tmp_path)
 
 
+def test_the_example_of_the_tests_runs(tmp_path: Path) -> None:
+    run(blocks((ROOT / "tests/support/README.md").read_text(), "python"), tmp_path)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pictures_are_described(page: Path) -> None:
     text = page.read_text()

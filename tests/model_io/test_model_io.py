@@ -199,12 +199,13 @@ class TestSave:
         with pytest.raises(UnsupportedModelError, match="2 GiB"):
             to_proto(as_model(example()))
 
-    def test_many_tensors_by_several_threads(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("bnexport.model_io.write._BATCH", 5000)
-        values = {f"w{i}": np.full((64, 8 + i), i, np.float32) for i in range(40)}
-        body = "\n".join(f"y{i} = MatMul (x, w{i})" for i in range(40))
-        outputs = ", ".join(f"float[N,{8 + i}] y{i}" for i in range(40))
-        proto = model(f"g (float[N,64] x) => ({outputs}) {{ {body} }}", values=values)
+    def test_many_tensors_by_several_threads(self, tmp_path: Path) -> None:
+        """40 MB in tensors of 1 byte to 25 MB: parts of a file of 16 MB and more are written at a time."""
+        sizes = [1, 100_000, 3, 6_200_000, 2, *range(50_000, 80_000, 3000)]
+        values = {f"w{i}": np.arange(i, i + size, dtype=np.float32)[None] for i, size in enumerate(sizes)}
+        body = "\n".join(f"y{i} = MatMul (x, w{i})" for i in range(len(sizes)))
+        outputs = ", ".join(f"float[N,{size}] y{i}" for i, size in enumerate(sizes))
+        proto = model(f"g (float[N,1] x) => ({outputs}) {{ {body} }}", values=values)
         for external_data in (False, True):
             save(as_model(proto), tmp_path / "model.onnx", external_data=external_data)
             assert to_proto(load(tmp_path / "model.onnx")) == to_proto(as_model(proto))

@@ -260,18 +260,9 @@ class TestForAnEngine:
 
 
 class TestWrite:
-    def test_pieces_that_are_written_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(write, "_BATCH", 4)
-        lengths = {(): [0], (4,): [1], (4, 2): [1, 1], (1, 2, 1, 5, 3): [3, 1, 1], (2, 1): [2]}
-        for pieces, expected in lengths.items():
-            batches = list(write._batches([bytes(length) for length in pieces]))
-            assert [len(batch) for batch in batches] == expected
-            offsets = [offset for batch in batches for offset, _ in batch]
-            assert offsets == [sum(pieces[:index]) for index in range(len(pieces))]
-
     def test_room_is_taken_where_the_file_system_can(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(write, "_BATCH", 1)
-        source = from_proto(model("g (float[N] x) => (float[N] y) { y = Relu (x) }"))
+        large = {"w": np.zeros(1 << 22, np.float32)}  # room is taken for 16 MB and more
+        source = from_proto(model(f"g (float[{1 << 22}] x) => (float[{1 << 22}] y) {{ y = Add (x, w) }}", values=large))
         for number, accepted in ((errno.EOPNOTSUPP, True), (errno.EINVAL, True), (errno.ENOSPC, False)):
 
             def fails(*_: object, number: int = number) -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from bnexport.errors import GroupError, UnsupportedModelError, UsageError
-from bnexport.sync_bn import SyncBatchNorm
-from bnexport.sync_bn.convert import _channels
+from bnexport.sync_bn import SyncBatchNorm, convert_sync_batchnorm
 from bnexport.sync_bn.copies import copy_model
 
 
@@ -108,10 +107,12 @@ def test_inputs_of_the_wrong_size() -> None:
 
 
 def test_the_number_of_channels_of_a_module_that_does_not_say_it() -> None:
-    assert _channels(nn.BatchNorm1d(4, affine=False)) == 4
-    assert _channels(nn.BatchNorm1d(5, track_running_stats=False)) == 5
-    frozen = nn.Module()
-    frozen.register_buffer("weight", torch.ones(6))
-    assert _channels(frozen) == 6
-    with pytest.raises(UsageError, match="Module: cannot tell its number of channels"):
-        _channels(nn.Module())
+    """As a state_dict has it: that of the statistics or of the weight, and where there is neither, an error."""
+    for options in ({"affine": False}, {"track_running_stats": False}, {}):
+        module = nn.BatchNorm1d(4, **options)
+        del module.num_features
+        assert convert_sync_batchnorm(nn.Sequential(module))[0].num_features == 4  # type: ignore[index]
+    module = nn.BatchNorm1d(4, affine=False, track_running_stats=False)
+    del module.num_features
+    with pytest.raises(UsageError, match="BatchNorm1d: cannot tell its number of channels"):
+        convert_sync_batchnorm(module)

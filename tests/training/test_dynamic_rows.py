@@ -7,7 +7,6 @@ from torch import nn
 
 from bnexport import TrainingSession, export_training_step
 from bnexport.errors import UsageError
-from bnexport.training.api import _varying
 
 
 class Scaled(nn.Module):
@@ -67,9 +66,21 @@ def test_a_dimension_that_cannot_be_dynamic(tmp_path, dynamic, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_one_row_and_two_rows_share_a_size():
+def test_one_row_and_two_rows_share_a_size(tmp_path):
     """One row is doubled before the export, and torch gives equal sizes one symbol."""
-    assert _varying(["x", "y"], (torch.ones(1, 3), torch.ones(2)), True) == {"x": "batch", "y": "batch"}
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.out(x).mean()
+
+    batch = (torch.ones(1, 3), torch.ones(2))
+    made = export_training_step(Two(), lambda got, y: (got - y).square().mean(), batch, tmp_path / "s.onnx")
+    shapes = {value.name: str(value.shape[0]) for value in made.model.graph.inputs if value.name in {"x", "target"}}
+    assert shapes == {"x": "batch", "target": "batch"}
 
 
 def test_half_of_the_rows_rounded_up(tmp_path):

@@ -211,7 +211,7 @@ def test_torchrun_trains_as_one_process(folder, tmp_path, capsys):
 def test_npy_files_are_mapped(folder):
     rows = load_rows(f"{folder / 'train_x.npy'},{folder / 'train_y.npy'}", ("image", "target"))
     assert all(isinstance(array, np.memmap) for array in rows.arrays.values()) and len(rows) == ROWS
-    image, target = rows[np.array([3, 1])]
+    image, target = rows.read(np.array([3, 1]))
     assert np.array_equal(image, np.load(folder / "train_x.npy")[[3, 1]]) and target.shape == (2,)
 
 
@@ -235,7 +235,7 @@ def bad(folder) -> Path:
     ("arguments", "message"),
     [
         (["--data", "train_x.npy,short.npy"], "different numbers of rows: image has 90, target has 7"),
-        (["--data", "train_x.npy"], "got 1 files in 'train_x.npy', expected one .npz file, or a .npy file for each"),
+        (["--data", "train_x.npy"], "got 1 files in 'train_x.npy', expected one .npz file, or a .npy file or folder"),
         (["--data", "train_x.npy,objects.npy"], "--data: cannot read 'objects.npy' as a NumPy file"),
         (["--data", "train_x.npy,absent.npy"], "'absent.npy' as a NumPy file: No such file"),
         (["--data", "text.npy,train_y.npy"], "--data: cannot read 'text.npy' as a NumPy file"),

@@ -7,6 +7,7 @@ in place, so that the function traces into a graph and runs eagerly in any preci
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 
@@ -25,10 +26,10 @@ Tensor = torch.Tensor
 class Step:
     """Callable with (state, batch, lr) that returns named results, the loss and the model's outputs first.
 
-    optimizer: None for gradients only. outputs: positions of the model outputs to return, with their
-    names. clip_grad_norm: largest 2-norm of all gradients together. accumulate: number of calls whose
-    gradients are averaged for one update. cpu_kernels: float32 parameters are updated by one operator
-    each, a leaf of the trace.
+    optimizer: None for gradients only. groups: hyperparameters of the parameters that have others. outputs: positions
+    of the model outputs to return, with their names. clip_grad_norm: largest 2-norm of all gradients together.
+    accumulate: number of calls whose gradients are averaged for one update. cpu_kernels: float32 parameters are
+    updated by one operator each, a leaf of the trace.
     """
 
     problem: Problem
@@ -37,6 +38,7 @@ class Step:
     clip_grad_norm: float | None = None
     accumulate: int = 1
     cpu_kernels: bool = False
+    groups: Mapping[str, Optimizer] = dataclasses.field(default_factory=dict)
 
     def initial_state(self) -> dict[str, Tensor]:
         """Return every state tensor under its name; the optimizer's are zeros."""
@@ -125,13 +127,16 @@ class Step:
             grads = clip(grads, self.clip_grad_norm)
         step = state[STEP] + 1
         updated = {STEP: step}
-        scalars = optimizer.scalars(lr, step)
-        by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
+        scalars: dict[tuple[Optimizer, torch.dtype], dict[str, Tensor]] = {}
         for name, grad in grads.items():
-            shared = by_dtype.setdefault(grad.dtype, {key: value.to(grad.dtype) for key, value in scalars.items()})
+            rule = self.groups.get(name, optimizer)
+            if (rule, grad.dtype) not in scalars:
+                rate = lr if rule.lr == optimizer.lr else lr * (rule.lr / optimizer.lr)
+                of_rule = rule.scalars(rate, step)
+                scalars[rule, grad.dtype] = {key: value.to(grad.dtype) for key, value in of_rule.items()}
             own = {kind: state[f"optimizer.{name}.{kind}"] for kind in optimizer.state_kinds()}
             whole = self.cpu_kernels and grad.dtype == torch.float32
-            updated[name], own = optimizer.update(state[name], grad, own, shared, as_operator=whole)
+            updated[name], own = rule.update(state[name], grad, own, scalars[rule, grad.dtype], as_operator=whole)
             updated |= {f"optimizer.{name}.{kind}": tensor for kind, tensor in own.items()}
         if due is not None:
             updated = {name: torch.where(due, tensor, state[name]) for name, tensor in updated.items()}

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from bnexport import model_io
-from bnexport.errors import GroupError, UsageError
+from bnexport.errors import DivergedError, GroupError, UsageError
 from bnexport.training.building import parallel_graph
 from bnexport.training.building.description import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, LOSS_WEIGHT, Description
-from bnexport.training.running import files
+from bnexport.training.running import divergence, files
 from bnexport.training.running.state import Stage, State, changing
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class Parallel:
     ) -> tuple[float, list[Array]]:
         """Run one step. Return the joint loss and this rank's outputs; gradients are in `gradients`.
 
-        Raises GroupError when ranks disagree, when one refuses its batch, and when one does not answer; whatever
+        Raises DivergedError for NaN; GroupError when ranks disagree, when one refuses its batch, and when one does not answer; whatever
         else stops a step between its exchanges leaves the others waiting, so that no other step can follow it.
         """
         if self._broken:
@@ -207,18 +207,29 @@ class Parallel:
                 buffer[:] = 0
             results = [array[:0] for array in results]
         loss = self._sums.arrays[LOSS]
+        own = float(loss)
         loss *= share
         for buffer in self._sums.buffers.values():
             self._group.add_up(buffer)
         if self._update is not None:
             self._update.run({LEARNING_RATE: np.array(learning_rate, np.float64)})
-        self.state.advance()
         self._broken = False
+        self._check_numbers(float(loss), own)
+        self.state.advance()
         return float(loss), results
 
     def gradients(self) -> dict[str, Array]:
         """Return copies of the joint loss's gradients, by parameter name."""
         return {name: self._sums.arrays[name + GRADIENT_SUFFIX].copy() for name in self._description.gradients}
+
+    def _check_numbers(self, loss: float, own: float) -> None:
+        """Raise DivergedError on every rank alike, since sums and state have the same bits on all."""
+        try:
+            divergence.check(loss, self.state, self._description)
+        except DivergedError as error:
+            ranks = np.flatnonzero(np.isnan(self._group.gather([own])[:, 0]))
+            what = f"the loss of rank {ranks[0]}" if ranks.size else f"{error.args[0][0]!r}"
+            raise DivergedError(f"{what} is NaN; {divergence.ADVICE}") from None
 
     def _gradients_graph(self) -> ir.Model:
         model = model_io.load(self._path)
@@ -260,12 +271,7 @@ class Parallel:
         if not table[:, 0].any():
             raise GroupError("batch: it is empty on every rank, expected rows on one at least")
         everyone_has_rows = bool(table[:, 0].all())
-        if not self._mean:
-            return 1.0, everyone_has_rows
-        total = float(table[:, 1].sum())
-        if not (np.isfinite(table[:, 1]).all() and (table[:, 1] >= 0).all() and total > 0):
-            raise GroupError(f"weight: the ranks have {_listed(table[:, 1])}, expected numbers >= 0, one of them > 0")
-        return own / total, everyone_has_rows
+        return share_of_loss(table[:, 1], self.rank, self._mean), everyone_has_rows
 
     def _compare_state(self) -> None:
         digest = hashlib.sha256(self._digest.encode())
@@ -281,6 +287,19 @@ class Parallel:
                 "files, and load the same state_dict, checkpoint or seed on every rank"
             )
         self._checked = True
+
+
+def share_of_loss(weights: Array, rank: int, mean: bool) -> float:
+    """Return w_r of a rank: its share of the sum of all weights for a mean, 1 for a sum.
+
+    weights: float64 (ranks,). Raises GroupError for weights that no mean can have.
+    """
+    if not mean:
+        return 1.0
+    total = float(weights.sum())
+    if not (np.isfinite(weights).all() and (weights >= 0).all() and total > 0):
+        raise GroupError(f"weight: the ranks have {_listed(weights)}, expected numbers >= 0, one of them > 0")
+    return float(weights[rank]) / total
 
 
 def _listed(values: Array) -> str:

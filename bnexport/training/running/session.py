@@ -9,14 +9,23 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from bnexport import model_io
-from bnexport.errors import MalformedModelError, MissingFileError, UsageError
+from bnexport.errors import DivergedError, MalformedModelError, MissingFileError, UsageError
 from bnexport.model_io.validate import printable
 from bnexport.native import library
 from bnexport.runtime import engine
 from bnexport.runtime.injection import import_onnxruntime
 from bnexport.training.building import contract
-from bnexport.training.building.description import LOSS, METADATA_KEY, SEED, Description, Kind
-from bnexport.training.running import files, values
+from bnexport.training.building.description import (
+    ACCUMULATED,
+    LEARNING_RATE,
+    LOSS,
+    METADATA_KEY,
+    SEED,
+    Description,
+    Kind,
+)
+from bnexport.training.running import divergence, files, values
+from bnexport.training.running.averages import PREFIX, Averages
 from bnexport.training.running.single_process import SingleProcess
 from bnexport.training.running.state import compare
 
@@ -56,6 +65,8 @@ class TrainingSession:
             of one process with the joint batch, and have the same state bits afterwards. The group's timeout
             bounds the waiting for a process that died. evaluate is each process's own.
         loss_reduction: for a group, how the loss joins the rows of a batch: "mean" or "sum".
+        ema_decay: for an exponential moving average of the weights, which each update moves by 1 - ema_decay towards
+            them (torch.optim.swa_utils.get_ema_multi_avg_fn, statistics included); read it with averaged=True.
 
     learning_rate may be set before each step. The same state and batches give the same bits. A step that
     fails leaves the state as it was. Not for several threads at a time.
@@ -76,7 +87,9 @@ class TrainingSession:
         session_options: Any = None,
         group: ProcessGroup | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
+        ema_decay: float | None = None,
     ) -> None:
+        self._averages = None if ema_decay is None else Averages(ema_decay)
         self._paths = files.paths(path)
         self._providers = providers
         self._options = session_options
@@ -106,6 +119,11 @@ class TrainingSession:
     def input_names(self) -> tuple[str, ...]:
         """Names of a batch's arrays, the target last."""
         return self._description.inputs
+
+    @property
+    def input_shapes(self) -> dict[str, tuple[int | str, ...]]:
+        """Shapes of a batch's arrays that the step reads; a name stands for any size."""
+        return {name: tuple(self._steps.inputs[name].shape) for name in self.input_names if name in self._steps.inputs}
 
     @property
     def processes(self) -> int:
@@ -148,9 +166,15 @@ class TrainingSession:
         of the joint batch, the outputs are those of this process's rows. weight: for a loss that is a mean,
         how much this process's mean counts in the joint one; None for its number of rows. Pass what the loss
         divides by where that is not the number of rows: the pixels that are not ignored, the sum of class weights.
+
+        Raises DivergedError where the loss or a new weight would be NaN: it names the first node that made one.
         """
         self._require_mode("step")
-        return self._train(batch, weight)
+        loss = self._train(batch, weight)
+        if self._averages is not None and not (ACCUMULATED in self._description.state and self._state.get(ACCUMULATED)):
+            names = self._named(Kind.PARAMETER, Kind.BUFFER)
+            self._averages.update((name, self._state.view(name)) for name in names)
+        return loss
 
     def gradients(self, batch: Sequence[Array], *, weight: float | None = None) -> tuple[float, dict[str, Array]]:
         """Compute the loss on (*inputs, target) and the gradients by parameter name, of a graph with
@@ -162,13 +186,19 @@ class TrainingSession:
         self._require_mode("gradients")
         return self._train(batch, weight), self._steps.gradients()
 
-    def evaluate(self, batch: Sequence[Array]) -> Evaluation:
-        """Compute loss and model outputs on (*inputs, target) in eval mode, with the current state."""
+    def evaluate(self, batch: Sequence[Array], *, averaged: bool = False) -> Evaluation:
+        """Compute loss and model outputs on (*inputs, target) in eval mode, with the current state.
+
+        averaged: with the moving average of the weights, see ema_decay.
+        """
         onnxruntime = import_onnxruntime()
         if self._evaluation is None:
             self._evaluation = self._open(self._load(self._paths.evaluation), self._paths.evaluation)
         names = {value.name for value in self._evaluation.get_inputs()}
         given = {name: value for name, value in self._state.ort_values() if name in names}
+        for name, array in self._averaged(averaged).items():
+            if name in names:
+                given[name] = onnxruntime.OrtValue.ortvalue_from_numpy(array)
         for name, array in self._feeds(batch, self._steps.inputs).items():
             if name in names:
                 given[name] = onnxruntime.OrtValue.ortvalue_from_numpy(array)
@@ -176,15 +206,19 @@ class TrainingSession:
         loss, *outputs = (value.numpy() for value in self._evaluation.run_with_ort_values(wanted, given))
         return Evaluation(float(loss), {name: np.array(array) for name, array in zip(wanted[1:], outputs)})
 
-    def state_dict(self) -> dict[str, Array]:
-        """Return copies of parameters and buffers under torch's names, as the model's state_dict has them."""
+    def state_dict(self, *, averaged: bool = False) -> dict[str, Array]:
+        """Return copies of parameters and buffers under torch's names, as the model's state_dict has them.
+
+        averaged: their moving average, see ema_decay.
+        """
         tensors = {name: self._state.get(name) for name in self._named(Kind.PARAMETER, Kind.BUFFER)}
+        tensors |= {name: array.copy() for name, array in self._averaged(averaged).items()}
         return {**tensors, **{alias: tensors[name] for alias, name in self._description.aliases.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load parameters and buffers: NumPy arrays or objects that NumPy converts, such as torch tensors.
 
-        The optimizer's state stays. strict: every name must be there; else those that are missing stay.
+        The optimizer's state stays; averages start anew. strict: every name must be there; else those that are missing stay.
 
         Raises UsageError that lists missing and unexpected names and shapes that differ; nothing is changed.
         """
@@ -192,21 +226,32 @@ class TrainingSession:
         given = dict(state) if strict else {**expected, **state}
         arrays = compare(expected, given, "state_dict")
         self._set({name: arrays[name] for name in self._named(Kind.PARAMETER, Kind.BUFFER)})
+        if self._averages is not None:
+            self._averages.values.clear()
 
     def check(self, batch: Sequence[Array]) -> None:
         """Raise UsageError for a batch that `step` would refuse; nothing is run."""
         self._feeds(batch, self._steps.inputs, may_be_empty=self._steps.takes_no_rows)
+
+    def refuse(self) -> None:
+        """Call in place of `step` where this process of a group has no batch, since reading it failed: the others'
+        step ends with a GroupError, and they do not wait.
+        """
+        self._steps.refuse()
 
     def gather(self, numbers: Sequence[float]) -> Array:
         """Gather a row of numbers from every process of the group: float64 (processes, n), in the order of ranks."""
         return self._steps.gather(numbers)
 
     def save_checkpoint(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
-        """Write all state, the optimizer's and the seed included, as one safetensors file, atomically.
+        """Write all state, the optimizer's, averages and the seed included, as one safetensors file, atomically.
 
         metadata: further entries for the file's header. In a group the state is the same everywhere: rank 0 saves.
         """
-        files.save_state({name: self._state.get(name) for name in self._state.names()}, path, metadata)
+        state = {name: self._state.get(name) for name in self._state.names()}
+        if self._averages is not None:
+            state |= {PREFIX + name: array for name, array in self._averages.values.items()}
+        files.save_state(state, path, metadata)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Resume from a checkpoint; the following steps are bit-exact, as if training had not stopped.
@@ -215,16 +260,26 @@ class TrainingSession:
         what differs, and MalformedModelError for a file that is damaged. In a group every process loads it.
         """
         current = {name: self._state.get(name) for name in self._state.names()}
-        self._set(compare(current, files.load_state(path), os.fspath(path)))
+        loaded = files.load_state(path)
+        averages = {name.removeprefix(PREFIX): loaded.pop(name) for name in list(loaded) if name.startswith(PREFIX)}
+        state = compare(current, loaded, os.fspath(path))
+        averages = compare({name: current[name] for name in averages if name in current}, averages, os.fspath(path))
+        self._set(state)
+        if self._averages is not None:
+            self._averages.values = {name: np.array(array) for name, array in averages.items()}
 
-    def export_inference(self, path: str | os.PathLike[str], *, verify: bool = True) -> FoldResult:
+    def export_inference(
+        self, path: str | os.PathLike[str], *, verify: bool = True, averaged: bool = False
+    ) -> FoldResult:
         """Write the model with the current weights for inference: batch norms folded, compared with the unfolded.
+
+        averaged: with the moving average of the weights, see ema_decay.
 
         Raises VerificationError when the folded model differs; no file is written.
         """
         from bnexport.training.running import inference
 
-        state = {name: self._state.get(name) for name in self._state.names()}
+        state = {name: self._state.get(name) for name in self._state.names()} | self._averaged(averaged)
         return inference.export_inference(self._paths.evaluation, self._description, state, path, verify=verify)
 
     def _load(self, path: str) -> ir.Model:
@@ -235,9 +290,9 @@ class TrainingSession:
             _require_cpu(path, self._providers or ())
         return model
 
-    def _open(self, model: ir.Model, path: str) -> Any:
+    def _open(self, model: ir.Model, path: str, options: Any = None) -> Any:
         """Open a session for a checked graph of `path`: ONNX Runtime opens no file itself."""
-        options = self._options if self._options is not None else engine.session_options(quiet=False)
+        options = options or self._options or engine.session_options(quiet=False)
         if set(model.opset_imports) - {""}:
             library.register(options, training=True)
         try:
@@ -257,6 +312,11 @@ class TrainingSession:
                 f"use session.{own}(), or export again with mode={other!r}"
             )
 
+    def _averaged(self, averaged: bool) -> dict[str, Array]:
+        if averaged and self._averages is None:
+            raise UsageError("averaged: got True in a session without ema_decay, expected False")
+        return self._averages.values if averaged and self._averages is not None else {}
+
     def _set(self, values: Mapping[str, Array]) -> None:
         self._state.set(values)
         self._steps.invalidate()
@@ -270,9 +330,28 @@ class TrainingSession:
         rows = next((len(array) for array in feeds.values() if array.ndim), 1)
         needed = {name: array for name, array in feeds.items() if name in self._steps.inputs}
         names = self._description.outputs
-        loss, outputs = self._steps.run(needed, rows, weight, self.learning_rate, names)
+        try:
+            loss, outputs = self._steps.run(needed, rows, weight, self.learning_rate, names)
+        except DivergedError as error:
+            if self._steps.size > 1:
+                raise
+            raise DivergedError(self._explain(error.args[0], needed)) from None
         self.outputs = dict(zip(names, outputs))
         return loss
+
+    def _explain(self, failing: Sequence[str], feeds: Mapping[str, Array]) -> str:
+        """Run the step once more, for all of its values, and say where NaN comes from."""
+        ort_value = import_onnxruntime().OrtValue.ortvalue_from_numpy
+        given = dict(self._state.ort_values()) | {name: ort_value(array) for name, array in feeds.items()}
+        given[LEARNING_RATE] = ort_value(np.array(self.learning_rate, np.float64))
+
+        def run(model: ir.Model) -> dict[str, Array]:
+            session = self._open(model, self._paths.step, engine.session_options(optimised=False))
+            names = [str(value.name) for value in model.graph.outputs]
+            known = {value.name: given[value.name] for value in session.get_inputs()}
+            return dict(zip(names, (value.numpy() for value in session.run_with_ort_values(names, known))))
+
+        return divergence.explain(self._load(self._paths.step), failing, self._description, run)
 
     def _feeds(
         self, batch: Sequence[Array], inputs: Mapping[str, Any], *, may_be_empty: bool = False

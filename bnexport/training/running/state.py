@@ -34,6 +34,16 @@ class State:
         """Return a copy of the current value."""
         return np.array(self._read[name].numpy())
 
+    def view(self, name: str) -> Array:
+        """Return the current value, to be read before the next step; a copy where ONNX Runtime gives no view."""
+        view: Array = self._read[name].numpy()
+        return view
+
+    def new_values(self) -> Iterator[tuple[str, Array]]:
+        """Yield what a step has written, before `advance`; to be read only."""
+        for name, value in self._write.items():
+            yield name, value.numpy()
+
     def set(self, values: Mapping[str, Array]) -> None:
         """Overwrite current values; shapes and types are those of the state."""
         for name, value in values.items():

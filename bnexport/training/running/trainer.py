@@ -1,73 +1,35 @@
 """Training in epochs over rows: shuffling, learning rates, validation, checkpoints, resuming.
 
 Everything that decides a step is a function of the settings and of the step's place: the order of the rows is a
-permutation drawn from (seed, epoch), the learning rate a function of the step's number, dropout's masks one of
-the session's seed. So a training that was killed and goes on from a checkpoint ends with the same bits.
+permutation drawn from (seed, epoch), as is which images are mirrored, the learning rate a function of the step's
+number, dropout's masks one of the session's seed. So a training that was killed and goes on from a checkpoint, which
+has the averages of the weights, too, ends with the same bits.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from bnexport.errors import MalformedModelError, UsageError
+from bnexport.errors import BnexportError, DivergedError, MalformedModelError, UsageError
 from bnexport.model_io import check_space
 from bnexport.training.running import files
 from bnexport.training.running.data import Rows
 from bnexport.training.running.session import TrainingSession
+from bnexport.training.running.settings import METRICS, Settings
 
-SCHEDULES = ("constant", "cosine")
 _PROGRESS = "bnexport.training.progress"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings that determine the steps, together with the graph and the data.
-
-    batch_size: rows of one step, of all processes together. drop_last: leave out an epoch's last batch where it
-    is smaller. learning_rate: the highest. schedule: "constant", or "cosine", which falls from it to zero over
-    all steps. warm_up: number of steps in which it rises from zero.
-    """
-
-    epochs: int
-    batch_size: int
-    learning_rate: float
-    seed: int = 0
-    schedule: Literal["constant", "cosine"] = "constant"
-    warm_up: int = 0
-    drop_last: bool = False
-
-    def check(self) -> None:
-        """Raise UsageError for an invalid setting."""
-        for name, least in (("epochs", 1), ("batch_size", 1), ("seed", 0), ("warm_up", 0)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name}: got {getattr(self, name)}, expected a whole number >= {least}")
-        if not 0.0 <= self.learning_rate < math.inf:
-            raise UsageError(f"learning_rate: got {self.learning_rate}, expected a finite number >= 0")
-        if self.schedule not in SCHEDULES:
-            raise UsageError(f"schedule: got {self.schedule!r}, expected one of {', '.join(SCHEDULES)}")
-
-    def steps_per_epoch(self, rows: int) -> int:
-        return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
-
-    def learning_rate_at(self, step: int, steps: int) -> float:
-        """Return the learning rate of step `step` of `steps`, the first being 0."""
-        rate = self.learning_rate
-        if self.schedule == "cosine":
-            rate *= 0.5 * (1.0 + math.cos(math.pi * step / steps))
-        return rate * min(1.0, (step + 1) / self.warm_up) if self.warm_up else rate
 
 
 @dataclasses.dataclass
 class Progress:
     """Progress of a training. epoch: that of the next step; step: its number in the epoch; loss, rows: the sums over
-    the epoch's steps so far; history: a record for each finished epoch.
+    the epoch's steps so far; history: a record for each finished epoch; best: the epoch of the best, from 1, 0 for none.
     """
 
     epoch: int = 0
@@ -75,6 +37,7 @@ class Progress:
     loss: float = 0.0
     rows: int = 0
     history: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    best: int = 0
 
 
 class Trainer:
@@ -86,6 +49,8 @@ class Trainer:
         settings: see there.
         validation: rows on which loss and accuracy are taken after each epoch; None for none.
         checkpoint: file that is replaced after each epoch, and after every `save_every` steps; by rank 0.
+        best: file that is replaced after each epoch whose metric `best_by` is better than that of all before; by rank 0.
+        best_by: "validation_loss", "accuracy" or "loss", a key of an epoch's record.
 
     Raises UsageError for settings out of range, rows that the graph does not take, and too few of them.
     """
@@ -99,12 +64,23 @@ class Trainer:
         validation: Rows | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         save_every: int = 0,
+        best: str | os.PathLike[str] | None = None,
+        best_by: str = "validation_loss",
     ) -> None:
         settings.check()
+        _check_best(best, best_by, validation)
+        if validation is not None and data.classes and validation.classes not in {(), data.classes}:
+            raise UsageError(
+                f"validation: got the classes {', '.join(validation.classes)}, expected those of the data: "
+                + ", ".join(data.classes)
+            )
+        if settings.flip and not data.can_flip():
+            raise UsageError("flip: got no folder of images with one number each as its targets, expected one")
         if save_every < 0:
             raise UsageError(f"save_every: got {save_every}, expected a number of steps >= 0")
         self.session, self.data, self.settings, self.validation = session, data, settings, validation
         self.checkpoint, self.save_every = checkpoint, save_every
+        self.best, self.best_by = best, best_by
         self.progress = Progress()
         # Steps in the checkpoint file, None before it has been written or read.
         self.saved_steps: int | None = None
@@ -117,10 +93,21 @@ class Trainer:
             )
         for rows in (data, validation):
             if rows is not None:
-                session.check(rows[self._mine(np.arange(min(len(rows), settings.batch_size)))])
+                session.check(rows.read(self._mine(np.arange(min(len(rows), settings.batch_size)))))
+        if best is not None and best_by == "accuracy" and validation is not None:
+            batch = validation.read(np.arange(min(len(validation), settings.batch_size)))
+            if _right(next(iter(session.evaluate(batch).outputs.values())), batch[-1]) is None:
+                raise UsageError(
+                    "best_by: got 'accuracy', which needs scores (n, classes) and class numbers as targets"
+                )
+        if settings.warm_up > self.steps:
+            raise UsageError(
+                f"warm_up: got {settings.warm_up} steps, and the training has {self.steps}; expected no more"
+            )
         session.seed = settings.seed
-        if checkpoint is not None and session.rank == 0:
-            check_space(checkpoint, session.state_bytes)
+        for path in (checkpoint, best):
+            if path is not None and session.rank == 0:
+                check_space(path, session.state_bytes)
 
     @property
     def steps(self) -> int:
@@ -160,6 +147,10 @@ class Trainer:
         if different:
             listed = "; ".join(f"{name}: it has {old}, this one {new}" for name, (old, new) in different.items())
             raise UsageError(f"{os.fspath(path)}: the checkpoint of another training: {listed}")
+        if progress.best and self.best is not None and self.session.rank == 0 and not os.path.exists(self.best):
+            raise UsageError(
+                f"{os.fspath(self.best)}: does not exist, expected the checkpoint of epoch {progress.best}"
+            )
         self.session.load_checkpoint(path)
         self.progress = progress
         self.saved_steps = self.steps_done
@@ -173,21 +164,34 @@ class Trainer:
 
         Returns the records: epoch (from 1), loss (mean over the rows, of the steps as they were made), learning_rate
         of its last step, and with validation rows validation_loss and, for class numbers, accuracy.
+
+        Where a step cannot be made - an image that cannot be read, a label out of range, NaN - the checkpoint gets the
+        state before it, and the error says where that was: UsageError, DivergedError, or in a group GroupError.
         """
         while self.progress.epoch < self.settings.epochs:
-            record = self._run_epoch(on_step)
-            self.progress = Progress(self.progress.epoch + 1, history=[*self.progress.history, record])
+            try:
+                record = self._run_epoch(on_step)
+            except BnexportError as error:
+                self._save()
+                raise self._explained(error) from error
+            history, best = [*self.progress.history, record], self.progress.best
+            is_best = self.best is not None and _is_better(record, history[best - 1] if best else {}, self.best_by)
+            self.progress = Progress(self.progress.epoch + 1, history=history, best=len(history) if is_best else best)
+            if is_best:
+                self._write(self.best)
             self._save()
             on_epoch(record)
         return self.progress.history
 
     def _run_epoch(self, on_step: Callable[[int], None]) -> dict[str, float]:
         progress, size = self.progress, self.settings.batch_size
-        order = np.random.default_rng([self.settings.seed, progress.epoch]).permutation(len(self.data))
+        drawn = np.random.default_rng([self.settings.seed, progress.epoch])
+        order = drawn.permutation(len(self.data))
+        flipped = drawn.random(len(self.data)) < 0.5 if self.settings.flip else None
         while progress.step < self.steps_per_epoch:
-            self.session.learning_rate = self.settings.learning_rate_at(self.steps_done, self.steps)
+            self.session.learning_rate = self.settings.learning_rate_at(self.steps_done, self.steps_per_epoch)
             joint = order[progress.step * size : (progress.step + 1) * size]
-            progress.loss += self.session.step(self.data[self._mine(joint)]) * len(joint)
+            progress.loss += self._step(self._mine(joint), flipped) * len(joint)
             progress.rows += len(joint)
             progress.step += 1
             if self.save_every and self.steps_done % self.save_every == 0 and progress.step < self.steps_per_epoch:
@@ -196,9 +200,26 @@ class Trainer:
         return {
             "epoch": progress.epoch + 1,
             "loss": progress.loss / progress.rows,
-            "learning_rate": self.session.learning_rate,
+            "learning_rate": self.settings.learning_rate_at(self.steps_done - 1, self.steps_per_epoch),
             **self._validate(),
         }
+
+    def _step(self, mine: np.ndarray[Any, Any], flipped: np.ndarray[Any, Any] | None) -> float:
+        try:
+            batch = self.data.read(mine, None if flipped is None else flipped[mine])
+        except UsageError:
+            self.session.refuse()
+            raise
+        return self.session.step(batch)
+
+    def _explained(self, error: BnexportError) -> BnexportError:
+        """Return the error with its place, and what was kept."""
+        if type(error) not in (UsageError, DivergedError):
+            return error
+        kept = "" if self.checkpoint is None else f"; {os.fspath(self.checkpoint)} has the state before it"
+        step = self.progress.step + 1
+        place = f"step {step} of {self.steps_per_epoch}" if step <= self.steps_per_epoch else "validation"
+        return type(error)(f"epoch {self.progress.epoch + 1}, {place}: {error}{kept}")
 
     def _validate(self) -> dict[str, float]:
         if self.validation is None:
@@ -206,8 +227,8 @@ class Trainer:
         mine = self._mine(np.arange(len(self.validation)))
         loss = correct = counted = 0.0
         for start in range(0, len(mine), self.settings.batch_size):
-            batch = self.validation[mine[start : start + self.settings.batch_size]]
-            result = self.session.evaluate(batch)
+            batch = self.validation.read(mine[start : start + self.settings.batch_size])
+            result = self.session.evaluate(batch, averaged=self.settings.ema_decay is not None)
             loss += result.loss * len(batch[-1])
             right = _right(next(iter(result.outputs.values())), batch[-1])
             correct, counted = correct + (right or 0), counted + (0 if right is None else len(batch[-1]))
@@ -221,18 +242,37 @@ class Trainer:
 
     def _save(self) -> None:
         if self.checkpoint is not None and self.session.rank == 0:
-            kept = {"training": self._identity(), "progress": dataclasses.asdict(self.progress)}
-            self.session.save_checkpoint(self.checkpoint, {_PROGRESS: json.dumps(kept)})
+            self._write(self.checkpoint)
             self.saved_steps = self.steps_done
 
+    def _write(self, path: str | os.PathLike[str] | None) -> None:
+        if path is not None and self.session.rank == 0:
+            kept = {"training": self._identity(), "progress": dataclasses.asdict(self.progress)}
+            self.session.save_checkpoint(path, {_PROGRESS: json.dumps(kept)})
+
     def _identity(self) -> dict[str, Any]:
-        """Return the settings that must not change for the same result; epochs matter to a schedule only."""
+        """Return the settings that must not change for the same result; epochs matter to a cosine only."""
         made = {**dataclasses.asdict(self.settings), "graph": self.session.digest, "data": self.data.shapes()}
-        if self.settings.schedule == "constant":
+        if self.settings.schedule != "cosine":
             del made["epochs"]
         if self.validation is not None:
             made["validation"] = self.validation.shapes()
-        return made
+        if self.best is not None:
+            made["best_by"] = self.best_by
+        return dict(json.loads(json.dumps(made)))  # as a checkpoint has them
+
+
+def _check_best(best: str | os.PathLike[str] | None, best_by: str, validation: Rows | None) -> None:
+    if best_by not in METRICS:
+        raise UsageError(f"best_by: got {best_by!r}, expected one of {', '.join(METRICS)}")
+    if best is not None and best_by != "loss" and validation is None:
+        raise UsageError(f"best_by: got {best_by!r} without validation rows, expected some, or 'loss'")
+
+
+def _is_better(record: dict[str, float], best: dict[str, float], metric: str) -> bool:
+    """Whether an epoch is better than the best so far; the first of equal ones stays, and NaN is never better."""
+    sign = 1.0 if METRICS[metric] else -1.0
+    return sign * record[metric] > (sign * best[metric] if best else float("-inf"))
 
 
 def _right(output: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> int | None:

@@ -14,7 +14,7 @@ import bnexport
 from bnexport import model_io, tolerances
 from bnexport.errors import GroupError, UnsupportedModelError, UsageError
 from bnexport.training.building.parallel_graph import keep_gradients
-from bnexport.training.running.parallel import Parallel
+from bnexport.training.running.parallel import share_of_loss
 from bnexport.training.running.session import TrainingSession
 from tests.support.cluster import run_once
 from tests.training.running.parallel_jobs import run_jobs, run_jobs_once
@@ -221,6 +221,7 @@ def test_what_goes_wrong_is_an_error_on_every_process(steps, tmp_path):
     arrays = dict(np.load(steps / "sgd.npz"))
     arrays["0/1/0"] = arrays["0/1/0"].astype(np.float64)
     arrays["1/0/0"], arrays["1/1/0"] = arrays["1/0/0"][:0], arrays["1/1/0"][:0]
+    arrays["4/1/0"] = np.full_like(arrays["4/1/0"], np.inf)
     np.savez(tmp_path / "bad.npz", **arrays)
     outcomes = run_once(
         2,
@@ -230,6 +231,7 @@ def test_what_goes_wrong_is_an_error_on_every_process(steps, tmp_path):
             {"name": "state", "path": path, "steps": [0, 1], "other_state": 1},
             {"name": "refused", "path": str(bad), "steps": [0, 1]},
             {"name": "empty", "path": str(bad), "steps": [1, 2]},
+            {"name": "nan", "path": str(bad), "steps": [4, 5]},
             {"name": "good", "path": path, "steps": [0, 2]},
             {"name": "killed", "path": path, "steps": [0, 4], "dies": [1, 2]},
         ],
@@ -246,35 +248,21 @@ def test_what_goes_wrong_is_an_error_on_every_process(steps, tmp_path):
     assert errors("refused")[0].startswith("GroupError: the batch of rank 1 was refused there")
     assert errors("refused")[1].startswith("UsageError: image: got an array of float64")
     assert all("it is empty on every rank" in error for error in errors("empty"))
+    assert all(error.startswith("DivergedError: the loss of rank") for error in errors("nan"))
     assert results(tmp_path, "good")
     killed = (tmp_path / "killed_0.txt").read_text()
     assert killed.startswith("GroupError: ") and "rank 0" in killed
     assert not (tmp_path / "killed_1.txt").exists()
 
 
-class Fake:
-    """A group of two of which this process is all."""
-
-    public_name, size, rank = "fake", 2, 0
-
-    def __init__(self, second: list[float]) -> None:
-        self.second = second
-
-    def gather(self, row):
-        return np.array([row, self.second[: len(row)]])
-
-
 def test_shares_of_the_joint_loss():
-    parallel = Parallel.__new__(Parallel)
-    parallel._mean, parallel._checked = True, True
-    parallel._group = Fake([1.0, 1.0, 0.1, 0.0])
-    assert parallel._agree(3, None, 0.1) == (0.75, True)
-    assert parallel._agree(3, 7.0, 0.1) == (0.875, True)
-    assert parallel._agree(0, None, 0.1) == (0.0, False)
-    with pytest.raises(GroupError, match=r"weight: the ranks have -1, 1, expected numbers >= 0"):
-        parallel._agree(3, -1.0, 0.1)
-    parallel._mean = False
-    assert parallel._agree(3, None, 0.1) == (1.0, True)
+    rows = np.array([3.0, 1.0])
+    assert [share_of_loss(rows, rank, mean=True) for rank in (0, 1)] == [0.75, 0.25]
+    assert share_of_loss(np.array([0.0, 1.0]), 0, mean=True) == 0.0
+    assert share_of_loss(rows, 0, mean=False) == 1.0
+    for wrong in ([-1.0, 1.0], [0.0, 0.0], [np.nan, 1.0]):
+        with pytest.raises(GroupError, match=r"weight: the ranks have .*, expected numbers >= 0, one of them > 0"):
+            share_of_loss(np.array(wrong), 0, mean=True)
 
 
 class Counting(nn.Module):
