@@ -373,17 +373,17 @@ BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "runtimes": ("runtimes.md", "runtimes.json", runtimes),
     "proof": ("folding.md", "proof.json", proof),
     "forms": ("folding.md", "forms.json", forms),
-    "nodes": ("folding.md", "nodes.json", nodes),
+    "nodes": ("comparison.md", "nodes.json", nodes),
     "foreign_folds": ("folding.md", "foreign_folds.json", foreign_folds),
     "torch_versions": ("support.md", "torch_versions.json", torch_versions),
     "recalibration": ("guides/statistics.md", "recalibration.json", recalibration),
     "recalibration_cost": ("guides/statistics.md", "recalibration.json", recalibration_cost),
     "torchscript": ("deploy.md", "torchscript.json", torchscript),
     "lower_precision": ("guides/quantization.md", "lower_precision.json", lower_precision),
-    "other_tools": ("../README.md", "other_tools.json", tables.other_tools),
+    "other_tools": ("comparison.md", "other_tools.json", tables.other_tools),
     "proof_peers": ("folding.md", "proof_peers.json", tables.proof_peers),
-    "other_tools_traps": ("folding.md", "other_tools.json", tables.other_tools_traps),
-    "other_tools_models": ("folding.md", "other_tools.json", tables.other_tools_models),
+    "other_tools_traps": ("comparison.md", "other_tools.json", tables.other_tools_traps),
+    "other_tools_models": ("comparison.md", "other_tools.json", tables.other_tools_models),
 }
 
 
