@@ -44,8 +44,8 @@ README = (ROOT / "README.md").read_text()
 
 
 def without_numbers(text: str) -> str:
-    """Errors and bounds differ between processors: any number in exponent form is one."""
-    return re.sub(r"\d(\.\d+)?e-\d+", "#", re.sub(r"onnxruntime [\d.]+", "onnxruntime", text)).strip()
+    """The text without errors, bounds (numbers in exponent form), latencies and versions."""
+    return re.sub(r"\d(\.\d+)?e-\d+|\d+\.\d+(?= times)|(?<=onnxruntime )[\d.]+", "#", text).strip()
 
 
 def shown(page: str, before: str) -> str:
