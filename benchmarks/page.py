@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import aims, machine
-from benchmarks.markdown import Report, setting, table
+from benchmarks.markdown import Report, behind_summary, setting, table
 from benchmarks.tools import tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -393,7 +393,7 @@ def between(name: str) -> re.Pattern[str]:
 
 def render(name: str) -> str:
     _, result, markdown = BLOCKS[name]
-    return markdown(json.loads((RESULTS / result).read_text())) + "\n"
+    return behind_summary(markdown(json.loads((RESULTS / result).read_text()))) + "\n"
 
 
 def refresh() -> list[str]:

@@ -124,3 +124,11 @@ def test_the_site_and_the_help_name_the_same_commands() -> None:
 def test_links_of_the_readme_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)#]+)", README):
         assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_every_page_answers_its_title_first() -> None:
+    """A page begins with a paragraph, not with a heading, a table or code."""
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("<!--")]
+        assert lines[0].startswith("# "), path
+        assert path.name == "changes.md" or lines[1][0].isalpha() or lines[1][0] in '`*"', f"{path.name}: {lines[1]}"
