@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import aims, machine
-from benchmarks.markdown import Report, setting, table
+from benchmarks.markdown import Report, behind_summary, setting, table
 from benchmarks.tools import tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -373,17 +373,17 @@ BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "runtimes": ("runtimes.md", "runtimes.json", runtimes),
     "proof": ("folding.md", "proof.json", proof),
     "forms": ("folding.md", "forms.json", forms),
-    "nodes": ("folding.md", "nodes.json", nodes),
+    "nodes": ("comparison.md", "nodes.json", nodes),
     "foreign_folds": ("folding.md", "foreign_folds.json", foreign_folds),
     "torch_versions": ("support.md", "torch_versions.json", torch_versions),
     "recalibration": ("guides/statistics.md", "recalibration.json", recalibration),
     "recalibration_cost": ("guides/statistics.md", "recalibration.json", recalibration_cost),
     "torchscript": ("deploy.md", "torchscript.json", torchscript),
     "lower_precision": ("guides/quantization.md", "lower_precision.json", lower_precision),
-    "other_tools": ("../README.md", "other_tools.json", tables.other_tools),
+    "other_tools": ("comparison.md", "other_tools.json", tables.other_tools),
     "proof_peers": ("folding.md", "proof_peers.json", tables.proof_peers),
-    "other_tools_traps": ("folding.md", "other_tools.json", tables.other_tools_traps),
-    "other_tools_models": ("folding.md", "other_tools.json", tables.other_tools_models),
+    "other_tools_traps": ("comparison.md", "other_tools.json", tables.other_tools_traps),
+    "other_tools_models": ("comparison.md", "other_tools.json", tables.other_tools_models),
 }
 
 
@@ -393,7 +393,7 @@ def between(name: str) -> re.Pattern[str]:
 
 def render(name: str) -> str:
     _, result, markdown = BLOCKS[name]
-    return markdown(json.loads((RESULTS / result).read_text())) + "\n"
+    return behind_summary(markdown(json.loads((RESULTS / result).read_text()))) + "\n"
 
 
 def refresh() -> list[str]:

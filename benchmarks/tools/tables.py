@@ -1,4 +1,4 @@
-"""Tables of the comparison with other tools, for README.md and docs/folding.md."""
+"""Tables of the comparison with other tools, for docs/comparison.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.markdown import Report, setting, table
 PEERS = Path(__file__).resolve().parents[1] / "results/proof_peers.json"
 PROVERS = {"onnxsim": "certify, range", "bnexport": "bnexport"}
 EXPORTER, OURS = "torch.onnx.export", "bnexport"
-README_TOOLS = (EXPORTER, "onnxsim", "onnxslim", "onnxscript", "onnxruntime", "aimet-onnx", OURS)
+SHOWN_TOOLS = (EXPORTER, "onnxsim", "onnxslim", "onnxscript", "onnxruntime", "aimet-onnx", OURS)
 WORDS = {"folded": "yes", "right": "right", "does not load": "does not load", "wrong result": "**wrong result**"}
 
 
@@ -34,14 +34,14 @@ def header(report: Report, names: tuple[str, ...]) -> list[str]:
 def other_tools(report: Report) -> str:
     """What each tool makes of one network each."""
     rows = [row for row in report["rows"].values() if not row["trap"]]
-    cells = [[row["what"], *(word(row["tools"].get(name)) for name in README_TOOLS)] for row in rows]
+    cells = [[row["what"], *(word(row["tools"].get(name)) for name in SHOWN_TOOLS)] for row in rows]
     own = {tool: proved(json.loads(PEERS.read_text()), judge) for tool, judge in PROVERS.items()}
-    cells.append(["right folds that its own proof proves", *(own.get(name, "-") for name in README_TOOLS)])
+    cells.append(["right folds that its own proof proves", *(own.get(name, "-") for name in SHOWN_TOOLS)])
     notes = [
         f"{name} {it['version']} ({it['date']}; {it['source']}) {it['text']}: not run here."
         for name, it in report["sources"].items()
     ]
-    return "\n\n".join((table(header(report, README_TOOLS), cells, len(README_TOOLS) + 1), *notes))
+    return "\n\n".join((table(header(report, SHOWN_TOOLS), cells, len(SHOWN_TOOLS) + 1), *notes))
 
 
 def other_tools_traps(report: Report) -> str:

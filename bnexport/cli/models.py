@@ -145,7 +145,7 @@ def fold(
     html: Html = None,
     json_target: Json = None,
 ) -> None:
-    """Folds batch norms into the weights beside them."""
+    """Folds batch norms into the neighbouring weights."""
     check_targets(OUT=target, html=html, json=json_target)
     if target is not None:
         check_change(source, target, overwrite)

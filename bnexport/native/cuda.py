@@ -17,7 +17,7 @@ from typing import Any
 
 from bnexport.errors import LibraryError, UsageError
 from bnexport.native import calls
-from bnexport.native.capi import BackwardParams, ForwardParams
+from bnexport.native.capi import DTYPES, LAYOUTS, BackwardParams, ForwardParams, backward_params, forward_params
 from bnexport.native.library import load
 
 __all__ = [

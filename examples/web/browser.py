@@ -15,6 +15,10 @@ from typing import Any
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 TIMEOUT = 180
+SWITCHES = (
+    *("--headless", "--disable-gpu", "--hide-scrollbars", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
 
 
 def find() -> str | None:
@@ -60,10 +64,12 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         """Quiet."""
 
 
-def look(browser: str, folder: Path, page: str, screenshot: Path) -> dict[str, Any]:
-    """Opens `page` of `folder`; what it reported, and a picture of it."""
+def look(browser: str, folder: Path, page: str, screenshot: Path, size: tuple[int, int] = (900, 930)) -> dict[str, Any]:
+    """Opens `page` of `folder` in a window of `size`; what it reported, and a picture of it."""
     with Server(folder) as server:
-        _open(browser, f"http://127.0.0.1:{server.server_port}/{page}?check", screenshot)
+        run(
+            browser, f"http://127.0.0.1:{server.server_port}/{page}?check", size, f"--screenshot={screenshot.resolve()}"
+        )
         if not server.finished.is_set():
             raise SystemExit(f"{page}: it did not finish within {TIMEOUT} s")
         if "error" in server.result:
@@ -71,17 +77,12 @@ def look(browser: str, folder: Path, page: str, screenshot: Path) -> dict[str, A
         return server.result
 
 
-def _open(browser: str, address: str, screenshot: Path) -> None:
+def run(browser: str, address: str, size: tuple[int, int], *actions: str) -> str:
+    """Opens an address in a new profile; what `actions`, switches such as --dump-dom, print."""
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
     with tempfile.TemporaryDirectory() as profile:
-        subprocess.run(
-            [
-                browser,
-                *("--headless", "--disable-gpu", "--hide-scrollbars", "--window-size=900,930", *sandbox),
-                *(f"--user-data-dir={profile}", f"--screenshot={screenshot.resolve()}"),
-                address,
-            ],
-            check=True,
-            timeout=TIMEOUT,
-            stderr=subprocess.DEVNULL,
+        command = [browser, *SWITCHES, *sandbox, f"--window-size={size[0]},{size[1]}", f"--user-data-dir={profile}"]
+        done = subprocess.run(
+            [*command, *actions, address], check=True, timeout=TIMEOUT, capture_output=True, text=True
         )
+        return done.stdout

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.page import table
+from benchmarks.markdown import behind_summary, table
 from tests.zoo import catalogue, verdicts
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -21,10 +21,10 @@ Result = dict[str, Any]
 
 HEAD = """# Architectures that were tried
 
-Real architectures, built by their libraries without weights, with statistics as training leaves them, and their batch
-norms converted by the library's own means. Both exporters of bnexport wrote each one for deployment and with the
-operator kept, the kept file was folded, and every file was compared with the untouched model at the example's size and
-at two or three others. Plain `torch.onnx.export` wrote the same models.
+The table counts, per library, the architectures that each way of exporting wrote correctly. Each model was built by its library without
+weights, with statistics as training leaves them, and its batch norms were converted by the library's own function. Both
+exporters of bnexport wrote it, folded and with the operator kept, and the kept file was folded. Every file was compared with the
+untouched model at the example's size and at two or three others. `torch.onnx.export` wrote the same models.
 """
 
 JUDGED = """## How they were judged
@@ -203,8 +203,8 @@ def render(results: dict[str, Result]) -> str:
     parts = [
         HEAD,
         f"{len(built)} of the {len(catalogue.entries())} architectures of the catalogue have run, "
-        f"{sum(all(way in each['ways'] for way in ALL) for each in built)} of them in every way. How many are right, of "
-        f"those that a way was tried with:\n\n{libraries(built)}",
+        f"{sum(all(way in each['ways'] for way in ALL) for each in built)} of them in every way. "
+        f"Correct exports per method, of those tried:\n\n{libraries(built)}",
         parity(built),
         JUDGED,
         f"## Results by way\n\n{summary(built)}",
@@ -213,7 +213,7 @@ def render(results: dict[str, Result]) -> str:
         f"## Batch norms that are left\n\n{reasons(built)}",
         f"## All models\n\n{models(built)}",
     ]
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    return behind_summary("\n\n".join(part.strip() for part in parts)) + "\n"
 
 
 if __name__ == "__main__":
