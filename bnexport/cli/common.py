@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from bnexport.cli.console import set_level
-from bnexport.cli.help import EXIT_CODES, HelpfulCommand
+from bnexport.cli.help import EXAMPLES, EXIT_CODES, PLACES, HelpfulCommand
 from bnexport.errors import UsageError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -23,11 +23,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class _App(typer.Typer):
     """Every command takes -q, -v and --limit, because it is registered here."""
 
-    def command(self, *args: Any, **options: Any) -> Callable[[_Function], _Function]:
-        register = super().command(*args, cls=HelpfulCommand, **options)
+    def command(  # type: ignore[override]
+        self, name: str | None = None, *, place: int, examples: tuple[str, ...], **options: Any
+    ) -> Callable[[_Function], _Function]:
+        """Register a command. place: among all, in help. examples: lines of its help."""
+        register = super().command(name, cls=HelpfulCommand, **options)
 
         def decorate(function: _Function) -> _Function:
             register(_with_common_options(function))
+            shown = name or function.__name__
+            PLACES[shown], EXAMPLES[shown] = place, examples
             return function
 
         return decorate

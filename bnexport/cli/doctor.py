@@ -14,7 +14,13 @@ from bnexport.cli.output import check_targets, emit, table
 from bnexport.errors import MissingDependencyError
 
 
-@app.command()
+@app.command(
+    place=110,
+    examples=(
+        "bnexport doctor",
+        "bnexport doctor --deep",
+    ),
+)
 def doctor(
     deep: Annotated[bool, typer.Option("--deep", help="Import every package, torch too, and run an operator.")] = False,
     json_target: Json = None,

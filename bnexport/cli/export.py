@@ -21,7 +21,14 @@ from bnexport.cli.output import check_exists, check_new, check_targets, emit
 from bnexport.errors import UsageError
 
 
-@app.command()
+@app.command(
+    place=10,
+    examples=(
+        "bnexport export package:network model.onnx --checkpoint weights.pth -i x:1,3,224,224",
+        "bnexport export package:network kept.onnx --mode custom_op -i x:1,3,224,224",
+        "bnexport export package:network model.pt2 -i image:image.npy --static",
+    ),
+)
 def export(
     factory: Annotated[
         str,

@@ -7,49 +7,9 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-# Commands in the order in which a model goes through them.
-ORDER = (
-    "export",
-    "inspect",
-    "recalibrate",
-    "fold",
-    "inline",
-    "verify",
-    "run",
-    "bench",
-    "train-export",
-    "train",
-    "doctor",
-)
-EXAMPLES = {
-    "export": (
-        "bnexport export package:network model.onnx --checkpoint weights.pth -i x:1,3,224,224",
-        "bnexport export package:network kept.onnx --mode custom_op -i x:1,3,224,224",
-        "bnexport export package:network model.pt2 -i image:image.npy --static",
-    ),
-    "inspect": ("bnexport inspect model.onnx", "bnexport inspect model.onnx --json -"),
-    "recalibrate": (
-        "bnexport recalibrate model.onnx better.onnx -i x:rows.npy --html changes.html",
-        "bnexport recalibrate model.onnx better.onnx -i x:folder --layers together --batch 64",
-    ),
-    "fold": (
-        "bnexport fold kept.onnx folded.onnx",
-        "bnexport fold kept.onnx folded.onnx --html report.html -i x:1,3,224,224",
-        "bnexport fold kept.onnx --explain backbone.layer1",
-    ),
-    "inline": ("bnexport inline kept.onnx plain.onnx", "bnexport inline kept.onnx plain.onnx -i x:1,3,224,224"),
-    "verify": ("bnexport verify kept.onnx folded.onnx", "bnexport verify kept.onnx folded.onnx -i x:image.npy"),
-    "run": ("bnexport run model.onnx", "bnexport run model.onnx -i x:image.npy -o outputs.npz --provider cuda"),
-    "bench": ("bnexport bench kept.onnx folded.onnx -i x:1,3,224,224 --chart latency.png",),
-    "train-export": (
-        "bnexport train-export package:network step.onnx -i x:8,3,32,32 --optimizer adamw --option lr=1e-3",
-    ),
-    "train": (
-        "bnexport train step.onnx --data rows.npz --epochs 10 --save run.safetensors --inference model.onnx",
-        "bnexport train step.onnx --data rows.npz --epochs 20 --save run.safetensors --resume",
-    ),
-    "doctor": ("bnexport doctor", "bnexport doctor --deep"),
-}
+# What each command is registered with (`common.app`): its place among all, in the order in which a model goes through them.
+PLACES: dict[str, int] = {}
+EXAMPLES: dict[str, tuple[str, ...]] = {}
 NOT_VERIFIED = 5
 EXIT_CODES = (
     "Exit codes: 0 ok, 1 verification failed, 2 usage, 3 model refused, 4 missing dependency or resource, "
@@ -58,9 +18,8 @@ EXIT_CODES = (
 
 
 def place(command: Any) -> int:
-    """Return the place of a registered command in the list of all."""
-    name = command.name or command.callback.__name__
-    return ORDER.index(name) if name in ORDER else len(ORDER)
+    """Return the place of a registered command among all."""
+    return PLACES[command.name or command.callback.__name__]
 
 
 class HelpfulCommand(TyperCommand):

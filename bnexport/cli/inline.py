@@ -14,7 +14,13 @@ from bnexport.cli.models import verdict
 from bnexport.cli.output import check_change, check_targets, emit, table
 
 
-@app.command()
+@app.command(
+    place=50,
+    examples=(
+        "bnexport inline kept.onnx plain.onnx",
+        "bnexport inline kept.onnx plain.onnx -i x:1,3,224,224",
+    ),
+)
 def inline(
     source: Annotated[
         Path, typer.Argument(metavar="IN", help="The ONNX file to inline; unchanged unless it is OUT, too.")

@@ -18,7 +18,13 @@ from bnexport.cli.run import first_feeds
 from bnexport.errors import UsageError, VerificationError
 
 
-@app.command()
+@app.command(
+    place=20,
+    examples=(
+        "bnexport inspect model.onnx",
+        "bnexport inspect model.onnx --json -",
+    ),
+)
 def inspect(model: Model, json_target: Json = None) -> None:
     """Lists a model's operators, batch norms, groups and sizes."""
     from bnexport import folding
@@ -90,7 +96,14 @@ def _shape(shape: tuple[Any, ...] | None) -> str:
     return f"({', '.join(map(str, sizes))})"
 
 
-@app.command()
+@app.command(
+    place=40,
+    examples=(
+        "bnexport fold kept.onnx folded.onnx",
+        "bnexport fold kept.onnx folded.onnx --html report.html -i x:1,3,224,224",
+        "bnexport fold kept.onnx --explain backbone.layer1",
+    ),
+)
 def fold(
     source: Annotated[
         Path, typer.Argument(metavar="IN", help="The ONNX file to fold; unchanged unless it is OUT, too.")
@@ -256,7 +269,13 @@ def _proofs(sites: Any) -> list[Any]:
     return [table(f"{len(shown)} of {len(sites)} folds", columns, rows, right=columns[2:4])] if rows else []
 
 
-@app.command()
+@app.command(
+    place=60,
+    examples=(
+        "bnexport verify kept.onnx folded.onnx",
+        "bnexport verify kept.onnx folded.onnx -i x:image.npy",
+    ),
+)
 def verify(
     reference: Annotated[Path, typer.Argument(metavar="A", help="The reference.")],
     candidate: Annotated[Path, typer.Argument(metavar="B", help="The model to check.")],

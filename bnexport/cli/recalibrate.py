@@ -17,7 +17,13 @@ _ROWS = "NAME:FILE.npy|FOLDER"
 Batch = Annotated[int, typer.Option("--batch", metavar="INT", min=1, help="Rows of one batch.")]
 
 
-@app.command()
+@app.command(
+    place=30,
+    examples=(
+        "bnexport recalibrate model.onnx better.onnx -i x:rows.npy --html changes.html",
+        "bnexport recalibrate model.onnx better.onnx -i x:folder --layers together --batch 64",
+    ),
+)
 def recalibrate(
     source: Annotated[Path, typer.Argument(metavar="IN", help="The ONNX file; unchanged unless it is OUT, too.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Where the model with new statistics goes.")],

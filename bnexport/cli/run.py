@@ -15,7 +15,13 @@ from bnexport.cli.output import binary_file, check_targets, emit, table
 from bnexport.errors import UnsupportedModelError, UsageError
 
 
-@app.command()
+@app.command(
+    place=70,
+    examples=(
+        "bnexport run model.onnx",
+        "bnexport run model.onnx -i x:image.npy -o outputs.npz --provider cuda",
+    ),
+)
 def run(
     model: Model,
     inputs: Inputs = None,
@@ -112,7 +118,10 @@ def _row(name: str, array: Any) -> dict[str, Any]:
     return {"name": name, "dtype": str(array.dtype), "shape": list(array.shape), **numbers}
 
 
-@app.command()
+@app.command(
+    place=80,
+    examples=("bnexport bench kept.onnx folded.onnx -i x:1,3,224,224 --chart latency.png",),
+)
 def bench(
     models: Annotated[list[Path], typer.Argument(metavar="MODEL...", help="ONNX files with the same inputs.")],
     inputs: Inputs = None,

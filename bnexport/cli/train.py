@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 _DATA = "FILE.npz|X.npy,Y.npy|FOLDER"
 
 
-@app.command()
+@app.command(
+    place=100,
+    examples=(
+        "bnexport train step.onnx --data rows.npz --epochs 10 --save run.safetensors --inference model.onnx",
+        "bnexport train step.onnx --data rows.npz --epochs 20 --save run.safetensors --resume",
+    ),
+)
 def train(
     step: Annotated[Path, typer.Argument(metavar="STEP", help="The graph that `bnexport train-export` wrote.")],
     data: Annotated[

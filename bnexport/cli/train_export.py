@@ -20,7 +20,11 @@ from bnexport.errors import UsageError
 _SHOWN = 10
 
 
-@app.command("train-export")
+@app.command(
+    "train-export",
+    place=90,
+    examples=("bnexport train-export package:network step.onnx -i x:8,3,32,32 --optimizer adamw --option lr=1e-3",),
+)
 def train_export(
     factory: Annotated[
         str, typer.Argument(metavar="MODULE:FACTORY", help="A function, or class, that builds the torch module.")

@@ -9,8 +9,10 @@ import typer
 
 from bnexport.cli import main
 from bnexport.cli.application import app
-from bnexport.cli.help import EXAMPLES, ORDER
+from bnexport.cli.help import EXAMPLES, PLACES
 from tests.support import warm
+
+ORDER = sorted(PLACES, key=PLACES.__getitem__)
 
 
 def help_of(*command, capfd):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bnexport.cli.application import app
-from bnexport.cli.help import ORDER
+from bnexport.cli.help import PLACES
 from tests.docs.pages import ROOT, blocks, run
 
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
@@ -111,7 +111,7 @@ def test_the_site_and_the_help_name_the_same_commands() -> None:
     """In one order and with the same words: --help, docs/command_line.md, and of targets Makefile and make help."""
     page = (ROOT / "docs/command_line.md").read_text()
     table = re.findall(r"^\| `bnexport ([a-z-]+)[^`]*` \| (.+) \|$", page, re.MULTILINE)
-    assert [name for name, _ in table] == list(ORDER)
+    assert [name for name, _ in table] == sorted(PLACES, key=PLACES.__getitem__)
     commands = {each.name or each.callback.__name__: each for each in app.registered_commands}
     for name, text in table:
         first = commands[name].callback.__doc__.strip().splitlines()[0].partition(". ")[0].rstrip(".")
