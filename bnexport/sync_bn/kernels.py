@@ -86,10 +86,10 @@ def _runs_on(device: int) -> bool:
 
 
 def usable(device: torch.device) -> bool:
-    """Whether the kernels run on a device."""
-    if device.type == "cpu":
-        return _is_loaded()
-    return device.type == "cuda" and _is_loaded() and _sees_devices() and _runs_on(device.index)
+    """Whether the kernels run on a device, and shall be used."""
+    if backend == "torch" or device.type not in ("cpu", "cuda") or not _is_loaded():
+        return False
+    return device.type == "cpu" or (_sees_devices() and _runs_on(device.index))
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -118,9 +118,15 @@ def _prepare(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, dev
     if layout == "NSC" and not x.permute(0, *range(2, x.dim()), 1).is_contiguous():
         return None
     S = statistics_type(dtype)
-    codes = [capi.DTYPES[str(it).removeprefix("torch.")] for it in (dtype, S)]
-    values = (*codes, capi.LAYOUTS[layout], *shape[:2], math.prod(shape[2:]))
-    sizes = dict(zip(("dtype", "stats_dtype", "layout", "N", "C", "S"), values, strict=True))
+    types = [capi.DTYPES[str(it).removeprefix("torch.")] for it in (dtype, S)]
+    sizes = {
+        "dtype": types[0],
+        "stats_dtype": types[1],
+        "layout": capi.LAYOUTS[layout],
+        "N": shape[0],
+        "C": shape[1],
+        "S": math.prod(shape[2:]),
+    }
     run = capi.run if device.type == "cpu" else functools.partial(_run_on_device, device)
     return Kernels(device, shape[1:2], S, capi.forward_params(**sizes), capi.backward_params(**sizes), run)
 
