@@ -12,7 +12,7 @@ import functools
 import json
 from typing import Any
 
-from bnexport.errors import LibraryError, UsageError
+from bnexport.errors import UsageError
 from bnexport.native import calls
 from bnexport.native.library import load
 
@@ -24,7 +24,6 @@ __all__ = [
     "STATS_MODES",
     "BackwardParams",
     "ForwardParams",
-    "available",
     "backward_params",
     "cpu_backward",
     "cpu_backward_moments",
@@ -139,15 +138,6 @@ def library() -> ctypes.CDLL:
     for name in ("bnexport_describe", "bnexport_instruction_set"):
         getattr(loaded, name).restype = ctypes.c_char_p
     return loaded
-
-
-def available() -> bool:
-    """Whether the library can be loaded."""
-    try:
-        library()
-    except LibraryError:
-        return False
-    return True
 
 
 def run(name: str, *arguments: Any, prefix: str = "bnexport_cpu_") -> None:

@@ -23,7 +23,6 @@ from bnexport.native.library import load
 __all__ = [
     "STRATEGIES",
     "LaunchPlan",
-    "available",
     "backward",
     "backward_moments",
     "check_device",
@@ -110,23 +109,13 @@ def check_device(index: int) -> None:
     _call("check_device", index)
 
 
-def available() -> bool:
-    """Whether the library can be loaded and a device exists."""
-    try:
-        return device_count() > 0
-    except LibraryError:
-        return False
-
-
 def no_device() -> str | None:
-    """Return why the library sees no device, with the CUDA version of the driver; None if it sees one or is not there.
+    """Return why the library sees no device, with the CUDA version of the driver; None if it sees one.
 
     A driver that is older than the CUDA runtime in the library hides devices that programs built with an older one see.
+    Raises LibraryError if the library is not available.
     """
-    try:
-        if device_count() > 0:
-            return None
-    except LibraryError:
+    if device_count() > 0:
         return None
     try:
         check_device(0)

@@ -154,14 +154,9 @@ def to_sync(old: nn.Module, process_group: ProcessGroup | None) -> nn.Module | N
     if isinstance(old, nn.modules.lazy.LazyModuleMixin) and old.has_uninitialized_params():
         raise UsageError(f"{type(old).__name__}: its parameters are uninitialised; run one forward before converting")
     fuse_relu = kind == "apex" and bool(getattr(old, "fuse_relu", False))
-    new_class: type[nn.Module] = SyncBatchNorm
-    if kind == "ours":
-        new_class = parametrize.type_before_parametrizations(old)
-    elif kind == "frozen":
-        new_class = FrozenSyncBatchNorm
-    elif kind in ("inplace_abn", "batch_norm_act", "timm_sync_act") or fuse_relu:
-        new_class = SyncBatchNormAct
-    new = _take_over(old, new_class)
+    activated = dict.fromkeys(("inplace_abn", "batch_norm_act", "timm_sync_act"), SyncBatchNormAct)
+    classes = {"ours": parametrize.type_before_parametrizations(old), "frozen": FrozenSyncBatchNorm, **activated}
+    new = _take_over(old, SyncBatchNormAct if fuse_relu else classes.get(kind, SyncBatchNorm))
     group = process_group
     for name in ("process_group", "group"):
         if group is None:

@@ -32,9 +32,9 @@ def differentiate(*tensors: Tensor | None) -> bool:
     """Whether a transform of torch.func, or a tangent of forward mode, asks for these derivatives."""
     if torch_versions.transform_level() is not None:
         return torch_versions.differentiates()
-    if not torch_versions.has_tangents():
-        return False
-    return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    return torch_versions.has_tangents() and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    )
 
 
 def _one_process(*group: Any) -> GroupSpec:

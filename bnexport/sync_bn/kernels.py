@@ -24,7 +24,7 @@ import torch
 
 from bnexport import torch_versions
 from bnexport.errors import LibraryError, UsageError
-from bnexport.native import capi, cuda
+from bnexport.native import capi, cuda, library
 from bnexport.sync_bn.operands import DTYPES, statistics_type
 
 Tensor = torch.Tensor
@@ -40,8 +40,8 @@ _LARGE = 4 << 20
 
 @functools.cache
 def _is_loaded() -> bool:
-    """Whether the library is there; lend it torch's OpenMP runtime."""
-    if not capi.available():
+    """Whether there is a library; lend it torch's OpenMP runtime. Raises LibraryError for one that is not bnexport's."""
+    if library.find("ops") is None:
         return False
     capi.lend_openmp(_openmp_parallel())
     return True
@@ -60,8 +60,12 @@ def _openmp_parallel() -> int:
 
 @functools.cache
 def _sees_devices() -> bool:
-    """Whether the CUDA library sees a device, for a tensor that torch has put on one; warn once if it does not."""
-    reason = None if cuda.available() else cuda.no_device()
+    """Whether there is a CUDA library and it sees a device, for a tensor that torch has put on one; warn once if it sees
+    none. Raises LibraryError for a library that is not bnexport's.
+    """
+    if library.find("cuda") is None:
+        return False
+    reason = cuda.no_device()
     if reason is not None:
         warnings.warn(
             f"sync batch norm on CUDA uses torch's own operations, though bnexport's CUDA library is installed: {reason}; "
@@ -69,7 +73,7 @@ def _sees_devices() -> bool:
             RuntimeWarning,
             stacklevel=2,
         )
-    return cuda.available()
+    return reason is None
 
 
 @functools.cache
@@ -86,10 +90,10 @@ def _runs_on(device: int) -> bool:
 
 
 def usable(device: torch.device) -> bool:
-    """Whether the kernels run on a device."""
-    if device.type == "cpu":
-        return _is_loaded()
-    return device.type == "cuda" and _is_loaded() and _sees_devices() and _runs_on(device.index)
+    """Whether the kernels run on a device, and shall be used."""
+    if backend == "torch" or device.type not in ("cpu", "cuda") or not _is_loaded():
+        return False
+    return device.type == "cpu" or (_sees_devices() and _runs_on(device.index))
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -118,9 +122,15 @@ def _prepare(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, dev
     if layout == "NSC" and not x.permute(0, *range(2, x.dim()), 1).is_contiguous():
         return None
     S = statistics_type(dtype)
-    codes = [capi.DTYPES[str(it).removeprefix("torch.")] for it in (dtype, S)]
-    values = (*codes, capi.LAYOUTS[layout], *shape[:2], math.prod(shape[2:]))
-    sizes = dict(zip(("dtype", "stats_dtype", "layout", "N", "C", "S"), values, strict=True))
+    types = [capi.DTYPES[str(it).removeprefix("torch.")] for it in (dtype, S)]
+    sizes = {
+        "dtype": types[0],
+        "stats_dtype": types[1],
+        "layout": capi.LAYOUTS[layout],
+        "N": shape[0],
+        "C": shape[1],
+        "S": math.prod(shape[2:]),
+    }
     run = capi.run if device.type == "cpu" else functools.partial(_run_on_device, device)
     return Kernels(device, shape[1:2], S, capi.forward_params(**sizes), capi.backward_params(**sizes), run)
 
@@ -259,7 +269,7 @@ def _run_on_device(device: torch.device, name: str, params: Any, *row: int) -> N
         size = cuda.workspace_size(params)
         # Freed memory is used again by later work of the same stream only.
         workspace = torch.empty(size, dtype=torch.uint8, device=device)
-        getattr(cuda, name)(params, *row, workspace.data_ptr(), size, torch.cuda.current_stream().cuda_stream)
+        getattr(cuda, name)(params, *row, workspace.data_ptr(), size, torch_versions.cuda_stream(device.index))
 
 
 def _filled(sizes: Any, x: Tensor, stats_mode: str) -> Any:

@@ -99,12 +99,9 @@ class SyncBatchNorm(BatchNormBase):
         self.group = value
 
     def extra_repr(self) -> str:
-        text = super().extra_repr()
-        if self.stats_mode != "exact":
-            text += f", stats_mode={self.stats_mode!r}"
-        if self.grad_reduction != "local":
-            text += f", grad_reduction={self.grad_reduction!r}"
-        return text
+        options = (("stats_mode", self.stats_mode, "exact"), ("grad_reduction", self.grad_reduction, "local"))
+        changed = [f", {name}={value!r}" for name, value, default in options if value != default]
+        return super().extra_repr() + "".join(changed)
 
     def group_size(self) -> int:
         """Return the current number of processes that share statistics."""
@@ -172,10 +169,9 @@ class SyncBatchNorm(BatchNormBase):
             batches = counted + 1
             self._set_statistic("num_batches_tracked", batches)
             if self.momentum is None:
-                assert self.running_mean is not None and self.running_var is not None
                 share = 1.0 / batches.to(new_mean.dtype)
-                new_mean = self.running_mean + (new_mean - self.running_mean) * share
-                new_var = self.running_var + (new_var - self.running_var) * share
+                pairs = ((self.running_mean, new_mean), (self.running_var, new_var))
+                new_mean, new_var = (old + (new - old) * share for old, new in pairs if old is not None)
         elif self.momentum is None:
             return  # as torch: without a count an average of all batches cannot go on
         self._set_statistic("running_mean", new_mean)
@@ -201,11 +197,9 @@ class SyncBatchNorm(BatchNormBase):
         return clone
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
         name = distributed.name_of(self.group) if self.group is not None else ""
-        state["group"] = None
-        state["_lost_group"] = name if name not in ("", schema.WORLD_GROUP) else None
-        return state
+        lost = name if name not in ("", schema.WORLD_GROUP) else None
+        return {**self.__dict__, "group": None, "_lost_group": lost}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

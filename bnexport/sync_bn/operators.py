@@ -32,11 +32,23 @@ sync_batch_norm = torch.ops.bnexport.sync_batch_norm.default
 sync_batch_norm_backward = torch.ops.bnexport.sync_batch_norm_backward.default
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    y, new_mean, new_var, mean, invstd = passes.forward(*arguments)
-    nothing = arguments[0].new_empty(0, dtype=statistics_type(y.dtype))
-    statistics = (nothing if new_mean is None else new_mean, nothing if new_var is None else new_var)
-    return (y, *statistics, mean, invstd)
+def _forward(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *group: Any,
+) -> tuple[Tensor, ...]:
+    vectors, spec = (running_mean, running_var, weight, bias), GroupSpec(*group)
+    operands.check_forward(input, vectors, training, momentum, eps, spec)
+    backend, x, *arranged = passes.arrange(input, *vectors)
+    y, *new, mean, invstd = passes.normalise(backend, x, arranged, training, momentum, eps, spec)
+    nothing = mean.new_empty(0, dtype=statistics_type(x.dtype))
+    return (passes.like(y, input), *(nothing if it is None else it for it in new), mean, invstd)
 
 
 def _forward_fake(
@@ -58,14 +70,24 @@ def _forward_fake(
     return (torch.empty_like(input), *statistics, *saved)
 
 
-def _backward(*arguments: Any) -> tuple[Tensor, ...]:
-    input, weight = arguments[1:3]
-    grads = passes.backward(*arguments)
-    vectors = statistics_type(input.dtype) if weight is None else weight.dtype
-    return tuple(
-        input.new_empty(0) if grad is None else grad.to(dtype)
-        for grad, dtype in zip(grads, (input.dtype, vectors, vectors), strict=True)
-    )
+def _backward(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    saved_mean: Tensor,
+    saved_invstd: Tensor,
+    training: bool,
+    output_mask: list[bool],
+    *group: Any,
+) -> tuple[Tensor, ...]:
+    spec = GroupSpec(*group)
+    operands.check_backward(grad_output, input, weight, saved_mean, saved_invstd, output_mask, spec)
+    backend, x, w = passes.arrange(input, weight)
+    saved = (saved_mean.contiguous(), saved_invstd.contiguous())
+    dx, *vectors = passes.differentiate(backend, grad_output, x, w, *saved, training, output_mask, spec)
+    dtype, nothing = statistics_type(x.dtype) if weight is None else weight.dtype, x.new_empty(0)
+    grads = (None if dx is None else passes.like(dx, input), *(it if it is None else it.to(dtype) for it in vectors))
+    return tuple(nothing if grad is None else grad for grad in grads)
 
 
 def _backward_fake(

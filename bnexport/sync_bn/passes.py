@@ -12,18 +12,16 @@ import torch
 
 from bnexport.schema import GroupSpec
 from bnexport.sync_bn import distributed, operands, torch_operations
-from bnexport.sync_bn.kernels import kernels_for
+from bnexport.sync_bn.kernels import kernels_for, usable
 
 Tensor = torch.Tensor
 
 
 def arrange(input: Tensor, *vectors: Tensor | None) -> tuple[Any, ...]:
     """Return the kernels or torch operations, the input in a layout that they support, and vectors as they read them."""
-    for x in (input, input.contiguous()):
-        kernels = kernels_for(x)
-        if kernels is not None:
-            return kernels, x, *map(kernels.vector, vectors)
-    return torch_operations, torch_operations.arrange(input), *vectors
+    x = input.contiguous() if kernels_for(input) is None and usable(input.device) else input
+    kernels = kernels_for(x)
+    return (torch_operations, x, *vectors) if kernels is None else (kernels, x, *map(kernels.vector, vectors))
 
 
 def exchange(row: Tensor, x: Tensor, direction: str, group: GroupSpec) -> Tensor:
@@ -45,25 +43,6 @@ def like(result: Tensor, x: Tensor) -> Tensor:
     return result if result.stride() == promised.stride() else promised.copy_(result)
 
 
-def forward(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    *group: Any,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
-    """Compute the results of the operator `sync_batch_norm`, with None for absent statistics."""
-    vectors, spec = (running_mean, running_var, weight, bias), GroupSpec(*group)
-    operands.check_forward(input, vectors, training, momentum, eps, spec)
-    backend, x, *arranged = arrange(input, *vectors)
-    y, new_mean, new_var, mean, invstd = normalise(backend, x, arranged, training, momentum, eps, spec)
-    return like(y, input), new_mean, new_var, mean, invstd
-
-
 def normalise(
     backend: Any,
     x: Tensor,
@@ -83,27 +62,6 @@ def normalise(
     elif training and x.numel() == x.shape[1]:
         operands.require_two_values(operands.values_per_channel(x), x)
     return backend.forward(x, vectors, training, momentum, eps, group.stats_mode, rows, in_place)
-
-
-def backward(
-    grad_output: Tensor,
-    input: Tensor,
-    weight: Tensor | None,
-    saved_mean: Tensor,
-    saved_invstd: Tensor,
-    training: bool,
-    output_mask: Sequence[bool],
-    *group: Any,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute the results of the operator `sync_batch_norm_backward`, None for those that are not needed; gradients of
-    weight and bias have the statistics' type.
-    """
-    spec = GroupSpec(*group)
-    operands.check_backward(grad_output, input, weight, saved_mean, saved_invstd, output_mask, spec)
-    backend, x, w = arrange(input, weight)
-    saved = (saved_mean.contiguous(), saved_invstd.contiguous())
-    dx, dweight, dbias = differentiate(backend, grad_output, x, w, *saved, training, output_mask, spec)
-    return None if dx is None else like(dx, input), dweight, dbias
 
 
 def differentiate(

@@ -234,13 +234,10 @@ def backward_nhwc(
             raise UsageError(
                 f"{name} and input: got shapes {np.shape(value)} and {x.shape}, expected {name} of shape {x.shape[3:]}"
             )
-    gamma, mu, var = (np.asarray(value, np.float64) for value in vectors.values())
-    count = x.shape[0] * x.shape[1] * x.shape[2]
-    invstd = inverse_std(var, epsilon)
-    x_hat = (x - mu) * invstd
-    A, B = dy.sum((0, 1, 2)), (dy * x_hat).sum((0, 1, 2))
-    dx = gamma * invstd * (dy - (A + x_hat * B) / max(count, 1))
-    return Backward(dx, B, A)
+    dy, x = np.moveaxis(dy, 3, 1), np.moveaxis(x, 3, 1)
+    result = backward(dy, x, scale, eps=epsilon, mean=mean, var=variance)
+    assert result.grad_input is not None
+    return dataclasses.replace(result, grad_input=np.moveaxis(result.grad_input, 1, 3))
 
 
 @dataclasses.dataclass(frozen=True)

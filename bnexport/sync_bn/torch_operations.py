@@ -17,11 +17,6 @@ from bnexport.sync_bn.operands import statistics_type, values_per_channel
 Tensor = torch.Tensor
 
 
-def arrange(x: Tensor) -> Tensor:
-    """Return x if it covers its memory without gaps or overlap, else a contiguous copy."""
-    return x if torch.ops.aten.is_non_overlapping_and_dense(x) else x.contiguous()
-
-
 def axes(x: Tensor) -> list[int]:
     return [0, *range(2, x.dim())]
 

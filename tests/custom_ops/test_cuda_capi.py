@@ -4,8 +4,10 @@ device memory. The same verification runs on a GPU in benchmarks/gpu_kit.py.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+import functools
 import itertools
 import os
 import shutil
@@ -19,7 +21,7 @@ import torch
 from benchmarks.gpu import cases, groups, more_cases
 from benchmarks.gpu.layer import DTYPES, Calls, Layer
 from benchmarks.gpu.report import NotRun
-from bnexport import __version__
+from bnexport import __version__, torch_versions
 from bnexport.errors import LibraryError, UsageError
 from bnexport.native import capi, cuda
 from bnexport.native.library import CUDA_ENVIRONMENT_VARIABLE
@@ -64,7 +66,6 @@ def test_a_missing_library_is_an_error_that_says_how_to_get_one(fresh, tmp_path)
     fresh.setenv(CUDA_ENVIRONMENT_VARIABLE, str(tmp_path / "none.so"))
     with pytest.raises(LibraryError, match=r"none\.so', expected an existing .*make cuda"):
         cuda.library()
-    assert not cuda.available()
 
 
 def test_a_file_that_is_no_library_is_an_error(fresh, tmp_path):
@@ -193,6 +194,57 @@ def test_torch_s_operations_run_where_the_library_has_no_kernels(refuse, monkeyp
         assert [kernels.usable(device) for _ in range(3)] == [False] * 3
     assert len(warned) == 1
     kernels._runs_on.cache_clear()
+
+
+@pytest.fixture
+def device_kernels(emulated, monkeypatch):
+    """What a layer calls on a device, on a tensor of the host: a function that returns its kernels."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch_versions, "cuda_stream", lambda index: 0)
+    calls = {name: getattr(cuda, name) for name in ("forward", "backward", "moments", "backward_moments")}
+    for name, call in calls.items():
+
+        def aligned(params, *arguments, call=call):
+            *row, _, size, stream = arguments
+            memory = torch.empty(size + 256, dtype=torch.uint8)
+            call(params, *row, memory.data_ptr() + -memory.data_ptr() % 256, size, stream)
+
+        monkeypatch.setattr(cuda, name, aligned)
+
+    def of(x):
+        return dataclasses.replace(kernels.kernels_for(x), run=functools.partial(kernels._run_on_device, x.device))
+
+    return of
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+def test_a_layer_makes_the_same_call_on_both_devices(device_kernels, channels_last):
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    x, dy = (torch.randn(4, 5, 6, 6).contiguous(memory_format=layout) for _ in range(2))
+    results = []
+    for of in (kernels.kernels_for, device_kernels):
+        layer, (mean, var, weight, bias) = of(x), torch.linspace(0.5, 2.0, 20).view(4, 5).clone()
+        row = layer.forward_row(x, "N")
+        y, new_mean, new_var, *saved = layer.forward(
+            x, (mean, var, weight, bias), True, 0.3, 1e-3, "N", torch.stack([row, 2 * row]), in_place=True
+        )
+        assert new_mean is mean and new_var is var
+        sums = layer.backward_row(dy, x, *saved, "N")
+        rows = torch.stack([sums, 3 * sums])
+        grads = layer.backward(dy, x, weight, *saved, True, (True,) * 3, "N", "mean", sums, rows)
+        alone = layer.forward(x, (mean, None, None, bias), True, 1.0, 0.0, "exact", None)
+        fixed = layer.forward(x, (mean, var, None, bias), False, 1.0, 0.5, "exact", None)
+        results.append([row, y, mean, var, *saved, sums, *grads, *(it for it in (*alone, *fixed) if it is not None)])
+    for host, device in zip(*results, strict=True):
+        torch.testing.assert_close(device, host, rtol=1e-5, atol=1e-5)
+
+
+def test_a_device_that_fails_is_an_error_of_the_layer(device_kernels, refuse):
+    x = torch.randn(5, 8, 30, 30)
+    layer = device_kernels(x)
+    refuse(TOGETHER)
+    with cuda.prefer("cluster"), pytest.raises(LibraryError, match=r"bnexport_cuda_forward: .*refused"):
+        layer.forward(x, (None,) * 4, True, 0.1, 1e-5, "exact", None)
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])

@@ -48,7 +48,7 @@ GROUPS = {
         ("bnexport/sync_bn/*.py",),
         _named(
             "tests/sync_bn/test_{}.py",
-            "reference rows eager convert recognition module operators distributed copies module_copies",
+            "reference rows autograd derivatives operands convert recognition module operators distributed copies module_copies",
         ),
         ("tests/sync_bn/test_distributed.py",),
     ),

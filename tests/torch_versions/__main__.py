@@ -25,7 +25,7 @@ NEEDED = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "scikit-learn>=
 # The operator in several processes, both exporters, default choices of sizes, checkpoints, modules, training.
 TESTS = (
     "tests/torch_versions",
-    *(f"tests/sync_bn/test_{name}.py" for name in ("distributed", "module", "convert", "eager")),
+    *(f"tests/sync_bn/test_{name}.py" for name in ("distributed", "module", "convert", "autograd")),
     *(f"tests/exporting/test_{name}.py" for name in ("size_corpus", "checkpoint", "portable_body")),
     "tests/folding/module/test_folds.py",
     "tests/training/test_networks.py",
