@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -241,6 +242,18 @@ def test_a_killed_kit_takes_its_section_along_and_no_row_is_lost_or_made_twice(
     assert names_in(tmp_path) == reached and 2 < len(reached) < 30
     monkeypatch.setattr(gpu_kit, "ROOT", tmp_path)
     assert gpu_kit.run_section("build", options, time.monotonic() + 30, again=False) == "passed"
+    assert names_in(tmp_path) == [str(index) for index in range(30)]
+
+
+def test_a_section_waits_for_one_that_is_still_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = section_of(tmp_path, LONG)
+    monkeypatch.setattr(gpu_kit, "ROOT", tmp_path)
+    report.write_json(tmp_path / "build.jsonl", {"fingerprint": gpu_kit.fingerprint(options)}, indent=None)
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(gpu_kit.run_section, "build", options, time.monotonic() + 60, again=False) for _ in range(2)
+        ]
+        assert [run.result() for run in runs] == ["passed", "passed"]
     assert names_in(tmp_path) == [str(index) for index in range(30)]
 
 

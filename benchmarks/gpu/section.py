@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib
 import os
 import signal
@@ -55,6 +56,12 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true")
     given = parser.parse_args()
     end_with_the_kit()
+    with given.rows.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until a section of a killed kit has ended, too
+        return run(given)
+
+
+def run(given: argparse.Namespace) -> int:
     report = Report(given.rows, given.seconds)
     section = importlib.import_module(f"benchmarks.gpu.{MODULES[given.name]}")
     section.run(report, Options(given.rehearse, given.provider, given.architecture))
