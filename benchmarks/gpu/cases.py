@@ -229,10 +229,11 @@ def verify(case: Case, device: str) -> tuple[str | None, str | None]:
     return plans[0], plans[1]
 
 
-def verify_graph(strategy: str, cluster: int) -> bool:
+def verify_graph(strategy: str, cluster: int, channels_last: bool = False) -> bool:
     """Captures both directions into a CUDA graph and replays it over new input. Whether the wish was granted."""
-    case = Case((16, 64, 56, 56), torch.float16, False, strategy, cluster)
-    x, dy = (torch.randn(case.shape, device="cuda").to(case.dtype) for _ in range(2))
+    case = Case((16, 64, 56, 56), torch.float16, channels_last, strategy, cluster)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    x, dy = (torch.randn(case.shape, device="cuda").to(case.dtype).contiguous(memory_format=layout) for _ in range(2))
     y, dx, layer = torch.empty_like(x), torch.empty_like(x), Layer.of(x)
     try:
         with cuda.prefer(strategy, cluster):
