@@ -13,6 +13,7 @@ import torch
 from bnexport.cli import main
 from bnexport.cli.application import app
 from models.resnet import ResNet
+from tests.cli.conftest import smallest
 from tests.support.terminal import on_terminal
 
 
@@ -20,6 +21,11 @@ def tiny():
     torch.manual_seed(0)
     print("a factory may print what it likes")
     return ResNet(in_channels=1, widths=(4,), blocks=1)
+
+
+def chatty():
+    print("a factory may print what it likes")
+    return smallest()
 
 
 # Arguments of a call that succeeds, its messages, and a key of its JSON.
@@ -47,7 +53,7 @@ CALLS = {
     ),
 }
 CALLS["train-export"] = (
-    ["tests.cli.test_cli_contract:tiny", "{new}/s.onnx", "-i", "x:4,1,8,8"],
+    ["tests.cli.test_cli_contract:chatty", "{new}/s.onnx", "-i", "x:4,1,8,8"],
     ["s.onnx", "verification passed"],
     "inputs",
 )

@@ -42,9 +42,11 @@ class Branches(nn.Module):
         return x if x.sum() > 0 else -x
 
 
+BATCH = {"image": X, "shifts": [torch.tensor([0.5])]}
+
+
 def test_inputs_in_containers(tmp_path: Path) -> None:
-    model = Nested().eval()
-    batch = {"image": X, "shifts": [torch.tensor([0.5])]}
+    model, batch = Nested().eval(), BATCH
     kwargs = {"mask": torch.rand(2, 4, 4, 4), "flag": True}
     result = bnexport.export(model, (batch, 3), tmp_path / "m.onnx", kwargs=kwargs)
     assert result.verification.passed
@@ -53,7 +55,10 @@ def test_inputs_in_containers(tmp_path: Path) -> None:
     feeds = dict(zip(result.inputs, (X.numpy(), np.array([0.5], np.float32), kwargs["mask"].numpy())))
     (got,) = onnxruntime.InferenceSession(tmp_path / "m.onnx").run(None, feeds)
     np.testing.assert_allclose(got, model(batch, 3, **kwargs).detach().numpy(), rtol=1e-5, atol=1e-5)
-    assert bnexport.export(model, (batch,), tmp_path / "m.pt2").verification.passed
+
+
+def test_inputs_in_containers_for_pt2(tmp_path: Path) -> None:
+    assert bnexport.export(Nested().eval(), (BATCH,), tmp_path / "m.pt2").verification.passed
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile], ids=["DataParallel", "compile"])

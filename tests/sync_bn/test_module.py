@@ -79,7 +79,7 @@ def test_autocast_takes_the_inputs_type():
     assert y.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.cpp)])
 def test_compiles_without_graph_breaks(backend):
     module = SyncBatchNorm(3)
     other = copy.deepcopy(module)

@@ -25,24 +25,14 @@ def found(result: Result, word: str) -> list[str]:
     return [words for kind, words, *_ in result.findings if kind.split()[0] == word]
 
 
-@pytest.fixture(scope="module")
-def sample() -> Result:
-    return run(36, seed=17)
-
-
-def test_no_different_graph_of_the_sample_passes(sample: Result) -> None:
-    assert found(sample, "passed") == []
-
-
-def test_no_equal_graph_of_the_sample_fails(sample: Result) -> None:
-    assert found(sample, "failed") == []
-
-
-def test_no_changed_graph_of_the_sample_ends_in_an_error(sample: Result) -> None:
-    assert found(sample, "crash") == []
-    assert sample.different > 12
-    assert sample.equal > 6
-    assert len(sample.kinds) >= 9
+@pytest.mark.parametrize("seed", [17, 20, 21, 22])
+def test_a_sample_of_changed_graphs(seed: int) -> None:
+    """No different graph passes, no equal graph fails, none ends in an error."""
+    sample = run(9, seed)
+    assert [words for _, words, *_ in sample.findings] == []
+    assert sample.different >= 3
+    assert sample.equal >= 3
+    assert len(sample.kinds) >= 6
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from bnexport.errors import GroupError, UnsupportedModelError, UsageError
 from bnexport.training.building.parallel_graph import keep_gradients
 from bnexport.training.running.parallel import share_of_loss
 from bnexport.training.running.session import TrainingSession
-from tests.support.cluster import run_once
+from tests.support.cluster import Cluster, run_once
 from tests.training.running.parallel_jobs import run_jobs, run_jobs_once
 
 IGNORED = 255
@@ -90,17 +90,50 @@ EXPORTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def steps(tmp_path_factory) -> Path:
-    """A folder with the exported steps and their batches."""
-    folder = tmp_path_factory.mktemp("steps")
-    for name, given in EXPORTS.items():
-        options = dict(given)
-        dense, loss = options.pop("dense", False), options.pop("loss", nn.functional.cross_entropy)
-        example = tuple(torch.from_numpy(array) for array in rows(4, 9, dense))
-        bnexport.export_training_step(net(dense), loss, example, folder / f"{name}.onnx", verify=False, **options)
-        save_batches(folder / f"{name}.npz", dense)
-    return folder
+class Steps:
+    """Exported steps with their batches beside them, and what two processes make of them: each made when it is asked for."""
+
+    def __init__(self, folder: Path, cluster: Cluster) -> None:
+        self.folder, self.cluster = folder, cluster
+
+    def path(self, name: str) -> Path:
+        path = self.folder / f"{name}.onnx"
+        if not path.exists():
+            options = dict(EXPORTS[name])
+            dense, loss = options.pop("dense", False), options.pop("loss", nn.functional.cross_entropy)
+            example = tuple(torch.from_numpy(array) for array in rows(4, 9, dense))
+            save_batches(path.with_suffix(".npz"), dense)
+            bnexport.export_training_step(net(dense), loss, example, path, verify=False, **options)
+        return path
+
+    def batches(self, name: str) -> dict[str, np.ndarray]:
+        return dict(np.load(self.path(name).with_suffix(".npz")))
+
+    def results(self, job: str) -> list[dict[str, np.ndarray]]:
+        """What both processes have at the end of a job."""
+        if not (self.folder / f"{job}_0.npz").exists():
+            given = {"export": job, "steps": [0, len(SPLITS)], **JOBS[job]}
+            name = given["export"]
+            if "load" in given:
+                self.results(given["load"])
+            if name == "weighted":
+                targets = self.batches(name)
+                given["weights"] = [
+                    [int((targets[f"{step}/{rank}/1"] != IGNORED).sum()) for rank in range(2)]
+                    for step in range(len(SPLITS))
+                ]
+            self.cluster.call(2, run_jobs, [{**given, "name": job, "path": str(self.path(name))}], self.folder)
+        return results(self.folder, job)
+
+
+JOBS = {
+    "sgd": {"save": "sgd"},
+    "adamw": {},
+    "begun": {"export": "adamw", "steps": [0, 3], "save": "begun"},
+    "resumed": {"export": "adamw", "steps": [3, len(SPLITS)], "load": "begun"},
+    "sum": {"gradients": True, "loss_reduction": "sum"},
+    "weighted": {"gradients": True},
+}
 
 
 def results(folder: Path, job: str) -> list[dict[str, np.ndarray]]:
@@ -111,41 +144,8 @@ def results(folder: Path, job: str) -> list[dict[str, np.ndarray]]:
 
 
 @pytest.fixture(scope="module")
-def trained(cluster, steps, tmp_path_factory) -> Path:
-    """What two processes made of every step, and of one that was interrupted."""
-    folder = tmp_path_factory.mktemp("trained")
-    count = len(SPLITS)
-    valid = [
-        [int((np.load(steps / "weighted.npz")[f"{step}/{rank}/1"] != IGNORED).sum()) for rank in range(2)]
-        for step in range(count)
-    ]
-    paths = {name: str(steps / f"{name}.onnx") for name in EXPORTS}
-    cluster.call(
-        2,
-        run_jobs,
-        [
-            {"name": "sgd", "path": paths["sgd"], "steps": [0, count], "save": "sgd.safetensors"},
-            {"name": "adamw", "path": paths["adamw"], "steps": [0, count]},
-            {"name": "begun", "path": paths["adamw"], "steps": [0, 3], "save": "begun.safetensors"},
-            {"name": "resumed", "path": paths["adamw"], "steps": [3, count], "load": "begun.safetensors"},
-            {
-                "name": "sum",
-                "path": paths["sum"],
-                "steps": [0, count],
-                "gradients": True,
-                "loss_reduction": "sum",
-            },
-            {
-                "name": "weighted",
-                "path": paths["weighted"],
-                "steps": [0, count],
-                "gradients": True,
-                "weights": valid,
-            },
-        ],
-        folder,
-    )
-    return folder
+def steps(cluster: Cluster, tmp_path_factory) -> Steps:
+    return Steps(tmp_path_factory.mktemp("steps"), cluster)
 
 
 def assert_close(got: np.ndarray, expected: np.ndarray, what: str) -> None:
@@ -158,10 +158,10 @@ def assert_close(got: np.ndarray, expected: np.ndarray, what: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_two_processes_make_the_step_of_the_joint_batch(steps, trained, name):
-    first, second = results(trained, name)
-    alone = TrainingSession(steps / f"{name}.onnx")
-    batches = np.load(steps / f"{name}.npz")
+def test_two_processes_make_the_step_of_the_joint_batch(steps, name):
+    first, second = steps.results(name)
+    alone = TrainingSession(steps.path(name))
+    batches = steps.batches(name)
     for step, counts in enumerate(SPLITS):
         loss = alone.step((batches[f"{step}/all/0"], batches[f"{step}/all/1"]))
         assert first["losses"][step] == pytest.approx(loss, rel=1e-5)
@@ -177,22 +177,22 @@ def test_two_processes_make_the_step_of_the_joint_batch(steps, trained, name):
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "begun", "resumed", "sum", "weighted"])
-def test_all_processes_have_the_same_bits(trained, name):
-    first, second = results(trained, name)
+def test_all_processes_have_the_same_bits(steps, name):
+    first, second = steps.results(name)
     for key in first:
         if key == "losses" or key.startswith("state/") or name in {"sum", "weighted"}:
             assert first[key].tobytes() == second[key].tobytes(), key
 
 
-def test_rank_0s_checkpoint_is_everyones(steps, trained):
-    first, _ = results(trained, "sgd")
-    alone = TrainingSession(steps / "sgd.onnx")
-    alone.load_checkpoint(trained / "sgd.safetensors")
+def test_rank_0s_checkpoint_is_everyones(steps):
+    first, _ = steps.results("sgd")
+    alone = TrainingSession(steps.path("sgd"))
+    alone.load_checkpoint(steps.folder / "sgd")
     assert all(np.array_equal(alone._state.get(name), first[f"state/{name}"]) for name in alone._state.names())
 
 
-def test_all_resume_to_the_bits_of_a_training_without_a_stop(trained):
-    (whole, _), (_, resumed) = results(trained, "adamw"), results(trained, "resumed")
+def test_all_resume_to_the_bits_of_a_training_without_a_stop(steps):
+    (whole, _), (_, resumed) = steps.results("adamw"), steps.results("resumed")
     for key in whole:
         if key.startswith("state/"):
             assert whole[key].tobytes() == resumed[key].tobytes(), key
@@ -200,11 +200,11 @@ def test_all_resume_to_the_bits_of_a_training_without_a_stop(trained):
 
 
 @pytest.mark.parametrize("name", ["sum", "weighted"])
-def test_gradients_are_those_of_the_joint_loss(steps, trained, name):
+def test_gradients_are_those_of_the_joint_loss(steps, name):
     """A sum over rows, and a mean over the pixels that are not ignored."""
-    first, _ = results(trained, name)
-    batches = np.load(steps / f"{name}.npz")
-    alone = TrainingSession(steps / f"{name}.onnx")
+    first, _ = steps.results(name)
+    batches = steps.batches(name)
+    alone = TrainingSession(steps.path(name))
     for step in range(len(SPLITS)):
         loss, gradients = alone.gradients((batches[f"{step}/all/0"], batches[f"{step}/all/1"]))
         assert first["losses"][step] == pytest.approx(loss, rel=1e-5)
@@ -214,11 +214,11 @@ def test_gradients_are_those_of_the_joint_loss(steps, trained, name):
 
 def test_what_goes_wrong_is_an_error_on_every_process(steps, tmp_path):
     """Ranks that disagree, a refused batch and a killed process; after all but the last the group is whole."""
-    path = str(steps / "sgd.onnx")
+    path = str(steps.path("sgd"))
     bad = tmp_path / "bad.onnx"
     for suffix in (".onnx", ".eval.onnx", ".safetensors"):
-        (tmp_path / f"bad{suffix}").write_bytes((steps / f"sgd{suffix}").read_bytes())
-    arrays = dict(np.load(steps / "sgd.npz"))
+        (tmp_path / f"bad{suffix}").write_bytes((steps.folder / f"sgd{suffix}").read_bytes())
+    arrays = steps.batches("sgd")
     arrays["0/1/0"] = arrays["0/1/0"].astype(np.float64)
     arrays["1/0/0"], arrays["1/1/0"] = arrays["1/0/0"][:0], arrays["1/1/0"][:0]
     arrays["4/1/0"] = np.full_like(arrays["4/1/0"], np.inf)
@@ -297,9 +297,9 @@ def test_steps_that_would_differ_between_processes_are_refused(tmp_path, model, 
 
 def test_a_group_needs_torch_distributed(steps):
     with pytest.raises(GroupError, match="init_process_group"):
-        TrainingSession(steps / "sgd.onnx", group=object())
+        TrainingSession(steps.path("sgd"), group=object())
     with pytest.raises(UsageError, match="loss_reduction: got 'median', expected one of mean, sum"):
-        TrainingSession(steps / "sgd.onnx", group=object(), loss_reduction="median")
+        TrainingSession(steps.path("sgd"), group=object(), loss_reduction="median")
 
 
 def test_each_rank_draws_masks_of_its_own(tmp_path):

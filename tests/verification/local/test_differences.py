@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import subprocess
 import sys
@@ -227,21 +228,22 @@ def test_no_fold_of_ours_is_refuted() -> None:
     assert sum(status == "passed" for status in statuses.values()) > len(statuses) // 2
 
 
-def test_no_wrong_fold_is_proved() -> None:
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("name", ["forward", "gemm", "with-untouched", "transposed"])
+def test_no_wrong_fold_is_proved(name: str, half: int) -> None:
     seen, proved = 0, []
-    for name in ("forward", "gemm", "with-untouched", "transposed"):
-        good, _ = folded(MODELS[name])
-        for what, wrong in mutants(good):
-            if "element" in what:
-                continue  # four units in the last place are within what arithmetic in float32 may round
-            seen += 1
-            try:
-                status = verify(MODELS[name], wrong, method="local").status
-            except BnexportError as error:  # a refused file is no pass
-                status = type(error).__name__
-            proved += [f"{name}: {what}"] if status == "passed" and differs(good, wrong) else []
+    good, _ = folded(MODELS[name])
+    for what, wrong in itertools.islice(mutants(good), half, None, 2):
+        if "element" in what:
+            continue  # four units in the last place are within what arithmetic in float32 may round
+        seen += 1
+        try:
+            status = verify(MODELS[name], wrong, method="local").status
+        except BnexportError as error:  # a refused file is no pass
+            status = type(error).__name__
+        proved += [what] if status == "passed" and differs(good, wrong) else []
     assert proved == []
-    assert seen > 20
+    assert seen > 5
 
 
 @pytest.mark.slow
