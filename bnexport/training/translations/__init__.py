@@ -58,6 +58,7 @@ _TRANSLATIONS: dict[torch_versions.Operator, Callable[..., Any]] = {
     _ATEN.replication_pad1d_backward.default: linear_maps.replication_pad_backward,
     _ATEN.replication_pad2d_backward.default: linear_maps.replication_pad_backward,
     _ATEN.replication_pad3d_backward.default: linear_maps.replication_pad_backward,
+    _ATEN.unfold_backward.default: linear_maps.unfold_backward,
     interpolation.interpolate: interpolation.translate,
     interpolation.interpolate_backward: interpolation.translate_backward,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default: attention.attention,

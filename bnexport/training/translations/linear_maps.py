@@ -1,6 +1,6 @@
-"""Pooling, resizing and padding as separable linear maps.
+"""Pooling, resizing, padding and windows as separable linear maps.
 
-Average pooling, adaptive average pooling, interpolation and replication padding act on each spatial
+Average pooling, adaptive average pooling, interpolation, replication padding and windows act on each spatial
 dimension j by a matrix M_j (out_j, in_j), so that in two dimensions
 
     y = M_1 x M_2^T        dx = M_1^T g M_2
@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bnexport.training.translations.values import constant, op, reshape, spread, static_sizes
+from bnexport.errors import UnsupportedModelError
+from bnexport.training.translations.values import constant, op, reshape, sizes, spread, static_sizes
 
 _ATEN = torch.ops.aten
 
@@ -114,3 +115,22 @@ def replication_pad_backward(grad_output: Any, input: Any, padding: Sequence[int
         return matrix(size, lambda x: torch.nn.functional.pad(x, ends, mode="replicate"))
 
     return pull_back(grad_output, [entry(*axis) for axis in zip(extents, ends)])
+
+
+def unfold_backward(grad_in: Any, input_sizes: Any, dim: int, size: int, step: int) -> Any:
+    """Translate aten::unfold_backward, the gradient of windows of one dimension: grad_in (*, count, *, size)."""
+    shape = sizes(grad_in)
+    rank = len(shape) - 1
+    dim %= rank
+    count = static_sizes(grad_in, dim, "aten::unfold_backward")[0]
+    extent = input_sizes[dim] if isinstance(input_sizes, (list, tuple)) else None
+    if not isinstance(extent, int):
+        raise UnsupportedModelError(
+            f"aten::unfold_backward: got a dynamic size of dimension {dim}, expected static sizes of windows; export with"
+            " only the batch dimension dynamic"
+        )
+    M = matrix(extent, lambda x: x.unfold(2, size, step).flatten(2))
+    others = [axis for axis in range(rank) if axis != dim]
+    rows = reshape(op.Transpose(grad_in, perm=[*others, dim, rank]), [*[0] * len(others), count * size])
+    back = [others.index(axis) if axis != dim else rank - 1 for axis in range(rank)]
+    return op.Transpose(op.MatMul(rows, constant(M, grad_in.dtype)), perm=back)
