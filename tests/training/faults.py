@@ -34,7 +34,8 @@ def _backward(graph: ir.Graph, gradients: Sequence[str]) -> list[ir.Node]:
     forward = _ancestors([value for value in graph.outputs if value.name == "loss"])
     names = {f"{name}.grad" for name in gradients}
     made = [value for node in graph for value in node.outputs if value.name in names]
-    return [node for node in _ancestors(made) - forward if node.op_type not in ("Constant", "Shape")]
+    reached = _ancestors(made) - forward
+    return [node for node in graph if node in reached and node.op_type not in ("Constant", "Shape")]
 
 
 def _ancestors(values: list[ir.Value]) -> set[ir.Node]:
@@ -63,7 +64,9 @@ def _scale(graph: ir.Graph, node: ir.Node) -> bool:
     users = list(output.uses())
     factor = ir.node("Constant", [], attributes={"value": ir.tensor(np.array(1.01, np.float32))})
     product = ir.node("Mul", [output, factor.outputs[0]])
-    product.outputs[0].name, factor.outputs[0].name = f"{output.name}.wrong", f"{output.name}.factor"
+    name = output.name
+    output.name, product.outputs[0].name, factor.outputs[0].name = f"{name}.right", name, f"{name}.factor"
+    product.outputs[0].type, product.outputs[0].shape = output.type, output.shape
     graph.insert_after(node, [factor, product])
     for user, index in users:
         user.replace_input_with(index, product.outputs[0])

@@ -10,12 +10,13 @@ layers to ResNet-50, and by all of it where a batch norm sees four values, in to
 weights jump elsewhere, and a wrong gradient is wrong with all of them. So what a step changes by gradients is
 held in the 2-norm in up to five samples, of which all but the first have each weight moved by some 2^-7 of it:
 
-    e = (||d - d64|| - 16 u ||t64|| - 16 u (largest norm of its kind)) / ||d64||        o = ||d_torch - d64|| / ||d64||
+    e = (||d - d64|| - 16 u ||t64|| - z) / ||d64||        o = ||d_torch - d64|| / ||d64||
 
     smallest e <= max(2^-8, 4 smallest o)               first e <= max(2^-4, 4 largest o)
 
-d is a gradient, or the change of a parameter or of optimizer state. The terms subtracted are the rounding of t, and
-that of gradients that are zero but for rounding, as of a bias before batch norm. Samples are drawn until each tensor has
+d is a gradient, or the change of a parameter or of optimizer state. The terms subtracted are the rounding of t,
+and that of gradients that are zero but for rounding, as of a bias before batch norm: z is 64 times torch's smallest error, between
+u and 16 u of the largest norm of the kind. Samples are drawn until each tensor has
 met 2^-8 in one of them: most networks need the first alone. Where four times torch's own error is needed and exceeds a
 tenth of ||d64||, and 1 % of the largest norm of its kind, it would accept a wrong step: nothing is decided. The same
 holds for the forward above 1 % of an output.
@@ -55,6 +56,7 @@ Tensor = torch.Tensor
 Named = dict[str, Tensor]
 
 _WARM_STEPS = 10
+_ROUNDINGS, _OF_ZERO = 16.0, 64.0
 _SAMPLES = 5
 _MOVED, _FILLED = 2.0**-7, 2.0**-3
 # Largest share of a change by which one sample may be off, the batch as it is may be off, and a bound can still tell.
@@ -119,6 +121,8 @@ def check(
             found = [dataclasses.replace(error, reason=error.reason + more) for error in found if error.failed]
         errors += found
         judged += 1
+        if any(error.failed for error in found):
+            break
     return Verification.of(
         nearest(errors),
         engine=label,
@@ -250,15 +254,16 @@ def _moved(state: Named, step: Step, seed: int) -> Named:
 class _Error:
     """Errors of one result in one sample: elements of the forward, or the 2-norm of a change.
 
-    size: what they are a share of. table: the bound that holds whatever torch's own error is. kind: the largest size of its kind;
-    0 for the forward.
+    size: what they are a share of. table: the bound that holds whatever torch's own error is; of a change, the rounding of
+    what changes. kind: the largest size of its kind, and its rounding; 0 for the forward.
     """
 
     error: float
     own: float
     size: float
     table: float
-    kind: float
+    kind: float = 0.0
+    kind_rounding: float = 0.0
 
     def share(self, value: float) -> float:
         return value / max(self.size, 1e-300)
@@ -299,10 +304,9 @@ class _Judge:
         if name in self._forward:
             reference = np.append(exact, self._scale_of_mean(name))
             table = tolerances.model(got.dtype.name.replace("64", "32"), reference).atol
-            return _Error(_largest(error), _largest(own_error), _largest(reference), table, 0.0)
+            return _Error(_largest(error), _largest(own_error), _largest(reference), table)
         change, kind = _norm(exact - self._old.get(name, 0)), self._norms[_kind(name)]
-        rounding = 16.0 * unit * (_norm(exact) + kind)
-        return _Error(_norm(error), _norm(own_error), change, rounding, kind)
+        return _Error(_norm(error), _norm(own_error), change, _ROUNDINGS * unit * _norm(exact), kind, unit * kind)
 
     def _scale_of_mean(self, name: str) -> float:
         """Return the scale of a running mean's rounding: the spread of the values averaged over the batch."""
@@ -341,8 +345,13 @@ def _forward_comparison(name: str, own: Array, errors: Sequence[_Error]) -> tupl
 
 
 def _change_comparison(name: str, own: Array, errors: Sequence[_Error]) -> tuple[OutputComparison, bool]:
-    """Compare a change in all samples; `table` is its rounding."""
-    shares = [each.share(max(each.error - each.table, 0.0)) for each in errors]
+    """Compare a change in all samples."""
+    # Gradients that are zero but for rounding have an error of this size in torch, too; small ones have not.
+    zero = _OF_ZERO * min(each.own for each in errors)
+    rounding = [
+        each.table + float(np.clip(zero, each.kind_rounding, _ROUNDINGS * each.kind_rounding)) for each in errors
+    ]
+    shares = [each.share(max(each.error - allowed, 0.0)) for each, allowed in zip(errors, rounding)]
     owns = [each.share(each.own) for each in errors]
     smallest, jump = tolerances.OWN_ERROR * min(owns), max(_JUMP, tolerances.OWN_ERROR * max(owns))
     index = int(np.argmin(shares)) if shares[0] <= jump else 0
@@ -356,7 +365,7 @@ def _change_comparison(name: str, own: Array, errors: Sequence[_Error]) -> tuple
         name,
         own,
         best.error,
-        bound * best.size + best.table,
+        bound * best.size + rounding[index],
         doubt=doubt,
         relative=best.error / size if size else 0.0,
         source="norm",

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from bnexport.errors import UnsupportedModelError
-from bnexport.training.translations.values import constant, op, reshape, sizes, spread, static_sizes
+from bnexport.training.translations.values import constant, ints, op, reshape, sizes, spread, static_sizes
 
 _ATEN = torch.ops.aten
 
@@ -105,16 +105,32 @@ def _adaptive(size: int, out: int) -> np.ndarray:
     return matrix(size, lambda x: torch.nn.functional.adaptive_avg_pool1d(x, out))
 
 
-def replication_pad_backward(grad_output: Any, input: Any, padding: Sequence[int]) -> Any:
-    """Translate aten::replication_pad1d_backward, _2d and _3d, with static sizes."""
-    extents = static_sizes(input, 2, "aten::replication_pad{}d_backward")
-    sides = [int(width) for width in padding]
-    ends = list(zip(sides[::2], sides[1::2]))[::-1]
+def padding(mode: str) -> Callable[[Any, Sequence[int]], Any]:
+    """Return the translation of aten::reflection_pad{1,2,3}d or aten::replication_pad{1,2,3}d; mode: ONNX's name of it."""
 
-    def entry(size: int, ends: tuple[int, int]) -> np.ndarray:
-        return matrix(size, lambda x: torch.nn.functional.pad(x, ends, mode="replicate"))
+    def pad(input: Any, padding: Sequence[int]) -> Any:
+        sides = [int(width) for width in padding]
+        starts, ends = sides[::2][::-1], sides[1::2][::-1]
+        others = [0] * (len(sizes(input)) - len(starts))
+        return op.Pad(input, ints([*others, *starts, *others, *ends]), mode=mode)
 
-    return pull_back(grad_output, [entry(*axis) for axis in zip(extents, ends)])
+    return pad
+
+
+def padding_backward(mode: str) -> Callable[[Any, Any, Sequence[int]], Any]:
+    """Return the translation of the gradient of either, with static sizes; mode: torch's name of it."""
+
+    def pad_backward(grad_output: Any, input: Any, padding: Sequence[int]) -> Any:
+        extents = static_sizes(input, 2, f"gradient of padding by {mode!r}")
+        sides = [int(width) for width in padding]
+        ends = list(zip(sides[::2], sides[1::2]))[::-1]
+
+        def entry(size: int, ends: tuple[int, int]) -> np.ndarray:
+            return matrix(size, lambda x: torch.nn.functional.pad(x, ends, mode=mode))
+
+        return pull_back(grad_output, [entry(*axis) for axis in zip(extents, ends)])
+
+    return pad_backward
 
 
 def unfold_backward(grad_in: Any, input_sizes: Any, dim: int, size: int, step: int) -> Any:

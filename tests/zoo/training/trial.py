@@ -24,7 +24,9 @@ from torch import nn
 import bnexport
 from bnexport import model_io, tolerances
 from bnexport.errors import BnexportError, first_line
+from bnexport.training.building import verification
 from bnexport.training.building.dropout import SeededDropout
+from tests.training import faults
 from tests.training.torch_step import OPTIMIZERS, torch_step
 from tests.zoo.training import networks
 from tests.zoo.trial import Stopped, limited
@@ -37,6 +39,8 @@ JUMP = 2.0**-8
 # A tensor of gradients that is off by more of its norm is wrong, where torch's is not; 2^-4 as in verification.
 OF_A_TENSOR, OF_ALL = 2.0**-4, 1e-4
 SECONDS_OF_A_WAY = 150
+# Planted of each kind.
+FAULTS = 1
 _GRADIENTS = {"sgd": "momentum_buffer", "adamw": "exp_avg"}
 Named = dict[str, np.ndarray]
 
@@ -51,11 +55,12 @@ def warm() -> None:
 
 
 class Trial:
-    """The ways of one network, collected in `result`: "step", and "compile", torch.compile's time over eager's."""
+    """The ways of one network, collected in `result`: "step"; "faults", planted into its graph; "compile", torch.compile's time."""
 
     def __init__(self, network: networks.Network, place: Path, names: Sequence[str]) -> None:
         self.network, self.place, self.names = network, place, names
         self.result: dict[str, Any] = {"name": network.name, "shape": network.shape, "ways": {}}
+        self.exported: tuple[Any, tuple[Any, ...]] | None = None
 
     def save(self) -> None:
         self.place.write_text(json.dumps(self.result))
@@ -80,21 +85,24 @@ class Trial:
             "parameters": sum(value.numel() for value in task.model.parameters()),
         }
         self.save()
-        for name, function in (("step", self._step), ("compile", self._compile)):
-            if name not in self.names:
-                continue
-            begin = time.process_time()
-            try:
-                with limited(SECONDS_OF_A_WAY), tempfile.TemporaryDirectory() as folder:
-                    way = function(task, Path(folder))
-            except BnexportError as error:
-                way = {"status": "refused", "error": f"{type(error).__name__}: {str(error)[:1200]}"}
-            except Exception as error:
-                way = {"status": "failed", "error": f"{type(error).__name__}: {first_line(error)[:1200]}"}
-            except Stopped:
-                way = {"status": "stopped", "error": f"not done after {SECONDS_OF_A_WAY} s of processor time"}
-            self.result["ways"][name] = way | {"total_seconds": round(time.process_time() - begin, 1)}
-            self.save()
+        with tempfile.TemporaryDirectory() as folder:
+            for name, function in (("step", self._step), ("faults", self._faults), ("compile", self._compile)):
+                if name in self.names:
+                    self._way(name, function, task, Path(folder))
+
+    def _way(self, name: str, function: Callable[..., dict[str, Any]], task: networks.Task, folder: Path) -> None:
+        begin = time.process_time()
+        try:
+            with limited(SECONDS_OF_A_WAY):
+                way = function(task, folder)
+        except BnexportError as error:
+            way = {"status": "refused", "error": f"{type(error).__name__}: {str(error)[:1200]}"}
+        except Exception as error:
+            way = {"status": "failed", "error": f"{type(error).__name__}: {first_line(error)[:1200]}"}
+        except Stopped:
+            way = {"status": "stopped", "error": f"not done after {SECONDS_OF_A_WAY} s of processor time"}
+        self.result["ways"][name] = way | {"total_seconds": round(time.process_time() - begin, 1)}
+        self.save()
 
     def _rule(self) -> tuple[str, dict[str, float]]:
         return self.network.optimizer, self.network.options
@@ -103,14 +111,31 @@ class Trial:
         source = torch.Generator().manual_seed(seed)
         return torch.randn(self.network.shape, generator=source), task.target(source)
 
+    def _export(self, task: networks.Task, path: Path) -> tuple[Any, tuple[Any, ...]]:
+        """Export once, for all ways. Return the result, and what verification compared the graph with."""
+        if self.exported is None:
+            calls: list[tuple[Any, ...]] = []
+            check = verification.check
+
+            def watched(*arguments: Any) -> Any:
+                calls.append(arguments)
+                return check(*arguments)
+
+            verification.check = watched
+            try:
+                name, options = self._rule()
+                result = bnexport.export_training_step(
+                    task.model, task.loss, self._batch(task, 0), path, optimizer=name, optimizer_options=options
+                )
+            finally:
+                verification.check = check
+            self.exported = result, calls[0][1:]
+        return self.exported
+
     def _step(self, task: networks.Task, folder: Path) -> dict[str, Any]:
         path = folder / "step.onnx"
-        name, options = self._rule()
         begin, processor = time.perf_counter(), time.process_time()
-        batch = self._batch(task, 0)
-        result = bnexport.export_training_step(
-            task.model, task.loss, batch, path, optimizer=name, optimizer_options=options
-        )
+        result, _ = self._export(task, path)
         way: dict[str, Any] = {
             "export_seconds": round(time.perf_counter() - begin, 1),
             "export_processor_seconds": round(time.process_time() - processor, 1),
@@ -119,11 +144,11 @@ class Trial:
         }
         if result.verification.status != "passed":
             way["reason"] = result.verification.summary(folds=False)[:400]
+        batch = self._batch(task, 0)
         session_options = onnxruntime.SessionOptions()
         session_options.intra_op_num_threads = 1
         session_options.log_severity_level = 4
         session = bnexport.TrainingSession(path, session_options=session_options)
-        del result
         way |= self._compared(task, session, folder)
         session.load_checkpoint(path.with_suffix(".safetensors"))
         arrays = [tensor.numpy() for tensor in batch]
@@ -199,6 +224,17 @@ class Trial:
         loss = exact["loss"]
         of_loss = [float(abs(states[key]["loss"] - loss) / max(abs(loss), 1e-30)) for key in squares]
         return [*(float(np.sqrt(value)) / max(size, 1e-300) for value in squares.values()), *of_loss]
+
+    def _faults(self, task: networks.Task, folder: Path) -> dict[str, Any]:
+        """found: what verification says to a step with a wrong gradient, by kind and place."""
+        result, reference = self._export(task, folder / "step.onnx")
+        found = {}
+        for kind in faults.KINDS:
+            for seed in range(FAULTS):
+                wrong = faults.planted(result.model, reference[0].problem.trainable, kind, seed)
+                if wrong is not None:
+                    found[f"{kind} {seed}"] = verification.check(wrong, *reference).status
+        return {"status": "right", "unchanged": result.verification.status, "found": found}
 
     def _compile(self, task: networks.Task, folder: Path) -> dict[str, Any]:
         batch = self._batch(task, 0)
