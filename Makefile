@@ -9,7 +9,7 @@ TOOLS  := PATH="$(CURDIR)/$(BIN):$$PATH"
 CXX_SOURCES = $(shell find custom_ops tests examples benchmarks -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h' | grep -v /node_modules/)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-zoo test-torch test-slow test-browser test-matrix test-runtimes fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold bench-tools cuda cuda-registers cuda-traffic gpu-kit test-install workflows docs coverage mutation public-api lint format tidy wheel clean
+.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-zoo test-zoo-training test-torch test-slow test-browser test-matrix test-runtimes fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold bench-tools cuda cuda-registers cuda-traffic gpu-kit test-install workflows docs coverage mutation public-api lint format tidy wheel clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -61,6 +61,10 @@ ZOO ?=
 test-zoo: $(READY) ## real architectures of seven libraries through every export, next to torch.onnx.export; docs/zoo.md (hours, resumes; ZOO="--minutes 60")
 	$(BIN)/python -m tests.zoo $(ZOO)
 	$(BIN)/python -m tests.zoo.page
+
+test-zoo-training: $(READY) ## training steps of the zoo's architectures in ONNX Runtime against torch; docs/zoo_training.md (hours, resumes; ZOO="--minutes 60")
+	$(BIN)/python -m tests.zoo.training $(ZOO)
+	$(BIN)/python -m tests.zoo.training.page
 
 test-slow: $(READY) ## every slow test (an hour; needs a package index)
 	$(PYTEST) -m slow

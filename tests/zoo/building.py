@@ -31,7 +31,7 @@ class Pair:
 def make(entry: Entry) -> Pair:
     """The models of an entry in eval mode, with statistics of a forward in train mode, changed at random."""
     torch.manual_seed(0)
-    plain = _build(entry).eval()
+    plain = build(entry).eval()
     _as_trained(plain, torch.randn(max(4, entry.shape[0]), *entry.shape[1:]))
     sync = plain
     if entry.conversion == "timm":
@@ -43,7 +43,7 @@ def make(entry: Entry) -> Pair:
     return Pair(plain, sync, len(_batch_norms(plain)))
 
 
-def _build(entry: Entry) -> nn.Module:
+def build(entry: Entry) -> nn.Module:
     stand_ins.torchvision()
     if entry.library in ("mmseg", "mmdet", "mmpretrain"):
         return _openmmlab(entry)

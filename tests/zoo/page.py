@@ -173,7 +173,7 @@ def reasons(results: Iterable[Result]) -> str:
             if way and exported(way) and way["batch_norm_nodes"]:
                 found = collections.Counter(f"{outcome}: {why or 'no reason'}" for outcome, _, why in way["kept"])
                 why = "; ".join(f"{count} x {text}" for text, count in found.most_common(3))
-                rows.append([each["name"], exporter, str(way["batch_norm_nodes"]), _cell(why)])
+                rows.append([each["name"], exporter, str(way["batch_norm_nodes"]), cell(why)])
     return table(["model", "exporter", "left", "why"], rows, left=4) if rows else "None."
 
 
@@ -187,13 +187,13 @@ def errors(results: Iterable[Result]) -> str:
                 continue
             said = way.get("error") or str({**way.get("errors", {}), **way.get("fold", {}).get("errors", {})})
             # The first sentence: torch's further ones ask for reports.
-            rows.append([each["name"], name, verdict, _cell(re.split(r"\. (?=[A-Z])", said)[0])])
+            rows.append([each["name"], name, verdict, cell(re.split(r"\. (?=[A-Z])", said)[0])])
         if each.get("died"):
-            rows.append([each["name"], "", "stopped", _cell(each["died"].splitlines()[-1])])
+            rows.append([each["name"], "", "stopped", cell(each["died"].splitlines()[-1])])
     return table(["model", "way", "", "message"], rows, left=4) if rows else "None."
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())[:260]
 
 

@@ -97,11 +97,8 @@ class Trial:
         if self.names and name not in self.names:
             return
         begin, way = time.perf_counter(), {}
-        signal.signal(signal.SIGPROF, _stop)
-        signal.setitimer(signal.ITIMER_PROF, SECONDS_OF_A_WAY)
         try:
-            with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
-                warnings.simplefilter("ignore")
+            with limited(SECONDS_OF_A_WAY):
                 way = function(_fresh(model), *arguments)
         except BnexportError as error:
             way = {"status": "refused", "error": f"{type(error).__name__}: {str(error)[:1200]}"}
@@ -109,8 +106,6 @@ class Trial:
             way = {"status": "failed", "error": f"{type(error).__name__}: {first_line(error)[:1200]}"}
         except Stopped:
             way = {"status": "stopped", "error": f"not done after {SECONDS_OF_A_WAY} s of processor time"}
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
         way["total_seconds"] = round(time.perf_counter() - begin, 2)
         self.result["ways"][name] = way
         self.save()
@@ -201,6 +196,31 @@ class Trial:
                 status = "wrong"
         fixed = [axis for axis, size in enumerate(declared) if isinstance(size, int) and axis != 1]
         return {"status": status, "errors": errors, "fixed": fixed}
+
+
+find = catalogue.find
+
+
+def warm() -> None:
+    """Export once: what both exporters set up then is in every fork."""
+    with tempfile.TemporaryDirectory() as folder:
+        for exporter in EXPORTERS:
+            net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+            path = Path(folder, f"{exporter}.onnx")
+            bnexport.export(net, torch.randn(2, 3, 8, 8), path, exporter=exporter, verify=False)
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise Stopped after that much processor time; what is printed goes to stderr, warnings nowhere."""
+    signal.signal(signal.SIGPROF, _stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _stop(*_: Any) -> None:

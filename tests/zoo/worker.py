@@ -1,7 +1,7 @@
-"""Runs trials one after the other, each in a fork of this process: python -m tests.zoo.worker.
+"""Runs trials one after the other, each in a fork of this process: python -m tests.zoo.worker MODULE.
 
 Reads a line NAME<tab>RESULT<tab>WAY,WAY,... for each and answers with the exit code, or "timeout". What all trials import, and what
-both exporters set up in their first export, is done once; no session and no thread is made before a fork.
+the module's `warm` sets up in a first export, is done once; no session and no thread is made before a fork.
 """
 
 from __future__ import annotations
@@ -11,18 +11,14 @@ import importlib
 import os
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
-import bnexport
 from tests.frameworks import stand_ins
-from tests.zoo import catalogue
-from tests.zoo.trial import EXPORTERS, Trial
 
 SECONDS = 1500
 LIBRARIES = (
@@ -37,22 +33,17 @@ LIBRARIES = (
 )
 
 
-def warm() -> None:
+def warm(trials: Any) -> None:
     torch.set_num_threads(1)
     stand_ins.install()
     for package in LIBRARIES:
         importlib.import_module(package)
-    with tempfile.TemporaryDirectory() as folder:
-        for exporter in EXPORTERS:
-            net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
-            bnexport.export(
-                net, torch.randn(2, 3, 8, 8), Path(folder, f"{exporter}.onnx"), exporter=exporter, verify=False
-            )
+    trials.warm()
     gc.collect()
     gc.freeze()  # the objects of seven libraries need not be visited again in each fork
 
 
-def run(name: str, place: Path, ways: list[str]) -> str:
+def run(trials: Any, name: str, place: Path, ways: list[str]) -> str:
     """Run one trial in a fork; what it prints goes to a file next to the result."""
     child = os.fork()
     if child == 0:
@@ -61,7 +52,7 @@ def run(name: str, place: Path, ways: list[str]) -> str:
             output = os.open(place.with_suffix(".log"), os.O_WRONLY | os.O_CREAT, 0o600)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            Trial(catalogue.find(name), place, ways).run()
+            trials.Trial(trials.find(name), place, ways).run()
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -82,7 +73,8 @@ def run(name: str, place: Path, ways: list[str]) -> str:
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print, too
-    warm()
+    module = importlib.import_module(sys.argv[1])
+    warm(module)
     for request in sys.stdin:
         asked, result, names = request.rstrip("\n").split("\t")
-        print(run(asked, Path(result), names.split(",")), file=answers, flush=True)
+        print(run(module, asked, Path(result), names.split(",")), file=answers, flush=True)

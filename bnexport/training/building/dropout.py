@@ -1,4 +1,6 @@
-"""Dropout with a mask that is a pure function of a seed, the layer's turn and the position.
+"""Random numbers that are a pure function of a seed, the turn of the layer that draws them, and the position.
+
+Dropout of every kind, stochastic depth and attention's dropout draw from them.
 
 ONNX's random operators hold their seed as an attribute: a graph with them repeats one mask, or draws
 one that nobody can repeat. Here a hash of 32-bit integers makes the bits, so that the same seed gives
@@ -8,7 +10,7 @@ the same mask in torch, ONNX Runtime and every other runtime, on any number of t
     key     = mix(low word of seed ^ mix(high word of seed + golden))
     stream  = mix(key + (layer + 1) * golden)
     bits    = mix(mix(position + stream) ^ key)
-    keep    = bits >= p * 2^32
+    keep    = bits >= p * 2^32          uniform = (bits >> 8) 2^-24, within [0, 1)
 
 golden = 0x9e3779b9. mix is a bijection with the smallest bias among those that a search over two-round
 multiply-xorshift hashes has found (C. Wellons, "Prospecting for hash functions", 2018). `position`
@@ -17,7 +19,6 @@ counts elements (whole channels for dropout1d, 2d, 3d) in row-major order.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +26,8 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from onnxscript import opset18 as op
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from bnexport.errors import UsageError
+from bnexport.torch_versions import DispatchMode
 
 Tensor = torch.Tensor
 
@@ -39,6 +38,7 @@ _UINT32 = 12
 
 library = torch.library.Library("bnexport", "FRAGMENT")
 library.define("keep_mask(Tensor seed, SymInt[] size, int layer, float p) -> Tensor")
+library.define("uniform(Tensor seed, SymInt[] size, int layer) -> Tensor")
 
 
 def _mix(h: Tensor) -> Tensor:
@@ -48,21 +48,35 @@ def _mix(h: Tensor) -> Tensor:
     return h ^ (h >> 15)
 
 
-def _keep_mask(seed: Tensor, size: list[int], layer: int, p: float) -> Tensor:
+def _bits(seed: Tensor, size: list[int], layer: int) -> Tensor:
     key = _mix((seed & _WORD) ^ _mix((((seed >> 32) & _WORD) + GOLDEN) & _WORD))
     stream = _mix((key + (layer + 1) * GOLDEN) & _WORD)
     position = torch.arange(math.prod(size), device=seed.device)
-    bits = _mix(_mix((position + stream) & _WORD) ^ key)
-    return (bits >= threshold(p)).view(size)
+    return _mix(_mix((position + stream) & _WORD) ^ key).view(size)
+
+
+def _keep_mask(seed: Tensor, size: list[int], layer: int, p: float) -> Tensor:
+    return _bits(seed, size, layer) >= threshold(p)
 
 
 def _keep_mask_fake(seed: Tensor, size: list[int], layer: int, p: float) -> Tensor:
     return seed.new_empty(size, dtype=torch.bool)
 
 
+def _uniform(seed: Tensor, size: list[int], layer: int) -> Tensor:
+    return (_bits(seed, size, layer) >> 8).to(torch.float32) * 2.0**-24
+
+
+def _uniform_fake(seed: Tensor, size: list[int], layer: int) -> Tensor:
+    return seed.new_empty(size, dtype=torch.float32)
+
+
 library.impl("keep_mask", _keep_mask, "CompositeExplicitAutograd")
+library.impl("uniform", _uniform, "CompositeExplicitAutograd")
 torch.library.register_fake("bnexport::keep_mask", _keep_mask_fake, lib=library)
+torch.library.register_fake("bnexport::uniform", _uniform_fake, lib=library)
 keep_mask = torch.ops.bnexport.keep_mask.default
+uniform = torch.ops.bnexport.uniform.default
 
 
 def threshold(p: float) -> int:
@@ -70,35 +84,48 @@ def threshold(p: float) -> int:
     return min(round(p * 2.0**32), _WORD)
 
 
-def _translate(seed: Any, size: Any, layer: int, p: float) -> Any:
-    """Translate keep_mask in uint32 arithmetic, which wraps as the formulas do."""
+def _word(value: int) -> Any:
+    constant: Any = op.Constant(value_int=value)
+    return op.Cast(constant, to=_UINT32)
 
-    def word(value: int) -> Any:
-        constant: Any = op.Constant(value_int=value)
-        return op.Cast(constant, to=_UINT32)
+
+def _translated_bits(seed: Any, shape: Any, layer: int) -> Any:
+    """Compute _bits in uint32 arithmetic, which wraps as the formulas do; a vector."""
 
     def shifted(h: Any, count: int) -> Any:
-        return op.BitwiseXor(h, op.BitShift(h, word(count), direction="RIGHT"))
+        return op.BitwiseXor(h, op.BitShift(h, _word(count), direction="RIGHT"))
 
     def mix(h: Any) -> Any:
-        h = op.Mul(shifted(h, 16), word(_FIRST))
-        h = op.Mul(shifted(h, 15), word(_SECOND))
+        h = op.Mul(shifted(h, 16), _word(_FIRST))
+        h = op.Mul(shifted(h, 15), _word(_SECOND))
         return shifted(h, 15)
 
     low = op.Cast(op.BitwiseAnd(seed, op.Constant(value_int=_WORD)), to=_UINT32)
     # Seeds are >= 0, which a session checks: division is the shift.
     high = op.Cast(op.Div(seed, op.Constant(value_int=1 << 32)), to=_UINT32)
-    key = mix(op.BitwiseXor(low, mix(op.Add(high, word(GOLDEN)))))
-    stream = mix(op.Add(key, word((layer + 1) * GOLDEN & _WORD)))
-    shape: Any = size if isinstance(size, ir.Value) else _shape(size)
+    key = mix(op.BitwiseXor(low, mix(op.Add(high, _word(GOLDEN)))))
+    stream = mix(op.Add(key, _word((layer + 1) * GOLDEN & _WORD)))
     indices: Any = op.Range(op.Constant(value_int=0), op.ReduceProd(shape, keepdims=0), op.Constant(value_int=1))
     position = op.Cast(indices, to=_UINT32)
-    bits = mix(op.BitwiseXor(mix(op.Add(position, stream)), key))
-    return op.Reshape(op.GreaterOrEqual(bits, word(threshold(p))), shape)
+    return mix(op.BitwiseXor(mix(op.Add(position, stream)), key))
+
+
+def _translate_keep_mask(seed: Any, size: Any, layer: int, p: float) -> Any:
+    shape = _shape(size)
+    return op.Reshape(op.GreaterOrEqual(_translated_bits(seed, shape, layer), _word(threshold(p))), shape)
+
+
+def _translate_uniform(seed: Any, size: Any, layer: int) -> Any:
+    shape = _shape(size)
+    upper: Any = op.BitShift(_translated_bits(seed, shape, layer), _word(8), direction="RIGHT")
+    scale: Any = op.Constant(value_float=2.0**-24)
+    return op.Reshape(op.Mul(op.Cast(upper, to=int(ir.DataType.FLOAT)), scale), shape)
 
 
 def _shape(size: Any) -> Any:
     """Concatenate numbers and 0- or 1-dimensional values to one int64 vector."""
+    if isinstance(size, ir.Value):
+        return size
     one: Any = op.Constant(value_ints=[-1])
     parts: list[Any] = [
         op.Constant(value_ints=[part]) if isinstance(part, int) else op.Reshape(part, one) for part in size
@@ -106,13 +133,22 @@ def _shape(size: Any) -> Any:
     return op.Concat(*parts, axis=0)
 
 
-TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {keep_mask: _translate}
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    keep_mask: _translate_keep_mask,
+    uniform: _translate_uniform,
+}
 
 
-class SeededDropout(TorchFunctionMode):
-    """Context in which torch's dropout functions draw their masks from `seed` (int64 ()).
+_ATEN = torch.ops.aten
+_IN_PLACE = {_ATEN.bernoulli_.float, _ATEN.bernoulli_.Tensor, _ATEN.uniform_.default}
+_OF_PROBABILITIES = {_ATEN.bernoulli.default, _ATEN.bernoulli.p}
 
-    Each call in training is one layer, numbered in the order of the calls; `layers` counts them.
+
+class SeededDropout(DispatchMode):
+    """Context in which torch's operators draw their random numbers from `seed` (int64 ()).
+
+    Dropout, attention and stochastic depth reach torch's dispatcher as draws of Bernoulli or uniform numbers. Each
+    draw is one layer, numbered in the order of the calls; `layers` counts them. Other distributions stay torch's.
     """
 
     def __init__(self, seed: Tensor) -> None:
@@ -120,75 +156,35 @@ class SeededDropout(TorchFunctionMode):
         self.seed = seed
         self.layers = 0
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        draw = _FUNCTIONS.get(func)
-        if draw is None:
+        if func is _ATEN.rand.default:
+            return self._uniform(args[0]).to(kwargs.get("dtype") or torch.get_default_dtype())
+        if func is _ATEN.rand_like.default:
+            return self._uniform(args[0].shape).to(kwargs.get("dtype") or args[0].dtype)
+        if func is _ATEN.native_dropout.default and args[2] is not False and 0.0 < args[1] < 1.0:
+            input, p, _ = args
+            keep = self._bernoulli(input.shape, 1.0 - p)
+            return input * (keep.to(input.dtype) / (1.0 - p)), keep
+        if func in _OF_PROBABILITIES:
+            return self._bernoulli(args[0].shape, *(args[1:2] or args)).to(args[0].dtype)
+        if func not in _IN_PLACE:
             return func(*args, **kwargs)
-        return self._dropout(draw, *args, **kwargs)
+        target, *numbers = args
+        if func is _ATEN.uniform_.default:
+            low, high = (numbers + [0.0, 1.0][len(numbers) :])[:2]
+            return target.copy_(self._uniform(target.shape) * (high - low) + low)
+        return target.copy_(self._bernoulli(target.shape, *(numbers or [0.5])))
 
-    def _dropout(
-        self,
-        draw: Callable[[Tensor, Callable[[Any], Tensor], float], Tensor],
-        input: Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
-        *,
-        train: bool | None = None,
-    ) -> Tensor:
-        if not 0.0 <= p <= 1.0:
-            raise UsageError(f"dropout: p: got {p}, expected a number within [0, 1]")
-        if not (training if train is None else train) or p == 0.0:
-            return input
-        if p == 1.0:
-            output = input * 0.0
-        else:
-            layer, self.layers = self.layers, self.layers + 1
-            output = draw(input, lambda size: keep_mask(self.seed, size, layer, p), p)
-        return input.copy_(output) if inplace else output
+    def _bernoulli(self, size: Any, p: Tensor | float) -> Tensor:
+        """Draw True with probability p."""
+        if isinstance(p, Tensor):
+            return self._uniform(size) < p
+        layer, self.layers = self.layers, self.layers + 1
+        return keep_mask(self.seed, size, layer, 1.0 - p)
 
-
-def _elements(input: Tensor, mask: Callable[[Any], Tensor], p: float) -> Tensor:
-    # As torch: a mask of 0 and 1 / (1 - p), multiplied.
-    return input * (mask(input.shape).to(input.dtype) / (1.0 - p))
-
-
-def _channels(input: Tensor, mask: Callable[[Any], Tensor], p: float, unbatched: int | None = None) -> Tensor:
-    """Draw one mask value for each channel. unbatched: the rank at which torch takes an input for one sample (C, *)."""
-    leading = 1 if input.dim() == unbatched else 2
-    keep = mask((*input.shape[:leading], *[1] * (input.dim() - leading)))
-    return input * (keep.to(input.dtype) / (1.0 - p))
-
-
-def _alpha(input: Tensor, mask: Callable[[Any], Tensor], p: float) -> Tensor:
-    """Apply alpha dropout (Klambauer et al. 2017): dropped values become SELU's limit, then mean and variance are
-    restored.
-    """
-    return _restore(input, mask(input.shape), p)
-
-
-def _feature_alpha(input: Tensor, mask: Callable[[Any], Tensor], p: float) -> Tensor:
-    return _restore(input, mask((*input.shape[:2], *[1] * (input.dim() - 2))), p)
-
-
-def _restore(input: Tensor, keep: Tensor, p: float) -> Tensor:
-    limit = -1.7580993408473766
-    a = ((1.0 - p) * (1.0 + p * limit * limit)) ** -0.5
-    return torch.where(keep, input, limit) * a - a * limit * p
-
-
-_FUNCTIONS: dict[Any, Callable[[Tensor, Callable[[Any], Tensor], float], Tensor]] = {
-    functional.dropout: _elements,
-    functional.dropout1d: functools.partial(_channels, unbatched=2),
-    functional.dropout2d: _channels,
-    functional.dropout3d: functools.partial(_channels, unbatched=4),
-    functional.alpha_dropout: _alpha,
-    functional.feature_alpha_dropout: _feature_alpha,
-    torch.dropout: _elements,
-    torch.feature_dropout: _channels,
-    torch.alpha_dropout: _alpha,
-    torch.feature_alpha_dropout: _feature_alpha,
-}
+    def _uniform(self, size: Any) -> Tensor:
+        layer, self.layers = self.layers, self.layers + 1
+        return uniform(self.seed, size, layer)

@@ -227,17 +227,20 @@ def _place(where: str) -> str:
 
 def _refuse_random_numbers(program: torch.export.ExportedProgram, problem: Problem) -> None:
     for node in program.graph.nodes:
-        if isinstance(node.target, torch_versions.Operator) and _draws(node.target, node.args):
+        if isinstance(node.target, torch_versions.Operator) and _draws(node.target, node.args, node.kwargs):
             raise UnsupportedModelError(
                 f"{_place(problem.module_of(str(node.target)))}{node.target} draws random numbers, which a graph cannot "
-                "repeat; use torch.nn.Dropout and its relatives, which are seeded, or pass the numbers as an input"
+                "repeat; use dropout, torch.rand or bernoulli, which are seeded, or pass the numbers as an input"
             )
 
 
-def _draws(operator: torch_versions.Operator, arguments: Sequence[Any]) -> bool:
-    """Whether the operator draws random numbers; dropout in eval mode is recorded but draws none."""
-    given = {argument.name: value for argument, value in zip(operator._schema.arguments, arguments)}
-    return torch.Tag.nondeterministic_seeded in operator.tags and given.get("train") is not False
+def _draws(operator: torch_versions.Operator, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Whether the operator draws random numbers; dropout in eval mode, and attention without dropout, draw none."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    given = {argument.name: argument.default_value for argument in operator._schema.arguments}
+    given |= {**dict(zip(given, arguments)), **options}
+    return given.get("train") is not False and given.get("dropout_p", given.get("p")) != 0
 
 
 def _translation_error(error: Exception, problem: Problem) -> UnsupportedModelError:

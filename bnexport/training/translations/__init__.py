@@ -55,9 +55,17 @@ _TRANSLATIONS: dict[torch_versions.Operator, Callable[..., Any]] = {
     _ATEN._adaptive_avg_pool3d.default: linear_maps.adaptive_avg_pool,
     _ATEN._adaptive_avg_pool2d_backward.default: linear_maps.adaptive_avg_pool_backward,
     _ATEN._adaptive_avg_pool3d_backward.default: linear_maps.adaptive_avg_pool_backward,
-    _ATEN.replication_pad1d_backward.default: linear_maps.replication_pad_backward,
-    _ATEN.replication_pad2d_backward.default: linear_maps.replication_pad_backward,
-    _ATEN.replication_pad3d_backward.default: linear_maps.replication_pad_backward,
+    **{
+        getattr(_ATEN, f"{name}_pad{rank}d").default: linear_maps.padding(mode)
+        for name, mode in (("reflection", "reflect"), ("replication", "edge"))
+        for rank in (1, 2, 3)
+    },
+    **{
+        getattr(_ATEN, f"{name}_pad{rank}d_backward").default: linear_maps.padding_backward(mode)
+        for name, mode in (("reflection", "reflect"), ("replication", "replicate"))
+        for rank in (1, 2, 3)
+    },
+    _ATEN.unfold_backward.default: linear_maps.unfold_backward,
     interpolation.interpolate: interpolation.translate,
     interpolation.interpolate_backward: interpolation.translate_backward,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default: attention.attention,

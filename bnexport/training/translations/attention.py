@@ -5,6 +5,9 @@ With scale s (1 / sqrt(E) by default), mask m (additive) and g the gradient by t
     P = softmax(s q k^T + m)     o = P v
     dv = P^T g                   dP = g v^T
     dS = P (dP - rowsum(g o))    dq = s dS k       dk = s dS^T q
+
+Where several heads of the queries share one of the keys (grouped-query attention), k and v are repeated for each of
+them, and the gradients of the repeats are added.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from bnexport.training.translations.values import constant, ints, op, static_sizes
+from bnexport.training.translations.values import constant, ints, op, reshape, sizes, static_sizes
 
 _NAME = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
@@ -31,10 +34,11 @@ def attention(
 ) -> tuple[Any, Any]:
     """Translate aten::_scaled_dot_product_flash_attention_for_cpu: output and logsumexp.
 
-    query (N, H, L, E), key (N, H, S, E), value (N, H, S, E); torch comes here without dropout only.
+    query (N, H, L, E), key (N, H / G, S, E), value (N, H / G, S, E); torch comes here without dropout only.
     The gradient recomputes P, so logsumexp is left out.
     """
     del dropout_p
+    _, key, value = _repeated(query, key, value)
     P = _probabilities(query, key, is_causal, attn_mask, _scale(query, scale))
     return op.MatMul(P, value), op.Constant(value_float=0.0)
 
@@ -55,10 +59,32 @@ def attention_backward(
     """Translate aten::_scaled_dot_product_flash_attention_for_cpu_backward: gradients of query, key and value."""
     del logsumexp, dropout_p
     factor = _scale(query, scale)
+    groups, key, value = _repeated(query, key, value)
     P = _probabilities(query, key, is_causal, attn_mask, factor)
     row = op.ReduceSum(op.Mul(grad_out, out), ints([-1]), keepdims=1)
     dS = op.Mul(op.Mul(P, op.Sub(op.MatMul(grad_out, _transposed(value)), row)), factor)
-    return op.MatMul(dS, key), op.MatMul(_transposed(dS), query), op.MatMul(_transposed(P), grad_out)
+    dk, dv = op.MatMul(_transposed(dS), query), op.MatMul(_transposed(P), grad_out)
+    if groups > 1:
+        heads = static_sizes(query, 1, _NAME)[0] // groups
+        dk, dv = (
+            op.ReduceSum(reshape(each, [0, heads, groups, -1, width]), ints([2]), keepdims=0)
+            for each, width in ((dk, static_sizes(query, 3, _NAME)[0]), (dv, static_sizes(grad_out, 3, _NAME)[0]))
+        )
+    return op.MatMul(dS, key), dk, dv
+
+
+def _repeated(query: Any, key: Any, value: Any) -> tuple[int, Any, Any]:
+    """Return the number of the queries' heads for each of the keys', and keys and values for every head."""
+    heads = [sizes(each)[1] for each in (query, key)]
+    groups = heads[0] // heads[1] if heads[0] and heads[1] else 1
+    if groups == 1:
+        return 1, key, value
+
+    def repeated(each: Any) -> Any:
+        wide = op.Expand(op.Unsqueeze(each, ints([2])), ints([1, 1, groups, 1, 1]))
+        return reshape(wide, [0, int(heads[0] or 0), -1, static_sizes(each, 3, _NAME)[0]])
+
+    return groups, repeated(key), repeated(value)
 
 
 def _probabilities(query: Any, key: Any, is_causal: bool, attn_mask: Any, factor: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Pooling, resizing and padding as separable linear maps.
+"""Pooling, resizing, padding and windows as separable linear maps.
 
-Average pooling, adaptive average pooling, interpolation and replication padding act on each spatial
+Average pooling, adaptive average pooling, interpolation, replication padding and windows act on each spatial
 dimension j by a matrix M_j (out_j, in_j), so that in two dimensions
 
     y = M_1 x M_2^T        dx = M_1^T g M_2
@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bnexport.training.translations.values import constant, op, reshape, spread, static_sizes
+from bnexport.errors import UnsupportedModelError
+from bnexport.training.translations.values import constant, ints, op, reshape, sizes, spread, static_sizes
 
 _ATEN = torch.ops.aten
 
@@ -104,13 +105,48 @@ def _adaptive(size: int, out: int) -> np.ndarray:
     return matrix(size, lambda x: torch.nn.functional.adaptive_avg_pool1d(x, out))
 
 
-def replication_pad_backward(grad_output: Any, input: Any, padding: Sequence[int]) -> Any:
-    """Translate aten::replication_pad1d_backward, _2d and _3d, with static sizes."""
-    extents = static_sizes(input, 2, "aten::replication_pad{}d_backward")
-    sides = [int(width) for width in padding]
-    ends = list(zip(sides[::2], sides[1::2]))[::-1]
+def padding(mode: str) -> Callable[[Any, Sequence[int]], Any]:
+    """Return the translation of aten::reflection_pad{1,2,3}d or aten::replication_pad{1,2,3}d; mode: ONNX's name of it."""
 
-    def entry(size: int, ends: tuple[int, int]) -> np.ndarray:
-        return matrix(size, lambda x: torch.nn.functional.pad(x, ends, mode="replicate"))
+    def pad(input: Any, padding: Sequence[int]) -> Any:
+        sides = [int(width) for width in padding]
+        starts, ends = sides[::2][::-1], sides[1::2][::-1]
+        others = [0] * (len(sizes(input)) - len(starts))
+        return op.Pad(input, ints([*others, *starts, *others, *ends]), mode=mode)
 
-    return pull_back(grad_output, [entry(*axis) for axis in zip(extents, ends)])
+    return pad
+
+
+def padding_backward(mode: str) -> Callable[[Any, Any, Sequence[int]], Any]:
+    """Return the translation of the gradient of either, with static sizes; mode: torch's name of it."""
+
+    def pad_backward(grad_output: Any, input: Any, padding: Sequence[int]) -> Any:
+        extents = static_sizes(input, 2, f"gradient of padding by {mode!r}")
+        sides = [int(width) for width in padding]
+        ends = list(zip(sides[::2], sides[1::2]))[::-1]
+
+        def entry(size: int, ends: tuple[int, int]) -> np.ndarray:
+            return matrix(size, lambda x: torch.nn.functional.pad(x, ends, mode=mode))
+
+        return pull_back(grad_output, [entry(*axis) for axis in zip(extents, ends)])
+
+    return pad_backward
+
+
+def unfold_backward(grad_in: Any, input_sizes: Any, dim: int, size: int, step: int) -> Any:
+    """Translate aten::unfold_backward, the gradient of windows of one dimension: grad_in (*, count, *, size)."""
+    shape = sizes(grad_in)
+    rank = len(shape) - 1
+    dim %= rank
+    count = static_sizes(grad_in, dim, "aten::unfold_backward")[0]
+    extent = input_sizes[dim] if isinstance(input_sizes, (list, tuple)) else None
+    if not isinstance(extent, int):
+        raise UnsupportedModelError(
+            f"aten::unfold_backward: got a dynamic size of dimension {dim}, expected static sizes of windows; export with"
+            " only the batch dimension dynamic"
+        )
+    M = matrix(extent, lambda x: x.unfold(2, size, step).flatten(2))
+    others = [axis for axis in range(rank) if axis != dim]
+    rows = reshape(op.Transpose(grad_in, perm=[*others, dim, rank]), [*[0] * len(others), count * size])
+    back = [others.index(axis) if axis != dim else rank - 1 for axis in range(rank)]
+    return op.Transpose(op.MatMul(rows, constant(M, grad_in.dtype)), perm=back)

@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import bnexport
 from bnexport import tolerances
+from bnexport.training.building import dropout
 from bnexport.training.translations import decompositions, translation_table
 from bnexport.training.translations.interpolation import Interpolation
 
@@ -104,7 +105,7 @@ def export(cases: Sequence[Case], standard_ops_only: bool = True) -> onnx.ModelP
         exported = torch.onnx.export(
             program,
             dynamo=True,
-            custom_translation_table=translation_table(standard_ops_only),
+            custom_translation_table={**translation_table(standard_ops_only), **dropout.TRANSLATIONS},
             dynamic_shapes=(shapes,),
             input_names=[f"x{index}" for index in range(len(inputs))],
             optimize=False,

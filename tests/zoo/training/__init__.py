@@ -1,0 +1,1 @@
+"""Training steps of the zoo's architectures, in ONNX Runtime against torch."""

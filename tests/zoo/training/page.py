@@ -1,0 +1,191 @@
+"""The page of the training zoo's results: python -m tests.zoo.training.page, into docs/zoo_training.md."""
+
+from __future__ import annotations
+
+import collections
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.page import table
+from tests.zoo.page import TITLES, cell
+from tests.zoo.training.networks import networks
+
+RESULTS = Path(__file__).with_name("results.json")
+PAGE = Path(__file__).parents[3] / "docs" / "zoo_training.md"
+ORDER = ("wrong", "refused", "failed", "stopped", "died")
+Result = dict[str, Any]
+
+HEAD = """# Training steps that were tried
+
+Real networks, built by their libraries without weights, with the heads and losses that these train them with. Each training
+step was exported with its verification, run in ONNX Runtime, and compared with torch in float32 and float64.
+"""
+
+JUDGED = """## How they were judged
+
+- *right*: the error of all gradients together, from torch in float64, median of three batches, is at most 5 times the one of
+  torch's own float32, or 1e-6, and the loss's likewise; and no tensor's gradient is off by more than a sixteenth
+  where torch's is not.
+- A ReLU whose input is zero but for rounding goes either way, in torch as here, and changes all gradients before it by 1e-3
+  of their norm. Where this decides the median, up to five further batches are drawn; the smallest errors are compared in
+  the same way, and the median with the largest of torch's (*right, jumps*).
+- *wrong*: it differs by more. *refused*: bnexport says why it does not export. *failed*: any other error. *stopped*: not
+  done within a limit of processor time. *torch does not*: torch itself does not make the step, or its loss is not finite.
+- Images are 4 of 96 x 96; 2 of the catalogue's size where a network wants larger ones; 2 videos of 16 x 48 x 48.
+  Convolutional networks and transformers take SGD (momentum) and AdamW in turn.
+- Classification: cross entropy, smoothed as timm and MMPretrain do, auxiliary heads at 0.4. Segmentation: cross entropy of
+  enlarged outputs with a quarter of the pixels ignored; dice and binary cross entropy for segmentation_models_pytorch.
+  Detection: focal cross entropy of the scores and smooth L1 of the boxes at every position: which position answers for
+  which object depends on values and is no part of a graph.
+- Times are medians of processor time, one thread, the step here and torch's eager step in turn; a ratio below 1 is a gain.
+  torch.compile was measured for some networks, and is given as its own ratio to eager.
+
+`make test-zoo-training` makes the results and this page, and goes on where it was stopped.
+"""
+
+
+def verdict(result: Result) -> str:
+    """right, wrong, refused, failed, stopped, died; "untrained" where torch itself does not train it."""
+    if "does_not_train" in result:
+        return "untrained"
+    way = result["ways"].get("step")
+    if way is None:
+        return "died" if result.get("died") else "missing"
+    return str(way["status"])
+
+
+def jumped(result: Result) -> bool:
+    """Whether more than three seeds were needed."""
+    return len(result["ways"]["step"]["errors"]) > 3
+
+
+def errors(result: Result) -> tuple[float, float]:
+    """The gradients' error and torch's own: medians, or the smallest where gradients jump."""
+    middle = min if jumped(result) else statistics.median
+    ours, own, *_ = zip(*result["ways"]["step"]["errors"])
+    return middle(ours), middle(own)
+
+
+def line(result: Result) -> str:
+    """One line for a terminal."""
+    way = result["ways"].get("step", {})
+    shown = {key: way[key] for key in ("verification", "errors", "wrong", "error", "ratio") if key in way}
+    more = {key: value for key, value in result["ways"].items() if key != "step"}
+    why = str(result.get("does_not_train") or result.get("died", ""))[-300:]
+    return f"{verdict(result):9} {result['name']} {result.get('wall_seconds')} s: {shown} {more} {why}"
+
+
+def _share(count: int, of: int) -> str:
+    return f"{count} of {of} ({100 * count / max(of, 1):.1f} %)"
+
+
+def _spread(values: list[float]) -> str:
+    return f"median {statistics.median(values):.2f}, {min(values):.2f} to {max(values):.2f}" if values else "none"
+
+
+def summary(results: list[Result]) -> str:
+    trained = [each for each in results if verdict(each) not in ("untrained", "missing")]
+    right = [each for each in trained if verdict(each) == "right"]
+    passed = [each for each in trained if each["ways"].get("step", {}).get("verification") == "passed"]
+    silent = [each for each in passed if verdict(each) == "wrong"]
+    undecided = [each for each in right if each["ways"]["step"]["verification"] == "not_verified"]
+    ratios = [each["ways"]["step"]["ratio"] for each in right]
+    compiled = [each for each in right if "ratio" in each["ways"].get("compile", {})]
+    against = [each["ways"]["step"]["ratio"] / each["ways"]["compile"]["ratio"] for each in compiled]
+    slower = sorted((each for each in right if each["ways"]["step"]["ratio"] > 1.0), key=lambda each: each["name"])
+    exports = [each["ways"]["step"]["export_processor_seconds"] for each in right]
+    faults = [fault for each in right for fault in each["ways"].get("faults", {}).get("found", {}).values()]
+    planted = sum(1 for each in right if each["ways"].get("faults", {}).get("found"))
+    losses = collections.Counter(each.get("loss", "") for each in right)
+    rows = [
+        f"Networks that have run: {len(results)} of {len(networks())} in the catalogue; torch trains {len(trained)} of them.",
+        f"Exported and right: {_share(len(right), len(trained))}, {sum(map(jumped, right))} of them with jumps.",
+        f"Silently wrong (verification passed, and the gradients are wrong): {len(silent)}.",
+        f"Verification of the right ones: {len(right) - len(undecided)} passed, {len(undecided)} not verified; refused as "
+        f"different though torch trains them: {sum(_refused_as_different(each) for each in trained)}.",
+        f"Planted faults that verification does not pass: {_share(sum(fault != 'passed' for fault in faults), len(faults))}, in "
+        f"{planted} networks.",
+        f"Time of a step over torch eager's: {_spread(ratios)}; above 1: {len(slower)}"
+        + (f" ({', '.join(each['name'] for each in slower)})." if slower else "."),
+        f"Over torch.compile's, {len(against)} networks: {_spread(against)}.",
+        f"Export with verification, seconds of processor time: {_spread(exports)}.",
+        "Losses of the right ones: " + ", ".join(f"{count} {name}" for name, count in sorted(losses.items())) + ".",
+    ]
+    return "\n".join(f"- {row}" for row in rows)
+
+
+def _refused_as_different(result: Result) -> bool:
+    way = result["ways"].get("step", {})
+    return way.get("status") == "refused" and way["error"].startswith("VerificationError")
+
+
+def libraries(results: list[Result]) -> str:
+    rows = []
+    for key, title in TITLES.items():
+        members = [each for each in results if each["name"].startswith(f"{key}:") and verdict(each) != "untrained"]
+        if members:
+            right = [each for each in members if verdict(each) == "right"]
+            rows.append(
+                [title, str(len(members)), str(len(right)), _spread([each["ways"]["step"]["ratio"] for each in right])]
+            )
+    return table(["library", "torch trains", "right", "time over eager"], rows)
+
+
+def others(results: list[Result]) -> str:
+    """Networks that are not right, with the message."""
+    rows = []
+    for each in results:
+        word = verdict(each)
+        if word in ("right", "missing"):
+            continue
+        said = each.get("does_not_train") or each["ways"].get("step", {}).get("error") or each.get("died")
+        said = said or f"gradients off: {each['ways']['step'].get('wrong') or each['ways']['step']['errors']}"
+        rows.append([each["name"], "torch does not" if word == "untrained" else word, cell(str(said))])
+    return table(["network", "", "message"], rows, left=3) if rows else "None."
+
+
+def steps(results: list[Result]) -> str:
+    rows = []
+    for each in results:
+        if verdict(each) != "right":
+            continue
+        way, compiled = each["ways"]["step"], each["ways"].get("compile", {}).get("ratio")
+        ours, own = errors(each)
+        rows.append(
+            [
+                each["name"],
+                each["loss"],
+                each["optimizer"],
+                "right, jumps" if jumped(each) else "right",
+                way["verification"].replace("_", " "),
+                f"{ours:.1e}",
+                f"{own:.1e}",
+                f"{way['eager_ms']:.0f}",
+                f"{way['ms']:.0f}",
+                f"{way['ratio']:.2f}",
+                "" if compiled is None else f"{compiled:.2f}",
+                f"{way['export_processor_seconds']:.0f}",
+            ]
+        )
+    header = ["network", "loss", "optimizer", "", "verification", "error", "torch's own", "eager, ms", "ms", "ratio"]
+    return table([*header, "torch.compile", "export, s"], rows, left=5)
+
+
+def render(results: dict[str, Result]) -> str:
+    shown = [each for _, each in sorted(results.items())]
+    parts = [
+        HEAD,
+        summary(shown),
+        libraries(shown),
+        JUDGED,
+        f"## Not right\n\n{others(shown)}",
+        f"## Steps\n\n{steps(shown)}",
+    ]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(json.loads(RESULTS.read_text())))
+    print(f"{PAGE} written")

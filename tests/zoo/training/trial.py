@@ -1,0 +1,312 @@
+"""One network of the training zoo: its step exported and run in ONNX Runtime, against torch in float32 and float64.
+
+Errors are 2-norms of differences from float64 over the 2-norm there, all gradients together. Gradients are read from
+the optimizer's state after its first step, from the same weights and other batches for each seed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+from torch import nn
+
+import bnexport
+from bnexport import model_io, tolerances
+from bnexport.errors import BnexportError, first_line
+from bnexport.training.building import verification
+from bnexport.training.building.dropout import SeededDropout
+from tests.training import faults
+from tests.training.torch_step import OPTIMIZERS, torch_step
+from tests.zoo.training import networks
+from tests.zoo.trial import Stopped, limited
+
+SEEDS, MORE_SEEDS, STEPS = 3, 8, 3
+# The verdict: the error of the gradients against torch's own, and the least that counts as an error.
+OWN_ERRORS, FLOOR = 5.0, 16 * tolerances.UNIT_ROUNDOFF["float32"]
+# What a jump may change.
+JUMP = 2.0**-8
+# A tensor of gradients that is off by more of its norm is wrong, where torch's is not; 2^-4 as in verification.
+OF_A_TENSOR, OF_ALL = 2.0**-4, 1e-4
+SECONDS_OF_A_WAY = 150
+# Planted of each kind.
+FAULTS = 1
+_GRADIENTS = {"sgd": "momentum_buffer", "adamw": "exp_avg"}
+Named = dict[str, np.ndarray]
+
+find = networks.find
+
+
+def warm() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        batch = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
+        bnexport.export_training_step(net, nn.functional.cross_entropy, batch, Path(folder, "s.onnx"), verify=False)
+
+
+class Trial:
+    """The ways of one network, collected in `result`: "step"; "faults", planted into its graph; "compile", torch.compile's time."""
+
+    def __init__(self, network: networks.Network, place: Path, names: Sequence[str]) -> None:
+        self.network, self.place, self.names = network, place, names
+        self.result: dict[str, Any] = {"name": network.name, "shape": network.shape, "ways": {}}
+        self.exported: tuple[Any, tuple[Any, ...]] | None = None
+
+    def save(self) -> None:
+        self.place.write_text(json.dumps(self.result))
+
+    def run(self) -> None:
+        with limited(SECONDS_OF_A_WAY):
+            try:
+                task = networks.make(self.network)
+                batch = self._batch(task, 0)
+                parameters = torch_step(task.model, task.loss, *self._rule(), _state(task.model), batch, torch.float32)
+            except Exception as error:
+                self.result["does_not_train"] = f"{type(error).__name__}: {first_line(error)[:300]}"
+                self.save()
+                return
+        if not np.isfinite(parameters["loss"]):
+            self.result["does_not_train"] = f"its loss is {parameters['loss']}"
+            self.save()
+            return
+        self.result |= {
+            "optimizer": self.network.optimizer,
+            "loss": task.kind,
+            "parameters": sum(value.numel() for value in task.model.parameters()),
+        }
+        self.save()
+        with tempfile.TemporaryDirectory() as folder:
+            for name, function in (("step", self._step), ("faults", self._faults), ("compile", self._compile)):
+                if name in self.names:
+                    self._way(name, function, task, Path(folder))
+
+    def _way(self, name: str, function: Callable[..., dict[str, Any]], task: networks.Task, folder: Path) -> None:
+        begin = time.process_time()
+        try:
+            with limited(SECONDS_OF_A_WAY):
+                way = function(task, folder)
+        except BnexportError as error:
+            way = {"status": "refused", "error": f"{type(error).__name__}: {str(error)[:1200]}"}
+        except Exception as error:
+            way = {"status": "failed", "error": f"{type(error).__name__}: {first_line(error)[:1200]}"}
+        except Stopped:
+            way = {"status": "stopped", "error": f"not done after {SECONDS_OF_A_WAY} s of processor time"}
+        self.result["ways"][name] = way | {"total_seconds": round(time.process_time() - begin, 1)}
+        self.save()
+
+    def _rule(self) -> tuple[str, dict[str, float]]:
+        return self.network.optimizer, self.network.options
+
+    def _batch(self, task: networks.Task, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        source = torch.Generator().manual_seed(seed)
+        return torch.randn(self.network.shape, generator=source), task.target(source)
+
+    def _export(self, task: networks.Task, path: Path) -> tuple[Any, tuple[Any, ...]]:
+        """Export once, for all ways. Return the result, and what verification compared the graph with."""
+        if self.exported is None:
+            calls: list[tuple[Any, ...]] = []
+            check = verification.check
+
+            def watched(*arguments: Any) -> Any:
+                calls.append(arguments)
+                return check(*arguments)
+
+            verification.check = watched
+            try:
+                name, options = self._rule()
+                result = bnexport.export_training_step(
+                    task.model, task.loss, self._batch(task, 0), path, optimizer=name, optimizer_options=options
+                )
+            finally:
+                verification.check = check
+            self.exported = result, calls[0][1:]
+        return self.exported
+
+    def _step(self, task: networks.Task, folder: Path) -> dict[str, Any]:
+        path = folder / "step.onnx"
+        begin, processor = time.perf_counter(), time.process_time()
+        result, _ = self._export(task, path)
+        way: dict[str, Any] = {
+            "export_seconds": round(time.perf_counter() - begin, 1),
+            "export_processor_seconds": round(time.process_time() - processor, 1),
+            "nodes": sum(1 for _ in result.model.graph),
+            "verification": result.verification.status,
+        }
+        if result.verification.status != "passed":
+            way["reason"] = result.verification.summary(folds=False)[:400]
+        batch = self._batch(task, 0)
+        session_options = onnxruntime.SessionOptions()
+        session_options.intra_op_num_threads = 1
+        session_options.log_severity_level = 4
+        session = bnexport.TrainingSession(path, session_options=session_options)
+        way |= self._compared(task, session, folder)
+        session.load_checkpoint(path.with_suffix(".safetensors"))
+        arrays = [tensor.numpy() for tensor in batch]
+        eager, ours = _alternately(_eager(task.model, task.loss, batch, *self._rule()), lambda: session.step(arrays))
+        return way | {"eager_ms": eager, "ms": ours, "ratio": round(ours / eager, 3)}
+
+    def _compared(self, task: networks.Task, session: Any, folder: Path) -> dict[str, Any]:
+        """status: right or wrong, and the errors of each seed; losses of some steps after each other."""
+        initial = _state_of(session, folder)
+        found, worst = [], {}
+        losses: dict[str, list[float]] = {"ours": [], "float32": [], "float64": []}
+        for seed in range(MORE_SEEDS):
+            if seed >= SEEDS and judged(found) != "jumps":
+                break
+            session.load_checkpoint(folder / "step.safetensors")
+            batch = self._batch(task, seed)
+            loss = session.step([tensor.numpy() for tensor in batch])
+            states = {"ours": {**_state_of(session, folder), "loss": np.array(loss)}}
+            for key, dtype in (("float32", torch.float32), ("float64", torch.float64)):
+                states[key] = self._torch(task, initial, batch, dtype)
+            found.append(self._errors(states, worst))
+            if seed == 0:
+                following = states
+        for step in range(STEPS):
+            for key, state in following.items():
+                losses[key].append(float(state["loss"]))
+            if step == STEPS - 1:
+                break
+            batch = self._batch(task, step + 1)
+            if not step:
+                session.load_checkpoint(folder / "step.safetensors")
+                session.step([tensor.numpy() for tensor in self._batch(task, 0)])
+            loss = session.step([tensor.numpy() for tensor in batch])
+            following = {
+                "ours": {"loss": np.array(loss)},
+                "float32": self._torch(task, following["float32"], batch, torch.float32),
+                "float64": self._torch(task, following["float64"], batch, torch.float64),
+            }
+        wrong = [
+            (name, float(f"{error:.3g}"), float(f"{allowed:.3g}"))
+            for name, values in worst.items()
+            for error, allowed in [tuple(statistics.median(each) for each in zip(*values))]
+            if not error <= allowed
+        ]
+        return {
+            "status": "wrong" if wrong or judged(found) == "wrong" else "right",
+            "errors": [[float(f"{value:.3g}") for value in each] for each in found],
+            "losses": {key: [float(f"{value:.7g}") for value in values] for key, values in losses.items()},
+            **({"wrong": wrong[:8]} if wrong else {}),
+        }
+
+    def _torch(self, task: networks.Task, state: Named, batch: tuple[torch.Tensor, ...], dtype: torch.dtype) -> Named:
+        """A step of torch itself; dropout draws our masks. In float64 the state comes from float32 at first."""
+        seed = torch.from_numpy(np.array(state.get("seed", 0)))
+        with SeededDropout(seed):
+            result = torch_step(task.model, task.loss, *self._rule(), state, batch, dtype)
+        return {**result, "seed": seed.numpy() + 1}
+
+    def _errors(self, states: dict[str, Named], worst: dict[str, list[tuple[float, float]]]) -> list[float]:
+        """The errors of gradients and loss, ours and float32's; in `worst` each tensor's with what is allowed."""
+        suffix = _GRADIENTS[self.network.optimizer]
+        exact = states["float64"]
+        names = [name for name in exact if name.endswith(suffix)]
+        size = float(np.sqrt(sum(np.square(exact[name]).sum() for name in names)))
+        squares = {"ours": 0.0, "float32": 0.0}
+        for name in names:
+            norm = float(np.linalg.norm(exact[name]))
+            each = {key: float(np.linalg.norm(states[key][name] - exact[name])) for key in squares}
+            for key, value in each.items():
+                squares[key] += value**2
+            allowed = max(OWN_ERRORS * each["float32"], OF_A_TENSOR * norm) + OF_ALL * size
+            worst.setdefault(name, []).append((each["ours"], allowed))
+        loss = exact["loss"]
+        of_loss = [float(abs(states[key]["loss"] - loss) / max(abs(loss), 1e-30)) for key in squares]
+        return [*(float(np.sqrt(value)) / max(size, 1e-300) for value in squares.values()), *of_loss]
+
+    def _faults(self, task: networks.Task, folder: Path) -> dict[str, Any]:
+        """found: what verification says to a step with a wrong gradient, by kind and place."""
+        result, reference = self._export(task, folder / "step.onnx")
+        found = {}
+        for kind in faults.KINDS:
+            for seed in range(FAULTS):
+                wrong = faults.planted(result.model, reference[0].problem.trainable, kind, seed)
+                if wrong is not None:
+                    found[f"{kind} {seed}"] = verification.check(wrong, *reference).status
+        return {"status": "right", "unchanged": result.verification.status, "found": found}
+
+    def _compile(self, task: networks.Task, folder: Path) -> dict[str, Any]:
+        batch = self._batch(task, 0)
+        begin = time.process_time()
+        step = _eager(task.model, task.loss, batch, *self._rule(), compiled=True)
+        step()
+        seconds = time.process_time() - begin
+        eager, own = _alternately(_eager(task.model, task.loss, batch, *self._rule()), step)
+        return {"status": "right", "seconds": round(seconds, 1), "ratio": round(own / eager, 3)}
+
+
+def judged(found: Sequence[Sequence[float]]) -> str:
+    """right, wrong or jumps, by the errors of gradients, torch's own, and those of the loss, for each seed.
+
+    A ReLU whose input is zero but for rounding goes either way, in torch as here, and changes every gradient before it by
+    1e-3 of its norm. Where that makes the median larger than OWN_ERRORS of torch's, further seeds are drawn until one is
+    without a jump; then the smallest errors are compared, and the median with the largest of torch's.
+    """
+    errors, own, of_loss, own_loss = zip(*found)
+    if not statistics.median(of_loss) <= max(OWN_ERRORS * statistics.median(own_loss), FLOOR):
+        return "wrong"
+    if statistics.median(errors[:SEEDS]) <= max(OWN_ERRORS * statistics.median(own[:SEEDS]), FLOOR):
+        return "right"
+    smallest = min(errors) <= max(OWN_ERRORS * min(own), FLOOR)
+    if smallest and statistics.median(errors) <= OWN_ERRORS * max(*own, JUMP):
+        return "right"
+    return "jumps" if len(found) < MORE_SEEDS else "wrong"
+
+
+def _state(model: nn.Module) -> Named:
+    return {**{name: value.numpy() for name, value in model.state_dict().items()}, "optimizer.step": np.array(0)}
+
+
+def _state_of(session: Any, folder: Path) -> Named:
+    """All state of a session, with aliases."""
+    session.save_checkpoint(folder / "now.safetensors")
+    return {**model_io.load_tensors(folder / "now.safetensors")[0], **session.state_dict()}
+
+
+def _eager(
+    model: nn.Module,
+    loss: networks.Loss,
+    batch: tuple[torch.Tensor, ...],
+    optimizer: str,
+    options: dict[str, float],
+    compiled: bool = False,
+) -> Callable[[], Any]:
+    own = copy.deepcopy(model)
+    rule = OPTIMIZERS[optimizer](own.parameters(), **options)
+    called = torch.compile(own) if compiled else own
+
+    def step() -> float:
+        rule.zero_grad()
+        value = loss(called(*batch[:-1]), batch[-1])
+        value.backward()
+        rule.step()
+        return value.item()
+
+    return step
+
+
+def _alternately(*functions: Callable[[], Any], seconds: float = 1.2, most: int = 8) -> list[float]:
+    """Milliseconds of processor time of each, medians of calls in turn, one thread."""
+    for function in functions:
+        function()
+    begin, times = time.process_time(), [[] for _ in functions]
+    while len(times[0]) < 3 or (len(times[0]) < most and time.process_time() - begin < seconds):
+        for function, own in zip(functions, times):
+            start = time.process_time()
+            function()
+            own.append(time.process_time() - start)
+    return [round(1e3 * statistics.median(own), 2) for own in times]
+
+
+warnings.filterwarnings("ignore")
