@@ -12,13 +12,19 @@ from bnexport.cli.help import PLACES
 from tests.docs.pages import ROOT, blocks, run
 
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
+# The line that a command with --bench ends with.
+RESULT = re.compile(
+    r"^result: \d+ folds? proved, \d+ compared only.*; \d+ batch norms? left.*; \d+\.\d+ times the latency",
+    re.MULTILINE,
+)
 # Run elsewhere: by tests/test_examples.py, and with real packages by tests/frameworks/test_tutorial.py.
 ELSEWHERE = ("cpp", "mmsegmentation", "timm")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in ELSEWHERE], ids=lambda page: page.stem)
 def test_a_tutorial_runs(page: Path, tmp_path: Path) -> None:
-    run(blocks(page.read_text(), "python", "sh"), tmp_path)
+    printed = run(blocks(page.read_text(), "python", "sh"), tmp_path)
+    assert len(RESULT.findall(printed)) == (page.stem in ("apex", "onnx_file")), printed
 
 
 def test_the_tutorial_on_cpp_shows_lines_of_the_examples() -> None:

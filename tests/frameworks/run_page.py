@@ -29,9 +29,9 @@ def main(page: Path, folder: Path) -> None:
         if language == "python":
             exec(compile(code, str(page), "exec"), session)
         else:
-            subprocess.run(
-                ["bash", "-euc", code], env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}, check=True
-            )
+            variables = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+            sys.stdout.flush()
+            subprocess.run(["bash", "-euc", code], env=variables, check=True, stderr=subprocess.STDOUT)
 
 
 if __name__ == "__main__":
