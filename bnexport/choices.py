@@ -82,7 +82,7 @@ def choose_format(
         listed = ", ".join(f"{each} ({kind})" for each, kind in SUFFIXES.items())
         raise UsageError(
             f"{path_name}: got {os.fspath(path)!r}, whose suffix names no format; expected one of {listed}, "
-            f"or {name} beside it"
+            f"or give {name} as well"
         )
     if named is not None and given is not None and named != given:
         raise UsageError(

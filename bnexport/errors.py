@@ -49,7 +49,7 @@ class UsageError(BnexportError, ValueError):
 
 
 class MissingFileError(UsageError, FileNotFoundError):
-    """A file that is to be read does not exist."""
+    """An input file does not exist."""
 
 
 class StorageError(BnexportError, OSError):

@@ -88,7 +88,7 @@ def inline(
 
     Args:
         source: a path, ModelProto or onnx_ir.Model; never changed.
-        target: the file to write, whole or not at all.
+        target: the file to write, atomically.
         verify: run both models in a process of its own and compare their outputs.
         inputs: as `verify` takes them, and so are seed, samples, atol, rtol and timeout.
         overwrite_input: allow `target` to be `source`; it is replaced as a whole.

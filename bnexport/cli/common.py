@@ -1,4 +1,4 @@
-"""What all commands share: the application, and options with one name and one meaning."""
+"""The application, and options that all commands share."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ Certificate = Annotated[
     bool,
     typer.Option(
         "--certificate/--no-certificate",
-        help="Write the names of each fold's nodes into the file, with which verify proves it.",
+        help="Write the names of each fold's nodes into the file, so that verify can prove it.",
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT where it exists, as a whole.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists, atomically.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Write the fold report as one HTML page.")]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="An ONNX file.")]
-_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only, and the JSON that was asked for.")]
-_Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more; with an error, where it comes from.")]
+_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only, and JSON if asked for.")]
+_Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print more messages, and the traceback of an error.")]
 
 
 _Limit = Annotated[

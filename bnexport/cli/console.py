@@ -1,4 +1,4 @@
-"""Two consoles: data on stdout, messages on stderr; how much is said, and what moves on a terminal."""
+"""Two consoles: data on stdout, messages on stderr; verbosity and progress display."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rich.console import Console
 
 from bnexport import stages
 
-# Without a terminal: wide enough for names, narrow enough for a log that somebody reads.
+# Columns without a terminal: wide enough for names, narrow enough for a log.
 _PIPE_WIDTH = 120
-# Between lines about long work where nothing can move.
+# Interval of progress lines without a terminal.
 _SECONDS = 30.0
 
 
@@ -101,7 +101,7 @@ def complain(text: str) -> None:
 
 
 def _animated() -> bool:
-    """Whether something may move: on a terminal that takes escape sequences, and without -q."""
+    """Whether to animate progress: on a terminal that takes escape sequences, without -q."""
     return err.is_terminal and err.color_system is not None and not err.quiet
 
 

@@ -132,7 +132,7 @@ def _example(axis: int, size: int | str | None) -> str:
 
 
 def _fitting(argument: Argument, value: ir.Value, generator: np.random.Generator) -> np.ndarray:
-    """Its values, or random ones."""
+    """Return the values of the argument, or random ones."""
     import numpy as np
 
     dtype = np.dtype(np.float32) if value.dtype is None else value.dtype.numpy()

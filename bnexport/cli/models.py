@@ -138,7 +138,7 @@ def fold(
     ] = False,
     leftover: Annotated[
         str,
-        typer.Option(metavar="batch-norm|conv|arithmetic", help="The form of batch norms that stay."),
+        typer.Option(metavar="batch-norm|conv|arithmetic", help="How to write batch norms that stay."),
     ] = "batch-norm",
     simplify: Annotated[
         bool, typer.Option("--simplify", help="Also evaluate shape arithmetic and remove nodes without effect.")
@@ -153,7 +153,7 @@ def fold(
     bench: Bench = False,
     certificate: Certificate = True,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace OUT where it exists, as a whole; it may be IN.")
+        bool, typer.Option("--overwrite", help="Replace OUT if it exists, atomically; it may be IN.")
     ] = False,
     html: Html = None,
     json_target: Json = None,
@@ -247,7 +247,7 @@ def write_html(report: Any, path: Path) -> None:
 
 
 def verdict(result: Any, *, wanted: bool = True, folds: bool = True) -> str:
-    """Return the line that every command prints about a verification. folds: whether anything can have been folded."""
+    """Return the line that every command prints about a verification. folds: whether to count folds."""
     text = result.summary(folds=folds)
     if result.status == "not_verified":
         return f"{'warning: ' if wanted else ''}{text}"
@@ -299,13 +299,13 @@ def verify(
     provider: Providers = None,
     allow_not_verified: Annotated[
         bool,
-        typer.Option("--allow-not-verified", help="Exit with 0, not 5, where neither equality nor a difference shows."),
+        typer.Option("--allow-not-verified", help="Exit with 0 instead of 5 if the models could not be verified."),
     ] = False,
     json_target: Json = None,
 ) -> int:
     """Compares two models on the same inputs and proves the folds.
 
-    Those of the certificate in B, or those that are found.
+    The folds are those of the certificate in B, or those that are found.
     """
     from bnexport import folding
     from bnexport.cli.inputs import feeds_of

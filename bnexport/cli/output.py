@@ -1,4 +1,4 @@
-"""Results: tables or JSON on stdout, and files that appear whole or not at all."""
+"""Results: tables or JSON on stdout, and files, written atomically."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _identity(path: str) -> tuple[int, int, int] | None:
 
 
 def interrupted() -> str:
-    """Return what an interrupted command left of its files, in one line."""
+    """Return the state of an interrupted command's files, in one line."""
     left = []
     for path, before in _targets.items():
         now = _identity(path)

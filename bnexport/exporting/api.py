@@ -29,11 +29,11 @@ from bnexport.verification.verdict import Verification
 
 @dataclasses.dataclass(frozen=True)
 class ExportResult:
-    """What export made: the file, its graph, what was folded (mode deploy) and how it was verified.
+    """Result of an export: the file, its graph, the folds (mode deploy) and the verification.
 
     model: an onnx_ir.Model, torch.jit.ScriptModule or torch.export.ExportedProgram, as the format.
     exporter: what made the graph: "dynamo" or "torchscript"; for the format "torchscript" "script" or
-    "trace", for "pt2" "torch.export". notes: what had to be done otherwise than asked for.
+    "trace", for "pt2" "torch.export". notes: deviations from what was asked for.
     """
 
     path: pathlib.Path
@@ -90,7 +90,7 @@ def export(
     """Exports `model` to a file at `path`. The module, its state and its mode stay untouched.
 
     mode "deploy": inference. Sync batch norm of any kind becomes BatchNormalization and is folded
-    into the weights beside it; the file needs nothing of ours.
+    into the neighbouring weights; the file needs no part of bnexport.
 
     mode "custom_op": every sync batch norm stays a node `MMCVSyncBatchNorm`, in the module's own
     mode. For a module in train mode the model's outputs come first, then each updated statistic as
@@ -100,15 +100,15 @@ def export(
     It is for ONNX only.
 
     The formats "torchscript" (scripted, or traced where it cannot be scripted, and frozen) and "pt2"
-    (torch.export.save) hold torch's own operators only, folded by `fold_module`, and load in a process
-    that has nothing of ours.
+    (torch.export.save) hold torch's own operators only, folded by `fold_module`, and load without
+    bnexport.
 
     Args:
         model: the module; in mode "custom_op" its train or eval mode counts. The one inside DistributedDataParallel,
             DataParallel or torch.compile is exported.
         args: example inputs for the positional parameters: a tensor, or a tuple of tensors, dicts, lists and tuples of
             tensors, numbers, strings and None. Each tensor is an input of the file, anything else a constant.
-        path: the file to write, whole or not at all.
+        path: the file to write, atomically.
         kwargs: example inputs that forward takes by keyword; inputs of the file behind `args`.
         mode: "deploy" or "custom_op".
         exporter: for ONNX, "dynamo" (torch.export; torch 2.9 or newer) or "torchscript" (tracing); None for dynamo where
@@ -121,13 +121,13 @@ def export(
         opset_version: of an ONNX graph, 18 or newer; the IR version is the lowest that it needs.
         verify: run the exported model, in ONNX Runtime or in a new process, and compare it with a copy of
             `model` itself, on `args` and at other sizes of the dynamic dimensions.
-        fold: in mode "deploy", fold batch norms into the weights beside them.
-        simplify: after folding, evaluate shape arithmetic and constants and remove what has no effect.
-        external_data: write the weights of an ONNX file to a file beside it; None where it needs that.
+        fold: in mode "deploy", fold batch norms into the neighbouring weights.
+        simplify: after folding, evaluate shape arithmetic and constants and remove nodes without effect.
+        external_data: write the weights of an ONNX file to a second file; None: only if the file would be too large.
         input_names: names in an ONNX graph; by default forward's parameter names.
         output_names: names in an ONNX graph; by default "output" (or "output_0", ..., or the keys of a dict).
         certificate: write the names of the nodes of each fold into an ONNX file's metadata, as `fold` does; the original
-            is the graph that fold=False writes. Not where they prove no fold after simplification, with a note.
+            is the graph that fold=False writes. It is left out, with a note, if simplification breaks the proof.
         overwrite: replace a file at `path`.
         unknown: none; for an argument of torch.onnx.export the error names ours.
 
@@ -165,6 +165,8 @@ def export(
     report, notes = artifact.report, [*given.notes, *artifact.dimensions.static.values(), *artifact.notes]
     if mode == "deploy" and any(module.training and known_kind(module) for module in given.model.modules()):
         notes.append(Note("mode", "the module is in train mode; mode 'deploy' writes it in eval mode"))
+    if kind != "onnx" and report is not None and report.kept:
+        notes.append(Note("unfolded", "ONNX files fold more: across sums, concatenations and through activations"))
     if exporter_note is not None and kind == "onnx":
         notes.append(exporter_note)
     for note in notes:
@@ -187,7 +189,7 @@ def export(
 
 
 def _choose_exporter(given: str | None) -> tuple[str, Note | None]:
-    """Return the exporter, and why it is not dynamo where nobody chose it."""
+    """Return the exporter, and a note if it is not dynamo by default."""
     needed = torch_versions.DYNAMO_EXPORTER
     if given is None and not torch_versions.has(needed):
         wanted = ".".join(map(str, needed))

@@ -1,4 +1,4 @@
-"""What callers hand in: the module, unwrapped, and its example inputs, flat."""
+"""Arguments of an export: the unwrapped module and its flattened example inputs."""
 
 from __future__ import annotations
 

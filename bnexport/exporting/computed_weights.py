@@ -22,7 +22,7 @@ _LEFT = frozenset((*EXPRESSIONS, "Constant")) - WEIGHT_OPERATORS
 
 
 def evaluate(model: ir.Model) -> None:
-    """Replace, in place, values that depend only on initializers by constants, if they are worth it (`_LEFT`).
+    """Replace, in place, values that depend only on initializers by constants, if that makes the file smaller (`_LEFT`).
 
     A value that is larger than the largest initializer it is made of stays computed, and so does one that the
     evaluator does not answer for.

@@ -33,7 +33,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ExportJob:
-    """model: the caller's own. reference: None where nothing is to be verified."""
+    """model: the caller's own. reference: None without verification."""
 
     model: nn.Module
     dimensions: Dimensions
@@ -47,7 +47,7 @@ class ExportJob:
 
 @dataclasses.dataclass(frozen=True)
 class Artifact:
-    """What a target has built.
+    """The result of building a target.
 
     model: an onnx_ir.Model, ScriptModule or ExportedProgram. outputs: names of what a forward returns; state: of those that are
     updated, whose new values follow. conditions: on sizes, which the file does not keep. allows: whether the file says that

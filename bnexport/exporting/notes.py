@@ -1,4 +1,4 @@
-"""What an export had to do otherwise than it was asked to, as records; their text is made where it is shown."""
+"""Notes of an export: deviations from what was asked for, as records; their text is made where it is shown."""
 
 from __future__ import annotations
 

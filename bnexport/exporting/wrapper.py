@@ -263,7 +263,7 @@ class Traced(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class TracedGraph:
-    """What an exporter made of a `Traced`: a graph, the dimensions that it left dynamic, and what it took for granted.
+    """An exporter's result for a `Traced`: a graph, its dynamic dimensions, and the conditions that it assumes.
 
     conditions: on sizes, which the graph does not keep; None where the exporter records none.
     """

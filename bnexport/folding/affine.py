@@ -42,7 +42,7 @@ import numpy as np
 from bnexport import tolerances
 from bnexport.graph.refusal import Refused
 
-# What is this much smaller than a rounding error of its neighbours does not count.
+# A value below this share of its neighbours' rounding error counts as zero.
 _NEGLIGIBLE = 2.0**-40
 
 

@@ -78,7 +78,7 @@ def fold(
 
     Args:
         source: a path, ModelProto or onnx_ir.Model; never changed.
-        target: the file to write, whole or not at all.
+        target: the file to write, atomically.
         verify: "local" proves each fold where it stands, in float64, and compares everything else byte by byte; "whole"
             runs both models in a process of its own, and compares their outputs; "both" does both. True is "both" up
             to 1 GiB of parameters and "local" above, False is nothing.

@@ -66,7 +66,7 @@ class Context(GraphContext):
         super().__init__(model, opset, names, shapes, surgery, in_function)
         self.options = options
         self.edits: dict[Slot, Edit] = {}
-        # Nodes that were written since somebody last asked.
+        # Nodes that were written since the last query.
         self.created: list[ir.Node] = []
         # What a rule found out about an axis of a node and will ask again.
         self.memory: dict[tuple[ir.Node, int], np.ndarray] = {}

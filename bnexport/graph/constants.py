@@ -107,7 +107,7 @@ class Constants:
             raise Refused("missing", f"the {what} is missing")
         tensor = self.stored(value, what)
         if tensor is not None:
-            # Without the Shape object that a tensor of the file makes anew each time it is asked.
+            # Avoids the Shape object that a tensor of the file creates on each access.
             raw = tensor.raw.dims if isinstance(tensor, ir.serde.TensorProtoTensor) else tensor.shape.numpy()
             return Described(tuple(raw), tensor.dtype.numpy())
         array = self._array(value, what, _DEPTH)

@@ -46,7 +46,7 @@ class InspectReport:
     """Result of `inspect`. nodes, op_counts: bodies and functions included; a portable body counts as its node.
     parameter_count, parameter_bytes: of all tensors, those in Constant nodes, too.
 
-    groups: (name, size) of the nodes' process groups. external_files: files beside the model that hold weights.
+    groups: (name, size) of the nodes' process groups. external_files: files next to the model that hold weights.
     notes: what was mended while the file was read.
     """
 

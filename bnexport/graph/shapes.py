@@ -73,7 +73,7 @@ def _infer(model: ir.Model, surgery: Surgery) -> Inferred:
     copy = model.clone()
     main, sizes = expanded_sizes(model)
     if main + sum(sizes.values()) > _EXPANDED:
-        # ONNX looks through each call anew; without the bodies it leaves the results of calls unknown.
+        # ONNX infers each call again; without the bodies it leaves the results of calls unknown.
         copy.functions.clear()
     _match(model.graphs(), copy.graphs(), copy, surgery, shapes, types)
     callers = calls(model)
@@ -135,7 +135,7 @@ def _match(
         assert twin.graph is not None
         twin.graph.remove(twin)
     outputs = [(node.outputs, twin.outputs) for node, twin in pairs]
-    # A model that inference cannot digest only leaves shapes unknown; its complaint helps nobody.
+    # If inference fails, shapes stay unknown; its log message has no use for the user.
     logger = logging.getLogger("onnx_ir.passes.common.shape_inference")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

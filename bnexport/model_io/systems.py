@@ -60,7 +60,7 @@ def sync_folder(folder: str) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process lives; True where asking would end it."""
+    """Whether a process is alive; True on systems where a query would end it."""
     if os.name != "posix":
         return True
     try:

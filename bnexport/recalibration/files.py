@@ -99,7 +99,7 @@ def recalibrate_file(
 
     Args:
         source: a path, ModelProto or onnx_ir.Model; never changed.
-        target: the file to write, whole or not at all; None for no file.
+        target: the file to write, atomically; None for no file.
         batches: the model's inputs by name. `one_by_one` goes through them once for each level of batch norms: a list, or
             `bnexport.recalibration.rows.open_rows`, not a generator.
         layers, method: as `bnexport.recalibrate` takes them. Batch norms that do not feed each other are measured in the

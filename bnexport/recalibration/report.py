@@ -1,4 +1,4 @@
-"""What a re-estimation changed: for each batch norm its old and new statistics."""
+"""Report of a re-estimation: old and new statistics of each batch norm."""
 
 from __future__ import annotations
 

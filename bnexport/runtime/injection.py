@@ -1,4 +1,4 @@
-"""What an ONNX Runtime session is made of: a serialised graph and separate weights, without a file name."""
+"""Inputs of an ONNX Runtime session: a serialised graph and separate weights, without a file name."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_providers(names: Sequence[str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """Arguments of `onnxruntime.InferenceSession` beside the options, and values to keep alive with the session."""
+    """Arguments of `onnxruntime.InferenceSession` next to the options, and values to keep alive with the session."""
 
     data: bytes
     arguments: dict[str, Any]

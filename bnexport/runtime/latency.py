@@ -72,7 +72,7 @@ def measure(
                 times[name].append((time.perf_counter() - start) * 1e3)
                 done += 1
                 progress(done)
-        order.reverse()  # nobody is always the first after somebody else
+        order.reverse()  # so that no model always runs after the same other one
     return [Latency(name, tuple(seen)) for name, seen in times.items()]
 
 

@@ -5,7 +5,7 @@
 nodes: names of the original's nodes that are gone; with: the other nodes whose values may differ. "graph" is there where
 the site is not in the main graph, "inlined" where calls were inlined before the fold.
 
-A certificate is a hint: it says where a proof has to look, and nothing about the result. Whoever reads one takes it for
+A certificate is a hint: it says where a proof has to look, and nothing about the result. A reader takes it for
 hostile.
 """
 
@@ -48,7 +48,7 @@ class CertifiedSite:
 
     @property
     def claim(self) -> Claim:
-        """What a proof is asked for."""
+        """The claims to prove."""
         return Claim(" + ".join(self.nodes), self.graph, (*self.nodes, *self.others))
 
 

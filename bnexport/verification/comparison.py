@@ -1,4 +1,4 @@
-"""One output of two models, number by number.
+"""Comparison of one output of two models, number by number.
 
 The bound is that of `bnexport.tolerances.model`, relative to the largest value of the output, in the
 coarsest float type that the models compute in. A Sigmoid, Softmax or Tanh is computed to an absolute

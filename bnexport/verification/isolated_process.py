@@ -34,7 +34,7 @@ from bnexport.verification import worker
 _START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from bnexport.verification import worker; worker.main(sys.argv[2])"
 _ALIGNMENT = 64
 _LONGEST_START = 60.0  # seconds until a process connects
-# Signals of somebody else than the engine.
+# Signals that do not come from the engine.
 _OUTSIDE = tuple(getattr(signal, name) for name in ("SIGKILL", "SIGTERM") if hasattr(signal, name))
 
 

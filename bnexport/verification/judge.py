@@ -49,7 +49,7 @@ class ReferenceEngine(Engine, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What is compared, and how.
+    """The models and settings of a comparison.
 
     outputs: names. working: the coarsest float type that the models compute in; an output's own may be coarser. atol, rtol:
     of the caller, instead of the table's. bound: returns a bound, instead of that of `comparison`, and the size of the data

@@ -30,7 +30,7 @@ from bnexport.verification.inputs.smaller_inputs import is_float
 
 Form = tuple[Any, ...]
 Arrays = dict[str, np.ndarray]
-# Parameters of a model that is worth the time, which is that of NumPy.
+# Largest number of parameters to evaluate, since NumPy is slow.
 LARGEST_BYTES = 1 << 28
 _FLOATS = (TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE)
 _HALVES = _FLOATS[:2]

@@ -1,4 +1,4 @@
-"""Plain data: what a comparison of two models is to use."""
+"""Settings of a comparison of two models, as plain data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Inputs = Mapping[str, np.ndarray] | Sequence[Mapping[str, np.ndarray]]
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What a comparison is to use: inputs or how to make them, bounds of the caller's, and how long it may take.
+    """Settings of a comparison: the inputs or how to draw them, the caller's bounds, and a time limit.
 
     timeout: seconds for all of it. patience: seconds for the float64 run that an ill-conditioned model needs. providers: of
     the candidate's session.

@@ -17,7 +17,7 @@ from bnexport.errors import NotVerifiedWarning, UsageError
 Status = Literal["passed", "failed", "not_verified"]
 Mark = Literal["proved", "compared", "not_run", "failed"]
 Method = Literal["whole", "local", "both"]
-# What became of a site whose values may differ.
+# Outcomes of sites whose values may differ.
 CHANGED = ("folded", "merged", "restated")
 # The shape of each input of one run.
 Shapes = tuple[tuple[int, ...], ...]
@@ -91,7 +91,7 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class SiteProof:
-    """One fold, checked where it stands.
+    """The local proof of one fold.
 
     method: "proved" (the region is affine, or a lemma covers what is not, and its whole map was compared), "compared" (on
     random points), "failed" or "not_run", as `reason` says. error, bound: the largest difference of a coefficient and the
@@ -209,7 +209,7 @@ class Verification:
 
     @property
     def proved(self) -> str:
-        """How many folds were proved where they stand, and how many the comparison alone covers, in words."""
+        """The numbers of folds that were proved, compared only, refuted and not checked, in words."""
         marks = [proof.method for proof in self.sites]
         covered = self.passed and self.method != "local"
         proved, failed = marks.count("proved"), marks.count("failed")

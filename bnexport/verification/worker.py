@@ -1,4 +1,4 @@
-"""The verifying process: a crash or a full memory in it hurts nobody. It serves one `FileJob` after the other.
+"""The verifying process: its parent survives if it crashes or fills the memory. It serves one `FileJob` after the other.
 
 It is started by `isolated_process`, talks over one socket, and ends when the socket does or after a minute
 without work. Messages are JSON behind their length; a request brings descriptors of the files that hold
@@ -30,7 +30,7 @@ def main(address: str) -> None:
     """Serves requests until the parent closes its end. address: a descriptor, or host:port:secret."""
     from bnexport.verification.file_job import FileJob
 
-    # Whoever started this process is still at work on the models.
+    # The parent is still reading the models: wait for its first job.
     with contextlib.suppress(ImportError):
         importlib.import_module("onnxruntime")
     with _connect(address) as channel:

@@ -376,3 +376,11 @@ def test_command_line(format, tmp_path, capsys):
     result = json.loads(capsys.readouterr().out)
     assert (result["format"], result["verification"]["passed"], result["path"]) == (format, True, str(path))
     assert path.stat().st_size > 100_000
+
+
+def test_a_batch_norm_that_stays_is_said_to_fold_in_onnx(tmp_path):
+    model = nn.Sequential(nn.ReLU(), nn.BatchNorm2d(3), nn.ReLU()).eval()
+    result = bnexport.export(model, torch.randn(2, 3, 8, 8), tmp_path / "m.pt2")
+    assert any(note.startswith("ONNX files fold more") for note in result.notes)
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)).eval()
+    assert not bnexport.export(model, torch.randn(2, 3, 8, 8), tmp_path / "n.pt2").notes

@@ -1,1 +1,1 @@
-"""What a model under export gets in place of its own `int`, operators and parameters, which exporters do not take."""
+"""Replacements, during export, for a model's `int`, operators and parameters that exporters do not accept."""

@@ -75,7 +75,7 @@ class AnySizePooling(TorchFunctionMode):
 
 
 def _has_equal_windows(n: Size, k: Size) -> bool:
-    """Whether the pooling is to one value, or by windows of one length that is known now."""
+    """Whether the output size is 1, or all windows have one length that is known at export."""
     if type(k) is not int:
         return False
     return k == 1 or (type(n) is int and n % k == 0)

@@ -25,7 +25,7 @@ from bnexport.model_io import ContainedTensor
 # Elements of a block: 2 MiB in float64, so that a block and its product stay in the cache.
 _BLOCK = 1 << 18
 
-# Elements of a weight that is worth holding.
+# Largest weight, in elements, to keep in memory.
 _SMALL = 1 << 14
 
 # The types of parameters.

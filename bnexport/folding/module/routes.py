@@ -74,7 +74,7 @@ class Routes:
             if self._takes_maps(node):
                 return End(node, axis)
             if not self._keeps_values(node):
-                raise Refused("not-linear", f"its input comes from {self.describe(node)}, which takes no map")
+                raise Refused("not-linear", f"its input comes from {self.describe(node)}, which cannot absorb it")
             axis = self._axis_above(node, axis)
             node = data_input(node)
 
@@ -93,7 +93,7 @@ class Routes:
                 elif self._keeps_values(user) or _flattens(user, self._module(user)):
                     pending.append(self._step_down(user, reached))
                 else:
-                    raise Refused("not-linear", f"its output goes to {self.describe(user)}, which takes no map")
+                    raise Refused("not-linear", f"its output goes to {self.describe(user)}, which cannot absorb it")
         if not ends:
             raise Refused("unused", "nothing reads its output")
         return ends

@@ -58,7 +58,7 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """What all terms of one base share. axis: of the channels in data of `rank`; positions: axes of a kernel."""
+    """Properties that all terms of one base share. axis: of the channels in data of `rank`; positions: axes of a kernel."""
 
     axis: int
     rank: int

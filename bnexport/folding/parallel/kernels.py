@@ -216,7 +216,7 @@ def check_size(elements: int, held: int) -> None:
 
 
 def joined_size(one: Kernel, two: Kernel, window: Window) -> int:
-    """Elements of the weight of their sum: multiplications for each position of the result."""
+    """Size of the merged weight, which is the number of multiplications for each output position."""
     return one.outputs * (one.inputs // math.gcd(one.groups, two.groups)) * math.prod(window.sizes)
 
 

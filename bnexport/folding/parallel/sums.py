@@ -76,7 +76,7 @@ class Sum:
 
     @property
     def base(self) -> ir.Value | None:
-        """That of all terms; None where they have several."""
+        """The base that all terms share; None if they have several."""
         base = self.terms[0][1].base
         return base if all(term.base is base for _, term in self.terms) else None
 
@@ -88,7 +88,7 @@ class Sum:
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Those sums of a graph that are no part of another, top to bottom.
+    """The outermost sums of a graph, top to bottom.
 
     unfit: values that a node makes of a base in a way that cannot be merged, and why.
     """
@@ -175,7 +175,7 @@ class _Reader:
             self.unfit[node.outputs[0]] = (data, reason)
             return None
         if sole_use(node.outputs[0], node.graph) is None:
-            # What makes its data stays in any case, for the other readers.
+            # The producer of its data stays anyway, for its other readers.
             self._shared_pads[node.outputs[0]] = Sum(node.outputs[0], [(1.0, Term(data, node))])
             return None
         return self._applied(node, data)

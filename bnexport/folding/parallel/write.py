@@ -27,7 +27,7 @@ from bnexport.graph.scopes import new_constant
 
 @dataclasses.dataclass(frozen=True)
 class Operator:
-    """What is to be written for `terms`. carrier: the node of the source whose place it takes.
+    """The operator to write for `terms`. carrier: the source node that it replaces.
 
     weight, bias: in float64 and rounded; bias is None where the operator has none.
     """

@@ -100,7 +100,7 @@ def _declared(value: ir.Value) -> Sizes | None:
 
 
 def _dims(tensor: ir.TensorProtocol) -> Sizes:
-    # Without the Shape object that a tensor of the file makes anew each time it is asked.
+    # Avoids the Shape object that a tensor of the file creates on each access.
     return tuple(tensor.raw.dims if isinstance(tensor, ir.serde.TensorProtoTensor) else tensor.shape.numpy())
 
 

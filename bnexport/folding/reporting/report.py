@@ -1,4 +1,4 @@
-"""What was done and what was not, as data; `render` makes tables of it."""
+"""Reports of folds, as data; `render` makes tables of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bnexport.verification.verdict import CHANGED, Claim, SiteProof, Verificatio
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Rows of a table that anybody reads; more take a millisecond each to lay out.
+# Rows of a printed table; each more takes a millisecond to lay out.
 _SHOWN = 500
 
 # Outcomes that a table explains.
@@ -62,7 +62,7 @@ class SiteReport:
 
     @property
     def name(self) -> str:
-        """What the site is called: the torch modules that it comes from, else its nodes."""
+        """The torch modules that the site comes from, else its nodes."""
         return " + ".join(self.modules or self.nodes)
 
     @property
@@ -72,7 +72,7 @@ class SiteReport:
 
     @property
     def claim(self) -> Claim:
-        """What the local proof is to prove."""
+        """The claim for the local proof."""
         return Claim(" + ".join(self.nodes), self.graph, self.region or self.nodes)
 
     @property
@@ -202,7 +202,7 @@ def render(report: FoldReport, *, everything: bool = False) -> list[Table]:
 
 
 def _sites(report: FoldReport, everything: bool) -> Table:
-    """Columns that are empty in every row are left out; so are rows beyond those that anybody reads."""
+    """Make the table of sites, without empty columns and without rows beyond `_SHOWN`."""
     from rich.table import Table
 
     chosen = report.sites if everything else report.kept

@@ -11,7 +11,7 @@ _COUNTER = ".num_batches_tracked"
 
 
 def return_old_counters(graph: ir.Graph, context: GraphContext) -> None:
-    """Redirect the outputs of batch counters, which are written beside the statistics, to their old values."""
+    """Redirect the outputs of batch counters, which are written with the statistics, to their old values."""
     outputs = {str(value.name) for value in graph.outputs}
     for output in tuple(graph.outputs):
         name = str(output.name)

@@ -1,1 +1,1 @@
-"""Values of a model that are compared beside its outputs."""
+"""Intermediate values that are compared in addition to the outputs."""

@@ -67,7 +67,7 @@ def find_probes(reference: ir.Model, candidate: ir.Model) -> tuple[Probe, ...]:
 
 
 def _is_same_selection(one: ir.Node, two: ir.Node) -> bool:
-    """Whether two nodes select alike; which of equal values they return is no matter of rounding."""
+    """Whether two nodes select in the same way; rounding cannot change which of equal values they return."""
     first, second = ({name: attribute.value for name, attribute in node.attributes.items()} for node in (one, two))
     return first == second
 
