@@ -28,6 +28,7 @@ from bnexport.graph.sync_bn_nodes import is_portable_body, is_sync_batch_norm, t
 from bnexport.graph.whole_inlining import inline_functions
 from bnexport.model_io import stage, to_proto, walk
 from bnexport.model_io.read import Source, open_source
+from bnexport.model_io.write import check_new
 from bnexport.verification import models
 from bnexport.verification.committing import commit
 from bnexport.verification.isolated_process import PROCESS
@@ -78,7 +79,7 @@ def inline(
     atol: float | None = None,
     rtol: float | None = None,
     timeout: float | None = None,
-    overwrite_input: bool = False,
+    overwrite: bool = False,
     external_data: bool | None = None,
 ) -> InlineResult:
     """Replace every call of a model-local function by its body; write the result to `target` if one is given.
@@ -91,7 +92,7 @@ def inline(
         target: the file to write, atomically.
         verify: run both models in a process of its own and compare their outputs.
         inputs: as `verify` takes them, and so are seed, samples, atol, rtol and timeout.
-        overwrite_input: allow `target` to be `source`; it is replaced as a whole.
+        overwrite: replace `target` if it exists, as a whole; it may be `source`.
         external_data: write the weights to a file beside `target`; None where the source has them so, or where
             one protobuf message cannot hold them.
 
@@ -99,11 +100,12 @@ def inline(
         NotVerifiedWarning: `target` was written, and nothing could verify it.
 
     Raises:
-        UsageError: `target` cannot be written.
+        UsageError: `target` exists or cannot be written.
         ModelError: the model is refused: a call that cannot be inlined, or a sync batch norm that trains over several
             processes, which no standard operators compute.
         VerificationError: the outputs differ; nothing was written.
     """
+    check_new(target, overwrite)
     terms = Terms(inputs, seed, samples, atol, rtol, timeout)
     if verify:
         PROCESS.start()
@@ -115,7 +117,7 @@ def inline(
     staged = None
     if target is not None:
         own = [opened.path] if opened.path else []
-        staged = stage(model, target, inputs=own, overwrite_input=overwrite_input, external_data=external_data)
+        staged = stage(model, target, inputs=own, overwrite_input=overwrite, external_data=external_data)
     judge = None
     if original is not None and (calls or converted):
         judge = functools.partial(models.compare, original, terms=terms, keeps_training=True)

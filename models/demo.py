@@ -77,7 +77,7 @@ def main() -> None:
     )
     bnexport.export(model, example, kept, mode="custom_op", overwrite=True)
     console.print("folding that file")
-    fold_report = bnexport.fold(kept, folded).report
+    fold_report = bnexport.fold(kept, folded, overwrite=True).report
     console.print("exporting for deployment")
     bnexport.export(model, example, deployed, mode="deploy", overwrite=True)
     console.print("exporting the training graph")

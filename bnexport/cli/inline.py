@@ -50,7 +50,7 @@ def inline(
             seed=seed,
             atol=atol,
             rtol=rtol,
-            overwrite_input=overwrite,
+            overwrite=overwrite,
         )
     startup.settle()
     if not result.changed:

@@ -196,7 +196,7 @@ def fold(
             training_to_inference=training_to_inference,
             leftover=leftover,  # type: ignore[arg-type]
             simplify=simplify,
-            overwrite_input=overwrite,
+            overwrite=overwrite,
             certificate=certificate,
         )
     startup.settle()

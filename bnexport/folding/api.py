@@ -68,7 +68,7 @@ def fold(
     rules: Iterable[str] | None = None,
     leftover: Leftover = "batch-norm",
     simplify: bool = False,
-    overwrite_input: bool = False,
+    overwrite: bool = False,
     external_data: bool | None = None,
     certificate: bool = True,
 ) -> FoldResult:
@@ -94,7 +94,7 @@ def fold(
         simplify: after folding, evaluate shape arithmetic and constants and remove what has no effect, as an export does;
             the folds are proved before, and whole models are compared afterwards, whatever `verify` says but False. Needs
             onnxscript.
-        overwrite_input: allow `target` to be `source`; it is replaced as a whole.
+        overwrite: replace `target` if it exists, as a whole; it may be `source`.
         external_data: write the weights to a file beside `target`; None where the source has them so, or where
             one protobuf message cannot hold them.
         certificate: write the names of the nodes of each fold into the model's metadata (`bnexport.sites`), with which
@@ -104,7 +104,7 @@ def fold(
         NotVerifiedWarning: `target` was written, and nothing could verify it.
 
     Raises:
-        UsageError: an argument is wrong, `only` or `skip` names no batch norm, or `target` cannot be written.
+        UsageError: an argument is wrong, `only` or `skip` names no batch norm, or `target` exists or cannot be written.
         ModelError: the model is refused.
         VerificationError: the outputs differ; nothing was written.
 
@@ -129,6 +129,7 @@ def fold(
         >>> [site.outcome for site in result.report.sites]
         ['folded']
     """
+    write.check_new(target, overwrite)
     options = Options(
         max_scale=max_scale,
         only=None if only is None else as_names("only", only),
@@ -146,7 +147,7 @@ def fold(
 
         PROCESS.start()
     work = functools.partial(
-        _fold, source, target, method is not None, overwrite_input, external_data, certificate, simplify
+        _fold, source, target, method is not None, overwrite, external_data, certificate, simplify
     )
     result = None
     if target is not None:
@@ -196,7 +197,7 @@ def _fold(
     source: Source,
     target: str | os.PathLike[str] | None,
     verify: bool,
-    overwrite_input: bool,
+    overwrite: bool,
     external_data: bool | None,
     certificate: bool,
     simplify: bool,
@@ -220,7 +221,7 @@ def _fold(
         return done, None
     own = [opened.path] if opened.path else []
     return done, write.stage(
-        opened.model, target, inputs=own, overwrite_input=overwrite_input, external_data=external_data
+        opened.model, target, inputs=own, overwrite_input=overwrite, external_data=external_data
     )
 
 

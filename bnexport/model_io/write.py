@@ -54,6 +54,12 @@ def to_bytes(model: ir.Model) -> bytes:
     return b"".join(piece if isinstance(piece, bytes) else piece.tobytes() for piece in encoded.model)
 
 
+def check_new(target: str | os.PathLike[str] | None, overwrite: bool) -> None:
+    """Raise UsageError for a target that exists and must not be replaced."""
+    if target is not None and not overwrite and (os.path.isfile(target) or os.path.islink(target)):
+        raise UsageError(f"target: {os.fspath(target)!r} exists; write to another file, or replace it with overwrite=True")
+
+
 def stage(
     model: ir.Model,
     path: str | os.PathLike[str],

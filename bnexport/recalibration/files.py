@@ -104,7 +104,7 @@ def recalibrate_file(
             `bnexport.recalibration.rows.open_rows`, not a generator.
         layers, method: as `bnexport.recalibrate` takes them. Batch norms that do not feed each other are measured in the
             same pass.
-        overwrite: allow `target` to be `source`; it is replaced as a whole.
+        overwrite: replace `target` if it exists, as a whole; it may be `source`.
 
     Raises:
         UsageError: no rows, one value a channel, a value that is not finite (its row is named), inputs that do not fit.
@@ -112,6 +112,7 @@ def recalibrate_file(
     """
     check_choice("method", method, moments.METHODS)
     check_choice("layers", layers, MODES)
+    write.check_new(target, overwrite)
     opened = open_source(source)
     model = opened.model
     if target is not None:

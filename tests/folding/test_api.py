@@ -109,12 +109,16 @@ def test_unknown_rule(source: Path) -> None:
         fold(source, rules=["convolution"])
 
 
-def test_never_over_the_input(source: Path) -> None:
+def test_never_over_a_file_unasked(source: Path, tmp_path: Path) -> None:
     before = source.read_bytes()
-    with pytest.raises(UsageError, match="input"):
-        fold(source, source)
+    other = tmp_path / "other.onnx"
+    other.write_bytes(b"another")
+    for target in (source, other):
+        with pytest.raises(UsageError, match="exists; write to another file, or replace it with overwrite=True"):
+            fold(source, target)
+    assert other.read_bytes() == b"another"
     assert source.read_bytes() == before
-    fold(source, source, overwrite_input=True)
+    fold(source, source, overwrite=True)
     assert batch_norms(onnx.load(source)) == 1
 
 
@@ -233,7 +237,7 @@ def test_over_its_own_weights(tmp_path: Path) -> None:
     )
     for external_data in (False, True):
         save(as_model(proto), tmp_path / "m.onnx", external_data=external_data)
-        result = fold(tmp_path / "m.onnx", tmp_path / "m.onnx", overwrite_input=True)
+        result = fold(tmp_path / "m.onnx", tmp_path / "m.onnx", overwrite=True)
         assert result.report.verification is not None
         assert result.report.verification.passed
         assert to_proto(result.model) == to_proto(load(tmp_path / "m.onnx"))

@@ -83,7 +83,7 @@ def load_fold_save(data: bytes, folder: Path) -> bool:
     try:
         with _checked_errors() as refusals:
             inspect(source)
-            fold(source, target, verify=False)
+            fold(source, target, verify=False, overwrite=True)
         if not refusals:
             try:
                 save(load(target), again)

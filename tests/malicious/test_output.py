@@ -38,7 +38,7 @@ from bnexport.errors import UsageError
 from bnexport.folding import fold
 print("ready", flush=True)
 for turn in range(10**9):
-    fold(sys.argv[1], sys.argv[2], verify=False, external_data=bool(turn % 2), overwrite_input=True)
+    fold(sys.argv[1], sys.argv[2], verify=False, external_data=bool(turn % 2), overwrite=True)
 """
 
 
@@ -110,7 +110,7 @@ if moment == "model-moved":
     os.rename = rename
 else:
     end("_move_new")
-fold(sys.argv[1], sys.argv[2], verify=False, external_data=True)
+fold(sys.argv[1], sys.argv[2], verify=False, external_data=True, overwrite=True)
 """
     run = warm.run("-c", code, source, target)
     assert run.returncode == -signal.SIGKILL

@@ -151,7 +151,7 @@ def test_mutations_are_refused_or_folded(tmp_path: Path) -> None:
     for _ in range(_CASES // 5):
         (tmp_path / "m.onnx").write_bytes(mutate_bytes(data, generator))
         try:
-            fold(tmp_path / "m.onnx", tmp_path / "out.onnx", verify=False)
+            fold(tmp_path / "m.onnx", tmp_path / "out.onnx", verify=False, overwrite=True)
         except BnexportError as error:
             assert "\n" not in str(error)
             outcomes["refused"] += 1

@@ -177,6 +177,17 @@ def reasons(results: Iterable[Result]) -> str:
     return table(["model", "exporter", "left", "why"], rows, left=4) if rows else "None."
 
 
+def restated(results: Iterable[Result]) -> str:
+    """What `leftover="conv"` leaves of the models above."""
+    found = [way["restated"] for each in results for way in each["ways"].values() if "restated" in way]
+    right = [each for each in found if each["status"] == "right" and not each["batch_norm_nodes"]]
+    proved, sites = (sum(each[key] for each in right) for key in ("proved", "sites"))
+    return (
+        f'Folded with `leftover="conv"`, {len(right)} of {len(found)} such files have no batch norm left and are right; '
+        f"{proved} of the {sites} depthwise convolutions were proved, the others compared."
+    )
+
+
 def errors(results: Iterable[Result]) -> str:
     """What was not exported, and what was wrong, with the message."""
     rows = []
@@ -210,7 +221,7 @@ def render(results: dict[str, Result]) -> str:
         f"## Results by way\n\n{summary(built)}",
         f"bnexport over `torch.onnx.export`, the same exporter, both with what they check by default:\n\n{ratios(built)}",
         f"## Not right\n\n{errors(shown)}",
-        f"## Batch norms that are left\n\n{reasons(built)}",
+        f"## Batch norms that are left\n\n{reasons(built)}\n\n{restated(built)}",
         f"## All models\n\n{models(built)}",
     ]
     return behind_summary("\n\n".join(part.strip() for part in parts)) + "\n"
