@@ -131,8 +131,10 @@ BNEXPORT_DEVICE void add_moments(LaneMoments<typename E::Compute>& all, const Ba
   }
   LaneMoments<Compute> part;
   part.count = full ? Compute(kBatch * W) : static_cast<Compute>(count_bits(batch.mask));
-  part.mean = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * (full ? Compute(1) / (kBatch * W) : 1 / part.count);
-  if (!kShifted) part.mean -= shift;
+  Compute sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  // Before the division, which is not exact where a batch is not full: a large mean would leave its rounding.
+  if (!kShifted) sum -= part.count * shift;
+  part.mean = sum * (full ? Compute(1) / (kBatch * W) : 1 / part.count);
   // M2 around the mean as this type holds it, and the little that it is off.
   const Compute center = shift + part.mean, off = (shift - center) + part.mean;
 #pragma unroll

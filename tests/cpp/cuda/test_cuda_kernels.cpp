@@ -274,6 +274,21 @@ void test_large_means(bool all) {
   }
 }
 
+// 16-bit values, whose means are taken without a shift, in rows that leave batches which are not full.
+void test_large_means_of_halves() {
+  for (const int32_t dtype : {BNEXPORT_FLOAT16, BNEXPORT_BFLOAT16}) {
+    for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
+      for (uint32_t seed = 0; seed < 10; ++seed) {
+        Case test{{7, 3, 49}, dtype, layout, {}};
+        test.mean = -1000;
+        test_case(test, seed);
+        test.wish.strategy = Strategy::kSplit;
+        test_case(test, seed);
+      }
+    }
+  }
+}
+
 // Values whose squares leave the range of float32 and one value far from all others.
 void test_extremes() {
   for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
@@ -507,6 +522,7 @@ int main() {
   test_traffic();
   test_extremes();
   test_large_means(all);
+  test_large_means_of_halves();
   test_one_team();
   test_shapes(all);
   std::printf("cuda kernels on the host: ok\n");
