@@ -11,6 +11,7 @@ wrong in training or whose decomposition is slow.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,13 @@ __all__ = ["decompositions", "translation_table"]
 
 _ATEN = torch.ops.aten
 
+_PADDINGS: dict[torch_versions.Operator, Callable[..., Any]] = {}
+for _kind, _torchs, _onnxs in (("reflection", "reflect", "reflect"), ("replication", "replicate", "edge")):
+    for _name in (f"{_kind}_pad{_rank}d" for _rank in (1, 2, 3)):
+        _forward = functools.partial(linear_maps.padding, name=_name, mode=_torchs, onnx_mode=_onnxs)
+        _backward = functools.partial(linear_maps.padding_backward, name=_name, mode=_torchs)
+        _PADDINGS |= {getattr(_ATEN, _name).default: _forward, getattr(_ATEN, f"{_name}_backward").default: _backward}
+
 _TRANSLATIONS: dict[torch_versions.Operator, Callable[..., Any]] = {
     _ATEN.convolution_backward.default: convolution.convolution_backward,
     _ATEN.max_pool2d_with_indices.default: max_pooling.max_pool_with_indices,
@@ -55,16 +63,7 @@ _TRANSLATIONS: dict[torch_versions.Operator, Callable[..., Any]] = {
     _ATEN._adaptive_avg_pool3d.default: linear_maps.adaptive_avg_pool,
     _ATEN._adaptive_avg_pool2d_backward.default: linear_maps.adaptive_avg_pool_backward,
     _ATEN._adaptive_avg_pool3d_backward.default: linear_maps.adaptive_avg_pool_backward,
-    **{
-        getattr(_ATEN, f"{name}_pad{rank}d").default: linear_maps.padding(mode)
-        for name, mode in (("reflection", "reflect"), ("replication", "edge"))
-        for rank in (1, 2, 3)
-    },
-    **{
-        getattr(_ATEN, f"{name}_pad{rank}d_backward").default: linear_maps.padding_backward(mode)
-        for name, mode in (("reflection", "reflect"), ("replication", "replicate"))
-        for rank in (1, 2, 3)
-    },
+    **_PADDINGS,
     _ATEN.unfold_backward.default: linear_maps.unfold_backward,
     interpolation.interpolate: interpolation.translate,
     interpolation.interpolate_backward: interpolation.translate_backward,

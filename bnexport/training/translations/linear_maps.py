@@ -105,32 +105,29 @@ def _adaptive(size: int, out: int) -> np.ndarray:
     return matrix(size, lambda x: torch.nn.functional.adaptive_avg_pool1d(x, out))
 
 
-def padding(mode: str) -> Callable[[Any, Sequence[int]], Any]:
-    """Return the translation of aten::reflection_pad{1,2,3}d or aten::replication_pad{1,2,3}d; mode: ONNX's name of it."""
-
-    def pad(input: Any, padding: Sequence[int]) -> Any:
-        sides = [int(width) for width in padding]
-        starts, ends = sides[::2][::-1], sides[1::2][::-1]
-        others = [0] * (len(sizes(input)) - len(starts))
-        return op.Pad(input, ints([*others, *starts, *others, *ends]), mode=mode)
-
-    return pad
+def padding(input: Any, padding: Sequence[int], *, name: str, mode: str, onnx_mode: str) -> Any:
+    """Translate aten::reflection_pad1d, _2d, _3d and aten::replication_pad1d, _2d, _3d; modes: torch's and ONNX's."""
+    sides = [int(width) for width in padding]
+    if min(sides) < 0:
+        return push_forward(input, _pad_matrices(input, sides, name, mode))
+    starts, ends = sides[::2][::-1], sides[1::2][::-1]
+    others = [0] * (len(sizes(input)) - len(starts))
+    return op.Pad(input, ints([*others, *starts, *others, *ends]), mode=onnx_mode)
 
 
-def padding_backward(mode: str) -> Callable[[Any, Any, Sequence[int]], Any]:
-    """Return the translation of the gradient of either, with static sizes; mode: torch's name of it."""
+def padding_backward(grad_output: Any, input: Any, padding: Sequence[int], *, name: str, mode: str) -> Any:
+    """Translate their gradients, with static sizes."""
+    return pull_back(grad_output, _pad_matrices(input, padding, f"{name}_backward", mode))
 
-    def pad_backward(grad_output: Any, input: Any, padding: Sequence[int]) -> Any:
-        extents = static_sizes(input, 2, f"gradient of padding by {mode!r}")
-        sides = [int(width) for width in padding]
-        ends = list(zip(sides[::2], sides[1::2]))[::-1]
 
-        def entry(size: int, ends: tuple[int, int]) -> np.ndarray:
-            return matrix(size, lambda x: torch.nn.functional.pad(x, ends, mode=mode))
+def _pad_matrices(input: Any, padding: Sequence[int], name: str, mode: str) -> list[np.ndarray]:
+    sides = [int(width) for width in padding]
+    pairs = list(zip(sides[::2], sides[1::2]))[::-1]
 
-        return pull_back(grad_output, [entry(*axis) for axis in zip(extents, ends)])
+    def entry(size: int, ends: tuple[int, int]) -> np.ndarray:
+        return matrix(size, lambda x: torch.nn.functional.pad(x, ends, mode=mode))
 
-    return pad_backward
+    return [entry(*axis) for axis in zip(static_sizes(input, 2, f"aten::{name}"), pairs)]
 
 
 def unfold_backward(grad_in: Any, input_sizes: Any, dim: int, size: int, step: int) -> Any:

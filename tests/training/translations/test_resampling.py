@@ -92,21 +92,23 @@ def test_operators_are_registered_completely():
     torch.library.opcheck(interpolate_backward, (torch.randn(2, 3, 9, 8), [5, 6], *arguments))
 
 
-def replicate(padding, *size):
+def pad_backward(mode, padding, *size):
     rank = len(size)
     x = torch.randn(BATCH, 2, *size)
-    grad = torch.randn_like(F.pad(x, padding, mode="replicate"))
-    overload = getattr(torch.ops.aten, f"replication_pad{rank}d_backward").default
-    return Call(f"replicate {padding}", overload, (grad, x, list(padding)), (0, 1))
+    grad = torch.randn_like(F.pad(x, padding, mode=mode))
+    name = {"replicate": "replication", "reflect": "reflection"}[mode]
+    overload = getattr(torch.ops.aten, f"{name}_pad{rank}d_backward").default
+    return Call(f"{mode} {padding}", overload, (grad, x, list(padding)), (0, 1))
 
 
-def test_replication_pad_backward():
+@pytest.mark.parametrize("mode", ["replicate", "reflect"])
+def test_padding_backward(mode):
     check_calls(
         [
-            replicate((1, 2), 5),
-            replicate((0, 3, 2, 1), 5, 6),
-            replicate((-1, 3, 2, -2), 5, 6),
-            replicate((1, 2, 0, 1, 2, 1), 3, 4, 5),
+            pad_backward(mode, (1, 2), 5),
+            pad_backward(mode, (0, 3, 2, 1), 5, 6),
+            pad_backward(mode, (-1, 3, 2, -2), 5, 6),
+            pad_backward(mode, (1, 2, 0, 1, 2, 1), 3, 4, 5),
         ]
     )
 
@@ -118,6 +120,8 @@ def test_pad(everything):
         case("negative", lambda x: F.pad(x, (-1, 2, 3, -2)), ("N", 2, 5, 6)),
         case("replicate", lambda x: F.pad(x, (1, 2, 0, 3), mode="replicate"), ("N", 2, 5, 6)),
         case("reflect", lambda x: F.pad(x, (1, 2, 0, 3), mode="reflect"), ("N", 2, 5, 6)),
+        case("replicate, negative", lambda x: F.pad(x, (-1, 2, 3, -2), mode="replicate"), ("N", 2, 5, 6)),
+        case("reflect, negative", lambda x: F.pad(x, (-1, 2, 3, -2), mode="reflect"), ("N", 2, 5, 6)),
     ]
     if everything:
         cases += [

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.page import table
 from tests.zoo.page import TITLES, cell
 from tests.zoo.training.networks import networks
+from tests.zoo.training.verdicts import settled
 
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = Path(__file__).parents[3] / "docs" / "zoo_training.md"
@@ -29,8 +30,8 @@ JUDGED = """## How they were judged
   torch's own float32, or 1e-6, and the loss's likewise; and no tensor's gradient is off by more than a sixteenth
   where torch's is not.
 - A ReLU whose input is zero but for rounding goes either way, in torch as here, and changes all gradients before it by 1e-3
-  of their norm. Where this decides the median, up to five further batches are drawn; the smallest errors are compared in
-  the same way, and the median with the largest of torch's (*right, jumps*).
+  of their norm. Where this decides the median, the smallest errors are compared in the same way, and the median with the
+  largest of torch's; up to five further batches are drawn until one is without a jump (*right, jumps*).
 - *wrong*: it differs by more. *refused*: bnexport says why it does not export. *failed*: any other error. *stopped*: not
   done within a limit of processor time. *torch does not*: torch itself does not make the step, or its loss is not finite.
 - Images are 4 of 96 x 96; 2 of the catalogue's size where a network wants larger ones; 2 videos of 16 x 48 x 48.
@@ -57,8 +58,8 @@ def verdict(result: Result) -> str:
 
 
 def jumped(result: Result) -> bool:
-    """Whether more than three seeds were needed."""
-    return len(result["ways"]["step"]["errors"]) > 3
+    """Whether the median of three seeds did not settle it."""
+    return not settled(result["ways"]["step"]["errors"])
 
 
 def errors(result: Result) -> tuple[float, float]:

@@ -22,22 +22,17 @@ import torch
 from torch import nn
 
 import bnexport
-from bnexport import model_io, tolerances
+from bnexport import model_io
 from bnexport.errors import BnexportError, first_line
 from bnexport.training.building import verification
 from bnexport.training.building.dropout import SeededDropout
 from tests.training import faults
 from tests.training.torch_step import OPTIMIZERS, torch_step
 from tests.zoo.training import networks
+from tests.zoo.training.verdicts import MORE_SEEDS, OF_A_TENSOR, OF_ALL, OWN_ERRORS, SEEDS, judged
 from tests.zoo.trial import Stopped, limited
 
-SEEDS, MORE_SEEDS, STEPS = 3, 8, 3
-# The verdict: the error of the gradients against torch's own, and the least that counts as an error.
-OWN_ERRORS, FLOOR = 5.0, 16 * tolerances.UNIT_ROUNDOFF["float32"]
-# What a jump may change.
-JUMP = 2.0**-8
-# A tensor of gradients that is off by more of its norm is wrong, where torch's is not; 2^-4 as in verification.
-OF_A_TENSOR, OF_ALL = 2.0**-4, 1e-4
+STEPS = 3
 SECONDS_OF_A_WAY = 150
 # Planted of each kind.
 FAULTS = 1
@@ -244,24 +239,6 @@ class Trial:
         seconds = time.process_time() - begin
         eager, own = _alternately(_eager(task.model, task.loss, batch, *self._rule()), step)
         return {"status": "right", "seconds": round(seconds, 1), "ratio": round(own / eager, 3)}
-
-
-def judged(found: Sequence[Sequence[float]]) -> str:
-    """right, wrong or jumps, by the errors of gradients, torch's own, and those of the loss, for each seed.
-
-    A ReLU whose input is zero but for rounding goes either way, in torch as here, and changes every gradient before it by
-    1e-3 of its norm. Where that makes the median larger than OWN_ERRORS of torch's, further seeds are drawn until one is
-    without a jump; then the smallest errors are compared, and the median with the largest of torch's.
-    """
-    errors, own, of_loss, own_loss = zip(*found)
-    if not statistics.median(of_loss) <= max(OWN_ERRORS * statistics.median(own_loss), FLOOR):
-        return "wrong"
-    if statistics.median(errors[:SEEDS]) <= max(OWN_ERRORS * statistics.median(own[:SEEDS]), FLOOR):
-        return "right"
-    smallest = min(errors) <= max(OWN_ERRORS * min(own), FLOOR)
-    if smallest and statistics.median(errors) <= OWN_ERRORS * max(*own, JUMP):
-        return "right"
-    return "jumps" if len(found) < MORE_SEEDS else "wrong"
 
 
 def _state(model: nn.Module) -> Named:
