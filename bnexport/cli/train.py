@@ -66,7 +66,9 @@ def train(
             help="Moving average of the weights, such as 0.999; validation and --inference use it.",
         ),
     ] = None,
-    flip: Annotated[bool, typer.Option("--flip", help="Mirror every other image, at random.")] = False,
+    flip: Annotated[
+        bool, typer.Option("--flip", help="Mirror images left to right, each with probability 1/2.")
+    ] = False,
     mean: Annotated[str, typer.Option(metavar="R,G,B", help="Subtracted from images, whose range is 0 to 1.")] = "0",
     std: Annotated[str, typer.Option(metavar="R,G,B", help="Images are divided by it.")] = "1",
     drop_last: Annotated[bool, typer.Option("--drop-last", help="Leave out an epoch's last, smaller batch.")] = False,

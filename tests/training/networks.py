@@ -49,31 +49,44 @@ class Network:
         return images, labels
 
 
-class Miniature(nn.Module):
-    """Each kind of layer of the networks below once, so that its export takes seconds."""
+class MiniatureClassifier(nn.Module):
+    """Each kind of layer of the classifiers below once, so that its export takes seconds."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
         self.pool = nn.MaxPool2d(3, 2, padding=1)
         self.block = InvertedResidual(
-            4, 4, expand=2, kernel=5, stride=1, squeeze=True, activation=nn.Hardswish, norm=nn.BatchNorm2d
+            4, 4, expand=1, kernel=5, stride=1, squeeze=True, activation=nn.Hardswish, norm=nn.BatchNorm2d
         )
-        self.dilated = nn.Sequential(nn.Conv2d(8, 6, 3, padding=2, dilation=2), nn.BatchNorm2d(6), nn.ReLU6())
+        self.classify = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        y = torch.cat([self.block(self.pool(x)), nn.functional.avg_pool2d(x, 2)], 1)
+        return self.classify(y.mean((2, 3)))
+
+
+class MiniatureSegmenter(nn.Module):
+    """Each kind of layer of the networks for dense prediction once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.MaxPool2d(3, 2, padding=1)
+        self.dilated = nn.Sequential(nn.Conv2d(3, 6, 3, padding=2, dilation=2), nn.BatchNorm2d(6), nn.ReLU6())
         self.up = nn.ConvTranspose2d(6, 5, 2, 2)
-        self.auxiliary = nn.Conv2d(4, 5, 1)
+        self.auxiliary = nn.Conv2d(6, 5, 1)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        x = self.stem(x)
-        y = self.pool(x)
-        y = self.dilated(torch.cat([self.block(y), nn.functional.avg_pool2d(x, 2)], 1))
+        y = self.dilated(self.pool(x))
         size = x.shape[2:]
-        auxiliary = nn.functional.interpolate(self.auxiliary(self.pool(x)), size, mode="bilinear", align_corners=False)
+        auxiliary = nn.functional.interpolate(self.auxiliary(y), size, mode="bilinear", align_corners=False)
         return {"out": self.up(y), "aux": auxiliary}
 
 
 NETWORKS = {
-    "miniature": Network(Miniature, (3, 16, 16), 5, _segmentation_loss, dense=True),
+    "miniature-classifier": Network(MiniatureClassifier, (3, 16, 16), 5),
+    "miniature-segmenter": Network(MiniatureSegmenter, (3, 16, 16), 5, _segmentation_loss, dense=True),
     "demo-resnet": Network(digits_resnet, (1, 8, 8), 10),
     "resnet18": Network(lambda: resnet18(8, 7), (3, 32, 32), 7),
     "resnet50": Network(lambda: resnet50(4, 7), (3, 64, 64), 7),

@@ -37,7 +37,7 @@ OPTIONS = {
     "adamw": {"lr": 1e-3, "amsgrad": True},
 }
 # An export of a whole network takes ten seconds and more: those are in `make test-slow`.
-QUICK = {"miniature": "adam"}
+QUICK = {"miniature-classifier": "adam", "miniature-segmenter": "sgd"}
 
 
 def _cases():

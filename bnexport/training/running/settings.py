@@ -28,8 +28,8 @@ class Settings:
     batch_size: rows of one step, of all processes together. drop_last: leave out an epoch's last batch where it
     is smaller. learning_rate: the highest. schedule: "constant"; "cosine", which falls from it to zero over
     all steps; "step", which is multiplied by gamma after each number of epochs in milestones. warm_up: number of
-    steps in which it rises from zero. flip: mirror each image of a folder left to right in every other epoch, at
-    random. ema_decay: the session's; validation then uses the averages.
+    steps in which it rises from zero. flip: mirror each image of a folder left to right with probability 1/2, drawn
+    anew in each epoch. ema_decay: the session's; validation then uses the averages.
     """
 
     epochs: int

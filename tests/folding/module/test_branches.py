@@ -185,7 +185,7 @@ def test_the_report_has_a_line_for_the_merge() -> None:
 
 @pytest.mark.parametrize("name", NETS)
 def test_networks_keep_no_batch_norm(name: str) -> None:
-    net, x = network(name), torch.randn(2, 3, 32, 32)
+    net, x = network(name), torch.randn(2, 3, 16, 16)
     folded = bnexport.fold_module(net, x)
     assert folded.fold_report.after.batch_norm == 0
     assert sum(isinstance(module, nn.Conv2d) for module in folded.modules()) == NETS[name][1]
@@ -194,7 +194,7 @@ def test_networks_keep_no_batch_norm(name: str) -> None:
 
 @pytest.mark.parametrize("suffix", [".pt", ".pt2"])
 def test_files_of_torch(suffix: str, tmp_path: Path) -> None:
-    net, x = network("repvgg"), torch.randn(2, 3, 32, 32)
+    net, x = network("repvgg"), torch.randn(2, 3, 16, 16)
     result = bnexport.export(net, x, tmp_path / f"m{suffix}")
     assert result.verification.passed
     assert result.report.after.batch_norm == 0

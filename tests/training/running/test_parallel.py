@@ -84,7 +84,16 @@ EXPORTS = {
         "outputs": ["output"],
     },
     # A small eps would let rounding decide the sign of the first updates.
-    "adamw": {"optimizer": "adamw", "optimizer_options": {"lr": 0.01, "eps": 1e-3}, "accumulate": 2},
+    "adamw": {
+        "optimizer": "adamw",
+        "optimizer_options": {
+            "lr": 0.01,
+            "eps": 1e-3,
+            "groups": [{"params": "out.*", "lr": 0.02}],
+            "decay_norms_and_biases": False,
+        },
+        "accumulate": 2,
+    },
     "sum": {"mode": "gradients", "loss": sum_loss},
     "weighted": {"mode": "gradients", "loss": ignoring_loss, "dense": True},
 }

@@ -228,12 +228,12 @@ def test_no_fold_of_ours_is_refuted() -> None:
     assert sum(status == "passed" for status in statuses.values()) > len(statuses) // 2
 
 
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("name", ["forward", "gemm", "with-untouched", "transposed"])
-def test_no_wrong_fold_is_proved(name: str, half: int) -> None:
+def test_no_wrong_fold_is_proved(name: str, part: int) -> None:
     seen, proved = 0, []
     good, _ = folded(MODELS[name])
-    for what, wrong in itertools.islice(mutants(good), half, None, 2):
+    for what, wrong in itertools.islice(mutants(good), part, None, 3):
         if "element" in what:
             continue  # four units in the last place are within what arithmetic in float32 may round
         seen += 1
@@ -243,7 +243,7 @@ def test_no_wrong_fold_is_proved(name: str, half: int) -> None:
             status = type(error).__name__
         proved += [what] if status == "passed" and differs(good, wrong) else []
     assert proved == []
-    assert seen > 5
+    assert seen > 4
 
 
 @pytest.mark.slow
