@@ -113,6 +113,13 @@ def test_the_page_on_opsets_has_the_ir_versions_that_are_written() -> None:
         assert version == max(lowest, 8), opset
 
 
+def test_the_page_of_the_command_line_has_the_help_of_every_command() -> None:
+    from docs.write_help import BLOCK, PAGE, render
+
+    (block,) = BLOCK.findall(PAGE.read_text())
+    assert block == render(), "python -m docs.write_help"
+
+
 def test_the_site_and_the_help_name_the_same_commands() -> None:
     """In one order and with the same words: --help, docs/command_line.md, and of targets Makefile and make help."""
     page = (ROOT / "docs/command_line.md").read_text()
