@@ -68,7 +68,7 @@ def test_killed_at_any_moment(source: Path, tmp_path: Path) -> None:
         if target.exists():
             np.testing.assert_array_equal(weight(target), folded)
     assert target.exists()
-    fold(source, target, verify=False, external_data=True)
+    fold(source, target, verify=False, external_data=True, overwrite=True)
     np.testing.assert_array_equal(weight(target), folded)
     data = {
         entry.value
@@ -117,7 +117,7 @@ fold(sys.argv[1], sys.argv[2], verify=False, external_data=True, overwrite=True)
     new = fold(source, verify=False).model.graph.initializers["w"].const_value.numpy()  # type: ignore[union-attr]
     np.testing.assert_array_equal(weight(target), new if moment == "model-moved" else old)
     assert len(os.listdir(tmp_path)) > 2
-    fold(source, target, verify=False, external_data=True)
+    fold(source, target, verify=False, external_data=True, overwrite=True)
     assert len(os.listdir(tmp_path)) == 2
     np.testing.assert_array_equal(weight(target), new)
 
