@@ -33,6 +33,7 @@ Tensor = torch.Tensor
 backend = os.environ.get("BNEXPORT_TORCH_BACKEND", "")
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_DENSE, _is_wrapped = torch.strided, torch_versions.is_wrapped
 
 # Bytes from which an output is put on huge pages.
 _LARGE = 4 << 20
@@ -100,12 +101,7 @@ def is_plain(tensor: Tensor) -> bool:
     """Whether the numbers of a tensor lie in memory as they are. A transform's wrapper has the type Tensor, even after
     the transform; so has a view that negates what it reads.
     """
-    return (
-        type(tensor) in _PLAIN
-        and tensor.layout == torch.strided
-        and not tensor.is_neg()
-        and not torch_versions.is_wrapped(tensor)
-    )
+    return type(tensor) in _PLAIN and tensor.layout is _DENSE and not tensor.is_neg() and not _is_wrapped(tensor)
 
 
 def kernels_for(x: Tensor) -> Kernels | None:
@@ -132,14 +128,16 @@ def _prepare(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, dev
         "S": math.prod(shape[2:]),
     }
     run = capi.run if device.type == "cpu" else functools.partial(_run_on_device, device)
-    return Kernels(device, shape[1:2], S, capi.forward_params(**sizes), capi.backward_params(**sizes), run)
+    large = device.type == "cpu" and x.numel() * x.element_size() >= _LARGE
+    return Kernels(device, shape[1:2], S, capi.forward_params(**sizes), capi.backward_params(**sizes), run, large)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernels:
     """The kernels for tensors of one shape, layout, type and device.
 
-    channels, statistics: shape and type of vectors that the kernels read where they lie.
+    channels, statistics: shape and type of vectors that the kernels read where they lie. large: outputs belong on huge
+    pages.
     """
 
     device: torch.device
@@ -148,6 +146,7 @@ class Kernels:
     forward_params: Any
     backward_params: Any
     run: Callable[..., None]
+    large: bool
 
     def read(self, vectors: Iterable[Tensor | None]) -> bool:
         """Whether the kernels read vectors where they lie."""
@@ -156,13 +155,13 @@ class Kernels:
             # is_plain, without a call of it for each
             if vector is not None and (
                 type(vector) not in _PLAIN
-                or vector.dtype != dtype
+                or vector.dtype is not dtype
                 or vector.shape != channels
                 or vector.device != device
-                or vector.layout != torch.strided
+                or vector.layout is not _DENSE
                 or not vector.is_contiguous()
                 or vector.is_neg()
-                or torch_versions.is_wrapped(vector)
+                or _is_wrapped(vector)
             ):
                 return False
         return True
@@ -172,7 +171,7 @@ class Kernels:
         return (
             is_plain(dy)
             and dy.shape == x.shape
-            and dy.dtype == x.dtype
+            and dy.dtype is x.dtype
             and dy.device == self.device
             and mean.shape == self.channels
         )
@@ -202,7 +201,7 @@ class Kernels:
         running statistics are the old ones, changed if `training`.
         """
         old_mean, old_var, weight, bias = vectors
-        y, mean = empty_like(x), x.new_empty(self.channels[0], dtype=torch.float64)
+        y, mean = self._output(x), x.new_empty(self.channels[0], dtype=torch.float64)
         invstd = torch.empty_like(mean)
         params = _filled(self.forward_params, x, stats_mode)
         params.y, params.weight, params.bias = y.data_ptr(), _pointer(weight), _pointer(bias)
@@ -243,7 +242,7 @@ class Kernels:
         process.
         """
         (C,) = self.channels
-        dx = empty_like(x) if output_mask[0] else None
+        dx = self._output(x) if output_mask[0] else None
         dweight = x.new_empty(C, dtype=self.statistics) if output_mask[1] else None
         dbias = x.new_empty(C, dtype=self.statistics) if output_mask[2] else None
         params = _filled(self.backward_params, x, stats_mode)
@@ -256,6 +255,12 @@ class Kernels:
         params.local_moments = _pointer(row)
         self.run("backward", params)
         return dx, dweight, dbias
+
+    def _output(self, x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        if self.large:
+            _use_huge_pages(y)
+        return y
 
     def _row(self, name: str, params: Any) -> Tensor:
         row = torch.empty(2 * self.channels[0] + 1, dtype=torch.float64, device=self.device)
@@ -294,20 +299,18 @@ def _pointer(tensor: Tensor | None) -> int:
     return address
 
 
-def empty_like(x: Tensor) -> Tensor:
-    """Allocate an uninitialised tensor like x, on huge pages if it is large.
+def _use_huge_pages(y: Tensor) -> None:
+    """Ask for huge pages under an output that nothing is written to yet.
 
     The allocator returns large blocks to the system, so that a kernel that writes at memory speed
     spends most of its time in page faults: 9.3 ms against 1.3 ms for one pass over 26 MB.
     """
-    y = torch.empty_like(x)
-    size = y.numel() * y.element_size()
-    if size >= _LARGE and not y.is_cuda and (madvise := _madvise()) is not None:
+    madvise = _madvise()
+    if madvise is not None:
         start = -(-y.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (y.data_ptr() + size - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        length = (y.data_ptr() + y.numel() * y.element_size() - start) // mmap.PAGESIZE * mmap.PAGESIZE
         # A refusal changes nothing but the speed.
         madvise(start, length, mmap.MADV_HUGEPAGE)
-    return y
 
 
 @functools.cache

@@ -129,7 +129,11 @@ class SyncBatchNorm(BatchNormBase):
         use_batch = training or running_mean is None
         update = training and self.track_running_stats and running_mean is not None and not _recomputing()
         output, new_mean, new_var = self._normalise(input, use_batch, size, update)
-        if update:
+        if update and new_mean is running_mean:  # changed in place, both of them
+            counted = self._buffers.get("num_batches_tracked")
+            if counted is not None:
+                counted.add_(1)
+        elif update:
             self._update_statistics(new_mean, new_var)
         return output
 
@@ -146,8 +150,19 @@ class SyncBatchNorm(BatchNormBase):
 
     def _arguments(self, input: torch.Tensor, use_batch: bool) -> tuple[Any, ...]:
         """Return the operator's arguments but for those of the group."""
-        tensors = map(self._tensor, ("running_mean", "running_var", "weight", "bias"))
-        return (input, *tensors, use_batch, 1.0 if self.momentum is None else self.momentum, self.eps)
+        # As `_tensor` does, without a call of it for each.
+        mean, var = self._buffers.get("running_mean"), self._buffers.get("running_var")
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        return (
+            input,
+            self.running_mean if mean is None else mean,
+            self.running_var if var is None else var,
+            self.weight if weight is None else weight,
+            self.bias if bias is None else bias,
+            use_batch,
+            1.0 if self.momentum is None else self.momentum,
+            self.eps,
+        )
 
     def _group_spec(self, size: int) -> schema.GroupSpec:
         return schema.GroupSpec(
@@ -161,10 +176,6 @@ class SyncBatchNorm(BatchNormBase):
     def _update_statistics(self, new_mean: torch.Tensor, new_var: torch.Tensor) -> None:
         """Write the new statistics into the buffers; momentum None averages all batches seen."""
         counted = self._tensor("num_batches_tracked")
-        if new_mean is self._buffers["running_mean"] and new_var is self._buffers["running_var"]:
-            if counted is not None:
-                counted.add_(1)
-            return
         if counted is not None:
             batches = counted + 1
             self._set_statistic("num_batches_tracked", batches)
