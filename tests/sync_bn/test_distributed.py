@@ -169,6 +169,23 @@ def test_one_collective_each_way_after_the_first_step(cluster):
     assert cluster.call(2, _count_collectives) == [(1, 1, 2 * C + 2)] * 2
 
 
+def _without_the_operators(group):
+    """A step in a group whose operators may not be called."""
+    backward, forward = torch.ops.bnexport.sync_batch_norm_backward, operators.sync_batch_norm
+    default = backward.default
+    operators.sync_batch_norm = backward.default = None
+    try:
+        module = SyncBatchNorm(C, group=group)
+        module(torch.randn(4, C, 5, requires_grad=True)).square().sum().backward()
+    finally:
+        operators.sync_batch_norm, backward.default = forward, default
+    return module.weight.grad is not None
+
+
+def test_a_group_takes_the_short_way(cluster):
+    assert cluster.call(2, _without_the_operators) == [True] * 2
+
+
 def _disagree(group, what):
     rank = dist.get_rank(group)
     channels = 3 + rank if what == "C" else 3
