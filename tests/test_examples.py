@@ -12,7 +12,7 @@ import torch
 
 import bnexport
 from bnexport import tolerances
-from models.resnet import digits_resnet
+from models.resnet import ResNet, digits_resnet
 from models.segmentation import Segmenter
 from tests.docs import pages
 from tests.folding.module.nets import trained
@@ -143,7 +143,7 @@ def test_libtorch_run_says_what_is_wrong(libtorch_run, tmp_path):
 def test_the_python_snippets_of_the_page(tmp_path, monkeypatch):
     """docs/deploy.md, in order, with a model, images and kept.onnx at hand."""
     monkeypatch.chdir(tmp_path)
-    model, images = trained(digits_resnet()), torch.randn(2, 1, 8, 8)
+    model, images = trained(ResNet(in_channels=1, widths=(4,), blocks=1)), torch.randn(2, 1, 8, 8)
     bnexport.export(model, images, tmp_path / "kept.onnx", mode="custom_op", verify=False)
     namespace = {"bnexport": bnexport, "torch": torch, "model": model, "images": images}
     blocks = re.findall(r"^```python\n(.*?)^```", (EXAMPLES.parent / "docs/deploy.md").read_text(), re.M | re.S)
