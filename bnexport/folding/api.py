@@ -146,9 +146,7 @@ def fold(
         from bnexport.verification.isolated_process import PROCESS
 
         PROCESS.start()
-    work = functools.partial(
-        _fold, source, target, method is not None, overwrite, external_data, certificate, simplify
-    )
+    work = functools.partial(_fold, source, target, method is not None, overwrite, external_data, certificate, simplify)
     result = None
     if target is not None:
         # Most weights can be scaled: reading them twice, only to know it before, is hardly ever worth it.
@@ -220,9 +218,7 @@ def _fold(
     if target is None:
         return done, None
     own = [opened.path] if opened.path else []
-    return done, write.stage(
-        opened.model, target, inputs=own, overwrite_input=overwrite, external_data=external_data
-    )
+    return done, write.stage(opened.model, target, inputs=own, overwrite_input=overwrite, external_data=external_data)
 
 
 def _transform(opened: ModelSource, before: Counts, options: Options, *, keep_references: bool) -> _Transformed:

@@ -57,7 +57,9 @@ def to_bytes(model: ir.Model) -> bytes:
 def check_new(target: str | os.PathLike[str] | None, overwrite: bool) -> None:
     """Raise UsageError for a target that exists and must not be replaced."""
     if target is not None and not overwrite and (os.path.isfile(target) or os.path.islink(target)):
-        raise UsageError(f"target: {os.fspath(target)!r} exists; write to another file, or replace it with overwrite=True")
+        raise UsageError(
+            f"target: {os.fspath(target)!r} exists; write to another file, or replace it with overwrite=True"
+        )
 
 
 def stage(
