@@ -1,17 +1,20 @@
-"""Every command's --help in docs/command_line.md, between its markers: python -m docs.write_help."""
+"""Hooks of the site: the page on the command line gets every command's --help while it is built."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+from typing import Any
 
 import typer
 
 from bnexport.cli.application import app
 from bnexport.cli.help import PLACES
 
-PAGE = Path(__file__).with_name("command_line.md")
-BLOCK = re.compile(r"(?<=<!-- help: begin -->\n).*?(?=<!-- help: end -->)", re.DOTALL)
+MARK = "<!-- help -->"
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put the help of all commands in the place of the mark."""
+    return markdown.replace(MARK, render()) if MARK in markdown else markdown
 
 
 def render() -> str:
@@ -25,8 +28,3 @@ def render() -> str:
             f'<details markdown="1">\n<summary>bnexport {name} --help</summary>\n\n```text\n{text}\n```\n\n</details>\n'
         )
     return "\n".join(parts)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(BLOCK.sub(lambda _: render(), PAGE.read_text()))
-    print(f"{PAGE} written")
