@@ -85,14 +85,23 @@ for _name, _function in (("interpolate", _forward), ("interpolate_backward", _ba
 torch.library.register_autograd("bnexport::interpolate", _differentiate, setup_context=_save, lib=library)
 
 
+_SETS_STRIDES = {functional.adaptive_avg_pool2d, functional.adaptive_avg_pool3d}
+
+
 class Interpolation(TorchFunctionMode):
-    """Context in which torch.nn.functional.interpolate is bnexport::interpolate, with static spatial sizes."""
+    """Context in which torch.nn.functional.interpolate is bnexport::interpolate, with static spatial sizes.
+
+    Adaptive average pooling to one position sets the strides of its result to channels last where its input's are so
+    (as_strided_), whose gradient no graph can hold; it gets a contiguous input.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is functional.interpolate:
             return _interpolate(*args, **(kwargs or {}))
+        if func in _SETS_STRIDES and args:
+            args = (args[0].contiguous(), *args[1:])
         return func(*args, **(kwargs or {}))
 
 

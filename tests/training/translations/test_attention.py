@@ -152,6 +152,11 @@ def test_what_transformers_are_made_of(everything):
         case("rms_norm, own eps", lambda x: F.rms_norm(x, (6,)), ("N", 3, 6)),
         case("gelu", lambda x: F.gelu(2 * x), ("N", 6)),
         case("gelu, tanh", lambda x: F.gelu(2 * x, approximate="tanh"), ("N", 6)),
+        case(
+            "pooling of channels last",
+            lambda x: F.adaptive_avg_pool2d((2 * x).permute(0, 3, 1, 2), 1).flatten(1),
+            ("N", 6, 5, 4),
+        ),
         case("windows", _Blocks(), ("N", 4, 6, 8), (9, 2), (24, 8)),
         case("einsum", lambda x, y: torch.einsum("nchw,cd->ndhw", x, y), image, (4, 3)),
         case(
@@ -172,5 +177,5 @@ def test_what_transformers_are_made_of(everything):
         case("cumsum", lambda x: x.cumsum(1), ("N", 6)),
     ]
     common = {"layer_norm of channels", "group_norm", "rms_norm", "gelu", "windows", "einsum", "as_strided"}
-    common |= {"standardized weight, batch norm", "windows of a dimension"}
+    common |= {"standardized weight, batch norm", "windows of a dimension", "pooling of channels last"}
     check([each for each in cases if everything or each.name in common])
