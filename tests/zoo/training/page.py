@@ -91,7 +91,7 @@ def summary(results: list[Result]) -> str:
     right = [each for each in trained if verdict(each) == "right"]
     passed = [each for each in trained if each["ways"].get("step", {}).get("verification") == "passed"]
     silent = [each for each in passed if verdict(each) == "wrong"]
-    undecided = [each for each in right if each["ways"]["step"]["verification"] == "not_verified"]
+    undecided = [each for each in right if each["ways"]["step"].get("verification") == "not_verified"]
     ratios = [each["ways"]["step"]["ratio"] for each in right]
     compiled = [each for each in right if "ratio" in each["ways"].get("compile", {})]
     against = [each["ways"]["step"]["ratio"] / each["ways"]["compile"]["ratio"] for each in compiled]
@@ -104,13 +104,18 @@ def summary(results: list[Result]) -> str:
         f"Networks that have run: {len(results)} of {len(networks())} in the catalogue; torch trains {len(trained)} of them.",
         f"Exported and right: {_share(len(right), len(trained))}, {sum(map(jumped, right))} of them with jumps.",
         f"Silently wrong (verification passed, and the gradients are wrong): {len(silent)}.",
-        f"Verification of the right ones: {len(right) - len(undecided)} passed, {len(undecided)} not verified; refused as "
+        f"Verification of the right ones: {len(passed) - len(silent)} passed, {len(undecided)} not verified, "
+        f"{len(right) - len(passed) + len(silent) - len(undecided)} by an earlier version and not recorded; refused as "
         f"different though torch trains them: {sum(_refused_as_different(each) for each in trained)}.",
         f"Planted faults that verification does not pass: {_share(sum(fault != 'passed' for fault in faults), len(faults))}, in "
-        f"{planted} networks.",
+        f"{planted} networks."
+        if planted
+        else "Planted faults (`--ways faults`): not run yet.",
         f"Time of a step over torch eager's: {_spread(ratios)}; above 1: {len(slower)}"
         + (f" ({', '.join(each['name'] for each in slower)})." if slower else "."),
-        f"Over torch.compile's, {len(against)} networks: {_spread(against)}.",
+        f"Over torch.compile's, {len(against)} networks: {_spread(against)}."
+        if against
+        else "Over torch.compile's (`--ways compile`): not measured yet.",
         f"Export with verification, seconds of processor time: {_spread(exports)}.",
         "Losses of the right ones: " + ", ".join(f"{count} {name}" for name, count in sorted(losses.items())) + ".",
     ]
@@ -160,7 +165,7 @@ def steps(results: list[Result]) -> str:
                 each["loss"],
                 each["optimizer"],
                 "right, jumps" if jumped(each) else "right",
-                way["verification"].replace("_", " "),
+                way.get("verification", "").replace("_", " "),
                 f"{ours:.1e}",
                 f"{own:.1e}",
                 f"{way['eager_ms']:.0f}",
