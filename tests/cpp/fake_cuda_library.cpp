@@ -144,6 +144,7 @@ int bnexport_cuda_passed(void* mark, int32_t wait, int32_t* passed, char*, size_
   return 0;
 }
 int bnexport_cuda_prefer(int32_t, int32_t, char*, size_t) { return 0; }
+int bnexport_cuda_ran(bnexport_cuda_plan*, int32_t*, char*, size_t) { return 0; }
 int bnexport_cuda_plan_forward(const bnexport_forward*, bnexport_cuda_plan*, char*, size_t) { return 1; }
 int bnexport_cuda_plan_backward(const bnexport_backward*, bnexport_cuda_plan*, char*, size_t) { return 1; }
 
