@@ -45,7 +45,7 @@ class Network:
         shape = self.entry.shape
         if len(shape) == 5:
             return _VIDEOS
-        if shape[2] > 128:
+        if shape[2] > 128 or "image_size" in self.entry.options:
             return _LARGE_IMAGES, *shape[1:]
         return _IMAGES[0], 3, _IMAGES[1], _IMAGES[1]
 
