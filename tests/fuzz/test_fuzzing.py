@@ -135,6 +135,6 @@ def test_broken_promises_are_found(work: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(targets.Finding, match="files"):
             targets.load_fold_save(MODELS["conv"], work)
     with monkeypatch.context() as patch:
-        patch.setattr(targets, "fold", lambda source, target, verify: target.write_bytes(b"no model"))
+        patch.setattr(targets, "fold", lambda source, target, verify, overwrite: target.write_bytes(b"no model"))
         with pytest.raises(targets.Finding, match="does not load again"):
             targets.load_fold_save(MODELS["conv"], work)
