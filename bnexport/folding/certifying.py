@@ -39,7 +39,9 @@ def certify(model: ir.Model, report: FoldReport, *, wanted: bool, original: ir.M
         if verdict is not None and not verdict.passed:
             del model.metadata_props[KEY]
             text = ""
-            notes.append(f"{_NONE}: it does not prove the folds of the simplified graph ({verdict.reason})")
+            notes.append(
+                f"{_NONE}: simplification changed more than the folds ({verdict.reason}); `verify` searches for them instead"
+            )
     return dataclasses.replace(report, certificate=bool(text), notes=tuple(notes))
 
 

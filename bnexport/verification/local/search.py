@@ -296,7 +296,7 @@ class _DifferenceSearch:
             f"{printable(str(value.name))} ({'input' if node is None else node.op_type})"
             for value, node in zip(pair, made, strict=True)
         ]
-        return f"{names[0]} became {names[1]}"
+        return f"{names[0]} became {names[1]}" if names[0] != names[1] else f"{names[0]} is computed in another way"
 
     def _match(self, node: ir.Node) -> None:
         """Give its numbers to a node with bodies, a call, or a random node, if the original has its counterpart."""
