@@ -91,7 +91,10 @@ class Trial:
             with limited(SECONDS_OF_A_WAY):
                 way = function(task, folder)
         except BnexportError as error:
-            way = {"status": "refused", "error": f"{type(error).__name__}: {str(error)[:1200]}"}
+            way = {
+                "status": "refused",
+                "error": f"{type(error).__name__}: {str(error).replace(f'{folder}/', '')[:1200]}",
+            }
         except Exception as error:
             way = {"status": "failed", "error": f"{type(error).__name__}: {first_line(error)[:1200]}"}
         except Stopped:
