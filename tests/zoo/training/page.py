@@ -27,7 +27,7 @@ step was exported with its verification, run in ONNX Runtime, and compared with 
 JUDGED = """## How they were judged
 
 - *right*: the error of all gradients together, from torch in float64, median of three batches, is at most 5 times the one of
-  torch's own float32, or 1e-6, and the loss's likewise; and no tensor's gradient is off by more than a sixteenth
+  torch's own float32, or 1e-6, and the loss's at most 5 times torch's largest; and no tensor's gradient is off by more than a sixteenth
   where torch's is not.
 - A ReLU whose input is zero but for rounding goes either way, in torch as here, and changes all gradients before it by 1e-3
   of their norm. Where this decides the median, the smallest errors are compared in the same way, and the median with the
