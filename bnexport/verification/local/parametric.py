@@ -88,10 +88,10 @@ def _shift(one: Operand, two: Operand, ratio: np.ndarray, error: np.ndarray) -> 
     first, second = (zero if each is None else _floats(each, "a bias") for each in (one, two))
     try:
         shift = second.values - ratio * first.values
-        slack = second.slack + np.abs(ratio) * first.slack + error * np.abs(first.values)
+        slack = second.slack + np.abs(ratio) * first.slack + (error + NOISE) * np.abs(first.values)
+        return np.broadcast_to(shift, ratio.shape), np.broadcast_to(slack, ratio.shape)
     except ValueError:
         raise Misfit(f"a bias of shape {second.values.shape} for {ratio.shape}") from None
-    return np.broadcast_to(shift, ratio.shape), np.broadcast_to(slack + NOISE * np.abs(first.values), ratio.shape)
 
 
 def _error(parameter: Parameter) -> np.ndarray:

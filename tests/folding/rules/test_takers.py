@@ -301,6 +301,17 @@ def test_wrong_parameters_are_not_proved(name: str) -> None:
             assert not verify(source, wrong, report=report, method="local").passed, (tensor.name, kind)
 
 
+@pytest.mark.parametrize("name", ["deform-mask-bias-19", "instance", "layer"])
+def test_a_bias_of_another_rank_is_no_fold(name: str) -> None:
+    source = LEAVES[name].model()
+    result = fold(source, verify=False)
+    folded = to_proto(result.model)
+    for tensor in folded.graph.initializer:
+        if list(tensor.dims) == [8]:
+            tensor.dims.insert(0, 1)
+    assert not verify(source, folded, report=result.to_dict(), method="local").passed
+
+
 def test_without_a_bias_an_add_stays() -> None:
     case = Case(f"z = mmdeploy.MMCVDeformConv2d (x, o, w)\n {AFTER}", {"w": (8, 6, 3, 3), **P}, **DEFORM, header=MMCV)
     result = fold(case.model(), verify="local")
