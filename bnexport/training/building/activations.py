@@ -39,7 +39,7 @@ def saved_activations(model: ir.Model, description: Description, batch: int) -> 
     not_forward = {name + GRADIENT_SUFFIX for name in description.gradients} | {
         name + NEW_SUFFIX for name, kind in description.state.items() if kind in {Kind.PARAMETER, Kind.OPTIMIZER}
     }
-    forward = _makers(value for value in graph.outputs if value.name not in not_forward)
+    forward = makers(value for value in graph.outputs if value.name not in not_forward)
     elements = _elements(graph)
     made = [value for node in graph if node in forward for value in node.outputs if value in elements]
     given = [value for value in graph.inputs if value.name in description.inputs]
@@ -60,7 +60,7 @@ def _elements(graph: ir.Graph) -> set[ir.Value]:
     return found
 
 
-def _makers(values: Iterable[ir.Value]) -> set[ir.Node]:
+def makers(values: Iterable[ir.Value]) -> set[ir.Node]:
     """Return the nodes that `values` depend on."""
     found: set[ir.Node] = set()
     waiting = [value.producer() for value in values]

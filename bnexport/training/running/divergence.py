@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from bnexport.errors import DivergedError
 from bnexport.schema import NEW_SUFFIX
+from bnexport.training.building.activations import makers
 from bnexport.training.building.description import LOSS, Description, Kind
 from bnexport.training.running.state import State
 
@@ -45,7 +46,7 @@ def explain(
     first, *others = [str(value.name) for value in outputs]
     what = "the loss" if first == LOSS else f"the new value of {first.removesuffix(NEW_SUFFIX)!r}"
     text = f"{what} {f'and {len(others)} other results are' if others else 'is'} NaN"
-    behind = _behind(outputs)
+    behind = makers(outputs)
     values = [value for node in graph if node in behind for value in node.outputs if value.name]
     graph.outputs[:] = values
     results = run(model)
@@ -58,18 +59,6 @@ def explain(
             text += f"; first in {value.name!r}, which {node.op_type} makes of {', '.join(inputs)}{place}"
             break
     return f"{text}; {ADVICE}"
-
-
-def _behind(values: Iterable[ir.Value]) -> set[ir.Node]:
-    """Return the nodes that the values depend on."""
-    found: set[ir.Node] = set()
-    pending = [value.producer() for value in values]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            pending += [value.producer() for value in node.inputs if value is not None]
-    return found
 
 
 def _describe(value: ir.Value, results: Mapping[str, Array]) -> str:
