@@ -18,7 +18,7 @@ from bnexport.exporting import arguments, wrapper
 from bnexport.exporting.dimensions.dynamic import Dimensions
 from bnexport.schema import NEW_SUFFIX
 from bnexport.sync_bn.copies import copy_model
-from bnexport.training.building import graph, parallel_graph, parameter_groups, tracing, verification
+from bnexport.training.building import graph, kinks, parallel_graph, parameter_groups, tracing, verification
 from bnexport.training.building.activations import SavedActivation, saved_activations
 from bnexport.training.building.description import LEARNING_RATE, LOSS, LOSS_WEIGHT, METADATA_KEY, SEED, Description
 from bnexport.training.building.other_batches import breaking
@@ -146,7 +146,9 @@ def export_training_step(
     lr = None if rule is None else torch.tensor(rule.lr, dtype=torch.float64)
 
     def run(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return step(named, tuple(named[name] for name in names), named.get(LEARNING_RATE), named[LOSS_WEIGHT])
+        recorder = kinks.Recorder()
+        given = tuple(named[name] for name in names)
+        return {**step(named, given, named.get(LEARNING_RATE), named[LOSS_WEIGHT], recorder), **recorder.named()}
 
     arguments = {**state, **arrays, **({} if lr is None else {LEARNING_RATE: lr})}
     arguments[LOSS_WEIGHT] = torch.ones((), dtype=torch.float64)
@@ -159,6 +161,7 @@ def export_training_step(
         standard_ops_only=standard_ops_only,
         cpu_kernels=cpu_kernels,
     )
+    reached = kinks.take(made)
     graph.finish(made, groups)
     gradients = parallel_graph.prepare(made, returns_gradients=rule is None)
     result_names = tuple(str(value.name) for value in made.graph.outputs)
@@ -185,7 +188,9 @@ def export_training_step(
     checked = Verification.skipped("not asked for")
     if original is not None:
         others = breaking(recorded.sizes, {name: arrays[name] for name in names if name in varying})
-        checked = verification.check(made, step, original, arrays, lr, [{**arrays, **other} for other in others])
+        checked = verification.check(
+            made, step, original, arrays, lr, [{**arrays, **other} for other in others], kinks.names(made, reached)
+        )
         if checked.status == "failed":
             raise VerificationError(
                 f"{path}: the exported step differs from torch, nothing was written: {checked.summary(folds=False)}"

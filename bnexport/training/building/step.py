@@ -6,6 +6,7 @@ in place, so that the function traces into a graph and runs eagerly in any preci
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 
@@ -15,6 +16,7 @@ from bnexport.errors import UsageError
 from bnexport.schema import NEW_SUFFIX
 from bnexport.training.building.description import ACCUMULATED, GRADIENT_SUFFIX, LOSS, SEED, STEP, Kind
 from bnexport.training.building.dropout import SeededDropout
+from bnexport.training.building.kinks import Kinks
 from bnexport.training.building.optimizers import Optimizer
 from bnexport.training.building.problem import Problem
 from bnexport.training.translations.interpolation import Interpolation
@@ -64,16 +66,17 @@ class Step:
         batch: tuple[Tensor, ...],
         lr: Tensor | None,
         loss_weight: Tensor | None = None,
+        kinks: Kinks | None = None,
     ) -> dict[str, Tensor]:
         """Run one step. loss_weight: float64 (), the share of this batch in the loss whose gradients are computed;
-        None for all.
+        None for all. kinks: sees the forward and the loss.
         """
         problem = self.problem
         wanted = set(problem.trainable)
         parameters = {name: state[name].detach().requires_grad_(name in wanted) for name in problem.parameters}
         buffers = {name: state[name].clone() for name in problem.buffers}
         dropout = SeededDropout(state[SEED])
-        with torch.enable_grad(), dropout, Interpolation():
+        with torch.enable_grad(), kinks or contextlib.nullcontext(), dropout, Interpolation():
             output = problem.forward(parameters, buffers, batch[:-1])
             loss = problem.loss_of(output, batch[-1])
         flat = problem.flatten(output)
