@@ -30,6 +30,7 @@ from bnexport.training.translations import (
     losses,
     max_pooling,
     memory,
+    reductions,
     scalars,
 )
 from bnexport.training.translations.batch_norm import BatchNorm
@@ -75,6 +76,8 @@ _TRANSLATIONS: dict[torch_versions.Operator, Callable[..., Any]] = {
     _ATEN.mish_backward.default: activations.mish_backward,
     _ATEN.nll_loss_forward.default: losses.nll_loss_forward,
     _ATEN.nll_loss2d_forward.default: losses.nll_loss_forward,
+    _ATEN.sum.default: reductions.whole("ReduceSum"),
+    _ATEN.mean.default: reductions.whole("ReduceMean"),
     _ATEN.empty_permuted.default: memory.empty_permuted,
     _ATEN.mul.Scalar: scalars.with_scalar("Mul"),
     _ATEN.div.Scalar: scalars.with_scalar("Div"),

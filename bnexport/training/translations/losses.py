@@ -12,6 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from bnexport.training.translations.reductions import add_up
 from bnexport.training.translations.values import constant, ints, op, sizes
 
 _NONE, _MEAN = 0, 1
@@ -30,5 +31,5 @@ def nll_loss_forward(self: Any, target: Any, weight: Any, reduction: int, ignore
     losses = op.Neg(op.Mul(picked, weights))
     if reduction == _NONE:
         return losses, constant(0.0, self.dtype)
-    total, total_weight = op.ReduceSum(losses, keepdims=0), op.ReduceSum(weights, keepdims=0)
+    total, total_weight = (add_up("ReduceSum", values, self.dtype) for values in (losses, weights))
     return (op.Div(total, total_weight) if reduction == _MEAN else total), total_weight
