@@ -32,6 +32,7 @@ from bnexport.training.translations import (
     memory,
     reductions,
     scalars,
+    softmax,
 )
 from bnexport.training.translations.batch_norm import BatchNorm
 
@@ -76,11 +77,14 @@ _TRANSLATIONS: dict[torch_versions.Operator, Callable[..., Any]] = {
     _ATEN.mish_backward.default: activations.mish_backward,
     _ATEN.nll_loss_forward.default: losses.nll_loss_forward,
     _ATEN.nll_loss2d_forward.default: losses.nll_loss_forward,
+    _ATEN._softmax.default: softmax.softmax,
+    _ATEN._log_softmax.default: softmax.log_softmax,
     _ATEN.sum.default: reductions.whole("ReduceSum"),
     _ATEN.mean.default: reductions.whole("ReduceMean"),
     _ATEN.empty_permuted.default: memory.empty_permuted,
     _ATEN.mul.Scalar: scalars.with_scalar("Mul"),
     _ATEN.div.Scalar: scalars.with_scalar("Div"),
+    _ATEN.pow.Tensor_Scalar: scalars.power,
 }
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic with a number that depends on the batch size; torch.onnx would make it a constant."""
+"""Arithmetic with a number, which may depend on the batch size; torch.onnx would make it a constant."""
 
 from __future__ import annotations
 
@@ -18,3 +18,14 @@ def with_scalar(operator: str) -> Callable[..., Any]:
         return getattr(op, operator)(self, number)
 
     return translate
+
+
+def power(self: Any, exponent: Any) -> Any:
+    """Translate self ** exponent, a number: 1 and 2, of squares and their gradients, need no logarithm."""
+    kind = self.dtype
+    if isinstance(exponent, float) and not kind.is_floating_point():
+        kind = ir.DataType.FLOAT
+        self = op.Cast(self, to=int(kind))
+    if exponent in (1, 2):
+        return op.Identity(self) if exponent == 1 else op.Mul(self, self)
+    return op.Pow(self, op.CastLike(exponent, self) if isinstance(exponent, ir.Value) else constant(exponent, kind))

@@ -51,13 +51,20 @@ def test_activations(everything):
         "exp": torch.exp,
         "sqrt": lambda x: (x * x + 1).sqrt(),
         "pow": lambda x: (x * x + 1) ** 1.5,
+        "pow of 1, 2, 3": lambda x: x**1 + x**2 + x**3,
+        "pow of integers": lambda x: x * (x > 0).long() ** 2 * (x < 1).long() ** 1.5,
         "log": lambda x: (x * x + 1).log(),
         "erf": torch.erf,
         "clamp": lambda x: x.clamp(-0.5, 0.5),
     }
     cases = [case(name, lambda x, f=f: f(2 * x), M) for name, f in functions.items()]
     cases.append(case("prelu", F.prelu, M, (6,)))
+    images = ("N", 5, 3, 4)
+    for dim in (0, 1, -1):
+        cases.append(case(f"softmax of images over {dim}", lambda x, dim=dim: F.softmax(x, dim), images))
+        cases.append(case(f"log_softmax of images over {dim}", lambda x, dim=dim: F.log_softmax(x, dim), images))
     common = {"relu", "relu6", "hardswish", "hardsigmoid", "silu", "gelu", "sigmoid", "softmax", "leaky_relu"}
+    common |= {"pow of 1, 2, 3", "pow of integers", "softmax of images over 1", "log_softmax of images over 1"}
     check(choose(everything, cases, common))
 
 
@@ -77,6 +84,7 @@ def test_losses(everything):
         case("bce, logits", lambda x, t: F.binary_cross_entropy_with_logits(x, t.sigmoid()), M, M),
         case("bce", lambda x, t: F.binary_cross_entropy(x.sigmoid(), t.sigmoid()), M, M),
         case("mse", F.mse_loss, M, M),
+        case("sum of integers", lambda x: x.sum() * (x > 0).sum() + (x > 0).sum(dtype=torch.float32) + x.mean(), M),
         case("l1", F.l1_loss, M, M),
         case("smooth_l1", F.smooth_l1_loss, M, M),
         case("huber", F.huber_loss, M, M),
