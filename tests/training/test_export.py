@@ -195,6 +195,22 @@ def test_norms_without_weights_or_statistics(tmp_path):
     assert_steps_are_torchs(model, session, tmp_path, "sgd", {"lr": 1e-3})
 
 
+def test_a_norm_that_no_output_needs_keeps_its_statistics(tmp_path):
+    class Unused(Net):
+        def forward(self, x):
+            x = self.stem(x)
+            self.head(x)
+            return self.out(x.mean((2, 3)))
+
+    model = Unused()
+    _, session = export(model, tmp_path / "s.onnx")
+    images, target = batch()
+    session.step([images.numpy(), target.numpy()])
+    model(images)
+    got, expected = session.state_dict()["head.1.running_mean"], model.state_dict()["head.1.running_mean"]
+    np.testing.assert_allclose(got, expected.numpy(), rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("options", [{"optimizer": "adam"}, {"mode": "gradients"}], ids=["adam", "gradients"])
 def test_gradients_that_are_zero_but_for_rounding(options, tmp_path):
     """A bias before batch norm has none; verification must not take its rounding errors for a wrong graph."""

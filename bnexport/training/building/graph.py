@@ -14,7 +14,8 @@ from bnexport.graph.versions import set_lowest_ir_version
 from bnexport.schema import NEW_SUFFIX
 from bnexport.training.building import contract
 
-_OURS = {operator.name for operator in schema.OPERATORS}
+_OURS = {operator.name: operator for operator in schema.OPERATORS}
+_OF_TRAINING = {operator.name: operator for operator in contract.OPERATORS}
 
 
 def finish(model: ir.Model, groups: dict[str, str]) -> None:
@@ -38,10 +39,10 @@ def finish(model: ir.Model, groups: dict[str, str]) -> None:
             model.opset_imports[schema.DOMAIN] = schema.VERSION
             group = node.attributes["group"].as_string()
             node.attributes["group"] = ir.AttrString("group", groups.get(group, group))
-            _leave_unused_outputs_empty(node)
+            _leave_unused_outputs_empty(node, _OURS[node.op_type])
         elif node.domain == contract.DOMAIN:
             model.opset_imports[contract.DOMAIN] = contract.VERSION
-            _leave_unused_outputs_empty(node)
+            _leave_unused_outputs_empty(node, _OF_TRAINING[node.op_type])
     passes.RemoveUnusedFunctionsPass()(model)
     passes.RemoveUnusedOpsetsPass()(model)
     set_lowest_ir_version(model)
@@ -86,10 +87,10 @@ def _bounds(node: ir.Node) -> tuple[float, float] | None:
     return (-math.inf if low is None else low), (math.inf if high is None else high)
 
 
-def _leave_unused_outputs_empty(node: ir.Node) -> None:
-    """Clear the names of unused outputs: the kernels compute every named one."""
-    for output in node.outputs:
-        if not output.uses() and not output.is_graph_output():
+def _leave_unused_outputs_empty(node: ir.Node, operator: schema.Operator) -> None:
+    """Clear the names of unused optional outputs: the kernels compute every named one."""
+    for output, declared in zip(node.outputs, operator.outputs):
+        if declared.optional and not output.uses() and not output.is_graph_output():
             output.name, output.type, output.shape = "", None, None
 
 
