@@ -30,11 +30,18 @@ struct Product {
   InputPlanes planes;
   int64_t planes_group;
   std::vector<int64_t> offsets;
-  std::vector<Run> runs;  // in the order of columns
+  std::vector<Run> runs;   // in the order of columns
+  std::vector<Taps> live;  // of each run
   float* result;
   int64_t result_group, result_row, result_step;
   const float* bias = nullptr;  // (groups * rows,)
 
+  // The next columns, of which the taps outside `seen` see zeros.
+  void add(Run run, Taps seen) {
+    run.column = runs.empty() ? 0 : runs.back().column + runs.back().length;
+    runs.push_back(run);
+    live.push_back(seen);
+  }
   void compute(Parallel& parallel, Workspace& workspace);
 
  private:
@@ -44,19 +51,25 @@ struct Product {
 
   int64_t block_steps_ = 0;
   std::vector<size_t> panel_runs_;  // where each panel's runs begin, and the end
+  std::vector<Taps> panel_taps_;    // what any of its runs sees
 };
 
 // Cuts runs at the ends of panels, and counts their columns from the panel's first.
 void Product::cut_runs(int64_t width) {
   std::vector<Run> cut;
-  panel_runs_.push_back(0);
-  int64_t end = width;
-  for (Run run : runs) {
+  int64_t end = 0;
+  for (size_t r = 0; r < runs.size(); ++r) {
+    Run run = runs[r];
     while (run.length > 0) {
       if (run.column == end) {
         panel_runs_.push_back(cut.size());
+        panel_taps_.push_back(live[r]);
         end += width;
       }
+      Taps& all = panel_taps_.back();
+      all = all.empty()       ? live[r]
+            : live[r].empty() ? all
+                              : Taps{std::min(all.first, live[r].first), std::max(all.last, live[r].last)};
       const int64_t length = std::min(run.length, end - run.column);
       cut.push_back({run.column - (end - width), length, run.source, run.target});
       run = {run.column + length, run.length - length, run.source + length, run.target + length * result_step};
@@ -96,13 +109,23 @@ void Product::block(int64_t group, int64_t panel, int64_t first, int64_t last, f
   const int64_t width = cut.width_of(panel);
   const size_t begin = panel_runs_[static_cast<size_t>(panel)], end = panel_runs_[static_cast<size_t>(panel) + 1];
   std::memset(sums, 0, static_cast<size_t>(padded_rows(last - first) * width) * sizeof(float));
-  for (int64_t step = 0; step < steps; step += block_steps_) {
+  const Taps live_taps = panel_taps_[static_cast<size_t>(panel)];
+  const int64_t own = live_taps.last - live_taps.first;
+  std::vector<int64_t> chosen;
+  for (int64_t step = 0; step < steps && own > 0; step += block_steps_) {
     const int64_t count = std::min(block_steps_, steps - step);
-    loop.pack(planes.data + group * planes_group, offsets.data() + step * inner, count * inner, runs.data() + begin,
+    const int64_t* seen = offsets.data() + step * inner;
+    if (own < inner) {
+      chosen.clear();
+      for (int64_t c = 0; c < count; ++c)
+        chosen.insert(chosen.end(), seen + c * inner + live_taps.first, seen + c * inner + live_taps.last);
+      seen = chosen.data();
+    }
+    loop.pack(planes.data + group * planes_group, seen, count * own, runs.data() + begin,
               static_cast<int64_t>(end - begin), width, planes.limit, packed);
-    const Walk walk = a_pitch == inner ? Walk{count * inner, 1, 0, 1, 0} : Walk{inner, count, a_pitch, 1, 0};
-    multiply(last - first, cut.vectors(panel), walk, packed, sums,
-             [&](int64_t row) { return a + group * a_group + (first + row) * a_row + step * a_pitch; });
+    const Walk walk = a_pitch == own ? Walk{count * own, 1, 0, 1, 0, 0} : Walk{own, count, a_pitch, 1, 0, 0};
+    const float* from = a + group * a_group + first * a_row + step * a_pitch + live_taps.first;
+    multiply(last - first, cut.vectors(panel), walk, packed, sums, [&](int64_t row) { return from + row * a_row; });
   }
   write(group, panel, first, last, sums);
 }
@@ -133,6 +156,27 @@ std::vector<int64_t> in_planes(int64_t count, int64_t plane, const std::vector<i
     for (const int64_t offset : offsets) all.push_back(c * plane + offset);
   }
   return all;
+}
+
+// Images and lines in the order of columns: where a panel holds several lines, those of one height together, since they
+// see the same taps.
+template <class Body>
+void each_line(int64_t batch, const Pair& extents, const Body& body) {
+  const bool by_height = extents.w < kMostVectors * loops().lanes;
+  for (int64_t k = 0; k < batch * extents.h; ++k) {
+    by_height ? body(k % batch, k / batch) : body(k / extents.h, k % extents.h);
+  }
+}
+
+// Taps of a phase that see a value of the gradient from its line `i`; those of one height are neighbours.
+Taps seen_by_line(const PlaneLayout& layout, const GradientPhase& phase, int64_t i) {
+  const auto sees = [&](int64_t offset) {
+    const int64_t row = phase.base.h + i + offset / layout.columns.length - layout.rows.before;
+    return row >= 0 && row < layout.rows.source;
+  };
+  const auto first = std::find_if(phase.offsets.begin(), phase.offsets.end(), sees);
+  const auto last = std::find_if_not(first, phase.offsets.end(), sees);
+  return {first - phase.offsets.begin(), last - phase.offsets.begin()};
 }
 
 }  // namespace
@@ -166,16 +210,14 @@ void convolve(const Convolution& s, const float* x, const float* weight, const f
   p.result_group = outs * plane_out;
   p.result_step = 1;
   p.bias = bias;
-  for (int64_t n = 0; n < s.batch; ++n) {
-    const int64_t source = n * s.channels * p.planes.plane, target = n * s.outputs * plane_out;
-    if (layout.columns.length == s.out.w) {
-      p.runs.push_back({n * plane_out, plane_out, source, target});
-      continue;
-    }
-    for (int64_t i = 0; i < s.out.h; ++i) {
-      p.runs.push_back(
-          {n * plane_out + i * s.out.w, s.out.w, source + i * layout.columns.length, target + i * s.out.w});
-    }
+  const auto run = [&](int64_t n, int64_t i, int64_t length, Taps seen) {
+    const int64_t source = n * s.channels * p.planes.plane + i * layout.columns.length;
+    p.add({0, length, source, n * s.outputs * plane_out + i * s.out.w}, seen);
+  };
+  if (layout.columns.length == s.out.w) {
+    for (int64_t n = 0; n < s.batch; ++n) run(n, 0, plane_out, {0, p.inner});
+  } else {
+    each_line(s.batch, s.out, [&](int64_t n, int64_t i) { run(n, i, s.out.w, seen_by_line(s, i)); });
   }
   p.compute(parallel, workspace);
 }
@@ -218,13 +260,11 @@ void input_gradient(const Convolution& s, const float* grad, const float* weight
     p.result_row = plane_in;
     p.result_group = ins * plane_in;
     p.result_step = s.stride.w;
-    for (int64_t n = 0; n < s.batch; ++n) {
-      for (int64_t i = 0; i < phase.count.h; ++i) {
-        const int64_t source = n * s.outputs * planes.plane + (phase.base.h + i) * layout.columns.length + phase.base.w;
-        const int64_t target = n * s.channels * plane_in + (phase.first.h + i * s.stride.h) * s.in.w + phase.first.w;
-        p.runs.push_back({(n * phase.count.h + i) * phase.count.w, phase.count.w, source, target});
-      }
-    }
+    each_line(s.batch, phase.count, [&](int64_t n, int64_t i) {
+      const int64_t source = n * s.outputs * planes.plane + (phase.base.h + i) * layout.columns.length + phase.base.w;
+      const int64_t target = n * s.channels * plane_in + (phase.first.h + i * s.stride.h) * s.in.w + phase.first.w;
+      p.add({0, phase.count.w, source, target}, seen_by_line(layout, phase, i));
+    });
     p.compute(parallel, workspace);
   }
 }

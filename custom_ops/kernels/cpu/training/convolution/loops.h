@@ -18,9 +18,9 @@ struct Run {
 };
 
 // How a tile walks the values that are broadcast: `inner` neighbours, `middle` times `pitch` apart, all
-// that `outer` times `jump` apart.
+// that `outer` times `jump` apart. The panel is walked without gaps, but for `skipped` floats after each outer step.
 struct Walk {
-  int64_t inner, middle, pitch, outer, jump;
+  int64_t inner, middle, pitch, outer, jump, skipped;
 };
 
 struct Loops {

@@ -50,6 +50,7 @@ void tile(const float* const* a, const Walk& walk, const float* b, float* c) {
 #pragma GCC unroll 8
       for (const float*& at : row) at += walk.pitch;
     }
+    b += walk.skipped;
 #pragma GCC unroll 8
     for (const float*& at : row) at += back;
   }

@@ -13,8 +13,21 @@ namespace bnexport::cpu {
 // Steps of a sum between packing and packing: 48 KB of panel.
 constexpr int64_t kPanelSteps = 256;
 
+// A range of taps, row-major.
+struct Taps {
+  int64_t first, last;
+  bool empty() const { return first == last; }
+};
+
 inline int64_t taps(const Convolution& s) { return s.kernel.h * s.kernel.w; }
 inline int64_t pixels(const Pair& extents) { return extents.h * extents.w; }
+// Taps that see a value of x from line `i` of y.
+inline Taps seen_by_line(const Convolution& s, int64_t i) {
+  const int64_t top = i * s.stride.h - s.padding.h;
+  const int64_t first = std::clamp<int64_t>(ceil_div(-top, s.dilation.h), 0, s.kernel.h);
+  const int64_t last = std::clamp<int64_t>(ceil_div(s.in.h - top, s.dilation.h), first, s.kernel.h);
+  return {first * s.kernel.w, last * s.kernel.w};
+}
 inline bool is_depthwise(const Convolution& s) {
   return s.groups == s.channels && s.channels == s.outputs && s.groups > 1;
 }

@@ -23,6 +23,37 @@ struct PixelBlocks {
   int64_t images, lines;
 };
 
+// Neighbouring taps whose sums run over the same lines of y: the others see zeros.
+// In planes of few pixels the loops of more groups cost what their sums save.
+constexpr int64_t kFewPixels = 64;
+struct TapGroup {
+  Taps taps;
+  int64_t first, last;  // lines
+};
+
+std::vector<TapGroup> group_taps(const Convolution& s) {
+  std::vector<TapGroup> groups;
+  for (int64_t k = 0; k < s.kernel.h; ++k) {
+    TapGroup own{{k * s.kernel.w, (k + 1) * s.kernel.w}, s.out.h, 0};
+    for (int64_t i = 0; i < s.out.h; ++i) {
+      const Taps seen = seen_by_line(s, i);
+      if (seen.first <= own.taps.first && own.taps.last <= seen.last) {
+        own.first = std::min(own.first, i);
+        own.last = i + 1;
+      }
+    }
+    const bool same = !groups.empty() && groups.back().first == own.first && groups.back().last == own.last;
+    if (same || (!groups.empty() && pixels(s.out) < kFewPixels)) {
+      groups.back().first = std::min(groups.back().first, own.first);
+      groups.back().last = std::max(groups.back().last, own.last);
+      groups.back().taps.last = own.taps.last;
+    } else {
+      groups.push_back(own);
+    }
+  }
+  return groups;
+}
+
 // Runs body(unit, scratch) for each unit, with `size` floats of scratch memory.
 template <class Body>
 void each_unit(int64_t units, int64_t size, Parallel& parallel, Workspace& workspace, const Body& body) {
@@ -68,28 +99,39 @@ void transposed_gradient(const Convolution& s, const PlaneLayout& layout, const 
   together = ceil_div(together * own, loop.rows) * loop.rows / own;
   together = std::max<int64_t>(1, std::min({together, ceil_div(512, own), row_channels}));
   const int64_t pieces = ceil_div(row_channels, together), units = s.groups * pieces * panels;
-  const int64_t sums_size = padded_rows(together * own) * cut.width_of(0);
+  const std::vector<TapGroup> tap_groups = group_taps(s);
+  const auto group_count = static_cast<int64_t>(tap_groups.size());
+  const int64_t group_rows =
+      padded_rows(together * (group_count > 1 ? s.kernel.w * (s.kernel.h - group_count + 1) : own));
+  const int64_t sums_size = group_count * group_rows * cut.width_of(0);
   each_unit(units, sums_size, parallel, workspace, [&](int64_t unit, float* sums) {
     const int64_t panel = unit % panels, piece = unit / panels % pieces, group = unit / panels / pieces;
-    const int64_t first = piece * together, rows = std::min(together, row_channels - first) * own;
+    const int64_t first = piece * together, count = std::min(together, row_channels - first);
     const float* data = rows_of.data + (group * row_channels + first) * rows_of.plane;
     const float* block = packed + group * group_size + panel * all_pixels * cut.width;
     const int64_t width = cut.width_of(panel), lanes = std::min(width, cut.rest(panel));
     std::memset(sums, 0, static_cast<size_t>(sums_size) * sizeof(float));
     for (int64_t n = 0; n < s.batch; n += blocks.images) {
       const int64_t many = std::min(blocks.images, s.batch - n);
-      for (int64_t line = 0; line < s.out.h; line += blocks.lines) {
-        const int64_t lower = std::min(blocks.lines, s.out.h - line);
-        const Walk walk =
-            pitch == s.out.w ? Walk{lower * s.out.w, 1, 0, many, image} : Walk{s.out.w, lower, pitch, many, image};
-        multiply(
-            rows, cut.vectors(panel), walk, block + (n * plane_out + line * s.out.w) * width, sums, [&](int64_t r) {
-              return data + n * image + r / own * rows_of.plane + offsets[static_cast<size_t>(r % own)] + line * pitch;
-            });
+      for (int64_t begin = 0; begin < s.out.h; begin += blocks.lines) {
+        for (int64_t g = 0; g < group_count; ++g) {
+          const TapGroup& live = tap_groups[static_cast<size_t>(g)];
+          const int64_t line = std::max(begin, live.first), own_taps = live.taps.last - live.taps.first;
+          const int64_t lower = std::min({begin + blocks.lines, s.out.h, live.last}) - line;
+          if (lower <= 0) continue;
+          const int64_t rest = (plane_out - lower * s.out.w) * width;
+          const Walk walk = pitch == s.out.w ? Walk{lower * s.out.w, 1, 0, many, image, rest}
+                                             : Walk{s.out.w, lower, pitch, many, image, rest};
+          const float* from = data + n * image + line * pitch;
+          const int64_t* offset = offsets.data() + live.taps.first;
+          multiply(count * own_taps, cut.vectors(panel), walk, block + (n * plane_out + line * s.out.w) * width,
+                   sums + g * group_rows * width,
+                   [&](int64_t r) { return from + r / own_taps * rows_of.plane + offset[r % own_taps]; });
+        }
       }
     }
     if (turned) {
-      for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t row = 0; row < count; ++row) {
         std::memcpy(grad_weight + (group * outs + first + row) * ins + panel * cut.width, sums + row * width,
                     static_cast<size_t>(lanes) * sizeof(float));
       }
@@ -97,7 +139,16 @@ void transposed_gradient(const Convolution& s, const PlaneLayout& layout, const 
     }
     for (int64_t o = 0; o < lanes; ++o) {
       float* to = grad_weight + ((group * outs + panel * cut.width + o) * ins + first) * own;
-      for (int64_t row = 0; row < rows; ++row) to[row] = sums[row * width + o];
+      for (int64_t g = 0; g < group_count; ++g) {
+        const Taps& live = tap_groups[static_cast<size_t>(g)].taps;
+        const float* at = sums + g * group_rows * width + o;
+        const int64_t runs = group_count > 1 ? count : 1,
+                      length = group_count > 1 ? live.last - live.first : count * own;
+        for (int64_t c = 0; c < runs; ++c) {
+          float* run = to + c * own + live.first;
+          for (int64_t t = 0; t < length; ++t, at += width) run[t] = *at;
+        }
+      }
     }
   });
 }
@@ -130,7 +181,7 @@ void patch_gradient(const Convolution& s, const PlaneLayout& layout, const std::
           loop.transpose(source + (line + at / s.out.w) * pitch, patch.data() + panel * cut.width, lanes, run, width,
                          packed + at * width);
         }
-        multiply(outs, cut.vectors(panel), Walk{lower * s.out.w, 1, 0, 1, 0}, packed, sums,
+        multiply(outs, cut.vectors(panel), Walk{lower * s.out.w, 1, 0, 1, 0, 0}, packed, sums,
                  [&](int64_t r) { return g + r * plane_out + line * s.out.w; });
       }
     }
