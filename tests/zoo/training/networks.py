@@ -18,6 +18,8 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 IGNORED, AUXILIARY = 255, 0.4
 _IMAGES, _LARGE_IMAGES, _VIDEOS = (4, 96), 2, (2, 3, 16, 48, 48)
+# Sides of images, pairs of them, for networks whose last maps would be empty.
+_SIDES = {"torchvision:inception_v3": 299, "smp:PAN?encoder_name=resnet18": 128}
 _OPTIMIZERS = {
     "sgd": {"lr": 0.01, "momentum": 0.9},
     "adamw": {"lr": 1e-4, "weight_decay": 0.05},
@@ -41,8 +43,10 @@ class Network:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(4, 3, 96, 96); pairs of the images that the catalogue wants larger."""
+        """(4, 3, 96, 96); pairs of images that have to be larger."""
         shape = self.entry.shape
+        if side := _SIDES.get(self.name):
+            return _LARGE_IMAGES, 3, side, side
         if len(shape) == 5:
             return _VIDEOS
         if shape[2] > 128 or "image_size" in self.entry.options:
