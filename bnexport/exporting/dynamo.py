@@ -17,6 +17,7 @@ from onnxscript.values import Op, Opset
 
 from bnexport import schema, torch_versions
 from bnexport.errors import UnsupportedModelError
+from bnexport.exporting import index_put
 from bnexport.exporting.dimensions.dynamic import Axis, Dimensions
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.portable_body import MINIMUM_OPSET
@@ -82,6 +83,7 @@ def trace(wrapper: Traced, dimensions: Dimensions, *, opset: int = MINIMUM_OPSET
     with quiet():
         with AnySizePooling(dynamic=True):
             program, left = export_program(wrapper, dimensions, variadic=True)
+        program = index_put.rewrite(program)
         _refuse_batch_statistics(program)
         write_floor_divisions(program)
         conditions = SizeConditions(program_inputs(program))

@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from bnexport import torch_versions
 from bnexport.errors import BnexportError, UnsupportedModelError, first_line
+from bnexport.exporting import index_put
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
 from bnexport.exporting.dynamo import no_stack_traces, quiet, write_floor_divisions
 from bnexport.exporting.portable_body import MINIMUM_OPSET
@@ -106,6 +107,7 @@ def trace(
             ) from error
         except Exception as error:
             raise _recording_error(error, problem.where) from error
+        program = index_put.rewrite(program)
         torch_versions.drop_guards(program)
         _refuse_random_numbers(program, problem)
         write_floor_divisions(program)

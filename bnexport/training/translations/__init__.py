@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from bnexport import torch_versions
+from bnexport.exporting import index_put
 from bnexport.sync_bn import operators
 from bnexport.training.translations import (
     activations,
@@ -119,10 +120,13 @@ def _function(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return torch.export's decompositions without those of operators that the table translates."""
+    """Return torch.export's decompositions without those of operators that the table translates, and our own."""
     translated = translation_table(with_cpu_kernels=True)
     return {
-        target: function
-        for target, function in torch.export.default_decompositions().items()
-        if target not in translated
+        **{
+            target: function
+            for target, function in torch.export.default_decompositions().items()
+            if target not in translated
+        },
+        **index_put.DECOMPOSITIONS,
     }
