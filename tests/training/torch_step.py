@@ -25,8 +25,10 @@ def torch_step(
 ) -> dict[str, np.ndarray]:
     """Loss and new state under the names of a training graph. `model` stays as it is."""
     model = copy.deepcopy(model).to(dtype)
-    own = model.state_dict()
-    model.load_state_dict({name: torch.from_numpy(state[name]).to(own[name].dtype) for name in own})
+    own = model.state_dict()  # with what modules say about its version
+    for name, value in own.items():
+        own[name] = torch.from_numpy(state[name]).to(value.dtype)
+    model.load_state_dict(own)
     rule = OPTIMIZERS[optimizer](model.parameters(), **options)
     names = {parameter: name for name, parameter in model.named_parameters()}
     steps = int(state["optimizer.step"])

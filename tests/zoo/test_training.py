@@ -20,21 +20,21 @@ def test_each_architecture_is_there_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("errors", "expected"),
+    ("errors", "followed", "expected"),
     [
-        ([OWN] * 3, "right"),
-        ([OWN, OWN, JUMP], "right"),
-        ([OWN, JUMP, JUMP], "right"),
-        ([JUMP, JUMP, JUMP], "jumps"),
-        ([JUMP, JUMP, JUMP, OWN], "right"),
-        ([JUMP] * 8, "wrong"),
-        ([[0.01, 1e-6, 1e-8, 1e-8]] * 8, "wrong"),
-        ([[1e-6, 1e-6, 1e-3, 1e-8]] * 3, "wrong"),
-        ([[float("nan")] * 4] * 8, "wrong"),
+        ([OWN] * 3, [], "right"),
+        ([OWN, OWN, JUMP], [], "right"),
+        ([OWN, JUMP, JUMP], [], "wrong"),
+        ([OWN, JUMP, JUMP], [[1e-6, 1e-6]] * 3, "right"),
+        ([JUMP] * 3, [[1e-3, 1e-6]] * 3, "wrong"),
+        ([JUMP] * 3, [[float("nan"), 1e-6]] * 3, "wrong"),
+        ([[1e-6, 1e-6, 1e-3, 1e-8]] * 3, [], "wrong"),
+        ([[1e-6, 1e-6, 1e-3, 1e-8]] * 3, [[1e-6, 1e-6]] * 3, "wrong"),
+        ([[float("nan")] * 4] * 3, [], "wrong"),
     ],
 )
-def test_verdicts(errors: list[list[float]], expected: str) -> None:
-    assert judged(errors) == expected
+def test_verdicts(errors: list[list[float]], followed: list[list[float]], expected: str) -> None:
+    assert judged(errors, followed) == expected
 
 
 def test_losses() -> None:

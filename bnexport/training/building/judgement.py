@@ -6,7 +6,7 @@ averages, which may cancel.
 
 What a step changes by gradients is held in the 2-norm:
 
-    ||d - d64|| <= max(2^-10 ||d64||, 4 ||d_torch - d64||) + 16 u ||t64|| + z
+    ||d - d64|| <= max(2^-8 ||d64||, 4 ||d_torch - d64||) + 16 u ||t64|| + z
 
 d is a gradient, or the change of a parameter or of optimizer state. The terms added are the rounding of t, and that of
 gradients that are zero but for rounding, as of a bias before batch norm: z is 64 times torch's error, between u and 16 u
@@ -33,7 +33,7 @@ Named = dict[str, torch.Tensor]
 
 _ROUNDINGS, _OF_ZERO = 16.0, 64.0
 # Largest share of a change by which it may be off, and by which a bound can still tell.
-_SHARE, _LARGEST_BOUND = 2.0**-10, 0.1
+_SHARE, _LARGEST_BOUND = 2.0**-8, 0.1
 
 
 @dataclasses.dataclass(frozen=True)

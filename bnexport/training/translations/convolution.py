@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bnexport.errors import UnsupportedModelError
 from bnexport.training.translations.geometry import Geometry
 from bnexport.training.translations.input_gradient import input_gradient
 from bnexport.training.translations.values import crop, ints, only_needed, op, sizes, spread, static_sizes
@@ -36,12 +37,22 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Any:
+    require_number(groups)
     rank = len(sizes(input)) - 2
     strides, pads, dilations = (spread(numbers, rank) for numbers in (stride, padding, dilation))
     window = {"strides": strides, "pads": pads * 2, "dilations": dilations, "group": groups}
     if transposed:
         return op.ConvTranspose(input, weight, bias, **window, output_padding=spread(output_padding, rank))
     return op.Conv(input, weight, bias, **window)
+
+
+def require_number(groups: Any) -> None:
+    """Refuse a group for each row, as of a batch with a kernel for each image."""
+    if not isinstance(groups, int):
+        raise UnsupportedModelError(
+            "aten::convolution: got a number of groups that depends on the batch size, expected a constant, since ONNX "
+            "has it as an attribute; export with dynamic=False"
+        )
 
 
 def convolution_backward(
@@ -65,6 +76,7 @@ def convolution_backward(
     input_form, weight_form: what makes the gradients from (grad_output, weight) and (input, grad_output).
     """
     del bias_sizes, output_padding
+    require_number(groups)
     rank = len(sizes(input)) - 2
     x, g = (grad_output, input) if transposed else (input, grad_output)
     channels, *extents = static_sizes(x, 1, _NAME)

@@ -49,6 +49,7 @@ def _convolution(
         return convolution.convolution(
             input, weight, bias, stride, padding, dilation, transposed, output_padding, groups
         )
+    convolution.require_number(groups)
     strides, pads, dilations = (spread(numbers, rank) for numbers in (stride, padding, dilation))
     return _CONV(input, weight, bias, strides=strides, pads=pads, dilations=dilations, group=groups)
 

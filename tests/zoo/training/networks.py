@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +20,20 @@ Loss = Callable[[Any, Tensor], Tensor]
 IGNORED, AUXILIARY = 255, 0.4
 _IMAGES, _LARGE_IMAGES, _VIDEOS = (4, 96), 2, (2, 3, 16, 48, 48)
 # Sides of images, pairs of them, for networks whose last maps would be empty.
-_SIDES = {"torchvision:inception_v3": 299, "smp:PAN?encoder_name=resnet18": 128}
+_SIDES = {
+    "torchvision:inception_v3": 299,
+    "torchvision:maxvit_t": 224,
+    "torchvision:s3d": 224,
+    "smp:PAN?encoder_name=resnet18": 128,
+}
 _OPTIMIZERS = {
     "sgd": {"lr": 0.01, "momentum": 0.9},
     "adamw": {"lr": 1e-4, "weight_decay": 0.05},
+}
+# A kernel for each image makes the number of groups depend on the batch: exported with dynamic=False.
+_FIXED_BATCH = {
+    "mmseg:dmnet/dmnet_r50-d8_4xb2-40k_cityscapes-512x1024.py",
+    "timm:efficientnet_cc_b0_4e",
 }
 
 
@@ -42,11 +53,16 @@ class Network:
         return _OPTIMIZERS[self.optimizer]
 
     @property
+    def dynamic(self) -> bool:
+        """Whether the graph takes batches of any size."""
+        return self.name not in _FIXED_BATCH
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """(4, 3, 96, 96); pairs of images that have to be larger."""
         shape = self.entry.shape
         if side := _SIDES.get(self.name):
-            return _LARGE_IMAGES, 3, side, side
+            return _LARGE_IMAGES, *shape[1:-2], side, side
         if len(shape) == 5:
             return _VIDEOS
         if shape[2] > 128 or "image_size" in self.entry.options:
@@ -141,7 +157,7 @@ def leaves(output: Any) -> list[Tensor]:
 
 def _shapes(model: nn.Module, x: Tensor) -> list[tuple[int, ...]]:
     """Shapes of the outputs in train mode; statistics are put back."""
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     with torch.no_grad():
         found = [tuple(leaf.shape) for leaf in leaves(model(x))]
     model.load_state_dict(before)
