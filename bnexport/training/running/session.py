@@ -293,6 +293,8 @@ class TrainingSession:
     def _open(self, model: ir.Model, path: str, options: Any = None) -> Any:
         """Open a session for a checked graph of `path`: ONNX Runtime opens no file itself."""
         options = options or self._options or engine.session_options(quiet=False)
+        # One block planned for all activations takes a tenth more memory than allocations one by one, and no less time.
+        options.enable_mem_pattern = False
         if set(model.opset_imports) - {""}:
             library.register(options, training=True)
         try:
