@@ -1,4 +1,4 @@
-"""One step of whole networks against torch's, both measured from torch's step in float64.
+"""One step of whole networks against torch's, both measured from torch's step in float64, which follows each at kinks.
 
 Groups of three steps with batches of different sizes; before each, torch takes over the session's state,
 so that errors do not add up. A kind (parameters, running means, first moments, ...) is one vector: its
@@ -23,13 +23,14 @@ import torch
 
 import bnexport
 from bnexport import model_io, tolerances
+from bnexport.training.building import kinks
 from models.deep_resnet import resnet50
+from tests.training import following
 from tests.training.networks import NETWORKS
 from tests.training.torch_step import torch_step
 
-# Groups of three batches. A ReLU whose input is zero but for rounding goes either way and changes every gradient before
-# it, in torch as in ours, in one group of some: what is compared is the median group.
-DRAWS = 5
+# Groups of three batches.
+DRAWS = 3
 UNIT = tolerances.UNIT_ROUNDOFF["float32"]
 OPTIONS = {
     "sgd": {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True},
@@ -74,7 +75,7 @@ def well_conditioned(name, exact):
 def test_a_step_is_as_close_to_float64_as_torchs(network, optimizer, cpu_kernels, tmp_path, record_property):
     net = NETWORKS[network]
     model, options = net.model(), OPTIONS[optimizer]
-    bnexport.export_training_step(
+    _, reached = following.export(
         model,
         net.loss,
         net.batch(4),
@@ -90,22 +91,26 @@ def test_a_step_is_as_close_to_float64_as_torchs(network, optimizer, cpu_kernels
     tensors = defaultdict(list)
     for draw, size in itertools.product(range(DRAWS), (4, 5, 3)):
         state, batch = state_of(session, tmp_path), net.batch(size, 10 * draw + size)
-        steps = [
-            torch_step(model, net.loss, optimizer, options, state, batch, dtype)
-            for dtype in (torch.float32, torch.float64)
-        ]
+        recorder = kinks.Recorder()
+        arguments = (model, net.loss, optimizer, options, state, batch)
+        with recorder:
+            single = torch_step(*arguments, torch.float32)
+        exact = {}
+        for whose, values in (("ours", reached(state, batch)), ("own", [value.numpy() for value in recorder.values])):
+            with kinks.Follower(values, batch):
+                exact[whose] = torch_step(*arguments, torch.float64)
         loss = session.step([tensor.numpy() for tensor in batch])
         got = {**state_of(session, tmp_path), "loss": np.array(loss)}
-        for name, exact in steps[1].items():
-            own = steps[0][name]
-            if exact.dtype.kind != "f":
-                assert np.array_equal(got[name], exact), name
+        for name, right in exact["ours"].items():
+            if right.dtype.kind != "f":
+                assert np.array_equal(got[name], right), name
                 continue
-            assert got[name].shape == exact.shape, name
-            kept = well_conditioned(name, steps[1])
-            errors = np.array([np.linalg.norm((value - exact)[kept]) for value in (got[name], own)])
-            squares[kind_of(name)][draw] += [*errors**2, np.linalg.norm(exact) ** 2]
-            tensors[name].append((*errors / np.sqrt(exact.size), np.linalg.norm(exact) / np.sqrt(exact.size)))
+            assert got[name].shape == right.shape, name
+            kept = well_conditioned(name, exact["ours"])
+            differences = got[name] - right, single[name] - exact["own"][name]
+            errors = np.array([np.linalg.norm(difference[kept]) for difference in differences])
+            squares[kind_of(name)][draw] += [*errors**2, np.linalg.norm(right) ** 2]
+            tensors[name].append((*errors / np.sqrt(right.size), np.linalg.norm(right) / np.sqrt(right.size)))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
     medians = {name: np.median(values, axis=0) for name, values in tensors.items()}

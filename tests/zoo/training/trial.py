@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import onnxruntime
 import torch
 from torch import nn
@@ -26,10 +25,9 @@ from torch import nn
 import bnexport
 from bnexport import model_io
 from bnexport.errors import BnexportError, first_line
-from bnexport.runtime import engine
 from bnexport.training.building import kinks, verification
 from bnexport.training.building.dropout import SeededDropout
-from tests.training import faults
+from tests.training import faults, following
 from tests.training.torch_step import OPTIMIZERS, torch_step
 from tests.zoo.training import networks
 from tests.zoo.training.verdicts import OF_A_TENSOR, OF_ALL, OWN_ERRORS, SEEDS, judged, settled
@@ -59,6 +57,7 @@ class Trial:
         self.network, self.place, self.names = network, place, names
         self.result: dict[str, Any] = {"name": network.name, "shape": network.shape, "ways": {}}
         self.exported: tuple[Any, tuple[Any, ...]] | None = None
+        self._reached: following.Reached
 
     def save(self) -> None:
         self.place.write_text(json.dumps(self.result))
@@ -125,7 +124,7 @@ class Trial:
             verification.check = watched
             try:
                 name, options = self._rule()
-                result = bnexport.export_training_step(
+                result, self._reached = following.export(
                     task.model,
                     task.loss,
                     self._batch(task, 0),
@@ -225,18 +224,6 @@ class Trial:
             )
             errors.append(float(np.sqrt(off / max(size, 1e-300))))
         return errors
-
-    def _reached(self, state: Named, batch: tuple[torch.Tensor, ...]) -> list[np.ndarray | None]:
-        """What reaches the kinks in the exported graph."""
-        assert self.exported is not None
-        result, arguments = self.exported
-        model, names = ir.from_proto(ir.to_proto(result.model)), arguments[5]
-        made = {value.name: value for node in model.graph for value in node.outputs}
-        model.graph.outputs[:] = [made[name] for name in dict.fromkeys(names) if name]
-        feeds = {**state, **dict(zip(result.inputs, (tensor.numpy() for tensor in batch))), "lr": np.array(0.0)}
-        runtime = engine.open(model, options=engine.session_options(True))
-        got = dict(zip(runtime.outputs, runtime.run({name: feeds[name] for name in runtime.inputs}, runtime.outputs)))
-        return [got.get(name) for name in names]
 
     def _torch(
         self,
