@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from bnexport.training.building.activations import makers
+
 KINDS = ("scale", "term", "operand")
 _SWAPPED = {"ReluGrad", "Sub", "Div", "MMCVSyncBatchNormGrad", "ConvWeightGrad", "MatMul", "Gemm", "ConvInputGrad"}
 
@@ -31,22 +33,11 @@ def planted(model: ir.Model, gradients: Sequence[str], kind: str, seed: int = 0)
 
 def _backward(graph: ir.Graph, gradients: Sequence[str]) -> list[ir.Node]:
     """Nodes on which gradients depend and the loss does not, as shapes are known."""
-    forward = _ancestors([value for value in graph.outputs if value.name == "loss"])
+    forward = makers([value for value in graph.outputs if value.name == "loss"])
     names = {f"{name}.grad" for name in gradients}
     made = [value for node in graph for value in node.outputs if value.name in names]
-    reached = _ancestors(made) - forward
+    reached = makers(made) - forward
     return [node for node in graph if node in reached and node.op_type not in ("Constant", "Shape")]
-
-
-def _ancestors(values: list[ir.Value]) -> set[ir.Node]:
-    found: set[ir.Node] = set()
-    waiting = [value.producer() for value in values]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            waiting += [value.producer() for value in node.inputs if value is not None]
-    return found
 
 
 def _size(value: ir.Value | None) -> tuple[Any, ...] | None:
