@@ -55,17 +55,17 @@ struct Reader {
     return read;
   }
 
-  // `count` numbers, or one or two when that is 0.
+  // `count` numbers, or one to three when that is 0.
   Setting integers(size_t count) const {
     Setting read;
     size_t size = 0;
     read.given = present(ort::AttributeInts::call(api, info, a.name, nullptr, &size));
     read.integers.resize(size);
     if (size > 0) check(api, ort::AttributeInts::call(api, info, a.name, read.integers.data(), &size));
-    bool within = count > 0 ? size == count : size == 1 || size == 2;
+    bool within = count > 0 ? size == count : size >= 1 && size <= 3;
     for (const int64_t value : read.integers) within = within && value >= a.least && value <= a.most;
     if (!within) {
-      refuse(": got " + adapters::text(read.integers), (count > 0 ? std::to_string(count) : "1 or 2") +
+      refuse(": got " + adapters::text(read.integers), (count > 0 ? std::to_string(count) : "1 to 3") +
                                                            " numbers within [" +
                                                            std::to_string(static_cast<int64_t>(a.least)) + ", 2^31)");
     }

@@ -65,11 +65,11 @@ def test_as_they_are_they_run(name):
 
 ATTRIBUTES = [
     ("Conv", {"strides": None}, "attribute 'strides' is missing, expected a list of ints"),
-    ("Conv", {"strides": [0, 1]}, r"attribute 'strides': got \(0, 1\), expected 1 or 2 numbers within \[1, 2\^31\)"),
-    ("Conv", {"strides": [1, 1, 1]}, r"attribute 'strides': got \(1, 1, 1\), expected 1 or 2 numbers"),
+    ("Conv", {"strides": [0, 1]}, r"attribute 'strides': got \(0, 1\), expected 1 to 3 numbers within \[1, 2\^31\)"),
+    ("Conv", {"strides": [1, 1, 1, 1]}, r"attribute 'strides': got \(1, 1, 1, 1\), expected 1 to 3 numbers"),
     # ONNX Runtime reads a value of another type as an empty list.
-    ("Conv", {"strides": 1}, r"attribute 'strides': got \(\), expected 1 or 2 numbers"),
-    ("Conv", {"strides": [1.0, 1.0]}, r"attribute 'strides': got \(\), expected 1 or 2 numbers"),
+    ("Conv", {"strides": 1}, r"attribute 'strides': got \(\), expected 1 to 3 numbers"),
+    ("Conv", {"strides": [1.0, 1.0]}, r"attribute 'strides': got \(\), expected 1 to 3 numbers"),
     ("Conv", {"pads": [-1, 0]}, r"attribute 'pads': got \(-1, 0\), expected 2 numbers within \[0, 2\^31\)"),
     ("Conv", {"pads": [1]}, r"attribute 'pads': got \(1,\), expected 2 numbers"),
     ("Conv", {"dilations": [1, 2**31]}, r"attribute 'dilations': got \(1, 2147483648\)"),

@@ -4,7 +4,7 @@ They replace groups of standard operators: a convolution's gradients, those of R
 optimizer's update. Graphs of standard operators remain possible for other execution providers
 (`export_training_step(cpu_kernels=False)`). The compiled library describes the same operators; a test
 compares the two. All attributes are written by our exporters. Lists have a number for each spatial
-dimension, one or two of them.
+dimension, one to three of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DILATIONS = _ints("dilations", "Step between a window's values, >= 1.")
 _KERNEL_SHAPE = _ints("kernel_shape", "The kernel's spatial sizes, >= 1.")
 _GROUP = Attribute("group", AttributeKind.INT, None, "Groups of channels that do not mix.", required=True)
 
-_X = _input("input", "(N, C, *)", "The data, one or two spatial dimensions.")
+_X = _input("input", "(N, C, *)", "The data, one to three spatial dimensions.")
 _WEIGHT = _input("weight", "(O, C / group, *)", "The kernel.")
 _GRAD_OUTPUT = _input("grad_output", "(N, O, *)", "Gradient of the loss by the forward's output.")
 

@@ -1,7 +1,7 @@
 """Translations into the operators of bnexport/training/building/contract.py, float32 on CPUs.
 
-What they do not serve keeps its standard form: other types, three spatial dimensions, transposed
-convolutions, input gradients with stride and dilation together.
+What they do not serve keeps its standard form: other types, depthwise convolutions of three spatial
+dimensions, transposed convolutions, input gradients with stride and dilation together.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _convolution(
     groups: int,
 ) -> Any:
     rank = len(sizes(input)) - 2
-    if transposed or rank not in (1, 2) or not _is_float32(input, weight, bias):
+    if transposed or not _is_served(rank, groups, weight) or not _is_float32(input, weight, bias):
         return convolution.convolution(
             input, weight, bias, stride, padding, dilation, transposed, output_padding, groups
         )
@@ -54,8 +54,16 @@ def _convolution(
     return _CONV(input, weight, bias, strides=strides, pads=pads, dilations=dilations, group=groups)
 
 
+def _is_served(rank: int, groups: int, weight: Any) -> bool:
+    """Whether there are kernels that are fast: depthwise ones have two dimensions."""
+    outputs, channels = sizes(weight)[:2]
+    return rank in (1, 2) or (rank == 3 and not (groups == outputs > 1 and channels == 1))
+
+
 def _grad_input(grad_output: Any, weight: Any, shape: Geometry) -> Any:
-    if shape.rank > 2 or any(s > 1 and d > 1 for s, d in zip(shape.stride, shape.dilation)):
+    if not _is_served(shape.rank, shape.groups, weight) or any(
+        s > 1 and d > 1 for s, d in zip(shape.stride, shape.dilation)
+    ):
         return input_gradient(grad_output, weight, shape)
     return _INPUT_GRAD(
         grad_output,
@@ -69,7 +77,7 @@ def _grad_input(grad_output: Any, weight: Any, shape: Geometry) -> Any:
 
 
 def _grad_weight(input: Any, grad_output: Any, shape: Geometry) -> Any:
-    if shape.rank > 2:
+    if shape.rank > 2 and shape.groups == shape.channels == shape.outputs > 1:
         return weight_gradient(input, grad_output, shape)
     return _WEIGHT_GRAD(
         grad_output,

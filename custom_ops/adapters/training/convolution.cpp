@@ -5,7 +5,7 @@
 
 #include "operators.h"
 
-// One- and two-dimensional convolutions: the lists of attributes have a number for each dimension.
+// Convolutions of one to three dimensions: the lists of attributes have a number for each dimension.
 
 namespace bnexport::adapters {
 
@@ -51,16 +51,22 @@ class ArenaWorkspace final : public cpu::Workspace {
   std::vector<void*> pieces_;
 };
 
-// As height and width; one-dimensional ones have height `absent`.
+// As height and width, the last two; one-dimensional ones have height `absent`.
 cpu::Pair pair(const Sizes& numbers, int64_t absent) {
-  return numbers.size() == 1 ? cpu::Pair{absent, numbers[0]} : cpu::Pair{numbers[0], numbers[1]};
+  const size_t count = numbers.size();
+  return {count == 1 ? absent : numbers[count - 2], numbers[count - 1]};
 }
+
+// The first of three.
+int64_t depth(const Sizes& numbers, int64_t absent) { return numbers.size() < 3 ? absent : numbers[0]; }
 
 Sizes spatial(const Tensor& tensor) { return {tensor.shape.begin() + 2, tensor.shape.end()}; }
 
-Sizes with_spatial(const Run& run, int64_t first, int64_t second, const cpu::Pair& extents) {
-  if (run.node.settings.integers("strides").size() == 1) return {first, second, extents.w};
-  return {first, second, extents.h, extents.w};
+Sizes with_spatial(const Run& run, int64_t first, int64_t second, int64_t slices, const cpu::Pair& extents) {
+  const size_t rank = run.node.settings.integers("strides").size();
+  if (rank == 1) return {first, second, extents.w};
+  if (rank == 2) return {first, second, extents.h, extents.w};
+  return {first, second, slices, extents.h, extents.w};
 }
 
 // The convolution of x (batch, channels, *in) with w (outputs, channels / groups, *kernel), products in range.
@@ -78,6 +84,11 @@ cpu::Convolution convolution(const Run& run, int64_t batch, int64_t channels, in
   s.stride = pair(settings.integers("strides"), 1);
   s.padding = pair(settings.integers("pads"), 0);
   s.dilation = pair(settings.integers("dilations"), 1);
+  s.depth.in = depth(in, 1);
+  s.depth.kernel = depth(kernel, 1);
+  s.depth.stride = depth(settings.integers("strides"), 1);
+  s.depth.padding = depth(settings.integers("pads"), 0);
+  s.depth.dilation = depth(settings.integers("dilations"), 1);
   const auto refuse = [&](const std::string& more, const std::string& expected) {
     run.fail("got channels " + std::to_string(channels) + ", outputs " + std::to_string(outputs) + ", extents " +
              text(in) + ", kernel " + text(kernel) + more + ", expected " + expected);
@@ -91,12 +102,14 @@ cpu::Convolution convolution(const Run& run, int64_t batch, int64_t channels, in
     if (room < 0) refuse("", "a dilated kernel no larger than the padded extents");
     return room / stride + 1;
   };
+  s.depth.out = windows(s.depth.in, s.depth.kernel, s.depth.stride, s.depth.padding, s.depth.dilation);
   s.out = {windows(s.in.h, s.kernel.h, s.stride.h, s.padding.h, s.dilation.h),
            windows(s.in.w, s.kernel.w, s.stride.w, s.padding.w, s.dilation.w)};
   // What kernels may lay out: the padded input, the output, and the kernel's view of either.
   const int64_t most = std::max(channels, outputs);
-  if (!fits({batch, most, s.in.h + 2 * s.padding.h, s.in.w + 2 * s.padding.w}) ||
-      !fits({batch, most, s.out.h, s.out.w}) || !fits({channels, outputs, s.kernel.h, s.kernel.w})) {
+  if (!fits({batch, most, s.depth.in + 2 * s.depth.padding, s.in.h + 2 * s.padding.h, s.in.w + 2 * s.padding.w}) ||
+      !fits({batch, most, s.depth.out, s.out.h, s.out.w}) ||
+      !fits({channels, outputs, s.depth.kernel, s.kernel.h, s.kernel.w})) {
     refuse(", batch " + std::to_string(batch), "fewer than 2^60 padded values");
   }
   return s;
@@ -104,7 +117,7 @@ cpu::Convolution convolution(const Run& run, int64_t batch, int64_t channels, in
 
 // The first input is the gradient of the convolution's output.
 void require_grad_output(const Run& run, const cpu::Convolution& s) {
-  run.require_shape(0, with_spatial(run, s.batch, s.outputs, s.out), "the output's of this convolution");
+  run.require_shape(0, with_spatial(run, s.batch, s.outputs, s.depth.out, s.out), "the output's of this convolution");
 }
 
 }  // namespace
@@ -112,10 +125,10 @@ void require_grad_output(const Run& run, const cpu::Convolution& s) {
 void conv(const Run& run) {
   const Tensor &x = run[0], &weight = run[1], &bias = run[2];
   const cpu::Convolution s = convolution(run, x.shape[0], x.shape[1], weight.shape[0], spatial(x), spatial(weight));
-  run.require_shape(1, with_spatial(run, s.outputs, s.channels / s.groups, s.kernel),
+  run.require_shape(1, with_spatial(run, s.outputs, s.channels / s.groups, s.depth.kernel, s.kernel),
                     "outputs, channels for each group, kernel");
   if (bias.data != nullptr) run.require_shape(2, {s.outputs}, "one for each output");
-  auto* const y = static_cast<float*>(run.output(0, with_spatial(run, s.batch, s.outputs, s.out)));
+  auto* const y = static_cast<float*>(run.output(0, with_spatial(run, s.batch, s.outputs, s.depth.out, s.out)));
   if (s.batch == 0) return;
   ArenaWorkspace workspace(run);
   cpu::convolve(s, x.values(), weight.values(), bias.values(), y, run.parallel, workspace);
@@ -132,7 +145,7 @@ void conv_input_grad(const Run& run) {
     run.fail("got strides " + text(settings.integers("strides")) + " and dilations " +
              text(settings.integers("dilations")) + ", expected 1 in one of the two for each dimension");
   }
-  auto* const grad_input = static_cast<float*>(run.output(0, with_spatial(run, s.batch, s.channels, s.in)));
+  auto* const grad_input = static_cast<float*>(run.output(0, with_spatial(run, s.batch, s.channels, s.depth.in, s.in)));
   if (s.batch == 0) return;
   ArenaWorkspace workspace(run);
   cpu::input_gradient(s, grad.values(), weight.values(), grad_input, run.parallel, workspace);
@@ -143,7 +156,7 @@ void conv_weight_grad(const Run& run) {
   const cpu::Convolution s =
       convolution(run, x.shape[0], x.shape[1], grad.shape[1], spatial(x), run.node.settings.integers("kernel_shape"));
   require_grad_output(run, s);
-  const Sizes result = with_spatial(run, s.outputs, s.channels / s.groups, s.kernel);
+  const Sizes result = with_spatial(run, s.outputs, s.channels / s.groups, s.depth.kernel, s.kernel);
   auto* const grad_weight = static_cast<float*>(run.output(0, result));
   if (s.batch == 0) {
     std::fill_n(grad_weight, count_of(result), 0.0F);

@@ -161,37 +161,52 @@ std::vector<int64_t> in_planes(int64_t count, int64_t plane, const std::vector<i
 // Images and lines in the order of columns: where a panel holds several lines, those of one height together, since they
 // see the same taps.
 template <class Body>
-void each_line(int64_t batch, const Pair& extents, const Body& body) {
+void each_line(int64_t batch, int64_t slices, const Pair& extents, const Body& body) {
   const bool by_height = extents.w < kMostVectors * loops().lanes;
-  for (int64_t k = 0; k < batch * extents.h; ++k) {
-    by_height ? body(k % batch, k / batch) : body(k / extents.h, k % extents.h);
+  const int64_t lines = slices * extents.h;
+  for (int64_t k = 0; k < batch * lines; ++k) {
+    const int64_t n = by_height ? k % batch : k / lines, line = by_height ? k / batch : k % lines;
+    body(n, line / extents.h, line % extents.h);
   }
 }
 
-// Taps of a phase that see a value of the gradient from its line `i`; those of one height are neighbours.
-Taps seen_by_line(const PlaneLayout& layout, const GradientPhase& phase, int64_t i) {
+// The first to the last tap, row-major, that see a value of x from a line of y.
+Taps seen_by(const Convolution& s, int64_t slice, int64_t line) {
+  const Taps z = seen_by_slice(s, slice), y = seen_by_line(s, line);
+  if (z.empty() || y.empty()) return {0, 0};
+  return {(z.first * s.kernel.h + y.first) * s.kernel.w, ((z.last - 1) * s.kernel.h + y.last) * s.kernel.w};
+}
+
+// The first to the last tap of a phase that see a value of the gradient from one of its lines.
+Taps seen_by(const PlaneLayout& layout, const GradientPhase& phase, int64_t slice, int64_t line) {
   const auto sees = [&](int64_t offset) {
-    const int64_t row = phase.base.h + i + offset / layout.columns.length - layout.rows.before;
-    return row >= 0 && row < layout.rows.source;
+    const int64_t z = phase.base_slice + slice + offset / layout.slice() - layout.depths.before;
+    const int64_t y = phase.base.h + line + offset % layout.slice() / layout.columns.length - layout.rows.before;
+    return z >= 0 && z < layout.depths.source && y >= 0 && y < layout.rows.source;
   };
-  const auto first = std::find_if(phase.offsets.begin(), phase.offsets.end(), sees);
-  const auto last = std::find_if_not(first, phase.offsets.end(), sees);
-  return {first - phase.offsets.begin(), last - phase.offsets.begin()};
+  Taps seen{0, 0};
+  for (size_t t = 0; t < phase.offsets.size(); ++t) {
+    if (!sees(phase.offsets[t])) continue;
+    const auto tap = static_cast<int64_t>(t);
+    seen = {seen.empty() ? tap : seen.first, tap + 1};
+  }
+  return seen;
 }
 
 }  // namespace
 
 bool has_input_gradient(const Convolution& s) {
-  return (s.stride.h == 1 || s.dilation.h == 1) && (s.stride.w == 1 || s.dilation.w == 1);
+  return (s.stride.h == 1 || s.dilation.h == 1) && (s.stride.w == 1 || s.dilation.w == 1) &&
+         (s.depth.stride == 1 || s.depth.dilation == 1);
 }
 
 void convolve(const Convolution& s, const float* x, const float* weight, const float* bias, float* y,
               Parallel& parallel, Workspace& workspace) {
-  if (s.batch == 0 || s.outputs == 0 || pixels(s.out) == 0) return;
+  if (s.batch == 0 || s.outputs == 0 || pixels_out(s) == 0) return;
   std::vector<int64_t> offsets;
   const PlaneLayout layout = input_planes(s, &offsets);
   if (is_depthwise(s)) return depthwise_convolve(s, layout, offsets, x, weight, bias, y, parallel, workspace);
-  const int64_t ins = s.channels / s.groups, outs = s.outputs / s.groups, plane_out = pixels(s.out);
+  const int64_t ins = s.channels / s.groups, outs = s.outputs / s.groups, plane_out = pixels_out(s);
   Product p{};
   p.groups = s.groups;
   p.rows = outs;
@@ -210,38 +225,42 @@ void convolve(const Convolution& s, const float* x, const float* weight, const f
   p.result_group = outs * plane_out;
   p.result_step = 1;
   p.bias = bias;
-  const auto run = [&](int64_t n, int64_t i, int64_t length, Taps seen) {
-    const int64_t source = n * s.channels * p.planes.plane + i * layout.columns.length;
-    p.add({0, length, source, n * s.outputs * plane_out + i * s.out.w}, seen);
+  const auto run = [&](int64_t n, int64_t z, int64_t i, int64_t length, Taps seen) {
+    const int64_t source = (n * s.channels * layout.depths.length + z * s.depth.stride) * layout.slice();
+    const int64_t target = (n * s.outputs * s.depth.out + z) * pixels(s.out) + i * s.out.w;
+    p.add({0, length, source + i * layout.columns.length, target}, seen);
   };
   if (layout.columns.length == s.out.w) {
-    for (int64_t n = 0; n < s.batch; ++n) run(n, 0, plane_out, {0, p.inner});
+    for (int64_t k = 0; k < s.batch * s.depth.out; ++k) {
+      run(k / s.depth.out, k % s.depth.out, 0, pixels(s.out), {0, p.inner});
+    }
   } else {
-    each_line(s.batch, s.out, [&](int64_t n, int64_t i) { run(n, i, s.out.w, seen_by_line(s, i)); });
+    each_line(s.batch, s.depth.out, s.out,
+              [&](int64_t n, int64_t z, int64_t i) { run(n, z, i, s.out.w, seen_by(s, z, i)); });
   }
   p.compute(parallel, workspace);
 }
 
 void input_gradient(const Convolution& s, const float* grad, const float* weight, float* grad_input, Parallel& parallel,
                     Workspace& workspace) {
-  if (s.batch == 0 || s.channels == 0 || pixels(s.in) == 0) return;
+  if (s.batch == 0 || s.channels == 0 || pixels_in(s) == 0) return;
   std::vector<GradientPhase> phases;
   const PlaneLayout layout = gradient_planes(s, &phases);
   if (is_depthwise(s))
     return depthwise_input_gradient(s, layout, phases, grad, weight, grad_input, parallel, workspace);
-  const int64_t ins = s.channels / s.groups, outs = s.outputs / s.groups, plane_in = pixels(s.in), all = taps(s);
+  const int64_t ins = s.channels / s.groups, outs = s.outputs / s.groups, plane_in = pixels_in(s), all = taps(s);
   const InputPlanes planes = make_planes(layout, grad, s.batch * s.outputs, parallel, workspace);
   const bool skips = std::any_of(phases.begin(), phases.end(), [](const GradientPhase& f) { return f.taps.empty(); });
   if (skips) std::memset(grad_input, 0, static_cast<size_t>(s.batch * s.channels * plane_in) * sizeof(float));
   for (const GradientPhase& phase : phases) {
     const auto own = static_cast<int64_t>(phase.taps.size());
-    if (own == 0 || pixels(phase.count) == 0) continue;
+    if (own == 0 || phase.slices * pixels(phase.count) == 0) continue;
     Product p{};
     p.groups = s.groups;
     p.rows = ins;
     p.steps = outs;
     p.inner = own;
-    p.columns = s.batch * pixels(phase.count);
+    p.columns = s.batch * phase.slices * pixels(phase.count);
     p.a = weight;
     if (own < all) {
       float* chosen = floats(workspace, s.outputs * ins * own);
@@ -260,10 +279,12 @@ void input_gradient(const Convolution& s, const float* grad, const float* weight
     p.result_row = plane_in;
     p.result_group = ins * plane_in;
     p.result_step = s.stride.w;
-    each_line(s.batch, phase.count, [&](int64_t n, int64_t i) {
-      const int64_t source = n * s.outputs * planes.plane + (phase.base.h + i) * layout.columns.length + phase.base.w;
-      const int64_t target = n * s.channels * plane_in + (phase.first.h + i * s.stride.h) * s.in.w + phase.first.w;
-      p.add({0, phase.count.w, source, target}, seen_by_line(layout, phase, i));
+    each_line(s.batch, phase.slices, phase.count, [&](int64_t n, int64_t z, int64_t i) {
+      const int64_t source = (n * s.outputs * layout.depths.length + phase.base_slice + z) * layout.slice() +
+                             (phase.base.h + i) * layout.columns.length + phase.base.w;
+      const int64_t target = n * s.channels * plane_in + (phase.first_slice + z * s.depth.stride) * pixels(s.in) +
+                             (phase.first.h + i * s.stride.h) * s.in.w + phase.first.w;
+      p.add({0, phase.count.w, source, target}, seen_by(layout, phase, z, i));
     });
     p.compute(parallel, workspace);
   }

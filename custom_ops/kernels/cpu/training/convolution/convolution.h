@@ -1,7 +1,7 @@
 // Convolutions of a training step, float32: forward and both gradients.
 //
-// With x the input (N, C, H, W), w the weight (O, C / groups, Kh, Kw) and g the gradient by the output
-// (N, O, Ho, Wo), all contiguous:
+// With x the input (N, C, D, H, W), w the weight (O, C / groups, Kd, Kh, Kw) and g the gradient by the output
+// (N, O, Do, Ho, Wo), all contiguous:
 //
 //   y[n, o, i]  = b[o] + sum_c,k  w[o, c, k] x[n, c, s i + d k - p]
 //   dx[n, c, j] = sum over o, k, i with s i + d k - p = j of  w[o, c, k] g[n, o, i]
@@ -22,11 +22,17 @@ struct Pair {
   int64_t h, w;
 };
 
+// The third dimension, in front of the other two.
+struct Depth {
+  int64_t in = 1, out = 1, kernel = 1, stride = 1, dilation = 1, padding = 0;
+};
+
 struct Convolution {
   int64_t batch, channels, outputs, groups;
   Pair in, out;  // extents of x and y
   Pair kernel, stride, dilation;
   Pair padding;  // before the first row and column; what is missing at the end is zero, too
+  Depth depth;
 };
 
 // Memory for one call, from whoever has it at hand (ONNX Runtime's arena). What is allocated lives as

@@ -13,23 +13,33 @@ namespace bnexport::cpu {
 // Steps of a sum between packing and packing: 48 KB of panel.
 constexpr int64_t kPanelSteps = 256;
 
-// A range of taps, row-major.
+// A range: of taps, row-major, or of positions.
 struct Taps {
   int64_t first, last;
   bool empty() const { return first == last; }
+  bool operator==(const Taps& other) const { return first == other.first && last == other.last; }
 };
 
-inline int64_t taps(const Convolution& s) { return s.kernel.h * s.kernel.w; }
+inline int64_t taps(const Convolution& s) { return s.depth.kernel * s.kernel.h * s.kernel.w; }
 inline int64_t pixels(const Pair& extents) { return extents.h * extents.w; }
-// Taps that see a value of x from line `i` of y.
-inline Taps seen_by_line(const Convolution& s, int64_t i) {
-  const int64_t top = i * s.stride.h - s.padding.h;
-  const int64_t first = std::clamp<int64_t>(ceil_div(-top, s.dilation.h), 0, s.kernel.h);
-  const int64_t last = std::clamp<int64_t>(ceil_div(s.in.h - top, s.dilation.h), first, s.kernel.h);
-  return {first * s.kernel.w, last * s.kernel.w};
+inline int64_t pixels_in(const Convolution& s) { return s.depth.in * pixels(s.in); }
+inline int64_t pixels_out(const Convolution& s) { return s.depth.out * pixels(s.out); }
+// Positions of a kernel in one dimension that see a value of x from position `at` of y.
+inline Taps seen_along(int64_t in, int64_t kernel, int64_t stride, int64_t dilation, int64_t padding, int64_t at) {
+  const int64_t start = at * stride - padding;
+  const int64_t first = std::clamp<int64_t>(ceil_div(-start, dilation), 0, kernel);
+  return {first, std::clamp<int64_t>(ceil_div(in - start, dilation), first, kernel)};
 }
+inline Taps seen_by_slice(const Convolution& s, int64_t z) {
+  return seen_along(s.depth.in, s.depth.kernel, s.depth.stride, s.depth.dilation, s.depth.padding, z);
+}
+inline Taps seen_by_line(const Convolution& s, int64_t i) {
+  return seen_along(s.in.h, s.kernel.h, s.stride.h, s.dilation.h, s.padding.h, i);
+}
+
 inline bool is_depthwise(const Convolution& s) {
-  return s.groups == s.channels && s.channels == s.outputs && s.groups > 1;
+  return s.groups == s.channels && s.channels == s.outputs && s.groups > 1 && pixels_in(s) == pixels(s.in) &&
+         taps(s) == pixels(s.kernel);
 }
 
 inline float* floats(Workspace& workspace, int64_t count) {
@@ -57,7 +67,7 @@ inline InputPlanes make_planes(const PlaneLayout& layout, const float* source, i
   const int64_t plane = layout.size();
   if (layout.is_copy()) return {source, source + count * plane, plane};
   float* data = floats(workspace, count * plane);
-  const int64_t pixels = layout.rows.source * layout.columns.source;
+  const int64_t pixels = layout.depths.source * layout.rows.source * layout.columns.source;
   const int64_t together = std::max<int64_t>(1, 16384 / plane);
   parallel_for(parallel, ceil_div(count, together), [&](int64_t task) {
     const int64_t end = std::min(count, (task + 1) * together);

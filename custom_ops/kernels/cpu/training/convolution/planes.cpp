@@ -68,10 +68,21 @@ Axis gradient_axis(int64_t in, int64_t out, int64_t kernel, int64_t stride, int6
 
 bool PlaneLayout::is_copy() const {
   const auto same = [](const Axis& a) { return a.stride == 1 && a.before == 0 && a.length == a.source; };
-  return same(rows) && same(columns);
+  return same(rows) && same(columns) && same(depths);
 }
 
 void PlaneLayout::fill(const float* source, float* plane) const {
+  for (int64_t i = 0; i < depths.length; ++i, plane += slice()) {
+    const int64_t z = i - depths.before;
+    if (z >= 0 && z < depths.source) {
+      fill_slice(source + z * rows.source * columns.source, plane);
+    } else {
+      std::memset(plane, 0, static_cast<size_t>(slice()) * sizeof(float));
+    }
+  }
+}
+
+void PlaneLayout::fill_slice(const float* source, float* plane) const {
   for (const int64_t row_phase : rows.phases) {
     for (const int64_t column_phase : columns.phases) {
       for (int64_t i = 0; i < rows.length; ++i) {
@@ -90,32 +101,46 @@ void PlaneLayout::fill(const float* source, float* plane) const {
 PlaneLayout input_planes(const Convolution& s, std::vector<int64_t>* offsets) {
   std::vector<int64_t> row_phase, column_phase;
   PlaneLayout layout{input_axis(s.in.h, s.out.h, s.kernel.h, s.stride.h, s.dilation.h, s.padding.h, &row_phase),
-                     input_axis(s.in.w, s.out.w, s.kernel.w, s.stride.w, s.dilation.w, s.padding.w, &column_phase)};
+                     input_axis(s.in.w, s.out.w, s.kernel.w, s.stride.w, s.dilation.w, s.padding.w, &column_phase),
+                     {s.depth.in,
+                      s.depth.padding,
+                      1,
+                      (s.depth.out - 1) * s.depth.stride + s.depth.dilation * (s.depth.kernel - 1) + 1,
+                      {0}}};
   const auto columns = static_cast<int64_t>(layout.columns.phases.size());
-  for (int64_t y = 0; y < s.kernel.h; ++y) {
-    for (int64_t x = 0; x < s.kernel.w; ++x) {
-      const int64_t phase = row_phase[static_cast<size_t>(y)] * columns + column_phase[static_cast<size_t>(x)];
-      offsets->push_back(phase * layout.phase_size() + s.dilation.h * y / s.stride.h * layout.columns.length +
-                         s.dilation.w * x / s.stride.w);
+  for (int64_t z = 0; z < s.depth.kernel; ++z) {
+    for (int64_t y = 0; y < s.kernel.h; ++y) {
+      for (int64_t x = 0; x < s.kernel.w; ++x) {
+        const int64_t phase = row_phase[static_cast<size_t>(y)] * columns + column_phase[static_cast<size_t>(x)];
+        offsets->push_back(z * s.depth.dilation * layout.slice() + phase * layout.phase_size() +
+                           s.dilation.h * y / s.stride.h * layout.columns.length + s.dilation.w * x / s.stride.w);
+      }
     }
   }
   return layout;
 }
 
 PlaneLayout gradient_planes(const Convolution& s, std::vector<GradientPhase>* phases) {
-  std::vector<AxisPhase> row_phases, column_phases;
+  std::vector<AxisPhase> slice_phases, row_phases, column_phases;
   PlaneLayout layout{gradient_axis(s.in.h, s.out.h, s.kernel.h, s.stride.h, s.dilation.h, s.padding.h, &row_phases),
-                     gradient_axis(s.in.w, s.out.w, s.kernel.w, s.stride.w, s.dilation.w, s.padding.w, &column_phases)};
-  for (const AxisPhase& y : row_phases) {
-    for (const AxisPhase& x : column_phases) {
-      GradientPhase phase{{y.first, x.first}, {y.count, x.count}, {y.base, x.base}, {}, {}};
+                     gradient_axis(s.in.w, s.out.w, s.kernel.w, s.stride.w, s.dilation.w, s.padding.w, &column_phases),
+                     gradient_axis(s.depth.in, s.depth.out, s.depth.kernel, s.depth.stride, s.depth.dilation,
+                                   s.depth.padding, &slice_phases)};
+  const auto make = [&](const AxisPhase& z, const AxisPhase& y, const AxisPhase& x) {
+    GradientPhase phase{{y.first, x.first}, {y.count, x.count}, {y.base, x.base}, z.first, z.count, z.base, {}, {}};
+    for (size_t h = 0; h < z.taps.size(); ++h) {
       for (size_t i = 0; i < y.taps.size(); ++i) {
         for (size_t j = 0; j < x.taps.size(); ++j) {
-          phase.taps.push_back(y.taps[i] * s.kernel.w + x.taps[j]);
-          phase.offsets.push_back(y.shifts[i] * layout.columns.length + x.shifts[j]);
+          phase.taps.push_back((z.taps[h] * s.kernel.h + y.taps[i]) * s.kernel.w + x.taps[j]);
+          phase.offsets.push_back(z.shifts[h] * layout.slice() + y.shifts[i] * layout.columns.length + x.shifts[j]);
         }
       }
-      phases->push_back(std::move(phase));
+    }
+    return phase;
+  };
+  for (const AxisPhase& z : slice_phases) {
+    for (const AxisPhase& y : row_phases) {
+      for (const AxisPhase& x : column_phases) phases->push_back(make(z, y, x));
     }
   }
   return layout;

@@ -17,14 +17,19 @@ struct Axis {
 
 struct PlaneLayout {
   Axis rows, columns;
+  Axis depths;  // of slices of rows and columns; without phases
 
   int64_t phase_size() const { return rows.length * columns.length; }
-  int64_t size() const {
+  int64_t slice() const {
     return phase_size() * static_cast<int64_t>(rows.phases.size()) * static_cast<int64_t>(columns.phases.size());
   }
+  int64_t size() const { return depths.length * slice(); }
   // Whether the planes are the source as it is.
   bool is_copy() const;
   void fill(const float* source, float* plane) const;
+
+ private:
+  void fill_slice(const float* source, float* plane) const;
 };
 
 // For the values of x that outputs see, and offsets of the taps in row-major order.
@@ -33,11 +38,12 @@ PlaneLayout input_planes(const Convolution& shape, std::vector<int64_t>* offsets
 // The inputs with s q + r - p for their index, for one r of each dimension: the taps that reach them and
 // where; planes of the gradient serve all phases alike.
 struct GradientPhase {
-  Pair first;                    // smallest index of the phase in the input
-  Pair count;                    // how many there are
-  Pair base;                     // where in the plane the window of the first one begins
-  std::vector<int64_t> taps;     // kernel positions, row-major
-  std::vector<int64_t> offsets;  // of each of them
+  Pair first;                               // smallest index of the phase in the input
+  Pair count;                               // how many there are
+  Pair base;                                // where in the plane the window of the first one begins
+  int64_t first_slice, slices, base_slice;  // the same of the depth
+  std::vector<int64_t> taps;                // kernel positions, row-major
+  std::vector<int64_t> offsets;             // of each of them
 };
 PlaneLayout gradient_planes(const Convolution& shape, std::vector<GradientPhase>* phases);
 

@@ -23,29 +23,35 @@ struct PixelBlocks {
   int64_t images, lines;
 };
 
-// Neighbouring taps whose sums run over the same lines of y: the others see zeros.
 // In planes of few pixels the loops of more groups cost what their sums save.
 constexpr int64_t kFewPixels = 64;
+
+// Neighbouring taps whose sums run over the same slices and lines of y: the others see zeros.
 struct TapGroup {
-  Taps taps;
-  int64_t first, last;  // lines
+  Taps taps, slices, lines;
 };
+
+// The positions of y, of `out`, from which tap k of a dimension sees a value of x.
+template <class Seen>
+Taps seeing(int64_t k, int64_t out, const Seen& seen) {
+  Taps found{0, 0};
+  for (int64_t i = 0; i < out; ++i) {
+    const Taps taps = seen(i);
+    if (taps.first <= k && k < taps.last) found = {found.empty() ? i : found.first, i + 1};
+  }
+  return found;
+}
 
 std::vector<TapGroup> group_taps(const Convolution& s) {
   std::vector<TapGroup> groups;
-  for (int64_t k = 0; k < s.kernel.h; ++k) {
-    TapGroup own{{k * s.kernel.w, (k + 1) * s.kernel.w}, s.out.h, 0};
-    for (int64_t i = 0; i < s.out.h; ++i) {
-      const Taps seen = seen_by_line(s, i);
-      if (seen.first <= own.taps.first && own.taps.last <= seen.last) {
-        own.first = std::min(own.first, i);
-        own.last = i + 1;
-      }
+  for (int64_t k = 0; k < s.depth.kernel * s.kernel.h; ++k) {
+    TapGroup own{{k * s.kernel.w, (k + 1) * s.kernel.w},
+                 seeing(k / s.kernel.h, s.depth.out, [&](int64_t z) { return seen_by_slice(s, z); }),
+                 {0, s.out.h}};
+    if (pixels(s.out) >= kFewPixels) {
+      own.lines = seeing(k % s.kernel.h, s.out.h, [&](int64_t i) { return seen_by_line(s, i); });
     }
-    const bool same = !groups.empty() && groups.back().first == own.first && groups.back().last == own.last;
-    if (same || (!groups.empty() && pixels(s.out) < kFewPixels)) {
-      groups.back().first = std::min(groups.back().first, own.first);
-      groups.back().last = std::max(groups.back().last, own.last);
+    if (!groups.empty() && groups.back().slices == own.slices && groups.back().lines == own.lines) {
       groups.back().taps.last = own.taps.last;
     } else {
       groups.push_back(own);
@@ -70,7 +76,7 @@ void transposed_gradient(const Convolution& s, const PlaneLayout& layout, const 
                          const InputPlanes& planes, const float* grad, const float* x, float* grad_weight,
                          Parallel& parallel, Workspace& workspace) {
   const Loops& loop = loops();
-  const int64_t ins = s.channels / s.groups, outs = s.outputs / s.groups, own = taps(s), plane_out = pixels(s.out);
+  const int64_t ins = s.channels / s.groups, outs = s.outputs / s.groups, own = taps(s), plane_out = pixels_out(s);
   // A 1x1 kernel's roles may change: what has fewer channels is cheaper to transpose.
   const bool turned = own == 1 && layout.is_copy() && outs > ins;
   const InputPlanes rows_of = turned ? InputPlanes{grad, nullptr, plane_out} : planes;
@@ -93,7 +99,9 @@ void transposed_gradient(const Convolution& s, const PlaneLayout& layout, const 
                    packed + group * group_size + panel * all_pixels * cut.width + n * plane_out * width);
   });
 
+  const int64_t row_slice = turned ? pixels(s.out) : s.depth.stride * layout.slice();
   const PixelBlocks blocks(s);
+  const int64_t line_blocks = ceil_div(s.out.h, blocks.lines);
   // Units: a panel, and some channels of the rows: enough of them for all threads, and whole tiles.
   int64_t together = std::max<int64_t>(1, row_channels * s.groups * panels / (3 * parallel.width()));
   together = ceil_div(together * own, loop.rows) * loop.rows / own;
@@ -101,8 +109,9 @@ void transposed_gradient(const Convolution& s, const PlaneLayout& layout, const 
   const int64_t pieces = ceil_div(row_channels, together), units = s.groups * pieces * panels;
   const std::vector<TapGroup> tap_groups = group_taps(s);
   const auto group_count = static_cast<int64_t>(tap_groups.size());
-  const int64_t group_rows =
-      padded_rows(together * (group_count > 1 ? s.kernel.w * (s.kernel.h - group_count + 1) : own));
+  int64_t most = 0;
+  for (const TapGroup& each : tap_groups) most = std::max(most, each.taps.last - each.taps.first);
+  const int64_t group_rows = padded_rows(together * most);
   const int64_t sums_size = group_count * group_rows * cut.width_of(0);
   each_unit(units, sums_size, parallel, workspace, [&](int64_t unit, float* sums) {
     const int64_t panel = unit % panels, piece = unit / panels % pieces, group = unit / panels / pieces;
@@ -113,19 +122,20 @@ void transposed_gradient(const Convolution& s, const PlaneLayout& layout, const 
     std::memset(sums, 0, static_cast<size_t>(sums_size) * sizeof(float));
     for (int64_t n = 0; n < s.batch; n += blocks.images) {
       const int64_t many = std::min(blocks.images, s.batch - n);
-      for (int64_t begin = 0; begin < s.out.h; begin += blocks.lines) {
+      for (int64_t k = 0; k < s.depth.out * line_blocks; ++k) {
+        const int64_t z = k / line_blocks, begin = k % line_blocks * blocks.lines;
         for (int64_t g = 0; g < group_count; ++g) {
           const TapGroup& live = tap_groups[static_cast<size_t>(g)];
-          const int64_t line = std::max(begin, live.first), own_taps = live.taps.last - live.taps.first;
-          const int64_t lower = std::min({begin + blocks.lines, s.out.h, live.last}) - line;
-          if (lower <= 0) continue;
+          const int64_t line = std::max(begin, live.lines.first), own_taps = live.taps.last - live.taps.first;
+          const int64_t lower = std::min({begin + blocks.lines, s.out.h, live.lines.last}) - line;
+          if (lower <= 0 || z < live.slices.first || z >= live.slices.last) continue;
           const int64_t rest = (plane_out - lower * s.out.w) * width;
           const Walk walk = pitch == s.out.w ? Walk{lower * s.out.w, 1, 0, many, image, rest}
                                              : Walk{s.out.w, lower, pitch, many, image, rest};
-          const float* from = data + n * image + line * pitch;
+          const float* from = data + n * image + z * row_slice + line * pitch;
           const int64_t* offset = offsets.data() + live.taps.first;
-          multiply(count * own_taps, cut.vectors(panel), walk, block + (n * plane_out + line * s.out.w) * width,
-                   sums + g * group_rows * width,
+          multiply(count * own_taps, cut.vectors(panel), walk,
+                   block + (n * plane_out + (z * s.out.h + line) * s.out.w) * width, sums + g * group_rows * width,
                    [&](int64_t r) { return from + r / own_taps * rows_of.plane + offset[r % own_taps]; });
         }
       }
@@ -159,13 +169,14 @@ void patch_gradient(const Convolution& s, const PlaneLayout& layout, const std::
                     Workspace& workspace) {
   const Loops& loop = loops();
   const int64_t ins = s.channels / s.groups, outs = s.outputs / s.groups, columns = ins * taps(s);
-  const int64_t plane_out = pixels(s.out), pitch = layout.columns.length;
+  const int64_t plane_out = pixels_out(s), pitch = layout.columns.length;
   std::vector<int64_t> patch;
   for (int64_t c = 0; c < ins; ++c) {
     for (const int64_t offset : offsets) patch.push_back(c * planes.plane + offset);
   }
   const Panels cut(columns);
   const int64_t lines = std::max<int64_t>(1, std::min(s.out.h, kPanelSteps / s.out.w));
+  const int64_t line_blocks = ceil_div(s.out.h, lines);
   const int64_t packed_size = lines * s.out.w * cut.width_of(0), sums_size = padded_rows(outs) * cut.width_of(0);
   each_unit(s.groups * cut.count, packed_size + sums_size, parallel, workspace, [&](int64_t unit, float* packed) {
     const int64_t panel = unit % cut.count, group = unit / cut.count, width = cut.width_of(panel);
@@ -175,14 +186,15 @@ void patch_gradient(const Convolution& s, const PlaneLayout& layout, const std::
     for (int64_t n = 0; n < s.batch; ++n) {
       const float* source = planes.data + (n * s.groups + group) * ins * planes.plane;
       const float* g = grad + (n * s.groups + group) * outs * plane_out;
-      for (int64_t line = 0; line < s.out.h; line += lines) {
+      for (int64_t k = 0; k < s.depth.out * line_blocks; ++k) {
+        const int64_t z = k / line_blocks, line = k % line_blocks * lines;
         const int64_t lower = std::min(lines, s.out.h - line), run = pitch == s.out.w ? lower * s.out.w : s.out.w;
         for (int64_t at = 0; at < lower * s.out.w; at += run) {
-          loop.transpose(source + (line + at / s.out.w) * pitch, patch.data() + panel * cut.width, lanes, run, width,
-                         packed + at * width);
+          loop.transpose(source + z * s.depth.stride * layout.slice() + (line + at / s.out.w) * pitch,
+                         patch.data() + panel * cut.width, lanes, run, width, packed + at * width);
         }
         multiply(outs, cut.vectors(panel), Walk{lower * s.out.w, 1, 0, 1, 0, 0}, packed, sums,
-                 [&](int64_t r) { return g + r * plane_out + line * s.out.w; });
+                 [&](int64_t r) { return g + r * plane_out + (z * s.out.h + line) * s.out.w; });
       }
     }
     for (int64_t o = 0; o < outs; ++o) {
@@ -198,7 +210,7 @@ void weight_gradient(const Convolution& s, const float* grad, const float* x, fl
                      Workspace& workspace) {
   const int64_t ins = s.channels / s.groups, outs = s.outputs / s.groups, own = taps(s);
   if (s.outputs * ins * own == 0) return;
-  if (s.batch == 0 || pixels(s.out) == 0) {
+  if (s.batch == 0 || pixels_out(s) == 0) {
     std::memset(grad_weight, 0, static_cast<size_t>(s.outputs * ins * own) * sizeof(float));
     return;
   }
