@@ -69,7 +69,7 @@ class Convolution:
 
 @st.composite
 def convolutions(draw) -> Convolution:
-    rank = draw(st.integers(1, 2))
+    rank = draw(st.integers(1, 3))
 
     def numbers(low, high):
         return tuple(draw(st.integers(low, high)) for _ in range(rank))

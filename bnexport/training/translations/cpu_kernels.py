@@ -57,7 +57,7 @@ def _convolution(
 def _is_served(rank: int, groups: int, weight: Any) -> bool:
     """Whether there are kernels that are fast: depthwise ones have two dimensions."""
     outputs, channels = sizes(weight)[:2]
-    return rank in (1, 2) or (rank == 3 and not (groups == outputs > 1 and channels == 1))
+    return rank in (1, 2) or (rank == 3 and not (outputs == groups and groups > 1 and channels == 1))
 
 
 def _grad_input(grad_output: Any, weight: Any, shape: Geometry) -> Any:

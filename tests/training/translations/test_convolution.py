@@ -137,7 +137,7 @@ def test_choice_by_input(form, geometry):
 
 
 def test_cpu_kernels():
-    """What they serve, and what keeps its standard form: three dimensions, transposed, stride with dilation."""
+    """What they serve, and what keeps its standard form: three dimensions depthwise, transposed, stride with dilation."""
     windows = [(3, 1, 1, 1), (3, 2, 1, 1), (3, 1, 2, 2), (1, 1, 0, 1), (1, 2, 0, 1), (4, 3, 2, 1), (3, 2, 1, 2)]
     sizes = [(3, 8, 1), (16, 12, 1), (6, 6, 6), (6, 4, 2)]
     made = [
