@@ -83,7 +83,8 @@ WINDOW = ([2], [1], [1], False, [0], 1)
 CPU_KERNELS = [
     (ATEN.convolution.default, (IMAGE, KERNEL, (6,)), WINDOW, "Conv"),
     (ATEN.convolution.default, (IMAGE[:3], KERNEL[:3], (6,)), WINDOW, "Conv"),
-    (ATEN.convolution.default, ((*IMAGE, 7), (*KERNEL, 3), (6,)), WINDOW, None),
+    (ATEN.convolution.default, ((*IMAGE, 7), (*KERNEL, 3), (6,)), WINDOW, "Conv"),
+    (ATEN.convolution.default, ((*IMAGE, 7), (3, 1, 3, 3, 3), (3,)), (*WINDOW[:-1], 3), None),
     (ATEN.convolution.default, (IMAGE, (3, 6, 3, 3), (6,)), ([2], [1], [1], True, [0], 1), None),
     (ATEN.threshold_backward.default, (IMAGE, IMAGE), (0,), "ReluGrad"),
     (ATEN.hardtanh_backward.default, (IMAGE, IMAGE), (0, 6), "ReluGrad"),
