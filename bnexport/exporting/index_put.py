@@ -1,8 +1,8 @@
 """aten::index_put that adds, the gradient of indexing and of embeddings.
 
 torch.onnx writes it as ScatterND with reduction "add". ONNX Runtime shares that out over threads without regard to
-indices that come twice (microsoft/onnxruntime#18048), and loses values: with two threads, sums of 100 values are off by 10. Here it is taken apart
-into scatter_add, which becomes ScatterElements and runs in order.
+indices that come twice (microsoft/onnxruntime#18048), and loses values: with two threads, sums of 100 values are off
+by 10. Here it is taken apart into scatter_add, which becomes ScatterElements and runs in order.
 """
 
 from __future__ import annotations
