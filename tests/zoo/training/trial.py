@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -310,17 +311,22 @@ def _eager(
     return step
 
 
-def _alternately(*functions: Callable[[], Any], seconds: float = 1.2, most: int = 8) -> list[float]:
-    """Milliseconds of processor time of each, medians of calls in turn, one thread."""
+def _alternately(*functions: Callable[[], Any], samples: int = 5, seconds: float = 0.15) -> list[float]:
+    """Milliseconds of processor time of each, one thread: medians of runs in turn, each of as many calls as take `seconds`,
+    since the clock may tick in 4 ms.
+    """
+
+    def timed(function: Callable[[], Any], calls: int) -> float:
+        start = time.process_time()
+        for _ in range(calls):
+            function()
+        return time.process_time() - start
+
     for function in functions:
         function()
-    begin, times = time.process_time(), [[] for _ in functions]
-    while len(times[0]) < 3 or (len(times[0]) < most and time.process_time() - begin < seconds):
-        for function, own in zip(functions, times):
-            start = time.process_time()
-            function()
-            own.append(time.process_time() - start)
-    return [round(1e3 * statistics.median(own), 2) for own in times]
+    calls = [max(1, math.ceil(seconds * 3 / max(timed(function, 3), 1e-3))) for function in functions]
+    times = [[timed(function, count) / count for function, count in zip(functions, calls)] for _ in range(samples)]
+    return [round(1e3 * statistics.median(own), 2) for own in zip(*times)]
 
 
 warnings.filterwarnings("ignore")
