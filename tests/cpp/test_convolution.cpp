@@ -76,17 +76,22 @@ int64_t extent(int64_t in, int64_t kernel, int64_t stride, int64_t dilation, int
 template <class Body>
 void each_product(const Convolution& s, const Body& body) {
   const int64_t ins = s.channels / s.groups, outs = s.outputs / s.groups;
+  const Depth& d = s.depth;
+  const int64_t out = d.out * s.out.h * s.out.w, kernel = d.kernel * s.kernel.h * s.kernel.w;
   for (int64_t n = 0; n < s.batch; ++n) {
     for (int64_t o = 0; o < s.outputs; ++o) {
       for (int64_t c = 0; c < ins; ++c) {
-        for (int64_t i = 0; i < s.out.h * s.out.w; ++i) {
-          for (int64_t k = 0; k < s.kernel.h * s.kernel.w; ++k) {
-            const int64_t y = s.stride.h * (i / s.out.w) + s.dilation.h * (k / s.kernel.w) - s.padding.h;
-            const int64_t x = s.stride.w * (i % s.out.w) + s.dilation.w * (k % s.kernel.w) - s.padding.w;
-            if (y < 0 || y >= s.in.h || x < 0 || x >= s.in.w) continue;
-            body((n * s.outputs + o) * s.out.h * s.out.w + i,
-                 ((n * s.channels + o / outs * ins + c) * s.in.h + y) * s.in.w + x,
-                 (o * ins + c) * s.kernel.h * s.kernel.w + k);
+        for (int64_t i = 0; i < out; ++i) {
+          for (int64_t k = 0; k < kernel; ++k) {
+            const Pair at = {i / s.out.w % s.out.h, i % s.out.w}, tap = {k / s.kernel.w % s.kernel.h, k % s.kernel.w};
+            const int64_t z =
+                d.stride * (i / (s.out.h * s.out.w)) + d.dilation * (k / (s.kernel.h * s.kernel.w)) - d.padding;
+            const int64_t y = s.stride.h * at.h + s.dilation.h * tap.h - s.padding.h;
+            const int64_t x = s.stride.w * at.w + s.dilation.w * tap.w - s.padding.w;
+            if (z < 0 || z >= d.in || y < 0 || y >= s.in.h || x < 0 || x >= s.in.w) continue;
+            body((n * s.outputs + o) * out + i,
+                 (((n * s.channels + o / outs * ins + c) * d.in + z) * s.in.h + y) * s.in.w + x,
+                 (o * ins + c) * kernel + k);
           }
         }
       }
@@ -115,14 +120,22 @@ void test(Draw& draw) {
   s.padding = {draw.of({0, 1, 2, 4}), draw.of({0, 1, 2, 4})};
   s.out = {extent(s.in.h, s.kernel.h, s.stride.h, s.dilation.h, s.padding.h),
            extent(s.in.w, s.kernel.w, s.stride.w, s.dilation.w, s.padding.w)};
-  if (s.out.h == 0 || s.out.w == 0) return;
-  const int64_t taps = s.kernel.h * s.kernel.w, ins = s.channels / s.groups;
-  const Floats x = draw.values(s.batch * s.channels * s.in.h * s.in.w), weight = draw.values(s.outputs * ins * taps);
-  const Floats bias = draw.values(s.outputs), grad = draw.values(s.batch * s.outputs * s.out.h * s.out.w);
+  if (draw.of({0, 0, 1}) == 1) {
+    s.depth = {draw.up_to(6), 0, draw.of({1, 2, 3}), draw.of({1, 1, 2}), draw.of({1, 1, 2}), draw.of({0, 1, 2})};
+    s.in = {1 + s.in.h / 2, 1 + s.in.w / 2};
+    s.out = {extent(s.in.h, s.kernel.h, s.stride.h, s.dilation.h, s.padding.h),
+             extent(s.in.w, s.kernel.w, s.stride.w, s.dilation.w, s.padding.w)};
+    s.depth.out = extent(s.depth.in, s.depth.kernel, s.depth.stride, s.depth.dilation, s.depth.padding);
+  }
+  const int64_t pixels_in = s.depth.in * s.in.h * s.in.w, pixels_out = s.depth.out * s.out.h * s.out.w;
+  if (pixels_out == 0) return;
+  const int64_t taps = s.depth.kernel * s.kernel.h * s.kernel.w, ins = s.channels / s.groups;
+  const Floats x = draw.values(s.batch * s.channels * pixels_in), weight = draw.values(s.outputs * ins * taps);
+  const Floats bias = draw.values(s.outputs), grad = draw.values(s.batch * s.outputs * pixels_out);
   const bool has_bias = draw.of({0, 1}) == 1;
 
   std::vector<double> y(grad.size()), dx(x.size()), dw(weight.size());
-  const auto plane = static_cast<size_t>(s.out.h * s.out.w);
+  const auto plane = static_cast<size_t>(pixels_out);
   for (size_t i = 0; has_bias && i < y.size(); ++i) {
     y[i] = static_cast<double>(bias[i / plane % static_cast<size_t>(s.outputs)]);
   }
@@ -145,7 +158,7 @@ void test(Draw& draw) {
       compare(results[1], dx, s.outputs / s.groups * taps);
     }
     weight_gradient(s, grad.data(), x.data(), results[2].data(), threads, memory[2]);
-    compare(results[2], dw, s.batch * s.out.h * s.out.w);
+    compare(results[2], dw, s.batch * pixels_out);
     for (int i = 0; i < 3; ++i) {
       if (width == 1) first[i] = results[i];
       CHECK(std::memcmp(first[i].data(), results[i].data(), first[i].size() * sizeof(float)) == 0);

@@ -45,31 +45,37 @@ struct Product {
   void compute(Parallel& parallel, Workspace& workspace);
 
  private:
+  // Taps that see a value of a panel, and their offsets in all steps.
+  struct Seen {
+    Taps taps;
+    std::vector<int64_t> offsets;
+  };
+
   void cut_runs(int64_t width);
+  size_t offsets_of(const Taps& taps);
   void block(int64_t group, int64_t panel, int64_t first, int64_t last, float* packed, float* sums) const;
   void write(int64_t group, int64_t panel, int64_t first, int64_t last, const float* sums) const;
 
   int64_t block_steps_ = 0;
   std::vector<size_t> panel_runs_;  // where each panel's runs begin, and the end
-  std::vector<Taps> panel_taps_;    // what any of its runs sees
+  std::vector<Seen> seen_;
+  std::vector<size_t> panel_seen_;  // what any of a panel's runs sees
 };
 
 // Cuts runs at the ends of panels, and counts their columns from the panel's first.
 void Product::cut_runs(int64_t width) {
   std::vector<Run> cut;
+  std::vector<Taps> taps;  // of each panel
   int64_t end = 0;
   for (size_t r = 0; r < runs.size(); ++r) {
     Run run = runs[r];
     while (run.length > 0) {
       if (run.column == end) {
         panel_runs_.push_back(cut.size());
-        panel_taps_.push_back(live[r]);
+        taps.push_back(live[r]);
         end += width;
       }
-      Taps& all = panel_taps_.back();
-      all = all.empty()       ? live[r]
-            : live[r].empty() ? all
-                              : Taps{std::min(all.first, live[r].first), std::max(all.last, live[r].last)};
+      taps.back() = join(taps.back(), live[r]);
       const int64_t length = std::min(run.length, end - run.column);
       cut.push_back({run.column - (end - width), length, run.source, run.target});
       run = {run.column + length, run.length - length, run.source + length, run.target + length * result_step};
@@ -77,6 +83,22 @@ void Product::cut_runs(int64_t width) {
   }
   panel_runs_.push_back(cut.size());
   runs = std::move(cut);
+  for (const Taps& own : taps) panel_seen_.push_back(offsets_of(own));
+}
+
+// The place in seen_ of the offsets of these taps: there are few ranges.
+size_t Product::offsets_of(const Taps& taps) {
+  const auto same = [&](const Seen& each) { return each.taps == taps; };
+  const auto found = std::find_if(seen_.begin(), seen_.end(), same);
+  const auto place = static_cast<size_t>(found - seen_.begin());
+  if (found != seen_.end()) return place;
+  Seen made{taps, {}};
+  for (int64_t step = 0; step < steps; ++step) {
+    const auto first = offsets.begin() + step * inner;
+    made.offsets.insert(made.offsets.end(), first + taps.first, first + taps.last);
+  }
+  seen_.push_back(std::move(made));
+  return place;
 }
 
 void Product::compute(Parallel& parallel, Workspace& workspace) {
@@ -109,22 +131,15 @@ void Product::block(int64_t group, int64_t panel, int64_t first, int64_t last, f
   const int64_t width = cut.width_of(panel);
   const size_t begin = panel_runs_[static_cast<size_t>(panel)], end = panel_runs_[static_cast<size_t>(panel) + 1];
   std::memset(sums, 0, static_cast<size_t>(padded_rows(last - first) * width) * sizeof(float));
-  const Taps live_taps = panel_taps_[static_cast<size_t>(panel)];
-  const int64_t own = live_taps.last - live_taps.first;
-  std::vector<int64_t> chosen;
+  const Seen& part = seen_[panel_seen_[static_cast<size_t>(panel)]];
+  const int64_t own = part.taps.last - part.taps.first;
   for (int64_t step = 0; step < steps && own > 0; step += block_steps_) {
     const int64_t count = std::min(block_steps_, steps - step);
-    const int64_t* seen = offsets.data() + step * inner;
-    if (own < inner) {
-      chosen.clear();
-      for (int64_t c = 0; c < count; ++c)
-        chosen.insert(chosen.end(), seen + c * inner + live_taps.first, seen + c * inner + live_taps.last);
-      seen = chosen.data();
-    }
+    const int64_t* seen = part.offsets.data() + step * own;
     loop.pack(planes.data + group * planes_group, seen, count * own, runs.data() + begin,
               static_cast<int64_t>(end - begin), width, planes.limit, packed);
     const Walk walk = a_pitch == own ? Walk{count * own, 1, 0, 1, 0, 0} : Walk{own, count, a_pitch, 1, 0, 0};
-    const float* from = a + group * a_group + first * a_row + step * a_pitch + live_taps.first;
+    const float* from = a + group * a_group + first * a_row + step * a_pitch + part.taps.first;
     multiply(last - first, cut.vectors(panel), walk, packed, sums, [&](int64_t row) { return from + row * a_row; });
   }
   write(group, panel, first, last, sums);

@@ -19,6 +19,11 @@ struct Taps {
   bool empty() const { return first == last; }
   bool operator==(const Taps& other) const { return first == other.first && last == other.last; }
 };
+// From the first of both to the last of both.
+inline Taps join(const Taps& a, const Taps& b) {
+  if (a.empty() || b.empty()) return a.empty() ? b : a;
+  return {std::min(a.first, b.first), std::max(a.last, b.last)};
+}
 
 inline int64_t taps(const Convolution& s) { return s.depth.kernel * s.kernel.h * s.kernel.w; }
 inline int64_t pixels(const Pair& extents) { return extents.h * extents.w; }
