@@ -43,8 +43,8 @@ inline Taps seen_by_line(const Convolution& s, int64_t i) {
 }
 
 inline bool is_depthwise(const Convolution& s) {
-  return s.groups == s.channels && s.channels == s.outputs && s.groups > 1 && pixels_in(s) == pixels(s.in) &&
-         taps(s) == pixels(s.kernel);
+  const bool flat = s.depth.in == 1 && s.depth.out == 1 && s.depth.kernel == 1 && s.depth.padding == 0;
+  return s.groups == s.channels && s.channels == s.outputs && s.groups > 1 && flat;
 }
 
 inline float* floats(Workspace& workspace, int64_t count) {
