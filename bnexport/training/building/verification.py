@@ -37,7 +37,8 @@ Tensor = torch.Tensor
 Named = dict[str, Tensor]
 
 _WARM_STEPS = 10
-_FILLED = 2.0**-3
+_MORE_SAMPLES = 2
+_MOVED, _FILLED = 2.0**-7, 2.0**-3
 
 
 def check(
@@ -152,12 +153,17 @@ class _Runs:
 
     def judge(self, names: Sequence[str], state: Named, arrays: Named) -> list[OutputComparison]:
         """Compare the results `names`. Raises VerificationError if ONNX Runtime cannot run."""
-        for own_errors in (False, True):
-            sample = self._sample(names, state, arrays, own_errors=own_errors)
-            found, settled = zip(*map(sample.compare, names))
-            if all(settled):
+        found: dict[str, OutputComparison] = {}
+        undecided: Sequence[str] = names
+        for attempt in range(2 + _MORE_SAMPLES):
+            start = state if attempt < 2 else _moved(state, self._step, attempt)
+            sample = self._sample(names, start, arrays, own_errors=attempt > 0)
+            compared = {name: sample.compare(name) for name in undecided}
+            found |= {name: comparison for name, (comparison, _) in compared.items()}
+            undecided = [name for name, (_, again) in compared.items() if again]
+            if not undecided:
                 break
-        return list(found)
+        return [found[name] for name in names]
 
     def _sample(self, names: Sequence[str], state: Named, arrays: Named, *, own_errors: bool) -> judgement.Sample:
         """Run all three. own_errors: measure torch's own, too."""
@@ -258,3 +264,13 @@ def _filled(state: Named, step: Step) -> Named:
             noise = torch.randn(state[name].shape, generator=generator, dtype=torch.float32)
             filled[name] = (_FILLED * noise).to(state[name].dtype)
     return filled
+
+
+def _moved(state: Named, step: Step, seed: int) -> Named:
+    """Move each trained weight by a random share of it: other sums round."""
+    generator = torch.Generator().manual_seed(seed)
+    moved = dict(state)
+    for name in step.problem.trainable:
+        noise = torch.randn(state[name].shape, generator=generator, dtype=torch.float32)
+        moved[name] = state[name] * (1.0 + _MOVED * noise).to(state[name].dtype)
+    return moved

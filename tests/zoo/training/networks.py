@@ -24,6 +24,7 @@ _SIDES = {
     "torchvision:inception_v3": 299,
     "torchvision:maxvit_t": 224,
     "torchvision:s3d": 224,
+    "timm:coatnet_nano_rw_224": 224,
     "smp:PAN?encoder_name=resnet18": 128,
 }
 _OPTIMIZERS = {
