@@ -72,8 +72,8 @@ int main() {
   CHECK(refused({{"low", number(NAN)}}) == node + "'low': got nan, expected a number");
   CHECK(refused({{"choice", text("three")}}) == node + "'choice': got 'three', expected one of 'one', 'two'");
   CHECK(refused({{"choice", integer(1)}}).find("of another type, expected a single string") != std::string::npos);
-  CHECK(refused({{"strides", integers({1, 1, 1})}}) ==
-        node + "'strides': got (1, 1, 1), expected 1 or 2 numbers within [1, 2^31)");
+  CHECK(refused({{"strides", integers({1, 1, 1, 1})}}) ==
+        node + "'strides': got (1, 1, 1, 1), expected 1 to 3 numbers within [1, 2^31)");
   // The list that others are as long as is judged first.
   CHECK(refused({{"shape", integers({7})}}) == node + "'shape': got (7,), expected 2 numbers within [1, 2^31)");
   CHECK(refused({{"strides", integers({0})}}).find("'strides'") != std::string::npos);
