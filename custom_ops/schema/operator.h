@@ -56,7 +56,7 @@ struct Attribute {
   // The range of each number, and its description where that says more.
   double least = -std::numeric_limits<double>::infinity(), most = std::numeric_limits<double>::infinity();
   const char* expected = nullptr;
-  size_t count = 0;  // of kInts: so many numbers; 0: as many as 'strides', which has one or two
+  size_t count = 0;  // of kInts: so many numbers; 0: as many as 'strides', which has one to three
 };
 
 struct Variant {

@@ -59,7 +59,7 @@ void depthwise_input_gradient(const Convolution& s, const PlaneLayout& layout, c
     float* chosen = flat + plane;
     for (const GradientPhase& phase : phases) {
       const auto taps = static_cast<int64_t>(phase.taps.size());
-      if (phase.count.h <= 0 || phase.count.w <= 0) continue;
+      if (phase.slices <= 0 || phase.count.h <= 0 || phase.count.w <= 0) continue;
       for (int64_t t = 0; t < taps; ++t) chosen[t] = weight[i % s.channels * all + phase.taps[static_cast<size_t>(t)]];
       loops().correlate(scratch + phase.base.h * pitch + phase.base.w, phase.offsets.data(), chosen, taps, 0.0f,
                         span(phase.count, pitch), flat);

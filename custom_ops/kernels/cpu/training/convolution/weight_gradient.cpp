@@ -78,7 +78,8 @@ void transposed_gradient(const Convolution& s, const PlaneLayout& layout, const 
   const Loops& loop = loops();
   const int64_t ins = s.channels / s.groups, outs = s.outputs / s.groups, own = taps(s), plane_out = pixels_out(s);
   // A 1x1 kernel's roles may change: what has fewer channels is cheaper to transpose.
-  const bool turned = own == 1 && layout.is_copy() && outs > ins;
+  // A stride in depth leaves the planes as they are, but y then has fewer slices.
+  const bool turned = own == 1 && layout.is_copy() && layout.size() == plane_out && outs > ins;
   const InputPlanes rows_of = turned ? InputPlanes{grad, nullptr, plane_out} : planes;
   const int64_t row_channels = turned ? outs : ins, lane_channels = turned ? ins : outs;
   const int64_t pitch = turned ? s.out.w : layout.columns.length, image = s.groups * row_channels * rows_of.plane;
