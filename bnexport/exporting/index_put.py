@@ -1,8 +1,8 @@
-"""aten::index_put that adds, the gradient of indexing and of embeddings.
+"""aten::index_put that adds, the gradient of indexing and of embeddings, and aten::index_add.
 
-torch.onnx writes it as ScatterND with reduction "add". ONNX Runtime shares that out over threads without regard to
+torch.onnx writes them as ScatterND with reduction "add". ONNX Runtime shares that out over threads without regard to
 indices that come twice (microsoft/onnxruntime#18048), and loses values: with two threads, sums of 100 values are off
-by 10. Here it is taken apart into scatter_add, which becomes ScatterElements and runs in order.
+by 10. Here they are taken apart into scatter_add, which becomes ScatterElements and runs in order.
 """
 
 from __future__ import annotations
@@ -49,16 +49,27 @@ def _add_in_place(self: Tensor, *arguments: Any) -> Any:
     return result if result is NotImplemented else self.copy_(result)
 
 
+def _index_add(self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
+    shape = [-1 if axis == dim % self.dim() else 1 for axis in range(self.dim())]
+    return self.scatter_add(dim, index.to(torch.int64).view(shape).expand(source.shape), alpha * source)
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _ATEN.index_put.default: _add,
     _ATEN._unsafe_index_put.default: _add,
     _ATEN.index_put_.default: _add_in_place,
     _ATEN._index_put_impl_.default: _add_in_place,
+    _ATEN.index_add.default: _index_add,
 }
 
 
 def rewrite(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Take index_put that adds apart in a program that has it."""
-    if any(node.target in DECOMPOSITIONS and True in node.args[3:4] for node in program.graph.nodes):
+    """Take them apart in a program that has one."""
+    if any(_adds(node) for node in program.graph.nodes):
         return program.run_decompositions(DECOMPOSITIONS)
     return program
+
+
+def _adds(node: torch.fx.Node) -> bool:
+    accumulates = True in node.args[3:4] or node.kwargs.get("accumulate", False)
+    return node.target is _ATEN.index_add.default or (node.target in DECOMPOSITIONS and bool(accumulates))
