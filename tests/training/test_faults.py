@@ -3,12 +3,15 @@
 `make test-zoo-training` with `--ways faults` plants the same faults into real networks.
 """
 
+import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from torch import nn
 
 import bnexport
 from bnexport.training.building import verification
+from bnexport.training.building.activations import makers
 from tests.training import faults
 from tests.training.networks import NETWORKS
 
@@ -66,3 +69,30 @@ def test_planted_faults_do_not_pass(name, tmp_path, monkeypatch):
                 if verification.check(wrong, *arguments).passed:
                     passed.append((kind, seed))
     assert planted >= 6 and not passed, passed
+
+
+def test_small_errors_of_layers_add_up(tmp_path, monkeypatch):
+    """Each is within the bound by which the reference follows the graph at a ReLU, and their sum is not."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(20) for layer in (nn.Linear(32, 32), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(32, 4)).train()
+    with torch.no_grad():
+        for layer in layers[::2]:
+            layer.weight.mul_(2.4)
+    calls, check = [], verification.check
+    monkeypatch.setattr(verification, "check", lambda *arguments: calls.append(arguments) or check(*arguments))
+    batch = torch.randn(8, 32), torch.randn(8, 4)
+    result = bnexport.export_training_step(model, nn.functional.mse_loss, batch, tmp_path / "s.onnx")
+    assert result.verification.passed
+    wrong = ir.from_proto(ir.to_proto(result.model))
+    products = [node for node in makers([wrong.graph.outputs[0]]) if node.op_type == "Gemm"]
+    assert len(products) == 21
+    for node in products:
+        users, output = list(node.outputs[0].uses()), node.outputs[0]
+        factor = ir.node("Constant", [], attributes={"value": ir.tensor(np.array(1 + 2.0**-15, np.float32))})
+        scaled = ir.node("Mul", [output, factor.outputs[0]])
+        scaled.outputs[0].type, scaled.outputs[0].shape = output.type, output.shape
+        wrong.graph.insert_after(node, [factor, scaled])
+        for user, index in users:
+            user.replace_input_with(index, scaled.outputs[0])
+    assert check(wrong, *calls[0][1:]).status == "failed"

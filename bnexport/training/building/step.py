@@ -71,28 +71,40 @@ class Step:
         """Run one step. loss_weight: float64 (), the share of this batch in the loss whose gradients are computed;
         None for all. kinks: sees the forward and the loss.
         """
+        wanted = set(self.problem.trainable)
+        parameters = {name: state[name].detach().requires_grad_(name in wanted) for name in self.problem.parameters}
+        with torch.enable_grad(), kinks or contextlib.nullcontext():
+            loss, results, new = self._forward(parameters, state, batch)
+        grads = self._gradients(loss, [parameters[name] for name in self.problem.trainable], loss_weight)
+        results |= {name + GRADIENT_SUFFIX: grad for name, grad in grads.items()}
+        with torch.no_grad():
+            if self.optimizer is not None:
+                assert lr is not None
+                new |= self._update(self.optimizer, state, grads, lr)
+        return {**results, **{name + NEW_SUFFIX: new[name] for name in state if name in new}}
+
+    def forward(self, state: dict[str, Tensor], batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """Run the forward alone: loss, outputs and new buffers."""
+        with torch.no_grad():
+            _, results, new = self._forward(state, state, batch)
+        return {**results, **{name + NEW_SUFFIX: tensor for name, tensor in new.items()}}
+
+    def _forward(
+        self, parameters: Mapping[str, Tensor], state: dict[str, Tensor], batch: tuple[Tensor, ...]
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Return the loss, the results without history, and new buffers and seed."""
         problem = self.problem
-        wanted = set(problem.trainable)
-        parameters = {name: state[name].detach().requires_grad_(name in wanted) for name in problem.parameters}
         buffers = {name: state[name].clone() for name in problem.buffers}
         dropout = SeededDropout(state[SEED])
-        with torch.enable_grad(), kinks or contextlib.nullcontext(), dropout, Interpolation():
-            output = problem.forward(parameters, buffers, batch[:-1])
+        with dropout, Interpolation():
+            output = problem.forward({name: parameters[name] for name in problem.parameters}, buffers, batch[:-1])
             loss = problem.loss_of(output, batch[-1])
         flat = problem.flatten(output)
         results = {LOSS: loss.detach(), **{name: flat[index].detach() for name, index in self.outputs.items()}}
-        grads = self._gradients(loss, [parameters[name] for name in problem.trainable], loss_weight)
-        results |= {name + GRADIENT_SUFFIX: grad for name, grad in grads.items()}
-        with torch.no_grad():
-            if self.optimizer is None:
-                new = {}
-            else:
-                assert lr is not None
-                new = self._update(self.optimizer, state, grads, lr)
-            new |= {name: buffer.detach() for name, buffer in buffers.items()}
-            if dropout.layers:
-                new[SEED] = state[SEED] + 1
-        return {**results, **{name + NEW_SUFFIX: new[name] for name in state if name in new}}
+        new = {name: buffer.detach() for name, buffer in buffers.items()}
+        if dropout.layers:
+            new[SEED] = state[SEED] + 1
+        return loss, results, new
 
     def _kinds(self) -> tuple[str, ...]:
         assert self.optimizer is not None

@@ -1,8 +1,9 @@
 """Comparison of an exported step in ONNX Runtime with the same step of the caller's own module in torch.
 
-Both are measured from that step computed in float64, which takes over from each what reaches its kinks (`kinks`): a
-ReLU whose input is zero but for rounding goes either way, and a float64 that goes the other way than the graph says
-nothing about the graph. Errors and bounds are those of `judgement`; torch's own error is measured where they need it.
+Both are measured from that step computed in float64. Its gradients take over from each what reaches its kinks (`kinks`):
+a ReLU whose input is zero but for rounding goes either way, and a float64 that goes the other way than the graph says
+nothing about the graph. What the forward makes is compared with a float64 that takes over nothing: there, a small error of
+each layer adds up. Errors and bounds are those of `judgement`; torch's own error is measured where they need it.
 
 The weights are those of the caller's module, and with twice the rows the same but for tensors of zeros, which would
 hide the gradients behind them. The optimizer starts from random state: from zeros, Adam's first update is the
@@ -177,10 +178,11 @@ class _Runs:
             raise VerificationError(
                 f"{self._label} cannot run the exported training step on {_sizes(arrays)}: {error.detail}"
             ) from error
-        exact = self._exactly(state, arrays, [got.get(name) for name in self._kinks])
-        of_own = (
-            None if recorder is None else self._exactly(state, arrays, [value.numpy() for value in recorder.values])
-        )
+        forward = self._exactly(state, arrays, None)
+        exact = self._exactly(state, arrays, [got.get(name) for name in self._kinks]) | forward
+        of_own = None
+        if recorder is not None:
+            of_own = self._exactly(state, arrays, [value.numpy() for value in recorder.values]) | forward
         results = {
             name: judgement.Measured(
                 got[name],
@@ -192,12 +194,17 @@ class _Runs:
         }
         return judgement.Sample(state, results, self._own)
 
-    def _exactly(self, state: Named, arrays: Named, reached: Sequence[Array | None]) -> Named:
-        """Run the step in float64, following `reached` at its kinks; in float32 where it has no float64."""
+    def _exactly(self, state: Named, arrays: Named, reached: Sequence[Array | None] | None) -> Named:
+        """Run the step in float64, following `reached` at its kinks, or for None its forward alone; in float32 where it has
+        no float64.
+        """
 
         def run(step: Step, state: Named, arrays: Named) -> Named:
-            follower = kinks.Follower(reached, [*state.values(), *arrays.values()])
-            return step(state, tuple(arrays.values()), self._lr, kinks=follower)
+            rows = tuple(arrays.values())
+            if reached is None:
+                return step.forward(state, rows)
+            follower = kinks.Follower(reached, [*state.values(), *rows])
+            return step(state, rows, self._lr, kinks=follower)
 
         try:
             self._exact = self._exact or in_float64(self._own)
