@@ -59,7 +59,8 @@ class TrainingSession:
     Args:
         path: the step's graph; its two companions lie beside it (docs/training.md).
         providers: ONNX Runtime's execution providers in order of preference; None for CPU.
-        session_options: an onnxruntime.SessionOptions to start from, for the number of threads and such.
+        session_options: an onnxruntime.SessionOptions to start from, for the number of threads and such. Its memory
+            patterns are switched off, which cost memory here.
         group: a torch.distributed group with a backend for CPU tensors; None trains in this process alone. Each
             process calls step with its rows, any number of them, none included; together they make the step
             of one process with the joint batch, and have the same state bits afterwards. The group's timeout

@@ -176,9 +176,9 @@ class Trial:
                 states[key] = self._torch(task, initial, batch, dtype)
             found.append(self._errors(states, worst))
             if seed == 0:
-                following = states
+                now = states
         for step in range(STEPS):
-            for key, state in following.items():
+            for key, state in now.items():
                 losses[key].append(float(state["loss"]))
             if step == STEPS - 1:
                 break
@@ -187,10 +187,10 @@ class Trial:
                 session.load_checkpoint(folder / "step.safetensors")
                 session.step([tensor.numpy() for tensor in self._batch(task, 0)])
             loss = session.step([tensor.numpy() for tensor in batch])
-            following = {
+            now = {
                 "ours": {"loss": np.array(loss)},
-                "float32": self._torch(task, following["float32"], batch, torch.float32),
-                "float64": self._torch(task, following["float64"], batch, torch.float64),
+                "float32": self._torch(task, now["float32"], batch, torch.float32),
+                "float64": self._torch(task, now["float64"], batch, torch.float64),
             }
         followed = [] if settled(found) else [self._followed(task, session, folder, seed) for seed in range(SEEDS)]
         wrong = [
