@@ -173,15 +173,15 @@ std::vector<int64_t> in_planes(int64_t count, int64_t plane, const std::vector<i
   return all;
 }
 
-// Images and lines in the order of columns: where a panel holds several lines, those of one height together, since they
-// see the same taps.
+// Images, slices and lines in the order of columns: where a panel holds several lines, those together that see the same
+// taps.
 template <class Body>
-void each_line(int64_t batch, int64_t slices, const Pair& extents, const Body& body) {
-  const bool by_height = extents.w < kMostVectors * loops().lanes;
+void each_line(const Convolution& s, int64_t slices, const Pair& extents, const Body& body) {
+  const bool together = extents.w < kMostVectors * loops().lanes, by_height = together && s.depth.kernel == 1;
   const int64_t lines = slices * extents.h;
-  for (int64_t k = 0; k < batch * lines; ++k) {
-    const int64_t n = by_height ? k % batch : k / lines, line = by_height ? k / batch : k % lines;
-    body(n, line / extents.h, line % extents.h);
+  for (int64_t k = 0; k < s.batch * lines; ++k) {
+    const int64_t n = together ? k % s.batch : k / lines, line = together ? k / s.batch : k % lines;
+    by_height ? body(n, line % slices, line / slices) : body(n, line / extents.h, line % extents.h);
   }
 }
 
@@ -250,8 +250,7 @@ void convolve(const Convolution& s, const float* x, const float* weight, const f
       run(k / s.depth.out, k % s.depth.out, 0, pixels(s.out), {0, p.inner});
     }
   } else {
-    each_line(s.batch, s.depth.out, s.out,
-              [&](int64_t n, int64_t z, int64_t i) { run(n, z, i, s.out.w, seen_by(s, z, i)); });
+    each_line(s, s.depth.out, s.out, [&](int64_t n, int64_t z, int64_t i) { run(n, z, i, s.out.w, seen_by(s, z, i)); });
   }
   p.compute(parallel, workspace);
 }
@@ -294,7 +293,7 @@ void input_gradient(const Convolution& s, const float* grad, const float* weight
     p.result_row = plane_in;
     p.result_group = ins * plane_in;
     p.result_step = s.stride.w;
-    each_line(s.batch, phase.slices, phase.count, [&](int64_t n, int64_t z, int64_t i) {
+    each_line(s, phase.slices, phase.count, [&](int64_t n, int64_t z, int64_t i) {
       const int64_t source = (n * s.outputs * layout.depths.length + phase.base_slice + z) * layout.slice() +
                              (phase.base.h + i) * layout.columns.length + phase.base.w;
       const int64_t target = n * s.channels * plane_in + (phase.first_slice + z * s.depth.stride) * pixels(s.in) +

@@ -15,12 +15,14 @@ namespace bnexport::cpu {
 
 namespace {
 
-// Blocks of the sum: some images, or some lines of one.
+// Blocks of the sum: some planes, or some lines of one. Planes that follow each other in memory are the images, or the
+// slices of each image.
 struct PixelBlocks {
   explicit PixelBlocks(const Convolution& s)
-      : images(std::max<int64_t>(1, std::min(s.batch, 2 * kPanelSteps / pixels(s.out)))),
-        lines(images > 1 ? s.out.h : std::max<int64_t>(1, std::min(s.out.h, 2 * kPanelSteps / s.out.w))) {}
-  int64_t images, lines;
+      : total(s.depth.out > 1 ? s.depth.out : s.batch),
+        planes(std::max<int64_t>(1, std::min(total, 2 * kPanelSteps / pixels(s.out)))),
+        lines(planes > 1 ? s.out.h : std::max<int64_t>(1, std::min(s.out.h, 2 * kPanelSteps / s.out.w))) {}
+  int64_t total, planes, lines;
 };
 
 // In planes of few pixels the loops of more groups cost what their sums save.
@@ -48,7 +50,7 @@ std::vector<TapGroup> group_taps(const Convolution& s) {
     TapGroup own{{k * s.kernel.w, (k + 1) * s.kernel.w},
                  seeing(k / s.kernel.h, s.depth.out, [&](int64_t z) { return seen_by_slice(s, z); }),
                  {0, s.out.h}};
-    if (pixels(s.out) >= kFewPixels) {
+    if (pixels(s.out) * s.depth.out >= kFewPixels) {
       own.lines = seeing(k % s.kernel.h, s.out.h, [&](int64_t i) { return seen_by_line(s, i); });
     }
     if (!groups.empty() && groups.back().slices == own.slices && groups.back().lines == own.lines) {
@@ -102,7 +104,8 @@ void transposed_gradient(const Convolution& s, const PlaneLayout& layout, const 
 
   const int64_t row_slice = turned ? pixels(s.out) : s.depth.stride * layout.slice();
   const PixelBlocks blocks(s);
-  const int64_t line_blocks = ceil_div(s.out.h, blocks.lines);
+  const bool by_slice = s.depth.out > 1;
+  const int64_t jump = by_slice ? row_slice : image, plane = pixels(s.out);
   // Units: a panel, and some channels of the rows: enough of them for all threads, and whole tiles.
   int64_t together = std::max<int64_t>(1, row_channels * s.groups * panels / (3 * parallel.width()));
   together = ceil_div(together * own, loop.rows) * loop.rows / own;
@@ -121,23 +124,26 @@ void transposed_gradient(const Convolution& s, const PlaneLayout& layout, const 
     const float* block = packed + group * group_size + panel * all_pixels * cut.width;
     const int64_t width = cut.width_of(panel), lanes = std::min(width, cut.rest(panel));
     std::memset(sums, 0, static_cast<size_t>(sums_size) * sizeof(float));
-    for (int64_t n = 0; n < s.batch; n += blocks.images) {
-      const int64_t many = std::min(blocks.images, s.batch - n);
-      for (int64_t k = 0; k < s.depth.out * line_blocks; ++k) {
-        const int64_t z = k / line_blocks, begin = k % line_blocks * blocks.lines;
-        for (int64_t g = 0; g < group_count; ++g) {
-          const TapGroup& live = tap_groups[static_cast<size_t>(g)];
-          const int64_t line = std::max(begin, live.lines.first), own_taps = live.taps.last - live.taps.first;
-          const int64_t lower = std::min({begin + blocks.lines, s.out.h, live.lines.last}) - line;
-          if (lower <= 0 || z < live.slices.first || z >= live.slices.last) continue;
-          const int64_t rest = (plane_out - lower * s.out.w) * width;
-          const Walk walk = pitch == s.out.w ? Walk{lower * s.out.w, 1, 0, many, image, rest}
-                                             : Walk{s.out.w, lower, pitch, many, image, rest};
-          const float* from = data + n * image + z * row_slice + line * pitch;
-          const int64_t* offset = offsets.data() + live.taps.first;
-          multiply(count * own_taps, cut.vectors(panel), walk,
-                   block + (n * plane_out + (z * s.out.h + line) * s.out.w) * width, sums + g * group_rows * width,
-                   [&](int64_t r) { return from + r / own_taps * rows_of.plane + offset[r % own_taps]; });
+    for (int64_t n = 0; n < (by_slice ? s.batch : 1); ++n) {
+      for (int64_t begin = 0; begin < blocks.total; begin += blocks.planes) {
+        const int64_t end = std::min(blocks.total, begin + blocks.planes);
+        for (int64_t top = 0; top < s.out.h; top += blocks.lines) {
+          for (int64_t g = 0; g < group_count; ++g) {
+            const TapGroup& live = tap_groups[static_cast<size_t>(g)];
+            const int64_t from = by_slice ? std::max(begin, live.slices.first) : begin;
+            const int64_t many = (by_slice ? std::min(end, live.slices.last) : end) - from;
+            const int64_t line = std::max(top, live.lines.first), own_taps = live.taps.last - live.taps.first;
+            const int64_t lower = std::min({top + blocks.lines, s.out.h, live.lines.last}) - line;
+            if (lower <= 0 || many <= 0) continue;
+            const int64_t rest = (plane - lower * s.out.w) * width;
+            const Walk walk = pitch == s.out.w ? Walk{lower * s.out.w, 1, 0, many, jump, rest}
+                                               : Walk{s.out.w, lower, pitch, many, jump, rest};
+            const float* row = data + n * image + from * jump + line * pitch;
+            const int64_t* offset = offsets.data() + live.taps.first;
+            multiply(count * own_taps, cut.vectors(panel), walk,
+                     block + (n * plane_out + from * plane + line * s.out.w) * width, sums + g * group_rows * width,
+                     [&](int64_t r) { return row + r / own_taps * rows_of.plane + offset[r % own_taps]; });
+          }
         }
       }
     }
