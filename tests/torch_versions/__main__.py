@@ -29,6 +29,8 @@ TESTS = (
     *(f"tests/exporting/test_{name}.py" for name in ("size_corpus", "checkpoint", "portable_body")),
     "tests/folding/module/test_folds.py",
     "tests/training/test_networks.py",
+    "tests/training/building/test_kinks.py",
+    "tests/training/translations/test_index_put.py",
 )
 COPIED = ("tests", "models", "examples", "docs", "pyproject.toml")
 
