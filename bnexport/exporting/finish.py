@@ -15,6 +15,7 @@ from bnexport import schema
 from bnexport.errors import UnsupportedModelError
 from bnexport.exporting import computed_weights
 from bnexport.exporting.portable_body import MINIMUM_OPSET, portable_body
+from bnexport.graph.converting.identities import remove_identities
 from bnexport.graph.nodes import module_path
 from bnexport.graph.versions import set_lowest_ir_version
 
@@ -40,7 +41,7 @@ def finish(
     _strip_prefix(graph)
     _use_first_names(graph, shared)
     _name_nodes(graph)
-    passes.IdentityEliminationPass()(model)
+    remove_identities(model)
     if not state:
         computed_weights.evaluate(model)
         optimizer.fold_constants(model)

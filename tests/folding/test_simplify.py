@@ -12,7 +12,7 @@ from bnexport.cli import main
 from bnexport.errors import VerificationError
 from bnexport.folding import fold, verify
 from tests.folding.reading.test_decomposed import operators_of
-from tests.support.onnx_text import batch_norm, model
+from tests.support.onnx_text import batch_norm, model, run
 
 SHAPES = {"w": (8, 6, 3, 3), **batch_norm("p", 8)}
 BODY = """g (float[N,6,8,8] x) => (float[N,C,A,B] y) {
@@ -76,3 +76,48 @@ def test_in_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["fold", str(tmp_path / "in.onnx"), str(tmp_path / "out.onnx"), "--simplify"]) == 0
     assert " nodes before, " in "".join(capsys.readouterr())
     assert len(onnx.load(tmp_path / "out.onnx").graph.node) < 10
+
+
+# y of the main graph is an If; `t` is computed outside of its branches.
+BRANCHES = {
+    "one branch returns an outer value": ("a = Identity (t)", "b = Neg (t)"),
+    "both return the same outer value": ("a = Identity (t)", "b = Identity (t)"),
+    "an addition of nothing": ("a = Add (t, zero)", "b = Mul (t, one)"),
+    "an initializer": ("a = Identity (q)", "b = Neg (t)"),
+    "two levels": (
+        "i = If (c) <then_branch = g () => (float[N,4,4,4] n) { m = Neg (t) n = Identity (m) },"
+        " else_branch = g () => (float[N,4,4,4] k) { k = Identity (t) }> a = Identity (i)",
+        "b = Abs (t)",
+    ),
+}
+
+
+def branching(then: str, otherwise: str, *, condition: str = "c", results: str = "") -> onnx.ModelProto:
+    body = f"""g (float[N,3,6,6] x, bool c) => (float[N,4,4,4] y{results}) {{
+        z = Conv (x, w)
+        t = Relu (z)
+        y = If ({condition}) <then_branch = g () => (float[N,4,4,4] a) {{ {then} }},
+                              else_branch = g () => (float[N,4,4,4] b) {{ {otherwise} }}> }}"""
+    # The text knows no literal of type bool.
+    values = {"always": np.ones((), np.bool_), "zero": np.zeros((), np.float32), "one": np.ones((), np.float32)}
+    return model(body, {"w": (4, 3, 3, 3), "q": (1, 4, 4, 4)}, values=values)
+
+
+@pytest.mark.parametrize("results", ["", ", float[N,4,4,4] t"], ids=["", "t is an output, too"])
+@pytest.mark.parametrize(("then", "otherwise"), BRANCHES.values(), ids=BRANCHES)
+def test_branches_that_return_an_outer_value_stay_valid(then: str, otherwise: str, results: str) -> None:
+    source = branching(then, otherwise, results=results)
+    result = fold(source, simplify=True)
+    assert result.report.verification.passed
+    assert [output.name for output in result.model.graph.output] == [output.name for output in source.graph.output]
+    x = np.random.default_rng(0).standard_normal((2, 3, 6, 6), np.float32)
+    for condition in (True, False):
+        feeds = {"x": x, "c": np.asarray(condition)}
+        for want, got in zip(run(source, feeds), run(result.model, feeds), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_branch_of_a_constant_condition_is_inlined() -> None:
+    result = fold(branching(*BRANCHES["two levels"], condition="always", results=", float[N,4,4,4] t"), simplify=True)
+    assert result.report.verification.passed
+    assert operators_of(result) == ["Conv", "Relu", "If"]

@@ -12,6 +12,8 @@ import onnx_ir.passes.common as passes
 from onnxscript import optimizer, rewriter
 from onnxscript.rewriter.rules import common
 
+from bnexport.graph.converting.identities import guard_outputs, open_guards, remove_identities
+
 # Those of this list that the installed onnxscript has.
 _RULES = (
     *("no_op_cast_rule", "no_op_expand_rule", "no_op_transpose_rule", "transpose_transpose_rule", "cast_cast_rule"),
@@ -31,18 +33,22 @@ def simplify(model: ir.Model) -> None:
     rules = [getattr(common, name) for name in _RULES if hasattr(common, name)]
     names = [output.name for output in model.graph.outputs]
     nodes = None
+    guard_outputs(model)
     for _ in range(_ROUNDS):
         optimizer.fold_constants(model, onnx_shape_inference=True)
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         rewriter.RewritePass(rules)(model)
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-        passes.IdentityEliminationPass()(model)
+        open_guards(model, inlined=True)
+        remove_identities(model)
         if not any(node.op_type in _RANDOM for node in model.graph.all_nodes()):
             passes.CommonSubexpressionEliminationPass()(model)
         passes.RemoveUnusedNodesPass()(model)
         if len(model.graph) == nodes:
             break
         nodes = len(model.graph)
+    open_guards(model)
+    remove_identities(model)
     _restore_outputs(model.graph, names)
     passes.DeduplicateInitializersPass()(model)
     passes.RemoveUnusedOpsetsPass()(model)

@@ -10,6 +10,7 @@ import onnx_ir.passes.common as passes
 from onnxscript import optimizer
 
 from bnexport import schema
+from bnexport.graph.converting.identities import remove_identities
 from bnexport.graph.versions import set_lowest_ir_version
 from bnexport.schema import NEW_SUFFIX
 from bnexport.training.building import contract
@@ -27,7 +28,7 @@ def finish(model: ir.Model, groups: dict[str, str]) -> None:
     """
     graph = model.graph
     graph.name = "bnexport"
-    passes.IdentityEliminationPass()(model)
+    remove_identities(model)
     _drop_unchanged(graph)
     optimizer.fold_constants(model)
     passes.RemoveUnusedNodesPass()(model)
