@@ -11,7 +11,6 @@
     bench     times against a device copy, PyTorch's kernels, cuDNN's and those of its sync batch norm
     ort       the operators in ONNX Runtime's CUDA provider (--provider)
     torch     bnexport.SyncBatchNorm and its operators on the device
-    nccl      libnccl with one rank, two processes on one device
     sanitize  compute-sanitizer's four tools over eleven small cases
     profile   hardware counters of six shapes from ncu
 
@@ -49,7 +48,7 @@ if "--rehearse" in sys.argv[1:]:
 from benchmarks.gpu import libraries  # noqa: E402
 from benchmarks.gpu.report import INCOMPLETE, read_rows, table, write_json  # noqa: E402
 
-SECTIONS = ("build", "verify", "bench", "ort", "torch", "nccl", "sanitize", "profile")
+SECTIONS = ("build", "verify", "bench", "ort", "torch", "sanitize", "profile")
 LONGEST_SECTION = 480  # seconds
 SHORTEST_SECTION = 15  # what is left must allow so much, or the section waits for the next call
 LARGEST_PACK = 60_000_000  # bytes

@@ -56,8 +56,6 @@ message(STATUS "CUDA library: ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSI
 add_library(bnexport_ops_cuda MODULE
   custom_ops/kernels/cuda/kernels.cu
   custom_ops/kernels/cuda/launch_plan.cpp
-  custom_ops/comm/nccl.cpp
-  custom_ops/capi/nccl_capi.cpp
   custom_ops/capi/cuda_capi.cpp)
 target_include_directories(bnexport_ops_cuda PRIVATE custom_ops/kernels/cuda/nvcc ${CUDAToolkit_INCLUDE_DIRS})
 target_link_libraries(bnexport_ops_cuda PRIVATE Threads::Threads ${CMAKE_DL_LIBS})

@@ -34,7 +34,6 @@ __all__ = [
     "instruction_set",
     "lend_openmp",
     "library",
-    "register_device_group",
     "register_group",
     "run",
     "unregister_group",
@@ -129,7 +128,6 @@ def library() -> ctypes.CDLL:
         "bnexport_cpu_backward_moments": (backward, _pointer),
         "bnexport_cpu_backward": (backward,),
         "bnexport_register_group": (ctypes.c_char_p, _i64, _i64, ALL_GATHER, _pointer),
-        "bnexport_register_device_group": (ctypes.c_char_p, _i64, _i64, _pointer, _pointer),
         "bnexport_unregister_group": (ctypes.c_char_p,),
     }
     calls.declare(loaded, functions, ("bnexport_abi_version", _ABI_VERSION))
@@ -205,13 +203,6 @@ def lend_openmp(gomp_parallel: int) -> None:
 def register_group(name: str, size: int, rank: int, all_gather: Any) -> None:
     """Call bnexport_register_group. `all_gather`: an ALL_GATHER object that the caller keeps alive. Raises UsageError."""
     run("register_group", name.encode(), size, rank, all_gather, None, prefix="bnexport_")
-
-
-def register_device_group(name: str, size: int, rank: int, all_gather: int, context: int) -> None:
-    """Call bnexport_register_device_group. `all_gather`: address of a C function; `context`: its first argument. Raises
-    UsageError.
-    """
-    run("register_device_group", name.encode(), size, rank, all_gather, context, prefix="bnexport_")
 
 
 def unregister_group(name: str) -> None:

@@ -1,10 +1,10 @@
 """Groups of processes for nodes inside ONNX Runtime: torch.distributed behind the library's callback.
 
 A node with group_size > 1 finds its group by name in the library's registry. `register_group` puts
-there a C callback that gathers float64 numbers with torch.distributed (gloo for CPU kernels), and, for a
-group that works on GPUs through NCCL, a communicator of the library's own (device_groups.py). What goes wrong in
-it - a dead peer, a timeout - comes back as a message, never as an exception through C frames, and ONNX
-Runtime raises it from `session.run`.
+there a C callback that gathers float64 numbers with torch.distributed over its backend for CPU tensors (gloo);
+nodes on the CUDA provider copy their 2 C + 1 numbers to the host and back. What goes wrong in it - a dead peer, a
+timeout - comes back as a message, never as an exception through C frames, and ONNX Runtime raises it from
+`session.run`.
 
 Every process of the group must run the same nodes in the same order: one session at a time, in the
 (default) sequential execution mode. The library compares a header in every exchange and reports a
@@ -17,18 +17,17 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from bnexport.errors import GroupError, UsageError
-from bnexport.native import capi, library, nccl
+from bnexport.native import capi
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["check_group", "register_group", "unregister_group"]
+__all__ = ["register_group", "unregister_group"]
 
 # Callbacks by group name. The library holds bare pointers to them, so they live until they are
 # unregistered; a run in progress may still use one that was just replaced, hence the second place.
 _callbacks: dict[str, Any] = {}
 _replaced: list[Any] = []
-_communicators: dict[str, nccl.Communicator] = {}
 
 
 def _write_error(address: int, capacity: int, message: str) -> None:
@@ -60,10 +59,8 @@ def register_group(name: str, process_group: ProcessGroup | None = None) -> None
     """Register `process_group` under `name` for nodes; replace an earlier registration.
 
     Call it in every process of the group before a session runs. Exporters write "world" for the
-    default group. Nodes on CPUs need a group with a backend for CPU tensors (gloo). Nodes on the CUDA
-    provider use NCCL where the group has it, on the current CUDA device of each process, and otherwise
-    copy their rows to the host and use the other. The group's timeout bounds how long a run waits for a
-    missing peer.
+    default group. The group needs a backend for CPU tensors (gloo, or "cpu:gloo,cuda:nccl"), for nodes on
+    GPUs, too. The group's timeout bounds how long a run waits for a missing peer.
 
     Args:
         name: the value of the nodes' `group` attribute.
@@ -71,14 +68,14 @@ def register_group(name: str, process_group: ProcessGroup | None = None) -> None
 
     Raises:
         UsageError: the name is empty or not a string.
-        GroupError: torch.distributed is not initialised, this process is not in the group, or NCCL fails.
+        GroupError: torch.distributed is not initialised, this process is not in the group, or the group has no backend
+            for CPU tensors.
         LibraryError: the compiled library is missing.
     """
     if not isinstance(name, str) or not name or "\0" in name:
         raise UsageError(
             f"register_group: name: got {name!r}, expected the value of the nodes' group attribute, such as 'world'"
         )
-    from bnexport.runtime import device_groups
     from bnexport.sync_bn import distributed
 
     if not distributed.is_initialized():
@@ -92,30 +89,16 @@ def register_group(name: str, process_group: ProcessGroup | None = None) -> None
         raise GroupError(
             f"register_group({name!r}): this process is not a member of the group; register it in members only"
         )
-    communicator = None
-    if distributed.backend_of(group_name, "cuda") == "nccl" and library.find("cuda") is not None:
-        communicator = device_groups.join(group_name, size, rank)
+    if distributed.backend_of(group_name, "cpu") is None:
+        raise GroupError(
+            f"register_group({name!r}): got a group without a backend for CPU tensors, expected one: nodes gather rows"
+            ' of a few numbers on the host; make it with gloo, or "cpu:gloo,cuda:nccl"'
+        )
     distributed.publish(name, group_name)
     callback = _make_callback(group_name, size)
     _forget(name)
     capi.register_group(name, size, rank, callback)
     _callbacks[name] = callback
-    if communicator is not None:
-        capi.register_device_group(name, size, rank, communicator.all_gather, communicator.context)
-        _communicators[name] = communicator
-
-
-def check_group(name: str) -> None:
-    """Raise GroupError if a collective between the GPUs of the group `name` has failed.
-
-    A run on a GPU does not wait for its collectives, so one that fails shows in the output as NaN and raises here,
-    or in the next run. Call it before anything that a run returned replaces a model's state.
-    """
-    if name in _communicators:
-        try:
-            _communicators[name].check()
-        except GroupError as error:
-            raise GroupError(f"group {name!r}: the collective failed: {error}") from error
 
 
 def _forget(name: str) -> None:
@@ -123,8 +106,6 @@ def _forget(name: str) -> None:
         return
     capi.unregister_group(name)
     _replaced.append(_callbacks.pop(name))
-    if name in _communicators:
-        _replaced.append(_communicators.pop(name))
 
 
 def unregister_group(name: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from bnexport import extras
 from bnexport.errors import BnexportError, LibraryError
-from bnexport.native import capi, cuda, library, nccl
+from bnexport.native import capi, cuda, library
 
 __all__ = ["Check", "examine"]
 
@@ -30,7 +30,7 @@ class Check:
 
 
 def examine(*, deep: bool = False) -> list[Check]:
-    """Check versions, the libraries, ONNX Runtime's providers, CUDA and NCCL.
+    """Check versions, the libraries, ONNX Runtime's providers and CUDA.
 
     deep: import each package, and run a batch norm of torch and one in ONNX Runtime; else versions are read from the
     packages' metadata and nothing that imports torch is imported.
@@ -110,7 +110,7 @@ def _torch_operator() -> str:
 def _cuda() -> list[Check]:
     """Check the CUDA library and, if it is there, the parts that depend on it."""
     found = _checked("CUDA library", lambda: _library("cuda"), broken=None)
-    return [found, *_cuda_devices(), _nccl()] if found.ok else [found]
+    return [found, *_cuda_devices()] if found.ok else [found]
 
 
 def _checked(name: str, look: Callable[[], str], broken: bool | None = False) -> Check:
@@ -185,10 +185,3 @@ def _cuda_device(index: int) -> Check:
     except BnexportError as error:
         return Check(name, f"torch's own operations: {error}", None)
     return Check(name, f"{cuda.device_name(index)}: our kernels, {ways}; groups by split", True)
-
-
-def _nccl() -> Check:
-    try:
-        return Check("NCCL", nccl.version(), True)
-    except BnexportError as error:
-        return Check("NCCL", f"groups of GPUs go through the host: {error}", None)

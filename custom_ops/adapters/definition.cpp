@@ -18,9 +18,11 @@ ort::ElementType element_type(char kind, int32_t dtype) {
 
 }  // namespace
 
-std::unique_ptr<Definition> define(const schema::Operator& op, int32_t dtype, const char* provider, MakeKernel* make) {
+std::unique_ptr<Definition> define(ort::Api api, const schema::Operator& op, int32_t dtype, const char* provider,
+                                   MakeKernel* make) {
   auto d = std::make_unique<Definition>();
   std::memset(static_cast<ort::CustomOp*>(d.get()), 0, sizeof(ort::CustomOp));
+  d->api = api;
   d->op = &op;
   d->dtype = dtype;
   d->provider = provider;

@@ -15,14 +15,17 @@ Kernel* make(Node node) {
   return new Made(std::move(node));
 }
 
+// `api`: the table of the ONNX Runtime that it is registered with; a process may have two.
 struct Definition : ort::CustomOp {
+  ort::Api api;
   const schema::Operator* op;
   int32_t dtype;
   const char* provider;
   MakeKernel* make;
 };
 
-std::unique_ptr<Definition> define(const schema::Operator& op, int32_t dtype, const char* provider, MakeKernel* make);
+std::unique_ptr<Definition> define(ort::Api api, const schema::Operator& op, int32_t dtype, const char* provider,
+                                   MakeKernel* make);
 
 // The functions of OrtCustomOp, for kernels of ours.
 ort::Status* create_kernel(ort::Api api, const ort::KernelInfo* info, const schema::Operator& op, int32_t dtype,

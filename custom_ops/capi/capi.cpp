@@ -23,16 +23,6 @@ void validate_for_cpu(const Params* params, bool row_only) {
   require_range("params.threads", params->threads, 1, 1024);
 }
 
-template <class Group, class AllGather>
-std::shared_ptr<const Group> make_group(const char* name, int64_t size, int64_t rank, AllGather all_gather,
-                                        void* context) {
-  require_pointer("name", name);
-  require_range("size", size, 1, 1000000);
-  require_range("rank", rank, 0, size - 1);
-  if (all_gather == nullptr) refuse("all_gather", "NULL", "a function");
-  return std::make_shared<const Group>(name, size, rank, all_gather, context);
-}
-
 }  // namespace
 
 extern "C" {
@@ -92,14 +82,12 @@ int bnexport_cpu_backward(const bnexport_backward* params, char* error, size_t c
 
 int bnexport_register_group(const char* name, int64_t size, int64_t rank, bnexport_all_gather all_gather, void* context,
                             char* error, size_t capacity) {
-  return guarded(error, capacity,
-                 [&] { comm::add_group(name, make_group<comm::Group>(name, size, rank, all_gather, context)); });
-}
-
-int bnexport_register_device_group(const char* name, int64_t size, int64_t rank, bnexport_device_all_gather all_gather,
-                                   void* context, char* error, size_t capacity) {
   return guarded(error, capacity, [&] {
-    comm::add_device_group(name, make_group<comm::DeviceGroup>(name, size, rank, all_gather, context));
+    require_pointer("name", name);
+    require_range("size", size, 1, 1000000);
+    require_range("rank", rank, 0, size - 1);
+    if (all_gather == nullptr) refuse("all_gather", "NULL", "a function");
+    comm::add_group(name, std::make_shared<const comm::Group>(name, size, rank, all_gather, context));
   });
 }
 

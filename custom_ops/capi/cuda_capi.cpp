@@ -163,20 +163,8 @@ int bnexport_cuda_set_device(int32_t device, int32_t* previous, char* error, siz
   });
 }
 
-int bnexport_cuda_mark(void* stream, void** mark, char* error, size_t capacity) {
-  return cuda_guarded(error, capacity, [&] {
-    require_pointer("mark", mark);
-    *mark = cuda::mark(stream);
-  });
-}
-
-int bnexport_cuda_passed(void* mark, int32_t wait, int32_t* passed, char* error, size_t capacity) {
-  return cuda_guarded(error, capacity, [&] {
-    require_pointer("mark", mark);
-    require_range("wait", wait, 0, 1);
-    require_pointer("passed", passed);
-    *passed = cuda::passed(mark, wait != 0) ? 1 : 0;
-  });
+int bnexport_cuda_wait(void* stream, char* error, size_t capacity) {
+  return cuda_guarded(error, capacity, [&] { cuda::wait(stream); });
 }
 
 int bnexport_cuda_prefer(int32_t strategy, int32_t cluster, char* error, size_t capacity) {

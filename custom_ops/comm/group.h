@@ -13,8 +13,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
-#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -37,13 +35,6 @@ struct Header {
   std::string node;  // its name; empty when it has none
 };
 
-// A header as numbers of a fixed count, and the comparison of those of all ranks: throws GroupError that
-// names the first difference. `numbers` holds `stride` doubles a rank, the header in front.
-constexpr int64_t kHeader = 12;
-std::vector<double> header_numbers(const Header& header, int64_t row);
-void require_agreement(const std::string& group, int64_t rank, const Header& header, int64_t row,
-                       const std::vector<double>& numbers, int64_t stride);
-
 class Group {
  public:
   Group(std::string name, int64_t size, int64_t rank, bnexport_all_gather gather, void* context)
@@ -64,37 +55,9 @@ class Group {
   void* context_;
 };
 
-// A group whose members gather on their GPUs, on the stream of the computation. Rows go as they are: the
-// members agree on the node once, through the other kind of group or an exchange of their own.
-class DeviceGroup {
- public:
-  DeviceGroup(std::string name, int64_t size, int64_t rank, bnexport_device_all_gather gather, void* context)
-      : name_(std::move(name)), size_(size), rank_(rank), gather_(gather), context_(context) {}
-
-  const std::string& name() const { return name_; }
-  int64_t size() const { return size_; }
-  int64_t rank() const { return rank_; }
-
-  // Enqueues; device pointers. Throws GroupError.
-  void gather(const double* send, double* receive, int64_t count, void* stream) const;
-  // Whether the members agreed on a node's header before: a session that one process makes again asks nobody.
-  bool has_agreed(const std::vector<double>& header) const;
-  void agree(const std::vector<double>& header) const;
-
- private:
-  std::string name_;
-  int64_t size_, rank_;
-  bnexport_device_all_gather gather_;
-  void* context_;
-  mutable std::mutex mutex_;
-  mutable std::set<std::vector<double>> agreed_;
-};
-
-// The registry. find returns null when the name is unknown; remove forgets both kinds.
+// The registry. find returns null when the name is unknown.
 void add_group(const std::string& name, std::shared_ptr<const Group> group);
-void add_device_group(const std::string& name, std::shared_ptr<const DeviceGroup> group);
 bool remove_group(const std::string& name);
 std::shared_ptr<const Group> find_group(const std::string& name);
-std::shared_ptr<const DeviceGroup> find_device_group(const std::string& name);
 
 }  // namespace bnexport::comm

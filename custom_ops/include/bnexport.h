@@ -117,16 +117,7 @@ typedef int (*bnexport_all_gather)(void* context, const double* send, double* re
 /* Registers `name`, replacing what was registered under it. 1 <= size, 0 <= rank < size. */
 BNEXPORT_API int bnexport_register_group(const char* name, int64_t size, int64_t rank, bnexport_all_gather all_gather,
                                          void* context, char* error, size_t capacity);
-/* The same between GPUs, for the operators of the CUDA provider: `send` and `receive` are device
- * pointers, and the gather is enqueued on `stream` (a cudaStream_t); it must not wait for the device.
- * A group may have both. Where it has none of this kind, CUDA operators copy their rows to the host and
- * use the other. */
-typedef int (*bnexport_device_all_gather)(void* context, const double* send, double* receive, int64_t count,
-                                          void* stream, char* error, size_t capacity);
-BNEXPORT_API int bnexport_register_device_group(const char* name, int64_t size, int64_t rank,
-                                                bnexport_device_all_gather all_gather, void* context, char* error,
-                                                size_t capacity);
-/* Forgets the group, both kinds of it. A run in progress keeps using it; do not free `context` before it has ended. */
+/* Forgets the group. A run in progress keeps using it; do not free `context` before it has ended. */
 BNEXPORT_API int bnexport_unregister_group(const char* name, char* error, size_t capacity);
 
 /* The operators of this library as JSON: names, domains, types, inputs, outputs, attributes. */

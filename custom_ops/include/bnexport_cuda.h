@@ -39,14 +39,12 @@ BNEXPORT_API int bnexport_cuda_device_count(void);
 /* 0 when the kernels can run on a device; else an error with the reason: no such device, or no code for it in
  * this library. */
 BNEXPORT_API int bnexport_cuda_check_device(int32_t device, char* error, size_t capacity);
-/* Makes `device` this thread's current one; `previous` receives the one before. */
+/* Makes `device` this thread's current one; `previous` receives the one before, or -1 where nobody uses that one: to
+ * make it current again would take some 500 MB of its memory. */
 BNEXPORT_API int bnexport_cuda_set_device(int32_t device, int32_t* previous, char* error, size_t capacity);
 
-/* A mark behind what is on a stream, for memory that must outlive it. NULL where the stream is being captured:
- * the work then runs at each replay. bnexport_cuda_passed frees a mark that the stream has passed; `wait` 1 waits
- * for it. */
-BNEXPORT_API int bnexport_cuda_mark(void* stream, void** mark, char* error, size_t capacity);
-BNEXPORT_API int bnexport_cuda_passed(void* mark, int32_t wait, int32_t* passed, char* error, size_t capacity);
+/* Returns when the stream has done what is on it. */
+BNEXPORT_API int bnexport_cuda_wait(void* stream, char* error, size_t capacity);
 
 /* The size serves both the moments and the call that follows. */
 BNEXPORT_API int bnexport_cuda_forward_workspace(const bnexport_forward* params, size_t* bytes, char* error,

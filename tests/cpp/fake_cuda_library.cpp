@@ -2,12 +2,11 @@
 //
 // Without a stream, work runs at once; on a FakeQueue it runs when the test says so, in two steps: one that uses
 // the workspace, one that relies on it. Every call checks that the stream's device is the current one. A count
-// of the bytes that were copied to the host tells who waits for the device.
+// tells who waits for the device.
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <utility>
 #include <vector>
 
 #include "../../custom_ops/kernels/common/statistics.h"
@@ -16,9 +15,10 @@
 
 namespace {
 
-std::atomic<size_t> bytes_to_host{0};
+std::atomic<int64_t> waits{0};
 std::atomic<int64_t> next_token{1};
 thread_local int32_t current_device = 0;
+thread_local bool is_first_used = false;  // device 0, which is current first
 constexpr size_t kWorkspace = 1000;
 
 int fail(const char* what, char* error, size_t capacity) {
@@ -114,8 +114,9 @@ int run_backward(bnexport_backward p, const Run& run) {
 
 extern "C" {
 
-BNEXPORT_API size_t fake_cuda_bytes_to_host() { return bytes_to_host; }
+BNEXPORT_API int64_t fake_cuda_waits() { return waits; }
 BNEXPORT_API int32_t fake_cuda_current_device() { return current_device; }
+BNEXPORT_API void fake_cuda_use_first(bool used) { is_first_used = used; }
 
 uint32_t bnexport_cuda_abi_version(void) { return BNEXPORT_CUDA_ABI_VERSION; }
 const char* bnexport_cuda_version(void) { return BNEXPORT_VERSION; }
@@ -123,24 +124,14 @@ int bnexport_cuda_device_count(void) { return 2; }
 int bnexport_cuda_check_device(int32_t, char*, size_t) { return 0; }
 int bnexport_cuda_set_device(int32_t device, int32_t* previous, char* error, size_t capacity) {
   if (device < 0 || device > 1) return fail("no such device", error, capacity);
-  *previous = current_device;
+  *previous = current_device == 0 && !is_first_used ? -1 : current_device;
   current_device = device;
   return 0;
 }
-int bnexport_cuda_mark(void* stream, void** mark, char* error, size_t capacity) {
+int bnexport_cuda_wait(void* stream, char* error, size_t capacity) {
   if (const char* const wrong = wrong_place(stream)) return fail(wrong, error, capacity);
-  auto* const queue = static_cast<FakeQueue*>(stream);
-  *mark = nullptr;
-  if (queue != nullptr && queue->capturing) return 0;
-  *mark = new std::pair<FakeQueue*, int64_t>(queue, queue == nullptr ? 0 : queue->enqueued);
-  return 0;
-}
-int bnexport_cuda_passed(void* mark, int32_t wait, int32_t* passed, char*, size_t) {
-  auto* const made = static_cast<std::pair<FakeQueue*, int64_t>*>(mark);
-  if (made->first != nullptr && made->first->capturing) std::abort();  // it would end the capture
-  if (made->first != nullptr && wait != 0) made->first->finish();
-  *passed = made->first == nullptr || made->first->done >= made->second ? 1 : 0;
-  if (*passed != 0) delete made;
+  waits += 1;
+  if (stream != nullptr) static_cast<FakeQueue*>(stream)->finish();
   return 0;
 }
 int bnexport_cuda_prefer(int32_t, int32_t, char*, size_t) { return 0; }
@@ -193,10 +184,8 @@ int bnexport_cuda_backward(const bnexport_backward* params, void* workspace, siz
       },
       [=] { spoil_data(p.dx, p.dtype, p.N * p.C * p.S); });
 }
-int bnexport_cuda_copy(void* to, const void* from, size_t bytes, int32_t to_host, void* stream, char* error,
-                       size_t capacity) {
+int bnexport_cuda_copy(void* to, const void* from, size_t bytes, int32_t, void* stream, char* error, size_t capacity) {
   if (const char* const wrong = wrong_place(stream)) return fail(wrong, error, capacity);
-  if (to_host != 0) bytes_to_host += bytes;
   if (stream != nullptr) static_cast<FakeQueue*>(stream)->finish();
   std::memcpy(to, from, bytes);
   return 0;

@@ -10,13 +10,10 @@ struct FakeQueue {
   int device = 0;
   std::mutex mutex;
   std::deque<std::function<void()>> work;
-  int64_t enqueued = 0, done = 0;
-  bool capturing = false;  // into a CUDA graph: no event may be queried
 
   void push(std::function<void()> step) {
     const std::scoped_lock lock(mutex);
     work.push_back(std::move(step));
-    ++enqueued;
   }
   // False when there is nothing to do.
   bool step() {
@@ -28,8 +25,6 @@ struct FakeQueue {
       work.pop_front();
     }
     next();
-    const std::scoped_lock lock(mutex);
-    ++done;
     return true;
   }
   void finish() {

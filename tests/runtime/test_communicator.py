@@ -161,3 +161,22 @@ def test_without_torch_distributed():
         communicator.register_group("world")
     with pytest.raises(GroupError, match="unregister_group"):
         communicator.unregister_group("world")
+
+
+def _register_without_a_cpu_backend(group) -> str:
+    from unittest import mock
+
+    from bnexport.sync_bn import distributed
+
+    with mock.patch.object(distributed, "backend_of", lambda name, device: None if device == "cpu" else "nccl"):
+        try:
+            communicator.register_group("on-gpus", group)
+        except GroupError as error:
+            return str(error)
+    return "registered"
+
+
+def test_a_group_without_a_backend_for_cpu_tensors_is_refused(cluster):
+    (message,) = cluster.run(1, _register_without_a_cpu_backend)
+    assert message.startswith("register_group('on-gpus'): got a group without a backend for CPU tensors, expected one")
+    assert "cpu:gloo,cuda:nccl" in message

@@ -54,11 +54,6 @@ class Group:
         self._name = distributed.name_of(process_group)
         group = distributed.resolve(self._name)
         self.size, self.rank = group.size(), group.rank()
-        if distributed.backend_of(self._name, "cpu") is None:
-            raise GroupError(
-                f"group: got {self._name!r} without a backend for CPU tensors, expected one; make it with gloo, or "
-                '"cpu:gloo,cuda:nccl"'
-            )
         # Nodes find the group under its public name.
         known = distributed.published_name(self._name)
         self.public_name = known or f"training.{self._name}"
@@ -74,12 +69,6 @@ class Group:
         from bnexport.sync_bn import distributed
 
         return distributed.all_gather(torch.tensor(row, dtype=torch.float64), self._name).numpy()
-
-    def check(self) -> None:
-        """Raise GroupError if a collective between GPUs has failed."""
-        from bnexport.runtime.communicator import check_group
-
-        check_group(self.public_name)
 
     def add_up(self, buffer: Array) -> None:
         """Sum a flat array over the ranks, in place; every rank gets the same bits. Raises GroupError."""
@@ -201,7 +190,6 @@ class Parallel:
                     f"the step failed on rank {self._group.rank}: {' '.join(str(error).split())}"
                 ) from error
             raise
-        self._group.check()
         if rows == 0:
             for buffer in self._sums.buffers.values():
                 buffer[:] = 0

@@ -19,39 +19,17 @@ CudaKernel<Binding>::Place::Place(const CudaKernel& kernel, const Run& run) : ke
 
 template <class Binding>
 CudaKernel<Binding>::Place::~Place() {
-  if (previous_ != device_) kernel_.cuda_.set_device(previous_, &device_, nullptr, 0);
+  if (previous_ >= 0 && previous_ != device_) kernel_.cuda_.set_device(previous_, &device_, nullptr, 0);
 }
 
 template <class Binding>
-void CudaKernel<Binding>::exchange(const comm::Header& header, const double* row, double* gathered, double* scratch,
+void CudaKernel<Binding>::exchange(const comm::Header& header, const double* row, double* gathered,
                                    void* stream) const {
-  const int64_t count = 2 * header.channels + 1, size = header.group_size;
-  const auto to_host = [&](std::vector<double>& to, const double* from) {
-    call(cuda_.copy, to.data(), from, to.size() * sizeof(double), 1, stream);
-  };
-  const auto to_device = [&](double* to, const std::vector<double>& from) {
-    call(cuda_.copy, to, from.data(), from.size() * sizeof(double), 0, stream);
-  };
-  const std::shared_ptr<const comm::DeviceGroup> device = comm::find_device_group(node_.settings["group"].text);
-  if (device == nullptr) {
-    const std::shared_ptr<const comm::Group> members = group();
-    std::vector<double> mine(static_cast<size_t>(count));
-    to_host(mine, row);
-    to_device(gathered, members->exchange(header, mine));
-    return;
-  }
-  require_size(device->size());
-  const std::vector<double> mine = comm::header_numbers(header, count);
-  if (!device->has_agreed(mine)) {
-    // scratch holds this rank's header, then everybody's.
-    std::vector<double> all(static_cast<size_t>(size * comm::kHeader));
-    to_device(scratch, mine);
-    device->gather(scratch, scratch + comm::kHeader, comm::kHeader, stream);
-    to_host(all, scratch + comm::kHeader);
-    comm::require_agreement(device->name(), device->rank(), header, count, all, comm::kHeader);
-    device->agree(mine);
-  }
-  device->gather(row, gathered, count, stream);
+  const std::shared_ptr<const comm::Group> members = group();
+  std::vector<double> mine(static_cast<size_t>(2 * header.channels + 1));
+  call(cuda_.copy, mine.data(), row, mine.size() * sizeof(double), 1, stream);
+  const std::vector<double> rows = members->exchange(header, mine);
+  call(cuda_.copy, gathered, rows.data(), rows.size() * sizeof(double), 0, stream);
 }
 
 template <class Binding>
@@ -59,7 +37,7 @@ void CudaKernel<Binding>::compute(const Run& run) const {
   constexpr bool forward = std::is_same_v<Binding, ForwardBinding>;
   Binding bound(run);
   auto& params = bound.params;
-  const int64_t row_size = 2 * params.C + 1, size = params.group_size, headers = comm::kHeader * (size + 1);
+  const int64_t row_size = 2 * params.C + 1, size = params.group_size;
   const Place place(*this, run);
   void* const stream = place.stream;
 
@@ -69,8 +47,7 @@ void CudaKernel<Binding>::compute(const Run& run) const {
   } else {
     call(cuda_.backward_workspace, &params, &workspace);
   }
-  const int64_t doubles = bound.exchanges ? row_size * (size + 1) + headers : 0;
-  Scratch scratch(run, place.memory, stream, tags_scratch_, workspace, doubles, kept_);
+  Scratch scratch(run, cuda_, place.memory, stream, workspace, bound.exchanges ? row_size * (size + 1) : 0);
   params.saved_mean = static_cast<decltype(params.saved_mean)>(bound.saved_mean);
   params.saved_invstd = static_cast<decltype(params.saved_invstd)>(bound.saved_invstd);
   params.saved_as_statistics = 1;
@@ -83,7 +60,7 @@ void CudaKernel<Binding>::compute(const Run& run) const {
       call(cuda_.backward_moments, &params, row, scratch.workspace(), workspace, stream);
       params.local_moments = row;
     }
-    exchange(header(params), row, gathered, scratch.take(headers), stream);
+    exchange(header(params), row, gathered, stream);
     params.gathered = gathered;
   }
   if constexpr (forward) {

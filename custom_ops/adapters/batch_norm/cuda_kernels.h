@@ -3,7 +3,6 @@
 
 #include "cuda_library.h"
 #include "kernels.h"
-#include "scratch.h"
 
 namespace bnexport::adapters {
 
@@ -11,9 +10,7 @@ namespace bnexport::adapters {
 template <class Binding>
 class CudaKernel final : public BatchNormKernel {
  public:
-  // `tags_scratch`: the API has ContextScratch.
-  CudaKernel(Node node, bool tags_scratch)
-      : BatchNormKernel(std::move(node)), cuda_(*cuda_library()), tags_scratch_(tags_scratch), kept_(api(), cuda_) {}
+  explicit CudaKernel(Node node) : BatchNormKernel(std::move(node)), cuda_(*cuda_library()) {}
   void compute(const Run& run) const override;
 
  private:
@@ -33,10 +30,8 @@ class CudaKernel final : public BatchNormKernel {
     const CudaKernel& kernel_;
     int device_ = 0, previous_ = 0;
   };
-  // Rows of all processes from this process's, both on the device. Over the device's group where one is
-  // registered (the host only waits in a node's first run, to compare what the processes are running),
-  // else through the host.
-  void exchange(const comm::Header& header, const double* row, double* gathered, double* scratch, void* stream) const;
+  // Rows of all processes from this process's, both on the device, through the host.
+  void exchange(const comm::Header& header, const double* row, double* gathered, void* stream) const;
   // Calls the CUDA library. Throws NodeError with the message when it fails.
   template <class... Parameters, class... Arguments>
   void call(int (*function)(Parameters...), Arguments... arguments) const {
@@ -45,8 +40,6 @@ class CudaKernel final : public BatchNormKernel {
   }
 
   const CudaLibrary& cuda_;
-  const bool tags_scratch_;
-  mutable Kept kept_;
 };
 
 }  // namespace bnexport::adapters

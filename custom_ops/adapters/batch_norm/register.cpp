@@ -32,11 +32,6 @@ constexpr const char* kCudaProvider = "CUDAExecutionProvider";
 constexpr bool kRegistersCpu = true;
 #endif
 
-template <class Binding, bool tags_scratch>
-Kernel* make_cuda(Node node) {
-  return new CudaKernel<Binding>(std::move(node), tags_scratch);
-}
-
 std::atomic<const TrainingKernels*> lent{nullptr};
 
 ort::Status* create_lent(const ort::CustomOp* op, ort::Api api, const ort::KernelInfo* info, void** kernel) {
@@ -53,21 +48,16 @@ ort::Status* create_lent(const ort::CustomOp* op, ort::Api api, const ort::Kerne
   });
 }
 
-// The output's shape is the input's. Only that output is sure to exist, and ONNX Runtime up to 1.27
-// aborts when the shape of one that does not is set; so the gradient infers nothing.
-ort::Status* infer_shapes(const ort::CustomOp*, ort::ShapeContext* context);
-
 struct Registration {
   ort::Api api = nullptr;
   std::vector<std::unique_ptr<Definition>> definitions;
   std::vector<std::pair<std::string, ort::CustomOpDomain*>> domains;
 };
 
-// ShapeContext calls come without an api; all registrations of a process share this one.
-ort::Api shape_api = nullptr;
-
-ort::Status* infer_shapes(const ort::CustomOp*, ort::ShapeContext* context) {
-  const ort::Api api = shape_api;
+// The output's shape is the input's. Only that output is sure to exist, and ONNX Runtime up to 1.27
+// aborts when the shape of one that does not is set; so the gradient infers nothing.
+ort::Status* infer_shapes(const ort::CustomOp* op, ort::ShapeContext* context) {
+  const ort::Api api = static_cast<const Definition*>(op)->api;
   return guarded(api, [&] {
     ort::TensorInfo* info = nullptr;
     if (ort::Status* status = ort::ShapeInput::call(api, context, 0, &info)) {
@@ -116,29 +106,29 @@ const Registration& registration(ort::Api api, const char* version) {
   }
   auto created = std::make_unique<Registration>();
   created->api = api;
-  shape_api = api;
   // Up to 1.23.2 a node with an empty input in the middle crashes as soon as shapes are inferred.
   const bool shapes = is_at_least(version, 1, 24);
-  const bool tags = is_at_least(version, 1, ort::kScratchApiVersion);
-  MakeKernel* const cuda_forward = tags ? make_cuda<ForwardBinding, true> : make_cuda<ForwardBinding, false>;
-  MakeKernel* const cuda_backward = tags ? make_cuda<BackwardBinding, true> : make_cuda<BackwardBinding, false>;
+  // Scratch memory that belongs to a stream.
+  const bool has_cuda = is_at_least(version, 1, ort::kScratchApiVersion) && cuda_library() != nullptr;
   std::vector<const ort::CustomOp*> batch_norm, training;
   const auto add = [&](std::vector<const ort::CustomOp*>& group, std::unique_ptr<Definition> d) {
     group.push_back(d.get());
     created->definitions.push_back(std::move(d));
   };
   for (const bool cuda : {false, true}) {
-    if (cuda ? cuda_library() == nullptr : !kRegistersCpu) continue;
+    if (cuda ? !has_cuda : !kRegistersCpu) continue;
     for (int32_t dtype = 0; dtype < static_cast<int32_t>(schema::kForward.types.size); ++dtype) {
       const char* const provider = cuda ? kCudaProvider : kCpuProvider;
-      auto forward = define(schema::kForward, dtype, provider, cuda ? cuda_forward : make<ForwardKernel>);
+      auto forward =
+          define(api, schema::kForward, dtype, provider, cuda ? make<CudaKernel<ForwardBinding>> : make<ForwardKernel>);
       forward->infer_shapes = shapes ? infer_shapes : nullptr;
       add(batch_norm, std::move(forward));
-      add(batch_norm, define(schema::kBackward, dtype, provider, cuda ? cuda_backward : make<BackwardKernel>));
+      add(batch_norm, define(api, schema::kBackward, dtype, provider,
+                             cuda ? make<CudaKernel<BackwardBinding>> : make<BackwardKernel>));
     }
   }
   for (const schema::Operator& op : schema::kTrainingOperators) {
-    auto declared = define(op, BNEXPORT_FLOAT32, kCpuProvider, nullptr);
+    auto declared = define(api, op, BNEXPORT_FLOAT32, kCpuProvider, nullptr);
     declared->create_kernel_v2 = create_lent;
     declared->compute_v2 = [](void* kernel, ort::KernelContext* context) {
       return lent.load()->compute(kernel, context);

@@ -1,6 +1,8 @@
 // All that needs the CUDA runtime: the launcher, the device's properties, and with them the kernels.
 #include "kernels.h"
 
+#include <dlfcn.h>
+
 #include <array>
 #include <memory>
 #include <mutex>
@@ -25,6 +27,20 @@ int current_device() {
   check(cudaGetDevice(&device), "the current device");
   if (device >= kMostDevices) throw CudaError("CUDA: more than 64 devices");
   return device;
+}
+
+// Whether something in this process uses the device; to make one current that nothing uses would create a context. Only
+// the driver tells, whose library the runtime has loaded.
+bool has_context(int device) {
+  using GetState = int (*)(int device, unsigned* flags, int* active);
+  void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  const auto get_state =
+      driver == nullptr ? nullptr : reinterpret_cast<GetState>(dlsym(driver, "cuDevicePrimaryCtxGetState"));
+  unsigned flags = 0;
+  int active = 1;
+  const bool is_told = get_state != nullptr && get_state(device, &flags, &active) == 0;
+  if (driver != nullptr) dlclose(driver);
+  return !is_told || active != 0;
 }
 
 struct Configuration {
@@ -141,7 +157,7 @@ void check_device(int device) {
   const cudaError_t code = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(forward_channels));
   cudaDeviceProp properties{};
   const bool named = cudaGetDeviceProperties(&properties, device) == cudaSuccess;
-  set_device(previous);
+  if (previous >= 0) set_device(previous);
   if (code != cudaSuccess) {
     cudaGetLastError();
     const std::string name = named ? std::string(properties.name) + ", compute capability " +
@@ -159,35 +175,13 @@ void check_device(int device) {
 
 int set_device(int device) {
   const int previous = current_device();
-  if (previous != device) check(cudaSetDevice(device), "cudaSetDevice");
-  return previous;
+  if (previous == device) return previous;
+  const bool is_used = has_context(previous);
+  check(cudaSetDevice(device), "cudaSetDevice");
+  return is_used ? previous : -1;
 }
 
-void* mark(void* stream) {
-  auto* const queue = static_cast<cudaStream_t>(stream);
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(queue, &capture), "cudaStreamIsCapturing");
-  if (capture != cudaStreamCaptureStatusNone) return nullptr;
-  cudaEvent_t event = nullptr;
-  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-  if (const cudaError_t code = cudaEventRecord(event, queue); code != cudaSuccess) {
-    cudaEventDestroy(event);
-    check(code, "cudaEventRecord");
-  }
-  return event;
-}
-
-bool passed(void* mark, bool wait) {
-  auto* const event = static_cast<cudaEvent_t>(mark);
-  const cudaError_t code = wait ? cudaEventSynchronize(event) : cudaEventQuery(event);
-  if (code == cudaErrorNotReady) {
-    cudaGetLastError();
-    return false;
-  }
-  cudaEventDestroy(event);
-  check(code, "cudaEventQuery");
-  return true;
-}
+void wait(void* stream) { check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "cudaStreamSynchronize"); }
 
 const DeviceProperties& device_properties() {
   static std::mutex mutex;

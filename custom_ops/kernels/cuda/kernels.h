@@ -29,7 +29,7 @@ int runtime_version();
 int device_count();
 // Throws CudaError when the kernels cannot run on the device; asked once for each.
 void check_device(int device);
-// Returns the device that was current before.
+// Returns the device that was current before; -1 where that one has no context.
 int set_device(int device);
 // Of the current device; asked once for each.
 const DeviceProperties& device_properties();
@@ -45,9 +45,7 @@ void forward(const bnexport_forward& params, const LaunchPlan& plan, const Workp
 void backward_moments(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where, double* row);
 void backward(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where);
 
-// A mark on a stream; null where it is being captured. passed() frees one that it answers true for.
-void* mark(void* stream);
-bool passed(void* mark, bool wait);
+void wait(void* stream);
 // Between host and device; returns when the host's memory may be used.
 void copy_and_wait(void* to, const void* from, size_t bytes, bool to_host, void* stream);
 
