@@ -23,6 +23,7 @@ from bnexport.folding.selection import as_names, check_selection
 from bnexport.folding.steps import Folding
 from bnexport.graph.mixed_types import insert_casts
 from bnexport.graph.refusal import Refused
+from bnexport.graph.shapes import Shapes
 from bnexport.model_io import ModelSource, Staged, check_space, to_proto, write
 from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.read import Source, open_source
@@ -248,7 +249,7 @@ def _transform(opened: ModelSource, before: Counts, options: Options, *, keep_re
         count(model),
         folding.meaning_changed,
         source=opened.path,
-        notes=opened.notes,
+        notes=(*opened.notes, *folding.notes),
         inlined=folding.inlined,
     )
     return _Transformed(model, folding, tuple(references), unfolded, report, model)
@@ -261,7 +262,14 @@ def _simplified(done: _Transformed, *, keep_references: bool) -> _Transformed:
     except ImportError as error:
         raise extras.missing("onnxscript", "simplify=True") from error
     folded = done.model.clone() if keep_references else done.model
+    # What a file declares for its outputs is its interface; simplification evaluates what it believes to be constant.
+    declared = [output.shape for output in done.model.graph.outputs]
+    for output in done.model.graph.outputs:
+        output.shape = None
+    Shapes(done.model).confirm()
     simplify(done.model)
+    for output, shape in zip(done.model.graph.outputs, declared, strict=True):
+        output.shape = shape
     return dataclasses.replace(done, folded=folded, report=dataclasses.replace(done.report, after=count(done.model)))
 
 

@@ -92,6 +92,11 @@ class BatchNormFolder(ir.passes.InPlacePass):
         if folding.converted:
             insert_casts(model)
         report = FoldReport(
-            tuple(folding.sites), before, count(model), folding.meaning_changed, inlined=folding.inlined
+            tuple(folding.sites),
+            before,
+            count(model),
+            folding.meaning_changed,
+            notes=folding.notes,
+            inlined=folding.inlined,
         )
         return FolderResult(model, report.changed, report)

@@ -54,6 +54,7 @@ class Folding:
         self.options = options
         self.sites: list[SiteReport] = []
         self.inlined = False
+        self.notes: tuple[str, ...] = ()
         self._conversions: dict[ir.Node, Conversion] = {}
         self._rules = by_operator(options.rules)
         self._labels: dict[ir.Node, str] = {}
@@ -112,7 +113,8 @@ class Folding:
         total = sum(is_standard(node, "BatchNormalization") for node in order)
         stages.report("folding", 0, total)
         kind = functools.partial(Context, options=self.options)
-        for scope in scopes(self.model, self._surgery, kind):
+        every = scopes(self.model, self._surgery, kind)
+        for scope in every:
             if is_wanted(self.options) and 1 <= scope.context.opset <= NEWEST_OPSET:
                 for position, report in branches.merge(scope, order):
                     entries.append((position, report, None))
@@ -139,6 +141,7 @@ class Folding:
                     break
             write_parameters(scope.context)
         self._surgery.sweep()
+        self.notes = every[0].context.drop_stale_shapes()
         self.sites += [report for _, report, _ in sorted(entries, key=lambda entry: entry[0])]
         self.sites = [dataclasses.replace(site, modules=self._paths(site)) for site in self.sites]
 

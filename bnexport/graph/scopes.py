@@ -37,6 +37,9 @@ class GraphContext:
     def same_shape(self, new: ir.Value, old: ir.Value) -> None:
         self._shapes.same(new, old)
 
+    def drop_stale_shapes(self) -> tuple[str, ...]:
+        return self._shapes.drop_stale()
+
     def dtype(self, value: ir.Value) -> ir.DataType | None:
         return self._shapes.dtype(value)
 

@@ -109,8 +109,6 @@ def find_frame(terms: list[Term], context: Context) -> Frame | None:
 def find_channels(base: ir.Value, terms: list[Term], frame: Frame, context: Context) -> int:
     """Return the channels of the base, as its type and everything that reads it say."""
     known: set[int | None] = set()
-    if base.shape is not None and frame.axis < len(base.shape):
-        known.add(context.size(base, frame.axis))
     for term in terms:
         for node in _readers(term):
             if node.op_type == "Conv":
@@ -122,7 +120,7 @@ def find_channels(base: ir.Value, terms: list[Term], frame: Frame, context: Cont
                 known.add(weight.shape[-1 if transposed else 0])
             elif node.op_type == "BatchNormalization" and frame.axis == 1:
                 known.add(context.constants.describe(input_at(node, 1), "scale").shape[0])
-    # What the file does not declare is inferred for all its values at once: only where nothing else tells.
+    # Inference looks at all values at once: only where nothing else tells.
     sizes = {size for size in known if size is not None} or {size for size in [context.size(base, frame.axis)] if size}
     if len(sizes) != 1:
         text = " and ".join(map(str, sorted(sizes))) or "not known"
