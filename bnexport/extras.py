@@ -11,14 +11,12 @@ EXTRAS = {
     "cpu": ("onnxruntime",),
     "gpu": ("onnxruntime-gpu",),
     "plot": ("matplotlib",),
-    "images": ("pillow",),
 }
 PURPOSES = {
     "torch": "modules, export and training steps",
     "cpu": "running models",
     "gpu": "running models on NVIDIA GPUs",
     "plot": "charts",
-    "images": "training on folders of images",
 }
 _ADVICE = {
     "torch": "pip install torch onnxscript safetensors (extra [torch]), torch in the build for your device",

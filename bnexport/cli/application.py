@@ -19,7 +19,6 @@ from bnexport.cli import (  # noqa: F401 - each registers its commands
     models,
     recalibrate,
     run,
-    train,
     train_export,
 )
 from bnexport.cli.common import app

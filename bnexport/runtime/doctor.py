@@ -17,7 +17,7 @@ __all__ = ["Check", "examine"]
 
 # Distributions that hold onnxruntime. They share one folder: of two, each overwrites files of the other.
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-rocm")
-_MODULES = {"onnx-ir": "onnx_ir", "onnxruntime-gpu": "onnxruntime", "pillow": "PIL"}
+_MODULES = {"onnx-ir": "onnx_ir", "onnxruntime-gpu": "onnxruntime"}
 
 
 @dataclasses.dataclass(frozen=True)

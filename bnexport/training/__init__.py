@@ -16,6 +16,5 @@ session       TrainingSession: NumPy and ONNX Runtime, no torch
 state         the session's tensors, in two sets of memory
 single_process, parallel, parallel_graph
               the steps of one process, and of a group: gradients, their sum, the update
-data, trainer epochs over NumPy files, with checkpoints
 examples      losses by name, and example targets
 """

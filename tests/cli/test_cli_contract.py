@@ -57,11 +57,6 @@ CALLS["train-export"] = (
     ["s.onnx", "verification passed"],
     "inputs",
 )
-CALLS["train"] = (
-    ["{folder}/step.onnx", "--data", "{folder}/rows.npz", "--batch-size", "4"],
-    ["epoch 1 of 1: loss"],
-    "epochs",
-)
 COMMANDS = sorted(command.name or command.callback.__name__ for command in app.registered_commands)
 
 
@@ -151,7 +146,6 @@ FIRST = {
     "bench": ["a.onnx"],
     "export": ["a:b", "c.onnx", "--input", "x:1"],
     "train-export": ["a:b", "c.onnx", "--input", "x:1"],
-    "train": ["a.onnx", "--data", "b.npz"],
 }
 
 
@@ -165,7 +159,7 @@ def test_options_have_one_name(command, capfd):
         assert "--seed INT" in out
     if command == "recalibrate":
         assert "-i, --input NAME:FILE.npy|FOLDER" in out
-    elif command not in ("doctor", "inspect", "train"):
+    elif command not in ("doctor", "inspect"):
         assert re.search(r"-i, --input NAME:\d+,3,224,224\|NAME:FILE.npy", out)
     if command in ("fold", "verify"):
         assert "--atol FLOAT" in out and "--rtol FLOAT" in out

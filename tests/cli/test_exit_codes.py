@@ -6,7 +6,6 @@ import re
 import signal
 from pathlib import Path
 
-import numpy as np
 import onnx
 import pytest
 
@@ -52,20 +51,17 @@ CASES = [
     (0, ["inspect", "kept.onnx"], None),
     (0, ["fold", "plain.onnx", "new.onnx"], None),
     (1, ["verify", "kept.onnx", "other.onnx"], None),
-    (1, ["train", "step.onnx", "--data", "infinite.npz"], None),
     (2, ["inspect", "gone.onnx"], None),
     (2, ["fold", "gone.onnx", "new.onnx"], None),
     (2, ["verify", "kept.onnx", "gone.onnx"], None),
     (2, ["run", "gone.onnx"], None),
     (2, ["bench", "gone.onnx"], None),
-    (2, ["train", "gone.onnx", "--data", "rows.npz"], None),
     (2, [*EXPORT, "--checkpoint", "gone.pth"], None),
     (2, ["fold", "kept.onnx", "gone/new.onnx"], None),
     (2, ["frobnicate"], None),
     (3, ["fold", "text.onnx", "new.onnx"], None),
     (4, ["fold", "kept.onnx", "new.onnx"], full_disk),
     (4, EXPORT, full_disk),
-    (4, ["train", "step.onnx", "--data", "rows.npz", "--save", "new.safetensors"], full_disk),
     (4, EXPORT, no_torch),
     (5, ["verify", "secret.onnx", "other_secret.onnx"], None),
     (0, ["verify", "secret.onnx", "other_secret.onnx", "--allow-not-verified"], None),
@@ -94,8 +90,6 @@ def folder(small_files, tmp_path, monkeypatch):
         opsets = [opset, onnx.helper.make_opsetid("other", 1)]
         onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / name)
     (tmp_path / "text.onnx").write_text("no model")
-    with np.load(tmp_path / "rows.npz") as rows:
-        np.savez(tmp_path / "infinite.npz", x=np.full_like(rows["x"], np.inf), target=rows["target"])
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -6,7 +6,6 @@ import signal
 import pytest
 
 from bnexport.cli import main
-from bnexport.training.running.session import TrainingSession
 from tests.support import warm
 
 
@@ -58,9 +57,6 @@ def test_closed_standard_streams(closed, small_files, tmp_path):
     assert (tmp_path / "r.json").stat().st_size
 
 
-KEPT = ["--save", "{0}/run.safetensors"]
-
-
 def interrupt(*_, **__):
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -73,27 +69,3 @@ def test_an_interrupted_fold_says_what_is_left(before, left, small_files, tmp_pa
     monkeypatch.setattr("bnexport.folding.fold", interrupt)
     assert main(["fold", str(small_files / "kept.onnx"), str(target), "--overwrite"]) == 130
     assert capfd.readouterr().err == f"error: interrupted; {target} {left}\n"
-
-
-@pytest.mark.parametrize(
-    ("options", "at", "words"),
-    [
-        (KEPT, 5, "stopped in epoch 3, after 1 steps of it; {0}/run.safetensors has all but the last 1 steps; --resume goes on"),
-        (KEPT, 4, "stopped after epoch 2; {0}/run.safetensors has it; --resume goes on"),
-        (KEPT, 0, "stopped after epoch 0; {0}/run.safetensors was not written yet"),
-        ([], 3, "stopped in epoch 2, after 1 steps of it; nothing was kept, since there is no --save"),
-    ],
-)  # fmt: skip
-def test_an_interrupted_training_says_what_it_kept(options, at, words, small_files, tmp_path, monkeypatch, capfd):
-    step, calls = TrainingSession.step, []
-
-    def interrupted_step(self, batch):
-        if len(calls) == at:
-            interrupt()
-        calls.append(None)
-        return step(self, batch)
-
-    monkeypatch.setattr(TrainingSession, "step", interrupted_step)
-    arguments = ["train", "{1}/step.onnx", "--data", "{1}/rows.npz", "--batch-size", "4", "--epochs", "5", *options]
-    assert main([argument.format(tmp_path, small_files) for argument in arguments]) == 130
-    assert capfd.readouterr().err.splitlines()[-1] == "error: " + words.format(tmp_path)

@@ -16,7 +16,6 @@ from bnexport.runtime import engine
 from bnexport.runtime.injection import import_onnxruntime
 from bnexport.training.building import contract
 from bnexport.training.building.description import (
-    ACCUMULATED,
     LEARNING_RATE,
     LOSS,
     METADATA_KEY,
@@ -25,7 +24,6 @@ from bnexport.training.building.description import (
     Kind,
 )
 from bnexport.training.running import divergence, files, values
-from bnexport.training.running.averages import PREFIX, Averages
 from bnexport.training.running.single_process import SingleProcess
 from bnexport.training.running.state import compare
 
@@ -66,8 +64,6 @@ class TrainingSession:
             of one process with the joint batch, and have the same state bits afterwards. The group's timeout
             bounds the waiting for a process that died. evaluate is each process's own.
         loss_reduction: for a group, how the loss joins the rows of a batch: "mean" or "sum".
-        ema_decay: for an exponential moving average of the weights, which each update moves by 1 - ema_decay towards
-            them (torch.optim.swa_utils.get_ema_multi_avg_fn, statistics included); read it with averaged=True.
 
     learning_rate may be set before each step. The same state and batches give the same bits. A step that
     fails leaves the state as it was. Not for several threads at a time.
@@ -88,9 +84,7 @@ class TrainingSession:
         session_options: Any = None,
         group: ProcessGroup | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",
-        ema_decay: float | None = None,
     ) -> None:
-        self._averages = None if ema_decay is None else Averages(ema_decay)
         self._paths = files.paths(path)
         self._providers = providers
         self._options = session_options
@@ -122,11 +116,6 @@ class TrainingSession:
         return self._description.inputs
 
     @property
-    def input_shapes(self) -> dict[str, tuple[int | str, ...]]:
-        """Shapes of a batch's arrays that the step reads; a name stands for any size."""
-        return {name: tuple(self._steps.inputs[name].shape) for name in self.input_names if name in self._steps.inputs}
-
-    @property
     def processes(self) -> int:
         """Number of processes that train together."""
         return self._steps.size
@@ -135,16 +124,6 @@ class TrainingSession:
     def rank(self) -> int:
         """Rank of this process, from 0."""
         return self._steps.rank
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the state, and so of a checkpoint."""
-        return sum(self._state.get(name).nbytes for name in self._state.names())
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the step's file, in hexadecimal."""
-        return files.digest(self._paths.step)
 
     @property
     def seed(self) -> int:
@@ -171,11 +150,7 @@ class TrainingSession:
         Raises DivergedError where the loss or a new weight would be NaN: it names the first node that made one.
         """
         self._require_mode("step")
-        loss = self._train(batch, weight)
-        if self._averages is not None and not (ACCUMULATED in self._description.state and self._state.get(ACCUMULATED)):
-            names = self._named(Kind.PARAMETER, Kind.BUFFER)
-            self._averages.update((name, self._state.view(name)) for name in names)
-        return loss
+        return self._train(batch, weight)
 
     def gradients(self, batch: Sequence[Array], *, weight: float | None = None) -> tuple[float, dict[str, Array]]:
         """Compute the loss on (*inputs, target) and the gradients by parameter name, of a graph with
@@ -187,19 +162,13 @@ class TrainingSession:
         self._require_mode("gradients")
         return self._train(batch, weight), self._steps.gradients()
 
-    def evaluate(self, batch: Sequence[Array], *, averaged: bool = False) -> Evaluation:
-        """Compute loss and model outputs on (*inputs, target) in eval mode, with the current state.
-
-        averaged: with the moving average of the weights, see ema_decay.
-        """
+    def evaluate(self, batch: Sequence[Array]) -> Evaluation:
+        """Compute loss and model outputs on (*inputs, target) in eval mode, with the current state."""
         onnxruntime = import_onnxruntime()
         if self._evaluation is None:
             self._evaluation = self._open(self._load(self._paths.evaluation), self._paths.evaluation)
         names = {value.name for value in self._evaluation.get_inputs()}
         given = {name: value for name, value in self._state.ort_values() if name in names}
-        for name, array in self._averaged(averaged).items():
-            if name in names:
-                given[name] = onnxruntime.OrtValue.ortvalue_from_numpy(array)
         for name, array in self._feeds(batch, self._steps.inputs).items():
             if name in names:
                 given[name] = onnxruntime.OrtValue.ortvalue_from_numpy(array)
@@ -207,19 +176,15 @@ class TrainingSession:
         loss, *outputs = (value.numpy() for value in self._evaluation.run_with_ort_values(wanted, given))
         return Evaluation(float(loss), {name: np.array(array) for name, array in zip(wanted[1:], outputs)})
 
-    def state_dict(self, *, averaged: bool = False) -> dict[str, Array]:
-        """Return copies of parameters and buffers under torch's names, as the model's state_dict has them.
-
-        averaged: their moving average, see ema_decay.
-        """
+    def state_dict(self) -> dict[str, Array]:
+        """Return copies of parameters and buffers under torch's names, as the model's state_dict has them."""
         tensors = {name: self._state.get(name) for name in self._named(Kind.PARAMETER, Kind.BUFFER)}
-        tensors |= {name: array.copy() for name, array in self._averaged(averaged).items()}
         return {**tensors, **{alias: tensors[name] for alias, name in self._description.aliases.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load parameters and buffers: NumPy arrays or objects that NumPy converts, such as torch tensors.
 
-        The optimizer's state stays; averages start anew. strict: every name must be there; else those that are missing stay.
+        The optimizer's state stays. strict: every name must be there; else those that are missing stay.
 
         Raises UsageError that lists missing and unexpected names and shapes that differ; nothing is changed.
         """
@@ -227,8 +192,6 @@ class TrainingSession:
         given = dict(state) if strict else {**expected, **state}
         arrays = compare(expected, given, "state_dict")
         self._set({name: arrays[name] for name in self._named(Kind.PARAMETER, Kind.BUFFER)})
-        if self._averages is not None:
-            self._averages.values.clear()
 
     def check(self, batch: Sequence[Array]) -> None:
         """Raise UsageError for a batch that `step` would refuse; nothing is run."""
@@ -245,14 +208,11 @@ class TrainingSession:
         return self._steps.gather(numbers)
 
     def save_checkpoint(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
-        """Write all state, the optimizer's, averages and the seed included, as one safetensors file, atomically.
+        """Write all state, the optimizer's and the seed included, as one safetensors file, atomically.
 
         metadata: further entries for the file's header. In a group the state is the same everywhere: rank 0 saves.
         """
-        state = {name: self._state.get(name) for name in self._state.names()}
-        if self._averages is not None:
-            state |= {PREFIX + name: array for name, array in self._averages.values.items()}
-        files.save_state(state, path, metadata)
+        files.save_state({name: self._state.get(name) for name in self._state.names()}, path, metadata)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Resume from a checkpoint; the following steps are bit-exact, as if training had not stopped.
@@ -261,26 +221,16 @@ class TrainingSession:
         what differs, and MalformedModelError for a file that is damaged. In a group every process loads it.
         """
         current = {name: self._state.get(name) for name in self._state.names()}
-        loaded = files.load_state(path)
-        averages = {name.removeprefix(PREFIX): loaded.pop(name) for name in list(loaded) if name.startswith(PREFIX)}
-        state = compare(current, loaded, os.fspath(path))
-        averages = compare({name: current[name] for name in averages if name in current}, averages, os.fspath(path))
-        self._set(state)
-        if self._averages is not None:
-            self._averages.values = {name: np.array(array) for name, array in averages.items()}
+        self._set(compare(current, files.load_state(path), os.fspath(path)))
 
-    def export_inference(
-        self, path: str | os.PathLike[str], *, verify: bool = True, averaged: bool = False
-    ) -> FoldResult:
+    def export_inference(self, path: str | os.PathLike[str], *, verify: bool = True) -> FoldResult:
         """Write the model with the current weights for inference: batch norms folded, compared with the unfolded.
-
-        averaged: with the moving average of the weights, see ema_decay.
 
         Raises VerificationError when the folded model differs; no file is written.
         """
         from bnexport.training.running import inference
 
-        state = {name: self._state.get(name) for name in self._state.names()} | self._averaged(averaged)
+        state = {name: self._state.get(name) for name in self._state.names()}
         return inference.export_inference(self._paths.evaluation, self._description, state, path, verify=verify)
 
     def _load(self, path: str) -> ir.Model:
@@ -314,11 +264,6 @@ class TrainingSession:
                 f"{self._paths.step}: got a graph of mode {own!r}, expected {other!r}; "
                 f"use session.{own}(), or export again with mode={other!r}"
             )
-
-    def _averaged(self, averaged: bool) -> dict[str, Array]:
-        if averaged and self._averages is None:
-            raise UsageError("averaged: got True in a session without ema_decay, expected False")
-        return self._averages.values if averaged and self._averages is not None else {}
 
     def _set(self, values: Mapping[str, Array]) -> None:
         self._state.set(values)

@@ -34,11 +34,6 @@ class State:
         """Return a copy of the current value."""
         return np.array(self._read[name].numpy())
 
-    def view(self, name: str) -> Array:
-        """Return the current value, to be read before the next step; a copy where ONNX Runtime gives no view."""
-        view: Array = self._read[name].numpy()
-        return view
-
     def new_values(self) -> Iterator[tuple[str, Array]]:
         """Yield what a step has written, before `advance`; to be read only."""
         for name, value in self._write.items():
