@@ -77,6 +77,10 @@ Providers = Annotated[
     list[str] | None,
     typer.Option("--provider", metavar="NAME", help="An execution provider, such as cuda; repeatable. Default: cpu."),
 ]
+FixedInitializers = Annotated[
+    bool,
+    typer.Option("--fixed-initializers", help="No caller overrides initializers that are inputs as well."),
+]
 Certificate = Annotated[
     bool,
     typer.Option(

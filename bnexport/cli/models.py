@@ -9,7 +9,19 @@ import typer
 
 from bnexport.cli import closing, startup
 from bnexport.cli.closing import Bench, Explain
-from bnexport.cli.common import Atol, Certificate, Html, Inputs, Json, Model, Providers, Rtol, Seed, app
+from bnexport.cli.common import (
+    Atol,
+    Certificate,
+    FixedInitializers,
+    Html,
+    Inputs,
+    Json,
+    Model,
+    Providers,
+    Rtol,
+    Seed,
+    app,
+)
 from bnexport.cli.console import complain, detail, is_verbose, say, status
 from bnexport.cli.help import NOT_VERIFIED
 from bnexport.cli.output import check_change, check_exists, check_targets, emit, table, write_whole
@@ -25,12 +37,12 @@ from bnexport.errors import UsageError, VerificationError
         "bnexport inspect model.onnx --json -",
     ),
 )
-def inspect(model: Model, json_target: Json = None) -> None:
+def inspect(model: Model, fixed_initializers: FixedInitializers = False, json_target: Json = None) -> None:
     """Lists a model's operators, batch norms, groups and sizes."""
     from bnexport import folding
 
     check_targets(json=json_target)
-    report = folding.inspect(model)
+    report = folding.inspect(model, fixed_initializers=fixed_initializers)
     kinds = [f"{count} {name}" for name, count in report.op_counts.items()]
     shown = len(kinds) if is_verbose() else 8
     if len(kinds) > shown:
@@ -151,6 +163,7 @@ def fold(
     ] = None,
     batch: Batch = 32,
     bench: Bench = False,
+    fixed_initializers: FixedInitializers = False,
     certificate: Certificate = True,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT if it exists, atomically; it may be IN.")
@@ -198,6 +211,7 @@ def fold(
             simplify=simplify,
             overwrite=overwrite,
             certificate=certificate,
+            fixed_initializers=fixed_initializers,
         )
     startup.settle()
     report = result.report
@@ -211,7 +225,7 @@ def fold(
     if simplify:
         say(f"{report.summary()}; {report.before.nodes:,} nodes before, {report.after.nodes:,} after; {target} written")
     elif not report.changed:
-        say(f"nothing to fold: {target} is the same model")
+        say(f"nothing to fold: {target} is the same model{', but for the notes' * bool(report.notes)}")
     else:
         say(f"{report.summary()}; {target} written")
     if report.meaning_changed:
@@ -297,6 +311,7 @@ def verify(
         ),
     ] = None,
     provider: Providers = None,
+    fixed_initializers: FixedInitializers = False,
     allow_not_verified: Annotated[
         bool,
         typer.Option("--allow-not-verified", help="Exit with 0 instead of 5 if the models could not be verified."),
@@ -323,6 +338,7 @@ def verify(
             providers=provider or (),
             method=_method(True, method),
             report=report,
+            fixed_initializers=fixed_initializers,
         )
     rows = [
         (

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,7 @@ def fold(
     overwrite: bool = False,
     external_data: bool | None = None,
     certificate: bool = True,
+    fixed_initializers: bool = False,
 ) -> FoldResult:
     """Fold every batch norm that can be folded; write the result to `target` if one is given.
 
@@ -100,6 +101,8 @@ def fold(
             one protobuf message cannot hold them.
         certificate: write the names of the nodes of each fold into the model's metadata (`bnexport.sites`), with which
             `verify` proves each fold without the report. Not where nothing was folded.
+        fixed_initializers: no caller overrides initializers that are inputs as well, as PyTorch up to 1.2 and MXNet wrote
+            them (IR version 4 and up): they are constants, and no inputs of the result.
 
     Warns:
         NotVerifiedWarning: `target` was written, and nothing could verify it.
@@ -147,7 +150,8 @@ def fold(
         from bnexport.verification.isolated_process import PROCESS
 
         PROCESS.start()
-    work = functools.partial(_fold, source, target, method is not None, overwrite, external_data, certificate, simplify)
+    opened = functools.partial(open_source, source, fixed_initializers=fixed_initializers)
+    work = functools.partial(_fold, opened, target, method is not None, overwrite, external_data, certificate, simplify)
     result = None
     if target is not None:
         # Most weights can be scaled: reading them twice, only to know it before, is hardly ever worth it.
@@ -193,7 +197,7 @@ class _Transformed:
 
 @paused_collection()
 def _fold(
-    source: Source,
+    open_model: Callable[[], ModelSource],
     target: str | os.PathLike[str] | None,
     verify: bool,
     overwrite: bool,
@@ -203,7 +207,7 @@ def _fold(
     options: Options,
 ) -> tuple[_Transformed, Staged | None]:
     """Fold and stage the file. Raise Refused if a weight is found not to fit its type only while it is written."""
-    opened = open_source(source)
+    opened = open_model()
     check_selection(opened.model, only=options.only or (), skip=options.skip)
     before = count(opened.model)
     if target is not None:

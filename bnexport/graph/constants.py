@@ -23,6 +23,7 @@ from bnexport.graph.versions import opsets
 ELEMENTS = 1 << 26
 # A longer chain of constant nodes than any exporter writes; a bound for hostile files.
 _DEPTH = 32
+_WAY_OUT = " (fixed_initializers=True, --fixed-initializers where none does)"
 # Longer than any list of axes, pads or parts.
 _INTEGERS = 1 << 12
 _FLOATS = frozenset(FLOAT_TYPES.values())
@@ -171,7 +172,9 @@ class Constants:
         if value.is_initializer():
             # The inputs of a body are given by its If, Loop or Scan in every version.
             if value.is_graph_input() and (self._model.ir_version >= 4 or value.graph is not self._model.graph):
-                raise Refused("overridable", f"the {what} {value.name!r} is a graph input: a caller may override it")
+                raise Refused(
+                    "overridable", f"the {what} {value.name!r} is a graph input: a caller may override it{_WAY_OUT}"
+                )
             return value.const_value
         if value.is_graph_input() or value.producer() is None:
             raise Refused("not-constant", f"the {what} {value.name!r} is an input")

@@ -72,16 +72,17 @@ class InspectReport:
         return {"schema_version": schema.REPORT_VERSION, **dataclasses.asdict(self)}
 
 
-def inspect(source: Source) -> InspectReport:
+def inspect(source: Source, *, fixed_initializers: bool = False) -> InspectReport:
     """Describe a model; weights are not read.
 
     Args:
         source: a path, ModelProto or onnx_ir.Model.
+        fixed_initializers: as `fold` takes it.
 
     Raises:
         ModelError: the file is refused.
     """
-    opened = open_source(source)
+    opened = open_source(source, fixed_initializers=fixed_initializers)
     model = opened.model
     counts: collections.Counter[str] = collections.Counter()
     batch_norms = []

@@ -26,6 +26,9 @@ from bnexport.model_io.external import DataFile, Folder
 from bnexport.model_io.limits import Limits, current
 from bnexport.model_io.mending import mend
 
+# Initializers that a note names.
+_NAMED = 3
+
 Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
 
@@ -56,10 +59,29 @@ def as_model(source: Source, *, limits: Limits | None = None) -> ir.Model:
     return open_source(source, limits=limits).model
 
 
+def open_source(source: Source, *, limits: Limits | None = None, fixed_initializers: bool = False) -> ModelSource:
+    """Load a model as `as_model` does, and return the file's real path, too.
+
+    fixed_initializers: initializers that are inputs as well, which a caller could override, are constants.
+    """
+    opened = _open(source, limits or current())
+    return _fixed(opened) if fixed_initializers else opened
+
+
+def _fixed(opened: ModelSource) -> ModelSource:
+    """Take initializers out of the inputs. Before IR version 4 they have to be there, and no caller can give them."""
+    graph = opened.model.graph
+    given = [str(value.name) for value in graph.inputs if value.is_initializer()]
+    if opened.model.ir_version < 4 or not given:
+        return opened
+    graph.inputs[:] = [value for value in graph.inputs if not value.is_initializer()]
+    names = ", ".join(repr(validate.printable(name)) for name in given[:_NAMED]) + ", ..." * (len(given) > _NAMED)
+    note = f"initializers that were inputs as well are constants only: {len(given)}, {names}"
+    return dataclasses.replace(opened, notes=(*opened.notes, note))
+
+
 @paused_collection()
-def open_source(source: Source, *, limits: Limits | None = None) -> ModelSource:
-    """Load a model as `as_model` does, and return the file's real path, too."""
-    limits = limits or current()
+def _open(source: Source, limits: Limits) -> ModelSource:
     if isinstance(source, ir.Model):
         return ModelSource(source.clone(), None)
     if isinstance(source, onnx.ModelProto):

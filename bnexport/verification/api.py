@@ -40,6 +40,7 @@ def verify(
     method: Method = "both",
     report: Report | None = None,
     providers: Sequence[str] = (),
+    fixed_initializers: bool = False,
 ) -> Verification:
     """Run both models on the same inputs and compare every output; prove the folds that tell them apart.
 
@@ -62,6 +63,7 @@ def verify(
         report: of the fold that made `candidate` of `reference`: a FoldReport, its `to_dict()`, or the path of its JSON.
             Then nothing is run: each fold is proved where it stands, in float64, and everything else has to be equal.
         providers: execution providers of ONNX Runtime that run the candidate; the reference runs on the CPU.
+        fixed_initializers: no caller overrides initializers that are inputs as well; either model may lack those inputs.
 
     Raises:
         ModelError: a file is refused.
@@ -72,10 +74,9 @@ def verify(
     for name, bound in (("atol", atol), ("rtol", rtol)):
         if bound is not None and not 0 <= bound < math.inf:
             raise UsageError(f"{name}: got {bound}, expected a number that is not negative and not infinite")
+    first, second = (open_source(each, fixed_initializers=fixed_initializers).model for each in (reference, candidate))
     if report is not None:
-        data = _report_of(report)
-        return prove_report(open_source(reference).model, open_source(candidate).model, data)
-    first, second = open_source(reference).model, open_source(candidate).model
+        return prove_report(first, second, _report_of(report))
     chosen = tuple(check_providers(providers))
     # Bounds of the caller's are for models that differ by more than a fold.
     whole = method == "whole" or (method == "both" and (atol is not None or rtol is not None))
