@@ -229,17 +229,10 @@ def _fold(
 def _transform(opened: ModelSource, before: Counts, options: Options, *, keep_references: bool) -> _Transformed:
     """Convert and fold `opened.model` in place."""
     model = opened.model
-    references = [model.clone()] if keep_references else []
+    original = unfolded = model.clone() if keep_references else None
     called = bool(model.functions)
-    unfolded = references[0] if references else None
     folding = Folding(model, options)
     folding.convert()
-    if keep_references and folding.converted:
-        if folding.training_converted:
-            references.clear()
-        converted = model.clone()
-        insert_casts(converted)
-        references.append(converted)
     if keep_references and (folding.converted or called):
         unfolded = model.clone()
         if folding.converted:
@@ -256,7 +249,10 @@ def _transform(opened: ModelSource, before: Counts, options: Options, *, keep_re
         notes=(*opened.notes, *folding.notes),
         inlined=folding.inlined,
     )
-    return _Transformed(model, folding, tuple(references), unfolded, report, model)
+    # The caller asked for another meaning of a training graph: its original says nothing.
+    kept = (None if folding.training_converted else original, unfolded if folding.converted else None)
+    references = tuple(reference for reference in kept if reference is not None)
+    return _Transformed(model, folding, references, unfolded, report, model)
 
 
 def _simplified(done: _Transformed, *, keep_references: bool) -> _Transformed:
