@@ -1,4 +1,4 @@
-"""Insertion of changed parameters into a model: each computed once, shared ones copied, unused ones removed."""
+"""Insertion of changed parameters into a model: each computed once, shared ones copied where results differ, unused ones removed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import round_vector
 from bnexport.folding.context import Context
-from bnexport.folding.editing.edits import Addend, Edit, Exact, Raw
+from bnexport.folding.editing.edits import Addend, Edit, Exact, Raw, Scaled, Slot
 from bnexport.folding.editing.scaled_tensor import ScaledTensor
 from bnexport.graph.nodes import input_at, label
 from bnexport.graph.scopes import new_constant
@@ -14,12 +14,29 @@ from bnexport.graph.scopes import new_constant
 
 def write_parameters(context: Context, *, keep: bool = False) -> None:
     """Write every edited parameter into the model. keep: their exact values, for later folds."""
-    readers: dict[ir.Value, int] = {}
+    groups: dict[object, list[Slot]] = {}
     for (node, index), edit in context.edits.items():
         if not context.surgery.is_dead(node) and not _is_written(node, index, edit):
-            _put(context, node, index, _edited(context, node, index, edit), readers)
+            groups.setdefault(_result(context, node, index, edit), []).append((node, index))
+    readers: dict[ir.Value, int] = {}
+    for slots in groups.values():
+        _put(context, slots, _edited(context, *slots[0], context.edits[slots[0]]), readers)
     if not keep:
         context.edits.clear()
+
+
+def _result(context: Context, node: ir.Node, index: int, edit: Edit) -> object:
+    """Return what tells the results of edits apart: equal ones of one parameter, as of a head for several levels, are one.
+
+    A new bias counts as a result of the weight.
+    """
+    source = input_at(node, index) or input_at(node, 1)
+    # A function has Constant nodes, which stand in front of one reader.
+    if context.in_function or source is None or len(source.uses()) < 2:
+        return node, index
+    array = edit.factor if isinstance(edit, Scaled) else edit.rounded if isinstance(edit, Exact) else edit.values
+    view = edit.view if isinstance(edit, Scaled) else None
+    return source, node.graph, index, view, array.shape, array.dtype, array.tobytes()
 
 
 def _is_written(node: ir.Node, index: int, edit: Edit) -> bool:
@@ -45,13 +62,13 @@ def _edited(context: Context, node: ir.Node, index: int, edit: Edit) -> ir.Tenso
     return ScaledTensor(base, edit.factor, edit.view, checked=checked, outputs=edit.outputs)
 
 
-def _put(context: Context, node: ir.Node, index: int, tensor: ir.TensorProtocol, readers: dict[ir.Value, int]) -> None:
-    """Make `tensor` input `index` of `node`. readers: remaining readers of a value, if known.
+def _put(context: Context, slots: list[Slot], tensor: ir.TensorProtocol, readers: dict[ir.Value, int]) -> None:
+    """Make `tensor` the input of all slots, which read one value now. readers: remaining readers of a value, if known.
 
-    The initializer that only this input uses keeps its name; anything shared is left alone.
+    The initializer that only these inputs use keeps its name; anything shared with others is left alone.
     """
-    old = input_at(node, index)
-    graph = node.graph
+    node, index = slots[0]
+    old, graph = input_at(node, index), node.graph
     assert graph is not None
     if old is not None and old not in readers:
         readers[old] = len(old.uses())
@@ -59,7 +76,7 @@ def _put(context: Context, node: ir.Node, index: int, tensor: ir.TensorProtocol,
         old is not None
         and old.is_initializer()
         and not old.is_graph_output()
-        and readers[old] == 1
+        and readers[old] == len(slots)
         and old.graph is graph
         and old.const_value is not None
         and old.const_value.dtype == tensor.dtype
@@ -71,11 +88,12 @@ def _put(context: Context, node: ir.Node, index: int, tensor: ir.TensorProtocol,
         return
     wish = f"{label(node)}.bias" if old is None else f"{old.name}.folded"
     value = new_constant(context, graph, node, tensor, wish)
-    if index >= len(node.inputs):
-        node.resize_inputs(index + 1)
-    node.replace_input_with(index, value)
+    for node, index in slots:
+        if index >= len(node.inputs):
+            node.resize_inputs(index + 1)
+        node.replace_input_with(index, value)
     if old is not None:
-        readers[old] -= 1
+        readers[old] -= len(slots)
         context.surgery.may_be_unused(old)
 
 
