@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -57,7 +59,7 @@ def test_each_step_is_named_and_tells_that_it_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("facts", "line"),
     [
-        ({"python": "3.10.13", "python_is_wrong": 1}, "is Python 3.10.13, expected Python 3.11 to 3.14: remove .venv"),
+        ({"python": "3.9.18", "python_is_wrong": 1}, "is Python 3.9.18, expected Python 3.10 to 3.14: remove .venv"),
         ({"compiler": False}, "no C++ compiler: install one (apt install g++, dnf install gcc-c++) or set CXX"),
         ({"pip_is_old": 1}, "pip is too old: .venv/bin/python -m pip install --upgrade pip"),
     ],
@@ -75,6 +77,27 @@ def test_a_step_that_fails_ends_the_set_up(tmp_path: Path) -> None:
     done = set_up(tmp_path, seconds="0; exit 3")
     assert done.returncode == 1
     assert done.stderr == "make setup: this failed: installing PyTorch, CMake and Ninja\n"
+
+
+def test_the_script_takes_the_versions_of_the_metadata() -> None:
+    metadata = re.search(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert metadata
+    least, most = int(metadata[1]), int(metadata[2]) - 1
+    script = (ROOT / "tools/setup.sh").read_text()
+    check = re.search(r"sys\.exit\((not .* sys\.version_info .*)\)'", script)
+    assert check and f"expected Python 3.{least} to 3.{most}:" in script
+    for minor in range(least - 1, most + 2):
+        refused = eval(check[1], {"sys": types.SimpleNamespace(version_info=(3, minor, 1))})
+        assert refused == (not least <= minor <= most), minor
+
+
+def test_every_pin_holds_for_one_version_of_python_at_a_time() -> None:
+    requirements = pytest.importorskip("packaging.requirements")
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = [requirements.Requirement(line) for line in lines]
+    for python in ("3.10", "3.11", "3.14"):
+        names = [pin.name for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": python})]
+        assert sorted(names) == sorted({pin.name for pin in pins}), python
 
 
 @pytest.mark.skipif(CMAKE is None, reason="needs CMake")

@@ -25,8 +25,8 @@ step() {
 
 echo "setup: checking Python, compiler and pip"
 [ ! -x $venv/bin/python ] || python=$venv/bin/python
-"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2> /dev/null ||
-  fail "$python is $("$python" --version 2>&1 || true), expected Python 3.11 to 3.14: remove .venv if it is there and run make PYTHON=python3.12 setup"
+"$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2> /dev/null ||
+  fail "$python is $("$python" --version 2>&1 || true), expected Python 3.10 to 3.14: remove .venv if it is there and run make PYTHON=python3.12 setup"
 [ -n "$(command -v "${CXX:-c++}" g++ clang++ | head -n 1)" ] ||
   fail "no C++ compiler: install one (apt install g++, dnf install gcc-c++) or set CXX"
 "$python" -c 'import ensurepip, venv' 2> /dev/null || fail "$python has no venv: install it (apt install python3-venv)"

@@ -36,20 +36,21 @@ def explain(report: Any, name: str | None) -> None:
         say(f"{site.name}: {site.outcome}{into}{f': {site.reason}' if site.reason else ''}")
 
 
-def result_line(report: Any, verification: Any, ratio: float | None) -> str:
+def result_line(report: Any, verification: Any, ratio: Any) -> str:
     """Return the folds proved and compared, the batch norms that stay, and the latency against the unfolded model's."""
-    kept = [] if report is None else [site for site in report.kept if not site.lone]
+    kept = [site for site in report.kept if not site.lone]
     named = ", ".join(f"{site.name} ({site.reason or site.outcome})" for site in kept[:_NAMED])
     more = f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
     left = f"{len(kept)} batch norm{'s' * (len(kept) != 1)} left{': ' * bool(kept)}{named}{more}"
-    latency = "" if ratio is None else f"; {ratio:.2f} times the latency of the unfolded model"
-    return f"result: {verification.proved}; {left}{latency}"
+    folds = "not verified" if verification is None else verification.proved
+    if ratio is None:
+        return f"result: nothing folded; {left}; no latency to compare: it is the same model"
+    latency = f"{ratio.value:.2f} times the latency of the unfolded model ({ratio.least:.2f} to {ratio.most:.2f})"
+    return f"result: {folds}; {left}; {latency if ratio.decided else f'latency {ratio}'}"
 
 
-def latency_ratio(unfolded: Path, folded: Path, feeds: Mapping[str, Any]) -> float:
-    """Return the median latency of `folded` in ONNX Runtime over that of `unfolded`; they take turns."""
-    import numpy as np
-
+def compared_latency(unfolded: Path, folded: Path, feeds: Mapping[str, Any]) -> Any:
+    """Return the latency of `folded` in ONNX Runtime over that of `unfolded`; they take turns."""
     from bnexport.runtime import execution, latency
 
     calls = {}
@@ -58,4 +59,11 @@ def latency_ratio(unfolded: Path, folded: Path, feeds: Mapping[str, Any]) -> flo
         calls[name] = functools.partial(loaded.run, {key: feeds[key] for key in loaded.needed})
     with progress("timing", 2 * _RUNS) as advance:
         before, after = latency.measure(calls, runs=_RUNS, warm_up=_WARM_UP, progress=advance)
-    return float(np.median(after.milliseconds) / np.median(before.milliseconds))
+    return latency.ratio(after, before)
+
+
+def latency_json(ratio: Any) -> dict[str, Any]:
+    """Return the entries of --json about a comparison of latencies, None where nothing was folded."""
+    if ratio is None:
+        return {"latency_ratio": None, "latency_ratio_range": None}
+    return {"latency_ratio": ratio.value, "latency_ratio_range": [ratio.least, ratio.most]}

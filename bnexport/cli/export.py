@@ -15,7 +15,7 @@ from bnexport import choices
 from bnexport.cli import closing
 from bnexport.cli.closing import Bench, Explain
 from bnexport.cli.common import Certificate, Html, Json, Overwrite, Seed, app
-from bnexport.cli.console import detail, is_verbose, say, status
+from bnexport.cli.console import is_verbose, say, status
 from bnexport.cli.models import verdict, write_html
 from bnexport.cli.output import check_exists, check_new, check_targets, emit
 from bnexport.errors import UsageError
@@ -106,7 +106,7 @@ def export(
     json_target: Json = None,
 ) -> None:
     """Exports a torch module, folded and verified."""
-    from bnexport.cli.factory import build, calm, check_reference, explained
+    from bnexport.cli.factory import build, calm, check_reference, explained, load_weights
     from bnexport.cli.inputs import chosen_dimensions, example_inputs, missing_input, parse
     from bnexport.cli.model_names import build_named, parse_name
 
@@ -119,9 +119,9 @@ def export(
     arguments = parse(inputs or ())
     chosen = chosen_dimensions(dynamic_dims, dynamic, [argument.name for argument in arguments])
     check_exists(checkpoint, "--checkpoint")
-    if bench and (kind != "onnx" or mode != "deploy"):
+    if bench and (kind != "onnx" or mode != "deploy" or not fold):
         raise UsageError(
-            "--bench: compares a folded ONNX file with an unfolded one, expected --mode deploy and OUT.onnx"
+            "--bench: compares a folded ONNX file with an unfolded one, expected --mode deploy, --fold and OUT.onnx"
         )
     name = parse_name(factory)
     if name is None:
@@ -133,19 +133,11 @@ def export(
         with status("importing torch"):
             from bnexport import exporting, folding
             from bnexport.exporting.arguments import input_names as names_of_forward
-            from bnexport.exporting.checkpoint import load_checkpoint
         model, arguments = (build(factory), arguments) if name is None else build_named(name, arguments)
         input_names, args = example_inputs(arguments, seed)
         given_names = names_of_forward(model, len(args)) if kind == "onnx" else input_names
         if checkpoint is not None:
-            loaded = load_checkpoint(model, checkpoint, key=key, allow_unexpected=allow_unexpected)
-            detail(f"weights of {checkpoint}, from {loaded.container or 'the top'!r}, without {loaded.prefix!r}")
-            for what, names in (
-                ("objects that were not built", loaded.ignored_objects),
-                ("unexpected", loaded.unexpected),
-            ):
-                if names:
-                    say(f"note: {checkpoint}: {what}: {', '.join(names)}")
+            load_weights(model, checkpoint, key, allow_unexpected)
         elif name is not None:
             say(f"note: the weights of {factory} are random; --checkpoint loads trained ones")
         with status(f"exporting {factory}"), calm(), explained(factory, exporter):
@@ -188,14 +180,14 @@ def export(
         closing.explain(report, explain)
         say(f"{report.summary()}; {target} written")
     say(verdict(result.verification, wanted=verify))
-    ratio = _latency_ratio(model, args, target, result) if bench else None
-    data = result.to_dict() | ({"latency_ratio": ratio} if bench else {})
+    ratio = _compared_latency(model, args, target, result) if bench and report.changed else None
+    data = result.to_dict() | (closing.latency_json(ratio) if bench else {})
     emit(data, json_target, [] if report is None else folding.render(report, everything=is_verbose()))
     if bench:
         say(closing.result_line(report, result.verification, ratio))
 
 
-def _latency_ratio(model: Any, args: tuple[Any, ...], target: Path, result: Any) -> float:
+def _compared_latency(model: Any, args: tuple[Any, ...], target: Path, result: Any) -> Any:
     """Return the latency of the exported file over that of the same export without folding, on the example's inputs."""
     from bnexport import exporting
     from bnexport.cli.factory import calm
@@ -205,4 +197,4 @@ def _latency_ratio(model: Any, args: tuple[Any, ...], target: Path, result: Any)
         options: Any = {"exporter": result.exporter, "input_names": list(result.inputs), "dynamic": False}
         with calm():
             exporting.export(model.eval(), args, unfolded, fold=False, verify=False, **options)
-        return closing.latency_ratio(unfolded, target, dict(zip(result.inputs, (each.numpy() for each in args))))
+        return closing.compared_latency(unfolded, target, dict(zip(result.inputs, (each.numpy() for each in args))))

@@ -12,13 +12,15 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from bnexport.choices import suggestion
-from bnexport.cli.console import is_verbose
+from bnexport.cli.console import detail, is_verbose, say
 from bnexport.errors import UnsupportedModelError, UsageError, summary
 
 _WEIGHTS = (".pth", ".pt", ".ckpt", ".bin", ".safetensors")
+_NAMED = 8  # names that a note lists
 _DYNAMIC = re.compile(r"import \*|__getattr__|\b(globals|vars|exec|setattr)\(|sys\.modules")
 
 
@@ -123,6 +125,21 @@ def build(factory: str) -> Any:
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"{factory}: returned a {type(model).__name__}, expected a torch.nn.Module")
     return model
+
+
+def load_weights(model: Any, path: Path, key: str | None, allow_unexpected: bool) -> None:
+    """Load a checkpoint into the module, and say what was taken and what was not."""
+    from bnexport.exporting.checkpoint import load_checkpoint
+
+    loaded = load_checkpoint(model, path, key=key, allow_unexpected=allow_unexpected)
+    detail(f"weights of {path}, from {loaded.container or 'the top'!r}, without {loaded.prefix!r}")
+    if loaded.others:
+        others = ", ".join(repr(name) if name else "the top" for name in loaded.others)
+        say(f"note: {path}: the weights are those of {loaded.container or 'the top'!r}; {others} has others (--key)")
+    for what, names in (("objects that were not built", loaded.ignored_objects), ("unexpected", loaded.unexpected)):
+        if names:
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            say(f"note: {path}: {what}: {', '.join(names[:_NAMED])}{more}")
 
 
 @contextlib.contextmanager

@@ -236,10 +236,10 @@ def fold(
         say(verdict(report.verification))
         detail(_inputs_of(report.verification))
     ratio = None
-    if bench:
+    if bench and (report.changed or simplify):
         shown = feeds or first_feeds([source, target], inputs, seed)[0][0]
-        ratio = closing.latency_ratio(source, target, shown)
-    data = report.to_dict() | ({"latency_ratio": ratio} if bench else {})
+        ratio = closing.compared_latency(source, target, shown)
+    data = report.to_dict() | (closing.latency_json(ratio) if bench else {})
     emit(data, json_target, [] if json_target else folding.render(report, everything=is_verbose()))
     if bench:
         say(closing.result_line(report, report.verification, ratio))

@@ -152,10 +152,15 @@ def bench(
     calls = {str(path): functools.partial(loaded(path).run, each) for path, each in zip(models, feeds)}
     with progress("timing", runs * len(models)) as advance:
         results = latency.measure(calls, runs=runs, warm_up=warm_up, progress=advance)
-    rows = [{**result.to_dict(), "ratio": result.percentile(50) / results[0].percentile(50)} for result in results]
+    ratios = [latency.ratio(result, results[0]) for result in results]
+    rows = [
+        {**result.to_dict(), "ratio": ratio.value, "ratio_range": [ratio.least, ratio.most]}
+        for result, ratio in zip(results, ratios)
+    ]
     columns = ("model", *(f"p{q}" for q in latency.PERCENTILES), f"against {models[0].name}")
+    shown = ["1.00", *map(str, ratios[1:])]
     cells = [
-        (row["model"], *(f"{row[f'p{q}_ms']:.3f}" for q in latency.PERCENTILES), f"{row['ratio']:.2f}") for row in rows
+        (row["model"], *(f"{row[f'p{q}_ms']:.3f}" for q in latency.PERCENTILES), text) for row, text in zip(rows, shown)
     ]
     if chart is not None:
         latency.chart(results, chart)

@@ -94,7 +94,7 @@ def train_export(
     json_target: Json = None,
 ) -> None:
     """Exports a training step of a torch module. Forward, loss, gradients and optimizer become one graph."""
-    from bnexport.cli.factory import build, calm, check_reference, explained
+    from bnexport.cli.factory import build, calm, check_reference, explained, load_weights
     from bnexport.cli.inputs import chosen_dimensions, example_inputs, parse
 
     check_targets(OUT=target, json=json_target)
@@ -119,7 +119,6 @@ def train_export(
             import torch
 
             from bnexport.exporting import wrapper
-            from bnexport.exporting.checkpoint import load_checkpoint
             from bnexport.training import examples
             from bnexport.training.api import export_training_step
         torch.manual_seed(seed)
@@ -127,7 +126,7 @@ def train_export(
         model = build(factory)
         function = _load_function(loss) if ":" in loss else examples.named_loss(loss)
         if checkpoint is not None:
-            load_checkpoint(model, checkpoint, key=key, allow_unexpected=allow_unexpected)
+            load_weights(model, checkpoint, key, allow_unexpected)
         with explained(factory):
             output = wrapper.run(model, model.eval(), args)
         if example is not None:

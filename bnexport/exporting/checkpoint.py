@@ -4,15 +4,17 @@
     MMCV, mmengine         {"meta", "state_dict", "message_hub", ...}
     Lightning              {"state_dict": {"model.<name>": ...}, ...}
     detectron2             {"model": {<name>: tensor or NumPy array}, ...}
+    YOLO, torch.save(m)    a pickled module, or a dict with some under "model" and "ema"
     safetensors            a file that ends in .safetensors
 
 Names may carry the prefixes of wrappers ("module." of DDP, "_orig_mod." of torch.compile, "model." of a
-Lightning module); those that fit the module best are taken off.
+Lightning module), in the file and in the module; those that fit best are taken off.
 
 A checkpoint is a pickle, and a pickle runs what it names. Frameworks store objects of their own beside
 the weights (mmengine its logging history), which torch.load(weights_only=True) refuses. Such a file is read
 again by an unpickler that knows the few functions that build tensors and replaces everything else by inert
-objects: the weights come out, and nothing of the file is run.
+objects: the weights come out, and nothing of the file is run. An inert object keeps its attributes, among
+which a pickled module has its parameters, buffers and submodules.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import collections
 import dataclasses
 import pickle
 import types
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +37,13 @@ from bnexport.errors import MissingFileError, UsageError
 __all__ = ["LoadedCheckpoint", "load_checkpoint", "read_state_dict"]
 
 # Where frameworks keep the state_dict, the first that is there wins.
-_CONTAINERS = ("state_dict", "model_state_dict", "model", "net", "network")
-_PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
+_CONTAINERS = ("state_dict", "model_state_dict", "model", "net", "network", "module")
+_PREFIXES = ("module.", "model.", "net.", "network.")
+_COMPILED = "_orig_mod."
+# Counters that are no weights: of batch norm (older checkpoints lack it, and only momentum=None reads it), of AveragedModel.
+_COUNTERS = ("num_batches_tracked", "n_averaged")
+# Dicts in dicts that are searched for weights, and modules in modules that a pickle may have.
+_DEEPEST, _DEEPEST_MODULE, _MOST_MODULES = 3, 100, 1_000_000
 # How many names a message lists.
 _SHOWN = 8
 
@@ -49,23 +57,37 @@ class LoadedCheckpoint:
         prefix: what was taken off the names.
         ignored_objects: Python objects of the file that were not built, by name.
         unexpected: names of the file that the module does not have (empty unless they were allowed).
+        others: keys of other weights in the file that fit the module as well.
     """
 
     container: str
     prefix: str
     ignored_objects: tuple[str, ...]
     unexpected: tuple[str, ...]
+    others: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Sets of weights in a file, by their keys ("" for the top), the key of the chosen ones, and the objects that were not built."""
+
+    sets: dict[str, dict[str, torch.Tensor]]
+    key: str
+    ignored_objects: tuple[str, ...]
 
 
 class _Inert:
     """Stand-in for an object of a class that is not imported. It accepts every operation of a pickle."""
+
+    attributes: Any = None
 
     def __new__(cls, *_: Any, **__: Any) -> _Inert:
         return super().__new__(cls)
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def __setstate__(self, _: Any) -> None: ...
+    def __setstate__(self, state: Any) -> None:
+        self.attributes = state
 
     def __setitem__(self, _: Any, __: Any) -> None: ...
 
@@ -152,58 +174,116 @@ def _read(path: Path) -> tuple[Any, tuple[str, ...]]:
         ) from error
 
 
-def _tensors(mapping: Any) -> dict[str, torch.Tensor]:
-    """Return the entries of a state_dict as tensors; detectron2 stores NumPy arrays."""
+def _tensors(value: Any) -> dict[str, torch.Tensor]:
+    """Return the entries of a state_dict, or of a pickled module's, as tensors; detectron2 stores NumPy arrays."""
+    if _is_module(value):
+        return _module_tensors(value)
     found = {}
-    for name, value in mapping.items():
-        if isinstance(value, np.ndarray):
-            value = torch.from_numpy(value)  # noqa: PLW2901
-        if isinstance(name, str) and isinstance(value, torch.Tensor):
-            found[name] = value.detach()
+    for name, each in value.items() if isinstance(value, dict) else ():
+        tensor = torch.from_numpy(each) if isinstance(each, np.ndarray) else each
+        if isinstance(name, str) and isinstance(tensor, torch.Tensor):
+            found[name] = tensor.detach()
     return found
 
 
-def read_state_dict(path: str | Path, key: str | None = None) -> tuple[dict[str, torch.Tensor], str, tuple[str, ...]]:
-    """Read the tensors of a checkpoint, the key they were under ("" for none), and the objects that were not built.
+def _is_module(value: Any) -> bool:
+    return isinstance(value, _Inert) and isinstance(value.attributes, dict) and "_parameters" in value.attributes
+
+
+def _module_tensors(module: _Inert) -> dict[str, torch.Tensor]:
+    """Return the state_dict of a pickled module, from the attributes that torch.nn.Module has."""
+    found: dict[str, torch.Tensor] = {}
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), module)]
+    modules = 0
+    while waiting:
+        path, each = waiting.pop()
+        modules += 1
+        if len(path) > _DEEPEST_MODULE or modules > _MOST_MODULES:
+            raise UsageError(f"the pickled module has more than {_DEEPEST_MODULE} levels or {_MOST_MODULES:,} modules")
+        parameters, buffers, inner = (
+            each.attributes[name] if isinstance(each.attributes.get(name), dict) else {}
+            for name in ("_parameters", "_buffers", "_modules")
+        )
+        kept_out = each.attributes.get("_non_persistent_buffers_set")
+        kept_out = kept_out if isinstance(kept_out, set) else set()
+        own = parameters | {name: value for name, value in buffers.items() if name not in kept_out}
+        found |= {".".join((*path, name)): value for name, value in _tensors(own).items()}
+        waiting += [
+            ((*path, name), value) for name, value in inner.items() if isinstance(name, str) and _is_module(value)
+        ]
+    return found
+
+
+def _sets(value: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the sets of tensors in dicts of dicts by their keys, "" for the top; each once, also where two keys have it."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), value)]
+    seen = set()
+    for path, each in waiting:
+        if id(each) in seen or not (isinstance(each, dict) or _is_module(each)):
+            continue
+        seen.add(id(each))
+        tensors = _tensors(each)
+        if tensors:
+            found[".".join(path)] = tensors
+        if isinstance(each, dict) and len(path) < _DEEPEST:
+            waiting += [((*path, name), inner) for name, inner in each.items() if isinstance(name, str)]
+    return found
+
+
+def _chosen(sets: Mapping[str, Any]) -> str | None:
+    """Return the key of the weights: the usual places, the top, or the only set that there is."""
+    usual = (key for name in _CONTAINERS for key in sets if key == name or key.startswith(f"{name}."))
+    return next(usual, "" if "" in sets else next(iter(sets)) if len(sets) == 1 else None)
+
+
+def read_state_dict(path: str | Path, key: str | None = None) -> Weights:
+    """Read the sets of tensors of a checkpoint, and choose one.
 
     Args:
         path: a file written by torch.save, or .safetensors. Nothing that it names is run.
-        key: where the weights are, such as "state_dict_ema" or "ema.module"; None looks in the usual places.
+        key: where the weights are, such as "state_dict_ema" or "ema"; None looks in the usual places.
 
     Raises:
         UsageError: the file cannot be read, or no tensors are where they are looked for.
     """
     path = Path(path)
     loaded, ignored = _read(path)
-    if isinstance(loaded, _Inert):
+    if not (isinstance(loaded, dict) or _is_module(loaded)):
         raise UsageError(
-            f"{path}: got an object of {type(loaded).__module__}.{type(loaded).__name__}, which is not built, expected a "
-            "state_dict; of a whole module save model.state_dict() instead"
+            f"{path}: got a {type(loaded).__module__}.{type(loaded).__name__}, expected a dict of tensors, or one that holds "
+            "it; save model.state_dict()"
         )
-    if not isinstance(loaded, dict):
-        raise UsageError(f"{path}: got a {type(loaded).__name__}, expected a dict of tensors, or one that holds it")
-    if key is not None:
-        inner: Any = loaded
-        for part in key.split("."):
-            if not isinstance(inner, dict) or part not in inner:
-                choices = ", ".join(str(name) for name, value in loaded.items() if isinstance(value, dict))
-                raise UsageError(
-                    f"{path}: has no key {key!r}, expected "
-                    + (f"one of {choices}" if choices else "none: the file is a state_dict itself")
-                )
-            inner = inner[part]
-        candidates = [(key, inner)]
-    else:
-        candidates = [(name, loaded[name]) for name in _CONTAINERS if isinstance(loaded.get(name), dict)]
-        candidates.append(("", loaded))
-    for name, mapping in candidates:
-        tensors = _tensors(mapping) if isinstance(mapping, dict) else {}
-        if tensors:
-            return tensors, name, ignored
-    raise UsageError(
-        f"{path}: found no tensors under {' or '.join(_CONTAINERS)}, nor at the top; its keys are "
-        f"{', '.join(map(str, list(loaded)[:_SHOWN]))}; name the right one with key= or --key"
-    )
+    try:
+        sets = _sets(loaded)
+        inside = sets if key is None else _sets(_entry(loaded, key))
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+    chosen = _chosen(inside)
+    if chosen is not None:
+        at = ".".join(filter(None, (key, chosen)))
+        return Weights(sets | {at: inside[chosen]}, at, ignored)
+    where = "" if key is None else f" under {key!r}"
+    choices = f"one of {', '.join(inside or sets)} with key= or --key" if inside or sets else "a state_dict"
+    many = "several sets of" if inside else "no"
+    keys = f"; its keys are {_names(list(map(str, loaded)))}" if isinstance(loaded, dict) and not sets else ""
+    raise UsageError(f"{path}: found {many} tensors{where}, expected {choices}{keys}")
+
+
+def _entry(loaded: Any, key: str) -> Any:
+    """Return what is under a key with dots in dicts of dicts."""
+    inner = loaded
+    before: list[str] = []
+    for part in key.split("."):
+        if not isinstance(inner, dict) or part not in inner:
+            here = inner.items() if isinstance(inner, dict) else ()
+            named = [str(name) for name, value in here if isinstance(value, dict) or _is_module(value)]
+            place = f"{'.'.join(before)!r} has" if before else "has"
+            expected = f"one of {', '.join(named)}" if named else "none: it is a set of weights itself"
+            raise UsageError(f"{place} no key {part!r}, expected {expected}")
+        inner = inner[part]
+        before.append(part)
+    return inner
 
 
 def _without(prefix: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -211,7 +291,13 @@ def _without(prefix: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
 
 
-def _candidates(state: dict[str, torch.Tensor]) -> list[str]:
+def _plain(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors by the names that they have without torch.compile."""
+    plain = {name.replace(_COMPILED, ""): value for name, value in state.items()}
+    return plain if len(plain) == len(state) else state
+
+
+def _candidates(state: Collection[str]) -> list[str]:
     """Return all chains of known prefixes that occur, the shortest first."""
     found, frontier = [""], [""]
     while frontier:
@@ -224,6 +310,15 @@ def _candidates(state: dict[str, torch.Tensor]) -> list[str]:
         found += longer
         frontier = longer
     return found
+
+
+def _prefix(own: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> str:
+    """Return the prefix of the state's names without which they fit the module's own best."""
+    return min(_candidates(state), key=lambda candidate: len(own.keys() ^ _without(candidate, state).keys()))
+
+
+def _missing(own: dict[str, torch.Tensor], bare: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in own if name not in bare and not name.endswith(_COUNTERS)]
 
 
 def _names(names: list[str]) -> str:
@@ -239,21 +334,29 @@ def load_checkpoint(
     Args:
         module: takes the weights; unchanged when an error is raised.
         path: a file written by torch.save, or .safetensors. Nothing that it names is run.
-        key: where the weights are, such as "state_dict_ema" or "ema.module"; None looks in the usual places.
+        key: where the weights are, such as "state_dict_ema", "ema" or "ema.module"; None looks in the usual places.
         allow_unexpected: names that the module does not have are ignored instead of refused, as of an
             auxiliary head that only training needs.
 
     Raises:
         UsageError: the file cannot be read; names are missing or unexpected; shapes differ. The message lists them.
     """
-    state, container, ignored = read_state_dict(path, key)
-    own = module.state_dict()
-    prefix = min(_candidates(state), key=lambda candidate: len(own.keys() ^ _without(candidate, state).keys()))
+    weights = read_state_dict(path, key)
+    of_module = module.state_dict()
+    plain = _plain(of_module)
+    wrapper = max(
+        (each for each in _candidates(plain) if all(map(str.startswith, plain, [each] * len(plain)))), key=len
+    )
+    names = {
+        each.removeprefix(wrapper): name for each, name in zip(plain, of_module)
+    }  # without wrappers, and the module's
+    own, state = _without(wrapper, plain), _plain(weights.sets[weights.key])
+    prefix = _prefix(own, state)
     bare = _without(prefix, state)
-    # A counter that older checkpoints lack; only momentum=None reads it, and it starts at its own value.
-    missing = [name for name in own if name not in bare and not name.endswith("num_batches_tracked")]
-    outside = [name for name in state if not name.startswith(prefix)]
-    unexpected = [name for name in bare if name not in own] + outside
+    missing = _missing(own, bare)
+    unexpected = [name for name in bare if name not in own]
+    unexpected += [name for name in state if not name.startswith(prefix)]
+    unexpected = [name for name in unexpected if not name.endswith(_COUNTERS)]
     shapes = [
         f"{name}: got {tuple(bare[name].shape)}, expected {tuple(value.shape)}"
         for name, value in own.items()
@@ -269,10 +372,18 @@ def load_checkpoint(
     if shapes:
         problems.append(f"{len(shapes)} of another shape: {_names(shapes)}")
     if problems:
-        raise UsageError(
-            f"{path}: its names do not fit the module"
-            + (f" (after taking off {prefix!r})" if prefix else "")
-            + f": {'; '.join(problems)}; expected the checkpoint of this very model"
+        where = f" under {weights.key!r}" if weights.key else ""
+        taken = f" (after taking off {prefix!r})" if prefix else ""
+        expected = (
+            "the checkpoint of this very model" if missing or shapes else "no others: the module's own are all there"
         )
-    module.load_state_dict({name: value for name, value in bare.items() if name in own}, strict=False)
-    return LoadedCheckpoint(container, prefix, ignored, tuple(unexpected))
+        raise UsageError(
+            f"{path}: its names{where} do not fit the module{taken}: {'; '.join(problems)}; expected {expected}"
+        )
+    module.load_state_dict({names[name]: value for name, value in bare.items() if name in own}, strict=False)
+    others = []
+    for key_of_other, tensors in weights.sets.items():
+        other = _plain(tensors)
+        if tensors is not weights.sets[weights.key] and not _missing(own, _without(_prefix(own, other), other)):
+            others.append(key_of_other)
+    return LoadedCheckpoint(weights.key, prefix, weights.ignored_objects, tuple(unexpected), tuple(others))

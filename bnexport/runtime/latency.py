@@ -15,10 +15,12 @@ from bnexport import extras
 from bnexport.errors import UsageError
 from bnexport.model_io.staging import whole_file
 
-__all__ = ["Latency", "chart", "measure"]
+__all__ = ["Latency", "Ratio", "chart", "measure", "ratio"]
 
 PERCENTILES = (50, 90, 99)
 _BLOCK = 10  # runs of one model before the next has its turn
+# Parts of a measurement. The true ratio is below all of six, or above all, once in 2**5 measurements.
+_PARTS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,34 @@ class Latency:
             "mean_ms": float(np.mean(self.milliseconds)),
             **{f"p{q}_ms": self.percentile(q) for q in PERCENTILES},
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """Median latency of one model over that of another. least, most: among the parts of the measurement; None for too few runs."""
+
+    value: float
+    least: float | None
+    most: float | None
+
+    @property
+    def decided(self) -> bool:
+        """Whether all parts of the measurement agree which model is faster."""
+        return self.least is not None and self.most is not None and not self.least <= 1 <= self.most
+
+    def __str__(self) -> str:
+        spread = "" if self.least is None else f", {self.least:.2f} to {self.most:.2f}"
+        return f"{self.value:.2f}{spread}" if self.decided else f"too noisy to compare: {self.value:.2f}{spread}"
+
+
+def ratio(latency: Latency, base: Latency) -> Ratio:
+    """Compare two models that took turns in one measurement: by all runs, and by each of six parts of them."""
+    value = latency.percentile(50) / base.percentile(50)
+    if len(base.milliseconds) < _PARTS:
+        return Ratio(value, None, None)
+    parts = (np.array_split(each.milliseconds, _PARTS) for each in (latency, base))
+    ratios = [float(np.median(part) / np.median(of_base)) for part, of_base in zip(*parts)]
+    return Ratio(value, min(ratios), max(ratios))
 
 
 def measure(

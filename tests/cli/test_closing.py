@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import onnx
 import pytest
 
 from bnexport.cli import main
 from bnexport.folding import fold
+from bnexport.runtime import latency
 from tests.support.onnx_text import batch_norm, model
 
 NET = """g (float[N,3,H,W] x) => (float[N,4,A,B] y, float[N,3,H,W] z) {
@@ -78,17 +80,43 @@ def test_find_in_a_report(net):
     assert report.find("nothing") == ()
 
 
-def test_the_last_line_of_a_fold(net, tmp_path, capfd):
+LATENCIES = {
+    "decided": ((2.0,) * 60, (1.0, 1.5) * 30, "0.62 times the latency of the unfolded model (0.62 to 0.62)"),
+    "noisy": ((2.0,) * 60, (1.0,) * 40 + (4.0,) * 20, "latency too noisy to compare: 0.50, 0.50 to 2.00"),
+}
+
+
+@pytest.mark.parametrize("noise", LATENCIES)
+def test_the_last_line_of_a_fold(net, tmp_path, noise, capfd, monkeypatch):
+    before, after, said = LATENCIES[noise]
+    measured = [latency.Latency("unfolded", before), latency.Latency("folded", after)]
+    monkeypatch.setattr(latency, "measure", lambda *_, **__: measured)
     code, out, err = call("fold", net, tmp_path / "f.onnx", "--bench", "--json", "-", capfd=capfd)
     assert code == 0
     last = err.splitlines()[-1]
-    found = re.fullmatch(
+    assert re.fullmatch(
         r"result: 1 fold proved, 0 compared only, .*; 1 batch norm left: layer1\.1\.bn \(.*Relu.*\); "
-        r"(\d+\.\d\d) times the latency of the unfolded model",
+        + re.escape(said),
         last,
-    )
-    assert found, last
-    assert f"{json.loads(out)['latency_ratio']:.2f}" == found[1]
+    ), last
+    data = json.loads(out)
+    assert data["latency_ratio"] == pytest.approx(np.median(after) / 2)
+    assert data["latency_ratio_range"][0] <= data["latency_ratio"] <= data["latency_ratio_range"][1]
+
+
+def test_the_last_line_where_nothing_was_folded(net, tmp_path, capfd):
+    call("fold", net, tmp_path / "f.onnx", capfd=capfd)
+    code, out, err = call("fold", tmp_path / "f.onnx", tmp_path / "g.onnx", "--bench", "--json", "-", capfd=capfd)
+    last = err.splitlines()[-1]
+    assert code == 0, last
+    assert last.startswith("result: nothing folded; 1 batch norm left: layer1.1.bn (")
+    assert last.endswith("; no latency to compare: it is the same model")
+    assert json.loads(out)["latency_ratio"] is None
+
+
+def test_the_last_line_without_a_verification(net, tmp_path, capfd):
+    code, _, err = call("fold", net, tmp_path / "f.onnx", "--bench", "--no-verify", capfd=capfd)
+    assert code == 0 and err.splitlines()[-1].startswith("result: not verified; 1 batch norm left: layer1.1.bn (")
 
 
 def test_an_export_says_the_same(tmp_path, capfd):
@@ -98,14 +126,19 @@ def test_an_export_says_the_same(tmp_path, capfd):
     assert code == 0, err
     assert re.search(r"^stem\S*: folded into stem", err, re.MULTILINE), err
     assert "note: input 'image' is forward's 'x'" in err
-    assert re.search(r"^result: 3 folds proved, 0 compared only.*; 0 batch norms left; \d", err, re.MULTILINE), err
+    assert re.search(r"^result: 3 folds proved, 0 compared only.*; 0 batch norms left; .*\d", err, re.MULTILINE), err
     text = page.read_text()
     assert "Compared with the original on" in text and "tests.cli.conftest:synced" in text and "m.onnx" in text
 
 
-def test_bench_needs_an_onnx_file(tmp_path, capfd):
-    code, _, err = call("export", "tests.cli.conftest:synced", tmp_path / "m.pt2", "-i", "x:1", "--bench", capfd=capfd)
-    assert code == 2 and "--bench: " in err
+@pytest.mark.parametrize(
+    "arguments", [("m.pt2",), ("m.onnx", "--no-fold"), ("m.onnx", "--mode", "custom_op")], ids=" ".join
+)
+def test_bench_needs_a_folded_onnx_file(tmp_path, arguments, capfd):
+    target, *options = arguments
+    shared = ("tests.cli.conftest:synced", tmp_path / target, "-i", "x:1", "--bench")
+    code, _, err = call("export", *shared, *options, capfd=capfd)
+    assert code == 2 and "--bench: " in err and "--fold" in err
 
 
 def test_inspect_has_a_line_for_each_batch_norm(net, capfd):

@@ -14,7 +14,7 @@ from tests.docs.pages import ROOT, blocks, run
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
 # The line that a command with --bench ends with.
 RESULT = re.compile(
-    r"^result: \d+ folds? proved, \d+ compared only.*; \d+ batch norms? left.*; \d+\.\d+ times the latency",
+    r"^result: \d+ folds? proved, \d+ compared only.*; \d+ batch norms? left.*; .*latency",
     re.MULTILINE,
 )
 # Run elsewhere: by tests/test_examples.py, and with real packages by tests/frameworks/test_tutorial.py.
@@ -52,8 +52,8 @@ README = (ROOT / "README.md").read_text()
 
 
 def without_numbers(text: str) -> str:
-    """The text without errors, bounds (numbers in exponent form), latencies and versions."""
-    return re.sub(r"\d(\.\d+)?e-\d+|\d+\.\d+(?= times)|(?<=onnxruntime )[\d.]+", "#", text).strip()
+    """The text without errors, bounds (numbers in exponent form) and versions."""
+    return re.sub(r"\d(\.\d+)?e-\d+|(?<=onnxruntime )[\d.]+", "#", text).strip()
 
 
 def shown(page: str, before: str) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from bnexport.errors import UsageError
+from bnexport.exporting import checkpoint
 from bnexport.exporting.checkpoint import load_checkpoint, read_state_dict
 
 
@@ -78,6 +79,170 @@ def test_a_named_key(tmp_path):
     assert torch.equal(fresh[0].weight, ema[0].weight)
     with pytest.raises(UsageError, match="has no key 'state_dict_ema', expected one of state_dict, ema"):
         load_checkpoint(fresh, tmp_path / "c.pt", key="state_dict_ema")
+
+
+def test_a_key_may_be_a_place_around_the_weights(tmp_path):
+    trained, ema, fresh = make(1), make(2), make(3)
+    torch.save(
+        {"epoch": 3, "model": trained.state_dict(), "ema": {"state_dict": ema.state_dict(), "updates": 7}},
+        tmp_path / "c.pt",
+    )
+    loaded = load_checkpoint(fresh, tmp_path / "c.pt", key="ema")
+    assert loaded.container == "ema.state_dict" and loaded.others == ("model",)
+    assert torch.equal(fresh[0].weight, ema[0].weight)
+    for key, message in {
+        "ema.updates": "no tensors under 'ema.updates', expected one of model, ema.state_dict with key= or --key",
+        "ema.module": "'ema' has no key 'module', expected one of state_dict",
+        "model.x": "'model' has no key 'x', expected none: it is a set of weights itself",
+        "emma": "has no key 'emma', expected one of model, ema",
+    }.items():
+        with pytest.raises(UsageError, match=message):
+            load_checkpoint(fresh, tmp_path / "c.pt", key=key)
+
+
+SEVERAL = {
+    "ema": lambda state, ema: {"model": state, "ema": {"state_dict": prefixed(ema, "module.")}},
+    "ema_state_dict": lambda state, ema: {"state_dict": prefixed(state, "module."), "ema_state_dict": ema},
+    "model_ema": lambda state, ema: {
+        "model_ema": ema,
+        "model": state,
+        "again": state,
+        "optimizer": {"exp_avg": ema["0.weight"]},
+    },
+}
+
+
+@pytest.mark.parametrize("layout", SEVERAL)
+def test_other_weights_that_would_fit_are_named(tmp_path, layout):
+    trained, ema, fresh = make(1), make(2), make(3)
+    torch.save(SEVERAL[layout](trained.state_dict(), ema.state_dict()), tmp_path / "c.pt")
+    loaded = load_checkpoint(fresh, tmp_path / "c.pt")
+    assert len(loaded.others) == 1 and loaded.others[0].startswith(layout)
+    assert torch.equal(fresh[0].weight, trained[0].weight)
+    assert load_checkpoint(fresh, tmp_path / "c.pt", key=loaded.others[0]).others == (loaded.container,)
+    assert torch.equal(fresh[0].weight, ema[0].weight)
+
+
+def test_weights_in_an_unusual_place(tmp_path):
+    torch.save({"generator": make(1).state_dict()}, tmp_path / "one.pt")
+    assert load_checkpoint(make(2), tmp_path / "one.pt").container == "generator"
+    torch.save({"a": {"b": make(1).state_dict()}, "c": make(2).state_dict()}, tmp_path / "two.pt")
+    with pytest.raises(UsageError, match=r"several sets of tensors, expected one of c, a\.b with key= or --key"):
+        load_checkpoint(make(2), tmp_path / "two.pt")
+
+
+class Inner(nn.Module):
+    """A module as scripts write them: its class is not importable where the checkpoint is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.register_buffer("grid", torch.zeros(2), persistent=False)
+        self.stride = torch.ones(3)
+        self.act = nn.SiLU()
+
+    def forward(self, x):
+        return self.act(self.bn(self.conv(x)))
+
+
+def inner(seed):
+    torch.manual_seed(seed)
+    made = nn.Sequential(Inner(), nn.Conv2d(4, 2, 1))
+    made[0].bn.running_mean += torch.rand(4)
+    return made
+
+
+PICKLED = {
+    "whole": (lambda model, ema: model, (), ""),
+    "yolo": (
+        lambda model, ema: {"epoch": 3, "model": model.half(), "ema": ema.half(), "optimizer": None},
+        ("ema",),
+        "model",
+    ),
+    "ema alone": (lambda model, ema: {"epoch": 3, "model": None, "ema": model}, (), "ema"),
+    "wrapped": (lambda model, ema: {"model": nn.DataParallel(model)}, (), "model"),
+}
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize("layout", PICKLED)
+def test_the_weights_of_a_pickled_module(tmp_path, layout, legacy, monkeypatch):
+    make_file, others, container = PICKLED[layout]
+    trained, fresh = inner(1), inner(2)
+    expected = {
+        name: value.half().to(value.dtype) if layout == "yolo" else value
+        for name, value in trained.state_dict().items()
+    }
+    torch.save(make_file(trained, inner(3)), tmp_path / "best.pt", _use_new_zipfile_serialization=not legacy)
+    module = sys.modules[__name__]
+    with monkeypatch.context() as patched:
+        patched.delattr(module, "Inner")
+        loaded = load_checkpoint(fresh, tmp_path / "best.pt")
+    assert (loaded.container, loaded.others, loaded.unexpected) == (container, others, ())
+    assert f"{__name__}.Inner" in loaded.ignored_objects
+    for name, value in fresh.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_code_of_a_pickled_module_is_not_run(tmp_path):
+    victim = tmp_path / "victim"
+    trained, fresh = inner(1), inner(2)
+    trained[0].names = Attack(touch, str(victim))
+    torch.save({"model": trained}, tmp_path / "c.pt")
+    load_checkpoint(fresh, tmp_path / "c.pt")
+    assert not victim.exists() and torch.equal(fresh[1].weight, trained[1].weight)
+
+
+@pytest.mark.parametrize("kind", ["cycle", "doubling"])
+def test_a_pickled_module_without_end_is_refused(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_MOST_MODULES", 1000)
+    first = last = nn.Module()
+    for _ in range(20):
+        last._modules["a"] = last._modules["b"] = following = nn.Module()
+        last = following
+    if kind == "cycle":
+        last._modules["a"] = first
+    torch.save({"model": first}, tmp_path / "c.pt")
+    with pytest.raises(UsageError, match=r"c\.pt: the pickled module has more than 100 levels or 1,000 modules"):
+        read_state_dict(tmp_path / "c.pt")
+
+
+def test_names_of_compiled_and_wrapped_modules(tmp_path):
+    trained = make(1)
+    wrapped = {
+        "plain": lambda model: model,
+        "parallel": nn.DataParallel,
+        "compiled": torch.compile,
+        "inside": lambda model: nn.Sequential(torch.compile(model[0]), model[1]),
+        "both": lambda model: torch.compile(nn.DataParallel(model)),
+    }
+    for saved, wrap in wrapped.items():
+        torch.save(wrap(trained).state_dict(), tmp_path / f"{saved}.pt")
+        for into, wrap_fresh in wrapped.items():
+            fresh = make(2)
+            load_checkpoint(wrap_fresh(fresh), tmp_path / f"{saved}.pt")
+            assert torch.equal(fresh[0].weight, trained[0].weight), (saved, into)
+
+
+def test_the_counter_of_an_averaged_model_is_no_weight(tmp_path):
+    trained, fresh = make(1), make(2)
+    torch.save(torch.optim.swa_utils.AveragedModel(trained).state_dict(), tmp_path / "c.pt")
+    loaded = load_checkpoint(fresh, tmp_path / "c.pt")
+    assert (loaded.prefix, loaded.unexpected) == ("module.", ())
+    assert torch.equal(fresh[0].weight, trained[0].weight)
+
+
+def test_the_message_fits_what_is_wrong(tmp_path):
+    state = make(1).state_dict()
+    torch.save({"model": state | {"extra": torch.zeros(1)}}, tmp_path / "more.pt")
+    with pytest.raises(
+        UsageError, match=r"under 'model' do not fit .*extra; expected no others: the module's own are all there"
+    ):
+        load_checkpoint(make(2), tmp_path / "more.pt")
+    del state["0.weight"]
+    torch.save(state, tmp_path / "less.pt")
+    with pytest.raises(UsageError, match=r"0\.weight; expected the checkpoint of this very model"):
+        load_checkpoint(make(2), tmp_path / "less.pt")
 
 
 def test_safetensors(tmp_path):
@@ -167,11 +332,11 @@ def test_files_that_are_no_checkpoint(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([torch.zeros(1)], "got a list, expected a dict of tensors"),
-        ({"epoch": 3, "args": "x"}, "found no tensors under .* its keys are epoch, args"),
-        (torch.nn.Linear(1, 1), r"an object of torch\.nn\.modules\.linear\.Linear, .* save model\.state_dict"),
+        ([torch.zeros(1)], r"got a builtins\.list, expected a dict of tensors"),
+        ({"epoch": 3, "args": "x"}, "found no tensors, expected a state_dict; its keys are epoch, args"),
+        (torch.optim.SGD([torch.zeros(1)], 1.0), r"got a torch\.optim\.sgd\.SGD, .* save model\.state_dict"),
     ],
-    ids=["list", "no tensors", "module"],
+    ids=["list", "no tensors", "object"],
 )
 def test_checkpoints_without_weights(tmp_path, value, message):
     torch.save(value, tmp_path / "c.pt")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import types
+from collections.abc import Callable
 
 import pytest
 
@@ -10,20 +11,36 @@ from bnexport.errors import UsageError
 from bnexport.runtime import latency
 
 
-def test_models_take_turns_and_the_slower_one_is_seen() -> None:
+def test_models_take_turns_and_the_slower_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    models = {
-        "fast": lambda: calls.append("fast"),
-        "slow": lambda: (calls.append("slow"), time.sleep(0.002)),
-    }
+    clock = [0.0]
+
+    def model(name: str, seconds: float) -> Callable[[], None]:
+        def run() -> None:
+            calls.append(name)
+            clock[0] += seconds
+
+        return run
+
+    monkeypatch.setattr(latency, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
     seen: list[int] = []
+    models = {"fast": model("fast", 0.001), "slow": model("slow", 0.002)}
     fast, slow = latency.measure(models, runs=25, warm_up=3, progress=seen.append)
-    assert (len(fast.milliseconds), len(slow.milliseconds)) == (25, 25)
     assert calls[:6] == ["fast"] * 3 + ["slow"] * 3
     assert calls[6:] == ["fast"] * 10 + ["slow"] * 10 + ["slow"] * 10 + ["fast"] * 10 + ["fast"] * 5 + ["slow"] * 5
     assert seen == list(range(1, 51))
-    assert slow.percentile(50) >= 2.0 > fast.percentile(50)
+    assert fast.milliseconds == pytest.approx([1.0] * 25) and slow.milliseconds == pytest.approx([2.0] * 25)
     assert slow.to_dict()["p50_ms"] <= slow.to_dict()["p90_ms"] <= slow.to_dict()["p99_ms"]
+
+
+def test_a_ratio_is_decided_where_all_parts_agree() -> None:
+    base = latency.Latency("base", (2.0,) * 60)
+    faster = latency.ratio(latency.Latency("faster", (1.0,) * 30 + (1.8,) * 30), base)
+    assert faster.decided and str(faster) == "0.70, 0.50 to 0.90"
+    noisy = latency.ratio(latency.Latency("noisy", (1.0,) * 50 + (2.2,) * 10), base)
+    assert not noisy.decided and str(noisy) == "too noisy to compare: 0.50, 0.50 to 1.10"
+    few = latency.ratio(latency.Latency("few", (1.0,) * 5), latency.Latency("base", (2.0,) * 5))
+    assert not few.decided and str(few) == "too noisy to compare: 0.50"
 
 
 @pytest.mark.parametrize(("runs", "warm_up"), [(0, 1), (1, -1)])
