@@ -86,7 +86,7 @@ def verify(
     terms = Terms(inputs, seed, samples, atol, rtol, timeout, providers=chosen)
     result = models.compare_or_convert(first, second, terms)
     # Where nothing was folded the proof is about nothing.
-    if proof is None or not proof.sites:
+    if proof is None or not (proof.sites or proof.another):
         return dataclasses.replace(result, certificate="" if proof is None else proof.certificate)
     return proof.joined(result)
 

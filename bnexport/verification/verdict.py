@@ -121,6 +121,8 @@ class Verification:
     method: "whole" where the models ran, "local" where each change was proved where it stands and the rest is the same,
     "both". sites: the local proof, one for each fold, in the order of the report.
 
+    another: how the models differ though they correspond node by node: in a constant or an attribute, by more than rounding.
+
     certificate: of the candidate: "used" where the proof took its regions from it, "not used: " and why where it was there
     and the folds were searched for; empty where there was none, or nothing was proved.
     """
@@ -137,6 +139,7 @@ class Verification:
     method: Method = "whole"
     sites: tuple[SiteProof, ...] = ()
     certificate: str = ""
+    another: str = ""
 
     @classmethod
     def skipped(cls, reason: str) -> Verification:
@@ -225,16 +228,21 @@ class Verification:
     def joined(self, whole: Verification) -> Verification:
         """Join this local proof with a run of the whole models.
 
-        What either refutes has failed. Where nothing ran, or the outputs decide nothing, folds that are all proved are
-        right; one that was only compared, at random points, is not verified.
+        What either refutes has failed. Another model is not verified by a run, which shows what its inputs reach. Where
+        nothing ran, or the outputs decide nothing, folds that are all proved are right; one that was only compared, at
+        random points, is not verified.
         """
         if self.status == "failed" or whole.status == "failed":
             first = self if self.status == "failed" else whole
             whole = dataclasses.replace(whole, status="failed", reason=first.reason)
+        if self.another and whole.passed:
+            text = f'another model, whose outputs agree (method="whole" compares these alone): {self.another}'
+            whole = dataclasses.replace(whole, status="not_verified", reason=text)
         proved = self.passed and all(proof.method == "proved" for proof in self.sites)
         if proved and whole.status == "not_verified":
             return dataclasses.replace(self, outputs=whole.outputs)
-        return dataclasses.replace(whole, method="both", sites=self.sites, certificate=self.certificate)
+        known = {"sites": self.sites, "certificate": self.certificate, "another": self.another}
+        return dataclasses.replace(whole, method="both", **known)  # type: ignore[arg-type]
 
     def with_folds_of(self, proof: Verification | None) -> Verification:
         """Return the verdict on a model with the marks of the folds that were made in it."""

@@ -23,7 +23,7 @@ MISTAKES: list[Mistake] = [
         graph=_ROW,
         original="i = Cast <to=6> (x) y = Cast <to=1> (i)",
         wrong="y = Identity (x)",
-        right="i = Cast <to=7> (x) y = Cast <to=1> (i)",
+        right="j = Identity (x) i = Cast <to=6> (j) y = Cast <to=1> (i)",
     ),
     Mistake(
         "float16_and_back",

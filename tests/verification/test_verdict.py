@@ -62,7 +62,7 @@ def test_a_reason_of_the_reference_survives_a_pass() -> None:
 def test_json_has_one_shape() -> None:
     keys = {
         *("schema_version", "passed", "status", "reason", "outputs", "engine", "reference", "samples", "seed"),
-        *("input_scale", "sizes", "method", "sites", "certificate"),
+        *("input_scale", "sizes", "method", "sites", "certificate", "another"),
     }
     for verdict in (Verification.skipped("no engine"), Verification.of([GOOD, BAD])):
         data = json.loads(json.dumps(verdict.to_dict()))

@@ -29,6 +29,7 @@ from bnexport.model_io.validate import printable
 from bnexport.verification.local.attributes import same_attribute, same_attributes
 from bnexport.verification.local.claims import Claims
 from bnexport.verification.local.cones import cone
+from bnexport.verification.local.counterparts import Counterparts
 from bnexport.verification.local.numbering import Numbering
 from bnexport.verification.local.parameters import ROUNDINGS
 from bnexport.verification.local.prover import Prover
@@ -43,6 +44,8 @@ _LARGEST, _LARGEST_CLAIMED = 40, 512
 _CANDIDATES, _ASSUMED = 4, 8
 # Guesses that may fail: in one reading of the changed graph, in all, and more for each that is proved; a fold takes two.
 _FAILED, _FAILED_IN_ALL, _FAILED_EACH = 12, 72, 4
+# Nodes that differ from their counterparts in one other model.
+_CHANGED = 64
 _UNDECIDED = "other parts differ, too, and may make up for it"
 
 
@@ -86,6 +89,7 @@ class _DifferenceSearch:
         # Every comparison of two values, by what it was made of, in the order of the changed model.
         self._tried: dict[Hashable, tuple[Region, SiteProof]] = {}
         self._failed = 0
+        self._is_given_up = False
         self._proofs: list[tuple[Region, SiteProof]] = []
         self._doubtful: list[tuple[Region, SiteProof]] = []
         # Pairs of values that are proved, or taken for equal.
@@ -94,6 +98,7 @@ class _DifferenceSearch:
         self._special: dict[Hashable, list[ir.Node]] = {}
         self._taken: dict[ir.Node, ir.Node] = {}
         self._functions: dict[Hashable, _Graphs | None] = {}
+        self._counterparts = Counterparts(sides, self._numbers)
         self._twins = _twins(sides)
         self._paired: dict[ir.Graph, ir.Graph] = {}
         # Nodes of the changed graph by what they do with which values.
@@ -105,15 +110,16 @@ class _DifferenceSearch:
         except Mismatch as difference:
             return self._verdict(str(difference))
         try:
-            reason = self._compare(pair)
+            reason = self._first_compared(pair)
             if self._claims is not None:
                 return self._verdict(reason or self._unread())
             if reason:
                 other = self._other_constants(pair)
                 if other:
-                    return self._verdict(f"{other}, and nothing was folded there")
+                    verdict = self._verdict(f"{other}, and nothing was folded there")
+                    return dataclasses.replace(verdict, another=other)
             for _ in range(_ASSUMED):
-                if not reason or not self._assume():
+                if not reason or self._is_given_up or not self._assume():
                     break
                 reason = self._compare(pair)
         except _TooManyDifferences as error:
@@ -130,21 +136,62 @@ class _DifferenceSearch:
                 return f"the constant {name!r}, which nothing reads, is not the original's"
         return ""
 
+    def _first_compared(self, pair: _Graphs) -> str:
+        """Compare the graphs; most guesses fail where all constants differ, which is a reason as well."""
+        try:
+            return self._compare(pair)
+        except _TooManyDifferences as error:
+            self._is_given_up = True
+            return str(error)
+
     def _other_constants(self, pair: _Graphs) -> str:
-        """Return the first difference if the models are equal but for the constants of some operators: another model."""
+        """Return the first difference if the models correspond node by node, but for constants and attributes: another model."""
         numbers, proved = self._numbers.snapshot(), len(self._proofs)
         tried, equal = dict(self._tried), set(self._equal)
         first = ""
-        while (found := next(self._open_parts("failed", same=True), None)) is not None:
-            first = first or found[1].reason
-            self._accept(found[0])
-            if not self._compare(pair):
+        for _ in range(_CHANGED):
+            found = self._take_counterpart(pair)
+            if found is None:
+                break
+            first = first or found
+            if not self._first_compared(pair):
                 return first
         # What was compared meanwhile rests on parts that are not equal.
         self._numbers.restore(numbers)
         self._tried, self._equal = tried, equal
         del self._proofs[proved:]
         return ""
+
+    def _take_counterpart(self, pair: _Graphs) -> str | None:
+        """Take a node for equal to its counterpart; return how it differs, None where no node has one."""
+        for mine, theirs in self._counterparts.of(pair.graphs):
+            inner = self._unequal_bodies(mine, theirs)
+            if inner:
+                steps = (self._take_counterpart(each) for each in inner)
+                found = next((text for text in steps if text is not None), None)
+                if found is not None:
+                    return found
+            elif inner is not None:
+                for one, two in zip(mine.outputs, theirs.outputs, strict=False):
+                    if not self._has(two):
+                        self._numbers.set(1, two, self._numbers.of(0, one))  # type: ignore[arg-type]
+                return self._counterparts.difference(mine, theirs)
+        return None
+
+    def _unequal_bodies(self, mine: ir.Node, theirs: ir.Node) -> list[_Graphs] | None:
+        """Return the bodies of two nodes, or of the functions that they call, that are not the same; None where they do not fit."""
+        first, second = (side.model.functions.get(mine.op_identifier()) for side in self._sides)
+        if first is not None and second is not None:
+            if self._same_function(first, second):
+                return []
+            pairs = [self._functions.get(("function", first.identifier()))]
+        else:
+            bodies = walk.node_bodies(mine), walk.node_bodies(theirs)
+            if len(bodies[0]) != len(bodies[1]):
+                return None
+            keys = [(("body", one, two), one, two) for one, two in zip(*bodies, strict=True)]
+            pairs = [self._functions[key[0]] for key in keys if not self._same_graph(*key)]
+        return None if None in pairs else pairs  # type: ignore[return-value]
 
     def _open(self) -> _Graphs:
         """Pair the main graphs by the names of their inputs and outputs. Raises Mismatch."""
@@ -263,7 +310,8 @@ class _DifferenceSearch:
 
     def _is_lost(self, failed: int, most: int) -> bool:
         """Whether more guesses have failed than `most`, and some for each that was proved. failed: those that do not count."""
-        return self._claims is None and self._failed - _FAILED_EACH * len(self._proofs) - failed > most
+        is_searched = self._claims is None and not self._is_given_up
+        return is_searched and self._failed - _FAILED_EACH * len(self._proofs) - failed > most
 
     def _has(self, value: ir.Value) -> bool:
         return self._numbers.of(1, value) is not None
@@ -333,6 +381,8 @@ class _DifferenceSearch:
 
     def _try(self, theirs: ir.Value, pair: _Graphs) -> None:
         """Look for the value of the original that a value equals. One that is proved gets its number."""
+        if self._is_given_up:
+            return
         sure, others = self._candidates(theirs, pair)
         for mine in (*sure, *others):
             if self._prove(mine, theirs, is_sure=mine in sure):
@@ -504,15 +554,15 @@ class _DifferenceSearch:
         if not self._has(theirs):
             self._numbers.set(1, theirs, self._numbers.of(0, mine))  # type: ignore[arg-type]
 
-    def _open_parts(self, method: str, *, same: bool = False) -> Iterator[tuple[Region, SiteProof]]:
-        """Yield the parts with this mark that may be folds. same: those that differ in constants alone, instead."""
+    def _open_parts(self, method: str) -> Iterator[tuple[Region, SiteProof]]:
+        """Yield the parts with this mark that may be folds."""
         for region, proof in self._tried.values():
             mine, theirs = region.output
             is_open = self._is_open(mine) and (not self._has(theirs) or theirs.is_graph_output())
             if proof.method != method or not is_open or (mine, theirs) in self._equal:
                 continue
-            is_fold = method == "not_run" or (_is_likely(region) and (same or _has_map(region)))
-            if is_fold and _same_operators(region) == same:
+            is_fold = method == "not_run" or (_is_likely(region) and _has_map(region))
+            if is_fold and not _same_operators(region):
                 yield region, proof
 
     def _claimed(self, claims: Claims, mismatch: str) -> Verification:

@@ -290,7 +290,7 @@ class TestManyDifferences:
         monkeypatch.setattr(Prover, "prove", counted)
         verdict = verify(many_layers(0), many_layers(1), method="local")
         assert verdict.status == "not_verified"
-        assert "more places than are tried" in verdict.reason
+        assert verdict.another
         assert len(guesses) < 100
 
     @pytest.mark.parametrize("place", [0, 11, 23])
