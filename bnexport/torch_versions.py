@@ -6,9 +6,10 @@ name, so that an entry can go once OLDEST reaches it; entries without it have no
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -161,6 +162,27 @@ def key_of(entry: Any) -> Any:
 def fx_asks() -> bool:
     """Whether the caller's caller is torch.fx, which asks each value of a trace for its class before 2.8."""
     return not has((2, 8)) and sys._getframe(2).f_globals["__name__"].startswith("torch.fx.")
+
+
+@contextlib.contextmanager
+def without_recomputation(entered: Callable[[bool], None]) -> Iterator[None]:
+    """Let torch.utils.checkpoint(use_reentrant=False) compute nothing a second time. entered: called at both of its ends."""
+    import torch.utils.checkpoint as module
+
+    def once(*_: Any, **__: Any) -> Iterator[None]:
+        entered(True)
+        try:
+            yield
+        finally:
+            entered(False)
+
+    name = "_checkpoint_without_reentrant_generator"
+    before = getattr(module, name)
+    setattr(module, name, once)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 # torch.export. Its modules take half a second to import, and most commands need none.

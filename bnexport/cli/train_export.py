@@ -157,6 +157,8 @@ def train_export(
     columns = ("tensor", "operator", "type", "shape", "bytes")
     say(f"{target}, {result.evaluation_path} and {result.state_path} written")
     say(verdict(result.verification, wanted=verify, folds=False))
+    for note in result.notes:
+        say(f"note: {note}")
     emit(result.to_dict(), json_target, [table(title, columns, rows, right=("bytes",))])
 
 

@@ -29,6 +29,7 @@ from bnexport.verification.verdict import Verification
 
 MODES = ("step", "gradients")
 _TARGET = "target"
+_NAMED = 5  # norms in a note
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,8 @@ class TrainingExportResult:
 
     path, evaluation_path, state_path: the three files. model: the step's graph. inputs: names of a
     batch's arrays. outputs: all outputs of the graph, the loss first. state: what a step changes.
-    saved_activations: what it keeps between forward and backward, in bytes for the example batch.
+    saved_activations: what it keeps between forward and backward, in bytes for the example batch. notes: where the step
+    is not torch's, in sentences.
     """
 
     path: pathlib.Path
@@ -49,6 +51,7 @@ class TrainingExportResult:
     state: tuple[str, ...]
     saved_activations: tuple[SavedActivation, ...]
     verification: Verification
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as the command line prints it with --json."""
@@ -62,6 +65,7 @@ class TrainingExportResult:
             "saved_activation_bytes": sum(saved.bytes or 0 for saved in self.saved_activations),
             "saved_activations": [dataclasses.asdict(saved) for saved in self.saved_activations],
             "verification": self.verification.to_dict(),
+            "notes": list(self.notes),
         }
 
 
@@ -210,6 +214,18 @@ def export_training_step(
         state=tuple(name.removesuffix(NEW_SUFFIX) for name in result_names if name.endswith(NEW_SUFFIX)),
         saved_activations=saved_activations(made, description, rows),
         verification=checked,
+        notes=_notes(problem),
+    )
+
+
+def _notes(problem: Problem) -> tuple[str, ...]:
+    norms = problem.updated_twice()
+    if not norms:
+        return ()
+    more = f" and {len(norms) - _NAMED} more" if len(norms) > _NAMED else ""
+    return (
+        f"{', '.join(norms[:_NAMED])}{more}: running statistics are updated once in a step; torch updates them twice, since"
+        " torch.utils.checkpoint runs the forward again",
     )
 
 

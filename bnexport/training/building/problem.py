@@ -12,7 +12,8 @@ from torch import nn
 from bnexport.errors import UnsupportedModelError, UsageError
 from bnexport.exporting import wrapper
 from bnexport.exporting.substitutes.weight_norm import PlainWeightNorm
-from bnexport.torch_versions import DispatchMode, pytree
+from bnexport.sync_bn.module import SyncBatchNorm
+from bnexport.torch_versions import BatchNormBase, DispatchMode, pytree, without_recomputation
 from bnexport.training.building.description import Kind
 
 Tensor = torch.Tensor
@@ -25,13 +26,14 @@ class Problem:
     parameters, buffers: name -> initial value, names of the state_dict, shared tensors once, under their
     first name. trainable: names of the parameters that get gradients. kinds: what each is, in state_dict order.
     aliases: further names of shared tensors. where: the module whose forward runs, or raised.
-    modules: operator -> the first module that called it.
+    modules: operator -> the first module that called it. checkpointed: modules that ran inside torch.utils.checkpoint.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, *, training: bool) -> None:
         _refuse_scripted(model)
         self.model = wrapper.for_custom_op(model, fixed_statistics=True) if training else wrapper.for_deploy(model)
         self.loss = loss
+        self._given = model
         self.parameters = {name: p.detach() for name, p in self.model.named_parameters()}
         self.trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         self.buffers = dict(self.model.named_buffers())
@@ -49,7 +51,9 @@ class Problem:
                 self.aliases[name] = first[id(tensor)]
         self.output_spec: Any = None
         self.modules: dict[str, str] = {}
+        self.checkpointed: set[str] = set()
         self._path: list[str] = []
+        self._checkpoints = 0
 
     def state(self) -> dict[str, Tensor]:
         return {**self.parameters, **self.buffers}
@@ -65,14 +69,47 @@ class Problem:
         name = operator.split(".")[1].removesuffix("_backward")
         return next((path for other, path in self.modules.items() if other.split(".")[1] == name), "")
 
+    def leaves(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parameters of `state` as tensors by which a loss is differentiated."""
+        wanted = set(self.trainable)
+        return {name: state[name].detach().requires_grad_(name in wanted) for name in self.parameters}
+
     def forward(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
-        """Return the model's output; the forward's changes of buffers are written to `buffers`."""
+        """Return the model's output; the forward's changes of buffers are written to `buffers`.
+
+        What torch.utils.checkpoint holds runs once: its second run would read the module's own parameters, and a graph
+        that computes from the same inputs is the same.
+        """
         self._path.clear()
-        with self._watched(), _Watch(self), PlainWeightNorm():
-            tensors = {**parameters, **buffers}
-            output = torch.func.functional_call(self.model, tensors, inputs)
-            buffers.update({name: tensors[name] for name in buffers})
+        with self._watched(), _Watch(self), PlainWeightNorm(), without_recomputation(self._checkpoint):
+            return self._run(parameters, buffers, inputs)
+
+    def _run(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
+        tensors = {**parameters, **buffers}
+        output = torch.func.functional_call(self.model, tensors, inputs)
+        buffers.update({name: tensors[name] for name in buffers})
         return output
+
+    def owner(self, tensor: Tensor) -> str:
+        """Return the name of the parameter or buffer whose memory `tensor` is in, of the caller's model or of the copy; or ""."""
+        place = tensor.untyped_storage().data_ptr()
+        for model in (self._given, self.model):
+            for name, own in (*model.named_parameters(), *model.named_buffers()):
+                if place and own.untyped_storage().data_ptr() == place:
+                    return name
+        return ""
+
+    def updated_twice(self) -> list[str]:
+        """Return torch's batch norms whose running statistics torch itself updates twice in a step."""
+        given = dict(self._given.named_modules())
+        return [
+            path
+            for path in sorted(self.checkpointed & given.keys())
+            if isinstance(given[path], BatchNormBase)
+            and not isinstance(given[path], SyncBatchNorm)
+            and given[path].training
+            and given[path].running_mean is not None
+        ]
 
     def loss_of(self, output: Any, target: Tensor) -> Tensor:
         """Compute the loss. Raises UsageError unless it is one floating-point number."""
@@ -101,7 +138,7 @@ class Problem:
         handles = []
         for path, module in self.model.named_modules():
             handles += [
-                module.register_forward_pre_hook(lambda *_, path=path: self._path.append(path)),
+                module.register_forward_pre_hook(lambda *_, path=path: self._enter(path)),
                 module.register_forward_hook(lambda *_: _discard(self._path)),
             ]
         try:
@@ -109,6 +146,47 @@ class Problem:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _enter(self, path: str) -> None:
+        self._path.append(path)
+        if self._checkpoints:
+            self.checkpointed.add(path)
+
+    def _checkpoint(self, begins: bool) -> None:
+        self._checkpoints += 1 if begins else -1
+
+
+class OwnState(Problem):
+    """The same problem with a model of its own that holds the state itself, as in torch's own training: a reference.
+
+    No tensor of it is exchanged for another one, so that it sees each new state wherever its code reads it.
+    """
+
+    def __init__(self, problem: Problem, model: nn.Module) -> None:
+        self.__dict__.update(problem.__dict__)
+        self.model = model
+
+    def leaves(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        wanted = set(self.trainable)
+        self._load(state)
+        own = self._own()
+        return {name: own[name].requires_grad_(name in wanted) for name in self.parameters}
+
+    def _run(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
+        self._load({**parameters, **buffers})
+        output = self.model(*inputs)
+        own = self._own()
+        buffers.update({name: own[name].clone() for name in buffers})
+        return output
+
+    def _own(self) -> dict[str, Tensor]:
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+
+    def _load(self, state: dict[str, Tensor]) -> None:
+        for name, own in self._own().items():
+            if own is not state[name]:
+                given = state[name].detach()
+                own.data = given.clone() if 0 in own.stride() else own.data.copy_(given)
 
 
 def _refuse_scripted(model: nn.Module) -> None:

@@ -71,8 +71,7 @@ class Step:
         """Run one step. loss_weight: float64 (), the share of this batch in the loss whose gradients are computed;
         None for all. kinks: sees the forward and the loss.
         """
-        wanted = set(self.problem.trainable)
-        parameters = {name: state[name].detach().requires_grad_(name in wanted) for name in self.problem.parameters}
+        parameters = self.problem.leaves(state)
         with torch.enable_grad(), kinks or contextlib.nullcontext():
             loss, results, new = self._forward(parameters, state, batch)
         grads = self._gradients(loss, [parameters[name] for name in self.problem.trainable], loss_weight)
@@ -85,7 +84,7 @@ class Step:
 
     def forward(self, state: dict[str, Tensor], batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Run the forward alone: loss, outputs and new buffers."""
-        with torch.no_grad():
+        with torch.enable_grad():  # a forward may differentiate itself
             _, results, new = self._forward(state, state, batch)
         return {**results, **{name + NEW_SUFFIX: tensor for name, tensor in new.items()}}
 

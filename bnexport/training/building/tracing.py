@@ -109,6 +109,7 @@ def trace(
             raise _recording_error(error, problem.where) from error
         program = index_put.rewrite(program)
         torch_versions.drop_guards(program)
+        _refuse_constant_state(program, problem)
         _refuse_random_numbers(program, problem)
         write_floor_divisions(program)
         table: dict[Any, Callable[..., Any]] = dict(translations.translation_table(standard_ops_only, cpu_kernels))
@@ -218,6 +219,11 @@ def _recording_error(error: Exception, where: str) -> UnsupportedModelError:
             f"{_place(where)}the code reads values of a tensor to decide what to compute, which one graph cannot hold; "
             "replace the branch or the .item() by torch.where, or move it out of the training step"
         )
+    if not torch.is_grad_enabled() and "does not require grad" in str(error):
+        return UnsupportedModelError(
+            f"{_place(where)}the forward differentiates, as a gradient penalty does, and evaluation and inference have no"
+            " gradients; differentiate only where torch.is_grad_enabled() is true, and return zeros of the same shape elsewhere"
+        )
     return UnsupportedModelError(
         f"{_place(where)}the training step cannot be recorded: {type(error).__name__}: {first_line(error)}"
     )
@@ -225,6 +231,18 @@ def _recording_error(error: Exception, where: str) -> UnsupportedModelError:
 
 def _place(where: str) -> str:
     return f"module {where!r}: " if where else ""
+
+
+def _refuse_constant_state(program: torch.export.ExportedProgram, problem: Problem) -> None:
+    """Refuse parameters and buffers that were not read from the arguments: they would keep their values of now."""
+    for tensor in (*program.state_dict.values(), *program.constants.values()):
+        name = problem.owner(tensor) if isinstance(tensor, Tensor) else ""
+        if name:
+            raise UnsupportedModelError(
+                f"{name}: the code reads it from elsewhere than its module: a loss that uses the model, a tensor kept in a"
+                " list, or a backward of its own; the graph would keep its value of now. Read it as an attribute of its"
+                " module in forward, and let forward return what the loss needs"
+            )
 
 
 def _refuse_random_numbers(program: torch.export.ExportedProgram, problem: Problem) -> None:
@@ -257,6 +275,11 @@ def _translation_error(error: Exception, problem: Problem) -> UnsupportedModelEr
         found = re.search(r"No ONNX function found for <OpOverload\(op='([\w.:]+)', overload='(\w+)'\)>", str(link))
         if found:
             name = f"{found.group(1)}.{found.group(2)}"
+            if "batch_norm_double_backward" in name:
+                return UnsupportedModelError(
+                    "a gradient of a batch norm's gradient, as in a gradient penalty, has no ONNX translation; compute the"
+                    " penalty by a network without batch norm, or train in torch"
+                )
             return UnsupportedModelError(
                 f"{_place(problem.module_of(name))}operator {name} has no ONNX translation; replace it in the model, "
                 "or see docs/training.md for the supported operators"

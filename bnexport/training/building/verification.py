@@ -5,10 +5,12 @@ a ReLU whose input is zero but for rounding goes either way, and a float64 that 
 nothing about the graph. What the forward makes is compared with a float64 that takes over nothing: there, a small error of
 each layer adds up. Errors and bounds are those of `judgement`; torch's own error is measured where they need it.
 
-The weights are those of the caller's module, and with twice the rows the same but for tensors of zeros, which would
-hide the gradients behind them. The optimizer starts from random state: from zeros, Adam's first update is the
-gradient's sign, and rounding would decide many of them. The learning rate is one, so that a change is no smaller than
-the rounding of what it changes.
+The first step starts from the weights of the caller's module. The second starts from others, from the statistics and
+counters that the first one made, and runs on twice the rows where the graph takes any number: what was recorded as a
+constant, a parameter or the size in a mean, is wrong there. Tensors of zeros, which would hide the gradients behind
+them, are filled. torch's module holds its state itself (`OwnState`). The optimizer starts from random state: from
+zeros, Adam's first update is the gradient's sign, and rounding would decide many of them. The learning rate is one, so
+that a change is no smaller than the rounding of what it changes.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from bnexport.errors import LibraryError, VerificationError, first_line
+from bnexport.errors import LibraryError, UnsupportedModelError, VerificationError, first_line
 from bnexport.exporting.wrapper import crosses_processes
 from bnexport.runtime import engine
 from bnexport.runtime.engine import EngineFailure
+from bnexport.schema import NEW_SUFFIX
 from bnexport.sync_bn.copies import copy_model
 from bnexport.training.building import judgement, kinks
-from bnexport.training.building.description import GRADIENT_SUFFIX, LEARNING_RATE, STEP
+from bnexport.training.building.description import ACCUMULATED, GRADIENT_SUFFIX, LEARNING_RATE, STEP
 from bnexport.training.building.graph import uses_library
+from bnexport.training.building.problem import OwnState
 from bnexport.training.building.step import Step
 from bnexport.verification.torch_outputs import Array, in_double, to_array
 from bnexport.verification.verdict import OutputComparison, Verification, nearest
@@ -37,9 +41,12 @@ from bnexport.verification.verdict import OutputComparison, Verification, neares
 Tensor = torch.Tensor
 Named = dict[str, Tensor]
 
+_OF_SIZES = "; a model whose code takes the batch size as a number exports with dynamic=False"
+_OF_STATE = ", in a step from other weights and statistics: the code reads state from elsewhere than its modules"
+
 _WARM_STEPS = 10
 _MORE_SAMPLES = 2
-_MOVED, _FILLED = 2.0**-7, 2.0**-3
+_MOVED, _CHANGED, _FILLED = 2.0**-7, 2.0**-4, 2.0**-3
 
 
 def check(
@@ -51,10 +58,7 @@ def check(
     others: Sequence[dict[str, Tensor]] = (),
     kinks_reached: Sequence[str] = (),
 ) -> Verification:
-    """Run the graph and the function on `batch` from one state. Raises VerificationError if ORT cannot.
-
-    Where the graph takes batches of any size, the second of both runs is on a doubled batch: what was recorded as a
-    number, such as the size in a mean, is wrong there.
+    """Run the graph and the function, from two states. Raises VerificationError if ORT cannot.
 
     original: a copy of the caller's module; where it cannot run here, the reference is the step's own model. lr: None
     for a graph without optimizer.
@@ -73,36 +77,40 @@ def check(
     except LibraryError as error:
         return Verification.skipped(str(error))
     except EngineFailure as failure:
+        if any(value.dtype == ir.DataType.BFLOAT16 for node in model.graph for value in node.outputs):
+            raise UnsupportedModelError(
+                "the step computes in bfloat16, as torch.autocast does on CPUs, which onnxruntime cannot run"
+                f" ({failure.detail}); export without autocast, or with torch.autocast(..., dtype=torch.float16)"
+            ) from failure
         raise VerificationError(f"{label} cannot load the exported training step: {failure.detail}") from failure
     state = _warm(step.initial_state())
-    filled = _filled(state, step)
     runs, cause = _Runs(runtime, label, step, original, lr is not None, kinks_reached), ""
     batches = _batches(model, batch)
-    starts = [(state, batch), *((filled, each) for each in (*batches[1:], *others))]
-    if len(batches) == 1 and any(filled[name] is not state[name] for name in state):
-        starts.append((filled, batch))
-    errors: list[OutputComparison] = []
-    judged = 0
-    for index, (start, arrays) in enumerate(starts):
+    try:
+        errors = runs.judge(compared, state, batch)
+    except VerificationError:
+        raise
+    except Exception as error:  # what the model's code raises: some packages' batch norms run on GPUs only
+        runs, cause = runs.of(step.problem.model), first_line(error)
+        errors = runs.judge(compared, state, batch)
+    judged, second = 1, _second(state, step, runs.forward(state, batch))
+    for arrays in () if any(error.failed for error in errors) else (batches[-1], *others):
         try:
-            found = runs.judge(compared, start, arrays)
+            found = runs.judge(compared, second, arrays)
+            if any(error.failed for error in found):
+                sized = arrays is not batch and not any(each.failed for each in runs.judge(compared, second, batch))
+                more = f", with {_sizes(arrays)}{_OF_SIZES}" if sized else _OF_STATE
+                found = [dataclasses.replace(error, reason=error.reason + more) for error in found if error.failed]
         except VerificationError:
             raise
-        except Exception as error:  # what the model's code raises: some packages' batch norms run on GPUs only
-            if index:
-                continue
-            runs, cause = runs.of(step.problem.model), first_line(error)
-            found = runs.judge(compared, start, arrays)
-        found = [dataclasses.replace(each, engine=label) for each in found]
-        if index and len(batches) > 1 and any(error.failed for error in found):
-            more = f", with {_sizes(arrays)}; a model whose code takes the batch size as a number exports with dynamic=False"
-            found = [dataclasses.replace(error, reason=error.reason + more) for error in found if error.failed]
+        except Exception:  # a size that the model's code refuses
+            continue
         errors += found
         judged += 1
         if any(error.failed for error in found):
             break
     return Verification.of(
-        nearest(errors),
+        nearest([dataclasses.replace(error, engine=label) for error in errors]),
         engine=label,
         reason=cause,
         reference="converted" if cause else "original",
@@ -143,7 +151,7 @@ class _Runs:
         kinks_reached: Sequence[str],
     ) -> None:
         self._runtime, self._label = runtime, label
-        self._step, self._own = step, _with_model(step, reference)
+        self._step, self._own = step, _with_model(step, copy_model(reference))
         self._exact: Step | None = None
         self._learns, self._kinks = learns, kinks_reached
         self._lr = torch.ones((), dtype=torch.float64) if learns else None
@@ -151,6 +159,10 @@ class _Runs:
     def of(self, reference: torch.nn.Module) -> _Runs:
         """Return the same runs with another reference."""
         return _Runs(self._runtime, self._label, self._step, reference, self._learns, self._kinks)
+
+    def forward(self, state: Named, arrays: Named) -> Named:
+        """Run torch's own forward."""
+        return self._own.forward(state, tuple(arrays.values()))
 
     def judge(self, names: Sequence[str], state: Named, arrays: Named) -> list[OutputComparison]:
         """Compare the results `names`. Raises VerificationError if ONNX Runtime cannot run."""
@@ -203,7 +215,8 @@ class _Runs:
             rows = tuple(arrays.values())
             if reached is None:
                 return step.forward(state, rows)
-            follower = kinks.Follower(reached, [*state.values(), *rows])
+            model = step.problem.model
+            follower = kinks.Follower(reached, [*state.values(), *rows, *model.parameters(), *model.buffers()])
             return step(state, rows, self._lr, kinks=follower)
 
         try:
@@ -242,9 +255,8 @@ def in_float64(step: Step) -> Step:
 
 def _with_model(step: Step, model: torch.nn.Module) -> Step:
     """Return the same step with another model, whose parameters and buffers have the same names."""
-    problem, other = copy.copy(step.problem), copy.copy(step)
-    problem.model = copy_model(model, share_parameters=True)
-    other.problem = problem
+    other = copy.copy(step)
+    other.problem = OwnState(step.problem, model)
     return other
 
 
@@ -262,22 +274,25 @@ def _warm(state: Named) -> Named:
     return warm
 
 
-def _filled(state: Named, step: Step) -> Named:
-    """Replace trained weights that are all zero, as the last scale of a residual branch may be: they hide gradients."""
-    generator = torch.Generator().manual_seed(0)
-    filled = dict(state)
-    for name in step.problem.trainable:
-        if not state[name].any():
-            noise = torch.randn(state[name].shape, generator=generator, dtype=torch.float32)
-            filled[name] = (_FILLED * noise).to(state[name].dtype)
-    return filled
+def _second(state: Named, step: Step, made: Named) -> Named:
+    """Return the state of a later step: moved weights, the buffers and the seed that a forward made, and a due update.
+
+    Weights that are all zero, as the last scale of a residual branch may be, are filled: they hide gradients.
+    """
+    second = {name: made.get(name + NEW_SUFFIX, tensor) for name, tensor in state.items()}
+    second = _moved(second, step, 0, _CHANGED, _FILLED)
+    if STEP in second:
+        second[STEP] = second[STEP] + 1
+    if ACCUMULATED in second:
+        second[ACCUMULATED] = torch.full_like(second[ACCUMULATED], step.accumulate - 1)
+    return second
 
 
-def _moved(state: Named, step: Step, seed: int) -> Named:
-    """Move each trained weight by a random share of it: other sums round."""
+def _moved(state: Named, step: Step, seed: int, share: float = _MOVED, filled: float = 0.0) -> Named:
+    """Move each weight by a random share of it: other sums round. filled: size of those that are all zero."""
     generator = torch.Generator().manual_seed(seed)
     moved = dict(state)
-    for name in step.problem.trainable:
-        noise = torch.randn(state[name].shape, generator=generator, dtype=torch.float32)
-        moved[name] = state[name] * (1.0 + _MOVED * noise).to(state[name].dtype)
+    for name in step.problem.parameters:
+        noise = torch.randn(state[name].shape, generator=generator, dtype=torch.float32).to(state[name].dtype)
+        moved[name] = state[name] * (1.0 + share * noise) if state[name].any() else filled * noise
     return moved
