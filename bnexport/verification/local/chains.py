@@ -18,11 +18,11 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
+from bnexport.graph.shapes import Shape
 from bnexport.verification.local.attributes import check_node, is_default
 from bnexport.verification.local.blocks import TensorRows, pieces
 from bnexport.verification.local.parameters import NOISE, Parameter, original, stored
 from bnexport.verification.local.regions import Region, Side, is_training
-from bnexport.verification.local.shapes import Shape
 
 _SEEN = 64
 # Half the smallest positive float16, of all types the largest.
@@ -137,7 +137,7 @@ class _Chain:
     def _is_map(self, node: ir.Node, data: ir.Value) -> bool:
         if node.op_type not in _MAPS:
             return self._is_pointwise(node)
-        return node.op_type != "Cast" or self.side.shapes.keeps_floats(node, data)
+        return node.op_type != "Cast" or self.side.keeps_floats(node, data)
 
     def _is_pointwise(self, node: ir.Node) -> bool:
         """Whether a node is a depthwise 1x1 Conv, if these are maps."""

@@ -13,8 +13,10 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.errors import UnsupportedModelError
+from bnexport.graph.constants import Constants
 from bnexport.graph.evaluate import constant_tensor, evaluate, expression, widened
 from bnexport.graph.refusal import Refused
+from bnexport.graph.shapes import Shapes
 from bnexport.graph.versions import opsets
 from bnexport.model_io import walk
 
@@ -27,23 +29,23 @@ RANDOM = frozenset(
 class ConstantValues:
     """Which values of a model are constant, and their numbers."""
 
-    def __init__(self, model: ir.Model) -> None:
+    def __init__(self, model: ir.Model, shapes: Shapes) -> None:
         self._model = model
+        self._reader = Constants(model, shapes)
         self._leaves: dict[ir.Value, ir.TensorProtocol] = {}
         self._computed: set[ir.Value] = set()
         # Expressions in float64, and in the types that the model gives them.
         self._arrays: dict[ir.Value, np.ndarray] = {}
         self._narrow: dict[ir.Value, np.ndarray] = {}
-        self._overridable = model.ir_version >= 4
         self._versions = opsets(model)
         for graph in (model.graph, *(function.graph for function in model.functions.values())):
             self._read(graph)
 
     def _read(self, graph: ir.Graph) -> None:
-        given = set(graph.inputs) if self._overridable else set()
         for value in graph.initializers.values():
-            if value.const_value is not None and value not in given:
-                self._leaves[value] = value.const_value
+            with contextlib.suppress(Refused):
+                if (tensor := self._reader.stored(value, "constant")) is not None:
+                    self._leaves[value] = tensor
         for node in graph:
             bodies = walk.node_bodies(node)
             for body in bodies:

@@ -12,15 +12,16 @@ from bnexport.graph.evaluate import evaluate as evaluate_node
 from bnexport.verification.local import forms, nonlinear, parameters
 from bnexport.verification.local.attributes import same_attributes, same_outputs
 from bnexport.verification.local.chains import OtherShape, Proof, Violation
+from bnexport.verification.local.cones import SIZES
 from bnexport.verification.local.forms import CONSTANT, Form
+from bnexport.verification.local.layouts import SIZE_OPERATORS, Layouts
 from bnexport.verification.local.operators import MOVING, RULES, Operand
 from bnexport.verification.local.parameters import NOISE, Parameter
 from bnexport.verification.local.regions import Region, Side, name_of
+from bnexport.verification.local.relation import NotRelated
 
 # Random directions, where not every element can be a variable.
 DIRECTIONS = 8
-# What they make depends on sizes alone.
-_SIZES = ("Shape", "Size")
 # Nodes of a region; more are no fold.
 _NODES = 400
 
@@ -52,6 +53,10 @@ class _Evaluation:
         count: int | None,
         unchanged: bool,
     ) -> None:
+        # What the graph computes from sizes, and lays out by them, has to be the same in both models, if it is given.
+        self._layouts = region.layouts
+        # Numbers that follow from sizes, by their expression: they are variables.
+        self._numbers: dict[int, Form] = {}
         self._region, self._sides, self._count, self._unchanged = region, sides, count, unchanged
         self._twins = _twins(region)
         self._refuse_unpaired()
@@ -71,7 +76,9 @@ class _Evaluation:
         for side, nodes in enumerate(self._region.nodes):
             varying = {pair[side] for pair in self._region.entering}
             for node in nodes:
-                if node.op_type in _SIZES or not any(value in varying for _, value in self._sides[side].data(node)):
+                if node.op_type in SIZE_OPERATORS or not any(
+                    value in varying for _, value in self._sides[side].data(node)
+                ):
                     continue
                 if (node.domain or node.op_type not in RULES) and node not in paired[side]:
                     raise _unpaired(node)
@@ -112,6 +119,8 @@ class _Evaluation:
             lemma = RULES.get(node.op_type) if node.domain == "" else None
             if (lemma is None and not known) or node in self._region.rounding:
                 continue
+            if self._layouts is not None and self._layouts.is_opaque(side, node):
+                continue
             if nonlinear.is_nonlinear(node, operands):
                 continue
             if known:
@@ -140,7 +149,7 @@ class _Evaluation:
         if model.is_random(node):
             raise UnsupportedModelError(f"{name_of(node)} ({node.op_type}) may be random")
         for _, value in model.data(node):
-            if node.op_type == "Cast" and not model.shapes.keeps_floats(node, value):
+            if node.op_type == "Cast" and not model.keeps_floats(node, value):
                 raise UnsupportedModelError(f"{name_of(node)} is a Cast between other types than floats")
             dtype = model.shapes.dtype(value)
             if node.op_type not in (*MOVING, "Shape") and dtype is not None and not dtype.is_floating_point():
@@ -167,13 +176,21 @@ class _Evaluation:
             self._check_types(node, twin)
             self._check_windows(0, node)
             operands = self._operands(0, node), self._operands(1, twin)
-            results = nonlinear.passed(node, operands, version, self._next, self._count)
+            opaque = self._layouts is not None and self._same_expressions(self._layouts, node, twin)
+            results = nonlinear.passed(node, operands, version, self._next, self._count, opaque=opaque)
             for side, each in enumerate((node, twin)):
                 self._values[side].update(zip(each.outputs, results[side], strict=False))
             pending[0].remove(node)
             pending[1].remove(twin)
             return True
         return False
+
+    def _same_expressions(self, layouts: Layouts, node: ir.Node, twin: ir.Node) -> bool:
+        """Whether two nodes lay out data by sizes. Raises NotRelated where other expressions of sizes enter them."""
+        for one, two in zip(node.inputs, twin.inputs, strict=False):
+            if layouts.expression(0, one) != layouts.expression(1, two):
+                raise NotRelated(f"the sizes that {name_of(node)} ({node.op_type}) reads are computed in another way")
+        return layouts.is_opaque(0, node)
 
     def _check_types(self, node: ir.Node, twin: ir.Node) -> None:
         """Raise UnsupportedModelError where two constants are of different types, which their numbers do not show."""
@@ -189,7 +206,23 @@ class _Evaluation:
 
     def _operands(self, side: int, node: ir.Node) -> list[Operand]:
         twin = self._reverse.get(node) if side else None
-        return [self._operand(side, value, twin, index) for index, value in enumerate(node.inputs)]
+        operands = [self._operand(side, value, twin, index) for index, value in enumerate(node.inputs)]
+        if self._layouts is None or not any(isinstance(operand, Form) for operand in operands):
+            return operands
+        return [
+            operand if index in SIZES.get(node.op_type, ()) else self._varied(self._layouts, side, value, operand)
+            for index, (value, operand) in enumerate(zip(node.inputs, operands, strict=True))
+        ]
+
+    def _varied(self, layouts: Layouts, side: int, value: ir.Value | None, operand: Operand) -> Operand:
+        """Return variables for numbers that follow from sizes, the same for one expression; other operands as they are."""
+        number = layouts.expression(side, value)
+        if number is None or not isinstance(operand, Parameter) or operand.values.dtype != np.float64:
+            return operand
+        if number not in self._numbers:
+            shape, group = operand.values.shape, self._next()
+            self._numbers[number] = forms.variables(group, shape, forms.directions(shape, self._count, seed=group))
+        return self._numbers[number]
 
     def _operand(self, side: int, value: ir.Value | None, twin: ir.Node | None = None, index: int = 0) -> Operand:
         if value is None or not value.name:

@@ -3,6 +3,8 @@
 Let the folded model's input be r x, element by element, where the original's is x. Then for
 
     Relu, LeakyRelu, PRelu      f(r x) = r f(x)                     if r > 0
+    Reshape, Slice, Pad, ...    M(r x + t) = M(r) M(x) + M(t)       where sizes say how M moves elements
+    Resize                      as a maximum, of either sign        where sizes say how far
     a product, a quotient       (r x) (s y) = (r s) x y
     a maximum over a window     max(r x + t) = r max(x) + t         if r > 0, and r, t are the same all over the window
     a map in its parameters     parametric.py
@@ -22,20 +24,22 @@ import onnx_ir as ir
 
 from bnexport.errors import UnsupportedModelError
 from bnexport.graph.evaluate import Misfit, Signature
+from bnexport.graph.shapes import Shape
 from bnexport.verification.local import forms, parametric
 from bnexport.verification.local.forms import CONSTANT, Form
-from bnexport.verification.local.operators import Operand
+from bnexport.verification.local.operators import MOVING, Operand, as_form, crops, moving
+from bnexport.verification.local.parameters import Parameter
 from bnexport.verification.local.relation import SAME, NotRelated, Relation, relate, require_equal
-from bnexport.verification.local.shapes import Shape
 
 HOMOGENEOUS = ("Relu", "LeakyRelu", "PRelu")
 MAXIMA = ("MaxPool", "GlobalMaxPool", "ReduceMax")
 PRODUCTS = ("Mul", "Div")
+RESIZES = ("Resize", "Upsample")
 
 
 # Places of the operands that may differ by a relation; every other operand has to be equal.
 RELATED: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys((*HOMOGENEOUS, *MAXIMA), (0,)),
+    **dict.fromkeys((*HOMOGENEOUS, *MAXIMA, *RESIZES), (0,)),
     **dict.fromkeys(PRODUCTS, (0, 1)),
 }
 # The sizes of their outputs depend on numbers.
@@ -57,13 +61,19 @@ def passed(
     version: int,
     fresh: Callable[[], int],
     count: int | None,
+    *,
+    opaque: bool = False,
 ) -> tuple[list[Operand], list[Operand]]:
-    """Return the outputs of one operator in both models, as new variables. count: of directions, None for all elements."""
+    """Return the outputs of one operator in both models, as new variables. count: of directions, None for all elements.
+    opaque: it lays out its data by sizes.
+    """
     first, second = operands
     kind = mine.op_type
     told = parametric.is_parametric(mine, first)
     if (mine.domain != "" and not told) or kind in _UNSIZED:
         raise UnsupportedModelError(f"{kind} is not evaluated here")
+    if opaque and kind in MOVING:
+        return _moved(mine, operands, version, fresh, count)
     read = [index for index, value in enumerate(mine.outputs) if value.uses() or value.is_graph_output()]
     if told:
         relation, shape = parametric.RULES[kind](mine, first, second)
@@ -76,6 +86,32 @@ def passed(
     for index in read:
         one, two = _related(relation, shapes[index], kind, fresh(), count)
         results[0][index], results[1][index] = one, two
+    return results
+
+
+def _moved(
+    node: ir.Node,
+    operands: tuple[list[Operand], list[Operand]],
+    version: int,
+    fresh: Callable[[], int],
+    count: int | None,
+) -> tuple[list[Operand], list[Operand]]:
+    """Pass r x + t through an operator that moves elements: r and t move with them. What is put in is equal."""
+    first, second = operands
+    if len(first) != len(second) or not isinstance(first[0], Form) or not isinstance(second[0], Form):
+        raise UnsupportedModelError(f"{node.op_type} of what is constant")
+    for one, two in zip(first[1:], second[1:], strict=True):
+        require_equal(node.op_type, one, two)
+    relation = relate(first[0], second[0], ())
+    ratio, *others = (
+        [as_form(each).blocks[CONSTANT][0] for each in moving(node, [Parameter(part), *first[1:]], version)]
+        for part in (relation.ratio - 1.0, relation.offset, relation.ratio_error, relation.offset_error)
+    )
+    results: tuple[list[Operand], list[Operand]] = ([], [])
+    for parts in zip(ratio, *others, strict=True):
+        whole = Relation(parts[0] + 1.0, *parts[1:])
+        for result, form in zip(results, _related(whole, parts[0].shape, node.op_type, fresh(), count), strict=True):
+            result.append(form)
     return results
 
 
@@ -134,16 +170,19 @@ def _relation(node: ir.Node, kind: str, first: list[Operand], second: list[Opera
     relations = []
     for place, (one, two) in enumerate(zip(first, second, strict=True)):
         if place in RELATED.get(kind, ()) and isinstance(one, Form) and isinstance(two, Form):
-            shared = _window(node, one.rank) if kind in MAXIMA else None
+            shared = _window(node, one.rank) if kind in (*MAXIMA, *RESIZES) else None
             relations.append(relate(one, two, shared))
             continue
         require_equal(kind, one, two)
         if place in RELATED.get(kind, ()):
             relations.append(SAME)
+    if kind in RESIZES and crops(node):
+        raise NotRelated(f"{kind} puts in numbers of its own")
     if kind in PRODUCTS:
         return _of_product(kind, *relations)
     for relation in relations:
-        _positive(relation, kind)
+        if kind not in RESIZES:
+            _positive(relation, kind)
     return relations[0] if relations else SAME
 
 
@@ -176,10 +215,10 @@ def _window(node: ir.Node, rank: int) -> tuple[int, ...]:
 
 def _onto(values: np.ndarray, shape: tuple[int, ...], kind: str) -> np.ndarray:
     """Bring a relation of the input into the shape of the output."""
-    if kind not in MAXIMA:
+    if kind not in (*MAXIMA, *RESIZES):
         return np.broadcast_to(values, shape)
-    if values.ndim != len(shape):
-        raise UnsupportedModelError(f"{kind} changes the rank")
+    if values.ndim != len(shape) or (kind in RESIZES and values.shape[:2] != shape[:2]):
+        raise UnsupportedModelError(f"{kind} changes the rank, or the number of channels")
     first = values[
         tuple(slice(0, 1) if one != two else slice(None) for one, two in zip(values.shape, shape, strict=True))
     ]

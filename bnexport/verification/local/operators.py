@@ -349,7 +349,7 @@ def means(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]
     """Measure the matrix of the operator, from each element alone; then check it on random data."""
     data = as_form(operands[0])
     others = _known(node, operands[1:])
-    if node.op_type == "Resize" and len(others) > 1 and not _crops(node):
+    if node.op_type == "Resize" and len(others) > 1 and not crops(node):
         others[0] = None  # a region of interest that nothing reads
     evaluator = NodeEvaluator(node, [True, *(value is not None for value in others)], version)
     size = int(np.prod(data.shape))
@@ -379,7 +379,8 @@ def means(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]
     return [_linear([data], shape, lambda parts: through(parts[0], matrix), lambda parts: through(parts[0], magnitude))]
 
 
-def _crops(resize: ir.Node) -> bool:
+def crops(resize: ir.Node) -> bool:
+    """Whether a Resize reads a part of its data, and puts in a number beyond it."""
     mode = resize.attributes.get("coordinate_transformation_mode")
     return mode is not None and mode.as_string() == "tf_crop_and_resize"
 

@@ -17,6 +17,7 @@ from bnexport.verification.local import chains, evaluation, sizes
 from bnexport.verification.local.chains import NotAChain, OtherShape, Proof, Violation
 from bnexport.verification.local.constants import ROUNDING
 from bnexport.verification.local.forms import TooLarge
+from bnexport.verification.local.layouts import Layouts
 from bnexport.verification.local.regions import Region, Side, is_training, name_of
 from bnexport.verification.local.relation import NotRelated
 from bnexport.verification.verdict import SiteProof
@@ -85,12 +86,27 @@ class Prover:
     def _chain(self, region: Region) -> Proof:
         rank = None
         if not any(node.op_type in ("Conv", "ConvTranspose", "Gemm") for node in region.nodes[0]):
-            rank = self._shapes.rank(region.output[0])
+            shape = self._shapes.of(region.output[0])
+            rank = None if shape is None else len(shape)
         return chains.prove(region, *self._sides, rank)
 
     def _evaluated(self, name: str, region: Region) -> SiteProof:
-        if sizes.moves_differ(region, self._sides):
+        layouts = Layouts(region, self._sides)
+        depends = layouts.computed or layouts.clipped
+        if depends and not layouts.differ:
+            with contextlib.suppress(Violation, BnexportError):
+                proof = self._at_small_sizes(name, dataclasses.replace(region, layouts=layouts))
+                if proof.method == "proved":
+                    return proof
+        if layouts.computed:
+            evaluated = self._everywhere if layouts.differ else self._at_small_sizes
+            return _doubted(evaluated(name, region))
+        if layouts.differ or depends:
             return self._everywhere(name, region)
+        return self._at_small_sizes(name, region)
+
+    def _at_small_sizes(self, name: str, region: Region) -> SiteProof:
+        """Evaluate at the smallest sizes that fit. Raises Violation."""
         reason: Exception | str | None = None
         wanted = 2 if sizes.depends_on_sizes(region) else 1
         marks: list[SiteProof] = []
@@ -223,6 +239,12 @@ def worse(first: SiteProof, second: SiteProof) -> SiteProof:
     """Return the mark of a site with two outputs."""
     worst = max(first, second, key=lambda proof: _ORDER.index(proof.method))
     return dataclasses.replace(worst, error=max(first.error, second.error), bound=max(first.bound, second.bound))
+
+
+def _doubted(proof: SiteProof) -> SiteProof:
+    """Return the mark of a region that was evaluated at sizes beside which others may matter."""
+    reason = "it depends on sizes that the graph computes: compared at small ones"
+    return dataclasses.replace(proof, method="compared", reason=reason) if proof.method == "proved" else proof
 
 
 def _mark(name: str, method: str, proof: Proof) -> SiteProof:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from bnexport.errors import UnsupportedModelError
 from bnexport.graph import batch_norm
 from bnexport.graph.refusal import Refused
+from bnexport.graph.shapes import Shapes
 from bnexport.model_io import walk
 from bnexport.schema import SYNC_BATCH_NORM, TRAINING_DOMAIN
 from bnexport.verification.local.constants import RANDOM, ConstantValues
-from bnexport.verification.local.shapes import ModelShapes
+
+if TYPE_CHECKING:
+    from bnexport.verification.local.layouts import Layouts
 
 MAIN = "main graph"
 # Operators of other domains that are known: equal inputs give equal outputs.
@@ -49,8 +53,8 @@ class Side:
 
     def __init__(self, model: ir.Model, roundings: int = 0) -> None:
         self.model, self.roundings = model, roundings
-        self.constants = ConstantValues(model)
-        self.shapes = ModelShapes(model)
+        self.shapes = Shapes(model)
+        self.constants = ConstantValues(model, self.shapes)
         self._random: dict[ir.Node, bool] = {}
         # Position of each node that depends on the inputs, in the order of execution.
         self.order: dict[ir.Node, int] = {}
@@ -102,6 +106,13 @@ class Side:
             return True
         return self.constants.has(training) and not self.constants.array(training).any()
 
+    def keeps_floats(self, cast: ir.Node, data: ir.Value) -> bool:
+        """Whether a Cast is known to make floats of floats."""
+        source, target = self.shapes.dtype(data), cast.attributes.get("to")
+        if source is None or target is None or target.is_ref():
+            return False
+        return source.is_floating_point() and ir.DataType(target.as_int()).is_floating_point()
+
     def kernel(self, node: ir.Node) -> tuple[int, ...] | None:
         """Return the spatial sizes of a constant weight."""
         weight = node.inputs[1] if len(node.inputs) > 1 else None
@@ -128,7 +139,7 @@ class Region:
 
     nodes: of the original, then those of the folded model, each in the order of execution. entering: pairs of equal
     values; the second is None where the folded model does not read it. rounding: Casts to a coarser type than all that
-    enters and leaves.
+    enters and leaves. layouts: given where nothing may be concluded from the sizes that it is evaluated at.
     """
 
     output: tuple[ir.Value, ir.Value]
@@ -136,3 +147,4 @@ class Region:
     entering: list[tuple[ir.Value, ir.Value | None]]
     number: int
     rounding: frozenset[ir.Node] = frozenset()
+    layouts: Layouts | None = None

@@ -8,26 +8,24 @@ from typing import TypeGuard
 
 import onnx_ir as ir
 
-from bnexport.verification.local.attributes import is_default
+from bnexport.graph.shapes import Shape, Shapes
+from bnexport.verification.local.layouts import ENDLESS, integers
 from bnexport.verification.local.regions import Region, Side
-from bnexport.verification.local.shapes import ModelShapes, Shape
 
 _SHAPING = ("Shape", "Reshape", "Expand", "Tile", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Split", "Gather")
 
-_POINTWISE = ("BatchNormalization", "Add", "Sub", "Mul", "Div", "Sum", "Neg", "Identity", "Cast", "Dropout", "Relu")
-_WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 # Attributes and inputs that name places or widths along an axis.
 _PLACES = {"Slice": ("starts", "ends"), "Pad": ("pads",), "Split": ("split",)}
 _PLACED = {"Slice": (1, 2), "Pad": (1,), "Split": (1,), "Gather": (1,)}
 # Remainders of a size that are tried.
 _MOST_STEPS = 8
-# Bounds of a Slice, a Pad or a Split that free sizes are chosen beyond; a Slice to the end has one of 2^31 or more.
-_MOST_BOUND, _ENDLESS = 16, (1 << 31) - 1
+# Bounds of a Slice, a Pad or a Split that free sizes are chosen beyond.
+_MOST_BOUND = 16
 # Elements of all entering values together, if each is to be a variable.
 MOST_VARIABLES = 2500
 
 
-def candidates(region: Region, side: Side, shapes: ModelShapes) -> Iterator[list[tuple[int, ...]]]:
+def candidates(region: Region, side: Side, shapes: Shapes) -> Iterator[list[tuple[int, ...]]]:
     """Sizes of the entering values to try, smallest first; none where a rank is not known."""
     known: list[Shape] = []
     for value, _ in region.entering:
@@ -54,7 +52,7 @@ def candidates(region: Region, side: Side, shapes: ModelShapes) -> Iterator[list
 
 
 def residues(
-    region: Region, sides: tuple[Side, Side], shapes: ModelShapes, *, shrink: bool = False
+    region: Region, sides: tuple[Side, Side], shapes: Shapes, *, shrink: bool = False
 ) -> list[list[tuple[int, ...]]]:
     """Sizes at which two parts have to be equal that move over their data in different ways.
 
@@ -82,7 +80,7 @@ def residues(
 def _stride(nodes: Sequence[ir.Node], side: Side) -> int:
     """Return the product of the largest strides and steps."""
     strides = [list(each.as_ints()) for node in nodes for each in [node.attributes.get("strides")] if _is_given(each)]
-    steps = [_integers(node, 4, side) for node in nodes if node.op_type == "Slice"]
+    steps = [integers(node, 4, side) for node in nodes if node.op_type == "Slice"]
     return math.prod(max(map(abs, each), default=1) for each in (*strides, *steps))
 
 
@@ -94,48 +92,15 @@ def _bound(nodes: Sequence[ir.Node], side: Side) -> int:
             attribute = node.attributes.get(name)
             found += list(attribute.as_ints()) if _is_given(attribute) else []
         for index in _PLACED.get(node.op_type, ()):
-            found += _integers(node, index, side)
-    return max(size for size in map(abs, found) if size < _ENDLESS)
+            found += integers(node, index, side)
+    return max(size for size in map(abs, found) if size < ENDLESS)
 
 
 def _is_given(attribute: ir.Attr | None) -> TypeGuard[ir.Attr]:
     return attribute is not None and not attribute.is_ref()
 
 
-def _integers(node: ir.Node, index: int, side: Side) -> list[int]:
-    """Return the constant at an input; empty where there is none."""
-    value = node.inputs[index] if index < len(node.inputs) else None
-    if value is None or not side.constants.has(value):
-        return []
-    return [int(each) for each in side.constants.array(value).reshape(-1)]
-
-
-def moves_differ(region: Region, sides: tuple[Side, Side]) -> bool:
-    """Whether the two parts have other operators than per-channel maps, with other attributes or sizes."""
-    first, second = (sorted(_moves(nodes, side)) for nodes, side in zip(region.nodes, sides, strict=True))
-    return first != second
-
-
-def _moves(nodes: Sequence[ir.Node], side: Side) -> Iterator[str]:
-    for node in nodes:
-        if node.op_type in _POINTWISE:
-            continue
-        version = side.constants.version(node)
-        kernel = side.kernel(node)
-        attributes = sorted(
-            f"{name}={attribute.value}"
-            for name, attribute in node.attributes.items()
-            if not is_default(node, attribute, version, kernel=kernel)
-        )
-        sizes = [
-            str(side.constants.array(value).tolist())
-            for index, value in enumerate(node.inputs)
-            if index and value is not None and side.constants.has(value) and node.op_type not in _WEIGHTED
-        ]
-        yield f"{node.op_type} {kernel if node.op_type in _WEIGHTED else ''} {attributes} {sizes}"
-
-
-def ones(region: Region, side: Side, shapes: ModelShapes) -> Iterator[list[list[tuple[int, ...]]]]:
+def ones(region: Region, side: Side, shapes: Shapes) -> Iterator[list[list[tuple[int, ...]]]]:
     """Sizes with a free batch of 1, and with every free size 1; each with small and with declared sizes elsewhere."""
     known = [shapes.of(value) for value, _ in region.entering]
     declared = [shape for shape in known if shape is not None]
@@ -150,7 +115,7 @@ def depends_on_sizes(region: Region) -> bool:
     return any(node.op_type in _SHAPING for nodes in region.nodes for node in nodes)
 
 
-def keeps_declared(sizes: Sequence[tuple[int, ...]], region: Region, shapes: ModelShapes) -> bool:
+def keeps_declared(sizes: Sequence[tuple[int, ...]], region: Region, shapes: Shapes) -> bool:
     """Whether every size that the model declares is as it says."""
     for (value, _), chosen in zip(region.entering, sizes, strict=True):
         shape = shapes.of(value)

@@ -1,0 +1,149 @@
+"""Sizes that the graph computes, and bounds beyond the sizes that a region is evaluated at: equal at these is no proof."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import onnx
+import onnx.helper
+import onnx.numpy_helper
+import pytest
+
+from bnexport.folding import verify
+from tests.support.onnx_text import batch_norm, model
+
+LENGTH = "s = Shape (x)\n l = Gather <axis = 0> (s, one)\n m = Min (l, hundred)\n e = Unsqueeze (m, zero)"
+TABLE = np.random.default_rng(0).standard_normal((512, 8)).astype(np.float32)
+SHORTER = np.where(np.arange(512)[:, None] < 100, TABLE, np.float32(0))
+NUMBERS = {
+    "zero": np.asarray([0]),
+    "first": np.asarray([1]),
+    "one": np.asarray(1),
+    "hundred": np.asarray(100),
+    "end": np.asarray([100]),
+    "k": np.asarray(2, np.float32),
+    "p": TABLE,
+    "q": SHORTER,
+    "half": np.asarray(0.5, np.float32),
+    "more": np.asarray(2.5, np.float32),
+}
+# Each pair is equal where x has up to 100 columns.
+PAIRS = {
+    "a table of which few rows are read": (
+        f"{LENGTH}\n t = Slice (p, zero, e, zero)\n y = Add (x, t)",
+        f"{LENGTH}\n t = Slice (q, zero, e, zero)\n y = Add (x, t)",
+    ),
+    "a slice that is left out": (f"{LENGTH}\n t = Slice (x, zero, e, first)\n y = Mul (t, k)", "y = Mul (x, k)"),
+    "a size that is left out": (f"{LENGTH}\n f = Cast <to = 1> (m)\n y = Mul (x, f)", "y = Mul (x, l)"),
+    "a slice of other data": (
+        "a = Mul (x, k)\n t = Slice (a, zero, end, first)\n r = ReduceSum (t, first)\n u = ReduceSum (x, first)\n y = Add (r, u)",
+        "a = Mul (x, more)\n t = Slice (a, zero, end, first)\n r = ReduceSum (t, first)\n b = Mul (x, half)\n"
+        " u = ReduceSum (b, first)\n y = Add (r, u)",
+    ),
+    "a slice in front of padding": (
+        "t = Slice (x, zero, end, first)\n y = Conv <pads = [1, 1]> (t, w)",
+        "t = Conv <pads = [1, 1]> (x, w)\n y = Slice (t, zero, end, first)",
+    ),
+}  # fmt: skip
+
+
+def build(body: str) -> onnx.ModelProto:
+    if "Mul (x, l)" in body:
+        body = f"s = Shape (x)\n i = Gather <axis = 0> (s, one)\n l = Cast <to = 1> (i)\n {body}"
+    if "Conv" in body:
+        body = body.replace("first", "last")
+    used = {"last": np.asarray([2]), "w": np.ones((8, 8, 3), np.float32), **NUMBERS}
+    shapes = ("float[N,8,L] x", "float[A,B,C] y") if "Conv" in body else ("float[N,L,8] x", "float[A,B,C] y")
+    return model(f"g ({shapes[0]}) => ({shapes[1]}) {{ {body} }}", values={k: v for k, v in used.items() if k in body})
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("turned", [False, True], ids=["first", "second"])
+def test_what_is_equal_at_small_sizes_alone_is_not_proved(name: str, turned: bool) -> None:
+    pair = [build(body) for body in PAIRS[name]]
+    verdict = verify(*(pair[::-1] if turned else pair), method="local")
+    assert verdict.status == "not_verified", verdict
+    assert "proved" not in {proof.method for proof in verdict.sites}
+
+
+NORM = "BatchNormalization ({}, p_s, p_b, p_m, p_v)"
+SHAPE = "s = Shape ({})\n g = Gather <axis = 0> (s, at0)\n u = Unsqueeze (g, at1)\n t = Concat <axis = 0> (u, rest)\n"
+RIGHT = {
+    "a shape from the batch": f"z = Conv (x, w)\n n = {NORM.format('z')}\n {SHAPE.format('n')} y = Reshape (n, t)",
+    "a slice to half of the width": f"z = Conv (x, w)\n s = Shape (x)\n e = Slice (s, at3, at4)\n h = Div (e, at2)\n"
+    f" d = Slice (z, at1, h, at3)\n y = {NORM.format('d')}",
+    "a slice to 100": f"z = Conv (x, w)\n d = Slice (z, at1, many, at3)\n y = {NORM.format('d')}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_fold_past_computed_sizes_is_proved(name: str) -> None:
+    places = {
+        "at0": np.asarray(0), "at1": np.asarray([0]), "at2": np.asarray([2]), "at3": np.asarray([3]), "at4": np.asarray([4]),
+        "rest": np.asarray([-1]), "many": np.asarray([100]),
+    }  # fmt: skip
+    values = {key: value for key, value in places.items() if key in RIGHT[name]}
+    source = model(
+        f"g (float[N,6,H,W] x) => (float y) {{ {RIGHT[name]} }}",
+        {"w": (8, 6, 1, 1), **batch_norm("p", 8)},
+        values=values,
+    )
+    source.graph.output[0].type.tensor_type.ClearField("shape")
+    folded = copy.deepcopy(source)
+    for node in folded.graph.node:
+        if node.op_type == "Conv":
+            node.input[1:] = ["v", "b"]
+        elif node.op_type == "BatchNormalization":
+            node.op_type, node.input[1:] = "Identity", []
+    for key, array in folded_into("w", source).items():
+        folded.graph.initializer.append(onnx.numpy_helper.from_array(array, key))
+    verdict = verify(source, folded, method="local")
+    assert verdict.passed, verdict
+    assert [proof.method for proof in verdict.sites] == ["proved"]
+
+
+def folded_into(weight: str, source: onnx.ModelProto) -> dict[str, np.ndarray]:
+    """The weight v and the bias b of a Conv with the batch norm behind it."""
+    arrays = {each.name: onnx.numpy_helper.to_array(each) for each in source.graph.initializer}
+    factor = arrays["p_s"] / np.sqrt(arrays["p_v"] + np.float32(1e-5))
+    return {"v": arrays[weight] * factor[:, None, None, None], "b": arrays["p_b"] - arrays["p_m"] * factor}
+
+
+def test_sizes_without_a_name_are_different_sizes() -> None:
+    body = "c = Conv (x, w)\n s = Shape (c)\n h = Slice (s, two, three)\n t = Slice (c, zero, h, three)\n y = {}"
+    values = {"two": np.asarray([2]), "three": np.asarray([3]), "zero": np.asarray([0])}
+    shapes = {"w": (4, 4, 1, 1), **batch_norm("p", 4)}
+    source = model(
+        f"g (float[N,4,A,B] x) => (float[N,4,C,D] y) {{ {body.format(NORM.format('t'))} }}", shapes, values=values
+    )
+    wrong = model("g (float[N,4,A,B] x) => (float[N,4,C,D] y) { y = Conv (x, v, b) }", values=folded_into("w", source))
+    for proto in (source, wrong):
+        for value in (*proto.graph.input, *proto.graph.output):
+            for dimension in value.type.tensor_type.shape.dim[2:]:
+                dimension.dim_param = ""
+    assert verify(source, wrong, method="local").status == "failed"
+
+
+@pytest.mark.parametrize("version", [3, 8])
+def test_an_initializer_that_is_an_input_of_a_body_is_no_constant(version: int) -> None:
+    def loop(body: list[onnx.NodeProto], inner: list[onnx.TensorProto]) -> onnx.ModelProto:
+        make, kinds = onnx.helper.make_tensor_value_info, onnx.TensorProto
+        scalars = [make("i", kinds.INT64, []), make("c", kinds.BOOL, []), make("v", kinds.FLOAT, [1])]
+        outputs = [make("d", kinds.BOOL, []), make("o", kinds.FLOAT, [1])]
+        nodes = [*body, onnx.helper.make_node("Identity", ["c"], ["d"])]
+        graph = onnx.helper.make_graph(nodes, "body", scalars, outputs, inner)
+        node = onnx.helper.make_node("Loop", ["n", "t", "x"], ["y"], body=graph)
+        stored = [onnx.numpy_helper.from_array(np.asarray(3), "n"), onnx.numpy_helper.from_array(np.asarray(True), "t")]
+        listed = [make("n", kinds.INT64, []), make("t", kinds.BOOL, [])] if version < 4 else []
+        inputs = [make("x", kinds.FLOAT, [1]), *listed]
+        main = onnx.helper.make_graph([node], "g", inputs, [make("y", kinds.FLOAT, [1])], stored)
+        return onnx.helper.make_model(main, opset_imports=[onnx.helper.make_opsetid("", 10)], ir_version=version)
+
+    values = {
+        name: onnx.numpy_helper.from_array(np.asarray([size], np.float32), name) for name, size in (("v", 3), ("k", 2))
+    }
+    source = loop([onnx.helper.make_node("Mul", ["v", "k"], ["o"])], list(values.values()))
+    constant = onnx.numpy_helper.from_array(np.asarray([6], np.float32), "six")
+    wrong = loop([onnx.helper.make_node("Constant", [], ["o"], value=constant)], [values["v"]])
+    assert verify(source, wrong, method="local").status == "not_verified"
