@@ -17,7 +17,6 @@ import bnexport
 from bnexport.native import library
 
 ROOT = Path(__file__).parents[1]
-LARGEST_SDIST = 680_000  # bytes: the sources alone take 661,000; a model or a built library would not fit
 
 BACKEND = "import sys; from scikit_build_core import build; print(build.build_{}(sys.argv[1], {}))"
 
@@ -57,7 +56,6 @@ def test_the_sdist_has_every_source_and_nothing_else(sdist: Path) -> None:
     top = {"CMakeLists.txt", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"}
     top |= {f"cmake/{path.name}" for path in (ROOT / "cmake").glob("*.cmake")}
     assert names(sdist) == sources | top
-    assert sdist.stat().st_size < LARGEST_SDIST
 
 
 def test_one_version_everywhere(sdist: Path) -> None:

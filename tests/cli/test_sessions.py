@@ -70,29 +70,36 @@ def test_long_work_without_a_terminal_says_where_it_is(monkeypatch, capfd):
     console.set_level(quiet=False, verbose=False)
     with console.status("folding m.onnx"):
         stages.report("writing", 1_000_000_000, 2_600_000_000)
-        time.sleep(0.3)
-    lines = capfd.readouterr().err.splitlines()
-    assert lines[0] == "folding m.onnx: writing 1.0 of 2.6 GB (0 s)" and len(lines) >= 2
+        shown, limit = "", time.monotonic() + 60
+        while shown.count("\n") < 2 and time.monotonic() < limit:
+            time.sleep(0.05)
+            shown += capfd.readouterr().err
+    lines = shown.splitlines()
+    assert len(lines) >= 2
+    assert all(re.fullmatch(r"folding m\.onnx: writing 1\.0 of 2\.6 GB \(\d+ s\)", line) for line in lines), lines
     console.set_level(quiet=True, verbose=False)
     with console.status("folding m.onnx"):
         time.sleep(0.1)
     assert capfd.readouterr().err == ""
 
 
-QUICK = [["--help"], ["export", "--help"], ["fold"], ["export", "m:f", "m.onnx", "-i", "x=1,3"], ["doctor"]]
+# What takes a tenth of a second and more to import, and what an answer may have of it.
+SLOW = ("jinja2", "numpy", "onnx", "onnx_ir", "onnxruntime", "torch")
+QUICK = {
+    "--help": "",
+    "export --help": "",
+    "fold": "",
+    "export m:f m.onnx -i x=1,3": "",
+    "doctor": "numpy onnxruntime",
+}
 
 
-@pytest.mark.parametrize("arguments", QUICK, ids=" ".join)
-def test_answers_come_without_torch(arguments, tmp_path):
-    """Processor time of the whole process, the least of three: other work on the machine only adds to it."""
-    script = "import sys; from bnexport.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    seconds = []
-    for _ in range(3):
-        before = os.times()
-        done = subprocess.run(
-            [sys.executable, "-c", script, *arguments], capture_output=True, cwd=tmp_path, check=False
-        )
-        after = os.times()
-        assert done.returncode == 0, "torch was imported"
-        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
-    assert min(seconds) <= 0.6
+@pytest.mark.parametrize("line", QUICK)
+def test_quick_answers_import_nothing_slow(line, tmp_path):
+    script = (
+        "import sys; from bnexport.cli import main; main(sys.argv[1:]);"
+        f"print('imported', *(name for name in {SLOW!r} if name in sys.modules))"
+    )
+    command = [sys.executable, "-c", script, *line.split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.splitlines()[-1].split()[1:] == QUICK[line].split()

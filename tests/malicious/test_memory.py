@@ -22,7 +22,6 @@ HEAD = b"\x08\x08" + field(8, b"\x10\x11")
 OPERATOR = field(4, b"A") + field(7, b"d")  # in a domain of its own, it needs no outputs
 # The documented bounds of `load` for a file of one kind: bytes, and seconds of processor.
 BYTES = 2 * 2**30
-SECONDS = 60.0
 SCALE = 16
 
 
@@ -175,7 +174,6 @@ def test_default_limits(kind: str, loader: subprocess.Popen[str], tmp_path: Path
     print(f"{kind}: {len(data):,} bytes, {outcome}, {nbytes / 2**30:.2f} GiB, {seconds:.1f} s")
     assert outcome == ("accepted" if kind in ACCEPTED else "refused")
     assert nbytes < BYTES
-    assert seconds < SECONDS
 
 
 @pytest.mark.parametrize("kind", [*ACCEPTED, *REFUSED])

@@ -14,7 +14,6 @@ root mean square) are left out there; their gradients and moments are compared l
 from __future__ import annotations
 
 import itertools
-import time
 from collections import defaultdict
 
 import numpy as np
@@ -129,12 +128,11 @@ def test_a_step_is_as_close_to_float64_as_torchs(network, optimizer, cpu_kernels
 
 
 @pytest.mark.slow
-def test_resnet50_exports_within_a_minute(tmp_path, record_property):
+def test_resnet50_exports(tmp_path):
     """Full width, verified on one pair of 224 x 224 images."""
     torch.manual_seed(0)
     model = resnet50().train()
     batch = (torch.randn(2, 3, 224, 224), torch.randint(0, 1000, (2,)))
-    start = time.perf_counter()
     result = bnexport.export_training_step(
         model,
         torch.nn.functional.cross_entropy,
@@ -143,7 +141,4 @@ def test_resnet50_exports_within_a_minute(tmp_path, record_property):
         optimizer="sgd",
         optimizer_options=OPTIONS["sgd"],
     )
-    seconds = time.perf_counter() - start
-    record_property("seconds", round(seconds, 1))
     assert result.verification.passed, result.verification.summary()
-    assert seconds < 60
