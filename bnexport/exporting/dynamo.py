@@ -19,7 +19,7 @@ from bnexport import schema, torch_versions
 from bnexport.errors import UnsupportedModelError
 from bnexport.exporting import index_put
 from bnexport.exporting.dimensions.dynamic import Axis, Dimensions
-from bnexport.exporting.dimensions.size_conditions import SizeConditions
+from bnexport.exporting.dimensions.size_conditions import Limit, SizeConditions, limits
 from bnexport.exporting.portable_body import MINIMUM_OPSET
 from bnexport.exporting.substitutes.adaptive_pooling import AnySizePooling
 from bnexport.exporting.wrapper import Traced, TracedGraph
@@ -100,7 +100,7 @@ def trace(wrapper: Traced, dimensions: Dimensions, *, opset: int = MINIMUM_OPSET
             )
     assert onnx_program is not None
     _write_constant_sizes(onnx_program.model.graph)
-    return TracedGraph(onnx_program.model, left, conditions=conditions)
+    return TracedGraph(onnx_program.model, left, conditions=conditions, limits=limits_of(program, left))
 
 
 @contextlib.contextmanager
@@ -178,6 +178,11 @@ def _fixed(program: torch.export.ExportedProgram, dimensions: Dimensions) -> lis
     """Return the dynamic dimensions that are constant in the program."""
     inputs = program_inputs(program)
     return [(place, index) for place, index in dimensions.axes if constant(inputs[place].shape[index]) is not None]
+
+
+def limits_of(program: torch.export.ExportedProgram, dimensions: Dimensions) -> tuple[Limit, ...]:
+    """Return the limits of the dimensions that it left dynamic."""
+    return limits(program_inputs(program), program.range_constraints, dimensions.axes)
 
 
 def constant(size: int | torch.SymInt) -> int | None:

@@ -18,7 +18,7 @@ from bnexport import stages
 from bnexport.errors import LibraryError, VerificationError
 from bnexport.exporting.dimensions.dynamic import Dimensions
 from bnexport.exporting.dimensions.other_sizes import OtherSizes
-from bnexport.exporting.dimensions.size_conditions import SizeConditions
+from bnexport.exporting.dimensions.size_conditions import Limit, SizeConditions
 from bnexport.exporting.dimensions.size_dependence import name_at_any, without_faults
 from bnexport.exporting.notes import Note
 from bnexport.exporting.verification import Checked, verdict
@@ -50,8 +50,8 @@ class Artifact:
     """The result of building a target.
 
     model: an onnx_ir.Model, ScriptModule or ExportedProgram. outputs: names of what a forward returns; state: of those that are
-    updated, whose new values follow. conditions: on sizes, which the file does not keep. allows: whether the file says that
-    it is for these inputs.
+    updated, whose new values follow. conditions, limits: on sizes, which an ONNX file does not keep. allows: whether the file
+    says that it is for these inputs.
     """
 
     model: Any
@@ -63,6 +63,7 @@ class Artifact:
     report: FoldReport | None = None
     conditions: SizeConditions | None = None
     allows: Callable[[Tensors], bool] | None = None
+    limits: tuple[Limit, ...] = ()
 
 
 class Target(Protocol):
@@ -114,10 +115,10 @@ def run(job: ExportJob, target: Target) -> tuple[Artifact, Verification]:
             _refuse(job.path, target, checked)
             if job.reference is None or not (checked.faults and target.declares):
                 staged.commit()
-                return artifact, checked.verification
+                return _with_limits(artifact, others), checked.verification
         finally:
             staged.discard()
-        dimensions = without_faults(artifact.dimensions, checked.faults, job.reference)
+        dimensions = without_faults(artifact.dimensions, checked.faults, job.reference, artifact.conditions)
         if others is not None:
             others.plan(dimensions.free)
 
@@ -155,8 +156,21 @@ def _follow(others: OtherSizes, artifact: Artifact, before: Dimensions) -> None:
         others.allows = artifact.allows
     if artifact.dimensions.free != before.free or not all(others.allows(each.inputs) for each in others.runs):
         others.plan(artifact.dimensions.free)
+    others.exceed(artifact.limits, artifact.dimensions.free)
     if artifact.conditions is not None:
         others.add(artifact.conditions, artifact.dimensions.free)
+
+
+def _with_limits(artifact: Artifact, others: OtherSizes | None) -> Artifact:
+    """Add notes on the sizes that the model limits; beyond a limit that is harmless, the file was right."""
+    dimensions = artifact.dimensions
+    limits = [each for each in artifact.limits if each.counts] if others is None else others.within(artifact.limits)
+    notes = [
+        Note("limited", str(limit), dimensions.names[place], index, dimensions.free[place][index])
+        for limit in limits
+        for place, index in [limit.axis]
+    ]
+    return dataclasses.replace(artifact, notes=(*artifact.notes, *notes))
 
 
 def _judge(artifact: Artifact, file: str, target: Target, reference: Reference, others: OtherSizes) -> Checked:

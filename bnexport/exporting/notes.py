@@ -42,6 +42,6 @@ class Note:
             return self.reason
         where = f"input {self.input!r}: dimension {self.dimension} ({self.name})"
         if self.kind == "limited":
-            return f"{where} has to be {self.reason}, the model limits it"
+            return f"{where} has to be {self.reason}"
         why = ", the model fixes it" if self.kind == "constant" else f": {self.reason}"
         return f"{where} stays {self.size}{why}{self.operator and f' ({self.operator})'}"

@@ -103,6 +103,7 @@ class OnnxTarget:
             tuple(name + schema.NEW_SUFFIX for name in self._state),
             report,
             trace.conditions,
+            limits=trace.limits,
         )
 
     def stage(self, artifact: Artifact) -> Staged:

@@ -15,16 +15,14 @@ from bnexport import torch_versions
 from bnexport.errors import UnsupportedModelError
 from bnexport.exporting import dynamo
 from bnexport.exporting.dimensions.dynamic import Dimensions
-from bnexport.exporting.notes import Note
+from bnexport.exporting.dimensions.size_conditions import SMALLEST
 
-# The lower end of an ordinary dynamic dimension's range: torch.export takes sizes of 0 and 1 for constants.
-_SMALLEST = 2
 NAMESPACES = ("aten", "prims", "prim")
 _PYTHON = ("_operator", "operator", "math", "builtins", "torch")
 
 
-def build(model: nn.Module, dimensions: Dimensions) -> tuple[torch.export.ExportedProgram, Dimensions, list[Note]]:
-    """Return the program, what it left dynamic, and notes on sizes that the model limits. `model` is in eval mode.
+def build(model: nn.Module, dimensions: Dimensions) -> tuple[torch.export.ExportedProgram, Dimensions]:
+    """Return the program, and what it left dynamic. `model` is in eval mode.
 
     Raises UnsupportedModelError where torch.export fails, or where operators of other libraries remain.
     """
@@ -39,15 +37,7 @@ def build(model: nn.Module, dimensions: Dimensions) -> tuple[torch.export.Export
                 " which keeps control flow where it can script it"
             ) from error
     _refuse_foreign_operators(program, type(model).__name__)
-    values, notes = dynamo.program_inputs(program), []
-    for place, index in left.axes:
-        low, high = _limits(program, values[place].shape[index])
-        limits = [f"at least {low}"] if low > _SMALLEST else []
-        limits += [] if high is None else [f"at most {high}"]
-        # A least height alone is mostly that of a window, which the model asks for just so.
-        if limits and (index == 0 or high is not None):
-            notes.append(Note("limited", " and ".join(limits), left.names[place], index, left.free[place][index]))
-    return program, left, notes
+    return program, left
 
 
 def _program(
@@ -70,7 +60,7 @@ def allows(program: torch.export.ExportedProgram, inputs: tuple[torch.Tensor, ..
         for size, actual in zip(value.shape, given.shape):
             low, high = _limits(program, size)
             # Ranges start at 2 where sizes of 0 and 1 were not looked at.
-            if (actual < low and low > _SMALLEST) or (high is not None and actual > high):
+            if (actual < low and low > SMALLEST) or (high is not None and actual > high):
                 return False
     return True
 

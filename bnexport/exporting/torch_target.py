@@ -12,8 +12,9 @@ import torch
 
 from bnexport import model_io
 from bnexport.errors import UnsupportedModelError, VerificationError
-from bnexport.exporting import pt2, torchscript_format, wrapper
+from bnexport.exporting import dynamo, pt2, torchscript_format, wrapper
 from bnexport.exporting.dimensions.dynamic import Dimensions
+from bnexport.exporting.dimensions.size_conditions import Limit
 from bnexport.exporting.job import Artifact, ExportJob
 from bnexport.exporting.notes import Note
 from bnexport.exporting.substitutes.plain_parameters import with_plain_parameters
@@ -64,14 +65,23 @@ class TorchTarget:
     def build(self, dimensions: Dimensions) -> Artifact:
         model: Any
         allows, method = None, "torch.export"
+        notes: list[Note] = []
+        bounds: tuple[Limit, ...] = ()
         with room_for(self._work):
             if self._format == "pt2":
-                model, dimensions, notes = pt2.build(self._work, dimensions)
-                allows = functools.partial(pt2.allows, model)
+                model, dimensions = pt2.build(self._work, dimensions)
+                allows, bounds = functools.partial(pt2.allows, model), dynamo.limits_of(model, dimensions)
             else:
                 model, method, notes = torchscript_format.build(with_plain_parameters(self._work), dimensions.inputs)
         return Artifact(
-            model, method, self._outputs, dimensions, (*self._notes, *notes), report=self._report, allows=allows
+            model,
+            method,
+            self._outputs,
+            dimensions,
+            (*self._notes, *notes),
+            report=self._report,
+            allows=allows,
+            limits=bounds,
         )
 
     def stage(self, artifact: Artifact) -> Staged:

@@ -18,7 +18,7 @@ from torch import nn
 
 from bnexport.errors import BnexportError, UnsupportedModelError, UsageError, summary
 from bnexport.exporting.dimensions.dynamic import Dimensions
-from bnexport.exporting.dimensions.size_conditions import SizeConditions
+from bnexport.exporting.dimensions.size_conditions import Limit, SizeConditions
 from bnexport.exporting.notes import Note
 from bnexport.exporting.substitutes.weight_norm import PlainWeightNorm
 from bnexport.sync_bn import distributed
@@ -265,13 +265,14 @@ class Traced(nn.Module):
 class TracedGraph:
     """An exporter's result for a `Traced`: a graph, its dynamic dimensions, and the conditions that it assumes.
 
-    conditions: on sizes, which the graph does not keep; None where the exporter records none.
+    conditions, limits: on sizes, which the graph does not keep; none where the exporter records none.
     """
 
     model: ir.Model
     dimensions: Dimensions
     notes: tuple[Note, ...] = ()
     conditions: SizeConditions | None = None
+    limits: tuple[Limit, ...] = ()
 
 
 def _current(tensor: StateTensor, clones: dict[int, torch.Tensor]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 
 from bnexport.exporting.dimensions import sizes
-from bnexport.exporting.dimensions.size_conditions import SizeConditions
+from bnexport.exporting.dimensions.size_conditions import Limit, SizeConditions
 from bnexport.exporting.dimensions.sizes import Changes, DimensionGroup, Shapes
 from bnexport.verification.verdict import Verification
 
@@ -23,7 +23,7 @@ Tensors = tuple[torch.Tensor, ...]
 Judge = Callable[[Sequence[Tensors], Sequence[Tensors]], list[Verification]]
 
 # Alternatives that are tried until the reference runs.
-_TRIES = 6
+_TRIES = 8
 # Runs for the conditions of a program: each costs one of the reference and one of the exported model.
 _MOST_CONDITIONS = 4
 
@@ -42,17 +42,22 @@ class Fault:
     """Dimensions that cannot be dynamic.
 
     axes: (input, dimension). run, outcome: where the exported model is wrong, and how; None where the reference ran at
-    no other size that was tried.
+    no other size that was tried, or a condition of the model's code, `cause`, holds at none of them.
     """
 
     axes: tuple[tuple[int, int], ...]
     run: Run | None = None
     outcome: Verification | None = None
+    cause: str = ""
 
     @property
     def reason(self) -> str:
         if self.run is None or self.outcome is None:
-            return "the model ran at no other size that was tried"
+            return (
+                "sizes beyond a limit are too large to try"
+                if self.cause
+                else "the model ran at no other size that was tried"
+            )
         size = next(size for group, size in self.run.changes.items() if set(group.axes) >= set(self.axes))
         return f"the exported model {'differs from torch' if self.outcome.ran else 'does not run'} at {size}"
 
@@ -106,6 +111,31 @@ class OtherSizes:
                 added += 1
                 self.runs.append(run)
                 known |= conditions.broken(self.shapes(run))
+
+    def exceed(self, limits: Iterable[Limit], dynamic: Sequence[Collection[int]]) -> None:
+        """Add runs beyond limits that the exported model does not keep, wherever the reference runs there."""
+        if self._guarded:
+            return
+        groups = sizes.groups(self._inputs, dynamic)
+        for limit in limits:
+            (group,) = (group for group in groups if limit.axis in group.axes)
+            for size, line in limit.beyond:
+                if size < 1 or any(_beyond(run.changes.get(group, group.size), size, group.size) for run in self.runs):
+                    continue
+                alternatives = sizes.beyond(self._inputs, group, size, groups)
+                run = self._first(alternatives)
+                if run is not None:
+                    self.runs.append(run)
+                elif line and not alternatives:
+                    self.unseen.append(Fault(group.axes, cause=f"at {line}"))
+
+    def within(self, limits: Iterable[Limit]) -> list[Limit]:
+        """Return the limits that no run is beyond."""
+        return [
+            limit
+            for limit in limits
+            if limit.counts and all(self.shapes(run)[limit.axis[0]][limit.axis[1]] in limit for run in self.runs)
+        ]
 
     def faults(self, outcomes: Sequence[Verification], judge: Judge) -> list[Fault]:
         """Return the dimensions in which the exported model is wrong, or was not verified.
@@ -171,6 +201,11 @@ class OtherSizes:
             rest = rest or [group for group in wrong.changes if group.place != 0] or list(wrong.changes)
             faulty = dict.fromkeys(rest, (wrong, outcome))
         return [Fault(group.axes, run, own) for group, (run, own) in faulty.items()]
+
+
+def _beyond(size: int, limit: int, example: int) -> bool:
+    """Whether a size is at or beyond a limit, seen from the example."""
+    return size >= limit if limit > example else size <= limit
 
 
 def _mostly(passed: Sequence[bool]) -> bool:

@@ -2,12 +2,13 @@
 
 `if x.shape[0] > 4` leaves one branch in the program and the condition as a guard, which an ONNX graph does not keep.
 Most guards are harmless: torch.export notes wherever a size of 1 would be broadcast. So they only say which sizes to
-compare the exported model at.
+compare the exported model at. Guards on one dimension become its range in the program, a `Limit`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,58 @@ from bnexport.exporting.dimensions.sizes import Changes, DimensionGroup, Shapes
 _MOST = 16
 _LARGEST_MODULUS = 7
 _TORCH = str(Path(torch.__file__).parent)
+# The lower end of an ordinary dynamic dimension's range: torch.export takes sizes of 0 and 1 for constants.
+SMALLEST = 2
+Axis = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """The range of a dynamic dimension of a program, if it has ends.
+
+    axis: (input, dimension). low, high: None for no end. lines: those of the model's code that ask for them; torch's own are empty.
+    """
+
+    axis: Axis
+    low: int | None
+    high: int | None
+    lines: tuple[str, str] = ("", "")
+
+    @property
+    def beyond(self) -> list[tuple[int, str]]:
+        """The nearest sizes outside, and who asks for the end. A least size of torch's own is mostly that of a window."""
+        low = [] if self.low is None or not self.lines[0] else [(self.low - 1, self.lines[0])]
+        return low + ([] if self.high is None else [(self.high + 1, self.lines[1])])
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is more than a least height, which the model asks for just so."""
+        return self.axis[1] == 0 or bool(self.beyond)
+
+    def __contains__(self, size: int) -> bool:
+        return (self.low is None or size >= self.low) and (self.high is None or size <= self.high)
+
+    def __str__(self) -> str:
+        ends = [f"at least {self.low}"] if self.low is not None else []
+        ends += [] if self.high is None else [f"at most {self.high}"]
+        asked = [line for (_, line) in self.beyond if line]
+        return f"{' and '.join(ends)}, the model limits it{f' ({asked[-1]})' if asked else ''}"
+
+
+def limits(inputs: Sequence[torch.Tensor], ranges: Mapping[Any, Any], axes: Collection[Axis]) -> tuple[Limit, ...]:
+    """Return the limits of these dimensions in a program. inputs: fake tensors. ranges: its range_constraints."""
+    found: list[Limit] = []
+    for place, index in axes:
+        size = inputs[place].shape[index]
+        given = ranges.get(size.node.expr) if isinstance(size, torch.SymInt) else None
+        if given is None:
+            continue
+        asked = getattr(size.node.shape_env, "var_to_range_sloc", {}).get(size.node.expr)
+        lines = ("", "") if asked is None else (_line(asked.lower), _line(asked.upper))
+        low, high = int(given.lower), int(given.upper) if given.upper.is_Integer else None
+        if low > SMALLEST or high is not None:
+            found.append(Limit((place, index), low if low > SMALLEST else None, high, lines))
+    return tuple(found)
 
 
 class SizeConditions:
@@ -30,16 +83,17 @@ class SizeConditions:
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor], *, asked: bool = False) -> None:
-        self._symbols: dict[Any, tuple[int, int]] = {}
-        found: dict[Any, bool] = {}
+        self._symbols: dict[Any, Axis] = {}
+        found: dict[Any, str] = {}
         for place, value in enumerate(inputs):
             for dimension, size in enumerate(value.shape):
                 if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
                     self._symbols[size.node.expr] = (place, dimension)
-                    found.update({guard.expr: _is_asked(guard) for guard in size.node.shape_env.guards})
+                    found.update({guard.expr: _line(guard.sloc) for guard in size.node.shape_env.guards})
         known = [condition for condition in found if condition.free_symbols <= set(self._symbols)]
         known = [condition for condition in known if found[condition] or not asked]
         self.all = sorted(known, key=lambda condition: (not found[condition], int(condition.count_ops())))[:_MOST]
+        self._lines = {condition: found[condition] for condition in self.all}
 
     def broken(self, shapes: Shapes) -> set[Any]:
         """Return the conditions that do not hold at these sizes."""
@@ -52,6 +106,18 @@ class SizeConditions:
             return bool(condition.xreplace(sizes) == sympy.false)
         except (ArithmeticError, TypeError, ValueError):  # a division by zero
             return False
+
+    def asked_for(self, axes: Collection[Axis], shapes: Shapes, names: Sequence[Mapping[int, str]]) -> str:
+        """Return a condition of the model's code on one of these dimensions that does not hold at these sizes, with its
+        line; empty if there is none. names: of the dimensions of each input.
+        """
+        for condition, line in self._lines.items():
+            concerned = {symbol: self._symbols[symbol] for symbol in condition.free_symbols}
+            if line and set(axes) & set(concerned.values()) and self.breaks(condition, shapes):
+                known = {symbol: names[place].get(index, str(symbol)) for symbol, (place, index) in concerned.items()}
+                text = str(condition.xreplace({symbol: sympy.Symbol(name) for symbol, name in known.items()}))
+                return f"{'a condition' if '(' in text else text} at {line}"
+        return ""
 
     def candidates(self, condition: Any, groups: Sequence[DimensionGroup]) -> Iterator[Changes]:
         """Yield changes of one or two groups that may break a condition.
@@ -71,7 +137,10 @@ class SizeConditions:
             yield from ({one: one.size + other.size, other: other.size} for other in concerned if one is not other)
 
 
-def _is_asked(guard: Any) -> bool:
-    """Whether a condition comes from code outside torch."""
-    place = getattr(guard.sloc.framework_loc, "filename", "")
-    return bool(place) and not place.startswith(_TORCH)
+def _line(location: Any) -> str:
+    """Return the line of code outside torch that asks; empty for one of torch's own."""
+    frame = location.framework_loc
+    path = getattr(frame, "filename", "")
+    if not path or path.startswith(_TORCH):
+        return ""
+    return f"{'/'.join(Path(path).parts[-2:])}:{frame.lineno} in {frame.name}"

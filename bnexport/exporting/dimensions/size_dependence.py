@@ -14,7 +14,8 @@ from torch import nn
 from bnexport.errors import VerificationError
 from bnexport.exporting.dimensions.dynamic import Axis, Dimensions
 from bnexport.exporting.dimensions.other_sizes import Fault
-from bnexport.exporting.dimensions.sizes import DimensionGroup, resized
+from bnexport.exporting.dimensions.size_conditions import SizeConditions
+from bnexport.exporting.dimensions.sizes import DimensionGroup, resized, shapes
 from bnexport.exporting.wrapper import Traced
 from bnexport.torch_versions import DispatchMode, pytree
 from bnexport.verification.reference import Reference
@@ -97,17 +98,22 @@ def _differ(one: _RecordedCall, two: _RecordedCall) -> bool:
     return (one.operator, one.module) != (two.operator, two.module)
 
 
-def without_faults(dimensions: Dimensions, faults: Sequence[Fault], reference: Reference) -> Dimensions:
-    """Make the dimensions at fault static, with notes that name an operator.
+def without_faults(
+    dimensions: Dimensions, faults: Sequence[Fault], reference: Reference, conditions: SizeConditions | None = None
+) -> Dimensions:
+    """Make the dimensions at fault static, with notes that name a condition of the model's code, or an operator.
 
     Raises VerificationError where none of them is dynamic: the exported model has sizes that were not asked for.
     """
-    found = [
-        name_at_any(dimensions, fault.axes, reference)
-        if fault.run is None
-        else name_operator(reference.module(), dimensions.inputs, fault.run.inputs)
-        for fault in faults
-    ]
+
+    def cause(fault: Fault) -> str:
+        if fault.run is None:
+            return fault.cause or name_at_any(dimensions, fault.axes, reference)
+        other = shapes(dimensions.inputs, fault.run.changes)
+        asked = conditions.asked_for(fault.axes, other, dimensions.free) if conditions is not None else ""
+        return asked or name_operator(reference.module(), dimensions.inputs, fault.run.inputs)
+
+    found = list(map(cause, faults))
     left = dimensions
     for fault, own in zip(faults, found):
         # Dimensions that are wrong together mostly have one cause.
@@ -142,7 +148,9 @@ def _record(module: nn.Module, inputs: Tensors) -> tuple[list[_RecordedCall], bo
     try:
         with torch.no_grad(), recorder:
             module(*(value.clone() for value in inputs))
-    except Exception:  # what the model's code raises; a name is a help, not a result
+    except Exception as error:  # what the model's code raises; a name is a help, not a result
+        if type(error).__module__.startswith("torch._dynamo"):
+            torch.compiler.reset()  # torch.cond compiles its branches, not below a recorder, and would fail from now on
         return recorder.calls, True
     finally:
         for handle in handles:

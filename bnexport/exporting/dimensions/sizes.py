@@ -18,9 +18,13 @@ Shapes = tuple[tuple[int, ...], ...]
 
 # Dimensions of networks are multiples of up to 32: the product of their strides.
 _LARGEST_STEP = 32
-# Elements of all inputs together, relative to the example's; small examples may grow up to the second.
+# Elements of all inputs together, relative to the example's; small examples may grow up to the second. The last is for a size
+# beyond a limit that the model's code asks for.
 _LARGEST_GROWTH = 2.0
-_SMALL = 4096
+_SMALL = 1 << 16
+_LARGEST = 1 << 22
+# A far size is a prime above this and above four times the example's.
+_FAR = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +60,11 @@ def smallest_batch(inputs: Tensors, groups: Sequence[DimensionGroup]) -> list[Ch
 
 
 def stages(inputs: Tensors, groups: Sequence[DimensionGroup], *, one: bool) -> list[list[Changes]]:
-    """Return lists of alternatives, which change several groups at once: larger, odd and smaller sizes, other
+    """Return lists of alternatives, which change several groups at once: far larger, odd and smaller sizes, other
     batches.
 
-    one: whether the model runs on batches of one, which leave room for larger images.
+    In the first two one dimension becomes far larger; large images become narrower by as much. one: whether the model runs on
+    batches of one, which leave room for larger images.
     """
     batches = [group for group in groups if group.place == 0]
     spatial = [group for group in groups if group.place != 0]
@@ -83,23 +88,30 @@ def stages(inputs: Tensors, groups: Sequence[DimensionGroup], *, one: bool) -> l
     def final(change: Callable[[int], int]) -> _Move:
         return lambda n, j: change(n) if j == last else n
 
+    def strip(place: int, long: Callable[[int], int], short: Callable[[int], int]) -> _Move:
+        return lambda n, j: long(n) if j == place else short(n)
+
     larger: list[_Move] = [
+        strip(0, _far, _same),
+        strip(0, _far, _quarter),
+        strip(0, _four_times, _quarter),
         lambda n, j: n + (j + 1) * _step(n),
         final(_double),
         first(_stepped),
         lambda n, _: n + n // 2,
     ]
+    wide: list[_Move] = [strip(last, _far, _same), strip(last, _far, _quarter), strip(last, _four_times, _quarter)]
     odd: list[_Move] = [lambda n, j: (n + max(1, n * (last - j + 1) // 6)) | 1, final(_odd)]
     smaller: list[_Move] = [lambda n, _: n // 2, lambda n, _: n - _step(n), first(_half)]
     if not spatial:
         return [
-            alternatives([lambda n, _: n], _double),
+            alternatives([lambda n, _: n], _far, _double),
             alternatives([lambda n, _: n], lambda n: 3 if n == 1 else n + 1, _triple),
         ]
     return [
         alternatives(larger, _one if one else _same),
-        alternatives(odd, _next, _same),
-        alternatives(smaller, _triple, _double),
+        alternatives([*(wide if last else ()), *odd], _next, _same),
+        alternatives(smaller, _many, _triple, _double),
     ]
 
 
@@ -140,9 +152,15 @@ def is_constant(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all())
 
 
-def allowed(inputs: Tensors, candidates: Iterable[Changes]) -> list[Changes]:
-    """Return actual changes without repetitions, of at most twice the elements."""
-    most = max(_LARGEST_GROWTH * sum(tensor.numel() for tensor in inputs), _SMALL)
+def beyond(inputs: Tensors, group: DimensionGroup, size: int, groups: Sequence[DimensionGroup]) -> list[Changes]:
+    """Return changes of one group to a size beyond a limit; batches become one where that is too large."""
+    batches = {other: 1 for other in groups if other.place == 0 and other is not group}
+    return allowed(inputs, [{group: size}, {**batches, group: size}], most=_LARGEST)
+
+
+def allowed(inputs: Tensors, candidates: Iterable[Changes], *, most: float = _SMALL) -> list[Changes]:
+    """Return actual changes without repetitions, of at most twice the elements, or `most`."""
+    most = max(_LARGEST_GROWTH * sum(tensor.numel() for tensor in inputs), most)
 
     def fitting() -> Iterator[Changes]:
         for candidate in candidates:
@@ -190,6 +208,26 @@ def _double(n: int) -> int:
 
 def _triple(n: int) -> int:
     return 3 * n
+
+
+def _many(n: int) -> int:
+    return 9 if n <= 2 else 4 * n + 1
+
+
+def _four_times(n: int) -> int:
+    return 4 * n
+
+
+def _quarter(n: int) -> int:
+    return n // 4
+
+
+def _far(n: int) -> int:
+    """Return the next prime above 128 and above four times a size."""
+    size = max(_FAR, 4 * n) + 1
+    while any(size % divisor == 0 for divisor in range(2, math.isqrt(size) + 1)):
+        size += 1
+    return size
 
 
 def _next(n: int) -> int:
