@@ -37,6 +37,7 @@ from bnexport.model_io.read import Source, open_source
 from bnexport.recalibration import moments
 from bnexport.recalibration.report import LayerChange, RecalibrationReport
 from bnexport.recalibration.segments import Segments, Values
+from bnexport.verification import certificate
 
 MODES = ("one_by_one", "together")
 # Bytes of values between two levels that are kept for all batches.
@@ -131,7 +132,7 @@ def recalibrate_file(
             run.one_by_one(batches, found, method)
         done = run.sums
         _write(model, [(layer, moments.statistics(done[layer.number][1], method)) for layer in found])
-        model.metadata_props.pop("bnexport.sites", None)  # the folds that it proves had other statistics
+        model.metadata_props.pop(certificate.KEY, None)  # the folds that it proves had other statistics
     if target is not None:
         own = [opened.path] if opened.path else []
         write.save(model, target, inputs=own, overwrite_input=overwrite)

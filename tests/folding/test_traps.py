@@ -125,6 +125,12 @@ class TestTraining:
         )
         assert_refused(conv_bn(norm=norm, opset=opset), "not-per-channel")
 
+    @pytest.mark.parametrize("opset", [9, 14])
+    def test_spatial_one_where_the_operator_has_it_no_more(self, opset: int) -> None:
+        """No engine takes the attribute, which says what the operator does; the folded file runs."""
+        source = conv_bn(norm="y = BatchNormalization <spatial=1> (z, p_s, p_b, p_m, p_v)", opset=opset)
+        assert operators(to_proto(fold(source, verify=False).model)) == ["Conv"]
+
     def test_decomposed_training_is_reported(self) -> None:
         body = f"""g ({X4}) => (float[N,8,A,B] y) {{
             z = Conv (x, w)

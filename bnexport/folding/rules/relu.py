@@ -41,8 +41,10 @@ def _check(node: ir.Node, affine: ChannelAffine, search: Search) -> ir.Value:
         ranks = [None if operand is None else search.context.rank(operand) for operand in (value, slope)]
         if ranks[0] is None or ranks[1] is None or ranks[1] > ranks[0]:
             raise Refused("rank", f"the ranks of {label(node)} are not known")
-    if not affine.is_scaling or not (affine.scale > 0).all():
-        raise Refused("order", f"{node.op_type} ({label(node)}) passes positive scales only, and no shift")
+    if not affine.is_scaling:
+        raise Refused("order", f"an offset cannot move through {node.op_type} ({label(node)})")
+    if not (affine.scale > 0).all():
+        raise Refused("order", f"a scale of 0 or below cannot move through {node.op_type} ({label(node)})")
     return value
 
 

@@ -88,7 +88,7 @@ ALL_INPUTS = "x, s, b, m, v"
 NORMS: list[tuple[str, str, dict[str, Any]]] = [
     ("bad-node", "it has 4 inputs, expected 5", {"inputs": "x, s, b, m"}),
     ("bad-node", "it has no input", {"inputs": '"", s, b, m, v'}),
-    ("rank", "its input has rank 1", {"source": "float[N] x"}),
+    ("rank", "its input has rank 1: one channel, without an axis", {"source": "float[N] x"}),
     ("shape", "its parameters have 4, 3, 4 and 4 elements", {"b": np.ones(3)}),
     ("shape", r"the mean has shape \(1, 4\)", {"m": np.ones((1, 4))}),
     ("not-finite", "the variance holds", {"v": [1, 1, np.inf, 1]}),
@@ -97,8 +97,10 @@ NORMS: list[tuple[str, str, dict[str, Any]]] = [
     ("zero-variance", "is 0 in a channel", {"v": [1, 1, 0, 1], "attributes": "<epsilon=0.0>"}),
     ("bad-epsilon", "epsilon is -1", {"attributes": "<epsilon=-1.0>"}),
     ("scale", "the bound is 1e", {"s": [1, 1, 1e7, 1]}),
-    ("training", "statistics of the batch", {"attributes": "<training_mode=1>"}),
-    ("not-per-channel", "spatial=0", {"attributes": "<spatial=0>", "opset": 7}),
+    ("training", "--training-to-inference", {"attributes": "<training_mode=1>"}),
+    ("not-per-channel", "spatial=1 is right", {"attributes": "<spatial=0>", "opset": 7}),
+    ("not-per-channel", "spatial=1 is right", {"attributes": "<spatial=0>", "opset": 17}),
+    ("not-per-channel", "every position, not for", {"attributes": "<spatial=0>", "opset": 7, "m": np.ones((4, 1))}),
     ("unknown-attribute", "'other'", {"attributes": "<other=0>"}),
 ]
 
