@@ -170,6 +170,13 @@ CASES = {
         {"w": (8, 6, 1, 1)},
         ["Conv", "ReduceMean"],
     ),
+    "mean-of-tokens": (
+        "float[N,L,6] x",
+        "float[N,8]",
+        "t = MatMul (x, w)\n a = Add (t, c)\n z = ReduceMean <axes=[1], keepdims=0> (a)",
+        {"w": (6, 8), "c": (8,)},
+        ["MatMul", "Add", "ReduceMean"],
+    ),
     "resize-nearest": (
         X4,
         "float[N,8,A,B]",
@@ -338,3 +345,11 @@ def test_folds_into_the_producer(case: str) -> None:
     folded, result = fold_and_check(proto, skip=["parallel"])
     assert operators(folded) == left
     assert result.report.folded
+
+
+def test_the_last_of_uneven_parts_is_the_smaller() -> None:
+    nodes = "t = Conv (x, w)\n z, u = Split <axis=1, num_outputs=2> (t)\n v = Relu (u)"
+    shapes = {"w": (5, 6, 1, 1), **batch_norm("p", 3)}
+    proto = model(f"g ({X4}) => (float[N,3,A,B] y, float[N,2,A,B] v) {{ {nodes}\n {BN} }}", shapes, opset=18)
+    folded, _ = fold_and_check(proto)
+    assert operators(folded) == ["Conv", "Split", "Relu"]

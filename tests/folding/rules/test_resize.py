@@ -53,6 +53,9 @@ REFUSED = {
     "one-factor-for-all-axes": (
         'Resize <keep_aspect_ratio_policy="not_larger"> (t, , , s)', 19, {"s": np.array([4, 16, 14, 14])}, "axis",
     ),
+    "one-factor-although-the-channels-are-asked-to-stay": (
+        'Resize <keep_aspect_ratio_policy="not_smaller"> (t, , , s)', 19, {"s": np.array([2, 8, 14, 14])}, "axis",
+    ),
 }  # fmt: skip
 
 
