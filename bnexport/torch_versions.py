@@ -67,6 +67,7 @@ graph_task: Any = torch._C._current_graph_task_id  # -1 outside a backward pass
 transform_level: Any = torch._C._functorch.maybe_current_level  # of torch.func; None outside
 is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
 is_batched: Any = torch._C._functorch.is_batchedtensor
+is_grad_batched: Any = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched=True)
 _DERIVATIVES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
 

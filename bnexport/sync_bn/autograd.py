@@ -131,3 +131,12 @@ def backward(*arguments: Any) -> Any:
         return grads
     made = (tuple(grads), *arguments[3:7], GroupSpec(*arguments[7:]))
     return _record_backward(*arguments[:3], made)
+
+
+def double_backward(*arguments: Any) -> Any:
+    """Compute the operator `sync_batch_norm_double_backward` for the dispatcher's autograd."""
+    tensors = arguments[:6]
+    if not (_need_gradient(*tensors) or derivatives.differentiate(*tensors)):
+        with torch_versions.below_autograd():
+            return torch.ops.bnexport.sync_batch_norm_double_backward.default(*arguments)
+    return derivatives.double_backward(*arguments, create_graph=True)

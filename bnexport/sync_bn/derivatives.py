@@ -2,7 +2,7 @@
 
 The operators' own gradients are reverse-mode, as the loop over a training step wants them. What asks for more
 differentiates torch operations instead, in float64: a transform in any mode and as often as it asks, the double backward
-once. `backward` states dx as a function of dy, x and weight. Its group sums
+of one process as often as autograd asks. `backward` states dx as a function of dy, x and weight. Its group sums
 
     mean = sum lambda x,   var = sum lambda (x - mean)^2,   A = sum dy,   B = sum dy x_hat
 
@@ -112,7 +112,22 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.gather(grad).sum(0), None
+        return _Last.apply(grad, ctx.gather(grad.detach()).sum(0)), None
+
+
+class _Last(torch.autograd.Function):
+    """A sum over a group, which knows no derivative by the members' parts."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, total: Tensor) -> Tensor:
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        raise NotImplementedError(
+            "sync batch norm over a group of processes has no derivatives beyond the second: use eval(), or a module with"
+            " one process"
+        )
 
 
 def _gradients(
@@ -149,22 +164,28 @@ def _gradients(
     return dx, dweight, dbias
 
 
-def double_backward(*arguments: Any) -> tuple[Tensor, ...]:
+def double_backward(*arguments: Any, create_graph: bool = False) -> tuple[Tensor, ...]:
     """Compute the operator `sync_batch_norm_double_backward`: gradients of L = sum(v * dx) + sum(p * dweight + q * dbias)
     by grad_output, input and weight, in their types.
+
+    create_graph: autograd can differentiate them as often as it likes; in a group it raises where it tries to.
     """
     *grads, dy, x, weight, mean, invstd, training = arguments[:9]
     spec = GroupSpec(*arguments[9:])
     operands.check_double_backward(tuple(grads), dy, x, weight, mean, invstd, spec)
     given = torch.ones_like(mean) if weight is None else weight
     with torch_versions.with_autograd(), torch.enable_grad():
-        inputs = [it.detach().double().requires_grad_() for it in (dy, x, given)]
+        if create_graph:
+            # Views: dy may be a function of x itself.
+            inputs = [(it if it.requires_grad else it.detach().requires_grad_()).view_as(it) for it in (dy, x, given)]
+        else:
+            inputs = [it.detach().double().requires_grad_() for it in (dy, x, given)]
         outputs = _gradients(inputs[0], inputs[1], inputs[2], mean, invstd, training, spec)
         # Zeros for absent ones: every member of a group takes part in the same exchanges.
         given_grads = [
             torch.zeros_like(out) if v is None else v.double() for v, out in zip(grads, outputs, strict=True)
         ]
-        found = torch.autograd.grad(outputs, inputs, given_grads, materialize_grads=True)
+        found = torch.autograd.grad(outputs, inputs, given_grads, create_graph=create_graph, materialize_grads=True)
     return tuple(passes.like(grad.to(of.dtype), of) for grad, of in zip(found, (dy, x, given), strict=True))
 
 

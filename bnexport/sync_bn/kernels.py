@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 backend = os.environ.get("BNEXPORT_TORCH_BACKEND", "")
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_DENSE, _is_wrapped = torch.strided, torch_versions.is_wrapped
+_DENSE, _is_wrapped, _is_grad_batched = torch.strided, torch_versions.is_wrapped, torch_versions.is_grad_batched
 
 # Bytes from which an output is put on huge pages.
 _LARGE = 4 << 20
@@ -99,9 +99,13 @@ def usable(device: torch.device) -> bool:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether the numbers of a tensor lie in memory as they are. A transform's wrapper has the type Tensor, even after
-    the transform; so has a view that negates what it reads.
+    the transform; so has a batch of gradients, and a view that negates what it reads.
     """
-    return type(tensor) in _PLAIN and tensor.layout is _DENSE and not tensor.is_neg() and not _is_wrapped(tensor)
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is _DENSE
+        and not (tensor.is_neg() or _is_wrapped(tensor) or _is_grad_batched(tensor))
+    )
 
 
 def kernels_for(x: Tensor) -> Kernels | None:

@@ -119,6 +119,7 @@ for _operator, (_kernel, _fake) in zip(schema.TORCH_OPERATORS, _KERNELS, strict=
 # layer (70 of 140 microseconds).
 library.impl("sync_batch_norm", autograd.forward, "Autograd")
 library.impl("sync_batch_norm_backward", autograd.backward, "Autograd")
+library.impl("sync_batch_norm_double_backward", autograd.double_backward, "Autograd")
 library.impl("sync_batch_norm", derivatives.batched_forward, "FuncTorchBatched")
 library.impl("sync_batch_norm_backward", derivatives.backward, "FuncTorchBatched")
 

@@ -13,7 +13,7 @@ from bnexport import SyncBatchNorm
 from bnexport.errors import UsageError
 from bnexport.sync_bn import operators
 
-X, TANGENT = (torch.randn(3, 2, 2, 2, dtype=torch.float64) for _ in range(2))
+X, TANGENT = torch.randn(2, 3, 2, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def pair(training, tracked=False):
@@ -29,21 +29,22 @@ def pair(training, tracked=False):
     return ours.train(training), theirs.train(training)
 
 
-def tangent_of(module, *, of_weight=False):
+def tangent_of(module, dual):
+    """The output where the values named in `dual` have tangents."""
     with forward_ad.dual_level():
-        parameters = dict(module.named_parameters())
-        if of_weight:
-            parameters["weight"] = forward_ad.make_dual(parameters["weight"], torch.arange(2.0).double())
-        y = functional_call(module, parameters, forward_ad.make_dual(X, TANGENT))
-        return forward_ad.unpack_dual(y)
+        given = dict(module.named_parameters()) | {"x": X}
+        given |= {
+            name: forward_ad.make_dual(given[name], TANGENT if name == "x" else TANGENT[0, :, 0, 0]) for name in dual
+        }
+        return forward_ad.unpack_dual(functional_call(module, given, given.pop("x")))
 
 
 @pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("of_weight", [True, False])
-def test_tangents_are_those_of_batch_norm(training, trainable, of_weight):
+@pytest.mark.parametrize("dual", [("x",), ("x", "weight"), ("weight",), ("bias",)], ids="+".join)
+def test_tangents_are_those_of_batch_norm(training, trainable, dual):
     ours, theirs = (module.requires_grad_(trainable) for module in pair(training, tracked=True))
-    got, want = (tangent_of(module, of_weight=of_weight) for module in (ours, theirs))
+    got, want = (tangent_of(module, dual) for module in (ours, theirs))
     torch.testing.assert_close(got.primal, want.primal)
     torch.testing.assert_close(got.tangent, want.tangent)
     for one, two in zip(ours.buffers(), theirs.buffers(), strict=True):
@@ -91,6 +92,38 @@ def test_forward_over_reverse_and_reverse_over_forward(training):
     assert torch.autograd.gradgradcheck(module, X, check_fwd_over_rev=True)
     torch.testing.assert_close(jacrev(jacfwd(function))(X), hessian(function)(X))
     X.requires_grad_(False)
+
+
+def normalised(x, weight, bias):
+    """Batch norm in training, in operations that autograd differentiates as often as it likes."""
+    mean, var = x.mean((0, 2, 3), keepdim=True), x.var((0, 2, 3), correction=0, keepdim=True)
+    return (x - mean) * (var + 1e-5).rsqrt() * weight.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1)
+
+
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_derivatives_of_any_order(order):
+    module = pair(True)[0]
+
+    def last(function):
+        inputs = [X.clone().requires_grad_(), *(p.detach().clone().requires_grad_() for p in module.parameters())]
+        loss = function(*inputs).pow(3).sum()
+        for _ in range(order - 1):
+            loss = sum(g.sin().sum() for g in torch.autograd.grad(loss, inputs, create_graph=True))
+        return torch.autograd.grad(loss, inputs)
+
+    ours = last(lambda x, weight, bias: functional_call(module, {"weight": weight, "bias": bias}, x))
+    for got, want in zip(ours, last(normalised), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_batches_of_gradients(training):
+    module = pair(training)[0]
+    x = X.clone().requires_grad_()
+    assert torch.autograd.gradcheck(module, x, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(module, x, check_batched_grad=True)
+    jacobian = torch.autograd.functional.jacobian(module, X, vectorize=True)
+    torch.testing.assert_close(jacobian, jacrev(module)(X))
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 2), (3, 0, 2)], ids=str)

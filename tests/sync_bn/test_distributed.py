@@ -280,6 +280,22 @@ def test_double_backward_with_an_empty_process(cluster, stats_mode):
     assert max(cluster.call(2, _gradcheck, stats_mode, "local", True)) < 1e-6
 
 
+def _third_derivative(group):
+    generator = torch.Generator().manual_seed(dist.get_rank(group))
+    x = torch.randn(3, C, 2, dtype=torch.float64, generator=generator, requires_grad=True)
+    loss = SyncBatchNorm(C, group=group).double()(x).pow(3).sum()
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        loss = gradient.square().sum()
+    loss.backward()
+
+
+def test_a_group_refuses_the_third_derivative(cluster):
+    for result in cluster.run(2, _third_derivative):
+        assert isinstance(result, Raised) and result.type == "NotImplementedError"
+        assert "no derivatives beyond the second" in result.message
+
+
 def _ddp(group, xs, compile_it, recompute):
     torch.manual_seed(0)
     rank = dist.get_rank(group)
