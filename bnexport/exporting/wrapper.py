@@ -56,7 +56,7 @@ def with_torchs_operators(copied: nn.Module) -> nn.Module:
 def _normalise_in_torch(module: SyncBatchNorm, input: torch.Tensor, use_batch: bool, *_: Any) -> Any:
     statistics = (None, None) if use_batch else (module.running_mean, module.running_var)
     output = nn.functional.batch_norm(input, *statistics, module.weight, module.bias, use_batch, 0.0, module.eps)
-    return output, None, None
+    return output, None, None, None
 
 
 def for_custom_op(model: nn.Module, *, fixed_statistics: bool = False) -> nn.Module:

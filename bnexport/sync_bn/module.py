@@ -7,6 +7,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx, nn
 
 from bnexport import schema, torch_versions
 from bnexport.errors import GroupError, UsageError
@@ -34,12 +35,17 @@ def _recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch_versions.graph_task() != -1
 
 
+def _is_leaf(module: SyncBatchNorm) -> bool:
+    """Whether a trace of torch.fx may call the module as a whole: nothing around `forward` is traced as well."""
+    return type(module).forward is SyncBatchNorm.forward and not (module._forward_hooks or module._forward_pre_hooks)
+
+
 class SyncBatchNorm(BatchNormBase):
     """Batch norm over inputs (N, C, *) of rank >= 2 with statistics of all processes of `group`.
 
     Exact for uneven batches, uneven spatial sizes and empty processes. Differs from
     torch.nn.SyncBatchNorm in that it runs on every device, exports, compiles, has a double
-    backward, and holds its running statistics when every process is empty.
+    backward, and changes no buffer when every process is empty. For torch.fx it is a leaf, as torch's own batch norms.
 
     Args:
         num_features: C.
@@ -50,6 +56,7 @@ class SyncBatchNorm(BatchNormBase):
             normalises with this process's batch; no other process is asked, as in torch.nn.SyncBatchNorm.
         group: the processes that share statistics in training. None: the default group if
             torch.distributed is initialised when the module runs, else this process alone.
+        process_group: `group`, under the name that torch.nn.SyncBatchNorm gives it.
         stats_mode: "exact", or MMCV's "default" and "N" (see docs/operator.md).
         grad_reduction: gradients of weight and bias are this process's sums ("local", what
             DistributedDataParallel expects), or the group's "mean" (MMCV) or "sum".
@@ -75,19 +82,29 @@ class SyncBatchNorm(BatchNormBase):
         stats_mode: str = "exact",
         grad_reduction: str = "local",
         *,
+        process_group: ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if group is not None and process_group is not None:
+            raise UsageError("group and process_group: got both, expected one: they are two names of the same argument")
         if num_features < 0:
             raise UsageError(f"num_features: got {num_features}, expected >= 0")
         options = schema.LOCAL._replace(stats_mode=stats_mode, grad_reduction=grad_reduction)
         operands.check_options(0.0 if momentum is None else momentum, eps, options)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self.group = group
+        self.group = process_group if group is None else group
         self.stats_mode = stats_mode
         self.grad_reduction = grad_reduction
         self._layer = new_layer()
         self._lost_group: str | None = None
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: ProcessGroup | None = None) -> nn.Module:
+        """Call `bnexport.convert_sync_batchnorm`, under the name that torch.nn.SyncBatchNorm gives it."""
+        from bnexport.sync_bn.convert import convert_sync_batchnorm
+
+        return convert_sync_batchnorm(module, process_group)
 
     @property
     def process_group(self) -> ProcessGroup | None:
@@ -116,6 +133,8 @@ class SyncBatchNorm(BatchNormBase):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if isinstance(input, fx.Proxy) and _is_leaf(self):
+            return input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), {})  # type: ignore[return-value, attr-defined]
         self._check_input_dim(input)
         training, running_mean = self.training, self._tensor("running_mean")
         size = 1
@@ -128,24 +147,41 @@ class SyncBatchNorm(BatchNormBase):
             size = self.group_size()
         use_batch = training or running_mean is None
         update = training and self.track_running_stats and running_mean is not None and not _recomputing()
-        output, new_mean, new_var = self._normalise(input, use_batch, size, update)
+        output, new_mean, new_var, mean = self._normalise(input, use_batch, size, update)
         if update and new_mean is running_mean:  # changed in place, both of them
             counted = self._buffers.get("num_batches_tracked")
             if counted is not None:
                 counted.add_(1)
         elif update:
-            self._update_statistics(new_mean, new_var)
+            self._update_statistics(new_mean, new_var, self._batches(input, size, mean, new_mean, new_var))
         return output
 
+    def _batches(
+        self, input: torch.Tensor, size: int, mean: torch.Tensor, new_mean: torch.Tensor, new_var: torch.Tensor
+    ) -> torch.Tensor | int:
+        """Return how many batches a forward counts: 0 if every process of the group is empty, else 1.
+
+        An export keeps the question, which its sizes answer, where the statistics depend on it.
+        """
+        exported = "_set_statistic" in self.__dict__
+        if not (exported and self.momentum is None) and (exported or input.numel() != 0):
+            return 1
+        seen = torch.full((), input.numel(), device=input.device) != 0
+        if size > 1:  # without a value the mean is 0, and the statistics are the old ones
+            for one, other in ((mean, 0), (new_mean, self.running_mean), (new_var, self.running_var)):
+                seen = seen | (one != other).any()
+        return seen.long()
+
     def _normalise(self, input: torch.Tensor, use_batch: bool, size: int, update: bool) -> tuple[torch.Tensor, ...]:
-        """Compute the output and the new statistics of a group of `size`; those may be the old tensors, changed in
-        place to `update` them.
+        """Compute the output, the new statistics of a group of `size` and its mean; the statistics may be the old tensors,
+        changed in place to `update` them.
         """
         spec = self._group_spec(size)  # a break of a compiled graph; torch 2.4 bears none in the middle of a list
         arguments = self._arguments(input, use_batch)
-        # An average of all batches is computed from the new statistics, and exporters say themselves where those go.
-        if update and (self.momentum is None or "_set_statistic" in self.__dict__):
-            return operators.sync_batch_norm(*arguments, *spec)[:3]
+        # An average of all batches is computed from the new statistics, exporters say themselves where those go, and an
+        # empty batch does not count if those of the other processes are empty, too.
+        if update and (self.momentum is None or "_set_statistic" in self.__dict__ or input.numel() == 0):
+            return operators.sync_batch_norm(*arguments, *spec)[:4]
         return operators.run(arguments, spec, update)
 
     def _arguments(self, input: torch.Tensor, use_batch: bool) -> tuple[Any, ...]:
@@ -173,14 +209,14 @@ class SyncBatchNorm(BatchNormBase):
         """Whether a forward would update the running statistics now."""
         return self.training and self.track_running_stats and self._tensor("running_mean") is not None
 
-    def _update_statistics(self, new_mean: torch.Tensor, new_var: torch.Tensor) -> None:
-        """Write the new statistics into the buffers; momentum None averages all batches seen."""
+    def _update_statistics(self, new_mean: torch.Tensor, new_var: torch.Tensor, count: torch.Tensor | int) -> None:
+        """Write the new statistics of `count` batches into the buffers; momentum None averages all batches seen."""
         counted = self._tensor("num_batches_tracked")
         if counted is not None:
-            batches = counted + 1
+            batches = counted + count
             self._set_statistic("num_batches_tracked", batches)
             if self.momentum is None:
-                share = 1.0 / batches.to(new_mean.dtype)
+                share = 1.0 / batches.clamp(min=1).to(new_mean.dtype)
                 pairs = ((self.running_mean, new_mean), (self.running_var, new_var))
                 new_mean, new_var = (old + (new - old) * share for old, new in pairs if old is not None)
         elif self.momentum is None:

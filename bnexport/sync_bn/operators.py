@@ -125,7 +125,7 @@ library.impl("sync_batch_norm_backward", derivatives.backward, "FuncTorchBatched
 
 
 def run(arguments: tuple[Any, ...], group: GroupSpec, update: bool) -> tuple[Any, ...]:
-    """Compute the output and the new running statistics, without the dispatcher where nothing looks at operators.
+    """Compute the output, the new running statistics and the mean, without the dispatcher where nothing looks at operators.
 
     arguments: those of `sync_batch_norm` before the group's. update: the new statistics are wanted; they may be the old
     tensors, changed in place.
@@ -139,14 +139,14 @@ def run(arguments: tuple[Any, ...], group: GroupSpec, update: bool) -> tuple[Any
         or (update and not _are_changeable(running_mean, running_var))
         or (not training and (running_mean is None or running_var is None))
     ):
-        return sync_batch_norm(*arguments, *group)[:3]
+        return sync_batch_norm(*arguments, *group)[:4]
     if training and not update:
         running_mean = running_var = None
     vectors = (running_mean, running_var, weight, bias)
     outputs = passes.normalise(kernels, input, vectors, training, momentum, eps, group, in_place=True)
     if update:
         torch_versions.increment_version((running_mean, running_var))
-    return autograd.record(outputs, arguments, group)[:3]
+    return autograd.record(outputs, arguments, group)[:4]
 
 
 def _are_changeable(mean: Tensor | None, var: Tensor | None) -> bool:

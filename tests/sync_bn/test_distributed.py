@@ -209,6 +209,30 @@ def test_disagreement_is_an_error_on_every_rank(cluster, what, values):
         assert values in result.message
 
 
+def _empty_batches(group, shares, momentum):
+    """Statistics after steps in which each process has so many rows."""
+    rank = dist.get_rank(group)
+    x = torch.arange(60.0, dtype=torch.float64).reshape(10, C, 2).sin()
+    module = SyncBatchNorm(C, momentum=momentum, group=group).double()
+    for step, rows in enumerate(shares):
+        first = sum(rows[:rank])
+        module(x[first : first + rows[rank]] + step)
+    return [buffer.numpy() for buffer in module.buffers()]
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_an_empty_joint_batch_changes_nothing(cluster, momentum):
+    shares = [(0, 0), (4, 6), (0, 0), (0, 10), (10, 0), (0, 0)]
+    want = nn.BatchNorm1d(C, momentum=momentum).double()
+    x = torch.arange(60.0, dtype=torch.float64).reshape(10, C, 2).sin()
+    for step, rows in enumerate(shares):
+        if sum(rows):
+            want(x + step)
+    for buffers in cluster.call(2, _empty_batches, shares, momentum):
+        for got, buffer in zip(buffers, want.buffers(), strict=True):
+            np.testing.assert_allclose(got, buffer, rtol=1e-12)
+
+
 def _single_value(group):
     x = torch.randn(1 if dist.get_rank(group) == 0 else 0, C)
     SyncBatchNorm(C, group=group)(x)

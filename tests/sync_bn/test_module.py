@@ -168,6 +168,62 @@ def test_public_names():
     assert callable(bnexport.export)
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("shape", [(0, 3, 4), (4, 3, 0)], ids=str)
+def test_an_empty_batch_changes_nothing(shape, momentum):
+    module, plain = (cls(3, momentum=momentum) for cls in (SyncBatchNorm, nn.BatchNorm1d))
+    x = torch.randn(4, 3, 5)
+    for given in (torch.zeros(shape), x, torch.zeros(shape), x + 1):
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        assert module(given).shape == given.shape
+        if given.numel():
+            plain(given)
+        else:
+            assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_an_empty_batch_is_not_averaged_in_onnx_runtime(exporter, tmp_path):
+    module, x = SyncBatchNorm(3, momentum=None), torch.randn(4, 3, 5)
+    module(x)
+    bnexport.export(module, (x,), tmp_path / "m.onnx", mode="custom_op", exporter=exporter)
+    session = bnexport.InferenceSession(tmp_path / "m.onnx")
+    for given in (x[:0], x + 1):
+        module_after = copy.deepcopy(module)
+        module_after(given)
+        _, *new = session.run(None, {"input": given.numpy()})
+        for value, want in zip(new, module_after.buffers(), strict=True):
+            torch.testing.assert_close(torch.from_numpy(value), want)
+
+
+def test_fx_sees_a_leaf_as_it_does_of_torch():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+    want = [(node.op, str(node.target)) for node in torch.fx.symbolic_trace(model).graph.nodes]
+    traced = torch.fx.symbolic_trace(bnexport.convert_sync_batchnorm(model))
+    assert [(node.op, str(node.target)) for node in traced.graph.nodes] == want
+    x = torch.randn(2, 3, 5, 5)
+    torch.testing.assert_close(traced(x), model(x))
+    assert model[1].num_batches_tracked == 2
+
+
+def test_fx_is_refused_where_a_leaf_would_lose_a_hook():
+    model = nn.Sequential(SyncBatchNorm(3))
+    model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    with pytest.raises(torch.fx.proxy.TraceError):
+        torch.fx.symbolic_trace(model)
+
+
+def test_the_names_of_torchs_class():
+    group = object()
+    assert SyncBatchNorm(3, process_group=group).group is group
+    with pytest.raises(UsageError, match="group and process_group: got both"):
+        SyncBatchNorm(3, group=group, process_group=group)
+    converted = SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), group)
+    assert type(converted[0]) is SyncBatchNorm and converted[0].process_group is group
+
+
 def test_process_group_is_another_name_of_group() -> None:
     module = SyncBatchNorm(2)
     assert module.process_group is None
