@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from bnexport.errors import NotConvertedWarning, UsageError
-from bnexport.sync_bn import variants
+from bnexport.sync_bn import distributed, variants
 from bnexport.sync_bn.module import SyncBatchNorm, new_layer
 from bnexport.sync_bn.recognition import (
     SYNC_KINDS,
@@ -161,6 +161,7 @@ def to_sync(old: nn.Module, process_group: ProcessGroup | None) -> nn.Module | N
     for name in ("process_group", "group"):
         if group is None:
             group = _as_group(getattr(old, name, None))
+    distributed.name_of(group)
     defaults = {
         "eps": 1e-5,
         "momentum": 0.1,

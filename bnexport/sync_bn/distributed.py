@@ -49,6 +49,8 @@ class _Membership:
 # them may let go of its last tensor while the interpreter shuts down, which ends the process in std::terminate.
 _groups: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _memberships: dict[str, _Membership] = {}
+# For messages: the usual reason why a member does not come.
+_UNEVEN = "a process that runs out of batches before the others must go on with empty ones, of shape (0, C, *)"
 _published: dict[str, str] = {}
 
 
@@ -90,7 +92,8 @@ def name_of(group: ProcessGroup | None) -> str:
     if group is None or group is dist.group.WORLD:
         return schema.WORLD_GROUP
     name = group.group_name
-    _groups[name] = group
+    if not torch.compiler.is_compiling():  # a compiler breaks its graph here, and the module that it traces has called this
+        _groups[name] = group
     return name
 
 
@@ -214,7 +217,7 @@ def _gather(membership: _Membership, row: torch.Tensor) -> torch.Tensor:
         torch_versions.gather_single(rows, row, group=membership.group())
     except RuntimeError as error:
         raise GroupError(
-            f"group {membership.name!r}: the exchange of statistics failed on rank {membership.rank}: {error}"
+            f"group {membership.name!r}: the exchange of statistics failed on rank {membership.rank}: {error}; {_UNEVEN}"
         ) from error
     return rows.view(membership.size, row.numel())
 
@@ -233,8 +236,13 @@ def _agree(membership: _Membership, header: dict[str, Any]) -> int:
         except RuntimeError as error:
             raise GroupError(
                 f"group {membership.name!r}: rank {rank} did not reach the layer that rank {membership.rank} is in "
-                f"({_render(header)}) within the group's timeout: {error}"
+                f"({_render(header)}) within the group's timeout: {error}; {_UNEVEN}"
             ) from error
+    # The store may outlive the group, and serve one whose agreements have the same numbers.
+    read = f"bnexport/{number}/read"
+    if store.add(read, 1) == membership.size:
+        for key in (*keys, read):
+            store.delete_key(key)
     different = [key for key in header if any(other.get(key) != headers[0].get(key) for other in headers)]
     if different:
         values = "; ".join(

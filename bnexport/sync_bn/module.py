@@ -253,6 +253,8 @@ class SyncBatchNorm(BatchNormBase):
         self._layer = new_layer()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "group" and "_lost_group" in self.__dict__:
-            self.__dict__["_lost_group"] = None
+        if name == "group":
+            distributed.name_of(value)  # for operators of a compiled graph
+            if "_lost_group" in self.__dict__:
+                self.__dict__["_lost_group"] = None
         super().__setattr__(name, value)

@@ -24,13 +24,14 @@ def arrange(input: Tensor, *vectors: Tensor | None) -> tuple[Any, ...]:
     return (torch_operations, x, *vectors) if kernels is None else (kernels, x, *map(kernels.vector, vectors))
 
 
-def exchange(row: Tensor, x: Tensor, direction: str, group: GroupSpec) -> Tensor:
-    """Gather the rows of all members of the group."""
+def exchange(row: Tensor, x: Tensor, direction: str, group: GroupSpec, **numbers: float) -> Tensor:
+    """Gather the rows of all members of the group. numbers: what they must agree on, too."""
     header = {
         "C": x.shape[1],
         "dtype": str(x.dtype).removeprefix("torch."),
         "stats_mode": group.stats_mode,
         "grad_reduction": group.grad_reduction,
+        **numbers,
     }
     return distributed.exchange(row, group.group, group.group_size, group.layer, direction, header)
 
@@ -56,7 +57,7 @@ def normalise(
     """Compute y, new running statistics, saved mean and invstd of checked operands. in_place: see `Kernels.forward`."""
     rows = None
     if training and group.group_size > 1:
-        rows = exchange(backend.forward_row(x, group.stats_mode), x, "forward", group)
+        rows = exchange(backend.forward_row(x, group.stats_mode), x, "forward", group, momentum=momentum, eps=eps)
         if group.stats_mode == "exact" and x.device.type == "cpu":
             operands.require_two_values(int(rows[:, 0].sum()), x)
     elif training and x.numel() == x.shape[1]:
