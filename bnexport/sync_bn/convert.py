@@ -79,6 +79,9 @@ def convert_sync_batchnorm(module: nn.Module, process_group: ProcessGroup | None
     return converted
 
 
+SyncBatchNorm.convert_sync_batchnorm = staticmethod(convert_sync_batchnorm)
+
+
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Replace every sync batch norm (bnexport's, torch's, MMCV's, ...) in `module` by torch.nn.BatchNorm; return the
     module.

@@ -92,7 +92,9 @@ def name_of(group: ProcessGroup | None) -> str:
     if group is None or group is dist.group.WORLD:
         return schema.WORLD_GROUP
     name = group.group_name
-    if not torch.compiler.is_compiling():  # a compiler breaks its graph here, and the module that it traces has called this
+    if (
+        not torch.compiler.is_compiling()
+    ):  # a compiler breaks its graph here, and the module that it traces has called this
         _groups[name] = group
     return name
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import fx, nn
@@ -71,6 +72,9 @@ class SyncBatchNorm(BatchNormBase):
     Source of the formulas: bnexport.sync_bn.reference.
     """
 
+    # bnexport.convert_sync_batchnorm, where torch has it; set by `convert`, which imports this class.
+    convert_sync_batchnorm: ClassVar[Callable[..., nn.Module]]
+
     def __init__(
         self,
         num_features: int,
@@ -98,13 +102,6 @@ class SyncBatchNorm(BatchNormBase):
         self.grad_reduction = grad_reduction
         self._layer = new_layer()
         self._lost_group: str | None = None
-
-    @classmethod
-    def convert_sync_batchnorm(cls, module: nn.Module, process_group: ProcessGroup | None = None) -> nn.Module:
-        """Call `bnexport.convert_sync_batchnorm`, under the name that torch.nn.SyncBatchNorm gives it."""
-        from bnexport.sync_bn.convert import convert_sync_batchnorm
-
-        return convert_sync_batchnorm(module, process_group)
 
     @property
     def process_group(self) -> ProcessGroup | None:
@@ -134,7 +131,7 @@ class SyncBatchNorm(BatchNormBase):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if isinstance(input, fx.Proxy) and _is_leaf(self):
-            return input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), {})  # type: ignore[return-value, attr-defined]
+            return input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), {})
         self._check_input_dim(input)
         training, running_mean = self.training, self._tensor("running_mean")
         size = 1
@@ -168,8 +165,10 @@ class SyncBatchNorm(BatchNormBase):
             return 1
         seen = torch.full((), input.numel(), device=input.device) != 0
         if size > 1:  # without a value the mean is 0, and the statistics are the old ones
-            for one, other in ((mean, 0), (new_mean, self.running_mean), (new_var, self.running_var)):
-                seen = seen | (one != other).any()
+            old_mean, old_var = self._tensor("running_mean"), self._tensor("running_var")
+            assert old_mean is not None and old_var is not None
+            for changed in (mean != 0, new_mean != old_mean, new_var != old_var):
+                seen = seen | changed.any()
         return seen.long()
 
     def _normalise(self, input: torch.Tensor, use_batch: bool, size: int, update: bool) -> tuple[torch.Tensor, ...]:
