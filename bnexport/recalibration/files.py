@@ -88,7 +88,7 @@ class _Layer:
 def recalibrate_file(
     source: Source,
     target: str | os.PathLike[str] | None,
-    batches: Iterable[Mapping[str, np.ndarray[Any, Any]]],
+    batches: Iterable[Any],
     *,
     layers: str = "one_by_one",
     method: str = "exact",
@@ -101,7 +101,8 @@ def recalibrate_file(
     Args:
         source: a path, ModelProto or onnx_ir.Model; never changed.
         target: the file to write, atomically; None for no file.
-        batches: the model's inputs by name. `one_by_one` goes through them once for each level of batch norms: a list, or
+        batches: the model's inputs by name; for a model with one input also arrays or tensors, or pairs of the input and a
+            label, as a DataLoader gives them. `one_by_one` goes through them once for each level of batch norms: a list, or
             `bnexport.recalibration.rows.open_rows`, not a generator.
         layers, method: as `bnexport.recalibrate` takes them. Batch norms that do not feed each other are measured in the
             same pass.
@@ -343,6 +344,8 @@ class _FileRun:
 
     def _fitting(self, batch: Any, index: int) -> Values:
         """Return one batch as arrays by input. Raises UsageError where it does not fit the model."""
+        if isinstance(batch, (tuple, list)) and batch and hasattr(batch[0], "shape"):
+            batch = batch[0]  # of an input and its label
         if not isinstance(batch, Mapping):
             if len(self._inputs) != 1:
                 names = ", ".join(str(value.name) for value in self._inputs)

@@ -12,6 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import inspect
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ MODES = ("one_by_one", "together")
 # What a process tells the others at the head of a row: it is in a layer, behind its batch, behind all, or has failed.
 _WORKS, _ENDED, _IDLE, _FAILED = 1.0, 2.0, 3.0, 4.0
 _UNCHANGED = "nothing was changed"
+_TRACK = "set track_running_stats = True, running_mean = torch.zeros(C) and running_var = torch.ones(C) to give it some"
 
 
 def recalibrate(
@@ -52,8 +54,8 @@ def recalibrate(
 
     Args:
         model: any module; its batch norms and sync batch norms are those that `export` knows.
-        batches: inputs of the model: tensors, tuples or lists whose first element is the input (as torch's `update_bn`
-            takes them), or mappings of keyword arguments. `one_by_one` goes through them once for each layer: a list or a
+        batches: inputs of the model: tensors or NumPy arrays, tuples or lists whose first element is the input (as torch's
+            `update_bn` takes them), or mappings of keyword arguments. `one_by_one` goes through them once for each layer: a list or a
             DataLoader, not a generator.
         process_group: processes that have different batches, any number of them; None: the world, if torch.distributed is
             initialised. All of them get the statistics of all rows.
@@ -127,7 +129,7 @@ def _batch_norms(model: nn.Module) -> tuple[dict[str, nn.Module], list[tuple[str
         elif kind.changed:
             left.append((shown, f"its class changes {', '.join(kind.changed)}: what its statistics mean is not known"))
         elif getattr(module, "running_mean", None) is None or getattr(module, "running_var", None) is None:
-            left.append((shown, "it has no running statistics"))
+            left.append((shown, f"it has no running statistics; {_TRACK}"))
         elif is_lazy(module.running_mean):
             left.append((shown, "it is lazy and has never run"))
         else:
@@ -411,9 +413,21 @@ class _Run:
                 handle.remove()
 
     def _forward(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        if inputs[1]:
+            self._check_names(inputs[1])
         positional = [_moved(value, self._device) for value in inputs[0]]
         with contextlib.suppress(_Enough):
             self._model(*positional, **{name: _moved(value, self._device) for name, value in inputs[1].items()})
+
+    def _check_names(self, named: Mapping[str, Any]) -> None:
+        try:
+            inspect.signature(self._model.forward).bind(**named)
+        except TypeError as error:
+            raise UsageError(
+                f"batches: got a mapping with {', '.join(map(str, named))}, expected the keyword arguments of the model's "
+                f"forward ({error}); give the inputs alone, such as [batch[{next(iter(named))!r}] for batch in loader]; "
+                f"{_UNCHANGED}"
+            ) from error
 
     def _find_order(self, groups: list[list[str]] | None) -> None:
         """Run the first batch for the order of the layers, and check stated groups against it."""
@@ -458,12 +472,16 @@ def _spoil(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor
 def _inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a forward, as torch's `update_bn` takes them from a batch."""
     if isinstance(batch, Mapping):
-        return (), dict(batch)
+        return (), {name: _tensor(value) for name, value in batch.items()}
     if isinstance(batch, (tuple, list)):
         if not batch:
             raise UsageError("batches: got an empty tuple, expected the input as its first element")
         batch = batch[0]
-    return (batch,), {}
+    return (_tensor(batch),), {}
+
+
+def _tensor(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 def _size(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> int:

@@ -232,6 +232,14 @@ def test_a_branch_of_the_model_runs_as_in_the_model() -> None:
             np.testing.assert_allclose(got[name], vector, rtol=3e-6, atol=3e-6, err_msg=name)
 
 
+def test_pairs_of_a_loader() -> None:
+    x = torch.from_numpy(data())
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, torch.zeros(12)), batch_size=5)
+    got, want = (stored(bnexport.recalibrate_file(net(), None, each).model) for each in (loader, [{"x": data()}]))
+    for name in want:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
 def test_what_is_left_alone_is_named() -> None:
     body = """
         a = Conv(x, w1)

@@ -221,9 +221,27 @@ def test_what_is_left_alone_is_named() -> None:
     report = bnexport.recalibrate(Model(), [(rows().float(), "a target")])
     assert [layer.name for layer in report.layers] == ["used"]
     reasons = dict(report.left)
-    assert reasons["unused"] == "it did not run on these rows" and reasons["none"] == "it has no running statistics"
+    assert reasons["unused"] == "it did not run on these rows"
+    assert reasons["none"].startswith("it has no running statistics; set track_running_stats = True")
     assert "forward" in reasons["odd"] and reasons["lazy"] == "it is lazy and has never run"
     assert "nothing was changed" in bnexport.recalibrate(nn.Linear(2, 2), []).summary()
+
+
+def test_a_layer_without_statistics_gets_some_by_the_recipe() -> None:
+    x, norm = rows(), nn.BatchNorm2d(2, track_running_stats=False).double()
+    norm.track_running_stats, norm.running_mean, norm.running_var = True, torch.zeros(2), torch.ones(2)
+    bnexport.recalibrate(norm.double(), [x])
+    assert_statistics(nn.Sequential(norm), {"0": (x.mean((0, 2, 3)), x.transpose(0, 1).flatten(1).var(1))}, 1e-12)
+    assert "running_var" in norm.state_dict()
+
+
+def test_numpy_batches() -> None:
+    model, x = Net().double(), rows()
+    other = copy.deepcopy(model)
+    bnexport.recalibrate(model, [x])
+    bnexport.recalibrate(other, [{"x": x.numpy()[:8]}, (x.numpy()[8:], "a label")])
+    for got, want in zip(other.buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_other_preprocessing_is_seen() -> None:
@@ -246,6 +264,11 @@ BAD = {
     "a method": ([rows()], {"method": "mean"}, "method: got 'mean'"),
     "layers": ([rows()], {"layers": "all"}, "layers: got 'all'"),
     "an empty tuple": ([()], {}, "empty tuple"),
+    "a mapping": (
+        [{"image": rows(), "label": torch.zeros(20)}],
+        {},
+        r"got a mapping with image, label, .*give the inputs alone, such as \[batch\['image'\] for batch in loader\]",
+    ),
 }
 
 
