@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 # Before torch and ONNX Runtime are imported, here and in every process that a test starts. Two workers share the cores:
 # tests of threads ask for as many as they need, and threads that wait do not spin. ONNX Runtime's telemetry is a
@@ -21,7 +21,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest
 import torch
 
-from bnexport.errors import MissingPackageError
 from tests.support import torch_registry, warm
 from tests.support.cluster import Cluster
 
@@ -41,13 +40,3 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Skip what this torch lacks, by the sentence that the package has for it."""
-    report = yield
-    error = call.excinfo.value if call.excinfo else None
-    if isinstance(error, MissingPackageError) and "needs torch" in str(error):
-        report.outcome, report.longrepr = "skipped", (__file__, 0, f"Skipped: {error}")
-    return report

@@ -14,6 +14,7 @@ import bnexport
 from bnexport.errors import UnsupportedModelError
 from tests.exporting.size_corpus import CASES, Net
 from tests.exporting.traces import is_tracer_note
+from tests.support.torch_marks import needs_dynamo
 
 EXAMPLE = (4, 3, 8, 8)
 BATCHES = [(n, 3, 8, 8) for n in (0, 1, 2, 3, 5, 7, 9, 11, 13, 16)]
@@ -35,7 +36,7 @@ def sessions(path, exporter):
     return lambda x: session.run(None, {declared.name: x.numpy()})[0], declared.shape
 
 
-@pytest.mark.parametrize("exporter", [pytest.param("dynamo", marks=pytest.mark.slow), "torchscript"])
+@pytest.mark.parametrize("exporter", [pytest.param("dynamo", marks=[pytest.mark.slow, needs_dynamo]), "torchscript"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_declared_size(name, exporter, tmp_path):
     check(name, exporter, tmp_path)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import bnexport
+from tests.support.torch_marks import needs_dynamo, needs_training_step
 
 X = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(1))
 
@@ -149,6 +150,9 @@ WAYS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+NEEDS = {"ONNX, dynamo": needs_dynamo, "training step": needs_training_step}
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=NEEDS.get(way, ())) for way in WAYS])
 def test_way(way: str, tmp_path: Path) -> None:
     WAYS[way](tmp_path)

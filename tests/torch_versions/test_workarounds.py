@@ -18,10 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from bnexport import torch_versions
-
-needs_dynamo = pytest.mark.skipif(
-    not torch_versions.has(torch_versions.DYNAMO_EXPORTER), reason="this torch has no dynamo exporter for us"
-)
+from tests.support.torch_marks import needs_dynamo
 
 
 class Function(nn.Module):

@@ -10,7 +10,7 @@ import bnexport
 from bnexport.errors import UnsupportedModelError, UsageError
 from tests.folding.module.nets import fold_and_check, left, reasons, trained
 
-X = torch.randn(2, 4, 7, 6)
+X = torch.randn(2, 4, 7, 6, generator=torch.Generator().manual_seed(0))
 
 
 def pair() -> nn.Sequential:
