@@ -14,7 +14,7 @@ import bnexport
 from bnexport.errors import UnsupportedModelError
 from tests.exporting.size_corpus import CASES, Net
 from tests.exporting.traces import is_tracer_note
-from tests.support.torch_marks import needs_dynamo
+from tests.support.checks import needs_dynamo
 
 EXAMPLE = (4, 3, 8, 8)
 BATCHES = [(n, 3, 8, 8) for n in (0, 1, 2, 3, 5, 7, 9, 11, 13, 16)]

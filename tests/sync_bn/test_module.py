@@ -11,7 +11,7 @@ import bnexport
 from bnexport import SyncBatchNorm
 from bnexport.errors import GroupError, UsageError
 from bnexport.sync_bn import distributed
-from tests.support.torch_marks import needs_dynamo
+from tests.support.checks import needs_dynamo
 
 
 def test_state_dict_is_batch_norms():

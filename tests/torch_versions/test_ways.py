@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import bnexport
-from tests.support.torch_marks import needs_dynamo, needs_training_step
+from tests.support.checks import needs_dynamo, needs_training_step
 
 X = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(1))
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from bnexport import torch_versions
-from tests.support.torch_marks import needs_dynamo
+from tests.support.checks import needs_dynamo
 
 
 class Function(nn.Module):

@@ -24,7 +24,7 @@ import bnexport
 from bnexport import model_io, tolerances
 from bnexport.training.building import kinks
 from models.deep_resnet import resnet50
-from tests.support.torch_marks import needs_training_step
+from tests.support.checks import needs_training_step
 from tests.training import following
 from tests.training.networks import NETWORKS
 from tests.training.torch_step import torch_step

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import bnexport
-from tests.support.torch_marks import needs_training_step
+from tests.support.checks import needs_training_step
 from tests.training.translations.cases import case, check
 
 pytestmark = needs_training_step
