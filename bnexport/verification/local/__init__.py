@@ -2,8 +2,8 @@
 
 A fold is correct if every value that leaves a changed region equals, up to the rounding of the stored weights, the same
 value of the original as a function of the values that enter the region. `search` reads both models from their inputs
-downwards, gives equal values one number (`numbering`), cuts the regions out between them (`cones`; `claims` says where a
+downwards, gives equal values one number (`numbering`), cuts the regions out between them (`regions`; `claims` says where a
 report or a certificate puts them) and gives the verdict; `chains` proves a linear operator between per-channel maps
-weight by weight, streamed; `regions` evaluates all other regions as affine forms. Nothing here imports the folder or the
-helpers that it edits graphs with.
+weight by weight, streamed; `evaluation` evaluates all other regions as affine forms, at small sizes where these stand for
+all (`layouts`). Nothing here imports a rule, an edit or a search of the folder; both read graphs with one reader.
 """

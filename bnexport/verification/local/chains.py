@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -25,15 +26,18 @@ from bnexport.verification.local.parameters import NOISE, Parameter, original, s
 from bnexport.verification.local.regions import Region, Side, is_training
 
 _SEEN = 64
-# Half the smallest positive float16, of all types the largest.
-_UNSTORED = 2.0**-25
 _LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _COPIES = ("Identity", "Cast")
 _MAPS = ("BatchNormalization", "Add", "Sub", "Mul", "Div", "Sum", "Neg", *_COPIES)
 
 
-# A weight, how its type rounds, and the relative error of what an engine computes for it.
-_Stored = tuple[ir.TensorProtocol, tuple[float, float], float]
+class _Stored(NamedTuple):
+    """A weight, how its type rounds, the relative error of a fold's arithmetic, and how far an engine that computes it may be."""
+
+    tensor: ir.TensorProtocol
+    roundoff: tuple[float, float]
+    slack: float
+    error: np.ndarray | None
 
 
 class NotAChain(Exception):
@@ -42,10 +46,14 @@ class NotAChain(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """The largest error found and the largest that is allowed, relative to the largest coefficient of its channel."""
+    """The largest error found and the largest that is allowed, relative to the largest coefficient of all.
+
+    share: the largest that is allowed, relative to the largest coefficient of its own output.
+    """
 
     error: float
     bound: float
+    share: float = 0.0
 
 
 class Violation(Exception):
@@ -284,9 +292,7 @@ class _Weight:
     out_rows: rows are output channels; otherwise columns are.
     """
 
-    tensor: ir.TensorProtocol
-    roundoff: tuple[float, float]
-    slack: float
+    stored: _Stored
     shape: tuple[int, int, int, int]  # groups, rows of a group, columns, kernel
     out_rows: bool
     factor: float
@@ -325,17 +331,17 @@ def prove(region: Region, original_side: Side, folded_side: Side, rank: int | No
     first, second = _weight(mine, mine.linear), _weight(theirs, theirs.linear)
     if first.attributes != second.attributes or first.shape != second.shape or first.out_rows != second.out_rows:
         raise NotAChain
-    if first.tensor.shape.numpy() != second.tensor.shape.numpy():
+    if first.stored.tensor.shape.numpy() != second.stored.tensor.shape.numpy():
         raise NotAChain
     if mine.linear.op_type in ("Conv", "ConvTranspose"):
-        rank = len(first.tensor.shape)
+        rank = len(first.stored.tensor.shape)
     elif mine.linear.op_type == "Gemm":
         rank = 2
     (p, k), (p2, k2) = mine.maps(rank), theirs.maps(rank)
     for each, size in ((p, first.inputs), (p2, first.inputs), (k, first.outputs), (k2, first.outputs)):
         if each.k.size not in (1, size) or each.h.size not in (1, size):
             raise NotAChain
-    if first.padded and (p.h.any() or p2.h.any()):
+    if first.padded and any(each.any() for each in (p.h, p2.h, p.h_error, p2.h_error)):
         raise NotAChain
     _check_shapes(p, p2, lambda: _data_shape(mine, rank))
     _check_shapes(k, k2, lambda: _behind(mine, p, rank, first.outputs))
@@ -380,8 +386,15 @@ def _behind(chain: _Chain, before: _Map, rank: int | None, outputs: int) -> Shap
     return None if rank is None else (None, outputs, *(None,) * (rank - 2))
 
 
-def _within(difference: np.ndarray, allowed: np.ndarray, size: np.ndarray, what: str, start: int = 0) -> Proof:
-    """start: the row of a weight that the arrays begin with."""
+def _within(
+    difference: np.ndarray,
+    allowed: np.ndarray,
+    size: np.ndarray,
+    what: str,
+    start: int = 0,
+    others: tuple[int, ...] = (),
+) -> Proof:
+    """start: the row of a weight that the arrays begin with. others: the axes along which one output has its coefficients."""
     difference = np.abs(difference)
     right = (difference <= allowed) & np.isfinite(difference)
     if not right.all():
@@ -395,12 +408,16 @@ def _within(difference: np.ndarray, allowed: np.ndarray, size: np.ndarray, what:
         if not (math.isfinite(got) and math.isfinite(limit)):
             raise Violation(f"the {what} of {where} is not finite in one of the models")
         raise Violation(f"the {what} of {where} differs by {got:.3g}, allowed {limit:.3g}")
-    largest = float(np.max(size, initial=0.0)) or 1.0
-    return Proof(float(difference.max(initial=0.0)) / largest, float(np.max(allowed, initial=0.0)) / largest)
+    largest = size.max(axis=others, initial=0.0)
+    most = allowed.max(axis=others, initial=0.0)
+    whole = float(np.max(largest, initial=0.0)) or 1.0
+    # An output without coefficients is measured by the others'.
+    share = float(np.max(most / np.where(largest > 0, largest, whole), initial=0.0))
+    return Proof(float(difference.max(initial=0.0)) / whole, float(np.max(most, initial=0.0)) / whole, share)
 
 
 def _joined(first: Proof, second: Proof) -> Proof:
-    return Proof(max(first.error, second.error), max(first.bound, second.bound))
+    return Proof(*map(max, dataclasses.astuple(first), dataclasses.astuple(second)))
 
 
 def _weight(chain: _Chain, node: ir.Node) -> _Weight:
@@ -409,18 +426,18 @@ def _weight(chain: _Chain, node: ir.Node) -> _Weight:
     if kind == "MatMul":
         if chain.place != 0:
             raise NotAChain
-        tensor, roundoff, slack = _tensor(chain, node, 1)
-        shape = tuple(tensor.shape.numpy())
+        weight = _tensor(chain, node, 1)
+        shape = tuple(weight.tensor.shape.numpy())
         if len(shape) < 2 or math.prod(shape[:-2]) != 1 or len(shape) > 2:
             raise NotAChain
-        return _Weight(tensor, roundoff, slack, (1, shape[0], shape[1], 1), False, 1.0, None, (), False)
+        return _Weight(weight, (1, shape[0], shape[1], 1), False, 1.0, None, (), False)
     if chain.place != 0:
         raise NotAChain
-    tensor, roundoff, slack = _tensor(chain, node, 1)
-    shape = tuple(tensor.shape.numpy())
+    weight = _tensor(chain, node, 1)
+    shape = tuple(weight.tensor.shape.numpy())
     bias = chain.parameter(node, 2) if len(node.inputs) > 2 and node.inputs[2] is not None else None
     if kind == "Gemm":
-        return _gemm(node, (tensor, roundoff, slack), bias)
+        return _gemm(node, weight, bias)
     group = node.attributes["group"].as_int() if "group" in node.attributes else 1
     if len(shape) < 3 or group < 1 or shape[0] % group:
         raise NotAChain
@@ -438,14 +455,14 @@ def _weight(chain: _Chain, node: ir.Node) -> _Weight:
         )
     )
     view = (group, shape[0] // group, shape[1], kernel)
-    return _Weight(tensor, roundoff, slack, view, kind == "Conv", 1.0, bias, attributes, kind != "Conv" or _pads(node))
+    return _Weight(weight, view, kind == "Conv", 1.0, bias, attributes, kind != "Conv" or _pads(node))
 
 
 def _gemm(node: ir.Node, stored_weight: _Stored, bias: Parameter | None) -> _Weight:
     def number(name: str, default: float) -> float:
         return float(node.attributes[name].value) if name in node.attributes else default
 
-    tensor, roundoff, slack = stored_weight
+    tensor = stored_weight.tensor
     if number("transA", 0) or len(tensor.shape) != 2:
         raise NotAChain
     transposed = bool(number("transB", 0))
@@ -458,38 +475,22 @@ def _gemm(node: ir.Node, stored_weight: _Stored, bias: Parameter | None) -> _Wei
         error = None if bias.error is None else np.abs(beta) * bias.error.reshape(-1)
         bias = Parameter(beta * bias.values.reshape(-1), error)
     rows, columns = tensor.shape.numpy()
-    return _Weight(
-        tensor, roundoff, slack, (1, rows, columns, 1), transposed, number("alpha", 1.0), bias, (transposed,), False
-    )
+    return _Weight(stored_weight, (1, rows, columns, 1), transposed, number("alpha", 1.0), bias, (transposed,), False)
 
 
 def _tensor(chain: _Chain, node: ir.Node, index: int) -> _Stored:
-    """Return the numbers of a weight, how its type rounds, and an engine's error relative to each number."""
+    """Read a weight, or compute it."""
     value = node.inputs[index] if index < len(node.inputs) else None
     if value is None:
         raise NotAChain
     constants = chain.side.constants
-    tensor, slack = constants.leaf(value), 0.0
+    tensor, error = constants.leaf(value), None
     if tensor is None:
-        array, error = constants.array(value), constants.error(value)
-        tensor = ir.tensor(np.ascontiguousarray(array))
-        if error is not None:
-            slack = _relative(error, array)
-    slack += chain.side.roundings * constants.roundoff(value)[0]
+        tensor, error = ir.tensor(np.ascontiguousarray(constants.array(value))), constants.error(value)
     if not tensor.dtype.is_floating_point() or tensor.dtype.bitwidth < 16:
         raise NotAChain
-    return tensor, constants.roundoff(value), slack
-
-
-def _relative(error: np.ndarray, values: np.ndarray) -> float:
-    """Return the largest relative error. Raises NotAChain where a 0 may be more than a number too small to be stored."""
-    if not error.any():
-        return 0.0
-    error, values = np.broadcast_arrays(error, values)
-    is_zero = values == 0
-    if (error[is_zero] > _UNSTORED).any():
-        raise NotAChain
-    return float(np.max(np.divide(error, np.abs(values), out=np.zeros(error.shape), where=~is_zero), initial=0.0))
+    roundoff = constants.roundoff(value)
+    return _Stored(tensor, roundoff, chain.side.roundings * roundoff[0], error)
 
 
 def _pads(node: ir.Node) -> bool:
@@ -500,25 +501,21 @@ def _pads(node: ir.Node) -> bool:
 
 def _compare(first: _Weight, second: _Weight, mine: tuple[_Map, _Map], theirs: tuple[_Map, _Map]) -> Proof:
     """Both lines of the head of this file."""
-    slack = first.slack + second.slack
-    for each in (*mine, *theirs):
-        slack += _relative(each.k_error, each.k)
-    scales = [_Scales(weight, p.k * weight.factor, k.k) for weight, (p, k) in ((first, mine), (second, theirs))]
-    scan = _Scan(first, scales[0], scales[1], slack, (mine[0].h, theirs[0].h), second.roundoff)
-    proof = scan.run(first.tensor, second.tensor)
+    scan = _Scan((first, second), (mine, theirs))
+    proof = scan.run()
     size, allowed = np.zeros(first.outputs), np.zeros(first.outputs)
     totals = []
-    sides = ((first, mine, scan.sums[0], slack), (second, theirs, scan.sums[1], second.roundoff[0] + slack))
-    for weight, (before, after), (offset, magnitude), relative in sides:
+    for weight, (_, after), (offset, magnitude, error), u in (
+        (first, mine, scan.sums[0], 0.0),
+        (second, theirs, scan.sums[1], second.stored.roundoff[0]),
+    ):
         bias = Parameter(np.zeros(1)) if weight.bias is None else weight.bias
         inner = weight.factor * offset + bias.values
         inner_size = abs(weight.factor) * magnitude
-        error = relative * inner_size + bias.slack
-        if before.h.any():
-            error = error + inner_size * _relative(before.h_error, before.h)
+        inner_error = (u + weight.stored.slack) * inner_size + abs(weight.factor) * error + bias.slack
         totals.append(after.k * inner + after.h)
         size = size + np.abs(after.k) * (inner_size + np.abs(bias.values)) + after.size
-        allowed = allowed + np.abs(after.k) * error + after.k_error * np.abs(inner) + after.h_error
+        allowed = allowed + np.abs(after.k) * inner_error + after.k_error * np.abs(inner) + after.h_error
     shift = _within(totals[1] - totals[0], allowed + NOISE * size, np.maximum(np.abs(totals[0]), scan.largest), "bias")
     return _joined(proof, shift)
 
@@ -536,6 +533,10 @@ class _Scales:
         self._even = bool((self.columns == 1.0).all())
         self._group = rows
 
+    @property
+    def is_one(self) -> bool:
+        return self._even and bool((self.rows == 1.0).all())
+
     def block(self, start: int, count: int) -> np.ndarray:
         """Factors of rows start to start + count; it broadcasts to (count, columns, kernel)."""
         rows = self.rows[start : start + count].reshape(-1, 1, 1)
@@ -547,72 +548,112 @@ class _Scales:
         return np.asarray(rows * self.columns[groups][:, :, None])
 
 
+class _Factors:
+    """What a weight is multiplied by, what is added in front of it, and how far both and the weight may be off."""
+
+    def __init__(self, weight: _Weight, before: _Map, after: _Map) -> None:
+        self.scale = _Scales(weight, before.k * weight.factor, after.k)
+        off = ((np.abs(before.k), after.k_error), (before.k_error, np.abs(after.k)))
+        self._off = [_Scales(weight, one * abs(weight.factor), two) for one, two in off if np.any(one) and np.any(two)]
+        one = np.ones(1)
+        self.offset = _Scales(weight, before.h, one) if before.h.any() else None
+        self.offset_error = _Scales(weight, before.h_error, one) if before.h_error.any() else None
+        rows = (weight.shape[0] * weight.shape[1], weight.shape[2], weight.shape[3])
+        error = weight.stored.error
+        self._error = (
+            None if error is None else np.broadcast_to(error, weight.stored.tensor.shape.numpy()).reshape(rows)
+        )
+
+    @property
+    def is_exact(self) -> bool:
+        return not self._off and self._error is None
+
+    def allowed(self, weight: np.ndarray, start: int) -> np.ndarray | float:
+        """Return how far each scaled weight may be off."""
+        found: np.ndarray | float = 0.0
+        for off in self._off:
+            found = found + np.abs(weight) * off.block(start, len(weight))
+        if self._error is not None:
+            found = found + self._error[start : start + len(weight)] * np.abs(self.scale.block(start, len(weight)))
+        return found
+
+    def terms(self, weight: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray | float] | None:
+        """Return weight times offset, and how far it may be off but for the weight's rounding; None where both are 0."""
+        if self.offset is None and self.offset_error is None:
+            return None
+        zero = np.zeros((1, 1, 1))
+        offset = zero if self.offset is None else self.offset.block(start, len(weight))
+        error: np.ndarray | float = 0.0
+        if self.offset_error is not None:
+            error = np.abs(weight) * self.offset_error.block(start, len(weight))
+        if self._error is not None:
+            error = error + self._error[start : start + len(weight)] * np.abs(offset)
+        return np.multiply(weight, offset, dtype=np.float64), error
+
+
 class _Scan:
-    """Reads both weights once."""
+    """Reads both weights once. sums: of weight times offset, of its size, and how far it may be off, for each output."""
 
-    def __init__(
-        self,
-        weight: _Weight,
-        exact: _Scales,
-        got: _Scales,
-        slack: float,
-        offsets: tuple[np.ndarray, np.ndarray],
-        roundoff: tuple[float, float],
-    ) -> None:
-        self._weight, self._exact, self._got, self._slack = weight, exact, got, slack
-        self._plain = bool((got.rows == 1.0).all()) and got._even and slack == 0.0
-        self.sums = [(np.zeros(weight.outputs), np.zeros(weight.outputs)) for _ in range(2)]
-        self._offsets = [_Scales(weight, offset, np.ones(1)) if offset.any() else None for offset in offsets]
-        self.largest = np.zeros(weight.outputs)
-        self.roundoff = roundoff
+    def __init__(self, weights: tuple[_Weight, _Weight], maps: tuple[tuple[_Map, _Map], tuple[_Map, _Map]]) -> None:
+        self._weight, self._stored = weights[0], [weight.stored for weight in weights]
+        self._factors = [_Factors(weight, *each) for weight, each in zip(weights, maps, strict=True)]
+        self._slack = sum(stored.slack for stored in self._stored)
+        is_exact = all(each.is_exact for each in self._factors)
+        self._plain = self._factors[1].scale.is_one and is_exact and self._slack == 0.0
+        self.sums = [[np.zeros(self._weight.outputs) for _ in range(3)] for _ in range(2)]
+        self.largest = np.zeros(self._weight.outputs)
 
-    def run(self, mine: ir.TensorProtocol, theirs: ir.TensorProtocol) -> Proof:
+    def run(self) -> Proof:
         groups, rows, columns, kernel = self._weight.shape
-        u, half = self.roundoff
-        worst = Proof(0.0, u)
+        u = self._stored[1].roundoff[0]
+        worst = Proof(0.0, u, u)
         total = groups * rows
         start = 0
-        with TensorRows(mine, total) as first, TensorRows(theirs, total) as second:
+        with TensorRows(self._stored[0].tensor, total) as first, TensorRows(self._stored[1].tensor, total) as second:
             for count in pieces(total, columns * kernel):
                 one = first.next(count).reshape(count, columns, kernel)
                 two = second.next(count).reshape(count, columns, kernel)
-                exact = np.multiply(one, self._exact.block(start, count), dtype=np.float64)
-                worst = _joined(worst, self._block(exact, two, start, u, half))
+                worst = _joined(worst, self._block(one, two, start))
                 self._sum(one, two, start)
                 start += count
         return worst
 
-    def _block(self, exact: np.ndarray, stored_block: np.ndarray, start: int, u: float, half: float) -> Proof:
+    def _block(self, one: np.ndarray, two: np.ndarray, start: int) -> Proof:
+        scales = [each.scale.block(start, len(one)) for each in self._factors]
+        exact = np.multiply(one, scales[0], dtype=np.float64)
         self._see(exact, start)
+        u, half = self._stored[1].roundoff
         if self._plain:
             with np.errstate(over="ignore"):
-                if np.array_equal(exact.astype(stored_block.dtype), stored_block):
-                    return Proof(u, u)
-            got = stored_block.astype(np.float64)
+                if np.array_equal(exact.astype(two.dtype), two):
+                    return Proof(u, u, u)
+            got = two.astype(np.float64)
         else:
-            got = np.multiply(stored_block, self._got.block(start, len(exact)), dtype=np.float64)
-        factor = np.abs(self._got.block(start, len(exact)))
-        allowed = (u + self._slack + NOISE) * np.abs(exact) + half * factor
-        return _within(got - exact, allowed, np.abs(exact), "weight", start)
+            got = np.multiply(two, scales[1], dtype=np.float64)
+        size = np.abs(exact)
+        allowed = (u + self._slack + NOISE) * size + half * np.abs(scales[1])
+        for factors, weight in zip(self._factors, (one, two), strict=True):
+            allowed = allowed + factors.allowed(weight, start)
+        outputs = (1, 2) if self._weight.out_rows else (0, 2)
+        return _within(got - exact, allowed, size, "weight", start, outputs)
 
     def _see(self, exact: np.ndarray, start: int) -> None:
-        """Record the largest coefficient of each output, with which the shift's error is compared; rows are enough."""
+        """Record the largest coefficient of each output, with which the shift's error is compared; some of them are enough."""
         if self._weight.out_rows:
-            # The size of an error is told relative to it; some columns are enough for that.
             largest = np.abs(exact[:, :_SEEN]).max(axis=(1, 2), initial=0.0)
             self.largest[start : start + len(exact)] = largest
+        elif self._weight.shape[0] == 1:
+            np.maximum(self.largest, np.abs(exact[:_SEEN]).max(axis=(0, 2), initial=0.0), out=self.largest)
 
     def _sum(self, one: np.ndarray, two: np.ndarray, start: int) -> None:
-        """Sums of weight times offset of the inputs, where there is one."""
-        for side, block in enumerate((one, two)):
-            offset = self._offsets[side]
-            if offset is None:
+        """Add up weight times offset of the inputs, where there is one."""
+        for factors, sums, block in zip(self._factors, self.sums, (one, two), strict=True):
+            found = factors.terms(block, start)
+            if found is None:
                 continue
-            terms = np.multiply(block, offset.block(start, len(block)), dtype=np.float64)
-            total, size = self.sums[side]
-            if self._weight.out_rows:
-                total[start : start + len(block)] = terms.sum(axis=(1, 2))
-                size[start : start + len(block)] = np.abs(terms).sum(axis=(1, 2))
-            else:
-                total += terms.sum(axis=(0, 2))
-                size += np.abs(terms).sum(axis=(0, 2))
+            terms, error = found
+            for index, each in enumerate((terms, np.abs(terms), np.broadcast_to(error, terms.shape))):
+                if self._weight.out_rows:
+                    sums[index][start : start + len(block)] = each.sum(axis=(1, 2))
+                else:
+                    sums[index] += each.sum(axis=(0, 2))

@@ -93,12 +93,20 @@ class ConstantValues:
         exact, narrow = self.array(value), widened(self.own(value))
         if np.array_equal(exact, narrow, equal_nan=True):
             return None
-        if not np.array_equal(np.isfinite(exact), np.isfinite(narrow)):
-            raise UnsupportedModelError(f"the constant {value.name!r} overflows in its type")
+        overflown = next((each for each in self._under(value) if self._overflows(each)), None)
+        if overflown is not None:
+            raise UnsupportedModelError(f"the constant {overflown.name!r} overflows in its type")
         u, half = self.roundoff(value)
         with np.errstate(invalid="ignore"):
             difference = np.where(exact == narrow, 0.0, np.abs(narrow - exact))
         return np.asarray(2 * difference + u * np.abs(exact) + half)
+
+    def _overflows(self, value: ir.Value) -> bool:
+        """Whether an expression that was evaluated is finite but for its type."""
+        exact, narrow = self._arrays.get(value), self._narrow.get(value)
+        if exact is None or narrow is None or exact.dtype != np.float64:
+            return False
+        return not np.array_equal(np.isfinite(exact), np.isfinite(widened(narrow)))
 
     def dtype(self, value: ir.Value) -> ir.DataType:
         """Return the type that the graph gives a constant."""
@@ -129,21 +137,20 @@ class ConstantValues:
 
     def roundoff(self, value: ir.Value) -> tuple[float, float]:
         """Unit roundoff and half the smallest positive number of the float types that the value is stored in."""
-        limits = [ROUNDING[leaf.dtype] for leaf in self._stored_under(value) if leaf.dtype in ROUNDING]
+        leaves = filter(None, map(self._leaves.get, self._under(value)))
+        limits = [ROUNDING[leaf.dtype] for leaf in leaves if leaf.dtype in ROUNDING]
         return max((u for u, _ in limits), default=0.0), max((s for _, s in limits), default=0.0)
 
-    def _stored_under(self, value: ir.Value) -> Iterable[ir.TensorProtocol]:
+    def _under(self, value: ir.Value) -> Iterable[ir.Value]:
+        """Yield a constant and all that it is computed from."""
         seen, pending = set(), [value]
         while pending:
             each = pending.pop()
             if each in seen:
                 continue
             seen.add(each)
-            leaf = self._leaves.get(each)
-            if leaf is not None:
-                yield leaf
-                continue
-            node = each.producer()
+            yield each
+            node = None if each in self._leaves else each.producer()
             pending += [operand for operand in (node.inputs if node is not None else ()) if operand is not None]
 
 

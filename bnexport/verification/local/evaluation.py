@@ -12,12 +12,11 @@ from bnexport.graph.evaluate import evaluate as evaluate_node
 from bnexport.verification.local import forms, nonlinear, parameters
 from bnexport.verification.local.attributes import same_attributes, same_outputs
 from bnexport.verification.local.chains import OtherShape, Proof, Violation
-from bnexport.verification.local.cones import SIZES
 from bnexport.verification.local.forms import CONSTANT, Form
 from bnexport.verification.local.layouts import SIZE_OPERATORS, Layouts
 from bnexport.verification.local.operators import MOVING, RULES, Operand
 from bnexport.verification.local.parameters import NOISE, Parameter
-from bnexport.verification.local.regions import Region, Side, name_of
+from bnexport.verification.local.regions import SIZES, Region, Side, name_of
 from bnexport.verification.local.relation import NotRelated
 
 # Random directions, where not every element can be a variable.
@@ -279,7 +278,9 @@ def _equal(mine: Form, theirs: Form) -> Proof:
     if mine.shape != theirs.shape:
         raise OtherShape(f"its shape is {theirs.shape}, expected {mine.shape}")
     slack = NOISE * max(mine.size, theirs.size)
-    worst = largest = bound = 0.0
+    worst = 0.0
+    # Of each element of the output.
+    largest, most = np.zeros(mine.shape), np.zeros(mine.shape)
     for group in forms.groups_of((mine, theirs)):
         rows = forms.rows_of((mine, theirs), group)
         one, two = forms.part(mine, group, rows), forms.part(theirs, group, rows)
@@ -296,7 +297,8 @@ def _equal(mine: Form, theirs: Form) -> Proof:
                 f" allowed {limit:.3g}"
             )
         worst = max(worst, float(difference.max(initial=0.0)))
-        largest = max(largest, float(np.abs(one).max(initial=0.0)))
-        bound = max(bound, float(np.max(allowed, initial=0.0)))
-    largest = largest or 1.0
-    return Proof(worst / largest, bound / largest)
+        largest = np.maximum(largest, np.abs(one).max(axis=0))
+        most = np.maximum(most, np.broadcast_to(allowed, difference.shape).max(axis=0))
+    whole = float(largest.max(initial=0.0)) or 1.0
+    share = float(np.max(most / np.where(largest > 0, largest, whole)))
+    return Proof(worst / whole, float(most.max()) / whole, share)

@@ -14,8 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.verification.local.attributes import is_default, outputs_count
-from bnexport.verification.local.cones import SIZES
-from bnexport.verification.local.regions import Region, Side
+from bnexport.verification.local.regions import SIZES, Region, Side
 
 # What they make depends on sizes alone.
 SIZE_OPERATORS = ("Shape", "Size")

@@ -22,6 +22,10 @@ from bnexport.verification.local.regions import Region, Side, is_training, name_
 from bnexport.verification.local.relation import NotRelated
 from bnexport.verification.verdict import SiteProof
 
+# A coefficient is proved where it may be off by no more than this part of the largest one of its output, or as many
+# roundings of the output's type: a fold's arithmetic rounds some times.
+_LOOSE, _ROUNDINGS = 1e-3, 16
+
 
 class Prover:
     """Regions of one pair of models. claimed: somebody says that their outputs are equal; otherwise that is a guess, and a
@@ -48,7 +52,7 @@ class Prover:
 
     def _proved(self, name: str, region: Region) -> SiteProof:
         try:
-            return _mark(name, "proved", self._chain(region))
+            return self._mark(name, region, self._chain(region))
         except NotAChain:
             return self._evaluated(name, region)
 
@@ -82,6 +86,24 @@ class Prover:
             for node, dtype in targets.items()
             if dtype.is_floating_point() and (dtype not in ROUNDING or ROUNDING[dtype][0] > coarsest)
         )
+
+    def _mark(self, name: str, region: Region, proof: Proof) -> SiteProof:
+        """Return the mark of a region whose whole map was compared: no proof where numbers may be off by too much."""
+        if proof.share <= _LOOSE or proof.share <= _ROUNDINGS * self._roundoff(region):
+            return SiteProof(name, "proved", proof.error, proof.bound)
+        reason = (
+            f"what is computed for it in the graph may be off by {proof.share:.2g} of an output's largest coefficient"
+        )
+        return SiteProof(name, "compared", proof.error, proof.bound, reason)
+
+    def _roundoff(self, region: Region) -> float:
+        """Return the unit roundoff of the type that a region makes; of its constants where inference does not know it."""
+        dtype = self._shapes.dtype(region.output[0])
+        if dtype is not None:
+            return ROUNDING[dtype][0] if dtype in ROUNDING else 0.0
+        constants = self._sides[0].constants
+        values = (value for node in region.nodes[0] for value in node.inputs if value is not None)
+        return max((constants.roundoff(value)[0] for value in values if constants.has(value)), default=0.0)
 
     def _chain(self, region: Region) -> Proof:
         rank = None
@@ -197,7 +219,7 @@ class Prover:
         try:
             if sizes.total(chosen) <= sizes.MOST_VARIABLES:
                 with contextlib.suppress(TooLarge):
-                    return _mark(name, "proved", self._equal(region, chosen, None))
+                    return self._mark(name, region, self._equal(region, chosen, None))
             return _compared(name, self._equal(region, chosen, evaluation.DIRECTIONS), chosen)
         except Misfit as error:
             if self._original_runs(region, chosen):
@@ -247,13 +269,9 @@ def _doubted(proof: SiteProof) -> SiteProof:
     return dataclasses.replace(proof, method="compared", reason=reason) if proof.method == "proved" else proof
 
 
-def _mark(name: str, method: str, proof: Proof) -> SiteProof:
-    return SiteProof(name, method, proof.error, proof.bound)  # type: ignore[arg-type]
-
-
 def _compared(name: str, proof: Proof, chosen: Sequence[tuple[int, ...]]) -> SiteProof:
     elements = sizes.total(chosen)
     reason = (
         f"{elements:,} elements enter, too many for a variable each; compared in {evaluation.DIRECTIONS} directions"
     )
-    return dataclasses.replace(_mark(name, "compared", proof), reason=reason)
+    return SiteProof(name, "compared", proof.error, proof.bound, reason)

@@ -28,12 +28,11 @@ from bnexport.model_io.collection import paused_collection
 from bnexport.model_io.validate import printable
 from bnexport.verification.local.attributes import same_attribute, same_attributes
 from bnexport.verification.local.claims import Claims
-from bnexport.verification.local.cones import cone
 from bnexport.verification.local.counterparts import Counterparts
 from bnexport.verification.local.numbering import Numbering
 from bnexport.verification.local.parameters import ROUNDINGS
 from bnexport.verification.local.prover import Prover
-from bnexport.verification.local.regions import Mismatch, Region, Side, name_of
+from bnexport.verification.local.regions import Mismatch, Region, Side, cone, name_of
 from bnexport.verification.verdict import Claim, SiteProof, Status, Verification
 
 ENGINE = "local proof in float64"

@@ -160,10 +160,10 @@ class TestForeign:
             a = Conv (x, u)
             n = BatchNormalization (a, p_s, p_b, p_m, p_v)
             r = Relu (n)
-            z = Conv (r, u)
+            z = Conv (r, v)
             y = BatchNormalization (z, p_s, p_b, p_m, p_v)
         }"""
-        source = model(body, {"u": (6, 6, 3, 3), **batch_norm("p", 6)})
+        source = model(body, {"u": (6, 6, 3, 3), "v": (6, 6, 3, 3), **batch_norm("p", 6)})
         good = to_proto(fold(source, verify=False).model)
         assert verify(source, good, method="local").passed
         names = [node.input[1] for node in good.graph.node if node.op_type == "Conv"]

@@ -1,0 +1,84 @@
+"""Constants that the graph computes: an engine may be off from them by rounding, each element by its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+from bnexport.folding import fold, verify
+from tests.support.onnx_text import batch_norm, model, parameters
+
+NORM = "BatchNormalization (z, p_s, p_b, p_m, p_v)"
+STANDARDISED = f"m = ReduceMean <axes = [1, 2, 3], keepdims = 1> (w)\n c = Sub (w, m)\n z = Conv (x, c)\n y = {NORM}"
+NUMBERS = parameters({"w": (8, 3, 3, 3), **batch_norm("p", 8)})
+FACTOR = (NUMBERS["p_s"] / np.sqrt(NUMBERS["p_v"] + np.float32(1e-5))).astype(np.float64)
+
+
+def build(body: str, dtype: str = "float", **values: np.ndarray) -> onnx.ModelProto:
+    used = {key: value for key, value in values.items() if f"{key})" in body or f"{key}," in body}
+    return model(f"g ({dtype}[N,3,H,W] x) => ({dtype}[N,8,A,B] y) {{ {body} }}", values=used)
+
+
+def standardised(weight: np.ndarray) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """A Conv whose filters have the mean 0, with a batch norm, and the parameters of the right fold."""
+    numbers = {**NUMBERS, "w": weight}
+    centred = (weight - weight.mean((1, 2, 3), keepdims=True)).astype(np.float64) * FACTOR[:, None, None, None]
+    shift = NUMBERS["p_b"] - NUMBERS["p_m"] * FACTOR
+    return build(STANDARDISED, **numbers), {"v": centred.astype(np.float32), "b": shift.astype(np.float32)}
+
+
+def test_one_filter_without_digits_hides_no_error_of_the_others() -> None:
+    weight = NUMBERS["w"].copy()
+    weight[0] = np.float32(1000) + np.float32(1e-4) * weight[0]
+    source, right = standardised(weight)
+    wrong = {**right, "v": right["v"] * np.where(np.arange(8) == 0, 1, 1.2).astype(np.float32)[:, None, None, None]}
+    assert verify(source, build("y = Conv (x, v, b)", **wrong), method="local").status == "failed"
+    # Of that filter itself nothing is known.
+    verdict = verify(source, build("y = Conv (x, v, b)", **right), method="local")
+    assert (verdict.status, [proof.method for proof in verdict.sites]) == ("not_verified", ["compared"])
+    report = fold(source, verify="local").report
+    assert report.verification is not None
+    assert [proof.method for proof in report.verification.sites] == ["compared"]
+
+
+def test_filters_that_keep_their_digits_are_proved() -> None:
+    source, right = standardised(NUMBERS["w"])
+    verdict = verify(source, build("y = Conv (x, v, b)", **right), method="local")
+    assert (verdict.status, [proof.method for proof in verdict.sites]) == ("passed", ["proved"])
+    right["v"][3, 1, 1, 1] *= np.float32(1.0001)
+    assert verify(source, build("y = Conv (x, v, b)", **right), method="local").status == "failed"
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0, 2.9, -0.9])
+def test_a_factor_that_cancels_is_not_proved(factor: float) -> None:
+    """(1e8 + 1) - 1e8 is 0 in float32; a proof does not win over a run that decides nothing."""
+    values = {"a": np.asarray(1e8, np.float32), "e": np.asarray(1, np.float32), "k": np.asarray(factor, np.float32)}
+    text = "g (float[N,8] x) => (float[A,B] y) {{ {} }}"
+    source = model(
+        text.format("c = Add (a, e)\n k = Sub (c, a)\n y = Mul (x, k)"), values={key: values[key] for key in "ae"}
+    )
+    other = model(text.format("y = Mul (x, k)"), values={"k": values["k"]})
+    verdict = verify(source, other, method="local")
+    assert verdict.status == "not_verified"
+    assert "proved" not in {proof.method for proof in verdict.sites}
+    if factor not in (0.0, 1.0):  # the engine's result, and the exact one
+        assert not verify(source, other).passed
+
+
+def test_what_overflows_in_its_type_is_not_verified() -> None:
+    """Squares of float16 are infinite here, so that the weights are 0."""
+    body = f"""q = Mul (w, w)
+        n = ReduceSum (q, axes)
+        r = Sqrt (n)
+        u = Div (w, r)
+        z = Conv (x, u)
+        y = {NORM}"""
+    numbers = {key: value.astype(np.float16) for key, value in NUMBERS.items()}
+    numbers["w"] = (NUMBERS["w"] * 600).astype(np.float16)
+    source = build(body, "float16", **numbers, axes=np.asarray([1, 2, 3]))
+    report = fold(source, verify="local").report
+    assert len(report.folded) == 1
+    assert report.verification is not None
+    assert report.verification.status == "not_verified"
+    assert "overflows" in report.verification.reason
