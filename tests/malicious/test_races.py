@@ -79,8 +79,8 @@ def test_between_the_check_and_verification(victim: Path, monkeypatch: pytest.Mo
 
     real = comparing.open_source
 
-    def open_and_change(source: object) -> object:
-        opened = real(source)  # type: ignore[arg-type]
+    def open_and_change(source: object, **options: object) -> object:
+        opened = real(source, **options)  # type: ignore[arg-type]
         replace_by_a_link(victim)
         return opened
 
