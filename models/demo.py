@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib  # of the picture: missing, it is missed at once
 import numpy as np
 import onnxruntime
 import torch
@@ -234,8 +235,6 @@ def print_table(rows: list[Row]) -> None:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    import matplotlib
-
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

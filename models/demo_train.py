@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import matplotlib  # of the picture: missing, it is missed at once
 import numpy as np
 import torch
 from rich.console import Console
@@ -168,8 +169,6 @@ def print_table(runs: list[Run]) -> None:
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    import matplotlib
-
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

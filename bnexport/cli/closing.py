@@ -33,13 +33,23 @@ def explain(report: Any, name: str | None) -> None:
         say(f"{name}: no part of a batch norm, so there was nothing to do{near}")
     for site in sites:
         into = f" into {', '.join(site.targets)}" if site.targets else ""
-        say(f"{site.name}: {site.outcome}{into}{f': {site.reason}' if site.reason else ''}")
+        say(f"{site.name}: {site.outcome_in_words}{into}{f': {site.reason}' if site.reason else ''}")
+
+
+def note_growth(report: Any) -> None:
+    """Print a note where the parameters take more bytes than before."""
+    before, after = report.before.parameter_bytes, report.after.parameter_bytes
+    if after > before:
+        say(
+            f"note: the parameters grew from {before:,} to {after:,} bytes: weights that several batch norms share are "
+            "folded once for each"
+        )
 
 
 def result_line(report: Any, verification: Any, ratio: Any) -> str:
     """Return the folds proved and compared, the batch norms that stay, and the latency against the unfolded model's."""
     kept = [site for site in report.kept if not site.lone]
-    named = ", ".join(f"{site.name} ({site.reason or site.outcome})" for site in kept[:_NAMED])
+    named = ", ".join(f"{site.name} ({site.reason or site.outcome_in_words})" for site in kept[:_NAMED])
     more = f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
     left = f"{len(kept)} batch norm{'s' * (len(kept) != 1)} left{': ' * bool(kept)}{named}{more}"
     folds = "not verified" if verification is None else verification.proved

@@ -15,13 +15,13 @@ import typer
 
 from bnexport.cli.console import set_level
 from bnexport.cli.help import EXAMPLES, EXIT_CODES, PLACES, HelpfulCommand
-from bnexport.errors import UsageError
+from bnexport.errors import MissingFileError, UsageError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _App(typer.Typer):
-    """Every command takes -q, -v and --limit, because it is registered here."""
+    """Every command takes -q, -v, --limit and --library, because it is registered here."""
 
     def command(  # type: ignore[override]
         self, name: str | None = None, *, place: int, examples: tuple[str, ...], **options: Any
@@ -105,42 +105,69 @@ _Limit = Annotated[
 ]
 
 
-@contextlib.contextmanager
-def _limits(settings: list[str] | None) -> Iterator[None]:
-    """Put the settings of --limit into the environment, where model_io and the processes that we start find them."""
-    if not settings:
-        yield
-        return
-    from bnexport.model_io import limits
+_Library = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--library",
+        metavar="PATH",
+        help="A custom-op library of another project, whose operators the model needs to run. Its code is run. Repeatable.",
+    ),
+]
 
-    limits.parse(settings, "--limit")
-    before = os.environ.get(limits.ENVIRONMENT_VARIABLE)
-    os.environ[limits.ENVIRONMENT_VARIABLE] = ",".join([*([before] if before else []), *settings])
+
+@contextlib.contextmanager
+def _in_environment(variable: str, values: list[str], separator: str) -> Iterator[None]:
+    """Add the values of an option to a variable, where the processes that we start find them, too."""
+    before = os.environ.get(variable)
+    if values:
+        os.environ[variable] = separator.join([*([before] if before else []), *values])
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[limits.ENVIRONMENT_VARIABLE]
-        else:
-            os.environ[limits.ENVIRONMENT_VARIABLE] = before
+        if before is not None:
+            os.environ[variable] = before
+        elif values:
+            del os.environ[variable]
+
+
+@contextlib.contextmanager
+def _settings(limit: list[str] | None, library: list[str] | None) -> Iterator[None]:
+    """Put the settings of --limit and --library into the environment."""
+    from bnexport.model_io import limits
+    from bnexport.native.library import OTHERS_VARIABLE
+
+    limits.parse(limit or [], "--limit")
+    for path in library or ():
+        if not os.path.isfile(path):
+            raise MissingFileError(f"--library: {path}: no such file; check the path")
+    paths = [os.path.abspath(path) for path in library or ()]
+    with (
+        _in_environment(limits.ENVIRONMENT_VARIABLE, limit or [], ","),
+        _in_environment(OTHERS_VARIABLE, paths, os.pathsep),
+    ):
+        yield
 
 
 def _with_common_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the command with -q, -v and --limit behind its own options."""
+    """Return the command with -q, -v, --limit and --library behind its own options."""
 
     @functools.wraps(function)
-    def run(*, quiet: bool, verbose: bool, limit: list[str] | None, **options: Any) -> Any:
+    def run(*, quiet: bool, verbose: bool, limit: list[str] | None, library: list[str] | None, **options: Any) -> Any:
         if quiet and verbose:
             raise UsageError("--quiet, --verbose: got both, expected one of them at most")
         set_level(quiet=quiet, verbose=verbose)
-        with _limits(limit):
+        with _settings(limit, library) if limit or library else contextlib.nullcontext():
             return function(**options)
 
     parameters = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in inspect.signature(function, eval_str=True).parameters.values()
     ]
-    for name, default, annotation in (("quiet", False, _Quiet), ("verbose", False, _Verbose), ("limit", None, _Limit)):
+    common = (
+        *(("quiet", False, _Quiet), ("verbose", False, _Verbose)),
+        *(("limit", None, _Limit), ("library", None, _Library)),
+    )
+    for name, default, annotation in common:
         parameters.append(
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         )

@@ -139,7 +139,9 @@ def export(
         if checkpoint is not None:
             load_weights(model, checkpoint, key, allow_unexpected)
         elif name is not None:
-            say(f"note: the weights of {factory} are random; --checkpoint loads trained ones")
+            say(
+                f"note: the weights of {factory} are random; --checkpoint loads trained ones, of which fewer or more may fold"
+            )
         with status(f"exporting {factory}"), calm(), explained(factory, exporter):
             result = exporting.export(
                 model.train(train),
@@ -168,7 +170,9 @@ def export(
         else:
             write_html(report, html)
     if checkpoint is None and name is None:
-        say(f"note: the weights are those that {factory} made; --checkpoint loads others")
+        say(
+            f"note: the weights are those that {factory} made; --checkpoint loads others, of which fewer or more may fold"
+        )
     renamed = [f"{new!r} is forward's {old!r}" for new, old in zip(result.inputs, given_names) if new != old]
     if renamed:
         say(f"note: input {', '.join(renamed)}")
@@ -177,6 +181,7 @@ def export(
     if report is None:
         say(f"{target} written")
     else:
+        closing.note_growth(report)
         closing.explain(report, explain)
         say(f"{report.summary()}; {target} written")
     say(verdict(result.verification, wanted=verify))

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bnexport.choices import suggestion
+from bnexport.choices import LIBRARIES, suggestion
 from bnexport.cli.console import detail, is_verbose, say
 from bnexport.errors import UnsupportedModelError, UsageError, summary
 
@@ -36,6 +36,18 @@ def check_reference(reference: str, argument: str = "MODULE:FACTORY") -> None:
         raise UsageError(
             f"{argument}: got the file of weights {reference!r}, expected a function that builds the module; then "
             f"--checkpoint {reference}"
+        )
+    path, extension, _ = module_name.partition(".py")
+    if extension and (separator or os.path.isfile(reference)):
+        folder, stem = os.path.split(path)
+        place = f", and run it in the folder {folder!r} or with that on PYTHONPATH" if folder else ""
+        raise UsageError(
+            f"{argument}: got the file {module_name!r}, expected a module: write {stem}:{attribute or 'FUNCTION'}{place}"
+        )
+    if "?" in attribute:
+        raise UsageError(
+            f"{argument}: got {reference!r}; arguments behind ? are for models of {', '.join(LIBRARIES)}; write a function "
+            "without arguments that builds the module"
         )
     if not separator or not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
         raise UsageError(f"{argument}: got {reference!r}, expected such as models.resnet:digits_resnet")

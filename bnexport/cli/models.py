@@ -232,6 +232,7 @@ def fold(
         say("note: the graph trained; it is an inference graph now, with its stored running statistics")
     for note in report.notes:
         say(f"note: {note}")
+    closing.note_growth(report)
     if report.verification is not None:
         say(verdict(report.verification))
         detail(_inputs_of(report.verification))

@@ -69,6 +69,8 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+# Bytes of the name of a file to write: file systems take 255, among them those of the temporary folder's name.
+_LONGEST_NAME = 220
 # The files of the running command, with the identity of what was there before.
 _targets: dict[str, tuple[int, int, int] | None] = {}
 
@@ -104,6 +106,9 @@ def check_targets(**targets: str | Path | None) -> None:
             continue
         option = name if name.isupper() else f"--{name}"
         folder = Path(target).parent
+        length = len(os.fsencode(Path(target).name))
+        if length > _LONGEST_NAME:
+            raise UsageError(f"{option}: got a file name of {length} bytes, expected at most {_LONGEST_NAME}")
         if Path(target).is_dir():
             raise UsageError(f"{option}: got the folder {str(target)!r}, expected the name of a file to write")
         if not folder.is_dir():
@@ -118,20 +123,20 @@ def check_targets(**targets: str | Path | None) -> None:
 
 def check_new(target: str | Path, overwrite: bool, argument: str = "OUT") -> None:
     """Raise UsageError for a model file that exists, before any work is done, unless it may be replaced."""
-    if not overwrite and Path(target).exists():
+    if not overwrite and os.path.lexists(target):
         raise UsageError(f"{argument}: {str(target)!r} exists; write to another file, or replace it with --overwrite")
 
 
 def check_exists(path: str | Path | None, argument: str) -> None:
     """Raise MissingFileError for a file to read that does not exist, before anything slow is imported."""
-    if path is not None and not Path(path).exists():
+    if path is not None and not os.path.exists(path):
         raise MissingFileError(f"{argument}: {path}: no such file; check the path")
 
 
 def check_change(source: Path, target: Path, overwrite: bool) -> None:
     """Raise UsageError or MissingFileError for a change of the ONNX file IN to OUT that cannot be made."""
     check_onnx_suffix(target, "OUT")
-    if not overwrite and source.exists() and target.exists() and source.samefile(target):
+    if not overwrite and os.path.exists(source) and target.exists() and source.samefile(target):
         raise UsageError(
             f"OUT: got {str(target)!r}, which is IN; write to another file, or replace IN with --overwrite"
         )

@@ -60,7 +60,7 @@ def recalibrate(
         from bnexport.recalibration import html_report
 
         write_whole(html, html_report.render_html(report))
-    say(f"{target} written")
+    say(f"{target} written" if report.layers else f"{target} is the same model")
     rows = [
         (
             layer.name,
@@ -79,10 +79,15 @@ def run(source: Path, target: Path | None, inputs: list[str], batch: int, **opti
     """Re-estimate the statistics of a file, and say what changed."""
     choices.check_choice("--layers", options.setdefault("layers", "one_by_one"), ("one_by_one", "together"))
     choices.check_choice("--method", options.setdefault("method", "exact"), ("exact", "cumulative"))
+    from bnexport.model_io import load
     from bnexport.recalibration import files
     from bnexport.recalibration.rows import open_rows
 
-    rows = open_rows(_named(inputs), batch)
+    named = _named(inputs)
+    wanted = [str(value.name) for value in load(source).graph.inputs if not value.is_initializer()]
+    if set(named) != set(wanted):
+        raise UsageError(f"--input: got rows of {', '.join(named)}; {source} takes {', '.join(wanted)}")
+    rows = open_rows(named, batch)
     if options["layers"] == "one_by_one":
         passes = files.passes_of(source)
         say(f"{len(rows)} rows, {passes} pass{'es' * (passes != 1)}")

@@ -170,7 +170,7 @@ def read_proto(real: str, shown: str, limits: Limits) -> tuple[onnx.ModelProto, 
         try:
             proto, places = _parse(functools.partial(wire.cut, descriptor, status.st_size, limits), shown)
         except MalformedModelError as error:
-            raise (_of_torch(descriptor, shown) or error) from error
+            raise (_of_others(descriptor, shown) or error) from error
     finally:
         os.close(descriptor)
     model = DataFile.of_model(real, status)
@@ -197,10 +197,15 @@ def _parse(walk_wire: Callable[[], wire.Cut], shown: str) -> tuple[onnx.ModelPro
     return proto, cut.places
 
 
-def _of_torch(descriptor: int, shown: str) -> MalformedModelError | None:
-    """Return the error for a file that torch.save or torch.jit.save wrote, as its first bytes show."""
+def _of_others(descriptor: int, shown: str) -> MalformedModelError | None:
+    """Return the error for a file in ORT format, or one that torch.save or torch.jit.save wrote, as its first bytes show."""
     os.lseek(descriptor, 0, os.SEEK_SET)
-    if not os.read(descriptor, 4).startswith((b"PK\x03\x04", b"\x80\x02")):
+    head = os.read(descriptor, 8)
+    if head[4:] == b"ORTM":
+        return MalformedModelError(
+            f"model file {shown!r} is in ORT format, which is not read; expected the ONNX file that it was made from"
+        )
+    if not head.startswith((b"PK\x03\x04", b"\x80\x02")):
         return None
     return MalformedModelError(
         f"model file {shown!r} is not an ONNX file, but one that torch.save or torch.jit.save wrote; for a checkpoint: "

@@ -37,6 +37,7 @@ __all__ = [
 
 ENVIRONMENT_VARIABLE = "BNEXPORT_LIBRARY"
 CUDA_ENVIRONMENT_VARIABLE = "BNEXPORT_CUDA_LIBRARY"
+OTHERS_VARIABLE = "BNEXPORT_OTHER_LIBRARIES"  # custom-op libraries of other projects, separated as in PATH
 
 Kind = Literal["ops", "cuda", "training"]
 
@@ -170,13 +171,23 @@ def register(session_options: onnxruntime.SessionOptions, training: bool = False
         if session_options in _registered[kind]:
             continue
         load(kind)
-        try:
-            session_options.register_custom_ops_library(path)
-        except Exception as error:
-            import onnxruntime
-
-            raise LibraryError(
-                f"ONNX Runtime {onnxruntime.__version__} cannot load {path}: {first_line(error)}; expected a library built "
-                "for this system and onnxruntime 1.17 or newer; reinstall bnexport"
-            ) from error
+        _register(session_options, path, "onnxruntime 1.17 or newer; reinstall bnexport")
         _registered[kind].add(session_options)
+
+
+def register_others(session_options: onnxruntime.SessionOptions) -> None:
+    """Add the custom-op libraries that BNEXPORT_OTHER_LIBRARIES names. Raise LibraryError where one cannot be loaded."""
+    for path in filter(None, os.environ.get(OTHERS_VARIABLE, "").split(os.pathsep)):
+        _register(session_options, path, "this version of it (--library, BNEXPORT_OTHER_LIBRARIES)")
+
+
+def _register(session_options: onnxruntime.SessionOptions, path: str, expected: str) -> None:
+    try:
+        session_options.register_custom_ops_library(path)
+    except Exception as error:
+        import onnxruntime
+
+        raise LibraryError(
+            f"ONNX Runtime {onnxruntime.__version__} cannot load {path}: {first_line(error)}; expected a library built "
+            f"for this system and {expected}"
+        ) from error

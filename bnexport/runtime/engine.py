@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 # onnx.reference is slow: it takes over where ONNX Runtime has no kernel (a Conv in float64).
 ENGINES = ("onnxruntime", "onnx.reference")
+# What ONNX Runtime says of an operator of a domain that it does not know.
+_UNKNOWN = re.compile(r"is not a registered function/op|No opset import for domain")
 _SEEDS = itertools.count(1)
 # Parameters of a model that the reference implementation may be asked to run.
 _REFERENCE_BYTES = 1 << 26
@@ -35,12 +38,15 @@ _REFERENCE_BYTES = 1 << 26
 class EngineFailure(UnsupportedModelError):
     """An engine cannot load or run a model.
 
-    detail: the engine's own text. newer: one line about a file that is newer than ONNX Runtime, or empty.
+    detail: the engine's own text. newer: one line about a file that is newer than ONNX Runtime, or empty. hint: the way out.
     """
 
     def __init__(self, engine: str, action: str, error: BaseException, hint: str = "") -> None:
         self.detail = str(error).strip()
         self.newer = injection.too_new(error)
+        if not hint and _UNKNOWN.search(self.detail):
+            hint = "; --library PATH, or the variable BNEXPORT_OTHER_LIBRARIES, names a library of custom operators"
+        self.hint = hint
         super().__init__((self.newer or f"{engine} cannot {action} it: {printable(first_line(error))[:300]}") + hint)
 
 
@@ -177,7 +183,7 @@ def open_as_written(model: Serialised, providers: Providers = None, engine: str 
 def session_options(
     training: bool | None = None, *, quiet: bool = True, threads: int = 0, optimised: bool = True
 ) -> Any:
-    """Create options of a session.
+    """Create options of a session, with the libraries that BNEXPORT_OTHER_LIBRARIES names.
 
     training: registers the custom-op library, and that of training steps; None for neither. quiet: nothing is logged. threads: 0
     lets ONNX Runtime choose. optimised: False for a model that runs once or twice, as it is written.
@@ -193,6 +199,7 @@ def session_options(
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if training is not None:
         library.register(options, training=training)
+    library.register_others(options)
     return options
 
 

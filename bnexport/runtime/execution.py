@@ -92,7 +92,7 @@ def _named(name: str) -> Iterator[None]:
         yield
     except EngineFailure as failure:
         text = failure.newer or f"ONNX Runtime cannot run it: {printable(first_line(failure.__cause__ or failure))}"
-        raise UnsupportedModelError(f"{name}: {text}") from failure
+        raise UnsupportedModelError(f"{name}: {text}{failure.hint}") from failure
 
 
 def _register(model: ir.Model, options: Any) -> bool:

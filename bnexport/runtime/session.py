@@ -72,6 +72,11 @@ class InferenceSession(_Base):
             super().__init__(prepared.data, options, **chosen)
         except Exception as error:  # ONNX Runtime raises one class for each status code
             reason = injection.too_new(error)
+            if "Domain already set in registry" in str(error):
+                reason = (
+                    "sess_options have the custom-op library twice; leave out register_custom_ops_library, or register it "
+                    "with bnexport.register(sess_options)"
+                )
             if not reason:
                 raise
             where = "" if isinstance(path_or_bytes, bytes) else f"{os.fspath(path_or_bytes)}: "

@@ -138,7 +138,7 @@ WRONG = [
     (["export", f"{HERE}:tiny", "o.pt2", "-i", "x:1", "--mode", "custom_op"], 2, ["'custom_op' with format 'pt2'", "expected 'deploy'"]),
     ([*EXPORT, "--checkpoint", "gone.pth"], 2, ["gone.pth: no such file", "check the path"]),
     ([*EXPORT, "--checkpoint", "text"], 2, ["text: cannot be read as a checkpoint", "torch.save"]),
-    ([*EXPORT, "--checkpoint", "empty.pth"], 2, ["empty.pth: found no tensors", "its keys are epoch", "--key"]),
+    ([*EXPORT, "--checkpoint", "empty.pth"], 2, ["empty.pth: found no tensors, expected a state_dict", "its keys are epoch"]),
     ([*EXPORT, "--checkpoint", "other.pth"], 2, ["17 missing: stem.0.weight", "and 9 more", "1 unexpected", "--allow-unexpected"]),
     ([*EXPORT, "--checkpoint", "both.pth", "--key", "best"], 2, ["has no key 'best'", "expected one of state_dict, ema"]),
     (["export", f"{HERE}:DependsOnValues", "o.onnx", "-i", "x:2,2"], 3, ["cannot export it, though it runs", "--exporter torchscript"]),
@@ -231,7 +231,7 @@ def test_a_full_disk(folder, tmp_path):
 
 
 def test_an_error_of_our_own_is_told_apart(folder, monkeypatch, capfd):
-    def broken(_):
+    def broken(*_, **__):
         raise ZeroDivisionError("somewhere deep inside")
 
     monkeypatch.setattr("bnexport.folding.inspect", broken)

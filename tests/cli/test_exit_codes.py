@@ -26,19 +26,19 @@ def full_disk(monkeypatch):
 
 
 def no_torch(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "bnexport.exporting.checkpoint", None)
+    monkeypatch.setitem(__import__("sys").modules, "bnexport.exporting.arguments", None)
 
 
 def interrupted(monkeypatch):
-    monkeypatch.setattr("bnexport.folding.inspect", lambda _: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("bnexport.folding.inspect", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
 
 
 def broken(monkeypatch):
-    monkeypatch.setattr("bnexport.folding.inspect", lambda _: 1 // 0)
+    monkeypatch.setattr("bnexport.folding.inspect", lambda *_, **__: 1 // 0)
 
 
 def closed_pipe(monkeypatch):
-    def write(_):
+    def write(*_, **__):
         raise BrokenPipeError
 
     monkeypatch.setattr("bnexport.folding.inspect", write)

@@ -84,14 +84,14 @@ def test_a_model_by_name_with_its_checkpoint(timm):
     done = warm.run(*run, "other.pth", "--overwrite", cwd=timm)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(
-        "error: other.pth: its names do not fit the module: 4 missing: 1.weight"
+        "error: other.pth: its names under 'state_dict' do not fit the module: 4 missing: 1.weight"
     )
 
 
 def test_random_weights_are_said(timm):
     done = warm.run("-m", "bnexport", "export", "timm:tiny", "o.onnx", cwd=timm)
     assert done.returncode == 0, done.stderr
-    assert "note: the weights of timm:tiny are random; --checkpoint loads trained ones" in done.stderr
+    assert "note: the weights of timm:tiny are random; --checkpoint loads trained ones, of which" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,11 @@ class SiteReport:
         return self.outcome in CHANGED
 
     @property
+    def outcome_in_words(self) -> str:
+        """The outcome as tables show it."""
+        return _OUTCOMES.get(self.outcome, self.outcome)
+
+    @property
     def claim(self) -> Claim:
         """The claim for the local proof."""
         return Claim(" + ".join(self.nodes), self.graph, self.region or self.nodes)
@@ -211,7 +216,7 @@ def _sites(report: FoldReport, everything: bool) -> Table:
     cells = {
         "node": [site.name for site in chosen[:_SHOWN]],
         "channels": ["" if site.channels is None else str(site.channels) for site in chosen[:_SHOWN]],
-        "outcome": [_OUTCOMES.get(site.outcome, site.outcome) for site in chosen[:_SHOWN]],
+        "outcome": [site.outcome_in_words for site in chosen[:_SHOWN]],
         "proof": [_mark(proofs.get(site)) for site in chosen[:_SHOWN]],
         "into": [", ".join(site.targets) for site in chosen[:_SHOWN]],
         "reason": [site.summary or site.reason for site in chosen[:_SHOWN]],
