@@ -18,13 +18,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import steps
-from benchmarks.gpu.cases import WISHES, what_ran
 from benchmarks.gpu.layer import DTYPES, Calls, Layer
 from benchmarks.gpu.peers import PEERS
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.section import Options
-from bnexport.errors import UsageError
-from bnexport.native import cuda
 
 # (N, C, H, W): the five of the performance notes, 16 MB and up in float16 but for the fourth; then small ones.
 SHAPES = [
@@ -173,23 +170,10 @@ def measure(
         "bytes": size,
         "floor_us": {"forward": 2 * size / bandwidth, "backward": 3 * size / bandwidth},
         "us": times,
-        "plan": {},
         "not_measured": {},
     }
-    for strategy, cluster in WISHES:
-        name = "ours" if strategy == "automatic" else f"{strategy} {cluster or ''}".strip()
-        for direction, measured in times.items():
-            try:
-                with cuda.prefer(strategy, cluster):
-                    calls = [Calls(*one) for one in sets]
-                    parameters = getattr(calls[0], f"{direction}_parameters")
-                    measured[name] = time_calls([getattr(call, direction) for call in calls], device)
-                    if strategy == "automatic":
-                        ran = cuda.ran()
-                        how = f"{what_ran(parameters)} {ran.cluster}x{ran.threads}"
-                        row["plan"][direction] = f"{how}, {ran.blocks} blocks"
-            except UsageError:
-                continue  # not for this tensor; the backward may need more memory than the forward
+    for direction, measured in times.items():
+        measured["ours"] = time_calls([getattr(Calls(*one), direction) for one in sets], device)
     for name, peer in PEERS.items():
         try:
             pairs = [peer(one[0], one[1], one[4]) for one in sets]
@@ -218,7 +202,7 @@ def summary(row: dict[str, Any]) -> str:
         ours = times["ours"]
         peer = min((times[name] for name in PEERS if name in times), default=float("nan"))
         cells.append(f"{ours:.1f} us, {100 * row['floor_us'][direction] / ours:.0f} %, {peer / ours:.2f}x")
-    return " | ".join(cells) + f" | {row['plan']['forward'].split(',')[0]} / {row['plan']['backward'].split(',')[0]}"
+    return " | ".join(cells)
 
 
 def host_time(device: str) -> float:

@@ -1,4 +1,4 @@
-"""Verifies the CUDA library against float64: every strategy, dtype and layout, odd sizes, large means, groups.
+"""Verifies the CUDA library against float64: every dtype and layout, odd sizes, large means, groups.
 
 Inputs are random and new for every case; outputs are filled with NaN before, and lie between guards that must
 not change; each result must come out with the same bits a second time. Bounds are those of
@@ -8,20 +8,15 @@ bnexport/tolerances.py. `device` may be "cpu" with the emulated library of the t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from benchmarks.gpu.layer import DTYPES, EPS, MOMENTUM, Calls, Layer
 from bnexport import tolerances
-from bnexport.errors import UsageError
-from bnexport.native import cuda
 
 GUARD = 64  # elements
-
-WISHES = [("automatic", 0), ("split", 0), ("persistent", 0), *(("cluster", k) for k in (0, 1, 2, 4, 8, 16))]
 
 SHAPES = [
     (65, 3), (256, 1024), (3, 65, 1, 1), (7, 3, 7, 7), (32, 65, 7, 7), (2, 3, 100, 100), (5, 8, 9, 9), (2, 1, 3, 3),
@@ -34,8 +29,6 @@ class Case:
     shape: tuple[int, ...]
     dtype: torch.dtype
     channels_last: bool
-    strategy: str = "automatic"
-    cluster: int = 0
     mean: float = 0.5
     offset: int = 0  # elements behind an aligned address
     in_place: bool = False
@@ -153,29 +146,8 @@ def check_backward(
         check(got, exact, bound, case, what)
 
 
-def preferring(case: Case, call: Callable[[], None]) -> bool:
-    """Runs a call with the case's wish. Whether it was granted: a direction that needs more memory may not be."""
-    try:
-        with cuda.prefer(case.strategy, case.cluster):
-            call()
-    except UsageError:
-        if case.strategy == "automatic":
-            raise
-        return False
-    return True
-
-
-def what_ran(parameters: Any) -> str:
-    """The strategy of this thread's last call; "split for cluster" where the device refused what was planned."""
-    ran = cuda.ran()
-    return f"{ran.strategy} for {cuda.plan(parameters).strategy}" if ran.refused else ran.strategy
-
-
-def verify(case: Case, device: str) -> tuple[str | None, str | None]:
-    """Runs both directions of a case. The strategies that they used, None for one that the wish does not allow.
-
-    Raises AssertionError when a result is wrong.
-    """
+def verify(case: Case, device: str) -> None:
+    """Runs both directions of a case twice. Raises AssertionError when a result is wrong."""
     x, _ = guarded(case, device)
     dy, _ = guarded(case, device)
     y, y_memory = guarded(case, device)
@@ -188,65 +160,43 @@ def verify(case: Case, device: str) -> tuple[str | None, str | None]:
         y.copy_(x)
         dx.copy_(dy)
     calls = Calls(y if case.in_place else x, dx if case.in_place else dy, y, dx, layer)
-    plans: list[str | None] = [None, None]
-
-    def forward() -> None:
-        calls.prepare()
-        calls.forward()
-        plans[0] = what_ran(calls.forward_parameters)
-
-    def backward() -> None:
-        calls.prepare()
-        calls.backward()
-        plans[1] = what_ran(calls.backward_parameters)
-
-    want = Expected.of(x_before)
-    has_forward = preferring(case, forward)
-    if not has_forward:  # the backward needs its statistics
-        plans[0] = None
-        calls.prepare()
-        calls.forward()
-    if case.in_place:  # and its input back
+    calls.forward()
+    if case.in_place:  # the backward needs its input back
         calls.common["x"] = x.data_ptr()
-    has_backward = preferring(case, backward)
+        calls.prepare()
+    calls.backward()
     check_guards(y_memory, case, "y")
     check_guards(dx_memory, case, "dx")
+    want = Expected.of(x_before)
     check_forward(case, x_before, y, layer, want)
-    if has_backward:
-        check_backward(case, x_before, dy_before, dx, layer, want)
-    else:
-        plans[1] = None
-    if not case.in_place:
-        first_y, first_dx = y.clone(), dx.clone()
-        y.fill_(torch.nan)
-        dx.fill_(torch.nan)
-        if has_forward and preferring(case, forward) and not torch.equal(first_y, y):
-            raise AssertionError(f"the second forward differs from the first: {case}")
-        if has_backward and preferring(case, backward) and not torch.equal(first_dx, dx):
-            raise AssertionError(f"the second backward differs from the first: {case}")
-        if not (torch.equal(x, x_before) and torch.equal(dy, dy_before)):
-            raise AssertionError(f"an input was changed: {case}")
-    return plans[0], plans[1]
+    check_backward(case, x_before, dy_before, dx, layer, want)
+    if case.in_place:
+        return
+    first_y, first_dx = y.clone(), dx.clone()
+    y.fill_(torch.nan)
+    dx.fill_(torch.nan)
+    calls.forward()
+    calls.backward()
+    if not (torch.equal(first_y, y) and torch.equal(first_dx, dx)):
+        raise AssertionError(f"a second run gives other bits: {case}")
+    if not (torch.equal(x, x_before) and torch.equal(dy, dy_before)):
+        raise AssertionError(f"an input was changed: {case}")
 
 
-def verify_graph(strategy: str, cluster: int, channels_last: bool = False) -> bool:
-    """Captures both directions into a CUDA graph and replays it over new input. Whether the wish was granted."""
-    case = Case((16, 64, 56, 56), torch.float16, channels_last, strategy, cluster)
+def verify_graph(channels_last: bool) -> None:
+    """Captures both directions into a CUDA graph and replays it over new input."""
+    case = Case((16, 64, 56, 56), torch.float16, channels_last)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     x, dy = (torch.randn(case.shape, device="cuda").to(case.dtype).contiguous(memory_format=layout) for _ in range(2))
     y, dx, layer = torch.empty_like(x), torch.empty_like(x), Layer.of(x)
-    try:
-        with cuda.prefer(strategy, cluster):
-            calls = Calls(x, dy, y, dx, layer)
-            calls.forward()
-            calls.backward()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                calls.forward()
-                calls.backward()
-    except UsageError:
-        return False
+    calls = Calls(x, dy, y, dx, layer)
+    calls.forward()
+    calls.backward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        calls.forward()
+        calls.backward()
     for _ in range(2):
         x.normal_()
         dy.normal_()
@@ -256,15 +206,12 @@ def verify_graph(strategy: str, cluster: int, channels_last: bool = False) -> bo
         want = Expected.of(x)
         check_forward(case, x, y, layer, want)
         check_backward(case, x, dy, dx, layer, want)
-    return True
 
 
 def cases_of(shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> Iterator[Case]:
-    """Every wish, an unaligned tensor, in place, and large means: 30 and 1000 standard deviations, 10,000 in float32."""
-    for strategy, cluster in WISHES:
-        yield Case(shape, dtype, channels_last, strategy, cluster)
+    """Aligned, unaligned, in place, and large means: 30 and 1000 standard deviations, 10,000 in float32."""
+    yield Case(shape, dtype, channels_last)
     yield Case(shape, dtype, channels_last, offset=1)
     yield Case(shape, dtype, channels_last, in_place=True)
     for mean in (30.0, -1000.0) if dtype != torch.float32 else (1e4, -1e4):
         yield Case(shape, dtype, channels_last, mean=mean)
-        yield Case(shape, dtype, channels_last, "split", mean=mean)

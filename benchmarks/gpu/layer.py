@@ -99,15 +99,15 @@ class Calls:
         self.prepare()
 
     def prepare(self, **changes: Any) -> None:
-        """Parameters and workspace for the preferred strategy; `changes` to the parameters, where a direction has them."""
+        """Parameters and a workspace; `changes` to the parameters, where a direction has them."""
         forward = {k: v for k, v in changes.items() if k not in {"local_moments", "grad_reduction"}}
         self.forward_parameters = capi.forward_params(**self.common, **self.forward_only, **forward)
         self.backward_parameters = capi.backward_params(**self.common, **self.backward_only, **changes)
-        size = max(cuda.workspace_size(self.forward_parameters), cuda.workspace_size(self.backward_parameters))
-        # Whatever it holds; 256 bytes more to align on a host.
-        memory = torch.full((size + 256,), 0xFF, dtype=torch.uint8, device=self.tensors[0].device)
-        self.memory, self.size = memory, size
-        self.workspace = memory.data_ptr() + -memory.data_ptr() % 256
+        self.size = cuda.workspace_size(self.forward_parameters)
+        # What it holds is cleared as far as calls need it; 256 bytes more to align on a host.
+        self.memory = torch.full((self.size + 256,), 0xFF, dtype=torch.uint8, device=self.tensors[0].device)
+        self.workspace = self.memory.data_ptr() + -self.memory.data_ptr() % 256
+        cuda.clear(self.workspace, self.size, stream_of(self.tensors[0]))
 
     def forward(self) -> None:
         cuda.forward(self.forward_parameters, self.workspace, self.size, stream_of(self.tensors[0]))

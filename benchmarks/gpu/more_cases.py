@@ -1,4 +1,4 @@
-"""Cases beside the grid of cases.py: fixed statistics, absent vectors, refused launches, threads, very large tensors."""
+"""Cases beside the grid of cases.py: fixed statistics, absent vectors, threads, very large tensors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from benchmarks.gpu.layer import EPS, Calls, Layer
 from benchmarks.gpu.report import NotRun
 
 SHAPE = (4, 24, 15, 13)
-REFUSED, REFUSED_EMULATED = (32, 256, 56, 56), (5, 8, 30, 30)
 THREADS = 4
-SIDES = (14, 28, 56, 80, 112)  # 6 KB to 401 KB of float32 a channel: below and above what needs asking for
+SIDES = (14, 28, 56, 80, 112)
 HUGE = (1024, 64, 182, 182)  # 2.17e9 elements
 HUGE_BYTES = 30_000_000_000  # free memory that it needs in float16
 
@@ -61,17 +60,8 @@ def verify_absent(dtype: torch.dtype, channels_last: bool, device: str) -> None:
         raise AssertionError("an absent vector was written")
 
 
-def verify_refusal(dtype: torch.dtype, channels_last: bool, device: str) -> str:
-    """What stands in where the device refuses blocks that wait for each other."""
-    shape = REFUSED if device == "cuda" else REFUSED_EMULATED
-    used = verify(Case(shape, dtype, channels_last, "refused"), device)
-    if not any("for" in str(strategy) for strategy in used):
-        raise NotRun(f"the plan has no launch that could be refused: {' / '.join(map(str, used))}")
-    return " / ".join(map(str, used))
-
-
 def verify_threads() -> str:
-    """Threads, each with a stream, whose launches need different shared memory of the same kernels at the same time."""
+    """Threads, each with a stream, at the same time."""
     errors: list[BaseException] = []
     start = threading.Barrier(THREADS)
 

@@ -16,7 +16,7 @@ METRICS = (
     "sm__warps_active.avg.pct_of_peak_sustained_active", "smsp__issue_active.avg.pct",
     "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum", "launch__occupancy_limit_registers", "launch__registers_per_thread",
 )  # fmt: skip
-KERNELS = "regex:^(row|column|cluster|persistent|team|forward|backward)_"
+KERNELS = "regex:^(moments|normalise|sums|gradient|forward_channels|backward_channels)"
 
 
 def run(report: Report, options: Options) -> None:

@@ -8,24 +8,21 @@ neither torch nor a driver to be imported.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 from bnexport.errors import LibraryError, UsageError
 from bnexport.native import calls
-from bnexport.native.capi import DTYPES, LAYOUTS, BackwardParams, ForwardParams, backward_params, forward_params
+from bnexport.native.capi import BackwardParams, ForwardParams
 from bnexport.native.library import load
 
 __all__ = [
-    "STRATEGIES",
-    "LaunchPlan",
+    "NoKernelsError",
     "backward",
     "backward_moments",
     "check_device",
+    "clear",
     "device_count",
     "device_name",
     "driver_version",
@@ -33,47 +30,15 @@ __all__ = [
     "library",
     "moments",
     "no_device",
-    "plan",
-    "prefer",
-    "ran",
     "runtime_version",
-    "ways",
     "workspace_size",
 ]
 
-STRATEGIES = {"automatic": 0, "cluster": 1, "persistent": 2, "split": 3, "refused": 4}
-
-_ABI_VERSION = 2
+_ABI_VERSION = 3
 
 
-class _Plan(ctypes.Structure):
-    _fields_ = (
-        ("strategy", ctypes.c_int32),
-        ("cluster", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-        ("shared", ctypes.c_int32),
-        ("blocks", ctypes.c_int64),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class LaunchPlan:
-    """Launch plan of a call: strategy, blocks per cluster, threads and bytes of shared memory per block, blocks.
-
-    refused: the device refused to launch what was planned, and this ran instead.
-    """
-
-    strategy: str
-    cluster: int
-    threads: int
-    shared: int
-    blocks: int
-    refused: bool = False
-
-    @classmethod
-    def _of(cls, made: _Plan, refused: bool = False) -> LaunchPlan:
-        names = {value: name for name, value in STRATEGIES.items()}
-        return cls(names[made.strategy], made.cluster, made.threads, made.shared, made.blocks, refused)
+class NoKernelsError(LibraryError):
+    """A device that the library has no code for."""
 
 
 @functools.cache
@@ -81,10 +46,8 @@ def library() -> ctypes.CDLL:
     """Return the loaded library with typed functions. Raise LibraryError if it is not available."""
     loaded, p, size = load("cuda"), ctypes.c_void_p, ctypes.c_size_t
     functions: dict[str, tuple[Any, ...]] = {
-        "prefer": (ctypes.c_int32, ctypes.c_int32),
         "check_device": (ctypes.c_int32,),
-        "set_device": (ctypes.c_int32, ctypes.POINTER(ctypes.c_int32)),
-        "ran": (ctypes.POINTER(_Plan), ctypes.POINTER(ctypes.c_int32)),
+        "clear": (p, size, p),
     }
     for direction, structure in (("forward", ForwardParams), ("backward", BackwardParams)):
         params, row = ctypes.POINTER(structure), "moments" if direction == "forward" else "backward_moments"
@@ -92,7 +55,6 @@ def library() -> ctypes.CDLL:
             direction: (params, p, size, p),
             row: (params, p, p, size, p),
             f"{direction}_workspace": (params, ctypes.POINTER(size)),
-            f"plan_{direction}": (params, ctypes.POINTER(_Plan)),
         }
     named = {f"bnexport_cuda_{name}": arguments for name, arguments in functions.items()}
     calls.declare(loaded, named, ("bnexport_cuda_abi_version", _ABI_VERSION))
@@ -105,7 +67,7 @@ def device_count() -> int:
 
 
 def check_device(index: int) -> None:
-    """Raise LibraryError with the reason if the kernels cannot run on device `index`."""
+    """Raise LibraryError with the reason if the kernels cannot run on device `index`: NoKernelsError if they never will."""
     _call("check_device", index)
 
 
@@ -168,29 +130,12 @@ def device_name(index: int) -> str:
     return f"device {index}" if asked else f"{name.value.decode()} ({major.value}.{minor.value})"
 
 
-def ways(index: int) -> dict[str, tuple[str, str]]:
-    """Return the strategies, forward and backward, by layout, of training on 32 x 256 x 56 x 56 float16 on device `index`."""
-    before, _ignored = ctypes.c_int32(), ctypes.c_int32()
-    _call("set_device", index, before)
-    try:
-        sizes = {"dtype": DTYPES["float16"], "N": 32, "C": 256, "S": 56 * 56}
-        found = {}
-        for layout, names in (("NCS", "NCHW"), ("NSC", "NHWC")):
-            common = {**sizes, "layout": LAYOUTS[layout]}
-            # An address that nothing is read from: the plan asks whether there is an output, and how it is aligned.
-            forward, backward = forward_params(**common, y=256), backward_params(**common, dx=256)
-            found[names] = (plan(forward).strategy, plan(backward).strategy)
-        return found
-    finally:
-        _call("set_device", before.value, _ignored)
-
-
 def _call(name: str, *arguments: Any) -> None:
     status, text = calls.call(library(), f"bnexport_cuda_{name}", *arguments)
     if status == 0:
         return
     message = f"bnexport_cuda_{name}: {text}"
-    raise UsageError(message) if status == 1 else LibraryError(message)
+    raise {1: UsageError, 5: NoKernelsError}.get(status, LibraryError)(message)
 
 
 def _direction(params: ctypes.Structure) -> str:
@@ -198,24 +143,15 @@ def _direction(params: ctypes.Structure) -> str:
 
 
 def workspace_size(params: ctypes.Structure) -> int:
-    """Return the workspace bytes that calls with these parameters need, aligned to 256 bytes; may be 0."""
+    """Return the workspace bytes that calls of these sizes need on the current device, aligned to 256 bytes."""
     size = ctypes.c_size_t()
     _call(f"{_direction(params)}_workspace", params, size)
     return size.value
 
 
-def plan(params: ctypes.Structure) -> LaunchPlan:
-    """Return the launch plan of a call with these parameters on the current device."""
-    result = _Plan()
-    _call(f"plan_{_direction(params)}", params, result)
-    return LaunchPlan._of(result)
-
-
-def ran() -> LaunchPlan:
-    """Return what the last forward or backward of this thread did."""
-    result, refused = _Plan(), ctypes.c_int32()
-    _call("ran", result, refused)
-    return LaunchPlan._of(result, refused.value != 0)
+def clear(workspace: int, size: int, stream: int = 0) -> None:
+    """Enqueue what a new workspace needs before its first call; later ones use it as calls leave it."""
+    _call("clear", workspace, size, stream)
 
 
 def forward(params: ctypes.Structure, workspace: int, size: int, stream: int = 0) -> None:
@@ -236,16 +172,3 @@ def moments(params: ctypes.Structure, row: int, workspace: int, size: int, strea
 def backward_moments(params: ctypes.Structure, row: int, workspace: int, size: int, stream: int = 0) -> None:
     """Compute this process's row of 2 C + 1 float64 with bnexport_cuda_backward_moments."""
     _call("backward_moments", params, row, workspace, size, stream)
-
-
-@contextlib.contextmanager
-def prefer(strategy: str, cluster: int = 0) -> Iterator[None]:
-    """Force `strategy` with `cluster` blocks per cluster (0: automatic) for this thread's calls; for measurements.
-
-    "refused" is the automatic choice on a device that refuses launches of blocks that wait for each other.
-    """
-    _call("prefer", STRATEGIES[strategy], cluster)
-    try:
-        yield
-    finally:
-        _call("prefer", 0, 0)

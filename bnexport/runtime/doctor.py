@@ -175,13 +175,10 @@ def _cuda_devices() -> list[Check]:
 
 
 def _cuda_device(index: int) -> Check:
-    """Check one device: our kernels, by the strategies of a usual layer, or torch's operations and why."""
+    """Check one device: our kernels, or torch's operations and why."""
     name = f"CUDA device {index}"
     try:
         cuda.check_device(index)
-        ways = "; ".join(
-            f"{layout} by {' and '.join(dict.fromkeys(pair))}" for layout, pair in cuda.ways(index).items()
-        )
     except BnexportError as error:
         return Check(name, f"torch's own operations: {error}", None)
-    return Check(name, f"{cuda.device_name(index)}: our kernels, {ways}; groups by split", True)
+    return Check(name, f"{cuda.device_name(index)}: our kernels", True)

@@ -16,6 +16,7 @@ import math
 import mmap
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -64,7 +65,8 @@ def _sees_devices() -> bool:
     """Whether there is a CUDA library and it sees a device, for a tensor that torch has put on one; warn once if it sees
     none. Raises LibraryError for a library that is not bnexport's.
     """
-    if library.find("cuda") is None:
+    # AMD's devices have the type "cuda", too.
+    if torch.version.hip is not None or library.find("cuda") is None:
         return False
     reason = cuda.no_device()
     if reason is not None:
@@ -77,16 +79,24 @@ def _sees_devices() -> bool:
     return reason is None
 
 
-@functools.cache
+# By CUDA device, whether the library has kernels for it. What may pass, such as a device without free memory, is not kept.
+_has_kernels: dict[int, bool] = {}
+
+
 def _runs_on(device: int) -> bool:
-    """Whether the library has kernels for a CUDA device; log once why torch operations are used instead."""
+    """Whether the library has kernels for a CUDA device that can be used; warn why torch operations are used instead."""
+    if device in _has_kernels:
+        return _has_kernels[device]
     try:
         cuda.check_device(device)
     except LibraryError as error:
         warnings.warn(
             f"sync batch norm on cuda:{device} uses torch's own operations: {error}", RuntimeWarning, stacklevel=2
         )
+        if isinstance(error, cuda.NoKernelsError):
+            _has_kernels[device] = False
         return False
+    _has_kernels[device] = True
     return True
 
 
@@ -110,13 +120,24 @@ def is_plain(tensor: Tensor) -> bool:
 
 def kernels_for(x: Tensor) -> Kernels | None:
     """Return the kernels for a dense tensor; None if they do not support its layout, type or device, or are not used."""
-    return None if backend == "torch" else _prepare(x.shape, x.stride(), x.dtype, x.device)
+    if backend == "torch":
+        return None
+    try:
+        return _prepare(x.shape, x.stride(), x.dtype, x.device)
+    except _UnusableError:
+        return None
+
+
+class _UnusableError(Exception):
+    """A device on which kernels are not used now; the cache keeps no exception."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _prepare(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    if not usable(device):
+        raise _UnusableError
     x = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    if x.dim() < 2 or dtype not in DTYPES or not usable(device):
+    if x.dim() < 2 or dtype not in DTYPES:
         return None
     layout = "NCS" if x.is_contiguous() else "NSC"
     if layout == "NSC" and not x.permute(0, *range(2, x.dim()), 1).is_contiguous():
@@ -131,9 +152,13 @@ def _prepare(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, dev
         "C": shape[1],
         "S": math.prod(shape[2:]),
     }
-    run = capi.run if device.type == "cpu" else functools.partial(_run_on_device, device)
-    large = device.type == "cpu" and x.numel() * x.element_size() >= _LARGE
-    return Kernels(device, shape[1:2], S, capi.forward_params(**sizes), capi.backward_params(**sizes), run, large)
+    forward, backward = capi.forward_params(**sizes), capi.backward_params(**sizes)
+    if device.type == "cpu":
+        large = x.numel() * x.element_size() >= _LARGE
+        return Kernels(device, shape[1:2], S, forward, backward, capi.run, large)
+    with torch.cuda.device(device):
+        size = cuda.workspace_size(forward)  # serves both directions
+    return Kernels(device, shape[1:2], S, forward, backward, functools.partial(_run_on_device, device, size), False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -272,13 +297,38 @@ class Kernels:
         return row
 
 
-def _run_on_device(device: torch.device, name: str, params: Any, *row: int) -> None:
+def _run_on_device(device: torch.device, size: int, name: str, params: Any, *row: int) -> None:
     """Enqueue a kernel on torch's current stream of a CUDA device; as `capi.run` otherwise."""
-    with torch.cuda.device(device):
-        size = cuda.workspace_size(params)
-        # Freed memory is used again by later work of the same stream only.
-        workspace = torch.empty(size, dtype=torch.uint8, device=device)
-        getattr(cuda, name)(params, *row, workspace.data_ptr(), size, torch_versions.cuda_stream(device.index))
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            return _run_on_device(device, size, name, params, *row)
+    stream = torch_versions.cuda_stream(device.index)
+    workspace = _workspace(device, stream, size)
+    getattr(cuda, name)(params, *row, workspace.data_ptr(), workspace.numel(), stream)
+    return None
+
+
+class _Workspaces(threading.local):
+    """The workspaces of a thread by device and stream. A call is two kernels, between which no call of another thread may
+    use their workspace.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[int, int], Tensor] = {}
+
+
+_workspaces = _Workspaces()
+
+
+def _workspace(device: torch.device, stream: int, size: int) -> Tensor:
+    """Return a workspace that is cleared, or as an earlier call on the stream left it."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(size, dtype=torch.uint8, device=device)  # the graph's, which may run on any stream
+    kept = _workspaces.kept.get((device.index, stream))
+    if kept is None or kept.numel() < size:
+        kept = torch.zeros(size, dtype=torch.uint8, device=device)
+        _workspaces.kept[device.index, stream] = kept
+    return kept
 
 
 def _filled(sizes: Any, x: Tensor, stats_mode: str) -> Any:

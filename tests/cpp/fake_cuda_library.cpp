@@ -134,10 +134,11 @@ int bnexport_cuda_wait(void* stream, char* error, size_t capacity) {
   if (stream != nullptr) static_cast<FakeQueue*>(stream)->finish();
   return 0;
 }
-int bnexport_cuda_prefer(int32_t, int32_t, char*, size_t) { return 0; }
-int bnexport_cuda_ran(bnexport_cuda_plan*, int32_t*, char*, size_t) { return 0; }
-int bnexport_cuda_plan_forward(const bnexport_forward*, bnexport_cuda_plan*, char*, size_t) { return 1; }
-int bnexport_cuda_plan_backward(const bnexport_backward*, bnexport_cuda_plan*, char*, size_t) { return 1; }
+int bnexport_cuda_clear(void* workspace, size_t bytes, void* stream, char* error, size_t capacity) {
+  if (const char* const wrong = wrong_place(stream)) return fail(wrong, error, capacity);
+  on(stream, [=] { std::memset(workspace, 0, bytes); });
+  return 0;
+}
 
 int bnexport_cuda_forward_workspace(const bnexport_forward*, size_t* bytes, char*, size_t) {
   *bytes = kWorkspace;

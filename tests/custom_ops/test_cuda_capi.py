@@ -4,14 +4,14 @@ device memory. The same verification runs on a GPU in benchmarks/gpu_kit.py.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import functools
-import itertools
 import os
 import shutil
 import subprocess
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,6 @@ import torch
 
 from benchmarks.gpu import cases, groups, more_cases
 from benchmarks.gpu.layer import DTYPES, Calls, Layer
-from benchmarks.gpu.report import NotRun
 from bnexport import __version__, torch_versions
 from bnexport.errors import LibraryError, UsageError
 from bnexport.native import capi, cuda
@@ -94,125 +93,111 @@ def test_wrong_arguments_are_refused(emulated):
             cuda.moments(params, row, 0, 0)
     with pytest.raises(UsageError, match="row: got NULL"):
         cuda.moments(capi.forward_params(N=1, C=1, S=1, x=256), 0, 0, 0)
-    with pytest.raises(UsageError, match="cluster: got 17"), cuda.prefer("cluster", 17):
-        pass
+    with pytest.raises(
+        UsageError, match=r"N, C, S: got more than 16384 channels of more than 2\^23 values, expected fewer"
+    ):
+        cuda.workspace_size(capi.forward_params(N=1 << 10, C=1 << 15, S=1 << 20))
+    with pytest.raises(UsageError, match="bytes of the workspace: got 100, expected 65536"):
+        cuda.clear(row, 100)
 
 
 def test_a_workspace_that_is_too_small_or_not_aligned_is_refused(emulated):
     x = torch.randn(2, 3, 5, 5)
     calls = Calls(x, x.clone(), torch.empty_like(x), torch.empty_like(x), Layer.of(x))
-    with cuda.prefer("split"):
-        calls.prepare()
-        calls.size -= 256
-        with pytest.raises(UsageError, match=r"bytes of the workspace: got \d+, expected \d+ or more"):
-            calls.forward()
-        calls.size += 256
-        calls.workspace += 16
-        with pytest.raises(UsageError, match="multiple of 256"):
-            calls.forward()
-
-
-def test_a_strategy_that_a_tensor_does_not_allow_is_refused_and_forgotten(emulated):
-    x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
-    calls = Calls(x, x.clone(), torch.empty_like(x), torch.empty_like(x), Layer.of(x))
-    with cuda.prefer("cluster"), pytest.raises(UsageError, match=r"bnexport_cuda_prefer: got 1, 0"):
+    calls.size -= 256
+    with pytest.raises(UsageError, match=r"bytes of the workspace: got \d+, expected \d+ or more"):
         calls.forward()
-    assert cuda.plan(calls.forward_parameters).strategy == "split"
-    calls.forward()
-
-
-def test_plans_tell_what_a_call_does(emulated):
-    x = torch.randn(4, 6, 16, 16, dtype=torch.float16)
-    calls = Calls(x, x.clone(), torch.empty_like(x), torch.empty_like(x), Layer.of(x))
-    with cuda.prefer("cluster", 4):
-        plan = cuda.plan(calls.forward_parameters)
-    assert (plan.strategy, plan.cluster, plan.blocks) == ("cluster", 4, 24)
-    assert plan.threads % 32 == 0 and plan.shared >= 4 * 256 * 2 // 4
+    calls.size += 256
+    calls.workspace += 16
+    with pytest.raises(UsageError, match="multiple of 256"):
+        calls.forward()
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
-def test_every_strategy_gives_the_closed_forms(emulated, dtype):
+def test_closed_forms(emulated, dtype):
     torch.manual_seed(3)
-    used = set()
-    for shape, wish in itertools.product([(65, 3), (5, 8, 9, 9), (2, 3, 30, 30)], cases.WISHES):
+    for shape in [(65, 3), (5, 8, 9, 9), (2, 3, 60, 60)]:
         for channels_last in (False, True) if len(shape) == 4 else (False,):
-            used.update(cases.verify(cases.Case(shape, dtype, channels_last, *wish), "cpu"))
-    fused = {"cluster", "persistent"} if dtype != torch.float64 else set()
-    assert used - {None} == {"split"} | fused
-
-
-TOGETHER, ANY_KERNEL = 1, 2  # what the emulated device refuses
+            for case in cases.cases_of(shape, dtype, channels_last):
+                cases.verify(case, "cpu")
 
 
 @pytest.fixture
 def refuse(emulated):
     yield cuda.library().emulated_refuse
-    cuda.library().emulated_refuse(0)
-
-
-def test_a_launch_that_the_device_refuses_is_replaced_by_split_ones(refuse):
-    torch.manual_seed(5)
-    shape = (5, 8, 30, 30)
-    case = cases.Case(shape, torch.float32, False)
-    assert cases.verify(case, "cpu") == ("cluster", "cluster")
-    refuse(TOGETHER)
-    assert cases.verify(case, "cpu") == ("split for cluster", "split for cluster")  # rows of the kit say what ran
-    assert cuda.ran().refused
-    with pytest.raises(LibraryError, match="refused"):  # nobody stands in for what was asked for
-        cases.verify(cases.Case(shape, torch.float32, False, "cluster"), "cpu")
-
-
-def test_a_refusal_can_be_asked_for(emulated):
-    torch.manual_seed(6)
-    case = cases.Case((5, 8, 30, 30), torch.float32, False, "refused")
-    assert cases.verify(case, "cpu") == ("split for cluster", "split for cluster")
-    assert cuda.ran().refused
-    assert cases.verify(dataclasses.replace(case, strategy="automatic"), "cpu") == ("cluster", "cluster")
-    assert not cuda.ran().refused
+    cuda.library().emulated_refuse(False)
 
 
 def test_doctor_says_what_a_device_gets(refuse):
     assert doctor._cuda()[0].value.endswith(", CUDA 12.9)")
     devices = doctor._cuda_devices()
     assert [(check.name, check.ok) for check in devices] == [("CUDA devices", True), ("CUDA device 0", True)]
-    assert devices[1].value == "device 0: our kernels, NCHW by cluster and split; NHWC by split; groups by split"
-    refuse(ANY_KERNEL)
+    assert devices[1].value == "device 0: our kernels"
+    refuse(True)
     (_, device) = doctor._cuda_devices()
     assert (
         device.ok is None and device.value.startswith("torch's own operations: ") and "no kernels for" in device.value
     )
 
 
-def test_torch_s_operations_run_where_the_library_has_no_kernels(refuse, monkeypatch):
+@pytest.fixture
+def no_memory(fresh):
+    """Devices are asked for anew."""
+    fresh.setattr(kernels, "_has_kernels", {})
+    fresh.setattr(kernels, "_sees_devices", lambda: True)
+
+
+def test_torch_s_operations_run_where_the_library_has_no_kernels(refuse, no_memory):
     device = torch.device("cuda", 0)
-    kernels._runs_on.cache_clear()
-    monkeypatch.setattr(kernels, "_sees_devices", lambda: True)
-    assert kernels.usable(device)
-    kernels._runs_on.cache_clear()
-    refuse(ANY_KERNEL)
+    refuse(True)
     with pytest.warns(RuntimeWarning, match="cuda:0 uses torch's own operations: .*no kernels for") as warned:
         assert [kernels.usable(device) for _ in range(3)] == [False] * 3
     assert len(warned) == 1
-    kernels._runs_on.cache_clear()
+    refuse(False)
+    assert not kernels.usable(device)  # for good
+
+
+def test_a_device_that_fails_is_asked_again(emulated, no_memory, monkeypatch):
+    device, check = torch.device("cuda", 0), cuda.check_device
+
+    def full(index):
+        raise LibraryError("CUDA: cannot use device 0: cudaErrorMemoryAllocation (out of memory)")
+
+    monkeypatch.setattr(cuda, "check_device", full)
+    with pytest.warns(RuntimeWarning, match="out of memory"):
+        assert not kernels.usable(device)
+        with pytest.raises(kernels._UnusableError):
+            kernels._prepare(torch.Size((2, 3, 4)), (12, 4, 1), torch.float32, device)
+    monkeypatch.setattr(cuda, "check_device", check)
+    assert kernels.usable(device)
+
+
+def test_devices_of_rocm_are_not_ours(emulated, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    kernels._sees_devices.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not kernels._sees_devices()
+    kernels._sees_devices.cache_clear()
 
 
 @pytest.fixture
 def device_kernels(emulated, monkeypatch):
     """What a layer calls on a device, on a tensor of the host: a function that returns its kernels."""
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch_versions, "cuda_stream", lambda index: 0)
-    calls = {name: getattr(cuda, name) for name in ("forward", "backward", "moments", "backward_moments")}
-    for name, call in calls.items():
 
-        def aligned(params, *arguments, call=call):
-            *row, _, size, stream = arguments
-            memory = torch.empty(size + 256, dtype=torch.uint8)
-            call(params, *row, memory.data_ptr() + -memory.data_ptr() % 256, size, stream)
+    def workspace(device, stream, size):
+        memory = torch.zeros(size + 256, dtype=torch.uint8)
+        start = -memory.data_ptr() % 256
+        return memory[start : start + size]
 
-        monkeypatch.setattr(cuda, name, aligned)
+    monkeypatch.setattr(kernels, "_workspace", workspace)
 
     def of(x):
-        return dataclasses.replace(kernels.kernels_for(x), run=functools.partial(kernels._run_on_device, x.device))
+        made = kernels.kernels_for(x)
+        size = cuda.workspace_size(made.forward_params)
+        return dataclasses.replace(made, run=functools.partial(kernels._run_on_device, x.device, size))
 
     return of
 
@@ -239,12 +224,20 @@ def test_a_layer_makes_the_same_call_on_both_devices(device_kernels, channels_la
         torch.testing.assert_close(device, host, rtol=1e-5, atol=1e-5)
 
 
-def test_a_device_that_fails_is_an_error_of_the_layer(device_kernels, refuse):
-    x = torch.randn(5, 8, 30, 30)
-    layer = device_kernels(x)
-    refuse(TOGETHER)
-    with cuda.prefer("cluster"), pytest.raises(LibraryError, match=r"bnexport_cuda_forward: .*refused"):
-        layer.forward(x, (None,) * 4, True, 0.1, 1e-5, "exact", None)
+def test_workspaces_belong_to_a_stream_of_a_thread(monkeypatch):
+    device, capturing = torch.device("cpu"), False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(kernels, "_workspaces", kernels._Workspaces())
+    first = kernels._workspace(device, 1, 100)
+    first.fill_(1)
+    assert kernels._workspace(device, 1, 50) is first  # as it was left
+    with ThreadPoolExecutor(1) as pool:
+        other_thread = pool.submit(kernels._workspace, device, 1, 100).result()
+    capturing = True
+    captured = kernels._workspace(device, 1, 100)
+    capturing = False
+    for other in (kernels._workspace(device, 2, 100), kernels._workspace(device, 1, 200), other_thread, captured):
+        assert other is not first and not other.any()
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
@@ -261,12 +254,6 @@ def test_cases_beside_the_grid(emulated, check, dtype):
     torch.manual_seed(7)
     for channels_last in (False, True):
         check(dtype, channels_last, "cpu")
-
-
-def test_a_refused_launch_is_a_row_of_the_kit(emulated):
-    assert more_cases.verify_refusal(torch.float32, False, "cpu") == "split for cluster / split for cluster"
-    with pytest.raises(NotRun, match="no launch that could be refused: split / split"):
-        more_cases.verify_refusal(torch.float64, True, "cpu")
 
 
 def test_verification_sees_wrong_results(emulated, monkeypatch):
@@ -288,8 +275,7 @@ def test_verification_sees_wrong_results(emulated, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(5, 8, 9, 9), (2, 3, 30, 30)], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
-@pytest.mark.parametrize("strategy", ["split", "cluster", "persistent"])
-def test_saved_statistics_in_the_statistics_type(emulated, shape, channels_last, strategy):
+def test_saved_statistics_in_the_statistics_type(emulated, shape, channels_last):
     """The forward rounds them to it, and the backward starts from the rounded ones: the same bits as through float64."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
     x, dy = (torch.randn(shape).contiguous(memory_format=layout) for _ in range(2))
@@ -302,16 +288,12 @@ def test_saved_statistics_in_the_statistics_type(emulated, shape, channels_last,
         y, dx = (torch.full_like(x, torch.nan) for _ in range(2))
         calls = Calls(x, dy, y, dx, layer)
         calls.common["saved_as_statistics"] = int(narrow)
-        try:
-            with cuda.prefer(strategy):
-                calls.prepare()
-                calls.forward()
-                if not narrow:
-                    for saved in (layer.saved_mean, layer.saved_invstd):
-                        saved.copy_(saved.float())
-                calls.backward()
-        except UsageError:
-            pytest.skip("not for this tensor")
+        calls.prepare()
+        calls.forward()
+        if not narrow:
+            for saved in (layer.saved_mean, layer.saved_invstd):
+                saved.copy_(saved.float())
+        calls.backward()
         runs.append([layer.saved_mean.float(), layer.saved_invstd.float(), dx, layer.dweight, layer.dbias])
     for wide, narrow_ in zip(*runs, strict=True):
         assert torch.equal(wide, narrow_)

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from bnexport import tolerances
-from bnexport.errors import LibraryError, UsageError
+from bnexport.errors import UsageError
 from bnexport.native import cuda
 from bnexport.sync_bn import kernels, operators, reference
 from tests.support.checks import assert_within, condition_of
@@ -291,20 +291,19 @@ def test_kernels_are_used_on_a_cuda_device_that_they_support(monkeypatch):
     """Without a device: the way to the decision."""
     device = torch.device("cuda", 1)
     monkeypatch.setattr(kernels, "_sees_devices", lambda: True)
-    for error, used in ((None, True), (LibraryError("no code for it"), False)):
+    for error, used in ((None, True), (cuda.NoKernelsError("no code for it"), False)):
 
         def check(index, error=error):
             if error is not None:
                 raise error
 
-        kernels._runs_on.cache_clear()
+        monkeypatch.setattr(kernels, "_has_kernels", {})
         monkeypatch.setattr(cuda, "check_device", check)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert kernels.usable(device) == kernels.usable(device) == used
         told = [str(one.message) for one in caught]
         assert told == ([] if used else ["sync batch norm on cuda:1 uses torch's own operations: no code for it"])
-    kernels._runs_on.cache_clear()
     for name in ("_is_loaded", "_sees_devices"):
         with monkeypatch.context() as context:
             context.setattr(kernels, name, lambda: False)

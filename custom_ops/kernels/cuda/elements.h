@@ -90,12 +90,12 @@ struct Vector {
       return load_words<reuse>(from);
     }
   }
-  static BNEXPORT_DEVICE void store_if(Storage* to, const Raw& raw, bool inside, bool stream) {
+  static BNEXPORT_DEVICE void store_if(Storage* to, const Raw& raw, bool inside) {
     if (!inside) return;
     if constexpr (V == 1) {
-      store_element(to, raw, stream);
+      store_element(to, raw);
     } else {
-      store_words(to, raw, stream);
+      store_words(to, raw);
     }
   }
 
@@ -116,17 +116,17 @@ struct Vector {
       return words;
     }
   }
-  static BNEXPORT_DEVICE void store(Storage* to, const Raw& raw, uint32_t mask, bool stream) {
+  static BNEXPORT_DEVICE void store(Storage* to, const Raw& raw, uint32_t mask) {
     if constexpr (whole) {
-      store_if(to, raw, mask != 0, stream);
+      store_if(to, raw, mask != 0);
     } else {
       if (mask == kAll) {
-        store_words(to, raw, stream);
+        store_words(to, raw);
         return;
       }
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        if ((mask >> k & 1) != 0) store_element(to + k, bits(raw, k), stream);
+        if ((mask >> k & 1) != 0) store_element(to + k, bits(raw, k));
       }
     }
   }

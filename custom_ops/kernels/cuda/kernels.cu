@@ -1,15 +1,13 @@
-// All that needs the CUDA runtime: the launcher, the device's properties, and with them the kernels.
+// All that needs the CUDA runtime: the launcher, the device, and with them the kernels.
 #include "kernels.h"
 
 #include <dlfcn.h>
 
 #include <array>
-#include <memory>
+#include <atomic>
 #include <mutex>
 #include <string>
 
-#include "../common/statistics_definitions.h"
-#include "kernel_attributes.h"
 #include "launch.h"
 
 namespace bnexport::cuda {
@@ -43,98 +41,23 @@ bool has_context(int device) {
   return !is_told || active != 0;
 }
 
-struct Configuration {
-  std::array<cudaLaunchAttribute, 2> attributes{};
-  cudaLaunchConfig_t config{};
-
-  Configuration(const Launch& launch, cudaStream_t stream) {
-    config.gridDim = dim3(static_cast<unsigned>(launch.blocks));
-    config.blockDim = dim3(static_cast<unsigned>(launch.threads));
-    config.dynamicSmemBytes = static_cast<size_t>(launch.shared);
-    config.stream = stream;
-    config.attrs = attributes.data();
-    if (launch.cluster > 1) {
-      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-      attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim.x = static_cast<unsigned>(launch.cluster);
-      attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    }
-    if (launch.cooperative) {
-      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-      attribute.id = cudaLaunchAttributeCooperative;
-      attribute.val.cooperative = 1;
-    }
-  }
-};
-
-// What a launch of blocks that wait for each other returns where they cannot all start.
-bool is_refusal(cudaError_t code) {
-  return code == cudaErrorCooperativeLaunchTooLarge || code == cudaErrorLaunchOutOfResources ||
-         code == cudaErrorInvalidClusterSize || code == cudaErrorNotSupported || code == cudaErrorNotPermitted;
-}
-
 class StreamLauncher {
  public:
-  explicit StreamLauncher(void* stream)
-      : stream_(static_cast<cudaStream_t>(stream)),
-        device_(current_device()),
-        most_shared_(device_properties().shared_per_block) {}
+  explicit StreamLauncher(void* stream) : stream_(static_cast<cudaStream_t>(stream)) {}
 
   template <class Arguments>
-  void launch(void (*kernel)(Arguments), const Launch& launch, const Arguments& arguments) {
-    const auto* address = reinterpret_cast<const void*>(kernel);
-    check(allow(address, device_, launch.shared, launch.cluster, most_shared_), "attributes of a kernel");
-    const Configuration configuration(launch, stream_);
-    const cudaError_t code = cudaLaunchKernelEx(&configuration.config, kernel, arguments);
-    if ((launch.cooperative || launch.cluster > 1) && is_refusal(code)) {
-      cudaGetLastError();
-      throw LaunchRefused(std::string("CUDA: launch of a kernel: ") + cudaGetErrorName(code));
-    }
-    check(code, "launch of a kernel");
-  }
-  void zero(void* memory, int64_t bytes) {
-    check(cudaMemsetAsync(memory, 0, static_cast<size_t>(bytes), stream_), "memset of the workspace");
+  void launch(void (*kernel)(Arguments), int64_t blocks, const Arguments& arguments) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = kSharedBytes;
+    config.stream = stream_;
+    check(cudaLaunchKernelEx(&config, kernel, arguments), "launch of a kernel");
   }
 
  private:
   cudaStream_t stream_;
-  int device_;
-  int64_t most_shared_;
 };
-
-// Clusters of 16 are not portable: a device has some only where that many multiprocessors share a
-// graphics processing cluster.
-int64_t largest_cluster(int device, int64_t shared) {
-  int has_clusters = 0;
-  check(cudaDeviceGetAttribute(&has_clusters, cudaDevAttrClusterLaunch, device), "properties of the device");
-  if (has_clusters == 0) return 1;
-  const auto* kernel = reinterpret_cast<const void*>(cluster_forward<Vector<Float32, 4>>);
-  for (const int64_t size : {int64_t{kLargestCluster}, kPortableCluster, int64_t{4}, int64_t{2}}) {
-    check(allow(kernel, device, shared, size, shared), "attributes of a kernel");
-    const Configuration configuration({size, kForwardClusterThreads, shared, size, false}, nullptr);
-    int active = 0;
-    const cudaError_t code = cudaOccupancyMaxActiveClusters(&active, kernel, &configuration.config);
-    if (code == cudaSuccess && active > 0) return size;
-    cudaGetLastError();
-  }
-  return 1;
-}
-
-DeviceProperties ask(int device) {
-  const auto attribute = [&](cudaDeviceAttr which) {
-    int value = 0;
-    check(cudaDeviceGetAttribute(&value, which, device), "properties of the device");
-    return static_cast<int64_t>(value);
-  };
-  DeviceProperties properties;
-  properties.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
-  properties.shared_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  properties.shared_per_multiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-  properties.shared_reserved = attribute(cudaDevAttrReservedSharedMemoryPerBlock);
-  properties.l2_bytes = attribute(cudaDevAttrL2CacheSize);
-  properties.largest_cluster = largest_cluster(device, properties.shared_per_block);
-  return properties;
-}
 
 }  // namespace
 
@@ -167,7 +90,7 @@ void check_device(int device) {
     if (code != cudaErrorNoKernelImageForDevice && code != cudaErrorInvalidDeviceFunction) {
       throw CudaError("CUDA: cannot use " + reason);
     }
-    throw CudaError("CUDA: this library has no kernels for " + reason +
+    throw NoKernels("CUDA: this library has no kernels for " + reason +
                     "; build it with that architecture in BNEXPORT_CUDA_ARCHITECTURES");
   }
   known[static_cast<size_t>(device)] = true;
@@ -183,14 +106,15 @@ int set_device(int device) {
 
 void wait(void* stream) { check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "cudaStreamSynchronize"); }
 
-const DeviceProperties& device_properties() {
-  static std::mutex mutex;
-  static std::array<std::unique_ptr<const DeviceProperties>, kMostDevices> known;
+int64_t multiprocessors() {
+  static std::array<std::atomic<int>, kMostDevices> known;
   const int device = current_device();
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto& properties = known[static_cast<size_t>(device)];
-  if (properties == nullptr) properties = std::make_unique<const DeviceProperties>(ask(device));
-  return *properties;
+  int count = known[static_cast<size_t>(device)];
+  if (count == 0) {
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "properties of the device");
+    known[static_cast<size_t>(device)] = count;
+  }
+  return count;
 }
 
 void moments(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where, double* row) {
@@ -211,6 +135,10 @@ void backward_moments(const bnexport_backward& params, const LaunchPlan& plan, c
 void backward(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where) {
   StreamLauncher launcher(where.stream);
   run_backward(params, plan, where.workspace, launcher);
+}
+
+void clear(const Workplace& where) {
+  check(cudaMemsetAsync(where.workspace, 0, kTicketBytes, static_cast<cudaStream_t>(where.stream)), "memset");
 }
 
 void copy_and_wait(void* to, const void* from, size_t bytes, bool to_host, void* stream) {

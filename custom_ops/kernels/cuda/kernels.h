@@ -15,9 +15,8 @@ class CudaError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A launch of blocks that must run at the same time was refused before anything ran: something else has part
-// of the device (MPS, a green context, a resident kernel). The split way needs no such launch.
-class LaunchRefused : public CudaError {
+// The library has no code for a device.
+class NoKernels : public CudaError {
  public:
   using CudaError::CudaError;
 };
@@ -32,13 +31,15 @@ void check_device(int device);
 // Returns the device that was current before; -1 where that one has no context.
 int set_device(int device);
 // Of the current device; asked once for each.
-const DeviceProperties& device_properties();
+int64_t multiprocessors();
 
 struct Workplace {
   void* stream;  // cudaStream_t
   void* workspace;
 };
 
+// Makes a new workspace ready.
+void clear(const Workplace& where);
 // row: this process's 2 C + 1 doubles.
 void moments(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where, double* row);
 void forward(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where);

@@ -1,60 +1,28 @@
 // Launches of a plan: select the kernels for the element type and fill in their arguments.
 //
-// A Launcher has
-//   void launch(Kernel kernel, const Launch& launch, const Arguments& arguments)
-//   void zero(void* memory, int64_t bytes)
-// in stream order; CUDA's is in stream.h, the tests have one that runs kernels on the host.
+// A Launcher has void launch(Kernel kernel, int64_t blocks, const Arguments& arguments), in stream order: kernels.cu
+// has CUDA's, the tests one that runs kernels on the host.
 #pragma once
 
-#include "backward_kernels.h"
-#include "forward_kernels.h"
 #include "launch_plan.h"
-#include "team_columns.h"
+#include "tensor_kernels.h"
 
 namespace bnexport::cuda {
 
-struct Launch {
-  int64_t blocks = 1, threads = 1, shared = 0, cluster = 1;
-  bool cooperative = false;  // all blocks run at the same time
-};
-
-// Counters of persistent kernels: one a team, two where columns are shared out.
-inline int64_t arrival_bytes(const LaunchPlan& plan) { return plan.teams * (plan.columns ? 8 : 4); }
-
-// One launch of each kind of kernel that a pass consists of.
-inline Launch main_launch(const LaunchPlan& plan) {
-  return {plan.blocks, plan.threads, plan.shared, plan.cluster, plan.strategy == Strategy::kPersistent};
-}
-inline Launch channel_launch(int64_t C) {
-  constexpr int64_t kChannels = kSplitBlockThreads / kWarp;
-  return {C > 0 ? (C + kChannels - 1) / kChannels : 1, kSplitBlockThreads, 0, 1, false};
-}
-
-template <class Arguments, class Params>
-Arguments arguments_of(const Params& params, const LaunchPlan& plan, void* workspace) {
-  Arguments args;
+template <class Args, class Params>
+Args arguments_of(const Params& params, const LaunchPlan& plan, void* workspace) {
+  Args args;
   args.params = params;
-  if (plan.columns) {
-    args.columns = {params.N * params.S,
-                    params.C,
-                    plan.part_length,
-                    static_cast<int>(plan.tiles),
-                    static_cast<int>(plan.lanes),
-                    static_cast<int>(plan.kept_at)};
-    args.parts = {plan.parts, 1, params.C};
-  } else {
-    args.split.rows = Rows(params.N, params.C, params.S, plan.width);
-    args.parts = {plan.parts, plan.parts, 1};
-  }
-  if (plan.blocks == 0) args.parts.count = 0;  // no data
-  args.split.parts = static_cast<int>(plan.parts);
-  args.split.part_length = plan.part_length;
-  args.split.teams = static_cast<int>(plan.teams);
-  args.split.stream = plan.stream;
+  if (!plan.columns) args.rows = Rows(params.N, params.C, params.S, plan.width);
+  args.tiles = static_cast<int>(plan.tiles);
+  args.lanes = static_cast<int>(plan.lanes);
+  args.parts = static_cast<int>(plan.parts);
+  args.part_length = plan.part_length;
   auto* bytes = static_cast<unsigned char*>(workspace);
-  args.partials = reinterpret_cast<decltype(args.partials)>(bytes + plan.partials_at);
+  args.tickets = reinterpret_cast<uint32_t*>(bytes);
+  args.partials = reinterpret_cast<Pair*>(bytes + plan.partials_at);
   args.coefficients = reinterpret_cast<decltype(args.coefficients)>(bytes + plan.coefficients_at);
-  args.arrivals = reinterpret_cast<uint32_t*>(bytes + plan.arrivals_at);
+  args.scales = reinterpret_cast<ForwardCoefficients*>(args.coefficients);
   return args;
 }
 
@@ -80,21 +48,28 @@ void with_vectors(int32_t dtype, const LaunchPlan& plan, const Body& body) {
   }
 }
 
-// Kernels in one launch exist for 16-byte vectors alone.
-template <class E>
-constexpr bool kHasFused = E::kWidth > 1;
-
-template <class Launcher>
-void launch_moments(const ForwardArguments& args, const LaunchPlan& plan, Launcher& launcher) {
-  if (plan.blocks == 0) return;
-  with_vectors(args.params.dtype, plan, [&](auto vector) {
+// body(Place{}) for the kind of vectors and places of a plan, as a type in a value.
+template <class Place>
+struct Type {
+  using type = Place;
+};
+template <class Body>
+void with_places(int32_t dtype, const LaunchPlan& plan, const Body& body) {
+  with_vectors(dtype, plan, [&](auto vector) {
     using E = decltype(vector);
     if constexpr (E::kWhole) {
-      if (plan.columns) return launcher.launch(column_moments<E>, main_launch(plan), args);
+      if (plan.columns) return body(Type<ColumnPlace<E>>{});
     }
-    launcher.launch(row_moments<E>, main_launch(plan), args);
+    body(Type<RowPlace<E>>{});
   });
 }
+#define BNEXPORT_LAUNCH(kernel, args)                   \
+  with_places(args.params.dtype, plan, [&](auto type) { \
+    using Place = typename decltype(type)::type;        \
+    launcher.launch(kernel<Place>, plan.blocks, args);  \
+  })
+
+inline int64_t channel_blocks(int64_t C) { return C > kThreads ? (C + kThreads - 1) / kThreads : 1; }
 
 // This process's row of 2 C + 1 doubles.
 template <class Launcher>
@@ -102,50 +77,20 @@ void run_moments(const bnexport_forward& params, const LaunchPlan& plan, void* w
                  Launcher& launcher) {
   auto args = arguments_of<ForwardArguments>(params, plan, workspace);
   args.row = row;
-  launch_moments(args, plan, launcher);
-  launcher.launch(forward_channels, channel_launch(params.C), args);
+  if (plan.blocks == 0) return launcher.launch(forward_channels, channel_blocks(params.C), args);
+  BNEXPORT_LAUNCH(moments, args);
 }
 
 template <class Launcher>
 void run_forward(const bnexport_forward& params, const LaunchPlan& plan, void* workspace, Launcher& launcher) {
   const auto args = arguments_of<ForwardArguments>(params, plan, workspace);
-  if (plan.strategy == Strategy::kSplit) {
-    if (params.C == 0) return;
-    if (params.training && params.group_size == 1) launch_moments(args, plan, launcher);
-    launcher.launch(forward_channels, channel_launch(params.C), args);
-    if (plan.blocks == 0) return;
-    with_vectors(params.dtype, plan, [&](auto vector) {
-      using E = decltype(vector);
-      if constexpr (E::kWhole) {
-        if (plan.columns) return launcher.launch(column_normalise<E>, main_launch(plan), args);
-      }
-      launcher.launch(row_normalise<E>, main_launch(plan), args);
-    });
-    return;
+  if (params.C == 0) return;
+  if (params.training && params.group_size == 1 && plan.blocks > 0) {
+    BNEXPORT_LAUNCH(moments, args);
+  } else {
+    launcher.launch(forward_channels, channel_blocks(params.C), args);
   }
-  if (plan.strategy == Strategy::kPersistent) launcher.zero(args.arrivals, arrival_bytes(plan));
-  with_vectors(params.dtype, plan, [&](auto vector) {
-    using E = decltype(vector);
-    if constexpr (kHasFused<E>) {
-      if constexpr (E::kWhole) {
-        if (plan.columns) return launcher.launch(team_forward<E>, main_launch(plan), args);
-      }
-      launcher.launch(plan.strategy == Strategy::kCluster ? cluster_forward<E> : persistent_forward<E>,
-                      main_launch(plan), args);
-    }
-  });
-}
-
-template <class Launcher>
-void launch_sums(const BackwardArguments& args, const LaunchPlan& plan, Launcher& launcher) {
-  if (plan.blocks == 0) return;
-  with_vectors(args.params.dtype, plan, [&](auto vector) {
-    using E = decltype(vector);
-    if constexpr (E::kWhole) {
-      if (plan.columns) return launcher.launch(column_sums<E>, main_launch(plan), args);
-    }
-    launcher.launch(row_sums<E>, main_launch(plan), args);
-  });
+  if (plan.blocks > 0) BNEXPORT_LAUNCH(normalise, args);
 }
 
 template <class Launcher>
@@ -153,67 +98,43 @@ void run_backward_moments(const bnexport_backward& params, const LaunchPlan& pla
                           Launcher& launcher) {
   auto args = arguments_of<BackwardArguments>(params, plan, workspace);
   args.row = row;
-  launch_sums(args, plan, launcher);
-  launcher.launch(backward_channels, channel_launch(params.C), args);
+  if (plan.blocks == 0) return launcher.launch(backward_channels, channel_blocks(params.C), args);
+  BNEXPORT_LAUNCH(sums, args);
 }
 
 // With fixed statistics dx = scale * dy: the normalising kernel of the forward, and x is not read.
 template <class Launcher>
 void launch_scaling(const BackwardArguments& from, const LaunchPlan& plan, Launcher& launcher) {
   ForwardArguments args{};
+  args.params.dtype = from.params.dtype;
   args.params.x = from.params.dy;
   args.params.y = from.params.dx;
-  args.split = from.split;
-  args.columns = from.columns;
+  args.params.N = from.params.N;
+  args.params.C = from.params.C;
+  args.params.S = from.params.S;
+  args.rows = from.rows;
+  args.parts = from.parts;
+  args.part_length = from.part_length;
+  args.tiles = from.tiles;
+  args.lanes = from.lanes;
   args.coefficients = from.scales;
-  with_vectors(from.params.dtype, plan, [&](auto vector) {
-    using E = decltype(vector);
-    if constexpr (E::kWhole) {
-      if (plan.columns) return launcher.launch(column_normalise<E>, main_launch(plan), args);
-    }
-    launcher.launch(row_normalise<E>, main_launch(plan), args);
-  });
+  BNEXPORT_LAUNCH(normalise, args);
 }
 
 template <class Launcher>
 void run_backward(const bnexport_backward& params, const LaunchPlan& plan, void* workspace, Launcher& launcher) {
-  auto args = arguments_of<BackwardArguments>(params, plan, workspace);
-  args.scales = reinterpret_cast<ForwardCoefficients*>(args.coefficients);
-  if (plan.strategy == Strategy::kSplit) {
-    if (params.C == 0) return;
-    const bool gradients = params.dweight != nullptr || params.dbias != nullptr;
-    const bool sums = gradients || (params.training && params.dx != nullptr);
-    if (params.group_size == 1 && sums) {
-      launch_sums(args, plan, launcher);
-    } else {
-      args.parts.count = 0;
-    }
-    launcher.launch(backward_channels, channel_launch(params.C), args);
-    if (plan.blocks == 0 || params.dx == nullptr) return;
-    if (!params.training) {
-      launch_scaling(args, plan, launcher);
-      return;
-    }
-    with_vectors(params.dtype, plan, [&](auto vector) {
-      using E = decltype(vector);
-      if constexpr (E::kWhole) {
-        if (plan.columns) return launcher.launch(column_gradient<E>, main_launch(plan), args);
-      }
-      launcher.launch(row_gradient<E>, main_launch(plan), args);
-    });
-    return;
+  const auto args = arguments_of<BackwardArguments>(params, plan, workspace);
+  if (params.C == 0) return;
+  const bool gradients = params.dweight != nullptr || params.dbias != nullptr;
+  const bool needs_sums = gradients || (params.training && params.dx != nullptr);
+  if (params.group_size == 1 && needs_sums && plan.blocks > 0) {
+    BNEXPORT_LAUNCH(sums, args);
+  } else {
+    launcher.launch(backward_channels, channel_blocks(params.C), args);
   }
-  if (plan.strategy == Strategy::kPersistent) launcher.zero(args.arrivals, arrival_bytes(plan));
-  with_vectors(params.dtype, plan, [&](auto vector) {
-    using E = decltype(vector);
-    if constexpr (kHasFused<E>) {
-      if constexpr (E::kWhole) {
-        if (plan.columns) return launcher.launch(team_backward<E>, main_launch(plan), args);
-      }
-      launcher.launch(plan.strategy == Strategy::kCluster ? cluster_backward<E> : persistent_backward<E>,
-                      main_launch(plan), args);
-    }
-  });
+  if (plan.blocks == 0 || params.dx == nullptr) return;
+  if (!params.training) return launch_scaling(args, plan, launcher);
+  BNEXPORT_LAUNCH(gradient, args);
 }
 
 }  // namespace bnexport::cuda

@@ -5,55 +5,82 @@
 //
 //   d = x - shift,   count, mean of d, M2 = sum (d - mean)^2
 //
-// and are merged by the formula of moments.h. A block's result leaves as Moments in double. Every order
+// and are merged by the formula of moments.h. Parts, one a block, are added up in double (PartSums). Every order
 // is fixed: the same input gives the same bits on every run.
 #pragma once
 
 #include "../common/moments.h"
 #include "../common/statistics.h"
 #include "device.h"
-#include "limits.h"
 
 namespace bnexport::cuda {
 
-template <class Compute>
+// In a block's shared memory: a flag, then a value for each thread.
+constexpr int kSlotsAt = 16;
+constexpr int kSharedBytes = kSlotsAt + kThreads * 3 * static_cast<int>(sizeof(double));
+
+// Of `n` channels that a thread has values of.
+template <class Compute, int n>
 struct LaneMoments {
-  Compute count, mean, m2;
+  Compute count = 0, mean[n] = {}, m2[n] = {};
 
   BNEXPORT_DEVICE void merge(const LaneMoments& other) {
     const Compute total = count + other.count;
-    const Compute share = total > 0 ? divide_fast(other.count, total) : Compute(0);
-    const Compute delta = other.mean - mean;
-    mean += delta * share;
-    m2 += other.m2 + delta * delta * count * share;
+    const Compute share = total > 0 ? divide_fast(other.count, total) : Compute(0), weight = count * share;
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      const Compute delta = other.mean[k] - mean[k];
+      mean[k] += delta * share;
+      m2[k] += other.m2[k] + delta * delta * weight;
+    }
     count = total;
   }
 };
 
-template <class Compute>
-BNEXPORT_DEVICE Compute median(Compute a, Compute b, Compute c) {
-  const Compute low = a < b ? a : b, high = a < b ? b : a;
-  return c < low ? low : c > high ? high : c;
-}
-
-// Whether M2 in float may have lost something: an overflow, or squares below the normal numbers. Equal
-// values have neither mean nor M2 relative to its shift.
-BNEXPORT_DEVICE bool out_of_range(const LaneMoments<float>& m) {
-  return !(m.m2 < 1e34f) || (m.m2 < 1e-26f * m.count && (m.m2 != 0 || m.mean != 0));
-}
-BNEXPORT_DEVICE bool out_of_range(const LaneMoments<double>&) { return false; }
-
-template <class Compute>
+template <class Compute, int n>
 struct LaneSums {
-  Compute dy, dy_x;  // sum dy, sum dy * (x - mean)
+  Compute dy[n] = {}, dy_x[n] = {};  // sum dy, sum dy * (x - mean)
 
   BNEXPORT_DEVICE void merge(const LaneSums& other) {
-    dy += other.dy;
-    dy_x += other.dy_x;
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      dy[k] += other.dy[k];
+      dy_x[k] += other.dy_x[k];
+    }
   }
 };
 
-// The sums in double, between blocks; as Moments is for the statistics.
+// Whether M2 in float may have lost something: an overflow, or squares below the normal numbers. Equal
+// values have neither mean nor M2 relative to their shift.
+BNEXPORT_DEVICE bool out_of_range(float count, float mean, float m2) {
+  return !(m2 < 1e34f) || (m2 < 1e-26f * count && (m2 != 0 || mean != 0));
+}
+BNEXPORT_DEVICE bool out_of_range(double, double, double) { return false; }
+
+// Moments of parts around a pivot, which is the mean of one of them: no division for each. What cancels in
+// second - first^2 / count is at most as many roundings as there are parts of that one's size.
+struct PartSums {
+  double count = 0, first = 0, second = 0;
+
+  BNEXPORT_DEVICE void add(const Moments& part, double pivot) {
+    const double d = part.mean - pivot;
+    count += part.count;
+    first += part.count * d;
+    second += part.m2 + part.count * d * d;
+  }
+  BNEXPORT_DEVICE void merge(const PartSums& other) {
+    count += other.count;
+    first += other.first;
+    second += other.second;
+  }
+  BNEXPORT_DEVICE Moments moments(double pivot) const {
+    if (count == 0) return {};
+    const double mean = first / count, m2 = second - first * mean;
+    return {count, pivot + mean, m2 < 0 ? 0 : m2};
+  }
+};
+
+// The gradient's sums of parts.
 struct BlockSums : GradientSums {
   BNEXPORT_DEVICE void merge(const BlockSums& other) {
     dy += other.dy;
@@ -61,88 +88,49 @@ struct BlockSums : GradientSums {
   }
 };
 
-// The first bytes of every block's shared memory.
-struct Scratch {
-  double warps[kWarp * 3];            // one value a warp
-  double result[5];                   // of the block, or coefficients for all threads
-  double ranks[kLargestCluster * 3];  // one value a block of the cluster
-  static BNEXPORT_DEVICE Scratch& get() { return *reinterpret_cast<Scratch*>(shared_memory()); }
-};
-static_assert(sizeof(Scratch) <= kScratchBytes, "scratch");
-
-// Lane 0 gets the merge of the first `lanes` (a power of two) lanes; in order, whatever the timing.
+// Threads `distance`, 2 distance, .. apart (a power of two) are merged; the first `distance` threads get the results.
+// In order, whatever the timing.
 template <class Value>
-BNEXPORT_DEVICE Value merge_lanes(Value value, int lanes) {
-  for (int distance = lanes / 2; distance > 0; distance /= 2) value.merge(shuffle_down(value, distance));
+BNEXPORT_DEVICE Value merge_threads(Value value, int distance) {
+  auto* const slots = reinterpret_cast<Value*>(shared_memory() + kSlotsAt);
+  const int thread = thread_index(), lane = thread % kWarp;
+  for (int above = kWarp / 2; above >= distance; above /= 2) value.merge(shuffle_down(value, above));
+  sync_block();  // nobody still reads the slots
+  if (lane < distance) put(slots + (distance < kWarp ? thread / kWarp * distance + lane : thread), value);
+  sync_block();
+  const int count = distance < kWarp ? kThreads / kWarp * distance : kThreads;
+  if (thread < distance) {
+    for (int other = thread + distance; other < count; other += distance) value.merge(get(slots + other));
+  }
   return value;
 }
 
-// Every thread gets the merge of the whole block's values. `none` is the value of no data.
-template <class Value>
-BNEXPORT_DEVICE Value merge_block(Value value, const Value& none) {
-  static_assert(sizeof(Value) <= 3 * sizeof(double), "fits the scratch");
-  Scratch& scratch = Scratch::get();
-  auto* warps = reinterpret_cast<Value*>(scratch.warps);
-  auto* result = reinterpret_cast<Value*>(scratch.result);
-  const int lane = thread_index() % kWarp, warp = thread_index() / kWarp, count = thread_count() / kWarp;
-  int lanes = 1;
-  while (lanes < count) lanes *= 2;
-  value = merge_lanes(value, kWarp);
-  if (lane == 0) warps[warp] = value;
-  sync_block();
-  if (warp == 0) {
-    value = merge_lanes(lane < count ? warps[lane] : none, lanes);
-    if (lane == 0) *result = value;
-  }
-  sync_block();
-  return *result;
-}
+struct Any {
+  uint32_t is_true;
+  BNEXPORT_DEVICE void merge(const Any& other) { is_true |= other.is_true; }
+};
 
-// One thread's value for all of the block.
-template <class Value>
-BNEXPORT_DEVICE Value broadcast(const Value& value) {
-  static_assert(sizeof(Value) <= sizeof(Scratch::result), "fits the scratch");
-  auto* result = reinterpret_cast<Value*>(Scratch::get().result);
-  sync_block();  // nobody still reads the last one
-  if (thread_index() == 0) *result = value;
-  sync_block();
-  return *result;
-}
-
-// Lanes of a warp share out `count` values, `stride` apart in global memory; lane 0 gets their merge.
-template <class Value>
-BNEXPORT_DEVICE Value merge_parts(const Value* parts, int64_t count, int64_t stride, const Value& none) {
-  constexpr int kDoubles = sizeof(Value) / sizeof(double);
-  Value all = none;
-  for (int64_t i = thread_index() % kWarp; i < count; i += kWarp) {
-    const auto* from = reinterpret_cast<const double*>(parts + i * stride);
-    Value part;
-    auto* to = reinterpret_cast<double*>(&part);
-#pragma unroll
-    for (int k = 0; k < kDoubles; ++k) to[k] = load_shared_between_blocks(from + k);
-    all.merge(part);
-  }
-  return merge_lanes(all, kWarp);
-}
-
-// The merge of what the blocks of a cluster hold (each in all its threads), for thread 0 of each block.
-// A cluster's kernel begins with cluster_arrive.
-template <class Value>
-BNEXPORT_DEVICE Value merge_cluster(const Value& mine, const Value& none) {
-  static_assert(sizeof(Value) <= 3 * sizeof(double), "fits the scratch");
-  const int ranks = cluster_size();
-  if (ranks == 1) return mine;
-  auto* slots = reinterpret_cast<Value*>(Scratch::get().ranks);
-  // Every block runs by now, so its shared memory may be written: matches the arrive at the start.
-  cluster_wait();
-  if (thread_index() < ranks) *in_block(slots + cluster_rank(), thread_index()) = mine;
-  cluster_arrive();
-  cluster_wait();
-  Value all = none;
+// For all threads, whether it is true in a thread of the first warp.
+BNEXPORT_DEVICE bool is_true_in_first_warp(bool mine) {
+  auto* const flag = reinterpret_cast<uint32_t*>(shared_memory());
   if (thread_index() < kWarp) {
-    all = merge_lanes(thread_index() < ranks ? slots[thread_index()] : none, ranks);
+    Any any{mine ? 1u : 0u};
+    for (int above = kWarp / 2; above > 0; above /= 2) any.merge(shuffle_down(any, above));
+    if (thread_index() == 0) put(flag, any.is_true);
   }
-  return all;
+  sync_block();
+  return get(flag) != 0;
+}
+
+// Whether this block is the last of `count` that come here, for all of its threads. What the others published
+// before is visible to it, and the counter is 0 again.
+BNEXPORT_DEVICE bool is_last_block(uint32_t* counter, int count) {
+  auto* const flag = reinterpret_cast<uint32_t*>(shared_memory());
+  sync_block();  // all threads have published, and none still reads the flag
+  if (count == 1) return true;
+  if (thread_index() == 0) put(flag, take_ticket(counter, static_cast<uint32_t>(count)) ? 1u : 0u);
+  sync_block();
+  return get(flag) != 0;
 }
 
 }  // namespace bnexport::cuda

@@ -65,6 +65,15 @@ BNEXPORT_HOST_DEVICE inline Range part_of_slab(const Rows& rows, int64_t c, int6
   return range;
 }
 
+// Values of the slab of channel c in its units [0, index).
+template <int width>
+BNEXPORT_HOST_DEVICE inline int64_t values_before(const Rows& rows, int64_t c, int64_t index) {
+  const int64_t row = index / rows.units.divisor, unit = index - row * rows.units.divisor;
+  if (row >= rows.N) return rows.N * rows.S;
+  const int64_t lead = rows.whole ? 0 : (row * rows.stride + c * rows.S) & (width - 1);
+  const int64_t within = unit > 0 ? unit * width - lead : 0;
+  return row * rows.S + (within < rows.S ? within : rows.S);
+}
 // Where a unit lies: `offset` in elements from the start of the tensor, and a bit for each of its
 // elements that belongs to the row. `whole` is rows.whole, known when compiled.
 struct Unit {

@@ -1,16 +1,19 @@
-// A device on the host: the primitives of kernels/cuda/device.h, and a launcher that runs kernels.
+// The primitives of custom_ops/kernels/cuda/device.h on the host: one fiber for each CUDA thread.
 //
-// Every CUDA thread is a fiber of its own. Fibers run until they wait (a barrier, a shuffle, a cluster, a
-// count of arrivals), and which one runs next is random, so that a missing barrier shows up as a wrong
-// result. Barriers that not all threads reach, and waits for what nobody will signal, end the program
-// with a message. Shared memory is a heap block of the size that was asked for, filled with NaN.
+// A fiber runs until it waits for others (a block's barrier, a warp's shuffle) or comes to a ticket; which one runs
+// next is random, and one block at a time is starved. Where threads exchange values, in shared memory or in the
+// workspace, each access is checked against a shadow that knows who wrote last and which barriers and tickets came
+// since: a missing barrier ends the program with a message in any order of the threads. Barriers that not all threads
+// reach do, too. Shared memory is as large as was asked for, and is not initialised.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <unordered_map>
+#include <vector>
 
-#define BNEXPORT_KERNEL(threads, blocks) void
+#define BNEXPORT_KERNEL(blocks) void
 #define BNEXPORT_DEVICE inline
 #define BNEXPORT_ARGUMENTS const
 
@@ -27,9 +30,7 @@ struct Barrier {
 struct Thread {
   int index = 0;
   struct Block* block = nullptr;
-  int shuffles = 0;             // so far; two buffers in turn
-  uint64_t cluster_ticket = 0;  // the generation that cluster_arrive waits for
-  bool cluster_arrived = false;
+  int shuffles = 0;  // so far; two buffers in turn
 };
 
 constexpr int kShuffleBytes = 160;
@@ -38,21 +39,18 @@ struct Warp {
   alignas(16) unsigned char slots[2][kWarp][kShuffleBytes];
 };
 
-struct Cluster;
+// An access: its thread, the number of block barriers before it, and when it happened.
+struct Access {
+  int thread = -1;
+  uint64_t epoch = 0, time = 0;
+};
 struct Block {
   int64_t index = 0;
-  int rank = 0, threads = 0;
   unsigned char* shared = nullptr;
+  int64_t shared_bytes = 0;
+  std::vector<Access> writes, reads;  // the last of each word of shared memory
   Barrier barrier;
   Warp* warps = nullptr;
-  Cluster* cluster = nullptr;
-};
-
-struct Cluster {
-  Barrier barrier;
-  int size = 1;
-  Block** blocks = nullptr;
-  bool all_started = false;  // some thread has passed a cluster barrier
 };
 
 extern Thread* current;
@@ -64,26 +62,21 @@ void touch(const void* at, bool stores);
 extern int64_t grid;
 
 void arrive(Barrier& barrier);
-void pass(const uint64_t* value, uint64_t unwanted, const char* what);  // waits while *value == unwanted
-void wait_for_count(const uint32_t* counter, uint32_t count);
+void meet(Barrier& barrier, const char* what);
+void yield();
 [[noreturn]] void fail(const char* what);
 
-inline void meet(Barrier& barrier, const char* what) {
-  const uint64_t generation = barrier.generation;
-  arrive(barrier);
-  pass(&barrier.generation, generation, what);
-}
+// Accesses of `bytes` that threads exchange through shared memory.
+void check_shared(const void* at, size_t bytes, size_t alignment, bool stores);
+void check_published(const void* at, bool stores);
+void note_ticket(const uint32_t* counter);
 
-struct Shape {
-  int64_t blocks, threads, shared, cluster;
-  bool together;
-};
-void run(const Shape& shape, uint32_t seed, const std::function<void()>& kernel);
+// Blocks of kThreads with `shared` bytes; a few at a time.
+void run(int64_t blocks, int64_t shared, uint32_t seed, const std::function<void()>& kernel);
 
 }  // namespace emulator
 
 inline int thread_index() { return emulator::current->index; }
-inline int thread_count() { return emulator::current->block->threads; }
 inline int block_index() { return static_cast<int>(emulator::current->block->index); }
 inline int block_count() { return static_cast<int>(emulator::grid); }
 inline unsigned char* shared_memory() { return emulator::current->block->shared; }
@@ -100,30 +93,6 @@ Value shuffle_down(const Value& value, int distance) {
   Value result = value;
   if (lane + distance < kWarp) std::memcpy(&result, warp.slots[buffer][lane + distance], sizeof(Value));
   return result;
-}
-
-inline int cluster_size() { return emulator::current->block->cluster->size; }
-inline int cluster_rank() { return emulator::current->block->rank; }
-inline void cluster_arrive() {
-  emulator::Thread& me = *emulator::current;
-  if (me.cluster_arrived) emulator::fail("a second cluster_arrive without cluster_wait");
-  me.cluster_arrived = true;
-  me.cluster_ticket = me.block->cluster->barrier.generation;
-  emulator::arrive(me.block->cluster->barrier);
-}
-inline void cluster_wait() {
-  emulator::Thread& me = *emulator::current;
-  if (!me.cluster_arrived) emulator::fail("cluster_wait without cluster_arrive");
-  me.cluster_arrived = false;
-  emulator::pass(&me.block->cluster->barrier.generation, me.cluster_ticket, "a cluster's barrier");
-  me.block->cluster->all_started = true;
-}
-template <class Value>
-Value* in_block(Value* shared, int rank) {
-  const emulator::Block& mine = *emulator::current->block;
-  if (!mine.cluster->all_started) emulator::fail("another block's shared memory before that block surely runs");
-  const int64_t offset = reinterpret_cast<unsigned char*>(shared) - mine.shared;
-  return reinterpret_cast<Value*>(mine.cluster->blocks[rank]->shared + offset);
 }
 
 // Vector accesses must be aligned, as on the device.
@@ -143,21 +112,48 @@ Storage load_element(const Storage* from) {
   emulator::touch(from, false);
   return *from;
 }
-inline void store_words(void* to, const Words& value, bool) {
+inline void store_words(void* to, const Words& value) {
   check_aligned(to);
   emulator::touch(to, true);
   std::memcpy(to, &value, 16);
 }
 template <class Storage>
-void store_element(Storage* to, Storage value, bool) {
+void store_element(Storage* to, Storage value) {
   emulator::touch(to, true);
   *to = value;
 }
-inline void prefetch(const void*) {}
-inline double load_shared_between_blocks(const double* from) { return *from; }
 
-inline void signal(uint32_t* counter) { ++*counter; }
-inline void await(const uint32_t* counter, uint32_t count) { emulator::wait_for_count(counter, count); }
+template <class Value>
+void put(Value* slot, const Value& value) {
+  emulator::check_shared(slot, sizeof(Value), alignof(Value), true);
+  *slot = value;
+}
+template <class Value>
+Value get(const Value* slot) {
+  emulator::check_shared(slot, sizeof(Value), alignof(Value), false);
+  return *slot;
+}
+inline void publish(Pair* to, const Pair& value) {
+  check_aligned(to);
+  emulator::check_published(to, true);
+  emulator::touch(to, true);
+  *to = value;
+}
+inline Pair read_published(const Pair* from) {
+  check_aligned(from);
+  emulator::check_published(from, false);
+  emulator::touch(from, false);
+  return *from;
+}
+inline bool take_ticket(uint32_t* counter, uint32_t count) {
+  emulator::yield();
+  if (*counter >= count) emulator::fail("a counter that nobody has cleared");
+  const bool is_last = *counter == count - 1;
+  *counter = is_last ? 0 : *counter + 1;
+  emulator::note_ticket(counter);
+  emulator::yield();
+  return is_last;
+}
 
 inline int count_bits(uint32_t bits) { return __builtin_popcount(bits); }
 inline float divide_fast(float a, float b) { return a / b; }

@@ -2,7 +2,6 @@
 // device memory. The loader and the verification of the benchmark are tested with it.
 #include <cstring>
 
-#include "../../../custom_ops/kernels/common/statistics_definitions.h"
 #include "../../../custom_ops/kernels/cuda/kernels.h"
 #include "emulated_launcher.h"
 
@@ -10,20 +9,19 @@ namespace bnexport::cuda {
 
 namespace {
 
-// What the device refuses; set by tests.
-enum Refusal { kNone = 0, kTogether = 1, kAnyKernel = 2 };
-int refusal = kNone;
+bool has_kernels = true;
 int current = 0;
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) void emulated_refuse(int what) { refusal = what; }
+// The device refuses every kernel; for tests.
+extern "C" __attribute__((visibility("default"))) void emulated_refuse(bool refuses) { has_kernels = !refuses; }
 
 int runtime_version() { return 12090; }
 int device_count() { return 1; }
 
 void check_device(int) {
-  if (refusal == kAnyKernel) throw CudaError("CUDA: this library has no kernels for Emulated, compute capability 0.1");
+  if (!has_kernels) throw NoKernels("CUDA: this library has no kernels for Emulated, compute capability 0.1");
 }
 
 int set_device(int device) {
@@ -32,31 +30,16 @@ int set_device(int device) {
   return previous;
 }
 
-void* mark(void*) { return &current; }
-bool passed(void*, bool) { return true; }
-
-// Little of everything, so that small tensors take all the ways.
-const DeviceProperties& device_properties() {
-  static const DeviceProperties properties{6, 24 << 10, 32 << 10, 1024, 96 << 10, 16};
-  return properties;
-}
+void wait(void*) {}
+int64_t multiprocessors() { return 6; }
+void clear(const Workplace& where) { std::memset(where.workspace, 0, kTicketBytes); }
 
 void moments(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where, double* row) {
   EmulatedLauncher launcher;
   run_moments(params, plan, where.workspace, row, launcher);
 }
 
-namespace {
-
-void start(const LaunchPlan& plan) {
-  const bool together = plan.cluster > 1 || plan.strategy == Strategy::kPersistent;
-  if (refusal == kTogether && together) throw LaunchRefused("CUDA: launch of a kernel: refused");
-}
-
-}  // namespace
-
 void forward(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where) {
-  start(plan);
   EmulatedLauncher launcher;
   run_forward(params, plan, where.workspace, launcher);
 }
@@ -67,7 +50,6 @@ void backward_moments(const bnexport_backward& params, const LaunchPlan& plan, c
 }
 
 void backward(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where) {
-  start(plan);
   EmulatedLauncher launcher;
   run_backward(params, plan, where.workspace, launcher);
 }

@@ -1,5 +1,6 @@
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -29,19 +30,13 @@ constexpr size_t kStack = size_t{1} << 16;
 struct Fiber {
   Thread thread;
   ucontext_t context;
-  // What it waits for; none of them: it can run.
-  const uint64_t* generation = nullptr;
+  // The barrier that it waits for while its generation is `unwanted`; null: it can run.
+  const Barrier* barrier = nullptr;
   uint64_t unwanted = 0;
-  const uint32_t* counter = nullptr;
-  uint32_t count = 0;
   const char* what = nullptr;
   bool done = false;
 
-  bool ready() const {
-    if (done) return false;
-    if (generation != nullptr) return *generation != unwanted;
-    return counter == nullptr || *counter >= count;
-  }
+  bool ready() const { return !done && (barrier == nullptr || barrier->generation != unwanted); }
 };
 
 ucontext_t scheduler;
@@ -80,8 +75,7 @@ void enter() {
 }
 
 void resume(Fiber& fiber, [[maybe_unused]] size_t index) {
-  fiber.generation = nullptr;
-  fiber.counter = nullptr;
+  fiber.barrier = nullptr;
   running = &fiber;
   current = &fiber.thread;
 #if defined(__SANITIZE_ADDRESS__)
@@ -103,68 +97,82 @@ void resume(Fiber& fiber, [[maybe_unused]] size_t index) {
   makecontext(&fiber.context, enter, 0);
 }
 
-// Blocks first .. first + count - 1, at the same time.
-void run_blocks(const Shape& shape, int64_t first, int64_t count, std::mt19937& random) {
-  const auto threads = static_cast<size_t>(shape.threads), blocks = static_cast<size_t>(count);
+// Runs some blocks at the same time.
+void run_blocks(const std::vector<int64_t>& indices, int64_t shared_bytes, std::mt19937& random) {
+  const size_t blocks = indices.size();
   std::vector<std::vector<unsigned char>> shared(blocks);
   std::vector<std::vector<Warp>> warps(blocks);
   std::vector<Block> all(blocks);
-  std::vector<Block*> pointers(blocks);
-  const auto clusters = static_cast<size_t>(count / shape.cluster);
-  std::vector<Cluster> cluster(clusters);
   for (size_t b = 0; b < blocks; ++b) {
-    shared[b].assign(static_cast<size_t>(shape.shared), 0xff);
-    warps[b].resize(threads / kWarp);
+    shared[b].assign(static_cast<size_t>(shared_bytes), 0xff);
+    warps[b].resize(kThreads / kWarp);
     for (Warp& warp : warps[b]) warp.barrier.expected = kWarp;
-    Block& block = all[b];
-    block.index = first + static_cast<int64_t>(b);
-    block.rank = static_cast<int>(block.index % shape.cluster);
-    block.threads = static_cast<int>(shape.threads);
-    block.shared = shared[b].data();
-    block.barrier.expected = block.threads;
-    block.warps = warps[b].data();
-    block.cluster = &cluster[b / static_cast<size_t>(shape.cluster)];
-    pointers[b] = &block;
+    all[b].index = indices[b];
+    all[b].shared = shared[b].data();
+    all[b].shared_bytes = shared_bytes;
+    all[b].writes.resize(static_cast<size_t>(shared_bytes / 4));
+    all[b].reads.resize(all[b].writes.size());
+    all[b].barrier.expected = kThreads;
+    all[b].warps = warps[b].data();
   }
-  for (size_t i = 0; i < clusters; ++i) {
-    cluster[i].size = static_cast<int>(shape.cluster);
-    cluster[i].barrier.expected = static_cast<int>(shape.cluster * shape.threads);
-    cluster[i].blocks = pointers.data() + i * static_cast<size_t>(shape.cluster);
-  }
-  std::vector<Fiber> fibers(blocks * threads);
+  std::vector<Fiber> fibers(blocks * kThreads);
   std::vector<size_t> order(fibers.size());
   for (size_t i = 0; i < fibers.size(); ++i) {
     Fiber& fiber = fibers[i];
     if (stacks().size() <= i) stacks().emplace_back(new unsigned char[kStack]);
-    fiber.thread.index = static_cast<int>(i % threads);
-    fiber.thread.block = &all[i / threads];
+    fiber.thread.index = static_cast<int>(i % kThreads);
+    fiber.thread.block = &all[i / kThreads];
     prepare(fiber, stacks()[i].get());
     order[i] = i;
   }
+  size_t slow = blocks;  // the block that gets no turn, for so many rounds
+  int64_t slow_for = 0;
   for (size_t left = fibers.size(); left > 0;) {
     // A cheap shuffle: swaps with random places, new in every round.
     for (size_t i = 0; i < order.size(); ++i) std::swap(order[i], order[random() % order.size()]);
+    if (slow_for-- <= 0) {
+      slow = random() % (2 * blocks);
+      slow_for = static_cast<int64_t>(random() % 200);
+    }
     bool ran = false;
     for (const size_t i : order) {
-      if (!fibers[i].ready()) continue;
+      if (!fibers[i].ready() || i / kThreads == slow) continue;
       resume(fibers[i], i);
       ran = true;
       if (fibers[i].done) --left;
     }
-    if (!ran) {
-      for (const Fiber& fiber : fibers) {
-        if (!fiber.done) fail(fiber.what);
-      }
+    if (ran) continue;
+    if (slow < blocks) {
+      slow = blocks;
+      slow_for = 0;
+      continue;
+    }
+    for (const Fiber& fiber : fibers) {
+      if (!fiber.done) fail(fiber.what);
     }
   }
 }
 
-}  // namespace
-
-namespace {
-
 constexpr uintptr_t kSector = 32;
 std::unordered_set<uintptr_t> sectors[2];  // loaded, stored
+
+uint64_t now = 0;
+struct Written : Access {
+  int64_t block = 0;
+};
+struct Ticket : Access {
+  const uint32_t* counter = nullptr;
+};
+// Of a launch: the pairs that blocks wrote, and the ticket of each block.
+std::unordered_map<const void*, Written> published;
+std::unordered_map<int64_t, Ticket> tickets;
+
+Access this_access() { return {current->index, current->block->barrier.generation, ++now}; }
+
+// Whether an access of the running block came before, for the running thread.
+bool is_before_me(const Access& access) {
+  return access.thread == current->index || access.epoch < current->block->barrier.generation;
+}
 
 }  // namespace
 
@@ -172,44 +180,93 @@ void touch(const void* at, bool stores) {
   if (traffic >= 0) sectors[stores ? 1 : 0].insert(reinterpret_cast<uintptr_t>(at) / kSector);
 }
 
+void check_shared(const void* at, size_t bytes, size_t alignment, bool stores) {
+  Block& block = *current->block;
+  const int64_t offset = static_cast<const unsigned char*>(at) - block.shared;
+  if (offset < 0 || offset + static_cast<int64_t>(bytes) > block.shared_bytes) fail("an access behind shared memory");
+  if (static_cast<size_t>(offset) % alignment != 0) fail("an access of shared memory that is not aligned");
+  for (size_t word = static_cast<size_t>(offset) / 4; word < (static_cast<size_t>(offset) + bytes) / 4; ++word) {
+    Access &write = block.writes[word], &read = block.reads[word];
+    if (write.time == 0 && !stores) fail("a read of shared memory that nobody wrote");
+    if (write.time != 0 && !is_before_me(write)) fail("shared memory that another thread wrote, without a barrier");
+    if (stores && read.time != 0 && !is_before_me(read))
+      fail("shared memory that another thread reads, without a barrier");
+    if (stores) {
+      write = this_access();
+    } else if (read.time == 0 || is_before_me(read)) {
+      read = this_access();
+    } else {
+      read.thread = -1;  // several since the last barrier
+    }
+  }
+}
+
+void check_published(const void* at, bool stores) {
+  const Block& block = *current->block;
+  const auto found = published.find(at);
+  if (stores) {
+    if (found != published.end()) fail("a part that is written twice");
+    published[at] = {this_access(), block.index};
+    return;
+  }
+  if (found == published.end()) fail("a part that no block has written");
+  const Written& written = found->second;
+  if (written.block == block.index) {
+    if (!is_before_me(written)) fail("a part of another thread, without a barrier");
+    return;
+  }
+  const auto theirs = tickets.find(written.block), mine = tickets.find(block.index);
+  if (theirs == tickets.end() || mine == tickets.end()) fail("a part of another block, without tickets");
+  const Ticket &released = theirs->second, &acquired = mine->second;
+  const bool is_released =
+      written.epoch < released.epoch || (written.thread == released.thread && written.time < released.time);
+  if (!is_released || released.counter != acquired.counter || released.time > acquired.time ||
+      !is_before_me(acquired)) {
+    fail("a part of another block that its ticket does not cover");
+  }
+}
+
+void note_ticket(const uint32_t* counter) { tickets[current->block->index] = {this_access(), counter}; }
+
 void arrive(Barrier& barrier) {
   if (++barrier.arrived < barrier.expected) return;
   barrier.arrived = 0;
   ++barrier.generation;
 }
 
-void pass(const uint64_t* value, uint64_t unwanted, const char* what) {
-  if (*value != unwanted) return;
-  running->generation = value;
-  running->unwanted = unwanted;
+void meet(Barrier& barrier, const char* what) {
+  const uint64_t generation = barrier.generation;
+  arrive(barrier);
+  if (barrier.generation != generation) return;
+  running->barrier = &barrier;
+  running->unwanted = generation;
   running->what = what;
   to_scheduler(false);
 }
 
-void wait_for_count(const uint32_t* counter, uint32_t count) {
-  if (*counter >= count) return;
-  running->counter = counter;
-  running->count = count;
-  running->what = "a count of arrivals";
-  to_scheduler(false);
-}
+void yield() { to_scheduler(false); }
 
 void fail(const char* what) {
   std::fprintf(stderr, "emulated device: %s (deadlock, or not allowed)\n", what);
   std::exit(1);
 }
 
-void run(const Shape& shape, uint32_t seed, const std::function<void()>& kernel) {
-  if (shape.threads % kWarp != 0 || shape.threads < kWarp || shape.threads > 1024) fail("threads of a block");
-  if (shape.blocks < 1 || shape.blocks % shape.cluster != 0) fail("blocks of a launch");
+void run(int64_t blocks, int64_t shared, uint32_t seed, const std::function<void()>& kernel) {
+  if (blocks < 1) fail("blocks of a launch");
   std::mt19937 random(seed);
   body = &kernel;
-  grid = shape.blocks;
-  const int64_t step = shape.together ? shape.blocks : shape.cluster;
-  std::vector<int64_t> starts;
-  for (int64_t first = 0; first < shape.blocks; first += step) starts.push_back(first);
-  for (size_t i = 0; i < starts.size(); ++i) std::swap(starts[i], starts[random() % starts.size()]);
-  for (const int64_t first : starts) run_blocks(shape, first, step, random);
+  grid = blocks;
+  published.clear();
+  tickets.clear();
+  std::vector<int64_t> order(static_cast<size_t>(blocks));
+  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int64_t>(i);
+  for (size_t i = 0; i < order.size(); ++i) std::swap(order[i], order[random() % order.size()]);
+  for (size_t first = 0; first < order.size();) {
+    const size_t last = std::min(order.size(), first + 1 + random() % 4);
+    run_blocks({order.begin() + static_cast<int64_t>(first), order.begin() + static_cast<int64_t>(last)}, shared,
+               random);
+    first = last;
+  }
   current = nullptr;
   for (auto& touched : sectors) {
     if (traffic >= 0) traffic += static_cast<int64_t>(touched.size() * kSector);

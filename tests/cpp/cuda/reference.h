@@ -12,15 +12,15 @@
 #include "../check.h"
 #include "bnexport.h"
 
+inline int64_t bytes_of(int32_t dtype) { return dtype == BNEXPORT_FLOAT64 ? 8 : dtype == BNEXPORT_FLOAT32 ? 4 : 2; }
+
 // Elements from `offset` bytes behind a 16-byte boundary on. Under AddressSanitizer nothing lies behind
 // the last one; otherwise a guard does, that must not change.
 class Buffer {
  public:
   Buffer(int32_t dtype, int64_t count, int64_t offset)
       : dtype_(dtype),
-        size_(dtype == BNEXPORT_FLOAT64   ? 8
-              : dtype == BNEXPORT_FLOAT32 ? 4
-                                          : 2),
+        size_(bytes_of(dtype)),
         count_(count),
         offset_(offset),
         bytes_(static_cast<size_t>(offset + count * size_) + kGuard),
@@ -29,6 +29,11 @@ class Buffer {
   }
   Buffer(const Buffer& other) : Buffer(other.dtype_, other.count_, other.offset_) {
     std::copy_n(other.data_.get(), bytes_, data_.get());
+  }
+
+  Buffer& operator=(const Buffer& other) {
+    std::copy_n(other.data_.get(), bytes_, data_.get());
+    return *this;
   }
 
   void poison() { std::fill_n(data_.get(), bytes_, static_cast<unsigned char>(0xff)); }  // NaN in every type

@@ -1,6 +1,7 @@
 // Every kernel, from plan to launch, on the emulated device, against the naive reference: all element
-// types, both layouts, shapes at the edges of rows, vectors, parts and clusters, each way to run them.
-// BNEXPORT_CUDA_CASES=all takes every combination; by default a part of them, chosen by a fixed rule.
+// types, both layouts, shapes at the edges of rows, vectors, tiles and parts.
+//
+//   test_cuda_kernels [seeds]     orders of threads and blocks to run all cases in (1)
 #include <cstdlib>
 
 #include "../../../custom_ops/kernels/common/statistics_definitions.h"
@@ -16,34 +17,36 @@ constexpr double kEps = 1e-5, kMomentum = 0.25;
 struct Case {
   Shape shape;
   int32_t dtype, layout;
-  Wish wish;
   double mean = 0.5;
   int64_t offset = 0;     // of the data, in elements
   bool in_place = false;  // y == x, dx == dy
 };
 
-// Small enough that small tensors need clusters, several parts and several rounds of teams.
-DeviceProperties small_device() {
-  DeviceProperties device;
-  device.multiprocessors = 6;
-  device.shared_per_block = 24 << 10;
-  device.shared_per_multiprocessor = 32 << 10;
-  device.shared_reserved = 1024;
-  device.l2_bytes = 96 << 10;
-  device.largest_cluster = 16;
-  return device;
+// Few, so that small tensors have several parts, and more parts than a warp has threads.
+constexpr int64_t kMultiprocessors = 6;
+uint32_t seed = 0;
+
+LaunchPlan plan_of(const Case& test) {
+  return launch_plan({test.shape.N, test.shape.C, test.shape.S, test.dtype, test.layout, test.offset == 0},
+                     kMultiprocessors);
 }
 
-Problem problem_of(const Case& test, int64_t tensors, bool one_launch) {
-  return {test.shape.N, test.shape.C, test.shape.S, test.dtype, test.layout, tensors, test.offset == 0, one_launch};
+// One workspace for everything, cleared once.
+unsigned char* workspace_of(const LaunchPlan& plan) {
+  static std::vector<Pair> all(kTicketBytes / sizeof(Pair));
+  const size_t size = static_cast<size_t>(plan.workspace) / sizeof(Pair);
+  if (all.size() < size) all.resize(size, {NAN, NAN});
+  return reinterpret_cast<unsigned char*>(all.data());
 }
 
-std::vector<unsigned char> workspace_of(const LaunchPlan& plan) {
-  return std::vector<unsigned char>(static_cast<size_t>(plan.workspace), 0xff);
+EmulatedLauncher launcher_of() {
+  EmulatedLauncher launcher;
+  launcher.seed = seed += 1000;
+  return launcher;
 }
 
-void fill(Buffer& buffer, uint32_t seed, double mean, double std) {
-  std::mt19937 random(seed);
+void fill(Buffer& buffer, uint32_t number, double mean, double std) {
+  std::mt19937 random(number);
   std::normal_distribution<double> normal(mean, std);
   for (int64_t i = 0; i < buffer.count(); ++i) buffer.set(i, normal(random));
 }
@@ -152,139 +155,116 @@ void check_gradient(const Case& test, const Shape& shape, const Buffer& x, const
   });
 }
 
-void test_case(const Case& test, uint32_t seed) {
+void test_case(const Case& test) {
   const Shape& shape = test.shape;
-  const DeviceProperties device = small_device();
-  EmulatedLauncher launcher;
-  launcher.seed = seed;
-  const LaunchPlan plan = launch_plan(problem_of(test, 1, true), device, test.wish);
-  if (plan.strategy == Strategy::kAutomatic) return;  // the wish cannot be granted; test_launch_plan.cpp says when
-  const int64_t offset = test.offset * (test.dtype == BNEXPORT_FLOAT64 ? 8 : test.dtype == BNEXPORT_FLOAT32 ? 4 : 2);
-  Buffer x(test.dtype, shape.elements(), offset), dy(x), y(x), dx(x);
+  const LaunchPlan plan = plan_of(test);
+  EmulatedLauncher launcher = launcher_of();
+  Buffer x(test.dtype, shape.elements(), test.offset * bytes_of(test.dtype)), dy(x), y(x), dx(x);
   fill(x, seed, test.mean, 1);
   fill(dy, seed + 1, 0.25, 1);
-  if (test.in_place) {
-    std::memcpy(y.data(), x.data(),
-                static_cast<size_t>(shape.elements()) * (test.dtype == BNEXPORT_FLOAT64   ? 8
-                                                         : test.dtype == BNEXPORT_FLOAT32 ? 4
-                                                                                          : 2));
-  }
-  const Buffer x_before(x);
+  Buffer &result = test.in_place ? x : y, &gradient = test.in_place ? dy : dx;
+  const Buffer x_before(x), dy_before(dy);
   Layer layer(shape.C);
   auto p = common<bnexport_forward>(test);
   set_layer(p, layer);
-  p.x = test.in_place ? y.data() : x.data();
-  p.y = y.data();
-  auto workspace = workspace_of(plan);
-  run_forward(p, plan, workspace.data(), launcher);
-  CHECK(x.same_bits(x_before));
-  CHECK(y.guards_hold());
+  p.x = x.data();
+  p.y = result.data();
+  run_forward(p, plan, workspace_of(plan), launcher);
+  CHECK(launcher.launches == 2);
+  const Buffer output(result);
+  if (test.in_place) x = x_before;
+  CHECK(x.same_bits(x_before) && output.guards_hold());
 
-  const LaunchPlan backward_plan = launch_plan(problem_of(test, 2, true), device, test.wish);
   auto b = common<bnexport_backward>(test);
   set_layer(b, layer);
-  Buffer gradient(dy);
-  b.dy = test.in_place ? gradient.data() : dy.data();
+  b.dy = dy.data();
   b.x = x.data();
-  b.dx = test.in_place ? gradient.data() : dx.data();
-  const bool has_gradient = backward_plan.strategy != Strategy::kAutomatic;
-  workspace = workspace_of(backward_plan);
-  if (has_gradient) run_backward(b, backward_plan, workspace.data(), launcher);
-  const Buffer& result = test.in_place ? gradient : dx;
-  CHECK(result.guards_hold());
+  b.dx = gradient.data();
+  run_backward(b, plan, workspace_of(plan), launcher);
+  CHECK(launcher.launches == 4);
+  CHECK(x.same_bits(x_before) && gradient.guards_hold() && (test.in_place || dy.same_bits(dy_before)));
   for (int64_t c = 0; c < shape.C; ++c) {
     Reference r({shape}, test.layout, std::vector<Buffer>{x}, c);
-    check_forward(test, shape, x, y, layer, c, r);
-    if (!has_gradient) continue;
-    r.add_gradient(shape, test.layout, x, dy, static_cast<long double>(layer.saved_invstd[static_cast<size_t>(c)]), c);
-    check_gradient(test, shape, x, dy, result, layer, c, r, r);
+    check_forward(test, shape, x, output, layer, c, r);
+    r.add_gradient(shape, test.layout, x, dy_before,
+                   static_cast<long double>(layer.saved_invstd[static_cast<size_t>(c)]), c);
+    check_gradient(test, shape, x, dy_before, gradient, layer, c, r, r);
   }
 
   // Another order of threads and blocks, the same bits.
-  if (test.in_place) return;
+  const Buffer first(gradient);
   Buffer again(y);
   again.poison();
+  gradient.poison();
+  dy = dy_before;
   p.y = again.data();
-  workspace = workspace_of(plan);
-  run_forward(p, plan, workspace.data(), launcher);
-  CHECK(again.same_bits(y));
+  run_forward(p, plan, workspace_of(plan), launcher);
+  run_backward(b, plan, workspace_of(plan), launcher);
+  CHECK(again.same_bits(output) && gradient.same_bits(first));
 }
 
-const Wish kWishes[] = {{Strategy::kAutomatic, 0}, {Strategy::kSplit, 0},     {Strategy::kCluster, 0},
-                        {Strategy::kCluster, 1},   {Strategy::kCluster, 2},   {Strategy::kCluster, 4},
-                        {Strategy::kCluster, 16},  {Strategy::kPersistent, 0}};
-
-void test_shapes(bool all) {
-  const Shape shapes[] = {{1, 1, 1},     {2, 3, 1},   {65, 5, 1}, {3, 8, 2},   {2, 1, 49},    {5, 65, 49}, {7, 3, 64},
-                          {1, 3, 10000}, {2, 4, 16},  {4, 5, 15}, {33, 2, 17}, {1, 1, 8},     {40, 16, 9}, {3, 2, 4097},
-                          {2, 9, 900},   {9, 64, 36}, {6, 7, 31}, {1, 6, 31},  {2, 130, 100}, {1, 2, 3000}};
-  uint32_t index = 0;
+void test_shapes() {
+  const Shape shapes[] = {{1, 1, 1},    {2, 3, 1},   {65, 5, 1},  {3, 8, 2},   {2, 1, 49}, {5, 65, 49},
+                          {7, 3, 64},   {2, 4, 16},  {4, 5, 15},  {33, 2, 17}, {1, 1, 8},  {40, 16, 9},
+                          {3, 2, 4097}, {2, 9, 900}, {9, 64, 36}, {6, 7, 31},  {1, 6, 31}, {2, 130, 100}};
+  int index = 0;
   for (const Shape& shape : shapes) {
     for (int32_t dtype = 0; dtype < 4; ++dtype) {
       for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
-        for (const Wish& wish : kWishes) {
-          ++index;
-          const bool fused = wish.strategy != Strategy::kAutomatic && wish.strategy != Strategy::kSplit;
-          if (fused && dtype == BNEXPORT_FLOAT64) continue;
-          if (wish.strategy == Strategy::kCluster && layout == BNEXPORT_NSC) continue;
-          if (!all && (index * 2654435761u >> 16) % 4 != 0) continue;
-          Case test{shape, dtype, layout, wish};
-          test.in_place = index % 3 == 0;
-          test_case(test, index);
-          if (wish.strategy == Strategy::kSplit && index % 2 == 0) {  // data that no vector fits
-            test.offset = 1;
-            test_case(test, index);
-          }
-        }
+        Case test{shape, dtype, layout};
+        test.in_place = ++index % 3 == 0;
+        test_case(test);
+        test.offset = 1;  // data that no vector fits
+        if (index % 2 == 0) test_case(test);
       }
     }
   }
 }
 
-// One team with all of a multiprocessor's shared memory, where half of it holds no tile of that many rows.
-void test_one_team() {
-  uint32_t seed = 100;
-  for (const int32_t dtype : {BNEXPORT_FLOAT32, BNEXPORT_FLOAT16, BNEXPORT_BFLOAT16}) {
-    for (const Shape& shape : {Shape{3, 24, 1000}, Shape{2, 40, 750}, Shape{3, 16, 1100}}) {
-      const Case test{shape, dtype, BNEXPORT_NSC, {Strategy::kPersistent, 0}};
-      const int64_t tensors = shape.N * shape.S > 2000 ? 1 : 2;
-      const LaunchPlan plan = launch_plan(problem_of(test, tensors, true), small_device(), test.wish);
-      CHECK(plan.strategy == Strategy::kPersistent && plan.teams == 1 && plan.threads == kTeamThreads);
-      CHECK(plan.tiles == (shape.C / plan.width + 1) / 2);
-      test_case(test, ++seed);
-    }
-  }
-}
-
-// Means far from zero, where sums of squares would have nothing left.
-void test_large_means(bool all) {
-  for (const double mean : {1e4, -1e4, 300.0}) {
-    for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
-      for (const Wish& wish : kWishes) {
-        const bool fused = wish.strategy != Strategy::kAutomatic && wish.strategy != Strategy::kSplit;
-        if (wish.strategy == Strategy::kCluster && layout == BNEXPORT_NSC) continue;
-        if (!all && mean != 1e4) continue;
-        Case test{{4, 3, 900}, BNEXPORT_FLOAT32, layout, wish};
-        test.mean = mean;
-        test_case(test, 7);
-        test.dtype = BNEXPORT_FLOAT64;
-        if (!fused && std::fabs(mean) > 1000) test_case(test, 8);
+// Channels of many parts, a different number for each kind of vector; the last ones are shorter. With one channel, more
+// parts than a block has threads.
+void test_many_parts() {
+  for (int32_t dtype = 0; dtype < 4; ++dtype) {
+    for (const Shape& shape : {Shape{3, 2, 11111}, Shape{3, 16, 5600}}) {
+      for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
+        const Case test{shape, dtype, layout};
+        CHECK(plan_of(test).parts > 1);
+        test_case(test);
       }
     }
   }
 }
 
-// 16-bit values, whose means are taken without a shift, in rows that leave batches which are not full.
-void test_large_means_of_halves() {
-  for (const int32_t dtype : {BNEXPORT_FLOAT16, BNEXPORT_BFLOAT16}) {
-    for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
-      for (uint32_t seed = 0; seed < 10; ++seed) {
-        Case test{{7, 3, 49}, dtype, layout, {}};
-        test.mean = -1000;
-        test_case(test, seed);
-        test.wish.strategy = Strategy::kSplit;
-        test_case(test, seed);
-      }
+void test_more_parts_than_threads() {
+  for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
+    // As planned for 40 multiprocessors.
+    const Case test{layout == BNEXPORT_NCS ? Shape{1, 1, 300000} : Shape{160000, 2, 1}, BNEXPORT_FLOAT64, layout};
+    const LaunchPlan plan = launch_plan({test.shape.N, test.shape.C, test.shape.S, test.dtype, layout, true},
+                                        layout == BNEXPORT_NCS ? 40 : 160);
+    CHECK(plan.parts > 128);
+    EmulatedLauncher launcher = launcher_of();
+    Buffer x(test.dtype, test.shape.elements(), 0), y(x);
+    fill(x, 1, 3, 2);
+    Layer layer(test.shape.C);
+    auto p = common<bnexport_forward>(test);
+    set_layer(p, layer);
+    p.x = x.data();
+    p.y = y.data();
+    run_forward(p, plan, workspace_of(plan), launcher);
+    for (int64_t c = 0; c < test.shape.C; ++c) {
+      check_forward(test, test.shape, x, y, layer, c, Reference({test.shape}, layout, std::vector<Buffer>{x}, c));
+    }
+  }
+}
+
+// Means far from zero, where sums of squares would have nothing left; rows that leave batches which are not full.
+void test_large_means() {
+  for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
+    for (const double mean : {1e4, -1e4, 300.0}) {
+      for (const int32_t dtype : {BNEXPORT_FLOAT32, BNEXPORT_FLOAT64}) test_case({{4, 3, 900}, dtype, layout, mean});
+    }
+    for (const int32_t dtype : {BNEXPORT_FLOAT16, BNEXPORT_BFLOAT16}) {
+      for (int i = 0; i < 5; ++i) test_case({{7, 3, 49}, dtype, layout, -1000});
     }
   }
 }
@@ -292,29 +272,26 @@ void test_large_means_of_halves() {
 // Values whose squares leave the range of float32 and one value far from all others.
 void test_extremes() {
   for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
-    for (const Wish& wish : kWishes) {
-      if (wish.strategy == Strategy::kCluster && layout == BNEXPORT_NSC) continue;
+    for (const Shape& shape : {Shape{3, 4, 700}, Shape{3, 3, 700}}) {
       for (const double scale : {1e25, 1e-25, 0.0}) {
-        Case test{{3, 4, 700}, BNEXPORT_FLOAT32, layout, wish};
-        const LaunchPlan plan = launch_plan(problem_of(test, 1, true), small_device(), wish);
-        if (plan.strategy == Strategy::kAutomatic) continue;
-        Buffer x(test.dtype, test.shape.elements(), 0), y(x);
+        const Case test{shape, BNEXPORT_FLOAT32, layout};
+        const LaunchPlan plan = plan_of(test);
+        Buffer x(test.dtype, shape.elements(), 0), y(x);
         fill(x, 3, scale, scale);
         if (scale == 0) {  // the first value of a channel is an outlier, and a bad pivot
           fill(x, 3, 1, 1e-2);
-          for (int64_t c = 0; c < test.shape.C; ++c) x.set(test.shape.at(layout, 0, c, 0), -1000);
+          for (int64_t c = 0; c < shape.C; ++c) x.set(shape.at(layout, 0, c, 0), -1000);
         }
-        Layer layer(test.shape.C);
+        Layer layer(shape.C);
         auto p = common<bnexport_forward>(test);
         set_layer(p, layer);
         p.eps = 0;
         p.x = x.data();
         p.y = y.data();
-        auto workspace = workspace_of(plan);
-        EmulatedLauncher launcher;
-        run_forward(p, plan, workspace.data(), launcher);
-        for (int64_t c = 0; c < test.shape.C; ++c) {
-          const Reference r({test.shape}, layout, std::vector<Buffer>{x}, c);
+        EmulatedLauncher launcher = launcher_of();
+        run_forward(p, plan, workspace_of(plan), launcher);
+        for (int64_t c = 0; c < shape.C; ++c) {
+          const Reference r({shape}, layout, std::vector<Buffer>{x}, c);
           const auto invstd = static_cast<double>(1 / std::sqrt(r.variance));
           CHECK_NEAR(layer.saved_invstd[static_cast<size_t>(c)] / invstd, 1, 32 * 0x1p-24);
           CHECK_NEAR(layer.saved_mean[static_cast<size_t>(c)] * invstd, static_cast<double>(r.mean) * invstd,
@@ -325,50 +302,25 @@ void test_extremes() {
   }
 }
 
-// Bytes of tensors that kernels move for each byte of one tensor: what a design for memory speed is about.
-double traffic(const Case& test, bool backward) {
-  const int64_t tensors = backward ? 2 : 1;
-  const LaunchPlan plan = launch_plan(problem_of(test, tensors, true), small_device(), test.wish);
-  CHECK(plan.strategy == test.wish.strategy);
-  Buffer x(test.dtype, test.shape.elements(), 0), y(x), dy(x);
-  fill(x, 1, 0.5, 1);
-  fill(dy, 2, 0, 1);
-  Layer layer(test.shape.C);
-  layer.saved_mean.assign(layer.saved_mean.size(), 0.5);
-  layer.saved_invstd.assign(layer.saved_invstd.size(), 1.0);
-  auto workspace = workspace_of(plan);
-  EmulatedLauncher launcher;
-  emulator::traffic = 0;
-  if (backward) {
-    auto p = common<bnexport_backward>(test);
-    set_layer(p, layer);
-    p.x = x.data();
-    p.dy = dy.data();
-    p.dx = y.data();
-    run_backward(p, plan, workspace.data(), launcher);
-  } else {
+// NaN stays in its channel.
+void test_nan() {
+  for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
+    const Case test{{4, 8, 900}, BNEXPORT_FLOAT16, layout};
+    const LaunchPlan plan = plan_of(test);
+    Buffer x(test.dtype, test.shape.elements(), 0), y(x);
+    fill(x, 3, 1, 1);
+    x.set(test.shape.at(layout, 1, 2, 5), NAN);
+    Layer layer(test.shape.C);
     auto p = common<bnexport_forward>(test);
     set_layer(p, layer);
     p.x = x.data();
     p.y = y.data();
-    run_forward(p, plan, workspace.data(), launcher);
-  }
-  const auto moved = static_cast<double>(emulator::traffic);
-  emulator::traffic = -1;
-  return moved / static_cast<double>(2 * test.shape.elements());
-}
-
-void test_traffic() {
-  for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
-    const Shape shape{2, 128, 160};
-    const Case once{
-        shape, BNEXPORT_FLOAT16, layout, {layout == BNEXPORT_NCS ? Strategy::kCluster : Strategy::kPersistent, 0}};
-    const Case twice{shape, BNEXPORT_FLOAT16, layout, {Strategy::kSplit, 0}};
-    // Tensors need not start at a sector.
-    CHECK_NEAR(traffic(once, false), 2, 0.01);
-    CHECK_NEAR(traffic(twice, false), 3, 0.01);
-    CHECK_NEAR(traffic(once, true), 3, 0.01);
-    CHECK_NEAR(traffic(twice, true), 5, 0.01);
+    EmulatedLauncher launcher = launcher_of();
+    run_forward(p, plan, workspace_of(plan), launcher);
+    for (int64_t c = 0; c < test.shape.C; ++c) {
+      CHECK(std::isnan(layer.saved_mean[static_cast<size_t>(c)]) == (c == 2));
+      test.shape.each(layout, c, [&](int64_t i) { CHECK(std::isnan(y.get(i)) == (c == 2)); });
+    }
   }
 }
 
@@ -379,9 +331,8 @@ void test_group() {
     const int64_t C = 10, G = 3, width = 2 * C + 1;
     std::vector<Buffer> xs, dys;
     std::vector<double> rows(static_cast<size_t>(G * width), NAN), gradient_rows(rows);
-    EmulatedLauncher launcher;
-    const DeviceProperties device = small_device();
-    const auto test_of = [&](size_t r) { return Case{shapes[r], BNEXPORT_FLOAT32, layout, {}}; };
+    EmulatedLauncher launcher = launcher_of();
+    const auto test_of = [&](size_t r) { return Case{shapes[r], BNEXPORT_FLOAT32, layout}; };
     for (size_t r = 0; r < shapes.size(); ++r) {
       xs.emplace_back(BNEXPORT_FLOAT32, shapes[r].elements(), 0);
       dys.emplace_back(BNEXPORT_FLOAT32, shapes[r].elements(), 0);
@@ -389,9 +340,8 @@ void test_group() {
       fill(dys[r], static_cast<uint32_t>(r + 9), 0, 1);
       auto p = common<bnexport_forward>(test_of(r));
       p.x = xs[r].data();
-      const LaunchPlan plan = launch_plan(problem_of(test_of(r), 1, false), device);
-      auto workspace = workspace_of(plan);
-      run_moments(p, plan, workspace.data(), rows.data() + static_cast<int64_t>(r) * width, launcher);
+      const LaunchPlan plan = plan_of(test_of(r));
+      run_moments(p, plan, workspace_of(plan), rows.data() + static_cast<int64_t>(r) * width, launcher);
     }
     std::vector<Layer> layers(shapes.size(), Layer(C));
     for (size_t r = 0; r < shapes.size(); ++r) {
@@ -402,9 +352,8 @@ void test_group() {
       p.y = y.data();
       p.group_size = G;
       p.gathered = rows.data();
-      const LaunchPlan plan = launch_plan(problem_of(test_of(r), 1, false), device);
-      auto workspace = workspace_of(plan);
-      run_forward(p, plan, workspace.data(), launcher);
+      const LaunchPlan plan = plan_of(test_of(r));
+      run_forward(p, plan, workspace_of(plan), launcher);
       for (int64_t c = 0; c < C; ++c) {
         check_forward(test_of(r), shapes[r], xs[r], y, layers[r], c, Reference(shapes, layout, xs, c));
       }
@@ -413,9 +362,9 @@ void test_group() {
       set_layer(b, layers[r]);
       b.dy = dys[r].data();
       b.x = xs[r].data();
-      const LaunchPlan sums = launch_plan(problem_of(test_of(r), 2, false), device);
-      workspace = workspace_of(sums);
-      run_backward_moments(b, sums, workspace.data(), gradient_rows.data() + static_cast<int64_t>(r) * width, launcher);
+      const LaunchPlan sums = plan_of(test_of(r));
+      run_backward_moments(b, sums, workspace_of(sums), gradient_rows.data() + static_cast<int64_t>(r) * width,
+                           launcher);
     }
     for (size_t r = 0; r < shapes.size(); ++r) {
       Buffer dx(BNEXPORT_FLOAT32, shapes[r].elements(), 0);
@@ -427,9 +376,8 @@ void test_group() {
       b.group_size = G;
       b.gathered = gradient_rows.data();
       b.local_moments = gradient_rows.data() + static_cast<int64_t>(r) * width;
-      const LaunchPlan plan = launch_plan(problem_of(test_of(r), 2, false), device);
-      auto workspace = workspace_of(plan);
-      run_backward(b, plan, workspace.data(), launcher);
+      const LaunchPlan plan = plan_of(test_of(r));
+      run_backward(b, plan, workspace_of(plan), launcher);
       for (int64_t c = 0; c < C; ++c) {
         Reference group(shapes, layout, xs, c), local(group);
         const auto invstd = static_cast<long double>(layers[r].saved_invstd[static_cast<size_t>(c)]);
@@ -446,7 +394,7 @@ void test_group() {
 // Inference, its gradient (which does not read x), and absent parameters.
 void test_fixed_statistics() {
   for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
-    Case test{{3, 9, 49}, BNEXPORT_FLOAT16, layout, {}};
+    Case test{{3, 9, 49}, BNEXPORT_FLOAT16, layout};
     Buffer x(test.dtype, test.shape.elements(), 0), y(x), dy(x), dx(x);
     fill(x, 1, 1, 1);
     fill(dy, 2, 0, 1);
@@ -457,10 +405,9 @@ void test_fixed_statistics() {
     p.training = 0;
     p.x = x.data();
     p.y = y.data();
-    EmulatedLauncher launcher;
-    const LaunchPlan plan = launch_plan(problem_of(test, 1, false), small_device());
-    auto workspace = workspace_of(plan);
-    run_forward(p, plan, workspace.data(), launcher);
+    EmulatedLauncher launcher = launcher_of();
+    const LaunchPlan plan = plan_of(test);
+    run_forward(p, plan, workspace_of(plan), launcher);
     auto b = common<bnexport_backward>(test);
     set_layer(b, layer);
     Buffer infinite(x);
@@ -470,9 +417,7 @@ void test_fixed_statistics() {
     b.x = infinite.data();
     b.dx = dx.data();
     b.dweight = b.dbias = nullptr;
-    const LaunchPlan backward_plan = launch_plan(problem_of(test, 2, false), small_device());
-    workspace = workspace_of(backward_plan);
-    run_backward(b, backward_plan, workspace.data(), launcher);
+    run_backward(b, plan, workspace_of(plan), launcher);
     for (int64_t c = 0; c < test.shape.C; ++c) {
       const double invstd = 1 / std::sqrt(2 + kEps), weight = layer.weight[static_cast<size_t>(c)];
       CHECK(layer.new_mean[static_cast<size_t>(c)] == 1 && layer.new_var[static_cast<size_t>(c)] == 2);
@@ -488,24 +433,21 @@ void test_fixed_statistics() {
 void test_empty() {
   for (const Shape& shape : {Shape{0, 5, 49}, Shape{3, 5, 0}, Shape{3, 0, 7}}) {
     for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
-      const Case test{shape, BNEXPORT_FLOAT32, layout, {}};
+      const Case test{shape, BNEXPORT_FLOAT32, layout};
       Layer layer(shape.C);
       auto p = common<bnexport_forward>(test);
       set_layer(p, layer);
-      EmulatedLauncher launcher;
-      const LaunchPlan plan = launch_plan(problem_of(test, 1, true), small_device());
-      auto workspace = workspace_of(plan);
-      run_forward(p, plan, workspace.data(), launcher);
+      EmulatedLauncher launcher = launcher_of();
+      const LaunchPlan plan = plan_of(test);
+      run_forward(p, plan, workspace_of(plan), launcher);
       for (size_t c = 0; c < static_cast<size_t>(shape.C); ++c) CHECK(layer.new_mean[c] == 1 && layer.new_var[c] == 2);
       std::vector<double> row(static_cast<size_t>(2 * shape.C + 1), NAN);
-      run_moments(p, plan, workspace.data(), row.data(), launcher);
+      run_moments(p, plan, workspace_of(plan), row.data(), launcher);
       CHECK(row[0] == static_cast<double>(shape.N * shape.S));
       for (size_t i = 1; i < row.size(); ++i) CHECK(row[i] == 0);
       auto b = common<bnexport_backward>(test);
       set_layer(b, layer);
-      const LaunchPlan backward_plan = launch_plan(problem_of(test, 2, true), small_device());
-      auto backward_workspace = workspace_of(backward_plan);
-      run_backward(b, backward_plan, backward_workspace.data(), launcher);
+      run_backward(b, plan, workspace_of(plan), launcher);
       for (size_t c = 0; c < static_cast<size_t>(shape.C); ++c) CHECK(layer.dweight[c] == 0 && layer.dbias[c] == 0);
     }
   }
@@ -513,18 +455,21 @@ void test_empty() {
 
 }  // namespace
 
-int main() {
-  const char* cases = std::getenv("BNEXPORT_CUDA_CASES");
-  const bool all = cases != nullptr && std::string(cases) == "all";
-  test_empty();
-  test_fixed_statistics();
-  test_group();
-  test_traffic();
-  test_extremes();
-  test_large_means(all);
-  test_large_means_of_halves();
-  test_one_team();
-  test_shapes(all);
+int main(int count, char** arguments) {
+  const int seeds = count > 1 ? std::atoi(arguments[1]) : 1;
+  for (int i = 0; i < seeds; ++i) {
+    test_empty();
+    test_fixed_statistics();
+    test_group();
+    test_extremes();
+    test_nan();
+    test_large_means();
+    test_many_parts();
+    test_more_parts_than_threads();
+    test_shapes();
+  }
+  const unsigned char* const tickets = workspace_of({});
+  CHECK(std::all_of(tickets, tickets + kTicketBytes, [](unsigned char byte) { return byte == 0; }));
   std::printf("cuda kernels on the host: ok\n");
   return 0;
 }

@@ -4,7 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#define BNEXPORT_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
+#define BNEXPORT_KERNEL(blocks) __global__ void __launch_bounds__(kThreads, blocks)
 #define BNEXPORT_DEVICE __device__ __forceinline__
 // Arguments stay in constant memory: a reference to them makes no copy.
 #define BNEXPORT_ARGUMENTS const __grid_constant__
@@ -12,7 +12,6 @@
 namespace bnexport::cuda {
 
 BNEXPORT_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
-BNEXPORT_DEVICE int thread_count() { return static_cast<int>(blockDim.x); }
 BNEXPORT_DEVICE int block_index() { return static_cast<int>(blockIdx.x); }
 BNEXPORT_DEVICE int block_count() { return static_cast<int>(gridDim.x); }
 
@@ -41,43 +40,6 @@ BNEXPORT_DEVICE Value shuffle_down(const Value& value, int distance) {
   return bits.value;
 }
 
-// Clusters exist from sm_90 on; before, and in a launch without one, a block is a cluster of its own.
-BNEXPORT_DEVICE int cluster_size() {
-#if __CUDA_ARCH__ >= 900
-  return static_cast<int>(__clusterSizeInBlocks());
-#else
-  return 1;
-#endif
-}
-BNEXPORT_DEVICE int cluster_rank() {
-#if __CUDA_ARCH__ >= 900
-  return static_cast<int>(__clusterRelativeBlockRank());
-#else
-  return 0;
-#endif
-}
-// Arrive releases what this thread wrote to shared memory anywhere in the cluster; wait acquires.
-BNEXPORT_DEVICE void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-  __cluster_barrier_arrive();
-#endif
-}
-BNEXPORT_DEVICE void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-  __cluster_barrier_wait();
-#endif
-}
-// The same place in the shared memory of another block of the cluster.
-template <class Value>
-BNEXPORT_DEVICE Value* in_block(Value* shared, int rank) {
-#if __CUDA_ARCH__ >= 900
-  return static_cast<Value*>(__cluster_map_shared_rank(shared, static_cast<unsigned>(rank)));
-#else
-  (void)rank;
-  return shared;
-#endif
-}
-
 // Global memory. Kernels may write to what they read (y == x), so loads do not go the read-only way;
 // nothing is read twice from one multiprocessor's first level, so they leave it out.
 template <Reuse reuse>
@@ -90,43 +52,40 @@ template <Reuse reuse, class Storage>
 BNEXPORT_DEVICE Storage load_element(const Storage* from) {
   return reuse == Reuse::kNever ? __ldcs(from) : __ldcg(from);
 }
-// `stream`: nobody reads it soon, and it should be the first to leave L2.
-BNEXPORT_DEVICE void store_words(void* to, const Words& value, bool stream) {
-  const uint4 v = make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]);
-  if (stream) {
-    __stcs(static_cast<uint4*>(to), v);
-  } else {
-    __stcg(static_cast<uint4*>(to), v);
-  }
+// What is stored is the first to leave L2: what the second pass still has to read shall stay.
+BNEXPORT_DEVICE void store_words(void* to, const Words& value) {
+  __stcs(static_cast<uint4*>(to), make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]));
 }
 template <class Storage>
-BNEXPORT_DEVICE void store_element(Storage* to, Storage value, bool stream) {
-  if (stream) {
-    __stcs(to, value);
-  } else {
-    __stcg(to, value);
-  }
+BNEXPORT_DEVICE void store_element(Storage* to, Storage value) {
+  __stcs(to, value);
 }
-// Starts to bring a line near; a null pointer is allowed.
-BNEXPORT_DEVICE void prefetch(const void* at) {
-  if (at != nullptr) asm volatile("prefetch.global.L1 [%0];" ::"l"(at));
-}
-BNEXPORT_DEVICE double load_shared_between_blocks(const double* from) { return __ldcg(from); }
 
-// A count of arrivals in global memory. signal makes this thread's earlier writes visible to whoever
-// sees the count in await.
-BNEXPORT_DEVICE void signal(uint32_t* counter) {
-  __threadfence();
-  atomicAdd(counter, 1u);
+// Values that threads of a block exchange through shared memory.
+template <class Value>
+BNEXPORT_DEVICE void put(Value* slot, const Value& value) {
+  *slot = value;
 }
-BNEXPORT_DEVICE void await(const uint32_t* counter, uint32_t count) {
-  const volatile uint32_t* seen = counter;
-  while (*seen < count) {
-#if __CUDA_ARCH__ >= 700
-    __nanosleep(20);
-#endif
-  }
+template <class Value>
+BNEXPORT_DEVICE Value get(const Value* slot) {
+  return *slot;
+}
+
+// Values that blocks exchange through global memory. The first level of caches is not coherent.
+BNEXPORT_DEVICE void publish(Pair* to, const Pair& value) {
+  __stcg(reinterpret_cast<double2*>(to), make_double2(value.first, value.second));
+}
+BNEXPORT_DEVICE Pair read_published(const Pair* from) {
+  const double2 found = __ldcg(reinterpret_cast<const double2*>(from));
+  return {found.x, found.y};
+}
+// Whether this thread is the last of `count` that take a ticket; the counter is 0 again then. What the others' threads,
+// and those that they had synchronised with, published before is visible to it.
+BNEXPORT_DEVICE bool take_ticket(uint32_t* counter, uint32_t count) {
   __threadfence();
+  const bool is_last = atomicInc(counter, count - 1) == count - 1;
+  __threadfence();
+  return is_last;
 }
 
 BNEXPORT_DEVICE int count_bits(uint32_t bits) { return __popc(bits); }

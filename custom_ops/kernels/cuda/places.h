@@ -1,0 +1,167 @@
+// A block's place in a tensor: a part of a tile of channels, and its values as batches of vectors.
+//
+//   RowPlace      NCS: one channel, a part of its slab
+//   ColumnPlace   NSC, and NCS with one pixel: a matrix of N * S rows and C columns, one channel each. A block is `lanes`
+//                 threads wide and kThreads / lanes high; a thread takes one vector of columns
+//
+// A thread takes kBatch vectors at a time, so that kBatch independent 16-byte loads are in flight per thread and a
+// warp's accesses are consecutive. A thread has values of kChannels channels, element k of a vector of channel
+// k % kChannels; threads a multiple of `lanes` apart have the same channels.
+#pragma once
+
+#include "channels.h"
+#include "elements.h"
+
+namespace bnexport::cuda {
+
+constexpr int kBatch = 4;
+
+// `full`: all vectors lie in the part and are whole.
+template <class E, bool full>
+struct Batch {
+  static constexpr bool kFull = full;
+  int64_t offset[kBatch];
+  uint32_t mask = 0;  // of vector i, from bit i * width on
+
+  // unit(i): offset and mask of vector i.
+  template <class UnitOf>
+  BNEXPORT_DEVICE explicit Batch(const UnitOf& unit_of) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const Unit unit = unit_of(i);
+      offset[i] = unit.offset;
+      mask |= (full ? E::kAll : unit.mask) << (i * E::kWidth);
+    }
+  }
+  BNEXPORT_DEVICE uint32_t mask_of(int i) const { return full ? E::kAll : mask >> (i * E::kWidth) & E::kAll; }
+  BNEXPORT_DEVICE bool has(int i, int k) const { return full || (mask >> (i * E::kWidth + k) & 1) != 0; }
+
+  template <Reuse reuse>
+  BNEXPORT_DEVICE void load(const void* tensor, typename E::Raw (&raw)[kBatch]) const {
+    const auto* data = static_cast<const typename E::Storage*>(tensor);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) raw[i] = E::template load<reuse>(data + offset[i], mask_of(i));
+  }
+  // value(i, k) for element k of vector i.
+  template <class Value>
+  BNEXPORT_DEVICE void store(void* tensor, const Value& value) const {
+    auto* data = static_cast<typename E::Storage*>(tensor);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      typename E::Compute values[E::kWidth];
+#pragma unroll
+      for (int k = 0; k < E::kWidth; ++k) values[k] = value(i, k);
+      E::store(data + offset[i], E::pack(values), mask_of(i));
+    }
+  }
+};
+
+template <class Compute>
+BNEXPORT_DEVICE Compute median(Compute a, Compute b, Compute c) {
+  const Compute low = a < b ? a : b, high = a < b ? b : a;
+  return c < low ? low : c > high ? high : c;
+}
+
+template <class Vector>
+struct RowPlace {
+  using E = Vector;
+  static constexpr int kChannels = 1, kForwardBlocks = 4, kBackwardBlocks = 3;  // on a multiprocessor
+  const Rows& rows;
+  const int64_t channel;
+  const int part, tile, lanes = 1;
+  const bool inside = true;
+  const Range range;
+
+  template <class Args>
+  BNEXPORT_DEVICE RowPlace(const Args& args, int block)
+      : rows(args.rows),
+        channel(block / args.parts),
+        part(block % args.parts),
+        tile(block / args.parts),
+        range(part_of_slab(args.rows, channel, part, args.part_length)) {}
+
+  template <bool full, class Body>
+  BNEXPORT_DEVICE void batch(uint32_t index, const Body& body) const {
+    body(Batch<E, full>([&](int i) {
+      return unit_of_slab<E::kWidth, E::kWhole>(rows, range, index + static_cast<uint32_t>(i * kThreads));
+    }));
+  }
+  // Calls body(batch) for all batches of a thread. Full ones have a body of their own, without a mask.
+  template <class Body>
+  BNEXPORT_DEVICE void each(const Body& body) const {
+    constexpr uint32_t kTile = kBatch * kThreads;
+    uint32_t index = range.begin + static_cast<uint32_t>(thread_index());
+    if constexpr (E::kWhole) {
+      for (; index + kTile - kThreads < range.end; index += kTile) batch<true>(index, body);
+    }
+    for (; index < range.end; index += kTile) batch<false>(index, body);
+  }
+  // Where the part's first value lies, nearly: a row's first.
+  BNEXPORT_DEVICE int64_t start() const { return range.origin; }
+  // Any value near the mean will do, and one of three may be far off.
+  BNEXPORT_DEVICE void shift(const typename E::Storage* x, typename E::Compute (&to)[1]) const {
+    const auto* row = x + range.origin;
+    to[0] = median(E::load_one(row), E::load_one(row + rows.S / 2), E::load_one(row + rows.S - 1));
+  }
+  template <class Args>
+  static BNEXPORT_DEVICE int64_t count(const Args& args, int64_t c, int part) {
+    return values_before<E::kWidth>(args.rows, c, (part + 1) * args.part_length) -
+           values_before<E::kWidth>(args.rows, c, part * args.part_length);
+  }
+  template <class Args>
+  static BNEXPORT_DEVICE Pair* partial(const Args& args, int64_t c, int part) {
+    return args.partials + c * args.parts + part;
+  }
+};
+
+template <class Vector>
+struct ColumnPlace {
+  using E = Vector;
+  static constexpr int kChannels = E::kWidth, kForwardBlocks = 2, kBackwardBlocks = 2;
+  const int64_t C;
+  const int lanes, part, tile;
+  const int64_t channel;
+  const bool inside;
+  const int64_t first, end;  // rows of the part
+
+  template <class Args>
+  BNEXPORT_DEVICE ColumnPlace(const Args& args, int block)
+      : C(args.params.C),
+        lanes(args.lanes),
+        part(block / args.tiles),
+        tile(block % args.tiles),
+        channel((int64_t{tile} * lanes + thread_index() % lanes) * kChannels),
+        inside(channel < C),
+        first(part * args.part_length),
+        end(first + count(args, 0, part)) {}
+
+  template <class Body>
+  BNEXPORT_DEVICE void each(const Body& body) const {
+    const int64_t step = kThreads / lanes;
+    int64_t row = inside ? first + thread_index() / lanes : end;
+    const auto unit_of = [&](int i) {
+      const int64_t r = row + i * step;
+      return Unit{r * C + channel, r < end ? E::kAll : 0};
+    };
+    for (; row + (kBatch - 1) * step < end; row += kBatch * step) body(Batch<E, true>(unit_of));
+    for (; row < end; row += kBatch * step) body(Batch<E, false>(unit_of));
+  }
+  BNEXPORT_DEVICE int64_t start() const { return first * C + channel; }
+  BNEXPORT_DEVICE void shift(const typename E::Storage* x, typename E::Compute (&to)[kChannels]) const {
+    const auto row = [&](int64_t r) { return E::template load_if<Reuse::kSoon>(x + r * C + channel, inside); };
+    const auto a = row(first), b = row((first + end) / 2), c = row(end - 1);
+#pragma unroll
+    for (int k = 0; k < kChannels; ++k) to[k] = median(E::get(a, k), E::get(b, k), E::get(c, k));
+  }
+  template <class Args>
+  static BNEXPORT_DEVICE int64_t count(const Args& args, int64_t, int part) {
+    const int64_t left = args.params.N * args.params.S - part * args.part_length;
+    return left < args.part_length ? left : args.part_length;
+  }
+  template <class Args>
+  static BNEXPORT_DEVICE Pair* partial(const Args& args, int64_t c, int part) {
+    return args.partials + part * args.params.C + c;
+  }
+};
+
+}  // namespace bnexport::cuda
