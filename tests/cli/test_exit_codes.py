@@ -10,6 +10,7 @@ import onnx
 import pytest
 
 from bnexport.cli import main
+from bnexport.errors import GroupError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "command_line.md"
 Usage = collections.namedtuple("Usage", "total used free")
@@ -45,6 +46,13 @@ def closed_pipe(monkeypatch):
     monkeypatch.setattr("bnexport.cli.application._abandon", lambda _: None)
 
 
+def lost_group(monkeypatch):
+    def meet(*_, **__):
+        raise GroupError("a member did not come")
+
+    monkeypatch.setattr("bnexport.folding.inspect", meet)
+
+
 EXPORT = ["export", "tests.cli.conftest:tiny", "new.onnx", "-i", "x:2,1,8,8"]
 # (code, arguments, what is broken)
 CASES = [
@@ -63,6 +71,7 @@ CASES = [
     (4, ["fold", "kept.onnx", "new.onnx"], full_disk),
     (4, EXPORT, full_disk),
     (4, EXPORT, no_torch),
+    (4, ["inspect", "kept.onnx"], lost_group),
     (5, ["verify", "secret.onnx", "other_secret.onnx"], None),
     (0, ["verify", "secret.onnx", "other_secret.onnx", "--allow-not-verified"], None),
     (70, ["inspect", "kept.onnx"], broken),

@@ -27,6 +27,7 @@ import os
 import random
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -113,8 +114,8 @@ class Process:
 
 class _Server:
     def __init__(self) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="warm")
-        self.address = str(Path(self.folder.name) / "socket")
+        folder = Path(tempfile.mkdtemp(prefix="warm"))  # the server removes it, since a killed test process cannot
+        self.address = str(folder / "socket")
         # Its standard input is a pipe of ours: with us it ends, however we end.
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), "--serve", self.address],
@@ -125,13 +126,12 @@ class _Server:
         )
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"ready\n", "the server of warm processes did not start"
-        _write_stand_in(Path(self.folder.name) / "python", self.address, [])
+        _write_stand_in(folder / "python", self.address, [])
 
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
-        self.folder.cleanup()
 
 
 _server: _Server | None = None
@@ -301,6 +301,7 @@ def _serve(path: str) -> dict[str, Any]:
             if key.fd == 0:
                 for pid, _ in programs.values():
                     os.kill(pid, signal.SIGKILL)
+                shutil.rmtree(Path(path).parent)
                 os._exit(0)
             if key.fd in programs:
                 pid, connection = programs.pop(key.fd)
