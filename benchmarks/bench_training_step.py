@@ -239,6 +239,7 @@ def export(network: str, arrays: tuple[np.ndarray, np.ndarray], folder: Path, bu
             torch.nn.functional.cross_entropy,
             tensors,
             folder / f"{name}.onnx",
+            overwrite=True,
             optimizer="adamw",
             optimizer_options={"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY},
             standard_ops_only=standard,

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 DOMAIN = "mmcv"
 TRAINING_DOMAIN = "bnexport"  # the operators of training steps: training/building/contract.py
+# Key of the metadata of a training step's graph.
+TRAINING_METADATA = "bnexport.training"
 VERSION = 1
 # Old exports wrote the node into the default domain; the library serves both.
 ACCEPTED_DOMAINS = ("mmcv", "")

@@ -111,7 +111,7 @@ def train_onnxruntime(task: Task, seed: int, path: Path) -> Run:
         seconds += time.perf_counter() - begin
     predicted = session.evaluate((task.digits.test_images, task.digits.test_labels)).outputs["output"].argmax(1)
     accuracy = float((predicted == task.digits.test_labels).mean())
-    session.export_inference(path.with_name(f"{path.stem}_trained.onnx"))
+    session.export_inference(path.with_name(f"{path.stem}_trained.onnx"), overwrite=True)
     return Run(task.name, "onnxruntime", seed, accuracy, seconds / task.steps * 1e3, losses)
 
 
@@ -127,6 +127,7 @@ def compare(task: Task, seeds: int, folder: Path) -> tuple[list[Run], dict[str, 
         path,
         optimizer=task.optimizer,  # type: ignore[arg-type]
         optimizer_options=task.options,
+        overwrite=True,
     )
     console.print(
         f"{task.name}: step exported in {time.perf_counter() - begin:.0f} s, verified: {result.verification.passed}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -96,9 +97,11 @@ def train_export(
     """Exports a training step of a torch module. Forward, loss, gradients and optimizer become one graph."""
     from bnexport.cli.factory import build, calm, check_reference, explained, load_weights
     from bnexport.cli.inputs import chosen_dimensions, example_inputs, parse
+    from bnexport.training.running import files
 
     check_targets(OUT=target, json=json_target)
-    check_new(target, overwrite)
+    for path in dataclasses.astuple(files.paths(target)):
+        check_new(path, overwrite)
     choices.check_onnx_suffix(target, "OUT")
     choices.check_choice("--optimizer", optimizer, choices.OPTIMIZERS)
     arguments, settings = parse(inputs), _parse_options(options or [])
@@ -147,6 +150,7 @@ def train_export(
                 dynamic=chosen,
                 verify=verify,
                 input_names=[*names, "target"],
+                overwrite=overwrite,
             )
     saved = result.saved_activations
     rows = [

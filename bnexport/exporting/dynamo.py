@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from onnxscript import opset18 as op
@@ -99,6 +100,8 @@ def trace(wrapper: Traced, dimensions: Dimensions, *, opset: int = MINIMUM_OPSET
                 verbose=False,
             )
     assert onnx_program is not None
+    write_doubles(onnx_program)
+    write_doubles(onnx_program)
     _write_constant_sizes(onnx_program.model.graph)
     return TracedGraph(onnx_program.model, left, conditions=conditions, limits=limits_of(program, left))
 
@@ -235,6 +238,46 @@ def write_floor_divisions(program: torch.export.ExportedProgram) -> None:
             multiple.meta["val"] = values[0] - rest.meta["val"]
         node.args = (multiple, node.args[1])
     program.graph_module.recompile()
+
+
+def write_doubles(exported: torch.onnx.ONNXProgram) -> None:
+    """Write numbers of float64 arithmetic in float64: torch.onnx writes most as a float32 that is cast.
+
+    The file holds the rounded number, the recorded program the number itself.
+    """
+    assert exported.exported_program is not None
+    numbers = _numbers(exported.exported_program.graph_module)
+    for node in list(exported.model.graph.all_nodes()):
+        value = (
+            node.inputs[0]
+            if node.op_type in {"Cast", "CastLike"} and _result_type(node) == ir.DataType.DOUBLE
+            else None
+        )
+        tensor = None if value is None else ir.convenience.get_const_tensor(value)
+        if tensor is None or tensor.dtype != ir.DataType.FLOAT or tensor.size != 1:
+            continue
+        number = numbers.get(float(tensor.numpy().item()))
+        if number is not None and value is not None and value.producer() is not None:
+            exact = ir.node("Constant", [], attributes={"value": ir.tensor(np.full(tensor.numpy().shape, number))})
+            node.prepend(exact)
+            node.replace_input_with(0, exact.outputs[0])
+
+
+def _result_type(cast: ir.Node) -> ir.DataType | None:
+    if cast.op_type == "CastLike":
+        return None if cast.inputs[1] is None else cast.inputs[1].dtype
+    return ir.DataType(cast.attributes["to"].as_int())
+
+
+def _numbers(module: torch.fx.GraphModule) -> dict[float, float]:
+    """Return the numbers of a program by what they are in float32, where that tells them apart."""
+    graphs = [each.graph for each in module.modules() if isinstance(each, torch.fx.GraphModule)]
+    leaves = [torch_versions.pytree.tree_leaves((node.args, node.kwargs)) for graph in graphs for node in graph.nodes]
+    numbers: dict[float, set[float]] = {}
+    for value in (leaf for each in leaves for leaf in each if isinstance(leaf, float)):
+        with np.errstate(over="ignore"):
+            numbers.setdefault(float(np.float32(value)), set()).add(value)
+    return {rounded: next(iter(found)) for rounded, found in numbers.items() if len(found) == 1}
 
 
 def _least(size: int | torch.SymInt) -> Any:

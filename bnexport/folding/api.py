@@ -13,7 +13,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from bnexport import extras
+from bnexport import extras, schema
+from bnexport.errors import UnsupportedModelError
 from bnexport.folding.certifying import certify
 from bnexport.folding.context import Leftover, Options, check_leftover
 from bnexport.folding.reporting.counts import Counts, count
@@ -208,6 +209,11 @@ def _fold(
 ) -> tuple[_Transformed, Staged | None]:
     """Fold and stage the file. Raise Refused if a weight is found not to fit its type only while it is written."""
     opened = open_model()
+    if schema.TRAINING_METADATA in opened.model.metadata_props:
+        raise UnsupportedModelError(
+            f"{opened.path or 'model'}: it is a training step, no inference model;"
+            " TrainingSession(...).export_inference(path) writes a folded one"
+        )
     check_selection(opened.model, only=options.only or (), skip=options.skip)
     before = count(opened.model)
     if target is not None:

@@ -16,11 +16,11 @@ from bnexport import torch_versions
 from bnexport.errors import UsageError, VerificationError
 from bnexport.exporting import arguments, wrapper
 from bnexport.exporting.dimensions.dynamic import Dimensions
-from bnexport.schema import NEW_SUFFIX
+from bnexport.schema import NEW_SUFFIX, TRAINING_METADATA
 from bnexport.sync_bn.copies import copy_model
 from bnexport.training.building import graph, kinks, parallel_graph, parameter_groups, tracing, verification
 from bnexport.training.building.activations import SavedActivation, saved_activations
-from bnexport.training.building.description import LEARNING_RATE, LOSS, LOSS_WEIGHT, METADATA_KEY, SEED, Description
+from bnexport.training.building.description import LEARNING_RATE, LOSS, LOSS_WEIGHT, SEED, Description
 from bnexport.training.building.other_batches import breaking
 from bnexport.training.building.problem import Loss, Problem
 from bnexport.training.building.step import Step
@@ -86,6 +86,7 @@ def export_training_step(
     dynamic: bool | Mapping[str, Mapping[int, str] | Sequence[int]] = True,
     verify: bool = True,
     input_names: Sequence[str] | None = None,
+    overwrite: bool = False,
 ) -> TrainingExportResult:
     """Write one training step of `model` as an ONNX graph that stock ONNX Runtime runs.
 
@@ -118,6 +119,7 @@ def export_training_step(
             {"x": [0], "target": {0: "rows"}}. Arrays of equal size there share it. Other dimensions are fixed.
         verify: run the step in ONNX Runtime and compare it on `batch` with a step of a copy of `model` itself.
         input_names: names of the batch's arrays; by default forward's parameter names and "target".
+        overwrite: replace those of the three files that exist.
 
     Warns:
         NotVerifiedWarning: the files were written, and nothing could verify them.
@@ -128,6 +130,9 @@ def export_training_step(
         VerificationError: the graph differs from torch; no file is written.
     """
     torch_versions.require(torch_versions.DYNAMO_EXPORTER, "a training step")
+    arguments.check_path(path, overwrite)
+    for each in dataclasses.astuple(files.paths(path)):
+        arguments.check_path(each, overwrite)
     tensors = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
     _check(model, loss, tensors, mode, clip_grad_norm, accumulate)
     names = _names(model, tensors, input_names)
@@ -151,14 +156,14 @@ def export_training_step(
 
     def run(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         recorder = kinks.Recorder()
-        given = tuple(named[name] for name in names)
-        return {**step(named, given, named.get(LEARNING_RATE), named[LOSS_WEIGHT], recorder), **recorder.named()}
+        taken = tuple(named[name] for name in names)
+        return {**step(named, taken, named.get(LEARNING_RATE), named[LOSS_WEIGHT], recorder), **recorder.named()}
 
-    arguments = {**state, **arrays, **({} if lr is None else {LEARNING_RATE: lr})}
-    arguments[LOSS_WEIGHT] = torch.ones((), dtype=torch.float64)
+    given = {**state, **arrays, **({} if lr is None else {LEARNING_RATE: lr})}
+    given[LOSS_WEIGHT] = torch.ones((), dtype=torch.float64)
     made, recorded = tracing.trace(
         run,
-        arguments,
+        given,
         varying,
         problem,
         differentiates=True,
@@ -188,7 +193,7 @@ def export_training_step(
         indices={name: ranges for name, ranges in recorded.indices.items() if name in names},
         takes_nan=recorded.takes_nan,
     )
-    made.metadata_props[METADATA_KEY] = description.to_json()
+    made.metadata_props[TRAINING_METADATA] = description.to_json()
     checked = Verification.skipped("not asked for")
     if original is not None:
         others = breaking(recorded.sizes, {name: arrays[name] for name in names if name in varying})

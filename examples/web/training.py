@@ -64,6 +64,7 @@ def build(folder: Path) -> Run:
         nn.functional.cross_entropy,
         (torch.from_numpy(digits.train_images[:BATCH]), torch.from_numpy(digits.train_labels[:BATCH])),
         folder / "step.onnx",
+        overwrite=True,
         optimizer="sgd",
         optimizer_options=OPTIONS,
         standard_ops_only=True,

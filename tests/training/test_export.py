@@ -67,7 +67,7 @@ def plain(tmp_path_factory):
 
 
 def everything(session, folder):
-    session.save_checkpoint(folder / "everything.safetensors")
+    session.save_checkpoint(folder / "everything.safetensors", overwrite=True)
     return model_io.load_tensors(folder / "everything.safetensors")[0]
 
 
@@ -577,3 +577,92 @@ def test_a_wrong_graph_is_not_written(wrong, tmp_path):
     with pytest.raises(VerificationError, match=f"{wrong!r} in .*: differs"):
         export(Net(), tmp_path / "s.onnx")
     assert not list(tmp_path.iterdir())
+
+
+def test_files_are_replaced_on_request_only(plain, tmp_path):
+    path = tmp_path / "s.onnx"
+    for taken in ("s.onnx", "s.eval.onnx", "s.safetensors"):
+        (tmp_path / taken).write_bytes(b"kept")
+        with pytest.raises(
+            UsageError, match=rf"{taken}' exists; write to another file, or replace it with overwrite=True"
+        ):
+            bnexport.export_training_step(Net(), nn.functional.cross_entropy, batch(), path)
+        assert (tmp_path / taken).read_bytes() == b"kept"
+        (tmp_path / taken).unlink()
+    session = plain.session()
+    for write in (session.export_inference, session.save_checkpoint):
+        path.write_bytes(b"kept")
+        with pytest.raises(UsageError, match=r"exists.*overwrite=True"):
+            write(path)
+        assert path.read_bytes() == b"kept"
+        write(path, overwrite=True)
+        assert path.read_bytes() != b"kept"
+
+
+def test_a_step_is_no_inference_model(plain, tmp_path):
+    with pytest.raises(UnsupportedModelError, match=r"s\.onnx: it is a training step, .*export_inference"):
+        bnexport.fold(plain.path, tmp_path / "folded.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_optimizer_of_torch_is_named_in_one_line(tmp_path):
+    model = Net()
+    with pytest.raises(UsageError, match=r"^optimizer: got SGD, no name, expected one of sgd, [^\n]*$"):
+        bnexport.export_training_step(
+            model,
+            nn.functional.cross_entropy,
+            batch(),
+            tmp_path / "s.onnx",
+            optimizer=torch.optim.SGD(model.parameters()),
+        )
+
+
+class Autocast(Net):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+class Penalised(Net):
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        output = super().forward(x)
+        return output, torch.autograd.grad(output.sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        (Autocast, r"computes in bfloat16, as torch\.autocast does.*float16"),
+        (Penalised, r"the forward differentiates.*torch\.is_grad_enabled\(\)"),
+    ],
+)
+def test_what_a_step_cannot_compute_has_a_way_out(kind, match, tmp_path):
+    def loss(output, target):
+        output, gradient = output if isinstance(output, tuple) else (output, torch.zeros(()))
+        return nn.functional.cross_entropy(output, target) + gradient.square().sum()
+
+    with pytest.raises(UnsupportedModelError, match=match):
+        bnexport.export_training_step(kind(), loss, batch(), tmp_path / "s.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+class Guarded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(50, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        if not torch.is_grad_enabled():
+            return self.b(torch.tanh(self.a(x.flatten(1)))), torch.zeros_like(x)
+        x = x.detach().requires_grad_()
+        output = self.b(torch.tanh(self.a(x.flatten(1))))
+        return output, torch.autograd.grad(output.sum(), x, create_graph=True)[0]
+
+
+def test_a_gradient_penalty_trains(tmp_path):
+    def loss(output, target):
+        return nn.functional.cross_entropy(output[0], target) + output[1].square().sum()
+
+    torch.manual_seed(0)
+    export(Guarded(), tmp_path / "s.onnx", loss=loss)

@@ -59,7 +59,7 @@ def kind_of(name: str) -> str:
 
 
 def state_of(session, folder):
-    session.save_checkpoint(folder / "state.safetensors")
+    session.save_checkpoint(folder / "state.safetensors", overwrite=True)
     return model_io.load_tensors(folder / "state.safetensors")[0]
 
 

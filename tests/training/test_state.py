@@ -53,7 +53,7 @@ def test_checkpointed_modules_train_as_others(tmp_path):
 def test_checkpointed_dropout_draws_one_mask(tmp_path):
     """Checkpoints leave no trace in the graph; of batch norms that do not update twice no note is made."""
     ours = bnexport.convert_sync_batchnorm(Net(checkpointed=True, p=0.5))
-    results = [export(net, tmp_path / "s.onnx", verify=False) for net in (ours, Net(p=0.5))]
+    results = [export(net, tmp_path / "s.onnx", verify=False, overwrite=True) for net in (ours, Net(p=0.5))]
     operators = [sorted(node.op_type for node in result.model.graph) for result in results]
     assert operators[0] == operators[1] and "BitwiseXor" in operators[0]
     assert not any(result.notes for result in results)

@@ -11,8 +11,8 @@ import json
 from typing import Any
 
 from bnexport.errors import MalformedModelError
+from bnexport.schema import TRAINING_METADATA
 
-METADATA_KEY = "bnexport.training"
 VERSION = 2
 
 LOSS = "loss"
@@ -75,7 +75,7 @@ class Description:
         """Parse the description. Raises MalformedModelError for a graph that export_training_step did not write."""
         if text is None:
             raise MalformedModelError(
-                f"{where}: got a model without the metadata {METADATA_KEY!r}, expected a training graph; "
+                f"{where}: got a model without the metadata {TRAINING_METADATA!r}, expected a training graph; "
                 "write one with `bnexport train-export` or bnexport.export_training_step"
             )
         try:
@@ -91,5 +91,5 @@ class Description:
             return cls(**values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise MalformedModelError(
-                f"{where}: its metadata {METADATA_KEY!r} is damaged ({error}); export the graph again"
+                f"{where}: its metadata {TRAINING_METADATA!r} is damaged ({error}); export the graph again"
             ) from error

@@ -159,9 +159,10 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adam": Adam, "adamw": Ada
 
 def make_optimizer(name: str, options: Mapping[str, Any] | None) -> Optimizer:
     """Create the optimizer `name` with `options`, which have torch.optim's names. Raises UsageError."""
-    if name not in OPTIMIZERS:
+    if not isinstance(name, str) or name not in OPTIMIZERS:
+        got = repr(name) if isinstance(name, str) else f"{getattr(name, '__name__', type(name).__name__)}, no name"
         raise UsageError(
-            f"optimizer: got {name!r}, expected one of {', '.join(OPTIMIZERS)}; "
+            f"optimizer: got {got}, expected one of {', '.join(OPTIMIZERS)}; "
             'for another one use mode="gradients" and update the parameters yourself'
         )
     kind = OPTIMIZERS[name]

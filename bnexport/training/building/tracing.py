@@ -25,7 +25,7 @@ from bnexport import torch_versions
 from bnexport.errors import BnexportError, UnsupportedModelError, first_line
 from bnexport.exporting import index_put
 from bnexport.exporting.dimensions.size_conditions import SizeConditions
-from bnexport.exporting.dynamo import no_stack_traces, quiet, write_floor_divisions
+from bnexport.exporting.dynamo import no_stack_traces, quiet, write_doubles, write_floor_divisions
 from bnexport.exporting.portable_body import MINIMUM_OPSET
 from bnexport.sync_bn.nesting import room_for
 from bnexport.training import translations
@@ -129,6 +129,7 @@ def trace(
         except Exception as error:
             raise _translation_error(error, problem) from error
     assert exported is not None
+    write_doubles(exported)
     return exported.model, recorded
 
 
@@ -219,7 +220,7 @@ def _recording_error(error: Exception, where: str) -> UnsupportedModelError:
             f"{_place(where)}the code reads values of a tensor to decide what to compute, which one graph cannot hold; "
             "replace the branch or the .item() by torch.where, or move it out of the training step"
         )
-    if not torch.is_grad_enabled() and "does not require grad" in str(error):
+    if "element 0 of tensors does not require grad" in str(error):
         return UnsupportedModelError(
             f"{_place(where)}the forward differentiates, as a gradient penalty does, and evaluation and inference have no"
             " gradients; differentiate only where torch.is_grad_enabled() is true, and return zeros of the same shape elsewhere"

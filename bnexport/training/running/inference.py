@@ -25,6 +25,7 @@ def export_inference(
     path: str | os.PathLike[str],
     *,
     verify: bool,
+    overwrite: bool,
 ) -> FoldResult:
     """Write the model's forward in eval mode with `state` as its weights, without the loss and the target."""
     model = model_io.load(evaluation)
@@ -38,7 +39,7 @@ def export_inference(
     _count_rows_of_inputs(graph, description)
     keep_outputs(model, description.evaluation_outputs)
     optimizer.fold_constants(model)
-    return folding.fold(model, path, verify=verify)
+    return folding.fold(model, path, verify=verify, overwrite=overwrite)
 
 
 def _count_rows_of_inputs(graph: ir.Graph, description: Description) -> None:

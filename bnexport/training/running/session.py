@@ -11,14 +11,15 @@ import numpy as np
 from bnexport import model_io
 from bnexport.errors import DivergedError, MalformedModelError, MissingFileError, UsageError
 from bnexport.model_io.validate import printable
+from bnexport.model_io.write import check_new
 from bnexport.native import library
 from bnexport.runtime import engine
 from bnexport.runtime.injection import import_onnxruntime
+from bnexport.schema import TRAINING_METADATA
 from bnexport.training.building import contract
 from bnexport.training.building.description import (
     LEARNING_RATE,
     LOSS,
-    METADATA_KEY,
     SEED,
     Description,
     Kind,
@@ -89,7 +90,7 @@ class TrainingSession:
         self._providers = providers
         self._options = session_options
         model = self._load(self._paths.step)
-        self._description = Description.from_json(model.metadata_props.get(METADATA_KEY), self._paths.step)
+        self._description = Description.from_json(model.metadata_props.get(TRAINING_METADATA), self._paths.step)
         self.learning_rate = self._description.learning_rate
         self.outputs: dict[str, Array] = {}
         initial = files.load_state(self._paths.state)
@@ -207,11 +208,15 @@ class TrainingSession:
         """Gather a row of numbers from every process of the group: float64 (processes, n), in the order of ranks."""
         return self._steps.gather(numbers)
 
-    def save_checkpoint(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
+    def save_checkpoint(
+        self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None, *, overwrite: bool = False
+    ) -> None:
         """Write all state, the optimizer's and the seed included, as one safetensors file, atomically.
 
-        metadata: further entries for the file's header. In a group the state is the same everywhere: rank 0 saves.
+        metadata: further entries for the file's header. overwrite: replace `path` if it exists. In a group the state is the
+        same everywhere: rank 0 saves.
         """
+        check_new(path, overwrite)
         files.save_state({name: self._state.get(name) for name in self._state.names()}, path, metadata)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -223,15 +228,21 @@ class TrainingSession:
         current = {name: self._state.get(name) for name in self._state.names()}
         self._set(compare(current, files.load_state(path), os.fspath(path)))
 
-    def export_inference(self, path: str | os.PathLike[str], *, verify: bool = True) -> FoldResult:
+    def export_inference(
+        self, path: str | os.PathLike[str], *, verify: bool = True, overwrite: bool = False
+    ) -> FoldResult:
         """Write the model with the current weights for inference: batch norms folded, compared with the unfolded.
 
-        Raises VerificationError when the folded model differs; no file is written.
+        overwrite: replace `path` if it exists, as a whole.
+
+        Raises VerificationError when the folded model differs, and UsageError where `path` exists; no file is written.
         """
         from bnexport.training.running import inference
 
         state = {name: self._state.get(name) for name in self._state.names()}
-        return inference.export_inference(self._paths.evaluation, self._description, state, path, verify=verify)
+        return inference.export_inference(
+            self._paths.evaluation, self._description, state, path, verify=verify, overwrite=overwrite
+        )
 
     def _load(self, path: str) -> ir.Model:
         if not os.path.isfile(path):

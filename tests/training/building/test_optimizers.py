@@ -6,8 +6,12 @@ import torch
 
 from bnexport import tolerances
 from bnexport.errors import UsageError
+from bnexport.runtime import engine
+from bnexport.training.building.graph import finish
 from bnexport.training.building.optimizers import OPTIMIZERS, make_optimizer
+from bnexport.training.building.problem import Problem
 from bnexport.training.building.step import clip
+from bnexport.training.building.tracing import trace
 from tests.training.torch_step import OPTIMIZERS as TORCH
 
 CASES = [
@@ -54,6 +58,50 @@ def test_updates_are_torchs(name, options):
             bound = tolerances.model("float64", reference).atol
             assert np.abs(got.numpy() - reference).max() <= bound, f"{what} after step {step}"
     assert not torch.equal(new, torch.zeros_like(new))
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["standard", "kernels"])
+def test_updates_in_a_graph_are_torchs(kernels):
+    """One update by every case, from warm state, within 2e-7 of its size: constants keep their digits in the file."""
+    generator = torch.Generator().manual_seed(0)
+    parameter, grad = (0.01 * torch.randn(200, generator=generator), torch.randn(200, generator=generator))
+    named, references, rules = {"parameter": parameter, "grad": grad}, [], [make_optimizer(*case) for case in CASES]
+    for index, (ours, (name, options)) in enumerate(zip(rules, CASES)):
+        state = {kind: torch.rand(200, generator=generator) for kind in ours.state_kinds()}
+        named |= {f"{index}.{kind}": tensor for kind, tensor in state.items()}
+        trained = torch.nn.Parameter(parameter.double())
+        trained.grad = grad.double()
+        rule = TORCH[name]([trained], **options)
+        rule.state[trained] = {kind: tensor.double() for kind, tensor in state.items()}
+        if name != "sgd":
+            rule.state[trained]["step"] = torch.tensor(2.0)
+        rule.step()
+        kept = {
+            kind: value.numpy() for kind, value in rule.state[trained].items() if kind != "step" and value is not None
+        }
+        references.append({"parameter": trained.detach().numpy(), **kept})
+
+    def updates(given):
+        results = {}
+        for index, ours in enumerate(rules):
+            state = {kind: given[f"{index}.{kind}"] for kind in ours.state_kinds()}
+            scalars = ours.scalars(torch.full((), ours.lr, dtype=torch.float64), torch.tensor(3))
+            scalars = {name: value.float() for name, value in scalars.items()}
+            new, state = ours.update(given["parameter"], given["grad"], state, scalars, as_operator=kernels)
+            results |= {f"{index}.{name}.new": value for name, value in {"parameter": new, **state}.items()}
+        return results
+
+    problem = Problem(torch.nn.Linear(1, 1), torch.nn.functional.mse_loss, training=False)
+    model, _ = trace(updates, named, {}, problem, differentiates=False, standard_ops_only=False, cpu_kernels=kernels)
+    finish(model, {})
+    runtime = engine.open(model, options=engine.session_options(True if kernels else None))
+    values = runtime.run({name: named[name].numpy() for name in runtime.inputs}, runtime.outputs)
+    got = dict(zip(runtime.outputs, values))
+    for index, (case, reference) in enumerate(zip(CASES, references)):
+        for name, exact in reference.items():
+            old = named[name if name == "parameter" else f"{index}.{name}"].numpy()
+            error, size = np.linalg.norm(got[f"{index}.{name}.new"] - exact), np.linalg.norm(exact - old)
+            assert error <= 2e-7 * size + 6e-8 * np.linalg.norm(exact), f"{case}: {name} is off by {error / size:.1e}"
 
 
 def test_scalars_keep_their_digits_in_early_steps():

@@ -70,6 +70,6 @@ def train(rank: int, group: Any, job: dict, folder: Path) -> None:
         results |= {f"{step}/{name}": array for name, array in session.outputs.items()}
     results |= {f"state/{name}": session._state.get(name) for name in session._state.names()}
     if rank == 0 and "save" in job:
-        session.save_checkpoint(folder / job["save"])
+        session.save_checkpoint(folder / job["save"], overwrite=True)
     dist.barrier(group)
     np.savez(folder / f"{job['name']}_{rank}.npz", losses=losses, **results)

@@ -38,7 +38,7 @@ def exported(request, tmp_path_factory):
 
 
 def everything(session, folder):
-    session.save_checkpoint(folder / "state")
+    session.save_checkpoint(folder / "state", overwrite=True)
     return (folder / "state").read_bytes()
 
 

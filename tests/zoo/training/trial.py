@@ -285,7 +285,7 @@ def _state(model: nn.Module) -> Named:
 
 def _state_of(session: Any, folder: Path) -> Named:
     """All state of a session, with aliases."""
-    session.save_checkpoint(folder / "now.safetensors")
+    session.save_checkpoint(folder / "now.safetensors", overwrite=True)
     return {**model_io.load_tensors(folder / "now.safetensors")[0], **session.state_dict()}
 
 

@@ -1,0 +1,23 @@
+"""Numbers of float64 models keep their digits in the file of the dynamo exporter."""
+
+import numpy as np
+import onnxruntime
+import torch
+
+import bnexport
+
+
+class Numbers(torch.nn.Module):
+    def forward(self, x):
+        half = torch.full((3,), 0.3, dtype=x.dtype)
+        single = torch.tensor(0.7).to(x.dtype)  # float32 in torch, too
+        return torch.add(x * 0.1, half, alpha=0.6) ** 0.9, torch.where(x > 0.2, x / 3, 1 / 3) * single
+
+
+def test_numbers_are_those_of_the_module(tmp_path):
+    x = torch.linspace(0.1, 1.0, 6, dtype=torch.float64).reshape(2, 3)
+    bnexport.export(Numbers(), x, tmp_path / "m.onnx", exporter="dynamo", dynamic=False)
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
+    got = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    for value, expected in zip(got, Numbers()(x)):
+        np.testing.assert_allclose(value, expected.numpy(), rtol=1e-15)
