@@ -22,13 +22,11 @@ FORMATS = tuple(SUFFIXES.values())
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """A library of models. builder: its file in `bnexport.exporting.builders`. package: to import. install: what pip is told.
+    """A library of models, by the name of its package. install: what pip is told. example: of a name.
 
-    example: of a name. local: whether names are files of this machine.
+    local: whether names are files of this machine.
     """
 
-    builder: str
-    package: str
     install: str
     example: str
     local: bool = False
@@ -36,19 +34,10 @@ class Library:
 
 # By what a name begins with, as timm in timm:resnet50d.
 LIBRARIES = {
-    "timm": Library("timm", "timm", "timm", "timm:resnet50d"),
-    "torchvision": Library("torchvision", "torchvision", "torchvision", "torchvision:resnet18"),
-    "smp": Library(
-        "segmentation_models",
-        "segmentation_models_pytorch",
-        "segmentation-models-pytorch",
-        "smp:Unet?encoder_name=resnet34",
-    ),
-    "hf": Library("transformers", "transformers", "transformers", "hf:path/config.json", local=True),
+    "timm": Library("timm", "timm:resnet50d"),
+    "torchvision": Library("torchvision", "torchvision:resnet18"),
     "mmengine": Library(
-        *("mmengine", "mmengine", "mmengine, mmcv and the library of the configuration, such as mmsegmentation"),
-        example="mmengine:config.py",
-        local=True,
+        "mmengine, mmcv and the library of the configuration, such as mmsegmentation", "mmengine:config.py", local=True
     ),
 }
 

@@ -35,8 +35,8 @@ def export(
         typer.Argument(
             metavar="MODULE:FACTORY|LIBRARY:NAME",
             help="A function, or class, that builds the torch module; or a model by name, without weights: "
-            "timm:NAME, torchvision:NAME, smp:CLASS, hf:config.json or mmengine:config.py (a configuration is "
-            "Python code, and it is run), with arguments as in smp:Unet?encoder_name=resnet34&classes=3.",
+            "timm:NAME, torchvision:NAME or mmengine:config.py (a configuration is Python code, and it is run), "
+            "with arguments as in timm:resnet50d?num_classes=3&in_chans=1.",
         ),
     ],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")],

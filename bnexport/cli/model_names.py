@@ -49,8 +49,8 @@ def parse_name(text: str) -> ModelName | None:
         raise UsageError(f"{text}: got no model behind {library}:, expected such as {known.example}")
     if known.local and not Path(target).exists():
         raise MissingFileError(f"{text}: no such file {target!r}; a configuration is read from this machine only")
-    if not _is_installed(known.package):
-        needs = f"needs {known.package}, which is not installed; pip install {known.install}"
+    if not _is_installed(library):
+        needs = f"needs {library}, which is not installed; pip install {known.install}"
         raise MissingDependencyError(f"{text}: {needs}")
     return ModelName(text, library, target, options)
 

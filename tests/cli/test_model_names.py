@@ -37,9 +37,9 @@ def timm(tmp_path, monkeypatch):
 
 def test_parts_of_a_name(monkeypatch, tmp_path):
     monkeypatch.setattr("bnexport.cli.model_names._is_installed", lambda package: True)
-    name = parse_name("smp:Unet?encoder_name=resnet34&classes=3&decoder_channels=(64,32)&activation=None")
+    name = parse_name("timm:Unet?encoder_name=resnet34&classes=3&decoder_channels=(64,32)&activation=None")
     assert name is not None
-    assert (name.library, name.target) == ("smp", "Unet")
+    assert (name.library, name.target) == ("timm", "Unet")
     assert name.options == {
         "encoder_name": "resnet34",
         "classes": 3,
@@ -51,17 +51,15 @@ def test_parts_of_a_name(monkeypatch, tmp_path):
     for text, words in (("timm:", "got no model behind timm:"), ("timm:a?b", "got option 'b'"), ("timm:a?=1", "'=1'")):
         with pytest.raises(UsageError, match=words):
             parse_name(text)
-    for library in ("hf", "mmengine"):
-        with pytest.raises(MissingFileError, match=r"no such file 'gone\.py'; .* this machine only"):
-            parse_name(f"{library}:gone.py")
+    with pytest.raises(MissingFileError, match=r"no such file 'gone\.py'; .* this machine only"):
+        parse_name("mmengine:gone.py")
 
 
-@pytest.mark.parametrize("library", ["timm", "torchvision", "smp", "hf", "mmengine"])
+@pytest.mark.parametrize("library", ["timm", "torchvision", "mmengine"])
 def test_a_library_that_is_not_installed(library, monkeypatch, tmp_path):
-    package = {"smp": "segmentation_models_pytorch", "hf": "transformers"}.get(library, library)
-    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, library, None)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(MissingDependencyError, match=f"needs {package}, which is not installed; pip install"):
+    with pytest.raises(MissingDependencyError, match=f"needs {library}, which is not installed; pip install"):
         parse_name(f"{library}:{tmp_path / 'config.json'}")
 
 

@@ -58,20 +58,29 @@ def build(entry: Entry) -> nn.Module:
         return cls(config, verbose=False)
     if entry.library == "hf":
         return _transformers(entry)
+    if entry.library == "smp":
+        return _segmentation_models(entry)
     name = parse_name(f"{entry.library}:{entry.target}")
     assert name is not None
     return builders.build(name.library, name.target, name.options, shown=name.text).module
 
 
 def _transformers(entry: Entry) -> nn.Module:
-    """From a config.json that this writes: the defaults of a configuration class, made smaller."""
+    """The defaults of a configuration class, made smaller."""
     import transformers
 
     config = getattr(transformers, entry.target + "Config")(**entry.options)
-    architecture = entry.architecture or entry.target + "Model"
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        return builders.build("hf", folder, {"architecture": architecture}, shown=entry.name).module
+    if getattr(config, "use_pretrained_backbone", False):
+        config.use_pretrained_backbone = False
+    return getattr(transformers, entry.architecture or entry.target + "Model")(config)
+
+
+def _segmentation_models(entry: Entry) -> nn.Module:
+    import segmentation_models_pytorch as smp
+
+    name, _, query = entry.target.partition("?")
+    options = dict(part.split("=") for part in query.split("&"))
+    return getattr(smp, name)(**{key: text.strip("'") for key, text in options.items()}, encoder_weights=None)
 
 
 def _openmmlab(entry: Entry) -> nn.Module:
