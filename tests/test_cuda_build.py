@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -85,3 +86,29 @@ def test_who_insists_gets_the_reason(tmp_path: Path) -> None:
     done = configure(tmp_path, "Cuda compilation tools, release 11.2, V11.2.152", "ON")
     assert done.returncode != 0
     assert "BNEXPORT_CUDA=ON: nvcc is 11.2" in " ".join(done.stderr.split())
+
+
+@pytest.mark.cpp
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_compiler_keeps_fences_and_cached_loads(tmp_path: Path) -> None:
+    """What the emulated device cannot show, in the PTX of every kernel: what makes a block's part visible to another."""
+    source, ptx = ROOT / "custom_ops/kernels/cuda/kernels.cu", tmp_path / "kernels.ptx"
+    includes = [f"-I{ROOT / 'custom_ops/include'}", f"-I{source.parent / 'nvcc'}"]
+    subprocess.run(
+        ["nvcc", "-std=c++17", "-O3", "-ptx", "-arch=compute_90", *includes, str(source), "-o", str(ptx)], check=True
+    )
+    bodies = ptx.read_text().split(".visible .entry ")[1:]
+    assert len(bodies) == 4 * (10 + 7) + 2  # four kernels, places in rows and in columns; two for channels
+    for body in bodies:
+        name = body.partition("(")[0]
+        order = re.findall(r"\b(membar\.gl|atom\.global\.\w+\.u32|bar\.sync)", body)
+        at = [i for i, each in enumerate(order) if each.startswith("atom")]
+        # Reads what its own thread writes (y == x), and what another block wrote.
+        assert "ld.global.nc" not in body, name
+        if not any(kind in name for kind in ("7moments", "4sums")):
+            assert not at and "membar" not in order, name
+            continue
+        assert len(at) == 1 and order[at[0] - 1 : at[0] + 2] == ["membar.gl", "atom.global.inc.u32", "membar.gl"], name
+        assert order[at[0] - 2] == order[at[0] + 2] == "bar.sync", name
+        assert "ld.global.cg.v2.f64" in body and "st.global.cg.v2.f64" in body, name
+        assert "ld.global.v2.f64" not in body and "st.global.v2.f64" not in body, name

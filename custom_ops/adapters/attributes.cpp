@@ -20,11 +20,16 @@ struct Reader {
     throw NodeError(where + ": attribute '" + a.name + "'" + got + ", expected " + expected);
   }
 
-  // Whether the node has it, from the status of reading it.
-  bool present(ort::Status* status) const {
+  // Whether the node has it. read(name): the status of reading an attribute, which has one code for one that is not
+  // there and for one of another type; the message is that for a name that no node has, or another.
+  template <class Read>
+  bool present(const Read& read) const {
+    ort::Status* const status = read(a.name);
     if (status == nullptr) return true;
-    const std::string message = message_of(api, status);
-    const bool missing = message.find("No attribute with") != std::string::npos;
+    const std::string message = message_of(api, status), nowhere = "bnexport has no such attribute";
+    std::string absent = message_of(api, read(nowhere.c_str()));
+    if (const size_t at = absent.find(nowhere); at != std::string::npos) absent.replace(at, nowhere.size(), a.name);
+    const bool missing = message == absent;
     if (missing && !a.required) return false;
     const std::string kind =
         a.kind == schema::Kind::kInts ? "a list of ints" : std::string("a single ") + kind_name(a.kind);
@@ -36,8 +41,10 @@ struct Reader {
     Setting read{false, is_real ? static_cast<double>(static_cast<float>(a.number)) : a.number, {}, {}};
     float real = 0;
     int64_t integer = 0;
-    if (present(is_real ? ort::AttributeFloat::call(api, info, a.name, &real)
-                        : ort::AttributeInt::call(api, info, a.name, &integer))) {
+    if (present([&](const char* name) {
+          return is_real ? ort::AttributeFloat::call(api, info, name, &real)
+                         : ort::AttributeInt::call(api, info, name, &integer);
+        })) {
       read.number = is_real ? static_cast<double>(real) : static_cast<double>(integer);
       if (!(read.number >= a.least && read.number <= a.most)) {
         char digits[32];
@@ -59,7 +66,7 @@ struct Reader {
   Setting integers(size_t count) const {
     Setting read;
     size_t size = 0;
-    read.given = present(ort::AttributeInts::call(api, info, a.name, nullptr, &size));
+    read.given = present([&](const char* name) { return ort::AttributeInts::call(api, info, name, nullptr, &size); });
     read.integers.resize(size);
     if (size > 0) check(api, ort::AttributeInts::call(api, info, a.name, read.integers.data(), &size));
     bool within = count > 0 ? size == count : size >= 1 && size <= 3;
@@ -82,7 +89,7 @@ struct Reader {
       ort::ReleaseStatus::call(api, status);
     }
     size_t size = 0;
-    if (present(ort::AttributeString::call(api, info, a.name, nullptr, &size))) {
+    if (present([&](const char* name) { return ort::AttributeString::call(api, info, name, nullptr, &size); })) {
       read.text.assign(size, '\0');
       if (size > 0) check(api, ort::AttributeString::call(api, info, a.name, read.text.data(), &size));
       read.text.resize(size > 0 ? size - 1 : 0);  // the size counts the terminating zero

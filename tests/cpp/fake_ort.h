@@ -118,9 +118,7 @@ inline const Attribute* find(const ort::KernelInfo* info, const char* name) {
 }
 
 inline ort::Status* wrong(const char* name) { return status(std::string("Attribute is not of this type: ") + name); }
-inline ort::Status* missing(const char* name) {
-  return status(std::string("No attribute with name:'") + name + "'is defined.");
-}
+inline ort::Status* missing(const char* name) { return status(std::string("there is nothing called ") + name); }
 
 inline ort::Status* copy_text(const std::string& text, char* out, size_t* size) {
   const size_t needed = text.size() + 1;

@@ -59,9 +59,6 @@ BNEXPORT_HOST_DEVICE GroupStatistics gathered_statistics(const bnexport_forward&
 // Writes running and saved statistics of channel c and returns the coefficients of its output.
 BNEXPORT_HOST_DEVICE ForwardCoefficients finish_training(const bnexport_forward& params, int64_t c,
                                                          const GroupStatistics& statistics);
-// The coefficients alone.
-BNEXPORT_HOST_DEVICE ForwardCoefficients training_coefficients(const bnexport_forward& params, int64_t c,
-                                                               const GroupStatistics& statistics);
 BNEXPORT_HOST_DEVICE ForwardCoefficients finish_inference(const bnexport_forward& params, int64_t c);
 
 // What the rows of the group (or the local sums) add up to for every channel alike.
@@ -74,9 +71,5 @@ BNEXPORT_HOST_DEVICE GroupShare group_share(const bnexport_backward& params);
 // Writes dweight and dbias of channel c and returns the coefficients of dx.
 BNEXPORT_HOST_DEVICE BackwardCoefficients finish_backward(const bnexport_backward& params, int64_t c,
                                                           const GradientSums& local, const GroupShare& share);
-// The two halves of it.
-BNEXPORT_HOST_DEVICE void write_gradients(const bnexport_backward& params, int64_t c, const GradientSums& local);
-BNEXPORT_HOST_DEVICE BackwardCoefficients backward_coefficients(const bnexport_backward& params, int64_t c,
-                                                                const GradientSums& local, const GroupShare& share);
 
 }  // namespace bnexport

@@ -59,15 +59,17 @@ BNEXPORT_STATISTICS GroupStatistics gathered_statistics(const bnexport_forward& 
   const auto row = [&](int64_t r) { return params.gathered + r * width; };
   GroupStatistics result;
   double weight = 0;
+  constexpr int64_t kAhead = 8;  // rows that are read before they are merged, in a thread of a GPU at the same time
   for (int64_t r = 0; r < G; ++r) weight += row(r)[0];
-  if (weight != weight) {
-    // A gather that was aborted leaves NaN: the output shows it, and the running statistics keep their values.
-    result.mean = result.variance = weight;
-    return result;
-  }
   if (params.stats_mode == BNEXPORT_STATS_EXACT) {
     Moments merged;
-    for (int64_t r = 0; r < G; ++r) merged.merge({row(r)[0], row(r)[1 + c], row(r)[1 + C + c]});
+    for (int64_t first = 0; first < G; first += kAhead) {
+      Moments some[kAhead];
+      for (int64_t i = 0; i < kAhead && first + i < G; ++i) {
+        some[i] = {row(first + i)[0], row(first + i)[1 + c], row(first + i)[1 + C + c]};
+      }
+      for (const Moments& one : some) merged.merge(one);
+    }
     return local_statistics(merged);
   }
   // MMCV: `default` divides by G, empty processes included; `N` by the sum of the N_r.
@@ -119,11 +121,6 @@ BNEXPORT_STATISTICS void save(const bnexport_forward& params, int64_t c, double 
 
 }  // namespace
 
-BNEXPORT_STATISTICS ForwardCoefficients training_coefficients(const bnexport_forward& params, int64_t c,
-                                                              const GroupStatistics& statistics) {
-  return coefficients(params, c, statistics.mean, inverse_std(statistics.variance, params.eps));
-}
-
 BNEXPORT_STATISTICS ForwardCoefficients finish_training(const bnexport_forward& params, int64_t c,
                                                         const GroupStatistics& statistics) {
   const auto update = [&](const void* old_values, void* new_values, double value) {
@@ -136,8 +133,9 @@ BNEXPORT_STATISTICS ForwardCoefficients finish_training(const bnexport_forward& 
   const double unbiased = statistics.count > 1 ? statistics.count / (statistics.count - 1) : 1.0;
   update(params.running_mean, params.running_mean_out, statistics.mean);
   update(params.running_var, params.running_var_out, statistics.variance * unbiased);
-  save(params, c, statistics.mean, inverse_std(statistics.variance, params.eps));
-  return training_coefficients(params, c, statistics);
+  const double invstd = inverse_std(statistics.variance, params.eps);
+  save(params, c, statistics.mean, invstd);
+  return coefficients(params, c, statistics.mean, invstd);
 }
 
 BNEXPORT_STATISTICS ForwardCoefficients finish_inference(const bnexport_forward& params, int64_t c) {
@@ -185,8 +183,6 @@ BNEXPORT_STATISTICS GradientSums group_sums(const bnexport_backward& params, int
   return total;
 }
 
-}  // namespace
-
 BNEXPORT_STATISTICS void write_gradients(const bnexport_backward& params, int64_t c, const GradientSums& local) {
   double factor = 1;
   if (params.grad_reduction == BNEXPORT_GRAD_MEAN) factor = 1 / static_cast<double>(params.group_size);
@@ -220,6 +216,8 @@ BNEXPORT_STATISTICS BackwardCoefficients backward_coefficients(const bnexport_ba
   const double rest = scale * (remainder(mean, mean_high) * slope - remainder(offset, offset_high));
   return {mean_high, scale, offset_high, slope, rest};
 }
+
+}  // namespace
 
 BNEXPORT_STATISTICS BackwardCoefficients finish_backward(const bnexport_backward& params, int64_t c,
                                                          const GradientSums& local, const GroupShare& share) {

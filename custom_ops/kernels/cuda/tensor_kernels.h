@@ -1,7 +1,7 @@
 // The kernels that read and write tensors, two a direction. A block takes a part of a tile of channels:
 //
-//   moments, sums         a part's moments or sums; the last block of a tile adds up its parts and finishes its channels
-//   normalise, gradient   the output, last part first: what the first pass read last is still in L2
+//   moments, sums         a part's moments or sums; the last block of a tile adds up its parts and finishes its
+//   channels normalise, gradient   the output, last part first: what the first pass read last is still in L2
 //
 // Moments of a batch are two passes over registers: its mean, then M2 around it. Batches are merged by
 // Chan's formula, so that no choice of a pivot can spoil the result.
@@ -35,7 +35,7 @@ BNEXPORT_DEVICE Moments wide_moments(const Place& place, const typename Place::E
   const double pivot = place.inside ? static_cast<double>(E::load_one(x + place.start() + k)) : 0;
   PartSums mine;
   place.each([&](const auto& batch) {
-#pragma unroll 1
+#pragma unroll
     for (int i = 0; i < kBatch; ++i) {
 #pragma unroll 1
       for (int j = k; j < E::kWidth; j += Place::kChannels) {
@@ -134,7 +134,8 @@ normalise(BNEXPORT_ARGUMENTS ForwardArguments args) {
   place.each([&](const auto& batch) {
     typename E::Raw x[kBatch];
     batch.template load<Reuse::kNever>(args.params.x, x);
-    batch.store(args.params.y, [&](int i, int k) { return (E::get(x[i], k) - mean[k % n]) * scale[k % n] + bias[k % n]; });
+    batch.store(args.params.y,
+                [&](int i, int k) { return (E::get(x[i], k) - mean[k % n]) * scale[k % n] + bias[k % n]; });
   });
 }
 
