@@ -118,7 +118,7 @@ class _Differences:
             self.refute(f"differs by {worst:.3g}, allowed {bound}")
 
     def _bound_of(self, values: Any, *, saturated: bool) -> tolerances.Tolerance:
-        coarsest = _coarser(self._working, self._dtype)
+        coarsest = coarser(self._working, self._dtype)
         bound = self._table or tolerances.model(coarsest, values)
         if saturated:
             bound += tolerances.Tolerance(0.0, _SATURATING * tolerances.UNIT_ROUNDOFF[coarsest])
@@ -220,5 +220,6 @@ def _arrays(value: Any) -> list[np.ndarray]:
     return [np.asarray(value)]
 
 
-def _coarser(first: str, second: str) -> str:
+def coarser(first: str, second: str) -> str:
+    """Return the coarser of two types."""
     return min(first, second, key=lambda name: FLOATS.index(name) if name in FLOATS else len(FLOATS))

@@ -39,11 +39,9 @@ class FileJob:
         request = self._request
         self._models = {which: self._model(request[which]) for which in ("reference", "candidate")}
         self._precise = oracle.PreciseModel(self._models["reference"], request["patience"])
-        # Where every size is declared, and one of them is 0, shapes are all that there is.
-        is_free = any(spec["shape"] is None or None in spec["shape"] for spec in request["inputs"])
         self._rules = Rules(
             **{name: request[name] for name in ("outputs", "working", "atol", "rtol", "probes", "parted")},
-            may_be_empty=not is_free and not request["given"],
+            may_be_empty=request["empty"] and not request["given"],
             tail=lambda start, output: Tail(self._models["reference"], start, output),
         )
         reasons = []

@@ -1,7 +1,9 @@
 """The one judge of files, exports and modules: a candidate's outputs against its reference's, for the same inputs x.
 
 1. They are within the bounds of `comparison`, or within those of both to the reference in float64.
-2. Where the reference is not finite, or no better than rounding error, x / 8, x / 64, ... decide (`smaller_inputs`).
+2. Columns of an output that are far smaller than others are within bounds relative to their own size, with some margin.
+3. An output that is empty for all inputs shows nothing.
+4. Where the reference is not finite, or no better than rounding error, x / 8, x / 64, ... decide (`smaller_inputs`).
 
 Any engine is a candidate. A reference is one that computes in float64, too.
 """
@@ -16,10 +18,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from bnexport import tolerances
 from bnexport.errors import BnexportError, VerificationError
 from bnexport.runtime.engine import Engine
 from bnexport.tolerances import Tolerance
-from bnexport.verification.comparison import compare_output, compare_with_truth
+from bnexport.verification.comparison import coarser, compare_output, compare_with_truth
 from bnexport.verification.inputs.feeds import FeedGroup
 from bnexport.verification.inputs.smaller_inputs import (
     SCALES,
@@ -36,6 +39,8 @@ from bnexport.verification.verdict import OutputComparison, Verification, neares
 
 Rows = list[list[Any]]
 Named = Mapping[str, Any]
+# A column is small below this share of the largest; its own bound then is that of the table times the margin.
+_SMALL, _MARGIN = 1 / 16, 16.0
 # Computes rows in float64 at its first call; None where that fails.
 Truth = Callable[[], Rows | None]
 
@@ -53,8 +58,8 @@ class Rules:
 
     outputs: names. working: the coarsest float type that the models compute in; an output's own may be coarser. atol, rtol:
     of the caller, instead of the table's. bound: returns a bound, instead of that of `comparison`, and the size of the data
-    that an output averages, from its name and the reference's outputs by name. may_be_empty: whether outputs without
-    elements pass.
+    that an output averages, from its name and the reference's outputs by name. may_be_empty: whether an output without
+    elements for all inputs passes.
 
     probes, parted: `Probe` and `Parted` of a file by the names of their values. tail: makes the part of the reference from
     a value to an output.
@@ -100,6 +105,13 @@ def judge(reference: ReferenceEngine, candidate: Engine, feeds: Sequence[FeedGro
     """
     rows = [_run(candidate, group, rules) for group in feeds]
     result = joined([_compare(reference, group, got, rules) for group, got in zip(feeds, rows, strict=True)])
+    if result.passed and not rules.may_be_empty:
+        found = {output.name for output in result.outputs if output.elements}
+        empty = next((name for name in rules.outputs if name not in found), None)
+        if empty is not None:
+            return dataclasses.replace(
+                result, status="not_verified", reason=f"output {empty!r} is empty for all inputs"
+            )
     first = feeds[0]
     decided = result.status == "failed" or (result.passed and all(map(is_finite, first.expected)))
     if decided or not any(is_float(value) for feed in first.inputs for value in feed.values()):
@@ -178,12 +190,11 @@ def _compare(
     sizes = tuple(tuple(tuple(value.shape) for value in feed.values()) for feed in group.inputs)
     more: dict[str, Any] = {"samples": len(group.inputs), "input_scale": group.scale, "sizes": sizes}
     verdict = Verification.of(compared, **more)
-    if verdict and not any(output.elements for output in compared) and not rules.may_be_empty:
-        verdict = dataclasses.replace(verdict, status="not_verified", reason="the outputs are empty")
     # Bounds of the caller's are those of every number. Smaller inputs need not show in each part.
     if rules.bounded or verdict.status == "failed" or halved is not None:
         return verdict
     parts = [part for each in _parts(group, got, rules, truth) for part in each]
+    parts += _small_columns(group, got, rules, truth)
     whole = Verification.of([*compared, *parts], **more)
     if whole.status == "failed" or (parts and verdict):
         return whole
@@ -241,6 +252,48 @@ def _parts(group: FeedGroup, got: Rows, rules: Rules, truth: Truth) -> Iterator[
         ]
         names = [f"{parted['output']} (operand {index} of Concat)" for index in range(len(fronts))]
         yield _hold(names, pieces(group.expected, group.expected), pieces(got, group.expected), befores, rules, exact)
+
+
+def _small_columns(group: FeedGroup, got: Rows, rules: Rules, truth: Truth) -> Iterator[OutputComparison]:
+    """Yield outputs with columns that differ by more than a bound of their own allows, and that are too small for the whole's."""
+    saturating = {probe["output"] for probe in rules.probes if not probe["selected"]}
+    for place, name in enumerate(rules.outputs):
+        expected, values = ([row[place] for row in rows] for rows in (group.expected, got))
+        if name in saturating or not all(is_float(one) and one.ndim > 1 and is_finite([one]) for one in expected):
+            continue
+        for axis in sorted({1, expected[0].ndim - 1}):
+            factors = _factors(expected, axis)
+            if factors is None:
+                continue
+
+            def grown(column: list[Any], factors: np.ndarray = factors) -> list[np.ndarray]:
+                return [value.astype(np.float64) * factors for value in column]
+
+            table = tolerances.model(
+                coarser(rules.working, str(expected[0].dtype)), np.concatenate(list(map(np.ravel, grown(expected))))
+            )
+            bound = Tolerance(0.0, _MARGIN * table.atol)
+            label = f"{name} (its columns of axis {axis}, each by its own size)"
+            found = compare_output(label, grown(expected), grown(values), rules.working, table=bound)
+            exact = truth() if found.failed else None
+            if exact is None:
+                continue
+            found = compare_with_truth(found, grown(expected), grown(values), grown([row[place] for row in exact]))
+            if found.failed:
+                yield found
+
+
+def _factors(values: list[Any], axis: int) -> np.ndarray | None:
+    """Return what makes small columns as large as the largest one; None where none is small."""
+    if len({value.shape[axis] for value in values}) != 1 or any(not value.size for value in values):
+        return None
+    others = tuple(place for place in range(values[0].ndim) if place != axis)
+    sizes = np.max([np.abs(value.astype(np.float64)).max(axis=others) for value in values], axis=0)
+    small = (sizes > 0) & (sizes < _SMALL * sizes.max())
+    if not small.any():
+        return None
+    shape = [-1 if place == axis else 1 for place in range(values[0].ndim)]
+    return np.where(small, sizes.max() / np.where(small, sizes, 1.0), 1.0).reshape(shape)
 
 
 def _hold(

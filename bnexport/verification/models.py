@@ -23,13 +23,15 @@ import onnx_ir as ir
 from bnexport import schema, stages
 from bnexport.errors import BnexportError, ModelError
 from bnexport.graph.converting.inference import convert_model
+from bnexport.graph.shapes import Shapes
 from bnexport.graph.sync_bn_nodes import has_sync_batch_norm, is_sync_batch_norm, trains
 from bnexport.model_io import Parts, to_parts, walk
 from bnexport.native import library
 from bnexport.verification.comparison import FLOATS
-from bnexport.verification.inputs.further_sets import find_further
+from bnexport.verification.inputs.further_sets import find_further, find_texts
 from bnexport.verification.inputs.integer_inputs import find_ranges
 from bnexport.verification.inputs.samples import InputSpec
+from bnexport.verification.inputs.size_bounds import find_bounds
 from bnexport.verification.isolated_process import PROCESS, ProcessFailure, Shipment
 from bnexport.verification.probing.parts import Parted, find_parted
 from bnexport.verification.probing.probes import Probe, find_probes
@@ -81,8 +83,10 @@ def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, An
                 "outputs": [str(value.name) for value in reference.graph.outputs],
                 "probes": list(map(_plain, probes)),
                 "parted": list(map(_plain, parted)),
-                "inputs": [dataclasses.asdict(_spec(value)) for value in _inputs(reference)],
+                "inputs": [dataclasses.asdict(_spec(value, reference)) for value in _inputs(reference)],
                 "further": [dataclasses.asdict(each) for each in find_further(reference)],
+                "bounds": find_bounds(reference, candidate),
+                "empty": _is_empty(reference),
                 "given": None
                 if given is None
                 else [[shipment.array(name, value) for name, value in sample.items()] for sample in given],
@@ -162,7 +166,13 @@ def _fixed_inputs(reference: ir.Model, candidate: ir.Model) -> list[str]:
     return [str(value.name) for value in reference.graph.inputs if value.name not in known]
 
 
-def _spec(value: ir.Value) -> InputSpec:
+def _is_empty(model: ir.Model) -> bool:
+    """Whether an input or output has no elements by its declared or inferred shape: shapes are all that there is."""
+    shapes = Shapes(model)
+    return any(0 in (shapes.of(value) or ()) for value in (*model.graph.inputs, *model.graph.outputs))
+
+
+def _spec(value: ir.Value, model: ir.Model) -> InputSpec:
     name = str(value.name)
     if not isinstance(value.type, ir.TensorType) or value.shape is None:
         return InputSpec(name)
@@ -177,7 +187,8 @@ def _spec(value: ir.Value) -> InputSpec:
     shape = tuple(
         (size if size >= 0 else None) if isinstance(size, int) else (size.value or None) for size in value.shape
     )
-    return InputSpec(name, kind, dtype.numpy().name, shape, *find_ranges(value))
+    texts = find_texts(model) if kind == "string" else ()
+    return InputSpec(name, kind, dtype.numpy().name, shape, *find_ranges(value, model), texts)
 
 
 def _working_type(*models: ir.Model) -> str:

@@ -86,14 +86,14 @@ class TestIntegers:
         header = '<ir_version: 8, opset_import: ["": 17, "my": 1]>'
         body = f"g (int64[2] x, float[N,4] z) => (float[A,B] y) {{ {nodes} }}"
         proto = ir.from_proto(model(body, values={"t": TABLE, "o": np.array([0])}, header=header))
-        assert find_ranges(proto.graph.inputs[0]) == (ranges, whole)
+        assert find_ranges(proto.graph.inputs[0], proto) == (ranges, whole)
 
     def test_types(self) -> None:
         body = "g (uint8[2] a, int8[2] b, uint16[2] c, int32[2] d) => (float[2] y) {{ {} y = Sum (e, f, h, i) }}"
         casts = "".join(f"{two} = Cast <to = 1> ({one})\n" for one, two in ("ae", "bf", "ch", "di"))
-        inputs = ir.from_proto(model(body.format(casts))).graph.inputs
+        proto = ir.from_proto(model(body.format(casts)))
         byte, signed, all_16, all_32 = (0, 255), (-128, 127), (0, 65535), (-(2**31), 2**31 - 1)
-        found = [find_ranges(value) for value in inputs]
+        found = [find_ranges(value, proto) for value in proto.graph.inputs]
         assert [ranges for ranges, _ in found] == [(each, (0, 1)) for each in (byte, signed, byte, signed)]
         assert [whole for _, whole in found] == [byte, signed, all_16, all_32]
 
@@ -138,9 +138,12 @@ class TestFurtherSets:
         ("nodes", "sets"),
         [
             ("y = Relu (x)", []),
-            ("c = Greater (x, near)\n y = Where (c, x, near)", []),
+            ("c = Greater (x, near)\n y = Where (c, x, near)", ["rounded"]),
+            ("h = Exp (x)\n c = Greater (h, near)\n y = Where (c, x, near)", []),
+            ("h = Add (x, near)\n y = Floor (h)", ["rounded"]),
             ("c = IsNaN (x)\n y = Where (c, near, x)", ["nan"]),
-            ("e = Equal (x, x)\n y = Where (e, x, near)", ["nan"]),
+            ("e = Equal (x, x)\n y = Where (e, x, near)", ["nan", "rounded"]),
+            ("y = Add (x, far)", [4000.0]),
             ("c = IsInf (x)\n y = Where (c, near, x)", ["infinite"]),
             ("y = Hardmax (x)", ["rounded"]),
             ("p = MaxPool <kernel_shape = [2]> (x)\n y = Relu (p)", []),
@@ -221,3 +224,86 @@ def test_random_numbers_are_no_difference() -> None:
     assert (both.status, both.method) == ("passed", "local")
     counts = itertools.groupby(site.method for site in both.sites)
     assert [mark for mark, _ in counts] == ["proved"]
+
+
+def _shaped(nodes: str) -> str:
+    return "g (float[N,L,8] x) => (float[N,M,8] y) { s = Shape (x)\n l = Gather (s, one)\n" + nodes + "}"
+
+
+def _row(nodes: str) -> str:
+    return "g (float[N,8] x) => (float[N,8] y) { " + nodes + " }"
+
+
+_TABLE = np.random.default_rng(3).standard_normal((1000, 8)).astype(np.float32)
+# What the first model has, what the second one has instead, constants.
+SEEN: dict[str, tuple[str, str, str, dict[str, object]]] = {
+    "numbers equal to a threshold": (
+        _row("g = {} (x, c)\n y = Cast <to = 1> (g)"),
+        "Greater",
+        "GreaterOrEqual",
+        {"c": np.float32(0.3)},
+    ),
+    "halves": (_row("{}"), "y = Round (x)", "a = Add (x, c)\n y = Floor (a)", {"c": np.float32(0.5)}),
+    "saturated": (_row("a = {} (x, c)\n y = Erf (a)"), "Mul", "Div", {"c": np.float32(1e5)}),
+    "far below a bias": (
+        _row("a = Add (x, c)\n r = Relu (a)\n z = {} (r)\n y = Add (z, x)"),
+        "Abs",
+        "Neg",
+        {"c": np.float32(-2000)},
+    ),
+    "a small column": (_row("a = {} (x)\n y = Mul (a, c)"), "Neg", "Identity", {"c": np.float32([1e9, *[1e-2] * 7])}),
+    "all true": (
+        "g (bool[64] m, float[4] x) => (float[4] y) { f = Cast <to = 1> (m)\n a = ReduceMean <keepdims = 0> (f)\n"
+        " g = GreaterOrEqual (a, c)\n n = {} (x)\n y = Where (g, n, x) }",
+        "Neg",
+        "Sin",
+        {"c": np.float32(1)},
+    ),
+    "a size beyond a constant": (
+        _shaped("{} f = Cast <to = 1> (m)\n y = Mul (x, f)"),
+        "m = Min (l, c)\n",
+        "m = Identity (l)\n",
+        {"one": np.int64(1), "c": np.int64(300)},
+    ),
+    "a batch beyond a constant": (
+        _row("s = Shape (x)\n n = Gather (s, one)\n g = Greater (n, c)\n m = {} (x)\n y = Where (g, m, x)"),
+        "Neg",
+        "Sin",
+        {"one": np.int64(0), "c": np.int64(20)},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SEEN)
+def test_runs_see(kind: str) -> None:
+    """Nothing but the runs looks at these."""
+    body, mine, theirs, constants = SEEN[kind]
+    first, second = (model(body.replace("{}", each), values=constants) for each in (mine, theirs))
+    assert verify(first, second, method="whole").status == "failed"
+    assert verify(first, first, method="whole").passed
+
+
+def test_integers_of_a_table_behind_an_offset() -> None:
+    body = "g (int64[N,L] t) => (float[N,L,8] y) { s = Add (t, two)\n w = Cast <to = 1> (c)\n y = Gather (w, s) }"
+    cut = np.where(np.arange(1000)[:, None] < 900, _TABLE, 0).astype(np.float16)
+    first, second = (model(body, values={"two": np.int64(2), "c": table}) for table in (_TABLE.astype(np.float16), cut))
+    assert verify(first, second, method="whole").status == "failed"
+    assert verify(first, first, method="whole").passed
+
+
+def test_texts_are_the_keys_of_the_model() -> None:
+    header = '<ir_version: 8, opset_import: ["": 17, "ai.onnx.ml": 3]>'
+    body = """g (string[N] s) => (float[N] y) {{
+        y = ai.onnx.ml.LabelEncoder <keys_strings = ["a", "b", "c"], values_floats = [1.0, 2.0, {}]> (s) }}"""
+    first, second = (model(body.format(value), header=header) for value in (3.0, 30.0))
+    assert verify(first, second, method="whole").status == "failed"
+    assert verify(first, first, method="whole").passed
+
+
+def test_an_output_that_is_empty_for_all_inputs() -> None:
+    body = """g (float[N,100] x) => (float[M,100] y, float[N,100] z) {{
+        m = ReduceMean <axes = [1], keepdims = 0> (x)\n g = Greater (m, c)\n a = {} (x)\n y = Compress <axis = 0> (a, g)
+        z = Relu (x) }}"""
+    first, second = (model(body.format(name), values={"c": np.float32(1e7)}) for name in ("Neg", "Identity"))
+    verdict = verify(first, second, method="whole")
+    assert (verdict.status, verdict.reason) == ("not_verified", "output 'y' is empty for all inputs")

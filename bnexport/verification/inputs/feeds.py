@@ -1,14 +1,16 @@
 """Sets of inputs for two models.
 
 The caller's, or random ones. Of these the first group decides, at the first sizes at which the reference runs. The rest
-can only refute: floats of other sizes, all integers, one row, other sizes of dynamic dimensions, floats that an operator
-asks for (`further_sets`), each where the reference runs. What they leave undecided is not counted.
+can only refute: floats of other sizes, all integers, one row, other sizes of dynamic dimensions, some beyond the graph's
+constants (`size_bounds`), floats that an operator asks for (`further_sets`), smaller ones where an output does not change
+with half of its input, each where the reference runs. What they leave undecided is not counted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,10 +32,15 @@ from bnexport.verification.inputs.samples import (
     other_sizes,
     shapes,
 )
-from bnexport.verification.inputs.smaller_inputs import is_finite
+from bnexport.verification.inputs.smaller_inputs import is_finite, is_float, scaled
 
 # Bytes of a model whose runs take longer than everything else: it has fewer of them.
 _LARGE = 1 << 26
+# Elements of inputs of sizes beyond constants.
+_MOST_ELEMENTS = 1 << 18
+# Factors of floats at which a saturated output may show its inputs, and the share of it that then changes.
+_SHOWING = tuple(2.0**-power for power in (6, 12, 18, 24))
+_SHOWN = 1e-3
 
 Inputs = Mapping[str, Any]
 
@@ -68,9 +75,11 @@ class Feeds:
         # Bounds of the caller's are for values of some size; truth values and texts have none.
         bounded = request["atol"] is not None or request["rtol"] is not None
         self._scalable = not bounded and any(spec.kind in ("float", "integer") for spec in self._specs)
-        has_floats = any(spec.kind == "float" for spec in self._specs)
-        further = [FloatSet(**each) for each in request["further"]] if has_floats else []
-        self._further = [each for each in further if each.scale == 1.0 or not bounded]
+        self._has_floats = any(spec.kind == "float" for spec in self._specs)
+        further = [FloatSet(**each) for each in request["further"]]
+        self._further = [
+            each for each in further if (self._has_floats or each.kind == "full") and (each.scale == 1.0 or not bounded)
+        ]
         # One set has another scale.
         self._count = max(1, count - 1) if self._scalable else count
 
@@ -80,7 +89,7 @@ class Feeds:
             given = self._request["given"]
             return [self._with_outputs([{each["name"]: self._array(each) for each in sample} for sample in given], 1.0)]
         first, sizes, ranges = self._first()
-        return [first, *self._others(sizes, ranges)]
+        return [first, *self._others(sizes, ranges), *self._beyond(sizes, ranges), *self._showing(first, sizes, ranges)]
 
     def _first(self) -> tuple[FeedGroup, tuple[int, int], dict[str, Range]]:
         sizes = FREE_SIZES if any(spec.is_free for spec in self._specs) else FREE_SIZES[:1]
@@ -129,8 +138,50 @@ class Feeds:
             found = (how for how in draws if how.scale != 1.0 or shapes(self._specs, how) != known)
             yield from self._first_that_runs(found, ranges)
         for step, floats in enumerate(self._further, self._count + len(plan)):
-            how = Draw(self._seed + step, *same, floats.scale, kind=floats.kind)
+            how = Draw(self._seed + step, *same, floats.scale, kind=floats.kind, numbers=tuple(floats.numbers))
             yield from self._first_that_runs([how], ranges)
+
+    def _beyond(self, sizes: tuple[int, int], ranges: dict[str, Range]) -> Iterator[FeedGroup]:
+        """Yield groups of sizes beyond the graph's constants, of the first dimension and of the others in turn."""
+        bounds, (first, other) = self._request["bounds"], sizes
+        if self._slow:
+            return
+        known = shapes(self._specs, Draw(0, first, (other,)))
+        for chosen in ([(size, (other,)) for size in bounds], [(1, (size, other)) for size in bounds]):
+            draws = [Draw(self._seed + 101, *each) for each in chosen]
+            fitting = (
+                how for how in draws if shapes(self._specs, how) != known and self._elements(how) <= _MOST_ELEMENTS
+            )
+            yield from self._first_that_runs(fitting, ranges)
+
+    def _elements(self, how: Draw) -> float:
+        return sum(math.prod(map(float, shape)) for shape in shapes(self._specs, how))
+
+    def _showing(self, first: FeedGroup, sizes: tuple[int, int], ranges: dict[str, Range]) -> Iterator[FeedGroup]:
+        """Yield groups of smaller floats, where outputs that hide their inputs in the first one show them."""
+        if not (self._scalable and self._has_floats) or self._slow:
+            return
+        hidden = self._hidden(first)
+        for step, scale in enumerate(_SHOWING):
+            if not hidden:
+                return
+            for group in self._first_that_runs([Draw(self._seed + 201 + step, sizes[0], (sizes[1],), scale)], ranges):
+                still = hidden & self._hidden(group)
+                if still != hidden:
+                    yield group
+                hidden = still
+
+    def _hidden(self, group: FeedGroup) -> set[int]:
+        """Return the places of outputs that do not change where the floats of a group are halved: saturated ones."""
+        names = self._request["outputs"]
+        try:
+            halved = self._reference.run(scaled(group.inputs[0], 0.5), names)
+        except BnexportError:
+            return set()
+        pairs = enumerate(zip(group.expected[0], halved))
+        return {
+            place for place, (one, two) in pairs if is_float(one) and one.shape == two.shape and _is_hidden(one, two)
+        }
 
     def _first_that_runs(self, draws: Iterable[Draw], ranges: dict[str, Range]) -> Iterator[FeedGroup]:
         for how in draws:
@@ -146,3 +197,10 @@ class Feeds:
 
     def _with_outputs(self, inputs: Sequence[Inputs], scale: float) -> FeedGroup:
         return FeedGroup(inputs, [self._reference.run(sample, self._names) for sample in inputs], scale)
+
+
+def _is_hidden(one: np.ndarray, two: np.ndarray) -> bool:
+    wide = one.astype(np.float64)
+    if not one.size or not np.isfinite(wide).all():
+        return False
+    return bool(np.abs(wide - two).max() <= _SHOWN * np.abs(wide).max())

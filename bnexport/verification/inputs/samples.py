@@ -20,7 +20,10 @@ _ELEMENTS = 1 << 27
 # Share of a set's floats that are NaN or infinite, where it has such.
 _NOT_FINITE = 0.2
 
-Kind = Literal["normal", "rounded", "nan", "infinite"]
+# Share of a set's floats that are equal to a threshold, where it has such.
+_EQUAL = 0.25
+
+Kind = Literal["normal", "rounded", "nan", "infinite", "full"]
 Range = tuple[int, int]
 # Of free first dimensions, and of those at other places in turn.
 Sizes = tuple[int, tuple[int, ...]]
@@ -32,7 +35,7 @@ class InputSpec:
 
     kind: "float", "integer", "bool" or "string"; None for what is no tensor of a known rank. dtype: NumPy's
     name of the type. shape: free sizes are None, or a name. ranges: of integers, to try until the model runs. whole: all
-    integers, where they may be drawn, too.
+    integers, where they may be drawn, too. texts: to draw from.
     """
 
     name: str
@@ -41,6 +44,7 @@ class InputSpec:
     shape: tuple[int | str | None, ...] = ()
     ranges: tuple[Range, ...] = ((0, 1),)
     whole: Range | None = None
+    texts: tuple[str, ...] = ("a",)
 
     @property
     def is_free(self) -> bool:
@@ -50,10 +54,12 @@ class InputSpec:
 
 @dataclasses.dataclass(frozen=True)
 class FloatSet:
-    """Random floats. kind: normal ones, these rounded to integers, or with NaN or infinities among them. scale: factor."""
+    """Random floats. kind: normal ones, these rounded to multiples of 1/2, or with NaN or infinities among them; "full" are
+    normal ones beside truth values that are all true. scale: factor. numbers: to put among rounded ones."""
 
     kind: Kind = "normal"
     scale: float = 1.0
+    numbers: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Draw:
     """One set of random inputs.
 
     first: size of free first dimensions. others: sizes of free dimensions at other places, in turn. scale: factor of
-    floats. whole: draw from all integers, not from a range. kind: of floats (`FloatSet`).
+    floats. whole: draw from all integers, not from a range. kind, numbers: of floats (`FloatSet`).
     """
 
     seed: int
@@ -70,6 +76,7 @@ class Draw:
     scale: float = 1.0
     whole: bool = False
     kind: Kind = "normal"
+    numbers: tuple[float, ...] = ()
 
 
 def draw(inputs: Sequence[InputSpec], how: Draw, ranges: Mapping[str, Range]) -> dict[str, np.ndarray]:
@@ -113,8 +120,10 @@ def _random(
             f"input {spec.name!r} of shape {list(shape)} is too large to make up; give the inputs yourself"
         )
     if spec.kind == "string":
-        return np.full(shape, "a", dtype=object)
+        return np.resize(generator.permutation(np.array(spec.texts, dtype=object)), shape)
     if spec.kind == "bool":
+        if how.kind == "full":
+            return np.ones(shape, bool)
         return generator.integers(0, 2, shape).astype(bool)
     dtype = np.dtype(spec.dtype)
     if spec.kind == "float":
@@ -124,10 +133,15 @@ def _random(
 
 def _floats(generator: np.random.Generator, shape: tuple[int, ...], how: Draw) -> np.ndarray:
     values = np.asarray(generator.standard_normal(shape) * how.scale)
+    if how.kind in ("normal", "full"):
+        return values
+    flat = values.reshape(-1)
     if how.kind == "rounded":
-        return np.round(values)
-    if how.kind != "normal":
-        flat = values.reshape(-1)
+        flat = np.round(2 * flat) / 2
+        places = generator.permutation(flat.size)[: max(1, int(flat.size * _EQUAL)) if how.numbers else 0]
+        flat[places] = np.resize(how.numbers, places.size)
+        values = flat.reshape(shape)
+    else:
         places = generator.permutation(flat.size)[: max(2, int(flat.size * _NOT_FINITE))]
         flat[places] = np.resize(np.nan if how.kind == "nan" else (np.inf, -np.inf), places.size)
     return values
