@@ -10,14 +10,16 @@ from tests.miscompilations import (
     convolutions,
     layouts,
     quantized,
+    quark,
     resizing,
+    sizes,
     softmaxes,
     training,
 )
 from tests.miscompilations.mistake import Mistake
 
 GROUPS: dict[str, list[Mistake]] = {
-    "Folds of batch norms": batch_norms.MISTAKES,
+    "Folds of batch norms": batch_norms.MISTAKES + quark.MISTAKES,
     "Convolutions, padding and pools": convolutions.MISTAKES,
     "Layouts and shapes": layouts.MISTAKES,
     "Resizing": resizing.MISTAKES,
@@ -25,6 +27,7 @@ GROUPS: dict[str, list[Mistake]] = {
     "Activations and norms": activations.MISTAKES,
     "Softmax and indices": softmaxes.MISTAKES,
     "Arithmetic and constants": arithmetic.MISTAKES,
+    "Sizes, tables and thresholds": sizes.MISTAKES,
     "Quantised values": quantized.MISTAKES,
     "Training": training.MISTAKES,
 }

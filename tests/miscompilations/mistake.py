@@ -40,7 +40,7 @@ def passes_local(why: str) -> Known:
 class Mistake:
     """One pair, with its right counterpart; the models are nodes in ONNX text.
 
-    source: repository#number of the public thread, or the commit of bnexport that made the mistake. what: went wrong.
+    source: repository#number of the public thread, or the commit of bnexport or the release that made the mistake. what: went wrong.
     graph: inputs => outputs; wrong_graph: of the wrong rewrite, where they differ. values: initializers; each model gets
     those that its nodes name. wrong_domain: under which the wrong one names its opset. inputs: that show the difference;
     None for random ones. sizes: of those. runs: False where no engine runs the wrong rewrite. verdict: of `verify` by

@@ -15,9 +15,11 @@ WORDS = {"failed": "failed", "not_verified": "not verified", "refused": "file re
 
 
 def source(each: Mistake) -> str:
-    """Link to the thread."""
+    """Link to the thread; a mistake without one names the release that makes it."""
     if each.source == OURS:
         return "bnexport itself"
+    if "#" not in each.source:
+        return each.source
     repository, number = each.source.split("#")
     return f"[{each.source}](https://github.com/{repository}/issues/{number})"
 
