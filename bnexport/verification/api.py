@@ -9,10 +9,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import onnx_ir as ir
+
 from bnexport.errors import UsageError
 from bnexport.model_io.read import Source, open_source
 from bnexport.runtime.injection import check_providers
 from bnexport.verification import models
+from bnexport.verification.positions import match_by_position
 from bnexport.verification.proving import prove_between, prove_report
 from bnexport.verification.terms import Inputs, Terms
 from bnexport.verification.verdict import Method, Verification
@@ -48,7 +51,8 @@ def verify(
 
     Args:
         reference: a path, ModelProto or onnx_ir.Model.
-        candidate: the model to check, with the same inputs and outputs.
+        candidate: the model to check, with the same inputs and outputs; those of other names are matched by position where
+            their types and shapes agree, and the verdict's `reason` says so.
         inputs: arrays by the names of the inputs, one set or several; None makes random ones, of several scales and
             sizes of dynamic dimensions.
         seed: of the first random set; the others count on.
@@ -77,13 +81,18 @@ def verify(
     first, second = (open_source(each, fixed_initializers=fixed_initializers).model for each in (reference, candidate))
     if report is not None:
         return prove_report(first, second, _report_of(report))
-    chosen = tuple(check_providers(providers))
+    second, matched = match_by_position(first, second)
+    terms = Terms(inputs, seed, samples, atol, rtol, timeout, providers=tuple(check_providers(providers)))
+    verdict = _verdict(first, second, terms, method)
+    return dataclasses.replace(verdict, reason=matched) if matched and verdict.passed else verdict
+
+
+def _verdict(first: ir.Model, second: ir.Model, terms: Terms, method: Method) -> Verification:
     # Bounds of the caller's are for models that differ by more than a fold.
-    whole = method == "whole" or (method == "both" and (atol is not None or rtol is not None))
+    whole = method == "whole" or (method == "both" and (terms.atol is not None or terms.rtol is not None))
     proof = None if whole else prove_between(first, second)
     if proof is not None and method == "local":
         return proof
-    terms = Terms(inputs, seed, samples, atol, rtol, timeout, providers=chosen)
     result = models.compare_or_convert(first, second, terms)
     # Where nothing was folded the proof is about nothing.
     if proof is None or not (proof.sites or proof.another):

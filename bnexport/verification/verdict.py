@@ -110,7 +110,7 @@ class Verification:
     """The verdict on a candidate: whether it computes what its reference does.
 
     status: "passed"; "failed"; or "not_verified" where nothing could be compared, or decided. `reason` says why it is
-    not "passed", or why the reference is "converted". True in a condition only where it passed.
+    not "passed", why the reference is "converted", or which names were matched by position. True in a condition only where it passed.
 
     outputs: each output's comparison; where there are several engines or inputs, the one nearest to its bound.
     engine: what ran the models. reference: "original", or "converted" where the original cannot run here, or is a
@@ -205,6 +205,8 @@ class Verification:
             text += f", at {f'{len(sizes)} sizes: ' if len(sizes) > 1 else ''}{', '.join(map(_size, sizes))}"
         if self.input_scale != 1.0:
             text += f", on inputs times {self.input_scale:.3g}"
+        if self.reference == "original" and self.passed and self.reason:
+            text += f"; {self.reason}"
         if self.reference == "converted" and self.passed:
             text += "; compared with the converted model"
             text += f", since the model itself cannot run here: {self.reason}" if self.reason else ""

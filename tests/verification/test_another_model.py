@@ -87,3 +87,21 @@ def test_rounding_and_ones_in_front_are_no_difference(shape: tuple[int, ...]) ->
     constant = 0.1 * TABLE[0]
     other = np.nextafter(constant, np.float32(1)).reshape(shape)
     assert verify(model(body, values={"c": constant}), model(body, values={"c": other}))
+
+
+class TestOtherNames:
+    BODY = "g (float[N,8] {0}, float[N,4] {1}) => (float[N,8] {2}) {{ a = Sin ({0})\n s = ReduceSum ({1})\n {2} = Add (a, s) }}"
+
+    def test_they_are_matched_by_position(self) -> None:
+        first, second = (model(self.BODY.format(*names)) for names in ("xvy", "xuz"))
+        verdict = verify(first, second)
+        assert verdict.passed
+        assert verdict.reason == "matched by position: u as v, z as y"
+        assert verdict.summary().endswith("matched by position: u as v, z as y; 0 folds proved, 0 compared only")
+        wrong = model(self.BODY.format(*"xuz").replace("Sin", "Cos"))
+        assert verify(first, wrong).status == "failed"
+
+    def test_another_order_or_shape_is_no_match(self) -> None:
+        first = model(self.BODY.format(*"xvy"))
+        assert "inputs differ" in verify(first, model(self.BODY.format(*"vxy"))).reason
+        assert "inputs differ" in verify(first, model(self.BODY.format(*"uwy").replace("N,4", "N,5"))).reason
