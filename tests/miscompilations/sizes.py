@@ -1,4 +1,4 @@
-"""Mistakes that show beyond the sizes and indices that are usually tried."""
+"""Mistakes that show beyond the sizes and indices that are usually tried, and constants that are computed with large errors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ _LONG = {"N": 1, "L": 200}
 _CONSTANTS = {"one": np.int64(1), "zero": np.int64(0), "axis": ints(1), "start": ints(0), "many": np.int64(100)}
 _INDEXED = "int64[N,L] t => float[N,L,8] y"
 _INDICES = {"t": ints(3, 450, 90, 511).reshape(1, 4)}
+_W = floats(_RNG.standard_normal((8, 3, 3, 3)))
+# One filter is constant but for its last digits.
+_W[0] = floats(1000 + 1e-4 * _W[0])
+_STANDARD = floats(_W.astype(np.float64) - _W.astype(np.float64).mean(axis=(1, 2, 3), keepdims=True))
+_OFF = _STANDARD.copy()
+_OFF[1:] = floats(1.3 * _OFF[1:])
 
 MISTAKES: list[Mistake] = [
     Mistake(
@@ -52,6 +58,29 @@ MISTAKES: list[Mistake] = [
         wrong=_LENGTH + "f = Cast <to = 1> (l) y = Mul (x, f)",
         right=_LENGTH + "m = Min (many, l) f = Cast <to = 1> (m) y = Mul (f, x)",
         sizes=_LONG,
+    ),
+    Mistake(
+        "difference_of_large_constants",
+        OURS,
+        "Add, Sub, Mul",
+        "The rounding error of a computed constant excused any other one.",
+        graph="float[N,8] x => float[N,8] y",
+        values={"big": np.float32(1e8), "u": np.float32(1), "k": np.float32(2.9), "n": np.float32(0)},
+        original="a = Add (big, u) d = Sub (a, big) y = Mul (x, d)",
+        wrong="y = Mul (x, k)",
+        right="y = Mul (x, n)",
+        verdict="not_verified",
+    ),
+    Mistake(
+        "filters_beside_a_constant_one",
+        OURS,
+        "ReduceMean, Sub, Conv",
+        "Weights that the graph standardises: the error of one nearly constant filter excused all others.",
+        graph="float[N,3,7,7] x => float[N,8,5,5] y",
+        values={"w": _W, "o": _OFF, "r": _STANDARD},
+        original="m = ReduceMean <axes = [1, 2, 3]> (w) d = Sub (w, m) y = Conv (x, d)",
+        wrong="y = Conv (x, o)",
+        right="y = Conv (x, r)",
     ),
     Mistake(
         "rows_behind_a_cast",
