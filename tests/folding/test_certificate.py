@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
@@ -163,3 +164,22 @@ def test_the_file_loads_as_before(tmp_path: Path) -> None:
     assert decode(session.get_modelmeta().custom_metadata_map[KEY]).sites
     again = from_proto(onnx.ModelProto.FromString(to_bytes(load(tmp_path / "folded.onnx"))))
     assert decode(again.metadata_props[KEY]).sites
+
+
+def test_a_fold_that_keeps_the_bits_of_the_weights() -> None:
+    """1 / sqrt(1 + 1e-5) rounds to 1 in float16, as in every batch norm that was just made."""
+    ones = {f"p_{name}": np.full(8, value, np.float16) for name, value in (("s", 1), ("b", 0), ("m", 0), ("v", 1))}
+    weight = np.random.default_rng(0).standard_normal((8, 6, 3, 3)).astype(np.float16)
+    body = """g (float16[N,6,H,W] x) => (float16[N,8,A,B] y) {
+        z = Conv (x, w)
+        y = BatchNormalization (z, p_s, p_b, p_m, p_v)
+    }"""
+    original = model(body, values={"w": weight, **ones})
+    result = fold(original)
+    verdict = result.report.verification
+    assert verdict is not None and verdict.passed, verdict
+    assert [proof.method for proof in verdict.sites] == ["proved"]
+    assert verify(original, result.model, method="local").certificate == "used"
+    ones["p_s"] = np.full(8, 1.02, np.float16)
+    wrong = result.model
+    assert not verify(model(body, values={"w": weight, **ones}), wrong, method="local").passed

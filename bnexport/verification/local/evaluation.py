@@ -38,7 +38,7 @@ def evaluate(
 
     Raises Violation, or UnsupportedModelError where it cannot be evaluated.
     """
-    if max(map(len, region.nodes)) > _NODES:
+    if max(sum(node.op_type != "Identity" for node in nodes) for nodes in region.nodes) > _NODES:
         raise UnsupportedModelError(f"the region has more than {_NODES} nodes")
     return _Evaluation(region, sides, sizes, directions, unchanged).run()
 

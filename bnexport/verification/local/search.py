@@ -252,17 +252,26 @@ class _DifferenceSearch:
             self._numbers.set(side, node.outputs[0], number)
         return True
 
+    def _copies(self, side: int, value: ir.Value) -> Iterator[ir.Value]:
+        """Yield a value and the copies of it."""
+        pending = [value]
+        while pending:
+            each = pending.pop()
+            yield each
+            pending += [use.node.outputs[0] for use in each.uses() if is_copy(self._sides[side], use.node)]
+
     def _readers(self, side: int, value: ir.Value) -> tuple[tuple[str, ...], ...]:
         """Return the operators that read a value, and its places among the outputs: folds leave both as they are."""
         found: list[tuple[str, ...]] = []
-        for use in value.uses():
-            if is_copy(self._sides[side], use.node):
-                found += self._readers(side, use.node.outputs[0])
-            else:
-                found.append((*use.node.op_identifier(), str(use.idx)))
-        graph = value.graph
-        if value.is_graph_output() and graph is not None:
-            found += [("output", str(index)) for index, output in enumerate(graph.outputs) if output is value]
+        for each in self._copies(side, value):
+            found += [
+                (*use.node.op_identifier(), str(use.idx))
+                for use in each.uses()
+                if not is_copy(self._sides[side], use.node)
+            ]
+            graph = each.graph
+            if each.is_graph_output() and graph is not None:
+                found += [("output", str(index)) for index, output in enumerate(graph.outputs) if output is each]
         return tuple(sorted(found))
 
     def _compare(self, pair: _Graphs) -> str:
@@ -450,19 +459,15 @@ class _DifferenceSearch:
 
     def _read_by_twins(self, theirs: ir.Value) -> Iterator[ir.Value | None]:
         """Yield what nodes outside of claims read in the original, in the place of a value."""
-        for use in theirs.uses():
-            twin = self._twins.get(use.node)
-            if is_copy(self._sides[1], use.node):
-                yield from self._read_by_twins(use.node.outputs[0])
-            elif twin is not None and use.idx < len(twin.inputs) and not (self._claims and self._claims.holds(twin)):
-                yield self._source(twin.inputs[use.idx])
-        if theirs.is_graph_output() and theirs.graph is not None:
-            mine = self._paired.get(theirs.graph)
-            yield from (
-                self._source(mine.outputs[index])
-                for index, output in enumerate(theirs.graph.outputs)
-                if output is theirs and mine is not None and index < len(mine.outputs)
-            )
+        for each in self._copies(1, theirs):
+            for use in each.uses():
+                twin = None if is_copy(self._sides[1], use.node) else self._twins.get(use.node)
+                if twin is not None and use.idx < len(twin.inputs) and not (self._claims and self._claims.holds(twin)):
+                    yield self._source(twin.inputs[use.idx])
+            mine = self._paired.get(each.graph) if each.is_graph_output() and each.graph is not None else None
+            if mine is not None:
+                outputs = zip(each.graph.outputs, mine.outputs, strict=False)  # type: ignore[union-attr]
+                yield from (self._source(one) for output, one in outputs if output is each)
 
     def _source(self, mine: ir.Value | None) -> ir.Value | None:
         """Return what a value of the original is a copy of."""
@@ -504,6 +509,11 @@ class _DifferenceSearch:
                     1, theirs, lambda value: is_new(value) and self._numbers.of(1, value) not in first
                 )
                 yield from self._region((mine, theirs), (nodes, wider), (entering, above))
+            if self._claims is not None and self._has(theirs):
+                # A fold may round to the numbers that were there before.
+                nodes, entering = self._cone(0, mine, is_claimed)
+                others, needed = self._cone(1, theirs, is_new)
+                yield from self._region((mine, theirs), (nodes, others), (entering, needed))
         except Mismatch:
             return
 
@@ -558,11 +568,26 @@ class _DifferenceSearch:
         for region, proof in self._tried.values():
             mine, theirs = region.output
             is_open = self._is_open(mine) and (not self._has(theirs) or theirs.is_graph_output())
-            if proof.method != method or not is_open or (mine, theirs) in self._equal:
+            if proof.method != method or not is_open or (mine, theirs) in self._equal or not self._is_needed(mine):
                 continue
             is_fold = method == "not_run" or (_is_likely(region) and _has_map(region))
             if is_fold and not _same_operators(region):
                 yield region, proof
+
+    def _is_needed(self, mine: ir.Value) -> bool:
+        """Whether a path leads from a value of the original to an output past none that has a counterpart.
+
+        Else what reads it is proved: a guess about the value itself says nothing.
+        """
+        seen, pending = {mine}, [mine]
+        while pending:
+            value = pending.pop()
+            if value.is_graph_output():
+                return True
+            below = {output for use in value.uses() for output in use.node.outputs} - seen
+            pending += filter(self._is_open, below)
+            seen |= below
+        return False
 
     def _claimed(self, claims: Claims, mismatch: str) -> Verification:
         """Return the verdict on claims."""
@@ -630,7 +655,9 @@ def _limited(is_inside: Callable[[ir.Value], bool], side: Side, most: int) -> Ca
 
     def check(value: ir.Value) -> bool:
         node = value.producer()
-        if not is_inside(value) and not (node is not None and is_copy(side, node)):
+        if node is not None and is_copy(side, node):
+            return True
+        if not is_inside(value):
             return False
         seen.add(value)
         if len(seen) > most:

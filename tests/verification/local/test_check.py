@@ -217,3 +217,25 @@ class TestReport:
     def test_no_fold_report(self, report: dict[str, Any]) -> None:
         with pytest.raises(UsageError, match="no fold report"):
             verify(apart(), apart(), report=report)
+
+
+@pytest.mark.parametrize("count", [60, 1500])
+def test_copies_are_no_part_of_a_region(count: int) -> None:
+    copies = "\n".join(f"i{index + 1} = Identity (i{index})" for index in range(count))
+
+    def build(
+        operands: str,
+        last: str,
+        shapes: dict[str, tuple[int, ...]] | None = None,
+        values: dict[str, np.ndarray] | None = None,
+    ) -> onnx.ModelProto:
+        body = f"i0 = Conv ({operands})\n {copies}\n z = {last}\n y = Relu (z)"
+        return model(f"g (float[N,6,H,W] x) => (float[N,8,A,B] y) {{ {body} }}", shapes, values=values)
+
+    norm = f"BatchNormalization (i{count}, p_s, p_b, p_m, p_v)"
+    source = build("x, w", norm, {"w": (8, 6, 1, 1), **batch_norm("p", 8)})
+    arrays = {each.name: onnx.numpy_helper.to_array(each) for each in source.graph.initializer}
+    factor = arrays["p_s"] / np.sqrt(arrays["p_v"] + np.float32(1e-5))
+    folded = {"v": arrays["w"] * factor[:, None, None, None], "b": arrays["p_b"] - arrays["p_m"] * factor}
+    verdict = verify(source, build("x, v, b", f"Identity (i{count})", values=folded), method="local")
+    assert (verdict.status, methods(verdict)) == ("passed", ["proved"]), verdict

@@ -154,6 +154,40 @@ class TestForeign:
         assert (verdict.status, marks(verdict)) == ("passed", [("BatchNormalization -> n", "proved")]), verdict
         assert verify(self.SOURCE, wrong, method="local").status == "failed"
 
+    def test_a_guess_above_what_is_proved_refutes_nothing(self) -> None:
+        """Behind padding the Conv takes the scale alone; the other output is equal in a way that no lemma knows."""
+        text = "g (float[N,6,H,W] x) => (float[N,8,H,W] y, float[N,6,H,W] z) {{ {} }}"
+        source = model(
+            text.format("""n = BatchNormalization (x, p_s, p_b, p_m, p_v)
+            y = Conv <pads = [1, 1, 1, 1]> (n, w)
+            a = BatchNormalization (x, q_s, q_b, q_m, q_v)
+            z = Softplus (a)"""),
+            {"w": (8, 6, 3, 3), **batch_norm("p", 6), **batch_norm("q", 6)},
+        )
+        factors, shifts = {}, {}
+        for name in "pq":
+            scale, bias, mean, var = (array_of(source, f"{name}_{each}").astype(np.float64) for each in "sbmv")
+            factors[name] = scale / np.sqrt(var + 1e-5)
+            shifts[name] = (bias - mean * factors[name]).reshape(-1, 1, 1)
+        values = {
+            "t": shifts["p"] / factors["p"].reshape(-1, 1, 1),
+            "u": array_of(source, "w") * factors["p"].reshape(-1, 1, 1),
+            "k": factors["q"].reshape(-1, 1, 1),
+            "h": np.exp(shifts["q"]),
+            "e": np.ones(()),
+        }
+        values = {name: array.astype(np.float32) for name, array in values.items()}
+        body = text.format("""n = Add (x, t)
+            y = Conv <pads = [1, 1, 1, 1]> (n, u)
+            b = Mul (x, k)
+            c = Exp (b)
+            g = Mul (c, h)
+            d = Add (g, e)
+            z = Log (d)""")
+        verdict = verify(source, model(body, values=values), method="local")
+        assert verdict.status == "not_verified", verdict
+        assert "wrong" not in verdict.reason
+
     def test_two_wrong_folds_on_one_path(self) -> None:
         """Each may be meant for the other."""
         body = """g (float[N,6,H,W] x) => (float[N,6,A,B] y) {
