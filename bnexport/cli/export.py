@@ -15,7 +15,7 @@ from bnexport import choices
 from bnexport.cli import closing
 from bnexport.cli.closing import Bench, Explain
 from bnexport.cli.common import Certificate, Html, Json, Overwrite, Seed, app
-from bnexport.cli.console import is_verbose, say, status
+from bnexport.cli.console import detail, is_verbose, say, status
 from bnexport.cli.models import verdict, write_html
 from bnexport.cli.output import check_exists, check_new, check_targets, emit
 from bnexport.errors import UsageError
@@ -178,6 +178,8 @@ def export(
         say(f"note: input {', '.join(renamed)}")
     for note in (*result.notes, *(() if report is None else report.notes)):
         say(f"note: {note}")
+    if report is not None and report.uncertified:
+        detail(f"note: {report.uncertified}")
     if report is None:
         say(f"{target} written")
     else:

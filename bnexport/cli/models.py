@@ -233,6 +233,8 @@ def fold(
     for note in report.notes:
         say(f"note: {note}")
     closing.note_growth(report)
+    if report.uncertified:
+        detail(f"note: {report.uncertified}")
     if report.verification is not None:
         say(verdict(report.verification))
         detail(_inputs_of(report.verification))

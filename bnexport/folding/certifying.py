@@ -11,7 +11,7 @@ from bnexport.folding.reporting.report import FoldReport, SiteReport
 from bnexport.verification.certificate import KEY, LARGEST, Certificate, CertifiedSite
 
 _OLD = "the source's certificate told of an earlier fold and was removed"
-_NONE = "no certificate was written"
+_NONE = "the file holds no list of its folds: "
 
 
 def certify(model: ir.Model, report: FoldReport, *, wanted: bool, original: ir.Model | None = None) -> FoldReport:
@@ -23,14 +23,14 @@ def certify(model: ir.Model, report: FoldReport, *, wanted: bool, original: ir.M
     if wanted and not report.changed:
         return report
     notes = [*report.notes, *([_OLD] if model.metadata_props.pop(KEY, None) is not None else [])]
+    uncertified = ""
     made = certificate_of(report.sites, report.inlined) if wanted else None
     text = "" if made is None else made.encode()
     if any(site.training and site.op_type == "BatchNormalization" for site in report.sites if site.changed):
-        notes += [f"{_NONE}: training became inference, which no proof makes equal"] if text else []
+        uncertified = "training became inference, which no proof makes equal" if text else ""
         text = ""
     if len(text) > LARGEST:
-        notes.append(f"{_NONE}: it would have more than {LARGEST:,} characters")
-        text = ""
+        uncertified, text = f"it would have more than {LARGEST:,} characters", ""
     if text:
         model.metadata_props[KEY] = text
         from bnexport.verification.proving import prove_certified
@@ -39,10 +39,11 @@ def certify(model: ir.Model, report: FoldReport, *, wanted: bool, original: ir.M
         if verdict is not None and not verdict.passed:
             del model.metadata_props[KEY]
             text = ""
-            notes.append(
-                f"{_NONE}: simplification changed more than the folds ({verdict.reason}); `verify` searches for them instead"
+            uncertified = (
+                f"simplification changed more than the folds ({verdict.reason}), so `verify` has to find them itself"
             )
-    return dataclasses.replace(report, certificate=bool(text), notes=tuple(notes))
+    uncertified = _NONE + uncertified if uncertified else ""
+    return dataclasses.replace(report, certificate=bool(text), uncertified=uncertified, notes=tuple(notes))
 
 
 def certificate_of(sites: Iterable[SiteReport], inlined: bool) -> Certificate | None:

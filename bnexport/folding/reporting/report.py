@@ -92,6 +92,7 @@ class FoldReport:
 
     notes: what else a reader should know about the file that was written. inlined: calls were replaced by their
     functions' bodies before anything was folded. certificate: the sites are in the model's metadata, too.
+    uncertified: why they are not, where they were wanted.
     """
 
     sites: tuple[SiteReport, ...]
@@ -104,6 +105,7 @@ class FoldReport:
     notes: tuple[str, ...] = ()
     inlined: bool = False
     certificate: bool = False
+    uncertified: str = ""
 
     @property
     def folded(self) -> tuple[SiteReport, ...]:
