@@ -46,6 +46,9 @@ VALUES |= {
     "spatial": np.asarray([2, 3]),
     "rate": np.asarray(0.5, np.float32),
     "true": np.asarray(True),
+    "border": np.asarray([0, 0, 1, 1, 0, 0, 1, 1]),
+    "gain": np.asarray(3, np.float32),
+    "growing": np.asarray([1, 2, 3], np.float32).reshape(3, 1, 1, 1),
 }
 FOLDED = "BatchNormalization ({}, p_s, p_b, p_m, p_v)"
 
@@ -239,7 +242,44 @@ CASES = {
         inputs="float[N,4,H,W] x",
         shape=(2, 4, 3, 3),
     ),
+    "pad-of-a-half": Case(
+        "a = Pad (x, border, rate)\n y = Mul (a, gain)",
+        "a = Mul (x, gain)\n y = Pad (a, border, rate)",
+        "i = Identity (x)\n a = Pad (i, border, rate)\n y = Mul (gain, a)",
+    ),
+    "beta-of-a-gemm-in-a-sum": Case(
+        "a = Gemm <beta = 3.0> (x, square, p_b)\n b = MatMul (x, square)\n y = Add (a, b)",
+        "y = Gemm (x, double, p_b)",
+        "y = Gemm (x, double, thrice)",
+        inputs="float[N,4] x",
+        outputs="float[A,B] y",
+        shape=(2, 4),
+    ),
+    "gemm-of-what-is-turned": Case(
+        "a = Gemm <transA = 1> (x, square)\n y = Mul (a, gain)",
+        "y = Gemm (x, scaled_square)",
+        "y = Gemm <transA = 1> (x, scaled_square)",
+        inputs="float[4,4] x",
+        outputs="float[4,4] y",
+        shape=(4, 4),
+    ),
+    "maximum-over-all-axes": Case(
+        "t = Transpose <perm = [1, 0, 2, 3]> (x)\n y = ReduceMax (t)",
+        "t = Transpose <perm = [1, 0, 2, 3]> (x)\n a = Mul (t, growing)\n y = ReduceMax (a)",
+        "t = Transpose <perm = [1, 0, 2, 3]> (x)\n i = Identity (t)\n y = ReduceMax (i)",
+    ),
+    "axis-of-an-old-product": Case(
+        "y = Mul <axis = 1, broadcast = 1> (x, p_s)",
+        "y = Mul <axis = 3, broadcast = 1> (x, p_s)",
+        "i = Identity (x)\n y = Mul <axis = 1, broadcast = 1> (i, p_s)",
+        inputs="float[N,4,H,4] x",
+        opset=6,
+        other_opset=6,
+        runs=False,
+    ),
 }
+VALUES["square"] = parameters({"square": (4, 4)}, seed=5)["square"]
+VALUES |= {"double": 2 * VALUES["square"], "scaled_square": 3 * VALUES["square"], "thrice": 3 * VALUES["p_b"]}
 VALUES["kernel"] = parameters({"kernel": (5, 4, 3, 3)}, seed=4)["kernel"]
 VALUES["scaled_kernel"] = VALUES["kernel"] * VALUES["c"]
 
