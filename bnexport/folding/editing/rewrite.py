@@ -41,7 +41,8 @@ def bypass(site: Site, context: Context) -> ir.Value:
         source.name = name
         source.type, source.shape = output.type or source.type, output.shape or source.shape
     else:
-        source.type, source.shape = source.type or output.type, source.shape or output.shape
+        # The shape stays: what the file declares for the output may be wrong, and engines infer it less often for the source.
+        source.type = source.type or output.type
     _remove(site.nodes, source, context)
     return source
 
