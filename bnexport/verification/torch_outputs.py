@@ -31,9 +31,13 @@ def in_double(feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.double() if value.is_floating_point() else value for name, value in feeds.items()}
 
 
-def bound(name: str, references: Mapping[str, Array]) -> tuple[tolerances.Tolerance | None, float]:
+def bound(
+    name: str, references: Mapping[str, Array], *, rounds: bool = False
+) -> tuple[tolerances.Tolerance | None, float]:
     """Return the bound of an exported model's output, None for that of `comparison`, and the size of the data that a running
     mean averages; 0 for other outputs.
+
+    rounds: whether numbers of the model are rounded to float32.
     """
     reference, stem = references[name], name.removesuffix(f"running_mean{schema.NEW_SUFFIX}")
     variance = references.get(f"{stem}running_var{schema.NEW_SUFFIX}") if stem != name else None
@@ -42,8 +46,7 @@ def bound(name: str, references: Mapping[str, Array]) -> tuple[tolerances.Tolera
         return None, scale
     values = np.append(reference.astype(np.float64), scale)
     table = tolerances.model(reference.dtype.name, values)
-    if reference.dtype == np.float64:
-        # eps and momentum are float32 attributes in ONNX; torch holds them in float64.
+    if rounds and reference.dtype == np.float64:
         largest = float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
         table += tolerances.Tolerance(0.0, tolerances.UNIT_ROUNDOFF["float32"] * largest)
     return table, scale

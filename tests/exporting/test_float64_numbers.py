@@ -2,9 +2,12 @@
 
 import numpy as np
 import onnxruntime
+import pytest
 import torch
 
 import bnexport
+from bnexport.errors import VerificationError
+from bnexport.exporting import dynamo
 
 
 class Numbers(torch.nn.Module):
@@ -21,3 +24,20 @@ def test_numbers_are_those_of_the_module(tmp_path):
     got = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     for value, expected in zip(got, Numbers()(x)):
         np.testing.assert_allclose(value, expected.numpy(), rtol=1e-15)
+
+
+def test_a_number_that_float32_rounded_does_not_pass(tmp_path, monkeypatch):
+    monkeypatch.setattr(dynamo, "write_doubles", lambda exported: None)
+    x = torch.linspace(0.1, 1.0, 6, dtype=torch.float64).reshape(2, 3)
+    with pytest.raises(VerificationError, match="differs"):
+        bnexport.export(Numbers(), x, tmp_path / "m.onnx", exporter="dynamo", dynamic=False)
+
+
+def test_numbers_that_are_float32_in_onnx_pass(tmp_path):
+    """The slope of a Selu, and eps of a batch norm."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.SELU(), torch.nn.BatchNorm1d(4)).double().eval()
+    result = bnexport.export(
+        model, torch.randn(2, 3, dtype=torch.float64), tmp_path / "m.onnx", fold=False, dynamic=False
+    )
+    assert result.verification.passed
