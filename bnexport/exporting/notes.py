@@ -17,6 +17,7 @@ Kind = Literal[
     "unwrapped",
     "mode",
     "exporter",
+    "quantised",
 ]
 
 

@@ -20,7 +20,7 @@ from bnexport.exporting.job import Artifact, ExportJob
 from bnexport.exporting.notes import Note
 from bnexport.exporting.portable_body import MINIMUM_OPSET
 from bnexport.exporting.substitutes.symbolic_int import symbolic_int
-from bnexport.exporting.verification import Session
+from bnexport.exporting.verification import Session, is_quantised
 from bnexport.exporting.wrapper import TracedGraph
 from bnexport.folding.certifying import certify
 from bnexport.folding.reporting.counts import count
@@ -36,6 +36,11 @@ from bnexport.verification.proving import prove_export
 
 _TRACERS = {"dynamo": dynamo.trace, "torchscript": torchscript.trace}
 _NEWEST_OPSET = {"dynamo": 23, "torchscript": 20}
+_QUANTISED = Note(
+    "quantised",
+    "compared without ONNX Runtime's optimisations, which make integer arithmetic of QuantizeLinear and DequantizeLinear around an"
+    " operator: by default its results may be some steps of the quantisation away (ORT_DISABLE_ALL runs the file as it is written)",
+)
 # Characters of a cause in a note.
 _LONGEST = 160
 
@@ -99,7 +104,7 @@ class OnnxTarget:
             options.exporter,
             tuple(outputs),
             trace.dimensions,
-            (*trace.notes, *self._lost()),
+            (*trace.notes, *self._lost(), *([_QUANTISED] if is_quantised(graph) else [])),
             tuple(name + schema.NEW_SUFFIX for name in self._state),
             report,
             trace.conditions,

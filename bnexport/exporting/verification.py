@@ -15,6 +15,8 @@ import torch
 from bnexport.errors import VerificationError
 from bnexport.exporting.dimensions.other_sizes import Fault, OtherSizes
 from bnexport.exporting.dimensions.sizes import is_constant, resized, shapes
+from bnexport.graph.nodes import is_standard
+from bnexport.model_io import walk
 from bnexport.model_io.write import tensor_total
 from bnexport.runtime import engine
 from bnexport.runtime.engine import Engine, EngineFailure
@@ -105,6 +107,11 @@ def _in_each(
     return Verification.of(outputs, input_scale=min(result.input_scale for result in results))
 
 
+def is_quantised(model: ir.Model) -> bool:
+    """Whether values are rounded to integers and back."""
+    return any(is_standard(node, "QuantizeLinear") for node in walk.nodes(model))
+
+
 class Session:
     """One session of ONNX Runtime, which takes the tensors of an export in their order; weights stay in their file.
 
@@ -112,11 +119,19 @@ class Session:
     """
 
     def __init__(self, model: ir.Model, name: str, training: bool | None = None) -> None:
+<<<<<<< HEAD
         self.name, self.rounds = name, _rounds_numbers(model)
         wide = any(value.dtype == ir.DataType.DOUBLE for value in model.graph.inputs)
         # ONNX Runtime's optimisations change the layout of weights, in a copy of each: too much for a large model. Some
         # round the numbers of float64 arithmetic to float32.
         options = engine.session_options(training, optimised=not wide and tensor_total(model) <= _LARGEST_OPTIMISED)
+=======
+        self.name = name
+        # ONNX Runtime's optimisations change the layout of weights, in a copy of each: too much for a large model. They also
+        # make integer arithmetic of quantised values, which rounds in another way than the file says.
+        optimised = tensor_total(model) <= _LARGEST_OPTIMISED and not is_quantised(model)
+        options = engine.session_options(training, optimised=optimised)
+>>>>>>> adcb967 (Exports of quantised values are judged as they are written, as folds are, with a note on what the engine's optimisations do)
         try:
             self._engine = engine.open(model, options=options, mapped=True)
         except EngineFailure as failure:
