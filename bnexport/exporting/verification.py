@@ -119,19 +119,12 @@ class Session:
     """
 
     def __init__(self, model: ir.Model, name: str, training: bool | None = None) -> None:
-<<<<<<< HEAD
         self.name, self.rounds = name, _rounds_numbers(model)
         wide = any(value.dtype == ir.DataType.DOUBLE for value in model.graph.inputs)
         # ONNX Runtime's optimisations change the layout of weights, in a copy of each: too much for a large model. Some
-        # round the numbers of float64 arithmetic to float32.
-        options = engine.session_options(training, optimised=not wide and tensor_total(model) <= _LARGEST_OPTIMISED)
-=======
-        self.name = name
-        # ONNX Runtime's optimisations change the layout of weights, in a copy of each: too much for a large model. They also
-        # make integer arithmetic of quantised values, which rounds in another way than the file says.
-        optimised = tensor_total(model) <= _LARGEST_OPTIMISED and not is_quantised(model)
+        # round the numbers of float64 arithmetic to float32, others make integer arithmetic of quantised values.
+        optimised = not wide and not is_quantised(model) and tensor_total(model) <= _LARGEST_OPTIMISED
         options = engine.session_options(training, optimised=optimised)
->>>>>>> adcb967 (Exports of quantised values are judged as they are written, as folds are, with a note on what the engine's optimisations do)
         try:
             self._engine = engine.open(model, options=options, mapped=True)
         except EngineFailure as failure:
