@@ -33,7 +33,7 @@ def export(
     factory: Annotated[
         str,
         typer.Argument(
-            metavar="MODULE:FACTORY|LIBRARY:NAME",
+            metavar="MODULE:FACTORY|LIBRARY:NAME|FILE.pt2",
             help="A function, or class, that builds the torch module; or a model by name, without weights: "
             "timm:NAME, torchvision:NAME or mmengine:config.py (a configuration is Python code, and it is run), "
             "with arguments as in timm:resnet50d?num_classes=3&in_chans=1.",
@@ -123,9 +123,11 @@ def export(
         raise UsageError(
             "--bench: compares a folded ONNX file with an unfolded one, expected --mode deploy, --fold and OUT.onnx"
         )
-    name = parse_name(factory)
+    is_program = factory.endswith(".pt2")
+    name = None if is_program else parse_name(factory)
     if name is None:
-        check_reference(factory)
+        if not is_program:
+            check_reference(factory)
         if not arguments:
             raise missing_input(factory)
     # What a factory or an exporter prints is no data.
@@ -133,7 +135,12 @@ def export(
         with status("importing torch"):
             from bnexport import exporting, folding
             from bnexport.exporting.arguments import input_names as names_of_forward
-        model, arguments = (build(factory), arguments) if name is None else build_named(name, arguments)
+            from bnexport.exporting.arguments import program_of
+        program = program_of(factory)
+        if program is not None:
+            model = program.module()
+        else:
+            model, arguments = (build(factory), arguments) if name is None else build_named(name, arguments)
         input_names, args = example_inputs(arguments, seed)
         given_names = names_of_forward(model, len(args)) if kind == "onnx" else input_names
         if checkpoint is not None:
@@ -144,7 +151,7 @@ def export(
             )
         with status(f"exporting {factory}"), calm(), explained(factory, exporter):
             result = exporting.export(
-                model.train(train),
+                program or model.train(train),
                 args,
                 target,
                 mode=mode,  # type: ignore[arg-type]
@@ -169,7 +176,7 @@ def export(
             say(f"note: nothing was folded, so that there is no report for {html}")
         else:
             write_html(report, html)
-    if checkpoint is None and name is None:
+    if checkpoint is None and name is None and program is None:
         say(
             f"note: the weights are those that {factory} made; --checkpoint loads others, of which fewer or more may fold"
         )

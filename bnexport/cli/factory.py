@@ -176,7 +176,5 @@ def explained(factory: str, exporter: str | None = None) -> Iterator[None]:
         raise UsageError(f"--input: {factory} {error.what}") from error
     except ExporterFailure as error:
         other = "dynamo" if exporter == "torchscript" else "torchscript"
-        raise UnsupportedModelError(
-            f"{factory}: torch cannot export it, though it runs: {summary(error.__cause__ or error)}; "
-            f"see all of it with -v, or try --exporter {other} or --format torchscript"
-        ) from error
+        text = error.text(factory, error.__cause__ or error, "--exporter {}", "--format {}", f"--exporter {other}")
+        raise UnsupportedModelError(f"{text}; -v shows all of the error") from error

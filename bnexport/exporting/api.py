@@ -15,7 +15,7 @@ from torch import nn
 
 from bnexport import choices, model_io, schema, torch_versions
 from bnexport.errors import UsageError
-from bnexport.exporting import arguments
+from bnexport.exporting import arguments, dynamo
 from bnexport.exporting.dimensions.dynamic import Dimensions
 from bnexport.exporting.job import ExportJob, Target, run
 from bnexport.exporting.notes import Note
@@ -49,6 +49,9 @@ class ExportResult:
     notes: tuple[str, ...]
     format: str = "onnx"
 
+    def __repr__(self) -> str:
+        return f"ExportResult({str(self.path)!r}, {self.verification.status}, {len(self.notes)} notes)"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the result as the command line prints it with --json."""
         return {
@@ -67,7 +70,7 @@ class ExportResult:
 
 
 def export(
-    model: nn.Module,
+    model: nn.Module | torch.export.ExportedProgram | str | os.PathLike[str],
     args: Any,
     path: str | os.PathLike[str] = "",
     *,
@@ -105,7 +108,8 @@ def export(
 
     Args:
         model: the module; in mode "custom_op" its train or eval mode counts. The one inside DistributedDataParallel,
-            DataParallel or torch.compile is exported.
+            DataParallel or torch.compile is exported. Or a torch.export.ExportedProgram, or the name of a .pt2 file with one:
+            what is constant in the program is static in the file.
         args: example inputs for the positional parameters: a tensor, or a tuple of tensors, dicts, lists and tuples of
             tensors, numbers, strings and None. Each tensor is an input of the file, anything else a constant.
         path: the file to write, atomically.
@@ -143,7 +147,9 @@ def export(
     choices.check_choice("mode", mode, choices.MODES)
     tracer, exporter_note = _choose_exporter(exporter)
     arguments.check_path(path, overwrite)
-    given, file = arguments.read(model, args, kwargs or {}), pathlib.Path(path)
+    program = arguments.program_of(model)
+    given = arguments.read(model if program is None else program.module(), args, kwargs or {})
+    file = pathlib.Path(path)
     kind = choices.choose_format(file, format)
     if kind != "onnx":
         _check_torch_format(kind, mode, input_names or output_names)
@@ -152,9 +158,10 @@ def export(
         raise UsageError(f"input_names: got {len(names)} names, expected {len(given.inputs)}, one for each input")
     options = OnnxOptions(mode, tracer, opset_version, fold, simplify, external_data, output_names, certificate)
     model_io.check_space(file, sum(tensor.nbytes for tensor in given.model.state_dict().values()))
+    dimensions = Dimensions.chosen(names, given.inputs, dynamic)
     job = ExportJob(
         given.model,
-        Dimensions.chosen(names, given.inputs, dynamic),
+        dimensions if program is None else dynamo.bound(dimensions, program),
         file,
         _reference(given.model, given.inputs, evaluate=mode == "deploy") if verify else None,
     )
@@ -170,7 +177,7 @@ def export(
     if exporter_note is not None and kind == "onnx":
         notes.append(exporter_note)
     for note in notes:
-        if note.kind == "scripting":
+        if note.kind in ("scripting", "mode"):
             warnings.warn(str(note), UserWarning, stacklevel=2)
     return ExportResult(
         path=file,

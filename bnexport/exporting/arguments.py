@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bnexport.choices import suggestion
-from bnexport.errors import UnsupportedModelError, UsageError
+from bnexport.errors import MalformedModelError, MissingFileError, UnsupportedModelError, UsageError, first_line
 from bnexport.exporting.notes import Note
 from bnexport.torch_versions import compiled_module, key_of, pytree
 
@@ -59,9 +59,15 @@ def read(model: Any, args: Any, kwargs: Mapping[str, Any]) -> Arguments:
     Raises UsageError for what is no module or no example of its inputs, UnsupportedModelError for quantised modules.
     """
     if isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
-        raise UsageError(f"model: got a {type(model).__name__}; export the module that it was made from")
+        raise UsageError(
+            f"model: got a {type(model).__name__}; export the module that it was made from, or, if there is only TorchScript,"
+            " call torch.onnx.export(model, args, path, dynamo=False) and bnexport.fold(path, ...)"
+        )
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+        raise UsageError(
+            f"model: got {type(model).__name__}, expected a torch.nn.Module, a torch.export.ExportedProgram or a .pt2 file;"
+            " the order is export(model, args, path)"
+        )
     model, notes = _unwrapped(model)
     _check_values(model)
     _check_dict(model, args)
@@ -92,6 +98,22 @@ def read(model: Any, args: Any, kwargs: Mapping[str, Any]) -> Arguments:
     return Arguments(_by_position(model, constants, is_tensor, spec), tuple(tensors.values()), tuple(tensors), notes)
 
 
+def program_of(model: Any) -> torch.export.ExportedProgram | None:
+    """Return the program that `model` is, or that a .pt2 file of that name holds; None for anything else.
+
+    Raises MissingFileError, and MalformedModelError for a file that torch cannot load.
+    """
+    if not (isinstance(model, (str, os.PathLike)) and os.fspath(model).endswith(".pt2")):
+        return model if isinstance(model, torch.export.ExportedProgram) else None
+    try:
+        return torch.export.load(model)
+    except FileNotFoundError as error:
+        raise MissingFileError(f"model: {os.fspath(model)}: no such file") from error
+    except Exception as error:  # torch raises what it likes
+        text = f"model: {os.fspath(model)!r}: torch.export.load cannot read it: {first_line(error)}"
+        raise MalformedModelError(text) from error
+
+
 def input_names(model: nn.Module, count: int) -> list[str]:
     """Return the names of forward's parameters, one for each positional input."""
     parameters = inspect.signature(model.forward).parameters.values()
@@ -104,9 +126,13 @@ def input_names(model: nn.Module, count: int) -> list[str]:
 def check_path(path: Any, overwrite: bool) -> None:
     """Raise UsageError for what is no path, and for a file that exists and must not be replaced."""
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        got = "none" if isinstance(path, str) else type(path).__name__
         raise UsageError(
-            f"path: got {type(path).__name__ if path else 'none'}, expected the name of a file; export to a file and read its bytes"
+            f"path: got {got}, expected the name of a file, as in export(model, args, path); export to a file and read its bytes"
         )
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise MissingFileError(f"path: the folder {folder!r} does not exist; create it first")
     if not overwrite and os.path.lexists(path):
         raise UsageError(f"path: {os.fspath(path)!r} exists; write to another file, or replace it with overwrite=True")
 

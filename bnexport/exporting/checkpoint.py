@@ -24,6 +24,7 @@ import collections
 import dataclasses
 import pickle
 import types
+import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,10 @@ def _read(path: Path) -> tuple[Any, tuple[str, ...]]:
             return load_file(path), ()
         except Exception as error:
             raise UsageError(f"{path}: not a readable safetensors file: {error}") from error
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if any(name.endswith("/constants.pkl") for name in archive.namelist()):  # TorchScript
+                return dict(torch.jit.load(path, map_location="cpu").state_dict()), ()
     try:
         return torch.load(path, map_location="cpu", weights_only=True), ()
     except FileNotFoundError as error:

@@ -188,6 +188,13 @@ def limits_of(program: torch.export.ExportedProgram, dimensions: Dimensions) -> 
     return limits(program_inputs(program), program.range_constraints, dimensions.axes)
 
 
+def bound(dimensions: Dimensions, program: torch.export.ExportedProgram) -> Dimensions:
+    """Make those dimensions static that a program to be exported has constant."""
+    if len(program_inputs(program)) != len(dimensions.inputs):
+        return dimensions
+    return dimensions.without(_fixed(program, dimensions), "constant")
+
+
 def constant(size: int | torch.SymInt) -> int | None:
     """Return the value of a size that is not a symbol."""
     return size if isinstance(size, int) else size.node.maybe_as_int()

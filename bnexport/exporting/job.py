@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from bnexport import stages
-from bnexport.errors import LibraryError, VerificationError
+from bnexport.errors import LibraryError, MissingPackageError, VerificationError
 from bnexport.exporting.dimensions.dynamic import Dimensions
 from bnexport.exporting.dimensions.other_sizes import OtherSizes
 from bnexport.exporting.dimensions.size_conditions import Limit, SizeConditions
@@ -115,7 +115,7 @@ def run(job: ExportJob, target: Target) -> tuple[Artifact, Verification]:
             _refuse(job.path, target, checked)
             if job.reference is None or not (checked.faults and target.declares):
                 staged.commit()
-                return _with_limits(artifact, others), checked.verification
+                return _with_limits(artifact, others), _without_baked(artifact, checked.verification)
         finally:
             staged.discard()
         dimensions = without_faults(artifact.dimensions, checked.faults, job.reference, artifact.conditions)
@@ -173,13 +173,23 @@ def _with_limits(artifact: Artifact, others: OtherSizes | None) -> Artifact:
     return dataclasses.replace(artifact, notes=(*artifact.notes, *notes))
 
 
+def _without_baked(artifact: Artifact, verification: Verification) -> Verification:
+    """Withdraw the verdict on a file that keeps what the model made of the example's values."""
+    note = next((note for note in artifact.notes if note.kind == "values"), None)
+    if note is None or not verification.passed:
+        return verification
+    return dataclasses.replace(verification, status="not_verified", reason=note.reason)
+
+
 def _judge(artifact: Artifact, file: str, target: Target, reference: Reference, others: OtherSizes) -> Checked:
     try:
         with target.open(artifact, file) as engines:
             return verdict(engines, (*artifact.outputs, *artifact.state), reference, artifact.dimensions.inputs, others)
     except LibraryError as error:
         return Checked(Verification.skipped(str(error)))
-    except ImportError:
+    except MissingPackageError as error:
+        if error.name != "onnxruntime":
+            raise
         return Checked(Verification.skipped("onnxruntime is not installed"))
 
 

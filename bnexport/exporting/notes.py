@@ -10,6 +10,7 @@ Kind = Literal[
     "static",
     "limited",
     "traced",
+    "values",
     "scripting",
     "unfolded",
     "buffer",

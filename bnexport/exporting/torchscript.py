@@ -149,7 +149,7 @@ def _write(
             input_names=list(dimensions.names),
             dynamic_axes=axes,
         )
-    return tracer.notes
+    return tracer.notes(wrapper, dimensions.inputs)
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ def build(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.jit
                 own = tuple(value.clone() for value in inputs)  # code that works in place may change them
                 with TracerNotes() as tracer:
                     frozen = _freeze(torch.jit.trace(model, own, strict=False, check_trace=False))
-                notes[:0] = tracer.notes
+                notes[:0] = tracer.notes(model, inputs)
             except Exception as second:
                 raise UnsupportedModelError(
                     f"{type(model).__name__}: TorchScript can neither script it ({reason}) nor trace it"

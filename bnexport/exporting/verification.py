@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from bnexport.errors import VerificationError
+from bnexport.errors import LibraryError, VerificationError, first_line
 from bnexport.exporting.dimensions.other_sizes import Fault, OtherSizes
 from bnexport.exporting.dimensions.sizes import is_constant, resized, shapes
 from bnexport.graph.nodes import is_standard
@@ -128,6 +128,8 @@ class Session:
         try:
             self._engine = engine.open(model, options=options, mapped=True)
         except EngineFailure as failure:
+            if _has_bfloat16(model):
+                raise LibraryError(f"{name} cannot run its bfloat16 operators: {first_line(failure)}") from failure
             way_out = "; it has few operators in float64: export model.float(), or with verify=False" if wide else ""
             raise VerificationError(f"{name} cannot load the exported model: {failure.detail}{way_out}") from failure
 
@@ -157,3 +159,11 @@ def _numbers(model: ir.Model, node: ir.Node) -> Iterator[float]:
             yield attribute.default_value.f
     for inner in schema.function_body.node:
         yield from (each.f for each in inner.attribute if each.type == onnx.AttributeProto.FLOAT)
+
+
+def _has_bfloat16(model: ir.Model) -> bool:
+    values = (value for node in model.graph.all_nodes() for value in node.outputs)
+    casts = (node.attributes["to"] for node in model.graph.all_nodes() if "to" in node.attributes)
+    return ir.DataType.BFLOAT16 in {value.dtype for value in values} or ir.DataType.BFLOAT16 in {
+        a.as_int() for a in casts
+    }

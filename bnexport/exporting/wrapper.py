@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
@@ -21,6 +23,7 @@ from bnexport.exporting.dimensions.dynamic import Dimensions
 from bnexport.exporting.dimensions.size_conditions import Limit, SizeConditions
 from bnexport.exporting.notes import Note
 from bnexport.exporting.substitutes.weight_norm import PlainWeightNorm
+from bnexport.exporting.tracer_notes import OWN
 from bnexport.sync_bn import distributed
 from bnexport.sync_bn.convert import replace, to_plain, to_sync
 from bnexport.sync_bn.copies import copy_model
@@ -300,6 +303,21 @@ class _Assign:
 class ExporterFailure(UnsupportedModelError):
     """torch cannot export the model, though it runs; its cause is torch's error."""
 
+    def __init__(self, name: str, error: Exception) -> None:
+        self.values = "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__
+        super().__init__(self.text(name, error, "exporter={!r}", "format={!r}", "another exporter"))
+
+    def text(self, name: str, error: BaseException, exporter: str, format: str, other: str) -> str:
+        """Return the message, with the ways out in the words of Python or of the command line."""
+        exporter, format = exporter.format("torchscript"), format.format("torchscript")
+        start = f"{name}: torch cannot export it, though it runs: {summary(error)}"
+        if self.values:
+            return (
+                f"{start}; its code asks for values of tensors{_asking(error)}: use torch.where or torch.cond there, or"
+                f" {format}, which keeps all branches of code that it can script; {exporter} would keep the example's branch"
+            )
+        return f"{start}; try {other}, or {format}"
+
 
 class ForwardFailure(UsageError):
     """The model does not run on the inputs. what: the shapes, and what its code raised."""
@@ -333,10 +351,15 @@ def named_in_errors(model: nn.Module, traced: Traced, inputs: tuple[torch.Tensor
         if not crosses_processes(traced.model):
             run(model, traced, inputs)
         unknown = unknown_batch_norms(model, ours=True)
-        raise ExporterFailure(
-            f"{listed(unknown) if unknown else type(model).__name__}: torch cannot export it, though it runs:"
-            f" {summary(error)}; try another exporter, or format='torchscript'"
-        ) from error
+        raise ExporterFailure(listed(unknown) if unknown else type(model).__name__, error) from error
+
+
+def _asking(error: BaseException) -> str:
+    """Return the last line outside torch and this package that led to an error."""
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((*OWN, "<"))]
+    return (
+        f" at {'/'.join(Path(lines[-1].filename).parts[-2:])}:{lines[-1].lineno} in {lines[-1].name}" if lines else ""
+    )
 
 
 def output_names(spec: Any, count: int) -> list[str]:

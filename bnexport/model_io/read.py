@@ -197,6 +197,10 @@ def _parse(walk_wire: Callable[[], wire.Cut], shown: str) -> tuple[onnx.ModelPro
     return proto, cut.places
 
 
+# Bytes at the end of an archive, which has the names of its files there.
+_DIRECTORY = 1 << 16
+
+
 def _of_others(descriptor: int, shown: str) -> MalformedModelError | None:
     """Return the error for a file in ORT format, or one that torch.save or torch.jit.save wrote, as its first bytes show."""
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -207,6 +211,17 @@ def _of_others(descriptor: int, shown: str) -> MalformedModelError | None:
         )
     if not head.startswith((b"PK\x03\x04", b"\x80\x02")):
         return None
+    if shown.endswith(".pt2"):
+        return MalformedModelError(
+            f"model file {shown!r} is not an ONNX file, but one of torch.export; bnexport export {shown} OUT.onnx"
+            " --input x:1,3,224,224 writes and folds one"
+        )
+    os.lseek(descriptor, max(0, os.fstat(descriptor).st_size - _DIRECTORY), os.SEEK_SET)
+    if b"/constants.pkl" in os.read(descriptor, _DIRECTORY):
+        return MalformedModelError(
+            f"model file {shown!r} is not an ONNX file, but TorchScript: torch.onnx.export(torch.jit.load({shown!r}), args,"
+            " 'model.onnx', dynamo=False) writes one, which bnexport fold takes"
+        )
     return MalformedModelError(
         f"model file {shown!r} is not an ONNX file, but one that torch.save or torch.jit.save wrote; for a checkpoint: "
         f"bnexport export MODULE:FACTORY OUT.onnx --checkpoint {shown} --input x:1,3,224,224"

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import bnexport
-from bnexport import SyncBatchNorm, schema
-from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
+from bnexport import SyncBatchNorm, schema, torch_versions
+from bnexport.errors import NotVerifiedWarning, UnsupportedModelError, UsageError, VerificationError
 from bnexport.exporting import onnx_target
 from bnexport.runtime import communicator
 from tests.support.cluster import Raised
@@ -299,6 +299,47 @@ def test_dropout_in_train_mode_is_not_called_verified(tmp_path):
     assert "random" in result.verification.reason
 
 
+def test_bfloat16_inside_is_kept_and_not_verified(tmp_path):
+    """ONNX Runtime has no convolution of this type for CPUs."""
+
+    class Autocast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.conv(x).float()
+
+    with pytest.warns(NotVerifiedWarning, match="bfloat16"):
+        result = bnexport.export(
+            Autocast().eval(), torch.randn(2, 3, 8, 8), tmp_path / "m.onnx", exporter="torchscript"
+        )
+    assert result.verification.status == "not_verified" and result.path.exists()
+
+
+@pytest.mark.skipif(not torch_versions.has((2, 9)), reason="torch.cond needs the dynamo exporter")
+def test_a_branch_that_returns_its_operand(tmp_path):
+    """Both branches are right in the file, whichever the example takes, and later sizes run after torch.cond was recorded."""
+
+    class Conditional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            y = self.norm(x)
+            return torch.cond(y.sum() > 0, lambda t: t.clone(), lambda t: -t, (y,))
+
+    model, x = Conditional().eval(), torch.rand(2, 3, 4, 4) + 1
+    result = bnexport.export(model, x, tmp_path / "m.onnx", exporter="dynamo")
+    assert result.verification.passed
+    assert not [note for note in result.notes if "ran at no other size" in note]
+    session = onnxruntime.InferenceSession(result.path)
+    for value in (x, -x):
+        np.testing.assert_allclose(session.run(None, {"x": value.numpy()})[0], model(value).detach(), rtol=1e-5)
+
+
 def test_functional_batch_statistics_with_a_state_are_refused(tmp_path):
     class Functional(nn.Module):
         def __init__(self):
@@ -337,6 +378,11 @@ def test_a_wrong_graph_is_never_written(tmp_path, monkeypatch):
         ({"format": "tflite"}, "format: got 'tflite'"),
         ({"args": (1,)}, "args: got no tensor"),
         ({"model": torch.relu}, "model: got builtin_function_or_method"),
+        (
+            {"path": torch.zeros(2), "args": nn.ReLU(), "model": "m.onnx"},
+            r"path: got Tensor.*export\(model, args, path\)",
+        ),
+        ({"path": "no_such_folder/m.onnx"}, "path: the folder '.*no_such_folder' does not exist"),
         ({"input_names": ["a", "b"]}, "input_names: got 2 names, expected 1"),
         ({"output_names": ["a", "b"]}, "output_names: got 2 names, expected 1"),
     ],

@@ -141,6 +141,18 @@ def test_an_end_at_any_stage(stage: str, error: type[BaseException], tmp_path: P
     assert bnexport.export(model, X, tmp_path / file, exporter="torchscript").verification.passed
 
 
+def test_only_a_missing_engine_is_called_one(tmp_path: Path, monkeypatch: Any) -> None:
+    """An ImportError of the model's own code, at another size, is no missing onnxruntime."""
+
+    def fails(*arguments: Any) -> Any:
+        raise ImportError("a library of the model")
+
+    monkeypatch.setattr(jobs, "verdict", fails)
+    with pytest.raises(ImportError, match="a library of the model"):
+        bnexport.export(nn.Conv2d(3, 4, 3), X, tmp_path / "m.onnx", exporter="torchscript")
+    assert not list(tmp_path.iterdir())
+
+
 def state_of(model: nn.Module) -> dict[str, Any]:
     def modules() -> Iterator[Any]:
         for path, module in model.named_modules():

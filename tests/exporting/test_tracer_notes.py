@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import re
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import bnexport
+from bnexport.errors import UnsupportedModelError
 from bnexport.exporting import tracer_notes
 from bnexport.exporting.tracer_notes import TracerNotes
 from tests.exporting.traces import is_tracer_note
@@ -38,16 +43,18 @@ def test_places_in_the_model(suffix, tmp_path) -> None:
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message="scripting fails")
+        warnings.filterwarnings("ignore", category=bnexport.errors.NotVerifiedWarning)
         model = Asks() if suffix == "onnx" else Unscriptable()
         result = bnexport.export(
             model.eval(), torch.randn(2, 3, 6, 6), tmp_path / f"m.{suffix}", exporter="torchscript"
         )
-    assert result.verification.passed
-    assert [note for note in result.notes if is_tracer_note(note)] == [
-        "the trace keeps what it found for the example:"
-        f" {what} at exporting/test_tracer_notes.py:{line_of(words)} in forward"
-        for what, words in (("a condition", "if x.sum()"), ("a float", "float(x.shape[1])"))
+    places = [f"exporting/test_tracer_notes.py:{line_of(words)} in forward" for words in ("float(x.", "if x.sum()")]
+    baked = f"the trace keeps what the code made of the example's values: a condition at {places[1]}; other values give wrong results"
+    assert [note for note in result.notes if is_tracer_note(note) or "values" in note] == [
+        f"the trace keeps what it found for the example: a float at {places[0]}",
+        baked,
     ]
+    assert (result.verification.status, result.verification.reason) == ("not_verified", baked)
 
 
 class Unscriptable(Asks):
@@ -57,12 +64,58 @@ class Unscriptable(Asks):
         return super().forward(x) * max({value + 1 for value in (0, 0)})
 
 
+class Reads(nn.Module):
+    """Code that asks for a value in one of several ways."""
+
+    def __init__(self, function: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.norm, self.function = nn.BatchNorm2d(3), function
+        self.register_buffer("factor", torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, self.norm(x))
+
+
+# A way, and what the note calls it; empty where only sizes or constants are asked for, which a comparison at other sizes checks.
+READS = {
+    "branch": (lambda net, y: y * 2 if y.mean() > 5 else y, "a condition"),
+    "loop": (lambda net, y: sum([y] * (1 + int(y.sum() * 0))), "an integer"),
+    "item": (lambda net, y: y + y.max().item(), "a number"),
+    "list": (lambda net, y: y + y[0, 0, 0].tolist()[0], "a list"),
+    "array": (lambda net, y: y + float(y[0, 0, 0].detach().numpy()[0]), "a NumPy array"),
+    "buffer": (lambda net, y: y + net.factor.item(), ""),
+    "size": (lambda net, y: y[:, :, : int(y.shape[2] * 0.7)] if y.shape[0] < 100 else y, ""),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_is_read_out_of_values_is_not_verified(name: str, tmp_path: Path) -> None:
+    function, what = READS[name]
+    arguments = (Reads(function).eval(), torch.rand(2, 3, 6, 6), tmp_path / "m.onnx")
+    with pytest.warns(bnexport.errors.NotVerifiedWarning) if what else contextlib.nullcontext():
+        result = bnexport.export(*arguments, exporter="torchscript", dynamic=False)
+    assert result.verification.status == ("not_verified" if what else "passed")
+    assert f"{what} at exporting/test_tracer_notes.py:" in (result.verification.reason if what else result.notes[0])
+
+
+def test_the_way_out_of_a_branch_on_values(tmp_path: Path) -> None:
+    """TorchScript that can be scripted keeps both branches; the other exporter only that of the example."""
+    with pytest.raises(UnsupportedModelError) as raised:
+        bnexport.export(Asks().eval(), torch.randn(2, 3, 6, 6), tmp_path / "m.onnx", exporter="dynamo")
+    assert re.search(
+        rf"values of tensors at exporting/test_tracer_notes.py:{line_of('if x.sum()')} in forward: use torch.where or torch.cond"
+        r" there, or format='torchscript', which keeps .*; exporter='torchscript' would keep the example's branch",
+        str(raised.value),
+    )
+
+
 def test_many_places_are_one_note() -> None:
     with TracerNotes() as tracer:
         for number in range(20):
             code = compile("warnings.warn('Python index', torch.jit.TracerWarning)", f"/code/net_{number}.py", "exec")
             exec(code, {"warnings": warnings, "torch": torch})
         warnings.warn("of another kind", UserWarning)
-    assert len(tracer.notes) == tracer_notes._MOST + 1
-    assert str(tracer.notes[0]).endswith("an index at code/net_0.py:1 in <module>")
-    assert str(tracer.notes[-1]).endswith("at 12 more places")
+    notes = tracer.notes(nn.Identity(), (torch.zeros(1),))
+    assert len(notes) == tracer_notes._MOST + 1
+    assert str(notes[0]).endswith("an index at code/net_0.py:1 in <module>")
+    assert str(notes[-1]).endswith("at 12 more places")

@@ -15,12 +15,14 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 
+import bnexport.errors
 from bnexport.exporting.dimensions.sizes import Changes, DimensionGroup, Shapes
 
 # Conditions of reshapes come by the dozen; those that a model's own code asks are short.
 _MOST = 16
 _LARGEST_MODULUS = 7
-_TORCH = str(Path(torch.__file__).parent)
+# Conditions of these are not the model's.
+_OWN = tuple(str(Path(file).parent) for file in (torch.__file__, bnexport.errors.__file__))
 # The lower end of an ordinary dynamic dimension's range: torch.export takes sizes of 0 and 1 for constants.
 SMALLEST = 2
 Axis = tuple[int, int]
@@ -141,6 +143,6 @@ def _line(location: Any) -> str:
     """Return the line of code outside torch that asks; empty for one of torch's own."""
     frame = location.framework_loc
     path = getattr(frame, "filename", "")
-    if not path or path.startswith(_TORCH):
+    if not path or path.startswith(_OWN):
         return ""
     return f"{'/'.join(Path(path).parts[-2:])}:{frame.lineno} in {frame.name}"
