@@ -316,7 +316,7 @@ class ExporterFailure(UnsupportedModelError):
                 f"{start}; its code asks for values of tensors{_asking(error)}: use torch.where or torch.cond there, or"
                 f" {format}, which keeps all branches of code that it can script; {exporter} would keep the example's branch"
             )
-        return f"{start}; try {other}, or {format}"
+        return f"{start}; try {other} or {format}"
 
 
 class ForwardFailure(UsageError):
