@@ -393,8 +393,11 @@ def _within(
     what: str,
     start: int = 0,
     others: tuple[int, ...] = (),
+    tiny: np.ndarray | float = 0.0,
 ) -> Proof:
-    """start: the row of a weight that the arrays begin with. others: the axes along which one output has its coefficients."""
+    """start: the row of a weight that the arrays begin with. others: the axes along which one output has its coefficients.
+    tiny: the part of what is allowed for numbers that are too small for their type; it is no part of the share.
+    """
     difference = np.abs(difference)
     right = (difference <= allowed) & np.isfinite(difference)
     if not right.all():
@@ -411,9 +414,13 @@ def _within(
     largest = size.max(axis=others, initial=0.0)
     most = allowed.max(axis=others, initial=0.0)
     whole = float(np.max(largest, initial=0.0)) or 1.0
-    # An output without coefficients is measured by the others'.
-    share = float(np.max(most / np.where(largest > 0, largest, whole), initial=0.0))
+    share = float(np.max((allowed - tiny).max(axis=others, initial=0.0) / measured(largest, whole), initial=0.0))
     return Proof(float(difference.max(initial=0.0)) / whole, float(np.max(most, initial=0.0)) / whole, share)
+
+
+def measured(largest: np.ndarray, whole: float) -> np.ndarray:
+    """Return what errors of each output are compared with: the others' coefficients where it has none."""
+    return np.where(largest > 0, largest, whole)
 
 
 def _joined(first: Proof, second: Proof) -> Proof:
@@ -631,11 +638,12 @@ class _Scan:
         else:
             got = np.multiply(two, scales[1], dtype=np.float64)
         size = np.abs(exact)
-        allowed = (u + self._slack + NOISE) * size + half * np.abs(scales[1])
+        tiny = half * np.abs(scales[1])
+        allowed = (u + self._slack + NOISE) * size + tiny
         for factors, weight in zip(self._factors, (one, two), strict=True):
             allowed = allowed + factors.allowed(weight, start)
         outputs = (1, 2) if self._weight.out_rows else (0, 2)
-        return _within(got - exact, allowed, size, "weight", start, outputs)
+        return _within(got - exact, allowed, size, "weight", start, outputs, tiny)
 
     def _see(self, exact: np.ndarray, start: int) -> None:
         """Record the largest coefficient of each output, with which the shift's error is compared; some of them are enough."""

@@ -11,7 +11,7 @@ from bnexport.errors import UnsupportedModelError
 from bnexport.graph.evaluate import evaluate as evaluate_node
 from bnexport.verification.local import forms, nonlinear, parameters
 from bnexport.verification.local.attributes import same_attributes, same_outputs
-from bnexport.verification.local.chains import OtherShape, Proof, Violation
+from bnexport.verification.local.chains import OtherShape, Proof, Violation, measured
 from bnexport.verification.local.forms import CONSTANT, Form
 from bnexport.verification.local.layouts import SIZE_OPERATORS, Layouts
 from bnexport.verification.local.operators import MOVING, RULES, Operand
@@ -300,5 +300,5 @@ def _equal(mine: Form, theirs: Form) -> Proof:
         largest = np.maximum(largest, np.abs(one).max(axis=0))
         most = np.maximum(most, np.broadcast_to(allowed, difference.shape).max(axis=0))
     whole = float(largest.max(initial=0.0)) or 1.0
-    share = float(np.max(most / np.where(largest > 0, largest, whole)))
+    share = float(np.max(most / measured(largest, whole)))
     return Proof(worst / whole, float(most.max()) / whole, share)
