@@ -91,16 +91,17 @@ def stages(inputs: Tensors, groups: Sequence[DimensionGroup], *, one: bool) -> l
     def strip(place: int, long: Callable[[int], int], short: Callable[[int], int]) -> _Move:
         return lambda n, j: long(n) if j == place else short(n)
 
+    # None keeps the area: a flattened image fits into a Linear then, and at hardly any other size.
     larger: list[_Move] = [
         strip(0, _far, _same),
         strip(0, _far, _quarter),
-        strip(0, _four_times, _quarter),
+        strip(0, _four_times, _half),
         lambda n, j: n + (j + 1) * _step(n),
         final(_double),
         first(_stepped),
         lambda n, _: n + n // 2,
     ]
-    wide: list[_Move] = [strip(last, _far, _same), strip(last, _far, _quarter), strip(last, _four_times, _quarter)]
+    wide: list[_Move] = [strip(last, _far, _same), strip(last, _far, _quarter), strip(last, _four_times, _half)]
     odd: list[_Move] = [lambda n, j: (n + max(1, n * (last - j + 1) // 6)) | 1, final(_odd)]
     smaller: list[_Move] = [lambda n, _: n // 2, lambda n, _: n - _step(n), first(_half)]
     if not spatial:
