@@ -241,7 +241,7 @@ class Branch(nn.Module):
 
 
 BRANCHES = {
-    "large batch": (lambda n, c, h, w: n > 11, ["stays 4", "at 17 (batch <= 11 at exporting/test_other_sizes.py:"]),
+    "large batch": (lambda n, c, h, w: n > 11, ["stays 4", "at 18 (batch <= 11 at exporting/test_other_sizes.py:"]),
     "multiple of 7": (lambda n, c, h, w: n % 7 == 0, ["stays 4", "at 7"]),
     "large height": (lambda n, c, h, w: h > 13, ["stays 6", "at 131 (height <= 13 at exporting/test_other_sizes.py:"]),
 }
