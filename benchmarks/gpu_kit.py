@@ -1,23 +1,26 @@
 """Check and measure the CUDA code on a GPU: one command, in sections that each end with their figures on disk.
 
     python benchmarks/gpu_kit.py                        everything that is not done yet
-    python benchmarks/gpu_kit.py --only verify,bench    these sections, again
+    python benchmarks/gpu_kit.py --only verify,bench    these sections
     python benchmarks/gpu_kit.py --only build           the libraries alone, where nvcc is; needs no GPU
     python benchmarks/gpu_kit.py --pack FOLDER          the files that a machine without this checkout needs
     python benchmarks/gpu_kit.py --rehearse             every section on an emulated device
 
     build     both libraries for this GPU, unless they are there; do they load, and have they code for the device
-    verify    every strategy, type and layout against float64; groups on two streams; CUDA graphs
-    bench     times against a device copy, PyTorch's kernels, cuDNN's and those of its sync batch norm
+    bare      nine cases without torch, each of which prints a line: what a new device is tried with first
+    verify    every type and layout against float64; groups and threads on streams of their own; CUDA graphs
+    bench     times against a device copy, PyTorch's kernels, cuDNN's and its sync batch norm
     ort       the operators in ONNX Runtime's CUDA provider (--provider)
     torch     bnexport.SyncBatchNorm and its operators on the device
-    sanitize  compute-sanitizer's four tools over eleven small cases
-    profile   hardware counters of six shapes from ncu
+    sanitize  compute-sanitizer's four tools over the cases of `bare`
+    profile   hardware counters of five shapes from ncu
 
 A section is a process group of its own with a deadline, and writes each figure as it gets it: what was measured
-stays when it is killed, and the next call goes on behind it. A section that ran out of time is "incomplete", one of whose
-steps none could run is "not run". Needs torch 2.11 or newer and NumPy; `ort` needs onnxruntime. Where the variable OUT
-names a folder, all results are in $OUT/gpu_kit.tar.gz after each section.
+stays when it is killed, and the next call goes on behind it. A step that does not end within its limit (30 seconds, if it
+says nothing else) is named as hung, its section is ended and goes on behind it, and no later call tries it again. A section
+that ran out of time is "incomplete", one of whose steps none could run is "not run". To start anew, remove the results.
+Needs torch 2.11 or newer and NumPy; `ort` needs onnxruntime. Where the variable OUT names a folder, all results are in
+$OUT/gpu_kit.tar.gz after each section.
 
 Exit codes: 0; 1 when something is wrong, incomplete or not run; 2 usage; 4 without a GPU.
 """
@@ -27,7 +30,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import importlib
 import json
 import lzma
 import os
@@ -46,12 +48,14 @@ if "--rehearse" in sys.argv[1:]:
     os.environ["BNEXPORT_KIT_REHEARSAL"] = "1"
 
 from benchmarks.gpu import libraries  # noqa: E402
-from benchmarks.gpu.report import INCOMPLETE, read_rows, table, write_json  # noqa: E402
+from benchmarks.gpu.report import INCOMPLETE, append, read_rows, running_step, table, write_json  # noqa: E402
 
-SECTIONS = ("build", "verify", "bench", "ort", "torch", "sanitize", "profile")
+SECTIONS = ("build", "bare", "verify", "bench", "torch", "ort", "sanitize", "profile")
 LONGEST_SECTION = 480  # seconds
 SHORTEST_SECTION = 15  # what is left must allow so much, or the section waits for the next call
 LARGEST_PACK = 60_000_000  # bytes
+HUNG = -1  # the code of a section that a step of kept from ending
+POLL = 0.3  # seconds
 
 PACKED = ("bnexport/**/*.py", "benchmarks/__init__.py", "benchmarks/gpu_kit.py", "benchmarks/gpu/*.py")
 
@@ -61,7 +65,7 @@ def main() -> int:
     parser.add_argument("--only", help="sections, separated by commas")
     parser.add_argument("--deadline", type=float, default=540, help="seconds for the whole call (540)")
     parser.add_argument(
-        "--provider", default="installed", help="'installed', or the CUDA provider's library, also as .xz or .zst"
+        "--provider", default="installed", help="'installed', or the CUDA provider's library, also as .xz"
     )
     parser.add_argument("--output", type=Path, default=ROOT / "build/gpu_kit", help="folder of the results")
     parser.add_argument("--architecture", default="90", help="what `build` compiles for")
@@ -84,7 +88,7 @@ def main() -> int:
     end = time.monotonic() + options.deadline
     results: dict[str, Any] = {}
     for name in sections:
-        results[name] = run_section(name, options, end, again=options.only is not None)
+        results[name] = run_section(name, options, end)
         write_json(options.output / "gpu_kit.json", collect(options.output))
         archive(options.output)
         print(f"\n## {name}: {results[name]}\n\n{table(read_rows(options.output / f'{name}.jsonl'))}", flush=True)
@@ -92,12 +96,12 @@ def main() -> int:
     return 0 if all(status == "passed" for status in results.values()) else 1
 
 
-def run_section(name: str, options: argparse.Namespace, end: float, *, again: bool) -> str:
+def run_section(name: str, options: argparse.Namespace, end: float) -> str:
     """Runs a section and returns "passed", or what went wrong."""
     rows_file = options.output / f"{name}.jsonl"
     status_file = options.output / f"{name}.status"
     stamp = fingerprint(options)
-    if again or not rows_file.exists() or stamp not in rows_file.read_text(errors="replace").partition("\n")[0]:
+    if not rows_file.exists() or stamp not in rows_file.read_text(errors="replace").partition("\n")[0]:
         write_json(rows_file, {"fingerprint": stamp}, indent=None)
         status_file.unlink(missing_ok=True)
     if status_file.exists() and status_file.read_text() == "passed":
@@ -117,16 +121,9 @@ def run_section(name: str, options: argparse.Namespace, end: float, *, again: bo
         "--provider", given, "--architecture", options.architecture, *(["--rehearse"] if options.rehearse else []),
     ]  # fmt: skip
     environment = {**os.environ, **libraries.environment(), "PYTHONPATH": str(ROOT)}
-    with log.open("ab") as stream:
-        child = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
-        )  # fmt: skip
-        try:
-            code = child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            end_group(child)
+    stop = time.monotonic() + seconds
+    while (code := run_process(command, environment, log, rows_file, stop)) == HUNG:
+        pass  # behind the step that hung
     rows = read_rows(rows_file)
     wrong = sum(row["ok"] is False for row in rows)
     if code is None:
@@ -141,6 +138,32 @@ def run_section(name: str, options: argparse.Namespace, end: float, *, again: bo
             status = rows[0]["value"]
     status_file.write_text(status)
     return status
+
+
+def run_process(command: list[str], environment: dict[str, str], log: Path, rows: Path, stop: float) -> int | None:
+    """Run a section until it ends, a step hangs or its time is over; return its exit code, HUNG or None."""
+    with log.open("ab") as stream:
+        child = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+        )  # fmt: skip
+        try:
+            while time.monotonic() < stop:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return child.wait(POLL)
+                step = running_step(rows)
+                if step is not None and time.time() > step["started"] + step["limit"]:
+                    end_group(child)
+                    hung = {
+                        "name": step["name"],
+                        "ok": False,
+                        "hung": True,
+                        "value": f"hung: no end within {step['limit']:.0f} s",
+                    }
+                    append(rows, hung)
+                    return HUNG
+            return None
+        finally:
+            end_group(child)
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
@@ -166,39 +189,15 @@ def fingerprint(options: argparse.Namespace) -> str:
 def provider(options: argparse.Namespace) -> str:
     """The provider's library, unpacked where it is compressed."""
     given = Path(options.provider)
-    if given.suffix not in (".xz", ".zst"):
+    if given.suffix != ".xz":
         return str(options.provider)
     target = options.output / given.stem
     if not target.exists():
         part = target.with_suffix(".part")
-        if given.suffix == ".xz":
-            with lzma.open(given) as source, part.open("wb") as unpacked:
-                shutil.copyfileobj(source, unpacked)
-        else:
-            unpack_zstandard(given, part)
+        with lzma.open(given) as source, part.open("wb") as unpacked:
+            shutil.copyfileobj(source, unpacked)
         part.rename(target)
     return str(target)
-
-
-def unpack_zstandard(source: Path, target: Path) -> None:
-    """Raises OSError where neither the program nor the package is there, or the file is damaged."""
-    program = shutil.which("zstd")
-    if program is not None:
-        done = subprocess.run(
-            [program, "-q", "-f", "-d", "--long=27", str(source), "-o", str(target)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise OSError(done.stderr.strip()[:200])
-        return
-    try:
-        zstandard = importlib.import_module("zstandard")
-    except ImportError as error:
-        raise OSError("neither the program zstd nor the package zstandard is there; pack it as .xz") from error
-    with source.open("rb") as packed, target.open("wb") as unpacked:
-        zstandard.ZstdDecompressor(max_window_size=1 << 27).copy_stream(packed, unpacked)
 
 
 def archive(folder: Path) -> None:

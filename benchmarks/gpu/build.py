@@ -12,7 +12,7 @@ from benchmarks.gpu.section import Options
 
 
 def run(report: Report, options: Options) -> None:
-    with report.step("libraries") as row:
+    with report.step("libraries", report.left()) as row:
         problem = ""
         if not libraries.are_given():
             problem = libraries.build_emulated() if options.rehearse else libraries.build(options.architecture)

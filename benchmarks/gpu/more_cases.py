@@ -60,6 +60,26 @@ def verify_absent(dtype: torch.dtype, channels_last: bool, device: str) -> None:
         raise AssertionError("an absent vector was written")
 
 
+def verify_streams() -> str:
+    """Calls on two streams that each fill the device, at the same time: backward NCHW and forward NHWC."""
+    shape, streams, kept = (256, 64, 56, 56), [torch.cuda.Stream() for _ in range(2)], []
+    for stream, layout in zip(streams, (torch.contiguous_format, torch.channels_last), strict=True):
+        x, dy = (torch.randn(shape, device="cuda").contiguous(memory_format=layout) for _ in range(2))
+        with torch.cuda.stream(stream):
+            kept.append(Calls(x, dy, torch.empty_like(x), torch.empty_like(x), Layer.of(x)))
+            kept[-1].forward()
+    torch.cuda.synchronize()
+    for _ in range(200):
+        for calls, stream, call in zip(kept, streams, (Calls.backward, Calls.forward), strict=True):
+            with torch.cuda.stream(stream):
+                call(calls)
+    torch.cuda.synchronize()
+    (x, dy, _, dx), (x2, _, y2, _) = kept[0].tensors, kept[1].tensors
+    check_backward(Case(shape, x.dtype, False), x, dy, dx, kept[0].layer, Expected.of(x))
+    check_forward(Case(shape, x.dtype, True), x2, y2, kept[1].layer, Expected.of(x2))
+    return f"{len(streams)} x 200 calls"
+
+
 def verify_threads() -> str:
     """Threads, each with a stream, at the same time."""
     errors: list[BaseException] = []

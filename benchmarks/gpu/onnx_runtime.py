@@ -79,10 +79,14 @@ def run(report: Report, options: Options) -> None:
         return
     for dtype in onnx_bytes.TYPES:
         for shape in ((4, 8, 9, 9), (33, 7), (16, 64, 28, 28)):
-            with report.step(f"operators {dtype} {'x'.join(map(str, shape))}"):
+            name = f"operators {dtype} {'x'.join(map(str, shape))}"
+            if not report.wanted(name):
+                continue
+            with report.step(name):
                 check_operators(sessions, dtype, shape)
     for name, check in (
         ("threads share a session", check_threads),
+        ("two sessions at the same time", check_sessions),
         ("training BatchNormalization of ONNX", own_batch_norm),
         ("model against torch", check_model),
         ("overhead of a node", overhead),
@@ -165,20 +169,24 @@ def check_operators(sessions: Sessions, dtype: str, shape: tuple[int, ...]) -> N
         close(result, expected, tolerances.backward_sum(dtype, condition=condition, absolute_sum=terms), what)
 
 
-def check_threads(sessions: Sessions, row: Row) -> None:
+def check_threads(sessions: Sessions, row: Row, opened: int = 1) -> None:
     """Runs of one session at the same time, each with its own input."""
     shape, rounds = (8, 16, 32, 32), 20
-    session = sessions.open(forward_model("float32", shape))
+    all_sessions = [sessions.open(forward_model("float32", shape)) for _ in range(opened)]
 
     def work(seed: int) -> None:
         rng = np.random.default_rng(seed)
         for _ in range(rounds):
             feeds = forward_feeds(rng, "float32", shape)
-            check_forward("float32", feeds, session.run(None, feeds))
+            check_forward("float32", feeds, all_sessions[seed % opened].run(None, feeds))
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
     row.value = f"4 threads, {rounds} runs each"
+
+
+def check_sessions(sessions: Sessions, row: Row) -> None:
+    check_threads(sessions, row, opened=2)
 
 
 def chain(nodes: int, shape: tuple[int, ...], *, ours: bool = True) -> bytes:

@@ -20,7 +20,7 @@ KERNELS = "regex:^(moments|normalise|sums|gradient|forward_channels|backward_cha
 
 
 def run(report: Report, options: Options) -> None:
-    with report.step("ncu") as row:
+    with report.step("ncu", report.left()) as row:
         program = libraries.tool("ncu")
         if program is None:
             raise NotRun("ncu (Nsight Compute) is not found")
@@ -29,6 +29,10 @@ def run(report: Report, options: Options) -> None:
             ",".join(METRICS), sys.executable, "-m", "benchmarks.gpu.bare", "profile",
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=report.left() - 5)
+        if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
+            raise NotRun(
+                "ncu may not read counters here (ERR_NVGPUCTRPERM: needs CAP_SYS_ADMIN or the driver's setting)"
+            )
         if done.returncode != 0:
             raise RuntimeError(f"exit code {done.returncode}: {(done.stdout + done.stderr)[-300:]}")
         launches = launches_of(done.stdout)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 WIDEST = 100  # characters of a value in the table
-
-
+LIMIT = 30  # seconds of a step that says nothing else
 INCOMPLETE = 3  # exit code of a section that ran out of time
 
 
@@ -31,14 +30,20 @@ class Row:
 
 
 class Report:
-    """Appends rows to a file of JSON lines whose first line is a header. Steps that it holds already are skipped.
+    """Appends rows to a file of JSON lines whose first line is a header. Steps that it holds already are skipped, and those
+    that hung.
 
+    A row is written before a step starts, so that the kit sees how long it takes and can name it when it ends it.
     unreached: steps for which no time was left.
     """
 
     def __init__(self, path: Path, seconds: float) -> None:
         self.path, self.end = path, time.monotonic() + seconds
-        self.done = {row["name"] for row in read_rows(path) if row["ok"] is not False and not row.get("not_run")}
+        self.done = {
+            row["name"]
+            for row in read_rows(path)
+            if row.get("hung") or (row["ok"] is not False and not row.get("not_run"))
+        }
         self.failed = False
         self.unreached: list[str] = []
 
@@ -56,9 +61,10 @@ class Report:
         return False
 
     @contextlib.contextmanager
-    def step(self, name: str) -> Iterator[Row]:
-        """A row; an exception in the body is a wrong one, and the section goes on."""
+    def step(self, name: str, limit: float = LIMIT) -> Iterator[Row]:
+        """A row; an exception in the body is a wrong one, and the section goes on. limit: seconds until the kit ends it."""
         row, start = Row(), time.perf_counter()
+        append(self.path, {"name": name, "started": time.time(), "limit": limit})
         try:
             yield row
         except NotRun as reason:
@@ -74,19 +80,33 @@ class Report:
             "seconds": round(time.perf_counter() - start, 3),
             **row.data,
         }
-        with self.path.open("a") as stream:
-            stream.write(json.dumps(made) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+        append(self.path, made)
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Write a row to the disk."""
+    with path.open("a") as stream:
+        stream.write(json.dumps(row) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def running_step(path: Path) -> dict[str, Any] | None:
+    """Return the row of a step that has started and not ended."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    with contextlib.suppress(json.JSONDecodeError):
+        row: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+        return row if "started" in row else None
+    return None
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Whole rows of a file, the last one of each name; what a killed process left of a line is dropped."""
+    """Whole rows of steps that ended or hung, the last one of each name; what a killed process left of a line is dropped."""
     rows: dict[str, dict[str, Any]] = {}
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
             row = json.loads(line)
-            if "name" in row:
+            if "ok" in row:
                 rows[row["name"]] = row
     return list(rows.values())
 

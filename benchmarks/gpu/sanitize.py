@@ -1,4 +1,4 @@
-"""Section `sanitize`: compute-sanitizer's tools over the eleven cases of bare.py."""
+"""Section `sanitize`: compute-sanitizer's tools over the cases of bare.py."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CASES = [sys.executable, "-m", "benchmarks.gpu.bare", "sanitize"]
 
 def run(report: Report, options: Options) -> None:
     if report.wanted("without a tool"):
-        with report.step("without a tool") as row:
+        with report.step("without a tool", report.left()) as row:
             done = subprocess.run(CASES, capture_output=True, text=True, check=False, timeout=max(report.left() - 5, 1))
             row.ok = done.returncode == 0
             row.value = f"{len(done.stdout.splitlines())} cases" if row.ok else (done.stdout + done.stderr)[-300:]
     for i, tool in enumerate(TOOLS):
         if not report.wanted(tool):
             continue
-        with report.step(tool) as row:
+        with report.step(tool, report.left()) as row:
             program = libraries.tool("compute-sanitizer")
             if program is None:
                 raise NotRun("compute-sanitizer is not found")

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.gpu.report import INCOMPLETE, Report
 
 MODULES = {
-    "build": "build", "verify": "verify", "bench": "bench", "ort": "onnx_runtime", "torch": "torch_checks",
+    "build": "build", "bare": "bare_cases", "verify": "verify", "bench": "bench", "ort": "onnx_runtime", "torch": "torch_checks",
     "sanitize": "sanitize", "profile": "profile",
 }  # fmt: skip
 

@@ -126,7 +126,7 @@ def run(report: Report, options: Options) -> None:
     for channels_last in (False, True):
         name = f"ResNet-50 step, batch {2 if few else BATCH}{' NHWC' if channels_last else ''}"
         if report.wanted(name, 30):
-            with report.step(name) as row:
+            with report.step(name, 60) as row:
                 times = network_step(channels_last, device, few)
                 row.ok = None if few else times["ours"] <= MOST * times["BatchNorm2d"]
                 row.value, row.data = summary(times), {"us": times, "most": MOST}

@@ -14,7 +14,7 @@ from torch import nn
 
 import bnexport
 from benchmarks.gpu import closed_forms
-from benchmarks.gpu.report import NotRun, Report
+from benchmarks.gpu.report import LIMIT, NotRun, Report
 from benchmarks.gpu.section import Options
 from bnexport import tolerances
 from bnexport.sync_bn import kernels, operators
@@ -49,7 +49,7 @@ def run(report: Report, options: Options) -> None:
     ]
     for (name, check), backend in itertools.product(checks, ("kernels", "torch")):
         if report.wanted(f"{name}, {backend}"):
-            with report.step(f"{name}, {backend}"):
+            with report.step(f"{name}, {backend}", 90 if check is check_compile else LIMIT):
                 kernels.backend = "torch" if backend == "torch" else ""
                 check(device)
 

@@ -40,12 +40,13 @@ def run(report: Report, options: Options) -> None:
                 with report.step(f"{name}, {where}"):
                     check(dtype, channels_last, device)
     for name, check in {
+        "two streams at the same time": more_cases.verify_streams,
         "threads on streams of their own": more_cases.verify_threads,
         "more than 2^31 elements, NCHW": partial(more_cases.verify_huge, False),
         "more than 2^31 elements, NHWC": partial(more_cases.verify_huge, True),
     }.items():
         if report.wanted(name, 20):
-            with report.step(name) as row:
+            with report.step(name, 60) as row:
                 if options.rehearse:
                     raise NotRun("an emulated device has one thread and little memory")
                 row.value = check()

@@ -27,6 +27,8 @@ void mark_rows(const LaunchPlan& plan, const Rows& rows, int64_t c, std::vector<
     CHECK(range.end - range.begin <= plan.part_length);
     int64_t count = 0;
     for (uint32_t index = range.begin; index < range.end; ++index) {
+      const int64_t before = values_before<width>(rows, c, part * plan.part_length + index - range.begin);
+      CHECK(before == values_before<width>(rows, c, part * plan.part_length) + count);
       const Unit unit = unit_of_slab<width, whole>(rows, range, index);
       CHECK(unit.mask == 0 || unit.offset % width == 0);
       for (int k = 0; k < width; ++k) {
