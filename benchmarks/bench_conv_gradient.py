@@ -32,9 +32,9 @@ from torch.onnx._internal.exporter._building import OpRecorder
 from benchmarks import machine
 from bnexport import tolerances
 from bnexport.native import library
-from bnexport.training.building import contract
-from bnexport.training.translations import input_gradient, weight_gradient
-from bnexport.training.translations.geometry import Geometry
+from bnexport.training import contract
+from bnexport.training.translations import convolution
+from bnexport.training.translations.convolution import Geometry
 
 BACKWARD = torch.ops.aten.convolution_backward.default
 
@@ -115,9 +115,9 @@ def candidates(
         return function
 
     by_weight: dict[str, Callable[[], Any]] = {"torch": lambda: torch_gradient(1, g, x, w)}
-    for form in weight_gradient.WeightGradientForm:
-        if weight_gradient.possible(shape, form):
-            build = functools.partial(weight_gradient.weight_gradient, shape=shape, form=form)
+    for form in convolution.WeightGradientForm:
+        if convolution.weight_form_fits(shape, form):
+            build = functools.partial(convolution.weight_gradient, shape=shape, form=form)
             by_weight[form.value] = verified(form.value, build, [x, g], 1)
     window_attributes = {
         "strides": shape.stride,
@@ -129,9 +129,9 @@ def candidates(
     build = lambda x, g: of_weight(g, x, kernel_shape=shape.kernel, **window_attributes)  # noqa: E731
     by_weight["library"] = verified("library", build, [x, g], 1)
     by_input: dict[str, Callable[[], Any]] = {"torch": lambda: torch_gradient(0, g, x, w)}
-    for form in input_gradient.InputGradientForm:
-        if input_gradient.possible(shape, form):
-            build = functools.partial(input_gradient.input_gradient, shape=shape, form=form)
+    for form in convolution.InputGradientForm:
+        if convolution.input_form_fits(shape, form):
+            build = functools.partial(convolution.input_gradient, shape=shape, form=form)
             by_input[form.value] = verified(form.value, build, [g, w], 0)
     build = lambda g, w: of_input(g, w, input_shape=shape.extents, **window_attributes)  # noqa: E731
     by_input["library"] = verified("library", build, [g, w], 0)
@@ -163,7 +163,7 @@ def measure(layer: Layer, threads: int, rounds: int) -> dict[str, Any]:
         "layer": layer,
         "by_weight": by_weight,
         "by_input": by_input,
-        "chosen": [weight_gradient.choose(shape).value, input_gradient.choose(shape).value],
+        "chosen": [convolution.choose_weight_form(shape).value, convolution.choose_input_form(shape).value],
     }
 
 

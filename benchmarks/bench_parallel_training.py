@@ -33,7 +33,7 @@ def work(rank: int, size: int, folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from bnexport.training.running.session import TrainingSession
+    from bnexport.training.session import TrainingSession
 
     torch.set_num_threads(1)
     options = onnxruntime.SessionOptions()

@@ -29,7 +29,7 @@ from benchmarks import fold_models, machine
 from benchmarks.tools import compare, proofs
 from bnexport import model_io
 from bnexport.folding import fold
-from bnexport.verification.proving import prove_report
+from bnexport.verification.api import prove_report
 
 CASES: dict[str, Callable[[Path], None]] = {
     "ResNet-50": lambda path: onnx.save(fold_models.resnet50(), path),

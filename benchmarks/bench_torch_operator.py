@@ -28,7 +28,8 @@ from torch import nn
 
 from benchmarks import machine
 from bnexport import SyncBatchNorm, tolerances
-from bnexport.sync_bn import kernels, reference
+from bnexport.sync_bn import kernels
+from tests.support import kernel_reference
 
 # The shapes of the performance notes that fit a CPU, and smaller ones.
 SHAPES = [
@@ -59,8 +60,8 @@ def verify(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> float:
     y = module(x)
     y.backward(dy)
     assert x.grad is not None
-    expected = reference.forward(x.detach().double().numpy())
-    gradient = reference.backward(dy.double().numpy(), x.detach().double().numpy())
+    expected = kernel_reference.forward(x.detach().double().numpy())
+    gradient = kernel_reference.backward(dy.double().numpy(), x.detach().double().numpy())
     name = str(dtype).removeprefix("torch.")
     condition = tolerances.condition(expected.mean, np.sqrt(expected.var))
     scale = float(expected.invstd.max() * dy.abs().max())

@@ -107,7 +107,7 @@ def torch_engine(network: str, arrays: tuple[np.ndarray, np.ndarray], compiled: 
 def our_engine(path: Path, arrays: tuple[np.ndarray, np.ndarray], threads: int) -> Callable[[], float]:
     import onnxruntime
 
-    from bnexport.training.running.session import TrainingSession
+    from bnexport.training.session import TrainingSession
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -166,7 +166,7 @@ def work(engine: str, network: str, batch: int, size: int, folder: Path, threads
     elif engine.startswith("ours"):
         import onnxruntime  # noqa: F401
 
-        from bnexport.training.running.session import TrainingSession  # noqa: F401
+        from bnexport.training.session import TrainingSession  # noqa: F401
 
         before = reset_peak_memory()
         name = "standard" if "standard" in engine else "step"
@@ -263,7 +263,7 @@ def floor(path: Path, arrays: tuple[np.ndarray, np.ndarray], threads: int, steps
     """Seconds of a step by kind of node, from ONNX Runtime's profile."""
     import onnxruntime
 
-    from bnexport.training.running.session import TrainingSession
+    from bnexport.training.session import TrainingSession
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads

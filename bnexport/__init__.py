@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from bnexport.native.library import get_library_path, register
     from bnexport.recalibration.files import recalibrate_file
     from bnexport.recalibration.modules import recalibrate
-    from bnexport.runtime.communicator import register_group
-    from bnexport.runtime.session import InferenceSession
+    from bnexport.runtime.groups import register_group
+    from bnexport.runtime.sessions import InferenceSession
     from bnexport.sync_bn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
     from bnexport.training.api import TrainingExportResult, export_training_step
-    from bnexport.training.running.session import TrainingSession
+    from bnexport.training.session import TrainingSession
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "ExportResult": "exporting",
     "FoldResult": "folding",
-    "InferenceSession": "runtime.session",
+    "InferenceSession": "runtime.sessions",
     "InlineResult": "folding",
     "InspectReport": "folding",
     "SyncBatchNorm": "sync_bn",
     "TrainingExportResult": "training.api",
-    "TrainingSession": "training.running.session",
+    "TrainingSession": "training.session",
     "Verification": "folding",
     "convert_sync_batchnorm": "sync_bn",
     "export": "exporting",
@@ -51,7 +51,7 @@ _HOMES = {
     "recalibrate": "recalibration.modules",
     "recalibrate_file": "recalibration.files",
     "register": "native.library",
-    "register_group": "runtime.communicator",
+    "register_group": "runtime.groups",
     "revert_sync_batchnorm": "sync_bn",
     "verify": "folding",
 }
@@ -65,18 +65,18 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(importlib.import_module(f"bnexport.{_HOMES[name]}"), name)
     except ModuleNotFoundError as error:
-        from bnexport import extras
+        from bnexport import interface
 
         package = (error.name or "").partition(".")[0]
-        if extras.advice(package) is None:
+        if interface.advice(package) is None:
             raise
-        raise extras.missing(package, f"bnexport.{name} needs it") from error
+        raise interface.missing(package, f"bnexport.{name} needs it") from error
     except (ImportError, OSError) as error:
-        from bnexport import extras
+        from bnexport import interface
 
         if "torch" in sys.modules or importlib.util.find_spec("torch") is None:
             raise
-        raise extras.broken("torch", error) from error
+        raise interface.broken("torch", error) from error
     globals()[name] = value
     return value
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import onnx
 
 DOMAIN = "mmcv"
-TRAINING_DOMAIN = "bnexport"  # the operators of training steps: training/building/contract.py
+TRAINING_DOMAIN = "bnexport"  # the operators of training steps: training/contract.py
 # Key of the metadata of a training step's graph.
 TRAINING_METADATA = "bnexport.training"
 VERSION = 1

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from bnexport.cli.application import app
-from bnexport.cli.help import PLACES
+from bnexport.cli.common import PLACES
 
 MARK = "<!-- help -->"
 

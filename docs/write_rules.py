@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from bnexport.folding.placing.search import Rule
+from bnexport.folding.placing import Rule
 from bnexport.folding.rules import ALL
 
 PAGE = Path(__file__).parent / "folding.md"

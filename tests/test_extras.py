@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import bnexport
-from bnexport import extras
+from bnexport import interface
+from bnexport.cli import doctor
 from bnexport.errors import MissingDependencyError
-from bnexport.runtime import doctor, injection
+from bnexport.runtime import sessions
 from tests.support import warm
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads pyproject.toml")
@@ -26,10 +27,10 @@ def names(requirements: list[str]) -> tuple[str, ...]:
 
 
 def test_the_lists_are_those_of_pyproject() -> None:
-    assert names(PROJECT["dependencies"]) == extras.REQUIRED
+    assert names(PROJECT["dependencies"]) == interface.REQUIRED
     declared = {name: names(each) for name, each in PROJECT["optional-dependencies"].items()}
-    assert {name: declared[name] for name in extras.EXTRAS} == extras.EXTRAS
-    assert extras.PURPOSES.keys() == extras.EXTRAS.keys()
+    assert {name: declared[name] for name in interface.EXTRAS} == interface.EXTRAS
+    assert interface.PURPOSES.keys() == interface.EXTRAS.keys()
 
 
 def test_every_python_is_named_and_no_other() -> None:
@@ -42,13 +43,15 @@ def test_the_base_needs_no_torch_and_no_engine() -> None:
     assert not {"torch", "onnxscript", "onnxruntime", "onnxruntime-gpu"} & set(names(PROJECT["dependencies"]))
 
 
-@pytest.mark.parametrize("package", [*extras.REQUIRED, *(name for each in extras.EXTRAS.values() for name in each)])
+@pytest.mark.parametrize(
+    "package", [*interface.REQUIRED, *(name for each in interface.EXTRAS.values() for name in each)]
+)
 def test_advice_names_the_package(package: str) -> None:
-    assert f"pip install {package}" in str(extras.missing(package))
+    assert f"pip install {package}" in str(interface.missing(package))
 
 
 def test_an_unknown_package_has_no_advice() -> None:
-    assert extras.advice("nonsense") is None
+    assert interface.advice("nonsense") is None
 
 
 @pytest.mark.parametrize("name", ["SyncBatchNorm", "export", "fold_module", "export_training_step", "load_checkpoint"])
@@ -74,7 +77,7 @@ class Installed:
     """Versions of the packages that are said to be installed; all others are missing."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-        self.versions = dict.fromkeys(extras.REQUIRED, "1.0") | versions
+        self.versions = dict.fromkeys(interface.REQUIRED, "1.0") | versions
         monkeypatch.setattr(importlib.metadata, "version", self.version)
 
     def version(self, name: str) -> str:
@@ -130,7 +133,7 @@ def test_what_is_left_of_two_packages(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(MissingDependencyError, match="pip uninstall onnxruntime onnxruntime-gpu, then install one"):
-        injection.import_onnxruntime()
+        sessions.import_onnxruntime()
 
 
 def test_a_torch_that_cannot_be_loaded_says_what_is_missing(tmp_path: Path) -> None:

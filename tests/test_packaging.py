@@ -111,7 +111,7 @@ def test_a_wheel_installs_into_an_empty_environment(sdist: Path, tmp_path: Path)
         "x = torch.randn(2, 3, 8, 8);"
         "bnexport.export(model.eval(), x, 'kept.onnx', mode='custom_op');"
         "report = bnexport.fold('kept.onnx', 'folded.onnx').report;"
-        "from bnexport.folding.reporting.html_report import render_html;"
+        "from bnexport.folding.report import render_html;"
         "assert 'Compared with the original' in render_html(report.to_dict());"
         "print(report.verification.status)"
     )

@@ -37,7 +37,7 @@ from models.resnet import digits_resnet
 from models.segmentation import Segmenter
 from models.unet import UNet
 from tests.miscompilations import batch_norms
-from tests.verification.local.mutants import mutants
+from tests.verification.proof.mutants import mutants
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "proof_peers.json"

@@ -11,19 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from bnexport import __version__, extras
-from bnexport.cli import (  # noqa: F401 - each registers its commands
-    doctor,
-    export,
-    inline,
-    models,
-    recalibrate,
-    run,
-    train_export,
-)
-from bnexport.cli.common import app
+from bnexport import __version__, interface
+from bnexport.cli import doctor, export, fold, recalibrate, run, train_export  # noqa: F401 - each registers its commands
+from bnexport.cli.common import app, place
 from bnexport.cli.console import complain, err, is_verbose, out, set_level
-from bnexport.cli.help import place
 from bnexport.cli.output import interrupted
 from bnexport.errors import BnexportError, NotVerifiedWarning
 
@@ -100,7 +91,7 @@ def _explain(error: Exception) -> int:
         message, code = "there is not enough memory; nothing was written", 4
     elif isinstance(error, ImportError):
         name = (error.name or "").partition(".")[0]
-        message, code = f"{error}; {extras.advice(name) or 'see bnexport doctor'}", 4
+        message, code = f"{error}; {interface.advice(name) or 'see bnexport doctor'}", 4
     elif isinstance(error, OSError):
         message, code = f"{error.filename or 'a file'}: {error.strerror or error}", 4
     else:

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from rich.console import Console
 
-from bnexport import stages
+from bnexport import interface
 
 # Columns without a terminal: wide enough for names, narrow enough for a log.
 _PIPE_WIDTH = 120
@@ -113,7 +113,7 @@ def status(message: str) -> Iterator[None]:
         yield
         return
     if not _animated():
-        with _Log(plain(message)) as log, stages.listen(log.update):
+        with _Log(plain(message)) as log, interface.listen(log.update):
             yield
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -128,7 +128,7 @@ def status(message: str) -> Iterator[None]:
             text = plain(_stage_text(message, stage, done, total))
             shown.update(task, description=text, completed=done or 0, total=total)
 
-        with stages.listen(update):
+        with interface.listen(update):
             yield
 
 

@@ -11,13 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from bnexport import choices
-from bnexport.cli import closing
-from bnexport.cli.closing import Bench, Explain
+from bnexport import interface
+from bnexport.cli import output
 from bnexport.cli.common import Certificate, Html, Json, Overwrite, Seed, app
 from bnexport.cli.console import detail, is_verbose, say, status
-from bnexport.cli.models import verdict, write_html
-from bnexport.cli.output import check_exists, check_new, check_targets, emit
+from bnexport.cli.fold import verdict, write_html
+from bnexport.cli.output import Bench, Explain, check_exists, check_new, check_targets, emit
 from bnexport.errors import UsageError
 
 
@@ -106,16 +105,15 @@ def export(
     json_target: Json = None,
 ) -> None:
     """Exports a torch module, folded and verified."""
-    from bnexport.cli.factory import build, calm, check_reference, explained, load_weights
-    from bnexport.cli.inputs import chosen_dimensions, example_inputs, missing_input, parse
-    from bnexport.cli.model_names import build_named, parse_name
+    from bnexport.cli.factory import build, build_named, calm, check_reference, explained, load_weights, parse_name
+    from bnexport.cli.input_options import chosen_dimensions, example_inputs, missing_input, parse
 
     check_targets(OUT=target, html=html, json=json_target)
     check_new(target, overwrite)
-    kind = choices.choose_format(target, file_format, path_name="OUT", name="--format")
-    choices.check_choice("--mode", mode, choices.MODES)
+    kind = interface.choose_format(target, file_format, path_name="OUT", name="--format")
+    interface.check_choice("--mode", mode, interface.MODES)
     if exporter is not None:
-        choices.check_choice("--exporter", exporter, choices.EXPORTERS)
+        interface.check_choice("--exporter", exporter, interface.EXPORTERS)
     arguments = parse(inputs or ())
     chosen = chosen_dimensions(dynamic_dims, dynamic, [argument.name for argument in arguments])
     check_exists(checkpoint, "--checkpoint")
@@ -190,15 +188,15 @@ def export(
     if report is None:
         say(f"{target} written")
     else:
-        closing.note_growth(report)
-        closing.explain(report, explain)
+        output.note_growth(report)
+        output.explain_site(report, explain)
         say(f"{report.summary()}; {target} written")
     say(verdict(result.verification, wanted=verify))
     ratio = _compared_latency(model, args, target, result) if bench and report.changed else None
-    data = result.to_dict() | (closing.latency_json(ratio) if bench else {})
+    data = result.to_dict() | (output.latency_json(ratio) if bench else {})
     emit(data, json_target, [] if report is None else folding.render(report, everything=is_verbose()))
     if bench:
-        say(closing.result_line(report, result.verification, ratio))
+        say(output.result_line(report, result.verification, ratio))
 
 
 def _compared_latency(model: Any, args: tuple[Any, ...], target: Path, result: Any) -> Any:
@@ -211,4 +209,4 @@ def _compared_latency(model: Any, args: tuple[Any, ...], target: Path, result: A
         options: Any = {"exporter": result.exporter, "input_names": list(result.inputs), "dynamic": False}
         with calm():
             exporting.export(model.eval(), args, unfolded, fold=False, verify=False, **options)
-        return closing.compared_latency(unfolded, target, dict(zip(result.inputs, (each.numpy() for each in args))))
+        return output.compared_latency(unfolded, target, dict(zip(result.inputs, (each.numpy() for each in args))))

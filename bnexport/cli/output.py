@@ -1,22 +1,233 @@
-"""Results: tables or JSON on stdout, and files, written atomically."""
+"""Results: tables or JSON on stdout, files, latencies, and the line at the end of a command."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
+import typer
 from rich.table import Table
 from rich.text import Text
 
-from bnexport.choices import check_onnx_suffix
-from bnexport.cli.console import out, plain
+from bnexport import interface
+from bnexport.cli.console import out, plain, progress, say
 from bnexport.errors import MissingFileError, UsageError
+from bnexport.interface import check_onnx_suffix, suggestion
+from bnexport.model_io.staging import whole_file
+
+# Latency comparison of models: interleaved in blocks, so that other load on the machine affects all alike.
+
+__all__ = ["Latency", "Ratio", "draw_chart", "measure", "ratio_of"]
+
+PERCENTILES = (50, 90, 99)
+_BLOCK = 10  # runs of one model before the next has its turn
+# Parts of a measurement. The true ratio is below all of six, or above all, once in 2**5 measurements.
+_PARTS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Latency:
+    """Latencies of one model in milliseconds, in the order of the runs."""
+
+    name: str
+    milliseconds: tuple[float, ...]
+
+    def percentile(self, q: float) -> float:
+        return float(np.percentile(self.milliseconds, q))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.name,
+            "runs": len(self.milliseconds),
+            "mean_ms": float(np.mean(self.milliseconds)),
+            **{f"p{q}_ms": self.percentile(q) for q in PERCENTILES},
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """Median latency of one model over that of another. least, most: among the parts of the measurement; None for too few runs."""
+
+    value: float
+    least: float | None
+    most: float | None
+
+    @property
+    def decided(self) -> bool:
+        """Whether all parts of the measurement agree which model is faster."""
+        return self.least is not None and self.most is not None and not self.least <= 1 <= self.most
+
+    def __str__(self) -> str:
+        spread = "" if self.least is None else f", {self.least:.2f} to {self.most:.2f}"
+        return f"{self.value:.2f}{spread}" if self.decided else f"too noisy to compare: {self.value:.2f}{spread}"
+
+
+def ratio_of(latency: Latency, base: Latency) -> Ratio:
+    """Compare two models that took turns in one measurement: by all runs, and by each of six parts of them."""
+    value = latency.percentile(50) / base.percentile(50)
+    if len(base.milliseconds) < _PARTS:
+        return Ratio(value, None, None)
+    parts = (np.array_split(each.milliseconds, _PARTS) for each in (latency, base))
+    ratios = [float(np.median(part) / np.median(of_base)) for part, of_base in zip(*parts)]
+    return Ratio(value, min(ratios), max(ratios))
+
+
+def measure(
+    models: Mapping[str, Callable[[], Any]],
+    *,
+    runs: int = 100,
+    warm_up: int = 10,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[Latency]:
+    """Time `runs` calls of each model after `warm_up` uncounted ones.
+
+    Args:
+        models: a function that runs the model once, by name.
+        progress: called with the number of runs done so far, of all models together.
+
+    Raises:
+        UsageError: runs or warm_up is out of range.
+    """
+    if runs < 1 or warm_up < 0:
+        raise UsageError(f"runs, warm_up: got {runs}, {warm_up}, expected runs >= 1 and warm_up >= 0")
+    for run in models.values():
+        for _ in range(warm_up):
+            run()
+    times: dict[str, list[float]] = {name: [] for name in models}
+    done = 0
+    order = list(models)
+    while any(len(seen) < runs for seen in times.values()):
+        for name in order:
+            for _ in range(min(_BLOCK, runs - len(times[name]))):
+                start = time.perf_counter()
+                models[name]()
+                times[name].append((time.perf_counter() - start) * 1e3)
+                done += 1
+                progress(done)
+        order.reverse()  # so that no model always runs after the same other one
+    return [Latency(name, tuple(seen)) for name, seen in times.items()]
+
+
+def draw_chart(latencies: Sequence[Latency], path: str | os.PathLike[str]) -> None:
+    """Draw the cumulative distributions of the latencies to a PNG, SVG or PDF file.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+        UsageError: the ending of `path` is none that matplotlib writes.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise interface.missing("matplotlib", "charts need it") from error
+    from matplotlib.figure import Figure
+
+    target = Path(path)
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for latency in latencies:
+        ordered = np.sort(latency.milliseconds)
+        share = 100 * np.arange(1, len(ordered) + 1) / len(ordered)
+        (line,) = axes.step(
+            ordered, share, where="post", label=f"{latency.name}: median {latency.percentile(50):.3g} ms"
+        )
+        axes.plot([latency.percentile(50)], [50], "o", color=line.get_color())
+    # A handful of outliers must not hide the rest; where they are many, a machine is busy, and the axis logarithmic.
+    least = min(min(latency.milliseconds) for latency in latencies)
+    most = max(latency.percentile(98) for latency in latencies)
+    if most > 5 * least:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlim(0.9 * least, 1.15 * most)
+    axes.set(xlabel="latency, ms", ylabel="runs, %", ylim=(0, 102))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", frameon=False)
+    kind = target.suffix.lstrip(".").lower()
+    if kind not in figure.canvas.get_supported_filetypes():
+        raise UsageError(f"chart: got {str(target)!r}, expected a file that ends in .png, .svg or .pdf")
+    with matplotlib.rc_context({"svg.hashsalt": "bnexport"}), whole_file(target) as staged:
+        figure.savefig(staged, format=kind, dpi=150)
+
+
+# The last lines of a fold or an export: batch norms that were asked for, and with --bench the result in one line.
+
+Explain = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Say what happened to one batch norm, or to those of a module, and why."),
+]
+Bench = Annotated[bool, typer.Option("--bench", help="Compare the latency with that of the unfolded model.")]
+
+# Batch norms that the last line names; more are counted.
+_NAMED = 3
+_RUNS, _WARM_UP = 60, 10
+
+
+def explain_site(report: Any, name: str | None) -> None:
+    """Print a line for each batch norm that `name` means."""
+    if name is None:
+        return
+    sites = report.find(name)
+    if not sites:
+        near = suggestion(name, [each for site in report.sites for each in (*site.modules, *site.nodes)])
+        say(f"{name}: no part of a batch norm, so there was nothing to do{near}")
+    for site in sites:
+        into = f" into {', '.join(site.targets)}" if site.targets else ""
+        say(f"{site.name}: {site.outcome_in_words}{into}{f': {site.reason}' if site.reason else ''}")
+
+
+def note_growth(report: Any) -> None:
+    """Print a note where the parameters take more bytes than before."""
+    before, after = report.before.parameter_bytes, report.after.parameter_bytes
+    if after > before:
+        say(
+            f"note: the parameters grew from {before:,} to {after:,} bytes: weights that several batch norms share are "
+            "folded once for each"
+        )
+
+
+def result_line(report: Any, verification: Any, ratio: Any) -> str:
+    """Return the folds proved and compared, the batch norms that stay, and the latency against the unfolded model's."""
+    kept = [site for site in report.kept if not site.lone]
+    named = ", ".join(f"{site.name} ({site.reason or site.outcome_in_words})" for site in kept[:_NAMED])
+    more = f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
+    left = f"{len(kept)} batch norm{'s' * (len(kept) != 1)} left{': ' * bool(kept)}{named}{more}"
+    folds = "not verified" if verification is None else verification.proved
+    if ratio is None:
+        return f"result: nothing folded; {left}; no latency to compare: it is the same model"
+    latency = f"{ratio.value:.2f} times the latency of the unfolded model ({ratio.least:.2f} to {ratio.most:.2f})"
+    return f"result: {folds}; {left}; {latency if ratio.decided else f'latency {ratio}'}"
+
+
+def compared_latency(unfolded: Path, folded: Path, feeds: Mapping[str, Any]) -> Any:
+    """Return the latency of `folded` in ONNX Runtime over that of `unfolded`; they take turns."""
+    from bnexport.runtime import engine
+
+    calls = {}
+    for name, path in (("unfolded", unfolded), ("folded", folded)):
+        loaded = engine.load(path)
+        calls[name] = functools.partial(loaded.run, {key: feeds[key] for key in loaded.needed})
+    with progress("timing", 2 * _RUNS) as advance:
+        before, after = measure(calls, runs=_RUNS, warm_up=_WARM_UP, progress=advance)
+    return ratio_of(after, before)
+
+
+def latency_json(ratio: Any) -> dict[str, Any]:
+    """Return the entries of --json about a comparison of latencies, None where nothing was folded."""
+    if ratio is None:
+        return {"latency_ratio": None, "latency_ratio_range": None}
+    return {"latency_ratio": ratio.value, "latency_ratio_range": [ratio.least, ratio.most]}
+
+
+# Results: tables or JSON on stdout, and files, written atomically.
 
 
 def table(

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bnexport import choices
+from bnexport import interface
 from bnexport.cli.common import Json, Overwrite, app
 from bnexport.cli.console import detail, say, status
 from bnexport.cli.output import check_change, check_targets, emit, table, write_whole
@@ -57,9 +57,9 @@ def recalibrate(
     result = run(source, target, inputs, batch, layers=layers, method=method, overwrite=overwrite)
     report = result.report
     if html is not None:
-        from bnexport.recalibration import html_report
+        from bnexport.recalibration.report import render_html
 
-        write_whole(html, html_report.render_html(report))
+        write_whole(html, render_html(report))
     say(f"{target} written" if report.layers else f"{target} is the same model")
     rows = [
         (
@@ -77,11 +77,11 @@ def recalibrate(
 
 def run(source: Path, target: Path | None, inputs: list[str], batch: int, **options: Any) -> Any:
     """Re-estimate the statistics of a file, and say what changed."""
-    choices.check_choice("--layers", options.setdefault("layers", "one_by_one"), ("one_by_one", "together"))
-    choices.check_choice("--method", options.setdefault("method", "exact"), ("exact", "cumulative"))
+    interface.check_choice("--layers", options.setdefault("layers", "one_by_one"), ("one_by_one", "together"))
+    interface.check_choice("--method", options.setdefault("method", "exact"), ("exact", "cumulative"))
     from bnexport.model_io import load
     from bnexport.recalibration import files
-    from bnexport.recalibration.rows import open_rows
+    from bnexport.recalibration.files import open_rows
 
     named = _named(inputs)
     wanted = [str(value.name) for value in load(source).graph.inputs if not value.is_initializer()]

@@ -70,10 +70,10 @@ def run(
 
 def _run(model: Path, inputs: list[str] | None, seed: int, providers: Sequence[str]) -> tuple[dict[str, Any], Any]:
     """Run the model; return its inputs, of the first sizes that it accepts where it leaves them open, and the outputs."""
-    from bnexport.runtime import execution
+    from bnexport.runtime import engine
 
-    loaded = functools.cache(lambda path: execution.load(path, providers=providers))
-    (feeds,), done = first_feeds([model], inputs, seed, lambda path, each: execution.run(loaded(path), each))
+    loaded = functools.cache(lambda path: engine.load(path, providers=providers))
+    (feeds,), done = first_feeds([model], inputs, seed, lambda path, each: engine.run(loaded(path), each))
     return feeds, done
 
 
@@ -84,11 +84,11 @@ def first_feeds(
 
     run: how to run a model; None for ONNX Runtime on the CPU. Raise UnsupportedModelError where no sizes fit.
     """
-    from bnexport.cli.inputs import feeds_of
-    from bnexport.runtime import execution
-    from bnexport.verification.inputs.samples import FREE_SIZES
+    from bnexport.cli.input_options import feeds_of
+    from bnexport.runtime import engine
+    from bnexport.verification.inputs import FREE_SIZES
 
-    run, tried = run or execution.run, None
+    run, tried = run or engine.run, None
     for free in FREE_SIZES:
         feeds = [feeds_of(inputs, seed, model, all_of_them=True, free=free) for model in models]
         shapes = [array.shape for array in feeds[0].values()]
@@ -136,7 +136,8 @@ def bench(
     json_target: Json = None,
 ) -> None:
     """Compares the latency of models in ONNX Runtime. They take turns."""
-    from bnexport.runtime import engine, execution, latency
+    from bnexport.cli.output import PERCENTILES, draw_chart, measure, ratio_of
+    from bnexport.runtime import engine
 
     check_targets(chart=chart, json=json_target)
     if chart is not None and chart.suffix.lower() not in (".png", ".svg", ".pdf"):
@@ -145,25 +146,23 @@ def bench(
         import matplotlib  # noqa: F401 - whether it is there, before any time is spent
     if len(set(models)) < len(models):
         raise UsageError(f"MODEL: got {', '.join(map(str, models))}, expected each file once")
-    loaded = functools.cache(lambda path: execution.load(path, engine.session_options(threads=threads), provider or ()))
+    loaded = functools.cache(lambda path: engine.load(path, engine.default_options(threads=threads), provider or ()))
     with status(f"loading {', '.join(map(str, models))}"):
         feeds, _ = first_feeds(models, inputs, seed, lambda path, each: loaded(path).run(each))
     say(f"inputs: {_shapes(feeds[0])}, seed {seed}; --input sets others")
     calls = {str(path): functools.partial(loaded(path).run, each) for path, each in zip(models, feeds)}
     with progress("timing", runs * len(models)) as advance:
-        results = latency.measure(calls, runs=runs, warm_up=warm_up, progress=advance)
-    ratios = [latency.ratio(result, results[0]) for result in results]
+        results = measure(calls, runs=runs, warm_up=warm_up, progress=advance)
+    ratios = [ratio_of(result, results[0]) for result in results]
     rows = [
         {**result.to_dict(), "ratio": ratio.value, "ratio_range": [ratio.least, ratio.most]}
         for result, ratio in zip(results, ratios)
     ]
-    columns = ("model", *(f"p{q}" for q in latency.PERCENTILES), f"against {models[0].name}")
+    columns = ("model", *(f"p{q}" for q in PERCENTILES), f"against {models[0].name}")
     shown = ["1.00", *map(str, ratios[1:])]
-    cells = [
-        (row["model"], *(f"{row[f'p{q}_ms']:.3f}" for q in latency.PERCENTILES), text) for row, text in zip(rows, shown)
-    ]
+    cells = [(row["model"], *(f"{row[f'p{q}_ms']:.3f}" for q in PERCENTILES), text) for row, text in zip(rows, shown)]
     if chart is not None:
-        latency.chart(results, chart)
+        draw_chart(results, chart)
         say(f"{chart} written")
     sizes = [{"name": name, "shape": list(array.shape)} for name, array in feeds[0].items()]
     emit(

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from bnexport import choices
+from bnexport import interface
 from bnexport.cli.common import Json, Overwrite, app
 from bnexport.cli.console import say, status
-from bnexport.cli.models import verdict
+from bnexport.cli.fold import verdict
 from bnexport.cli.output import check_exists, check_new, check_targets, emit, table
 from bnexport.errors import UsageError
 
@@ -96,14 +96,14 @@ def train_export(
 ) -> None:
     """Exports a training step of a torch module. Forward, loss, gradients and optimizer become one graph."""
     from bnexport.cli.factory import build, calm, check_reference, explained, load_weights
-    from bnexport.cli.inputs import chosen_dimensions, example_inputs, parse
-    from bnexport.training.running import files
+    from bnexport.cli.input_options import chosen_dimensions, example_inputs, parse
+    from bnexport.training import state
 
     check_targets(OUT=target, json=json_target)
-    for path in dataclasses.astuple(files.paths(target)):
+    for path in dataclasses.astuple(state.step_paths(target)):
         check_new(path, overwrite)
-    choices.check_onnx_suffix(target, "OUT")
-    choices.check_choice("--optimizer", optimizer, choices.OPTIMIZERS)
+    interface.check_onnx_suffix(target, "OUT")
+    interface.check_choice("--optimizer", optimizer, interface.OPTIMIZERS)
     arguments, settings = parse(inputs), _parse_options(options or [])
     if groups:
         settings["groups"] = [_parse_group(text) for text in groups]
@@ -113,7 +113,7 @@ def train_export(
         if example is None:
             raise UsageError("--target: missing, expected an example target for a loss of your own")
     else:
-        choices.check_choice("--loss", loss, (*choices.LOSSES, "MODULE:FUNCTION"))
+        interface.check_choice("--loss", loss, (*interface.LOSSES, "MODULE:FUNCTION"))
     check_exists(example, "--target")
     check_exists(checkpoint, "--checkpoint")
     check_reference(factory)
@@ -122,20 +122,18 @@ def train_export(
             import torch
 
             from bnexport.exporting import wrapper
-            from bnexport.training import examples
+            from bnexport.training import problem
             from bnexport.training.api import export_training_step
         torch.manual_seed(seed)
         names, args = example_inputs(arguments, seed)
         model = build(factory)
-        function = _load_function(loss) if ":" in loss else examples.named_loss(loss)
+        function = _load_function(loss) if ":" in loss else problem.named_loss(loss)
         if checkpoint is not None:
             load_weights(model, checkpoint, key, allow_unexpected)
         with explained(factory):
             output = wrapper.run(model, model.eval(), args)
-        if example is not None:
-            wanted = _load_target(example)
-        else:
-            wanted = examples.example_target(loss, output, torch.Generator().manual_seed(seed))
+        drawn = torch.Generator().manual_seed(seed)
+        wanted = problem.example_target(loss, output, drawn) if example is None else _load_target(example)
         with status(f"exporting a training step of {factory}"), calm():
             result = export_training_step(
                 model.train(),

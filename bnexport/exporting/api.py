@@ -13,12 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from bnexport import choices, model_io, schema, torch_versions
+from bnexport import interface, model_io, schema, torch_versions
 from bnexport.errors import UsageError
 from bnexport.exporting import arguments, dynamo
-from bnexport.exporting.dimensions.dynamic import Dimensions
+from bnexport.exporting.dimensions import Dimensions, Note
 from bnexport.exporting.job import ExportJob, Target, run
-from bnexport.exporting.notes import Note
 from bnexport.exporting.onnx_target import OnnxOptions, OnnxTarget
 from bnexport.exporting.portable_body import MINIMUM_OPSET
 from bnexport.exporting.torch_target import TorchTarget
@@ -144,13 +143,13 @@ def export(
         VerificationError: the exported model differs from torch; no file is written.
     """
     arguments.refuse_unknown(tuple(unknown), tuple(inspect.signature(export).parameters))
-    choices.check_choice("mode", mode, choices.MODES)
+    interface.check_choice("mode", mode, interface.MODES)
     tracer, exporter_note = _choose_exporter(exporter)
     arguments.check_path(path, overwrite)
     program = arguments.program_of(model)
     given = arguments.read(model if program is None else program.module(), args, kwargs or {})
     file = pathlib.Path(path)
-    kind = choices.choose_format(file, format)
+    kind = interface.choose_format(file, format)
     if kind != "onnx":
         _check_torch_format(kind, mode, input_names or output_names)
     names = tuple(input_names or given.names)
@@ -203,7 +202,7 @@ def _choose_exporter(given: str | None) -> tuple[str, Note | None]:
         text = f"written by the TorchScript exporter: the dynamo exporter needs torch {wanted}, got {torch.__version__}"
         return "torchscript", Note("exporter", text)
     chosen = "dynamo" if given is None else given
-    choices.check_choice("exporter", chosen, choices.EXPORTERS)
+    interface.check_choice("exporter", chosen, interface.EXPORTERS)
     if chosen == "dynamo":
         torch_versions.require(needed, "exporter='dynamo'")
     return chosen, None

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bnexport.choices import suggestion
 from bnexport.errors import MalformedModelError, MissingFileError, UnsupportedModelError, UsageError, first_line
-from bnexport.exporting.notes import Note
+from bnexport.exporting.dimensions import Note
+from bnexport.interface import suggestion
 from bnexport.torch_versions import compiled_module, key_of, pytree
 
 # Arguments of torch.onnx.export, and ours for the same.

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from bnexport.choices import suggestion
 from bnexport.errors import BnexportError, MissingDependencyError, MissingFileError, UsageError, first_line
+from bnexport.interface import suggestion
 
 __all__ = ["BuiltModel", "build"]
 
@@ -42,7 +42,7 @@ def build(library: str, target: str, options: dict[str, Any], *, shown: str) -> 
     """Build the model `target` of a library with random weights.
 
     Args:
-        library: a key of `bnexport.choices.LIBRARIES`.
+        library: a key of `bnexport.interface.LIBRARIES`.
         target: the model's name there, or the path of its configuration.
         options: keyword arguments of the library's builder; for "mmengine" changes of the configuration.
         shown: how messages name the model.

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bnexport import extras, torch_versions
+from bnexport import interface, torch_versions
 from bnexport.errors import MissingFileError, UsageError
 
 __all__ = ["LoadedCheckpoint", "load_checkpoint", "read_state_dict"]
@@ -151,7 +151,7 @@ def _read(path: Path) -> tuple[Any, tuple[str, ...]]:
         try:
             from safetensors.torch import load_file
         except ImportError as error:
-            raise extras.missing("safetensors", f"reading {path} needs it") from error
+            raise interface.missing("safetensors", f"reading {path} needs it") from error
         try:
             return load_file(path), ()
         except Exception as error:

@@ -14,25 +14,21 @@ from torch import nn
 from bnexport import folding, model_io, schema
 from bnexport.errors import BnexportError, LibraryError, UsageError, first_line
 from bnexport.exporting import dynamo, torchscript, wrapper
-from bnexport.exporting.dimensions.dynamic import Dimensions
+from bnexport.exporting.dimensions import Dimensions, Note
 from bnexport.exporting.finish import finish
-from bnexport.exporting.job import Artifact, ExportJob
-from bnexport.exporting.notes import Note
+from bnexport.exporting.job import Artifact, ExportJob, Session, is_quantised
 from bnexport.exporting.portable_body import MINIMUM_OPSET
-from bnexport.exporting.substitutes.symbolic_int import symbolic_int
-from bnexport.exporting.verification import Session, is_quantised
+from bnexport.exporting.substitutes import symbolic_int
 from bnexport.exporting.wrapper import TracedGraph
-from bnexport.folding.certifying import certify
-from bnexport.folding.reporting.counts import count
-from bnexport.folding.reporting.report import FoldReport
-from bnexport.graph.converting.simplify import simplify
+from bnexport.folding.report import FoldReport, certify, count
 from bnexport.graph.nodes import is_standard
+from bnexport.graph.simplify import simplify
 from bnexport.model_io import Staged
+from bnexport.modules.copies import room_for
 from bnexport.runtime import engine
 from bnexport.runtime.engine import Engine
-from bnexport.sync_bn.nesting import room_for
 from bnexport.sync_bn.recognition import is_sync_batch_norm
-from bnexport.verification.proving import prove_export
+from bnexport.verification.api import prove_export
 
 _TRACERS = {"dynamo": dynamo.trace, "torchscript": torchscript.trace}
 _NEWEST_OPSET = {"dynamo": 23, "torchscript": 20}

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from bnexport.exporting.notes import Note
-from bnexport.sync_bn.copies import copy_model
+from bnexport.exporting.dimensions import Note
+from bnexport.modules.copies import copy_model
 from bnexport.torch_versions import DispatchMode, pytree
 
 _WARNING: type[Warning] = torch.jit.TracerWarning  # type: ignore[attr-defined]
@@ -35,7 +35,7 @@ _ARRAYS: dict[Any, str] = {torch.Tensor.tolist: "a list", torch.Tensor.numpy: "a
 _PASSING = (
     *("/warnings.py", "/torch/_tensor.py", "/torch/overrides.py", "/exporting/tracer_notes.py"),
     *("/torch/_dynamo/eval_frame.py", "/torch/_compile.py"),
-    *("/substitutes/symbolic_int.py", "/substitutes/adaptive_pooling.py", "/substitutes/weight_norm.py"),
+    "/exporting/substitutes.py",
 )
 
 

@@ -19,14 +19,12 @@ import torch
 from torch import nn
 
 from bnexport.errors import BnexportError, UnsupportedModelError, UsageError, summary
-from bnexport.exporting.dimensions.dynamic import Dimensions
-from bnexport.exporting.dimensions.size_conditions import Limit, SizeConditions
-from bnexport.exporting.notes import Note
-from bnexport.exporting.substitutes.weight_norm import PlainWeightNorm
+from bnexport.exporting.dimensions import Dimensions, Limit, Note, SizeConditions
+from bnexport.exporting.substitutes import PlainWeightNorm
 from bnexport.exporting.tracer_notes import OWN
+from bnexport.modules.copies import copy_model
 from bnexport.sync_bn import distributed
 from bnexport.sync_bn.convert import replace, to_plain, to_sync
-from bnexport.sync_bn.copies import copy_model
 from bnexport.sync_bn.module import SyncBatchNorm
 from bnexport.sync_bn.recognition import SYNC_KINDS, Unknown, known_kind, listed, unknown_batch_norms
 from bnexport.torch_versions import key_of, pytree

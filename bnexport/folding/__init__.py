@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bnexport.folding.api import FoldResult, fold
     from bnexport.folding.folder import BatchNormFolder
-    from bnexport.folding.reporting.report import FoldReport, Refusal, SiteReport, render
+    from bnexport.folding.inlining import InlineResult, inline
+    from bnexport.folding.report import FoldReport, Refusal, SiteReport, render
     from bnexport.graph.inspection import InspectReport, inspect
-    from bnexport.inlining import InlineResult, inline
     from bnexport.verification.api import verify
     from bnexport.verification.verdict import OutputComparison, Verification
 
 _HOMES = {
     "BatchNormFolder": "folding.folder",
-    "FoldReport": "folding.reporting.report",
+    "FoldReport": "folding.report",
     "FoldResult": "folding.api",
-    "InlineResult": "inlining",
+    "InlineResult": "folding.inlining",
     "InspectReport": "graph.inspection",
     "OutputComparison": "verification.verdict",
-    "Refusal": "folding.reporting.report",
-    "SiteReport": "folding.reporting.report",
+    "Refusal": "folding.report",
+    "SiteReport": "folding.report",
     "Verification": "verification.verdict",
     "fold": "folding.api",
-    "inline": "inlining",
+    "inline": "folding.inlining",
     "inspect": "graph.inspection",
-    "render": "folding.reporting.report",
+    "render": "folding.report",
     "verify": "verification.api",
 }
 

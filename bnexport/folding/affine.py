@@ -40,7 +40,7 @@ import ml_dtypes
 import numpy as np
 
 from bnexport import tolerances
-from bnexport.graph.refusal import Refused
+from bnexport.graph.nodes import Refused
 
 # A value below this share of its neighbours' rounding error counts as zero.
 _NEGLIGIBLE = 2.0**-40

@@ -13,24 +13,19 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from bnexport import extras, schema
+from bnexport import interface, schema
 from bnexport.errors import UnsupportedModelError
-from bnexport.folding.certifying import certify
 from bnexport.folding.context import Leftover, Options, check_leftover
-from bnexport.folding.reporting.counts import Counts, count
-from bnexport.folding.reporting.report import FoldReport
+from bnexport.folding.folder import Folding, as_names, check_selection
+from bnexport.folding.report import Counts, FoldReport, certify, count
 from bnexport.folding.rules import check_rules
-from bnexport.folding.selection import as_names, check_selection
-from bnexport.folding.steps import Folding
-from bnexport.graph.mixed_types import insert_casts
-from bnexport.graph.refusal import Refused
+from bnexport.graph.nodes import Refused
 from bnexport.graph.shapes import Shapes
+from bnexport.graph.simplify import insert_casts
 from bnexport.model_io import ModelSource, Staged, check_space, to_proto, write
-from bnexport.model_io.collection import paused_collection
-from bnexport.model_io.read import Source, open_source
-from bnexport.verification.committing import commit
-from bnexport.verification.terms import Terms
-from bnexport.verification.verdict import Method, SiteProof, Verification, as_method
+from bnexport.model_io.read import Source, open_source, paused_collection
+from bnexport.verification.api import commit
+from bnexport.verification.verdict import Method, SiteProof, Terms, Verification, as_method
 
 # Parameters up to which whole models are run as well, where the caller leaves the choice.
 WHOLE_BYTES = 1 << 30
@@ -148,7 +143,7 @@ def fold(
     if simplify and method == "local":
         method = "both"
     if method in ("whole", "both"):
-        from bnexport.verification.isolated_process import PROCESS
+        from bnexport.verification.process import PROCESS
 
         PROCESS.start()
     opened = functools.partial(open_source, source, fixed_initializers=fixed_initializers)
@@ -264,9 +259,9 @@ def _transform(opened: ModelSource, before: Counts, options: Options, *, keep_re
 def _simplified(done: _Transformed, *, keep_references: bool) -> _Transformed:
     """Simplify the model in place. Raises MissingPackageError without onnxscript."""
     try:
-        from bnexport.graph.converting.simplify import simplify
+        from bnexport.graph.simplify import simplify
     except ImportError as error:
-        raise extras.missing("onnxscript", "simplify=True") from error
+        raise interface.missing("onnxscript", "simplify=True") from error
     folded = done.model.clone() if keep_references else done.model
     # What a file declares for its outputs is its interface; simplification evaluates what it believes to be constant.
     declared = [output.shape for output in done.model.graph.outputs]
@@ -284,7 +279,7 @@ def _verify(done: _Transformed, candidate: ir.Model, method: Method, chosen_here
     proof = None
     is_simplified = done.folded is not done.model
     if method != "whole" and done.unfolded is not None:
-        from bnexport.verification.proving import prove_fold
+        from bnexport.verification.api import prove_fold
 
         proof = prove_fold(
             done.unfolded,

@@ -9,12 +9,58 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.errors import UsageError
-from bnexport.folding.editing.edits import Edit, Exact, Raw, Slot
-from bnexport.graph.names import Names
-from bnexport.graph.nodes import input_at
+from bnexport.folding.affine import Outputs
+from bnexport.graph.nodes import Names, input_at
 from bnexport.graph.scopes import GraphContext
 from bnexport.graph.shapes import Shapes
 from bnexport.graph.surgery import Surgery
+
+# Pending changes of parameters, stored outside the model and applied at the end of the pass.
+
+# Input `index` of a node: parameters are edited where they are read, since they may be shared.
+Slot = tuple[ir.Node, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """A parameter, reshaped to `view`, times a factor that broadcasts to it. result: the product, if it is small.
+
+    outputs: those of the slices, where each makes one on its own.
+    """
+
+    factor: np.ndarray
+    view: tuple[int, ...]
+    result: np.ndarray | None = None
+    outputs: Outputs | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact:
+    """A parameter with a new value: in float64 (any shape), and rounded to the type of the parameter."""
+
+    values: np.ndarray
+    rounded: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Raw:
+    """A parameter replaced by a given array as it is."""
+
+    values: np.ndarray
+
+
+Edit = Scaled | Exact | Raw
+
+
+@dataclasses.dataclass(frozen=True)
+class Addend:
+    """A vector to be added along `axis` of a value of `rank` dimensions."""
+
+    vector: np.ndarray
+    axis: int
+    rank: int
+    dtype: np.dtype
+
 
 # Forms of a batch norm that stays: as it is, a depthwise 1x1 Conv, or a Mul and an Add.
 Leftover = Literal["batch-norm", "conv", "arithmetic"]

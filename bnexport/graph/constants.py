@@ -12,12 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.graph.element_types import FLOAT_TYPES
 from bnexport.graph.evaluate import NotEvaluated, constant_tensor, read_tensor, rounded
-from bnexport.graph.nodes import get_int, is_standard, label, only_attributes
-from bnexport.graph.refusal import Refused
+from bnexport.graph.nodes import FLOAT_TYPES, Refused, get_int, is_standard, label, only_attributes, opsets
 from bnexport.graph.shapes import Shapes
-from bnexport.graph.versions import opsets
 
 # Bound on the elements that a constant is made of.
 ELEMENTS = 1 << 26

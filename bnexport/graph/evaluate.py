@@ -19,9 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.errors import MalformedModelError, UnsupportedModelError, first_line
-from bnexport.graph.element_types import FLOAT_TYPES
-from bnexport.graph.nodes import get_int, get_ints, get_string, label
-from bnexport.graph.refusal import Refused
+from bnexport.graph.nodes import FLOAT_TYPES, Refused, get_int, get_ints, get_string, label
 
 # Bound on what an operator may make of constants.
 _LARGEST = 1 << 27

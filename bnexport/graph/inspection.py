@@ -9,9 +9,8 @@ from typing import Any
 import onnx_ir as ir
 
 from bnexport import schema
-from bnexport.graph.nodes import is_standard, label
+from bnexport.graph.nodes import is_portable_body, is_standard, is_sync_batch_norm, label
 from bnexport.graph.shapes import sizes_of
-from bnexport.graph.sync_bn_nodes import is_portable_body, is_sync_batch_norm
 from bnexport.model_io import walk
 from bnexport.model_io.external import ContainedTensor
 from bnexport.model_io.read import Source, open_source

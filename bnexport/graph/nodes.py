@@ -1,4 +1,4 @@
-"""Strict access to nodes: operator type, inputs and attributes."""
+"""Nodes: operators, attributes, names, types and versions; the refusal to read one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,62 @@ import ast
 import re
 from collections.abc import Iterable
 
+import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
 
-from bnexport.graph.refusal import Refused
+from bnexport import schema
+from bnexport.model_io import walk
 from bnexport.model_io.validate import printable
+
+# Refusals: a code for tests and tools, and a sentence for people.
+
+
+class Refused(Exception):
+    """Raised when a rule or a reader does not apply. The folder records it; it never leaves the package."""
+
+    def __init__(self, code: str, text: str) -> None:
+        self.code = code
+        self.text = printable(text)
+        super().__init__(self.text)
+
+
+# Float types supported for parameters.
+
+# Weights are rounded to these types; anything else is not a parameter type.
+FLOAT_TYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+
+
+# Versions of a model: of its operators, and the lowest one of the file format that holds it.
+
+# The first with model-local functions.
+_FUNCTIONS = 8
+
+
+def set_lowest_ir_version(model: ir.Model) -> None:
+    """Set the lowest IR version that has the opset, and functions: a newer one keeps the file from older runtimes."""
+    opset = model.opset_imports.get("")
+    lowest = 0 if opset is None else onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
+    model.ir_version = max(lowest, _FUNCTIONS)
+
+
+def opsets(model: ir.Model) -> dict[ir.Graph, int]:
+    """Return the opset of the standard operators in each graph; 0 where none is imported."""
+    found: dict[ir.Graph, int] = {}
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        # The standard domain has two names.
+        version = graph.opset_imports.get("", graph.opset_imports.get("ai.onnx", 0))
+        found.update(dict.fromkeys((graph, *graph.subgraphs()), version))
+    return found
+
+
+# Strict access to nodes: operator type, inputs and attributes.
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _KIND = re.compile(r"[A-Za-z]+(_\d+)?")
@@ -107,3 +158,81 @@ def get_string(node: ir.Node, name: str, default: str) -> str:
 def get_ints(node: ir.Node, name: str) -> tuple[int, ...] | None:
     attribute = _attribute(node, name, ir.AttributeType.INTS)
     return None if attribute is None else tuple(attribute.as_ints())
+
+
+# Allocation of unused names.
+
+
+class Names:
+    def __init__(self, model: ir.Model) -> None:
+        self._taken: set[str] = set()
+        self._numbers: dict[str, int] = {}
+        for graph in walk.graphs(model):
+            self._taken.update(value.name for value in graph.inputs if value.name)
+            self._taken.update(graph.initializers)
+            for node in graph:
+                self._taken.update(value.name for value in node.outputs if value.name)
+                if node.name:
+                    self._taken.add(node.name)
+
+    def fresh(self, wish: str) -> str:
+        """Return `wish` if it is unused, otherwise `wish` with a number appended."""
+        name, number = wish, self._numbers.get(wish, 1)
+        while name in self._taken:
+            name, number = f"{wish}_{number}", number + 1
+        self._numbers[wish] = number
+        self._taken.add(name)
+        return name
+
+
+# Mode of BatchNormalization by opset, as ONNX Runtime decides it.
+#
+# opset 1 to 6     training unless the attribute is_test is set
+# opset 7 to 13    training if outputs after the first are named, whether or not anything reads them
+# opset 14 and up  training if the attribute training_mode is set
+
+
+def is_training(node: ir.Node, opset: int) -> bool:
+    """Whether the node normalises with batch statistics. Raise Refused if its attribute cannot be read."""
+    if opset < 7:
+        return get_int(node, "is_test", 0) == 0
+    if opset < 14:
+        return any(output.name for output in node.outputs[1:])
+    return get_int(node, "training_mode", 0) != 0
+
+
+# Recognition of MMCVSyncBatchNorm nodes and their portable bodies, in any domain.
+
+OP_TYPE = schema.SYNC_BATCH_NORM.name
+
+
+def is_sync_batch_norm(node: ir.Node) -> bool:
+    """Whether the node is MMCVSyncBatchNorm in any domain: MMCV's, the default one of old exports, or another."""
+    return node.op_type == OP_TYPE
+
+
+def is_portable_body(function: ir.Function) -> bool:
+    """Whether the function computes MMCVSyncBatchNorm in standard operators."""
+    return function.name == OP_TYPE
+
+
+def training_mode(node: ir.Node) -> bool:
+    """Return the node's attribute training_mode, or its default. Raise Refused if its type is wrong."""
+    return get_int(node, "training_mode", int(schema.SYNC_BATCH_NORM.attribute("training_mode").default)) != 0
+
+
+def has_sync_batch_norm(model: ir.Model) -> bool:
+    """Whether any graph or function contains an MMCVSyncBatchNorm node."""
+    return any(is_sync_batch_norm(node) for node in walk.nodes(model))
+
+
+def trains(model: ir.Model) -> bool:
+    """Whether any MMCVSyncBatchNorm node uses batch statistics; a node that cannot be read counts as one."""
+    for node in walk.nodes(model):
+        if is_sync_batch_norm(node):
+            try:
+                if training_mode(node):
+                    return True
+            except Refused:
+                return True
+    return False

@@ -10,10 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.graph.constants import Constants
-from bnexport.graph.names import Names
+from bnexport.graph.nodes import Names, is_portable_body
 from bnexport.graph.shapes import Shape, Shapes
 from bnexport.graph.surgery import Surgery
-from bnexport.graph.sync_bn_nodes import is_portable_body
 
 
 class GraphContext:

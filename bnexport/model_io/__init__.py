@@ -10,11 +10,19 @@ from __future__ import annotations
 
 from bnexport.model_io.external import ContainedTensor
 from bnexport.model_io.limits import DEFAULT_LIMITS, Limits
-from bnexport.model_io.parts import Parts, to_parts
 from bnexport.model_io.read import ModelSource, as_model, check, from_proto, load
 from bnexport.model_io.staging import Staged, check_space
-from bnexport.model_io.tensors import load_tensors, save_tensors
-from bnexport.model_io.write import save, stage, stage_file, to_bytes, to_proto
+from bnexport.model_io.write import (
+    Parts,
+    load_tensors,
+    save,
+    save_tensors,
+    stage,
+    stage_file,
+    to_bytes,
+    to_parts,
+    to_proto,
+)
 
 __all__ = [
     "DEFAULT_LIMITS",

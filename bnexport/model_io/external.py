@@ -22,8 +22,7 @@ import onnx
 import onnx_ir as ir
 
 from bnexport.errors import MalformedModelError, UnsafeModelError
-from bnexport.model_io import systems
-from bnexport.model_io.limits import Limits
+from bnexport.model_io.limits import Limits, open_below
 from bnexport.model_io.validate import tensor_bytes
 
 _KEYS = frozenset({"location", "offset", "length", "checksum", "basepath"})
@@ -117,7 +116,7 @@ def _open_below(folder: str, parts: tuple[str, ...], allow_links: bool) -> int:
             if os.path.commonpath([folder, real]) != folder:
                 raise UnsafeModelError(f"external data {shown!r} is a link that leaves the model's folder")
             parts = tuple(os.path.relpath(real, folder).split(os.sep))
-        current = systems.open_below(folder, parts)
+        current = open_below(folder, parts)
     except FileNotFoundError as error:
         raise MalformedModelError(f"external data {shown!r} is missing; it must lie beside the model file") from error
     except (OSError, ValueError) as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import google.protobuf.message  # type: ignore[import-untyped]
 import onnx
@@ -20,11 +22,37 @@ from bnexport.errors import (
     UsageError,
     first_line,
 )
-from bnexport.model_io import systems, validate, walk, wire
-from bnexport.model_io.collection import paused_collection
+from bnexport.model_io import validate, walk, wire
 from bnexport.model_io.external import DataFile, Folder
-from bnexport.model_io.limits import Limits, current
-from bnexport.model_io.mending import mend
+from bnexport.model_io.limits import READ, Limits, current
+from bnexport.model_io.validate import mend
+
+# Suspension of Python's cyclic garbage collector while a model is built.
+#
+# Each full collection visits every object there is. A model of 10,000 convolutions is a million objects, none
+# of them garbage, and visiting them took half of the time of loading and of folding it.
+
+# Objects from which a look at them is worth avoiding. Fewer are collected as usual: in the oldest generation their garbage
+# would stay until that has grown by a quarter, which a process that folds many small models takes for a leak.
+_MANY = 100_000
+
+
+@contextlib.contextmanager
+def paused_collection() -> Iterator[None]:
+    """Disable cyclic garbage collection inside, then restore the previous state. Also a decorator."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
+            # Into the oldest generation, without a look at them, which the first collection would take.
+            gc.freeze()
+            gc.unfreeze()
+        gc.enable()
+
 
 # Initializers that a note names.
 _NAMED = 3
@@ -158,7 +186,7 @@ def innermost(error: BaseException) -> str:
 def read_proto(real: str, shown: str, limits: Limits) -> tuple[onnx.ModelProto, Folder]:
     """Read the model at a real path; its large tensors become external data of the returned folder."""
     try:
-        descriptor = os.open(real, systems.READ)
+        descriptor = os.open(real, READ)
     except FileNotFoundError as error:
         raise MissingFileError(f"model file {shown!r} does not exist") from error
     except (OSError, ValueError) as error:

@@ -20,7 +20,7 @@ import stat
 from collections.abc import Iterator
 
 from bnexport.errors import BnexportError, StorageError, UsageError
-from bnexport.model_io import limits, systems, validate
+from bnexport.model_io import limits, validate
 from bnexport.model_io.read import read_proto
 
 _DATA_NAMES = "data"
@@ -55,9 +55,9 @@ class Staged:
             _move_new(os.path.join(self.folder, self.data_name), os.path.join(directory, self.data_name))
         elif stale:
             _note(self.folder, stale)
-        systems.sync_folder(directory)
+        limits.sync_folder(directory)
         os.rename(self.path, self.target)
-        systems.sync_folder(directory)
+        limits.sync_folder(directory)
         _remove_unused(directory, name, stale)
         self.discard()
 
@@ -124,7 +124,7 @@ def whole_file(target: str | os.PathLike[str]) -> Iterator[str]:
         with open(staged, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(staged, real)
-        systems.sync_folder(directory)
+        limits.sync_folder(directory)
     except OSError as error:
         if error.filename is not None and not str(error.filename).startswith(folder):
             raise
@@ -169,7 +169,7 @@ def _remove_leftovers(directory: str, name: str) -> None:
     with contextlib.suppress(OSError):
         for entry in os.listdir(directory):
             match = pattern.match(entry)
-            if not match or systems.is_alive(int(match.group(1))):
+            if not match or limits.is_alive(int(match.group(1))):
                 continue
             folder = os.path.join(directory, entry)
             with (

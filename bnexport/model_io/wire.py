@@ -26,8 +26,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from bnexport.errors import MalformedModelError, UnsafeModelError
-from bnexport.model_io import systems
-from bnexport.model_io.limits import Limits, way_out
+from bnexport.model_io.limits import Limits, pread, way_out
 
 # raw_data of this size stays in the file. Below it, one read costs more than the copy.
 SMALLEST_CUT = 1 << 12
@@ -66,7 +65,7 @@ def cut(descriptor: int, size: int, limits: Limits, smallest: int = SMALLEST_CUT
     smallest: bytes of raw_data from which a tensor is left out. window: bytes that are read at once, 10 or more.
     Raises MalformedModelError for what is no protobuf message, UnsafeModelError past a limit, OSError.
     """
-    return _Cutter(functools.partial(systems.pread, descriptor), size, limits, smallest, window).run()
+    return _Cutter(functools.partial(pread, descriptor), size, limits, smallest, window).run()
 
 
 def whole(data: bytes, limits: Limits) -> Cut:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
-from bnexport import stages
-from bnexport.errors import BnexportError, MalformedModelError, UnsupportedModelError, UsageError
-from bnexport.model_io import walk
-from bnexport.model_io.encode import Encoded, Piece, encode, size
+from bnexport import interface
+from bnexport.errors import BnexportError, MalformedModelError, MissingFileError, UnsupportedModelError, UsageError
+from bnexport.model_io import staging, walk
+from bnexport.model_io.encode import Encoded, Piece, encode, replaced, size
 from bnexport.model_io.external import ContainedTensor
 from bnexport.model_io.staging import Staged, free_data_name, make_folder, write_error
 
@@ -159,7 +161,7 @@ def _write(path: str, pieces: list[Piece]) -> None:
                 done = 0
                 for written in pool.map(lambda batch: _write_part(path, batch), batches):
                     done += written
-                    stages.report("writing", done, total)
+                    interface.report("writing", done, total)
         file.flush()
         os.fsync(file.fileno())
 
@@ -245,3 +247,103 @@ def _refuse_input(target: str, model: ir.Model, inputs: Sequence[str | os.PathLi
             raise UsageError(
                 f"{os.path.basename(target)!r} is an input of this run; write to another file or ask to overwrite it"
             )
+
+
+# A model in two parts for ONNX Runtime: one serialised message, and large weights by name.
+#
+# The engine sees no file name, so what it reads is what was checked when the model was loaded.
+
+# Smaller tensors travel inside the message.
+_SMALLEST = 1 << 16
+# Types that NumPy has of its own: engines take them as arrays.
+_NATIVE = frozenset(
+    (
+        *(ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BOOL),
+        *(ir.DataType.INT8, ir.DataType.INT16, ir.DataType.INT32, ir.DataType.INT64),
+        *(ir.DataType.UINT8, ir.DataType.UINT16, ir.DataType.UINT32, ir.DataType.UINT64),
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """data: the serialised model. weights: initializers that its graph declares but does not hold."""
+
+    data: bytes
+    weights: dict[str, ir.TensorProtocol]
+
+
+def to_parts(model: ir.Model) -> Parts:
+    """Split the large initializers off the main graph; `model` is unchanged and nothing large is read.
+
+    Raises UnsupportedModelError where the rest exceeds one message of protobuf.
+    """
+    weights: dict[str, ir.TensorProtocol] = {}
+    marks: list[tuple[walk.TensorSlot, ir.TensorProtocol]] = []
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if tensor is None or tensor.dtype not in _NATIVE or value.is_graph_input():
+            continue
+        # ONNX Runtime drops what nothing reads from its graph, and misses it there if it is given.
+        if not value.uses() and not value.is_graph_output():
+            continue
+        if isinstance(tensor, ContainedTensor) or size(tensor) >= _SMALLEST:
+            name = str(value.name)
+            weights[name] = tensor
+            mark = ir.ExternalTensor(
+                "given", 0, size(tensor), tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name
+            )
+            marks.append((walk.InitializerSlot(value), mark))
+    with replaced(marks):
+        encoded = encode(model, given=True)
+    if encoded.model_size > PROTOBUF_LIMIT:
+        raise UnsupportedModelError(
+            f"the graph has {encoded.model_size} bytes without its weights, protobuf ends at 2 GiB"
+        )
+    pieces = (piece if isinstance(piece, bytes) else piece.tobytes() for piece in encoded.model)
+    return Parts(b"".join(pieces), weights)
+
+
+# Named tensors in safetensors files: initial values and checkpoints of a training graph.
+
+Tensors = dict[str, np.ndarray]
+
+
+def save_tensors(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str], path: str | os.PathLike[str]) -> None:
+    """Write a safetensors file atomically; the same tensors give the same bytes."""
+    numpy_format = _safetensors()
+    import safetensors
+
+    contiguous = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
+    try:
+        with staging.whole_file(path) as staged:
+            numpy_format.save_file(contiguous, staged, dict(metadata))
+    except (OSError, safetensors.SafetensorError) as error:
+        raise staging.write_error(path, error) from error
+
+
+def load_tensors(path: str | os.PathLike[str]) -> tuple[Tensors, dict[str, str]]:
+    """Read the tensors and the metadata of a safetensors file completely.
+
+    Raises MissingFileError, or MalformedModelError: the file is truncated, or no safetensors file.
+    """
+    _safetensors()
+    import safetensors
+
+    name = os.fspath(path)
+    if not os.path.isfile(name):
+        raise MissingFileError(f"{name}: got no such file, expected a safetensors file; check the path")
+    try:
+        with safetensors.safe_open(name, framework="numpy") as file:
+            names = file.keys()
+            return {key: file.get_tensor(key) for key in names}, dict(file.metadata() or {})
+    except (safetensors.SafetensorError, OSError, TypeError, KeyError) as error:
+        raise MalformedModelError(f"{name}: not a whole safetensors file: {error}") from error
+
+
+def _safetensors():  # type: ignore[no-untyped-def]
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise interface.missing("safetensors", "training graphs keep their state in its format") from error
+    return safetensors.numpy

@@ -10,11 +10,55 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import threading
+from collections.abc import Mapping
 from typing import Any
 
-from bnexport.errors import UsageError
-from bnexport.native import calls
+from bnexport.errors import LibraryError, UsageError
 from bnexport.native.library import load
+
+# Calls of C functions that return a status and write a message into a buffer of the calling thread.
+
+CAPACITY = 1024
+
+
+class _Errors(threading.local):
+    """The message buffers of a library: one for each thread, since a new one is zeroed for each call."""
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(CAPACITY)
+
+
+errors = _Errors()
+
+
+def declare(loaded: ctypes.CDLL, functions: Mapping[str, tuple[Any, ...]], abi: tuple[str, int] | None = None) -> None:
+    """Declare the types of functions by the arguments before the message; check what the function `abi[0]` returns.
+
+    Raises LibraryError for a library of another ABI version or without one of the functions.
+    """
+    try:
+        if abi is not None and (found := getattr(loaded, abi[0])()) != abi[1]:
+            raise LibraryError(f"{loaded._name}: got ABI version {found}, expected {abi[1]}; build it again")
+        for name, arguments in functions.items():
+            function = getattr(loaded, name)
+            function.argtypes = (*arguments, ctypes.c_char_p, ctypes.c_size_t)
+            function.restype = ctypes.c_int
+    except AttributeError as error:
+        raise LibraryError(f"{loaded._name}: lacks a function: {error}; reinstall bnexport") from error
+
+
+def call(loaded: ctypes.CDLL, name: str, *arguments: Any) -> tuple[int, str]:
+    """Call a function; return its status, and its message if that is not 0."""
+    buffer = errors.buffer
+    status = getattr(loaded, name)(*arguments, buffer, CAPACITY)
+    return (0, "") if status == 0 else (status, text(buffer))
+
+
+def text(buffer: Any) -> str:
+    """Return the message in a buffer."""
+    return buffer.value.decode("utf-8", "replace")
+
 
 __all__ = [
     "ALL_GATHER",
@@ -130,7 +174,7 @@ def library() -> ctypes.CDLL:
         "bnexport_register_group": (ctypes.c_char_p, _i64, _i64, ALL_GATHER, _pointer),
         "bnexport_unregister_group": (ctypes.c_char_p,),
     }
-    calls.declare(loaded, functions, ("bnexport_abi_version", _ABI_VERSION))
+    declare(loaded, functions, ("bnexport_abi_version", _ABI_VERSION))
     loaded.bnexport_lend_openmp.argtypes = (_pointer,)
     loaded.bnexport_lend_openmp.restype = None
     for name in ("bnexport_describe", "bnexport_instruction_set"):
@@ -142,9 +186,9 @@ def run(name: str, *arguments: Any, prefix: str = "bnexport_cpu_") -> None:
     """Call a kernel ("forward", "moments", ...) with its struct and, for moments, where to write 2 C + 1 float64. Raises
     UsageError.
     """
-    buffer = calls.errors.buffer
-    if getattr(library(), prefix + name)(*arguments, buffer, calls.CAPACITY) != 0:
-        raise UsageError(f"{prefix}{name}: {calls.text(buffer)}")
+    buffer = errors.buffer
+    if getattr(library(), prefix + name)(*arguments, buffer, CAPACITY) != 0:
+        raise UsageError(f"{prefix}{name}: {text(buffer)}")
 
 
 def _filled(structure: type[ctypes.Structure], values: dict[str, Any]) -> Any:

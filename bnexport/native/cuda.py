@@ -13,7 +13,7 @@ import functools
 from typing import Any
 
 from bnexport.errors import LibraryError, UsageError
-from bnexport.native import calls
+from bnexport.native import capi
 from bnexport.native.capi import BackwardParams, ForwardParams
 from bnexport.native.library import load
 
@@ -57,7 +57,7 @@ def library() -> ctypes.CDLL:
             f"{direction}_workspace": (params, ctypes.POINTER(size)),
         }
     named = {f"bnexport_cuda_{name}": arguments for name, arguments in functions.items()}
-    calls.declare(loaded, named, ("bnexport_cuda_abi_version", _ABI_VERSION))
+    capi.declare(loaded, named, ("bnexport_cuda_abi_version", _ABI_VERSION))
     return loaded
 
 
@@ -131,7 +131,7 @@ def device_name(index: int) -> str:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    status, text = calls.call(library(), f"bnexport_cuda_{name}", *arguments)
+    status, text = capi.call(library(), f"bnexport_cuda_{name}", *arguments)
     if status == 0:
         return
     message = f"bnexport_cuda_{name}: {text}"

@@ -12,32 +12,104 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from bnexport import stages
-from bnexport.choices import check_choice
-from bnexport.errors import UsageError
+from bnexport import interface
+from bnexport.errors import MissingFileError, UsageError
 from bnexport.graph.constants import Constants
-from bnexport.graph.converting.inference import convert
+from bnexport.graph.conversion import convert
 from bnexport.graph.evaluate import constant_tensor, read_tensor
-from bnexport.graph.mixed_types import insert_casts
-from bnexport.graph.nodes import get_float, input_at, is_standard, label
-from bnexport.graph.refusal import Refused
+from bnexport.graph.nodes import Refused, get_float, input_at, is_portable_body, is_standard, is_sync_batch_norm, label
 from bnexport.graph.scopes import GraphContext, new_constant, scopes
 from bnexport.graph.shapes import Shapes
+from bnexport.graph.simplify import insert_casts
 from bnexport.graph.surgery import Surgery
-from bnexport.graph.sync_bn_nodes import is_portable_body, is_sync_batch_norm
+from bnexport.interface import check_choice
 from bnexport.model_io import check_space, to_proto, walk, write
 from bnexport.model_io.read import Source, open_source
 from bnexport.recalibration import moments
 from bnexport.recalibration.report import LayerChange, RecalibrationReport
 from bnexport.recalibration.segments import Segments, Values
 from bnexport.verification import certificate
+
+# Rows of NumPy files as batches for a model, read when they are needed.
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchedRows:
+    """Arrays by input name, cut along dimension 0 into batches of `size` rows; the last one may be smaller."""
+
+    arrays: Mapping[str, Sequence[Array]]
+    size: int
+
+    def __iter__(self) -> Iterator[dict[str, Array]]:
+        for first in range(0, len(self), self.size):
+            yield {name: _cut(pieces, first, self.size) for name, pieces in self.arrays.items()}
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return sum(len(piece) for piece in next(iter(self.arrays.values())))
+
+
+def open_rows(files: Mapping[str, str | os.PathLike[str]], size: int) -> BatchedRows:
+    """Map the rows of each input: a .npy file, or a folder whose .npy files follow each other by name.
+
+    Raises UsageError: a file is missing or no array of rows, or inputs have different numbers of rows.
+    """
+    arrays = {name: _pieces(name, Path(path)) for name, path in files.items()}
+    lengths = {name: sum(len(piece) for piece in pieces) for name, pieces in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise UsageError(f"input: got different numbers of rows: {listed}; expected the same number for each input")
+    if 0 in lengths.values():
+        raise UsageError(f"input {next(iter(lengths))}: got no rows, expected one or more")
+    return BatchedRows(arrays, size)
+
+
+def _pieces(name: str, path: Path) -> list[Array]:
+    paths = sorted(path.glob("*.npy")) if path.is_dir() else [path]
+    if not paths:
+        raise UsageError(f"input {name}: the folder {str(path)!r} has no .npy files")
+    pieces = [_load(name, each) for each in paths]
+    for each, piece in zip(paths, pieces, strict=True):
+        if piece.shape[1:] != pieces[0].shape[1:] or piece.dtype != pieces[0].dtype:
+            raise UsageError(
+                f"input {name}: {str(each)!r} has {piece.dtype} rows of {piece.shape[1:]}, "
+                f"{str(paths[0])!r} has {pieces[0].dtype} rows of {pieces[0].shape[1:]}; expected the same in all files"
+            )
+    return pieces
+
+
+def _load(name: str, path: Path) -> Array:
+    try:
+        loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError as error:
+        raise MissingFileError(f"input {name}: {str(path)!r}: no such file; check the path") from error
+    except (OSError, ValueError, EOFError) as error:
+        raise UsageError(f"input {name}: cannot read {str(path)!r}, expected a file that numpy.save wrote") from error
+    if not isinstance(loaded, np.ndarray) or loaded.ndim == 0:
+        raise UsageError(f"input {name}: {str(path)!r} holds no rows, expected an array with rows in dimension 0")
+    return loaded
+
+
+def _cut(pieces: Sequence[Array], first: int, count: int) -> Array:
+    """Return rows `first` to `first + count` of arrays that follow each other."""
+    found = []
+    for piece in pieces:
+        if first < len(piece) and count > 0:
+            found.append(piece[first : first + count])
+            count -= len(found[-1])
+        first = max(0, first - len(piece))
+    return np.ascontiguousarray(found[0] if len(found) == 1 else np.concatenate(found))
+
 
 MODES = ("one_by_one", "together")
 # Bytes of values between two levels that are kept for all batches.
@@ -103,7 +175,7 @@ def recalibrate_file(
         target: the file to write, atomically; None for no file.
         batches: the model's inputs by name; for a model with one input also arrays or tensors, or pairs of the input and a
             label, as a DataLoader gives them. `one_by_one` goes through them once for each level of batch norms: a list, or
-            `bnexport.recalibration.rows.open_rows`, not a generator.
+            `bnexport.recalibration.files.open_rows`, not a generator.
         layers, method: as `bnexport.recalibrate` takes them. Batch norms that do not feed each other are measured in the
             same pass.
         overwrite: replace `target` if it exists, as a whole; it may be `source`.
@@ -268,7 +340,7 @@ class _FileRun:
             )
         kept: list[Values] | None = None
         for level in range(len(self.segments)):
-            stages.report("pass", level, len(self.segments))
+            interface.report("pass", level, len(self.segments))
             keep: list[Values] | None = []
             size = 0
             for index, given in self._batches(

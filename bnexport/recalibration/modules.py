@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bnexport import stages
-from bnexport.choices import check_choice
+from bnexport import interface
 from bnexport.errors import GroupError, UsageError
+from bnexport.interface import check_choice
 from bnexport.recalibration import moments
 from bnexport.recalibration.report import LayerChange, RecalibrationReport
 from bnexport.sync_bn import distributed, passes
@@ -279,7 +279,7 @@ class _Run:
             self._find_order(groups)
         groups = groups or [[name] for name in self.order]
         for number, names in enumerate(groups):
-            stages.report("pass", number, len(groups))
+            interface.report("pass", number, len(groups))
             self._pass(names, together=False)
         return len(groups)
 

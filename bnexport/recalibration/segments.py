@@ -202,6 +202,6 @@ def _needed(graph: ir.Graph, norms: Iterable[ir.Node]) -> set[ir.Node]:
 
 def _options() -> Any:
     """Create options of a session: threads that spin after a run would keep the next session's from the cores."""
-    options = engine.session_options()
+    options = engine.default_options()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options

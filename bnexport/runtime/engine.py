@@ -10,21 +10,26 @@ import contextlib
 import dataclasses
 import importlib
 import itertools
+import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 
-from bnexport.errors import BnexportError, UnsupportedModelError, first_line
+from bnexport import model_io, schema
+from bnexport.errors import BnexportError, LibraryError, UnsupportedModelError, UsageError, first_line
 from bnexport.model_io.validate import printable
 from bnexport.native import library
-from bnexport.runtime import injection
-from bnexport.runtime.injection import Providers
+from bnexport.runtime import sessions
+from bnexport.runtime.sessions import Providers
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
 
 # onnx.reference is slow: it takes over where ONNX Runtime has no kernel (a Conv in float64).
 ENGINES = ("onnxruntime", "onnx.reference")
@@ -43,7 +48,7 @@ class EngineFailure(UnsupportedModelError):
 
     def __init__(self, engine: str, action: str, error: BaseException, hint: str = "") -> None:
         self.detail = str(error).strip()
-        self.newer = injection.too_new(error)
+        self.newer = sessions.too_new(error)
         if not hint and _UNKNOWN.search(self.detail):
             hint = "; --library PATH, or the variable BNEXPORT_OTHER_LIBRARIES, names a library of custom operators"
         self.hint = hint
@@ -157,14 +162,14 @@ def open(
 
     Raises EngineFailure, MissingPackageError without onnxruntime, and what reading a model raises.
     """
-    onnxruntime = injection.import_onnxruntime()
+    onnxruntime = sessions.import_onnxruntime()
     options = onnxruntime.SessionOptions() if options is None else options
     no_library = model.no_library if isinstance(model, Serialised) else None
     with failures("ONNX Runtime", "load", f"; {no_library}" if no_library else ""):
         if isinstance(model, Serialised):
-            prepared = injection.prepare(model.data, model.weights, options, providers)
+            prepared = sessions.prepare(model.data, model.weights, options, providers)
         else:
-            prepared = injection.prepare_model(model, options, providers, keep_options=keep_options, mapped=mapped)
+            prepared = sessions.prepare_model(model, options, providers, keep_options=keep_options, mapped=mapped)
         session = onnxruntime.InferenceSession(prepared.data, options, **prepared.arguments)
     session.bnexport_weights = prepared.values  # ONNX Runtime holds addresses, not arrays.
     return OnnxRuntime(session)
@@ -177,10 +182,10 @@ def open_as_written(model: Serialised, providers: Providers = None, engine: str 
             raise UnsupportedModelError("onnx.reference would take too long")
         return OnnxReference(model.whole())
     training = None if model.library is None else model.training
-    return open(model, providers, options=session_options(training, optimised=False))
+    return open(model, providers, options=default_options(training, optimised=False))
 
 
-def session_options(
+def default_options(
     training: bool | None = None, *, quiet: bool = True, threads: int = 0, optimised: bool = True
 ) -> Any:
     """Create options of a session, with the libraries that BNEXPORT_OTHER_LIBRARIES names.
@@ -188,7 +193,7 @@ def session_options(
     training: registers the custom-op library, and that of training steps; None for neither. quiet: nothing is logged. threads: 0
     lets ONNX Runtime choose. optimised: False for a model that runs once or twice, as it is written.
     """
-    onnxruntime = injection.import_onnxruntime()
+    onnxruntime = sessions.import_onnxruntime()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     if quiet:
@@ -212,3 +217,97 @@ def reseed() -> None:
     """Make ONNX Runtime's next sessions draw other random numbers; a node that brings a seed draws its own."""
     with contextlib.suppress(ImportError, AttributeError):
         importlib.import_module("onnxruntime").set_seed(next(_SEEDS))
+
+
+# One run of a model file: checked before loading, with the custom-op library if it needs it.
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """outputs by name, the seconds of the run, whether the custom-op library was registered, and the engine."""
+
+    outputs: dict[str, np.ndarray]
+    seconds: float
+    library: bool
+    engine: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A checked model in ONNX Runtime, its required inputs, and whether the custom-op library is registered."""
+
+    name: str
+    runtime: OnnxRuntime
+    needed: tuple[str, ...]
+    library: bool
+    engine: str
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> list[Any]:
+        """Run the model and return all outputs in order. Raises UsageError for a missing or an unknown input,
+        UnsupportedModelError if the run fails.
+        """
+        missing = [name for name in self.needed if name not in inputs]
+        unknown = [name for name in inputs if name not in self.runtime.inputs]
+        for names, what in ((missing, "missing"), (unknown, "unknown")):
+            if names:
+                raise UsageError(f"input: {what} {', '.join(names)}; the model takes {', '.join(self.needed)}")
+        with _named(self.name):
+            return self.runtime.run(inputs)
+
+
+def run(source: Loaded | str | os.PathLike[str], inputs: Mapping[str, np.ndarray]) -> Execution:
+    """Run a model once and time it. Raise the errors of `load` and `Loaded.run`."""
+    model = source if isinstance(source, Loaded) else load(source)
+    start = time.perf_counter()
+    values = model.run(inputs)
+    seconds = time.perf_counter() - start
+    outputs = {name: np.asarray(value) for name, value in zip(model.runtime.outputs, values)}
+    return Execution(outputs, seconds, model.library, model.engine)
+
+
+def load(path: str | os.PathLike[str], session_options: Any = None, providers: Sequence[str] = ()) -> Loaded:
+    """Load the model at `path` into ONNX Runtime, on the CPU or with the given providers.
+
+    Raises:
+        ModelError: the file is refused, or ONNX Runtime cannot load or run it.
+        UsageError: a provider is none of this ONNX Runtime's.
+        LibraryError: the model has nodes of ours without a portable body, and no library is there.
+        MissingDependencyError: onnxruntime is not installed.
+    """
+    options = default_options() if session_options is None else session_options
+    names = sessions.check_providers(providers)
+    model = model_io.load(path)
+    options.log_severity_level = 4
+    registered = _register(model, options)
+    with _named(os.fspath(path)):
+        # The model and its weights as they were checked: ONNX Runtime opens no file itself.
+        runtime = open(model, names or None, options=options)
+    needed = tuple(str(value.name) for value in model.graph.inputs if not value.is_initializer())
+    name = f"{label(runtime.name)}{f' ({names[0]})' if names else ''}"
+    return Loaded(os.fspath(path), runtime, needed, registered, name)
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Say which file an engine cannot run."""
+    try:
+        yield
+    except EngineFailure as failure:
+        text = failure.newer or f"ONNX Runtime cannot run it: {printable(first_line(failure.__cause__ or failure))}"
+        raise UnsupportedModelError(f"{name}: {text}{failure.hint}") from failure
+
+
+def _register(model: ir.Model, options: Any) -> bool:
+    training = schema.TRAINING_DOMAIN in model.opset_imports
+    nodes = [
+        node for node in model.graph.all_nodes() if any(node.op_type == operator.name for operator in schema.OPERATORS)
+    ]
+    if not nodes and not training:
+        return False
+    try:
+        library.register(options, training=training)
+    except LibraryError:
+        if training or any(node.op_identifier() not in model.functions for node in nodes):
+            raise
+        return False
+    return True

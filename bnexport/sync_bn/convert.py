@@ -19,18 +19,21 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from bnexport.errors import NotConvertedWarning, UsageError
-from bnexport.sync_bn import distributed, variants
+from bnexport.sync_bn import distributed, recognition
 from bnexport.sync_bn.module import SyncBatchNorm, new_layer
 from bnexport.sync_bn.recognition import (
     SYNC_KINDS,
+    BatchNormAct,
+    FrozenBatchNorm,
+    FrozenSyncBatchNorm,
     Recognised,
+    SyncBatchNormAct,
     Unknown,
     known_kind,
     listed,
     recognise,
     unknown_batch_norms,
 )
-from bnexport.sync_bn.variants import BatchNormAct, FrozenBatchNorm, FrozenSyncBatchNorm, SyncBatchNormAct
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -190,7 +193,7 @@ def to_sync(old: nn.Module, process_group: ProcessGroup | None) -> nn.Module | N
         if name not in new.__dict__:  # a hook computes it (torch.nn.utils.weight_norm)
             new._parameters.setdefault(name, None)
     if fuse_relu:
-        variants.fuse(new, nn.ReLU())
+        recognition.fuse(new, nn.ReLU())
     if kind == "frozen":
         _thaw(new)
     if kind == "inplace_abn":
@@ -216,7 +219,7 @@ def to_plain(old: nn.Module, *, split: bool = False) -> nn.Module | None:
     assert isinstance(old, SyncBatchNorm)
     plain: type[nn.Module] | None = old.__dict__.get("reverts_to")
     activated, frozen = isinstance(old, SyncBatchNormAct), isinstance(old, FrozenSyncBatchNorm)
-    split = split and activated and plain is None and variants.FUSED in old._modules and not _has_hooks(old)
+    split = split and activated and plain is None and recognition.FUSED in old._modules and not _has_hooks(old)
     fallback = FrozenBatchNorm if frozen else BatchNormAct if activated and not split else nn.BatchNorm2d
     new = _take_over(old, plain or fallback)
     for name in ("group", "stats_mode", "grad_reduction", "_layer", "_lost_group", "reverts_to"):
@@ -225,7 +228,7 @@ def to_plain(old: nn.Module, *, split: bool = False) -> nn.Module | None:
         new._check_input_dim = _check_any_rank
     if not split:
         return new
-    return nn.Sequential(new, new._modules.pop(variants.FUSED)).train(old.training)
+    return nn.Sequential(new, new._modules.pop(recognition.FUSED)).train(old.training)
 
 
 def split_activation(old: nn.Module) -> nn.Module | None:
@@ -235,7 +238,7 @@ def split_activation(old: nn.Module) -> nn.Module | None:
     if known_kind(old) != "batch_norm_act" or _has_hooks(old):
         return None
     norm = _take_over(old, nn.BatchNorm2d)
-    parts = {name: norm._modules.pop(name) for name in ("drop", "act", variants.FUSED) if name in norm._modules}
+    parts = {name: norm._modules.pop(name) for name in ("drop", "act", recognition.FUSED) if name in norm._modules}
     return nn.Sequential(OrderedDict(norm=norm, **parts)).train(old.training)
 
 
@@ -335,7 +338,7 @@ def _take_activation(new: SyncBatchNorm, old: nn.Module) -> None:
         raise UsageError(
             f"{type(old).__name__}: got activation {activation!r}, expected one of {', '.join(_ACTIVATIONS)}"
         )
-    variants.fuse(new, _ACTIVATIONS[activation](float(getattr(old, "activation_param", 0.01))))
+    recognition.fuse(new, _ACTIVATIONS[activation](float(getattr(old, "activation_param", 0.01))))
     weight = new._parameters.get("weight")
     if weight is not None and any(base.__name__.startswith("InPlaceABN") for base in type(old).__mro__):
         new._parameters["weight"] = nn.Parameter(weight.detach().abs() + new.eps, requires_grad=weight.requires_grad)

@@ -21,9 +21,8 @@ from torch.autograd import forward_ad
 from bnexport import torch_versions
 from bnexport.errors import UsageError
 from bnexport.schema import GroupSpec
-from bnexport.sync_bn import operands, passes, torch_operations
-from bnexport.sync_bn.operands import statistics_type, values_per_channel
-from bnexport.sync_bn.torch_operations import axes, inverse_std, wide
+from bnexport.sync_bn import passes, torch_operations
+from bnexport.sync_bn.torch_operations import axes, inverse_std, statistics_type, values_per_channel, wide
 
 Tensor = torch.Tensor
 
@@ -60,9 +59,9 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """Compute what the operator `sync_batch_norm` does. The statistics have no derivatives, as the operator's."""
     vectors = (running_mean, running_var, weight, bias)
-    operands.check_forward(input, vectors, training, momentum, eps, _one_process(*group))
+    torch_operations.check_forward(input, vectors, training, momentum, eps, _one_process(*group))
     if training:
-        operands.require_two_values(values_per_channel(input), input)
+        torch_operations.require_two_values(values_per_channel(input), input)
     doubles = [None if vector is None else vector.double() for vector in vectors]
     y, *rest = torch_operations.forward(input.double(), doubles, training, momentum, eps, "exact", None)
     S = statistics_type(input.dtype)
@@ -93,7 +92,7 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Compute what the operator `sync_batch_norm_backward` does."""
     spec = _one_process(*group)
-    operands.check_backward(dy, x, weight, mean, invstd, output_mask, spec)
+    torch_operations.check_backward(dy, x, weight, mean, invstd, output_mask, spec)
     grads = _gradients(dy, x, weight, mean, invstd, training, spec)
     dtype = statistics_type(x.dtype) if weight is None else weight.dtype
     return tuple(
@@ -172,7 +171,7 @@ def double_backward(*arguments: Any, create_graph: bool = False) -> tuple[Tensor
     """
     *grads, dy, x, weight, mean, invstd, training = arguments[:9]
     spec = GroupSpec(*arguments[9:])
-    operands.check_double_backward(tuple(grads), dy, x, weight, mean, invstd, spec)
+    torch_operations.check_double_backward(tuple(grads), dy, x, weight, mean, invstd, spec)
     given = torch.ones_like(mean) if weight is None else weight
     with torch_versions.with_autograd(), torch.enable_grad():
         if create_graph:
@@ -191,5 +190,5 @@ def double_backward(*arguments: Any, create_graph: bool = False) -> tuple[Tensor
 
 def double_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     *grads, dy, x, weight, mean, invstd, _ = arguments[:9]
-    operands.check_double_backward(tuple(grads), dy, x, weight, mean, invstd, GroupSpec(*arguments[9:]))
+    torch_operations.check_double_backward(tuple(grads), dy, x, weight, mean, invstd, GroupSpec(*arguments[9:]))
     return torch.empty_like(dy), torch.empty_like(x), torch.empty_like(mean if weight is None else weight)

@@ -26,7 +26,7 @@ import torch
 from bnexport import torch_versions
 from bnexport.errors import LibraryError, UsageError
 from bnexport.native import capi, cuda, library
-from bnexport.sync_bn.operands import DTYPES, statistics_type
+from bnexport.sync_bn.torch_operations import DTYPES, statistics_type
 
 Tensor = torch.Tensor
 

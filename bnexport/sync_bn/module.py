@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from bnexport import schema, torch_versions
 from bnexport.errors import GroupError, UsageError
-from bnexport.sync_bn import distributed, operands, operators
+from bnexport.sync_bn import distributed, operators, torch_operations
 from bnexport.torch_versions import BatchNormBase
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class SyncBatchNorm(BatchNormBase):
         UsageError (a ValueError): wrong rank, C, type or mode; one value per channel in training.
         GroupError (a RuntimeError): members disagree, or one died or timed out.
 
-    Source of the formulas: bnexport.sync_bn.reference.
+    Source of the formulas: tests.support.kernel_reference.
     """
 
     # bnexport.convert_sync_batchnorm, where torch has it; set by `convert`, which imports this class.
@@ -95,7 +95,7 @@ class SyncBatchNorm(BatchNormBase):
         if num_features < 0:
             raise UsageError(f"num_features: got {num_features}, expected >= 0")
         options = schema.LOCAL._replace(stats_mode=stats_mode, grad_reduction=grad_reduction)
-        operands.check_options(0.0 if momentum is None else momentum, eps, options)
+        torch_operations.check_options(0.0 if momentum is None else momentum, eps, options)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.group = process_group if group is None else group
         self.stats_mode = stats_mode

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bnexport.schema import GroupSpec
-from bnexport.sync_bn import distributed, operands, torch_operations
+from bnexport.sync_bn import distributed, torch_operations
 from bnexport.sync_bn.kernels import kernels_for, usable
 
 Tensor = torch.Tensor
@@ -59,9 +59,9 @@ def normalise(
     if training and group.group_size > 1:
         rows = exchange(backend.forward_row(x, group.stats_mode), x, "forward", group, momentum=momentum, eps=eps)
         if group.stats_mode == "exact" and x.device.type == "cpu":
-            operands.require_two_values(int(rows[:, 0].sum()), x)
+            torch_operations.require_two_values(int(rows[:, 0].sum()), x)
     elif training and x.numel() == x.shape[1]:
-        operands.require_two_values(operands.values_per_channel(x), x)
+        torch_operations.require_two_values(torch_operations.values_per_channel(x), x)
     return backend.forward(x, vectors, training, momentum, eps, group.stats_mode, rows, in_place)
 
 

@@ -14,18 +14,45 @@ from torch import nn
 
 from bnexport import torch_versions
 from bnexport.errors import UsageError, VerificationError
-from bnexport.exporting import arguments, wrapper
-from bnexport.exporting.dimensions.dynamic import Dimensions
+from bnexport.exporting import arguments, dimensions, wrapper
+from bnexport.exporting.dimensions import Dimensions, SizeConditions
+from bnexport.modules.copies import copy_model
 from bnexport.schema import NEW_SUFFIX, TRAINING_METADATA
-from bnexport.sync_bn.copies import copy_model
-from bnexport.training.building import graph, kinks, parallel_graph, parameter_groups, tracing, verification
-from bnexport.training.building.activations import SavedActivation, saved_activations
-from bnexport.training.building.description import LEARNING_RATE, LOSS, LOSS_WEIGHT, SEED, Description
-from bnexport.training.building.other_batches import breaking
-from bnexport.training.building.problem import Loss, Problem
-from bnexport.training.building.step import Step
-from bnexport.training.running import files
+from bnexport.training import graph, optimizers, tracing, verification
+from bnexport.training.description import (
+    LEARNING_RATE,
+    LOSS,
+    LOSS_WEIGHT,
+    SEED,
+    Description,
+    SavedActivation,
+    saved_activations,
+)
+from bnexport.training.problem import Loss, Problem
+from bnexport.training.state import step_paths, write
+from bnexport.training.step import Recorder, Step, kink_names, take
 from bnexport.verification.verdict import Verification
+
+# Batch sizes at which a model's code would take another branch than the one recorded in the graph.
+
+# Each is one more step in torch, in float64 and in ONNX Runtime.
+_MOST = 2
+
+
+def breaking(conditions: SizeConditions, arrays: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Return batches at which a condition does not hold. arrays: those with dynamic rows, in the order of the
+    conditions.
+    """
+    tensors = tuple(arrays.values())
+    groups = dimensions.groups(tensors, [{0}] * len(tensors))
+    found: list[dict[str, torch.Tensor]] = []
+    for condition in conditions.all[:_MOST]:
+        for changes in dimensions.allowed(tensors, conditions.candidates(condition, groups)):
+            if conditions.breaks(condition, dimensions.shapes(tensors, changes)):
+                found.append(dict(zip(arrays, dimensions.resized(tensors, changes))))
+                break
+    return found
+
 
 MODES = ("step", "gradients")
 _TARGET = "target"
@@ -131,7 +158,7 @@ def export_training_step(
     """
     torch_versions.require(torch_versions.DYNAMO_EXPORTER, "a training step")
     arguments.check_path(path, overwrite)
-    for each in dataclasses.astuple(files.paths(path)):
+    for each in dataclasses.astuple(step_paths(path)):
         arguments.check_path(each, overwrite)
     tensors = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
     _check(model, loss, tensors, mode, clip_grad_norm, accumulate)
@@ -141,7 +168,7 @@ def export_training_step(
     _refuse_same_names({*problem.state(), LOSS, LOSS_WEIGHT, LEARNING_RATE, SEED}, names)
     groups = wrapper.group_names(problem.model)
     trained = {name: problem.parameters[name] for name in problem.trainable}
-    rule, own = parameter_groups.make_groups(optimizer, optimizer_options, trained) if mode == "step" else (None, {})
+    rule, own = optimizers.make_groups(optimizer, optimizer_options, trained) if mode == "step" else (None, {})
 
     rows = max((len(tensor) for tensor in tensors if tensor.dim()), default=1)
     varying = _varying(names, tensors, dynamic)
@@ -155,7 +182,7 @@ def export_training_step(
     lr = None if rule is None else torch.tensor(rule.lr, dtype=torch.float64)
 
     def run(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        recorder = kinks.Recorder()
+        recorder = Recorder()
         taken = tuple(named[name] for name in names)
         return {**step(named, taken, named.get(LEARNING_RATE), named[LOSS_WEIGHT], recorder), **recorder.named()}
 
@@ -170,9 +197,9 @@ def export_training_step(
         standard_ops_only=standard_ops_only,
         cpu_kernels=cpu_kernels,
     )
-    reached = kinks.take(made)
+    reached = take(made)
     graph.finish(made, groups)
-    gradients = parallel_graph.prepare(made, returns_gradients=rule is None)
+    gradients = graph.prepare(made, returns_gradients=rule is None)
     result_names = tuple(str(value.name) for value in made.graph.outputs)
     used = _used(made, evaluation)
     kinds = {name: kind for name, kind in step.kinds().items() if name in used or name in problem.kinds}
@@ -185,9 +212,7 @@ def export_training_step(
         aliases=problem.aliases,
         gradients=gradients,
         optimizer="" if rule is None else optimizer,
-        optimizer_options={}
-        if rule is None
-        else {**dataclasses.asdict(rule), "groups": parameter_groups.describe(own)},
+        optimizer_options={} if rule is None else {**dataclasses.asdict(rule), "groups": optimizers.describe(own)},
         accumulate=accumulate,
         standard_ops_only=standard_ops_only,
         indices={name: ranges for name, ranges in recorded.indices.items() if name in names},
@@ -198,15 +223,15 @@ def export_training_step(
     if original is not None:
         others = breaking(recorded.sizes, {name: arrays[name] for name in names if name in varying})
         checked = verification.check(
-            made, step, original, arrays, lr, [{**arrays, **other} for other in others], kinks.names(made, reached)
+            made, step, original, arrays, lr, [{**arrays, **other} for other in others], kink_names(made, reached)
         )
         if checked.status == "failed":
             raise VerificationError(
                 f"{path}: the exported step differs from torch, nothing was written: {checked.summary(folds=False)}"
             )
-    paths = files.paths(path)
+    paths = step_paths(path)
     initial = {name: state[name].detach().cpu().numpy() for name in kinds}
-    files.write(paths, made, evaluation, initial)
+    write(paths, made, evaluation, initial)
     if original is not None:
         checked.warn(paths.step, stacklevel=2)
     return TrainingExportResult(
@@ -303,14 +328,14 @@ def _varying(
     asked = {} if isinstance(dynamic, bool) else dynamic
     varying: dict[str, str] = {}
     labels: dict[int, str] = {}
-    for name, tensor, dimensions in zip(names, tensors, chosen):
-        fixed = [dimension for dimension in dimensions if dimension]
+    for name, tensor, free in zip(names, tensors, chosen):
+        fixed = [dimension for dimension in free if dimension]
         if fixed:
             raise UsageError(
                 f"dynamic: {name}: got dimension {fixed[0]}, expected 0: only the rows of a batch can be dynamic in a "
                 "training step; export one step for each image size"
             )
-        if not dimensions:
+        if not free:
             continue
         given = asked.get(name)
         own = given.get(0, "") if isinstance(given, Mapping) else ""

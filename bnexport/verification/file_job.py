@@ -11,15 +11,15 @@ import ml_dtypes  # noqa: F401 - NumPy learns the names of its types
 import numpy as np
 
 from bnexport.errors import BnexportError
-from bnexport.model_io import systems
+from bnexport.model_io import limits
 from bnexport.native.library import ENVIRONMENT_VARIABLE
 from bnexport.runtime import engine
 from bnexport.runtime.engine import ENGINES, Engine, Serialised
 from bnexport.verification import oracle
 from bnexport.verification.comparison import compare_output
-from bnexport.verification.inputs.feeds import FeedGroup, Feeds
+from bnexport.verification.inputs import FeedGroup, Feeds
 from bnexport.verification.judge import Rules, judge
-from bnexport.verification.probing.ties import Tail
+from bnexport.verification.probing import Tail
 from bnexport.verification.verdict import Verification
 
 # The fields of a Verification that this process knows.
@@ -88,7 +88,7 @@ class FileJob:
         return any(compare_output("", [one], [two], self._rules.working).failed for one, two in pairs)
 
     def _model(self, fields: dict[str, Any]) -> Serialised:
-        data = systems.pread(self._descriptors[0], fields["data"][1], fields["data"][0])
+        data = limits.pread(self._descriptors[0], fields["data"][1], fields["data"][0])
         weights = {entry["name"]: self._mapped(entry) for entry in fields["weights"]}
         if fields["library"] is not None:
             os.environ[ENVIRONMENT_VARIABLE] = fields["library"]

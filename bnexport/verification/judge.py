@@ -22,19 +22,20 @@ from bnexport import tolerances
 from bnexport.errors import BnexportError, VerificationError
 from bnexport.runtime.engine import Engine
 from bnexport.tolerances import Tolerance
-from bnexport.verification.comparison import coarser, compare_output, compare_with_truth
-from bnexport.verification.inputs.feeds import FeedGroup
-from bnexport.verification.inputs.smaller_inputs import (
+from bnexport.verification.comparison import (
     SCALES,
     as_hidden,
+    coarser,
+    compare_output,
+    compare_with_truth,
     is_finite,
     is_float,
     scaled,
     shows_inputs,
     with_smaller,
 )
-from bnexport.verification.probing.separating import split, without_masked
-from bnexport.verification.probing.ties import Selection, Tail, without_ties
+from bnexport.verification.inputs import FeedGroup
+from bnexport.verification.probing import Selection, Tail, split, without_masked, without_ties
 from bnexport.verification.verdict import OutputComparison, Verification, nearest
 
 Rows = list[list[Any]]

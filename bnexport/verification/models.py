@@ -20,23 +20,18 @@ from typing import Any
 
 import onnx_ir as ir
 
-from bnexport import schema, stages
+from bnexport import interface, schema
 from bnexport.errors import BnexportError, ModelError
-from bnexport.graph.converting.inference import convert_model
+from bnexport.graph.conversion import convert_model
+from bnexport.graph.nodes import has_sync_batch_norm, is_sync_batch_norm, trains
 from bnexport.graph.shapes import Shapes
-from bnexport.graph.sync_bn_nodes import has_sync_batch_norm, is_sync_batch_norm, trains
 from bnexport.model_io import Parts, to_parts, walk
 from bnexport.native import library
 from bnexport.verification.comparison import FLOATS
-from bnexport.verification.inputs.further_sets import find_further, find_texts
-from bnexport.verification.inputs.integer_inputs import find_ranges
-from bnexport.verification.inputs.samples import InputSpec
-from bnexport.verification.inputs.size_bounds import find_bounds
-from bnexport.verification.isolated_process import PROCESS, ProcessFailure, Shipment
-from bnexport.verification.probing.parts import Parted, find_parted
-from bnexport.verification.probing.probes import Probe, find_probes
-from bnexport.verification.terms import Terms
-from bnexport.verification.verdict import OutputComparison, Verification
+from bnexport.verification.inputs import InputSpec, find_bounds, find_further, find_ranges, find_texts
+from bnexport.verification.probing import Parted, Probe, find_parted, find_probes
+from bnexport.verification.process import PROCESS, ProcessFailure, Shipment
+from bnexport.verification.verdict import OutputComparison, Terms, Verification
 
 
 def compare_or_convert(reference: ir.Model, candidate: ir.Model, terms: Terms) -> Verification:
@@ -95,7 +90,7 @@ def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, An
                 "patience": terms.patience,
                 "providers": list(terms.providers),
             }
-            stages.report("verifying in ONNX Runtime")
+            interface.report("verifying in ONNX Runtime")
             return PROCESS.ask(request, shipment.ready(), terms.timeout)
     except ProcessFailure as failure:
         return _failure(failure)

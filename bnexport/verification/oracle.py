@@ -25,8 +25,7 @@ from onnx import TensorProto
 from bnexport.errors import BnexportError, UnsupportedModelError
 from bnexport.model_io.validate import bodies, printable
 from bnexport.runtime.engine import OnnxReference, Serialised, open_as_written
-from bnexport.verification.comparison import compare_output
-from bnexport.verification.inputs.smaller_inputs import is_float
+from bnexport.verification.comparison import compare_output, is_float
 
 Form = tuple[Any, ...]
 Arrays = dict[str, np.ndarray]

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from bnexport.errors import first_line
+from bnexport.modules.copies import copy_model
+from bnexport.modules.tensors import Array, in_double, to_array
 from bnexport.runtime.engine import failures
-from bnexport.sync_bn.copies import copy_model
 from bnexport.torch_versions import pytree
-from bnexport.verification.torch_outputs import Array, in_double, to_array
 
 Tensors = tuple[torch.Tensor, ...]
 Buffers = dict[str, torch.Tensor]

@@ -8,11 +8,36 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 from bnexport import schema
 from bnexport.errors import NotVerifiedWarning, UsageError
+
+# Settings of a comparison of two models, as plain data.
+
+Inputs = Mapping[str, np.ndarray] | Sequence[Mapping[str, np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """Settings of a comparison: the inputs or how to draw them, the caller's bounds, and a time limit.
+
+    timeout: seconds for all of it. patience: seconds for the float64 run that an ill-conditioned model needs. providers: of
+    the candidate's session.
+    """
+
+    inputs: Inputs | None = None
+    seed: int = 0
+    samples: int = 2
+    atol: float | None = None
+    rtol: float | None = None
+    timeout: float | None = None
+    patience: float = 30.0
+    providers: tuple[str, ...] = ()
+
 
 Status = Literal["passed", "failed", "not_verified"]
 Mark = Literal["proved", "compared", "not_run", "failed"]

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bnexport.model_io import systems
+from bnexport.model_io import limits
 
 LENGTH = struct.Struct("<Q")
 MAX_DESCRIPTORS = 64
@@ -80,10 +80,10 @@ def accept(listener: socket.socket, secret: str, timeout: float) -> socket.socke
 
 def send(channel: socket.socket, message: dict[str, Any], files: Sequence[int] | Sequence[str] = ()) -> None:
     """Send one message. files: descriptors, which go with its length; paths where descriptors cannot be handed over."""
-    if not systems.HANDS_OVER:
+    if not limits.HANDS_OVER:
         message = {"message": message, "files": list(files)}
     data = json.dumps(message).encode()
-    if systems.HANDS_OVER:
+    if limits.HANDS_OVER:
         socket.send_fds(channel, [LENGTH.pack(len(data))], [int(file) for file in files])
         channel.sendall(data)
     else:
@@ -92,9 +92,9 @@ def send(channel: socket.socket, message: dict[str, Any], files: Sequence[int] |
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Receive one message and its descriptors. Raises EOFError where the other end has closed."""
-    if not systems.HANDS_OVER:
+    if not limits.HANDS_OVER:
         received = json.loads(_exactly(channel, LENGTH.unpack(_exactly(channel, LENGTH.size))[0]))
-        return received["message"], [os.open(path, systems.READ) for path in received["files"]]
+        return received["message"], [os.open(path, limits.READ) for path in received["files"]]
     head, descriptors, _, _ = socket.recv_fds(channel, LENGTH.size, MAX_DESCRIPTORS)
     head += _exactly(channel, LENGTH.size - len(head)) if head else b""
     if not head:

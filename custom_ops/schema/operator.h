@@ -1,5 +1,5 @@
 // The schema of a custom operator: name, domains, inputs, outputs, attributes. bnexport/schema.py and
-// bnexport/training/building/contract.py are the contracts; a test compares them through bnexport_describe().
+// bnexport/training/contract.py are the contracts; a test compares them through bnexport_describe().
 #pragma once
 
 #include <cstddef>

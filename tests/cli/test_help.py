@@ -9,7 +9,7 @@ import typer
 
 from bnexport.cli import main
 from bnexport.cli.application import app
-from bnexport.cli.help import EXAMPLES, PLACES
+from bnexport.cli.common import EXAMPLES, PLACES
 from tests.support import warm
 
 ORDER = sorted(PLACES, key=PLACES.__getitem__)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from bnexport import stages
+from bnexport import interface
 from bnexport.cli import console
 from tests.support.terminal import on_terminal
 
@@ -69,7 +69,7 @@ def test_long_work_without_a_terminal_says_where_it_is(monkeypatch, capfd):
     monkeypatch.setattr(console, "_SECONDS", 0.05)
     console.set_level(quiet=False, verbose=False)
     with console.status("folding m.onnx"):
-        stages.report("writing", 1_000_000_000, 2_600_000_000)
+        interface.report("writing", 1_000_000_000, 2_600_000_000)
         shown, limit = "", time.monotonic() + 60
         while shown.count("\n") < 2 and time.monotonic() < limit:
             time.sleep(0.05)

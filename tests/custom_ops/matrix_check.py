@@ -13,7 +13,7 @@ import onnxruntime as ort
 
 from bnexport import tolerances
 from bnexport.native.library import register
-from bnexport.training.building import contract
+from bnexport.training import contract
 from tests.support import kernel_oracle as oracle
 from tests.support import training_nodes
 from tests.support.node_models import forward_feeds, forward_model, grad_model, run, session

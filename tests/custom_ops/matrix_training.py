@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.training import api, artifacts
 
 from bnexport.native.library import get_library_path
-from bnexport.runtime.ort_training import register_gradient
+from tests.support.ort_training import register_gradient
 
 STEPS = 6
 TRAINED = ("conv.weight", "bn.weight", "bn.bias", "linear.weight", "linear.bias")

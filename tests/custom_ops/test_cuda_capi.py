@@ -21,10 +21,10 @@ import torch
 from benchmarks.gpu import cases, groups, more_cases
 from benchmarks.gpu.layer import DTYPES, Calls, Layer
 from bnexport import __version__, torch_versions
+from bnexport.cli import doctor
 from bnexport.errors import LibraryError, UsageError
 from bnexport.native import capi, cuda
 from bnexport.native.library import CUDA_ENVIRONMENT_VARIABLE
-from bnexport.runtime import doctor
 from bnexport.sync_bn import kernels
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ import pytest
 
 from bnexport import schema
 from bnexport.native import capi
-from bnexport.training.building import contract
+from bnexport.training import contract
 
 OPERATORS = (*schema.OPERATORS, *contract.OPERATORS)
 

@@ -12,7 +12,7 @@ import pytest
 
 from bnexport.native import capi
 from bnexport.native.library import get_library_path
-from bnexport.training.building import contract
+from bnexport.training import contract
 from tests.support.training_nodes import model, run, session
 
 WINDOW = {"strides": [1, 1], "pads": [1, 1], "dilations": [1, 1], "group": 1}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bnexport.cli.application import app
-from bnexport.cli.help import PLACES
+from bnexport.cli.common import PLACES
 from tests.docs.pages import ROOT, blocks, run
 
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import bnexport
-from bnexport.exporting import computed_weights
+from bnexport.exporting import finish
 from tests.folding.module.nets import trained
 
 
@@ -81,7 +81,7 @@ def test_batch_statistics_of_data_are_exported(tmp_path):
 def evaluated(text: str) -> list[str]:
     """Kinds of the nodes that are left."""
     model = ir.from_onnx_text(text)
-    computed_weights.evaluate(model)
+    finish.evaluate(model)
     used = {value for node in model.graph for value in node.inputs} | set(model.graph.outputs)
     return [node.op_type for node in model.graph if used & set(node.outputs)]
 

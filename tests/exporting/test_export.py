@@ -15,7 +15,7 @@ import bnexport
 from bnexport import SyncBatchNorm, schema, torch_versions
 from bnexport.errors import NotVerifiedWarning, UnsupportedModelError, UsageError, VerificationError
 from bnexport.exporting import onnx_target
-from bnexport.runtime import communicator
+from bnexport.runtime import groups
 from tests.support.cluster import Raised
 
 EXPORTERS = ["dynamo", "torchscript"]
@@ -408,7 +408,7 @@ def _export_in_group(group, folder, register, training=True):
         )
     finally:
         if register:
-            communicator.unregister_group("pair")
+            groups.unregister_group("pair")
     (node,) = [node for node in result.model.graph if node.op_type == "MMCVSyncBatchNorm"]
     return {
         "group": node.attributes["group"].as_string(),

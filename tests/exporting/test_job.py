@@ -110,10 +110,10 @@ STAGES = {
     "open": (onnx_target.OnnxTarget, "open", "m.onnx"),
     "judge": (jobs, "verdict", "m.onnx"),
     "commit": (jobs.Staged, "commit", "m.onnx"),
-    "script": (torch_target.torchscript_format, "build", "m.pt"),
-    "save": (torch_target.torchscript_format, "save", "m.pt"),
+    "script": (torch_target.torchscript, "build", "m.pt"),
+    "save": (torch_target.torchscript, "save", "m.pt"),
     "open the script": (torch_target.TorchTarget, "open", "m.pt"),
-    "save pt2": (torch_target.pt2, "save", "m.pt2"),
+    "save pt2": (torch_target, "save_program", "m.pt2"),
 }
 
 

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 import bnexport
 from bnexport.errors import UnsupportedModelError, VerificationError
-from bnexport.exporting import onnx_target
-from bnexport.exporting.dimensions import sizes
+from bnexport.exporting import dimensions, onnx_target
 from tests.exporting.traces import is_tracer_note
 
 DYNAMIC = ["batch", 3, "height", "width"]
@@ -387,15 +386,15 @@ def test_a_trace_for_one_size_is_refused(tmp_path):
 
 def test_groups_of_dimensions():
     image, mask, tokens = torch.zeros(2, 3, 8, 6), torch.zeros(2, 1, 8, 6), torch.zeros(2, 5)
-    groups = sizes.groups((image, mask, tokens), [{0, 2, 3}, {0, 2, 3}, {0}])
+    groups = dimensions.groups((image, mask, tokens), [{0, 2, 3}, {0, 2, 3}, {0}])
     assert [(group.place, group.size, group.axes) for group in groups] == [
         (0, 2, ((0, 0), (1, 0), (2, 0))),
         (-2, 8, ((0, 2), (1, 2))),
         (-1, 6, ((0, 3), (1, 3))),
     ]
-    for stage in sizes.stages((image, mask, tokens), groups, one=True):
+    for stage in dimensions.stages((image, mask, tokens), groups, one=True):
         for changes in stage:
-            shapes = sizes.shapes((image, mask, tokens), changes)
+            shapes = dimensions.shapes((image, mask, tokens), changes)
             assert shapes[0][2:] == shapes[1][2:]
             assert len({shape[0] for shape in shapes}) == 1
 
@@ -403,18 +402,18 @@ def test_groups_of_dimensions():
 @pytest.mark.parametrize("shape", [(1, 3, 224, 224), (8, 3, 512, 1024), (2, 16, 1000), (1, 1, 64, 64, 64)], ids=str)
 def test_other_sizes_cost_little(shape):
     x = torch.zeros(shape)
-    groups = sizes.groups((x,), [{0, *range(2, x.dim())}])
-    for stage in sizes.stages((x,), groups, one=True):
+    groups = dimensions.groups((x,), [{0, *range(2, x.dim())}])
+    for stage in dimensions.stages((x,), groups, one=True):
         assert stage
         for changes in stage:
-            assert np.prod(sizes.shapes((x,), changes)[0], dtype=np.int64) <= max(2 * x.numel(), 1 << 16)
+            assert np.prod(dimensions.shapes((x,), changes)[0], dtype=np.int64) <= max(2 * x.numel(), 1 << 16)
 
 
 def test_inputs_of_other_sizes():
     ids, image, zeros = torch.arange(4).reshape(2, 2), torch.randn(2, 3), torch.zeros(2, 3)
-    groups = sizes.groups((ids, image, zeros), [{0, 1}, {0, 1}, {0, 1}])
+    groups = dimensions.groups((ids, image, zeros), [{0, 1}, {0, 1}, {0, 1}])
     changes = {group: 2 * group.size + 1 for group in groups}
-    got = sizes.resized((ids, image, zeros), changes)
+    got = dimensions.resized((ids, image, zeros), changes)
     assert [tuple(tensor.shape) for tensor in got] == [(5, 5), (5, 7), (5, 7)]
     assert torch.equal(got[0][:2, :2], ids) and set(got[0].flatten().tolist()) <= {0, 1, 2, 3}
     assert set(got[1].flatten().tolist()) <= set(image.flatten().tolist())

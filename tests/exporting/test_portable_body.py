@@ -9,7 +9,7 @@ from onnx import helper
 
 from bnexport import schema, tolerances
 from bnexport.exporting.portable_body import portable_body
-from bnexport.sync_bn import reference
+from tests.support import kernel_reference
 from tests.support.checks import assert_within, condition_of
 
 TYPES = {"float32": (1, 1), "float16": (10, 1), "float64": (11, 11)}
@@ -69,7 +69,7 @@ def test_against_the_closed_form(dtype, training, shape, engine):
     output, new_mean, new_var, mean, invstd = got
     # The attributes are float32.
     eps, momentum = float(np.float32(1e-5)), 0.25
-    expected = reference.forward(
+    expected = kernel_reference.forward(
         feeds["input"], feeds["weight"], feeds["bias"], running_mean=feeds["running_mean"], running_var=feeds["running_var"],
         training=bool(training), momentum=momentum, eps=eps,
     )  # fmt: skip
@@ -94,7 +94,7 @@ def test_against_the_closed_form(dtype, training, shape, engine):
 def test_large_mean():
     feeds = _feeds("float32", (8, 3, 32, 32), mean=1e5)
     got = onnxruntime.InferenceSession(_model("float32", 4, 1).SerializeToString()).run(None, feeds)
-    expected = reference.forward(feeds["input"], feeds["weight"], feeds["bias"])
+    expected = kernel_reference.forward(feeds["input"], feeds["weight"], feeds["bias"])
     weight = float(np.abs(feeds["weight"]).max())
     assert_within(
         got[0], expected.output, tolerances.forward("float32", condition=condition_of(expected), weight=weight)

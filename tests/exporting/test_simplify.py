@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import bnexport
-from bnexport.graph.converting.simplify import simplify
+from bnexport.graph.simplify import simplify
 from bnexport.model_io import load
 from bnexport.verification.certificate import KEY
 

@@ -12,9 +12,9 @@ from torch import nn
 import bnexport
 from bnexport.cli import main
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
-from bnexport.exporting import pt2, torchscript_format
-from bnexport.folding.module import api, folder
-from bnexport.verification import fresh_process
+from bnexport.exporting import torch_target, torchscript
+from bnexport.folding.module import api, edits
+from bnexport.verification import process
 from bnexport.verification.verdict import Verification
 from models.resnet import digits_resnet
 from models.segmentation import Segmenter
@@ -30,7 +30,8 @@ FORMATS = ["torchscript", "pt2"]
 
 
 def operators(result):
-    return (torchscript_format if result.format == "torchscript" else pt2).operators(result.model)
+    read = torchscript.operators if result.format == "torchscript" else torch_target.program_operators
+    return read(result.model)
 
 
 def batch_norms(result):
@@ -55,7 +56,7 @@ def format(request):
 @pytest.fixture(autouse=True)
 def _warm(monkeypatch):
     """The process that checks a file starts without importing torch anew; bnexport it does not have either way."""
-    monkeypatch.setattr(fresh_process, "sys", types.SimpleNamespace(executable=warm.executable()))
+    monkeypatch.setattr(process, "sys", types.SimpleNamespace(executable=warm.executable()))
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -311,13 +312,13 @@ def test_operators_of_other_libraries_are_refused(format, tmp_path):
 
 
 def test_a_wrong_fold_is_never_written(format, tmp_path, monkeypatch):
-    write = folder.Layer.write
+    write = edits.Layer.write
 
     def wrong(layer):
         write(layer)
         layer.module._parameters["bias"].data += 1e-3
 
-    monkeypatch.setattr(folder.Layer, "write", wrong)
+    monkeypatch.setattr(edits.Layer, "write", wrong)
     x = torch.randn(2, 3, 6, 6)
     with pytest.raises(VerificationError, match=r"nothing was written: site 1: at .*: the bias of channel \d differs"):
         bnexport.export(pair(), x, tmp_path / "m", format=format)

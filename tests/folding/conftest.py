@@ -15,11 +15,11 @@ import onnx_ir as ir
 import pytest
 
 from bnexport.folding import api
-from bnexport.graph.calls import expanded_sizes
+from bnexport.graph.shapes import expanded_sizes
 from bnexport.model_io import ModelSource
 from bnexport.model_io.encode import encode
 from bnexport.model_io.write import tensor_total
-from bnexport.verification import proving
+from bnexport.verification import api as verification_api
 from bnexport.verification.verdict import Verification
 from tests.support.onnx_text import passes_full_check
 
@@ -43,7 +43,7 @@ def _no_fold_is_left_without_a_proof(monkeypatch: pytest.MonkeyPatch) -> Iterato
 
         monkeypatch.setattr(module, name, recorded)
 
-    record(proving, "prove_fold")
+    record(verification_api, "prove_fold")
     if "bnexport.folding.module.api" in sys.modules:
         record(sys.modules["bnexport.folding.module.api"], "prove_module")
     yield

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bnexport.folding.affine import ChannelAffine, round_vector
-from bnexport.graph.refusal import Refused
+from bnexport.graph.nodes import Refused
 
 NUMBERS = st.floats(-100, 100, allow_nan=False).filter(lambda value: value == 0 or abs(value) > 1e-3)
 VECTORS = st.lists(NUMBERS, min_size=3, max_size=3).map(np.array)

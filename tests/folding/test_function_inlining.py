@@ -7,10 +7,11 @@ import onnx
 import onnx.parser
 import pytest
 
-from bnexport import inlining, schema
+from bnexport import schema
 from bnexport.errors import UnsafeModelError, UnsupportedModelError, VerificationError
 from bnexport.exporting.portable_body import portable_body
-from bnexport.inlining import inline
+from bnexport.folding import inlining
+from bnexport.folding.inlining import inline
 from bnexport.model_io import load, to_proto
 from tests.support.onnx_text import make_inputs, model, operators, run
 

@@ -19,9 +19,9 @@ RULE = '''"""Abs keeps a positive scale.
 A toy.
 """
 
-from bnexport.folding.placing.search import Rule
+from bnexport.folding.placing import Rule
 from bnexport.graph.nodes import input_at, only_attributes
-from bnexport.graph.refusal import Refused
+from bnexport.graph.nodes import Refused
 
 
 def backward(node, axis, affine, search):
@@ -33,12 +33,12 @@ def backward(node, axis, affine, search):
 
 RULE = Rule("toy", ("Abs",), backward, into="toys", forms="Abs", behind="passes a scaling with k > 0")
 '''
-LEMMA = ("bnexport/verification/local/nonlinear.py", 'HOMOGENEOUS = ("Relu",', 'HOMOGENEOUS = ("Abs", "Relu",')
+LEMMA = ("bnexport/verification/proof/nonlinear.py", 'HOMOGENEOUS = ("Relu",', 'HOMOGENEOUS = ("Abs", "Relu",')
 FORMS = ("tests/forms/recipes/__init__.py", '"Neg", "Relu")', '"Neg", "Relu", "Abs")')
 TESTS = (
     *("tests/folding/test_docs.py", "tests/forms/test_forms.py::test_every_named_operator_has_forms"),
     *("tests/forms/test_forms.py::test_a_sample_of_the_forms[Abs]",),
-    "tests/verification/local/test_mutants.py::test_some_wrong_folds_of_each_rule_are_refuted[toy]",
+    "tests/verification/proof/test_mutants.py::test_some_wrong_folds_of_each_rule_are_refuted[toy]",
 )
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from bnexport.folding import fold
 from bnexport.folding.affine import ChannelAffine
-from bnexport.folding.editing.edits import Raw
-from bnexport.folding.editing.plan import Plan
-from bnexport.folding.placing.search import Search
+from bnexport.folding.context import Raw
+from bnexport.folding.placing import Search
+from bnexport.folding.plan import Plan
 from bnexport.folding.rules import ALL
-from bnexport.graph.refusal import Refused
+from bnexport.graph.nodes import Refused
 from bnexport.model_io import to_proto
 from tests.support.contexts import context_of
 from tests.support.onnx_text import batch_norm, fold_and_check, model, operators

@@ -16,7 +16,7 @@ import pytest
 
 from bnexport.folding import fold
 from bnexport.folding.context import Options
-from bnexport.folding.steps import Folding
+from bnexport.folding.folder import Folding
 from bnexport.model_io import to_proto
 from bnexport.model_io.read import open_source
 from tests.support.onnx_text import assert_near, batch_norms, fold_and_check, make_inputs, model, operators, run

@@ -301,7 +301,7 @@ def test_names_of_the_caller_are_not_captured() -> None:
         u = Neg (z)
         y, n, k = local.twice (u, c, p_s, p_b, p_m, p_v) }}"""
     proto = functions(model(body, SHAPES, header=HEADER), text)
-    from bnexport.graph.inlining import inline_calls
+    from bnexport.graph.functions import inline_calls
     from bnexport.model_io.read import open_source
 
     opened = open_source(proto).model

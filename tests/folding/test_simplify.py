@@ -52,7 +52,7 @@ def test_nothing_to_fold() -> None:
 
 
 def test_whole_models_are_compared_whatever_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bnexport.graph.converting import simplify
+    from bnexport.graph import simplify
 
     real = simplify.simplify
 

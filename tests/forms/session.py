@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 import onnx
 
-from bnexport.folding.parallel import sums
-from bnexport.folding.reading import contradictions, elementwise
+from bnexport.folding import contradictions, reading
+from bnexport.folding.branches import sums
 from bnexport.folding.rules import ALL
-from bnexport.verification.local import nonlinear, operators
+from bnexport.verification.proof import lemmas, nonlinear
 from tests.forms import placements, trial
 from tests.forms.case import RANKS, SIZES, Case, Setting, Shape, versions
 from tests.forms.engine import Refused, newest_opset, run
@@ -28,8 +28,8 @@ EXCLUDED = {"DequantizeLinear", "MMCVDeformConv2d", "MMCVModulatedDeformConv2d"}
 def named() -> set[str]:
     """Return the operators that a rule of the folder or a lemma of the checker names."""
     rules = {op_type for rule in ALL for op_type in rule.op_types}
-    readers = {*elementwise.OP_TYPES, *contradictions._RULES, *sums.LINEAR}
-    return rules | readers | {*operators.RULES, *nonlinear.HOMOGENEOUS, *nonlinear.MAXIMA}
+    readers = {*reading.OP_TYPES, *contradictions._RULES, *sums.LINEAR}
+    return rules | readers | {*lemmas.RULES, *nonlinear.HOMOGENEOUS, *nonlinear.MAXIMA}
 
 
 def shapes() -> list[tuple[str, Shape]]:

@@ -24,7 +24,7 @@ from bnexport.errors import BnexportError
 from bnexport.folding import fold, inspect
 from bnexport.model_io import load, save
 from bnexport.native import capi
-from bnexport.runtime import execution
+from bnexport.runtime import engine
 from tests.fuzz import seeds
 
 SECONDS = 10.0
@@ -138,7 +138,7 @@ def run_nodes(data: bytes, folder: Path) -> bool:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     with _checked_errors() as refusals:
-        loaded = execution.load(path, options)
+        loaded = engine.load(path, options)
         generator = np.random.default_rng(zlib.crc32(data))
         feeds, sizes = {}, {}
         for value in loaded.runtime.session.get_inputs():

@@ -10,7 +10,7 @@ import pytest
 
 from bnexport import verify
 from bnexport.folding import fold
-from bnexport.graph.batch_norm import is_training
+from bnexport.graph.nodes import is_training
 from bnexport.model_io import to_proto
 from bnexport.verification.verdict import Method
 from tests.folding.conv_bn import conv_bn

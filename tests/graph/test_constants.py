@@ -9,7 +9,7 @@ import onnx.reference
 import pytest
 
 from bnexport.graph.constants import Constants
-from bnexport.graph.refusal import Refused
+from bnexport.graph.nodes import Refused
 from bnexport.graph.shapes import Shapes
 from bnexport.model_io import from_proto
 from tests.support.onnx_text import batch_norm, fold_and_check, model, operators

@@ -10,7 +10,7 @@ import pytest
 from bnexport.cli import main
 from bnexport.errors import UnsafeModelError
 from bnexport.model_io import load
-from bnexport.runtime.session import InferenceSession
+from bnexport.runtime.sessions import InferenceSession
 from tests.malicious.attempts import ATTEMPTS, HANDLED, SECRET, Attempt
 
 # A hang is what takes longer; most attempts take milliseconds.

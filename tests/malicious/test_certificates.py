@@ -13,7 +13,7 @@ import pytest
 from bnexport.errors import UnsafeModelError
 from bnexport.folding import fold, verify
 from bnexport.model_io import from_proto, to_proto
-from bnexport.verification import proving
+from bnexport.verification import api
 from bnexport.verification.certificate import KEY
 from bnexport.verification.verdict import Verification
 from tests.malicious import test_reports
@@ -131,7 +131,7 @@ def test_no_forgery_proves_a_wrong_fold(source: onnx.ModelProto, result: onnx.Mo
     wrong = result if tensor == "w" else changed(result, tensor)
     original = changed(source, "w") if tensor == "w" else source
     for name, text in FORGED.items():
-        claimed = proving.prove_certified(from_proto(original), from_proto(with_certificate(wrong, text)))
+        claimed = api.prove_certified(from_proto(original), from_proto(with_certificate(wrong, text)))
         assert claimed is not None
         assert not claimed.passed, name
 

@@ -11,7 +11,7 @@ import pytest
 from bnexport.errors import UnsafeModelError, UsageError
 from bnexport.folding import fold, verify
 from bnexport.model_io import as_model, load, save, stage
-from bnexport.runtime import execution
+from bnexport.runtime import engine
 from tests.malicious.attempts import SECRET, WEIGHT, example
 
 
@@ -62,16 +62,16 @@ def test_between_loading_and_writing(change: object, victim: Path) -> None:
 @pytest.mark.parametrize("change", [replace_by_a_link, replace_by_a_hard_link], ids=lambda change: change.__name__)
 def test_between_the_check_and_onnxruntime(change: object, victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime is given bytes, never a path that it would open again."""
-    real = execution.model_io.load
+    real = engine.model_io.load
 
     def load_and_change(path: Path) -> object:
         model = real(path)
         change(victim)  # type: ignore[operator]
         return model
 
-    monkeypatch.setattr(execution.model_io, "load", load_and_change)
+    monkeypatch.setattr(engine.model_io, "load", load_and_change)
     with pytest.raises(UnsafeModelError):
-        execution.run(victim, {"x": np.ones((1, 64), np.float32)})
+        engine.run(victim, {"x": np.ones((1, 64), np.float32)})
 
 
 def test_between_the_check_and_verification(victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,10 @@ import torch
 
 from bnexport import model_io
 from bnexport.errors import MalformedModelError, MissingFileError, UnsafeModelError
-from bnexport.runtime import injection
-from bnexport.runtime.session import InferenceSession
+from bnexport.runtime import sessions as runtime_sessions
+from bnexport.runtime.sessions import InferenceSession
 from bnexport.training.api import export_training_step
-from bnexport.training.running.session import TrainingSession
+from bnexport.training.session import TrainingSession
 from tests.malicious.attempts import WEIGHT, example
 
 X = np.ones((2, 64), np.float32)
@@ -25,20 +25,20 @@ X = np.ones((2, 64), np.float32)
 
 def after_the_check(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
     """Changes files between the check of a model and the making of its session."""
-    real = injection.prepare
+    real = runtime_sessions.prepare
 
     def change_first(*arguments: object) -> object:
         change()
         return real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(injection, "prepare", change_first)
+    monkeypatch.setattr(runtime_sessions, "prepare", change_first)
 
 
 @pytest.mark.parametrize("large", [False, True])
 def test_options_serve_several_sessions(victim: Path, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights in other files, with options of our own and twice with the caller's."""
     if large:
-        monkeypatch.setattr(injection, "_LARGEST_MESSAGE", 0)
+        monkeypatch.setattr(runtime_sessions, "_LARGEST_MESSAGE", 0)
     options = onnxruntime.SessionOptions()
     sessions = [InferenceSession(victim), InferenceSession(victim, sess_options=options)]
     if not large:

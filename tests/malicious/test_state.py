@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bnexport.training.running.files import load_state, save_state
+from bnexport.training.state import load_state, save_state
 from tests.support import warm
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ _KILLS = int(os.environ.get("BNEXPORT_KILLS", "8"))
 LOOP = """
 import sys
 import numpy as np
-from bnexport.training.running.files import save_state
+from bnexport.training.state import save_state
 for turn in range(10**9):
     save_state({name: np.full((64, 4096), turn, np.float32) for name in "abcd"}, sys.argv[1])
     if not turn:
@@ -32,7 +32,7 @@ for turn in range(10**9):
 CHECKPOINT = """
 import sys
 import numpy as np
-from bnexport.training.running.files import save_state
+from bnexport.training.state import save_state
 save_state({"a": np.zeros((64, 4096), np.float32)}, sys.argv[1])
 """
 EXPORT = """

@@ -22,7 +22,7 @@ import pytest
 from bnexport import model_io
 from bnexport.errors import MalformedModelError, StorageError, UnsafeModelError, UnsupportedModelError, UsageError
 from bnexport.model_io import Limits, as_model, load, save, to_proto
-from bnexport.model_io.collection import paused_collection
+from bnexport.model_io.read import paused_collection
 from bnexport.model_io.wire import field
 from tests.support.onnx_text import model
 

@@ -31,6 +31,7 @@ from bnexport.errors import (
 from bnexport.model_io import (
     DEFAULT_LIMITS,
     external,
+    limits,
     load,
     load_tensors,
     read,
@@ -38,16 +39,15 @@ from bnexport.model_io import (
     save_tensors,
     stage,
     staging,
-    systems,
     to_proto,
     walk,
     wire,
     write,
 )
-from bnexport.model_io import parts as parts_of
+from bnexport.model_io import write as parts_of
 from bnexport.model_io.external import ContainedTensor
-from bnexport.model_io.parts import to_parts
 from bnexport.model_io.read import from_proto, innermost
+from bnexport.model_io.write import to_parts
 from bnexport.runtime import engine
 from tests.support.onnx_text import model
 
@@ -309,16 +309,16 @@ class TestCommit:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         source, steps = from_proto(model("g (float[N] x) => (float[N] y) { y = Relu (x) }")), []
-        rename, flush = os.rename, systems.sync_folder
+        rename, flush = os.rename, limits.sync_folder
         monkeypatch.setattr(os, "rename", lambda *names: (steps.append("rename"), rename(*names)))
-        monkeypatch.setattr(systems, "sync_folder", lambda folder: (steps.append("flush"), flush(folder)))
+        monkeypatch.setattr(limits, "sync_folder", lambda folder: (steps.append("flush"), flush(folder)))
         save(source, tmp_path / "m.onnx")
         assert steps == ["flush", "rename", "flush"]
 
     def test_flushing_a_folder_leaves_nothing_open(self, tmp_path: Path) -> None:
         before = len(os.listdir("/proc/self/fd"))
-        systems.sync_folder(str(tmp_path))
-        systems.sync_folder(str(tmp_path / "missing"))
+        limits.sync_folder(str(tmp_path))
+        limits.sync_folder(str(tmp_path / "missing"))
         assert len(os.listdir("/proc/self/fd")) == before
 
     def test_errors_of_the_target_name_it_and_others_stay(self, tmp_path: Path) -> None:
@@ -345,13 +345,13 @@ class TestCommit:
         assert (tmp_path / "t").stat().st_mode & 0o777 == 0o666 & ~umask
 
     def test_processes_that_live(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert systems.is_alive(os.getpid()) is True
+        assert limits.is_alive(os.getpid()) is True
 
         def foreign(*_: object) -> None:
             raise PermissionError
 
         monkeypatch.setattr(os, "kill", foreign)
-        assert systems.is_alive(1) is True
+        assert limits.is_alive(1) is True
 
 
 def test_what_parsing_says_of_memory() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bnexport.model_io import systems
+from bnexport.model_io import limits
 from bnexport.verification import worker
 
 # Modules and names of POSIX. What the standard library needs of them itself is imported before they go.
@@ -28,8 +28,8 @@ tempfile._bin_openflags = tempfile._text_openflags = os.O_RDWR | os.O_CREAT | os
 """
 FOLD = """
 import bnexport, onnx, os
-from bnexport.model_io import systems
-from bnexport.verification import isolated_process
+from bnexport.model_io import limits as systems
+from bnexport.verification import process as isolated_process
 assert not systems.HANDS_OVER
 isolated_process._START = HIDE + isolated_process._START
 report = bnexport.fold("kept.onnx", "folded.onnx", external_data=True).report
@@ -58,16 +58,16 @@ def test_a_system_without_posix_folds_and_verifies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("walks", [True, False])
 def test_links_are_refused_anywhere_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, walks: bool) -> None:
-    monkeypatch.setattr(systems, "_WALKS", walks)
+    monkeypatch.setattr(limits, "_WALKS", walks)
     (tmp_path / "a").mkdir()
     (tmp_path / "a/file").write_bytes(b"x")
     (tmp_path / "link").symlink_to(tmp_path / "a")
     (tmp_path / "a/link").symlink_to(tmp_path / "a/file")
-    with open(systems.open_below(str(tmp_path), ("a", "file")), "rb") as file:
-        assert systems.pread(file.fileno(), 5, 0) == b"x"
+    with open(limits.open_below(str(tmp_path), ("a", "file")), "rb") as file:
+        assert limits.pread(file.fileno(), 5, 0) == b"x"
     for parts in (("link", "file"), ("a", "link")):
         with pytest.raises(OSError):
-            systems.open_below(str(tmp_path), parts)
+            limits.open_below(str(tmp_path), parts)
 
 
 def test_a_stranger_without_the_secret_is_sent_away() -> None:

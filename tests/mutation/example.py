@@ -1,11 +1,11 @@
-"""A test that notices some changes of graph/names.py and not others; `test_mutation.py` runs it."""
+"""A test that notices some changes of graph/nodes.py and not others; `test_mutation.py` runs it."""
 
 from __future__ import annotations
 
 import onnx
 import onnx_ir as ir
 
-from bnexport.graph.names import Names
+from bnexport.graph.nodes import Names
 
 
 def test_a_name_that_is_taken_gets_a_number() -> None:

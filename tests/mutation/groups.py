@@ -61,5 +61,5 @@ GROUPS = {
         ),
     ),
     # One file, one test: for the tests of this tool.
-    "names": Group(("bnexport/graph/names.py",), ("tests/mutation/example.py",)),
+    "names": Group(("bnexport/graph/nodes.py",), ("tests/mutation/example.py",)),
 }

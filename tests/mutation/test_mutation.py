@@ -14,7 +14,7 @@ from tests.mutation.groups import GROUPS, ROOT
 from tests.mutation.live import functions_of, patch
 from tests.mutation.mutants import mutants
 
-NAMES = "bnexport/graph/names.py"
+NAMES = "bnexport/graph/nodes.py"
 
 
 @pytest.mark.slow

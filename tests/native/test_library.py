@@ -15,9 +15,9 @@ import pytest
 import bnexport
 from bnexport.errors import LibraryError, MissingFileError, UsageError
 from bnexport.native import capi, library
-from bnexport.runtime import execution
-from bnexport.runtime.session import InferenceSession
-from bnexport.training.building import contract
+from bnexport.runtime import engine
+from bnexport.runtime.sessions import InferenceSession
+from bnexport.training import contract
 from tests.support import training_nodes, warm
 from tests.support.node_models import forward_feeds, forward_model
 
@@ -234,6 +234,6 @@ def test_a_step_s_graph_runs_where_the_model_says_what_it_needs(tmp_path):
     path = tmp_path / "step.onnx"
     path.write_bytes(relu_gradient())
     feeds = {"grad_output": np.ones((2, 3), np.float32), "input": np.array([[-1, 0, 1]] * 2, np.float32)}
-    done = execution.run(path, feeds)
+    done = engine.run(path, feeds)
     assert done.library and done.outputs["grad_input"].tolist() == [[0, 0, 1]] * 2
     assert bnexport.verify(path, path).status == "passed"

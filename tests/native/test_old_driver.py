@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from bnexport import SyncBatchNorm
+from bnexport.cli import doctor
 from bnexport.errors import LibraryError
 from bnexport.native import capi, cuda, library
-from bnexport.runtime import doctor
 from bnexport.sync_bn import kernels
 
 ON_DEVICE = torch.device("cuda", 0)

@@ -12,7 +12,7 @@ import pytest
 
 import bnexport
 from bnexport.cli import main
-from bnexport.recalibration import html_report
+from bnexport.recalibration.report import render_html
 from tests.recalibration.test_files import data, net, stored
 
 
@@ -86,6 +86,6 @@ def test_names_of_a_model_are_escaped() -> None:
     proto = net()
     proto.graph.node[1].name = "<script>alert(1)</script>"
     report = bnexport.recalibrate_file(proto, None, [{"x": data()}]).report
-    page = html_report.render_html(report)
+    page = render_html(report)
     assert "<script" not in page and "&lt;script&gt;" in page
     assert not re.search(r"(src|href)=", page)

@@ -18,7 +18,7 @@ import bnexport
 from bnexport import schema
 from bnexport.errors import UsageError
 from bnexport.recalibration import files, moments
-from bnexport.recalibration.rows import open_rows
+from bnexport.recalibration.files import open_rows
 from tests.recalibration.test_modules import Net, rows, split
 from tests.support.onnx_text import batch_norm, exact, in_double, model
 

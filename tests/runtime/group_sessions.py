@@ -10,7 +10,7 @@ import onnxruntime as ort
 import torch.distributed as dist
 
 from bnexport.native.library import register
-from bnexport.runtime.communicator import register_group, unregister_group
+from bnexport.runtime.groups import register_group, unregister_group
 from tests.support.cluster import join
 from tests.support.providers import open_session
 

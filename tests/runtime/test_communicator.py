@@ -7,7 +7,7 @@ import pytest
 
 from bnexport import tolerances
 from bnexport.errors import GroupError, UsageError
-from bnexport.runtime import communicator
+from bnexport.runtime import groups
 from tests.runtime.group_sessions import run_steps, run_until_a_peer_dies
 from tests.support import kernel_oracle as oracle
 from tests.support.cluster import run_once
@@ -153,14 +153,14 @@ def test_unregistered_group_does_not_matter_in_inference():
 @pytest.mark.parametrize("name", ["", None, 3, "a\0b"])
 def test_bad_group_names(name):
     with pytest.raises(UsageError, match="register_group: name"):
-        communicator.register_group(name)
+        groups.register_group(name)
 
 
 def test_without_torch_distributed():
     with pytest.raises(GroupError, match="init_process_group"):
-        communicator.register_group("world")
+        groups.register_group("world")
     with pytest.raises(GroupError, match="unregister_group"):
-        communicator.unregister_group("world")
+        groups.unregister_group("world")
 
 
 def _register_without_a_cpu_backend(group) -> str:
@@ -170,7 +170,7 @@ def _register_without_a_cpu_backend(group) -> str:
 
     with mock.patch.object(distributed, "backend_of", lambda name, device: None if device == "cpu" else "nccl"):
         try:
-            communicator.register_group("on-gpus", group)
+            groups.register_group("on-gpus", group)
         except GroupError as error:
             return str(error)
     return "registered"

@@ -57,7 +57,7 @@ def test_an_alarm_is_no_failure_of_the_engine() -> None:
 
 
 def test_options() -> None:
-    options = engine.session_options(threads=3, optimised=False)
+    options = engine.default_options(threads=3, optimised=False)
     assert (options.intra_op_num_threads, options.log_severity_level) == (3, 4)
     assert options.graph_optimization_level == onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     assert engine.label(ENGINES[0]) == f"onnxruntime {onnxruntime.__version__}"

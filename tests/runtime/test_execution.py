@@ -12,7 +12,7 @@ import pytest
 import bnexport
 from bnexport.errors import UnsupportedModelError, UsageError
 from bnexport.model_io import as_model, save
-from bnexport.runtime import execution
+from bnexport.runtime import engine
 from tests.support.onnx_text import model
 
 WEIGHT = np.random.default_rng(0).standard_normal((256, 128)).astype(np.float32)
@@ -24,7 +24,7 @@ def test_weights_inside_and_outside(tmp_path: Path, external_data: bool, monkeyp
     proto = model("g (float[N,256] x) => (float[N,128] y) { y = MatMul (x, w) }", values={"w": WEIGHT})
     save(as_model(proto), tmp_path / "m.onnx", external_data=external_data)
     monkeypatch.chdir(os.sep)
-    done = execution.run(tmp_path / "m.onnx", {"x": INPUT})
+    done = engine.run(tmp_path / "m.onnx", {"x": INPUT})
     np.testing.assert_allclose(done.outputs["y"], INPUT @ WEIGHT, rtol=0, atol=256 * 2.0**-24 * 64)
     assert not done.library
 
@@ -36,26 +36,26 @@ def test_weights_of_every_type(tmp_path: Path) -> None:
         proto = model(f"g ({name}[40000] x) => ({name}[40000] y) {{ y = Concat <axis = 0> (x, w) }}", values=values)
         proto.graph.output[0].type.tensor_type.shape.dim[0].dim_value = 80_000
         save(as_model(proto), tmp_path / "m.onnx")
-        done = execution.run(tmp_path / "m.onnx", {"x": values["w"]})
+        done = engine.run(tmp_path / "m.onnx", {"x": values["w"]})
         np.testing.assert_array_equal(done.outputs["y"], np.concatenate([values["w"]] * 2))
 
 
 def test_missing_input(tmp_path: Path) -> None:
     save(as_model(model("g (float[3] x) => (float[3] y) { y = Relu (x) }")), tmp_path / "m.onnx")
     with pytest.raises(UsageError, match="missing x"):
-        execution.run(tmp_path / "m.onnx", {})
+        engine.run(tmp_path / "m.onnx", {})
 
 
 def test_unknown_input(tmp_path: Path) -> None:
     save(as_model(model("g (float[3] x) => (float[3] y) { y = Relu (x) }")), tmp_path / "m.onnx")
     with pytest.raises(UsageError, match="unknown z; the model takes x"):
-        execution.run(tmp_path / "m.onnx", {"x": np.zeros(3, np.float32), "z": np.zeros(3, np.float32)})
+        engine.run(tmp_path / "m.onnx", {"x": np.zeros(3, np.float32), "z": np.zeros(3, np.float32)})
 
 
 def test_what_cannot_run(tmp_path: Path) -> None:
     save(as_model(model("g (float[3] x) => (float[3] y) { y = NoSuchOperator (x) }")), tmp_path / "m.onnx")
     with pytest.raises(UnsupportedModelError, match="cannot run it"):
-        execution.run(tmp_path / "m.onnx", {"x": np.zeros(3, np.float32)})
+        engine.run(tmp_path / "m.onnx", {"x": np.zeros(3, np.float32)})
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_file_newer_than_the_runtime_is_one_line(header: str, kind: str, tmp_p
     """ONNX Runtime's own message is some 500 characters of C++; with custom operators it checks no opset."""
     proto = model("g (float[N] x) => (float[N] y) { y = Neg (x) }", header=f"<{header}>")
     (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
-    for opened in (execution.load, bnexport.InferenceSession)[: 2 if "IR" in kind else 1]:
+    for opened in (engine.load, bnexport.InferenceSession)[: 2 if "IR" in kind else 1]:
         with pytest.raises(UnsupportedModelError) as caught:
             opened(tmp_path / "m.onnx")
         text = str(caught.value)

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import bnexport
-from bnexport.runtime import doctor
+from bnexport.cli import doctor
 
 pytestmark = pytest.mark.skipif(not hasattr(onnxruntime, "get_ep_devices"), reason="needs ONNX Runtime 1.22")
 

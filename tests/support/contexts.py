@@ -6,7 +6,7 @@ import onnx
 import onnx_ir as ir
 
 from bnexport.folding.context import Context, Options
-from bnexport.graph.names import Names
+from bnexport.graph.nodes import Names
 from bnexport.graph.shapes import Shapes
 from bnexport.graph.surgery import Surgery
 

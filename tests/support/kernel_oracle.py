@@ -1,4 +1,4 @@
-"""The closed forms of bnexport.sync_bn.reference over a group of processes, in the kernels' terms.
+"""The closed forms of tests.support.kernel_reference over a group of processes, in the kernels' terms.
 
 The ranks of a group are list entries. Shapes are (N, C, *); everything is float64.
 """
@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from bnexport import tolerances
-from bnexport.sync_bn import reference
+from tests.support import kernel_reference
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
 
@@ -56,7 +56,7 @@ def forward(
     stats_mode="exact",
 ):
     """The forward of every rank, as a list."""
-    results = reference.group_forward(
+    results = kernel_reference.group_forward(
         [wide(x) for x in xs],
         wide(weight),
         wide(bias),
@@ -85,7 +85,7 @@ def backward(dys, xs, weight, mean, invstd, *, training=1, stats_mode="exact", g
     mean, invstd = wide(mean), wide(invstd)
     with np.errstate(divide="ignore"):
         variance = 1 / invstd**2
-    gradients = reference.group_backward(
+    gradients = kernel_reference.group_backward(
         dys,
         xs,
         wide(weight),

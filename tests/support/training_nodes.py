@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from bnexport import schema
 from bnexport.native.library import register
-from bnexport.training.building import contract
+from bnexport.training import contract
 
 if TYPE_CHECKING:
     import torch

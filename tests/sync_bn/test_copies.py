@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import bnexport
-from bnexport.sync_bn.copies import copy_model
+from bnexport.modules.copies import copy_model
 
 NORM = nn.BatchNorm2d(3)
 _plain = NORM.forward

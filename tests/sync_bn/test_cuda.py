@@ -9,7 +9,8 @@ from torch import nn
 
 import bnexport
 from bnexport import tolerances
-from bnexport.sync_bn import kernels, operators, reference
+from bnexport.sync_bn import kernels, operators
+from tests.support import kernel_reference
 from tests.support.checks import assert_within, condition_of
 
 if not torch.cuda.is_available():
@@ -72,7 +73,7 @@ def test_forward_and_backward(backend, dtype, shape, layout, training):
     )
     assert y.stride() == torch.empty_like(x).stride()
     array = host(x)
-    expected = reference.forward(
+    expected = kernel_reference.forward(
         array, host(w), host(b), running_mean=host(old_mean), running_var=host(old_var), training=training
     )
     condition = condition_of(expected)
@@ -95,7 +96,7 @@ def test_forward_and_backward(backend, dtype, shape, layout, training):
 
     dx, dw, db = operators.sync_batch_norm_backward(dy, x, w, mean, invstd, training, [True] * 3, *LOCAL)
     statistics = {} if training else {"mean": host(old_mean), "var": host(old_var)}
-    gradient = reference.backward(host(dy), array, host(w), training=training, **statistics)
+    gradient = kernel_reference.backward(host(dy), array, host(w), training=training, **statistics)
     largest = float(dy.abs().max()) if dy.numel() else 0.0
     scale = float(np.abs(host(w) * expected.invstd).max() * largest)
     assert_within(
@@ -116,7 +117,7 @@ def test_forward_and_backward(backend, dtype, shape, layout, training):
 def test_large_means(backend, ratio):
     x = (torch.randn(8, 3, 64, 64, dtype=torch.float64) + ratio).float()
     y, *_ = operators.sync_batch_norm(x.cuda(), None, None, None, None, True, 1.0, 1e-5, *LOCAL)
-    expected = reference.forward(x.double().numpy())
+    expected = kernel_reference.forward(x.double().numpy())
     assert_within(
         y.double().cpu(), expected.output, tolerances.forward("float32", condition=condition_of(expected)), "output"
     )
@@ -203,5 +204,8 @@ def test_the_device_of_the_tensor_is_used(backend):
     y, *_ = operators.sync_batch_norm(x, None, None, None, None, True, 0.1, 1e-5, *LOCAL)
     assert y.device == x.device
     assert_within(
-        y.double().cpu(), reference.forward(host(x)).output, tolerances.forward("float32", condition=3.0), "output"
+        y.double().cpu(),
+        kernel_reference.forward(host(x)).output,
+        tolerances.forward("float32", condition=3.0),
+        "output",
     )

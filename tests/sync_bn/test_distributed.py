@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bnexport import SyncBatchNorm, tolerances, torch_versions
-from bnexport.sync_bn import distributed, operators, reference
+from bnexport.sync_bn import distributed, operators
+from tests.support import kernel_reference
 from tests.support.checks import assert_within, condition_of
 from tests.support.cluster import Raised, join, run_once, short_group
 
@@ -63,10 +64,12 @@ def _check(cluster, shapes, dtype="float64", stats_mode="exact", grad_reduction=
     weight, bias = torch.tensor([0.5, -1.5, 2.0]), torch.tensor([0.1, 0.2, -0.3])
     results = cluster.call(len(shapes), _step, xs, dys, weight, bias, stats_mode, grad_reduction, layout)
     arrays, grads = [x.double().numpy() for x in xs], [dy.double().numpy() for dy in dys]
-    expected = reference.group_forward(
+    expected = kernel_reference.group_forward(
         arrays, weight, bias, running_mean=np.zeros(C), running_var=np.ones(C), stats_mode=stats_mode
     )
-    gradients = reference.group_backward(grads, arrays, weight, stats_mode=stats_mode, grad_reduction=grad_reduction)
+    gradients = kernel_reference.group_backward(
+        grads, arrays, weight, stats_mode=stats_mode, grad_reduction=grad_reduction
+    )
     condition = condition_of(expected[0])
     dy_max = max(float(np.abs(g).max(initial=0)) for g in grads)
     x_hat_max = max(float(np.abs(e.output).max(initial=0)) for e in expected) * 4 + 4

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from bnexport.errors import GroupError, UnsupportedModelError, UsageError
+from bnexport.modules.copies import copy_model
 from bnexport.sync_bn import SyncBatchNorm, convert_sync_batchnorm
-from bnexport.sync_bn.copies import copy_model
 
 
 class Connection:

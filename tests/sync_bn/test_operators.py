@@ -14,7 +14,8 @@ from torch._subclasses import FakeTensorMode
 from bnexport import tolerances
 from bnexport.errors import UsageError
 from bnexport.native import cuda
-from bnexport.sync_bn import kernels, operators, reference
+from bnexport.sync_bn import kernels, operators
+from tests.support import kernel_reference
 from tests.support.checks import assert_within, condition_of
 
 LOCAL = ("", 1, "exact", "local", 0)
@@ -70,7 +71,7 @@ def test_forward_and_backward(backend, dtype, shape, layout, training):
     assert mean.dtype == invstd.dtype == torch.float64
 
     array = x.double().numpy()
-    expected = reference.forward(array, w, b, running_mean=old_mean, running_var=old_var, training=training)
+    expected = kernel_reference.forward(array, w, b, running_mean=old_mean, running_var=old_var, training=training)
     condition = condition_of(expected)
     name = _name(dtype)
     assert_within(
@@ -87,7 +88,7 @@ def test_forward_and_backward(backend, dtype, shape, layout, training):
 
     dx, dw, db = operators.sync_batch_norm_backward(dy, x, w, mean, invstd, training, [True] * 3, *LOCAL)
     statistics = {} if training else {"mean": old_mean, "var": old_var}
-    gradient = reference.backward(dy.double(), array, w, training=training, **statistics)
+    gradient = kernel_reference.backward(dy.double(), array, w, training=training, **statistics)
     scale = float((w * expected.invstd).abs().max() * dy.abs().max())
     assert dx.stride() == promised.stride()
     assert_within(
@@ -115,13 +116,15 @@ def test_large_means_stay_finite_and_exact(backend, ratio):
     y, _, new_var, mean, invstd = operators.sync_batch_norm(
         x, torch.zeros(3), torch.ones(3), None, None, True, 1.0, 1e-5, *LOCAL
     )
-    expected = reference.forward(x.double().numpy(), running_mean=np.zeros(3), running_var=np.ones(3), momentum=1.0)
+    expected = kernel_reference.forward(
+        x.double().numpy(), running_mean=np.zeros(3), running_var=np.ones(3), momentum=1.0
+    )
     assert (new_var >= 0).all()
     assert_within(y, expected.output, tolerances.forward("float32", condition=condition_of(expected)), "output")
     assert_within(new_var, expected.running_var, tolerances.statistic("float32", scale=1.0), "running_var")
     dy = torch.randn_like(x)
     dx, _, _ = operators.sync_batch_norm_backward(dy, x, None, mean, invstd, True, [True] * 3, *LOCAL)
-    gradient = reference.backward(dy.numpy(), x.double().numpy())
+    gradient = kernel_reference.backward(dy.numpy(), x.double().numpy())
     scale = float(expected.invstd.max() * dy.abs().max())
     assert_within(
         dx,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bnexport.errors import UsageError
-from bnexport.sync_bn import reference
+from tests.support import kernel_reference
 
 BOUND = 1e-11
 
@@ -30,8 +30,8 @@ def _autograd(x, dy, w, b, eps, mean=None, var=None):
 def test_forward_and_backward_equal_autograd(shape):
     x, dy, w, b = _tensors(shape)
     y, dx, dw, db = _autograd(x, dy, w, b, 1e-5)
-    forward = reference.forward(x, w, b, eps=1e-5)
-    backward = reference.backward(dy, x, w, eps=1e-5)
+    forward = kernel_reference.forward(x, w, b, eps=1e-5)
+    backward = kernel_reference.backward(dy, x, w, eps=1e-5)
     for got, expected in (
         (forward.output, y),
         (backward.grad_input, dx),
@@ -46,8 +46,8 @@ def test_fixed_statistics_equal_autograd(shape):
     x, dy, w, b = _tensors(shape)
     mean, var = torch.randn(shape[1], dtype=torch.float64), torch.rand(shape[1], dtype=torch.float64) + 0.5
     y, dx, dw, _ = _autograd(x, dy, w, b, 1e-3, mean, var)
-    forward = reference.forward(x, w, b, running_mean=mean, running_var=var, training=False, eps=1e-3)
-    backward = reference.backward(dy, x, w, eps=1e-3, training=False, mean=mean, var=var)
+    forward = kernel_reference.forward(x, w, b, running_mean=mean, running_var=var, training=False, eps=1e-3)
+    backward = kernel_reference.backward(dy, x, w, eps=1e-3, training=False, mean=mean, var=var)
     for got, expected in ((forward.output, y), (backward.grad_input, dx), (backward.grad_weight, dw)):
         np.testing.assert_allclose(got, expected.detach(), rtol=0, atol=BOUND)
 
@@ -56,7 +56,7 @@ def test_running_statistics_equal_torch():
     x, _, _, _ = _tensors((4, 3, 5, 5))
     module = torch.nn.BatchNorm2d(3, momentum=0.3).double()
     module(x)
-    forward = reference.forward(x, running_mean=np.zeros(3), running_var=np.ones(3), momentum=0.3)
+    forward = kernel_reference.forward(x, running_mean=np.zeros(3), running_var=np.ones(3), momentum=0.3)
     np.testing.assert_allclose(forward.running_mean, module.running_mean, atol=BOUND)
     np.testing.assert_allclose(forward.running_var, module.running_var, atol=BOUND)
 
@@ -88,8 +88,8 @@ def test_group_gradients_are_the_derivative_of_the_group_forward(split, stats_mo
     expected = torch.autograd.grad(sum((y * dy).sum() for y, dy in zip(ys, dys)), xs)
 
     arrays = [x.detach().numpy() for x in xs]
-    forward = reference.group_forward(arrays, w, eps=1e-5, stats_mode=stats_mode)
-    backward = reference.group_backward([dy.numpy() for dy in dys], arrays, w, eps=1e-5, stats_mode=stats_mode)
+    forward = kernel_reference.group_forward(arrays, w, eps=1e-5, stats_mode=stats_mode)
+    backward = kernel_reference.group_backward([dy.numpy() for dy in dys], arrays, w, eps=1e-5, stats_mode=stats_mode)
     for rank in range(len(xs)):
         np.testing.assert_allclose(forward[rank].output, ys[rank].detach(), rtol=0, atol=BOUND)
         np.testing.assert_allclose(backward[rank].grad_input, expected[rank], rtol=0, atol=BOUND)
@@ -98,30 +98,32 @@ def test_group_gradients_are_the_derivative_of_the_group_forward(split, stats_mo
 def test_exact_group_equals_the_joint_batch():
     x, dy, w, b = _tensors((7, 3, 4))
     parts, grads = np.split(x.numpy(), [2, 2, 6]), np.split(dy.numpy(), [2, 2, 6])
-    joint = reference.forward(x, w, b, running_mean=np.zeros(3), running_var=np.ones(3))
-    group = reference.group_forward(parts, w, b, running_mean=np.zeros(3), running_var=np.ones(3))
+    joint = kernel_reference.forward(x, w, b, running_mean=np.zeros(3), running_var=np.ones(3))
+    group = kernel_reference.group_forward(parts, w, b, running_mean=np.zeros(3), running_var=np.ones(3))
     np.testing.assert_allclose(np.concatenate([part.output for part in group]), joint.output, atol=BOUND)
     for part in group:
         np.testing.assert_allclose(part.running_var, joint.running_var, atol=BOUND)
-    grad = reference.backward(dy, x, w)
-    parts_grad = reference.group_backward(grads, parts, w)
+    grad = kernel_reference.backward(dy, x, w)
+    parts_grad = kernel_reference.group_backward(grads, parts, w)
     np.testing.assert_allclose(np.concatenate([part.grad_input for part in parts_grad]), grad.grad_input, atol=BOUND)
     np.testing.assert_allclose(sum(part.grad_weight for part in parts_grad), grad.grad_weight, atol=BOUND)
 
 
 def test_all_processes_empty_leaves_the_statistics():
     empty = np.zeros((0, 2, 3))
-    for result in reference.group_forward([empty, empty], running_mean=[1.0, 2.0], running_var=[3.0, 4.0]):
+    for result in kernel_reference.group_forward([empty, empty], running_mean=[1.0, 2.0], running_var=[3.0, 4.0]):
         assert result.running_mean.tolist() == [1.0, 2.0]
         assert result.running_var.tolist() == [3.0, 4.0]
 
 
 def test_nhwc_backward_with_supplied_statistics():
     x, dy, w, _ = _tensors((2, 3, 4, 5))
-    statistics = reference.forward(x, eps=1e-3)
-    expected = reference.backward(dy, x, w, eps=1e-3)
+    statistics = kernel_reference.forward(x, eps=1e-3)
+    expected = kernel_reference.backward(dy, x, w, eps=1e-3)
     last = (0, 2, 3, 1)
-    got = reference.backward_nhwc(dy.permute(last), x.permute(last), w, statistics.mean, statistics.var, epsilon=1e-3)
+    got = kernel_reference.backward_nhwc(
+        dy.permute(last), x.permute(last), w, statistics.mean, statistics.var, epsilon=1e-3
+    )
     np.testing.assert_allclose(np.transpose(got.grad_input, (0, 3, 1, 2)), expected.grad_input, atol=BOUND)
     np.testing.assert_allclose(got.grad_weight, expected.grad_weight, atol=BOUND)
 
@@ -138,7 +140,7 @@ def test_nhwc_backward_with_supplied_statistics():
 )
 def test_nhwc_shape_errors_name_the_pair(arguments, pair):
     with pytest.raises(UsageError, match=pair):
-        reference.backward_nhwc(*(np.zeros(shape) for shape in arguments))
+        kernel_reference.backward_nhwc(*(np.zeros(shape) for shape in arguments))
 
 
 @pytest.mark.parametrize(
@@ -147,14 +149,16 @@ def test_nhwc_shape_errors_name_the_pair(arguments, pair):
 def test_two_collective_formulation(needs):
     x, dy, w, _ = _tensors((6, 3, 4))
     parts, grads = np.split(x.numpy(), [2, 5]), np.split(dy.numpy(), [2, 5])
-    statistics = reference.forward(x)
-    expected = reference.backward(dy, x, w)
-    reduced = [reference.reduce_backward(g, p, statistics.mean, statistics.invstd, needs) for g, p in zip(grads, parts)]
+    statistics = kernel_reference.forward(x)
+    expected = kernel_reference.backward(dy, x, w)
+    reduced = [
+        kernel_reference.reduce_backward(g, p, statistics.mean, statistics.invstd, needs) for g, p in zip(grads, parts)
+    ]
     count = 6 * 4
     mean_dy, mean_dy_xmu = (sum(getattr(part, name) for part in reduced) / count for name in ("sum_dy", "sum_dy_xmu"))
     if needs[0]:
         dx = [
-            reference.apply_backward(g, p, w, statistics.mean, statistics.invstd, mean_dy, mean_dy_xmu)
+            kernel_reference.apply_backward(g, p, w, statistics.mean, statistics.invstd, mean_dy, mean_dy_xmu)
             for g, p in zip(grads, parts)
         ]
         np.testing.assert_allclose(np.concatenate(dx), expected.grad_input, atol=BOUND)
@@ -169,45 +173,45 @@ def test_two_collective_formulation(needs):
 @pytest.mark.parametrize("stats_mode", ["exact", "default", "N"])
 def test_no_channels_at_all(stats_mode):
     x = np.zeros((2, 0, 3))
-    (forward,) = reference.group_forward([x], stats_mode=stats_mode)
-    (backward,) = reference.group_backward([x], [x], stats_mode=stats_mode)
+    (forward,) = kernel_reference.group_forward([x], stats_mode=stats_mode)
+    (backward,) = kernel_reference.group_backward([x], [x], stats_mode=stats_mode)
     assert forward.output.shape == backward.grad_input.shape == x.shape
 
 
 def test_errors():
     with pytest.raises(UsageError, match="rank 1"):
-        reference.forward(np.zeros(3))
+        kernel_reference.forward(np.zeros(3))
     with pytest.raises(UsageError, match="weight and input"):
-        reference.forward(np.zeros((2, 3)), np.zeros(2))
+        kernel_reference.forward(np.zeros((2, 3)), np.zeros(2))
     with pytest.raises(UsageError, match="running_mean and running_var"):
-        reference.forward(np.zeros((2, 3)), training=False)
+        kernel_reference.forward(np.zeros((2, 3)), training=False)
     with pytest.raises(UsageError, match="stats_mode"):
-        reference.group_forward([np.zeros((2, 3))], stats_mode="none")
+        kernel_reference.group_forward([np.zeros((2, 3))], stats_mode="none")
 
 
 def test_constant_channel_without_eps_gives_the_bias():
-    result = reference.forward(np.full((4, 1), 7.0), [2.0], [3.0], eps=0.0)
+    result = kernel_reference.forward(np.full((4, 1), 7.0), [2.0], [3.0], eps=0.0)
     assert result.invstd.tolist() == [0.0]
     assert result.output.ravel().tolist() == [3.0] * 4
 
 
 def test_statistics_are_given_whole_or_computed():
     x, dy, w, _ = _tensors((4, 3, 5))
-    own = reference.group_backward([dy], [x], w)[0]
+    own = kernel_reference.group_backward([dy], [x], w)[0]
     for given in ({"means": np.zeros(3)}, {"variances": np.ones(3)}):
-        assert np.array_equal(reference.group_backward([dy], [x], w, **given)[0].grad_input, own.grad_input)
+        assert np.array_equal(kernel_reference.group_backward([dy], [x], w, **given)[0].grad_input, own.grad_input)
 
 
 def test_nhwc_backward_of_one_value_a_channel():
     x, dy = np.array([[[[1.0, -2.0]]]]), np.array([[[[3.0, 5.0]]]])
     one = np.ones(2)
-    assert np.array_equal(reference.backward_nhwc(dy, x, one, x[0, 0, 0], 0 * one).grad_input, np.zeros_like(x))
-    by_default = reference.backward_nhwc(dy, x, one, 0 * one, one).grad_weight
+    assert np.array_equal(kernel_reference.backward_nhwc(dy, x, one, x[0, 0, 0], 0 * one).grad_input, np.zeros_like(x))
+    by_default = kernel_reference.backward_nhwc(dy, x, one, 0 * one, one).grad_weight
     np.testing.assert_allclose(by_default, (dy * x)[0, 0, 0] / np.sqrt(1.001), rtol=1e-15)
 
 
 def test_the_second_half_of_the_backward_without_a_weight():
     x, dy, _, _ = _tensors((4, 3, 5))
     vectors = np.arange(12.0).reshape(4, 3)
-    got = reference.apply_backward(dy, x, None, *vectors)
-    assert np.array_equal(got, reference.apply_backward(dy, x, np.ones(3), *vectors))
+    got = kernel_reference.apply_backward(dy, x, None, *vectors)
+    assert np.array_equal(got, kernel_reference.apply_backward(dy, x, np.ones(3), *vectors))

@@ -12,7 +12,7 @@ import torch
 
 import bnexport
 from bnexport.runtime import engine
-from bnexport.training.building import kinks
+from bnexport.training import step
 
 Reached = Callable[[Mapping[str, np.ndarray], Sequence[torch.Tensor]], list[np.ndarray | None]]
 
@@ -20,10 +20,10 @@ Reached = Callable[[Mapping[str, np.ndarray], Sequence[torch.Tensor]], list[np.n
 def export(*arguments: Any, **options: Any) -> tuple[Any, Reached]:
     """bnexport.export_training_step(...), and a function of state and batch: what reaches kinks in its graph, in order."""
     taken: list[ir.Value] = []
-    take = kinks.take
-    with mock.patch.object(kinks, "take", lambda model: taken.extend(take(model)) or list(taken)):
+    take = step.take
+    with mock.patch.object(step, "take", lambda model: taken.extend(take(model)) or list(taken)):
         result = bnexport.export_training_step(*arguments, **options)
-    names = kinks.names(result.model, taken)
+    names = step.kink_names(result.model, taken)
     model = ir.from_proto(ir.to_proto(result.model))
     made = {value.name: value for node in model.graph for value in node.outputs}
     model.graph.outputs[:] = [made[name] for name in dict.fromkeys(names) if name]
@@ -31,7 +31,7 @@ def export(*arguments: Any, **options: Any) -> tuple[Any, Reached]:
     def reached(state: Mapping[str, np.ndarray], batch: Sequence[torch.Tensor]) -> list[np.ndarray | None]:
         if not model.graph.outputs:
             return []
-        runtime = engine.open(model, options=engine.session_options(True))
+        runtime = engine.open(model, options=engine.default_options(True))
         feeds = {**state, **dict(zip(result.inputs, (tensor.numpy() for tensor in batch))), "lr": np.array(0.0)}
         got = dict(zip(runtime.outputs, runtime.run({name: feeds[name] for name in runtime.inputs}, runtime.outputs)))
         return [got.get(name) for name in names]

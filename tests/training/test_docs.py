@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bnexport.training.building.dropout import TRANSLATIONS
+from bnexport.training.dropout import TRANSLATIONS
 from bnexport.training.translations import translation_table
 
 ROOT = Path(__file__).parents[2]

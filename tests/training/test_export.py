@@ -13,11 +13,11 @@ from torch import nn
 import bnexport
 from bnexport import model_io, tolerances
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
+from bnexport.training import verification
 from bnexport.training.api import TrainingExportResult
-from bnexport.training.building import verification
-from bnexport.training.building.optimizers import make_optimizer
-from bnexport.training.building.problem import Problem
-from bnexport.training.building.step import Step
+from bnexport.training.optimizers import make_optimizer
+from bnexport.training.problem import Problem
+from bnexport.training.step import Step
 from tests.training.torch_step import torch_step
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import bnexport
-from bnexport.training.building import verification
-from bnexport.training.building.activations import makers
+from bnexport.training import verification
+from bnexport.training.description import makers
 from tests.training import faults
 from tests.training.networks import NETWORKS
 

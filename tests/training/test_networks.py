@@ -22,7 +22,7 @@ import torch
 
 import bnexport
 from bnexport import model_io, tolerances
-from bnexport.training.building import kinks
+from bnexport.training import step
 from models.deep_resnet import resnet50
 from tests.support.checks import needs_training_step
 from tests.training import following
@@ -93,13 +93,13 @@ def test_a_step_is_as_close_to_float64_as_torchs(network, optimizer, cpu_kernels
     tensors = defaultdict(list)
     for draw, size in itertools.product(range(DRAWS), (4, 5, 3)):
         state, batch = state_of(session, tmp_path), net.batch(size, 10 * draw + size)
-        recorder = kinks.Recorder()
+        recorder = step.Recorder()
         arguments = (model, net.loss, optimizer, options, state, batch)
         with recorder:
             single = torch_step(*arguments, torch.float32)
         exact = {}
         for whose, values in (("ours", reached(state, batch)), ("own", [value.numpy() for value in recorder.values])):
-            with kinks.Follower(values, batch):
+            with step.Follower(values, batch):
                 exact[whose] = torch_step(*arguments, torch.float64)
         loss = session.step([tensor.numpy() for tensor in batch])
         got = {**state_of(session, tmp_path), "loss": np.array(loss)}

@@ -10,7 +10,7 @@ from torch import nn
 
 import bnexport
 from bnexport.errors import UnsupportedModelError
-from bnexport.training.building import verification
+from bnexport.training import verification
 
 IMAGES, LABELS = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3, 4, 0])
 

@@ -24,7 +24,7 @@ import onnx.numpy_helper
 
 from bnexport import tolerances, verify
 from bnexport.folding import fold
-from bnexport.folding.reporting.report import FoldReport
+from bnexport.folding.report import FoldReport
 from bnexport.tolerances import UNIT_ROUNDOFF
 from tests.folding.test_random_graphs import PIECES, Builder, build
 from tests.forms.engine import Engine, Refused

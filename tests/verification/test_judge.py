@@ -11,8 +11,8 @@ import torch
 
 from bnexport.errors import UnsupportedModelError, VerificationError
 from bnexport.runtime.engine import EngineFailure, failures
-from bnexport.verification.inputs.feeds import FeedGroup
-from bnexport.verification.inputs.smaller_inputs import SCALES
+from bnexport.verification.comparison import SCALES
+from bnexport.verification.inputs import FeedGroup
 from bnexport.verification.judge import Rules, judge
 from bnexport.verification.verdict import Verification
 

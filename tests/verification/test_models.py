@@ -13,12 +13,12 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-import bnexport.folding.editing.plan
+import bnexport.folding.plan
 from bnexport.errors import VerificationError
 from bnexport.folding import FoldResult, fold, verify
 from bnexport.model_io import from_proto, load, save
 from bnexport.verification import worker
-from bnexport.verification.isolated_process import PROCESS, ProcessFailure
+from bnexport.verification.process import PROCESS, ProcessFailure
 from tests.support import warm
 from tests.support.onnx_text import batch_norm, model, parameters
 
@@ -41,7 +41,7 @@ def trap(channel, message, descriptors=()):
         {statement}
 worker.send = trap
 worker.main(sys.argv[2])"""
-        monkeypatch.setattr("bnexport.verification.isolated_process._START", start.format(body))
+        monkeypatch.setattr("bnexport.verification.process._START", start.format(body))
 
     yield patch
     PROCESS.close()
@@ -104,7 +104,7 @@ def test_the_process_is_kept_and_replaced() -> None:
 
 def test_the_process_ends_with_its_parent() -> None:
     code = (
-        "from bnexport.folding import verify; from bnexport.verification.isolated_process import PROCESS;"
+        "from bnexport.folding import verify; from bnexport.verification.process import PROCESS;"
         "import onnx.parser as p, os;"
         "m = p.parse_model('<ir_version: 8, opset_import: [\"\": 17]> g (float[2] x) => (float[2] y) { y = Relu (x) }');"
         "assert verify(m, m).passed; print(PROCESS._process.pid, flush=True); os._exit(0)"
@@ -283,9 +283,9 @@ class TestSmallerInputs:
         assert (again.status, again.input_scale) == ("passed", scale)
 
     def test_a_wrong_fold_is_found_on_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = bnexport.folding.editing.plan.scale_small
+        real = bnexport.folding.plan.scale_small
         monkeypatch.setattr(
-            "bnexport.folding.editing.plan.scale_small",
+            "bnexport.folding.plan.scale_small",
             lambda weight, factor, *rest: real(weight, factor * 1.001, *rest),
         )
         with pytest.raises(VerificationError, match="output 'y': differs by"):
@@ -327,9 +327,9 @@ class TestSmallerInputs:
             f = Add (x, o)
             z = Conv (f, w)
             y = BatchNormalization (z, p_s, p_b, p_m, p_v) }"""
-        real = bnexport.folding.editing.plan.scale_small
+        real = bnexport.folding.plan.scale_small
         monkeypatch.setattr(
-            "bnexport.folding.editing.plan.scale_small", lambda weight, by, *rest: real(weight, by * factor, *rest)
+            "bnexport.folding.plan.scale_small", lambda weight, by, *rest: real(weight, by * factor, *rest)
         )
         proto = model(body, {"w": (8, 6, 3, 3), **batch_norm("p", 8)}, values={"p_b": np.full(8, 1e4, np.float32)})
         result = fold(proto, verify="whole").report.verification

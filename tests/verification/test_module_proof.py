@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import bnexport
-from bnexport.sync_bn.copies import copy_model
-from bnexport.verification.torch_modules.proof import ModuleFold, prove_module
+from bnexport.modules.copies import copy_model
+from bnexport.verification.module_proof import ModuleFold, prove_module
 from bnexport.verification.verdict import Verification
 
 

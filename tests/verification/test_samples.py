@@ -9,8 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from bnexport.folding import fold, verify
-from bnexport.verification.inputs.further_sets import find_further
-from bnexport.verification.inputs.integer_inputs import find_ranges
+from bnexport.verification.inputs import find_further, find_ranges
 from bnexport.verification.verdict import Verification
 from tests.support.onnx_text import batch_norm, model
 

@@ -7,8 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from bnexport.folding import verify
-from bnexport.verification.probing.parts import find_parted
-from bnexport.verification.probing.separating import without_masked
+from bnexport.verification.probing import find_parted, without_masked
 from tests.support.onnx_text import model
 
 NUMBERS = {

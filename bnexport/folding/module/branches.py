@@ -21,14 +21,13 @@ import torch
 from torch import fx, nn
 
 from bnexport.folding.affine import ChannelAffine, round_vector
+from bnexport.folding.branches.collapse import Cost, Evaluated, check_cost
+from bnexport.folding.branches.windows import Kernel, Window
 from bnexport.folding.module import layers
-from bnexport.folding.module.tensors import from_numpy, to_numpy
-from bnexport.folding.module.tracing import Trace, Zero, is_plain_batch_norm
-from bnexport.folding.parallel.evaluate import Cost, Evaluated, check_cost
-from bnexport.folding.parallel.kernels import Kernel, Window
-from bnexport.folding.reporting.report import SiteReport
+from bnexport.folding.module.layers import Trace, Zero, from_numpy, is_plain_batch_norm, to_numpy
+from bnexport.folding.report import SiteReport
 from bnexport.folding.rules.parallel import NAME
-from bnexport.graph.refusal import Refused
+from bnexport.graph.nodes import Refused
 from bnexport.torch_versions import BatchNormBase
 
 _CONVS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Iterable
 
 from bnexport.errors import UsageError
-from bnexport.folding.placing.search import Rule
+from bnexport.folding.placing import Rule
 
 
 def _all() -> tuple[Rule, ...]:

@@ -15,9 +15,8 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine, along
 from bnexport.folding.context import Context
-from bnexport.folding.placing.search import Rule, Search
-from bnexport.graph.nodes import get_int, label, only_attributes
-from bnexport.graph.refusal import Refused
+from bnexport.folding.placing import Rule, Search
+from bnexport.graph.nodes import Refused, get_int, label, only_attributes
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:

@@ -19,10 +19,9 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
-from bnexport.folding.placing.search import Rule, Search
+from bnexport.folding.placing import Rule, Search
 from bnexport.graph.constants import Described
-from bnexport.graph.nodes import get_int, get_ints, get_string, input_at, only_attributes
-from bnexport.graph.refusal import Refused
+from bnexport.graph.nodes import Refused, get_int, get_ints, get_string, input_at, only_attributes
 
 _ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 

@@ -16,11 +16,10 @@ import math
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
-from bnexport.folding.placing.search import Rule, Search
+from bnexport.folding.placing import Rule, Search
 from bnexport.folding.rules.conv import add_to_bias, grouped, map_bias
 from bnexport.graph.constants import Described
-from bnexport.graph.nodes import get_ints, get_string
-from bnexport.graph.refusal import Refused
+from bnexport.graph.nodes import Refused, get_ints, get_string
 
 _ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "output_padding", "output_shape", "pads", "strides")
 

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
-from bnexport.folding.placing.search import Rule, Search
+from bnexport.folding.placing import Rule, Search
 from bnexport.folding.rules.conv import grouped, map_bias
-from bnexport.graph.refusal import Refused
+from bnexport.graph.nodes import Refused
 
 
 class _Deformable(NamedTuple):

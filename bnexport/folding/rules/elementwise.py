@@ -25,11 +25,10 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
-from bnexport.folding.placing.search import Rule, Search
-from bnexport.folding.reading.elementwise import SUMS
-from bnexport.folding.reading.site import keeps_channels
-from bnexport.graph.nodes import input_at, label, only_attributes
-from bnexport.graph.refusal import Refused
+from bnexport.folding.placing import Rule, Search
+from bnexport.folding.reading import SUMS
+from bnexport.folding.sites import keeps_channels
+from bnexport.graph.nodes import Refused, input_at, label, only_attributes
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:

@@ -14,10 +14,9 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
-from bnexport.folding.placing.search import Rule, Search
+from bnexport.folding.placing import Rule, Search
 from bnexport.graph.constants import Described
-from bnexport.graph.nodes import get_flag, get_float, input_at, only_attributes
-from bnexport.graph.refusal import Refused
+from bnexport.graph.nodes import Refused, get_flag, get_float, input_at, only_attributes
 
 _ATTRIBUTES = ("alpha", "beta", "transA", "transB")
 

@@ -19,14 +19,12 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine, along
-from bnexport.folding.context import Context
-from bnexport.folding.editing.edits import Addend
-from bnexport.folding.placing.search import Rule, Search
-from bnexport.folding.reading.elementwise import data_and_constants
-from bnexport.folding.reading.site import sole_use
+from bnexport.folding.context import Addend, Context
+from bnexport.folding.placing import Rule, Search
+from bnexport.folding.reading import data_and_constants
+from bnexport.folding.sites import sole_use
 from bnexport.graph.constants import Described
-from bnexport.graph.nodes import input_at, is_standard, label, only_attributes
-from bnexport.graph.refusal import Refused
+from bnexport.graph.nodes import Refused, input_at, is_standard, label, only_attributes
 
 # One for each axis of "...", counted from the last.
 _BATCH = "0123456789"

@@ -18,10 +18,9 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine, along
-from bnexport.folding.placing.search import Rule, Search
-from bnexport.folding.reading.batch_norm import read_batch_norm
-from bnexport.graph.nodes import get_int, input_at, label, only_attributes
-from bnexport.graph.refusal import Refused
+from bnexport.folding.placing import Rule, Search
+from bnexport.folding.reading import read_batch_norm
+from bnexport.graph.nodes import Refused, get_int, input_at, label, only_attributes
 
 _LAST = ("LayerNormalization", "RMSNormalization")
 _ATTRIBUTES = {

@@ -12,10 +12,9 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
-from bnexport.folding.placing.search import Rule, Search
-from bnexport.folding.reading.pads import read_fill, read_pads
-from bnexport.graph.nodes import get_string, input_at, label
-from bnexport.graph.refusal import Refused
+from bnexport.folding.placing import Rule, Search
+from bnexport.folding.reading import read_fill, read_pads
+from bnexport.graph.nodes import Refused, get_string, input_at, label
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:

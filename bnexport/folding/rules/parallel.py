@@ -3,13 +3,13 @@
     x -> Conv(W1) -> map, x -> Conv(W2) -> map, x -> map -> sum    =    x -> Conv(W)
 
 Each branch is a Conv, a batch norm or another per-channel map, x itself, an average pool, Gemm or MatMul, so that their sum
-is one linear map of x. The algebra is in `folding/parallel/kernels.py`; this file gives it the name by which it is chosen,
+is one linear map of x. The algebra is in `folding/branches/windows.py`; this file gives it the name by which it is chosen,
 since it is no rule for one operator.
 """
 
 from __future__ import annotations
 
-from bnexport.folding.placing.search import Rule
+from bnexport.folding.placing import Rule
 
 NAME = "parallel"
 

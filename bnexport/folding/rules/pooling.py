@@ -19,10 +19,9 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
-from bnexport.folding.placing.search import Rule, Search
+from bnexport.folding.placing import Rule, Search
 from bnexport.folding.rules.conv import padded
-from bnexport.graph.nodes import get_flag, get_ints, input_at, label, only_attributes, used
-from bnexport.graph.refusal import Refused
+from bnexport.graph.nodes import Refused, get_flag, get_ints, input_at, label, only_attributes, used
 
 _ATTRIBUTES = {
     "AveragePool": ("auto_pad", "ceil_mode", "count_include_pad", "dilations", "kernel_shape", "pads", "strides"),

@@ -11,9 +11,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
-from bnexport.folding.placing.search import Rule, Search
-from bnexport.graph.nodes import get_float, input_at, label, only_attributes
-from bnexport.graph.refusal import Refused
+from bnexport.folding.placing import Rule, Search
+from bnexport.graph.nodes import Refused, get_float, input_at, label, only_attributes
 
 _ATTRIBUTES = {"Relu": ("consumed_inputs",), "LeakyRelu": ("alpha", "consumed_inputs"), "PRelu": ("consumed_inputs",)}
 

@@ -26,10 +26,9 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
-from bnexport.folding.placing.search import Rule, Search
-from bnexport.folding.reading.site import sole_use
-from bnexport.graph.nodes import get_flag, get_int, get_ints, input_at, is_standard, label, only_attributes
-from bnexport.graph.refusal import Refused
+from bnexport.folding.placing import Rule, Search
+from bnexport.folding.sites import sole_use
+from bnexport.graph.nodes import Refused, get_flag, get_int, get_ints, input_at, is_standard, label, only_attributes
 from bnexport.graph.shapes import Shape
 
 

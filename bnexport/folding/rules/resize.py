@@ -16,9 +16,8 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
-from bnexport.folding.placing.search import Rule, Search
-from bnexport.graph.nodes import get_float, get_ints, get_string, input_at, label, only_attributes
-from bnexport.graph.refusal import Refused
+from bnexport.folding.placing import Rule, Search
+from bnexport.graph.nodes import Refused, get_float, get_ints, get_string, input_at, label, only_attributes
 
 _MODES = ("nearest", "linear", "bilinear", "cubic")
 _ATTRIBUTES = (

@@ -11,9 +11,8 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
-from bnexport.folding.placing.search import Rule, Search
-from bnexport.graph.nodes import get_int, input_at, label, only_attributes, used
-from bnexport.graph.refusal import Refused
+from bnexport.folding.placing import Rule, Search
+from bnexport.graph.nodes import Refused, get_int, input_at, label, only_attributes, used
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:

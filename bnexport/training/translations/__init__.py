@@ -18,23 +18,9 @@ from typing import Any
 import torch
 
 from bnexport import torch_versions
-from bnexport.exporting import index_put
+from bnexport.exporting import dynamo
 from bnexport.sync_bn import operators
-from bnexport.training.translations import (
-    activations,
-    attention,
-    average_pooling,
-    convolution,
-    cpu_kernels,
-    interpolation,
-    linear_maps,
-    losses,
-    max_pooling,
-    memory,
-    reductions,
-    scalars,
-    softmax,
-)
+from bnexport.training.translations import attention, convolution, cpu_kernels, pointwise, pools, resampling
 from bnexport.training.translations.batch_norm import BatchNorm
 
 __all__ = ["decompositions", "translation_table"]
@@ -44,48 +30,48 @@ _ATEN = torch.ops.aten
 _PADDINGS: dict[torch_versions.Operator, Callable[..., Any]] = {}
 for _kind, _torchs, _onnxs in (("reflection", "reflect", "reflect"), ("replication", "replicate", "edge")):
     for _name in (f"{_kind}_pad{_rank}d" for _rank in (1, 2, 3)):
-        _forward = functools.partial(linear_maps.padding, name=_name, mode=_torchs, onnx_mode=_onnxs)
-        _backward = functools.partial(linear_maps.padding_backward, name=_name, mode=_torchs)
+        _forward = functools.partial(resampling.padding, name=_name, mode=_torchs, onnx_mode=_onnxs)
+        _backward = functools.partial(resampling.padding_backward, name=_name, mode=_torchs)
         _PADDINGS |= {getattr(_ATEN, _name).default: _forward, getattr(_ATEN, f"{_name}_backward").default: _backward}
 
 _TRANSLATIONS: dict[torch_versions.Operator, Callable[..., Any]] = {
     _ATEN.convolution_backward.default: convolution.convolution_backward,
-    _ATEN.max_pool2d_with_indices.default: max_pooling.max_pool_with_indices,
-    _ATEN.max_pool3d_with_indices.default: max_pooling.max_pool_with_indices,
-    _ATEN.max_pool2d_with_indices_backward.default: max_pooling.max_pool_backward,
-    _ATEN.max_pool3d_with_indices_backward.default: max_pooling.max_pool_backward,
-    _ATEN.adaptive_max_pool2d.default: max_pooling.adaptive_max_pool,
-    _ATEN.adaptive_max_pool3d.default: max_pooling.adaptive_max_pool,
-    _ATEN.adaptive_max_pool2d_backward.default: max_pooling.max_pool_backward,
-    _ATEN.adaptive_max_pool3d_backward.default: max_pooling.max_pool_backward,
-    _ATEN.avg_pool2d.default: average_pooling.avg_pool,
-    _ATEN.avg_pool3d.default: average_pooling.avg_pool,
-    _ATEN.avg_pool2d_backward.default: linear_maps.avg_pool_backward,
-    _ATEN.avg_pool3d_backward.default: linear_maps.avg_pool_backward,
-    _ATEN._adaptive_avg_pool2d.default: linear_maps.adaptive_avg_pool,
-    _ATEN._adaptive_avg_pool3d.default: linear_maps.adaptive_avg_pool,
-    _ATEN._adaptive_avg_pool2d_backward.default: linear_maps.adaptive_avg_pool_backward,
-    _ATEN._adaptive_avg_pool3d_backward.default: linear_maps.adaptive_avg_pool_backward,
+    _ATEN.max_pool2d_with_indices.default: pools.max_pool_with_indices,
+    _ATEN.max_pool3d_with_indices.default: pools.max_pool_with_indices,
+    _ATEN.max_pool2d_with_indices_backward.default: pools.max_pool_backward,
+    _ATEN.max_pool3d_with_indices_backward.default: pools.max_pool_backward,
+    _ATEN.adaptive_max_pool2d.default: pools.adaptive_max_pool,
+    _ATEN.adaptive_max_pool3d.default: pools.adaptive_max_pool,
+    _ATEN.adaptive_max_pool2d_backward.default: pools.max_pool_backward,
+    _ATEN.adaptive_max_pool3d_backward.default: pools.max_pool_backward,
+    _ATEN.avg_pool2d.default: pools.avg_pool,
+    _ATEN.avg_pool3d.default: pools.avg_pool,
+    _ATEN.avg_pool2d_backward.default: resampling.avg_pool_backward,
+    _ATEN.avg_pool3d_backward.default: resampling.avg_pool_backward,
+    _ATEN._adaptive_avg_pool2d.default: resampling.adaptive_avg_pool,
+    _ATEN._adaptive_avg_pool3d.default: resampling.adaptive_avg_pool,
+    _ATEN._adaptive_avg_pool2d_backward.default: resampling.adaptive_avg_pool_backward,
+    _ATEN._adaptive_avg_pool3d_backward.default: resampling.adaptive_avg_pool_backward,
     **_PADDINGS,
-    _ATEN.unfold_backward.default: linear_maps.unfold_backward,
-    interpolation.interpolate: interpolation.translate,
-    interpolation.interpolate_backward: interpolation.translate_backward,
+    _ATEN.unfold_backward.default: resampling.unfold_backward,
+    resampling.interpolate: resampling.translate,
+    resampling.interpolate_backward: resampling.translate_backward,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default: attention.attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: attention.attention_backward,
-    _ATEN.threshold_backward.default: activations.threshold_backward,
-    _ATEN.hardtanh_backward.default: activations.hardtanh_backward,
-    _ATEN.silu_backward.default: activations.silu_backward,
-    _ATEN.mish_backward.default: activations.mish_backward,
-    _ATEN.nll_loss_forward.default: losses.nll_loss_forward,
-    _ATEN.nll_loss2d_forward.default: losses.nll_loss_forward,
-    _ATEN._softmax.default: softmax.softmax,
-    _ATEN._log_softmax.default: softmax.log_softmax,
-    _ATEN.sum.default: reductions.whole("ReduceSum"),
-    _ATEN.mean.default: reductions.whole("ReduceMean"),
-    _ATEN.empty_permuted.default: memory.empty_permuted,
-    _ATEN.mul.Scalar: scalars.with_scalar("Mul"),
-    _ATEN.div.Scalar: scalars.with_scalar("Div"),
-    _ATEN.pow.Tensor_Scalar: scalars.power,
+    _ATEN.threshold_backward.default: pointwise.threshold_backward,
+    _ATEN.hardtanh_backward.default: pointwise.hardtanh_backward,
+    _ATEN.silu_backward.default: pointwise.silu_backward,
+    _ATEN.mish_backward.default: pointwise.mish_backward,
+    _ATEN.nll_loss_forward.default: pointwise.nll_loss_forward,
+    _ATEN.nll_loss2d_forward.default: pointwise.nll_loss_forward,
+    _ATEN._softmax.default: pointwise.softmax,
+    _ATEN._log_softmax.default: pointwise.log_softmax,
+    _ATEN.sum.default: pointwise.whole("ReduceSum"),
+    _ATEN.mean.default: pointwise.whole("ReduceMean"),
+    _ATEN.empty_permuted.default: pointwise.empty_permuted,
+    _ATEN.mul.Scalar: pointwise.with_scalar("Mul"),
+    _ATEN.div.Scalar: pointwise.with_scalar("Div"),
+    _ATEN.pow.Tensor_Scalar: pointwise.power,
 }
 
 
@@ -96,7 +82,7 @@ def translation_table(
 
     standard_ops_only: batch norm in standard ONNX operators instead of MMCVSyncBatchNorm and
     MMCVSyncBatchNormGrad, for runtimes that cannot load the custom-op library. with_cpu_kernels: the
-    operators of bnexport/training/building/contract.py where they serve.
+    operators of bnexport/training/contract.py where they serve.
     """
     norm = BatchNorm(standard_ops_only)
     plain = {**_TRANSLATIONS, **(cpu_kernels.TRANSLATIONS if with_cpu_kernels else {})}
@@ -128,5 +114,5 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
             for target, function in torch.export.default_decompositions().items()
             if target not in translated
         },
-        **index_put.DECOMPOSITIONS,
+        **dynamo.DECOMPOSITIONS,
     }

@@ -14,14 +14,291 @@ gradient is dw with the roles of input and gradient exchanged.
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from bnexport.errors import UnsupportedModelError
-from bnexport.training.translations.geometry import Geometry
-from bnexport.training.translations.input_gradient import input_gradient
-from bnexport.training.translations.values import crop, ints, only_needed, op, sizes, spread, static_sizes
-from bnexport.training.translations.weight_gradient import weight_gradient
+from bnexport.training.translations.values import crop, ints, only_needed, op, reshape, sizes, spread, static_sizes
+
+# The sizes of a convolution.
+
+# Forms with one node for each kernel position stop here: a graph should not hold thousands.
+MANY_TAPS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """x (N, channels, *extents), g (N, outputs, *plane), dw (outputs, channels / groups, *kernel)."""
+
+    channels: int
+    outputs: int
+    extents: tuple[int, ...]
+    plane: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def rank(self) -> int:
+        return len(self.kernel)
+
+    @property
+    def spatial(self) -> list[int]:
+        return list(range(2, self.rank + 2))
+
+
+# Gradient of a convolution by its input, in the form that ONNX Runtime computes fastest.
+#
+#     dx[n, c, y] = sum over o, k, i with s i + d k - p = y of  w[o, c, k] g[n, o, i]
+#
+# `choose` picks the form by the shapes. CPU time of each, one thread, as a multiple of torch's
+# (benchmarks/bench_conv_gradient.py):
+#
+#     form         what it is                                 dense 3x3    8 x 8 and less    1x1          depthwise
+#     TRANSPOSED   ConvTranspose of g                         1.0 - 1.3    1.8 - 2.0         0.3 - 0.9    1.4 - 5.3
+#     TURNED       Conv of g, the kernel turned around        1.2 - 1.4    2.2 - 2.7         0.2 - 0.6    1.6 - 4.9
+#     SUMMED       one product for all images, taps added     1.5 - 1.8    1.3 - 1.4         0.1 - 1.5
+#
+# ConvTranspose multiplies image by image and group by group: bad for small images and many groups.
+# TURNED and SUMMED want a stride of 1. What lost for larger strides: zeros put into g (2.6 - 9.5), a Conv for each
+# phase of the output (1.0 - 3.5; ConvTranspose 0.3 - 1.4 dense, 1.3 - 4.9 depthwise). For a stride of 1:
+# Col2Im after a product (1.1 - 3.8), taps of g gathered for one product (1.3 - 3.0), products added one to the next
+# (1.5 - 2.0); depthwise, taps times weights channels last (4.3 - 14) and products with banded matrices (2.5 - 14).
+
+_SMALL_PLANE = 64
+
+
+class InputGradientForm(enum.Enum):
+    TRANSPOSED = "transposed"
+    TURNED = "turned"
+    SUMMED = "summed"
+
+
+def input_form_fits(shape: Geometry, form: InputGradientForm) -> bool:
+    if form is InputGradientForm.TRANSPOSED:
+        return True
+    if any(s > 1 for s in shape.stride):
+        return False
+    if form is InputGradientForm.TURNED:
+        return all(p <= d * (k - 1) for p, d, k in zip(shape.padding, shape.dilation, shape.kernel))
+    return shape.groups == 1 and math.prod(shape.kernel) <= MANY_TAPS
+
+
+def choose_input_form(shape: Geometry) -> InputGradientForm:
+    """Choose the form for a shape; a pure function, so that a graph is the same on every machine."""
+    if input_form_fits(shape, InputGradientForm.TURNED) and (math.prod(shape.kernel) == 1 or shape.groups > 1):
+        return InputGradientForm.TURNED
+    if input_form_fits(shape, InputGradientForm.SUMMED) and math.prod(shape.plane) <= _SMALL_PLANE:
+        return InputGradientForm.SUMMED
+    return InputGradientForm.TRANSPOSED
+
+
+def input_gradient(g: Any, weight: Any, shape: Geometry, form: InputGradientForm | None = None) -> Any:
+    """Compute dx (N, channels, *extents) of g (N, outputs, *plane) and weight (outputs, channels / groups, *kernel)."""
+    function = {
+        InputGradientForm.TRANSPOSED: _transposed,
+        InputGradientForm.TURNED: _turned,
+        InputGradientForm.SUMMED: _summed,
+    }[form or choose_input_form(shape)]
+    return function(g, weight, shape)
+
+
+def _transposed(g: Any, weight: Any, shape: Geometry) -> Any:
+    axes = zip(shape.extents, shape.plane, shape.kernel, shape.stride, shape.padding, shape.dilation)
+    return op.ConvTranspose(
+        g,
+        weight,
+        strides=shape.stride,
+        pads=shape.padding * 2,
+        dilations=shape.dilation,
+        # What the forward's division by the stride left over at the end of each dimension.
+        output_padding=[x - ((i - 1) * s - 2 * p + d * (k - 1) + 1) for x, i, k, s, p, d in axes],
+        group=shape.groups,
+    )
+
+
+def _turned(g: Any, weight: Any, shape: Geometry) -> Any:
+    ends = [d * (k - 1) - p for p, d, k in zip(shape.padding, shape.dilation, shape.kernel)]
+    kernel = _exchanged(weight, shape)
+    if math.prod(shape.kernel) > 1:
+        backwards = [-1] * shape.rank
+        before_start = [-k - 1 for k in shape.kernel]
+        kernel = op.Slice(kernel, ints(backwards), ints(before_start), ints(shape.spatial), ints(backwards))
+    return op.Conv(g, kernel, pads=ends * 2, dilations=shape.dilation, group=shape.groups)
+
+
+def _exchanged(weight: Any, shape: Geometry) -> Any:
+    """Swap the first two axes within groups: (O, C / G, *K) becomes (C, O / G, *K)."""
+    groups = shape.groups
+    ins, outs = shape.channels // groups, shape.outputs // groups
+    if ins == outs == 1:
+        return weight
+    split = reshape(weight, [groups, outs, ins, *shape.kernel])
+    exchanged = op.Transpose(split, perm=[0, 2, 1, *(axis + 1 for axis in shape.spatial)])
+    return reshape(exchanged, [shape.channels, outs, *shape.kernel])
+
+
+def _summed(g: Any, weight: Any, shape: Geometry) -> Any:
+    """Multiply g (N *plane, O) by weight (O, *K C), then add each tap's (N, *plane, C) at its position."""
+    taps = math.prod(shape.kernel)
+    rows = reshape(op.Transpose(g, perm=[0, *shape.spatial, 1]), [-1, shape.outputs])
+    columns = reshape(op.Transpose(weight, perm=[0, *shape.spatial, 1]), [shape.outputs, taps * shape.channels])
+    product = reshape(op.Gemm(rows, columns), [-1, *shape.plane, taps, shape.channels])
+    moved = []
+    for index, position in enumerate(itertools.product(*(range(k) for k in shape.kernel))):
+        tap = op.Squeeze(
+            op.Slice(product, ints([index]), ints([index + 1]), ints([shape.rank + 1])), ints([shape.rank + 1])
+        )
+        # A negative padding crops.
+        starts = [k * d - p for k, d, p in zip(position, shape.dilation, shape.padding)]
+        ends = [x - i - start for x, i, start in zip(shape.extents, shape.plane, starts)]
+        moved.append(op.Pad(tap, ints([0, *starts, 0, 0, *ends, 0])))
+    return op.Transpose(op.Sum(*moved), perm=[0, shape.rank + 1, *range(1, shape.rank + 1)])
+
+
+# Gradient of a convolution by its weight, in the form that ONNX Runtime computes fastest.
+#
+#     dw[o, c, k] = sum_n,i  g[n, o, i] x[n, c, s i + d k - p]
+#
+# ONNX has no operator for it. A tap is what one kernel position k sees of x: its values at s i + d k - p
+# for all i. `choose` picks the form by the shapes. CPU time of each, one thread, as a multiple of torch's
+# (benchmarks/bench_conv_gradient.py):
+#
+#     form         what it is                                   3x3 dense    1x1          3x3 depthwise
+#     TAPS         for each tap a product (O, N i) (N i, C)     0.9 - 1.2    0.9 - 1.5
+#     DEPTHWISE    for each tap the sum of tap * g                                        2.2 - 4.1
+#     PRODUCTS     for each n a product g x^T, then their sum                0.4 - 0.8, small planes 1.4 - 3.4
+#     CONVOLUTION  Conv of x^T with g as its kernel             1.3 - 2.5    2.1 - 5.8    4.3 - 8.5
+#
+# CONVOLUTION is the general form, and the better one for a few channels: 7x7 from 3 channels 1.5 (TAPS
+# 5.6), 3x3 from 3 channels 2.2 (TAPS 4.3). What lost: one product over all taps side by side (im2col by Slice and
+# Concat 1.3 - 2.0, by Gather 0.7 - 1.5, by a Conv with an identity kernel 1.4 - 1.7) is faster for planes
+# below 8 x 8 only and holds K copies of x; depthwise as a product over rows whose diagonals are summed
+# 2.3 - 10.1; depthwise taps in channel-major layout 1.3 - 9.1, since strided and short rows copy slowly.
+
+# Below it a tap's product is too thin for a matrix product.
+_FEW_CHANNELS = 8
+
+
+class WeightGradientForm(enum.Enum):
+    TAPS = "taps"
+    DEPTHWISE = "depthwise"
+    PRODUCTS = "products"
+    CONVOLUTION = "convolution"
+
+
+def weight_form_fits(shape: Geometry, form: WeightGradientForm) -> bool:
+    taps = math.prod(shape.kernel)
+    if form is WeightGradientForm.TAPS:
+        return shape.groups == 1 and taps <= MANY_TAPS
+    if form is WeightGradientForm.DEPTHWISE:
+        return shape.groups == shape.channels == shape.outputs and taps <= MANY_TAPS
+    return form is WeightGradientForm.CONVOLUTION or (shape.groups == 1 and taps == 1 and not any(shape.padding))
+
+
+def choose_weight_form(shape: Geometry) -> WeightGradientForm:
+    """Choose the form for a shape; a pure function, so that a graph is the same on every machine."""
+    if weight_form_fits(shape, WeightGradientForm.PRODUCTS):
+        # Worth it while the products to be summed are no larger than what TAPS would transpose.
+        transposed = math.prod(shape.plane) * (shape.channels + shape.outputs)
+        return WeightGradientForm.PRODUCTS if transposed >= shape.channels * shape.outputs else WeightGradientForm.TAPS
+    if shape.groups > 1 and weight_form_fits(shape, WeightGradientForm.DEPTHWISE):
+        return WeightGradientForm.DEPTHWISE
+    return (
+        WeightGradientForm.TAPS
+        if weight_form_fits(shape, WeightGradientForm.TAPS) and shape.channels >= _FEW_CHANNELS
+        else WeightGradientForm.CONVOLUTION
+    )
+
+
+def weight_gradient(x: Any, g: Any, shape: Geometry, form: WeightGradientForm | None = None) -> Any:
+    """Compute dw (outputs, channels / groups, *kernel)."""
+    function = {
+        WeightGradientForm.TAPS: _taps,
+        WeightGradientForm.DEPTHWISE: _depthwise,
+        WeightGradientForm.PRODUCTS: _products,
+        WeightGradientForm.CONVOLUTION: _convolution,
+    }[form or choose_weight_form(shape)]
+    return function(x, g, shape)
+
+
+def _channels_last(value: Any, shape: Geometry) -> Any:
+    return op.Transpose(value, perm=[0, *shape.spatial, 1])
+
+
+def _each_tap(x: Any, shape: Geometry) -> list[Any]:
+    """Return (N, *plane, C) for each kernel position in row-major order; channels last, so that copies are long."""
+    wide = _channels_last(x, shape)
+    if any(shape.padding):
+        wide = op.Pad(wide, ints([0, *shape.padding, 0] * 2))
+    axes = ints(range(1, shape.rank + 1))
+    taps = []
+    for position in itertools.product(*(range(k) for k in shape.kernel)):
+        starts = [k * d for k, d in zip(position, shape.dilation)]
+        ends = [start + (i - 1) * s + 1 for start, i, s in zip(starts, shape.plane, shape.stride)]
+        taps.append(op.Slice(wide, ints(starts), ints(ends), axes, ints(shape.stride)))
+    return taps
+
+
+def _taps(x: Any, g: Any, shape: Geometry) -> Any:
+    rows = reshape(op.Transpose(g, perm=[1, 0, *shape.spatial]), [shape.outputs, -1])
+    products = [
+        op.Unsqueeze(op.Gemm(rows, reshape(tap, [-1, shape.channels])), ints([2])) for tap in _each_tap(x, shape)
+    ]
+    return reshape(op.Concat(*products, axis=2), [shape.outputs, shape.channels, *shape.kernel])
+
+
+def _depthwise(x: Any, g: Any, shape: Geometry) -> Any:
+    last = _channels_last(g, shape)
+    sums = []
+    for tap in _each_tap(x, shape):
+        # Rows first: a float sum over everything at once has ten times the error.
+        row = op.ReduceSum(op.Mul(tap, last), ints([shape.rank]), keepdims=0)
+        sums.append(op.ReduceSum(row, ints(range(shape.rank)), keepdims=0))
+    columns = [op.Unsqueeze(total, ints([1])) for total in sums]
+    return reshape(op.Concat(*columns, axis=1), [shape.channels, 1, *shape.kernel])
+
+
+def _products(x: Any, g: Any, shape: Geometry) -> Any:
+    if any(s > 1 for s in shape.stride):
+        ends = [(i - 1) * s + 1 for i, s in zip(shape.plane, shape.stride)]
+        x = op.Slice(x, ints([0] * shape.rank), ints(ends), ints(shape.spatial), ints(shape.stride))
+    x, g = reshape(x, [0, shape.channels, -1]), reshape(g, [0, shape.outputs, -1])
+    # The smaller of the two is the one to transpose.
+    if shape.channels <= shape.outputs:
+        total = op.ReduceSum(op.MatMul(g, op.Transpose(x, perm=[0, 2, 1])), ints([0]), keepdims=0)
+    else:
+        product = op.MatMul(x, op.Transpose(g, perm=[0, 2, 1]))
+        total = op.Transpose(op.ReduceSum(product, ints([0]), keepdims=0), perm=[1, 0])
+    return reshape(total, [shape.outputs, shape.channels, *shape.kernel])
+
+
+def _convolution(x: Any, g: Any, shape: Geometry) -> Any:
+    """Convolve x^T (C / G, G N, *) with g^T (O, N, *): stride and dilation change places."""
+    swap, G = [1, 0, *shape.spatial], shape.groups
+    if G == 1:
+        data = op.Transpose(x, perm=swap)
+    else:
+        split = reshape(x, [0, G, shape.channels // G, *shape.extents])
+        data = op.Transpose(split, perm=[2, 1, 0, *(axis + 1 for axis in shape.spatial)])
+        data = reshape(data, [shape.channels // G, -1, *shape.extents])
+    result = op.Conv(
+        data,
+        op.Transpose(g, perm=swap),
+        strides=shape.dilation,
+        dilations=shape.stride,
+        pads=shape.padding * 2,
+        group=G,
+    )
+    # Where the stride left values of x over, the result has positions beyond the kernel.
+    return op.Transpose(crop(result, [0] * shape.rank, shape.kernel, shape.spatial), perm=swap)
+
 
 _NAME = "aten::convolution_backward"
 

@@ -1,4 +1,4 @@
-"""Translations into the operators of bnexport/training/building/contract.py, float32 on CPUs.
+"""Translations into the operators of bnexport/training/contract.py, float32 on CPUs.
 
 What they do not serve keeps its standard form: other types, depthwise convolutions of three spatial
 dimensions, transposed convolutions, input gradients with stride and dilation together.
@@ -13,12 +13,10 @@ import onnx_ir as ir
 import torch
 
 from bnexport import torch_versions
-from bnexport.training.building import contract
-from bnexport.training.translations import activations, convolution, max_pooling
-from bnexport.training.translations.geometry import Geometry
-from bnexport.training.translations.input_gradient import input_gradient
+from bnexport.training import contract
+from bnexport.training.translations import convolution, pointwise, pools
+from bnexport.training.translations.convolution import Geometry, input_gradient, weight_gradient
 from bnexport.training.translations.values import sizes, spread
-from bnexport.training.translations.weight_gradient import weight_gradient
 
 _ATEN = torch.ops.aten
 
@@ -101,13 +99,13 @@ def _convolution_backward(grad_output: Any, input: Any, weight: Any, *arguments:
 
 def _threshold_backward(grad_output: Any, self: Any, threshold: float) -> Any:
     if not _is_float32(grad_output, self):
-        return activations.threshold_backward(grad_output, self, threshold)
+        return pointwise.threshold_backward(grad_output, self, threshold)
     return _RELU_GRAD(grad_output, self, low=float(threshold))
 
 
 def _hardtanh_backward(grad_output: Any, self: Any, min_val: float, max_val: float) -> Any:
     if not _is_float32(grad_output, self):
-        return activations.hardtanh_backward(grad_output, self, min_val, max_val)
+        return pointwise.hardtanh_backward(grad_output, self, min_val, max_val)
     return _RELU_GRAD(grad_output, self, low=float(min_val), high=float(max_val))
 
 
@@ -123,7 +121,7 @@ def _max_pool_backward(
 ) -> Any:
     """Translate max pooling's gradient; the kernel finds the maxima again and needs no indices of the forward."""
     if len(sizes(self)) != 4 or not _is_float32(grad_output, self):
-        return max_pooling.max_pool_backward(grad_output, self, indices)
+        return pools.max_pool_backward(grad_output, self, indices)
     kernel, pads, dilations = (spread(numbers, 2) for numbers in (kernel_size, padding, dilation))
     strides = spread(stride, 2) if len(stride) else kernel
     return _MAX_POOL_GRAD(grad_output, self, kernel_shape=kernel, strides=strides, pads=pads, dilations=dilations)

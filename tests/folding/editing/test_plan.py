@@ -6,9 +6,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from bnexport.folding.editing.edits import Addend, Raw
-from bnexport.folding.editing.plan import Plan
-from bnexport.graph.refusal import Refused
+from bnexport.folding.context import Addend, Raw
+from bnexport.folding.plan import Plan
+from bnexport.graph.nodes import Refused
 from tests.support.contexts import context_of
 from tests.support.onnx_text import model
 

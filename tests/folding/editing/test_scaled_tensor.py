@@ -10,11 +10,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from bnexport.folding import fold
-from bnexport.folding.editing import scaled_tensor
-from bnexport.folding.editing.scaled_tensor import ScaledTensor, blocks, check_scaled, scale_small, weighted_sums
-from bnexport.graph.element_types import FLOAT_TYPES
-from bnexport.graph.refusal import Refused
+from bnexport.folding import fold, scaled_tensor
+from bnexport.folding.scaled_tensor import ScaledTensor, blocks, check_scaled, scale_small, weighted_sums
+from bnexport.graph.nodes import FLOAT_TYPES, Refused
 from bnexport.model_io import ContainedTensor, load, save
 from tests.support.onnx_text import batch_norm, model, parameters
 

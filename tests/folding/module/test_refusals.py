@@ -6,7 +6,7 @@ from torch import nn
 
 import bnexport
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
-from bnexport.folding.module import folder
+from bnexport.folding.module import edits
 from tests.folding.module.nets import fold_and_check, left, reasons, trained
 
 X2 = torch.randn(2, 4, 7, 6, generator=torch.Generator().manual_seed(0))
@@ -206,13 +206,13 @@ def test_code_that_looks_at_its_norms(looks):
 
 def test_a_wrong_fold_is_found(monkeypatch):
     """Everything else being right, a layer that is off by 1e-3 fails the comparison."""
-    write = folder.Layer.write
+    write = edits.Layer.write
 
     def wrong(layer):
         write(layer)
         layer.module._parameters["bias"].data += 1e-3
 
-    monkeypatch.setattr(folder.Layer, "write", wrong)
+    monkeypatch.setattr(edits.Layer, "write", wrong)
     net = trained(nn.Sequential(conv(), norm()))
     with pytest.raises(VerificationError, match="the folded module differs from the original: output 'output'"):
         bnexport.fold_module(net, X2, verify="whole")

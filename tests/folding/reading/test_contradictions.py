@@ -13,7 +13,7 @@ import pytest
 from bnexport.cli import main
 from bnexport.errors import MalformedModelError
 from bnexport.folding import fold
-from bnexport.folding.reading.contradictions import refuse_contradictions
+from bnexport.folding.contradictions import refuse_contradictions
 from bnexport.model_io import as_model
 from tests.support.onnx_text import batch_norm, model
 

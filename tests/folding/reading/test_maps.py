@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from bnexport.folding.affine import ChannelAffine
-from bnexport.folding.reading.batch_norm import read_batch_norm
-from bnexport.folding.reading.elementwise import read_elementwise, varying_axis
-from bnexport.graph.refusal import Refused
+from bnexport.folding.reading import read_batch_norm, read_elementwise, varying_axis
+from bnexport.graph.nodes import Refused
 from tests.support.contexts import context_of
 from tests.support.onnx_text import model
 

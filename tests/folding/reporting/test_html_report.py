@@ -12,8 +12,7 @@ from torch import nn
 
 import bnexport
 from bnexport.cli import main
-from bnexport.folding.reporting.html_report import render_html
-from bnexport.folding.reporting.report import Counts, FoldReport, Refusal, SiteReport
+from bnexport.folding.report import Counts, FoldReport, Refusal, SiteReport, render_html
 from bnexport.verification.verdict import Verification
 from tests.folding.module.nets import trained
 

@@ -17,10 +17,7 @@ import onnx.helper
 import onnx.numpy_helper
 from onnx import TensorProto
 
-from bnexport.errors import (
-    BnexportError,
-    UnsafeModelError,
-)
+from bnexport.errors import BnexportError, UnsafeModelError
 from tests.support.onnx_text import model
 
 SECRET = b"the secret" * 1024

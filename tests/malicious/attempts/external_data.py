@@ -10,11 +10,7 @@ import onnx.helper
 import onnx.numpy_helper
 from onnx import TensorProto
 
-from bnexport.errors import (
-    MalformedModelError,
-    UnsafeModelError,
-    UnsupportedModelError,
-)
+from bnexport.errors import MalformedModelError, UnsafeModelError, UnsupportedModelError
 from tests.malicious.attempts.base import (
     HANDLED,
     WEIGHT,

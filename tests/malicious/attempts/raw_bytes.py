@@ -10,11 +10,7 @@ import onnx
 import onnx.helper
 import onnx.numpy_helper
 
-from bnexport.errors import (
-    MalformedModelError,
-    MissingFileError,
-    UnsafeModelError,
-)
+from bnexport.errors import MalformedModelError, MissingFileError, UnsafeModelError
 from bnexport.model_io.wire import field, varint
 from tests.malicious.attempts.base import (
     ATTEMPTS,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bnexport.exporting.dynamo import quiet
-from bnexport.training.building import dropout
+from bnexport.training import dropout
 
 SEEDS = [0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1]
 

@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from bnexport.training import translations
-from bnexport.training.building.index_ranges import asks_for_nan, index_ranges
+from bnexport.training.tracing import asks_for_nan, index_ranges
 
 SCORES, LABELS = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 4])
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bnexport.training.building import kinks
+from bnexport.training import step
 
 FUNCTIONS = {
     "relu": F.relu,
@@ -45,11 +45,11 @@ def near_kinks():
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_follows(name):
     single, double = near_kinks()
-    recorder = kinks.Recorder()
+    recorder = step.Recorder()
     expected = gradient(FUNCTIONS[name], single, recorder)
     values = [value.numpy() for value in recorder.values]
-    alone = gradient(FUNCTIONS[name], double, kinks.Recorder())
-    followed = gradient(FUNCTIONS[name], double, kinks.Follower(values, []))
+    alone = gradient(FUNCTIONS[name], double, step.Recorder())
+    followed = gradient(FUNCTIONS[name], double, step.Follower(values, []))
     assert (alone - expected).abs().max() > 0.1  # it would go the other way
     np.testing.assert_allclose(followed.numpy(), expected.numpy(), rtol=1e-5, atol=1e-5)
 
@@ -57,9 +57,9 @@ def test_follows(name):
 def test_other_differences_stay():
     x = torch.linspace(-1, 1, 16, dtype=torch.float64)
     wrong = (x + 0.01).float().numpy()
-    expected = gradient(F.relu, x, kinks.Recorder())
+    expected = gradient(F.relu, x, step.Recorder())
     for values in ([wrong], [wrong[:8]], [None], []):
-        assert torch.equal(gradient(F.relu, x, kinks.Follower(values, [])), expected)
+        assert torch.equal(gradient(F.relu, x, step.Follower(values, [])), expected)
 
 
 def test_arguments_stay():
@@ -67,7 +67,7 @@ def test_arguments_stay():
     parameter = torch.linspace(-2, 2, 9, dtype=torch.float64)
     before = parameter.clone()
     near = (parameter + 1e-7).float().numpy()
-    with kinks.Follower([near, near], [parameter]):
+    with step.Follower([near, near], [parameter]):
         layer(parameter)
         layer(parameter.view(3, 3))
     assert torch.equal(parameter, before)

@@ -7,11 +7,11 @@ import torch
 from bnexport import tolerances
 from bnexport.errors import UsageError
 from bnexport.runtime import engine
-from bnexport.training.building.graph import finish
-from bnexport.training.building.optimizers import OPTIMIZERS, make_optimizer
-from bnexport.training.building.problem import Problem
-from bnexport.training.building.step import clip
-from bnexport.training.building.tracing import trace
+from bnexport.training.graph import finish
+from bnexport.training.optimizers import OPTIMIZERS, make_optimizer
+from bnexport.training.problem import Problem
+from bnexport.training.step import clip
+from bnexport.training.tracing import trace
 from tests.training.torch_step import OPTIMIZERS as TORCH
 
 CASES = [
@@ -94,7 +94,7 @@ def test_updates_in_a_graph_are_torchs(kernels):
     problem = Problem(torch.nn.Linear(1, 1), torch.nn.functional.mse_loss, training=False)
     model, _ = trace(updates, named, {}, problem, differentiates=False, standard_ops_only=False, cpu_kernels=kernels)
     finish(model, {})
-    runtime = engine.open(model, options=engine.session_options(True if kernels else None))
+    runtime = engine.open(model, options=engine.default_options(True if kernels else None))
     values = runtime.run({name: named[name].numpy() for name in runtime.inputs}, runtime.outputs)
     got = dict(zip(runtime.outputs, values))
     for index, (case, reference) in enumerate(zip(CASES, references)):

@@ -8,7 +8,7 @@ from torch import nn
 import bnexport
 from bnexport import model_io, tolerances
 from bnexport.errors import UsageError
-from bnexport.training.building.parameter_groups import make_groups
+from bnexport.training.optimizers import make_groups
 
 LOSS = nn.functional.cross_entropy
 

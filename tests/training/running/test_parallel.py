@@ -13,9 +13,9 @@ from torch import nn
 import bnexport
 from bnexport import model_io, tolerances
 from bnexport.errors import GroupError, UnsupportedModelError, UsageError
-from bnexport.training.building.parallel_graph import keep_gradients
-from bnexport.training.running.parallel import share_of_loss
-from bnexport.training.running.session import TrainingSession
+from bnexport.training.graph import keep_gradients
+from bnexport.training.processes import share_of_loss
+from bnexport.training.session import TrainingSession
 from tests.support.cluster import Cluster, run_once
 from tests.training.running.parallel_jobs import run_jobs, run_jobs_once
 

@@ -14,7 +14,7 @@ from torch import nn
 import bnexport
 from bnexport import model_io
 from bnexport.errors import MalformedModelError, MissingFileError, UsageError
-from bnexport.training.running import values
+from bnexport.training import state as training_state
 
 IMAGE = (2, 6, 6)
 
@@ -185,7 +185,7 @@ def test_export_inference_is_folded_and_verified(session, tmp_path):
 
 
 def test_a_failing_step_leaves_the_state(session, monkeypatch):
-    monkeypatch.setattr(values, "check_indices", lambda *_: None)
+    monkeypatch.setattr(training_state, "check_indices", lambda *_: None)
     session.step(batch(4))
     before = session.state_dict()
     images, labels = batch(4)

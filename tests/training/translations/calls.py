@@ -16,7 +16,7 @@ import torch
 from onnxscript import evaluator, opset18
 from torch.onnx._internal.exporter._building import OpRecorder
 
-from bnexport.training.building import contract
+from bnexport.training import contract
 from bnexport.training.translations import translation_table
 from tests.training.translations.cases import failure, one_thread, run
 

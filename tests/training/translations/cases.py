@@ -27,9 +27,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import bnexport
 from bnexport import tolerances
-from bnexport.training.building import dropout
+from bnexport.training import dropout
 from bnexport.training.translations import decompositions, translation_table
-from bnexport.training.translations.interpolation import Interpolation
+from bnexport.training.translations.resampling import Interpolation
 
 Tensor = torch.Tensor
 

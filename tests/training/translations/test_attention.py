@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bnexport.exporting.substitutes.weight_norm import PlainWeightNorm
-from bnexport.training.building.dropout import SeededDropout
+from bnexport.exporting.substitutes import PlainWeightNorm
+from bnexport.training.dropout import SeededDropout
 from tests.training.translations.cases import case, check
 
 QUERY, KEY = ("N", 4, 5, 6), ("N", 4, 7, 6)

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from bnexport.training.translations import input_gradient
-from bnexport.training.translations.geometry import Geometry
-from bnexport.training.translations.weight_gradient import WeightGradientForm, choose
+from bnexport.training.translations import convolution
+from bnexport.training.translations.convolution import Geometry, WeightGradientForm, choose_weight_form
 from tests.training.translations.calls import BATCH, Call, check_calls, graph
 from tests.training.translations.cases import case, check
 
@@ -118,7 +117,7 @@ def test_sums_over_many_values():
     ],
 )
 def test_choice(form, geometry):
-    assert choose(Geometry(*geometry)) is form
+    assert choose_weight_form(Geometry(*geometry)) is form
 
 
 @pytest.mark.parametrize(
@@ -133,7 +132,7 @@ def test_choice(form, geometry):
     ],
 )
 def test_choice_by_input(form, geometry):
-    assert input_gradient.choose(Geometry(*geometry)).value == form
+    assert convolution.choose_input_form(Geometry(*geometry)).value == form
 
 
 def test_cpu_kernels():

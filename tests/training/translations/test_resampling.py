@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from bnexport.training.translations.interpolation import Interpolation, interpolate, interpolate_backward
+from bnexport.training.translations.resampling import Interpolation, interpolate, interpolate_backward
 from tests.training.translations.calls import BATCH, Call, check_calls
 from tests.training.translations.cases import case, check
 

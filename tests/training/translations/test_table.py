@@ -9,7 +9,7 @@ from torch.onnx._internal.exporter._building import OpRecorder
 from bnexport import schema
 from bnexport.errors import UnsupportedModelError
 from bnexport.sync_bn import operators
-from bnexport.training.building import contract
+from bnexport.training import contract
 from bnexport.training.translations import decompositions, translation_table
 
 ATEN = torch.ops.aten

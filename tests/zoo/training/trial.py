@@ -26,8 +26,9 @@ from torch import nn
 import bnexport
 from bnexport import model_io
 from bnexport.errors import BnexportError, first_line
-from bnexport.training.building import kinks, verification
-from bnexport.training.building.dropout import SeededDropout
+from bnexport.training import verification
+from bnexport.training.dropout import SeededDropout
+from bnexport.training.step import Follower, Kinks, Recorder
 from tests.training import faults, following
 from tests.training.torch_step import OPTIMIZERS, torch_step
 from tests.zoo.training import networks
@@ -212,12 +213,12 @@ class Trial:
         session.load_checkpoint(folder / "step.safetensors")
         initial, batch = _state_of(session, folder), self._batch(task, seed)
         session.step([tensor.numpy() for tensor in batch])
-        recorder = kinks.Recorder()
+        recorder = Recorder()
         states = _state_of(session, folder), self._torch(task, initial, batch, torch.float32, recorder)
         reached = self._reached(initial, batch), [value.numpy() for value in recorder.values]
         suffix, errors = _GRADIENTS[self.network.optimizer], []
         for state, values in zip(states, reached):
-            exact = self._torch(task, initial, batch, torch.float64, kinks.Follower(values, batch))
+            exact = self._torch(task, initial, batch, torch.float64, Follower(values, batch))
             names = [name for name in exact if name.endswith(suffix)]
             off, size = (
                 sum(np.square(each).sum() for each in values)
@@ -232,7 +233,7 @@ class Trial:
         state: Named,
         batch: tuple[torch.Tensor, ...],
         dtype: torch.dtype,
-        at_kinks: kinks.Kinks | None = None,
+        at_kinks: Kinks | None = None,
     ) -> Named:
         """A step of torch itself; dropout draws our masks. In float64 the state comes from float32 at first."""
         seed = torch.from_numpy(np.array(state.get("seed", 0)))

@@ -1,0 +1,452 @@
+"""Commands on model files: inspect, fold, inline, verify."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bnexport.cli import startup
+from bnexport.cli.common import (
+    NOT_VERIFIED,
+    Atol,
+    Certificate,
+    FixedInitializers,
+    Html,
+    Inputs,
+    Json,
+    Model,
+    Overwrite,
+    Providers,
+    Rtol,
+    Seed,
+    app,
+)
+from bnexport.cli.console import complain, detail, is_verbose, say, status
+from bnexport.cli.output import (
+    Bench,
+    Explain,
+    check_change,
+    check_exists,
+    check_targets,
+    compared_latency,
+    emit,
+    explain_site,
+    latency_json,
+    note_growth,
+    result_line,
+    table,
+    write_whole,
+)
+from bnexport.cli.recalibrate import Batch
+from bnexport.cli.run import first_feeds
+from bnexport.errors import UsageError, VerificationError
+
+# Commands on model files: inspect, fold, verify.
+
+
+@app.command(
+    place=20,
+    examples=(
+        "bnexport inspect model.onnx",
+        "bnexport inspect model.onnx --json -",
+    ),
+)
+def inspect(model: Model, fixed_initializers: FixedInitializers = False, json_target: Json = None) -> None:
+    """Lists a model's operators, batch norms, groups and sizes."""
+    from bnexport import folding
+
+    check_targets(json=json_target)
+    report = folding.inspect(model, fixed_initializers=fixed_initializers)
+    kinds = [f"{count} {name}" for name, count in report.op_counts.items()]
+    shown = len(kinds) if is_verbose() else 8
+    if len(kinds) > shown:
+        rest = sum(list(report.op_counts.values())[shown:])
+        kinds[shown:] = [f"and {rest} of {len(kinds) - shown} more kinds"]
+    operators = ", ".join(kinds)
+    opsets = ", ".join(f"{name or 'onnx'} {version}" for name, version in report.opsets.items())
+    summary = (
+        ("producer", report.producer),
+        ("IR version, opsets", f"{report.ir_version}, {opsets}"),
+        ("inputs", "\n".join(_value(value) for value in report.inputs)),
+        ("outputs", "\n".join(_value(value) for value in report.outputs)),
+        ("nodes", f"{report.nodes:,} ({operators})"),
+        ("parameters", f"{report.parameter_count:,} ({report.parameter_bytes:,} bytes)"),
+        ("functions", ", ".join(report.functions) or "none"),
+        ("groups", ", ".join(f"{name or 'none'} (size {size})" for name, size in report.groups) or "none"),
+        ("external files", ", ".join(report.external_files) or "none"),
+    )
+    tables = [table(str(model), ("", ""), summary)]
+    if report.batch_norms:
+        tables.append(_batch_norms(report.batch_norms))
+    for note in report.notes:
+        say(f"note: {note}")
+    if not report.batch_norms:
+        say("no batch norms: there is nothing to fold, unless an exporter wrote them as arithmetic")
+    emit(report.to_dict(), json_target, tables)
+
+
+def _batch_norms(norms: Any) -> Any:
+    """Return a table with a row for each batch norm; what all have in common is in its title."""
+    described = [
+        {"operator": f"{norm.domain or 'onnx'}:{norm.op_type}"}
+        | {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in norm.attributes.items()}
+        for norm in norms
+    ]
+    common = {name: value for name, value in described[0].items() if all(each.get(name) == value for each in described)}
+    rows = [
+        (
+            norm.node,
+            norm.channels or "",
+            _shape(norm.input_shape),
+            ", ".join(f"{name}={value}" for name, value in each.items() if name not in common and value),
+        )
+        for norm, each in zip(norms, described)
+    ]
+    shared = ", ".join(f"{name} {value}" for name, value in common.items() if value)
+    title = f"{len(rows)} batch norm{'s' * (len(rows) != 1)}{f', with {shared}' if shared else ''}"
+    columns = ("node", "channels", "input", "attributes")[: 4 if any(row[3] for row in rows) else 3]
+    return table(title, columns, (row[: len(columns)] for row in rows), right=["channels"], whole=["node"])
+
+
+def _value(value: Any) -> str:
+    return f"{value.name}: {value.dtype} {_shape(value.shape)}"
+
+
+def _shape(shape: tuple[Any, ...] | None) -> str:
+    """Return the sizes in brackets: ? for an unknown one, * for one that is computed from others."""
+    if shape is None:
+        return ""
+    sizes = (
+        "?" if size is None else size if str(size).isidentifier() or isinstance(size, int) else "*" for size in shape
+    )
+    return f"({', '.join(map(str, sizes))})"
+
+
+@app.command(
+    place=40,
+    examples=(
+        "bnexport fold kept.onnx folded.onnx",
+        "bnexport fold kept.onnx folded.onnx --html report.html -i x:1,3,224,224",
+        "bnexport fold kept.onnx --explain backbone.layer1",
+    ),
+)
+def fold(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="The ONNX file to fold; unchanged unless it is OUT, too.")
+    ],
+    target: Annotated[
+        Path | None,
+        typer.Argument(metavar="OUT", help="Where the folded model goes; with --explain it may be missing."),
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Prove each fold, and compare the outputs of both models.")
+    ] = True,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            metavar="local|whole|both", help="How to verify. Default: both up to 1 GiB of weights, then local."
+        ),
+    ] = None,
+    inputs: Inputs = None,
+    seed: Seed = 0,
+    atol: Atol = None,
+    rtol: Rtol = None,
+    explain: Explain = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NODE", help="Fold this batch norm only. Repeatable.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(metavar="NODE", help="Leave this batch norm alone. Repeatable.")
+    ] = None,
+    training_to_inference: Annotated[
+        bool,
+        typer.Option("--training-to-inference", help="Also turn BatchNormalization in training mode into inference."),
+    ] = False,
+    leftover: Annotated[
+        str,
+        typer.Option(metavar="batch-norm|conv|arithmetic", help="How to write batch norms that stay."),
+    ] = "batch-norm",
+    simplify: Annotated[
+        bool, typer.Option("--simplify", help="Also evaluate shape arithmetic and remove nodes without effect.")
+    ] = False,
+    recalibrate: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:FILE.npy|FOLDER", help="First re-estimate the running statistics on these rows. Repeatable."
+        ),
+    ] = None,
+    batch: Batch = 32,
+    bench: Bench = False,
+    fixed_initializers: FixedInitializers = False,
+    certificate: Certificate = True,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if it exists, atomically; it may be IN.")
+    ] = False,
+    html: Html = None,
+    json_target: Json = None,
+) -> None:
+    """Folds batch norms into the neighbouring weights."""
+    check_targets(OUT=target, html=html, json=json_target)
+    if target is not None:
+        check_change(source, target, overwrite)
+    elif explain is None or bench:
+        raise UsageError("Missing argument 'OUT'; see bnexport fold --help")
+    else:
+        check_exists(source, "IN")
+    from bnexport import folding
+    from bnexport.cli.input_options import feeds_of
+
+    if only or skip or explain:
+        from bnexport.folding.folder import check_selection
+        from bnexport.model_io import load
+
+        names = {"only": only or (), "skip": skip or (), "explain": [explain] if explain else ()}
+        check_selection(load(source), where=str(source), prefix="--", **names)
+    verify = verify and target is not None
+    feeds = feeds_of(inputs, seed, source) if verify else {}
+    model: Any = source
+    if recalibrate:
+        from bnexport.cli import recalibrate as command
+
+        model = command.run(source, None, recalibrate, batch).model
+    with status(f"folding {source}"):
+        result = folding.fold(
+            model,
+            target,
+            verify=_method(verify, method),
+            inputs=feeds or None,
+            seed=seed,
+            atol=atol,
+            rtol=rtol,
+            only=only or None,
+            skip=skip or (),
+            training_to_inference=training_to_inference,
+            leftover=leftover,  # type: ignore[arg-type]
+            simplify=simplify,
+            overwrite=overwrite,
+            certificate=certificate,
+            fixed_initializers=fixed_initializers,
+        )
+    startup.settle()
+    report = result.report
+    if html is not None:
+        write_html(report, html)
+    explain_site(report, explain)
+    if target is None:
+        if json_target:
+            emit(report.to_dict(), json_target, [])
+        return
+    if simplify:
+        say(f"{report.summary()}; {report.before.nodes:,} nodes before, {report.after.nodes:,} after; {target} written")
+    elif not report.changed:
+        say(f"nothing to fold: {target} is the same model{', but for the notes' * bool(report.notes)}")
+    else:
+        say(f"{report.summary()}; {target} written")
+    if report.meaning_changed:
+        say("note: the graph trained; it is an inference graph now, with its stored running statistics")
+    for note in report.notes:
+        say(f"note: {note}")
+    note_growth(report)
+    if report.uncertified:
+        detail(f"note: {report.uncertified}")
+    if report.verification is not None:
+        say(verdict(report.verification))
+        detail(_inputs_of(report.verification))
+    ratio = None
+    if bench and (report.changed or simplify):
+        shown = feeds or first_feeds([source, target], inputs, seed)[0][0]
+        ratio = compared_latency(source, target, shown)
+    data = report.to_dict() | (latency_json(ratio) if bench else {})
+    emit(data, json_target, [] if json_target else folding.render(report, everything=is_verbose()))
+    if bench:
+        say(result_line(report, report.verification, ratio))
+
+
+def _method(verify: bool, method: str | None) -> Any:
+    """Return the argument `verify` of the fold."""
+    if method is None or not verify:
+        return verify
+    if method not in ("local", "whole", "both"):
+        raise UsageError(f"--method: got {method!r}, expected local, whole or both")
+    return method
+
+
+def write_html(report: Any, path: Path) -> None:
+    from bnexport.folding.report import render_html
+
+    write_whole(path, render_html(report.to_dict()))
+
+
+def verdict(result: Any, *, wanted: bool = True, folds: bool = True) -> str:
+    """Return the line that every command prints about a verification. folds: whether to count folds."""
+    text = result.summary(folds=folds)
+    if result.status == "not_verified":
+        return f"{'warning: ' if wanted else ''}{text}"
+    return f"verification {result.status}: {text}"
+
+
+def _inputs_of(result: Any) -> str:
+    """Return one line about the inputs of a verification."""
+    if not result.samples:
+        return "verified without inputs: no model was run"
+    return f"verified with {result.samples} set{'s' * (result.samples != 1)} of inputs, seed {result.seed}"
+
+
+def _proofs(sites: Any) -> list[Any]:
+    """Return a table of the folds that were proved, or only those that were not where there are many."""
+    shown = sites if is_verbose() else [site for site in sites if site.method != "proved"]
+    rows = [(site.site, site.method, f"{site.error:.2g}", f"{site.bound:.2g}", site.reason) for site in shown]
+    columns = ("fold of", "mark", "error", "bound", "")
+    return [table(f"{len(shown)} of {len(sites)} folds", columns, rows, right=columns[2:4])] if rows else []
+
+
+@app.command(
+    place=60,
+    examples=(
+        "bnexport verify kept.onnx folded.onnx",
+        "bnexport verify kept.onnx folded.onnx -i x:image.npy",
+    ),
+)
+def verify(
+    reference: Annotated[Path, typer.Argument(metavar="A", help="The reference.")],
+    candidate: Annotated[Path, typer.Argument(metavar="B", help="The model to check.")],
+    inputs: Inputs = None,
+    seed: Seed = 0,
+    atol: Atol = None,
+    rtol: Rtol = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="local|whole|both",
+            help="Prove the folds that tell A and B apart (local), run both models (whole), or both.",
+        ),
+    ] = "both",
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="The fold's report (fold --json): prove each fold instead of running models."
+        ),
+    ] = None,
+    provider: Providers = None,
+    fixed_initializers: FixedInitializers = False,
+    allow_not_verified: Annotated[
+        bool,
+        typer.Option("--allow-not-verified", help="Exit with 0 instead of 5 if the models could not be verified."),
+    ] = False,
+    json_target: Json = None,
+) -> int:
+    """Compares two models on the same inputs and proves the folds.
+
+    The folds are those of the certificate in B, or those that are found.
+    """
+    from bnexport import folding
+    from bnexport.cli.input_options import feeds_of
+
+    check_targets(json=json_target)
+    feeds = feeds_of(inputs, seed, reference)
+    with status(f"comparing {reference} and {candidate}"):
+        result = folding.verify(
+            reference,
+            candidate,
+            inputs=feeds or None,
+            seed=seed,
+            atol=atol,
+            rtol=rtol,
+            providers=provider or (),
+            method=_method(True, method),
+            report=report,
+            fixed_initializers=fixed_initializers,
+        )
+    rows = [
+        (
+            output.name,
+            output.dtype,
+            f"{output.max_abs_diff:.3g}",
+            f"{output.max_rel_diff:.3g}",
+            f"{output.atol:.3g}" + (f" + {output.rtol:.3g} |y|" if output.rtol else ""),
+            "ok" if output.passed else f"{'differs' if output.decided else 'undecided'}: {output.reason}",
+        )
+        for output in result.outputs
+    ]
+    columns = ("output", "type", "largest difference", "relative", "allowed", "")
+    tables = [table(f"{reference} and {candidate}", columns, rows, right=columns[2:4])] if rows else []
+    tables += _proofs(result.sites)
+    if result.certificate.startswith("not used"):
+        say(f"note: the certificate in {candidate} was {result.certificate}")
+    if result.passed:
+        say(verdict(result))
+        detail(_inputs_of(result))
+    emit(result.to_dict(), json_target, tables)
+    if result.status == "not_verified":
+        if allow_not_verified:
+            say(f"warning: {result.summary()}")
+            return 0
+        complain(result.summary())
+        return NOT_VERIFIED
+    if not result.passed:
+        raise VerificationError(f"{candidate} differs from {reference}: {result.reason}; {result.proved}")
+    return 0
+
+
+# Command inline: model-local functions replaced by their bodies.
+
+
+@app.command(
+    place=50,
+    examples=(
+        "bnexport inline kept.onnx plain.onnx",
+        "bnexport inline kept.onnx plain.onnx -i x:1,3,224,224",
+    ),
+)
+def inline(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="The ONNX file to inline; unchanged unless it is OUT, too.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Where the model without functions goes.")],
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the outputs of both models.")] = True,
+    inputs: Inputs = None,
+    seed: Seed = 0,
+    atol: Atol = None,
+    rtol: Rtol = None,
+    overwrite: Overwrite = False,
+    json_target: Json = None,
+) -> None:
+    """Replaces model-local functions by their bodies."""
+    check_targets(OUT=target, json=json_target)
+    check_change(source, target, overwrite)
+    from bnexport import folding
+    from bnexport.cli.input_options import feeds_of
+
+    feeds = feeds_of(inputs, seed, source) if verify else {}
+    with status(f"inlining {source}"):
+        result = folding.inline(
+            source,
+            target,
+            verify=verify,
+            inputs=feeds or None,
+            seed=seed,
+            atol=atol,
+            rtol=rtol,
+            overwrite=overwrite,
+        )
+    startup.settle()
+    if not result.changed:
+        say(f"no functions to inline: {target} is an unchanged copy")
+    else:
+        parts = (
+            [f"{sum(result.calls.values()):,} calls of {len(result.calls)} functions inlined"] if result.calls else []
+        )
+        if result.converted:
+            parts.append(f"{result.converted:,} sync batch norms in inference converted to BatchNormalization")
+        say(f"{', '.join(parts)}; {target} written")
+    if result.foreign:
+        say(f"note: operators of other domains remain: {', '.join(result.foreign[:8])}")
+    if result.verification is not None:
+        say(verdict(result.verification, folds=False))
+    rows = [(name, "inlined", count) for name, count in sorted(result.calls.items())]
+    if result.converted:
+        rows.append(("MMCVSyncBatchNorm in inference", "converted to BatchNormalization", result.converted))
+    tables = [table(str(target), ("function", "", "calls"), rows, right=["calls"])] if rows else []
+    emit(result.to_dict(), json_target, tables)

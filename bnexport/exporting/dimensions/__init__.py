@@ -1,1 +1,0 @@
-"""Choice of the dynamic dimensions of an exported model."""

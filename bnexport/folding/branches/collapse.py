@@ -1,0 +1,302 @@
+"""The kernel of a term: its nodes read, composed and added in float64, and what they cost where they are.
+
+    AveragePool   1 / positions at each, for each channel; where it pads, the zeros must count, as they do in a Conv
+    Pad           zeros around an input; the identity where it has no padding
+    Gemm          alpha B' and beta C, a kernel without positions; MatMul with its constant on the right likewise
+
+Convolutions, pools and Pad map the channels of axis 1, matrix products those of the last axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.branches.sums import CARRIERS, Sum, Term
+from bnexport.folding.branches.windows import Kernel, Window, check_size, joined_size, read_window, read_zeros
+from bnexport.folding.context import Context
+from bnexport.folding.reading import data_and_constants, per_channel, read_batch_norm, read_elementwise
+from bnexport.folding.rules.transparent import passed
+from bnexport.folding.scaled_tensor import FLOAT_DATA_TYPES
+from bnexport.graph.nodes import (
+    Refused,
+    get_flag,
+    get_float,
+    get_int,
+    get_ints,
+    get_string,
+    input_at,
+    is_standard,
+    label,
+    only_attributes,
+)
+
+_CONV_ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+_POOL_ATTRIBUTES = ("auto_pad", "ceil_mode", "count_include_pad", "dilations", "kernel_shape", "pads", "strides")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """multiplications: for each position of the result. elements: of the parameters that are read."""
+
+    multiplications: int = 0
+    elements: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.multiplications + other.multiplications, self.elements + other.elements)
+
+    def allows(self, multiplications: int, elements: int) -> bool:
+        return multiplications <= self.multiplications and elements <= self.elements
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """Properties that all terms of one base share. axis: of the channels in data of `rank`; positions: axes of a kernel."""
+
+    axis: int
+    rank: int
+    positions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    kernel: Kernel
+    cost: Cost
+
+    def joined(self, other: Evaluated) -> Evaluated:
+        """Add both. Raise Refused if the sum would cost more than they do, or if they do not go together."""
+        one, two = self.kernel, other.kernel
+        window = one.window.joined(two.window)
+        cost = self.cost + other.cost
+        if (one.inputs, one.outputs) == (two.inputs, two.outputs):
+            size = joined_size(one, two, window)
+            check_cost(cost, size, size + one.outputs * bool(one.bias.any() or two.bias.any()))
+        return Evaluated(one.plus(two, window), cost)
+
+
+def check_cost(cost: Cost, multiplications: int, elements: int) -> None:
+    if not cost.allows(multiplications, elements):
+        raise Refused(
+            "cost",
+            f"one operator would take {multiplications:,} multiplications for a position and {elements:,} parameters,"
+            f" its branches take {cost.multiplications:,} and {cost.elements:,}",
+        )
+
+
+def find_frame(terms: list[Term], context: Context) -> Frame | None:
+    """Return the frame of the first operator with a weight, or None. Raise Refused for an unknown rank."""
+    for term in terms:
+        for node in term.nodes():
+            if node.op_type == "Conv":
+                rank = context.constants.describe(input_at(node, 1), "Conv weight").ndim
+                return Frame(1, rank, rank - 2)
+            if node.op_type in CARRIERS:
+                data = input_at(node, 0)
+                data_rank = 2 if node.op_type == "Gemm" else None if data is None else context.rank(data)
+                if data_rank is None or data_rank < 2:
+                    raise Refused("rank", f"the rank of what {label(node)} reads is not known or below 2")
+                return Frame(data_rank - 1, data_rank, 0)
+    return None
+
+
+def find_channels(base: ir.Value, terms: list[Term], frame: Frame, context: Context) -> int:
+    """Return the channels of the base, as its type and everything that reads it say."""
+    known: set[int | None] = set()
+    for term in terms:
+        for node in _readers(term):
+            if node.op_type == "Conv":
+                weight = context.constants.describe(input_at(node, 1), "Conv weight")
+                known.add(weight.shape[1] * get_int(node, "group", 1))
+            elif node.op_type in CARRIERS:
+                weight = context.constants.describe(input_at(node, 1), f"{node.op_type} weight")
+                transposed = node.op_type == "Gemm" and get_flag(node, "transB")
+                known.add(weight.shape[-1 if transposed else 0])
+            elif node.op_type == "BatchNormalization" and frame.axis == 1:
+                known.add(context.constants.describe(input_at(node, 1), "scale").shape[0])
+    # Inference looks at all values at once: only where nothing else tells.
+    sizes = {size for size in known if size is not None} or {size for size in [context.size(base, frame.axis)] if size}
+    if len(sizes) != 1:
+        text = " and ".join(map(str, sorted(sizes))) or "not known"
+        raise Refused("shape", f"the channels of {base.name!r} are {text}")
+    return sizes.pop()
+
+
+def _readers(term: Term) -> Iterator[ir.Node]:
+    """Yield the nodes of a term that read its base."""
+    if term.inner is None:
+        if term.node is not None:
+            yield term.node
+        return
+    for _, inner in term.inner.terms:
+        if inner.node is None and term.node is not None:
+            yield term.node
+        else:
+            yield from _readers(inner)
+
+
+class Evaluator:
+    """Kernels of the terms of one base with `channels` channels."""
+
+    def __init__(self, context: Context, frame: Frame, channels: int) -> None:
+        self._context = context
+        self._frame = frame
+        self._channels = channels
+
+    def term(self, sign: float, term: Term) -> Evaluated:
+        """Raises Refused."""
+        result = self._term(term)
+        if sign == 1.0:
+            return result
+        scale = np.full(result.kernel.outputs, sign)
+        return dataclasses.replace(result, kernel=result.kernel.mapped(ChannelAffine.scaling(scale)))
+
+    def constant(self, value: ir.Value, channels: int) -> tuple[np.ndarray, Cost]:
+        """Return a constant of a sum as a value for each channel, and its cost."""
+        values = self._context.constants.floats(value, "constant of the sum")
+        vector = per_channel(values, self._frame.axis, channels, self._frame.rank)
+        return vector, Cost(0, values.size)
+
+    def _term(self, term: Term) -> Evaluated:
+        node = term.node
+        inner = self._base() if term.inner is None else self._sum(term.inner)
+        if node is None:
+            return inner
+        if node.op_type == "Conv":
+            return self._after(inner, *self._conv(node))
+        if node.op_type in ("Gemm", "MatMul"):
+            return self._after(inner, *self._product(node))
+        if node.op_type == "AveragePool":
+            kernel = self._pool(node, inner.kernel.outputs)
+            return self._after(inner, kernel, Cost(kernel.weight.size, 0))
+        if node.op_type == "Pad":
+            return dataclasses.replace(inner, kernel=inner.kernel.padded(*self._pads(node)))
+        return self._mapped(node, inner)
+
+    def _base(self) -> Evaluated:
+        return Evaluated(Kernel.identity(self._channels, self._frame.positions), Cost())
+
+    def _sum(self, total: Sum) -> Evaluated:
+        (sign, first), *others = total.terms
+        result = self.term(sign, first)
+        for sign, term in others:
+            more = self.term(sign, term)
+            window = result.kernel.window.joined(more.kernel.window)
+            result = Evaluated(result.kernel.plus(more.kernel, window), result.cost + more.cost)
+        for sign, value in total.constants:
+            vector, cost = self.constant(value, result.kernel.outputs)
+            shifted = result.kernel.mapped(ChannelAffine.shifting(sign * vector))
+            result = Evaluated(shifted, result.cost + cost)
+        return result
+
+    def _after(self, inner: Evaluated, kernel: Kernel, cost: Cost) -> Evaluated:
+        return Evaluated(kernel.after(inner.kernel), inner.cost + cost)
+
+    def _mapped(self, node: ir.Node, inner: Evaluated) -> Evaluated:
+        channels = inner.kernel.outputs
+        if node.op_type in ("Identity", "Dropout"):
+            passed(node, self._context)
+            return inner
+        if node.op_type == "BatchNormalization":
+            if self._frame.axis != 1:
+                raise Refused("axis", f"{label(node)} maps axis 1, a matrix product axis {self._frame.axis}")
+            affine, cost = read_batch_norm(node, self._context), Cost(channels, 4 * channels)
+        else:
+            affine = read_elementwise(node, self._frame.axis, channels, self._context)
+            operands = data_and_constants(node, self._context)
+            assert operands is not None
+            described = [
+                self._context.constants.describe(node.inputs[index], "constant operand") for index in operands.constants
+            ]
+            cost = Cost(channels, sum(math.prod(each.shape) for each in described))
+        if affine.channels != channels:
+            raise Refused("shape", f"{label(node)} maps {affine.channels} channels, its input has {channels}")
+        return Evaluated(inner.kernel.mapped(affine), inner.cost + cost)
+
+    def _conv(self, node: ir.Node) -> tuple[Kernel, Cost]:
+        only_attributes(node, _CONV_ATTRIBUTES)
+        weight = self._weight(node)
+        groups = get_int(node, "group", 1)
+        if weight.ndim != self._frame.rank or self._frame.axis != 1:
+            raise Refused("rank", f"{label(node)} has a weight of {weight.ndim} axes, its data {self._frame.rank}")
+        if groups < 1 or weight.shape[0] % groups or 0 in weight.shape:
+            raise Refused("shape", f"a Conv weight of shape {weight.shape} with {groups} groups")
+        if (get_ints(node, "kernel_shape") or weight.shape[2:]) != weight.shape[2:]:
+            raise Refused("shape", f"the kernel_shape of {label(node)} is not that of its weight")
+        view = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
+        bias = self._bias(node, weight.shape[0])
+        cost = Cost(weight.size, weight.size + (0 if bias is None else bias.size))
+        return Kernel.of(view, bias, read_window(node, weight.shape[2:])), cost
+
+    def _product(self, node: ir.Node) -> tuple[Kernel, Cost]:
+        if self._frame.positions:
+            raise Refused("axis", f"{label(node)} maps the last axis, a Conv axis 1")
+        weight = self._weight(node)
+        if weight.ndim != 2 or 0 in weight.shape:
+            raise Refused("shape", f"the weight of {label(node)} has shape {weight.shape}, expected a matrix")
+        if node.op_type == "MatMul":
+            only_attributes(node, ())
+            return Kernel.of(weight.T[np.newaxis], None, Window.point(0)), Cost(weight.size, weight.size)
+        only_attributes(node, ("alpha", "beta", "transA", "transB"))
+        if get_flag(node, "transA"):
+            raise Refused("axis", f"{label(node)} transposes its data")
+        rows = weight if get_flag(node, "transB") else weight.T
+        constant = self._bias(node, rows.shape[0])
+        bias = None if constant is None else constant * get_float(node, "beta", 1.0)
+        cost = Cost(weight.size, weight.size + (0 if constant is None else constant.size))
+        return Kernel.of(rows[np.newaxis] * get_float(node, "alpha", 1.0), bias, Window.point(0)), cost
+
+    def _pool(self, node: ir.Node, channels: int) -> Kernel:
+        only_attributes(node, _POOL_ATTRIBUTES)
+        sizes = get_ints(node, "kernel_shape")
+        if sizes is None or len(sizes) != self._frame.positions or min(sizes, default=0) < 1:
+            raise Refused("rank", f"{label(node)} has a window of {0 if sizes is None else len(sizes)} axes")
+        if any(step != 1 for step in get_ints(node, "dilations") or ()) or get_flag(node, "ceil_mode"):
+            raise Refused("padding", f"{label(node)} has dilations or rounds its size up")
+        window = read_window(node, sizes)
+        counts_padding = self._context.opset >= 7 and get_flag(node, "count_include_pad")
+        automatic = get_string(node, "auto_pad", "NOTSET") not in ("NOTSET", "", "VALID")
+        if window.pads and (automatic or not counts_padding):
+            raise Refused("padding", f"{label(node)} divides by fewer positions at the borders")
+        check_size(channels * math.prod(sizes), 0)
+        return Kernel.of(np.full((channels, 1, 1, *sizes), 1.0 / math.prod(sizes)), None, window)
+
+    def _pads(self, node: ir.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if self._frame.axis != 1:
+            raise Refused("axis", f"{label(node)} pads the last axis, along which a matrix product sums")
+        return read_zeros(node, self._frame.rank, self._context)
+
+    def _weight(self, node: ir.Node) -> np.ndarray:
+        what = f"{node.op_type} weight"
+        value = input_at(node, 1)
+        tensor = self._context.constants.tensor(value, what)
+        if tensor.dtype not in FLOAT_DATA_TYPES:
+            raise Refused("type", f"the {what} has type {tensor.dtype.name.lower()}, expected a float type")
+        producer = None if value is None else value.producer()
+        if producer is not None and is_standard(producer, "DequantizeLinear"):
+            raise Refused("quantized", f"the weight of {label(node)} is quantized, and a sum would not be")
+        values = self._context.current(node, 1, what)
+        if not np.isfinite(values).all():
+            raise Refused("not-finite", f"the weight of {label(node)} holds NaN or infinite values")
+        return values
+
+    def _bias(self, node: ir.Node, outputs: int) -> np.ndarray | None:
+        """Of a Conv, one value for each output; of a Gemm, what broadcasts to that."""
+        if input_at(node, 2) is None and (node, 2) not in self._context.edits:
+            return None
+        bias = self._context.current(node, 2, f"{node.op_type} bias")
+        if not np.isfinite(bias).all():
+            raise Refused("not-finite", f"the bias of {label(node)} holds NaN or infinite values")
+        if (
+            node.op_type == "Gemm"
+            and bias.size in (1, outputs)
+            and bias.shape in ((), (1,), (1, 1), (outputs,), (1, outputs))
+        ):
+            return np.broadcast_to(bias.reshape(-1), (outputs,))
+        if bias.shape != (outputs,):
+            raise Refused("shape", f"the bias of {label(node)} has shape {bias.shape}, expected ({outputs},)")
+        return bias

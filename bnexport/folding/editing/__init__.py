@@ -1,1 +1,0 @@
-"""Planning, checking and application of parameter changes."""

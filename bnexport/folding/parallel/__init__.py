@@ -1,1 +1,0 @@
-"""Merge sums of parallel linear branches of one value into one convolution or matrix product."""

@@ -1,1 +1,0 @@
-"""Search for the operators that absorb a map."""

@@ -1,1 +1,0 @@
-"""Recognition of batch norms and per-channel maps in a graph."""

@@ -1,0 +1,488 @@
+"""The report of a fold: sites, refusals, counts, and the certificate that it writes into the model."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+
+from bnexport import interface, schema
+from bnexport.folding.rules import ALL
+from bnexport.graph.nodes import is_portable_body, is_standard, is_sync_batch_norm
+from bnexport.model_io import walk
+from bnexport.model_io.write import tensor_total
+from bnexport.verification.certificate import KEY, LARGEST, Certificate, CertifiedSite
+from bnexport.verification.verdict import CHANGED, Claim, SiteProof, Verification
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+# Count the nodes and parameters of a model.
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Nodes of a model, bodies and functions included; a portable body counts as its node."""
+
+    nodes: int
+    batch_norm: int
+    sync_batch_norm: int
+    parameter_bytes: int
+
+
+def count(model: ir.Model) -> Counts:
+    """Counts of `model`; the inside of a portable body is not counted."""
+    nodes = batch_norm = sync = 0
+    bodies = (function for function in model.functions.values() if is_portable_body(function))
+    skipped = {id(graph) for body in bodies for graph in (body.graph, *body.subgraphs())}
+    for graph in walk.graphs(model):
+        if id(graph) in skipped:
+            continue
+        for node in graph:
+            nodes += 1
+            batch_norm += is_standard(node, "BatchNormalization")
+            sync += is_sync_batch_norm(node)
+    return Counts(nodes, batch_norm, sync, tensor_total(model))
+
+
+# Reports of folds, as data; `render` makes tables of them.
+
+# Rows of a printed table; each more takes a millisecond to lay out.
+_SHOWN = 500
+
+# Outcomes that a table explains.
+_OUTCOMES = {"converted": "kept, as BatchNormalization"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why a rule did not fold a node. code: for tools; text: for people."""
+
+    rule: str
+    node: str
+    code: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteReport:
+    """One batch norm, or what an exporter made of one.
+
+    outcome: "folded" (into `targets`, by `rules`), "merged" (one node is left), "restated" (as `targets`, in the form that
+    `leftover` asks for), "converted" (a plain BatchNormalization is left) or "kept". nodes: labels of the nodes of the
+    site, top to bottom. scale_min, scale_max: the range of |gamma| / sqrt(var + eps) over the channels. summary: of merged
+    branches, which are a site as well: its nodes are all that are gone, its targets what was written for them. region: names
+    of the source's nodes whose values may differ in the result: those of the site, its targets, and what lies between.
+    modules: paths of the torch modules that the batch norms come from, where the exporter wrote them. lone: arithmetic that
+    is no batch norm, and is in the report only where it is gone.
+    """
+
+    nodes: tuple[str, ...]
+    op_type: str
+    graph: str
+    outcome: str
+    rules: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    training: bool = False
+    channels: int | None = None
+    scale_min: float | None = None
+    scale_max: float | None = None
+    summary: str = ""
+    region: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    lone: bool = False
+
+    @property
+    def name(self) -> str:
+        """The torch modules that the site comes from, else its nodes."""
+        return " + ".join(self.modules or self.nodes)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the nodes of the site are gone, or fewer."""
+        return self.outcome in CHANGED
+
+    @property
+    def outcome_in_words(self) -> str:
+        """The outcome as tables show it."""
+        return _OUTCOMES.get(self.outcome, self.outcome)
+
+    @property
+    def claim(self) -> Claim:
+        """The claim for the local proof."""
+        return Claim(" + ".join(self.nodes), self.graph, self.region or self.nodes)
+
+    @property
+    def reason(self) -> str:
+        """Why the site was not folded, in one line; empty where nothing was refused."""
+        return "; ".join(dict.fromkeys(refusal.text for refusal in self.refusals))
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldReport:
+    """meaning_changed: a training node was turned into inference. verification: None when it was not run.
+
+    notes: what else a reader should know about the file that was written. inlined: calls were replaced by their
+    functions' bodies before anything was folded. certificate: the sites are in the model's metadata, too.
+    uncertified: why they are not, where they were wanted.
+    """
+
+    sites: tuple[SiteReport, ...]
+    before: Counts
+    after: Counts
+    meaning_changed: bool
+    verification: Verification | None = None
+    source: str | None = None
+    target: str | None = None
+    notes: tuple[str, ...] = ()
+    inlined: bool = False
+    certificate: bool = False
+    uncertified: str = ""
+
+    @property
+    def folded(self) -> tuple[SiteReport, ...]:
+        """The batch norms that are gone."""
+        return tuple(site for site in self.sites if site.outcome == "folded")
+
+    @property
+    def kept(self) -> tuple[SiteReport, ...]:
+        """The others: kept, merged into another node, or only converted to another form."""
+        return tuple(site for site in self.sites if site.outcome != "folded")
+
+    def summary(self) -> str:
+        """Sum up the batch norms in one line: how many are gone, and into what kind of operator."""
+        lone = sum(site.lone for site in self.sites)
+        rest = f"{lone} other scale{'s or shifts' if lone > 1 else ' or shift'} folded" if lone else ""
+        if lone == len(self.sites):
+            return "; ".join(filter(None, ("no batch norms", rest)))
+        sites = [site for site in self.folded if not site.lone]
+        words = {rule.name: rule.into for rule in ALL}
+        rules = collections.Counter(words.get(rule) or rule for site in sites for rule in site.rules[-1:])
+        before, after = (each.batch_norm + each.sync_batch_norm for each in (self.before, self.after))
+        restated = sum(site.outcome == "restated" for site in self.sites)
+        gone, total = before - after - restated, before
+        if total < len(self.sites) - lone:  # batch norms that an exporter wrote as arithmetic are no nodes
+            gone, total = len(sites), len(self.sites) - lone
+        text = f"{gone} of {total} batch norm{'s' * (total != 1)} folded"
+        named = rules.most_common(4)
+        if len(rules) > 1 and sum(rules.values()) == gone:  # a site of several batch norms is one fold
+            more = f" and {len(rules) - 4} more kinds" if len(rules) > 4 else ""
+            text += f": {', '.join(f'{count} into {name}' for name, count in named)}{more}"
+        elif rules:
+            text += f" into {' and '.join(filter(None, (', '.join(name for name, _ in named[:-1]), named[-1][0])))}"
+        left = f"{restated} kept in another form" if restated else ""
+        return "; ".join(filter(None, (text, left, rest)))
+
+    @property
+    def changed(self) -> bool:
+        """Whether the model differs from its source at all."""
+        return any(site.outcome != "kept" for site in self.sites)
+
+    @property
+    def proofs(self) -> dict[SiteReport, SiteProof]:
+        """The local proof of each site that changed, where one was made."""
+        made = () if self.verification is None else self.verification.sites
+        return dict(zip((site for site in self.sites if site.changed), made, strict=False))
+
+    def explain(self, node: str) -> SiteReport | None:
+        """Return the site that holds the node, or batch norm module, of this name, or None."""
+        return next((site for site in self.sites if node in (*site.nodes, *site.modules)), None)
+
+    def find(self, name: str) -> tuple[SiteReport, ...]:
+        """Return the sites that a user may mean by `name`.
+
+        The one of this node or batch norm module; else those inside the module or scope `name`, as in `backbone.layer1`;
+        else those that were folded into the operator, or module, `name`. Path separators may be "." or "/".
+        """
+        exact = self.explain(name)
+        if exact is not None:
+            return (exact,)
+        for labels in (lambda site: (*site.nodes, *site.modules), lambda site: site.targets):
+            found = tuple(site for site in self.sites if any(within(label, name) for label in labels(site)))
+            if found:
+                return found
+        return ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as the command line prints it with --json."""
+        # dataclasses.asdict copies every leaf: ten times the time of this, for 10,000 sites.
+        sites = tuple(
+            {**vars(site), "refusals": tuple(dict(vars(each)) for each in site.refusals)} for site in self.sites
+        )
+        return {
+            "schema_version": schema.REPORT_VERSION,
+            **vars(self),
+            "sites": sites,
+            "before": dict(vars(self.before)),
+            "after": dict(vars(self.after)),
+            "verification": None if self.verification is None else self.verification.to_dict(),
+        }
+
+
+def within(label: str, name: str) -> bool:
+    """Whether the node or module `label` is `name`, or lies in the scope `name`."""
+    path, scope = (text.replace("/", ".").strip(".") for text in (label, name))
+    return bool(scope) and f"{path}.".startswith(f"{scope}.")
+
+
+def render(report: FoldReport, *, everything: bool = False) -> list[Table]:
+    """Rich tables of a report: the batch norms that were not folded, or all of them, then the counts."""
+    from rich.table import Table
+
+    tables = []
+    if report.kept or (everything and report.sites):
+        tables.append(_sites(report, everything))
+    counts = Table(title="Before and after", title_justify="left")
+    for column in ("", "before", "after"):
+        counts.add_column(column, justify="right" if column else "left")
+    for name in ("nodes", "batch_norm", "sync_batch_norm", "parameter_bytes"):
+        counts.add_row(name.replace("_", " "), f"{getattr(report.before, name):,}", f"{getattr(report.after, name):,}")
+    return [*tables, counts]
+
+
+def _sites(report: FoldReport, everything: bool) -> Table:
+    """Make the table of sites, without empty columns and without rows beyond `_SHOWN`."""
+    from rich.table import Table
+
+    chosen = report.sites if everything else report.kept
+    table = Table(title="Batch norms" if everything else "Not folded", title_justify="left")
+    proofs = report.proofs
+    cells = {
+        "node": [site.name for site in chosen[:_SHOWN]],
+        "channels": ["" if site.channels is None else str(site.channels) for site in chosen[:_SHOWN]],
+        "outcome": [site.outcome_in_words for site in chosen[:_SHOWN]],
+        "proof": [_mark(proofs.get(site)) for site in chosen[:_SHOWN]],
+        "into": [", ".join(site.targets) for site in chosen[:_SHOWN]],
+        "reason": [site.summary or site.reason for site in chosen[:_SHOWN]],
+    }
+    shown = {name: column for name, column in cells.items() if any(column)}
+    for name in shown:
+        table.add_column(name, overflow="fold")
+    for row in zip(*shown.values()):
+        table.add_row(*row)
+    if len(chosen) > _SHOWN:
+        table.caption = (
+            f"{len(report.folded):,} of {len(report.sites):,} folded; these are the first {_SHOWN}"
+            f"{'' if everything else ' of the others'}, --json and --html have all"
+        )
+    return table
+
+
+def _mark(proof: SiteProof | None) -> str:
+    """Return the local proof of a site in a word, with its bound."""
+    if proof is None:
+        return ""
+    return proof.method.replace("_", " ") + (f", within {proof.bound:.2g}" if proof.bound else "")
+
+
+# Write the certificate of a fold into the model: its sites, for whoever verifies the file later.
+
+_OLD = "the source's certificate told of an earlier fold and was removed"
+_NONE = "the file holds no list of its folds: "
+
+
+def certify(model: ir.Model, report: FoldReport, *, wanted: bool, original: ir.Model | None = None) -> FoldReport:
+    """Write the certificate into the metadata; return the report, which says so.
+
+    One of an earlier fold is about another original: it is replaced or removed, unless nothing changed here.
+    original: given where the model was changed after the fold; the certificate stays if it still proves all folds.
+    """
+    if wanted and not report.changed:
+        return report
+    notes = [*report.notes, *([_OLD] if model.metadata_props.pop(KEY, None) is not None else [])]
+    uncertified = ""
+    made = certificate_of(report.sites, report.inlined) if wanted else None
+    text = "" if made is None else made.encode()
+    if any(site.training and site.op_type == "BatchNormalization" for site in report.sites if site.changed):
+        uncertified = "training became inference, which no proof makes equal" if text else ""
+        text = ""
+    if len(text) > LARGEST:
+        uncertified, text = f"it would have more than {LARGEST:,} characters", ""
+    if text:
+        model.metadata_props[KEY] = text
+        from bnexport.verification.api import prove_certified
+
+        verdict = None if original is None else prove_certified(original, model)
+        if verdict is not None and not verdict.passed:
+            del model.metadata_props[KEY]
+            text = ""
+            uncertified = (
+                f"simplification changed more than the folds ({verdict.reason}), so `verify` has to find them itself"
+            )
+    uncertified = _NONE + uncertified if uncertified else ""
+    return dataclasses.replace(report, certificate=bool(text), uncertified=uncertified, notes=tuple(notes))
+
+
+def certificate_of(sites: Iterable[SiteReport], inlined: bool) -> Certificate | None:
+    """Return the certificate of the folds among the sites, None where there is none."""
+    changed = tuple(_certified(site) for site in sites if site.changed)
+    return Certificate(changed, inlined) if changed else None
+
+
+def _certified(site: SiteReport) -> CertifiedSite:
+    region = site.claim.nodes
+    # A site that an earlier fold made is no node of the source: its region stands for it.
+    own = tuple(node for node in site.nodes if node in region) or region
+    return CertifiedSite(own, tuple(node for node in region if node not in own), site.graph, site.rules)
+
+
+# Render a fold report as one HTML page: no script, nothing loaded from elsewhere, light and dark.
+#
+# The page is made from `FoldReport.to_dict()`, the JSON that the command line writes, by the template beside this file.
+# Names of nodes come from model files: the template engine escapes every value, characters that would reorder or hide
+# text are replaced, and the page's own policy forbids whatever would still get through.
+
+Data = Mapping[str, Any]
+
+_WIDTH, _HEIGHT = 168, 16  # of one chart, in pixels
+_LONGEST = 600
+_LARGEST_EXPONENT = 308  # of a float64
+# Classes of the style sheet; nothing else reaches a class attribute.
+_CLASSES = ("folded", "merged", "restated", "converted", "kept", "passed", "failed", "proved", "compared")
+
+
+def render_html(report: Data) -> str:
+    """Render the page of a report, given as `FoldReport.to_dict()`. Raises MissingPackageError without jinja2."""
+    verification = report.get("verification")
+    proofs = iter((verification or {}).get("sites") or ())
+    sites = [
+        _site(site, next(proofs, None) if site.get("outcome") in CHANGED else None)
+        for site in report.get("sites") or ()
+    ]
+    outputs = [_output(output) for output in (verification or {}).get("outputs") or ()]
+    counts = [report.get("before") or {}, report.get("after") or {}]
+
+    def count(*names: str) -> list[float]:
+        return [sum(_number(each.get(name)) or 0 for name in names) for each in counts]
+
+    return _template().render(
+        report=report,
+        verification=verification,
+        folded=[site for site in sites if site["outcome"] == "folded"],
+        kept=[site for site in sites if site["outcome"] != "folded"],
+        outputs=outputs,
+        norms=count("batch_norm", "sync_batch_norm"),
+        nodes=count("nodes"),
+        sizes=count("parameter_bytes"),
+        scales=_Axis.spanning(value for site in sites for value in (site["low"], site["high"])),
+        errors=_Axis.spanning(value for output in outputs for value in (output["error"], output["bound"])),
+        width=_WIDTH,
+        height=_HEIGHT,
+    )
+
+
+@functools.cache
+def _template() -> Any:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise interface.missing("jinja2", "HTML reports need it") from error
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("bnexport.folding", "reporting"), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    filters: dict[str, Any] = {
+        "text": _text,
+        "number": lambda value: _number(value) or 0.0,
+        "short": lambda value: "" if value is None else f"{value:.3g}",
+        "thousands": lambda value: f"{value:,.0f}",
+        "bytes": _bytes,
+        "sizes": _sizes,
+        "pixels": lambda value: f"{value:.1f}",
+        "power": lambda exponent: f"{10.0**exponent:g}" if -3 <= exponent <= 4 else f"1e{exponent}",
+        "css_class": lambda name: str(name) if name in _CLASSES else "verify",
+    }
+    environment.filters |= filters
+    return environment.get_template("report.html.jinja")
+
+
+def _site(site: Data, proof: Data | None) -> dict[str, Any]:
+    proof = proof or {}
+    return {
+        "proof": proof.get("method") or "",
+        "proof_error": _number(proof.get("error")),
+        "proof_bound": _number(proof.get("bound")),
+        "proof_reason": proof.get("reason") or "",
+        **{name: site.get(name) for name in ("op_type", "graph")},
+        **{name: list(site.get(name) or ()) for name in ("nodes", "modules", "targets", "rules")},
+        "outcome": str(site.get("outcome")),
+        "reasons": [site["summary"]] * bool(site.get("summary"))
+        + list(dict.fromkeys(refusal.get("text") for refusal in site.get("refusals") or ())),
+        "channels": _number(site.get("channels")),
+        "low": _number(site.get("scale_min")),
+        "high": _number(site.get("scale_max")),
+    }
+
+
+def _output(output: Data) -> dict[str, Any]:
+    return {
+        **{name: output.get(name) for name in ("name", "dtype", "reason")},
+        "outcome": "passed" if output.get("passed") else "failed" if output.get("decided", True) else "undecided",
+        "error": _number(output.get("max_abs_diff")),
+        "bound": _number(output.get("atol")),
+        "relative": _number(output.get("rtol")),
+    }
+
+
+class _Axis:
+    """A logarithmic axis from 10^low to 10^high that all charts of a table share."""
+
+    def __init__(self, low: int, high: int) -> None:
+        self.low, self.high = low, high
+
+    @classmethod
+    def spanning(cls, values: Iterable[float | None]) -> _Axis:
+        logs = [math.log10(value) for value in values if value is not None and value > 0 and math.isfinite(value)]
+        if not logs:
+            return cls(-1, 1)
+        low = min(math.floor(min(logs)), _LARGEST_EXPONENT - 1)
+        return cls(low, min(max(math.ceil(max(logs)), low + 1), _LARGEST_EXPONENT))
+
+    def grid(self) -> Iterator[float]:
+        """Places of the lines: at most a dozen, more would be a grey area."""
+        step = max(1, math.ceil((self.high - self.low) / 12))
+        return (self.place(10.0**exponent) for exponent in range(self.low, self.high + 1, step))
+
+    def place(self, value: float) -> float:
+        """Return the position in pixels; 0 and what is smaller than the axis lie at its start."""
+        if value <= 0:
+            return 0.5
+        exponent = math.log10(value) if math.isfinite(value) else self.high
+        share = (exponent - self.low) / (self.high - self.low)
+        return 0.5 + (_WIDTH - 1) * min(max(share, 0.0), 1.0)
+
+
+def _text(value: object) -> str:
+    """Format a value, not yet escaped."""
+    text = "" if value is None else str(value)
+    shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return "".join(character if character.isprintable() else "\ufffd" for character in shown)
+
+
+def _sizes(runs: Iterable[Iterable[Iterable[int]]]) -> str:
+    """List the shapes of the inputs of each run, each once."""
+    texts = (" + ".join("x".join(map(str, shape)) or "scalar" for shape in shapes) for shapes in runs)
+    return ", ".join(dict.fromkeys(texts))
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"

@@ -1,1 +1,0 @@
-"""Reports of a fold: data, tables and an HTML page."""

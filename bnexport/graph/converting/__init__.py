@@ -1,1 +1,0 @@
-"""Conversion of sync batch norm and training nodes to inference BatchNormalization."""

@@ -1,0 +1,177 @@
+"""Removal of nodes that deployment does not need, by passes of onnx-ir and onnxscript, and of identities; casts at mixed types."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+from onnxscript import optimizer, rewriter
+from onnxscript.rewriter.rules import common
+
+from bnexport.graph.nodes import Names, is_standard, label
+from bnexport.graph.shapes import Shapes
+from bnexport.model_io import walk
+
+# Casts around BatchNormalization whose parameters have another type than its data, before opset 15.
+#
+# MMCVSyncBatchNorm keeps float32 statistics beside float16 data; BatchNormalization can do so from opset 15
+# on. What the rules leave of such nodes in older models is put between two Casts.
+
+_MIXED_TYPES_OPSET = 15
+
+
+def insert_casts(model: ir.Model) -> None:
+    """Insert data -> Cast -> BatchNormalization -> Cast if the opset requires a single type."""
+    owners = [model.graph, *(function.graph for function in model.functions.values())]
+    names, shapes = Names(model), Shapes(model)
+    for owner in owners:
+        if owner.opset_imports.get("", _MIXED_TYPES_OPSET) >= _MIXED_TYPES_OPSET:
+            continue
+        for graph in (owner, *owner.subgraphs()):
+            for node in tuple(graph):
+                if is_standard(node, "BatchNormalization") and len(node.inputs) == 5:
+                    _cast(node, graph, names, shapes)
+
+
+def _cast(node: ir.Node, graph: ir.Graph, names: Names, shapes: Shapes) -> None:
+    data, mean = node.inputs[0], node.inputs[3]
+    data_type = None if data is None else shapes.dtype(data)
+    parameter_type = None if mean is None else shapes.dtype(mean)
+    if data is None or data_type is None or parameter_type is None or data_type == parameter_type:
+        return
+    before = ir.Node(
+        "", "Cast", [data], [ir.AttrInt64("to", parameter_type.value)], name=names.fresh(f"{label(node)}.cast_in")
+    )
+    after = ir.Node(
+        "", "Cast", [None], [ir.AttrInt64("to", data_type.value)], name=names.fresh(f"{label(node)}.cast_out")
+    )
+    inner, outer = node.outputs[0], after.outputs[0]
+    before.outputs[0].name = names.fresh(f"{data.name}.cast")
+    before.outputs[0].type, before.outputs[0].shape = ir.TensorType(parameter_type), data.shape
+    graph.insert_before(node, before)
+    outer.name, outer.type, outer.shape = inner.name, ir.TensorType(data_type), inner.shape
+    graph.insert_after(node, after)
+    inner.replace_all_uses_with(outer, replace_graph_outputs=True)
+    inner.name, inner.type = names.fresh(f"{inner.name}.uncast"), ir.TensorType(parameter_type)
+    after.replace_input_with(0, inner)
+    node.replace_input_with(0, before.outputs[0])
+
+
+# Removal of Identity nodes, and what keeps passes of other packages from breaking the outputs of bodies.
+#
+#     y = Identity(x)    readers of y read x. Where y is an output of its graph, x takes its place and its name,
+#                        if a node of the same graph makes x and x is no output itself; else the node stays
+#
+# ONNX Runtime loads no body that returns a value of an outer graph, and onnx-ir lets no value be an output of two
+# graphs. The passes of onnx-ir and onnxscript do not look: what replaces an output may be such a value. So during
+# their work each output of a body or function is made by a node of its own, which they do not know.
+
+_GUARD = "bnexport.guard"
+
+
+def remove_identities(model: ir.Model) -> None:
+    """Remove Identity nodes in place; names of outputs stay."""
+    for graph in list(walk.graphs(model)):
+        for node in [node for node in graph if is_standard(node, "Identity")]:
+            _remove(node, graph)
+
+
+def _remove(node: ir.Node, graph: ir.Graph) -> None:
+    if len(node.inputs) != 1 or len(node.outputs) != 1 or node.inputs[0] is None:
+        return
+    source, output = node.inputs[0], node.outputs[0]
+    is_output, maker = output.is_graph_output(), source.producer()
+    if is_output and (maker is None or maker.graph is not graph or source.is_graph_output()):
+        return
+    source.type, source.shape = source.type or output.type, source.shape or output.shape
+    output.replace_all_uses_with(source, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+    if is_output:
+        source.name, output.name = output.name, None
+
+
+def guard_outputs(model: ir.Model) -> None:
+    """Make each output of a body or function by a node of no known operator, in place."""
+    names = Names(model)
+    for graph in list(walk.graphs(model)):
+        for place, output in enumerate(() if graph is model.graph else tuple(graph.outputs)):
+            # The number keeps two guards from being one repeated expression.
+            guard = ir.node(_GUARD, [output], {"place": place}, domain=_GUARD)
+            value = guard.outputs[0]
+            value.type, value.shape, value.name = output.type, output.shape, names.fresh(f"{output.name}.returned")
+            maker = output.producer()
+            if maker is not None and maker.graph is graph:
+                value.name, output.name = output.name, value.name
+            graph.append(guard)
+            graph.outputs[place] = value
+
+
+def open_guards(model: ir.Model, *, inlined: bool = False) -> None:
+    """Turn guards into Identity nodes. inlined: only those whose body has become a part of the graph around it."""
+    for node in walk.nodes(model):
+        if node.domain == _GUARD and not (
+            inlined and node.outputs[0].is_graph_output() and node.graph is not model.graph
+        ):
+            node.domain, node.op_type = "", "Identity"
+            node.attributes.clear()
+
+
+# Remove nodes that deployment does not need, by the passes of onnx-ir and onnxscript.
+#
+# Constants and shape arithmetic are evaluated, reshapes to known sizes get them as a constant, and identities, dead code and
+# repeated expressions leave. It runs behind the folder and before verification. Rules that fold batch norms are left out: the
+# folder refuses some of those on purpose, and its report would be wrong.
+
+# Those of this list that the installed onnxscript has.
+_RULES = (
+    *("no_op_cast_rule", "no_op_expand_rule", "no_op_transpose_rule", "transpose_transpose_rule", "cast_cast_rule"),
+    *("add_0_rule", "sub_0_rule", "mul_by_1_rule", "div_by_1_rule", "dropout_inference_rule", "dropout_zero_rule"),
+    *("materialize_reshape_shape_rule", "reshape_reshape_rule", "squeeze_reshape_1d_rule", "unsqueeze_unsqueeze_rule"),
+    *("collapse_slice_rule", "collapse_slice2_rule", "slice_split_rule", "cast_constant_of_shape_rule"),
+    *("no_op_static_scatter_nd_rule", "no_op_dynamic_scatter_nd_rule"),
+)
+# Operators that draw random numbers and that the pass for repeated expressions does not know as such.
+_RANDOM = {"Bernoulli", "Dropout"}
+# A round may show the next one something: an identity between two transposes, for example.
+_ROUNDS = 4
+
+
+def simplify(model: ir.Model) -> None:
+    """Simplify an inference model in place, until a round removes no node; names of inputs and outputs stay."""
+    rules = [getattr(common, name) for name in _RULES if hasattr(common, name)]
+    names = [output.name for output in model.graph.outputs]
+    nodes = None
+    guard_outputs(model)
+    for _ in range(_ROUNDS):
+        optimizer.fold_constants(model, onnx_shape_inference=True)
+        passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+        rewriter.RewritePass(rules)(model)
+        passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+        open_guards(model, inlined=True)
+        remove_identities(model)
+        if not any(node.op_type in _RANDOM for node in model.graph.all_nodes()):
+            passes.CommonSubexpressionEliminationPass()(model)
+        passes.RemoveUnusedNodesPass()(model)
+        if len(model.graph) == nodes:
+            break
+        nodes = len(model.graph)
+    open_guards(model)
+    remove_identities(model)
+    _restore_outputs(model.graph, names)
+    passes.DeduplicateInitializersPass()(model)
+    passes.RemoveUnusedOpsetsPass()(model)
+    passes.TopologicalSortPass()(model)
+    # Rewriting notes its rules in the metadata.
+    passes.ClearMetadataAndDocStringPass()(model)
+
+
+def _restore_outputs(graph: ir.Graph, names: list[str | None]) -> None:
+    """Give each output its name back: passes leave one value, with one name, for outputs that are equal."""
+    seen: set[ir.Value] = set()
+    for index, (output, name) in enumerate(zip(list(graph.outputs), names, strict=True)):
+        if output in seen or (output.is_graph_input() and output.name != name):
+            copy = ir.node("Identity", [output], outputs=[ir.Value(name=name, type=output.type, shape=output.shape)])
+            graph.append(copy)
+            graph.outputs[index] = copy.outputs[0]
+        elif output.name != name:
+            output.name = name
+        seen.add(output)

@@ -1,1 +1,0 @@
-"""Construction of the graph of a training step."""

@@ -1,1 +1,0 @@
-"""Execution of the graph of a training step."""

@@ -1,0 +1,662 @@
+"""Inputs of a verification: random samples, integers within range, further sets, feeds of an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import ml_dtypes  # noqa: F401 - NumPy learns the names of its types
+import numpy as np
+import onnx_ir as ir
+
+from bnexport.errors import BnexportError, UnsupportedModelError
+from bnexport.graph.constants import Constants
+from bnexport.graph.nodes import Refused, get_float, is_standard
+from bnexport.graph.shapes import Shapes
+from bnexport.model_io import walk
+from bnexport.runtime.engine import ENGINES, Engine
+from bnexport.verification.comparison import is_finite, is_float, scaled
+
+# Random inputs that fit a model's declared types and shapes.
+
+# (size of a free first dimension, size of every other free dimension), tried until the model runs:
+# small ones first, larger ones for networks that reduce the resolution many times.
+FREE_SIZES = ((2, 32), (2, 64), (1, 224), (2, 8), (1, 1))
+# Further factors of float inputs. A clipped or nearly linear function shows on some of them only.
+LARGER, LARGEST, SMALLER = 8.0, 64.0, 0.125
+_ELEMENTS = 1 << 27
+# Share of a set's floats that are NaN or infinite, where it has such.
+_NOT_FINITE = 0.2
+
+# Share of a set's floats that are equal to a threshold, where it has such.
+_EQUAL = 0.25
+
+Kind = Literal["normal", "rounded", "nan", "infinite", "full"]
+Range = tuple[int, int]
+# Of free first dimensions, and of those at other places in turn.
+Sizes = tuple[int, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class InputSpec:
+    """An input that a caller has to give.
+
+    kind: "float", "integer", "bool" or "string"; None for what is no tensor of a known rank. dtype: NumPy's
+    name of the type. shape: free sizes are None, or a name. ranges: of integers, to try until the model runs. whole: all
+    integers, where they may be drawn, too. texts: to draw from.
+    """
+
+    name: str
+    kind: str | None = None
+    dtype: str = ""
+    shape: tuple[int | str | None, ...] = ()
+    ranges: tuple[Range, ...] = ((0, 1),)
+    whole: Range | None = None
+    texts: tuple[str, ...] = ("a",)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a size is for the caller to choose."""
+        return any(not isinstance(size, int) for size in self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class FloatSet:
+    """Random floats. kind: normal ones, these rounded to multiples of 1/2, or with NaN or infinities among them; "full" are
+    normal ones beside truth values that are all true. scale: factor. numbers: to put among rounded ones."""
+
+    kind: Kind = "normal"
+    scale: float = 1.0
+    numbers: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """One set of random inputs.
+
+    first: size of free first dimensions. others: sizes of free dimensions at other places, in turn. scale: factor of
+    floats. whole: draw from all integers, not from a range. kind, numbers: of floats (`FloatSet`).
+    """
+
+    seed: int
+    first: int
+    others: tuple[int, ...]
+    scale: float = 1.0
+    whole: bool = False
+    kind: Kind = "normal"
+    numbers: tuple[float, ...] = ()
+
+
+def draw(inputs: Sequence[InputSpec], how: Draw, ranges: Mapping[str, Range]) -> dict[str, np.ndarray]:
+    """Draw one set of inputs. Raises UnsupportedModelError where one cannot be made up."""
+    generator = np.random.default_rng(how.seed)
+    chosen = zip(inputs, shapes(inputs, how))
+    return {spec.name: _random(spec, generator, shape, how, ranges.get(spec.name, (0, 1))) for spec, shape in chosen}
+
+
+def shapes(inputs: Sequence[InputSpec], how: Draw) -> list[tuple[int, ...]]:
+    """Return the shape of each input. The same name of a dimension gets the same size everywhere."""
+    named: dict[str, int] = {}
+
+    def size(axis: int, declared: int | str | None) -> int:
+        if isinstance(declared, int):
+            return declared
+        default = how.others[(axis - 1) % len(how.others)] if axis else how.first
+        return named.setdefault(declared, default) if declared else default
+
+    return [tuple(size(axis, declared) for axis, declared in enumerate(spec.shape)) for spec in inputs]
+
+
+def other_sizes(first: int, other: int) -> tuple[list[Sizes], list[Sizes]]:
+    """Return lists of alternatives to sizes at which a model runs; the first that it runs at, too, is for use.
+
+    One row; then another batch with dimensions that differ from one another: smaller ones, which cost least, odd ones,
+    multiples of 8 and 32, equal ones.
+    """
+    smaller = (other * 5 // 8 + 1, (other + 1) // 2)
+    changed = [smaller, (other + 9, other + 4), (other + 16, other + 8), (other + 32, other), (2 * other, 2 * other)]
+    return [(1, (other,))], [*((3, sizes) for sizes in changed), (first, changed[1]), (3, (other,))]
+
+
+def _random(
+    spec: InputSpec, generator: np.random.Generator, shape: tuple[int, ...], how: Draw, limits: Range
+) -> np.ndarray:
+    if spec.kind is None:
+        raise UnsupportedModelError(f"input {spec.name!r} is no tensor of a known rank; give the inputs yourself")
+    if np.prod([float(size) for size in shape]) > _ELEMENTS:
+        raise UnsupportedModelError(
+            f"input {spec.name!r} of shape {list(shape)} is too large to make up; give the inputs yourself"
+        )
+    if spec.kind == "string":
+        return np.resize(generator.permutation(np.array(spec.texts, dtype=object)), shape)
+    if spec.kind == "bool":
+        if how.kind == "full":
+            return np.ones(shape, bool)
+        return generator.integers(0, 2, shape).astype(bool)
+    dtype = np.dtype(spec.dtype)
+    if spec.kind == "float":
+        return _floats(generator, shape, how).astype(dtype)
+    return _integers(generator, shape, spec.whole if how.whole and spec.whole else limits).astype(dtype)
+
+
+def _floats(generator: np.random.Generator, shape: tuple[int, ...], how: Draw) -> np.ndarray:
+    values = np.asarray(generator.standard_normal(shape) * how.scale)
+    if how.kind in ("normal", "full"):
+        return values
+    flat = values.reshape(-1)
+    if how.kind == "rounded":
+        flat = np.round(2 * flat) / 2
+        places = generator.permutation(flat.size)[: max(1, int(flat.size * _EQUAL)) if how.numbers else 0]
+        flat[places] = np.resize(how.numbers, places.size)
+        values = flat.reshape(shape)
+    else:
+        places = generator.permutation(flat.size)[: max(2, int(flat.size * _NOT_FINITE))]
+        flat[places] = np.resize(np.nan if how.kind == "nan" else (np.inf, -np.inf), places.size)
+    return values
+
+
+def _integers(generator: np.random.Generator, shape: tuple[int, ...], limits: Range) -> np.ndarray:
+    """Draw integers; both limits are among them."""
+    low, high = limits
+    wide = np.uint64 if high > np.iinfo(np.int64).max else np.int64
+    values = generator.integers(low, high, shape, dtype=wide, endpoint=True)
+    flat = values.reshape(-1)
+    flat[-1:], flat[:1] = low, high
+    return flat.reshape(shape)
+
+
+# Ranges for random integers, from where an integer input goes.
+#
+# An index has to stay below the size of what it indexes; a number of repetitions, a shape or a divisor may be anything but
+# harmless. So the value is followed through the operators that only compute with it, cast it or move it, to where it becomes a
+# float or a truth value, is compared with a constant (the range then goes beyond that), and to indices. An input that reaches
+# anything else is drawn as 0 or 1, which is valid nearly everywhere.
+
+_SAFE: Range = (0, 1)
+_BYTE = 8
+# Operators whose output has integers of all operands listed; None lists all.
+_CARRYING: dict[str, tuple[int, ...] | None] = {
+    **dict.fromkeys(("Identity", "Abs", "Neg", "Sign", "Add", "Sub", "Mul", "Min", "Max", "Sum", "Concat"), None),
+    **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Expand", "Split", "Slice"), (0,)),
+    **dict.fromkeys(("Tile", "Div", "Mod", "ReduceMax", "ReduceMin", "ReduceSum", "Cast"), (0,)),
+    **{"Clip": None, "Where": (1, 2), "Pad": (0, 2), "Gather": (0,), "GatherElements": (0,), "GatherND": (0,)},
+    **dict.fromkeys(("MatMulInteger", "ConvInteger"), None),
+}
+# Operators with other outputs, and operands for any integer.
+_ENDING: dict[str, tuple[int, ...] | None] = {
+    **dict.fromkeys(("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Shape", "Size"), None),
+    **{"DequantizeLinear": (0,), "OneHot": (0,)},
+}
+_INDEXING = ("Gather", "GatherElements", "GatherND")
+# Larger constants are no thresholds.
+_LARGEST = 1 << 30
+
+
+@dataclasses.dataclass
+class _Met:
+    """What an integer input meets. sizes: of the dimensions that it indexes. offsets: constants that are added to it before.
+    compared: the largest constant that it is compared with."""
+
+    sizes: set[int] = dataclasses.field(default_factory=set)
+    offsets: set[int] = dataclasses.field(default_factory=set)
+    compared: int = 0
+
+
+def find_ranges(value: ir.Value, model: ir.Model) -> tuple[tuple[Range, ...], Range | None]:
+    """Return the ranges to try for an integer input, widest first, and the range of its type where any value will do."""
+    dtype = value.dtype
+    if dtype is None or not dtype.is_integer():
+        return (_SAFE,), None
+    met = _Walk(model).follow(value)
+    if met is None:
+        return (_SAFE,), None
+    if met.sizes:
+        ranges = [
+            limits
+            for size in sorted(met.sizes, reverse=True)
+            for limits in (
+                (-size, size - 1),
+                *((0, size - 1 - less) for less in (0, *sorted(met.offsets)) if less < size),
+            )
+        ]
+        return (*(limits for limits in ranges if _fits(limits, dtype)), _SAFE), None
+    whole = _range(dtype)
+    byte = (-(1 << (_BYTE - 1)), (1 << (_BYTE - 1)) - 1) if whole[0] else (0, (1 << _BYTE) - 1)
+    beyond = 2 * met.compared
+    wide = (-beyond if whole[0] else 0, beyond)
+    ranges = [wide] if beyond > byte[1] and _fits(wide, dtype) else []
+    return (*ranges, byte if _fits(byte, dtype) else whole, _SAFE), whole
+
+
+class _Walk:
+    def __init__(self, model: ir.Model) -> None:
+        self._shapes = Shapes(model)
+        self._constants = Constants(model, self._shapes)
+
+    def follow(self, value: ir.Value) -> _Met | None:
+        """Follow an input to what it indexes and is compared with; None where it reaches an operand for which it is not safe."""
+        met = _Met()
+        waiting, seen = [value], {value}
+        while waiting:
+            for use in waiting.pop().uses():
+                node, place = use.node, use.idx
+                if is_standard(node, *_INDEXING) and place == 1:
+                    sizes = self._indexed(node)
+                    if not sizes:
+                        return None
+                    met.sizes |= sizes
+                    continue
+                others = [abs(number) for other in node.inputs if other is not None for number in self._numbers(other)]
+                if _is_listed(node, place, _ENDING) or _to_another_kind(node):
+                    met.compared = max([met.compared, *others])
+                    continue
+                if not _is_listed(node, place, _CARRYING):
+                    return None
+                if any(output.is_graph_output() and output.graph is not value.graph for output in node.outputs):
+                    return None  # It leaves a subgraph.
+                if is_standard(node, "Add", "Sub"):
+                    met.offsets |= {number for number in others if number}
+                waiting += [output for output in node.outputs if output not in seen]
+                seen.update(node.outputs)
+        return met
+
+    def _indexed(self, node: ir.Node) -> set[int]:
+        """Return the sizes of the dimensions that a node's indices are of; empty where one is not known."""
+        data, indices = node.inputs[:2]
+        shape = None if data is None else self._shapes.of(data)
+        if shape is None or indices is None:
+            return set()
+        axis = node.attributes.get_int("axis", 0)
+        sizes: tuple[object, ...]
+        if is_standard(node, "GatherND"):
+            start, taken = node.attributes.get_int("batch_dims", 0), (self._shapes.of(indices) or (1,))[-1]
+            sizes = shape[start : start + (taken if isinstance(taken, int) else 1)]
+        else:
+            sizes = (shape[axis],) if -len(shape) <= axis < len(shape) else ()
+        known = {size for size in sizes if isinstance(size, int) and size > 0}
+        return known if len(known) == len(set(sizes)) else set()
+
+    def _numbers(self, value: ir.Value) -> tuple[int, ...]:
+        """Return the ends of a constant's range; nothing of what is no constant of integers."""
+        with contextlib.suppress(Refused):
+            array = self._constants.array(value, "constant")
+            if array.dtype.kind in "iu" and array.size and np.abs(array).max() <= _LARGEST:
+                return int(array.min()), int(array.max())
+        return ()
+
+
+def _is_listed(node: ir.Node, place: int, table: dict[str, tuple[int, ...] | None]) -> bool:
+    if not is_standard(node, node.op_type) or node.op_type not in table:
+        return False
+    places = table[node.op_type]
+    return places is None or place in places
+
+
+def _to_another_kind(node: ir.Node) -> bool:
+    """Whether it is a Cast to floats or truth values."""
+    if not is_standard(node, "Cast") or "to" not in node.attributes:
+        return False
+    target = ir.DataType(node.attributes["to"].as_int())
+    return target.is_floating_point() or target is ir.DataType.BOOL
+
+
+def _range(dtype: ir.DataType) -> Range:
+    bits = dtype.bitwidth
+    return (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if dtype.is_signed() else (0, (1 << bits) - 1)
+
+
+def _fits(limits: Range, dtype: ir.DataType) -> bool:
+    low, high = _range(dtype)
+    return low <= limits[0] and limits[1] <= high
+
+
+# Sets of float inputs for operators that standard normal numbers hardly reach.
+#
+#     IsNaN, Equal (x, x)                       NaN
+#     IsInf                                     infinities
+#     ArgMax, TopK, Hardmax, Unique, ...        equal numbers
+#     x > 0.3, Equal, Round, Floor, ...         multiples of 1/2, and numbers equal to the constant
+#     x > 1000, Clip, Min, Max, Add             numbers beyond the constant
+#     a mask among the inputs                   truth values that are all true
+#
+# They are drawn only where the reference has such an operator, and only refute. NaN passes sums and products of any form;
+# infinities of both signs may cancel in one form only, and are for IsInf alone.
+
+# Texts, and constants that inputs are made equal to.
+_TEXTS, _DISTINCT = 1000, 16
+_COMPARING = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Clip", "Min", "Max")
+# What is added saturates what follows. Places of biases; the other operands are as large as the data.
+_ADDING = {"Add": 0, "Sub": 0, "Gemm": 2, "Conv": 2}
+_STEPPING = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal", "Round", "Floor", "Ceil", "Sign")
+_MOVING = ("Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Concat")
+_SELECTING = ("ArgMax", "ArgMin", "TopK", "Hardmax", "Unique")
+# Normal numbers of four times a constant's size lie on both sides of it. Larger ones than the last are no thresholds.
+_BEYOND = 4.0
+_LARGEST_CONSTANT = 1e6
+
+
+def find_further(model: ir.Model) -> list[FloatSet]:
+    """Return the sets that the operators of a model ask for."""
+    nodes = [node for graph in walk.graphs(model) for node in graph]
+    found = []
+    if any(_asks_for_nan(node) for node in nodes):
+        found.append(FloatSet("nan"))
+    if any(is_standard(node, "IsInf") for node in nodes):
+        found.append(FloatSet("infinite"))
+    constants = Constants(model, Shapes(model))
+    steps = [node for node in nodes if is_standard(node, *_STEPPING) and _reads_input(node, constants)]
+    if steps or any(_asks_for_ties(node) for node in nodes):
+        found.append(FloatSet("rounded", numbers=tuple(sorted(_equal_to(steps, constants)))[:_DISTINCT]))
+    if any(value.dtype is ir.DataType.BOOL for value in model.graph.inputs):
+        found.append(FloatSet("full"))
+    largest = max(_thresholds(constants, nodes), default=0.0)
+    if largest > LARGEST:
+        found.append(FloatSet("normal", _BEYOND * largest))
+    return found
+
+
+def _asks_for_nan(node: ir.Node) -> bool:
+    return is_standard(node, "IsNaN") or (is_standard(node, "Equal") and len(set(node.inputs)) == 1)
+
+
+def _asks_for_ties(node: ir.Node) -> bool:
+    return is_standard(node, *_SELECTING) or (is_standard(node, "MaxPool") and len(node.outputs) > 1)
+
+
+def _reads_input(node: ir.Node, constants: Constants) -> bool:
+    """Whether numbers of an input arrive as they are, or plus a constant: they can be equal to a threshold, in any rounding."""
+    waiting = [value for value in node.inputs if value is not None]
+    while waiting:
+        value = waiting.pop()
+        made = value.producer()
+        if made is None:
+            if value.is_graph_input() and value.dtype is not None and value.dtype.is_floating_point():
+                return True
+        elif is_standard(made, *_MOVING) or (
+            is_standard(made, "Add", "Sub") and any(map(constants.is_constant, made.inputs))
+        ):
+            waiting += [each for each in made.inputs if each is not None]
+    return False
+
+
+def _equal_to(steps: list[ir.Node], constants: Constants) -> set[float]:
+    """Return the float constants that inputs are compared with."""
+    found: set[float] = set()
+    for node in steps:
+        for value in node.inputs:
+            with contextlib.suppress(Refused):
+                array = constants.floats(value, "constant")
+                found.update(array.reshape(-1)[:_DISTINCT].tolist())
+    return {number for number in found if abs(number) <= _LARGEST_CONSTANT}
+
+
+def find_texts(model: ir.Model) -> tuple[str, ...]:
+    """Return the texts in a model's attributes and constants, which its inputs may be compared with; "a" is in few of them."""
+    found = dict.fromkeys(("a", ""))
+    for graph in walk.graphs(model):
+        tensors = [value.const_value for value in graph.initializers.values() if value.const_value is not None]
+        for node in graph:
+            for attribute in node.attributes.values():
+                if attribute.type is ir.AttributeType.STRINGS and not attribute.is_ref():
+                    found.update(dict.fromkeys(attribute.as_strings()))
+                elif attribute.type is ir.AttributeType.TENSOR and not attribute.is_ref():
+                    tensors.append(attribute.as_tensor())
+        for tensor in tensors:
+            if tensor.dtype is ir.DataType.STRING:
+                found.update(
+                    dict.fromkeys(each.decode(errors="replace") for each in tensor.numpy().reshape(-1)[:_TEXTS])
+                )
+    return tuple(found)[:_TEXTS]
+
+
+def _thresholds(constants: Constants, nodes: list[ir.Node]) -> Iterator[float]:
+    """Yield the sizes of float constants that values are compared with, or that are added to them."""
+    for node in nodes:
+        if not is_standard(node, *_COMPARING, *_ADDING):
+            continue
+        for value in node.inputs[_ADDING.get(node.op_type, 0) :]:
+            with contextlib.suppress(Refused):
+                yield _size(constants.floats(value, "constant"))
+        if is_standard(node, *_ADDING):
+            continue
+        with contextlib.suppress(Refused):
+            yield _size(np.asarray([get_float(node, "min", 0.0), get_float(node, "max", 0.0)]))
+
+
+def _size(numbers: np.ndarray) -> float:
+    sizes = np.abs(numbers)
+    return float(sizes.max(initial=0.0, where=sizes <= _LARGEST_CONSTANT))
+
+
+# Sizes beyond the constants of a graph: where it computes with sizes, another branch or row may be taken there.
+
+_COMPUTING = (
+    "Min",
+    "Max",
+    "Clip",
+    "Less",
+    "LessOrEqual",
+    "Greater",
+    "GreaterOrEqual",
+    "Equal",
+    "Mod",
+    "Sub",
+    "Div",
+    "Range",
+    "Slice",
+)
+_TAKING = ("Gather", "Slice", "GatherND", "Resize")
+_LARGEST_SIZE, _TABLES = 4096, 4
+# Sizes where the graph has no constants, larger and smaller ones.
+_USUAL = (257, 33)
+
+
+def find_bounds(*models: ir.Model) -> list[int]:
+    """Return sizes to try for one dimension until one runs, largest first: beyond each constant, all of a table, usual ones.
+
+    Nothing where no model reads a size.
+    """
+    numbers: set[int] = set()
+    tables: set[int] = set()
+    reads_sizes = False
+    for model in models:
+        nodes = [node for graph in walk.graphs(model) for node in graph]
+        if not any(is_standard(node, "Shape", "Size") for node in nodes):
+            continue
+        reads_sizes = True
+        constants = Constants(model, Shapes(model))
+        for node in nodes:
+            if is_standard(node, *_COMPUTING):
+                for value in node.inputs:
+                    with contextlib.suppress(Refused):
+                        numbers.update(constants.ints(value, "constant"))
+            if is_standard(node, *_TAKING) and node.inputs and not all(map(constants.is_constant, node.inputs)):
+                with contextlib.suppress(Refused):
+                    tables.update(constants.describe(node.inputs[0], "table").shape)
+    if not reads_sizes:
+        return []
+    beyond = {2 * each + 1 for each in numbers if 1 < each < _LARGEST_SIZE // 2}
+    whole = {each for each in tables if _USUAL[1] < each <= _LARGEST_SIZE}
+    return sorted({*sorted(beyond)[-1:], *sorted(whole)[-_TABLES:], *_USUAL}, reverse=True)
+
+
+# Sets of inputs for two models.
+#
+# The caller's, or random ones. Of these the first group decides, at the first sizes at which the reference runs. The rest
+# can only refute: floats of other sizes, all integers, one row, other sizes of dynamic dimensions, some beyond the graph's
+# constants (`size_bounds`), floats that an operator asks for (`further_sets`), smaller ones where an output does not change
+# with half of its input, each where the reference runs. What they leave undecided is not counted.
+
+# Bytes of a model whose runs take longer than everything else: it has fewer of them.
+_LARGE = 1 << 26
+# Elements of inputs of sizes beyond constants.
+_MOST_ELEMENTS = 1 << 18
+# Factors of floats at which a saturated output may show its inputs, and the share of it that then changes.
+_SHOWING = tuple(2.0**-power for power in (6, 12, 18, 24))
+_SHOWN = 1e-3
+
+Inputs = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedGroup:
+    """Sets of inputs, the reference's outputs for each, and what float inputs were multiplied by."""
+
+    inputs: Sequence[Inputs]
+    expected: list[list[Any]]
+    scale: float = 1.0
+
+
+class Feeds:
+    """The inputs that a request gives, or asks to be drawn: the sizes and integers at which a reference runs.
+
+    names: of the values that are compared. nbytes: of the reference. array: reads an array of the request.
+    """
+
+    def __init__(
+        self,
+        request: Mapping[str, Any],
+        reference: Engine,
+        names: Sequence[str],
+        nbytes: int,
+        array: Callable[[dict[str, Any]], np.ndarray],
+    ) -> None:
+        self._request, self._reference, self._names, self._array = request, reference, names, array
+        self._specs = [InputSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in request["inputs"]]
+        self._seed, count = request["seed"], request["count"]
+        self._slow = nbytes > _LARGE or reference.name != ENGINES[0]
+        # Bounds of the caller's are for values of some size; truth values and texts have none.
+        bounded = request["atol"] is not None or request["rtol"] is not None
+        self._scalable = not bounded and any(spec.kind in ("float", "integer") for spec in self._specs)
+        self._has_floats = any(spec.kind == "float" for spec in self._specs)
+        further = [FloatSet(**each) for each in request["further"]]
+        self._further = [
+            each for each in further if (self._has_floats or each.kind == "full") and (each.scale == 1.0 or not bounded)
+        ]
+        # One set has another scale.
+        self._count = max(1, count - 1) if self._scalable else count
+
+    def run(self) -> list[FeedGroup]:
+        """Return the group that decides, then those that only refute. Raises BnexportError where the reference runs on none."""
+        if self._request["given"] is not None:
+            given = self._request["given"]
+            return [self._with_outputs([{each["name"]: self._array(each) for each in sample} for sample in given], 1.0)]
+        first, sizes, ranges = self._first()
+        return [first, *self._others(sizes, ranges), *self._beyond(sizes, ranges), *self._showing(first, sizes, ranges)]
+
+    def _first(self) -> tuple[FeedGroup, tuple[int, int], dict[str, Range]]:
+        sizes = FREE_SIZES if any(spec.is_free for spec in self._specs) else FREE_SIZES[:1]
+        for index, (first, other) in enumerate(sizes):
+            draws = [Draw(self._seed + step, first, (other,)) for step in range(self._count)]
+            try:
+                ranges, group = self._widest(draws)
+                return group, (first, other), ranges
+            except BnexportError:
+                if index == len(sizes) - 1:
+                    raise
+        raise AssertionError("FREE_SIZES is empty")
+
+    def _widest(self, draws: Sequence[Draw]) -> tuple[dict[str, Range], FeedGroup]:
+        """Return the widest range of each integer input at which the reference runs, and what it returns there."""
+        widest = {spec.name: spec.ranges[0] for spec in self._specs}
+        narrow = {spec.name: spec.ranges[-1] for spec in self._specs}
+        if widest != narrow:
+            with contextlib.suppress(BnexportError):
+                return widest, self._group(draws, widest)
+        group = self._group(draws, narrow)
+        for spec in self._specs:
+            for limits in spec.ranges[:-1]:
+                with contextlib.suppress(BnexportError):
+                    wider = {**narrow, spec.name: limits}
+                    group, narrow = self._group(draws, wider), wider
+                    break
+        return narrow, group
+
+    def _others(self, sizes: tuple[int, int], ranges: dict[str, Range]) -> Iterator[FeedGroup]:
+        """Yield the groups that only refute, each with a scale and sizes of its own: runs are what verification costs."""
+        same = (sizes[0], (sizes[1],))
+        row, changed = other_sizes(*sizes) if any(spec.is_free for spec in self._specs) else ([], [])
+        plan: list[tuple[float, list[Sizes]]] = [(1.0, row), (1.0, changed)]
+        if self._scalable:
+            plan = [(LARGEST, [same]), (SMALLER, [*row, same]), (LARGER, [*changed, same])]
+            if self._slow:
+                plan = [(LARGER, [*row, same]), (1.0, changed)]
+        known = shapes(self._specs, Draw(0, *same))
+        for step, (scale, alternatives) in enumerate(plan):
+            draws = (
+                Draw(self._seed + self._count + step, *chosen, scale, whole)
+                for chosen in alternatives
+                for whole in ((True, False) if any(spec.whole for spec in self._specs) else (False,))
+            )
+            found = (how for how in draws if how.scale != 1.0 or shapes(self._specs, how) != known)
+            yield from self._first_that_runs(found, ranges)
+        for step, floats in enumerate(self._further, self._count + len(plan)):
+            how = Draw(self._seed + step, *same, floats.scale, kind=floats.kind, numbers=tuple(floats.numbers))
+            yield from self._first_that_runs([how], ranges)
+
+    def _beyond(self, sizes: tuple[int, int], ranges: dict[str, Range]) -> Iterator[FeedGroup]:
+        """Yield groups of sizes beyond the graph's constants, of the first dimension and of the others in turn."""
+        bounds, (first, other) = self._request["bounds"], sizes
+        if self._slow:
+            return
+        known = shapes(self._specs, Draw(0, first, (other,)))
+        for chosen in ([(size, (other,)) for size in bounds], [(1, (size, other)) for size in bounds]):
+            draws = [Draw(self._seed + 101, *each) for each in chosen]
+            fitting = (
+                how for how in draws if shapes(self._specs, how) != known and self._elements(how) <= _MOST_ELEMENTS
+            )
+            yield from self._first_that_runs(fitting, ranges)
+
+    def _elements(self, how: Draw) -> float:
+        return sum(math.prod(map(float, shape)) for shape in shapes(self._specs, how))
+
+    def _showing(self, first: FeedGroup, sizes: tuple[int, int], ranges: dict[str, Range]) -> Iterator[FeedGroup]:
+        """Yield groups of smaller floats, where outputs that hide their inputs in the first one show them."""
+        if not (self._scalable and self._has_floats) or self._slow:
+            return
+        hidden = self._hidden(first)
+        for step, scale in enumerate(_SHOWING):
+            if not hidden:
+                return
+            for group in self._first_that_runs([Draw(self._seed + 201 + step, sizes[0], (sizes[1],), scale)], ranges):
+                still = hidden & self._hidden(group)
+                if still != hidden:
+                    yield group
+                hidden = still
+
+    def _hidden(self, group: FeedGroup) -> set[int]:
+        """Return the places of outputs that do not change where the floats of a group are halved: saturated ones."""
+        names = self._request["outputs"]
+        try:
+            halved = self._reference.run(scaled(group.inputs[0], 0.5), names)
+        except BnexportError:
+            return set()
+        pairs = enumerate(zip(group.expected[0], halved))
+        return {
+            place for place, (one, two) in pairs if is_float(one) and one.shape == two.shape and _is_hidden(one, two)
+        }
+
+    def _first_that_runs(self, draws: Iterable[Draw], ranges: dict[str, Range]) -> Iterator[FeedGroup]:
+        for how in draws:
+            with contextlib.suppress(BnexportError):
+                group = self._group([how], ranges)
+                # Where the inputs are not finite, what becomes finite counts.
+                if how.kind in ("nan", "infinite") or all(map(is_finite, group.expected)):
+                    yield group
+                    return
+
+    def _group(self, draws: Sequence[Draw], ranges: dict[str, Range]) -> FeedGroup:
+        return self._with_outputs([draw(self._specs, how, ranges) for how in draws], draws[0].scale)
+
+    def _with_outputs(self, inputs: Sequence[Inputs], scale: float) -> FeedGroup:
+        return FeedGroup(inputs, [self._reference.run(sample, self._names) for sample in inputs], scale)
+
+
+def _is_hidden(one: np.ndarray, two: np.ndarray) -> bool:
+    wide = one.astype(np.float64)
+    if not one.size or not np.isfinite(wide).all():
+        return False
+    return bool(np.abs(wide - two).max() <= _SHOWN * np.abs(wide).max())

@@ -1,1 +1,0 @@
-"""Inputs that two models are compared on."""

@@ -1,1 +1,0 @@
-"""Intermediate values that are compared in addition to the outputs."""

@@ -1,0 +1,282 @@
+"""Processes that run files: the verifying process of two models, and a fresh one with torch alone."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+import bnexport
+from bnexport.errors import MissingDependencyError, UsageError, VerificationError
+from bnexport.model_io import ContainedTensor, Parts, limits
+from bnexport.model_io.write import stream
+from bnexport.modules.tensors import Array, to_array
+from bnexport.runtime.engine import EngineFailure
+from bnexport.verification import worker
+
+# Runs an exported file in a process of its own, without bnexport.
+
+_RUNNER = Path(__file__).with_name("fresh_process_runner.py")
+_TIMEOUT = 600  # seconds: a large model on a busy machine
+
+
+class FreshProcess(contextlib.ExitStack):
+    """An engine for a TorchScript or pt2 file. Use it as a context: the process ends with it.
+
+    kind: "torchscript" or "pt2". `run` raises VerificationError where the file cannot be loaded.
+    """
+
+    def __init__(self, file: Path, kind: str) -> None:
+        super().__init__()
+        self.name = f"torch {torch.__version__}, a process without bnexport"
+        self._folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+        command = [sys.executable, "-c", _RUNNER.read_text(), kind, str(file.resolve()), str(self._folder)]
+        self._errors, pipe = self.enter_context((self._folder / "errors").open("w+b")), subprocess.PIPE
+        try:
+            started = subprocess.Popen(command, 0, None, pipe, pipe, self._errors, cwd=self._folder)
+        except OSError as error:
+            self.close()
+            raise _unavailable(error) from error
+        self._process = self.enter_context(started)
+        self.callback(self._process.kill)
+
+    def run(self, feeds: Mapping[str, torch.Tensor], outputs: Sequence[str]) -> list[Array]:
+        """Return all outputs. Raises EngineFailure."""
+        # Without attributes that torch.export may have left on a caller's tensor, which the other process refuses.
+        torch.save([value.detach() for value in feeds.values()], self._folder / "inputs.pt")
+        asked, answers = self._process.stdin, self._process.stdout
+        assert asked is not None and answers is not None
+        with contextlib.suppress(BrokenPipeError):
+            asked.write(b"\n")
+        lines: list[bytes] = []
+        # A pipe cannot be waited for on every system.
+        waiting = threading.Thread(target=lambda: lines.append(answers.readline()), daemon=True)
+        waiting.start()
+        waiting.join(_TIMEOUT)
+        if not lines:
+            raise _unavailable(TimeoutError(f"it takes longer than {_TIMEOUT} s"))
+        if not lines[0]:
+            code = self._process.wait()
+            self._errors.seek(0)
+            written = self._errors.read().decode(errors="replace").strip().splitlines()
+            last = written[-1] if written else f"exit code {code}"
+            raise VerificationError(f"torch cannot load and run the exported file without bnexport: {last}")
+        result = torch.load(self._folder / "outputs.pt", weights_only=True, map_location="cpu")
+        if isinstance(result, str):
+            raise EngineFailure(self.name, "run", RuntimeError(result))
+        return list(map(to_array, result))
+
+
+def _unavailable(error: OSError) -> MissingDependencyError:
+    return MissingDependencyError(f"the exported file cannot be checked in a new process: {error}")
+
+
+# The parent's side of the verifying process: models out by descriptor, a verdict in, whatever happens.
+#
+# One process is kept for the next request. It sees descriptors of the files that model_io checked, and one
+# temporary file for what lies in no file: graphs, small weights and inputs. A crash, a limit on its time or
+# the kernel's killing of it ends this process only, and becomes part of the result.
+
+_START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from bnexport.verification import worker; worker.main(sys.argv[2])"
+_ALIGNMENT = 64
+_LONGEST_START = 60.0  # seconds until a process connects
+# Signals that do not come from the engine.
+_OUTSIDE = tuple(getattr(signal, name) for name in ("SIGKILL", "SIGTERM") if hasattr(signal, name))
+
+
+class ProcessFailure(Exception):
+    """The process ended, or took too long.
+
+    stage: "reference", "candidate", "comparison", or "" before any. crashed: the engine did it, by a signal
+    that is not the kernel's for a process that takes too much memory.
+    """
+
+    def __init__(self, reason: str, stage: str, engine: str, *, crashed: bool) -> None:
+        super().__init__(reason)
+        self.stage = stage
+        self.engine = engine
+        self.crashed = crashed
+
+
+class Shipment(contextlib.ExitStack):
+    """Files for a request. Use it as a context: the descriptors are closed at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loose = _loose_file(self)
+        self._handed: list[Any] = [self._loose.fileno() if limits.HANDS_OVER else self._loose.name]
+        self._files: dict[Any, int] = {}
+
+    def model(
+        self, parts: Parts, library: str | None, no_library: str | None, training: bool = False
+    ) -> dict[str, Any]:
+        """Put in a model: its file weights by descriptor, the rest in the temporary file."""
+        weights = [self._tensor(name, tensor) for name, tensor in parts.weights.items()]
+        start = self._loose.seek(0, os.SEEK_END)
+        self._loose.write(parts.data)
+        named = {"library": library, "no_library": no_library, "training": training}
+        return {"data": (start, len(parts.data)), "weights": weights, **named}
+
+    def array(self, name: str, value: Any) -> dict[str, Any]:
+        """Put in an input."""
+        array = np.asarray(value)
+        if array.dtype == object or array.dtype.kind in "US":
+            return {"name": name, "text": array.tolist()}
+        start = self._aligned()
+        self._loose.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return _entry(name, array.dtype.name, array.shape, 0, start)
+
+    def ready(self) -> list[Any]:
+        """Return the descriptors, or paths, once everything has been put in."""
+        self._loose.flush()
+        return self._handed
+
+    def _tensor(self, name: str, tensor: ir.TensorProtocol) -> dict[str, Any]:
+        dtype, shape = tensor.dtype.numpy().name, tensor.shape.numpy()
+        if isinstance(tensor, ContainedTensor):
+            if tensor.file not in self._files and len(self._handed) < worker.MAX_DESCRIPTORS:
+                self._files[tensor.file] = len(self._handed)
+                file = self.enter_context(tensor.file.open())
+                self._handed.append(file.fileno() if limits.HANDS_OVER else tensor.file.path)
+            if tensor.file in self._files:
+                return _entry(name, dtype, shape, self._files[tensor.file], tensor.offset or 0)
+        start = self._aligned()
+        stream(tensor, self._loose)
+        return _entry(name, dtype, shape, 0, start)
+
+    def _aligned(self) -> int:
+        end = self._loose.seek(0, os.SEEK_END)
+        return self._loose.seek(end + -end % _ALIGNMENT)
+
+
+def _loose_file(context: contextlib.ExitStack) -> BinaryIO:
+    """Return a temporary file without a name; with one where files are handed over by their names."""
+    if limits.HANDS_OVER:
+        return context.enter_context(tempfile.TemporaryFile(prefix="bnexport-"))
+    folder = context.enter_context(tempfile.TemporaryDirectory(prefix="bnexport-"))
+    return context.enter_context(open(os.path.join(folder, "loose"), "w+b"))
+
+
+def _entry(name: str, dtype: str, shape: Sequence[int], file: int, offset: int) -> dict[str, Any]:
+    return {"name": name, "dtype": dtype, "shape": list(shape), "file": file, "offset": offset}
+
+
+class EngineProcess:
+    """A process that verifies, started by `start` or when it is first needed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._errors: BinaryIO | None = None
+        self._owner = 0
+        self._used = 0.0
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Starts the process ahead of its first request, so that it loads its engine meanwhile; `ask` tells what failed."""
+        with self._lock, contextlib.suppress(UsageError, OSError):
+            self._ensure()
+
+    def ask(self, request: Mapping[str, Any], files: Sequence[Any], timeout: float | None) -> dict[str, Any]:
+        """Send a request and return the answer. Raises ProcessFailure."""
+        with self._lock:
+            try:
+                self._ensure()
+                answer = self._ask(request, files, timeout)
+                self._used = time.monotonic()
+                return answer
+            except BaseException:
+                self._end()
+                raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _ask(self, request: Mapping[str, Any], files: Sequence[Any], timeout: float | None) -> dict[str, Any]:
+        assert self._channel is not None
+        deadline = None if timeout is None else time.monotonic() + timeout
+        stage, engine = "", ""
+        try:
+            worker.send(self._channel, dict(request), files)
+            while True:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if not select.select([self._channel], [], [], left)[0]:
+                    raise ProcessFailure(f"it took longer than {timeout:g} s", stage, engine, crashed=False)
+                message, _ = worker.receive(self._channel)
+                if "result" in message:
+                    return message["result"]
+                stage, engine = message["stage"], message["engine"]
+        except (EOFError, OSError) as error:
+            assert self._process is not None
+            code = self._process.wait()
+            crashed = code < 0 and -code not in _OUTSIDE
+            raise ProcessFailure(self._cause(code), stage, engine, crashed=crashed) from error
+
+    def _cause(self, code: int) -> str:
+        """Return how the process ended."""
+        if code < 0:
+            known = -code in signal.valid_signals()
+            return f"it was ended by signal {-code}" + (f" ({signal.Signals(-code).name})" if known else "")
+        assert self._errors is not None
+        self._errors.seek(0)
+        lines = self._errors.read(1 << 16).decode(errors="replace").strip().splitlines()
+        return f"it ended with code {code}" + (f": {lines[-1][:300]}" if lines else "")
+
+    def _ensure(self) -> None:
+        # One that has waited for long may be about to leave.
+        recent = time.monotonic() - self._used < worker.IDLE_SECONDS / 2
+        if self._process is not None and self._owner == os.getpid() and recent and self._process.poll() is None:
+            return
+        self._end()
+        if not sys.executable:
+            raise UsageError("there is no Python executable to start a process with; use verify=False")
+        root = os.path.dirname(os.path.dirname(os.path.abspath(bnexport.__file__)))
+        # Not the current folder, which may be a stranger's.
+        path = [entry for entry in sys.path if entry] + [root]
+        self._errors = tempfile.TemporaryFile(prefix="bnexport-")  # noqa: SIM115 - closed with the process
+
+        def start(address: str, *handed: int) -> subprocess.Popen[bytes]:
+            command, silent = [sys.executable, "-I", "-c", _START, json.dumps(path), address], subprocess.DEVNULL
+            return subprocess.Popen(command, pass_fds=handed, stdin=silent, stdout=silent, stderr=self._errors)
+
+        if limits.HANDS_OVER:
+            own, other = socket.socketpair()
+            with other:
+                self._process = start(str(other.fileno()), other.fileno())
+        else:
+            listener, address, secret = worker.listen()
+            with listener:
+                self._process = start(address)
+                own = worker.accept(listener, secret, _LONGEST_START)
+        self._channel, self._owner, self._used = own, os.getpid(), time.monotonic()
+
+    def _end(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        if self._process is not None and self._owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+        if self._errors is not None:
+            self._errors.close()
+        self._process = self._channel = self._errors = None
+
+
+PROCESS = EngineProcess()
+atexit.register(PROCESS.close)

@@ -1,0 +1,241 @@
+"""The local proof: what it proves, what it refutes, and what it says about what it cannot run."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.numpy_helper
+import pytest
+
+from bnexport.errors import UsageError, VerificationError
+from bnexport.folding import fold, verify
+from bnexport.model_io import to_proto
+from bnexport.verification.verdict import Verification
+from tests.support.onnx_text import batch_norm, model
+
+# A residual sum whose batch norm goes apart: its scale through the Relu and the padded Conv, its shift into the sum.
+APART = """g (float[N,4,H,W] x) => (float[N,6,A,B] y) {
+    a = Conv <pads=[1,1,1,1]> (x, w)
+    s = Add (a, x)
+    n = BatchNormalization (s, p_g, p_b, p_m, p_v)
+    r = Relu (n)
+    c = Conv <pads=[1,1,1,1]> (r, u)
+    y = BatchNormalization (c, q_s, q_b, q_m, q_v)
+}"""
+SHAPES = {"w": (4, 4, 3, 3), "u": (6, 4, 3, 3), **batch_norm("q", 6)}
+
+
+def apart() -> onnx.ModelProto:
+    generator = np.random.default_rng(3)
+    values = {
+        name: np.abs(generator.standard_normal(4)).astype(np.float32) + np.float32(0.5) for name in ("p_g", "p_v")
+    }
+    return model(APART, {**SHAPES, "p_b": (4,), "p_m": (4,)}, values=values)
+
+
+CHAIN = """g (float[N,6,H,W] x) => (float[N,8,A,B] y) {
+    z = Conv (x, w)
+    y = BatchNormalization (z, p_s, p_b, p_m, p_v)
+}"""
+CHAIN_SHAPES = {"w": (8, 6, 3, 3), **batch_norm("p", 8)}
+
+
+# Two residual blocks: a batch norm next to a Conv is merged into it, and the sum with the shortcut is written anew.
+BLOCK = """
+    n{0} = Conv <pads=[1,1,1,1]> (r{0}, w)
+    c{0} = Conv (n{0}, u)
+    m{0} = BatchNormalization (c{0}, p_s, p_b, p_m, p_v)
+    f{0} = BatchNormalization (n{0}, q_s, q_b, q_m, q_v)
+    g{0} = Add (m{0}, f{0})
+    s{0} = Add (g{0}, {1})
+"""
+MERGED = f"""g (float[N,4,H,W] x) => (float[N,6,A,B] y) {{
+    h = Conv (x, w)
+    s0 = BatchNormalization (h, p_s, p_b, p_m, p_v)
+    r1 = Relu (s0) {BLOCK.format(1, "s0")}
+    r2 = Relu (s1) {BLOCK.format(2, "s1")}
+    t = Conv (s2, v)
+    y = BatchNormalization (t, t_s, t_b, t_m, t_v)
+}}"""
+MERGED_SHAPES = {
+    **{"w": (4, 4, 3, 3), "u": (4, 4, 1, 1), "v": (6, 4, 1, 1)},
+    **batch_norm("p", 4),
+    **batch_norm("q", 4),
+    **batch_norm("t", 6),
+}
+
+
+# Sizes are asked for of what a batch norm reads, and of what it makes.
+ASKED = {
+    "above": "z = Conv (x, w)\n s = Shape (z)\n y = BatchNormalization (z, p_s, p_b, p_m, p_v)",
+    "below": "z = BatchNormalization (x, p_s, p_b, p_m, p_v)\n s = Shape (z)\n y = Conv (z, w)",
+}
+ASKED_SHAPES = {
+    "above": {"w": (8, 6, 3, 3), **batch_norm("p", 8)},
+    "below": {"w": (8, 6, 3, 3), **batch_norm("p", 6)},
+}
+
+
+def asked(where: str) -> onnx.ModelProto:
+    body = f"g (float[N,6,H,W] x) => (float[N,8,A,B] y, int64[4] s) {{ {ASKED[where]} }}"
+    return model(body, ASKED_SHAPES[where])
+
+
+def methods(verdict: Verification | None) -> list[str]:
+    assert verdict is not None
+    return [proof.method for proof in verdict.sites]
+
+
+def test_folds_behind_a_merged_sum_are_proved() -> None:
+    folded = fold(model(MERGED, MERGED_SHAPES), verify="local")
+    assert folded.report.after.batch_norm == 0
+    verdict = folded.report.verification
+    assert verdict is not None and verdict.passed, verdict
+    assert set(methods(verdict)) == {"proved"}
+
+
+@pytest.mark.parametrize("where", ASKED)
+def test_sizes_that_are_asked_for_stay(where: str) -> None:
+    result = fold(asked(where), verify="both")
+    assert result.report.after.batch_norm == 0
+    verdict = result.report.verification
+    assert verdict is not None and verdict.passed, verdict
+    assert methods(verdict) == ["proved"]
+    changed = to_proto(result.model)
+    shape = next(node for node in changed.graph.node if node.op_type == "Shape")
+    changed.graph.node.remove(shape)
+    shape.input[0] = "x" if where == "above" else changed.graph.output[0].name
+    changed.graph.node.append(shape)
+    assert verify(asked(where), changed, report=result.report).status == "failed"
+
+
+def test_each_fold_is_proved() -> None:
+    for proto in (apart(), model(CHAIN, CHAIN_SHAPES)):
+        verdict = fold(proto, verify="local").report.verification
+        assert verdict is not None
+        assert verdict.passed, verdict
+        assert set(methods(verdict)) == {"proved"}
+        assert all(0 < proof.bound < 1e-6 for proof in verdict.sites)
+        assert "proved" in verdict.summary()
+
+
+@pytest.mark.parametrize("ratio", [1e3, 1e5])
+def test_an_ill_conditioned_fold_is_proved(ratio: float) -> None:
+    """Whole models decide nothing here: the reference's own rounding errors are as large as its outputs."""
+    values = {"p_m": np.full(8, ratio, np.float32), "p_v": np.full(8, 1.0, np.float32)}
+    verdict = fold(model(CHAIN, CHAIN_SHAPES, values=values), verify="local").report.verification
+    assert verdict is not None
+    assert (verdict.status, methods(verdict)) == ("passed", ["proved"])
+
+
+def test_a_model_that_nothing_runs_is_proved(tmp_path: Path) -> None:
+    header = '<ir_version: 8, opset_import: ["": 17, "other": 1]>'
+    body = CHAIN.replace("z = Conv (x, w)", "s = other.Secret (x)\n z = Conv (s, w)")
+    result = fold(model(body, CHAIN_SHAPES, header=header), tmp_path / "out.onnx")
+    verdict = result.report.verification
+    assert verdict is not None
+    assert (verdict.status, verdict.method, methods(verdict)) == ("passed", "local", ["proved"])
+
+
+def test_parameters_that_a_node_makes_in_float32() -> None:
+    shift = "k = Constant <value_ints = [8]> ()\n p_b = ConstantOfShape <value = float[1] {0.5}> (k)\n"
+    body = CHAIN.replace("z = Conv", f"{shift} z = Conv")
+    shapes = {name: shape for name, shape in CHAIN_SHAPES.items() if name != "p_b"}
+    verdict = fold(model(body, shapes), verify="local").report.verification
+    assert verdict is not None
+    assert (verdict.status, methods(verdict)) == ("passed", ["proved"])
+
+
+def test_the_wrong_fold_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bnexport.folding import plan
+
+    real = plan.scale_small
+    monkeypatch.setattr(plan, "scale_small", lambda weight, factor, *rest: real(weight, factor * 1.0001, *rest))
+    with pytest.raises(
+        VerificationError, match=r"site BatchNormalization -> y: at .*: the weight of row \d+, column \d+ differs"
+    ):
+        fold(model(CHAIN, CHAIN_SHAPES), verify="local")
+
+
+@pytest.mark.parametrize("proto", [apart(), model(CHAIN, CHAIN_SHAPES)], ids=["apart", "chain"])
+def test_a_changed_number_is_found(proto: onnx.ModelProto) -> None:
+    result = fold(proto, verify=False)
+    good = to_proto(result.model)
+    assert verify(proto, good, report=result.report).passed
+    for index in range(len(good.graph.initializer)):
+        wrong = copy.deepcopy(good)
+        tensor = wrong.graph.initializer[index]
+        array = onnx.numpy_helper.to_array(tensor).copy()
+        flat = array.reshape(-1)
+        flat[0] += 4 * np.spacing(np.abs(array).max())
+        tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+        assert verify(proto, wrong, report=result.report).status == "failed", tensor.name
+
+
+class TestReport:
+    @pytest.fixture
+    def folded(self) -> tuple[onnx.ModelProto, onnx.ModelProto, dict[str, Any]]:
+        proto = apart()
+        result = fold(proto, verify=False)
+        return proto, to_proto(result.model), json.loads(json.dumps(result.to_dict()))
+
+    def test_a_file_proves_a_fold(self, folded: Any, tmp_path: Path) -> None:
+        proto, result, report = folded
+        (tmp_path / "fold.json").write_text(json.dumps(report))
+        verdict = verify(proto, result, report=tmp_path / "fold.json")
+        assert (verdict.status, verdict.method) == ("passed", "local")
+
+    def test_a_region_that_is_too_small_fails(self, folded: Any) -> None:
+        proto, result, report = folded
+        for site in report["sites"]:
+            for index in range(len(site["region"])):
+                forged = copy.deepcopy(report)
+                for other in forged["sites"]:
+                    if site["region"][index] in other["region"]:
+                        other["region"].remove(site["region"][index])
+                assert verify(proto, result, report=forged).status == "failed", site["region"][index]
+
+    def test_a_missing_node_fails(self, folded: Any) -> None:
+        proto, result, report = folded
+        report["sites"][0]["region"].append("no such node")
+        verdict = verify(proto, result, report=report)
+        assert verdict.status == "failed"
+        assert "names 'no such node', which is no node" in verdict.reason
+
+    def test_a_report_of_another_model_fails(self, folded: Any) -> None:
+        _, result, report = folded
+        other = model(CHAIN, CHAIN_SHAPES)
+        assert verify(other, result, report=report).status == "failed"
+        assert verify(other, to_proto(fold(other, verify=False).model), report=report).status == "failed"
+
+    @pytest.mark.parametrize("report", [{}, {"sites": 3}, {"sites": [{}]}, {"sites": [{"nodes": [1]}]}], ids=repr)
+    def test_no_fold_report(self, report: dict[str, Any]) -> None:
+        with pytest.raises(UsageError, match="no fold report"):
+            verify(apart(), apart(), report=report)
+
+
+@pytest.mark.parametrize("count", [60, 1500])
+def test_copies_are_no_part_of_a_region(count: int) -> None:
+    copies = "\n".join(f"i{index + 1} = Identity (i{index})" for index in range(count))
+
+    def build(
+        operands: str,
+        last: str,
+        shapes: dict[str, tuple[int, ...]] | None = None,
+        values: dict[str, np.ndarray] | None = None,
+    ) -> onnx.ModelProto:
+        body = f"i0 = Conv ({operands})\n {copies}\n z = {last}\n y = Relu (z)"
+        return model(f"g (float[N,6,H,W] x) => (float[N,8,A,B] y) {{ {body} }}", shapes, values=values)
+
+    norm = f"BatchNormalization (i{count}, p_s, p_b, p_m, p_v)"
+    source = build("x, w", norm, {"w": (8, 6, 1, 1), **batch_norm("p", 8)})
+    arrays = {each.name: onnx.numpy_helper.to_array(each) for each in source.graph.initializer}
+    factor = arrays["p_s"] / np.sqrt(arrays["p_v"] + np.float32(1e-5))
+    folded = {"v": arrays["w"] * factor[:, None, None, None], "b": arrays["p_b"] - arrays["p_m"] * factor}
+    verdict = verify(source, build("x, v, b", f"Identity (i{count})", values=folded), method="local")
+    assert (verdict.status, methods(verdict)) == ("passed", ["proved"]), verdict
