@@ -129,7 +129,7 @@ int bnexport_cuda_moments(const bnexport_forward* params, double* row, void* wor
     require_pointer("row", row);
     bnexport_forward local = *params;
     local.y = nullptr;
-    cuda::moments(local, plan_of_call(local, workspace, bytes), {stream, workspace}, row);
+    cuda::forward(local, plan_of_call(local, workspace, bytes), {stream, workspace}, row);
   });
 }
 
@@ -152,7 +152,7 @@ int bnexport_cuda_backward_moments(const bnexport_backward* params, double* row,
     require_pointer("row", row);
     bnexport_backward local = *params;
     local.dx = nullptr;
-    cuda::backward_moments(local, plan_of_call(local, workspace, bytes), {stream, workspace}, row);
+    cuda::backward(local, plan_of_call(local, workspace, bytes), {stream, workspace}, row);
   });
 }
 

@@ -10,16 +10,15 @@ namespace bnexport::cuda {
 
 template <class Params, class Coefficients>
 struct Arguments {
-  Params params;  // device pointers
-  Rows rows;                // of NCS tensors
-  int parts = 1;            // blocks that share a tile of channels (one channel of NCS tensors)
-  int64_t part_length = 0;  // units of a part of NCS tensors, rows of one of NSC tensors
+  Params params;                // device pointers
+  Rows rows;                    // of NCS tensors
+  int parts = 1;                // blocks that share a tile of channels (one channel of NCS tensors)
+  int64_t part_length = 0;      // units of a part of NCS tensors, rows of one of NSC tensors
   int tiles = 0, lanes = 1;     // NSC: tiles, and threads side by side
   uint32_t* tickets = nullptr;  // one a tile, 0 before and after
   Pair* partials = nullptr;     // of each part and channel
   Coefficients* coefficients = nullptr;
-  ForwardCoefficients* scales = nullptr;  // backward, fixed statistics: dx = scale * dy, and x is not read
-  double* row = nullptr;                  // where the statistics go when they are not finished here
+  double* row = nullptr;  // where the statistics go when they are not finished here
 };
 using ForwardArguments = Arguments<bnexport_forward, ForwardCoefficients>;
 using BackwardArguments = Arguments<bnexport_backward, BackwardCoefficients>;
@@ -50,8 +49,8 @@ BNEXPORT_DEVICE void finish(const BackwardArguments& args, int64_t c, const Grad
   const BackwardCoefficients k = finish_backward(params, c, sums, share);
   if (params.training) {
     args.coefficients[c] = k;
-  } else {
-    args.scales[c] = {0, k.scale, 0};
+  } else {  // dx = scale * dy, by the forward's kernel
+    reinterpret_cast<ForwardCoefficients*>(args.coefficients)[c] = {0, k.scale, 0};
   }
 }
 

@@ -47,7 +47,7 @@ struct Vector {
   static_assert(V == 1 || V * kSize == 16, "one element or 16 bytes");
   using Raw = std::conditional_t<V == 1, Storage, Words>;
 
-  // k is a constant once loops are unrolled, so that nothing is indexed at run time.
+  // k is a constant once loops are unrolled.
   static BNEXPORT_DEVICE Storage bits(const Raw& raw, int k) {
     if constexpr (V == 1) {
       return raw;
@@ -80,50 +80,32 @@ struct Vector {
     }
   }
 
-  // All of it, or nothing.
-  template <Reuse reuse>
-  static BNEXPORT_DEVICE Raw load_if(const Storage* from, bool inside) {
-    if (!inside) return Raw{};
-    if constexpr (V == 1) {
-      return load_element<reuse>(from);
-    } else {
-      return load_words<reuse>(from);
-    }
-  }
-  static BNEXPORT_DEVICE void store_if(Storage* to, const Raw& raw, bool inside) {
-    if (!inside) return;
-    if constexpr (V == 1) {
-      store_element(to, raw);
-    } else {
-      store_words(to, raw);
-    }
-  }
-
   // The elements of `mask` at `from`; the others are 0 and their memory is not touched.
   template <Reuse reuse>
   static BNEXPORT_DEVICE Raw load(const Storage* from, uint32_t mask) {
-    if constexpr (whole) {
-      return load_if<reuse>(from, mask != 0);
+    Raw raw{};
+    if (mask == 0) return raw;
+    if constexpr (V == 1) {
+      raw = load_element<reuse>(from);
+    } else if (whole || mask == kAll) {
+      raw = load_words<reuse>(from);
     } else {
-      if (mask == kAll) return load_words<reuse>(from);
-      Words words = {{0, 0, 0, 0}};
 #pragma unroll
       for (int k = 0; k < V; ++k) {
         if ((mask >> k & 1) == 0) continue;
         const uint32_t element = load_element<reuse>(from + k);
-        words.word[k * kSize / 4] |= element << (8 * (k * kSize % 4));
+        raw.word[k * kSize / 4] |= element << (8 * (k * kSize % 4));
       }
-      return words;
     }
+    return raw;
   }
   static BNEXPORT_DEVICE void store(Storage* to, const Raw& raw, uint32_t mask) {
-    if constexpr (whole) {
-      store_if(to, raw, mask != 0);
+    if (mask == 0) return;
+    if constexpr (V == 1) {
+      store_element(to, raw);
+    } else if (whole || mask == kAll) {
+      store_words(to, raw);
     } else {
-      if (mask == kAll) {
-        store_words(to, raw);
-        return;
-      }
 #pragma unroll
       for (int k = 0; k < V; ++k) {
         if ((mask >> k & 1) != 0) store_element(to + k, bits(raw, k));

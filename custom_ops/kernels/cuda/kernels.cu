@@ -117,24 +117,12 @@ int64_t multiprocessors() {
   return count;
 }
 
-void moments(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where, double* row) {
-  StreamLauncher launcher(where.stream);
-  run_moments(params, plan, where.workspace, row, launcher);
+void forward(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where, double* row) {
+  run_forward(params, plan, where.workspace, StreamLauncher(where.stream), row);
 }
 
-void forward(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where) {
-  StreamLauncher launcher(where.stream);
-  run_forward(params, plan, where.workspace, launcher);
-}
-
-void backward_moments(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where, double* row) {
-  StreamLauncher launcher(where.stream);
-  run_backward_moments(params, plan, where.workspace, row, launcher);
-}
-
-void backward(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where) {
-  StreamLauncher launcher(where.stream);
-  run_backward(params, plan, where.workspace, launcher);
+void backward(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where, double* row) {
+  run_backward(params, plan, where.workspace, StreamLauncher(where.stream), row);
 }
 
 void clear(const Workplace& where) {

@@ -40,11 +40,9 @@ struct Workplace {
 
 // Makes a new workspace ready.
 void clear(const Workplace& where);
-// row: this process's 2 C + 1 doubles.
-void moments(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where, double* row);
-void forward(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where);
-void backward_moments(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where, double* row);
-void backward(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where);
+// Everything, or with `row` this process's 2 C + 1 doubles.
+void forward(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where, double* row = nullptr);
+void backward(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where, double* row = nullptr);
 
 void wait(void* stream);
 // Between host and device; returns when the host's memory may be used.

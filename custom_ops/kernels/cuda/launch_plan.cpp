@@ -14,8 +14,8 @@ namespace bnexport::cuda {
 
 namespace {
 
-constexpr int64_t kVector = 16;                     // bytes
-constexpr int64_t kBlockThreads = 256;              // as device.h has it
+constexpr int64_t kVector = 16;  // bytes
+constexpr int64_t kBlockThreads = 256;
 constexpr int64_t kLongestPart = int64_t{1} << 23;  // values: half of what float counts exactly
 constexpr int64_t kRowBlocks = 4 * 4;               // a multiprocessor: four waves, short ones even out the end
 constexpr int64_t kColumnBlocks = 2;                // a multiprocessor: all at the same time

@@ -1,7 +1,8 @@
 // A block's place in a tensor: a part of a tile of channels, and its values as batches of vectors.
 //
 //   RowPlace      NCS: one channel, a part of its slab
-//   ColumnPlace   NSC, and NCS with one pixel: a matrix of N * S rows and C columns, one channel each. A block is `lanes`
+//   ColumnPlace   NSC, and NCS with one pixel: a matrix of N * S rows and C columns, one channel each. A block is
+//   `lanes`
 //                 threads wide and kThreads / lanes high; a thread takes one vector of columns
 //
 // A thread takes kBatch vectors at a time, so that kBatch independent 16-byte loads are in flight per thread and a
@@ -148,7 +149,9 @@ struct ColumnPlace {
   }
   BNEXPORT_DEVICE int64_t start() const { return first * C + channel; }
   BNEXPORT_DEVICE void shift(const typename E::Storage* x, typename E::Compute (&to)[kChannels]) const {
-    const auto row = [&](int64_t r) { return E::template load_if<Reuse::kSoon>(x + r * C + channel, inside); };
+    const auto row = [&](int64_t r) {
+      return E::template load<Reuse::kSoon>(x + r * C + channel, inside ? E::kAll : 0);
+    };
     const auto a = row(first), b = row((first + end) / 2), c = row(end - 1);
 #pragma unroll
     for (int k = 0; k < kChannels; ++k) to[k] = median(E::get(a, k), E::get(b, k), E::get(c, k));

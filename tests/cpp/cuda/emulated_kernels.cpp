@@ -34,24 +34,12 @@ void wait(void*) {}
 int64_t multiprocessors() { return 6; }
 void clear(const Workplace& where) { std::memset(where.workspace, 0, kTicketBytes); }
 
-void moments(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where, double* row) {
-  EmulatedLauncher launcher;
-  run_moments(params, plan, where.workspace, row, launcher);
+void forward(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where, double* row) {
+  run_forward(params, plan, where.workspace, EmulatedLauncher(), row);
 }
 
-void forward(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where) {
-  EmulatedLauncher launcher;
-  run_forward(params, plan, where.workspace, launcher);
-}
-
-void backward_moments(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where, double* row) {
-  EmulatedLauncher launcher;
-  run_backward_moments(params, plan, where.workspace, row, launcher);
-}
-
-void backward(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where) {
-  EmulatedLauncher launcher;
-  run_backward(params, plan, where.workspace, launcher);
+void backward(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where, double* row) {
+  run_backward(params, plan, where.workspace, EmulatedLauncher(), row);
 }
 
 void copy_and_wait(void* to, const void* from, size_t bytes, bool, void*) { std::memcpy(to, from, bytes); }
