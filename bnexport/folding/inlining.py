@@ -118,7 +118,7 @@ def inline(
         staged = stage(model, target, inputs=own, overwrite_input=overwrite, external_data=external_data)
     judge = None
     if original is not None and (calls or converted):
-        judge = functools.partial(models.compare, original, terms=terms, keeps_training=True)
+        judge = functools.partial(models.compare, original, terms=terms)
     model, verification = commit(model, staged, opened.path, judge, "inlined")
     made = to_proto(model) if isinstance(source, onnx.ModelProto) else model
     return InlineResult(made, calls, converted, tuple(foreign), verification)

@@ -308,8 +308,9 @@ def certify(model: ir.Model, report: FoldReport, *, wanted: bool, original: ir.M
     if text:
         model.metadata_props[KEY] = text
         from bnexport.verification.api import prove_certified
+        from bnexport.verification.models import Pair
 
-        verdict = None if original is None else prove_certified(original, model)
+        verdict = None if original is None else prove_certified(Pair(original, model))
         if verdict is not None and not verdict.passed:
             del model.metadata_props[KEY]
             text = ""

@@ -25,7 +25,6 @@ from bnexport.graph.nodes import (
 from bnexport.graph.nodes import is_training as normalises_batches
 from bnexport.graph.nodes import training_mode as is_training
 from bnexport.graph.scopes import GraphContext, Scope, new_constant, scopes
-from bnexport.graph.simplify import insert_casts
 from bnexport.graph.surgery import Surgery
 from bnexport.model_io import walk
 
@@ -220,13 +219,6 @@ def convert(
     surgery.sweep()
     drop_unused_bodies(model)
     return conversions
-
-
-def convert_model(model: ir.Model) -> ir.Model:
-    """Convert MMCVSyncBatchNorm in place; add casts that its opset requires."""
-    if convert(model):
-        insert_casts(model)
-    return model
 
 
 def drop_unused_bodies(model: ir.Model) -> None:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from bnexport.errors import BnexportError, UsageError, VerificationError, first_line
 from bnexport.graph.conversion import convert
 from bnexport.graph.functions import inline_calls
-from bnexport.graph.nodes import has_sync_batch_norm, is_standard, label
+from bnexport.graph.nodes import is_standard, label
 from bnexport.graph.simplify import insert_casts
 from bnexport.model_io import Staged, load, walk
 from bnexport.model_io.read import Source, open_source
@@ -161,18 +161,18 @@ def prove_report(source: ir.Model, folded: ir.Model, report: Mapping[str, Any]) 
     return dataclasses.replace(verdict, reference="converted") if converted else verdict
 
 
-def prove_between(source: ir.Model, changed: ir.Model) -> Verification:
-    """Prove the folds between two models, where the certificate in `changed` says that they are; both are only read.
+def prove_between(pair: models.Pair) -> Verification:
+    """Prove the folds between two models, where the candidate's certificate says that they are.
 
     Unless it proves every fold, the folds are searched for as well, and the verdict is the search's: regions that are
     only compared, at points, may have been chosen to hide something. The marks are those that leave less unproved.
     """
-    claimed = prove_certified(source, changed)
+    claimed = prove_certified(pair)
     if claimed is None:
-        return prove_unaided(source, changed)
+        return prove_unaided(pair)
     if claimed.passed and not _unproved(claimed):
         return dataclasses.replace(claimed, certificate="used")
-    found = prove_unaided(source, changed)
+    found = prove_unaided(pair)
     if not claimed.passed or found.status == "failed":
         return dataclasses.replace(found, certificate=f"not used: {claimed.reason or 'a fold is wrong'}")
     if not found.passed:
@@ -187,37 +187,28 @@ def _unproved(verdict: Verification) -> int:
     return sum(proof.method != "proved" for proof in verdict.sites)
 
 
-def prove_certified(source: ir.Model, changed: ir.Model) -> Verification | None:
-    """Prove the folds of the certificate in `changed`; None where it has none. Both are only read."""
-    text = changed.metadata_props.get(KEY)
+def prove_certified(pair: models.Pair) -> Verification | None:
+    """Prove the folds of the candidate's certificate; None where it has none."""
+    text = pair.candidate.metadata_props.get(KEY)
     if text is None:
         return None
     try:
         certificate = decode(text)
-        original, converted = source, False
-        if source.functions or has_sync_batch_norm(source):
-            original = source.clone()
-            if certificate.inlined:
-                inline_calls(original)
-            converted = _convert(original, trained=False)
-        sites = changes(certificate, original, changed)
+        if certificate.inlined:
+            pair = dataclasses.replace(pair, inlined=True)
+        sites = changes(certificate, pair.unfolded, pair.candidate)
         if not sites:
             return Verification.skipped("every node that it names is still there")
-        verdict = prove_fold(original, changed, [site.claim for site in sites])
+        verdict = prove_fold(pair.unfolded, pair.candidate, [site.claim for site in sites])
     except (BnexportError, MemoryError) as error:
         return Verification.skipped(first_line(error))
-    return dataclasses.replace(verdict, reference="converted") if converted else verdict
+    return dataclasses.replace(verdict, reference="converted") if pair.converts else verdict
 
 
-def prove_unaided(source: ir.Model, changed: ir.Model) -> Verification:
-    """Find the folds between two models and prove them; both are only read. Sync batch norms are converted first."""
-    if not has_sync_batch_norm(source) or has_sync_batch_norm(changed):
-        return prove(source, changed)
-    unfolded = source.clone()
-    if not source.functions.keys() <= changed.functions.keys():
-        inline_calls(unfolded)
-    _convert(unfolded, trained=False)
-    return dataclasses.replace(prove(unfolded, changed), reference="converted")
+def prove_unaided(pair: models.Pair) -> Verification:
+    """Find the folds between two models and prove them."""
+    verdict = prove(pair.unfolded, pair.candidate)
+    return dataclasses.replace(verdict, reference="converted") if pair.converts else verdict
 
 
 def _convert(model: ir.Model, *, trained: bool) -> bool:
@@ -346,10 +337,11 @@ def verify(
 def _verdict(first: ir.Model, second: ir.Model, terms: Terms, method: Method) -> Verification:
     # Bounds of the caller's are for models that differ by more than a fold.
     whole = method == "whole" or (method == "both" and (terms.atol is not None or terms.rtol is not None))
-    proof = None if whole else prove_between(first, second)
+    pair = models.Pair(first, second)
+    proof = None if whole else prove_between(pair)
     if proof is not None and method == "local":
         return proof
-    result = models.compare_or_convert(first, second, terms)
+    result = models.compare_pair(pair, terms)
     # Where nothing was folded the proof is about nothing.
     if proof is None or not (proof.sites or proof.another):
         return dataclasses.replace(result, certificate="" if proof is None else proof.certificate)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,9 +23,11 @@ import onnx_ir as ir
 
 from bnexport import interface, schema
 from bnexport.errors import BnexportError, ModelError
-from bnexport.graph.conversion import convert_model
+from bnexport.graph.conversion import convert
+from bnexport.graph.functions import inline_calls
 from bnexport.graph.nodes import has_sync_batch_norm, is_sync_batch_norm, trains
 from bnexport.graph.shapes import Shapes
+from bnexport.graph.simplify import insert_casts
 from bnexport.model_io import Parts, to_parts, walk
 from bnexport.native import library
 from bnexport.verification.comparison import FLOATS
@@ -34,25 +37,51 @@ from bnexport.verification.process import PROCESS, ProcessFailure, Shipment
 from bnexport.verification.verdict import OutputComparison, Terms, Verification
 
 
-def compare_or_convert(reference: ir.Model, candidate: ir.Model, terms: Terms) -> Verification:
-    """`compare`, and once more with the converted reference where nothing runs its nodes."""
-    result = compare(reference, candidate, terms)
-    if result.status == "not_verified" and result.reference == "original" and has_sync_batch_norm(reference):
-        # No engine has the operator; its converted, unfolded graph any engine runs.
-        converted = compare(convert_model(reference), candidate, terms)
-        if converted.status != "not_verified" and not has_sync_batch_norm(candidate):
-            return dataclasses.replace(converted, reference="converted")
-    return result
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two models that one verdict is about; both are only read. inlined: a fold inlined calls of functions that stay."""
+
+    reference: ir.Model
+    candidate: ir.Model
+    inlined: bool = False
+
+    @functools.cached_property
+    def converts(self) -> bool:
+        """Whether the reference has sync batch norms and the candidate none, as after a fold."""
+        return has_sync_batch_norm(self.reference) and not has_sync_batch_norm(self.candidate)
+
+    @functools.cached_property
+    def unfolded(self) -> ir.Model:
+        """What a fold of the reference starts from: sync batch norms converted, functions that the candidate lacks inlined."""
+        functions = self.reference.functions.keys()
+        inlines = not functions <= self.candidate.functions.keys() or (self.inlined and bool(functions))
+        if not (self.converts or inlines):
+            return self.reference
+        model = self.reference.clone()
+        if inlines:
+            inline_calls(model)
+        if self.converts and convert(model):
+            insert_casts(model)
+        return model
 
 
-def compare(reference: ir.Model, candidate: ir.Model, terms: Terms, *, keeps_training: bool = False) -> Verification:
-    """Compares models that are open already; they may be changed. keeps_training: the candidate trains as the reference."""
-    label = "original"
-    if not keeps_training and trains(reference) and not has_sync_batch_norm(candidate):
-        reference, label = convert_model(reference), "converted"
+def compare_pair(pair: Pair, terms: Terms) -> Verification:
+    """`compare`, with the converted reference where the original trains, or where nothing runs its nodes."""
+    if not (pair.converts and trains(pair.reference)):
+        result = compare(pair.reference, pair.candidate, terms)
+        if result.status != "not_verified" or not pair.converts:
+            return result
+    converted = compare(pair.unfolded, pair.candidate, terms)
+    if converted.status == "not_verified" and not trains(pair.reference):
+        return result
+    return dataclasses.replace(converted, reference="converted")
+
+
+def compare(reference: ir.Model, candidate: ir.Model, terms: Terms) -> Verification:
+    """Compare models that are open already."""
     difference = _interface(reference, candidate)
     if difference:
-        return Verification("failed", difference, seed=terms.seed, reference=label)
+        return Verification("failed", difference, seed=terms.seed)
     answer = _ask(reference, candidate, terms)
     fixed = _fixed_inputs(reference, candidate)
     if fixed and answer["status"] == "passed":
@@ -61,7 +90,7 @@ def compare(reference: ir.Model, candidate: ir.Model, terms: Terms, *, keeps_tra
         answer |= {"status": "not_verified", "reason": text}
     outputs = tuple(OutputComparison(**output) for output in answer.pop("outputs", ()))
     sizes = tuple(tuple(map(tuple, feed)) for feed in answer.pop("sizes", ()))
-    return Verification(outputs=outputs, sizes=sizes, seed=terms.seed, reference=label, **answer)
+    return Verification(outputs=outputs, sizes=sizes, seed=terms.seed, **answer)
 
 
 def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def test_folding_can_be_limited_and_explained(folder, tmp_path, capsys):
     )
     assert code == 0
     assert "5 of 6 batch norms folded" in err
-    assert "stem.1: converted: it was left alone on request" in err
+    assert "stem.1: kept, as BatchNormalization: it was left alone on request" in err
 
 
 def test_an_input_is_only_replaced_on_request(folder, tmp_path, capsys):

@@ -42,7 +42,7 @@ def call(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     [
         ("segnet.py:build", "got the file 'segnet.py', expected a module: write segnet:build"),
         ("../seg/segnet.py:build", "write segnet:build, and run it in the folder '../seg' or with that on PYTHONPATH"),
-        ("segnet:build?classes=7", "arguments behind ? are for models of timm, torchvision, smp, hf, mmengine"),
+        ("segnet:build?classes=7", "arguments behind ? are for models of timm, torchvision, mmengine"),
     ],
 )
 def test_a_factory(tmp_path, factory, line, capfd, monkeypatch):

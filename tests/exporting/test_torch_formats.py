@@ -358,7 +358,7 @@ def test_onnx_without_folding(tmp_path):
         ),
         ({"input_names": ["a"]}, "input_names, output_names: given with format"),
         ({"args": torch.randn(2, 5, 6, 6)}, r"args: Sequential does not run on inputs of shape \(2, 5, 6, 6\)"),
-        ({"path": "missing/m"}, "its folder does not exist"),
+        ({"path": "missing/m"}, "missing' does not exist; create it first"),
     ],
 )
 def test_usage_errors(change, message, format, tmp_path):

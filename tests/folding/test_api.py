@@ -175,8 +175,8 @@ class TestVerify:
         proto.graph.output[0].name = proto.graph.node[-1].output[0] = "other"
         verdict = verify(source, proto)
         assert (verdict.status, verdict.reason) == ("passed", "matched by position: other as y")
-        proto.graph.output.append(onnx.helper.make_tensor_value_info("z", onnx.TensorProto.FLOAT, None))
-        proto.graph.node.append(onnx.helper.make_node("Relu", ["other"], ["z"]))
+        proto.graph.output.append(onnx.helper.make_tensor_value_info("more", onnx.TensorProto.FLOAT, None))
+        proto.graph.node.append(onnx.helper.make_node("Relu", ["other"], ["more"]))
         assert "outputs differ" in str(verify(source, proto).reason)
 
     def test_candidate_that_cannot_run(self, source: Path) -> None:

@@ -15,6 +15,7 @@ from bnexport.folding import fold, verify
 from bnexport.model_io import from_proto, to_proto
 from bnexport.verification import api
 from bnexport.verification.certificate import KEY
+from bnexport.verification.models import Pair
 from bnexport.verification.verdict import Verification
 from tests.malicious import test_reports
 from tests.malicious.test_reports import NAMES, changed
@@ -131,7 +132,7 @@ def test_no_forgery_proves_a_wrong_fold(source: onnx.ModelProto, result: onnx.Mo
     wrong = result if tensor == "w" else changed(result, tensor)
     original = changed(source, "w") if tensor == "w" else source
     for name, text in FORGED.items():
-        claimed = api.prove_certified(from_proto(original), from_proto(with_certificate(wrong, text)))
+        claimed = api.prove_certified(Pair(from_proto(original), from_proto(with_certificate(wrong, text))))
         assert claimed is not None
         assert not claimed.passed, name
 

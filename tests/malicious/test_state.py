@@ -46,7 +46,7 @@ import sys
 import torch, bnexport
 model = torch.nn.Sequential(torch.nn.Linear(256, 300), torch.nn.Linear(300, 4)).train()
 batch = (torch.zeros(4, 256), torch.zeros(4, dtype=torch.int64))
-bnexport.export_training_step(model, torch.nn.functional.cross_entropy, batch, sys.argv[1], verify=False)
+bnexport.export_training_step(model, torch.nn.functional.cross_entropy, batch, sys.argv[1], verify=False, overwrite=True)
 """
 REPORT = """
 import resource, signal, sys
