@@ -138,7 +138,10 @@ def test_one_clear_sentence(case: str, tmp_path: Path, capfd: Any) -> None:
         ({"dynamic_axes": {}}, "dynamic_axes: .* here it is dynamic, such as"),
         ({"dynamic_shapes": {}}, "dynamic_shapes: .* here it is dynamic"),
         ({"verfy": False}, "verfy: no argument of bnexport.export; did you mean 'verify'"),
-        ({"path": io.BytesIO()}, "path: got BytesIO, expected the name of a file, as in export.*; export to a file and read its bytes"),
+        (
+            {"path": io.BytesIO()},
+            "path: got BytesIO, expected the name of a file, as in export.*; export to a file and read its bytes",
+        ),
     ],
     ids=["opset", "dynamic_axes", "dynamic_shapes", "typo", "BytesIO"],
 )
