@@ -20,7 +20,7 @@ import torch
 from bnexport import torch_versions
 from bnexport.exporting import dynamo
 from bnexport.sync_bn import operators
-from bnexport.training.translations import attention, convolution, cpu_kernels, pointwise, pools, resampling
+from bnexport.training.translations import activations, convolution, cpu_kernels, pools, resampling
 from bnexport.training.translations.batch_norm import BatchNorm
 
 __all__ = ["decompositions", "translation_table"]
@@ -56,22 +56,22 @@ _TRANSLATIONS: dict[torch_versions.Operator, Callable[..., Any]] = {
     _ATEN.unfold_backward.default: resampling.unfold_backward,
     resampling.interpolate: resampling.translate,
     resampling.interpolate_backward: resampling.translate_backward,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu.default: attention.attention,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: attention.attention_backward,
-    _ATEN.threshold_backward.default: pointwise.threshold_backward,
-    _ATEN.hardtanh_backward.default: pointwise.hardtanh_backward,
-    _ATEN.silu_backward.default: pointwise.silu_backward,
-    _ATEN.mish_backward.default: pointwise.mish_backward,
-    _ATEN.nll_loss_forward.default: pointwise.nll_loss_forward,
-    _ATEN.nll_loss2d_forward.default: pointwise.nll_loss_forward,
-    _ATEN._softmax.default: pointwise.softmax,
-    _ATEN._log_softmax.default: pointwise.log_softmax,
-    _ATEN.sum.default: pointwise.whole("ReduceSum"),
-    _ATEN.mean.default: pointwise.whole("ReduceMean"),
-    _ATEN.empty_permuted.default: pointwise.empty_permuted,
-    _ATEN.mul.Scalar: pointwise.with_scalar("Mul"),
-    _ATEN.div.Scalar: pointwise.with_scalar("Div"),
-    _ATEN.pow.Tensor_Scalar: pointwise.power,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default: activations.attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: activations.attention_backward,
+    _ATEN.threshold_backward.default: activations.threshold_backward,
+    _ATEN.hardtanh_backward.default: activations.hardtanh_backward,
+    _ATEN.silu_backward.default: activations.silu_backward,
+    _ATEN.mish_backward.default: activations.mish_backward,
+    _ATEN.nll_loss_forward.default: activations.nll_loss_forward,
+    _ATEN.nll_loss2d_forward.default: activations.nll_loss_forward,
+    _ATEN._softmax.default: activations.softmax,
+    _ATEN._log_softmax.default: activations.log_softmax,
+    _ATEN.sum.default: activations.whole("ReduceSum"),
+    _ATEN.mean.default: activations.whole("ReduceMean"),
+    _ATEN.empty_permuted.default: activations.empty_permuted,
+    _ATEN.mul.Scalar: activations.with_scalar("Mul"),
+    _ATEN.div.Scalar: activations.with_scalar("Div"),
+    _ATEN.pow.Tensor_Scalar: activations.power,
 }
 
 

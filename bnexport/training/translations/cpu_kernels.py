@@ -14,7 +14,7 @@ import torch
 
 from bnexport import torch_versions
 from bnexport.training import contract
-from bnexport.training.translations import convolution, pointwise, pools
+from bnexport.training.translations import activations, convolution, pools
 from bnexport.training.translations.convolution import Geometry, input_gradient, weight_gradient
 from bnexport.training.translations.values import sizes, spread
 
@@ -99,13 +99,13 @@ def _convolution_backward(grad_output: Any, input: Any, weight: Any, *arguments:
 
 def _threshold_backward(grad_output: Any, self: Any, threshold: float) -> Any:
     if not _is_float32(grad_output, self):
-        return pointwise.threshold_backward(grad_output, self, threshold)
+        return activations.threshold_backward(grad_output, self, threshold)
     return _RELU_GRAD(grad_output, self, low=float(threshold))
 
 
 def _hardtanh_backward(grad_output: Any, self: Any, min_val: float, max_val: float) -> Any:
     if not _is_float32(grad_output, self):
-        return pointwise.hardtanh_backward(grad_output, self, min_val, max_val)
+        return activations.hardtanh_backward(grad_output, self, min_val, max_val)
     return _RELU_GRAD(grad_output, self, low=float(min_val), high=float(max_val))
 
 

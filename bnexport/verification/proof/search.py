@@ -27,8 +27,7 @@ from bnexport.model_io import walk
 from bnexport.model_io.read import paused_collection
 from bnexport.model_io.validate import printable
 from bnexport.verification.proof.attributes import same_attribute, same_attributes
-from bnexport.verification.proof.counterparts import Counterparts
-from bnexport.verification.proof.numbering import Numbering
+from bnexport.verification.proof.numbering import Counterparts, Numbering
 from bnexport.verification.proof.prover import Prover, worse
 from bnexport.verification.proof.regions import ROUNDINGS, Mismatch, Region, Side, cone, name_of
 from bnexport.verification.verdict import Claim, SiteProof, Status, Verification
