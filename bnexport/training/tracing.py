@@ -29,7 +29,7 @@ from bnexport.exporting.dimensions import SizeConditions
 from bnexport.exporting.dynamo import no_stack_traces, quiet, write_doubles, write_floor_divisions
 from bnexport.exporting.portable_body import MINIMUM_OPSET
 from bnexport.modules.copies import room_for
-from bnexport.training import contract, dropout, translations
+from bnexport.training import dropout, optimizers, translations
 from bnexport.training.problem import Problem
 
 # Ranges of the labels and indices in a batch, read from a recorded step.
@@ -185,7 +185,7 @@ def trace(
                 exported = torch.onnx.export(
                     program,
                     dynamo=True,
-                    custom_translation_table={**table, **dropout.TRANSLATIONS, **contract.TRANSLATIONS},
+                    custom_translation_table={**table, **dropout.TRANSLATIONS, **optimizers.TRANSLATIONS},
                     dynamic_shapes=(tuple({0: dynamic[name]} if name in dynamic else None for name in arguments),),
                     input_names=list(arguments),
                     output_names=results,

@@ -256,7 +256,7 @@ def check_adam(shape, options):
     if options.get("keep"):
         feeds["keep"] = torch.tensor(0.99)
     wide = {name: tensor.double() for name, tensor in feeds.items()}
-    expected = contract.adam(
+    expected = optimizers.adam(
         *(wide.get(value.name) for value in contract.ADAM_UPDATE.inputs), beta1, beta2, eps, decay
     )  # fmt: skip
     attributes = {
@@ -308,7 +308,7 @@ def check_sgd(shape, options):
         feeds["share"] = torch.tensor(options["share"])
     wide = {name: tensor.double() for name, tensor in feeds.items()}
     tensors = (wide.get(value.name) for value in contract.SGD_UPDATE.inputs)
-    expected = contract.sgd(*tensors, momentum, decay, nesterov)
+    expected = optimizers.sgd(*tensors, momentum, decay, nesterov)
     names = [value.name for value in contract.SGD_UPDATE.outputs][: 2 if momentum else 1]
     attributes = {"momentum": momentum, "weight_decay": decay, "nesterov": int(nesterov)}
     results = [run(contract.SGD_UPDATE, feeds, names, threads, **attributes) for threads in (1, 2)]

@@ -64,7 +64,7 @@ def test_fold_after_recalibration(folder: Path, capsys: pytest.CaptureFixture[st
         (["-i", "x"], "--input: got 'x', expected NAME:FILE.npy|FOLDER"),
         (["-i", "x:x.npy", "-i", "x:x.npy"], "got 'x' twice"),
         (["-i", "x:nothing.npy"], "no such file"),
-        (["-i", "z:x.npy"], "lacks 'x'"),
+        (["-i", "z:x.npy"], "got rows of z; a.onnx takes x"),
         (["-i", "x:x.npy", "--layers", "all"], "--layers: got 'all'"),
         (["-i", "x:x.npy", "--method", "mean"], "--method: got 'mean'"),
         ([], "Missing option '--input'"),
