@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bnexport import tolerances
-from bnexport.training import contract
+from bnexport.training import contract, optimizers
 from tests.support.training_nodes import run
 
 ATEN = torch.ops.aten
