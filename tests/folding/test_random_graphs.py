@@ -19,9 +19,10 @@ from tests.support.onnx_text import assert_near, batch_norms, run
 
 @dataclasses.dataclass
 class Builder:
-    """Grows one graph; `value` is its last tensor, with `shape`."""
+    """Grows one graph; `value` is its last tensor, with `shape`. prefix: of the names inside a body."""
 
     generator: np.random.Generator
+    prefix: str = ""
     value: str = "x"
     shape: tuple[int, ...] = (2, 4, 6, 6)
     nodes: list[onnx.NodeProto] = dataclasses.field(default_factory=list)
@@ -41,10 +42,9 @@ class Builder:
         return name
 
     def apply(self, op_type: str, *inputs: str, shape: tuple[int, ...] | None = None, **attributes: object) -> str:
-        output = f"v{len(self.nodes)}"
-        self.nodes.append(
-            onnx.helper.make_node(op_type, list(inputs), [output], name=f"n{len(self.nodes)}", **attributes)
-        )
+        output = f"{self.prefix}v{len(self.nodes)}"
+        name = f"{self.prefix}n{len(self.nodes)}"
+        self.nodes.append(onnx.helper.make_node(op_type, list(inputs), [output], name=name, **attributes))
         self.value, self.shape = output, shape or self.shape
         return output
 
@@ -215,7 +215,11 @@ PIECES = {
 
 
 def build(
-    names: list[str], seed: int, tail: bool, pieces: Mapping[str, Callable[[Builder], object]] = PIECES
+    names: list[str],
+    seed: int,
+    tail: bool,
+    pieces: Mapping[str, Callable[[Builder], object]] = PIECES,
+    area: tuple[int | str, int | str] = (6, 6),
 ) -> onnx.ModelProto:
     builder = Builder(np.random.default_rng(seed))
     for name in names:
@@ -230,7 +234,7 @@ def build(
     graph = onnx.helper.make_graph(
         builder.nodes,
         "random",
-        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ("N", 4, 6, 6))],
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ("N", 4, *area))],
         [onnx.helper.make_tensor_value_info(builder.value, onnx.TensorProto.FLOAT, (None,) * len(builder.shape))],
         builder.initializers,
     )

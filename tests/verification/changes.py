@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ RELATIVES = (
     ("ReduceMean", "ReduceMax", "ReduceSum", "ReduceMin", "ReduceL2"),
     ("Softmax", "LogSoftmax", "Hardmax"),
     ("Conv", "ConvTranspose"),
+    ("Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal"),
 )  # fmt: skip
 _WORDS = {
     "mode": ("constant", "reflect", "edge", "nearest", "linear", "cubic"),
@@ -75,10 +76,14 @@ def dropped(model: onnx.ModelProto, generator: Generator) -> str | None:
 
 
 def exchanged(model: onnx.ModelProto, generator: Generator) -> str | None:
-    """Exchange two operands."""
-    node = _node(model, generator, lambda node: len(node.input) > 1)
+    """Exchange two operands, or the branches of an If."""
+    node = _node(model, generator, lambda node: len(node.input) > 1 or node.op_type == "If")
     if node is None:
         return None
+    if node.op_type == "If":
+        for branch in node.attribute:
+            branch.name = {"then_branch": "else_branch", "else_branch": "then_branch"}[branch.name]
+        return "branches"
     first, second = (int(each) for each in generator.choice(len(node.input), 2, replace=False))
     if node.input[first] == node.input[second]:
         return None
@@ -88,7 +93,7 @@ def exchanged(model: onnx.ModelProto, generator: Generator) -> str | None:
 
 def bypassed(model: onnx.ModelProto, generator: Generator) -> str | None:
     """Let the readers of a node read its input."""
-    outputs = {value.name for value in model.graph.output}
+    outputs = {value.name for graph in _graphs(model.graph) for value in graph.output}
     node = _node(model, generator, lambda node: node.output[0] not in outputs)
     if node is None:
         return None
@@ -104,10 +109,10 @@ def doubled(model: onnx.ModelProto, generator: Generator) -> str | None:
     twin = copy.deepcopy(node)
     twin.name = f"{node.name}_twice"
     first = f"{node.output[0]}_once"
-    place = list(model.graph.node).index(node)
+    graph, place = _home(model, node)
     node.output[0] = first
     twin.input[0] = first
-    model.graph.node.insert(place + 1, twin)
+    graph.node.insert(place + 1, twin)
     return text
 
 
@@ -138,13 +143,13 @@ def narrowed(model: onnx.ModelProto, generator: Generator) -> str | None:
     given = {tensor.name: tensor for tensor in model.graph.initializer}
     if not name or (name in given and given[name].data_type != kinds.FLOAT):
         return None
-    place = list(model.graph.node).index(node)
+    graph, place = _home(model, node)
     casts = [
         onnx.helper.make_node("Cast", [name], ["narrow"], name="narrow", to=kind),
         onnx.helper.make_node("Cast", ["narrow"], ["widened"], name="widened", to=kinds.FLOAT),
     ]
     for offset, cast in enumerate(casts):
-        model.graph.node.insert(place + offset, cast)
+        graph.node.insert(place + offset, cast)
     node.input[index] = "widened"
     return f"{node.op_type} reads {onnx.TensorProto.DataType.Name(kind)} at {index}"
 
@@ -161,8 +166,8 @@ def moved(model: onnx.ModelProto, generator: Generator) -> str | None:
     """Let an operand be another value."""
     node = _node(model, generator, lambda node: bool(node.input))
     assert node is not None
-    place = list(model.graph.node).index(node)
-    values = ["x", *(name for each in list(model.graph.node)[:place] for name in each.output)]
+    graph, place = _home(model, node)
+    values = ["x", *(name for each in list(graph.node)[:place] for name in each.output)]
     values += [tensor.name for tensor in model.graph.initializer]
     index = int(generator.integers(len(node.input)))
     other = str(generator.choice(values))
@@ -219,7 +224,9 @@ def scaled(model: onnx.ModelProto, generator: Generator) -> str | None:
         return None
     tensor = tensors[generator.integers(len(tensors))]
     array = onnx.numpy_helper.to_array(tensor).copy()
-    reader = next((node.op_type for node in model.graph.node if tensor.name in node.input), "nothing")
+    reader = next(
+        (node.op_type for graph in _graphs(model.graph) for node in graph.node if tensor.name in node.input), "nothing"
+    )
     place = np.unravel_index(generator.integers(array.size), array.shape) if generator.integers(2) else ...
     if array.dtype.kind == "f":
         array[place] = array[place] * np.float32(generator.choice([1.01, -1.0, 2.0, 0.5]))
@@ -240,8 +247,22 @@ CHANGES: dict[str, Change] = {
 def _node(
     model: onnx.ModelProto, generator: Generator, wanted: Callable[[onnx.NodeProto], bool]
 ) -> onnx.NodeProto | None:
-    nodes = [node for node in model.graph.node if wanted(node)]
+    nodes = [node for graph in _graphs(model.graph) for node in graph.node if wanted(node)]
     return nodes[generator.integers(len(nodes))] if nodes else None
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yield a graph and the bodies of its nodes."""
+    yield graph
+    for node in graph.node:
+        for each in node.attribute:
+            if each.HasField("g"):
+                yield from _graphs(each.g)
+
+
+def _home(model: onnx.ModelProto, node: onnx.NodeProto) -> tuple[onnx.GraphProto, int]:
+    """Return the graph of a node, and its place there."""
+    return next((graph, list(graph.node).index(node)) for graph in _graphs(model.graph) if node in graph.node)
 
 
 def _schema(model: onnx.ModelProto, node: onnx.NodeProto) -> dict[str, Any]:
@@ -253,7 +274,7 @@ def _schema(model: onnx.ModelProto, node: onnx.NodeProto) -> dict[str, Any]:
 
 
 def _read(model: onnx.ModelProto, name: str, other: str) -> None:
-    for node in model.graph.node:
+    for node in (node for graph in _graphs(model.graph) for node in graph.node):
         for index, read in enumerate(node.input):
             if read == name:
                 node.input[index] = other
