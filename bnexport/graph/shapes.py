@@ -105,6 +105,8 @@ class Shapes:
     def drop_stale(self) -> tuple[str, ...]:
         """Remove declared shapes that inference contradicts, those of the main graph's outputs aside; return a note on them.
 
+        What is declared elsewhere in such a file is reduced to what inference confirms: an engine may have loaded it
+        because one wrong shape hid another.
         Nothing is removed unless something has asked for inference.
         """
         known = {} if self._inferred is None else self._inferred.shapes
@@ -113,6 +115,7 @@ class Shapes:
             value.shape = None
         if not gone:
             return ()
+        self.confirm()
         names = ", ".join(printable(repr(value.name)) for value in gone[:_NAMED]) + ", ..." * (len(gone) > _NAMED)
         return (f"declared shapes that contradict the inputs and operators were left out: {len(gone)}, of {names}",)
 

@@ -34,7 +34,7 @@ _NOT_FINITE = 0.2
 # Share of a set's floats that are equal to a threshold, where it has such.
 _EQUAL = 0.25
 
-Kind = Literal["normal", "rounded", "nan", "infinite", "full"]
+Kind = Literal["normal", "rounded", "nan", "infinite", "full", "positive", "negative"]
 Range = tuple[int, int]
 # Of free first dimensions, and of those at other places in turn.
 Sizes = tuple[int, tuple[int, ...]]
@@ -66,7 +66,9 @@ class InputSpec:
 @dataclasses.dataclass(frozen=True)
 class FloatSet:
     """Random floats. kind: normal ones, these rounded to multiples of 1/2, or with NaN or infinities among them; "full" are
-    normal ones beside truth values that are all true. scale: factor. numbers: to put among rounded ones."""
+    normal ones beside truth values that are all true; "positive" and "negative" have one sign. scale: factor. numbers: to
+    put among rounded ones.
+    """
 
     kind: Kind = "normal"
     scale: float = 1.0
@@ -146,6 +148,8 @@ def _floats(generator: np.random.Generator, shape: tuple[int, ...], how: Draw) -
     values = np.asarray(generator.standard_normal(shape) * how.scale)
     if how.kind in ("normal", "full"):
         return values
+    if how.kind in ("positive", "negative"):
+        return np.abs(values) if how.kind == "positive" else -np.abs(values)
     flat = values.reshape(-1)
     if how.kind == "rounded":
         flat = np.round(2 * flat) / 2
@@ -333,6 +337,8 @@ _ADDING = {"Add": 0, "Sub": 0, "Gemm": 2, "Conv": 2}
 _STEPPING = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal", "Round", "Floor", "Ceil", "Sign")
 _MOVING = ("Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Concat")
 _SELECTING = ("ArgMax", "ArgMin", "TopK", "Hardmax", "Unique")
+# A mean that a branch depends on, or a maximum, has one sign for all inputs of both signs.
+_SUMMARISING = ("If", "ReduceMax", "ReduceMin", "GlobalMaxPool")
 # Normal numbers of four times a constant's size lie on both sides of it. Larger ones than the last are no thresholds.
 _BEYOND = 4.0
 _LARGEST_CONSTANT = 1e6
@@ -355,6 +361,9 @@ def find_further(model: ir.Model) -> list[FloatSet]:
     largest = max(_thresholds(constants, nodes), default=0.0)
     if largest > LARGEST:
         found.append(FloatSet("normal", _BEYOND * largest))
+    if any(is_standard(node, *_SUMMARISING) for node in nodes):
+        scale = max(LARGER, _BEYOND * largest)
+        found += [FloatSet("positive", scale), FloatSet("negative", scale)]
     return found
 
 
@@ -448,10 +457,26 @@ _COMPUTING = (
     "Range",
     "Slice",
 )
+_ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Pow", "PRelu", "Max", "Min", "Sum", "Mean", "Where")
 _TAKING = ("Gather", "Slice", "GatherND", "Resize")
 _LARGEST_SIZE, _TABLES = 4096, 4
 # Sizes where the graph has no constants, larger and smaller ones.
 _USUAL = (257, 33)
+
+
+def find_operand_sizes(model: ir.Model) -> list[int]:
+    """Return the last sizes of constants that values are combined with element by element: a free size may have to be one.
+
+    Where no usual size runs, 1 may: there everything broadcasts, and much looks equal.
+    """
+    found = {
+        value.const_value.shape.numpy()[-1]
+        for graph in walk.graphs(model)
+        for value in graph.initializers.values()
+        if value.const_value is not None and len(value.const_value.shape) > 1
+        if any(is_standard(use.node, *_ELEMENTWISE) for use in value.uses())
+    }
+    return sorted(found - {1} - {other for _, other in FREE_SIZES})[-_TABLES:]
 
 
 def find_bounds(*models: ir.Model) -> list[int]:
@@ -494,6 +519,8 @@ def find_bounds(*models: ir.Model) -> list[int]:
 _LARGE = 1 << 26
 # Elements of inputs of sizes beyond constants.
 _MOST_ELEMENTS = 1 << 18
+# Other sizes beside them, where those of the first run are too large.
+_BESIDE = (8, 2)
 # Factors of floats at which a saturated output may show its inputs, and the share of it that then changes.
 _SHOWING = tuple(2.0**-power for power in (6, 12, 18, 24))
 _SHOWN = 1e-3
@@ -548,7 +575,10 @@ class Feeds:
         return [first, *self._others(sizes, ranges), *self._beyond(sizes, ranges), *self._showing(first, sizes, ranges)]
 
     def _first(self) -> tuple[FeedGroup, tuple[int, int], dict[str, Range]]:
-        sizes = FREE_SIZES if any(spec.is_free for spec in self._specs) else FREE_SIZES[:1]
+        own = [(2, size) for size in self._request["operands"]]
+        sizes = (
+            [*FREE_SIZES[:-1], *own, FREE_SIZES[-1]] if any(spec.is_free for spec in self._specs) else FREE_SIZES[:1]
+        )
         for index, (first, other) in enumerate(sizes):
             draws = [Draw(self._seed + step, first, (other,)) for step in range(self._count)]
             try:
@@ -603,7 +633,15 @@ class Feeds:
         if self._slow:
             return
         known = shapes(self._specs, Draw(0, first, (other,)))
-        for chosen in ([(size, (other,)) for size in bounds], [(1, (size, other)) for size in bounds]):
+        # Beside a size beyond, the others may have to be smaller.
+        beside = sorted({other, *(each for each in _BESIDE if each < other)}, reverse=True)
+        pairs = [(size, each) for size in bounds for each in beside]
+        ways = (
+            [(size, (each,)) for size, each in pairs],
+            [(1, (size, each)) for size, each in pairs],
+            [(1, (each, size)) for size, each in pairs],
+        )
+        for chosen in ways:
             draws = [Draw(self._seed + 101, *each) for each in chosen]
             fitting = (
                 how for how in draws if shapes(self._specs, how) != known and self._elements(how) <= _MOST_ELEMENTS

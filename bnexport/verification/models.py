@@ -31,7 +31,14 @@ from bnexport.graph.simplify import insert_casts
 from bnexport.model_io import Parts, to_parts, walk
 from bnexport.native import library
 from bnexport.verification.comparison import FLOATS
-from bnexport.verification.inputs import InputSpec, find_bounds, find_further, find_ranges, find_texts
+from bnexport.verification.inputs import (
+    InputSpec,
+    find_bounds,
+    find_further,
+    find_operand_sizes,
+    find_ranges,
+    find_texts,
+)
 from bnexport.verification.probing import Parted, Probe, find_parted, find_probes
 from bnexport.verification.process import PROCESS, ProcessFailure, Shipment
 from bnexport.verification.verdict import OutputComparison, Terms, Verification
@@ -110,6 +117,7 @@ def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, An
                 "inputs": [dataclasses.asdict(_spec(value, reference)) for value in _inputs(reference)],
                 "further": [dataclasses.asdict(each) for each in find_further(reference)],
                 "bounds": find_bounds(reference, candidate),
+                "operands": find_operand_sizes(reference),
                 "empty": _is_empty(reference),
                 "given": None
                 if given is None

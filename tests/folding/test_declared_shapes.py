@@ -8,6 +8,7 @@ import pytest
 
 from bnexport.folding import FoldResult, fold
 from bnexport.graph.shapes import Shapes
+from bnexport.model_io import to_proto
 from bnexport.model_io.read import as_model
 from tests.support.onnx_text import batch_norm, model, run
 
@@ -131,3 +132,24 @@ def test_states_of_loops(claim: str, update: str, expected: tuple[int | None, ..
         shape = shapes.of(value)
         got = None if shape is None else tuple(size if isinstance(size, int) else None for size in shape)
         assert got == expected, value
+
+
+def test_a_wrong_shape_that_another_one_hides() -> None:
+    """An engine takes the rank of r from its declaration; without it, the length of c would show, which is wrong, too."""
+    body = """g (float[N,4,6,6] x) => (float[N,4,6,6] y) <float[64] c, float[K,1] r, float[1,1,1,J] t> {
+        s = Shape (x)
+        n = Gather (s, three)
+        i = Range (zero, n, one)
+        c = Cast <to = 1> (i)
+        r = Cos (c)
+        t = Reshape (r, rows)
+        a = Add (x, t)
+        y = Relu (a) }"""
+    numbers = {name: np.int64(value) for name, value in (("zero", 0), ("one", 1), ("three", 3))}
+    source = model(body, values={**numbers, "rows": np.array([1, 1, 1, -1])})
+    opened = as_model(source)
+    shapes = Shapes(opened)
+    shapes.of(opened.graph.outputs[0])
+    assert shapes.drop_stale() == (NOTE.replace("'z'", "'r'"),)
+    x = X.standard_normal((2, 4, 6, 6), np.float32)
+    np.testing.assert_array_equal(run(to_proto(opened), {"x": x})[0], run(source, {"x": x})[0])

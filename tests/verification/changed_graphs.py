@@ -29,6 +29,7 @@ from bnexport.folding.report import FoldReport
 from bnexport.tolerances import UNIT_ROUNDOFF
 from tests.folding.test_random_graphs import PIECES, Builder, build
 from tests.forms.engine import Engine, Refused
+from tests.support.onnx_text import exact
 from tests.verification.changes import change
 from tests.verification.computed_pieces import COMPUTED
 
@@ -189,6 +190,20 @@ class Truth:
             worst = np.inf if got is None else max(worst, *map(excess, expected, got))
         return "equal" if worst <= near else "different" if worst > CLEAR else "unclear"
 
+    def is_no_worse(self, source: onnx.ModelProto, other: onnx.ModelProto) -> bool:
+        """Whether a model is as near to the source in float64 as the source itself is, whose constants may be all rounding."""
+        outputs = zip(
+            *(PROCESS.outputs(model, [sample for sample, _ in self.runs]) for model in (source, other)), strict=True
+        )
+        for (sample, _), (mine, theirs) in zip(self.runs, outputs, strict=True):
+            if mine is None or theirs is None:
+                return False
+            for true, one, two in zip(exact(source, sample), mine, theirs, strict=True):
+                narrow = true.astype(one.dtype)
+                if excess(narrow, two) > max(1.0, 2 * excess(narrow, one)):
+                    return False
+        return True
+
 
 def excess(expected: np.ndarray, got: np.ndarray) -> float:
     """Return the largest difference in units of the table's bound."""
@@ -238,7 +253,10 @@ def judge(source: onnx.ModelProto, report: FoldReport, wrong: onnx.ModelProto, t
 
 
 def folds(count: int, seed: int) -> Iterator[tuple[Result, str | None]]:
-    """Fold random graphs in every way; yield the counts so far and each finding: a wrong fold, a failure, a crash."""
+    """Fold random graphs in every way; yield the counts so far and each finding: a wrong fold, a failure, a crash.
+
+    Every fourth fold is verified, too: it may not fail.
+    """
     result = Result()
     while result.equal + result.different + result.unclear < count:
         generator = np.random.default_rng((seed, 2))
@@ -252,20 +270,23 @@ def folds(count: int, seed: int) -> Iterator[tuple[Result, str | None]]:
             continue
         leftover = ("batch-norm", "conv", "arithmetic")[generator.integers(3)]
         simplify = bool(generator.integers(2))
+        folded, status = source, "not verified"
         try:
             folded = fold(source, verify=False, leftover=leftover, simplify=simplify).model
-            meaning, verdict = truth.compare(folded), verify(source, folded)
+            meaning = truth.compare(folded)
+            if meaning in ("different", "unclear") and truth.is_no_worse(source, folded):
+                meaning = "equal"
+            if seed % 4 == 0:
+                status = verify(source, folded).status
         except Exception as error:
-            words, folded, meaning = f"crash: {type(error).__name__}: {error}", source, "different"
-        else:
-            words = f"{verdict.status}: {meaning}: {verdict.reason}"
-            result.kinds[f"{meaning} {verdict.status}"] += 1
-        if meaning == "refused":
-            meaning = "different"
+            meaning, status = "different", f"crash: {type(error).__name__}: {error}"
+        result.kinds[f"{meaning}, {status.split(':')[0]}"] += 1
+        wrong = meaning in ("different", "refused") or status == "failed"
+        meaning = "different" if meaning == "refused" else meaning
         setattr(result, meaning, getattr(result, meaning) + 1)
-        if meaning == "different" or not words.startswith(("passed", "not_verified")):
-            words = f"graph {seed - 1}, leftover {leftover}{', simplified' * simplify}: {words}"
-            result.findings.append((words.split(": ")[1], words, source, folded))
+        if wrong:
+            words = f"graph {seed - 1}, leftover {leftover}{', simplified' * simplify}: {meaning}, {status}"
+            result.findings.append((status.split(":")[0], words, source, folded))
             yield result, words
     yield result, None
 

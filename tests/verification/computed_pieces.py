@@ -27,6 +27,11 @@ def _constant(builder: Builder, array: np.ndarray) -> str:
     return name
 
 
+def _small(builder: Builder, *shape: int) -> str:
+    """Return numbers that do not multiply the rounding of what they are applied to several times."""
+    return _constant(builder, (builder.generator.standard_normal(shape) / 8).astype(np.float32))
+
+
 def _aside(builder: Builder, op_type: str, *inputs: str, **attributes: object) -> str:
     """Add a node beside the last tensor, which stays the last one."""
     value = builder.value
@@ -204,7 +209,7 @@ def _inside(builder: Builder, prefix: str, value: str) -> Builder:
 def _same_channels(body: Builder) -> None:
     """One or two nodes that keep the shape, or a copy of the captured value alone."""
     channels = body.shape[1]
-    weight = body.parameter(channels, channels, 3, 3)
+    weight = _small(body, channels, channels, 3, 3)
     kind = int(body.generator.integers(5))
     if kind == 0:
         body.apply("Identity", body.value)
@@ -253,13 +258,13 @@ def _repeated(builder: Builder) -> None:
         lambda: _constant(builder, np.array(2, np.int64)),
         lambda: _scalar(builder, _aside(builder, "Min", _size(builder, _axis(builder)), three)),
     )
-    factor = builder.parameter(1, builder.shape[1], 1, 1)
+    factor = _small(builder, 1, builder.shape[1], 1, 1)
     names = [f"{prefix}{name}" for name in ("i", "go", "x", "k")]
     body = _inside(builder, prefix, names[2])
     _same_channels(body)
     body.apply("Mul", body.value, names[3])
     carried = body.apply("Tanh", body.value)
-    smaller = _aside(body, "Mul", names[3], body.parameter(1))
+    smaller = _aside(body, "Mul", names[3], _small(body, 1))
     going = _aside(body, "Identity", names[1])
     kinds = (INT64, BOOL, FLOAT, FLOAT)
     inputs = [

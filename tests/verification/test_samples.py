@@ -149,6 +149,7 @@ class TestFurtherSets:
             ("p, i = MaxPool <kernel_shape = [2]> (x)\n y = Relu (p)", ["rounded"]),
             ("h = Neg (far)\n y = Clip (x, h, near)", [4000.0]),
             ("y = Min (x, sentinel)", []),
+            ("m = ReduceMax <axes = [1]> (x)\n y = Elu (m)", [8.0, 8.0]),
         ],
     )
     def test_they_are_for_some_operators(self, nodes: str, sets: list[str | float]) -> None:
@@ -263,6 +264,40 @@ SEEN: dict[str, tuple[str, str, str, dict[str, object]]] = {
         "m = Min (l, c)\n",
         "m = Identity (l)\n",
         {"one": np.int64(1), "c": np.int64(300)},
+    ),
+    "the sign of a maximum": (
+        "g (float[N,64] x) => (float[N,1] y) { m = ReduceMax <axes = [1]> (x)\n y = {} (m) }",
+        "Relu",
+        "Identity",
+        {},
+    ),
+    "a branch by a mean": (
+        "g (float[N,64] x) => (float[N,64] y) { m = ReduceMean <keepdims = 0> (x)\n g = Greater (m, c)\n"
+        " y = If (g) <then_branch = t () => (float[N,64] a) { a = {} (x) },"
+        " else_branch = e () => (float[N,64] b) { b = Relu (x) }> }",
+        "Neg",
+        "Sin",
+        {"c": np.float32(100)},
+    ),
+    "the only sizes that run": (
+        "g (float[N,4,H,W] x) => (float[N,4,A,B] y) { m = {} (x)\n a = Add (x, m)\n y = Add (a, c) }",
+        "GlobalAveragePool",
+        "GlobalMaxPool",
+        {"c": np.ones((4, 6, 6), np.float32)},
+    ),
+    "a batch beyond bytes beside large rows": (
+        "g (float[N,4,H,W] x) => (float[N,4,H,W] y) { s = Shape (x)\n n = Gather (s, one)\n r = Range (one, n, step)\n"
+        " i = Cast <to = {}> (r)\n f = Cast <to = 1> (i)\n t = Reshape (f, rows)\n y = Mul (x, t) }",
+        "6",
+        "3",
+        {"one": np.int64(0), "step": np.int64(1), "rows": np.array([-1, 1, 1, 1])},
+    ),
+    "rows beyond bytes": (
+        "g (float[N,4,H,W] x) => (float[N,4,H,W] y) { s = Shape (x)\n n = Gather (s, two)\n r = Range (zero, n, step)\n"
+        " i = Cast <to = {}> (r)\n f = Cast <to = 1> (i)\n t = Reshape (f, rows)\n y = Mul (x, t) }",
+        "6",
+        "3",
+        {"zero": np.int64(0), "two": np.int64(2), "step": np.int64(1), "rows": np.array([-1, 1])},
     ),
     "a batch beyond a constant": (
         _row("s = Shape (x)\n n = Gather (s, one)\n g = Greater (n, c)\n m = {} (x)\n y = Where (g, m, x)"),

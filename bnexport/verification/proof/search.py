@@ -260,10 +260,10 @@ class _DifferenceSearch:
                 return []
             pairs = [self._functions.get(("function", first.identifier()))]
         else:
-            bodies = walk.node_bodies(mine), walk.node_bodies(theirs)
-            if len(bodies[0]) != len(bodies[1]):
+            bodies = _paired_bodies(mine, theirs)
+            if bodies is None:
                 return None
-            keys = [(("body", one, two), one, two) for one, two in zip(*bodies, strict=True)]
+            keys = [(("body", one, two), one, two) for one, two in bodies]
             pairs = [self._functions[key[0]] for key in keys if not self._same_graph(*key)]
         return None if None in pairs else pairs  # type: ignore[return-value]
 
@@ -443,10 +443,8 @@ class _DifferenceSearch:
         first, second = (side.model.functions.get(mine.op_identifier()) for side in self._sides)
         if first is not None or second is not None:
             return first is not None and second is not None and self._same_function(first, second)
-        bodies = walk.node_bodies(mine), walk.node_bodies(theirs)
-        return len(bodies[0]) == len(bodies[1]) and all(
-            self._same_graph(("body", one, two), one, two) for one, two in zip(*bodies, strict=True)
-        )
+        bodies = _paired_bodies(mine, theirs)
+        return bodies is not None and all(self._same_graph(("body", one, two), one, two) for one, two in bodies)
 
     def _same_function(self, mine: ir.Function, theirs: ir.Function) -> bool:
         if opsets(mine) != opsets(theirs) or set(mine.attributes) != set(theirs.attributes):
@@ -818,3 +816,18 @@ def opsets(holder: ir.Model | ir.Function) -> dict[str, int]:
         if found.setdefault(domain or "ai.onnx", version) != version:
             raise Mismatch(f"two versions of the domain {domain or 'ai.onnx'!r} are imported")
     return found
+
+
+def _paired_bodies(mine: ir.Node, theirs: ir.Node) -> list[tuple[ir.Graph, ir.Graph]] | None:
+    """Pair the bodies of two nodes by the names of their attributes, which a file may hold in any order; None where they do not fit."""
+    held = [
+        [
+            (name, list(walk.bodies(each)))
+            for name, each in sorted(node.attributes.items())
+            if each.type in walk.GRAPH_TYPES
+        ]
+        for node in (mine, theirs)
+    ]
+    if [(name, len(bodies)) for name, bodies in held[0]] != [(name, len(bodies)) for name, bodies in held[1]]:
+        return None
+    return [pair for (_, first), (_, second) in zip(*held, strict=True) for pair in zip(first, second, strict=True)]

@@ -367,3 +367,18 @@ def test_a_thousand_equal_layers_are_not_compared_each_with_all(
     fold_models.pairs(300, 2, tmp_path / "a.onnx", external=False)
     assert fold(tmp_path / "a.onnx", tmp_path / "b.onnx", verify="local").report.verification.passed
     assert len(asked) < 10 * 300
+
+
+def test_branches_that_are_exchanged() -> None:
+    """A file may hold the attributes of an If in any order: their names say which branch is which."""
+    source = model(
+        """g (float[N,4] x, bool c) => (float[N,4] y) {
+        y = If (c) <then_branch = t () => (float[N,4] a) { a = Neg (x) }, else_branch = e () => (float[N,4] b) { b = Relu (x) }>
+        }"""
+    )
+    first, second = copy.deepcopy(source), copy.deepcopy(source)
+    first.graph.node[0].attribute.reverse()
+    for branch in second.graph.node[0].attribute:
+        branch.name = "else_branch" if branch.name == "then_branch" else "then_branch"
+    assert verify(source, first, method="local").passed
+    assert verify(source, second, method="local").status == "not_verified"
