@@ -136,7 +136,7 @@ def bench(
     json_target: Json = None,
 ) -> None:
     """Compares the latency of models in ONNX Runtime. They take turns."""
-    from bnexport.cli.output import PERCENTILES, draw_chart, measure, ratio_of
+    from bnexport.cli.latency import PERCENTILES, draw_chart, measure, ratio_of
     from bnexport.runtime import engine
 
     check_targets(chart=chart, json=json_target)

@@ -25,7 +25,7 @@ from bnexport.model_io import Staged
 from bnexport.modules.copies import room_for
 from bnexport.runtime.engine import Engine
 from bnexport.torch_versions import pytree
-from bnexport.verification import process
+from bnexport.verification import fresh_process
 
 # pt2 files: torch.export of the folded module, with its own inputs and outputs, and dynamic sizes.
 
@@ -191,7 +191,7 @@ class TorchTarget:
 
     @contextlib.contextmanager
     def open(self, artifact: Artifact, file: str) -> Iterator[Sequence[Engine]]:
-        with process.FreshProcess(Path(file), self._format) as engine:
+        with fresh_process.FreshProcess(Path(file), self._format) as engine:
             yield [engine]
 
 

@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 
 from bnexport import interface, schema
-from bnexport.errors import UnsupportedModelError
+from bnexport.errors import UnsupportedModelError, VerificationError
 from bnexport.folding.context import Leftover, Options, check_leftover
 from bnexport.folding.folder import Folding, as_names, check_selection
 from bnexport.folding.report import Counts, FoldReport, certify, count
@@ -22,9 +22,8 @@ from bnexport.folding.rules import check_rules
 from bnexport.graph.nodes import Refused
 from bnexport.graph.shapes import Shapes
 from bnexport.graph.simplify import insert_casts
-from bnexport.model_io import ModelSource, Staged, check_space, to_proto, write
+from bnexport.model_io import ModelSource, Staged, check_space, load, to_proto, write
 from bnexport.model_io.read import Source, open_source, paused_collection
-from bnexport.verification.api import commit
 from bnexport.verification.verdict import Method, SiteProof, Terms, Verification, as_method
 
 # Parameters up to which whole models are run as well, where the caller leaves the choice.
@@ -173,6 +172,48 @@ def _notes(staged: Staged | None) -> tuple[str, ...]:
     return (
         f"the model is too large for one protobuf message (2 GiB); its weights are in {staged.data_name!r} beside it",
     )
+
+
+def commit(
+    model: ir.Model,
+    staged: Staged | None,
+    source: str | None,
+    judge: Callable[[ir.Model], Verification] | None,
+    what: str,
+) -> tuple[ir.Model, Verification | None]:
+    """Verify the staged file, or `model` where nothing is staged, and commit it; return the model and the verdict.
+
+    Args:
+        source: the file that `model` was read from.
+        judge: compares with the original; None for no verification.
+        what: how an error calls the model.
+
+    Warns:
+        NotVerifiedWarning: the file was written, and nothing could verify it.
+
+    Raises:
+        VerificationError: the outputs differ; nothing was written.
+    """
+    verdict = None
+    try:
+        if judge is not None:
+            # What is verified is what was written.
+            verdict = judge(model if staged is None else load(staged.path))
+            if verdict.status == "failed":
+                raise VerificationError(
+                    f"the {what} model differs from the original: {verdict.reason}; nothing was written"
+                )
+        if staged is not None:
+            staged.commit()
+            if staged.target == source:
+                # Lazy weights refer to the file that has just been replaced.
+                model = load(staged.target)
+            if verdict is not None:
+                verdict.warn(staged.target, stacklevel=3)
+    finally:
+        if staged is not None:
+            staged.discard()
+    return model, verdict
 
 
 @dataclasses.dataclass(frozen=True)

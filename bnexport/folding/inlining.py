@@ -21,6 +21,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from bnexport.errors import UnsupportedModelError
+from bnexport.folding.api import commit
 from bnexport.graph.conversion import convert
 from bnexport.graph.functions import inline_functions
 from bnexport.graph.nodes import is_portable_body, is_sync_batch_norm, label, training_mode
@@ -29,7 +30,6 @@ from bnexport.model_io import stage, to_proto, walk
 from bnexport.model_io.read import Source, open_source
 from bnexport.model_io.write import check_new
 from bnexport.verification import models
-from bnexport.verification.api import commit
 from bnexport.verification.process import PROCESS
 from bnexport.verification.verdict import Terms, Verification
 

@@ -307,10 +307,7 @@ def certify(model: ir.Model, report: FoldReport, *, wanted: bool, original: ir.M
         uncertified, text = f"it would have more than {LARGEST:,} characters", ""
     if text:
         model.metadata_props[KEY] = text
-        from bnexport.verification.api import prove_certified
-        from bnexport.verification.models import Pair
-
-        verdict = None if original is None else prove_certified(Pair(original, model))
+        verdict = None if original is None else _proved(original, model)
         if verdict is not None and not verdict.passed:
             del model.metadata_props[KEY]
             text = ""
@@ -319,6 +316,14 @@ def certify(model: ir.Model, report: FoldReport, *, wanted: bool, original: ir.M
             )
     uncertified = _NONE + uncertified if uncertified else ""
     return dataclasses.replace(report, certificate=bool(text), uncertified=uncertified, notes=tuple(notes))
+
+
+def _proved(original: ir.Model, model: ir.Model) -> Verification | None:
+    # A fold without verification does not load what verifies.
+    from bnexport.verification.api import prove_certified
+    from bnexport.verification.models import Pair
+
+    return prove_certified(Pair(original, model))
 
 
 def certificate_of(sites: Iterable[SiteReport], inlined: bool) -> Certificate | None:

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import onnx_ir as ir
@@ -17,7 +17,7 @@ from bnexport.graph.conversion import convert
 from bnexport.graph.functions import inline_calls
 from bnexport.graph.nodes import is_standard, label
 from bnexport.graph.simplify import insert_casts
-from bnexport.model_io import Staged, load, walk
+from bnexport.model_io import walk
 from bnexport.model_io.read import Source, open_source
 from bnexport.model_io.validate import printable
 from bnexport.runtime.sessions import check_providers
@@ -25,51 +25,6 @@ from bnexport.verification import models
 from bnexport.verification.certificate import KEY, changes, decode
 from bnexport.verification.proof.search import prove
 from bnexport.verification.verdict import CHANGED, Claim, Inputs, Method, Terms, Verification
-
-# The end of every change of a file: verify what was staged, then move it into place.
-
-
-def commit(
-    model: ir.Model,
-    staged: Staged | None,
-    source: str | None,
-    judge: Callable[[ir.Model], Verification] | None,
-    what: str,
-) -> tuple[ir.Model, Verification | None]:
-    """Verify the staged file, or `model` where nothing is staged, and commit it; return the model and the verdict.
-
-    Args:
-        source: the file that `model` was read from.
-        judge: compares with the original; None for no verification.
-        what: how an error calls the model.
-
-    Warns:
-        NotVerifiedWarning: the file was written, and nothing could verify it.
-
-    Raises:
-        VerificationError: the outputs differ; nothing was written.
-    """
-    verdict = None
-    try:
-        if judge is not None:
-            # What is verified is what was written.
-            verdict = judge(model if staged is None else load(staged.path))
-            if verdict.status == "failed":
-                raise VerificationError(
-                    f"the {what} model differs from the original: {verdict.reason}; nothing was written"
-                )
-        if staged is not None:
-            staged.commit()
-            if staged.target == source:
-                # Lazy weights refer to the file that has just been replaced.
-                model = load(staged.target)
-            if verdict is not None:
-                verdict.warn(staged.target, stacklevel=3)
-    finally:
-        if staged is not None:
-            staged.discard()
-    return model, verdict
-
 
 # Files of other exporters: inputs and outputs that have other names, and are the same by their positions.
 

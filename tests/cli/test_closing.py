@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 
-from bnexport.cli import main, output
+from bnexport.cli import latency, main
 from bnexport.folding import fold
 from tests.support.onnx_text import batch_norm, model
 
@@ -88,8 +88,8 @@ LATENCIES = {
 @pytest.mark.parametrize("noise", LATENCIES)
 def test_the_last_line_of_a_fold(net, tmp_path, noise, capfd, monkeypatch):
     before, after, said = LATENCIES[noise]
-    measured = [output.Latency("unfolded", before), output.Latency("folded", after)]
-    monkeypatch.setattr(output, "measure", lambda *_, **__: measured)
+    measured = [latency.Latency("unfolded", before), latency.Latency("folded", after)]
+    monkeypatch.setattr(latency, "measure", lambda *_, **__: measured)
     code, out, err = call("fold", net, tmp_path / "f.onnx", "--bench", "--json", "-", capfd=capfd)
     assert code == 0
     last = err.splitlines()[-1]

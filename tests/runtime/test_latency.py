@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bnexport.cli import output
+from bnexport.cli import latency
 from bnexport.errors import UsageError
 
 
@@ -22,10 +22,10 @@ def test_models_take_turns_and_the_slower_one_is_seen(monkeypatch: pytest.Monkey
 
         return run
 
-    monkeypatch.setattr(output, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(latency, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
     seen: list[int] = []
     models = {"fast": model("fast", 0.001), "slow": model("slow", 0.002)}
-    fast, slow = output.measure(models, runs=25, warm_up=3, progress=seen.append)
+    fast, slow = latency.measure(models, runs=25, warm_up=3, progress=seen.append)
     assert calls[:6] == ["fast"] * 3 + ["slow"] * 3
     assert calls[6:] == ["fast"] * 10 + ["slow"] * 10 + ["slow"] * 10 + ["fast"] * 10 + ["fast"] * 5 + ["slow"] * 5
     assert seen == list(range(1, 51))
@@ -34,27 +34,27 @@ def test_models_take_turns_and_the_slower_one_is_seen(monkeypatch: pytest.Monkey
 
 
 def test_a_ratio_is_decided_where_all_parts_agree() -> None:
-    base = output.Latency("base", (2.0,) * 60)
-    faster = output.ratio_of(output.Latency("faster", (1.0,) * 30 + (1.8,) * 30), base)
+    base = latency.Latency("base", (2.0,) * 60)
+    faster = latency.ratio_of(latency.Latency("faster", (1.0,) * 30 + (1.8,) * 30), base)
     assert faster.decided and str(faster) == "0.70, 0.50 to 0.90"
-    noisy = output.ratio_of(output.Latency("noisy", (1.0,) * 50 + (2.2,) * 10), base)
+    noisy = latency.ratio_of(latency.Latency("noisy", (1.0,) * 50 + (2.2,) * 10), base)
     assert not noisy.decided and str(noisy) == "too noisy to compare: 0.50, 0.50 to 1.10"
-    few = output.ratio_of(output.Latency("few", (1.0,) * 5), output.Latency("base", (2.0,) * 5))
+    few = latency.ratio_of(latency.Latency("few", (1.0,) * 5), latency.Latency("base", (2.0,) * 5))
     assert not few.decided and str(few) == "too noisy to compare: 0.50"
 
 
 @pytest.mark.parametrize(("runs", "warm_up"), [(0, 1), (1, -1)])
 def test_bad_counts(runs: int, warm_up: int) -> None:
     with pytest.raises(UsageError, match="runs >= 1"):
-        output.measure({}, runs=runs, warm_up=warm_up)
+        latency.measure({}, runs=runs, warm_up=warm_up)
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_a_chart(tmp_path, ending) -> None:
     pytest.importorskip("matplotlib")
-    values = [output.Latency("before", (1.0, 1.2, 1.1, 9.0)), output.Latency("after", (0.5, 0.6, 0.55, 0.7))]
+    values = [latency.Latency("before", (1.0, 1.2, 1.1, 9.0)), latency.Latency("after", (0.5, 0.6, 0.55, 0.7))]
     target = tmp_path / f"chart.{ending}"
-    output.draw_chart(values, target)
+    latency.draw_chart(values, target)
     head = target.read_bytes()[:200]
     assert head.startswith(b"\x89PNG") if ending == "png" else b"<?xml" in head
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
@@ -63,4 +63,4 @@ def test_a_chart(tmp_path, ending) -> None:
 def test_a_chart_of_another_kind(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(UsageError, match=r"ends in \.png"):
-        output.draw_chart([output.Latency("a", (1.0,))], tmp_path / "chart.docx")
+        latency.draw_chart([latency.Latency("a", (1.0,))], tmp_path / "chart.docx")
