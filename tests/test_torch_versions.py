@@ -13,7 +13,7 @@ from bnexport.errors import MissingPackageError
 
 PACKAGE = Path(__file__).parents[1] / "bnexport"
 # fresh_process_runner.py runs where bnexport cannot be imported.
-MAY = {"torch_versions.py", "verification/fresh_process_runner.py"}
+MAY = {"torch_versions.py", "exporting/fresh_process_runner.py"}
 
 
 def private_names(source: str) -> Iterator[str]:

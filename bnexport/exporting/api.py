@@ -17,9 +17,9 @@ from bnexport import interface, model_io, schema, torch_versions
 from bnexport.errors import UsageError
 from bnexport.exporting import arguments, dynamo
 from bnexport.exporting.dimensions import Dimensions, Note
+from bnexport.exporting.finish import MINIMUM_OPSET
 from bnexport.exporting.job import ExportJob, Target, run
 from bnexport.exporting.onnx_target import OnnxOptions, OnnxTarget
-from bnexport.exporting.portable_body import MINIMUM_OPSET
 from bnexport.exporting.torch_target import TorchTarget
 from bnexport.sync_bn.recognition import known_kind
 from bnexport.verification.reference import Reference

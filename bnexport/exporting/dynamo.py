@@ -20,7 +20,7 @@ from onnxscript.values import Op, Opset
 from bnexport import schema, torch_versions
 from bnexport.errors import UnsupportedModelError
 from bnexport.exporting.dimensions import Axis, Dimensions, Limit, SizeConditions, limits
-from bnexport.exporting.portable_body import MINIMUM_OPSET
+from bnexport.exporting.finish import MINIMUM_OPSET
 from bnexport.exporting.substitutes import AnySizePooling
 from bnexport.exporting.wrapper import Traced, TracedGraph
 from bnexport.sync_bn import operators

@@ -15,9 +15,8 @@ from bnexport import folding, model_io, schema
 from bnexport.errors import BnexportError, LibraryError, UsageError, first_line
 from bnexport.exporting import dynamo, torchscript, wrapper
 from bnexport.exporting.dimensions import Dimensions, Note
-from bnexport.exporting.finish import finish
+from bnexport.exporting.finish import MINIMUM_OPSET, finish
 from bnexport.exporting.job import Artifact, ExportJob, Session, is_quantised
-from bnexport.exporting.portable_body import MINIMUM_OPSET
 from bnexport.exporting.substitutes import symbolic_int
 from bnexport.exporting.wrapper import TracedGraph
 from bnexport.folding.report import FoldReport, certify, count

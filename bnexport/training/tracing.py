@@ -27,7 +27,7 @@ from bnexport.errors import BnexportError, UnsupportedModelError, first_line
 from bnexport.exporting import dynamo
 from bnexport.exporting.dimensions import SizeConditions
 from bnexport.exporting.dynamo import no_stack_traces, quiet, write_doubles, write_floor_divisions
-from bnexport.exporting.portable_body import MINIMUM_OPSET
+from bnexport.exporting.finish import MINIMUM_OPSET
 from bnexport.modules.copies import room_for
 from bnexport.training import dropout, optimizers, translations
 from bnexport.training.problem import Problem

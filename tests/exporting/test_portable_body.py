@@ -8,7 +8,7 @@ import pytest
 from onnx import helper
 
 from bnexport import schema, tolerances
-from bnexport.exporting.portable_body import portable_body
+from bnexport.exporting.finish import portable_body
 from tests.support import kernel_reference
 from tests.support.checks import assert_within, condition_of
 

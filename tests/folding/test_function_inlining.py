@@ -9,7 +9,7 @@ import pytest
 
 from bnexport import schema
 from bnexport.errors import UnsafeModelError, UnsupportedModelError, VerificationError
-from bnexport.exporting.portable_body import portable_body
+from bnexport.exporting.finish import portable_body
 from bnexport.folding import inlining
 from bnexport.folding.inlining import inline
 from bnexport.model_io import load, to_proto

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from bnexport.errors import MissingDependencyError, VerificationError
+from bnexport.exporting import torch_target
+from bnexport.exporting.torch_target import FreshProcess
 from bnexport.runtime.engine import EngineFailure
-from bnexport.verification import fresh_process
-from bnexport.verification.fresh_process import FreshProcess
 from tests.support import warm
 
 
@@ -26,7 +26,7 @@ class Speaks(torch.nn.Module):
 
 @pytest.fixture(autouse=True)
 def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fresh_process, "sys", types.SimpleNamespace(executable=warm.executable()))
+    monkeypatch.setattr(torch_target, "sys", types.SimpleNamespace(executable=warm.executable()))
 
 
 @pytest.fixture
@@ -68,12 +68,12 @@ def test_a_file_that_does_not_load(tmp_path: Path) -> None:
 
 
 def test_a_process_that_does_not_answer(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fresh_process, "_TIMEOUT", 0)
+    monkeypatch.setattr(torch_target, "_TIMEOUT", 0)
     with FreshProcess(file, "torchscript") as engine, pytest.raises(MissingDependencyError, match="longer than 0 s"):
         engine.run({"x": torch.ones(1, 3)}, ["y", "z"])
 
 
 def test_no_process(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fresh_process, "sys", types.SimpleNamespace(executable=str(file)))
+    monkeypatch.setattr(torch_target, "sys", types.SimpleNamespace(executable=str(file)))
     with pytest.raises(MissingDependencyError, match="cannot be checked in a new process"):
         FreshProcess(file, "torchscript")
