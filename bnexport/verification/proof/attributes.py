@@ -102,11 +102,12 @@ def _same_place(first: ir.TensorProtocol, second: ir.TensorProtocol) -> bool:
     )
 
 
-def same_attributes(first: ir.Node, second: ir.Node) -> bool:
-    """Both have the same attributes, without bodies, with the same values."""
-    if first.attributes.keys() != second.attributes.keys():
+def same_attributes(first: ir.Node, second: ir.Node, version: int) -> bool:
+    """Both have the same attributes, without bodies, with the same values; one of them alone may state a default."""
+    one, two = first.attributes, second.attributes
+    if not all(same_attribute(one[name], two[name]) for name in one.keys() & two.keys()):
         return False
-    return all(same_attribute(attribute, second.attributes[name]) for name, attribute in first.attributes.items())
+    return all(is_default(first, {**one, **two}[name], version) for name in one.keys() ^ two.keys())
 
 
 def same_attribute(first: ir.Attr, second: ir.Attr) -> bool:

@@ -181,7 +181,7 @@ class _Evaluation:
             if twin is None or twin not in pending[1] or not self._ready(0, node) or not self._ready(1, twin):
                 continue
             version = self._sides[0].constants.version(node)
-            if node.op_identifier() != twin.op_identifier() or not same_attributes(node, twin):
+            if node.op_identifier() != twin.op_identifier() or not same_attributes(node, twin, version):
                 raise Violation(f"the attributes of {name_of(node)} ({node.op_type}) changed")
             if version != self._sides[1].constants.version(twin) or not same_outputs(node, twin, version):
                 raise Violation(f"the opset or the outputs of {name_of(node)} ({node.op_type}) changed")

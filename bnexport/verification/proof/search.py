@@ -383,7 +383,8 @@ class _DifferenceSearch:
         before = self._alike.setdefault(key, node)
         if before is node or not all(self._has(value) for value in before.outputs if value.name):
             return False
-        if not same_attributes(before, node) or len(before.outputs) != len(node.outputs):
+        version = self._sides[1].constants.version(node)
+        if not same_attributes(before, node, version) or len(before.outputs) != len(node.outputs):
             return False
         for one, two in zip(before.outputs, node.outputs, strict=True):
             number = self._numbers.of(1, one)

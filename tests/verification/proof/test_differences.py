@@ -382,3 +382,28 @@ def test_branches_that_are_exchanged() -> None:
         branch.name = "else_branch" if branch.name == "then_branch" else "then_branch"
     assert verify(source, first, method="local").passed
     assert verify(source, second, method="local").status == "not_verified"
+
+
+def test_a_default_written_out_on_the_way_of_a_fold_changes_nothing() -> None:
+    """The map of the fold passes a MaxPool, to which a tool has added an attribute that says what its absence says."""
+    source = model(
+        """
+        g (float[N,3,8,8] x) => (float[N,4,A,B] y) {
+            c = Conv (x, w)
+            m = MaxPool <kernel_shape = [2, 2]> (c)
+            y = BatchNormalization (m, p_s, p_b, p_m, p_v)
+        }
+        """,
+        {"w": (4, 3, 3, 3), **batch_norm("p", 4)},
+    )
+    scale = next(each for each in source.graph.initializer if each.name == "p_s")
+    scale.CopyFrom(onnx.numpy_helper.from_array(np.abs(onnx.numpy_helper.to_array(scale)) + 0.5, "p_s"))
+    result = fold(source, verify=False)
+    assert [site.outcome for site in result.report.sites] == ["folded"]
+    changed = copy.deepcopy(result.model)
+    pool = next(node for node in changed.graph.node if node.op_type == "MaxPool")
+    pool.attribute.append(onnx.helper.make_attribute("dilations", [1, 1]))
+    del changed.metadata_props[:]
+    assert verify(source, changed, method="local").passed
+    pool.attribute[-1].ints[:] = [2, 2]
+    assert not verify(source, changed, method="local").passed
