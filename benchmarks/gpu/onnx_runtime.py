@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu import closed_forms, onnx_bytes
-from benchmarks.gpu.report import NotRun, Report, Row
+from benchmarks.gpu.report import LIMIT, NotRun, Report, Row
 from benchmarks.gpu.section import Options
 from bnexport import tolerances
 
@@ -89,11 +89,12 @@ def run(report: Report, options: Options) -> None:
         ("two sessions at the same time", check_sessions),
         ("training BatchNormalization of ONNX", own_batch_norm),
         ("model against torch", check_model),
+        ("a group of two processes", check_group),
         ("overhead of a node", overhead),
         ("CUDA graph", cuda_graph),
     ):
         if report.wanted(name):
-            with report.step(name) as row:
+            with report.step(name, 70 if check is check_group else LIMIT) as row:
                 check(sessions, row)
 
 
@@ -187,6 +188,12 @@ def check_threads(sessions: Sessions, row: Row, opened: int = 1) -> None:
 
 def check_sessions(sessions: Sessions, row: Row) -> None:
     check_threads(sessions, row, opened=2)
+
+
+def check_group(sessions: Sessions, row: Row) -> None:
+    from benchmarks.gpu.two_processes import run_two
+
+    row.value = run_two(sessions.options, sessions.options.provider)
 
 
 def chain(nodes: int, shape: tuple[int, ...], *, ours: bool = True) -> bytes:

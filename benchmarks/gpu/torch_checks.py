@@ -16,6 +16,7 @@ import bnexport
 from benchmarks.gpu import closed_forms
 from benchmarks.gpu.report import LIMIT, NotRun, Report
 from benchmarks.gpu.section import Options
+from benchmarks.gpu.two_processes import run_two
 from bnexport import tolerances
 from bnexport.sync_bn import kernels, operators
 
@@ -47,6 +48,9 @@ def run(report: Report, options: Options) -> None:
         ("torch.compile has one graph", check_compile),
         ("a second device", check_second_device),
     ]
+    if report.wanted("a group of two processes", 20):
+        with report.step("a group of two processes", 70) as row:
+            row.value = run_two(options, "")
     for (name, check), backend in itertools.product(checks, ("kernels", "torch")):
         if report.wanted(f"{name}, {backend}"):
             with report.step(f"{name}, {backend}", 90 if check is check_compile else LIMIT):
