@@ -182,12 +182,17 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
+@functools.cache
+def _function(prefix: str, name: str) -> Any:
+    return getattr(library(), prefix + name)
+
+
 def run(name: str, *arguments: Any, prefix: str = "bnexport_cpu_") -> None:
     """Call a kernel ("forward", "moments", ...) with its struct and, for moments, where to write 2 C + 1 float64. Raises
     UsageError.
     """
     buffer = errors.buffer
-    if getattr(library(), prefix + name)(*arguments, buffer, CAPACITY) != 0:
+    if _function(prefix, name)(*arguments, buffer, CAPACITY) != 0:
         raise UsageError(f"{prefix}{name}: {text(buffer)}")
 
 

@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 # "torch" does without the compiled kernels. Read once: a look into the environment costs as much as an allocation.
 backend = os.environ.get("BNEXPORT_TORCH_BACKEND", "")
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 _DENSE, _is_wrapped, _is_grad_batched = torch.strided, torch_versions.is_wrapped, torch_versions.is_grad_batched
 
 # Bytes from which an output is put on huge pages.
@@ -112,7 +112,7 @@ def is_plain(tensor: Tensor) -> bool:
     the transform; so has a batch of gradients, and a view that negates what it reads.
     """
     return (
-        type(tensor) in _PLAIN
+        type(tensor) in PLAIN
         and tensor.layout is _DENSE
         and not (tensor.is_neg() or _is_wrapped(tensor) or _is_grad_batched(tensor))
     )
@@ -166,7 +166,7 @@ class Kernels:
     """The kernels for tensors of one shape, layout, type and device.
 
     channels, statistics: shape and type of vectors that the kernels read where they lie. large: outputs belong on huge
-    pages.
+    pages. alike: by number of tensors, whether others are like those that were read last.
     """
 
     device: torch.device
@@ -176,26 +176,31 @@ class Kernels:
     backward_params: Any
     run: Callable[..., None]
     large: bool
+    alike: dict[int, Callable[..., bool]] = dataclasses.field(default_factory=dict)
 
-    def read(self, vectors: Iterable[Tensor | None]) -> bool:
-        """Whether the kernels read vectors where they lie."""
-        channels, dtype, device = self.channels, self.statistics, self.device
-        for vector in vectors:
-            # is_plain, without a call of it for each
-            if vector is not None and (
-                type(vector) not in _PLAIN
-                or vector.dtype is not dtype
-                or vector.shape != channels
-                or vector.device != device
-                or vector.layout is not _DENSE
-                or not vector.is_contiguous()
-                or vector.is_neg()
-                or _is_wrapped(vector)
-            ):
-                return False
+    def read(self, x: Tensor, vectors: Sequence[Tensor | None], *gradient: Tensor) -> bool:
+        """Whether the kernels read tensors where they lie. gradient: dy and the saved mean in a backward."""
+        tensors = (x, *vectors, *gradient)
+        alike = self.alike.get(len(tensors))
+        if alike is not None and alike(*tensors):
+            return True
+        if not (is_plain(x) and all(map(self._read, vectors)) and (not gradient or self._fit(x, *gradient))):
+            return False
+        given = tuple(tensor for tensor in tensors if tensor is not None)
+        if len(given) == len(tensors):
+            self.alike[len(tensors)] = torch_versions.alike(given)
         return True
 
-    def fit(self, dy: Tensor, x: Tensor, mean: Tensor) -> bool:
+    def _read(self, vector: Tensor | None) -> bool:
+        return vector is None or (
+            is_plain(vector)
+            and vector.dtype is self.statistics
+            and vector.shape == self.channels
+            and vector.device == self.device
+            and vector.is_contiguous()
+        )
+
+    def _fit(self, x: Tensor, dy: Tensor, mean: Tensor) -> bool:
         """Whether a gradient and a saved statistic belong to an input."""
         return (
             is_plain(dy)
@@ -230,7 +235,9 @@ class Kernels:
         running statistics are the old ones, changed if `training`.
         """
         old_mean, old_var, weight, bias = vectors
-        y, mean = self._output(x), x.new_empty(self.channels[0], dtype=torch.float64)
+        y, double = self._output(x), torch.float64
+        # new_empty takes three times as long.
+        mean = x.new_empty(self.channels, dtype=double) if weight is None else torch.empty_like(weight, dtype=double)
         invstd = torch.empty_like(mean)
         params = _filled(self.forward_params, x, stats_mode)
         params.y, params.weight, params.bias = y.data_ptr(), _pointer(weight), _pointer(bias)
@@ -270,10 +277,9 @@ class Kernels:
         """Compute dx, dweight, dbias, None if not needed. row, rows: this process's and the group's, or None for one
         process.
         """
-        (C,) = self.channels
         dx = self._output(x) if output_mask[0] else None
-        dweight = x.new_empty(C, dtype=self.statistics) if output_mask[1] else None
-        dbias = x.new_empty(C, dtype=self.statistics) if output_mask[2] else None
+        dweight = torch.empty_like(mean, dtype=self.statistics) if output_mask[1] else None
+        dbias = torch.empty_like(mean, dtype=self.statistics) if output_mask[2] else None
         params = _filled(self.backward_params, x, stats_mode)
         params.dy, params.dx, params.weight = dy.data_ptr(), _pointer(dx), _pointer(weight)
         params.saved_mean, params.saved_invstd = mean.data_ptr(), invstd.data_ptr()

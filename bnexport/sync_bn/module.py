@@ -175,20 +175,12 @@ class SyncBatchNorm(BatchNormBase):
         """Compute the output, the new statistics of a group of `size` and its mean; the statistics may be the old tensors,
         changed in place to `update` them.
         """
-        spec = self._group_spec(size)  # a break of a compiled graph; torch 2.4 bears none in the middle of a list
-        arguments = self._arguments(input, use_batch)
-        # An average of all batches is computed from the new statistics, exporters say themselves where those go, and an
-        # empty batch does not count if those of the other processes are empty, too.
-        if update and (self.momentum is None or "_set_statistic" in self.__dict__ or input.numel() == 0):
-            return operators.sync_batch_norm(*arguments, *spec)[:4]
-        return operators.run(arguments, spec, update)
-
-    def _arguments(self, input: torch.Tensor, use_batch: bool) -> tuple[Any, ...]:
-        """Return the operator's arguments but for those of the group."""
+        name = distributed.name_of(self.group) if size > 1 else ""  # a break of a compiled graph: not in a list
+        spec = schema.GroupSpec(name, size, self.stats_mode, self.grad_reduction, self._layer)
         # As `_tensor` does, without a call of it for each.
         mean, var = self._buffers.get("running_mean"), self._buffers.get("running_var")
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
-        return (
+        arguments = (
             input,
             self.running_mean if mean is None else mean,
             self.running_var if var is None else var,
@@ -198,11 +190,11 @@ class SyncBatchNorm(BatchNormBase):
             1.0 if self.momentum is None else self.momentum,
             self.eps,
         )
-
-    def _group_spec(self, size: int) -> schema.GroupSpec:
-        return schema.GroupSpec(
-            distributed.name_of(self.group) if size > 1 else "", size, self.stats_mode, self.grad_reduction, self._layer
-        )
+        # An average of all batches is computed from the new statistics, exporters say themselves where those go, and an
+        # empty batch does not count if those of the other processes are empty, too.
+        if update and (self.momentum is None or "_set_statistic" in self.__dict__ or input.numel() == 0):
+            return operators.sync_batch_norm(*arguments, *spec)[:4]
+        return operators.run(arguments, spec, update)
 
     def _updates_statistics(self) -> bool:
         """Whether a forward would update the running statistics now."""

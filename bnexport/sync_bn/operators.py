@@ -19,7 +19,7 @@ import torch
 from bnexport import schema, torch_versions
 from bnexport.schema import GroupSpec
 from bnexport.sync_bn import derivatives, passes, torch_operations
-from bnexport.sync_bn.kernels import Kernels, is_plain, kernels_for
+from bnexport.sync_bn.kernels import PLAIN, Kernels, kernels_for
 from bnexport.sync_bn.torch_operations import statistics_type
 
 # Autograd of sync batch norm: one node for the module and the operators.
@@ -44,14 +44,14 @@ def _is_observed() -> bool:
     )
 
 
-def direct_kernels(input: Tensor, vectors: tuple[Tensor | None, ...]) -> Kernels | None:
+def direct_kernels(input: Tensor, vectors: tuple[Tensor | None, ...], *gradient: Tensor) -> Kernels | None:
     """Return the kernels that may run without the dispatcher: nothing looks at operators, and they read the tensors as
     they are.
     """
-    if _is_observed() or not is_plain(input):
+    if _is_observed() or type(input) not in PLAIN or input.layout is not torch.strided:
         return None
     kernels = kernels_for(input)
-    return kernels if kernels is not None and kernels.read(vectors) else None
+    return kernels if kernels is not None and kernels.read(input, vectors, *gradient) else None
 
 
 class _Forward(torch.autograd.Function):
@@ -63,20 +63,25 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, made: tuple[Any, ...]) -> Tensor:
-        output, mean, invstd, ctx.training, ctx.group = made
+        output, mean, invstd, *ctx.rest = made
         ctx.save_for_backward(input, weight, mean, invstd)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, invstd = ctx.saved_tensors
-        tensors, mask = (grad_output, input, weight, mean, invstd), ctx.needs_input_grad[:3]
-        kernels = None if torch.is_grad_enabled() else direct_kernels(input, (weight,))
+        training, group = ctx.rest
+        mask = ctx.needs_input_grad
         # The operator, too, where its checks have something to say: `tensor.data = ...` changes sizes unseen.
-        if kernels is not None and kernels.fit(grad_output, input, mean):
+        kernels = None if torch.is_grad_enabled() else direct_kernels(input, (weight,), grad_output, mean)
+        if kernels is not None:
             # Autograd itself gives gradients the type of what they belong to.
-            return (*passes.differentiate(kernels, *tensors, ctx.training, mask, ctx.group), None)
-        grads = torch.ops.bnexport.sync_batch_norm_backward.default(*tensors, ctx.training, mask, *ctx.group)
+            dx, dweight, dbias = passes.differentiate(
+                kernels, grad_output, input, weight, mean, invstd, training, mask, group
+            )
+            return dx, dweight, dbias, None
+        tensors, mask = (grad_output, input, weight, mean, invstd), mask[:3]
+        grads = torch.ops.bnexport.sync_batch_norm_backward.default(*tensors, training, mask, *group)
         return (*(grad if needed else None for grad, needed in zip(grads, mask, strict=True)), None)
 
 
@@ -115,22 +120,16 @@ def _need_gradient(*tensors: Tensor | None) -> bool:
     return False
 
 
-def record(outputs: Any, arguments: tuple[Any, ...], group: GroupSpec) -> tuple[Tensor, ...]:
-    """Put the first output of a forward into autograd's graph if it needs a gradient."""
-    y, new_mean, new_var, mean, invstd = outputs
-    input, weight, bias, training = arguments[0], *arguments[3:6]
-    if _need_gradient(input, weight, bias):
-        y = _record_forward(input, weight, bias, (y, mean, invstd, training, group))
-    return y, new_mean, new_var, mean, invstd
-
-
 def forward(*arguments: Any) -> Any:
     """Compute the operator `sync_batch_norm` for the dispatcher's autograd."""
     if derivatives.differentiate(arguments[0], arguments[3], arguments[4]):
         return derivatives.forward(*arguments)
     with torch_versions.below_autograd():
-        outputs = torch.ops.bnexport.sync_batch_norm.default(*arguments)
-    return record(outputs, arguments, GroupSpec(*arguments[8:]))
+        y, *new, mean, invstd = torch.ops.bnexport.sync_batch_norm.default(*arguments)
+    input, (weight, bias, training) = arguments[0], arguments[3:6]
+    if _need_gradient(input, weight, bias):
+        y = _record_forward(input, weight, bias, (y, mean, invstd, training, GroupSpec(*arguments[8:])))
+    return y, *new, mean, invstd
 
 
 def backward(*arguments: Any) -> Any:
@@ -264,7 +263,8 @@ def run(arguments: tuple[Any, ...], group: GroupSpec, update: bool) -> tuple[Any
     tensors, changed in place.
     """
     input, running_mean, running_var, weight, bias, training, momentum, eps = arguments
-    kernels = direct_kernels(input, arguments[1:5])
+    vectors = arguments[1:5]
+    kernels = direct_kernels(input, vectors)
     if (
         kernels is None
         or group.stats_mode not in schema.STATS_MODES
@@ -274,12 +274,13 @@ def run(arguments: tuple[Any, ...], group: GroupSpec, update: bool) -> tuple[Any
     ):
         return sync_batch_norm(*arguments, *group)[:4]
     if training and not update:
-        running_mean = running_var = None
-    vectors = (running_mean, running_var, weight, bias)
-    outputs = passes.normalise(kernels, input, vectors, training, momentum, eps, group, in_place=True)
+        vectors = (None, None, weight, bias)
+    y, _, _, mean, invstd = passes.normalise(kernels, input, vectors, training, momentum, eps, group, in_place=True)
     if update:
         torch_versions.increment_version((running_mean, running_var))
-    return record(outputs, arguments, group)[:4]
+    if _need_gradient(input, weight, bias):
+        y = _record_forward(input, weight, bias, (y, mean, invstd, training, group))
+    return y, running_mean, running_var, mean
 
 
 def _are_changeable(mean: Tensor | None, var: Tensor | None) -> bool:

@@ -106,8 +106,7 @@ _READ = (
 _USED: dict[str, tuple[str, ...]] = {
     "ours": (
         *("group", "group_size", "stats_mode", "grad_reduction"),
-        *("_normalise", "_arguments", "_group_spec", "_batches"),
-        *("_update_statistics", "_updates_statistics", "_set_statistic", "_tensor"),
+        *("_normalise", "_batches", "_update_statistics", "_updates_statistics", "_set_statistic", "_tensor"),
     ),
     "torch_sync": ("process_group",),
     "mmcv": ("group", "group_size", "stats_mode"),

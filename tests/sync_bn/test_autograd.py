@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,6 +47,40 @@ def test_the_same_bits_without_the_operators(calls, monkeypatch, shape, layout):
     assert "sync_batch_norm" in calls
     for got, want in zip(direct, by_operators, strict=True):
         assert got.stride() == want.stride() and torch.equal(got, want)
+
+
+CHANGES = {
+    "strides": lambda vector: torch.stack([vector, vector + 1], 1)[:, 0],
+    "a negated view": lambda vector: torch._neg_view(-vector),
+    "another type": lambda vector: vector.half(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("name", ["weight", "running_var"])
+def test_tensors_unlike_those_of_the_last_call_are_looked_at_again(calls, name, change):
+    module, x = SyncBatchNorm(6), torch.randn(4, 6, 5, requires_grad=True)
+    with torch.no_grad():
+        module.weight.copy_(torch.linspace(0.5, 2.0, 6))
+    want = copy.deepcopy(module)
+    for _ in range(2):
+        module(x).sum().backward()
+        want(x).sum().backward()
+    assert calls == []
+    vector = getattr(module, name)
+    vector.data = change(vector.data)
+    (got,) = torch.autograd.grad(module(x).square().sum(), x)
+    assert "sync_batch_norm" in calls
+    torch.testing.assert_close(got, torch.autograd.grad(want(x).square().sum(), x)[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(module.running_var.float(), want.running_var, rtol=1e-3, atol=1e-3)
+
+
+def test_a_gradient_unlike_that_of_the_last_call_is_looked_at_again():
+    module, x = SyncBatchNorm(6), torch.randn(4, 6, 5, requires_grad=True)
+    dy = torch.randn(4, 6, 5)
+    want = torch.autograd.grad(torch.nn.BatchNorm1d(6)(x), x, dy)[0]
+    for gradient in (dy, dy, torch._neg_view(-dy), dy.mT.contiguous().mT):
+        torch.testing.assert_close(torch.autograd.grad(module(x), x, gradient)[0], want)
 
 
 class Recorder(TorchDispatchMode):
