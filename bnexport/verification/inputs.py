@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -34,7 +35,9 @@ _NOT_FINITE = 0.2
 # Share of a set's floats that are equal to a threshold, where it has such.
 _EQUAL = 0.25
 
-Kind = Literal["normal", "rounded", "nan", "infinite", "full", "positive", "negative"]
+Kind = Literal["normal", "rounded", "nan", "infinite", "full", "positive", "negative", "raised", "lowered"]
+# Means of sets that have one, in standard deviations.
+_MEANS = {"raised": 1.0, "lowered": -1.0}
 Range = tuple[int, int]
 # Of free first dimensions, and of those at other places in turn.
 Sizes = tuple[int, tuple[int, ...]]
@@ -66,8 +69,8 @@ class InputSpec:
 @dataclasses.dataclass(frozen=True)
 class FloatSet:
     """Random floats. kind: normal ones, these rounded to multiples of 1/2, or with NaN or infinities among them; "full" are
-    normal ones beside truth values that are all true; "positive" and "negative" have one sign. scale: factor. numbers: to
-    put among rounded ones.
+    normal ones beside truth values that are all true; "positive" and "negative" have one sign, "raised" and "lowered" a
+    mean. scale: factor. numbers: to put among rounded ones.
     """
 
     kind: Kind = "normal"
@@ -115,12 +118,13 @@ def shapes(inputs: Sequence[InputSpec], how: Draw) -> list[tuple[int, ...]]:
 def other_sizes(first: int, other: int) -> tuple[list[Sizes], list[Sizes]]:
     """Return lists of alternatives to sizes at which a model runs; the first that it runs at, too, is for use.
 
-    One row; then another batch with dimensions that differ from one another: smaller ones, which cost least, odd ones,
-    multiples of 8 and 32, equal ones.
+    One row; then another batch with dimensions that differ from one another: smaller ones, which cost least, both odd
+    first, since few numbers divide their product, then larger ones, multiples of 8 and 32, equal ones.
     """
-    smaller = (other * 5 // 8 + 1, (other + 1) // 2)
-    changed = [smaller, (other + 9, other + 4), (other + 16, other + 8), (other + 32, other), (2 * other, 2 * other)]
-    return [(1, (other,))], [*((3, sizes) for sizes in changed), (first, changed[1]), (3, (other,))]
+    smaller, larger = (other * 5 // 8 + 1, (other + 1) // 2), (other + 9, other + 4)
+    odd = (smaller[0] | 1, smaller[1] | 1)
+    changed = [odd, smaller, larger, (other + 16, other + 8), (other + 32, other), (2 * other, 2 * other)]
+    return [(1, (other,))], [*((3, sizes) for sizes in changed), (first, larger), (3, (other,))]
 
 
 def _random(
@@ -145,8 +149,8 @@ def _random(
 
 
 def _floats(generator: np.random.Generator, shape: tuple[int, ...], how: Draw) -> np.ndarray:
-    values = np.asarray(generator.standard_normal(shape) * how.scale)
-    if how.kind in ("normal", "full"):
+    values = np.asarray((generator.standard_normal(shape) + _MEANS.get(how.kind, 0.0)) * how.scale)
+    if how.kind in ("normal", "full", *_MEANS):
         return values
     if how.kind in ("positive", "negative"):
         return np.abs(values) if how.kind == "positive" else -np.abs(values)
@@ -337,8 +341,11 @@ _ADDING = {"Add": 0, "Sub": 0, "Gemm": 2, "Conv": 2}
 _STEPPING = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal", "Round", "Floor", "Ceil", "Sign")
 _MOVING = ("Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Concat")
 _SELECTING = ("ArgMax", "ArgMin", "TopK", "Hardmax", "Unique")
-# A mean that a branch depends on, or a maximum, has one sign for all inputs of both signs.
-_SUMMARISING = ("If", "ReduceMax", "ReduceMin", "GlobalMaxPool")
+# A maximum has one sign for all inputs of both signs, and a mean that a branch depends on hardly has a sign.
+_SUMMARISING: dict[tuple[str, ...], tuple[Kind, ...]] = {
+    ("ReduceMax", "ReduceMin", "GlobalMaxPool"): ("positive", "negative"),
+    ("If",): ("positive", "negative", "raised", "lowered"),
+}
 # Normal numbers of four times a constant's size lie on both sides of it. Larger ones than the last are no thresholds.
 _BEYOND = 4.0
 _LARGEST_CONSTANT = 1e6
@@ -361,10 +368,9 @@ def find_further(model: ir.Model) -> list[FloatSet]:
     largest = max(_thresholds(constants, nodes), default=0.0)
     if largest > LARGEST:
         found.append(FloatSet("normal", _BEYOND * largest))
-    if any(is_standard(node, *_SUMMARISING) for node in nodes):
-        scale = max(LARGER, _BEYOND * largest)
-        found += [FloatSet("positive", scale), FloatSet("negative", scale)]
-    return found
+    asked = (kinds for operators, kinds in _SUMMARISING.items() if any(is_standard(node, *operators) for node in nodes))
+    scale = max(LARGER, _BEYOND * largest)
+    return [*found, *(FloatSet(kind, scale) for kind in dict.fromkeys(itertools.chain.from_iterable(asked)))]
 
 
 def _asks_for_nan(node: ir.Node) -> bool:
@@ -465,18 +471,21 @@ _USUAL = (257, 33)
 
 
 def find_operand_sizes(model: ir.Model) -> list[int]:
-    """Return the last sizes of constants that values are combined with element by element: a free size may have to be one.
+    """Return the last sizes of constants that values are combined with element by element, and of constant shapes: a free
+    size may have to be one.
 
     Where no usual size runs, 1 may: there everything broadcasts, and much looks equal.
     """
-    found = {
-        value.const_value.shape.numpy()[-1]
-        for graph in walk.graphs(model)
-        for value in graph.initializers.values()
-        if value.const_value is not None and len(value.const_value.shape) > 1
-        if any(is_standard(use.node, *_ELEMENTWISE) for use in value.uses())
-    }
-    return sorted(found - {1} - {other for _, other in FREE_SIZES})[-_TABLES:]
+    constants = Constants(model, Shapes(model))
+    found: set[int] = set()
+    for node in walk.nodes(model):
+        with contextlib.suppress(Refused):
+            if is_standard(node, "Reshape"):
+                found.update(constants.ints(node.inputs[1], "shape")[-1:])
+        leaves = [value.const_value for value in node.inputs if value is not None and value.const_value is not None]
+        if is_standard(node, *_ELEMENTWISE):
+            found.update(leaf.shape.numpy()[-1] for leaf in leaves if len(leaf.shape) > 1)
+    return sorted(size for size in found if size > 1 and size not in {other for _, other in FREE_SIZES})[-_TABLES:]
 
 
 def find_bounds(*models: ir.Model) -> list[int]:

@@ -352,3 +352,30 @@ class TestSmallerInputs:
         status, scale = self.verification(fold(model(body, {"w": (8, 6, 3, 3)}, values=values)))
         assert status == "passed"
         assert scale < 1
+
+
+class TestTypes:
+    """The bound is that of the coarsest type in which both models compute."""
+
+    def test_nothing_is_computed_in_the_type_of_a_constant_behind_a_cast(self) -> None:
+        narrow = np.random.default_rng(0).standard_normal(8).astype(np.float16)
+        body = """g (float[N,6,H,W] x) => (float[N,8,A,B] y) { b = Cast <to = 1> (c)\n z = Conv (x, w, b)
+            y = Mul (z, k) }"""
+        values = {**parameters({"w": (8, 6, 3, 3)}), "c": narrow}
+        first, second = (model(body, values={**values, "k": np.float32(k)}) for k in (1, 1.001))
+        assert verify(first, second, method="whole").status == "failed"
+        assert verify(first, first, method="whole").passed
+
+    def test_rounding_of_the_candidate_alone_behind_that_of_the_reference(self) -> None:
+        """What cancels in the reference has errors as large as a rounding to bfloat16, in a branch that is not the last."""
+        body = """g (float[N,4,H,W] x, bool c) => (float[N,4,A,B] y) { s = Add (w, k)\n d = Sub (s, k)\n z = Conv (x, d, b)
+            y = If (c) <then_branch = t () => (float[N,4,A,B] a) { BODY },
+                else_branch = e () => (float[N,4,A,B] f) { f = Relu (z) }> }"""
+        values = {**parameters({"w": (4, 4, 1, 1)}), "k": np.full((4, 4, 1, 1), 1e5, np.float32)}
+        values["b"] = np.full(4, 3, np.float32)
+        narrow = "h = Cast <to = 16> (z)\n a = Cast <to = 1> (h)"
+        first, second = (model(body.replace("BODY", each), values=values) for each in ("a = Identity (z)", narrow))
+        verdict = verify(first, second)
+        assert verdict.status == "not_verified"
+        assert "computes in bfloat16" in verdict.reason
+        assert verify(first, first).passed

@@ -279,11 +279,31 @@ SEEN: dict[str, tuple[str, str, str, dict[str, object]]] = {
         "Sin",
         {"c": np.float32(100)},
     ),
+    "a branch by a mean, at numbers of both signs": (
+        "g (float[N,64] x) => (float[N,64] y) { m = ReduceMean <keepdims = 0> (x)\n g = Greater (m, c)\n"
+        " y = If (g) <then_branch = t () => (float[N,64] a) { a = {} (x) },"
+        " else_branch = e () => (float[N,64] b) { b = Neg (x) }> }",
+        "Relu",
+        "Elu",
+        {"c": np.float32(1)},
+    ),
     "the only sizes that run": (
         "g (float[N,4,H,W] x) => (float[N,4,A,B] y) { m = {} (x)\n a = Add (x, m)\n y = Add (a, c) }",
         "GlobalAveragePool",
         "GlobalMaxPool",
         {"c": np.ones((4, 6, 6), np.float32)},
+    ),
+    "the only sizes that a constant shape fits": (
+        "g (float[N,4,H,W] x) => (float[M,4,6,6] y) { m = {} (x)\n y = Reshape (m, c) }",
+        "Relu",
+        "Elu",
+        {"c": np.array([-1, 4, 6, 6])},
+    ),
+    "a batch that divides most sizes": (
+        "g (float[N,4,H,W] x) => (float[N,4,H,W] y) { s = Shape (x)\n a = Reshape (x, {})\n y = Reshape (a, s) }",
+        "pairs",
+        "fours",
+        {"pairs": np.array([1, -1]), "fours": np.array([16, -1])},
     ),
     "a batch beyond bytes beside large rows": (
         "g (float[N,4,H,W] x) => (float[N,4,H,W] y) { s = Shape (x)\n n = Gather (s, one)\n r = Range (one, n, step)\n"

@@ -55,7 +55,11 @@ class Proof:
 
 
 class Violation(Exception):
-    """The two regions are different functions."""
+    """The two regions are different functions. error: of a coefficient, relative to the largest; 0 where none was compared."""
+
+    def __init__(self, reason: str, error: float = 0.0) -> None:
+        super().__init__(reason)
+        self.error = error if math.isfinite(error) else 0.0
 
 
 class OtherShape(Violation):
@@ -397,6 +401,7 @@ def _within(
     tiny: the part of what is allowed for numbers that are too small for their type; it is no part of the share.
     """
     difference = np.abs(difference)
+    whole = float(np.max(size, initial=0.0)) or 1.0
     right = (difference <= allowed) & np.isfinite(difference)
     if not right.all():
         at = np.unravel_index(
@@ -408,10 +413,9 @@ def _within(
         where = f"row {place[0]}, column {place[1]}" if len(place) > 1 else f"channel {place[0]}"
         if not (math.isfinite(got) and math.isfinite(limit)):
             raise Violation(f"the {what} of {where} is not finite in one of the models")
-        raise Violation(f"the {what} of {where} differs by {got:.3g}, allowed {limit:.3g}")
+        raise Violation(f"the {what} of {where} differs by {got:.3g}, allowed {limit:.3g}", got / whole)
     largest = size.max(axis=others, initial=0.0)
     most = allowed.max(axis=others, initial=0.0)
-    whole = float(np.max(largest, initial=0.0)) or 1.0
     share = float(np.max((allowed - tiny).max(axis=others, initial=0.0) / measured(largest, whole), initial=0.0))
     return Proof(float(difference.max(initial=0.0)) / whole, float(np.max(most, initial=0.0)) / whole, share)
 

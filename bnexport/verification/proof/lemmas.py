@@ -360,22 +360,31 @@ def means(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]
     if 0 in shape:
         raise UnsupportedModelError(f"{node.op_type} gives a value of shape {shape}, which has no element to compare")
     forms.check_size(size, int(np.prod(shape)))
-    if node.op_type in ("AveragePool", "GlobalAveragePool"):  # the same for each sample and channel
-        matrix = np.kron(np.eye(math.prod(data.shape[:2])), _measured(run, (1, 1, *data.shape[2:])))
-    else:
-        matrix = _measured(run, data.shape)
     sample = np.random.default_rng(0).standard_normal(data.shape)
-    expected = run(sample).reshape(-1)
-    if not np.allclose(sample.reshape(-1) @ matrix, expected, rtol=1e-9, atol=1e-9):
+    expected = run(sample)
+
+    def through(values: np.ndarray, copies: int, weights: np.ndarray) -> np.ndarray:
+        return (values.reshape(len(values), copies, -1) @ weights).reshape(-1, *shape)
+
+    # Most are the same for each sample and channel: a run measures an element in each of them.
+    for alike in (data.shape[:2], ()):
+        if shape[: len(alike)] != alike:
+            continue
+        copies, matrix = math.prod(alike), _measured(run, data.shape, alike)
+        if np.allclose(through(sample[None], copies, matrix)[0], expected, rtol=1e-9, atol=1e-9):
+            break
+    else:
         raise UnsupportedModelError(f"{node.op_type} is not linear here")
     if node.op_type in ("Resize", "Upsample"):
         matrix = _normalised(matrix)
     magnitude = np.abs(matrix)
-
-    def through(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        return (values.reshape(len(values), -1) @ weights).reshape(-1, *shape)
-
-    return [_linear([data], shape, lambda parts: through(parts[0], matrix), lambda parts: through(parts[0], magnitude))]
+    form = _linear(
+        [data],
+        shape,
+        lambda parts: through(parts[0], copies, matrix),
+        lambda parts: through(parts[0], copies, magnitude),
+    )
+    return [form]
 
 
 def crops(resize: ir.Node) -> bool:
@@ -384,10 +393,13 @@ def crops(resize: ir.Node) -> bool:
     return mode is not None and mode.as_string() == "tf_crop_and_resize"
 
 
-def _measured(run: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Return the results for each element alone, one in a row."""
-    singles = np.eye(int(np.prod(shape)))
-    return np.stack([run(single.reshape(shape)).reshape(-1) for single in singles])
+def _measured(run: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], alike: tuple[int, ...]) -> np.ndarray:
+    """Return the results for each element alone, one in a row. alike: the first dimensions, along which all results are the
+    same.
+    """
+    copies, size = math.prod(alike), math.prod(shape[len(alike) :])
+    singles = np.eye(-(-size // copies) * copies, size).reshape(-1, *shape)
+    return np.concatenate([run(each).reshape(copies, -1) for each in singles])[:size]
 
 
 def _normalised(matrix: np.ndarray) -> np.ndarray:

@@ -32,7 +32,7 @@ from bnexport.verification.proof.layouts import (
 from bnexport.verification.proof.lemmas import MOVING, RULES, Operand
 from bnexport.verification.proof.nonlinear import NotRelated
 from bnexport.verification.proof.regions import NOISE, ROUNDING, SIZES, Parameter, Region, Side, is_training, name_of
-from bnexport.verification.verdict import SiteProof
+from bnexport.verification.verdict import Mark, SiteProof
 
 # Random directions, where not every element can be a variable.
 DIRECTIONS = 8
@@ -307,9 +307,10 @@ def _equal(mine: Form, theirs: Form) -> Proof:
             at = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
             limit = float(np.broadcast_to(allowed, difference.shape)[at])
             what = "the constant part" if group == CONSTANT else "a coefficient"
+            got = float(difference[at])
             raise Violation(
-                f"{what} of element {tuple(int(i) for i in at[1:])} differs by {float(difference[at]):.3g},"
-                f" allowed {limit:.3g}"
+                f"{what} of element {tuple(int(i) for i in at[1:])} differs by {got:.3g}, allowed {limit:.3g}",
+                got / (max(mine.size, theirs.size) or 1.0),
             )
         worst = max(worst, float(difference.max(initial=0.0)))
         largest = np.maximum(largest, np.abs(one).max(axis=0))
@@ -345,7 +346,8 @@ class Prover:
             if 0 in (self._shapes.of(region.output[0]) or ()):
                 return SiteProof(name, "not_run", reason=f"{_where(region)}: its shape has no element to compare")
             is_seen = self._claimed or not isinstance(error, OtherShape) or region.output[0].is_graph_output()
-            return SiteProof(name, "failed" if is_seen else "not_run", reason=f"{_where(region)}: {error}")
+            mark: Mark = "failed" if is_seen else "not_run"
+            return SiteProof(name, mark, error.error, reason=f"{_where(region)}: {error}")
         except BnexportError as error:
             return SiteProof(name, "not_run", reason=f"{_where(region)}: {error}")
 
@@ -393,7 +395,12 @@ class Prover:
         reason = (
             f"what is computed for it in the graph may be off by {proof.share:.2g} of an output's largest coefficient"
         )
-        return SiteProof(name, "compared", proof.error, proof.bound, reason)
+        return SiteProof(name, self._unproved, proof.error, proof.bound, reason)
+
+    @property
+    def _unproved(self) -> Mark:
+        """The mark of a region that was compared, but not at all sizes or not closely: a claim needs more."""
+        return "not_run" if self._claimed else "compared"
 
     def _roundoff(self, region: Region) -> float:
         """Return the unit roundoff of the type that a region makes; of its constants where inference does not know it."""
@@ -421,7 +428,11 @@ class Prover:
                     return proof
         if layouts.computed:
             evaluated = self._everywhere if layouts.differ else self._at_small_sizes
-            return _doubted(evaluated(name, region))
+            proof = evaluated(name, region)
+            if proof.method != "proved":
+                return proof
+            reason = "it depends on sizes that the graph computes: compared at small ones"
+            return dataclasses.replace(proof, method=self._unproved, reason=reason)
         if layouts.differ or depends:
             return self._everywhere(name, region)
         return self._at_small_sizes(name, region)
@@ -560,12 +571,6 @@ def worse(first: SiteProof, second: SiteProof) -> SiteProof:
     """Return the mark of a site with two outputs."""
     worst = max(first, second, key=lambda proof: _ORDER.index(proof.method))
     return dataclasses.replace(worst, error=max(first.error, second.error), bound=max(first.bound, second.bound))
-
-
-def _doubted(proof: SiteProof) -> SiteProof:
-    """Return the mark of a region that was evaluated at sizes beside which others may matter."""
-    reason = "it depends on sizes that the graph computes: compared at small ones"
-    return dataclasses.replace(proof, method="compared", reason=reason) if proof.method == "proved" else proof
 
 
 def _compared(name: str, proof: Proof, chosen: Sequence[tuple[int, ...]]) -> SiteProof:

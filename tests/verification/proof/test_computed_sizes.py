@@ -10,7 +10,7 @@ import onnx.helper
 import onnx.numpy_helper
 import pytest
 
-from bnexport.folding import verify
+from bnexport.folding import fold, verify
 from tests.support.onnx_text import batch_norm, model
 
 LENGTH = "s = Shape (x)\n l = Gather <axis = 0> (s, one)\n m = Min (l, hundred)\n e = Unsqueeze (m, zero)"
@@ -108,6 +108,22 @@ def folded_into(weight: str, source: onnx.ModelProto) -> dict[str, np.ndarray]:
     arrays = {each.name: onnx.numpy_helper.to_array(each) for each in source.graph.initializer}
     factor = arrays["p_s"] / np.sqrt(arrays["p_v"] + np.float32(1e-5))
     return {"v": arrays[weight] * factor[:, None, None, None], "b": arrays["p_b"] - arrays["p_m"] * factor}
+
+
+def test_a_report_does_not_vouch_for_other_sizes() -> None:
+    """The other shape fits where the batch divides the area."""
+    body = f"""g (float[N,6,6,6] x) => (float[A,B,C,D] y) {{ z = Conv (x, w)\n s = Shape (z)\n b = Slice (s, zero, one)
+        c = Slice (s, at, two)\n t = Concat <axis = 0> (b, c, rest)\n r = Reshape (z, t)\n n = {NORM.format("r")}
+        m = Reshape (n, s)\n y = {NORM.format("m")} }}"""
+    numbers = {"zero": 0, "one": 1, "at": 1, "two": 2, "rest": -1}
+    values = {name: np.asarray([number]) for name, number in numbers.items()}
+    source = model(body, {"w": (8, 6, 1, 1), **batch_norm("p", 8)}, values=values)
+    result = fold(source, verify=False)
+    wrong = copy.deepcopy(result.model)
+    stored = next(each for each in wrong.graph.initializer if each.name == "at")
+    stored.CopyFrom(onnx.numpy_helper.from_array(np.asarray([0]), "at"))
+    assert verify(source, result.model, report=result.report).passed
+    assert verify(source, wrong, report=result.report).status == "not_verified"
 
 
 def test_sizes_without_a_name_are_different_sizes() -> None:

@@ -407,3 +407,25 @@ def test_a_default_written_out_on_the_way_of_a_fold_changes_nothing() -> None:
     assert verify(source, changed, method="local").passed
     pool.attribute[-1].ints[:] = [2, 2]
     assert not verify(source, changed, method="local").passed
+
+
+# What follows a product that the other model divides by.
+NEVER_SEEN = {
+    "rows that a mask never takes": "r = Range (zero, six, one)\n l = Less (r, six)\n y = Where (l, x, m)",
+    "a branch that a constant never takes": "c = Not (true)\n y = If (c) <then_branch = t () => (float[N,4,5,6] a) "
+    "{ a = Identity (m) }, else_branch = e () => (float[N,4,5,6] b) { b = Relu (x) }>",
+    "numbers below a limit": "t = Tanh (m)\n y = Clip (t, limit, )",
+}
+
+
+@pytest.mark.parametrize("kind", NEVER_SEEN)
+def test_a_difference_that_no_output_shows(kind: str) -> None:
+    """The models are equal, and a proof of parts does not tell: neither passed nor failed."""
+    body = f"g (float[N,4,5,6] x) => (float[N,4,5,6] y) {{ m = OP (x, k)\n {NEVER_SEEN[kind]} }}"
+    numbers = {name: np.int64(value) for name, value in (("zero", 0), ("one", 1), ("six", 6))}
+    values = {**numbers, "true": np.array(True), "limit": np.float32(2)}
+    source, other = (model(body.replace("OP", name), {"k": (4, 1, 1)}, values=values) for name in ("Mul", "Div"))
+    assert verify(source, other, method="local").status == "failed"
+    verdict = verify(source, other)
+    assert verdict.status == "not_verified"
+    assert verdict.reason.endswith("no output shows it")
