@@ -87,6 +87,11 @@ def with_autograd() -> Any:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), nothing)
 
 
+def call_backward_directly(function: type[torch.autograd.Function]) -> None:
+    """Let autograd call `backward` without looking for a `vjp` first, which takes 3 of a small layer's 70 microseconds."""
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
+
+
 def differentiates() -> bool:
     """Whether the innermost transform of torch.func is a derivative."""
     return torch._C._functorch.peek_interpreter_stack().key() in _DERIVATIVES

@@ -49,14 +49,13 @@ class _Membership:
 # them may let go of its last tensor while the interpreter shuts down, which ends the process in std::terminate.
 _groups: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _memberships: dict[str, _Membership] = {}
-_AVAILABLE = dist.is_available()
 # For messages: the usual reason why a member does not come.
 _UNEVEN = "a process that runs out of batches before the others must go on with empty ones, of shape (0, C, *)"
 _published: dict[str, str] = {}
 
 
 def is_initialized() -> bool:
-    return _AVAILABLE and dist.is_initialized()
+    return dist.is_available() and dist.is_initialized()
 
 
 def join(timeout: float) -> ProcessGroup:

@@ -184,7 +184,13 @@ class Kernels:
         alike = self.alike.get(len(tensors))
         if alike is not None and alike(*tensors):
             return True
-        if not (is_plain(x) and all(map(self._read, vectors)) and (not gradient or self._fit(x, *gradient))):
+        # A saved input may have changed: `tensor.data = ...`.
+        if not (
+            is_plain(x)
+            and kernels_for(x) is self
+            and all(map(self._read, vectors))
+            and (not gradient or self._fit(x, *gradient))
+        ):
             return False
         given = tuple(tensor for tensor in tensors if tensor is not None)
         if len(given) == len(tensors):

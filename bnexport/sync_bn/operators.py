@@ -44,13 +44,15 @@ def _is_observed() -> bool:
     )
 
 
-def direct_kernels(input: Tensor, vectors: tuple[Tensor | None, ...], *gradient: Tensor) -> Kernels | None:
+def direct_kernels(
+    input: Tensor, vectors: tuple[Tensor | None, ...], *gradient: Tensor, kernels: Kernels | None = None
+) -> Kernels | None:
     """Return the kernels that may run without the dispatcher: nothing looks at operators, and they read the tensors as
-    they are.
+    they are. kernels: those of the input's forward.
     """
     if _is_observed() or type(input) not in PLAIN or input.layout is not torch.strided:
         return None
-    kernels = kernels_for(input)
+    kernels = kernels or kernels_for(input)
     return kernels if kernels is not None and kernels.read(input, vectors, *gradient) else None
 
 
@@ -58,7 +60,7 @@ class _Forward(torch.autograd.Function):
     """Put an output that is made already into autograd's graph.
 
     Reduced to arguments with a gradient: each further one, output or mark costs a microsecond. made: the output, saved
-    mean and invstd, training, the group.
+    mean and invstd, training, the group, the kernels if they ran without the dispatcher.
     """
 
     @staticmethod
@@ -70,10 +72,12 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, invstd = ctx.saved_tensors
-        training, group = ctx.rest
+        training, group, kernels = ctx.rest
         mask = ctx.needs_input_grad
         # The operator, too, where its checks have something to say: `tensor.data = ...` changes sizes unseen.
-        kernels = None if torch.is_grad_enabled() else direct_kernels(input, (weight,), grad_output, mean)
+        kernels = (
+            None if torch.is_grad_enabled() else direct_kernels(input, (weight,), grad_output, mean, kernels=kernels)
+        )
         if kernels is not None:
             # Autograd itself gives gradients the type of what they belong to.
             dx, dweight, dbias = passes.differentiate(
@@ -110,6 +114,7 @@ class _Backward(torch.autograd.Function):
 # Autograd's own functions; the class methods in front of them look for transforms and their wrappers.
 _record_forward = super(torch.autograd.Function, _Forward).apply
 _record_backward = super(torch.autograd.Function, _Backward).apply
+torch_versions.call_backward_directly(_Forward)
 
 
 def _need_gradient(*tensors: Tensor | None) -> bool:
@@ -128,7 +133,7 @@ def forward(*arguments: Any) -> Any:
         y, *new, mean, invstd = torch.ops.bnexport.sync_batch_norm.default(*arguments)
     input, (weight, bias, training) = arguments[0], arguments[3:6]
     if _need_gradient(input, weight, bias):
-        y = _record_forward(input, weight, bias, (y, mean, invstd, training, GroupSpec(*arguments[8:])))
+        y = _record_forward(input, weight, bias, (y, mean, invstd, training, GroupSpec(*arguments[8:]), None))
     return y, *new, mean, invstd
 
 
@@ -279,7 +284,7 @@ def run(arguments: tuple[Any, ...], group: GroupSpec, update: bool) -> tuple[Any
     if update:
         torch_versions.increment_version((running_mean, running_var))
     if _need_gradient(input, weight, bias):
-        y = _record_forward(input, weight, bias, (y, mean, invstd, training, group))
+        y = _record_forward(input, weight, bias, (y, mean, invstd, training, group, kernels))
     return y, running_mean, running_var, mean
 
 
