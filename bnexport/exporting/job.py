@@ -23,8 +23,8 @@ from bnexport.errors import LibraryError, MissingPackageError, VerificationError
 from bnexport.exporting.dimensions import Dimensions, Limit, Note, SizeConditions, is_constant, resized, shapes
 from bnexport.exporting.other_sizes import Fault, OtherSizes, name_at_any, without_faults
 from bnexport.folding.report import FoldReport
-from bnexport.graph.nodes import is_standard
-from bnexport.model_io import Staged, walk
+from bnexport.graph.nodes import is_quantised
+from bnexport.model_io import Staged
 from bnexport.model_io.write import tensor_total
 from bnexport.modules.tensors import Array, bound, to_array
 from bnexport.runtime import engine
@@ -115,11 +115,6 @@ def _in_each(
         for output in result.outputs
     ]
     return Verification.of(outputs, input_scale=min(result.input_scale for result in results))
-
-
-def is_quantised(model: ir.Model) -> bool:
-    """Whether values are rounded to integers and back."""
-    return any(is_standard(node, "QuantizeLinear") for node in walk.nodes(model))
 
 
 class Session:

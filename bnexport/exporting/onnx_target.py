@@ -16,11 +16,11 @@ from bnexport.errors import BnexportError, LibraryError, UsageError, first_line
 from bnexport.exporting import dynamo, torchscript, wrapper
 from bnexport.exporting.dimensions import Dimensions, Note
 from bnexport.exporting.finish import MINIMUM_OPSET, finish
-from bnexport.exporting.job import Artifact, ExportJob, Session, is_quantised
+from bnexport.exporting.job import Artifact, ExportJob, Session
 from bnexport.exporting.substitutes import symbolic_int
 from bnexport.exporting.wrapper import TracedGraph
 from bnexport.folding.report import FoldReport, certify, count
-from bnexport.graph.nodes import is_standard
+from bnexport.graph.nodes import is_quantised, is_standard
 from bnexport.graph.simplify import simplify
 from bnexport.model_io import Staged
 from bnexport.modules.copies import room_for
@@ -28,14 +28,11 @@ from bnexport.runtime import engine
 from bnexport.runtime.engine import Engine
 from bnexport.sync_bn.recognition import is_sync_batch_norm
 from bnexport.verification.api import prove_export
+from bnexport.verification.verdict import AS_WRITTEN
 
 _TRACERS = {"dynamo": dynamo.trace, "torchscript": torchscript.trace}
 _NEWEST_OPSET = {"dynamo": 23, "torchscript": 20}
-_QUANTISED = Note(
-    "quantised",
-    "compared without ONNX Runtime's optimisations, which make integer arithmetic of QuantizeLinear and DequantizeLinear around an"
-    " operator: by default its results may be some steps of the quantisation away (ORT_DISABLE_ALL runs the file as it is written)",
-)
+_QUANTISED = Note("quantised", AS_WRITTEN)
 # Characters of a cause in a note.
 _LONGEST = 160
 

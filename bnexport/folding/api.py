@@ -19,12 +19,12 @@ from bnexport.folding.context import Leftover, Options, check_leftover
 from bnexport.folding.folder import Folding, as_names, check_selection
 from bnexport.folding.report import Counts, FoldReport, certify, count
 from bnexport.folding.rules import check_rules
-from bnexport.graph.nodes import Refused
+from bnexport.graph.nodes import Refused, is_quantised
 from bnexport.graph.shapes import Shapes
 from bnexport.graph.simplify import insert_casts
 from bnexport.model_io import ModelSource, Staged, check_space, load, to_proto, write
 from bnexport.model_io.read import Source, open_source, paused_collection
-from bnexport.verification.verdict import Method, SiteProof, Terms, Verification, as_method
+from bnexport.verification.verdict import AS_WRITTEN, Method, SiteProof, Terms, Verification, as_method
 
 # Parameters up to which whole models are run as well, where the caller leaves the choice.
 WHOLE_BYTES = 1 << 30
@@ -40,6 +40,9 @@ class FoldResult:
 
     model: Any
     report: FoldReport
+
+    def __repr__(self) -> str:
+        return f"FoldResult({type(self.model).__name__}, {self.report!r})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as the command line prints it with --json."""
@@ -162,6 +165,8 @@ def fold(
     if method is not None and (report.changed or simplify):
         judge = functools.partial(_verify, done, method=method, chosen_here=verify is True, terms=terms)
     model, verification = commit(done.model, staged, done.report.source, judge, "folded")
+    if verification is not None and verification.outputs and is_quantised(model):
+        report = dataclasses.replace(report, notes=(*report.notes, AS_WRITTEN))
     report = dataclasses.replace(report, verification=verification)
     return FoldResult(to_proto(model) if isinstance(source, onnx.ModelProto) else model, report)
 

@@ -146,6 +146,10 @@ class FoldReport:
     certificate: bool = False
     uncertified: str = ""
 
+    def __repr__(self) -> str:
+        verdict = "not verified" if self.verification is None else self.verification.status
+        return f"FoldReport({self.summary()}, {verdict})"
+
     @property
     def folded(self) -> tuple[SiteReport, ...]:
         """The batch norms that are gone."""

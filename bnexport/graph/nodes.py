@@ -226,6 +226,11 @@ def has_sync_batch_norm(model: ir.Model) -> bool:
     return any(is_sync_batch_norm(node) for node in walk.nodes(model))
 
 
+def is_quantised(model: ir.Model) -> bool:
+    """Whether values are rounded to integers and back."""
+    return any(is_standard(node, "QuantizeLinear") for node in walk.nodes(model))
+
+
 def trains(model: ir.Model) -> bool:
     """Whether any MMCVSyncBatchNorm node uses batch statistics; a node that cannot be read counts as one."""
     for node in walk.nodes(model):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -38,6 +39,12 @@ class Terms:
     patience: float = 30.0
     providers: tuple[str, ...] = ()
 
+
+# A note on the verdict of a quantised model.
+AS_WRITTEN = (
+    "compared without ONNX Runtime's optimisations, which make integer arithmetic of QuantizeLinear and DequantizeLinear around an"
+    " operator: by default its results may be some steps of the quantisation away (ORT_DISABLE_ALL runs the file as it is written)"
+)
 
 Status = Literal["passed", "failed", "not_verified"]
 Mark = Literal["proved", "compared", "not_run", "failed"]
@@ -187,6 +194,11 @@ class Verification:
 
     def __bool__(self) -> bool:
         return self.passed
+
+    def __repr__(self) -> str:
+        reason = textwrap.shorten(f": {self.reason}" if self.reason else "", 120, placeholder=" ...")
+        count = len(self.outputs)
+        return f"Verification({self.status}{reason}; {count} output{'s' * (count != 1)}, {self.proved})"
 
     @property
     def passed(self) -> bool:

@@ -45,6 +45,14 @@ def test_files(source: Path, tmp_path: Path) -> None:
     assert not result.report.meaning_changed
 
 
+def test_repr_is_one_line(source: Path) -> None:
+    assert repr(fold(source)) == "FoldResult(Model, FoldReport(1 of 2 batch norms folded into convolutions, passed))"
+    assert (
+        repr(fold(source, verify=False).report)
+        == "FoldReport(1 of 2 batch norms folded into convolutions, not verified)"
+    )
+
+
 def test_report_is_data(source: Path) -> None:
     report = fold(source).report
     data = json.loads(json.dumps(report.to_dict()))

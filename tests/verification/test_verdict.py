@@ -59,6 +59,14 @@ def test_a_reason_of_the_reference_survives_a_pass() -> None:
     )
 
 
+def test_repr_is_one_line() -> None:
+    verdict = dataclasses.replace(Verification.of([GOOD, BAD]), sites=(PROVED, LEFT))
+    counts = "1 fold proved, 0 compared only, 1 not checked, errors within 1e-07 of the largest weight"
+    assert repr(verdict) == f"Verification(failed: output 'z': differs by 0.5, allowed 1e-06; 2 outputs, {counts})"
+    assert repr(Verification.of([GOOD])) == "Verification(passed; 1 output, 0 folds proved, 0 compared only)"
+    assert len(repr(Verification.skipped("no engine " * 100))) < 250
+
+
 def test_json_has_one_shape() -> None:
     keys = {
         *("schema_version", "passed", "status", "reason", "outputs", "engine", "reference", "samples", "seed"),

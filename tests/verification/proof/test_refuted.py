@@ -48,7 +48,7 @@ VALUES |= {
     "true": np.asarray(True),
     "border": np.asarray([0, 0, 1, 1, 0, 0, 1, 1]),
     "gain": np.asarray(3, np.float32),
-    "growing": np.asarray([1, 2, 3], np.float32).reshape(3, 1, 1, 1),
+    "growing": np.asarray([1, 2, 3], np.float32).reshape(3, 1, 1),
 }
 FOLDED = "BatchNormalization ({}, p_s, p_b, p_m, p_v)"
 
@@ -264,9 +264,9 @@ CASES = {
         shape=(4, 4),
     ),
     "maximum-over-all-axes": Case(
+        "a = Mul (x, growing)\n t = Transpose <perm = [1, 0, 2, 3]> (a)\n y = ReduceMax (t)",
         "t = Transpose <perm = [1, 0, 2, 3]> (x)\n y = ReduceMax (t)",
-        "t = Transpose <perm = [1, 0, 2, 3]> (x)\n a = Mul (t, growing)\n y = ReduceMax (a)",
-        "t = Transpose <perm = [1, 0, 2, 3]> (x)\n i = Identity (t)\n y = ReduceMax (i)",
+        "a = Mul (growing, x)\n t = Transpose <perm = [1, 0, 2, 3]> (a)\n y = ReduceMax (t)",
     ),
     "axis-of-an-old-product": Case(
         "y = Mul <axis = 1, broadcast = 1> (x, p_s)",
