@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 from onnxscript import optimizer, rewriter
 from onnxscript.rewriter.rules import common
 
-from bnexport.graph.nodes import Names, is_standard, label
+from bnexport.graph.constants import WEIGHT_OPERATORS, Constants
+from bnexport.graph.nodes import Names, Refused, is_standard, label
 from bnexport.graph.shapes import Shapes
 from bnexport.model_io import walk
 
@@ -135,8 +138,24 @@ _RANDOM = {"Bernoulli", "Dropout"}
 _ROUNDS = 4
 
 
+def _evaluate_sums(model: ir.Model) -> None:
+    """Replace sums and powers of constants by Constant nodes, rounded once as engines do: the passes add in float32."""
+    names, constants = Names(model), Constants(model, Shapes(model))
+    for node in list(walk.nodes(model)):
+        if not is_standard(node, *WEIGHT_OPERATORS) or node.outputs[0].is_graph_output():
+            continue
+        with contextlib.suppress(Refused):
+            tensor = ir.Tensor(constants.array(node.outputs[0], "constant"))
+            name = names.fresh(f"{node.outputs[0].name}.evaluated")
+            constant = ir.node("Constant", [], {"value": tensor}, outputs=[ir.Value(name=name)])
+            assert node.graph is not None
+            node.graph.insert_before(node, constant)
+            node.outputs[0].replace_all_uses_with(constant.outputs[0])
+
+
 def simplify(model: ir.Model) -> None:
     """Simplify an inference model in place, until a round removes no node; names of inputs and outputs stay."""
+    _evaluate_sums(model)
     rules = [getattr(common, name) for name in _RULES if hasattr(common, name)]
     names = [output.name for output in model.graph.outputs]
     nodes = None

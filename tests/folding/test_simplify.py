@@ -43,6 +43,18 @@ def test_folded_and_simplified() -> None:
     assert result.report.certificate != bool(result.report.uncertified)
 
 
+def test_sums_of_constants_are_rounded_once() -> None:
+    """The mean of a filter that hardly varies: an error of its last bits is one of the filter's first."""
+    body = """g (float[N,6,8,8] x) => (float[N,C,A,B] y) { m = ReduceMean <axes = [1, 2, 3], keepdims = 1> (w)
+        v = Sub (w, m)\n y = Conv (x, v) }"""
+    weight = (2 + np.random.default_rng(0).standard_normal((8, 6, 3, 3)) / 1024).astype(np.float32)
+    mean = weight.astype(np.float64).mean((1, 2, 3), keepdims=True).astype(np.float32)
+    result = fold(model(body, values={"w": weight}), simplify=True)
+    assert operators_of(result) == ["Conv"]
+    (stored,) = (onnx.numpy_helper.to_array(each) for each in result.model.graph.initializer)
+    np.testing.assert_array_equal(stored, weight - mean)
+
+
 def test_nothing_to_fold() -> None:
     body = "g (float[N,6] x) => (float[N,6] y) { i = Identity (x)\n r = Relu (i)\n y = Identity (r) }"
     result = fold(model(body), simplify=True)
