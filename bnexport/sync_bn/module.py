@@ -158,12 +158,12 @@ class SyncBatchNorm(BatchNormBase):
     ) -> torch.Tensor | int:
         """Return how many batches a forward counts: 0 if every process of the group is empty, else 1.
 
-        An export keeps the question, which its sizes answer, where the statistics depend on it.
+        An export of free sizes keeps the question, which they answer.
         """
-        exported = "_set_statistic" in self.__dict__
-        if not (exported and self.momentum is None) and (exported or input.numel() != 0):
+        elements = input.numel()
+        if ("_set_statistic" not in self.__dict__ or type(elements) is int) and elements != 0:
             return 1
-        seen = torch.full((), input.numel(), device=input.device) != 0
+        seen = torch.full((), elements, device=input.device) != 0
         if size > 1:  # without a value the mean is 0, and the statistics are the old ones
             old_mean, old_var = self._tensor("running_mean"), self._tensor("running_var")
             assert old_mean is not None and old_var is not None

@@ -59,3 +59,13 @@ def test_a_module_under_two_names_updates_its_statistics_twice(exporter, tmp_pat
     net(x)
     assert got["1.num_batches_tracked.new"] == 2
     torch.testing.assert_close(torch.from_numpy(got["1.running_var.new"]), norm.running_var, rtol=1e-5, atol=1e-6)
+
+
+@EXPORTERS
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_an_empty_batch_does_not_count(exporter, momentum, tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), SyncBatchNorm(3, momentum=momentum))
+    result = bnexport.export(net, torch.randn(4, 3, 5, 5), tmp_path / "m.onnx", mode="custom_op", exporter=exporter)
+    full, empty = (_run(result.path, torch.randn(size, 3, 5, 5)) for size in (2, 0))
+    assert (full["1.num_batches_tracked.new"], empty["1.num_batches_tracked.new"]) == (1, 0)
+    np.testing.assert_array_equal(empty["1.running_var.new"], net[1].running_var)
