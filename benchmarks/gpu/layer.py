@@ -104,10 +104,9 @@ class Calls:
         self.forward_parameters = capi.forward_params(**self.common, **self.forward_only, **forward)
         self.backward_parameters = capi.backward_params(**self.common, **self.backward_only, **changes)
         self.size = cuda.workspace_size(self.forward_parameters)
-        # What it holds is cleared as far as calls need it; 256 bytes more to align on a host.
+        # 256 bytes more to align on a host.
         self.memory = torch.full((self.size + 256,), 0xFF, dtype=torch.uint8, device=self.tensors[0].device)
         self.workspace = self.memory.data_ptr() + -self.memory.data_ptr() % 256
-        cuda.clear(self.workspace, self.size, stream_of(self.tensors[0]))
 
     def forward(self) -> None:
         cuda.forward(self.forward_parameters, self.workspace, self.size, stream_of(self.tensors[0]))

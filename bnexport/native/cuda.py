@@ -22,7 +22,6 @@ __all__ = [
     "backward",
     "backward_moments",
     "check_device",
-    "clear",
     "device_count",
     "device_name",
     "driver_version",
@@ -34,7 +33,7 @@ __all__ = [
     "workspace_size",
 ]
 
-_ABI_VERSION = 3
+_ABI_VERSION = 4
 
 
 class NoKernelsError(LibraryError):
@@ -45,10 +44,7 @@ class NoKernelsError(LibraryError):
 def library() -> ctypes.CDLL:
     """Return the loaded library with typed functions. Raise LibraryError if it is not available."""
     loaded, p, size = load("cuda"), ctypes.c_void_p, ctypes.c_size_t
-    functions: dict[str, tuple[Any, ...]] = {
-        "check_device": (ctypes.c_int32,),
-        "clear": (p, size, p),
-    }
+    functions: dict[str, tuple[Any, ...]] = {"check_device": (ctypes.c_int32,)}
     for direction, structure in (("forward", ForwardParams), ("backward", BackwardParams)):
         params, row = ctypes.POINTER(structure), "moments" if direction == "forward" else "backward_moments"
         functions |= {
@@ -147,11 +143,6 @@ def workspace_size(params: ctypes.Structure) -> int:
     size = ctypes.c_size_t()
     _call(f"{_direction(params)}_workspace", params, size)
     return size.value
-
-
-def clear(workspace: int, size: int, stream: int = 0) -> None:
-    """Enqueue what a new workspace needs before its first call; later ones use it as calls leave it."""
-    _call("clear", workspace, size, stream)
 
 
 def forward(params: ctypes.Structure, workspace: int, size: int, stream: int = 0) -> None:

@@ -321,7 +321,7 @@ def _run_on_device(device: torch.device, size: int, name: str, params: Any, *row
 
 
 class _Workspaces(threading.local):
-    """The workspaces of a thread by device and stream. A call is two kernels, between which no call of another thread may
+    """The workspaces of a thread by device and stream. A call is several kernels, between which no call of another thread may
     use their workspace.
     """
 
@@ -333,12 +333,11 @@ _workspaces = _Workspaces()
 
 
 def _workspace(device: torch.device, stream: int, size: int) -> Tensor:
-    """Return a workspace that is cleared, or as an earlier call on the stream left it."""
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(size, dtype=torch.uint8, device=device)  # the graph's, which may run on any stream
+        return torch.empty(size, dtype=torch.uint8, device=device)  # the graph's, which may run on any stream
     kept = _workspaces.kept.get((device.index, stream))
     if kept is None or kept.numel() < size:
-        kept = torch.zeros(size, dtype=torch.uint8, device=device)
+        kept = torch.empty(size, dtype=torch.uint8, device=device)
         _workspaces.kept[device.index, stream] = kept
     return kept
 

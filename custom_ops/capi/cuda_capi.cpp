@@ -1,7 +1,6 @@
 // The C API of bnexport_cuda.h: validation and plan, then the kernels.
 #include <algorithm>
 #include <initializer_list>
-#include <stdexcept>
 #include <string>
 
 #include "../kernels/cuda/kernels.h"
@@ -29,12 +28,8 @@ bool aligned(const bnexport_backward& params) { return aligned({params.dy, param
 
 template <class Params>
 cuda::LaunchPlan plan_of(const Params& params, bool is_aligned) {
-  try {
-    return cuda::launch_plan({params.N, params.C, params.S, params.dtype, params.layout, is_aligned},
-                             cuda::multiprocessors());
-  } catch (const std::length_error& error) {
-    refuse("params.N, C, S", error.what(), "fewer");
-  }
+  return cuda::launch_plan({params.N, params.C, params.S, params.dtype, params.layout, is_aligned},
+                           cuda::multiprocessors());
 }
 
 // Enough for every call with these sizes and types, however pointers are aligned.
@@ -111,14 +106,6 @@ int bnexport_cuda_forward_workspace(const bnexport_forward* params, size_t* byte
 }
 int bnexport_cuda_backward_workspace(const bnexport_backward* params, size_t* bytes, char* error, size_t capacity) {
   return cuda_guarded(error, capacity, [&] { query_workspace(params, bytes); });
-}
-
-int bnexport_cuda_clear(void* workspace, size_t bytes, void* stream, char* error, size_t capacity) {
-  return cuda_guarded(error, capacity, [&] {
-    require_pointer("workspace", workspace);
-    require_range("bytes of the workspace", static_cast<int64_t>(bytes), cuda::kTicketBytes, INT64_MAX);
-    cuda::clear({stream, workspace});
-  });
 }
 
 int bnexport_cuda_moments(const bnexport_forward* params, double* row, void* workspace, size_t bytes, void* stream,

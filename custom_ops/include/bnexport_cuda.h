@@ -7,8 +7,7 @@
  * every run.
  *
  * A workspace of the size that the query returns, or a larger one, belongs to a call until its work is done. It must
- * be aligned to 256 bytes and cleared once (bnexport_cuda_clear); later calls on the same stream may use it again as
- * calls leave it, whatever their parameters.
+ * be aligned to 256 bytes; what it holds does not matter. Later calls on the same stream may use it again.
  *
  *   one process     forward with group_size 1: statistics and output, in one call
  *   a group         moments -> all-gather of the rows -> forward with `gathered`
@@ -26,7 +25,7 @@
 extern "C" {
 #endif
 
-#define BNEXPORT_CUDA_ABI_VERSION 3
+#define BNEXPORT_CUDA_ABI_VERSION 4
 
 BNEXPORT_API uint32_t bnexport_cuda_abi_version(void);
 BNEXPORT_API const char* bnexport_cuda_version(void);
@@ -51,9 +50,6 @@ BNEXPORT_API int bnexport_cuda_forward_workspace(const bnexport_forward* params,
                                                  size_t capacity);
 BNEXPORT_API int bnexport_cuda_backward_workspace(const bnexport_backward* params, size_t* bytes, char* error,
                                                   size_t capacity);
-
-/* Enqueues what a new workspace needs. */
-BNEXPORT_API int bnexport_cuda_clear(void* workspace, size_t bytes, void* stream, char* error, size_t capacity);
 
 BNEXPORT_API int bnexport_cuda_moments(const bnexport_forward* params, double* row, void* workspace, size_t bytes,
                                        void* stream, char* error, size_t capacity);

@@ -48,7 +48,6 @@ void CudaKernel<Binding>::compute(const Run& run) const {
     call(cuda_.backward_workspace, &params, &workspace);
   }
   Scratch scratch(run, cuda_, place.memory, stream, workspace, bound.exchanges ? row_size * (size + 1) : 0);
-  call(cuda_.clear, scratch.workspace(), workspace, stream);
   params.saved_mean = static_cast<decltype(params.saved_mean)>(bound.saved_mean);
   params.saved_invstd = static_cast<decltype(params.saved_invstd)>(bound.saved_invstd);
   params.saved_as_statistics = 1;

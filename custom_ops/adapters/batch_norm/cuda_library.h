@@ -8,7 +8,7 @@
 
 // The functions that the adapters call.
 #define BNEXPORT_CUDA_FUNCTIONS(each)                                                                                  \
-  each(set_device) each(wait) each(clear) each(forward_workspace) each(backward_workspace) each(moments) each(forward) \
+  each(set_device) each(wait) each(forward_workspace) each(backward_workspace) each(moments) each(forward) \
       each(backward_moments) each(backward) each(copy)
 
 namespace bnexport::adapters {

@@ -1,5 +1,5 @@
-// Kernel arguments, and what becomes of a channel's moments or sums when they are known: this process's row, or
-// statistics and coefficients of the output.
+// Kernel arguments, and the kernels between the two passes over the data: a channel's parts are added up and become this
+// process's row, or statistics and the coefficients of the output.
 #pragma once
 
 #include "../common/statistics_definitions.h"
@@ -8,20 +8,38 @@
 
 namespace bnexport::cuda {
 
-template <class Params, class Coefficients>
+template <class Params, class Coefficients, class Partial>
 struct Arguments {
   Params params;                // device pointers
   Rows rows;                    // of NCS tensors
-  int parts = 1;                // blocks that share a tile of channels (one channel of NCS tensors)
+  int parts = 0;                // blocks that share a tile of channels (one channel of NCS tensors)
   int64_t part_length = 0;      // units of a part of NCS tensors, rows of one of NSC tensors
   int tiles = 0, lanes = 1;     // NSC: tiles, and threads side by side
-  uint32_t* tickets = nullptr;  // one a tile, 0 before and after
-  Pair* partials = nullptr;     // of each part and channel
+  int side_by_side = 1;         // channels of a block of the kernels here
+  Partial* partials = nullptr;  // (parts, C); null without a pass over the data
   Coefficients* coefficients = nullptr;
   double* row = nullptr;  // where the statistics go when they are not finished here
 };
-using ForwardArguments = Arguments<bnexport_forward, ForwardCoefficients>;
-using BackwardArguments = Arguments<bnexport_backward, BackwardCoefficients>;
+using ForwardArguments = Arguments<bnexport_forward, ForwardCoefficients, Moments>;
+using BackwardArguments = Arguments<bnexport_backward, BackwardCoefficients, GradientSums>;
+
+// Adds up the parts of this thread's channel c, in their order; complete in the first `side_by_side` threads.
+template <class Sums, class Args, class Add>
+BNEXPORT_DEVICE Sums sum_of_parts(const Args& args, int64_t c, const Add& add) {
+  constexpr int kAhead = 4;  // parts that are read at the same time
+  const int step = kThreads / args.side_by_side, parts = c < args.params.C ? args.parts : 0;
+  Sums sums{};
+  for (int first = thread_index() / args.side_by_side; first < parts; first += kAhead * step) {
+    std::remove_pointer_t<decltype(args.partials)> some[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i * step < parts) some[i] = load_result(args.partials + (first + i * step) * args.params.C + c);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) add(sums, some[i]);
+  }
+  return merge_threads(sums, args.side_by_side);
+}
 
 template <class Args>
 BNEXPORT_DEVICE void write_row(const Args& args, int64_t c, double first, double second) {
@@ -31,51 +49,50 @@ BNEXPORT_DEVICE void write_row(const Args& args, int64_t c, double first, double
   args.row[1 + args.params.C + c] = second;
 }
 
-BNEXPORT_DEVICE void finish(const ForwardArguments& args, int64_t c, const Moments& moments) {
-  if (args.row != nullptr) {
-    write_row(args, c, moments.mean, row_spread(args.params.stats_mode, moments));
+BNEXPORT_KERNEL forward_channels(BNEXPORT_ARGUMENTS ForwardArguments args) {
+  start_next();
+  wait_for_previous();
+  const bnexport_forward& params = args.params;
+  const int64_t c = int64_t{block_index()} * args.side_by_side + thread_index() % args.side_by_side;
+  Moments moments;
+  if (args.partials != nullptr) {
+    // Of the first part, as near to the channel's mean as any.
+    const double pivot = c < params.C ? load_result(args.partials + c).mean : 0;
+    moments = sum_of_parts<PartSums>(args, c, [&](PartSums& sums, const Moments& part) {
+                sums.add(part, pivot);
+              }).moments(pivot);
+  }
+  if (thread_index() >= args.side_by_side) return;
+  if (args.row != nullptr) return write_row(args, c, moments.mean, row_spread(params.stats_mode, moments));
+  if (c >= params.C) return;
+  if (!params.training) {
+    args.coefficients[c] = finish_inference(params, c);
   } else {
-    args.coefficients[c] = finish_training(args.params, c, local_statistics(moments));
+    args.coefficients[c] = finish_training(
+        params, c, params.group_size > 1 ? gathered_statistics(params, c) : local_statistics(moments));
   }
 }
 
-BNEXPORT_DEVICE void finish(const BackwardArguments& args, int64_t c, const GradientSums& sums) {
-  if (args.row != nullptr) {
-    write_row(args, c, sums.dy, sums.dy_x_hat);
-    return;
-  }
+BNEXPORT_KERNEL backward_channels(BNEXPORT_ARGUMENTS BackwardArguments args) {
+  start_next();
+  wait_for_previous();
   const bnexport_backward& params = args.params;
-  const GroupShare share = params.training ? group_share(params) : GroupShare{};
-  const BackwardCoefficients k = finish_backward(params, c, sums, share);
+  const int64_t c = int64_t{block_index()} * args.side_by_side + thread_index() % args.side_by_side;
+  GradientSums sums;
+  if (args.partials != nullptr) {
+    sums = sum_of_parts<BlockSums>(args, c, [](BlockSums& sums, const GradientSums& part) { sums.merge({part}); });
+  }
+  if (thread_index() >= args.side_by_side) return;
+  if (args.row != nullptr) return write_row(args, c, sums.dy, sums.dy_x_hat);
+  if (c >= params.C) return;
+  if (params.group_size > 1) sums = {params.local_moments[1 + c], params.local_moments[1 + params.C + c]};
+  const BackwardCoefficients k =
+      finish_backward(params, c, sums, params.training ? group_share(params) : GroupShare{});
   if (params.training) {
     args.coefficients[c] = k;
   } else {  // dx = scale * dy, by the forward's kernel
     reinterpret_cast<ForwardCoefficients*>(args.coefficients)[c] = {0, k.scale, 0};
   }
-}
-
-// A thread a channel, where no pass over the data comes before: the group's rows, fixed statistics, no data.
-BNEXPORT_KERNEL(2) forward_channels(BNEXPORT_ARGUMENTS ForwardArguments args) {
-  const bnexport_forward& params = args.params;
-  const int64_t c = int64_t{block_index()} * kThreads + thread_index();
-  if (args.row != nullptr) return write_row(args, c, 0, 0);
-  if (c >= params.C) return;
-  if (!params.training) {
-    args.coefficients[c] = finish_inference(params, c);
-  } else {
-    args.coefficients[c] =
-        finish_training(params, c, params.group_size > 1 ? gathered_statistics(params, c) : GroupStatistics{});
-  }
-}
-
-BNEXPORT_KERNEL(2) backward_channels(BNEXPORT_ARGUMENTS BackwardArguments args) {
-  const bnexport_backward& params = args.params;
-  const int64_t c = int64_t{block_index()} * kThreads + thread_index();
-  if (args.row != nullptr) return write_row(args, c, 0, 0);
-  if (c >= params.C) return;
-  GradientSums sums;
-  if (params.group_size > 1) sums = {params.local_moments[1 + c], params.local_moments[1 + params.C + c]};
-  finish(args, c, sums);
 }
 
 // The forward's statistics as the backward reads them.

@@ -5,18 +5,16 @@
 
 #include <cstdint>
 
+#include "launch_plan.h"
+
 namespace bnexport::cuda {
 
 constexpr int kWarp = 32;
-constexpr int kThreads = 256;  // of every block
 
-// 16 bytes, the widest load; the tensor's elements in memory order.
-struct alignas(16) Words {
-  uint32_t word[4];
-};
-// What a block hands to another one: mean and M2 of a part, or its two sums.
-struct alignas(16) Pair {
-  double first, second;
+// What a load or a store moves, 8 or 16 bytes; the tensor's elements in memory order.
+template <int n>
+struct alignas(4 * n) Words {
+  uint32_t word[n];
 };
 
 // What a load says about the future of its line: it will be read again soon, or never.

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "device.h"
+#include "rows.h"
 
 namespace bnexport::cuda {
 
@@ -34,7 +35,7 @@ struct Bfloat16 {
   static BNEXPORT_DEVICE uint32_t narrow_pair(float low, float high) { return floats_to_bfloats(low, high); }
 };
 
-// V elements of type T in a Raw: 16 bytes, or a single element where addresses are not aligned. `whole`:
+// V elements of type T in a Raw: 8 or 16 bytes, or a single element where addresses are not aligned. `whole`:
 // rows consist of whole vectors, so that a vector is loaded in full or not at all.
 template <class T, int V, bool whole = true>
 struct Vector {
@@ -43,9 +44,8 @@ struct Vector {
   static constexpr int kWidth = V;
   static constexpr int kSize = sizeof(Storage);
   static constexpr bool kWhole = whole;
-  static constexpr uint32_t kAll = (1u << V) - 1;  // the mask of a whole vector
-  static_assert(V == 1 || V * kSize == 16, "one element or 16 bytes");
-  using Raw = std::conditional_t<V == 1, Storage, Words>;
+  static constexpr int kWords = V * kSize / 4;
+  using Raw = std::conditional_t<V == 1, Storage, Words<kWords>>;
 
   // k is a constant once loops are unrolled.
   static BNEXPORT_DEVICE Storage bits(const Raw& raw, int k) {
@@ -67,9 +67,9 @@ struct Vector {
     } else if constexpr (V == 1) {
       return T::narrow(values[0]);
     } else {
-      Words words;
+      Raw words;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < kWords; ++i) {
         if constexpr (kSize == 4) {
           words.word[i] = T::narrow(values[i]);
         } else {
@@ -80,35 +80,39 @@ struct Vector {
     }
   }
 
-  // The elements of `mask` at `from`; the others are 0 and their memory is not touched.
+  static BNEXPORT_DEVICE bool has(const Span& span, int k) {
+    return whole ? span.end > 0 : k >= span.begin && k < span.end;
+  }
+
+  // The elements of `span` at `from`; the others are 0 and their memory is not touched.
   template <Reuse reuse>
-  static BNEXPORT_DEVICE Raw load(const Storage* from, uint32_t mask) {
+  static BNEXPORT_DEVICE Raw load(const Storage* from, const Span& span) {
     Raw raw{};
-    if (mask == 0) return raw;
+    if (span.count() == 0) return raw;
     if constexpr (V == 1) {
       raw = load_element<reuse>(from);
-    } else if (whole || mask == kAll) {
-      raw = load_words<reuse>(from);
+    } else if (whole || span.count() == V) {
+      raw = load_words<reuse, kWords>(from);
     } else {
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        if ((mask >> k & 1) == 0) continue;
+        if (!has(span, k)) continue;
         const uint32_t element = load_element<reuse>(from + k);
         raw.word[k * kSize / 4] |= element << (8 * (k * kSize % 4));
       }
     }
     return raw;
   }
-  static BNEXPORT_DEVICE void store(Storage* to, const Raw& raw, uint32_t mask) {
-    if (mask == 0) return;
+  static BNEXPORT_DEVICE void store(Storage* to, const Raw& raw, const Span& span) {
+    if (span.count() == 0) return;
     if constexpr (V == 1) {
       store_element(to, raw);
-    } else if (whole || mask == kAll) {
+    } else if (whole || span.count() == V) {
       store_words(to, raw);
     } else {
 #pragma unroll
       for (int k = 0; k < V; ++k) {
-        if ((mask >> k & 1) != 0) store_element(to + k, bits(raw, k));
+        if (has(span, k)) store_element(to + k, bits(raw, k));
       }
     }
   }

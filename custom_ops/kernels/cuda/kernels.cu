@@ -41,17 +41,43 @@ bool has_context(int device) {
   return !is_told || active != 0;
 }
 
+// Of the current device; each is asked for once.
+int attribute_of_device(cudaDeviceAttr attribute, std::array<std::atomic<int>, kMostDevices>& known) {
+  const int device = current_device();
+  int value = known[static_cast<size_t>(device)];
+  if (value == 0) {
+    check(cudaDeviceGetAttribute(&value, attribute, device), "properties of the device");
+    known[static_cast<size_t>(device)] = value;
+  }
+  return value;
+}
+
+// Whether a launch may overlap the one before it, also while a graph is captured (drivers of CUDA 12.3 and newer).
+bool can_overlap() {
+  static const int driver = [] {
+    int version = 0;
+    return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+  }();
+  static std::array<std::atomic<int>, kMostDevices> known;
+  return driver >= 12030 && attribute_of_device(cudaDevAttrComputeCapabilityMajor, known) >= 9;
+}
+
 class StreamLauncher {
  public:
   explicit StreamLauncher(void* stream) : stream_(static_cast<cudaStream_t>(stream)) {}
 
   template <class Arguments>
-  void launch(void (*kernel)(Arguments), int64_t blocks, const Arguments& arguments) {
+  void launch(void (*kernel)(Arguments), int64_t blocks, const Arguments& arguments, bool overlaps) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(blocks));
     config.blockDim = dim3(kThreads);
     config.dynamicSmemBytes = kSharedBytes;
     config.stream = stream_;
+    config.attrs = &attribute;
+    config.numAttrs = overlaps && can_overlap() ? 1 : 0;
     check(cudaLaunchKernelEx(&config, kernel, arguments), "launch of a kernel");
   }
 
@@ -108,13 +134,7 @@ void wait(void* stream) { check(cudaStreamSynchronize(static_cast<cudaStream_t>(
 
 int64_t multiprocessors() {
   static std::array<std::atomic<int>, kMostDevices> known;
-  const int device = current_device();
-  int count = known[static_cast<size_t>(device)];
-  if (count == 0) {
-    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "properties of the device");
-    known[static_cast<size_t>(device)] = count;
-  }
-  return count;
+  return attribute_of_device(cudaDevAttrMultiProcessorCount, known);
 }
 
 void forward(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where, double* row) {
@@ -123,10 +143,6 @@ void forward(const bnexport_forward& params, const LaunchPlan& plan, const Workp
 
 void backward(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where, double* row) {
   run_backward(params, plan, where.workspace, StreamLauncher(where.stream), row);
-}
-
-void clear(const Workplace& where) {
-  check(cudaMemsetAsync(where.workspace, 0, kTicketBytes, static_cast<cudaStream_t>(where.stream)), "memset");
 }
 
 void copy_and_wait(void* to, const void* from, size_t bytes, bool to_host, void* stream) {

@@ -38,8 +38,6 @@ struct Workplace {
   void* workspace;
 };
 
-// Makes a new workspace ready.
-void clear(const Workplace& where);
 // Everything, or with `row` this process's 2 C + 1 doubles.
 void forward(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where, double* row = nullptr);
 void backward(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where, double* row = nullptr);

@@ -6,6 +6,9 @@
 
 namespace bnexport::cuda {
 
+constexpr int kThreads = 256;  // of every block
+constexpr int kBlocks = 4;     // that a multiprocessor holds at the same time: 64 registers a thread
+
 struct Problem {
   int64_t N = 0, C = 0, S = 0;
   int32_t dtype = 0;    // bnexport_dtype
@@ -19,22 +22,19 @@ struct LaunchPlan {
   int64_t width = 1;     // elements of a vector
   bool whole = true;     // rows consist of whole vectors
   int64_t blocks = 0;
-  int64_t parts = 1;             // blocks that share a channel (rows) or a tile of channels (columns)
+  int64_t parts = 0;             // blocks that share a channel (rows) or a tile of channels (columns)
   int64_t part_length = 0;       // rows: vectors of a part; columns: matrix rows of a part
   int64_t lanes = 1, tiles = 0;  // columns: threads side by side, blocks side by side
+  int64_t side_by_side = 1;      // channels of a block that adds up parts
 
-  // The workspace: tickets from 0 on, partial results, coefficients, each from a multiple of 256 bytes.
-  int64_t partials_at = 0, coefficients_at = 0, workspace = 0;
+  // The workspace: partial results, then coefficients from a multiple of 256 bytes on.
+  int64_t coefficients_at = 0, workspace = 0;
 };
 
 // Limits of the plan: C below 2^31, S at most 2^30, and N * C * S below 2^60.
 constexpr int64_t kMostChannels = (int64_t{1} << 31) - 1;
 constexpr int64_t kLongestRow = int64_t{1} << 30;
-// Parts of channels need a ticket each; only tensors of more than 2^37 values have more.
-constexpr int64_t kMostTickets = 16384;
-constexpr int64_t kTicketBytes = 4 * kMostTickets;
 
-// Throws std::length_error for a tensor that needs more tickets.
 LaunchPlan launch_plan(const Problem& problem, int64_t multiprocessors);
 
 }  // namespace bnexport::cuda

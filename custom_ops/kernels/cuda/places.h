@@ -22,26 +22,32 @@ template <class E, bool full>
 struct Batch {
   static constexpr bool kFull = full;
   int64_t offset[kBatch];
-  uint32_t mask = 0;  // of vector i, from bit i * width on
+  Span spans[kBatch];
 
-  // unit(i): offset and mask of vector i.
+  // unit_of(i): vector i.
   template <class UnitOf>
   BNEXPORT_DEVICE explicit Batch(const UnitOf& unit_of) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const Unit unit = unit_of(i);
       offset[i] = unit.offset;
-      mask |= (full ? E::kAll : unit.mask) << (i * E::kWidth);
+      spans[i] = unit.span;
     }
   }
-  BNEXPORT_DEVICE uint32_t mask_of(int i) const { return full ? E::kAll : mask >> (i * E::kWidth) & E::kAll; }
-  BNEXPORT_DEVICE bool has(int i, int k) const { return full || (mask >> (i * E::kWidth + k) & 1) != 0; }
+  BNEXPORT_DEVICE Span span(int i) const { return full ? Span{0, E::kWidth} : spans[i]; }
+  BNEXPORT_DEVICE bool has(int i, int k) const { return full || E::has(spans[i], k); }
+  BNEXPORT_DEVICE int count() const {
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) sum += span(i).count();
+    return sum;
+  }
 
   template <Reuse reuse>
   BNEXPORT_DEVICE void load(const void* tensor, typename E::Raw (&raw)[kBatch]) const {
     const auto* data = static_cast<const typename E::Storage*>(tensor);
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) raw[i] = E::template load<reuse>(data + offset[i], mask_of(i));
+    for (int i = 0; i < kBatch; ++i) raw[i] = E::template load<reuse>(data + offset[i], span(i));
   }
   // value(i, k) for element k of vector i.
   template <class Value>
@@ -52,7 +58,7 @@ struct Batch {
       typename E::Compute values[E::kWidth];
 #pragma unroll
       for (int k = 0; k < E::kWidth; ++k) values[k] = value(i, k);
-      E::store(data + offset[i], E::pack(values), mask_of(i));
+      E::store(data + offset[i], E::pack(values), span(i));
     }
   }
 };
@@ -66,10 +72,10 @@ BNEXPORT_DEVICE Compute median(Compute a, Compute b, Compute c) {
 template <class Vector>
 struct RowPlace {
   using E = Vector;
-  static constexpr int kChannels = 1, kForwardBlocks = 4, kBackwardBlocks = 3;  // on a multiprocessor
+  static constexpr int kChannels = 1;
   const Rows& rows;
   const int64_t channel;
-  const int part, tile, lanes = 1;
+  const int part, lanes = 1;
   const bool inside = true;
   const Range range;
 
@@ -78,7 +84,6 @@ struct RowPlace {
       : rows(args.rows),
         channel(block / args.parts),
         part(block % args.parts),
-        tile(block / args.parts),
         range(part_of_slab(args.rows, channel, part, args.part_length)) {}
 
   template <bool full, class Body>
@@ -87,7 +92,7 @@ struct RowPlace {
       return unit_of_slab<E::kWidth, E::kWhole>(rows, range, index + static_cast<uint32_t>(i * kThreads));
     }));
   }
-  // Calls body(batch) for all batches of a thread. Full ones have a body of their own, without a mask.
+  // Calls body(batch) for all batches of a thread. Full ones have a body of their own, without spans.
   template <class Body>
   BNEXPORT_DEVICE void each(const Body& body) const {
     constexpr uint32_t kTile = kBatch * kThreads;
@@ -104,23 +109,14 @@ struct RowPlace {
     const auto* row = x + range.origin;
     to[0] = median(E::load_one(row), E::load_one(row + rows.S / 2), E::load_one(row + rows.S - 1));
   }
-  template <class Args>
-  static BNEXPORT_DEVICE int64_t count(const Args& args, int64_t c, int part) {
-    return values_before<E::kWidth>(args.rows, c, (part + 1) * args.part_length) -
-           values_before<E::kWidth>(args.rows, c, part * args.part_length);
-  }
-  template <class Args>
-  static BNEXPORT_DEVICE Pair* partial(const Args& args, int64_t c, int part) {
-    return args.partials + c * args.parts + part;
-  }
 };
 
 template <class Vector>
 struct ColumnPlace {
   using E = Vector;
-  static constexpr int kChannels = E::kWidth, kForwardBlocks = 2, kBackwardBlocks = 2;
+  static constexpr int kChannels = E::kWidth;
   const int64_t C;
-  const int lanes, part, tile;
+  const int lanes, part;
   const int64_t channel;
   const bool inside;
   const int64_t first, end;  // rows of the part
@@ -130,11 +126,11 @@ struct ColumnPlace {
       : C(args.params.C),
         lanes(args.lanes),
         part(block / args.tiles),
-        tile(block % args.tiles),
-        channel((int64_t{tile} * lanes + thread_index() % lanes) * kChannels),
+        channel((int64_t{block % args.tiles} * lanes + thread_index() % lanes) * kChannels),
         inside(channel < C),
         first(part * args.part_length),
-        end(first + count(args, 0, part)) {}
+        end(first + args.part_length < args.params.N * args.params.S ? first + args.part_length
+                                                                    : args.params.N * args.params.S) {}
 
   template <class Body>
   BNEXPORT_DEVICE void each(const Body& body) const {
@@ -142,7 +138,7 @@ struct ColumnPlace {
     int64_t row = inside ? first + thread_index() / lanes : end;
     const auto unit_of = [&](int i) {
       const int64_t r = row + i * step;
-      return Unit{r * C + channel, r < end ? E::kAll : 0};
+      return Unit{r * C + channel, {0, r < end ? E::kWidth : 0}};
     };
     for (; row + (kBatch - 1) * step < end; row += kBatch * step) body(Batch<E, true>(unit_of));
     for (; row < end; row += kBatch * step) body(Batch<E, false>(unit_of));
@@ -150,20 +146,11 @@ struct ColumnPlace {
   BNEXPORT_DEVICE int64_t start() const { return first * C + channel; }
   BNEXPORT_DEVICE void shift(const typename E::Storage* x, typename E::Compute (&to)[kChannels]) const {
     const auto row = [&](int64_t r) {
-      return E::template load<Reuse::kSoon>(x + r * C + channel, inside ? E::kAll : 0);
+      return E::template load<Reuse::kSoon>(x + r * C + channel, {0, inside ? E::kWidth : 0});
     };
     const auto a = row(first), b = row((first + end) / 2), c = row(end - 1);
 #pragma unroll
     for (int k = 0; k < kChannels; ++k) to[k] = median(E::get(a, k), E::get(b, k), E::get(c, k));
-  }
-  template <class Args>
-  static BNEXPORT_DEVICE int64_t count(const Args& args, int64_t, int part) {
-    const int64_t left = args.params.N * args.params.S - part * args.part_length;
-    return left < args.part_length ? left : args.part_length;
-  }
-  template <class Args>
-  static BNEXPORT_DEVICE Pair* partial(const Args& args, int64_t c, int part) {
-    return args.partials + part * args.params.C + c;
   }
 };
 

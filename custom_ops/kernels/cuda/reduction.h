@@ -122,15 +122,4 @@ BNEXPORT_DEVICE bool is_true_in_first_warp(bool mine) {
   return get(flag) != 0;
 }
 
-// Whether this block is the last of `count` that come here, for all of its threads. What the others published
-// before is visible to it, and the counter is 0 again.
-BNEXPORT_DEVICE bool is_last_block(uint32_t* counter, int count) {
-  auto* const flag = reinterpret_cast<uint32_t*>(shared_memory());
-  sync_block();  // all threads have published, and none still reads the flag
-  if (count == 1) return true;
-  if (thread_index() == 0) put(flag, take_ticket(counter, static_cast<uint32_t>(count)) ? 1u : 0u);
-  sync_block();
-  return get(flag) != 0;
-}
-
 }  // namespace bnexport::cuda

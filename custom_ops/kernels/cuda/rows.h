@@ -1,7 +1,7 @@
 // An NCS tensor as kernels see it: rows (n, c) of S values, cut into aligned vectors ("units").
 //
 // A row need not begin or end where a vector does; its first and last unit then hold fewer values, told
-// by a mask, so that every access is aligned and touches only the row's own elements. The slab of a
+// by a span, so that every access is aligned and touches only the row's own elements. The slab of a
 // channel is its N rows; its units are counted through, `units` to a row, some of them empty when rows
 // begin at different places.
 #pragma once
@@ -65,34 +65,31 @@ BNEXPORT_HOST_DEVICE inline Range part_of_slab(const Rows& rows, int64_t c, int6
   return range;
 }
 
-// Values of the slab of channel c in its units [0, index).
-template <int width>
-BNEXPORT_HOST_DEVICE inline int64_t values_before(const Rows& rows, int64_t c, int64_t index) {
-  const int64_t row = index / rows.units.divisor, unit = index - row * rows.units.divisor;
-  if (row >= rows.N) return rows.N * rows.S;
-  const int64_t lead = rows.whole ? 0 : (row * rows.stride + c * rows.S) & (width - 1);
-  const int64_t within = unit > 0 ? unit * width - lead : 0;
-  return row * rows.S + (within < rows.S ? within : rows.S);
-}
-// Where a unit lies: `offset` in elements from the start of the tensor, and a bit for each of its
-// elements that belongs to the row. `whole` is rows.whole, known when compiled.
+// Elements [begin, end) of a vector. They are compared, not tested as bits of a mask: ptxas of CUDA 13.0 took one vector's
+// bit for another's.
+struct Span {
+  int begin = 0, end = 0;
+
+  BNEXPORT_HOST_DEVICE int count() const { return end - begin; }
+};
+
+// Where a unit lies: `offset` in elements from the start of the tensor, and those of its elements that belong to the row.
+// `whole` is rows.whole, known when compiled.
 struct Unit {
-  int64_t offset;
-  uint32_t mask;
+  int64_t offset = 0;
+  Span span;
 };
 template <int width, bool whole>
 BNEXPORT_HOST_DEVICE inline Unit unit_of_slab(const Rows& rows, const Range& range, uint32_t index) {
-  constexpr uint32_t kAll = (1u << width) - 1;
   const uint32_t row = rows.units.quotient(index), unit = index - row * rows.units.divisor;
   const int64_t start = range.origin + static_cast<int64_t>(row * static_cast<uint64_t>(rows.stride));
   const auto within = static_cast<int64_t>(static_cast<uint64_t>(unit) * width);
-  if (whole) return {start + within, index < range.end ? kAll : 0};
-  if (index >= range.end) return {0, 0};
+  if (whole) return {start + within, {0, index < range.end ? width : 0}};
+  if (index >= range.end) return {};
   const int lead = static_cast<int>(start & (width - 1));  // elements of the first unit that are not the row's
   const int64_t rest = lead + rows.S - within;             // elements up to the row's end
-  const uint32_t before = unit == 0 ? (1u << lead) - 1 : 0;
-  const uint32_t inside = rest >= width ? kAll : rest > 0 ? (1u << rest) - 1 : 0;
-  return {start - lead + within, inside & ~before};
+  const int end = rest >= width ? width : rest > 0 ? static_cast<int>(rest) : 0;
+  return {start - lead + within, {unit == 0 ? lead : 0, end}};
 }
 
 }  // namespace bnexport::cuda

@@ -1,7 +1,7 @@
 // The kernels that read and write tensors, two a direction. A block takes a part of a tile of channels:
 //
-//   moments, sums         a part's moments or sums; the last block of a tile adds up its parts and finishes its
-//   channels normalise, gradient   the output, last part first: what the first pass read last is still in L2
+//   moments, sums         a part's moments or sums
+//   normalise, gradient   the output, last part first: what the first pass read last is still in L2
 //
 // Moments of a batch are two passes over registers: its mean, then M2 around it. Batches are merged by
 // Chan's formula, so that no choice of a pivot can spoil the result.
@@ -10,23 +10,6 @@
 #include "places.h"
 
 namespace bnexport::cuda {
-
-// In the last block of a tile: adds up the parts of its channels, in their order, and calls done(c, pivot, sums) in one
-// thread for each. add(sums, part, count, pivot): the pivot is the first part's mean.
-template <class Sums, class Place, class Args, class Add, class Done>
-BNEXPORT_DEVICE void finish_tile(const Args& args, const Place& place, const Add& add, const Done& done) {
-  if (!is_last_block(args.tickets + place.tile, args.parts)) return;
-  const int channels = place.lanes * Place::kChannels, thread = thread_index();
-  const int64_t c = int64_t{place.tile} * channels + thread % channels;
-  const bool inside = c < args.params.C;
-  const double pivot = inside ? read_published(Place::partial(args, c, 0)).first : 0;
-  Sums sums{};
-  for (int part = thread / channels; inside && part < args.parts; part += kThreads / channels) {
-    add(sums, read_published(Place::partial(args, c, part)), static_cast<double>(Place::count(args, c, part)), pivot);
-  }
-  sums = merge_threads(sums, channels);
-  if (thread < channels && inside) done(c, pivot, sums);
-}
 
 // Channel k of the part in double, value by value; for values whose squares leave the range of float.
 template <class Place>
@@ -52,7 +35,7 @@ BNEXPORT_DEVICE LaneMoments<Compute, n> moments_of(const Values& batch, const ty
                                                    const Compute (&shift)[n]) {
   using E = typename Place::E;
   LaneMoments<Compute, n> all;
-  all.count = static_cast<Compute>(Values::kFull ? kBatch * E::kWidth / n : count_bits(batch.mask) / n);
+  all.count = static_cast<Compute>(Values::kFull ? kBatch * E::kWidth / n : batch.count() / n);
   const Compute inverse = 1 / all.count;
   const auto add_up = [&](Compute(&to)[n], const auto& term) {
 #pragma unroll
@@ -74,11 +57,11 @@ BNEXPORT_DEVICE LaneMoments<Compute, n> moments_of(const Values& batch, const ty
 }
 
 template <class Place>
-BNEXPORT_KERNEL(Place::kForwardBlocks)
-moments(BNEXPORT_ARGUMENTS ForwardArguments args) {
+BNEXPORT_KERNEL moments(BNEXPORT_ARGUMENTS ForwardArguments args) {
   using E = typename Place::E;
   using Compute = typename E::Compute;
   constexpr int n = Place::kChannels;
+  start_next();
   const Place place(args, block_index());
   const auto* x = static_cast<const typename E::Storage*>(args.params.x);
   Compute shift[n];
@@ -87,46 +70,41 @@ moments(BNEXPORT_ARGUMENTS ForwardArguments args) {
   place.each([&](const auto& batch) {
     typename E::Raw raw[kBatch];
     batch.template load<Reuse::kSoon>(x, raw);
-    if (batch.mask != 0) all.merge(moments_of<Place>(batch, raw, shift));
+    if (batch.count() != 0) all.merge(moments_of<Place>(batch, raw, shift));
   });
   all = merge_threads(all, place.lanes);
   const bool publishes = thread_index() < place.lanes && place.inside;
+  Moments* const partials = args.partials + place.part * args.params.C + place.channel;
   bool is_wide = false;
 #pragma unroll
   for (int k = 0; k < n; ++k) is_wide |= out_of_range(all.count, all.mean[k], all.m2[k]);
   if (is_true_in_first_warp(publishes && is_wide)) {
     for (int k = 0; k < n; ++k) {
       const Moments wide = wide_moments(place, x, k);
-      if (publishes) publish(Place::partial(args, place.channel + k, place.part), {wide.mean, wide.m2});
+      if (publishes) partials[k] = wide;
     }
   } else if (publishes) {
 #pragma unroll
     for (int k = 0; k < n; ++k) {
       const double mean = static_cast<double>(shift[k]) + static_cast<double>(all.mean[k]);
-      publish(Place::partial(args, place.channel + k, place.part), {mean, static_cast<double>(all.m2[k])});
+      partials[k] = {static_cast<double>(all.count), mean, static_cast<double>(all.m2[k])};
     }
   }
-  finish_tile<PartSums>(
-      args, place,
-      [](PartSums& sums, const Pair& part, double count, double pivot) {
-        sums.add({count, part.first, part.second}, pivot);
-      },
-      [&](int64_t c, double pivot, const PartSums& sums) { finish(args, c, sums.moments(pivot)); });
 }
 
 // y = (x - mean) * scale + bias
 template <class Place>
-BNEXPORT_KERNEL(Place::kForwardBlocks)
-normalise(BNEXPORT_ARGUMENTS ForwardArguments args) {
+BNEXPORT_KERNEL normalise(BNEXPORT_ARGUMENTS ForwardArguments args) {
   using E = typename Place::E;
   using Compute = typename E::Compute;
   constexpr int n = Place::kChannels;
   const Place place(args, block_count() - 1 - block_index());
+  wait_for_previous();
   if (!place.inside) return;
   Compute mean[n], scale[n], bias[n];
 #pragma unroll
   for (int k = 0; k < n; ++k) {
-    const ForwardCoefficients& from = args.coefficients[place.channel + k];
+    const ForwardCoefficients from = load_result(args.coefficients + place.channel + k);
     mean[k] = static_cast<Compute>(from.mean);
     scale[k] = static_cast<Compute>(from.scale);
     bias[k] = static_cast<Compute>(from.bias);
@@ -141,11 +119,11 @@ normalise(BNEXPORT_ARGUMENTS ForwardArguments args) {
 
 // sum dy and sum dy * x_hat. The saved statistics are read where they are needed, not held in registers meanwhile.
 template <class Place>
-BNEXPORT_KERNEL(Place::kBackwardBlocks)
-sums(BNEXPORT_ARGUMENTS BackwardArguments args) {
+BNEXPORT_KERNEL sums(BNEXPORT_ARGUMENTS BackwardArguments args) {
   using E = typename Place::E;
   using Compute = typename E::Compute;
   constexpr int n = Place::kChannels;
+  start_next();
   const bnexport_backward& params = args.params;
   const Place place(args, block_index());
   Compute pivot[n] = {};
@@ -163,7 +141,7 @@ sums(BNEXPORT_ARGUMENTS BackwardArguments args) {
     for (int i = 0; i < kBatch; ++i) {
 #pragma unroll
       for (int k = 0; k < E::kWidth; ++k) {
-        const Compute g = E::get(dy[i], k);  // 0 where masked, but x - pivot may be anything there
+        const Compute g = E::get(dy[i], k);  // 0 outside of the span, but x - pivot may be anything there
         some.dy[k % n] += g;
         some.dy_x[k % n] += batch.has(i, k) ? g * (E::get(x[i], k) - pivot[k % n]) : Compute(0);
       }
@@ -176,32 +154,25 @@ sums(BNEXPORT_ARGUMENTS BackwardArguments args) {
     for (int k = 0; k < n; ++k) {
       const int64_t c = place.channel + k;
       const double dy = static_cast<double>(all.dy[k]), off = saved_mean(params, c) - static_cast<double>(pivot[k]);
-      publish(Place::partial(args, c, place.part),
-              {dy, (static_cast<double>(all.dy_x[k]) - off * dy) * saved_invstd(params, c)});
+      args.partials[place.part * params.C + c] = {
+          dy, (static_cast<double>(all.dy_x[k]) - off * dy) * saved_invstd(params, c)};
     }
   }
-  finish_tile<BlockSums>(
-      args, place,
-      [](BlockSums& sums, const Pair& part, double, double) {
-        sums.dy += part.first;
-        sums.dy_x_hat += part.second;
-      },
-      [&](int64_t c, double, const BlockSums& sums) { finish(args, c, sums); });
 }
 
 // dx = scale * ((dy - offset) - (x - mean) * slope) + rest
 template <class Place>
-BNEXPORT_KERNEL(Place::kBackwardBlocks)
-gradient(BNEXPORT_ARGUMENTS BackwardArguments args) {
+BNEXPORT_KERNEL gradient(BNEXPORT_ARGUMENTS BackwardArguments args) {
   using E = typename Place::E;
   using Compute = typename E::Compute;
   constexpr int n = Place::kChannels;
   const Place place(args, block_count() - 1 - block_index());
+  wait_for_previous();
   if (!place.inside) return;
   Compute mean[n], scale[n], offset[n], slope[n], rest[n];
 #pragma unroll
   for (int k = 0; k < n; ++k) {
-    const BackwardCoefficients& from = args.coefficients[place.channel + k];
+    const BackwardCoefficients from = load_result(args.coefficients + place.channel + k);
     mean[k] = static_cast<Compute>(from.mean);
     scale[k] = static_cast<Compute>(from.scale);
     offset[k] = static_cast<Compute>(from.offset);

@@ -1,19 +1,18 @@
 // The primitives of custom_ops/kernels/cuda/device.h on the host: one fiber for each CUDA thread.
 //
-// A fiber runs until it waits for others (a block's barrier, a warp's shuffle) or comes to a ticket; which one runs
-// next is random, and one block at a time is starved. Where threads exchange values, in shared memory or in the
-// workspace, each access is checked against a shadow that knows who wrote last and which barriers and tickets came
-// since: a missing barrier ends the program with a message in any order of the threads. Barriers that not all threads
-// reach do, too. Shared memory is as large as was asked for, and is not initialised.
+// A fiber runs until it waits for others (a block's barrier, a warp's shuffle); which one runs next is random, and one
+// block at a time is starved. Where threads exchange values in shared memory, each access is checked against a shadow that
+// knows who wrote last and which barriers came since: a missing barrier ends the program with a message in any order of the
+// threads. Barriers that not all threads reach do, too. Shared memory is as large as was asked for, and is not initialised.
+// So does a kernel that reads another one's results before it has waited for them.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <unordered_map>
 #include <vector>
 
-#define BNEXPORT_KERNEL(blocks) void
+#define BNEXPORT_KERNEL inline void
 #define BNEXPORT_DEVICE inline
 #define BNEXPORT_ARGUMENTS const
 
@@ -31,6 +30,7 @@ struct Thread {
   int index = 0;
   struct Block* block = nullptr;
   int shuffles = 0;  // so far; two buffers in turn
+  bool has_waited = false;
 };
 
 constexpr int kShuffleBytes = 160;
@@ -63,13 +63,10 @@ extern int64_t grid;
 
 void arrive(Barrier& barrier);
 void meet(Barrier& barrier, const char* what);
-void yield();
 [[noreturn]] void fail(const char* what);
 
 // Accesses of `bytes` that threads exchange through shared memory.
 void check_shared(const void* at, size_t bytes, size_t alignment, bool stores);
-void check_published(const void* at, bool stores);
-void note_ticket(const uint32_t* counter);
 
 // Blocks of kThreads with `shared` bytes; a few at a time.
 void run(int64_t blocks, int64_t shared, uint32_t seed, const std::function<void()>& kernel);
@@ -80,6 +77,13 @@ inline int thread_index() { return emulator::current->index; }
 inline int block_index() { return static_cast<int>(emulator::current->block->index); }
 inline int block_count() { return static_cast<int>(emulator::grid); }
 inline unsigned char* shared_memory() { return emulator::current->block->shared; }
+inline void start_next() {}
+inline void wait_for_previous() { emulator::current->has_waited = true; }
+template <class Value>
+Value load_result(const Value* from) {
+  if (!emulator::current->has_waited) emulator::fail("another kernel's result, without waiting for it");
+  return *from;
+}
 inline void sync_block() { emulator::meet(emulator::current->block->barrier, "a block's barrier"); }
 
 template <class Value>
@@ -96,15 +100,15 @@ Value shuffle_down(const Value& value, int distance) {
 }
 
 // Vector accesses must be aligned, as on the device.
-inline void check_aligned(const void* at) {
-  if (reinterpret_cast<uintptr_t>(at) % 16 != 0) emulator::fail("a 16-byte access that is not aligned");
+inline void check_aligned(const void* at, uintptr_t bytes) {
+  if (reinterpret_cast<uintptr_t>(at) % bytes != 0) emulator::fail("an access that is not aligned");
 }
-template <Reuse>
-Words load_words(const void* from) {
-  check_aligned(from);
+template <Reuse, int n>
+Words<n> load_words(const void* from) {
+  check_aligned(from, sizeof(Words<n>));
   emulator::touch(from, false);
-  Words words;
-  std::memcpy(&words, from, 16);
+  Words<n> words;
+  std::memcpy(&words, from, sizeof(words));
   return words;
 }
 template <Reuse, class Storage>
@@ -112,10 +116,11 @@ Storage load_element(const Storage* from) {
   emulator::touch(from, false);
   return *from;
 }
-inline void store_words(void* to, const Words& value) {
-  check_aligned(to);
+template <int n>
+void store_words(void* to, const Words<n>& value) {
+  check_aligned(to, sizeof(value));
   emulator::touch(to, true);
-  std::memcpy(to, &value, 16);
+  std::memcpy(to, &value, sizeof(value));
 }
 template <class Storage>
 void store_element(Storage* to, Storage value) {
@@ -133,29 +138,6 @@ Value get(const Value* slot) {
   emulator::check_shared(slot, sizeof(Value), alignof(Value), false);
   return *slot;
 }
-inline void publish(Pair* to, const Pair& value) {
-  check_aligned(to);
-  emulator::check_published(to, true);
-  emulator::touch(to, true);
-  *to = value;
-}
-inline Pair read_published(const Pair* from) {
-  check_aligned(from);
-  emulator::check_published(from, false);
-  emulator::touch(from, false);
-  return *from;
-}
-inline bool take_ticket(uint32_t* counter, uint32_t count) {
-  emulator::yield();
-  if (*counter >= count) emulator::fail("a counter that nobody has cleared");
-  const bool is_last = *counter == count - 1;
-  *counter = is_last ? 0 : *counter + 1;
-  emulator::note_ticket(counter);
-  emulator::yield();
-  return is_last;
-}
-
-inline int count_bits(uint32_t bits) { return __builtin_popcount(bits); }
 inline float divide_fast(float a, float b) { return a / b; }
 inline double divide_fast(double a, double b) { return a / b; }
 

@@ -32,7 +32,6 @@ int set_device(int device) {
 
 void wait(void*) {}
 int64_t multiprocessors() { return 6; }
-void clear(const Workplace& where) { std::memset(where.workspace, 0, kTicketBytes); }
 
 void forward(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where, double* row) {
   run_forward(params, plan, where.workspace, EmulatedLauncher(), row);

@@ -10,7 +10,7 @@ struct EmulatedLauncher {
   int64_t launches = 0;
 
   template <class Arguments>
-  void launch(void (*kernel)(Arguments), int64_t blocks, const Arguments& arguments) {
+  void launch(void (*kernel)(Arguments), int64_t blocks, const Arguments& arguments, bool) {
     ++launches;
     emulator::run(blocks, kSharedBytes, seed++, [&] { kernel(arguments); });
   }

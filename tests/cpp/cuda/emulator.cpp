@@ -157,16 +157,6 @@ constexpr uintptr_t kSector = 32;
 std::unordered_set<uintptr_t> sectors[2];  // loaded, stored
 
 uint64_t now = 0;
-struct Written : Access {
-  int64_t block = 0;
-};
-struct Ticket : Access {
-  const uint32_t* counter = nullptr;
-};
-// Of a launch: the pairs that blocks wrote, and the ticket of each block.
-std::unordered_map<const void*, Written> published;
-std::unordered_map<int64_t, Ticket> tickets;
-
 Access this_access() { return {current->index, current->block->barrier.generation, ++now}; }
 
 // Whether an access of the running block came before, for the running thread.
@@ -201,33 +191,6 @@ void check_shared(const void* at, size_t bytes, size_t alignment, bool stores) {
   }
 }
 
-void check_published(const void* at, bool stores) {
-  const Block& block = *current->block;
-  const auto found = published.find(at);
-  if (stores) {
-    if (found != published.end()) fail("a part that is written twice");
-    published[at] = {this_access(), block.index};
-    return;
-  }
-  if (found == published.end()) fail("a part that no block has written");
-  const Written& written = found->second;
-  if (written.block == block.index) {
-    if (!is_before_me(written)) fail("a part of another thread, without a barrier");
-    return;
-  }
-  const auto theirs = tickets.find(written.block), mine = tickets.find(block.index);
-  if (theirs == tickets.end() || mine == tickets.end()) fail("a part of another block, without tickets");
-  const Ticket &released = theirs->second, &acquired = mine->second;
-  const bool is_released =
-      written.epoch < released.epoch || (written.thread == released.thread && written.time < released.time);
-  if (!is_released || released.counter != acquired.counter || released.time > acquired.time ||
-      !is_before_me(acquired)) {
-    fail("a part of another block that its ticket does not cover");
-  }
-}
-
-void note_ticket(const uint32_t* counter) { tickets[current->block->index] = {this_access(), counter}; }
-
 void arrive(Barrier& barrier) {
   if (++barrier.arrived < barrier.expected) return;
   barrier.arrived = 0;
@@ -244,8 +207,6 @@ void meet(Barrier& barrier, const char* what) {
   to_scheduler(false);
 }
 
-void yield() { to_scheduler(false); }
-
 void fail(const char* what) {
   std::fprintf(stderr, "emulated device: %s (deadlock, or not allowed)\n", what);
   std::_Exit(1);
@@ -256,8 +217,6 @@ void run(int64_t blocks, int64_t shared, uint32_t seed, const std::function<void
   std::mt19937 random(seed);
   body = &kernel;
   grid = blocks;
-  published.clear();
-  tickets.clear();
   std::vector<int64_t> order(static_cast<size_t>(blocks));
   for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int64_t>(i);
   for (size_t i = 0; i < order.size(); ++i) std::swap(order[i], order[random() % order.size()]);

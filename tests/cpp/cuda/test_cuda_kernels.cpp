@@ -31,11 +31,10 @@ LaunchPlan plan_of(const Case& test) {
                      kMultiprocessors);
 }
 
-// One workspace for everything, cleared once.
+// One workspace for everything; what calls left in it is not for the next one.
 unsigned char* workspace_of(const LaunchPlan& plan) {
-  static std::vector<Pair> all(kTicketBytes / sizeof(Pair));
-  const size_t size = static_cast<size_t>(plan.workspace) / sizeof(Pair);
-  if (all.size() < size) all.resize(size, {NAN, NAN});
+  static std::vector<double> all;
+  all.assign(static_cast<size_t>(plan.workspace) / sizeof(double), NAN);
   return reinterpret_cast<unsigned char*>(all.data());
 }
 
@@ -171,7 +170,7 @@ void test_case(const Case& test) {
   p.x = x.data();
   p.y = result.data();
   run_forward(p, plan, workspace_of(plan), launcher);
-  CHECK(launcher.launches == 2);
+  CHECK(launcher.launches == 3);
   const Buffer output(result);
   if (test.in_place) x = x_before;
   CHECK(x.same_bits(x_before) && output.guards_hold());
@@ -182,7 +181,7 @@ void test_case(const Case& test) {
   b.x = x.data();
   b.dx = gradient.data();
   run_backward(b, plan, workspace_of(plan), launcher);
-  CHECK(launcher.launches == 4);
+  CHECK(launcher.launches == 6);
   CHECK(x.same_bits(x_before) && gradient.guards_hold() && (test.in_place || dy.same_bits(dy_before)));
   for (int64_t c = 0; c < shape.C; ++c) {
     Reference r({shape}, test.layout, std::vector<Buffer>{x}, c);
@@ -226,7 +225,7 @@ void test_shapes() {
 // parts than a block has threads.
 void test_many_parts() {
   for (int32_t dtype = 0; dtype < 4; ++dtype) {
-    for (const Shape& shape : {Shape{3, 2, 11111}, Shape{3, 16, 5600}}) {
+    for (const Shape& shape : {Shape{3, 2, 11111}, Shape{3, 4, 22400}}) {
       for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
         const Case test{shape, dtype, layout};
         CHECK(plan_of(test).parts > 1);
@@ -239,7 +238,7 @@ void test_many_parts() {
 void test_more_parts_than_threads() {
   for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
     // As planned for 40 multiprocessors.
-    const Case test{layout == BNEXPORT_NCS ? Shape{1, 1, 300000} : Shape{160000, 2, 1}, BNEXPORT_FLOAT64, layout};
+    const Case test{layout == BNEXPORT_NCS ? Shape{1, 1, 300000} : Shape{300000, 2, 1}, BNEXPORT_FLOAT64, layout};
     const LaunchPlan plan = launch_plan({test.shape.N, test.shape.C, test.shape.S, test.dtype, layout, true},
                                         layout == BNEXPORT_NCS ? 40 : 160);
     CHECK(plan.parts > 128);
@@ -468,8 +467,6 @@ int main(int count, char** arguments) {
     test_more_parts_than_threads();
     test_shapes();
   }
-  const unsigned char* const tickets = workspace_of({});
-  CHECK(std::all_of(tickets, tickets + kTicketBytes, [](unsigned char byte) { return byte == 0; }));
   std::printf("cuda kernels on the host: ok\n");
   return 0;
 }

@@ -3,7 +3,6 @@
 #include "../../../custom_ops/kernels/cuda/launch_plan.h"
 
 #include <random>
-#include <stdexcept>
 #include <vector>
 
 #include "../../../custom_ops/kernels/common/statistics.h"
@@ -25,21 +24,13 @@ void mark_rows(const LaunchPlan& plan, const Rows& rows, int64_t c, std::vector<
   for (int64_t part = 0; part < plan.parts; ++part) {
     const Range range = part_of_slab(rows, c, part, plan.part_length);
     CHECK(range.end - range.begin <= plan.part_length);
-    int64_t count = 0;
     for (uint32_t index = range.begin; index < range.end; ++index) {
-      const int64_t before = values_before<width>(rows, c, part * plan.part_length + index - range.begin);
-      CHECK(before == values_before<width>(rows, c, part * plan.part_length) + count);
       const Unit unit = unit_of_slab<width, whole>(rows, range, index);
-      CHECK(unit.mask == 0 || unit.offset % width == 0);
-      for (int k = 0; k < width; ++k) {
-        if ((unit.mask >> k & 1) == 0) continue;
-        ++times[static_cast<size_t>(unit.offset + k)];
-        ++count;
-      }
+      CHECK(unit.span.count() == 0 || unit.offset % width == 0);
+      CHECK(unit.span.begin >= 0 && unit.span.count() >= 0 && unit.span.end <= width);
+      for (int k = unit.span.begin; k < unit.span.end; ++k) ++times[static_cast<size_t>(unit.offset + k)];
     }
-    CHECK(count == values_before<width>(rows, c, (part + 1) * plan.part_length) -
-                       values_before<width>(rows, c, part * plan.part_length));
-    CHECK((unit_of_slab<width, whole>(rows, range, range.end).mask == 0));
+    CHECK((unit_of_slab<width, whole>(rows, range, range.end).span.count() == 0));
   }
 }
 
@@ -78,16 +69,15 @@ void check_limits(const Problem& p, const LaunchPlan& plan) {
   const int64_t elements = p.N * p.C * p.S;
   CHECK(plan.blocks >= 0 && plan.blocks < int64_t{1} << 31);
   CHECK((plan.blocks == 0) == (elements == 0));
-  CHECK(plan.width == 1 || (p.aligned && plan.width * size_of(p.dtype) == 16));
-  CHECK(plan.partials_at % 256 == 0 && plan.coefficients_at % 256 == 0 && plan.workspace % 256 == 0);
-  CHECK(plan.partials_at >= kTicketBytes);
-  CHECK(plan.coefficients_at - plan.partials_at >= plan.parts * p.C * 16);
+  CHECK(plan.width == 1 || (p.aligned && (plan.columns ? plan.width == 4 : plan.width * size_of(p.dtype) == 16)));
+  CHECK(plan.coefficients_at % 256 == 0 && plan.workspace % 256 == 0);
+  CHECK(plan.coefficients_at >= plan.parts * p.C * static_cast<int64_t>(sizeof(Moments)));
   CHECK(plan.workspace - plan.coefficients_at >= p.C * static_cast<int64_t>(sizeof(BackwardCoefficients)));
   CHECK(plan.part_length * (plan.columns ? 1 : plan.width) <= 1 << 24);  // counted in float
-  CHECK(plan.parts == 1 || (plan.columns ? plan.tiles : p.C) <= kMostTickets);
+  CHECK(plan.side_by_side >= 4 && plan.side_by_side <= 32 && kThreads % plan.side_by_side == 0);
+  if (elements == 0) return;
   if (plan.columns) {
     CHECK(plan.lanes <= 32 && (plan.lanes & (plan.lanes - 1)) == 0 && p.C % plan.width == 0);
-    CHECK(plan.lanes * plan.width <= 64);  // a thread for each channel of a tile
     CHECK(plan.tiles * plan.lanes * plan.width >= p.C);
     CHECK(plan.blocks == 0 || plan.blocks == plan.tiles * plan.parts);
     CHECK(plan.parts * plan.part_length >= p.N * p.S &&
@@ -144,11 +134,6 @@ void test_extreme() {
                            Problem{7, 0, 9}, Problem{7, 9, 0}, Problem{int64_t{1} << 40, 1, 1}}) {
     check_problem(p, false);
   }
-  try {
-    launch_plan({1 << 10, 1 << 15, 1 << 20, BNEXPORT_FLOAT16, BNEXPORT_NCS}, 132);
-    CHECK(false);
-  } catch (const std::length_error&) {
-  }
 }
 
 // Offsets beyond 32 bits, in elements.
@@ -171,9 +156,9 @@ void test_columns() {
       for (const int32_t dtype : {BNEXPORT_FLOAT16, BNEXPORT_FLOAT32}) {
         const Problem p{32, C, 3136, dtype, BNEXPORT_NSC};
         const LaunchPlan plan = launch_plan(p, device);
-        CHECK(plan.parts == 1 || plan.blocks <= 2 * device);  // one wave
+        CHECK(plan.parts == 1 || plan.blocks <= kBlocks * device);  // one wave
         CHECK(plan.tiles > device || plan.blocks >= device);
-        CHECK(2 * plan.parts * C * 16 <= 0.02 * static_cast<double>(3 * p.N * p.C * p.S * size_of(dtype)));
+        CHECK(2 * plan.parts * C * 24 <= 0.04 * static_cast<double>(3 * p.N * p.C * p.S * size_of(dtype)));
       }
     }
   }

@@ -4,7 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#define BNEXPORT_KERNEL(blocks) __global__ void __launch_bounds__(kThreads, blocks)
+#define BNEXPORT_KERNEL __global__ void __launch_bounds__(kThreads, kBlocks)
 #define BNEXPORT_DEVICE __device__ __forceinline__
 // Arguments stay in constant memory: a reference to them makes no copy.
 #define BNEXPORT_ARGUMENTS const __grid_constant__
@@ -40,25 +40,53 @@ BNEXPORT_DEVICE Value shuffle_down(const Value& value, int distance) {
   return bits.value;
 }
 
+// A launch that overlaps the one before it on the stream (Hopper and newer; the launch asks for it). start_next(): the next
+// one's blocks may take the places that are free. wait_for_previous(): all that it has written can be read.
+BNEXPORT_DEVICE void start_next() {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+BNEXPORT_DEVICE void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+
 // Global memory. Kernels may write to what they read (y == x), so loads do not go the read-only way;
 // nothing is read twice from one multiprocessor's first level, so they leave it out.
-template <Reuse reuse>
-BNEXPORT_DEVICE Words load_words(const void* from) {
-  const auto* at = static_cast<const uint4*>(from);
-  const uint4 v = reuse == Reuse::kNever ? __ldcs(at) : __ldcg(at);
-  return {{v.x, v.y, v.z, v.w}};
+template <Reuse reuse, int n>
+BNEXPORT_DEVICE Words<n> load_words(const void* from) {
+  if constexpr (n == 4) {
+    const auto* at = static_cast<const uint4*>(from);
+    const uint4 v = reuse == Reuse::kNever ? __ldcs(at) : __ldcg(at);
+    return {{v.x, v.y, v.z, v.w}};
+  } else {
+    const auto* at = static_cast<const uint2*>(from);
+    const uint2 v = reuse == Reuse::kNever ? __ldcs(at) : __ldcg(at);
+    return {{v.x, v.y}};
+  }
 }
 template <Reuse reuse, class Storage>
 BNEXPORT_DEVICE Storage load_element(const Storage* from) {
   return reuse == Reuse::kNever ? __ldcs(from) : __ldcg(from);
 }
 // What is stored is the first to leave L2: what the second pass still has to read shall stay.
-BNEXPORT_DEVICE void store_words(void* to, const Words& value) {
+BNEXPORT_DEVICE void store_words(void* to, const Words<4>& value) {
   __stcs(static_cast<uint4*>(to), make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]));
+}
+BNEXPORT_DEVICE void store_words(void* to, const Words<2>& value) {
+  __stcs(static_cast<uint2*>(to), make_uint2(value.word[0], value.word[1]));
 }
 template <class Storage>
 BNEXPORT_DEVICE void store_element(Storage* to, Storage value) {
   __stcs(to, value);
+}
+
+// What the kernel before this one wrote.
+template <class Value>
+BNEXPORT_DEVICE Value load_result(const Value* from) {
+  return *from;
 }
 
 // Values that threads of a block exchange through shared memory.
@@ -71,24 +99,6 @@ BNEXPORT_DEVICE Value get(const Value* slot) {
   return *slot;
 }
 
-// Values that blocks exchange through global memory. The first level of caches is not coherent.
-BNEXPORT_DEVICE void publish(Pair* to, const Pair& value) {
-  __stcg(reinterpret_cast<double2*>(to), make_double2(value.first, value.second));
-}
-BNEXPORT_DEVICE Pair read_published(const Pair* from) {
-  const double2 found = __ldcg(reinterpret_cast<const double2*>(from));
-  return {found.x, found.y};
-}
-// Whether this thread is the last of `count` that take a ticket; the counter is 0 again then. What the others' threads,
-// and those that they had synchronised with, published before is visible to it.
-BNEXPORT_DEVICE bool take_ticket(uint32_t* counter, uint32_t count) {
-  __threadfence();
-  const bool is_last = atomicInc(counter, count - 1) == count - 1;
-  __threadfence();
-  return is_last;
-}
-
-BNEXPORT_DEVICE int count_bits(uint32_t bits) { return __popc(bits); }
 // Within 2 ulp; for shares of counts.
 BNEXPORT_DEVICE float divide_fast(float a, float b) { return __fdividef(a, b); }
 BNEXPORT_DEVICE double divide_fast(double a, double b) { return a / b; }
