@@ -41,6 +41,12 @@ BNEXPORT_DEVICE Sums sum_of_parts(const Args& args, int64_t c, const Add& add) {
   return merge_threads(sums, args.side_by_side);
 }
 
+// Vectors of the layer that a thread will need: on their way while it waits for the kernel before this one.
+template <class... Vectors>
+BNEXPORT_DEVICE void fetch_ahead(int64_t index, int64_t bytes, const Vectors*... vectors) {
+  ((vectors != nullptr ? fetch(reinterpret_cast<const unsigned char*>(vectors) + index * bytes) : void()), ...);
+}
+
 template <class Args>
 BNEXPORT_DEVICE void write_row(const Args& args, int64_t c, double first, double second) {
   if (c == 0) args.row[0] = row_weight(args.params.stats_mode, args.params.N, args.params.S);
@@ -51,9 +57,13 @@ BNEXPORT_DEVICE void write_row(const Args& args, int64_t c, double first, double
 
 BNEXPORT_KERNEL forward_channels(BNEXPORT_ARGUMENTS ForwardArguments args) {
   start_next();
-  wait_for_previous();
   const bnexport_forward& params = args.params;
   const int64_t c = int64_t{block_index()} * args.side_by_side + thread_index() % args.side_by_side;
+  if (args.row == nullptr && c < params.C && thread_index() < args.side_by_side) {
+    fetch_ahead(c, params.stats_dtype == BNEXPORT_FLOAT64 ? 8 : 4, params.weight, params.bias, params.running_mean,
+                params.running_var);
+  }
+  wait_for_previous();
   Moments moments;
   if (args.partials != nullptr) {
     // Of the first part, as near to the channel's mean as any.

@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kVector = 16;  // bytes
 constexpr int64_t kColumnWidth = 4;  // elements of a vector, each of a channel with registers of its own
 constexpr int64_t kRound = 4 * kThreads;       // vectors that a block has in flight
-constexpr int64_t kShortest = 16;                   // rows of a thread of columns
+constexpr int64_t kShortest = 8;                    // rows of a thread of columns
 constexpr int64_t kOverhead = 1;                    // rounds that a block takes without data
 constexpr int64_t kMostWaves = 4;
 constexpr int64_t kLongestPart = int64_t{1} << 23;  // values: half of what float counts exactly
@@ -67,9 +67,9 @@ void plan_columns(const Problem& problem, int64_t multiprocessors, LaunchPlan& p
   plan.blocks = plan.tiles * plan.parts;
 }
 
-// Many channels side by side, so that few blocks share the arithmetic of few parts, or few ones with many parts.
+// As many channels side by side as let a thread read its parts at the same time.
 int64_t side_by_side(int64_t parts) {
-  int64_t channels = 32;
+  int64_t channels = kThreads / 2;
   while (channels > 4 && parts * channels > 4 * kThreads) channels /= 2;
   return channels;
 }

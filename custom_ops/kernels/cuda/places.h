@@ -5,8 +5,8 @@
 //   `lanes`
 //                 threads wide and kThreads / lanes high; a thread takes one vector of columns
 //
-// A thread takes kBatch vectors at a time, so that kBatch independent 16-byte loads are in flight per thread and a
-// warp's accesses are consecutive. A thread has values of kChannels channels, element k of a vector of channel
+// A thread takes a batch of vectors at a time, so that as many independent loads are in flight per thread and a warp's
+// accesses are consecutive. A thread has values of kChannels channels, element k of a vector of channel
 // k % kChannels; threads a multiple of `lanes` apart have the same channels.
 #pragma once
 
@@ -15,46 +15,47 @@
 
 namespace bnexport::cuda {
 
-constexpr int kBatch = 4;
-
-// `full`: all vectors lie in the part and are whole.
-template <class E, bool full>
+// n vectors. `full`: all lie in the part and are whole.
+template <class E, int n, bool full>
 struct Batch {
+  static constexpr int kVectors = n;
   static constexpr bool kFull = full;
-  int64_t offset[kBatch];
-  Span spans[kBatch];
+  int64_t offset[n];
+  Span spans[n];
 
   // unit_of(i): vector i.
   template <class UnitOf>
   BNEXPORT_DEVICE explicit Batch(const UnitOf& unit_of) {
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < n; ++i) {
       const Unit unit = unit_of(i);
       offset[i] = unit.offset;
       spans[i] = unit.span;
     }
   }
   BNEXPORT_DEVICE Span span(int i) const { return full ? Span{0, E::kWidth} : spans[i]; }
+  BNEXPORT_DEVICE bool has(int i) const { return full || spans[i].count() > 0; }
   BNEXPORT_DEVICE bool has(int i, int k) const { return full || E::has(spans[i], k); }
   BNEXPORT_DEVICE int count() const {
     int sum = 0;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) sum += span(i).count();
+    for (int i = 0; i < n; ++i) sum += span(i).count();
     return sum;
   }
 
   template <Reuse reuse>
-  BNEXPORT_DEVICE void load(const void* tensor, typename E::Raw (&raw)[kBatch]) const {
+  BNEXPORT_DEVICE void load(const void* tensor, typename E::Raw (&raw)[n]) const {
     const auto* data = static_cast<const typename E::Storage*>(tensor);
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) raw[i] = E::template load<reuse>(data + offset[i], span(i));
+    for (int i = 0; i < n; ++i) raw[i] = E::template load<reuse>(data + offset[i], span(i));
   }
   // value(i, k) for element k of vector i.
   template <class Value>
   BNEXPORT_DEVICE void store(void* tensor, const Value& value) const {
     auto* data = static_cast<typename E::Storage*>(tensor);
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < n; ++i) {
+      if (!has(i)) continue;
       typename E::Compute values[E::kWidth];
 #pragma unroll
       for (int k = 0; k < E::kWidth; ++k) values[k] = value(i, k);
@@ -62,6 +63,17 @@ struct Batch {
     }
   }
 };
+
+// Calls body(i, is_full) for batches 0 to `all`, of which the first `whole` are full; reverse: from the last one on.
+template <bool reverse, class Body>
+BNEXPORT_DEVICE void in_order(uint32_t whole, uint32_t all, const Body& body) {
+  const auto rest = [&] {
+    for (uint32_t i = whole; i < all; ++i) body(reverse ? all - 1 - (i - whole) : i, std::false_type{});
+  };
+  if constexpr (reverse) rest();
+  for (uint32_t i = 0; i < whole; ++i) body(reverse ? whole - 1 - i : i, std::true_type{});
+  if constexpr (!reverse) rest();
+}
 
 template <class Compute>
 BNEXPORT_DEVICE Compute median(Compute a, Compute b, Compute c) {
@@ -86,21 +98,17 @@ struct RowPlace {
         part(block % args.parts),
         range(part_of_slab(args.rows, channel, part, args.part_length)) {}
 
-  template <bool full, class Body>
-  BNEXPORT_DEVICE void batch(uint32_t index, const Body& body) const {
-    body(Batch<E, full>([&](int i) {
-      return unit_of_slab<E::kWidth, E::kWhole>(rows, range, index + static_cast<uint32_t>(i * kThreads));
-    }));
-  }
-  // Calls body(batch) for all batches of a thread. Full ones have a body of their own, without spans.
-  template <class Body>
+  // Calls body(batch) for all batches of a thread, of n vectors each; reverse: from the last one on. Full ones have a body
+  // of their own, without spans.
+  template <int n, bool reverse, class Body>
   BNEXPORT_DEVICE void each(const Body& body) const {
-    constexpr uint32_t kTile = kBatch * kThreads;
-    uint32_t index = range.begin + static_cast<uint32_t>(thread_index());
-    if constexpr (E::kWhole) {
-      for (; index + kTile - kThreads < range.end; index += kTile) batch<true>(index, body);
-    }
-    for (; index < range.end; index += kTile) batch<false>(index, body);
+    const uint32_t all = range.end - range.begin, whole = E::kWhole ? all / (n * kThreads) : 0;
+    in_order<reverse>(whole, (all + n * kThreads - 1) / (n * kThreads), [&](uint32_t i, auto is_full) {
+      const uint32_t index = range.begin + i * (n * kThreads) + static_cast<uint32_t>(thread_index());
+      body(Batch<E, n, is_full.value>([&](int j) {
+        return unit_of_slab<E::kWidth, E::kWhole>(rows, range, index + static_cast<uint32_t>(j * kThreads));
+      }));
+    });
   }
   // Where the part's first value lies, nearly: a row's first.
   BNEXPORT_DEVICE int64_t start() const { return range.origin; }
@@ -132,16 +140,17 @@ struct ColumnPlace {
         end(first + args.part_length < args.params.N * args.params.S ? first + args.part_length
                                                                     : args.params.N * args.params.S) {}
 
-  template <class Body>
+  template <int n, bool reverse, class Body>
   BNEXPORT_DEVICE void each(const Body& body) const {
-    const int64_t step = kThreads / lanes;
-    int64_t row = inside ? first + thread_index() / lanes : end;
-    const auto unit_of = [&](int i) {
-      const int64_t r = row + i * step;
-      return Unit{r * C + channel, {0, r < end ? E::kWidth : 0}};
-    };
-    for (; row + (kBatch - 1) * step < end; row += kBatch * step) body(Batch<E, true>(unit_of));
-    for (; row < end; row += kBatch * step) body(Batch<E, false>(unit_of));
+    const int64_t high = kThreads / lanes, all = inside ? end - first : 0;
+    in_order<reverse>(static_cast<uint32_t>(all / (n * high)), static_cast<uint32_t>((all + n * high - 1) / (n * high)),
+                      [&](uint32_t i, auto is_full) {
+                        const int64_t row = first + i * (n * high) + thread_index() / lanes;
+                        body(Batch<E, n, is_full.value>([&](int j) {
+                          const int64_t r = row + j * high;
+                          return Unit{r * C + channel, {0, r < end ? E::kWidth : 0}};
+                        }));
+                      });
   }
   BNEXPORT_DEVICE int64_t start() const { return first * C + channel; }
   BNEXPORT_DEVICE void shift(const typename E::Storage* x, typename E::Compute (&to)[kChannels]) const {

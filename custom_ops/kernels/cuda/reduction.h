@@ -99,8 +99,13 @@ BNEXPORT_DEVICE Value merge_threads(Value value, int distance) {
   if (lane < distance) put(slots + (distance < kWarp ? thread / kWarp * distance + lane : thread), value);
   sync_block();
   const int count = distance < kWarp ? kThreads / kWarp * distance : kThreads;
-  if (thread < distance) {
-    for (int other = thread + distance; other < count; other += distance) value.merge(get(slots + other));
+  if (thread < count) value = get(slots + thread);
+  for (int half = count / 2; half >= distance; half /= 2) {
+    if (thread < half) {
+      value.merge(get(slots + thread + half));
+      put(slots + thread, value);
+    }
+    sync_block();
   }
   return value;
 }

@@ -1,7 +1,7 @@
 // The kernels that read and write tensors, two a direction. A block takes a part of a tile of channels:
 //
 //   moments, sums         a part's moments or sums
-//   normalise, gradient   the output, last part first: what the first pass read last is still in L2
+//   normalise, gradient   the output, a part from its end on: what the first pass read last is still in L2
 //
 // Moments of a batch are two passes over registers: its mean, then M2 around it. Batches are merged by
 // Chan's formula, so that no choice of a pivot can spoil the result.
@@ -11,15 +11,18 @@
 
 namespace bnexport::cuda {
 
+// Vectors that a thread has in flight at a time, of each tensor.
+constexpr int kForwardBatch = 4, kBackwardBatch = 4;
+
 // Channel k of the part in double, value by value; for values whose squares leave the range of float.
 template <class Place>
 BNEXPORT_DEVICE Moments wide_moments(const Place& place, const typename Place::E::Storage* x, int k) {
   using E = typename Place::E;
   const double pivot = place.inside ? static_cast<double>(E::load_one(x + place.start() + k)) : 0;
   PartSums mine;
-  place.each([&](const auto& batch) {
+  place.template each<kForwardBatch, false>([&](const auto& batch) {
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < kForwardBatch; ++i) {
 #pragma unroll 1
       for (int j = k; j < E::kWidth; j += Place::kChannels) {
         if (batch.has(i, j)) mine.add({1, static_cast<double>(E::load_one(x + batch.offset[i] + j)), 0}, pivot);
@@ -31,15 +34,16 @@ BNEXPORT_DEVICE Moments wide_moments(const Place& place, const typename Place::E
 
 // Moments of a batch's values, relative to `shift`.
 template <class Place, class Values, class Compute, int n>
-BNEXPORT_DEVICE LaneMoments<Compute, n> moments_of(const Values& batch, const typename Place::E::Raw (&raw)[kBatch],
+BNEXPORT_DEVICE LaneMoments<Compute, n> moments_of(const Values& batch, const typename Place::E::Raw (&raw)[kForwardBatch],
                                                    const Compute (&shift)[n]) {
   using E = typename Place::E;
   LaneMoments<Compute, n> all;
-  all.count = static_cast<Compute>(Values::kFull ? kBatch * E::kWidth / n : batch.count() / n);
+  all.count = static_cast<Compute>(Values::kFull ? kForwardBatch * E::kWidth / n : batch.count() / n);
   const Compute inverse = 1 / all.count;
   const auto add_up = [&](Compute(&to)[n], const auto& term) {
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < kForwardBatch; ++i) {
+      if (!batch.has(i)) continue;
       Compute some[n] = {};  // so that a lane's chain of additions stays short
 #pragma unroll
       for (int k = 0; k < E::kWidth; ++k) {
@@ -67,8 +71,8 @@ BNEXPORT_KERNEL moments(BNEXPORT_ARGUMENTS ForwardArguments args) {
   Compute shift[n];
   place.shift(x, shift);
   LaneMoments<Compute, n> all;
-  place.each([&](const auto& batch) {
-    typename E::Raw raw[kBatch];
+  place.template each<kForwardBatch, false>([&](const auto& batch) {
+    typename E::Raw raw[kForwardBatch];
     batch.template load<Reuse::kSoon>(x, raw);
     if (batch.count() != 0) all.merge(moments_of<Place>(batch, raw, shift));
   });
@@ -109,8 +113,8 @@ BNEXPORT_KERNEL normalise(BNEXPORT_ARGUMENTS ForwardArguments args) {
     scale[k] = static_cast<Compute>(from.scale);
     bias[k] = static_cast<Compute>(from.bias);
   }
-  place.each([&](const auto& batch) {
-    typename E::Raw x[kBatch];
+  place.template each<kForwardBatch, true>([&](const auto& batch) {
+    typename E::Raw x[kForwardBatch];
     batch.template load<Reuse::kNever>(args.params.x, x);
     batch.store(args.params.y,
                 [&](int i, int k) { return (E::get(x[i], k) - mean[k % n]) * scale[k % n] + bias[k % n]; });
@@ -132,13 +136,14 @@ BNEXPORT_KERNEL sums(BNEXPORT_ARGUMENTS BackwardArguments args) {
     if (place.inside) pivot[k] = static_cast<Compute>(saved_mean(params, place.channel + k));
   }
   LaneSums<Compute, n> all;
-  place.each([&](const auto& batch) {
-    typename E::Raw dy[kBatch], x[kBatch];
+  place.template each<kBackwardBatch, false>([&](const auto& batch) {
+    typename E::Raw dy[kBackwardBatch], x[kBackwardBatch];
     batch.template load<Reuse::kSoon>(params.dy, dy);
     batch.template load<Reuse::kSoon>(params.x, x);
     LaneSums<Compute, n> some;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < kBackwardBatch; ++i) {
+      if (!batch.has(i)) continue;
 #pragma unroll
       for (int k = 0; k < E::kWidth; ++k) {
         const Compute g = E::get(dy[i], k);  // 0 outside of the span, but x - pivot may be anything there
@@ -179,8 +184,8 @@ BNEXPORT_KERNEL gradient(BNEXPORT_ARGUMENTS BackwardArguments args) {
     slope[k] = static_cast<Compute>(from.slope);
     rest[k] = static_cast<Compute>(from.rest);
   }
-  place.each([&](const auto& batch) {
-    typename E::Raw dy[kBatch], x[kBatch];
+  place.template each<kBackwardBatch, true>([&](const auto& batch) {
+    typename E::Raw dy[kBackwardBatch], x[kBackwardBatch];
     batch.template load<Reuse::kNever>(args.params.dy, dy);
     batch.template load<Reuse::kNever>(args.params.x, x);
     batch.store(args.params.dx, [&](int i, int k) {

@@ -79,6 +79,7 @@ inline int block_count() { return static_cast<int>(emulator::grid); }
 inline unsigned char* shared_memory() { return emulator::current->block->shared; }
 inline void start_next() {}
 inline void wait_for_previous() { emulator::current->has_waited = true; }
+inline void fetch(const void* at) { emulator::touch(at, false); }
 template <class Value>
 Value load_result(const Value* from) {
   if (!emulator::current->has_waited) emulator::fail("another kernel's result, without waiting for it");
