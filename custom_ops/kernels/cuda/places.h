@@ -2,12 +2,12 @@
 //
 //   RowPlace      NCS: one channel, a part of its slab
 //   ColumnPlace   NSC, and NCS with one pixel: a matrix of N * S rows and C columns, one channel each. A block is
-//   `lanes`
-//                 threads wide and kThreads / lanes high; a thread takes one vector of columns
+//                 `lanes` threads wide and kThreads / lanes high; a thread takes one vector of columns
 //
-// A thread takes a batch of vectors at a time, so that as many independent loads are in flight per thread and a warp's
-// accesses are consecutive. A thread has values of kChannels channels, element k of a vector of channel
-// k % kChannels; threads a multiple of `lanes` apart have the same channels.
+// A part has `length` vectors for the threads of a channel; this thread takes vector `offset` and every `step`-th behind it,
+// a batch of them at a time, so that as many independent loads are in flight and a warp's accesses are consecutive. It has
+// values of kChannels channels, element k of a vector of channel k % kChannels; threads a multiple of `lanes` apart have the
+// same channels.
 #pragma once
 
 #include "channels.h"
@@ -22,6 +22,11 @@ struct Batch {
   static constexpr bool kFull = full;
   int64_t offset[n];
   Span spans[n];
+
+  struct Values {
+    typename E::Raw raw[n];
+    BNEXPORT_DEVICE typename E::Compute operator()(int i, int k) const { return E::get(raw[i], k); }
+  };
 
   // unit_of(i): vector i.
   template <class UnitOf>
@@ -44,10 +49,12 @@ struct Batch {
   }
 
   template <Reuse reuse>
-  BNEXPORT_DEVICE void load(const void* tensor, typename E::Raw (&raw)[n]) const {
+  BNEXPORT_DEVICE Values load(const void* tensor) const {
     const auto* data = static_cast<const typename E::Storage*>(tensor);
+    Values values;
 #pragma unroll
-    for (int i = 0; i < n; ++i) raw[i] = E::template load<reuse>(data + offset[i], span(i));
+    for (int i = 0; i < n; ++i) values.raw[i] = E::template load<reuse>(data + offset[i], span(i));
+    return values;
   }
   // value(i, k) for element k of vector i.
   template <class Value>
@@ -64,15 +71,39 @@ struct Batch {
   }
 };
 
-// Calls body(i, is_full) for batches 0 to `all`, of which the first `whole` are full; reverse: from the last one on.
-template <bool reverse, class Body>
-BNEXPORT_DEVICE void in_order(uint32_t whole, uint32_t all, const Body& body) {
-  const auto rest = [&] {
-    for (uint32_t i = whole; i < all; ++i) body(reverse ? all - 1 - (i - whole) : i, std::false_type{});
-  };
-  if constexpr (reverse) rest();
-  for (uint32_t i = 0; i < whole; ++i) body(reverse ? whole - 1 - i : i, std::true_type{});
-  if constexpr (!reverse) rest();
+// The batches of n vectors from `at` on, as far as all threads' vectors lie in the part if `full`; returns where they end.
+template <int n, bool full, bool reverse, class Place, class Body>
+BNEXPORT_DEVICE uint32_t each_batch(const Place& place, uint32_t at, const Body& body) {
+  const uint32_t length = place.length, step = place.step;
+  for (; full ? at + n * step <= length : at < length; at += n * step) {
+    body(Batch<typename Place::E, n, full>([&](int i) {
+      const uint32_t index = at + static_cast<uint32_t>(i) * step + place.offset;
+      return full || index < length ? place.unit(reverse ? length - 1 - index : index) : Unit{};
+    }));
+  }
+  return at;
+}
+// Calls body(batch) for all batches of a thread, of n vectors or fewer; reverse: from the part's end on. What is left of
+// whole vectors has bodies of its own: a batch with spans takes as long as a full one.
+template <int n, bool reverse, class Place, class Body>
+BNEXPORT_DEVICE void each(const Place& place, const Body& body) {
+  if constexpr (Place::E::kWhole) {
+    const uint32_t at = each_batch<n, true, reverse>(place, 0, body);
+    each_batch<1, false, reverse>(place, each_batch<2, true, reverse>(place, at, body), body);
+  } else {
+    each_batch<n, false, reverse>(place, 0, body);
+  }
+}
+// Brings the first n vectors of a thread into L2, while it still waits for what it needs to use them.
+template <int n, bool reverse, class Place>
+BNEXPORT_DEVICE void fetch_first(const Place& place, const void* tensor) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    const uint32_t index = static_cast<uint32_t>(i) * place.step + place.offset;
+    if (index >= place.length) return;
+    fetch(static_cast<const typename Place::E::Storage*>(tensor) +
+          place.unit(reverse ? place.length - 1 - index : index).offset);
+  }
 }
 
 template <class Compute>
@@ -85,30 +116,25 @@ template <class Vector>
 struct RowPlace {
   using E = Vector;
   static constexpr int kChannels = 1;
+  static constexpr uint32_t step = kThreads;
   const Rows& rows;
   const int64_t channel;
   const int part, lanes = 1;
   const bool inside = true;
   const Range range;
+  const uint32_t offset, length;
 
   template <class Args>
   BNEXPORT_DEVICE RowPlace(const Args& args, int block)
       : rows(args.rows),
         channel(block / args.parts),
         part(block % args.parts),
-        range(part_of_slab(args.rows, channel, part, args.part_length)) {}
+        range(part_of_slab(args.rows, channel, part, args.part_length)),
+        offset(static_cast<uint32_t>(thread_index())),
+        length(range.end - range.begin) {}
 
-  // Calls body(batch) for all batches of a thread, of n vectors each; reverse: from the last one on. Full ones have a body
-  // of their own, without spans.
-  template <int n, bool reverse, class Body>
-  BNEXPORT_DEVICE void each(const Body& body) const {
-    const uint32_t all = range.end - range.begin, whole = E::kWhole ? all / (n * kThreads) : 0;
-    in_order<reverse>(whole, (all + n * kThreads - 1) / (n * kThreads), [&](uint32_t i, auto is_full) {
-      const uint32_t index = range.begin + i * (n * kThreads) + static_cast<uint32_t>(thread_index());
-      body(Batch<E, n, is_full.value>([&](int j) {
-        return unit_of_slab<E::kWidth, E::kWhole>(rows, range, index + static_cast<uint32_t>(j * kThreads));
-      }));
-    });
+  BNEXPORT_DEVICE Unit unit(uint32_t index) const {
+    return unit_of_slab<E::kWidth, E::kWhole>(rows, range, range.begin + index);
   }
   // Where the part's first value lies, nearly: a row's first.
   BNEXPORT_DEVICE int64_t start() const { return range.origin; }
@@ -128,6 +154,7 @@ struct ColumnPlace {
   const int64_t channel;
   const bool inside;
   const int64_t first, end;  // rows of the part
+  const uint32_t step, offset, length;
 
   template <class Args>
   BNEXPORT_DEVICE ColumnPlace(const Args& args, int block)
@@ -138,20 +165,12 @@ struct ColumnPlace {
         inside(channel < C),
         first(part * args.part_length),
         end(first + args.part_length < args.params.N * args.params.S ? first + args.part_length
-                                                                    : args.params.N * args.params.S) {}
+                                                                    : args.params.N * args.params.S),
+        step(static_cast<uint32_t>(kThreads / lanes)),
+        offset(static_cast<uint32_t>(thread_index() / lanes)),
+        length(inside ? static_cast<uint32_t>(end - first) : 0) {}
 
-  template <int n, bool reverse, class Body>
-  BNEXPORT_DEVICE void each(const Body& body) const {
-    const int64_t high = kThreads / lanes, all = inside ? end - first : 0;
-    in_order<reverse>(static_cast<uint32_t>(all / (n * high)), static_cast<uint32_t>((all + n * high - 1) / (n * high)),
-                      [&](uint32_t i, auto is_full) {
-                        const int64_t row = first + i * (n * high) + thread_index() / lanes;
-                        body(Batch<E, n, is_full.value>([&](int j) {
-                          const int64_t r = row + j * high;
-                          return Unit{r * C + channel, {0, r < end ? E::kWidth : 0}};
-                        }));
-                      });
-  }
+  BNEXPORT_DEVICE Unit unit(uint32_t index) const { return {(first + index) * C + channel, {0, E::kWidth}}; }
   BNEXPORT_DEVICE int64_t start() const { return first * C + channel; }
   BNEXPORT_DEVICE void shift(const typename E::Storage* x, typename E::Compute (&to)[kChannels]) const {
     const auto row = [&](int64_t r) {

@@ -84,8 +84,7 @@ BNEXPORT_HOST_DEVICE inline Unit unit_of_slab(const Rows& rows, const Range& ran
   const uint32_t row = rows.units.quotient(index), unit = index - row * rows.units.divisor;
   const int64_t start = range.origin + static_cast<int64_t>(row * static_cast<uint64_t>(rows.stride));
   const auto within = static_cast<int64_t>(static_cast<uint64_t>(unit) * width);
-  if (whole) return {start + within, {0, index < range.end ? width : 0}};
-  if (index >= range.end) return {};
+  if (whole) return {start + within, {0, width}};
   const int lead = static_cast<int>(start & (width - 1));  // elements of the first unit that are not the row's
   const int64_t rest = lead + rows.S - within;             // elements up to the row's end
   const int end = rest >= width ? width : rest > 0 ? static_cast<int>(rest) : 0;

@@ -20,9 +20,9 @@ BNEXPORT_DEVICE Moments wide_moments(const Place& place, const typename Place::E
   using E = typename Place::E;
   const double pivot = place.inside ? static_cast<double>(E::load_one(x + place.start() + k)) : 0;
   PartSums mine;
-  place.template each<kForwardBatch, false>([&](const auto& batch) {
+  each<kForwardBatch, false>(place, [&](const auto& batch) {
 #pragma unroll
-    for (int i = 0; i < kForwardBatch; ++i) {
+    for (int i = 0; i < batch.kVectors; ++i) {
 #pragma unroll 1
       for (int j = k; j < E::kWidth; j += Place::kChannels) {
         if (batch.has(i, j)) mine.add({1, static_cast<double>(E::load_one(x + batch.offset[i] + j)), 0}, pivot);
@@ -33,21 +33,20 @@ BNEXPORT_DEVICE Moments wide_moments(const Place& place, const typename Place::E
 }
 
 // Moments of a batch's values, relative to `shift`.
-template <class Place, class Values, class Compute, int n>
-BNEXPORT_DEVICE LaneMoments<Compute, n> moments_of(const Values& batch, const typename Place::E::Raw (&raw)[kForwardBatch],
+template <class E, class Batch, class Compute, int n>
+BNEXPORT_DEVICE LaneMoments<Compute, n> moments_of(const Batch& batch, const typename Batch::Values& x,
                                                    const Compute (&shift)[n]) {
-  using E = typename Place::E;
   LaneMoments<Compute, n> all;
-  all.count = static_cast<Compute>(Values::kFull ? kForwardBatch * E::kWidth / n : batch.count() / n);
+  all.count = static_cast<Compute>(batch.count() / n);
   const Compute inverse = 1 / all.count;
   const auto add_up = [&](Compute(&to)[n], const auto& term) {
 #pragma unroll
-    for (int i = 0; i < kForwardBatch; ++i) {
+    for (int i = 0; i < batch.kVectors; ++i) {
       if (!batch.has(i)) continue;
       Compute some[n] = {};  // so that a lane's chain of additions stays short
 #pragma unroll
       for (int k = 0; k < E::kWidth; ++k) {
-        some[k % n] += batch.has(i, k) ? term(E::get(raw[i], k) - shift[k % n], k % n) : Compute(0);
+        some[k % n] += batch.has(i, k) ? term(x(i, k) - shift[k % n], k % n) : Compute(0);
       }
 #pragma unroll
       for (int k = 0; k < n; ++k) to[k] += some[k];
@@ -69,12 +68,12 @@ BNEXPORT_KERNEL moments(BNEXPORT_ARGUMENTS ForwardArguments args) {
   const Place place(args, block_index());
   const auto* x = static_cast<const typename E::Storage*>(args.params.x);
   Compute shift[n];
+  fetch_first<kForwardBatch, false>(place, x);
   place.shift(x, shift);
   LaneMoments<Compute, n> all;
-  place.template each<kForwardBatch, false>([&](const auto& batch) {
-    typename E::Raw raw[kForwardBatch];
-    batch.template load<Reuse::kSoon>(x, raw);
-    if (batch.count() != 0) all.merge(moments_of<Place>(batch, raw, shift));
+  each<kForwardBatch, false>(place, [&](const auto& batch) {
+    const auto values = batch.template load<Reuse::kSoon>(x);
+    if (batch.count() != 0) all.merge(moments_of<E>(batch, values, shift));
   });
   all = merge_threads(all, place.lanes);
   const bool publishes = thread_index() < place.lanes && place.inside;
@@ -103,6 +102,7 @@ BNEXPORT_KERNEL normalise(BNEXPORT_ARGUMENTS ForwardArguments args) {
   using Compute = typename E::Compute;
   constexpr int n = Place::kChannels;
   const Place place(args, block_count() - 1 - block_index());
+  fetch_first<kForwardBatch, false>(place, args.params.x);
   wait_for_previous();
   if (!place.inside) return;
   Compute mean[n], scale[n], bias[n];
@@ -113,11 +113,10 @@ BNEXPORT_KERNEL normalise(BNEXPORT_ARGUMENTS ForwardArguments args) {
     scale[k] = static_cast<Compute>(from.scale);
     bias[k] = static_cast<Compute>(from.bias);
   }
-  place.template each<kForwardBatch, true>([&](const auto& batch) {
-    typename E::Raw x[kForwardBatch];
-    batch.template load<Reuse::kNever>(args.params.x, x);
+  each<kForwardBatch, false>(place, [&](const auto& batch) {
+    const auto x = batch.template load<Reuse::kNever>(args.params.x);
     batch.store(args.params.y,
-                [&](int i, int k) { return (E::get(x[i], k) - mean[k % n]) * scale[k % n] + bias[k % n]; });
+                [&](int i, int k) { return (x(i, k) - mean[k % n]) * scale[k % n] + bias[k % n]; });
   });
 }
 
@@ -130,25 +129,25 @@ BNEXPORT_KERNEL sums(BNEXPORT_ARGUMENTS BackwardArguments args) {
   start_next();
   const bnexport_backward& params = args.params;
   const Place place(args, block_index());
+  fetch_first<kBackwardBatch, false>(place, params.dy);
+  fetch_first<kBackwardBatch, false>(place, params.x);
   Compute pivot[n] = {};
 #pragma unroll
   for (int k = 0; k < n; ++k) {
     if (place.inside) pivot[k] = static_cast<Compute>(saved_mean(params, place.channel + k));
   }
   LaneSums<Compute, n> all;
-  place.template each<kBackwardBatch, false>([&](const auto& batch) {
-    typename E::Raw dy[kBackwardBatch], x[kBackwardBatch];
-    batch.template load<Reuse::kSoon>(params.dy, dy);
-    batch.template load<Reuse::kSoon>(params.x, x);
+  each<kBackwardBatch, false>(place, [&](const auto& batch) {
+    const auto dy = batch.template load<Reuse::kSoon>(params.dy), x = batch.template load<Reuse::kSoon>(params.x);
     LaneSums<Compute, n> some;
 #pragma unroll
-    for (int i = 0; i < kBackwardBatch; ++i) {
+    for (int i = 0; i < batch.kVectors; ++i) {
       if (!batch.has(i)) continue;
 #pragma unroll
       for (int k = 0; k < E::kWidth; ++k) {
-        const Compute g = E::get(dy[i], k);  // 0 outside of the span, but x - pivot may be anything there
+        const Compute g = dy(i, k);  // 0 outside of the span, but x - pivot may be anything there
         some.dy[k % n] += g;
-        some.dy_x[k % n] += batch.has(i, k) ? g * (E::get(x[i], k) - pivot[k % n]) : Compute(0);
+        some.dy_x[k % n] += batch.has(i, k) ? g * (x(i, k) - pivot[k % n]) : Compute(0);
       }
     }
     all.merge(some);
@@ -172,6 +171,8 @@ BNEXPORT_KERNEL gradient(BNEXPORT_ARGUMENTS BackwardArguments args) {
   using Compute = typename E::Compute;
   constexpr int n = Place::kChannels;
   const Place place(args, block_count() - 1 - block_index());
+  fetch_first<kBackwardBatch, true>(place, args.params.dy);
+  fetch_first<kBackwardBatch, true>(place, args.params.x);
   wait_for_previous();
   if (!place.inside) return;
   Compute mean[n], scale[n], offset[n], slope[n], rest[n];
@@ -184,13 +185,11 @@ BNEXPORT_KERNEL gradient(BNEXPORT_ARGUMENTS BackwardArguments args) {
     slope[k] = static_cast<Compute>(from.slope);
     rest[k] = static_cast<Compute>(from.rest);
   }
-  place.template each<kBackwardBatch, true>([&](const auto& batch) {
-    typename E::Raw dy[kBackwardBatch], x[kBackwardBatch];
-    batch.template load<Reuse::kNever>(args.params.dy, dy);
-    batch.template load<Reuse::kNever>(args.params.x, x);
+  each<kBackwardBatch, true>(place, [&](const auto& batch) {
+    const auto dy = batch.template load<Reuse::kNever>(args.params.dy), x = batch.template load<Reuse::kNever>(args.params.x);
     batch.store(args.params.dx, [&](int i, int k) {
       const int j = k % n;
-      return ((E::get(dy[i], k) - offset[j]) - (E::get(x[i], k) - mean[j]) * slope[j]) * scale[j] + rest[j];
+      return ((dy(i, k) - offset[j]) - (x(i, k) - mean[j]) * slope[j]) * scale[j] + rest[j];
     });
   });
 }
