@@ -1,11 +1,12 @@
 """Rows of `bench`: training steps of modules, the host's time included, against torch.nn's batch norm and sync batch norm.
 
-A step is a forward and a backward through autograd, as a training loop makes them; nothing is captured. Candidates take
-turns, and a time is the median of rounds. ResNet-50 stands here in few lines, as no package of models is needed.
+A step is a forward and a backward through autograd, as a training loop makes them, and of ResNet-50 also as one CUDA graph.
+Candidates take turns, and a time is the median of rounds. ResNet-50 stands here in few lines, as no package of models is needed.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn.modules._functions import SyncBatchNorm as SyncFunction
 
 import bnexport
-from benchmarks.gpu.report import Report
+from benchmarks.gpu.report import NotRun, Report
 from benchmarks.gpu.section import Options
 
 Norm = Callable[[int], nn.Module]
@@ -114,6 +115,20 @@ def summary(times: dict[str, float]) -> str:
     return f"{ours:.0f} us" + "".join(f", {ours / t:.2f} x {name}" for name, t in times.items() if name != "ours")
 
 
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """A step as one CUDA graph: what is left is the device's time."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def run(report: Report, options: Options) -> None:
     device, few = options.device, options.rehearse
     for shape in SHAPES[:1] if few else SHAPES:
@@ -123,11 +138,15 @@ def run(report: Report, options: Options) -> None:
                 with report.step(name) as row:
                     times = module_step(shape, channels_last, device, few)
                     row.ok, row.value, row.data = None, summary(times), {"us": times}
-    for channels_last in (False, True):
-        name = f"ResNet-50 step, batch {2 if few else BATCH}{' NHWC' if channels_last else ''}"
-        if report.wanted(name, 30):
-            with report.step(name, 60) as row:
-                times = network_step(channels_last, device, few)
+    for channels_last, in_graph in itertools.product((False, True), (False, True)):
+        where = (
+            f"{' in a CUDA graph' if in_graph else ''}, batch {2 if few else BATCH}{' NHWC' if channels_last else ''}"
+        )
+        if report.wanted(f"ResNet-50 step{where}", 30):
+            with report.step(f"ResNet-50 step{where}", 60) as row:
+                if few and in_graph:
+                    raise NotRun("an emulated device has no graphs")
+                times = network_step(channels_last, device, few, in_graph)
                 row.ok = None if few else times["ours"] <= MOST * times["BatchNorm2d"]
                 row.value, row.data = summary(times), {"us": times, "most": MOST}
 
@@ -146,11 +165,14 @@ def module_step(shape: tuple[int, ...], channels_last: bool, device: str, few: b
     return step_times(steps, device, 2 if few else 100, 1 if few else ROUNDS)
 
 
-def network_step(channels_last: bool, device: str, few: bool) -> dict[str, float]:
+def network_step(channels_last: bool, device: str, few: bool, in_graph: bool) -> dict[str, float]:
     batch, side, share = (2, 32, 16) if few else (BATCH, SIDE, 1)
     x = torch.randn(batch, 3, side, side, device=device).contiguous(memory_format=format_of(channels_last))
     steps = {}
     for name, norm in candidates(device).items():
+        if in_graph and name == "SyncBatchNorm":
+            continue  # its collectives
         model = resnet50(norm, share).to(device, memory_format=format_of(channels_last)).train()
-        steps[name] = step_of(model, x, None, autocast=True)
+        step = step_of(model, x, None, autocast=True)
+        steps[name] = captured(step) if in_graph else step
     return step_times(steps, device, 1 if few else STEPS, 1 if few else ROUNDS)

@@ -11,8 +11,10 @@
 
 namespace bnexport::cuda {
 
-// Vectors that a thread has in flight at a time, of each tensor.
-constexpr int kForwardBatch = 4, kBackwardBatch = 4;
+// Vectors that a thread has in flight at a time: in the backward of each of two tensors.
+template <class E>
+constexpr int kForwardBatch = sizeof(typename E::Raw) == 8 ? 8 : 4;
+constexpr int kBackwardBatch = 4;
 
 // Channel k of the part in double, value by value; for values whose squares leave the range of float.
 template <class Place>
@@ -20,7 +22,7 @@ BNEXPORT_DEVICE Moments wide_moments(const Place& place, const typename Place::E
   using E = typename Place::E;
   const double pivot = place.inside ? static_cast<double>(E::load_one(x + place.start() + k)) : 0;
   PartSums mine;
-  each<kForwardBatch, false>(place, [&](const auto& batch) {
+  each<kForwardBatch<E>, false>(place, [&](const auto& batch) {
 #pragma unroll
     for (int i = 0; i < batch.kVectors; ++i) {
 #pragma unroll 1
@@ -68,10 +70,10 @@ BNEXPORT_KERNEL moments(BNEXPORT_ARGUMENTS ForwardArguments args) {
   const Place place(args, block_index());
   const auto* x = static_cast<const typename E::Storage*>(args.params.x);
   Compute shift[n];
-  fetch_first<kForwardBatch, false>(place, x);
+  fetch_first<kForwardBatch<E>, false>(place, x);
   place.shift(x, shift);
   LaneMoments<Compute, n> all;
-  each<kForwardBatch, false>(place, [&](const auto& batch) {
+  each<kForwardBatch<E>, false>(place, [&](const auto& batch) {
     const auto values = batch.template load<Reuse::kSoon>(x);
     if (batch.count() != 0) all.merge(moments_of<E>(batch, values, shift));
   });
@@ -102,7 +104,7 @@ BNEXPORT_KERNEL normalise(BNEXPORT_ARGUMENTS ForwardArguments args) {
   using Compute = typename E::Compute;
   constexpr int n = Place::kChannels;
   const Place place(args, block_count() - 1 - block_index());
-  fetch_first<kForwardBatch, false>(place, args.params.x);
+  fetch_first<kForwardBatch<E>, true>(place, args.params.x);  // while the channels are finished
   wait_for_previous();
   if (!place.inside) return;
   Compute mean[n], scale[n], bias[n];
@@ -113,7 +115,7 @@ BNEXPORT_KERNEL normalise(BNEXPORT_ARGUMENTS ForwardArguments args) {
     scale[k] = static_cast<Compute>(from.scale);
     bias[k] = static_cast<Compute>(from.bias);
   }
-  each<kForwardBatch, false>(place, [&](const auto& batch) {
+  each<kForwardBatch<E>, true>(place, [&](const auto& batch) {
     const auto x = batch.template load<Reuse::kNever>(args.params.x);
     batch.store(args.params.y,
                 [&](int i, int k) { return (x(i, k) - mean[k % n]) * scale[k % n] + bias[k % n]; });
@@ -171,8 +173,6 @@ BNEXPORT_KERNEL gradient(BNEXPORT_ARGUMENTS BackwardArguments args) {
   using Compute = typename E::Compute;
   constexpr int n = Place::kChannels;
   const Place place(args, block_count() - 1 - block_index());
-  fetch_first<kBackwardBatch, true>(place, args.params.dy);
-  fetch_first<kBackwardBatch, true>(place, args.params.x);
   wait_for_previous();
   if (!place.inside) return;
   Compute mean[n], scale[n], offset[n], slope[n], rest[n];
