@@ -354,6 +354,20 @@ def proof(report: Report) -> str:
     return f"{how}\n\n{table(['model', 'sites proved', 'loading and proof', '`cmp` of the weights'], rows)}"
 
 
+def gpu(report: Report) -> str:
+    rows = []
+    for row in report["kernels_us"]:
+        cells = [row["name"], f"{row['mb']:.0f}"]
+        for times in (row["forward"], row["backward"]):
+            cells += [f"{times['ours']:.1f}", f"{100 * times['floor'] / times['ours']:.0f} %"]
+            cells += [f"{times[peer]:.1f}" for peer in ("torch", "cudnn", "sync")]
+        rows.append(cells)
+    peers = ["PyTorch", "cuDNN", "sync"]
+    header = ["shape", "MB", "forward", "", *peers, "backward", "", *peers]
+    machine = report["machine"]
+    return f"{machine['device']}, driver {machine['driver']}, PyTorch {machine['torch']}\n\n{table(header, rows)}"
+
+
 # A generated block: its page, its result, what makes Markdown of it. A benchmark's table joins by a line here.
 BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "ort_cpu": ("performance.md", "ort_cpu.json", ort_cpu),
@@ -373,6 +387,7 @@ BLOCKS: dict[str, tuple[str, str, Callable[[Report], str]]] = {
     "runtimes": ("runtimes.md", "runtimes.json", runtimes),
     "proof": ("folding.md", "proof.json", proof),
     "forms": ("folding.md", "forms.json", forms),
+    "gpu": ("gpu.md", "gpu_h200.json", gpu),
     "nodes": ("comparison.md", "nodes.json", nodes),
     "foreign_folds": ("folding.md", "foreign_folds.json", foreign_folds),
     "torch_versions": ("support.md", "torch_versions.json", torch_versions),

@@ -134,11 +134,6 @@ int bnexport_cuda_wait(void* stream, char* error, size_t capacity) {
   if (stream != nullptr) static_cast<FakeQueue*>(stream)->finish();
   return 0;
 }
-int bnexport_cuda_clear(void* workspace, size_t bytes, void* stream, char* error, size_t capacity) {
-  if (const char* const wrong = wrong_place(stream)) return fail(wrong, error, capacity);
-  on(stream, [=] { std::memset(workspace, 0, bytes); });
-  return 0;
-}
 
 int bnexport_cuda_forward_workspace(const bnexport_forward*, size_t* bytes, char*, size_t) {
   *bytes = kWorkspace;
