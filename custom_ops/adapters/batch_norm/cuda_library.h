@@ -7,7 +7,7 @@
 #include "bnexport_cuda.h"
 
 // The functions that the adapters call.
-#define BNEXPORT_CUDA_FUNCTIONS(each)                                                                                  \
+#define BNEXPORT_CUDA_FUNCTIONS(each)                                                                      \
   each(set_device) each(wait) each(forward_workspace) each(backward_workspace) each(moments) each(forward) \
       each(backward_moments) each(backward) each(copy)
 

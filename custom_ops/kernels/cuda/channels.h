@@ -1,5 +1,5 @@
-// Kernel arguments, and the kernels between the two passes over the data: a channel's parts are added up and become this
-// process's row, or statistics and the coefficients of the output.
+// Kernel arguments, and the kernels between the two passes over the data: a channel's parts are added up and become
+// this process's row, or statistics and the coefficients of the output.
 #pragma once
 
 #include "../common/statistics_definitions.h"
@@ -78,8 +78,8 @@ BNEXPORT_KERNEL forward_channels(BNEXPORT_ARGUMENTS ForwardArguments args) {
   if (!params.training) {
     args.coefficients[c] = finish_inference(params, c);
   } else {
-    args.coefficients[c] = finish_training(
-        params, c, params.group_size > 1 ? gathered_statistics(params, c) : local_statistics(moments));
+    args.coefficients[c] =
+        finish_training(params, c, params.group_size > 1 ? gathered_statistics(params, c) : local_statistics(moments));
   }
 }
 
@@ -96,8 +96,7 @@ BNEXPORT_KERNEL backward_channels(BNEXPORT_ARGUMENTS BackwardArguments args) {
   if (args.row != nullptr) return write_row(args, c, sums.dy, sums.dy_x_hat);
   if (c >= params.C) return;
   if (params.group_size > 1) sums = {params.local_moments[1 + c], params.local_moments[1 + params.C + c]};
-  const BackwardCoefficients k =
-      finish_backward(params, c, sums, params.training ? group_share(params) : GroupShare{});
+  const BackwardCoefficients k = finish_backward(params, c, sums, params.training ? group_share(params) : GroupShare{});
   if (params.training) {
     args.coefficients[c] = k;
   } else {  // dx = scale * dy, by the forward's kernel

@@ -1,7 +1,8 @@
 // Launches of a plan: select the kernels for the element type and fill in their arguments.
 //
-// A Launcher has void launch(Kernel kernel, int64_t blocks, const Arguments& arguments, bool overlaps), in stream order:
-// kernels.cu has CUDA's, the tests one that runs kernels on the host. overlaps: the kernel calls wait_for_previous().
+// A Launcher has void launch(Kernel kernel, int64_t blocks, const Arguments& arguments, bool overlaps), in stream
+// order: kernels.cu has CUDA's, the tests one that runs kernels on the host. overlaps: the kernel calls
+// wait_for_previous().
 #pragma once
 
 #include "launch_plan.h"

@@ -14,11 +14,11 @@ namespace bnexport::cuda {
 
 namespace {
 
-constexpr int64_t kVector = 16;  // bytes
-constexpr int64_t kColumnWidth = 4;  // elements of a vector, each of a channel with registers of its own
-constexpr int64_t kRound = 4 * kThreads;       // vectors that a block has in flight
-constexpr int64_t kShortest = 8;                    // rows of a thread of columns
-constexpr int64_t kOverhead = 1;                    // rounds that a block takes without data
+constexpr int64_t kVector = 16;           // bytes
+constexpr int64_t kColumnWidth = 4;       // elements of a vector, each of a channel with registers of its own
+constexpr int64_t kRound = 4 * kThreads;  // vectors that a block has in flight
+constexpr int64_t kShortest = 8;          // rows of a thread of columns
+constexpr int64_t kOverhead = 1;          // rounds that a block takes without data
 constexpr int64_t kMostWaves = 4;
 constexpr int64_t kLongestPart = int64_t{1} << 23;  // values: half of what float counts exactly
 constexpr int64_t kTileBytes = 128;                 // of a row: a line of the cache
@@ -35,7 +35,8 @@ int64_t size_of(int32_t dtype) { return dtype == BNEXPORT_FLOAT64 ? 8 : dtype ==
 void plan_rows(const Problem& problem, int64_t multiprocessors, LaunchPlan& plan) {
   const Rows rows(problem.N, problem.C, problem.S, plan.width);
   const int64_t units = std::max<int64_t>(rows.slab_units(), 1), C = std::max<int64_t>(problem.C, 1);
-  const int64_t places = kBlocks * multiprocessors, longest = std::max(kLongestPart / (plan.width * kRound), int64_t{1});
+  const int64_t places = kBlocks * multiprocessors,
+                longest = std::max(kLongestPart / (plan.width * kRound), int64_t{1});
   plan.whole = rows.whole;
   int64_t rounds = longest, best = std::numeric_limits<int64_t>::max();
   for (int64_t waves = 1; waves <= kMostWaves; ++waves) {

@@ -4,10 +4,10 @@
 //   ColumnPlace   NSC, and NCS with one pixel: a matrix of N * S rows and C columns, one channel each. A block is
 //                 `lanes` threads wide and kThreads / lanes high; a thread takes one vector of columns
 //
-// A part has `length` vectors for the threads of a channel; this thread takes vector `offset` and every `step`-th behind it,
-// a batch of them at a time, so that as many independent loads are in flight and a warp's accesses are consecutive. It has
-// values of kChannels channels, element k of a vector of channel k % kChannels; threads a multiple of `lanes` apart have the
-// same channels.
+// A part has `length` vectors for the threads of a channel; this thread takes vector `offset` and every `step`-th
+// behind it, a batch of them at a time, so that as many independent loads are in flight and a warp's accesses are
+// consecutive. It has values of kChannels channels, element k of a vector of channel k % kChannels; threads a multiple
+// of `lanes` apart have the same channels.
 #pragma once
 
 #include "channels.h"
@@ -71,7 +71,8 @@ struct Batch {
   }
 };
 
-// The batches of n vectors from `at` on, as far as all threads' vectors lie in the part if `full`; returns where they end.
+// The batches of n vectors from `at` on, as far as all threads' vectors lie in the part if `full`; returns where they
+// end.
 template <int n, bool full, bool reverse, class Place, class Body>
 BNEXPORT_DEVICE uint32_t each_batch(const Place& place, uint32_t at, const Body& body) {
   const uint32_t length = place.length, step = place.step;
@@ -83,8 +84,8 @@ BNEXPORT_DEVICE uint32_t each_batch(const Place& place, uint32_t at, const Body&
   }
   return at;
 }
-// Calls body(batch) for all batches of a thread, of n vectors or fewer; reverse: from the part's end on. What is left of
-// whole vectors has bodies of its own: a batch with spans takes as long as a full one.
+// Calls body(batch) for all batches of a thread, of n vectors or fewer; reverse: from the part's end on. What is left
+// of whole vectors has bodies of its own: a batch with spans takes as long as a full one.
 template <int n, bool reverse, class Place, class Body>
 BNEXPORT_DEVICE void each(const Place& place, const Body& body) {
   if constexpr (Place::E::kWhole) {
@@ -165,7 +166,7 @@ struct ColumnPlace {
         inside(channel < C),
         first(part * args.part_length),
         end(first + args.part_length < args.params.N * args.params.S ? first + args.part_length
-                                                                    : args.params.N * args.params.S),
+                                                                     : args.params.N * args.params.S),
         step(static_cast<uint32_t>(kThreads / lanes)),
         offset(static_cast<uint32_t>(thread_index() / lanes)),
         length(inside ? static_cast<uint32_t>(end - first) : 0) {}

@@ -65,16 +65,16 @@ BNEXPORT_HOST_DEVICE inline Range part_of_slab(const Rows& rows, int64_t c, int6
   return range;
 }
 
-// Elements [begin, end) of a vector. They are compared, not tested as bits of a mask: ptxas of CUDA 13.0 took one vector's
-// bit for another's.
+// Elements [begin, end) of a vector. They are compared, not tested as bits of a mask: ptxas of CUDA 13.0 took one
+// vector's bit for another's.
 struct Span {
   int begin = 0, end = 0;
 
   BNEXPORT_HOST_DEVICE int count() const { return end - begin; }
 };
 
-// Where a unit lies: `offset` in elements from the start of the tensor, and those of its elements that belong to the row.
-// `whole` is rows.whole, known when compiled.
+// Where a unit lies: `offset` in elements from the start of the tensor, and those of its elements that belong to the
+// row. `whole` is rows.whole, known when compiled.
 struct Unit {
   int64_t offset = 0;
   Span span;

@@ -117,8 +117,7 @@ BNEXPORT_KERNEL normalise(BNEXPORT_ARGUMENTS ForwardArguments args) {
   }
   each<kForwardBatch<E>, true>(place, [&](const auto& batch) {
     const auto x = batch.template load<Reuse::kNever>(args.params.x);
-    batch.store(args.params.y,
-                [&](int i, int k) { return (x(i, k) - mean[k % n]) * scale[k % n] + bias[k % n]; });
+    batch.store(args.params.y, [&](int i, int k) { return (x(i, k) - mean[k % n]) * scale[k % n] + bias[k % n]; });
   });
 }
 
@@ -186,7 +185,8 @@ BNEXPORT_KERNEL gradient(BNEXPORT_ARGUMENTS BackwardArguments args) {
     rest[k] = static_cast<Compute>(from.rest);
   }
   each<kBackwardBatch, true>(place, [&](const auto& batch) {
-    const auto dy = batch.template load<Reuse::kNever>(args.params.dy), x = batch.template load<Reuse::kNever>(args.params.x);
+    const auto dy = batch.template load<Reuse::kNever>(args.params.dy),
+               x = batch.template load<Reuse::kNever>(args.params.x);
     batch.store(args.params.dx, [&](int i, int k) {
       const int j = k % n;
       return ((dy(i, k) - offset[j]) - (x(i, k) - mean[j]) * slope[j]) * scale[j] + rest[j];

@@ -1,10 +1,10 @@
 // The primitives of custom_ops/kernels/cuda/device.h on the host: one fiber for each CUDA thread.
 //
 // A fiber runs until it waits for others (a block's barrier, a warp's shuffle); which one runs next is random, and one
-// block at a time is starved. Where threads exchange values in shared memory, each access is checked against a shadow that
-// knows who wrote last and which barriers came since: a missing barrier ends the program with a message in any order of the
-// threads. Barriers that not all threads reach do, too. Shared memory is as large as was asked for, and is not initialised.
-// So does a kernel that reads another one's results before it has waited for them.
+// block at a time is starved. Where threads exchange values in shared memory, each access is checked against a shadow
+// that knows who wrote last and which barriers came since: a missing barrier ends the program with a message in any
+// order of the threads. Barriers that not all threads reach do, too. Shared memory is as large as was asked for, and is
+// not initialised. So does a kernel that reads another one's results before it has waited for them.
 #pragma once
 
 #include <cstdint>

@@ -40,8 +40,8 @@ BNEXPORT_DEVICE Value shuffle_down(const Value& value, int distance) {
   return bits.value;
 }
 
-// A launch that overlaps the one before it on the stream (Hopper and newer; the launch asks for it). start_next(): the next
-// one's blocks may take the places that are free. wait_for_previous(): all that it has written can be read.
+// A launch that overlaps the one before it on the stream (Hopper and newer; the launch asks for it). start_next(): the
+// next one's blocks may take the places that are free. wait_for_previous(): all that it has written can be read.
 BNEXPORT_DEVICE void start_next() {
 #if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
