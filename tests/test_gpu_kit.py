@@ -41,7 +41,7 @@ TORCH_NAMES = {
     "Tensor", "allclose", "autocast", "autograd", "backends", "batch_norm_backward_elemt", "batch_norm_backward_reduce", "batch_norm_elemt",
     "batch_norm_gather_stats_with_counts", "batch_norm_stats", "bfloat16", "cat", "channels_last", "compile", "contiguous_format",
     "cuda", "distributed", "dtype", "empty", "empty_like", "equal", "float16", "float32", "float64", "from_numpy", "full",
-    "full_like", "int32", "manual_seed", "nan", "neg", "nn", "ones_like", "ops",
+    "full_like", "int32", "manual_seed", "memory_format", "nan", "neg", "nn", "no_grad", "ones_like", "ops",
     "rand", "randn", "stack", "uint8", "version", "where", "zeros",
     "zeros_like", "__version__",
 }  # fmt: skip
