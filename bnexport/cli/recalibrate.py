@@ -41,10 +41,6 @@ def recalibrate(
             help="one_by_one: exact for any batches, several passes; together: one pass, as in training.",
         ),
     ] = "one_by_one",
-    method: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="exact, or cumulative: the mean of batch variances, as torch's update_bn."),
-    ] = "exact",
     overwrite: Overwrite = False,
     html: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Write old and new statistics as one HTML page.")
@@ -54,7 +50,7 @@ def recalibrate(
     """Re-estimates running statistics on data."""
     check_targets(OUT=target, html=html, json=json_target)
     check_change(source, target, overwrite)
-    result = run(source, target, inputs, batch, layers=layers, method=method, overwrite=overwrite)
+    result = run(source, target, inputs, batch, layers=layers, overwrite=overwrite)
     report = result.report
     if html is not None:
         from bnexport.recalibration.report import render_html
@@ -77,8 +73,7 @@ def recalibrate(
 
 def run(source: Path, target: Path | None, inputs: list[str], batch: int, **options: Any) -> Any:
     """Re-estimate the statistics of a file, and say what changed."""
-    interface.check_choice("--layers", options.setdefault("layers", "one_by_one"), ("one_by_one", "together"))
-    interface.check_choice("--method", options.setdefault("method", "exact"), ("exact", "cumulative"))
+    interface.check_choice("--layers", options.get("layers", "one_by_one"), ("one_by_one", "together"))
     from bnexport.model_io import load
     from bnexport.recalibration import files
     from bnexport.recalibration.files import open_rows
@@ -88,9 +83,6 @@ def run(source: Path, target: Path | None, inputs: list[str], batch: int, **opti
     if set(named) != set(wanted):
         raise UsageError(f"--input: got rows of {', '.join(named)}; {source} takes {', '.join(wanted)}")
     rows = open_rows(named, batch)
-    if options["layers"] == "one_by_one":
-        passes = files.passes_of(source)
-        say(f"{len(rows)} rows, {passes} pass{'es' * (passes != 1)}")
     with status(f"re-estimating the statistics of {source}"):
         result = files.recalibrate_file(source, target, rows, **options)
     say(result.report.summary())

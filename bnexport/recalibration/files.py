@@ -9,12 +9,13 @@ again.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -22,12 +23,18 @@ import onnx_ir as ir
 
 from bnexport import interface
 from bnexport.errors import MissingFileError, UsageError
-from bnexport.graph.constants import Constants
 from bnexport.graph.conversion import convert
 from bnexport.graph.evaluate import constant_tensor, read_tensor
-from bnexport.graph.nodes import Refused, get_float, input_at, is_portable_body, is_standard, is_sync_batch_norm, label
+from bnexport.graph.nodes import (
+    Refused,
+    get_float,
+    input_at,
+    is_portable_body,
+    is_standard,
+    is_sync_batch_norm,
+    label,
+)
 from bnexport.graph.scopes import GraphContext, new_constant, scopes
-from bnexport.graph.shapes import Shapes
 from bnexport.graph.simplify import insert_casts
 from bnexport.graph.surgery import Surgery
 from bnexport.interface import check_choice
@@ -35,8 +42,11 @@ from bnexport.model_io import check_space, to_proto, walk, write
 from bnexport.model_io.read import Source, open_source
 from bnexport.recalibration import moments
 from bnexport.recalibration.report import LayerChange, RecalibrationReport
-from bnexport.recalibration.segments import Segments, Values
+from bnexport.recalibration.segments import Segments, Values, statistic
 from bnexport.verification import certificate
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # Rows of NumPy files as batches for a model, read when they are needed.
 
@@ -111,11 +121,9 @@ def _cut(pieces: Sequence[Array], first: int, count: int) -> Array:
     return np.ascontiguousarray(found[0] if len(found) == 1 else np.concatenate(found))
 
 
-MODES = ("one_by_one", "together")
 # Bytes of values between two levels that are kept for all batches.
 KEPT = 1 << 30
 _SYNC_PLACES, _PLACES = (1, 2), (3, 4)
-_UNCHANGED = "nothing was written"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,24 +145,16 @@ class RecalibrationResult:
 class _Layer:
     """One batch norm of the caller's model, and its place in the main graph.
 
-    places: of mean and variance among the node's inputs. tensors: mean and variance. Two nodes that share tensors are two
+    places: of mean and variance among the node's inputs. types: of the stored ones. Two nodes that share tensors are two
     layers: exporters write equal tensors once, so sharing does not tell a module that runs twice.
     """
 
     node: ir.Node
-    number: int
+    name: str
     places: tuple[int, int]
-    tensors: tuple[ir.TensorProtocol, ir.TensorProtocol]
+    types: tuple[Any, Any]
+    old: tuple[moments.Row, moments.Row]
     eps: float
-
-    @property
-    def name(self) -> str:
-        return label(self.node)
-
-    @functools.cached_property
-    def old(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        mean, var = (read_tensor(tensor).astype(np.float64) for tensor in self.tensors)
-        return mean, var
 
 
 def recalibrate_file(
@@ -162,8 +162,8 @@ def recalibrate_file(
     target: str | os.PathLike[str] | None,
     batches: Iterable[Any],
     *,
+    process_group: ProcessGroup | None = None,
     layers: str = "one_by_one",
-    method: str = "exact",
     overwrite: bool = False,
 ) -> RecalibrationResult:
     """Re-estimate the running statistics of the batch norms of an ONNX model on data; nothing else changes.
@@ -172,78 +172,69 @@ def recalibrate_file(
 
     Args:
         source: a path, ModelProto or onnx_ir.Model; never changed.
-        target: the file to write, atomically; None for no file.
+        target: the file to write, atomically; None for no file. Of several processes that share a folder, one gives it.
         batches: the model's inputs by name; for a model with one input also arrays or tensors, or pairs of the input and a
             label, as a DataLoader gives them. `one_by_one` goes through them once for each level of batch norms: a list, or
             `bnexport.recalibration.files.open_rows`, not a generator.
-        layers, method: as `bnexport.recalibrate` takes them. Batch norms that do not feed each other are measured in the
-            same pass.
+        process_group, layers: as `bnexport.recalibrate` takes them. Batch norms that do not feed each other are measured in
+            the same pass.
         overwrite: replace `target` if it exists, as a whole; it may be `source`.
 
     Raises:
         UsageError: no rows, one value a channel, a value that is not finite (its row is named), inputs that do not fit.
         ModelError: the model is refused, or ONNX Runtime cannot run it.
+        GroupError: the processes have different models, or one of them failed.
     """
-    check_choice("method", method, moments.METHODS)
-    check_choice("layers", layers, MODES)
+    check_choice("layers", layers, moments.MODES)
     write.check_new(target, overwrite)
     opened = open_source(source)
     model = opened.model
     if target is not None:
         check_space(target, write.tensor_total(model) * 9 // 10)
     found, left = _layers(model)
-    done: dict[int, tuple[float, moments.Row]] = {}
-    run = None
-    if found:
-        run, refused = _prepare(model, found)
-        left += refused
-        found = [layer for layer in found if layer.number in run.segments.level_of]
-    if run is not None and found:
-        if layers == "together":
-            run.together(batches, found, method)
-        else:
-            run.one_by_one(batches, found, method)
-        done = run.sums
-        _write(model, [(layer, moments.statistics(done[layer.number][1], method)) for layer in found])
+    segments, inputs, reasons = _segments(model, found)
+    sums = moments.Measurement(
+        {number: (layer.name, len(layer.old[0])) for number, layer in found.items()}, process_group
+    )
+    if len(segments):
+        run = _FileRun(segments, inputs, found, sums)
+        run.together(batches) if layers == "together" else run.one_by_one(batches)
+    reasons = {number: "no values reached it" for number in found if number not in sums.done} | reasons
+    left += [(found[number].name, reason) for number, reason in reasons.items()]
+    changes = {}
+    for number, row in sums.done.items():
+        layer, first = found[number], segments.level_of[number] == 0
+        new = moments.statistics(row)
+        changes[number] = LayerChange(layer.name, int(row[0]), layer.eps, first, 1, *layer.old, *new)
+    if changes:
+        _write(model, [(found[number], change) for number, change in changes.items()])
         model.metadata_props.pop(certificate.KEY, None)  # the folds that it proves had other statistics
     if target is not None:
         own = [opened.path] if opened.path else []
         write.save(model, target, inputs=own, overwrite_input=overwrite)
     report = RecalibrationReport(
-        tuple(_change(layer, done[layer.number], method, run) for layer in found if run is not None),
-        tuple(left),
-        layers,
-        method,
-        0 if run is None else run.passes,
-        0 if run is None else run.batches,
-        0 if run is None else run.rows,
-        opened.notes,
+        tuple(changes.values()), tuple(left), layers, sums.passes, sums.batches, sums.rows, opened.notes
     )
     return RecalibrationResult(to_proto(model) if isinstance(source, onnx.ModelProto) else model, report)
 
 
-def passes_of(source: Source) -> int:
-    """Return how often `one_by_one` goes through the batches: the number of levels of batch norms."""
-    model = open_source(source).model
-    found, _ = _layers(model)
-    return len(_prepare(model, found)[0].segments) if found else 0
-
-
-def _layers(model: ir.Model) -> tuple[list[_Layer], list[tuple[str, str]]]:
+def _layers(model: ir.Model) -> tuple[dict[int, _Layer], list[tuple[str, str]]]:
     """Return the batch norms of the main graph with stored statistics, and those that are left alone, with the reason."""
-    found, left = [], []
-    constants = Constants(model, Shapes(model))
+    found, left = {}, []
     for number, node in enumerate(model.graph):
         if not _is_norm(node):
             continue
         sync = is_sync_batch_norm(node)
         places = _SYNC_PLACES if sync else _PLACES
         try:
-            mean, var = (_stored(node, place, constants) for place in places)
+            mean, var = (_stored(node, place) for place in places)
             eps = get_float(node, "eps" if sync else "epsilon", 1e-5)
-            found.append(_Layer(node, number, places, (mean, var), eps))
         except Refused as reason:
             left.append((label(node), reason.text))
+            continue
+        types = mean.dtype.numpy(), var.dtype.numpy()
+        old = read_tensor(mean).astype(np.float64), read_tensor(var).astype(np.float64)
+        found[number] = _Layer(node, label(node), places, types, old, eps)
     main = set(model.graph)
     for node in walk.nodes(model):
         if node not in main and _is_norm(node) and not _in_body(node):
@@ -260,215 +251,189 @@ def _in_body(node: ir.Node) -> bool:
     return isinstance(graph, ir.Function) and is_portable_body(graph)
 
 
-def _stored(node: ir.Node, place: int, constants: Constants) -> ir.TensorProtocol:
+def _stored(node: ir.Node, place: int) -> ir.TensorProtocol:
     value = input_at(node, place)
     if value is None:
         raise Refused("no-statistics", "it has no running statistics")
     while (origin := value.producer()) is not None and is_standard(origin, "Identity") and origin.inputs[0] is not None:
         value = origin.inputs[0]  # exporters write equal tensors once
-    tensor = value.const_value if value.is_graph_input() else constants.stored(value, "running statistic")
-    if tensor is None and origin is not None and is_standard(origin, "Constant"):
+    tensor = value.const_value if value.is_initializer() else None
+    if origin is not None and is_standard(origin, "Constant"):
         tensor = constant_tensor(origin)
     if tensor is None:
         raise Refused("not-constant", f"its running statistic {value.name!r} is computed, not stored")
     return tensor
 
 
-def _prepare(model: ir.Model, layers: list[_Layer]) -> tuple[_FileRun, list[tuple[str, str]]]:
-    """Cut a copy of the model, with all batch norms in inference; return what could not be converted."""
+def _segments(model: ir.Model, found: Mapping[int, _Layer]) -> tuple[Segments, list[ir.Value], dict[int, str]]:
+    """Cut a copy of the model, with all batch norms in inference.
+
+    Return also its inputs, and why batch norms are left alone.
+    """
     copy = model.clone()
     nodes = list(copy.graph)
-    names = {}
-    for layer in layers:
-        nodes[layer.number].name = f"bnexport.{layer.number}"  # conversion keeps names
-        names[nodes[layer.number].name] = layer
-    conversions = convert(copy, trained=True)
-    reasons = {names[each.name].number: each.reason.text for each in conversions if each.reason and each.name in names}
-    insert_casts(copy)
+    numbers = {}
+    for number in found:
+        nodes[number].name = f"bnexport.{number}"  # conversion keeps names
+        numbers[nodes[number].name] = number
+    reasons = {}
+    if found and not _in_inference(copy):
+        done = [each for each in convert(copy, trained=True) if each.name in numbers]
+        reasons = {numbers[each.name]: each.reason.text for each in done if each.reason}
+        insert_casts(copy)
     norms = {}
     for node in copy.graph:
-        if node.name in names and is_standard(node, "BatchNormalization"):
-            x, number = node.inputs[0], names[node.name].number
-            if x is not None and x.producer() is None and not x.is_graph_input():
-                reasons[number] = "its input is a constant"
-            elif number not in reasons:
-                norms[number] = node
-    left = [(layer.name, reasons[layer.number]) for layer in layers if layer.number in reasons]
+        if node.name not in numbers or numbers[node.name] in reasons or not is_standard(node, "BatchNormalization"):
+            continue
+        x, number = node.inputs[0], numbers[node.name]
+        if x is not None and x.producer() is None and not x.is_graph_input():
+            reasons[number] = "its input is a constant"
+        else:
+            norms[number] = node
     inputs = [value for value in copy.graph.inputs if not value.is_initializer()]
-    return _FileRun(inputs, Segments(copy, norms)), left
+    return Segments(copy, norms), inputs, reasons
+
+
+def _in_inference(model: ir.Model) -> bool:
+    """Whether nothing is to be converted: in files for inference there are neither sync batch norms nor training nodes."""
+    imports = model.graph.opset_imports
+    plain = imports.get("", imports.get("ai.onnx", 0)) >= 7 and not model.functions
+    return plain and not any(
+        is_sync_batch_norm(node) or len(node.outputs) > 1 or "training_mode" in node.attributes
+        for node in walk.nodes(model)
+        if _is_norm(node)
+    )
 
 
 class _FileRun:
-    """One re-estimation. sums: for each finished layer the values of a channel and its sum."""
+    """The passes of one re-estimation. statistics: with which batch norms normalise, by the names that `segments` has."""
 
-    def __init__(self, inputs: list[ir.Value], segments: Segments) -> None:
-        self.segments = segments
-        self.sums: dict[int, tuple[float, moments.Row]] = {}
-        self.passes = self.batches = self.rows = 0
-        self._inputs = inputs
-        self._first_rows: list[int] = []  # of each batch
+    def __init__(
+        self, segments: Segments, inputs: list[ir.Value], layers: Mapping[int, _Layer], sums: moments.Measurement
+    ) -> None:
+        self._segments, self._layers, self._sums = segments, layers, sums
+        self._inputs = {str(value.name): value for value in inputs}
         self._statistics: dict[str, np.ndarray[Any, Any]] = {}
+        # Rows and values of each batch behind the level that runs; None where they are too large.
+        self._kept: collections.deque[tuple[int, Values]] | None = None
+        self._bytes = 0
 
-    def together(self, batches: Iterable[Mapping[str, Any]], layers: list[_Layer], method: str) -> None:
+    def together(self, batches: Iterable[Any]) -> None:
         """Measure all layers in one pass, in which each normalises with the statistics of its batch."""
-        of = {layer.number: layer for layer in layers}
-        for index, feeds in self._batches(batches, first=True):
-            values = dict(feeds)
-            for level in range(len(self.segments)):
-                self.segments.run(level, values, self._statistics)
-                for number, x in self._measured(level, values):
-                    row = self._row(of[number], x, index)
-                    if row[0] == 1:
-                        raise UsageError(
-                            f"batches: {of[number].name} got one value a channel in a batch, expected two or more; give "
-                            f"larger batches, or layers='one_by_one'; {_UNCHANGED}"
-                        )
-                    self._add(of[number], row, method)
-                    self._give(of[number], *moments.batch_statistics(row))
-        self.passes = 1
-        self._check(layers)
 
-    def one_by_one(self, batches: Iterable[Mapping[str, Any]], layers: list[_Layer], method: str) -> None:
+        def run(batch: Any) -> None:
+            values = self._begin(batch)
+            for level in range(len(self._segments)):
+                for number, row in self._step(level, values):
+                    self._give(number, self._sums.of_batch(number, row))
+
+        self._sums.measure(batches, run)
+
+    def one_by_one(self, batches: Iterable[Any]) -> None:
         """Finish the layers of one level after those before it."""
-        of = {layer.number: layer for layer in layers}
-        for layer in layers:
-            self._give(layer, *layer.old)
-        if len(self.segments) > 1 and isinstance(batches, Iterator):
-            raise UsageError(
-                f"batches: got a {type(batches).__name__}, which can be gone through once; one_by_one needs "
-                f"{len(self.segments)} passes: give a list, or layers='together'; {_UNCHANGED}"
-            )
-        kept: list[Values] | None = None
-        for level in range(len(self.segments)):
-            interface.report("pass", level, len(self.segments))
-            keep: list[Values] | None = []
-            size = 0
-            for index, given in self._batches(
-                batches if kept is None else kept, first=level == 0, kept=kept is not None
-            ):
-                values = dict(given)
-                for earlier in range(0 if kept is None else level, level + 1):
-                    self.segments.run(earlier, values, self._statistics)
-                for number, x in self._measured(level, values):
-                    self._add(of[number], self._row(of[number], x, index), method)
-                if kept is not None:
-                    kept[index] = {}
-                self.segments.drop(level, values)
-                size += sum(array.nbytes for array in values.values())
-                keep = None if keep is None or size > KEPT else [*keep, values]
-            kept = keep
-            for number in self.segments.segments[level].measured:
-                self._check([of[number]])
-                self._give(of[number], *moments.statistics(self.sums[number][1], method))
-        self.passes = len(self.segments)
+        count = len(self._segments)
+        for number, layer in self._layers.items():
+            self._give(number, layer.old)
+        for level in range(count):
+            interface.report("pass", level, count)
+            before, self._kept, self._bytes = self._kept, collections.deque(), 0
+            if before is None:
+                self._sums.measure(batches, functools.partial(self._from_start, level), passes=count)
+            else:
+                self._sums.measure(_taken(before), functools.partial(self._from_kept, level))
+            for number in self._segments.segments[level].measured:
+                if number in self._sums.done:
+                    self._give(number, moments.statistics(self._sums.done[number]))
 
-    def _batches(self, batches: Iterable[Any], *, first: bool, kept: bool = False) -> Iterable[tuple[int, Values]]:
-        """Yield the batches by number. kept: they are values of an earlier pass, not the caller's."""
-        number = 0
-        for number, batch in enumerate(batches, 1):
-            values = batch if kept else self._fitting(batch, number - 1)
-            if first:
-                self._first_rows.append(self.rows)
-                self.rows += next((len(array) for array in values.values() if array.ndim), 1)
-            yield number - 1, values
-        if first:
-            self.batches = number
-            if not self.rows:
-                raise UsageError(f"batches: got no rows, expected one or more; {_UNCHANGED}")
-        elif number != self.batches:
-            raise UsageError(
-                f"batches: got {number} in a later pass, expected {self.batches} as in the first: each pass must give the "
-                f"same rows; {_UNCHANGED}"
-            )
+    def _from_start(self, level: int, batch: Any) -> None:
+        values = self._begin(batch)
+        for earlier in range(level):
+            self._segments.run(earlier, values, self._statistics)
+        self._finish(level, values)
 
-    def _measured(self, level: int, values: Values) -> Iterable[tuple[int, np.ndarray[Any, Any]]]:
-        return ((number, values[str(x.name)]) for number, x in self.segments.segments[level].measured.items())
+    def _from_kept(self, level: int, batch: tuple[int, Values]) -> None:
+        self._sums.size, values = batch
+        self._finish(level, values)
 
-    def _row(self, layer: _Layer, x: np.ndarray[Any, Any], index: int) -> moments.Row:
-        channels = len(layer.old[0])
-        if x.ndim < 2 or x.shape[1] != channels:
-            raise UsageError(
-                f"batches: the input of {layer.name} has shape {x.shape}, expected (N, {channels}, *); {_UNCHANGED}"
-            )
-        row = moments.of_array(x)
-        if not np.isfinite(row).all():
-            first, end = (*self._first_rows, self.rows)[index : index + 2]
-            place = moments.unfinished_row(x, np.isfinite)
-            where = f"batch {index}" + (f", row {first + place}" if place is not None and len(x) == end - first else "")
-            raise UsageError(f"batches: {where} gives NaN or infinity to {layer.name}; {_UNCHANGED}")
-        return row
+    def _finish(self, level: int, values: Values) -> None:
+        """Measure the level, and keep what the next one reads."""
+        self._step(level, values)
+        self._segments.drop(level, values)
+        self._bytes += sum(array.nbytes for array in values.values())
+        if self._kept is not None:
+            self._kept.append((self._sums.size, values))
+        if self._bytes > KEPT:
+            self._kept = None
 
-    def _add(self, layer: _Layer, row: moments.Row, method: str) -> None:
-        values, before = self.sums.get(layer.number, (0.0, np.zeros_like(row)))
-        self.sums[layer.number] = (values + row[0], moments.merge(before, moments.start(row, method), method))
-
-    def _check(self, layers: list[_Layer]) -> None:
-        for layer in layers:
-            if self.sums[layer.number][0] < 2:
+    def _step(self, level: int, values: Values) -> list[tuple[int, moments.Row]]:
+        """Run one segment and measure the batch norms behind it."""
+        self._segments.run(level, values, self._statistics)
+        rows = []
+        for number, value in self._segments.segments[level].measured.items():
+            x, layer = values[str(value.name)], self._layers[number]
+            if x.ndim < 2 or x.shape[1] != len(layer.old[0]):
                 raise UsageError(
-                    f"batches: {layer.name} saw one value a channel in all, which has no variance; {_UNCHANGED}"
+                    f"batches: the input of {layer.name} has shape {x.shape}, expected (N, {len(layer.old[0])}, *); "
+                    "nothing was changed"
                 )
+            rows.append((number, moments.of_array(x)))
+            self._sums.add(*rows[-1], x)
+        return rows
 
-    def _give(self, layer: _Layer, *vectors: np.ndarray[Any, Any]) -> None:
+    def _give(self, number: int, vectors: tuple[moments.Row, moments.Row]) -> None:
         """Let one batch norm normalise with a mean and a variance."""
-        for what, vector, tensor in zip(("mean", "var"), vectors, layer.tensors, strict=True):
-            self._statistics[f"bnexport.{layer.number}.{what}"] = np.asarray(vector, tensor.dtype.numpy())
+        for what, vector, dtype in zip(("mean", "var"), vectors, self._layers[number].types, strict=True):
+            self._statistics[statistic(number, what)] = np.asarray(vector, dtype)
 
-    def _fitting(self, batch: Any, index: int) -> Values:
+    def _begin(self, batch: Any) -> Values:
         """Return one batch as arrays by input. Raises UsageError where it does not fit the model."""
+        at, declared = f"batches: batch {self._sums.batch}", ", ".join(self._inputs)
         if isinstance(batch, (tuple, list)) and batch and hasattr(batch[0], "shape"):
             batch = batch[0]  # of an input and its label
         if not isinstance(batch, Mapping):
             if len(self._inputs) != 1:
-                names = ", ".join(str(value.name) for value in self._inputs)
-                raise UsageError(f"batches: batch {index} is one array, expected arrays by name for the inputs {names}")
-            batch = {str(self._inputs[0].name): batch}
-        values = {}
-        declared = {str(value.name): value for value in self._inputs}
-        different = sorted(set(declared) ^ set(map(str, batch)))
-        if different:
-            what = "lacks" if different[0] in declared else "has"
-            raise UsageError(f"batches: batch {index} {what} {different[0]!r}; the model takes {', '.join(declared)}")
-        for name, value in declared.items():
-            array = np.asarray(batch[name])
-            wanted = None if value.dtype is None else value.dtype.numpy()
-            sizes = None if value.shape is None else [size if isinstance(size, int) else None for size in value.shape]
-            if sizes is not None and (
-                len(sizes) != array.ndim
-                or any(size not in (None, got) for size, got in zip(sizes, array.shape, strict=True))
-            ):
-                shown = ", ".join(str(size) for size in value.shape or ())
-                rest = (
-                    "; its rows must be a multiple of that"
-                    if sizes and array.ndim and sizes[0] not in (None, len(array))
-                    else ""
-                )
-                raise UsageError(
-                    f"batches: batch {index} gives {name} the shape {array.shape}, the model takes ({shown}){rest}"
-                )
-            if wanted is not None and array.dtype != wanted:
-                raise UsageError(
-                    f"batches: batch {index} gives {name} as {array.dtype}, the model takes {np.dtype(wanted)}"
-                )
-            values[name] = array
+                raise UsageError(f"{at} is one array, expected arrays by name for the inputs {declared}")
+            batch = {declared: batch}
+        for name in sorted(set(self._inputs) ^ set(map(str, batch))):
+            raise UsageError(f"{at} {'lacks' if name in self._inputs else 'has'} {name!r}; the model takes {declared}")
+        values = {name: np.asarray(batch[name]) for name in self._inputs}
+        for name, array in values.items():
+            _check_fit(f"{at} gives {name}", array, self._inputs[name])
+        self._sums.size = next((len(array) for array in values.values() if array.ndim), 1)
         return values
 
 
-def _change(layer: _Layer, done: tuple[float, moments.Row], method: str, run: _FileRun) -> LayerChange:
-    first = run.segments.level_of[layer.number] == 0
-    return LayerChange(layer.name, int(done[0]), layer.eps, first, 1, *layer.old, *moments.statistics(done[1], method))
+def _check_fit(what: str, array: np.ndarray[Any, Any], value: ir.Value) -> None:
+    """Raise UsageError where an array has another shape or type than the model's input declares."""
+    sizes = None if value.shape is None else [size if isinstance(size, int) else None for size in value.shape]
+    if sizes is not None and (
+        len(sizes) != array.ndim or any(size not in (None, got) for size, got in zip(sizes, array.shape, strict=True))
+    ):
+        shown = ", ".join(str(size) for size in value.shape or ())
+        rows = sizes and array.ndim and sizes[0] not in (None, len(array))
+        way_out = "; its rows must be a multiple of that" if rows else ""
+        raise UsageError(f"{what} the shape {array.shape}, the model takes ({shown}){way_out}")
+    if value.dtype is not None and array.dtype != value.dtype.numpy():
+        raise UsageError(f"{what} as {array.dtype}, the model takes {value.dtype.numpy()}")
 
 
-def _write(model: ir.Model, changes: list[tuple[_Layer, tuple[moments.Row, moments.Row]]]) -> None:
+def _taken(kept: collections.deque[tuple[int, Values]]) -> Iterator[tuple[int, Values]]:
+    """Yield the values of each batch, and let go of them."""
+    while kept:
+        yield kept.popleft()
+
+
+def _write(model: ir.Model, changes: list[tuple[_Layer, LayerChange]]) -> None:
     """Store the statistics: in place where a tensor serves this layer alone, else in a new one."""
-    context = scopes(model, Surgery(), GraphContext)[0].context
-    for layer, vectors in changes:
-        for what, place, vector, tensor in zip(("mean", "var"), layer.places, vectors, layer.tensors, strict=True):
-            array = vector.astype(tensor.dtype.numpy())
-            value = layer.node.inputs[place]
+    context: GraphContext | None = None
+    for layer, change in changes:
+        vectors = zip(("mean", "var"), layer.places, layer.types, (change.new_mean, change.new_var), strict=True)
+        for what, place, dtype, vector in vectors:
+            array, value = vector.astype(dtype), layer.node.inputs[place]
             assert value is not None
             if value.is_initializer() and len(value.uses()) == 1 and not value.is_graph_output():
                 value.const_value = ir.Tensor(array, name=value.name)
                 continue
+            context = context or scopes(model, Surgery(), GraphContext)[0].context
             new = new_constant(context, model.graph, layer.node, array, f"{layer.name}.running_{what}")
             layer.node.replace_input_with(place, new)

@@ -64,14 +64,13 @@ class LayerChange:
 class RecalibrationReport:
     """Result of a re-estimation.
 
-    left: batch norms that kept their statistics, with the reason. passes: how often the batches were gone through. rows:
-    of all batches together, of this process. notes: lines for the user.
+    left: batch norms that kept their statistics, with the reason. passes: how often the batches were gone through. batches: of
+    this process. rows: of all processes. notes: lines for the user.
     """
 
     layers: tuple[LayerChange, ...]
     left: tuple[tuple[str, str], ...]
     mode: str
-    method: str
     passes: int
     batches: int
     rows: int
@@ -121,7 +120,7 @@ class RecalibrationReport:
         return {
             "layers": [layer.to_dict() for layer in self.layers],
             "left": [{"name": name, "reason": reason} for name, reason in self.left],
-            **{name: getattr(self, name) for name in ("mode", "method", "passes", "batches", "rows")},
+            **{name: getattr(self, name) for name in ("mode", "passes", "batches", "rows")},
             "largest_change": self.largest,
             "warnings": self.warnings(),
         }
@@ -162,7 +161,6 @@ def render_html(report: RecalibrationReport) -> str:
         summary=report.summary() + ".",
         warnings=report.warnings(),
         mode=report.mode,
-        method=report.method,
         span=shift,
         logs=stretch,
         factor=math.exp(min(stretch, 700.0)),

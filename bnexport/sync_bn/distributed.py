@@ -175,6 +175,19 @@ def all_gather(row: torch.Tensor, name: str) -> torch.Tensor:
     return _gather(_membership(name), row)
 
 
+def all_gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
+    """Gather one picklable value of each member, of any size, in rank order. Raises GroupError."""
+    if not is_initialized():
+        return [value]
+    membership = _membership(name_of(group))
+    values = [None] * membership.size
+    try:
+        dist.all_gather_object(values, value, group=membership.group())
+    except RuntimeError as error:
+        raise GroupError(f"group {membership.name!r}: an exchange failed on rank {membership.rank}: {error}") from error
+    return values
+
+
 def all_reduce(tensor: torch.Tensor, name: str) -> None:
     """Sum `tensor`, of one size on every member, in place; every member gets the same bits. Raises GroupError."""
     membership = _membership(name)

@@ -66,7 +66,6 @@ def test_fold_after_recalibration(folder: Path, capsys: pytest.CaptureFixture[st
         (["-i", "x:nothing.npy"], "no such file"),
         (["-i", "z:x.npy"], "got rows of z; a.onnx takes x"),
         (["-i", "x:x.npy", "--layers", "all"], "--layers: got 'all'"),
-        (["-i", "x:x.npy", "--method", "mean"], "--method: got 'mean'"),
         ([], "Missing option '--input'"),
     ],
 )
