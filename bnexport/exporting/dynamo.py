@@ -21,7 +21,7 @@ from bnexport import schema, torch_versions
 from bnexport.errors import UnsupportedModelError
 from bnexport.exporting.dimensions import Axis, Dimensions, Limit, SizeConditions, limits
 from bnexport.exporting.finish import MINIMUM_OPSET
-from bnexport.exporting.substitutes import AnySizePooling
+from bnexport.exporting.substitutes import AnySize
 from bnexport.exporting.wrapper import Traced, TracedGraph
 from bnexport.sync_bn import operators
 
@@ -149,7 +149,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 def trace(wrapper: Traced, dimensions: Dimensions, *, opset: int = MINIMUM_OPSET) -> TracedGraph:
     """Trace `wrapper` into an onnx_ir Model, with the conditions on sizes that torch.export took for granted."""
     with quiet():
-        with AnySizePooling(dynamic=True):
+        with AnySize(dynamic=True):
             program, left = export_program(wrapper, dimensions, variadic=True)
         program = rewrite(program)
         _refuse_batch_statistics(program)

@@ -31,14 +31,18 @@ from bnexport import torch_versions
 #
 # The average along one axis is a product with the matrix of both conditions (k, n), its rows divided by their sums. The
 # maximum gathers the values of each window, the last one repeated up to the length of the longest window.
+#
+# Resampling to the nearest value by a factor f is a Gather where ONNX's Resize takes another neighbour at a tie: value i
+# of the result is value floor((i + s) c) of the input, with c = 1 / f rounded to float32 as in torch, and s = 1/2 for
+# "nearest-exact", 0 for "nearest". Resize divides i + s by f instead: 10 / 2.3 * 2.3 is 10 in one of the two only.
 
 Tensor = torch.Tensor
 # A number, or one that an exporter records: a SymInt, or a tensor in a trace.
 Size = Any
 
 
-class AnySizePooling(TorchFunctionMode):
-    """Context that computes adaptive pooling by the formulas above.
+class AnySize(TorchFunctionMode):
+    """Context that computes adaptive pooling and resampling to the nearest value by the formulas above.
 
     dynamic: whether image sizes may vary; else windows of one length are left to the exporter. Pooling to one value is
     always left: exporters write it for any size.
@@ -59,14 +63,28 @@ class AnySizePooling(TorchFunctionMode):
             return self._interpolate(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _interpolate(self, input: Tensor, size: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Compute resampling by area as adaptive average pooling."""
-        mode = args[1] if len(args) > 1 else kwargs.get("mode")
+    def _interpolate(
+        self,
+        input: Tensor,
+        size: Any = None,
+        scale_factor: Any = None,
+        mode: str = "nearest",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Compute resampling by area as adaptive average pooling, and to the nearest value by indices where it has to be."""
         axes = input.dim() - 2
-        if mode != "area" or size is None or not 1 <= axes <= 3:
-            return F.interpolate(input, size, *args, **kwargs)
-        pool = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[axes - 1]
-        return self._pool(axes, _average, pool, input, size)
+        if mode == "area" and size is not None and 1 <= axes <= 3:
+            pool = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[axes - 1]
+            return self._pool(axes, _average, pool, input, size)
+        factors = list(scale_factor) if isinstance(scale_factor, (list, tuple)) else [scale_factor] * axes
+        recomputed = kwargs.get("recompute_scale_factor") or (len(args) > 1 and args[1])
+        own = mode == "nearest-exact" or (mode == "nearest" and not all(map(_resize_is_exact, factors)))
+        if not own or size is not None or None in factors or len(factors) != axes or recomputed:
+            return F.interpolate(input, size, scale_factor, mode, *args, **kwargs)
+        for axis, factor in zip(range(-axes, 0), factors):
+            input = _nearest(input, axis, float(factor), 0.5 if mode == "nearest-exact" else 0.0)
+        return input
 
     def _pool(
         self,
@@ -85,6 +103,24 @@ class AnySizePooling(TorchFunctionMode):
             if k is not None:
                 input = along(input, axis, n, k)
         return input
+
+
+def _resize_is_exact(factor: float | None) -> bool:
+    """Whether ONNX's Resize by a factor takes the same values as torch, up to the 4096th."""
+    if factor is None:
+        return True
+    i = np.arange(4096, dtype=np.float32)
+    return np.array_equal(np.floor(i / np.float32(factor)), np.floor(i * np.float32(1 / factor)))
+
+
+def _nearest(input: Tensor, axis: int, factor: float, shift: float) -> Tensor:
+    n = input.shape[axis]
+    size = (
+        (n * torch.tensor(factor, dtype=torch.float64)).long() if isinstance(n, Tensor) else torch.sym_int(n * factor)
+    )
+    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    index = ((torch.arange(size, device=input.device, dtype=dtype) + shift) * (1 / factor)).long()
+    return input.index_select(axis, index.clamp(max=n - 1))
 
 
 def _has_equal_windows(n: Size, k: Size) -> bool:

@@ -21,7 +21,7 @@ from torch.onnx import symbolic_helper
 from bnexport import schema, torch_versions
 from bnexport.errors import StorageError, UnsupportedModelError, first_line
 from bnexport.exporting.dimensions import Dimensions, Note
-from bnexport.exporting.substitutes import AnySizePooling, MarkedSizes
+from bnexport.exporting.substitutes import AnySize, MarkedSizes
 from bnexport.exporting.tracer_notes import TracerNotes
 from bnexport.exporting.wrapper import Traced, TracedGraph
 from bnexport.sync_bn.module import SyncBatchNorm
@@ -215,7 +215,7 @@ def _write(
 ) -> list[Note]:
     """Write the traced model to `file`; return the tracer's notes."""
     images = any(index for _, index in dimensions.axes)
-    with TracerNotes() as tracer, _no_log(), AnySizePooling(dynamic=images), MarkedSizes():
+    with TracerNotes() as tracer, _no_log(), AnySize(dynamic=images), MarkedSizes():
         torch.onnx.export(
             wrapper,
             dimensions.inputs,

@@ -1,6 +1,7 @@
-"""Adaptive pooling in an ONNX file is right at every image size."""
+"""Adaptive pooling and resampling in an ONNX file are right at every image size."""
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -61,6 +62,31 @@ def test_area(exporter, tmp_path):
     assert not result.notes
     x = torch.randn(1, 3, 9, 5)
     np.testing.assert_allclose(run(result, x), Area()(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("mode", "factor"), [("nearest", 2.3), ("nearest", 0.3), ("nearest-exact", 1.7)])
+@pytest.mark.parametrize("exporter", [pytest.param("dynamo", marks=pytest.mark.slow), "torchscript"])
+def test_neighbours_at_ties(exporter, mode, factor, tmp_path):
+    """Resize takes another neighbour than torch where a position lies on the border of two, as 10 of 2.3 times 10."""
+
+    class Resampling(nn.Module):
+        def forward(self, x):
+            return F.interpolate(x, scale_factor=factor, mode=mode)
+
+    result = bnexport.export(Resampling(), torch.randn(2, 3, 46, 46), tmp_path / "m.onnx", exporter=exporter)
+    assert result.verification.passed
+    assert not result.notes
+    for shape in (46, 46), (14, 31), (97, 99):
+        x = torch.randn(1, 3, *shape)
+        np.testing.assert_array_equal(run(result, x), Resampling()(x), err_msg=str(shape))
+
+
+@pytest.mark.parametrize(("factor", "kind"), [(2, "Resize"), (0.5, "Resize"), (1.7, "Resize"), (2.3, "Gather")])
+def test_resize_stays_where_it_is_exact(factor, kind, tmp_path):
+    result = bnexport.export(
+        nn.Upsample(scale_factor=factor), torch.randn(2, 3, 8, 8), tmp_path / "m.onnx", exporter="torchscript"
+    )
+    assert kind in {node.op_type for node in onnx.load(result.path).graph.node}
 
 
 class Pyramid(nn.Module):
