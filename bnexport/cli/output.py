@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -30,6 +32,7 @@ Bench = Annotated[bool, typer.Option("--bench", help="Compare the latency with t
 
 # Batch norms that the last line names; more are counted.
 _NAMED = 3
+_PAGE = 160  # characters of a line in an HTML page
 _RUNS, _WARM_UP = 60, 10
 
 
@@ -112,6 +115,16 @@ def table(
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else plain(cell) for cell in row))
     return made
+
+
+def page(lines: Iterable[str], tables: Iterable[Table]) -> str:
+    """Return lines and tables as an HTML page: no script, nothing loaded from elsewhere."""
+    console = Console(file=io.StringIO(), record=True, width=_PAGE, highlight=False, markup=False, emoji=False)
+    for line in lines:
+        console.print(plain(line))
+    for each in tables:
+        console.print(each)
+    return console.export_html()
 
 
 def emit(data: dict[str, Any], target: str | None, tables: Iterable[Table]) -> None:

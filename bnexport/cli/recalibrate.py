@@ -10,7 +10,7 @@ import typer
 from bnexport import interface
 from bnexport.cli.common import Json, Overwrite, app
 from bnexport.cli.console import detail, say, status
-from bnexport.cli.output import check_change, check_targets, emit, table, write_whole
+from bnexport.cli.output import check_change, check_targets, emit, page, table, write_whole
 from bnexport.errors import UsageError
 
 _ROWS = "NAME:FILE.npy|FOLDER"
@@ -42,9 +42,7 @@ def recalibrate(
         ),
     ] = "one_by_one",
     overwrite: Overwrite = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Write old and new statistics as one HTML page.")
-    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write the result as an HTML page.")] = None,
     json_target: Json = None,
 ) -> None:
     """Re-estimates running statistics on data."""
@@ -52,10 +50,6 @@ def recalibrate(
     check_change(source, target, overwrite)
     result = run(source, target, inputs, batch, layers=layers, overwrite=overwrite)
     report = result.report
-    if html is not None:
-        from bnexport.recalibration.report import render_html
-
-        write_whole(html, render_html(report))
     say(f"{target} written" if report.layers else f"{target} is the same model")
     rows = [
         (
@@ -68,7 +62,10 @@ def recalibrate(
         for layer in report.layers
     ]
     columns = ("batch norm", "channels", "values a channel", "largest shift, std", "std, new / old")
-    emit(report.to_dict(), json_target, [table(str(target), columns, rows, right=columns[1:])] if rows else [])
+    tables = [table(str(target), columns, rows, right=columns[1:])] if rows else []
+    if html is not None:
+        write_whole(html, page([report.summary(), *report.warnings()], tables))
+    emit(report.to_dict(), json_target, tables)
 
 
 def run(source: Path, target: Path | None, inputs: list[str], batch: int, **options: Any) -> Any:

@@ -322,7 +322,7 @@ class _FileRun:
         """Measure all layers in one pass, in which each normalises with the statistics of its batch."""
 
         def run(batch: Any) -> None:
-            values = self._begin(batch)
+            self._sums.size, values = self._begin(batch)
             for level in range(len(self._segments)):
                 for number, row in self._step(level, values):
                     self._give(number, self._sums.of_batch(number, row))
@@ -336,27 +336,19 @@ class _FileRun:
             self._give(number, layer.old)
         for level in range(count):
             interface.report("pass", level, count)
-            before, self._kept, self._bytes = self._kept, collections.deque(), 0
-            if before is None:
-                self._sums.measure(batches, functools.partial(self._from_start, level), passes=count)
-            else:
-                self._sums.measure(_taken(before), functools.partial(self._from_kept, level))
+            kept, self._kept, self._bytes = self._kept, collections.deque(), 0
+            given = batches if kept is None else (kept.popleft() for _ in range(len(kept)))
+            run = functools.partial(self._level, 0 if kept is None else level, level)
+            self._sums.measure(given, run, passes=count)
             for number in self._segments.segments[level].measured:
                 if number in self._sums.done:
                     self._give(number, moments.statistics(self._sums.done[number]))
 
-    def _from_start(self, level: int, batch: Any) -> None:
-        values = self._begin(batch)
-        for earlier in range(level):
+    def _level(self, start: int, level: int, batch: Any) -> None:
+        """Measure one level, from the values that are kept behind `start - 1`, and keep what the next one reads."""
+        self._sums.size, values = batch if start else self._begin(batch)
+        for earlier in range(start, level):
             self._segments.run(earlier, values, self._statistics)
-        self._finish(level, values)
-
-    def _from_kept(self, level: int, batch: tuple[int, Values]) -> None:
-        self._sums.size, values = batch
-        self._finish(level, values)
-
-    def _finish(self, level: int, values: Values) -> None:
-        """Measure the level, and keep what the next one reads."""
         self._step(level, values)
         self._segments.drop(level, values)
         self._bytes += sum(array.nbytes for array in values.values())
@@ -385,8 +377,8 @@ class _FileRun:
         for what, vector, dtype in zip(("mean", "var"), vectors, self._layers[number].types, strict=True):
             self._statistics[statistic(number, what)] = np.asarray(vector, dtype)
 
-    def _begin(self, batch: Any) -> Values:
-        """Return one batch as arrays by input. Raises UsageError where it does not fit the model."""
+    def _begin(self, batch: Any) -> tuple[int, Values]:
+        """Return the rows of one batch, and its arrays by input. Raises UsageError where it does not fit the model."""
         at, declared = f"batches: batch {self._sums.batch}", ", ".join(self._inputs)
         if isinstance(batch, (tuple, list)) and batch and hasattr(batch[0], "shape"):
             batch = batch[0]  # of an input and its label
@@ -399,8 +391,7 @@ class _FileRun:
         values = {name: np.asarray(batch[name]) for name in self._inputs}
         for name, array in values.items():
             _check_fit(f"{at} gives {name}", array, self._inputs[name])
-        self._sums.size = next((len(array) for array in values.values() if array.ndim), 1)
-        return values
+        return next((len(array) for array in values.values() if array.ndim), 1), values
 
 
 def _check_fit(what: str, array: np.ndarray[Any, Any], value: ir.Value) -> None:
@@ -415,12 +406,6 @@ def _check_fit(what: str, array: np.ndarray[Any, Any], value: ir.Value) -> None:
         raise UsageError(f"{what} the shape {array.shape}, the model takes ({shown}){way_out}")
     if value.dtype is not None and array.dtype != value.dtype.numpy():
         raise UsageError(f"{what} as {array.dtype}, the model takes {value.dtype.numpy()}")
-
-
-def _taken(kept: collections.deque[tuple[int, Values]]) -> Iterator[tuple[int, Values]]:
-    """Yield the values of each batch, and let go of them."""
-    while kept:
-        yield kept.popleft()
 
 
 def _write(model: ir.Model, changes: list[tuple[_Layer, LayerChange]]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -12,7 +14,6 @@ import pytest
 
 import bnexport
 from bnexport.cli import main
-from bnexport.recalibration.report import render_html
 from tests.recalibration.test_files import data, net, stored
 
 
@@ -22,6 +23,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     onnx.save(net(), "a.onnx")
     np.save("x.npy", data(20))
     return tmp_path
+
+
+def shift(layer: dict[str, Any]) -> list[float]:
+    """The changes of the means, in old standard deviations."""
+    stored = zip(layer["old_mean"], layer["new_mean"], layer["old_var"], strict=True)
+    return [(new - old) / (var + layer["eps"]) ** 0.5 for old, new, var in stored]
 
 
 def test_recalibrate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,7 +54,9 @@ def test_recalibrate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(Path("r.json").read_text())
     assert (report["rows"], report["batches"], len(report["layers"])) == (20, 3, 3)
     page = Path("r.html").read_text()
-    assert page.count("<circle") == 2 * 3 * 4 and "<script" not in page
+    assert "3 batch norms re-estimated on 20 rows, 3 passes" in page
+    for layer in report["layers"]:
+        assert html.escape(layer["name"]) in page and f"{max(map(abs, shift(layer))):.3g}" in page
 
 
 def test_fold_after_recalibration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,10 +90,11 @@ def test_a_model_without_batch_norms(folder: Path, capsys: pytest.CaptureFixture
     assert "no batch norms with running statistics: nothing was changed" in capsys.readouterr().err
 
 
-def test_names_of_a_model_are_escaped() -> None:
+def test_names_of_a_model_are_escaped(folder: Path) -> None:
     proto = net()
-    proto.graph.node[1].name = "<script>alert(1)</script>"
-    report = bnexport.recalibrate_file(proto, None, [{"x": data()}]).report
-    page = render_html(report)
-    assert "<script" not in page and "&lt;script&gt;" in page
+    proto.graph.node[1].name = "<script>alert(1)</script>\u202e"
+    onnx.save(proto, "a.onnx")
+    assert main(["recalibrate", "a.onnx", "b.onnx", "-i", "x:x.npy", "--html", "r.html"]) == 0
+    page = Path("r.html").read_text()
+    assert "<script" not in page and "&lt;script&gt;alert(1)&lt;/script&gt;" in page and "\u202e" not in page
     assert not re.search(r"(src|href)=", page)
