@@ -74,10 +74,13 @@ def recalibrate(
     check_choice("layers", layers, moments.MODES)
     found, left = _batch_norms(model)
     old = {name: _statistics(layer) for name, layer in found.items()}
-    run = _ModuleRun(
-        model, found, moments.Measurement({name: (name, len(old[name][0])) for name in found}, process_group)
-    )
-    with _inference(model), torch.no_grad():
+    buffers: Iterator[Any] = (layer.running_mean for layer in found.values())
+    device: torch.device = next((buffer.device for buffer in buffers), torch.device("cpu"))
+    # A group without a backend for the CPU exchanges on the current device.
+    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with current, _inference(model), torch.no_grad():
+        sums = moments.Measurement({name: (name, len(old[name][0])) for name in found}, process_group)
+        run = _ModuleRun(model, found, sums, device)
         try:
             if found:
                 run.together(batches) if layers == "together" else run.one_by_one(batches)
@@ -85,7 +88,6 @@ def recalibrate(
             for name, layer in found.items():
                 _write(layer, *old[name])
             raise
-    sums = run.sums
     left += [(name, "it did not run on these rows") for name in found if name not in sums.done]
     changes = [run.change(name, old[name]) for name in run.order if name in sums.done]
     return RecalibrationReport(tuple(changes), tuple(left), layers, sums.passes, sums.batches, sums.rows)
@@ -142,15 +144,15 @@ def _write(layer: nn.Module, mean: np.ndarray[Any, Any], var: np.ndarray[Any, An
 class _ModuleRun:
     """One re-estimation. order: names in the order of the forward. calls: the most of each layer for one batch."""
 
-    def __init__(self, model: nn.Module, found: dict[str, nn.Module], sums: moments.Measurement) -> None:
-        self._model, self._found, self.sums = model, found, sums
+    def __init__(
+        self, model: nn.Module, found: dict[str, nn.Module], sums: moments.Measurement, device: torch.device
+    ) -> None:
+        self._model, self._found, self._sums, self._device = model, found, sums, device
         self.order = list(found)
         self._calls: collections.Counter[str] = collections.Counter()
-        buffers: Iterator[Any] = (layer.running_mean for layer in found.values())
-        self._device: torch.device = next((buffer.device for buffer in buffers), torch.device("cpu"))
 
     def change(self, name: str, old: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]) -> LayerChange:
-        row, eps = self.sums.done[name], float(getattr(self._found[name], "eps", 0.0))
+        row, eps = self._sums.done[name], float(getattr(self._found[name], "eps", 0.0))
         first = name == self.order[0]
         return LayerChange(name, int(row[0]), eps, first, self._calls[name], *old, *moments.statistics(row))
 
@@ -162,13 +164,13 @@ class _ModuleRun:
         for number, name in enumerate(self.order):
             interface.report("pass", number, count)
             self._measure(batches, (name,))
-            if name in self.sums.done:
-                _write(self._found[name], *moments.statistics(self.sums.done[name]))
+            if name in self._sums.done:
+                _write(self._found[name], *moments.statistics(self._sums.done[name]))
 
     def together(self, batches: Iterable[Any]) -> None:
         """Finish all layers in one pass."""
         self._measure(batches, self._found, replace=True)
-        for name, row in self.sums.done.items():
+        for name, row in self._sums.done.items():
             _write(self._found[name], *moments.statistics(row))
 
     def _measure(
@@ -183,18 +185,18 @@ class _ModuleRun:
         def before(name: str, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
             x = inputs[0] if inputs else next(iter(named.values()))
             calls[name] += 1
-            self.sums.see(name)
+            self._sums.see(name)
             if name in names:
                 backend, arranged = passes.arrange(x.detach())
                 row = backend.forward_row(arranged, "exact").cpu().numpy()
-                self.sums.add(name, row, x)
+                self._sums.add(name, row, x)
                 if replace and row[0]:
-                    _write(module, *self.sums.of_batch(name, row))
+                    _write(module, *self._sums.of_batch(name, row))
 
         def run(batch: Any) -> None:
             calls.clear()
             positional, named = _inputs(batch)
-            self.sums.size = _size(positional, named)
+            self._sums.size = _size(positional, named)
             self._forward(positional, named)
             self._calls |= calls
 
@@ -202,9 +204,9 @@ class _ModuleRun:
             for name, layer in self._found.items():
                 hook = functools.partial(before, name)
                 hooks.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            self.sums.measure(batches, run, **options)
+            self._sums.measure(batches, run, **options)
         if replace or "look" in options:
-            self.order = list(dict.fromkeys([*self.sums.order, *self.order]))
+            self.order = list(dict.fromkeys([*self._sums.order, *self.order]))
 
     def _forward(self, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
         if named:
