@@ -176,7 +176,7 @@ def test_verbose_says_more(folder, capfd):
     quiet, loud = (
         call(["verify", folder / "kept.onnx", folder / "kept.onnx", *more], capfd)[2] for more in ([], ["-v"])
     )
-    assert loud.startswith(quiet) and "verified with 9 sets of inputs, seed 0" in loud
+    assert loud.startswith(quiet) and "verified with 11 sets of inputs, seed 0" in loud
 
 
 ON_A_TERMINAL = """
