@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bnexport.exporting import ExportResult, export
     from bnexport.exporting.checkpoint import load_checkpoint
     from bnexport.folding import FoldResult, InlineResult, InspectReport, Verification, fold, inline, inspect, verify
-    from bnexport.folding.module import fold_module
+    from bnexport.folding.torch_module import fold_module
     from bnexport.native.library import get_library_path, register
     from bnexport.recalibration.files import recalibrate_file
     from bnexport.recalibration.modules import recalibrate
@@ -43,7 +43,7 @@ _HOMES = {
     "export": "exporting",
     "export_training_step": "training.api",
     "fold": "folding",
-    "fold_module": "folding.module",
+    "fold_module": "folding.torch_module",
     "get_library_path": "native.library",
     "inline": "folding",
     "inspect": "folding",

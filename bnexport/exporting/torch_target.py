@@ -23,8 +23,10 @@ from bnexport.exporting import dynamo, torchscript, wrapper
 from bnexport.exporting.dimensions import SMALLEST, Dimensions, Limit, Note
 from bnexport.exporting.job import Artifact, ExportJob
 from bnexport.exporting.substitutes import with_plain_parameters
-from bnexport.folding.module import ModuleOptions, fold_copy
+from bnexport.folding.context import Options
 from bnexport.folding.report import FoldReport
+from bnexport.folding.torch_module import fold_copy
+from bnexport.folding.torch_program import fold_program
 from bnexport.model_io import Staged
 from bnexport.modules.copies import room_for
 from bnexport.modules.tensors import Array, to_array
@@ -205,6 +207,7 @@ class TorchTarget:
         self._outputs = _output_names(wrapper.run(job.model, converted, job.inputs))
         self._report: FoldReport | None = None
         self._notes: list[Note] = []
+        self._fold_later = False
         if fold:
             self._fold()
         if job.reference is not None:
@@ -213,16 +216,27 @@ class TorchTarget:
     def _fold(self) -> None:
         job = self._job
         try:
-            folded, self._report = fold_copy(job.model, job.inputs, ModuleOptions(), prove=job.reference is not None)
+            folded, report = fold_copy(job.model, job.inputs, Options(), prove=job.reference is not None)
         except UnsupportedModelError as error:
-            self._notes.append(Note("unfolded", f"nothing was folded: {error}"))
+            self._fold_later = self._format == "pt2"
+            if not self._fold_later:
+                self._notes.append(Note("unfolded", f"nothing was folded: {error}"))
             return
-        proof = self._report.verification
+        # A program has one way through the code, whatever torch.fx makes of it.
+        opaque = any(refusal.code == "opaque" for site in report.kept for refusal in site.refusals)
+        self._fold_later = self._format == "pt2" and opaque
+        if self._fold_later:
+            return
+        self._report = report
+        self._refuse_wrong(report, "module")
+        self._work = wrapper.with_torchs_operators(folded)
+
+    def _refuse_wrong(self, report: FoldReport, kind: str) -> None:
+        proof = report.verification
         if proof is not None and proof.status == "failed":
             raise VerificationError(
-                f"{job.path}: the folded module differs from the model, nothing was written: {proof.reason}"
+                f"{self._job.path}: the folded {kind} differs from the model, nothing was written: {proof.reason}"
             )
-        self._work = wrapper.with_torchs_operators(folded)
 
     def build(self, dimensions: Dimensions) -> Artifact:
         model: Any
@@ -232,6 +246,9 @@ class TorchTarget:
         with room_for(self._work):
             if self._format == "pt2":
                 model, dimensions = build_program(self._work, dimensions)
+                if self._fold_later:
+                    model, self._report = fold_program(model, Options(), prove=self._job.reference is not None)
+                    self._refuse_wrong(self._report, "program")
                 allows, bounds = functools.partial(program_allows, model), dynamo.limits_of(model, dimensions)
             else:
                 model, method, notes = torchscript.build(with_plain_parameters(self._work), dimensions.inputs)

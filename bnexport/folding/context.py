@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 import numpy as np
@@ -10,7 +11,7 @@ import onnx_ir as ir
 
 from bnexport.errors import UsageError
 from bnexport.folding.affine import Outputs
-from bnexport.graph.nodes import Names, input_at
+from bnexport.graph.nodes import Names, Refused, input_at, label
 from bnexport.graph.scopes import GraphContext
 from bnexport.graph.shapes import Shapes
 from bnexport.graph.surgery import Surgery
@@ -68,6 +69,21 @@ LEFTOVERS = get_args(Leftover)
 
 
 @dataclasses.dataclass(frozen=True)
+class Layers:
+    """What may change in a graph that stands for a torch module, whose code stays; all are names of nodes.
+
+    changeable: layers, whose parameters may change. refused: layers and batch norms that stay, and why. replaceable: calls of
+    modules in whose place another may stand. entangled: batch norms that share their input's memory once they are gone, with
+    code that writes to it: they may only fold into what makes their input.
+    """
+
+    changeable: frozenset[str]
+    refused: Mapping[str, Refused]
+    replaceable: frozenset[str]
+    entangled: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
 class Options:
     """Options of a fold.
 
@@ -77,6 +93,7 @@ class Options:
     leftover: the form of what stays, of LEFTOVERS.
     check_early: find out by a pass of its own whether a large weight can be scaled. Otherwise the tensor itself
     raises Refused when it is written, which is too late for another way to fold the site.
+    layers: of a graph that stands for a torch module. There only batch norms are sites, and no node is added.
     """
 
     max_scale: float = 1e6
@@ -86,6 +103,7 @@ class Options:
     rules: frozenset[str] | None = None
     leftover: Leftover = "batch-norm"
     check_early: bool = True
+    layers: Layers | None = None
 
 
 def check_leftover(form: Leftover) -> Leftover:
@@ -114,8 +132,21 @@ class Context(GraphContext):
         self.edits: dict[Slot, Edit] = {}
         # Nodes that were written since the last query.
         self.created: list[ir.Node] = []
+        # Operators of merged branches, and the names of the source's nodes in whose place each stands.
+        self.merged: dict[ir.Node, frozenset[str]] = {}
         # What a rule found out about an axis of a node and will ask again.
         self.memory: dict[tuple[ir.Node, int], np.ndarray] = {}
+
+    def check_change(self, node: ir.Node) -> None:
+        """Raise Refused for a node whose parameters must stay."""
+        self.check_refused(node)
+        if self.options.layers is not None and label(node) not in self.options.layers.changeable:
+            raise Refused("no-layer", f"{node.op_type} ({label(node)}) is no layer of the module")
+
+    def check_refused(self, node: ir.Node) -> None:
+        """Raise Refused for a layer or batch norm of a module that must stay."""
+        if self.options.layers is not None and label(node) in self.options.layers.refused:
+            raise self.options.layers.refused[label(node)]
 
     def current(self, node: ir.Node, index: int, what: str, edits: dict[Slot, Edit] | None = None) -> np.ndarray:
         """Return a parameter as float64 with all edits so far, not rounded."""

@@ -127,6 +127,7 @@ class Folding:
         self.sites: list[SiteReport] = []
         self.inlined = False
         self.notes: tuple[str, ...] = ()
+        self.merged: dict[ir.Node, frozenset[str]] = {}
         self._conversions: dict[ir.Node, Conversion] = {}
         self._rules = by_operator(options.rules)
         self._labels: dict[ir.Node, str] = {}
@@ -214,6 +215,7 @@ class Folding:
             write_parameters(scope.context)
         self._surgery.sweep()
         self.notes = every[0].context.drop_stale_shapes()
+        self.merged = every[0].context.merged
         self.sites += [report for _, report, _ in sorted(entries, key=lambda entry: entry[0])]
         self.sites = [dataclasses.replace(site, modules=self._paths(site)) for site in self.sites]
 
@@ -225,7 +227,8 @@ class Folding:
     def _pass(self, scope: Scope[Context], order: dict[ir.Node, int]) -> Iterator[Entry]:
         for graph in scope.graphs:
             seen: set[ir.Node] = set()
-            nodes = [node for node in graph if is_standard(node, "BatchNormalization", *OP_TYPES)]
+            arithmetic = OP_TYPES if self.options.layers is None else ()
+            nodes = [node for node in graph if is_standard(node, "BatchNormalization", *arithmetic)]
             for node in nodes:
                 if node.op_type == "BatchNormalization" and node not in seen and not self._surgery.is_dead(node):
                     try:
@@ -246,7 +249,8 @@ class Folding:
 
     def _lone(self, scope: Scope[Context], order: dict[ir.Node, int], taken: set[ir.Node]) -> Iterator[Entry]:
         """Fold arithmetic that is no batch norm where it leaves the model; elsewhere it is no site. taken: nodes of sites."""
-        if self.options.only is not None or not 1 <= scope.context.opset <= NEWEST_OPSET:
+        alone = self.options.only is not None or self.options.layers is not None
+        if alone or not 1 <= scope.context.opset <= NEWEST_OPSET:
             return
         for graph in scope.graphs:
             for node in [node for node in graph if is_standard(node, *OP_TYPES) and node not in taken]:
@@ -364,7 +368,7 @@ class Folding:
 
     def _merge(self, site: Site | None, report: SiteReport, context: Context) -> SiteReport:
         """Merge a site that found no place into one batch norm. A single node, or plain arithmetic, stays as it is."""
-        if site is None or len(site.nodes) == 1 or site.axis != 1:
+        if site is None or len(site.nodes) == 1 or site.axis != 1 or self.options.layers is not None:
             return report
         if not any(is_standard(node, "BatchNormalization") for node in site.nodes):
             return report

@@ -117,6 +117,7 @@ class Search:
     def _rule(self, node: ir.Node) -> Rule:
         rule = self.rules.get(node.op_type)
         if rule is None or node.domain not in rule.domains:
+            self.context.check_refused(node)
             raise Refused("no-rule", f"{node.op_type} ({label(node)}) is not linear in each channel")
         return rule
 
@@ -265,6 +266,8 @@ def place(site: Site, context: Context, rules: dict[str, Rule]) -> Plan | list[t
     """
     refusals: list[tuple[str, Refused]] = []
     for name, attempt in _ATTEMPTS:
+        if name in ("scale", "shift") and context.options.layers is not None:
+            continue
         if name == "scale" and all(reason.code != "shift" for direction, reason in refusals if direction == "backward"):
             continue
         try:
@@ -295,6 +298,8 @@ def _backward(site: Site, context: Context, rules: dict[str, Rule]) -> Plan:
 
 
 def _forward(site: Site, context: Context, rules: dict[str, Rule]) -> Plan:
+    if context.options.layers is not None and label(site.nodes[-1]) in context.options.layers.entangled:
+        raise Refused("in-place", f"code changes what {label(site.nodes[-1])} reads or makes in place")
     search = Search(Plan(context), rules)
     search.forward(site.output, site.axis, site.affine)
     return _commit(search.plan, site)

@@ -250,6 +250,7 @@ class Plan:
         self.attributes[node, attribute.name] = attribute
 
     def target(self, node: ir.Node) -> None:
+        self.context.check_change(node)
         self.targets[node] = None
 
     def check_add(self, addend: Addend) -> None:
@@ -258,6 +259,8 @@ class Plan:
 
     def add_behind(self, node: ir.Node, addend: Addend) -> None:
         """Add a vector to the node's first output with a separate Add."""
+        if self.context.options.layers is not None:
+            raise Refused("shift", f"{label(node)} has no bias, and a module's code stays as it is")
         self.check_add(addend)
         if node in self.adds:
             raise Refused("conflict", "two shifts meet behind one node")

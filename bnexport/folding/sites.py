@@ -54,7 +54,8 @@ class Site:
 
 
 def batch_norm_site(node: ir.Node, context: Context) -> Site:
-    """Return the site around a BatchNormalization. Raise Refused if the node itself cannot be read."""
+    """Return the site around a BatchNormalization. Raise Refused if the node itself cannot be read, or must stay."""
+    context.check_refused(node)
     affine = read_batch_norm(node, context)
     return _grow(Site((node,), affine, axis=1, data=0), context)
 
@@ -129,9 +130,10 @@ def _grow(site: Site, context: Context) -> Site:
 def _step(node: ir.Node, axis: int, channels: int, context: Context) -> ChannelAffine | None:
     try:
         if is_standard(node, "BatchNormalization"):
+            context.check_refused(node)
             affine = read_batch_norm(node, context) if axis == 1 else None
             return affine if affine is not None and affine.channels == channels else None
-        if is_standard(node, *OP_TYPES):
+        if is_standard(node, *OP_TYPES) and context.options.layers is None:
             return read_elementwise(node, axis, channels, context)
     except Refused:
         return None

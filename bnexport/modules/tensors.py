@@ -22,6 +22,17 @@ def to_array(tensor: torch.Tensor) -> Array:
     return tensor.numpy()
 
 
+def from_array(array: Array, like: torch.Tensor) -> torch.Tensor:
+    """Copy an array into a new tensor, on the device and in the memory format of `like`; bfloat16 by way of its bits."""
+    array = np.ascontiguousarray(array)
+    bfloat16 = array.dtype == ml_dtypes.bfloat16
+    values = torch.from_numpy(array.view(np.int16) if bfloat16 else array)
+    values = values.view(torch.bfloat16) if bfloat16 else values
+    if values.shape != like.shape:
+        return values.to(like.device).clone()
+    return torch.empty_like(like, dtype=values.dtype, requires_grad=False).copy_(values)
+
+
 def in_double(feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors of float types in float64."""
     return {name: value.double() if value.is_floating_point() else value for name, value in feeds.items()}

@@ -219,7 +219,9 @@ def to_plain(old: nn.Module, *, split: bool = False) -> nn.Module | None:
     assert isinstance(old, SyncBatchNorm)
     plain: type[nn.Module] | None = old.__dict__.get("reverts_to")
     activated, frozen = isinstance(old, SyncBatchNormAct), isinstance(old, FrozenSyncBatchNorm)
-    split = split and activated and plain is None and recognition.FUSED in old._modules and not _has_hooks(old)
+    split = (
+        split and activated and plain is None and recognition.FUSED in old._modules and not recognition.has_hooks(old)
+    )
     fallback = FrozenBatchNorm if frozen else BatchNormAct if activated and not split else nn.BatchNorm2d
     new = _take_over(old, plain or fallback)
     for name in ("group", "stats_mode", "grad_reduction", "_layer", "_lost_group", "reverts_to"):
@@ -235,16 +237,11 @@ def split_activation(old: nn.Module) -> nn.Module | None:
     """Return a Sequential of `norm`, `drop` and `act` for a batch norm with an activation and without hooks, else
     None.
     """
-    if known_kind(old) != "batch_norm_act" or _has_hooks(old):
+    if known_kind(old) != "batch_norm_act" or recognition.has_hooks(old):
         return None
     norm = _take_over(old, nn.BatchNorm2d)
     parts = {name: norm._modules.pop(name) for name in ("drop", "act", recognition.FUSED) if name in norm._modules}
     return nn.Sequential(OrderedDict(norm=norm, **parts)).train(old.training)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(module.__dict__.get(name) for name in names)
 
 
 def _check_any_rank(input: torch.Tensor) -> None:

@@ -119,6 +119,11 @@ _USED: dict[str, tuple[str, ...]] = {
 _SCRIPTED = {"SyncBatchNorm": "torch_sync"} | {f"BatchNorm{n}d": "batch_norm" for n in (1, 2, 3)}
 
 
+def has_hooks(module: nn.Module) -> bool:
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(module.__dict__.get(name) for name in names)
+
+
 @dataclasses.dataclass(frozen=True)
 class Recognised:
     """kind: of the known class `base`, the module's own or its nearest. changed: deviations of the module from it."""

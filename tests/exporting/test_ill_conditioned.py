@@ -11,7 +11,7 @@ from torch import nn
 import bnexport
 from bnexport.errors import VerificationError
 from bnexport.exporting import onnx_target
-from bnexport.folding.module import edits
+from tests.folding.module.nets import off_by
 
 X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 ILL = "the network is ill-conditioned on these inputs: the reference itself differs from the model in float64 by"
@@ -69,13 +69,7 @@ def test_a_model_that_is_more_accurate_than_torch(tmp_path):
 
 def test_torchs_formats(monkeypatch, tmp_path):
     """Whole modules decide nothing here; the proof of the fold finds the wrong weight."""
-    write = edits.Layer.write
-
-    def wrong(layer):
-        write(layer)
-        layer.module._parameters["bias"].data += 1e-2
-
-    monkeypatch.setattr(edits.Layer, "write", wrong)
+    off_by(monkeypatch, 1e-2)
     with pytest.raises(VerificationError, match=r"nothing was written: .*the bias of channel 0 differs by 0\.01"):
         bnexport.export(cancelling(), X, tmp_path / "m.pt", format="torchscript")
     assert not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ import bnexport
 from bnexport import SyncBatchNorm
 from bnexport.errors import UnsupportedModelError, VerificationError
 from bnexport.exporting import wrapper
-from bnexport.folding.module import api as fold_api
+from bnexport.folding import torch_module
 from tests.sync_bn import lookalikes
 
 X = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
@@ -39,7 +39,7 @@ def wrong_conversion(monkeypatch):
 
         for name in ("for_deploy", "for_custom_op"):
             monkeypatch.setattr(wrapper, name, wrong(getattr(wrapper, name)))
-        monkeypatch.setattr(fold_api, "replace", wrong(fold_api.replace))
+        monkeypatch.setattr(torch_module, "replace", wrong(torch_module.replace))
 
     return change
 

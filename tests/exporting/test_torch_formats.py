@@ -13,12 +13,12 @@ import bnexport
 from bnexport.cli import main
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from bnexport.exporting import torch_target, torchscript
-from bnexport.folding.module import api, edits
+from bnexport.folding import torch_module
 from bnexport.verification import process
 from bnexport.verification.verdict import Verification
 from models.resnet import digits_resnet
 from models.segmentation import Segmenter
-from tests.folding.module.nets import trained
+from tests.folding.module.nets import off_by, trained
 from tests.support import warm
 from tests.sync_bn import lookalikes
 
@@ -141,13 +141,14 @@ class Chooses(nn.Module):
 
 
 def test_control_flow_is_scripted(tmp_path):
-    """torch.fx cannot trace the model, but its body, which it only calls; both ways stay in the file."""
-    net = Chooses()
+    """torch.fx cannot trace the model, but its body, which is folded first; both ways stay in the file."""
+    net = Chooses().eval()
     x = torch.ones(1, 3, 5, 5)
+    net.body = bnexport.fold_module(net.body, x)
     result = bnexport.export(net, x, tmp_path / "m.pt", format="torchscript")
     assert result.exporter == "script"
     assert not batch_norms(result)
-    assert [site.nodes for site in result.report.folded] == [("body.1",)]
+    assert "nothing was folded: Chooses: its forward cannot be traced" in result.notes[0]
     for feed in (x, -x):
         torch.testing.assert_close(load(result)(feed), net(feed).detach(), rtol=0, atol=1e-5)
     with pytest.raises(UnsupportedModelError, match=r"torch\.export fails"):
@@ -193,6 +194,18 @@ def test_a_batch_that_the_model_fixes(batch, tmp_path):
     result = bnexport.export(net, x, tmp_path / "m.pt2", format="pt2", verify=verify)
     assert bool(result.verification.passed) == verify
     assert result.notes[-1].startswith(f"input 'x': dimension 0 (batch) stays {batch}, the model fixes it")
+    torch.testing.assert_close(load(result)(x), net(x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_program_is_folded_where_torch_fx_cannot_follow(whole, tmp_path):
+    """The condition is one on a size: the program has one way through it."""
+    net = trained(Doubles(5) if whole else nn.Sequential(Doubles(5), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)))
+    x = torch.randn(2, 3, 5, 5)
+    result = bnexport.export(net, x, tmp_path / "m.pt2", format="pt2")
+    assert result.verification.passed
+    assert not batch_norms(result)
+    assert (result.report.before.batch_norm, result.report.after.batch_norm) == ((1, 0) if whole else (2, 0))
     torch.testing.assert_close(load(result)(x), net(x), rtol=0, atol=1e-5)
 
 
@@ -312,18 +325,12 @@ def test_operators_of_other_libraries_are_refused(format, tmp_path):
 
 
 def test_a_wrong_fold_is_never_written(format, tmp_path, monkeypatch):
-    write = edits.Layer.write
-
-    def wrong(layer):
-        write(layer)
-        layer.module._parameters["bias"].data += 1e-3
-
-    monkeypatch.setattr(edits.Layer, "write", wrong)
+    off_by(monkeypatch, 1e-3)
     x = torch.randn(2, 3, 6, 6)
     with pytest.raises(VerificationError, match=r"nothing was written: site 1: at .*: the bias of channel \d differs"):
         bnexport.export(pair(), x, tmp_path / "m", format=format)
     # Without the proof the file itself tells.
-    monkeypatch.setattr(api, "prove_module", lambda *_: Verification.skipped("not asked for"))
+    monkeypatch.setattr(torch_module, "prove_module", lambda *_: Verification.skipped("not asked for"))
     with pytest.raises(VerificationError, match=r"nothing was written: output 'output' in .*: differs"):
         bnexport.export(pair(), x, tmp_path / "m", format=format)
     assert not list(tmp_path.iterdir())

@@ -44,8 +44,8 @@ def _no_fold_is_left_without_a_proof(monkeypatch: pytest.MonkeyPatch) -> Iterato
         monkeypatch.setattr(module, name, recorded)
 
     record(verification_api, "prove_fold")
-    if "bnexport.folding.module.api" in sys.modules:
-        record(sys.modules["bnexport.folding.module.api"], "prove_module")
+    if "bnexport.folding.torch_module" in sys.modules:
+        record(sys.modules["bnexport.folding.torch_module"], "prove_module")
     yield
     for verdict in made:
         _MARKS.update(proof.method for proof in verdict.sites)

@@ -12,7 +12,9 @@ from torch import nn
 
 import bnexport
 from bnexport.modules.copies import copy_model
-from bnexport.verification.module_proof import ModuleFold, prove_module
+from bnexport.modules.module_graph import ModuleGraph
+from bnexport.modules.module_trace import trace
+from bnexport.verification.module_proof import prove_module
 from bnexport.verification.verdict import Verification
 
 
@@ -63,16 +65,19 @@ class Forward(nn.Module):
 
 
 class Undecided(nn.Module):
-    """Code that looks at values: only its part is traced."""
+    """Code that looks at values, which is not traced."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.part = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
         self.rest = nn.Conv2d(8, 2, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.rest(self.part(x))
+        y = self.rest(x)
         return y if y.sum() > 0 else 2 * y
+
+
+def undecided() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), Undecided())
 
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -80,15 +85,16 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "residual": Residual,
     "branches": Branches,
     "forward": Forward,
-    "undecided": Undecided,
+    "undecided": undecided,
 }
 
 
 def proved(original: nn.Module, folded: nn.Module) -> Verification:
     """The proof of what the report of `folded` says."""
-    changed = [site for site in folded.fold_report.sites if site.outcome in ("folded", "merged")]
-    folds = [ModuleFold(site.nodes[0], (*site.nodes, *site.targets)) for site in changed]
-    return prove_module(original, folded, (X,), folds)
+    traced = trace(original, 1)
+    examples = traced.examples((X,))
+    claims = [site.claim for site in folded.fold_report.sites if site.changed]
+    return prove_module(ModuleGraph(traced, examples), trace(folded, 1), examples, claims)
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -136,17 +142,18 @@ def test_a_changed_attribute_is_found() -> None:
 
 def test_a_changed_rest_is_found() -> None:
     """Outside every fold, in a module that is not traced."""
-    net = trained(Undecided())
+    net = trained(undecided())
     folded = bnexport.fold_module(net, X, verify=False)
-    folded.rest = copy.deepcopy(folded.rest)
-    folded.rest.weight.data[0, 0] += 1
+    folded[2].rest = copy.deepcopy(folded[2].rest)
+    folded[2].rest.weight.data[0, 0] += 1
     verdict = proved(net, folded)
     assert verdict.status == "failed"
-    assert "rest.weight changed and belongs to no fold" in verdict.reason
+    assert "(Undecided) is computed in another way" in verdict.reason
 
 
-def test_what_cannot_be_proved_says_why() -> None:
+def test_what_only_inputs_tell_is_not_folded() -> None:
     """A Linear behind a flattening, whose sizes only inputs tell."""
-    verdict = bnexport.fold_module(trained(Forward())).fold_report.verification
-    assert verdict.status == "not_verified"
-    assert "the sizes of its inputs are not known" in verdict.reason
+    report = bnexport.fold_module(trained(Forward())).fold_report
+    assert report.verification.passed
+    assert [site.nodes for site in report.folded] == [("n",)]
+    assert "the shape before flatten() is not known" in report.explain("p").reason

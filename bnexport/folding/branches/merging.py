@@ -7,6 +7,7 @@ by it. What joins none stays and is added behind. A sum below a term that stays 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ from bnexport.folding.branches.windows import Kernel
 from bnexport.folding.context import Context, Exact, Options
 from bnexport.folding.placing import take_over
 from bnexport.folding.plan import Plan
+from bnexport.folding.reading import SUMS
 from bnexport.folding.report import Refusal, SiteReport
 from bnexport.folding.rules.parallel import NAME
 from bnexport.graph.conversion import Conversion
@@ -35,7 +37,8 @@ from bnexport.graph.scopes import Scope, new_constant
 class Operator:
     """The operator to write for `terms`. carrier: the source node that it replaces.
 
-    weight, bias: in float64 and rounded; bias is None where the operator has none.
+    weight, bias: in float64 and rounded; bias is None where the operator has none. raw: how often the code of a module adds
+    the base itself to what the operator makes.
     """
 
     terms: tuple[Term, ...]
@@ -43,10 +46,16 @@ class Operator:
     kernel: Kernel
     weight: Exact
     bias: Exact | None
+    raw: float = 0.0
 
 
 def plan_operator(
-    terms: tuple[Term, ...], carriers: Sequence[ir.Node], kernel: Kernel, frame: Frame, context: Context
+    terms: tuple[Term, ...],
+    carriers: Sequence[ir.Node],
+    kernel: Kernel,
+    frame: Frame,
+    context: Context,
+    raw: float = 0.0,
 ) -> Operator:
     """Raises Refused where the type of the weights cannot hold their sum."""
     described = {node: context.constants.describe(input_at(node, 1), "weight") for node in carriers}
@@ -65,7 +74,7 @@ def plan_operator(
     if kernel.bias.any() or input_at(carrier, 2) is not None:
         rounded = round_vector(kernel.bias, dtype, f"{carrier.op_type} bias", kernel.bias_size)
         bias = Exact(kernel.bias, rounded)
-    return Operator(terms, carrier, kernel, weight, bias)
+    return Operator(terms, carrier, kernel, weight, bias, raw)
 
 
 def write(
@@ -205,6 +214,7 @@ class Merging:
         self._sums = sums
         self._context = context
         self._may_merge = may_merge
+        self._code_stays = context.options.layers is not None
         # Values of sums that are gone, and what is in their place.
         self._now: dict[ir.Value, ir.Value] = {}
 
@@ -216,7 +226,9 @@ class Merging:
     def _merge(self, total: Sum) -> Iterator[Merged]:
         groups: dict[ir.Value, list[tuple[float, Term]]] = {}
         for sign, term in total.terms:
-            groups.setdefault(term.base, []).append((sign, term))
+            # The code of a module goes on to add the base itself.
+            if term.node is not None or not self._code_stays:
+                groups.setdefault(term.base, []).append((sign, term))
         reasons: list[Refused] = []
         clusters: list[_Cluster] = []
         for base, terms in groups.items():
@@ -290,7 +302,7 @@ class Merging:
         for cluster in clusters:
             kernel, left = cluster.evaluated.kernel, constants
             evaluator = Evaluator(self._context, cluster.frame, kernel.inputs)
-            if not operators:
+            if not operators and not self._code_stays:
                 left = []
                 for sign, value in constants:
                     try:
@@ -300,10 +312,17 @@ class Merging:
                     else:
                         kernel = kernel.mapped(ChannelAffine.shifting(sign * vector))
             try:
+                raw = self._raw(cluster.terms) if self._code_stays else 0.0
+                if raw:
+                    kernel = _less_identity(kernel, raw, cluster.frame)
+                if self._code_stays and kernel.window.begins != kernel.window.ends:
+                    raise Refused(
+                        "padding", "the branches pad more on one side than on the other, which no module does"
+                    )
                 if not self._may_merge([*(node for _, term in cluster.terms for node in term.nodes()), *total.nodes]):
                     continue
                 terms = tuple(term for _, term in cluster.terms)
-                operators.append(plan_operator(terms, cluster.carriers, kernel, cluster.frame, self._context))
+                operators.append(plan_operator(terms, cluster.carriers, kernel, cluster.frame, self._context, raw))
             except Refused as reason:
                 reasons.append(reason)
             else:
@@ -315,9 +334,13 @@ class Merging:
     ) -> Merged:
         bases = [self._current(operator.terms[0].base) for operator in operators]
         others = [(sign, self._current(term.value)) for sign, term in total.terms if term not in gone]
+        for operator, base in zip(operators, bases, strict=True):
+            others += [(math.copysign(1.0, operator.raw), base)] * int(abs(operator.raw))
         nodes = [node for _, term in total.terms if term in gone for node in term.nodes()] + total.nodes
         nodes = list(dict.fromkeys(nodes))
         written = write(total.value, operators, bases, [*others, *constants], nodes, self._context)
+        for operator, node in zip(operators, written):
+            self._context.merged[node] = frozenset(label(each) for term in operator.terms for each in term.nodes())
         self._now[total.value] = written[-1].outputs[0]
         kernel = operators[0].kernel
         nodes = [node for node in nodes if self._context.surgery.is_dead(node)]
@@ -325,8 +348,28 @@ class Merging:
             tuple(nodes), tuple(written), sum(term.leaves for term in gone), kernel.outputs, kernel.window.sizes
         )
 
+    def _raw(self, terms: Iterable[tuple[float, Term]]) -> float:
+        """Return how often the base itself is added, by code and below modules that would go."""
+        count = 0.0
+        for sign, term in terms:
+            if term.inner is not None:
+                count += sign * self._raw(term.inner.terms)
+                if any(self._context.constants.floats(value, "term").any() for _, value in term.inner.constants):
+                    raise Refused("constant", "the code adds a constant below a module that would go")
+            elif term.node is None:
+                count += sign
+        return count
+
     def _current(self, value: ir.Value) -> ir.Value:
         return self._now.get(value, value)
+
+
+def _less_identity(kernel: Kernel, count: float, frame: Frame) -> Kernel:
+    """Return N with N x + count x = kernel(x)."""
+    if kernel.inputs != kernel.outputs:
+        raise Refused("shape", f"the code adds {kernel.inputs} channels, the branches make {kernel.outputs}")
+    own = Kernel.identity(kernel.inputs, frame.positions).mapped(ChannelAffine.scaling(np.full(kernel.inputs, -count)))
+    return kernel.plus(own, kernel.window.joined(own.window))
 
 
 def _outermost(term: Term) -> Iterator[Sum]:
@@ -379,6 +422,9 @@ class Branches:
                 yield order.get(nodes[-1], len(order)), self._report(merged, nodes, scope)
 
     def _left_alone(self, node: ir.Node) -> bool:
+        layers = self._options.layers
+        if layers is not None and label(node) not in layers.replaceable and not is_standard(node, *SUMS):
+            return True
         only, skip = self._options.only, self._options.skip
         if skip and self._name(node) in skip:
             return True

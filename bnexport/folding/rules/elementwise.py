@@ -49,7 +49,9 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
         return
     if not affine.is_scaling:
         raise Refused("shift", f"{label(node)} multiplies, so it cannot take a shift")
-    if constant[0] or (constant[1] and node.op_type == "Mul"):
+    if search.context.options.layers is not None and node.op_type == "Mul" and any(constant):
+        _operand(node, constant.index(False), axis, affine, rank, search)
+    elif constant[0] or (constant[1] and node.op_type == "Mul"):
         _scale_constant(node, constant.index(True), axis, affine.scale, rank, search)
     elif constant[1] or node.op_type == "Div":
         _operand(node, 0, axis, affine, rank, search)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree
 
 import bnexport
 from bnexport import tolerances
+from bnexport.folding import torch_module, torch_program
 from tests.support.checks import assert_within
 
 
@@ -54,3 +56,14 @@ def reasons(module: nn.Module) -> dict[str, list[str]]:
     """The codes of the refusals of each batch norm that is left."""
     report = module.fold_report
     return {site.nodes[0]: [refusal.code for refusal in site.refusals] for site in report.kept}
+
+
+def off_by(monkeypatch: pytest.MonkeyPatch, error: float) -> None:
+    """Everything else being right, each new bias of a folded layer is off."""
+    real = torch_module.from_array
+
+    def wrong(array, like):
+        return real(array, like) + error * (array.ndim == 1)
+
+    for file in (torch_module, torch_program):
+        monkeypatch.setattr(file, "from_array", wrong)

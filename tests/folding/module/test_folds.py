@@ -160,6 +160,48 @@ def test_a_norm_that_several_layers_feed():
     assert left(fold_and_check(trained(PairTwice()), X2)) == []
 
 
+def test_only_names_every_call():
+    net = trained(PairTwice())
+    assert left(fold_and_check(net, X2, only=["norm"])) == []
+    assert left(fold_and_check(net, X2, skip=["norm"])) == ["norm"]
+
+
+class Joined(nn.Module):
+    """What feeds the norm, and what reads it, by functions of two values."""
+
+    def __init__(self, join):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1, bias=False)
+        self.norm, self.last, self.join = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), join
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.join(self.first(x), self.second(x.relu())))))
+
+
+def join_in_place(a, b):
+    a += b
+    return a
+
+
+JOINED = {
+    "sum": lambda a, b: a + b,
+    "sum in place": join_in_place,
+    "difference": torch.sub,
+    "scaled": lambda a, b: a + 0.5 * b,
+    "positions": lambda a, b: torch.cat((a, b), 2),
+    "interpolated": lambda a, b: nn.functional.interpolate(a - b, scale_factor=2, mode="bilinear"),
+}
+
+
+@pytest.mark.parametrize("join", JOINED.values(), ids=JOINED)
+def test_a_norm_behind_two_layers(join):
+    """As in a file: a sum, a concatenation, an interpolation; no module is between the layers and the norm."""
+    folded = fold_and_check(trained(Joined(join)), X2)
+    assert left(folded) == []
+    assert folded.fold_report.verification.passed
+    assert folded.fold_report.sites[0].targets == ("first", "second")
+
+
 def test_tied_weights_are_folded_apart():
     net = trained(
         nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1))
@@ -310,3 +352,38 @@ def test_dead_channels_of_half_networks(shift):
         assert folded.fold_report.verification.passed
     else:
         assert reasons(folded)["1"][0] == "underflow"
+
+
+class Derived(nn.Conv2d):
+    """Of a package of its own, with torch's forward."""
+
+
+def test_an_activation_in_place_behind_the_norm():
+    """As in residual blocks: what it changes, nobody else reads."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Sequential(Derived(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+            self.second = nn.Sequential(Derived(4, 4, 1), nn.BatchNorm2d(4))
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            y = self.second(self.first(x))
+            y += x
+            return self.relu(y)
+
+    assert left(fold_and_check(trained(nn.Sequential(Block(), Block())), X2)) == []
+
+
+def test_code_that_asks_for_the_class_of_what_a_norm_made():
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            y = self.norm(self.conv(x))
+            return y if isinstance(y, torch.Tensor) else y[0]
+
+    assert left(fold_and_check(trained(Asks()), X2)) == []
