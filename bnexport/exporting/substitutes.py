@@ -61,6 +61,8 @@ class AnySize(TorchFunctionMode):
             return self._pool(axes, along, func, *args, **kwargs)
         if func is F.interpolate:
             return self._interpolate(*args, **kwargs)
+        if func is F.batch_norm and (args[1] if len(args) > 1 else kwargs.get("running_mean")) is None:
+            return _normalised(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _interpolate(
@@ -103,6 +105,28 @@ class AnySize(TorchFunctionMode):
             if k is not None:
                 input = along(input, axis, n, k)
         return input
+
+
+def _normalised(
+    input: Tensor,
+    running_mean: None,
+    running_var: None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Compute a batch norm without running statistics."""
+    wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    axes, shape = [0, *range(2, input.dim())], [1, -1, *[1] * (input.dim() - 2)]
+    centred = wide - wide.mean(axes, keepdim=True)
+    result = centred / (centred.square().mean(axes, keepdim=True) + eps).sqrt()
+    if weight is not None:
+        result = result * weight.to(wide.dtype).view(shape)
+    if bias is not None:
+        result = result + bias.to(wide.dtype).view(shape)
+    return result.to(input.dtype)
 
 
 def _resize_is_exact(factor: float | None) -> bool:

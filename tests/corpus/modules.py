@@ -282,10 +282,8 @@ CASES: dict[str, Case] = {
     "torch.nn.SyncBatchNorm": Case(lambda: around(nn.SyncBatchNorm(C))),
     "SyncBatchNorm": Case(lambda: around(SyncBatchNorm(C, momentum=0.3, eps=0.1))),
     "momentum None": Case(lambda: trained(around(bn(momentum=None)))),
-    "no running statistics": Case(lambda: around(bn(track_running_stats=False)), refused=DEPLOY),
-    "ours without running statistics": Case(
-        lambda: around(SyncBatchNorm(C, track_running_stats=False)), refused=DEPLOY
-    ),
+    "no running statistics": Case(lambda: around(bn(track_running_stats=False))),
+    "ours without running statistics": Case(lambda: around(SyncBatchNorm(C, track_running_stats=False))),
     "affine False": Case(lambda: around(bn(affine=False))),
     "no bias": Case(lambda: around(bn(bias=False))),
     "tracking switched off": Case(lambda: _changed(_no_tracking)),

@@ -319,25 +319,28 @@ def test_bfloat16_inside_is_kept_and_not_verified(tmp_path):
 
 
 @pytest.mark.skipif(not torch_versions.has((2, 9)), reason="torch.cond needs the dynamo exporter")
-def test_a_branch_that_returns_its_operand(tmp_path):
-    """Both branches are right in the file, whichever the example takes, and later sizes run after torch.cond was recorded."""
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_branch_that_returns_its_operand(fixed, tmp_path):
+    """Both branches are right in the file, whichever the example takes, and later sizes and exports run after torch.cond
+    was recorded. fixed: torch records the branches of this model for one size only, after failed attempts."""
 
     class Conditional(nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm = nn.BatchNorm2d(3)
+            self.norm = nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)) if fixed else nn.BatchNorm2d(3)
 
         def forward(self, x):
             y = self.norm(x)
             return torch.cond(y.sum() > 0, lambda t: t.clone(), lambda t: -t, (y,))
 
     model, x = Conditional().eval(), torch.rand(2, 3, 4, 4) + 1
-    result = bnexport.export(model, x, tmp_path / "m.onnx", exporter="dynamo")
+    for _ in range(1 + fixed):
+        result = bnexport.export(model, x, tmp_path / "m.onnx", exporter="dynamo", overwrite=True)
     assert result.verification.passed
-    assert not [note for note in result.notes if "ran at no other size" in note]
+    assert fixed or not [note for note in result.notes if "ran at no other size" in note]
     session = onnxruntime.InferenceSession(result.path)
     for value in (x, -x):
-        np.testing.assert_allclose(session.run(None, {"x": value.numpy()})[0], model(value).detach(), rtol=1e-5)
+        np.testing.assert_allclose(session.run(None, {"x": value.numpy()})[0], model(value).detach(), rtol=1e-4)
 
 
 def test_functional_batch_statistics_with_a_state_are_refused(tmp_path):

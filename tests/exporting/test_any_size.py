@@ -1,4 +1,4 @@
-"""Adaptive pooling and resampling in an ONNX file are right at every image size."""
+"""Adaptive pooling, resampling and norms of the batch in an ONNX file are right at every size."""
 
 import numpy as np
 import onnx
@@ -87,6 +87,24 @@ def test_resize_stays_where_it_is_exact(factor, kind, tmp_path):
         nn.Upsample(scale_factor=factor), torch.randn(2, 3, 8, 8), tmp_path / "m.onnx", exporter="torchscript"
     )
     assert kind in {node.op_type for node in onnx.load(result.path).graph.node}
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("exporter", [pytest.param("dynamo", marks=pytest.mark.slow), "torchscript"])
+def test_a_norm_without_statistics(exporter, dtype, affine, tmp_path):
+    """As operators that every runtime takes: BatchNormalization would have to train, and fix the batch."""
+    model = nn.BatchNorm2d(3, track_running_stats=False, affine=affine).to(dtype).eval()
+    if affine:
+        nn.init.normal_(model.weight, 1.0)
+        nn.init.normal_(model.bias)
+    x = torch.randn(2, 3, 7, 6).to(dtype)
+    result = bnexport.export(model, x, tmp_path / "m.onnx", exporter=exporter)
+    assert result.verification.passed
+    assert not result.notes
+    assert result.report.after.batch_norm == 0
+    x = torch.randn(5, 3, 9, 4).to(dtype)
+    np.testing.assert_allclose(run(result, x), model(x).detach(), rtol=0, atol=2e-6 if dtype == torch.float32 else 4e-3)
 
 
 class Pyramid(nn.Module):
