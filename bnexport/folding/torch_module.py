@@ -59,6 +59,8 @@ def fold_module(
     Linear takes a map only where they show its rank, since in (N, L, C) a batch norm's channels are L.
 
     Args:
+        model: a module; or a program of torch.export, of which a folded copy is returned, its branches not merged. There the
+            program is taken as it is, in the mode in which it was recorded.
         example_inputs: a tensor, or those of the positional parameters. Other parameters keep their
             defaults, and it is for such calls that the folded module equals the model.
         verify: "local" proves each fold where it stands, in float64, and that everything else is the same; "whole" runs

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from bnexport.folding.context import Options
 from bnexport.folding.folder import check_names
 from bnexport.folding.layer_folder import LayerFolder, check_values
-from bnexport.folding.report import FoldReport, count
+from bnexport.folding.report import FoldReport, Refusal, SiteReport, count
 from bnexport.folding.rules.parallel import NAME as PARALLEL
 from bnexport.graph.nodes import Refused
 from bnexport.modules.module_graph import ModuleGraph
-from bnexport.modules.module_trace import Trace, trace_program
+from bnexport.modules.module_trace import Trace, name_of, trace_program
 from bnexport.modules.tensors import from_array
 from bnexport.torch_versions import BatchNormBase
 from bnexport.verification.module_proof import prove_module
@@ -52,7 +52,19 @@ def fold_program(
     _write(work, trace, folder)
     claims = [site.claim for site in folder.sites if site.changed]
     proof = prove_module(graph, trace_program(work), examples, claims) if prove and claims else None
-    return work, FoldReport(tuple(folder.sites), count(graph.model), count(folder.model), False, proof)
+    sites = (*folder.sites, *_other_norms(trace))
+    return work, FoldReport(sites, count(graph.model), count(folder.model), False, proof)
+
+
+def _other_norms(trace: Trace) -> Iterator[SiteReport]:
+    """Report the batch norms without fixed statistics and parameters."""
+    text = (
+        "it normalises with the statistics of the batch, or its parameters are computed; record a module in eval mode"
+    )
+    for node in trace.graph.nodes:
+        if "batch_norm" in name_of(node) and node.op == "call_function" and node not in trace.layers:
+            refusal = Refusal("batch_norm", node.name, "training", text)
+            yield SiteReport((node.name,), name_of(node), "", "kept", refusals=(refusal,))
 
 
 def _refusals(trace: Trace) -> dict[str, Refused]:

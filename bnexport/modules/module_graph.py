@@ -60,22 +60,22 @@ class ModuleGraph:
         self._initializers: dict[str, ir.Value] = {}
         self._names: set[str] = set()
         inputs: list[ir.Value] = []
-        outputs: dict[ir.Value, None] = {}
+        outputs: dict[ir.Value, str] = {}
         for node in trace.graph.nodes:
             if node in trace.tensors:
                 self._shaped(self._initializer(trace.tensors[node], trace.values[node]), node)
             elif node.op == "placeholder":
                 inputs.append(self._shaped(ir.Value(name=node.name), node))
             elif node.op == "output":
-                fx.node.map_arg(node.args, lambda leaf: outputs.update({self._values[leaf]: None}))
+                fx.node.map_arg(node.args, lambda leaf: outputs.setdefault(self._values[leaf], ""))
             else:
                 self._shaped(self._node(node), node)
             if node in trace.seen_by_hooks:
                 # What a hook sees has to stay, as an output has.
-                outputs[self._values[node]] = None
-        for index, value in enumerate(outputs):
+                outputs.setdefault(self._values[node], f"{node.name}, which a hook sees,")
+        for index, (value, name) in enumerate(outputs.items()):
             # Whichever operator makes it.
-            value.name = value.name if value.producer() is None else f"output {index}"
+            value.name = value.name if value.producer() is None else name or f"output {index}"
         self.model = ir.Model(
             ir.Graph(
                 inputs,

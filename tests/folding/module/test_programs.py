@@ -140,3 +140,12 @@ def test_an_input_with_the_name_of_a_function() -> None:
     folded = bnexport.fold_module(given, X)
     folded.validate()
     assert "input" in {node.name for node in folded.graph.nodes}
+
+
+def test_a_program_in_train_mode_is_refused_by_name() -> None:
+    given = torch.export.export(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).train(), (X,))
+    report = bnexport.fold_module(given).fold_report
+    assert not report.changed
+    (site,) = report.kept
+    assert site.op_type == "batch_norm"
+    assert site.refusals[0].code == "training"

@@ -171,6 +171,7 @@ def test_hooks_see_what_they_saw(where):
     folded = bnexport.fold_module(net)
     assert not seen
     assert bool(left(folded)) is (where != "1")
+    assert all("hook" in site.reason for site in folded.fold_report.kept)
     net(X2)
     folded(X2)
     torch.testing.assert_close(*seen)
