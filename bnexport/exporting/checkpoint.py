@@ -158,8 +158,14 @@ def _read(path: Path) -> tuple[Any, tuple[str, ...]]:
             raise UsageError(f"{path}: not a readable safetensors file: {error}") from error
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            if any(name.endswith("/constants.pkl") for name in archive.namelist()):  # TorchScript
-                return dict(torch.jit.load(path, map_location="cpu").state_dict()), ()
+            names = archive.namelist()
+        if any(name.endswith("/constants.pkl") for name in names):  # TorchScript
+            return dict(torch.jit.load(path, map_location="cpu").state_dict()), ()
+        if any(name.endswith(("/archive_format", "serialized_exported_program.json")) for name in names):
+            raise UsageError(
+                f"{path}: a program of torch.export, which is exported as it is: bnexport export {path} OUT.onnx,"
+                f" or bnexport.export(torch.export.load({str(path)!r}), args, path)"
+            )
     try:
         return torch.load(path, map_location="cpu", weights_only=True), ()
     except FileNotFoundError as error:

@@ -329,6 +329,13 @@ def test_files_that_are_no_checkpoint(tmp_path, content, message):
         read_state_dict(tmp_path / "c.pt")
 
 
+def test_a_program_is_no_checkpoint(tmp_path):
+    path = tmp_path / "program.pt2"
+    torch.export.save(torch.export.export(nn.Linear(2, 3), (torch.zeros(1, 2),)), path)
+    with pytest.raises(UsageError, match=r"a program of torch\.export, .*: bnexport export .*program\.pt2 OUT\.onnx"):
+        read_state_dict(path)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
