@@ -172,7 +172,7 @@ def export(
     if mode == "deploy" and any(module.training and known_kind(module) for module in given.model.modules()):
         notes.append(Note("mode", "the module is in train mode; mode 'deploy' writes it in eval mode"))
     if kind != "onnx" and report is not None and report.kept:
-        notes.append(Note("unfolded", "ONNX files fold more: across sums, concatenations and through activations"))
+        notes.append(Note("unfolded", "ONNX files fold more: where that takes a new operator, or a change of the code"))
     if exporter_note is not None and kind == "onnx":
         notes.append(exporter_note)
     for note in notes:
