@@ -189,7 +189,9 @@ class Case:
             "saved_invstd": saved_invstd.ctypes.data, "weight": a["w"].ctypes.data, "threads": threads,
         }  # fmt: skip
         y, b, keep = a["y"].ctypes.data, a["b"].ctypes.data, (saved_mean, saved_invstd)
-        self.candidates["capi_train"] = lambda keep=keep: capi.cpu_forward(**common, y=y, bias=b, eps=EPS)
+        self.candidates["capi_train"] = lambda keep=keep: capi.run(
+            "forward", capi.forward_params(**common, y=y, bias=b, eps=EPS)
+        )
 
     def add_torch(self) -> None:
         def tensor(name: str) -> torch.Tensor:

@@ -94,14 +94,6 @@ class Operator:
                 return attribute
         raise KeyError(f"{self.name} has no attribute {name!r}")
 
-    def input_index(self, name: str) -> int:
-        """Return the index of an input. Raise ValueError for an unknown name."""
-        return [value.name for value in self.inputs].index(name)
-
-    def output_index(self, name: str) -> int:
-        """Return the index of an output. Raise ValueError for an unknown name."""
-        return [value.name for value in self.outputs].index(name)
-
 
 _MOMENTUM = Attribute(
     "momentum",
@@ -356,21 +348,3 @@ def op_schema(operator: Operator) -> onnx.defs.OpSchema:
         type_constraints=[constraint for constraint in constraints if constraint[0] in used],
         attributes=[attribute(value) for value in operator.attributes],
     )
-
-
-def markdown(operator: Operator) -> str:
-    """Return the operator's tables for docs/operator.md."""
-    lines = [f"### `{operator.name}` (domain `{operator.domain}`, version {operator.version})", "", operator.doc, ""]
-    lines += ["| | name | type | shape | | meaning |", "|---|---|---|---|---|---|"]
-    for direction, values in (("in", operator.inputs), ("out", operator.outputs)):
-        for index, value in enumerate(values):
-            need = "optional" if value.optional else "required"
-            lines.append(
-                f"| {direction} {index} | `{value.name}` | {value.type} | {value.shape} | {need} | {value.doc} |"
-            )
-    lines += ["", "| attribute | type | default | meaning |", "|---|---|---|---|"]
-    for attribute in operator.attributes:
-        default = f'"{attribute.default}"' if attribute.kind is AttributeKind.STRING else f"{attribute.default}"
-        allowed = f" One of {', '.join(f'`{value}`' for value in attribute.allowed)}." if attribute.allowed else ""
-        lines.append(f"| `{attribute.name}` | {attribute.kind.value} | `{default}` | {attribute.doc}{allowed} |")
-    return "\n".join(lines) + "\n"

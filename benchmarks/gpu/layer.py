@@ -109,17 +109,17 @@ class Calls:
         self.workspace = self.memory.data_ptr() + -self.memory.data_ptr() % 256
 
     def forward(self) -> None:
-        cuda.forward(self.forward_parameters, self.workspace, self.size, stream_of(self.tensors[0]))
+        cuda.run("forward", self.forward_parameters, self.workspace, self.size, stream_of(self.tensors[0]))
 
     def backward(self) -> None:
-        cuda.backward(self.backward_parameters, self.workspace, self.size, stream_of(self.tensors[0]))
+        cuda.run("backward", self.backward_parameters, self.workspace, self.size, stream_of(self.tensors[0]))
 
     def row(self, *, backward: bool) -> torch.Tensor:
         """This process's row of a group's statistics, (2 C + 1,) float64."""
         x = self.tensors[0]
         row = torch.full((2 * x.shape[1] + 1,), torch.nan, dtype=torch.float64, device=x.device)
         call, parameters = (
-            (cuda.backward_moments, self.backward_parameters) if backward else (cuda.moments, self.forward_parameters)
+            ("backward_moments", self.backward_parameters) if backward else ("moments", self.forward_parameters)
         )
-        call(parameters, row.data_ptr(), self.workspace, self.size, stream_of(x))
+        cuda.run(call, parameters, row.data_ptr(), self.workspace, self.size, stream_of(x))
         return row

@@ -21,7 +21,6 @@ from bnexport.errors import UnsupportedModelError, UsageError
 from bnexport.folding import sites
 from bnexport.folding.branches.merging import Branches, is_wanted
 from bnexport.folding.context import Context, Leftover, Options, check_leftover
-from bnexport.folding.contradictions import refuse_contradictions
 from bnexport.folding.placing import merge, place, place_whole, restate
 from bnexport.folding.plan import Plan, write_parameters
 from bnexport.folding.reading import OP_TYPES, read_batch_norm
@@ -141,7 +140,6 @@ class Folding:
         Raises ModelError for a contradiction.
         """
         refuse_redefined_operators(self.model)
-        refuse_contradictions(self.model)
         if self.options.only is None and _inlining_helps(self.model, self.options):
             self.inlined = bool(inline_calls(self.model))
         self._convert()
@@ -390,7 +388,6 @@ def _inlining_helps(model: ir.Model, options: Options) -> bool:
     new = inline_calls(trial)
     if not new:
         return False
-    refuse_contradictions(trial)
     folding = Folding(trial, options)
     folding._convert()
     folding.fold()
@@ -462,7 +459,6 @@ class BatchNormFolder(ir.passes.InPlacePass):
 
     def requires(self, model: ir.Model) -> None:
         refuse_redefined_operators(model)
-        refuse_contradictions(model)
 
     def call(self, model: ir.Model) -> FolderResult:
         check_selection(model, only=self.options.only or (), skip=self.options.skip)

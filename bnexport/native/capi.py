@@ -69,10 +69,6 @@ __all__ = [
     "BackwardParams",
     "ForwardParams",
     "backward_params",
-    "cpu_backward",
-    "cpu_backward_moments",
-    "cpu_forward",
-    "cpu_moments",
     "describe",
     "forward_params",
     "instruction_set",
@@ -217,31 +213,9 @@ def forward_params(**values: Any) -> ctypes.Structure:
     return _filled(ForwardParams, {"momentum": 0.1, "eps": 1e-5, **values})
 
 
-def cpu_forward(**params: Any) -> None:
-    """Call bnexport_cpu_forward with the arguments of `forward_params`. Raises UsageError."""
-    run("forward", forward_params(**params))
-
-
-def cpu_moments(*, row: int, **params: Any) -> None:
-    """Call bnexport_cpu_moments with the arguments of `forward_params`: write 2 C + 1 float64 to `row`. Raises
-    UsageError.
-    """
-    run("moments", forward_params(**params), row)
-
-
 def backward_params(**values: Any) -> ctypes.Structure:
     """Build a bnexport_backward from named fields. Raises UsageError for an unknown name."""
     return _filled(BackwardParams, values)
-
-
-def cpu_backward(**params: Any) -> None:
-    """Call bnexport_cpu_backward with the arguments of `backward_params`. Raises UsageError."""
-    run("backward", backward_params(**params))
-
-
-def cpu_backward_moments(*, row: int, **params: Any) -> None:
-    """Call bnexport_cpu_backward_moments with the arguments of `backward_params`: write 2 C + 1 float64 to `row`."""
-    run("backward_moments", backward_params(**params), row)
 
 
 def lend_openmp(gomp_parallel: int) -> None:

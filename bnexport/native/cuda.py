@@ -19,16 +19,13 @@ from bnexport.native.library import load
 
 __all__ = [
     "NoKernelsError",
-    "backward",
-    "backward_moments",
     "check_device",
     "device_count",
     "device_name",
     "driver_version",
-    "forward",
     "library",
-    "moments",
     "no_device",
+    "run",
     "runtime_version",
     "workspace_size",
 ]
@@ -64,7 +61,7 @@ def device_count() -> int:
 
 def check_device(index: int) -> None:
     """Raise LibraryError with the reason if the kernels cannot run on device `index`: NoKernelsError if they never will."""
-    _call("check_device", index)
+    run("check_device", index)
 
 
 def no_device() -> str | None:
@@ -126,7 +123,11 @@ def device_name(index: int) -> str:
     return f"device {index}" if asked else f"{name.value.decode()} ({major.value}.{minor.value})"
 
 
-def _call(name: str, *arguments: Any) -> None:
+def run(name: str, *arguments: Any) -> None:
+    """Call bnexport_cuda_NAME: "forward" and "backward" with a struct, a workspace, its size and the stream; "moments" and
+    "backward_moments" with the row of 2 C + 1 float64 behind the struct. Raises UsageError, and LibraryError for an error of
+    the CUDA runtime.
+    """
     status, text = capi.call(library(), f"bnexport_cuda_{name}", *arguments)
     if status == 0:
         return
@@ -141,25 +142,5 @@ def _direction(params: ctypes.Structure) -> str:
 def workspace_size(params: ctypes.Structure) -> int:
     """Return the workspace bytes that calls of these sizes need on the current device, aligned to 256 bytes."""
     size = ctypes.c_size_t()
-    _call(f"{_direction(params)}_workspace", params, size)
+    run(f"{_direction(params)}_workspace", params, size)
     return size.value
-
-
-def forward(params: ctypes.Structure, workspace: int, size: int, stream: int = 0) -> None:
-    """Call bnexport_cuda_forward. Raises UsageError, and LibraryError for an error of the CUDA runtime."""
-    _call("forward", params, workspace, size, stream)
-
-
-def backward(params: ctypes.Structure, workspace: int, size: int, stream: int = 0) -> None:
-    """Call bnexport_cuda_backward. Raises UsageError, and LibraryError for an error of the CUDA runtime."""
-    _call("backward", params, workspace, size, stream)
-
-
-def moments(params: ctypes.Structure, row: int, workspace: int, size: int, stream: int = 0) -> None:
-    """Compute this process's row of 2 C + 1 float64 with bnexport_cuda_moments."""
-    _call("moments", params, row, workspace, size, stream)
-
-
-def backward_moments(params: ctypes.Structure, row: int, workspace: int, size: int, stream: int = 0) -> None:
-    """Compute this process's row of 2 C + 1 float64 with bnexport_cuda_backward_moments."""
-    _call("backward_moments", params, row, workspace, size, stream)

@@ -60,8 +60,7 @@ def of_array(x: np.ndarray[Any, Any]) -> Row:
     if kernel is not None and str(x.dtype) in kernel.DTYPES and x.size:
         row = np.empty(2 * x.shape[1] + 1)
         statistics_type = "float64" if x.dtype == np.float64 else "float32"
-        kernel.cpu_moments(
-            row=row.ctypes.data,
+        params = kernel.forward_params(
             x=x.ctypes.data,
             dtype=kernel.DTYPES[str(x.dtype)],
             stats_dtype=kernel.DTYPES[statistics_type],
@@ -71,6 +70,7 @@ def of_array(x: np.ndarray[Any, Any]) -> Row:
             S=int(np.prod(x.shape[2:])),
             threads=min(os.cpu_count() or 1, 1024),
         )
+        kernel.run("moments", params, row.ctypes.data)
         return row
     return functools.reduce(merge, _pieces(x))
 

@@ -16,7 +16,6 @@ receives a longer message than it expects. Hence two measures:
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -56,30 +55,6 @@ _published: dict[str, str] = {}
 
 def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def join(timeout: float) -> ProcessGroup:
-    """Create the default group over gloo from the environment of torchrun; timeout: seconds.
-
-    Raises GroupError when the environment is not torchrun's or not all processes come within the timeout.
-    """
-    try:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
-    except (RuntimeError, ValueError) as error:
-        raise GroupError(
-            f"cannot join the group that the environment describes: {error}; start with torchrun"
-        ) from error
-    group: ProcessGroup = resolve(schema.WORLD_GROUP)
-    return group
-
-
-def leave() -> None:
-    """Destroy the default group once every process is here. Raises GroupError if one does not come."""
-    try:
-        dist.barrier()
-    except RuntimeError as error:
-        raise GroupError(f"a process did not come to the end of the training: {error}") from error
-    dist.destroy_process_group()
 
 
 def name_of(group: ProcessGroup | None) -> str:

@@ -316,7 +316,7 @@ def _run_on_device(device: torch.device, size: int, name: str, params: Any, *row
             return _run_on_device(device, size, name, params, *row)
     stream = torch_versions.cuda_stream(device.index)
     workspace = _workspace(device, stream, size)
-    getattr(cuda, name)(params, *row, workspace.data_ptr(), workspace.numel(), stream)
+    cuda.run(name, params, *row, workspace.data_ptr(), workspace.numel(), stream)
     return None
 
 

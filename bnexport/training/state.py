@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.errors import DivergedError, MalformedModelError, UsageError
+from bnexport.errors import DivergedError, UsageError
 from bnexport.schema import NEW_SUFFIX
 from bnexport.training.description import LOSS, Description, Kind, makers
 
@@ -75,19 +75,6 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     from bnexport import model_io
 
     return model_io.load_tensors(path)[0]
-
-
-def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Read the metadata given to `save_state`. Raises MalformedModelError for a file that it did not write."""
-    from bnexport import model_io
-
-    text = model_io.load_tensors(path)[1].get(_ENTRY, "{}")
-    try:
-        return dict(json.loads(text)["metadata"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise MalformedModelError(
-            f"{os.fspath(path)}: got a safetensors file that is no checkpoint of a training session; check the path"
-        ) from error
 
 
 def digest(path: str | os.PathLike[str]) -> str:

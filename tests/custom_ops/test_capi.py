@@ -57,7 +57,7 @@ def forward(x, layout="NCS", *, dtype="float32", threads=2, in_place=False, gath
     arrays = {k: options.pop(k, None) for k in ("weight", "bias", "running_mean", "running_var")}
     new_mean, new_var, saved_mean, saved_invstd = np.empty(C, S), np.empty(C, S), np.empty(C), np.empty(C)
     has = {"running_mean_out": arrays["running_mean"] is not None, "running_var_out": arrays["running_var"] is not None}
-    capi.cpu_forward(
+    params = capi.forward_params(
         dtype=capi.DTYPES[dtype],
         stats_dtype=capi.DTYPES[tolerances.STATISTICS_TYPE[dtype]],
         layout=capi.LAYOUTS[layout],
@@ -74,15 +74,17 @@ def forward(x, layout="NCS", *, dtype="float32", threads=2, in_place=False, gath
         threads=threads,
         **options,
     )
+    capi.run("forward", params)
     return oracle.Forward(from_layout(y, layout), saved_mean, saved_invstd, new_mean, new_var)
 
 
 def moments(x, layout="NCS", *, dtype="float32", stats_mode="exact", threads=2):
     row, data = np.empty(2 * x.shape[1] + 1), to_layout(x, layout)
-    capi.cpu_moments(
-        dtype=capi.DTYPES[dtype], layout=capi.LAYOUTS[layout], **sizes(x), x=pointer(data), row=pointer(row),
+    params = capi.forward_params(
+        dtype=capi.DTYPES[dtype], layout=capi.LAYOUTS[layout], **sizes(x), x=pointer(data),
         stats_mode=capi.STATS_MODES[stats_mode], threads=threads,
     )  # fmt: skip
+    capi.run("moments", params, pointer(row))
     return row
 
 
@@ -105,7 +107,7 @@ def backward(
     dy_data, x_data = to_layout(dy, layout), to_layout(x, layout)
     dx = dy_data if in_place else np.empty_like(x_data)
     dweight, dbias = np.empty(C, S), np.empty(C, S)
-    capi.cpu_backward(
+    params = capi.backward_params(
         dtype=capi.DTYPES[dtype],
         stats_dtype=capi.DTYPES[tolerances.STATISTICS_TYPE[dtype]],
         layout=capi.LAYOUTS[layout],
@@ -124,15 +126,17 @@ def backward(
         threads=threads,
         **options,
     )
+    capi.run("backward", params)
     return from_layout(dx, layout), dweight, dbias
 
 
 def backward_moments(dy, x, mean, invstd, layout="NCS", *, stats_mode="exact"):
     row, dy_data, x_data = np.empty(2 * x.shape[1] + 1), to_layout(dy, layout), to_layout(x, layout)
-    capi.cpu_backward_moments(
+    params = capi.backward_params(
         dtype=0, layout=capi.LAYOUTS[layout], **sizes(x), dy=pointer(dy_data), x=pointer(x_data), saved_mean=pointer(mean),
-        saved_invstd=pointer(invstd), row=pointer(row), stats_mode=capi.STATS_MODES[stats_mode],
+        saved_invstd=pointer(invstd), stats_mode=capi.STATS_MODES[stats_mode],
     )  # fmt: skip
+    capi.run("backward_moments", params, pointer(row))
     return row
 
 
@@ -436,7 +440,7 @@ def test_refusals(change, message):
         "saved_mean": pointer(saved), "saved_invstd": pointer(saved[3:]),
     }  # fmt: skip
     with pytest.raises(UsageError, match=message):
-        capi.cpu_forward(**(arguments | change))
+        capi.run("forward", capi.forward_params(**(arguments | change)))
 
 
 def test_refusals_of_the_gradient():
@@ -450,7 +454,7 @@ def test_refusals_of_the_gradient():
         (saved | {"group_size": 2}, r"params\.gathered"),
     ]:
         with pytest.raises(UsageError, match=message):
-            capi.cpu_backward(**(arguments | change))
+            capi.run("backward", capi.backward_params(**(arguments | change)))
 
 
 def test_group_registration():

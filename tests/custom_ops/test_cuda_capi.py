@@ -90,9 +90,9 @@ def test_wrong_arguments_are_refused(emulated):
         (capi.forward_params(N=1, C=1, S=1, dtype=9, x=256), r"params\.dtype: got 9"),
     ):
         with pytest.raises(UsageError, match=message):
-            cuda.moments(params, row, 0, 0)
+            cuda.run("moments", params, row, 0, 0, 0)
     with pytest.raises(UsageError, match="row: got NULL"):
-        cuda.moments(capi.forward_params(N=1, C=1, S=1, x=256), 0, 0, 0)
+        cuda.run("moments", capi.forward_params(N=1, C=1, S=1, x=256), 0, 0, 0, 0)
 
 
 def test_a_workspace_that_is_too_small_or_not_aligned_is_refused(emulated):

@@ -61,16 +61,17 @@ def register_gradient(
     node.op_type = schema.SYNC_BATCH_NORM_GRAD.name
     node.domain = domain
     forward = schema.SYNC_BATCH_NORM
-    weight = forward.input_index("weight")
+    inputs, outputs = ([value.name for value in values] for values in (forward.inputs, forward.outputs))
+    weight = inputs.index("weight")
     # Output k of the gradient belongs to the forward's input k; an output whose input needs no gradient is dropped.
     node.inputs = [
         "GO(0)",
         "I(0)",
         f"I({weight})",
-        f"O({forward.output_index('saved_mean')})",
-        f"O({forward.output_index('saved_invstd')})",
+        f"O({outputs.index('saved_mean')})",
+        f"O({outputs.index('saved_invstd')})",
     ]
-    node.outputs = ["GI(0)", "", "", f"GI({weight})", f"GI({forward.input_index('bias')})"]
+    node.outputs = ["GI(0)", "", "", f"GI({weight})", f"GI({inputs.index('bias')})"]
     definitions = []
     for name, value in attributes.items():
         definition = GradientNodeAttributeDefinition()

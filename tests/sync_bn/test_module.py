@@ -9,8 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bnexport
 from bnexport import SyncBatchNorm
-from bnexport.errors import GroupError, UsageError
-from bnexport.sync_bn import distributed
+from bnexport.errors import UsageError
 from tests.support.checks import needs_dynamo
 
 
@@ -231,10 +230,3 @@ def test_process_group_is_another_name_of_group() -> None:
     module.process_group = group = object()
     assert module.group is group
     assert module.process_group is group
-
-
-def test_joining_needs_the_environment_of_torchrun(monkeypatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(GroupError, match=r"cannot join the group .*; start with torchrun"):
-        distributed.join(1.0)
