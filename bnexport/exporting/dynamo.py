@@ -167,7 +167,7 @@ def trace(wrapper: Traced, dimensions: Dimensions, *, opset: int = MINIMUM_OPSET
                 verbose=False,
             )
     assert onnx_program is not None
-    if any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in program.graph.nodes):
+    if any(isinstance(node.target, torch_versions.HigherOrderOperator) for node in program.graph.nodes):
         torch.compiler.reset()  # torch.cond compiles its branches, and would fail from now on
     write_doubles(onnx_program)
     _write_constant_sizes(onnx_program.model.graph)

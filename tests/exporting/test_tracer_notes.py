@@ -50,7 +50,7 @@ def test_places_in_the_model(suffix, tmp_path) -> None:
         )
     places = [f"exporting/test_tracer_notes.py:{line_of(words)} in forward" for words in ("float(x.", "if x.sum()")]
     baked = f"the trace keeps what the code made of the example's values: a condition at {places[1]}; other values give wrong results"
-    assert [note for note in result.notes if is_tracer_note(note) or "values" in note] == [
+    assert [note for note in result.notes if is_tracer_note(note) or "example's values" in note] == [
         f"the trace keeps what it found for the example: a float at {places[0]}",
         baked,
     ]
