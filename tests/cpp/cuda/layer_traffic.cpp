@@ -3,7 +3,7 @@
 //   layer_traffic [batch]     a table in Markdown for an H100; `make cuda-traffic`
 //
 // Each layer runs with few of its channels: a channel's traffic does not depend on how many there are. S is the size of
-// the layer's tensor: a forward moves 3 S, a backward 5 S, and the parts' moments on top. It fails beyond 3 % of that.
+// the layer's tensor: a forward moves 3 S, a backward 5 S. Parts are not counted: test_launch_plan holds their share.
 #include <cinttypes>
 #include <cstdlib>
 
