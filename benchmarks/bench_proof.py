@@ -29,7 +29,7 @@ from benchmarks import fold_models, machine
 from benchmarks.tools import compare, proofs
 from bnexport import model_io
 from bnexport.folding import fold
-from bnexport.verification.api import prove_report
+from bnexport.verification.api import prove_fold
 
 CASES: dict[str, Callable[[Path], None]] = {
     "ResNet-50": lambda path: onnx.save(fold_models.resnet50(), path),
@@ -41,7 +41,7 @@ CASES: dict[str, Callable[[Path], None]] = {
 def measure(path: Path, rounds: int) -> dict[str, Any]:
     """Fold the model and time its proof; with external data, `cmp` of as many bytes in turn."""
     folded = path.with_name("folded.onnx")
-    report = json.loads(json.dumps(fold(path, folded, verify=False).to_dict()))
+    report = fold(path, folded, verify=False).report
     data = path.with_name(path.name + ".data")
     copy = path.with_name("copy")
     if data.exists() and data.stat().st_size:
@@ -53,7 +53,7 @@ def measure(path: Path, rounds: int) -> dict[str, Any]:
             subprocess.run(["cmp", data, copy], check=True)
             compares.append(time.perf_counter() - start)
         start = time.perf_counter()
-        verdict = prove_report(model_io.load(path), model_io.load(folded), report)
+        verdict = prove_fold(model_io.load(path), model_io.load(folded), report.claims)
         proofs.append(time.perf_counter() - start)
         methods = Counter(proof.method for proof in verdict.sites)
         if verdict.status != "passed" or set(methods) != {"proved"}:

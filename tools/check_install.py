@@ -47,7 +47,7 @@ onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), "kept.on
 COMMANDS = (
     ("inspect", "kept.onnx"),
     ("fold", "kept.onnx", "folded.onnx", "--json", "report.json"),
-    ("verify", "kept.onnx", "folded.onnx", "--report", "report.json"),
+    ("verify", "kept.onnx", "folded.onnx", "--method", "local"),
     ("verify", "kept.onnx", "folded.onnx"),
     ("doctor",),
 )

@@ -323,12 +323,6 @@ def verify(
             help="Prove the folds that tell A and B apart (local), run both models (whole), or both.",
         ),
     ] = "both",
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH", help="The fold's report (fold --json): prove each fold instead of running models."
-        ),
-    ] = None,
     provider: Providers = None,
     fixed_initializers: FixedInitializers = False,
     allow_not_verified: Annotated[
@@ -356,7 +350,6 @@ def verify(
             rtol=rtol,
             providers=provider or (),
             method=_method(True, method),
-            report=report,
             fixed_initializers=fixed_initializers,
         )
     rows = [

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bnexport import folding, model_io, schema
-from bnexport.errors import BnexportError, LibraryError, UsageError, first_line
+from bnexport.errors import BnexportError, LibraryError, UsageError, VerificationError, first_line
 from bnexport.exporting import dynamo, torchscript, wrapper
 from bnexport.exporting.dimensions import Dimensions, Note
 from bnexport.exporting.finish import MINIMUM_OPSET, finish
@@ -27,7 +27,8 @@ from bnexport.modules.copies import room_for
 from bnexport.runtime import engine
 from bnexport.runtime.engine import Engine
 from bnexport.sync_bn.recognition import is_sync_batch_norm
-from bnexport.verification.api import prove_export
+from bnexport.verification.api import prove_fold
+from bnexport.verification.models import Pair
 from bnexport.verification.verdict import AS_WRITTEN
 
 _TRACERS = {"dynamo": dynamo.trace, "torchscript": torchscript.trace}
@@ -153,7 +154,13 @@ class OnnxTarget:
         unfolded, sync = graph.clone(), _sync_batch_norms(graph, self._job.model)
         report = folding.BatchNormFolder().call(graph).report
         if verify and report.changed:
-            report = dataclasses.replace(report, verification=prove_export(unfolded, graph, report.to_dict()))
+            original = Pair(unfolded, graph, inlined=report.inlined).unfolded
+            verdict = prove_fold(original, graph, report.claims)
+            if verdict.status == "failed":
+                raise VerificationError(
+                    f"the folded graph differs from the exported one, nothing was written: {verdict.reason}"
+                )
+            report = dataclasses.replace(report, verification=verdict)
         before = dataclasses.replace(report.before, batch_norm=report.before.batch_norm - sync, sync_batch_norm=sync)
         if options.simplify:
             simplify(graph)

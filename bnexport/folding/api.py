@@ -98,7 +98,7 @@ def fold(
         external_data: write the weights to a file beside `target`; None where the source has them so, or where
             one protobuf message cannot hold them.
         certificate: write the names of the nodes of each fold into the model's metadata (`bnexport.sites`), with which
-            `verify` proves each fold without the report. Not where nothing was folded.
+            `verify` proves each fold. Not where nothing was folded.
         fixed_initializers: no caller overrides initializers that are inputs as well, as PyTorch up to 1.2 and MXNet wrote
             them (IR version 4 and up): they are constants, and no inputs of the result.
 
@@ -330,7 +330,7 @@ def _verify(done: _Transformed, candidate: ir.Model, method: Method, chosen_here
         proof = prove_fold(
             done.unfolded,
             done.folded if is_simplified else candidate,
-            [site.claim for site in done.folding.sites if site.changed],
+            done.report.claims,
         )
         if done.folding.converted:
             proof = dataclasses.replace(proof, reference="converted")

@@ -190,6 +190,11 @@ class FoldReport:
         return any(site.outcome != "kept" for site in self.sites)
 
     @property
+    def claims(self) -> list[Claim]:
+        """The changes that the local proof is about."""
+        return [site.claim for site in self.sites if site.changed]
+
+    @property
     def proofs(self) -> dict[SiteReport, SiteProof]:
         """The local proof of each site that changed, where one was made."""
         made = () if self.verification is None else self.verification.sites

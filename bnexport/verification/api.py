@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
-import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from bnexport.errors import BnexportError, UsageError, VerificationError, first_line
-from bnexport.graph.conversion import convert
-from bnexport.graph.functions import inline_calls
+from bnexport.errors import BnexportError, UsageError, first_line
 from bnexport.graph.nodes import is_standard, label
-from bnexport.graph.simplify import insert_casts
 from bnexport.model_io import walk
 from bnexport.model_io.read import Source, open_source
 from bnexport.model_io.validate import printable
@@ -24,7 +18,7 @@ from bnexport.runtime.sessions import check_providers
 from bnexport.verification import models
 from bnexport.verification.certificate import KEY, changes, decode
 from bnexport.verification.proof.search import prove
-from bnexport.verification.verdict import CHANGED, Claim, Inputs, Method, Terms, Verification
+from bnexport.verification.verdict import Claim, Inputs, Method, Terms, Verification
 
 # Files of other exporters: inputs and outputs that have other names, and are the same by their positions.
 
@@ -90,30 +84,17 @@ def _inner_names(model: ir.Model) -> set[str]:
     return {str(value.name) for each in values for value in each}
 
 
-# Prove a fold from its report, or with nothing else at hand: what the local proof is given.
+# Prove the folds that a fold, a certificate or a search tells of.
 
 
 def prove_fold(unfolded: ir.Model, folded: ir.Model, claims: Sequence[Claim]) -> Verification:
-    """Prove each claim of a report where it stands. unfolded: the source, converted and with its calls inlined."""
+    """Prove each claim where it stands. unfolded: the source, converted and with its calls inlined."""
     casts = _casts(unfolded)
     around = ([cast for node in claim.nodes for cast in casts.get(node, ())] for claim in claims)
     wider = [
         dataclasses.replace(claim, nodes=(*claim.nodes, *more)) for claim, more in zip(claims, around, strict=True)
     ]
     return prove(unfolded, folded, wider)
-
-
-def prove_report(source: ir.Model, folded: ir.Model, report: Mapping[str, Any]) -> Verification:
-    """Prove each fold in a report's JSON. source: the model that was folded; it is converted here.
-
-    Raises UsageError where the report is no fold report.
-    """
-    claims, trained = _read_report(report)
-    if report.get("inlined"):
-        inline_calls(source)
-    converted = _convert(source, trained=trained)
-    verdict = prove_fold(source, folded, claims)
-    return dataclasses.replace(verdict, reference="converted") if converted else verdict
 
 
 def prove_between(pair: models.Pair) -> Verification:
@@ -166,51 +147,6 @@ def prove_unaided(pair: models.Pair) -> Verification:
     return dataclasses.replace(verdict, reference="converted") if pair.converts else verdict
 
 
-def _convert(model: ir.Model, *, trained: bool) -> bool:
-    """Convert in place, as a fold does; whether there was anything to convert."""
-    converted = any(each.batch_norm is not None for each in convert(model, trained=trained))
-    if converted:
-        insert_casts(model)
-    return converted
-
-
-def prove_export(unfolded: ir.Model, folded: ir.Model, report: Mapping[str, Any]) -> Verification:
-    """Prove a fold that was made in place. Raises VerificationError where it is wrong."""
-    verdict = prove_report(unfolded, folded, report)
-    if verdict.status == "failed":
-        raise VerificationError(
-            f"the folded graph differs from the exported one, nothing was written: {verdict.reason}"
-        )
-    return verdict
-
-
-def _read_report(report: Mapping[str, Any]) -> tuple[list[Claim], bool]:
-    """Return the claims in a report's JSON, and whether BatchNormalization in training was converted. Raises UsageError."""
-
-    def text(value: Any) -> str:
-        if not isinstance(value, str):
-            raise TypeError(f"got {type(value).__name__}, expected a string")
-        return value
-
-    def names(value: Any) -> tuple[str, ...]:
-        if not isinstance(value, list | tuple):
-            raise TypeError(f"got {type(value).__name__}, expected a list of names")
-        return tuple(map(text, value))
-
-    claims, trained = [], False
-    try:
-        for site in report["sites"]:
-            nodes, region, scope = names(site["nodes"]), names(site["region"]), text(site["graph"])
-            trained |= site.get("training") is True and text(site["op_type"]) == "BatchNormalization"
-            if text(site["outcome"]) in CHANGED:
-                claims.append(Claim(" + ".join(nodes), scope, region or nodes))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"the report is no fold report of this version ({type(error).__name__}: {error}); fold again with --json"
-        ) from error
-    return claims, trained
-
-
 def _casts(model: ir.Model) -> dict[str, list[str]]:
     """Find the Casts around each batch norm, by its name: they are removed with it."""
     found: dict[str, list[str]] = {}
@@ -221,15 +157,6 @@ def _casts(model: ir.Model) -> dict[str, list[str]]:
             if names:
                 found.setdefault(label(node), []).extend(names)
     return found
-
-
-class _HasDictionary(Protocol):
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-Report = _HasDictionary | Mapping[str, Any] | str | os.PathLike[str]
-# Bytes of a report: some 100,000 sites.
-_LARGEST = 1 << 28
 
 
 def verify(
@@ -243,7 +170,6 @@ def verify(
     rtol: float | None = None,
     timeout: float | None = None,
     method: Method = "both",
-    report: Report | None = None,
     providers: Sequence[str] = (),
     fixed_initializers: bool = False,
 ) -> Verification:
@@ -266,14 +192,12 @@ def verify(
             refutes each fold in float64; nothing is run. The certificate that `fold` wrote into the candidate says where
             to look; it is not trusted. "whole" runs both models. "both" does both, or "whole" where
             atol or rtol is given.
-        report: of the fold that made `candidate` of `reference`: a FoldReport, its `to_dict()`, or the path of its JSON.
-            Then nothing is run: each fold is proved where it stands, in float64, and everything else has to be equal.
         providers: execution providers of ONNX Runtime that run the candidate; the reference runs on the CPU.
         fixed_initializers: no caller overrides initializers that are inputs as well; either model may lack those inputs.
 
     Raises:
         ModelError: a file is refused.
-        UsageError: `report` is no fold report, or a provider is none of this ONNX Runtime's.
+        UsageError: a provider is none of this ONNX Runtime's.
     """
     if method not in ("local", "whole", "both"):
         raise UsageError(f'method: got {method!r}, expected "local", "whole" or "both"')
@@ -281,8 +205,6 @@ def verify(
         if bound is not None and not 0 <= bound < math.inf:
             raise UsageError(f"{name}: got {bound}, expected a number that is not negative and not infinite")
     first, second = (open_source(each, fixed_initializers=fixed_initializers).model for each in (reference, candidate))
-    if report is not None:
-        return prove_report(first, second, _report_of(report))
     second, matched = match_by_position(first, second)
     terms = Terms(inputs, seed, samples, atol, rtol, timeout, providers=tuple(check_providers(providers)))
     verdict = _verdict(first, second, terms, method)
@@ -301,23 +223,3 @@ def _verdict(first: ir.Model, second: ir.Model, terms: Terms, method: Method) ->
     if proof is None or not (proof.sites or proof.another):
         return dataclasses.replace(result, certificate="" if proof is None else proof.certificate)
     return proof.joined(result)
-
-
-def _report_of(report: Report) -> Mapping[str, Any]:
-    """Read the JSON of a report. Raises UsageError."""
-    if isinstance(report, Mapping):
-        return report
-    if not isinstance(report, str | os.PathLike):
-        return report.to_dict()
-    try:
-        with open(report, "rb") as file:
-            # A device or a pipe has no size; what is read is bounded all the same.
-            text = file.read(_LARGEST + 1)
-        if len(text) > _LARGEST:
-            raise UsageError(f"report: {os.fspath(report)!r} has more than {_LARGEST} bytes")
-        data = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"report: {os.fspath(report)!r} cannot be read: {error}") from error
-    if not isinstance(data, dict):
-        raise UsageError(f"report: {os.fspath(report)!r} holds no fold report")
-    return data

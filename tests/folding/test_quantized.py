@@ -14,8 +14,9 @@ import onnx
 import onnx.numpy_helper
 import pytest
 
-from bnexport.folding import fold, verify
+from bnexport.folding import fold
 from bnexport.model_io import to_proto
+from tests.support.claims import prove_claims
 from tests.support.onnx_text import batch_norm, batch_norms, fold_and_check, model, operators, run
 
 P = batch_norm("p", 8)
@@ -145,8 +146,8 @@ def test_stored_integers_are_negated() -> None:
 def test_one_integer_more_is_a_difference() -> None:
     source = model(CASES["conv-negative"][0], values=CASES["conv-negative"][1])
     result = fold(source, verify=False)
-    folded, report = to_proto(result.model), result.to_dict()
-    assert verify(source, folded, report=report, method="local").passed
+    folded, report = to_proto(result.model), result.report
+    assert prove_claims(source, folded, report).passed
     for tensor in folded.graph.initializer:
         if list(tensor.dims) in ([8, 6, 3, 3], [8]) and tensor.data_type == onnx.TensorProto.FLOAT:
             wrong, array = copy.deepcopy(folded), onnx.numpy_helper.to_array(tensor).copy()
@@ -154,7 +155,7 @@ def test_one_integer_more_is_a_difference() -> None:
             next(each for each in wrong.graph.initializer if each.name == tensor.name).CopyFrom(
                 onnx.numpy_helper.from_array(array, tensor.name)
             )
-            assert not verify(source, wrong, report=report, method="local").passed, tensor.name
+            assert not prove_claims(source, wrong, report).passed, tensor.name
 
 
 def check_random(seeds: range) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import onnx
@@ -11,10 +11,13 @@ import onnx
 from bnexport import tolerances, verify
 from bnexport.errors import BnexportError
 from bnexport.folding import fold
+from bnexport.folding.report import FoldReport
 from bnexport.tolerances import UNIT_ROUNDOFF
+from bnexport.verification.verdict import Verification
 from tests.forms.case import Shape
 from tests.forms.engine import Engine, Refused
 from tests.forms.placements import feeds
+from tests.support.claims import prove_claims
 
 # Scales of the inputs: rounding at zero crossings and at integers shows at some, saturation at others.
 SCALES = (1.0, 8.0)
@@ -32,7 +35,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """status: folded or kept; proofs: what the local check said with the report and without."""
+    """status: folded or kept; proofs: what the local proof said by the claims of the fold and by a search."""
 
     status: str
     findings: tuple[Finding, ...] = ()
@@ -92,6 +95,12 @@ def compare(before: onnx.ModelProto, after: onnx.ModelProto, shape: Shape) -> st
     return found
 
 
+WAYS: dict[str, Callable[[onnx.ModelProto, onnx.ModelProto, FoldReport], Verification]] = {
+    "by its claims": prove_claims,
+    "by a search": lambda proto, folded, _: verify(proto, folded, method="local"),
+}
+
+
 def attempt(proto: onnx.ModelProto, shape: Shape) -> Outcome:
     """Fold, compare and prove. Raises Refused where no engine runs the model."""
     Engine(proto).run(feeds(proto, shape, 0))
@@ -108,10 +117,9 @@ def attempt(proto: onnx.ModelProto, shape: Shape) -> Outcome:
         findings.append(Finding("wrong", wrong))
     findings += [Finding("invalid", text) for text in [_invalid(proto, result.model)] if text]
     proofs = []
-    for options in ({"report": result.report}, {"method": "local"}) if result.report.changed else ():
-        name = "with the report" if "report" in options else "without it"
+    for name, judged in WAYS.items() if result.report.changed else ():
         try:
-            verdict = verify(proto, result.model, **options)
+            verdict = judged(proto, result.model, result.report)
         except Exception as error:
             findings.append(Finding("crash", f"verify {name}: {type(error).__name__}: {error}"))
             continue
@@ -128,14 +136,13 @@ def exchange(proto: onnx.ModelProto, other: onnx.ModelProto, shape: Shape) -> It
     result, candidate = fold(proto, verify=False), fold(other, verify=False).model
     Engine(other).run(feeds(other, shape, 0))
     wrong = compare(proto, other, shape)
-    for options in ({"report": result.report}, {"method": "local"}):
-        name = "with the report" if "report" in options else "without it"
-        verdict = verify(proto, candidate, **options)
+    for name, judged in WAYS.items():
+        verdict = judged(proto, candidate, result.report)
         if verdict.status == "passed" and wrong is not None:
             yield Finding("exchanged", f"proved {name}; {wrong}")
-        # With a report everything else has to be equal as it is written; at sizes that are free they may differ.
+        # By claims everything else has to be equal as it is written; at sizes that are free they may differ.
         fixed = not any(dim.dim_param for dim in proto.graph.input[0].type.tensor_type.shape.dim)
-        if verdict.status == "failed" and wrong is None and "method" in options and fixed:
+        if verdict.status == "failed" and wrong is None and name == "by a search" and fixed:
             yield Finding("rejected", f"{name}: {verdict.reason}")
 
 

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+import onnx.numpy_helper
 import pytest
 
 from bnexport.errors import UnsafeModelError
@@ -17,16 +19,33 @@ from bnexport.verification import api
 from bnexport.verification.certificate import KEY
 from bnexport.verification.models import Pair
 from bnexport.verification.verdict import Verification
-from tests.malicious import test_reports
-from tests.malicious.test_reports import NAMES, changed
 from tests.support.onnx_text import batch_norm, model
 from tests.support.work import counted
 
-# As there, with fewer channels: regions that are far too large are evaluated, too.
-BODY = test_reports.BODY.replace("6,H,W", "2,H,W").replace("8,A,B", "3,A,B")
+# Few channels: regions that are far too large are evaluated, too.
+BODY = """g (float[N,2,H,W] x) => (float[N,3,A,B] y) {
+    a = Conv <pads=[1,1,1,1]> (x, u)
+    r = Relu (a)
+    z = Conv (r, w)
+    n = BatchNormalization (z, p_s, p_b, p_m, p_v)
+    s = Sigmoid (n)
+    y = Conv (s, v)
+}"""
 SHAPES = {"u": (2, 2, 3, 3), "w": (3, 2, 3, 3), "v": (3, 3, 1, 1), **batch_norm("p", 3)}
+# As certificates name them: by the operator and its first output.
+NAMES = ["Conv -> a", "Relu -> r", "Conv -> z", "BatchNormalization -> n", "Sigmoid -> s", "Conv -> y"]
 CONV, NORM = NAMES[2:4]
 PLAIN = {"rules": ["conv"], "nodes": [NORM], "with": [CONV]}
+
+
+def changed(proto: onnx.ModelProto, name: str, by: float = 1e-3) -> onnx.ModelProto:
+    """One number of one initializer."""
+    wrong = copy.deepcopy(proto)
+    tensor = next(each for each in wrong.graph.initializer if each.name == name)
+    array = onnx.numpy_helper.to_array(tensor).copy()
+    array.reshape(-1)[0] += np.float32(by)
+    tensor.CopyFrom(onnx.numpy_helper.from_array(array, name))
+    return wrong
 
 
 def text_of(*sites: dict[str, Any], **fields: Any) -> str:
@@ -195,6 +214,11 @@ def test_regions_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
         assert verdict.passed
         assert verdict.certificate == "not used: a region has 2,001 nodes, the limit is 512"
         assert work < 2_000_000
+
+
+@pytest.mark.parametrize("name", ["u", "w", "p_s", "p_v", "v"])
+def test_another_source(source: onnx.ModelProto, result: onnx.ModelProto, name: str) -> None:
+    assert not local(changed(source, name), with_certificate(result, text_of(PLAIN))).passed
 
 
 def test_many_sites_take_no_time(source: onnx.ModelProto, result: onnx.ModelProto) -> None:

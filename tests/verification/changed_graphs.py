@@ -15,7 +15,6 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -27,8 +26,10 @@ from bnexport import tolerances, verify
 from bnexport.folding import fold
 from bnexport.folding.report import FoldReport
 from bnexport.tolerances import UNIT_ROUNDOFF
+from bnexport.verification.verdict import Verification
 from tests.folding.test_random_graphs import PIECES, Builder, build
 from tests.forms.engine import Engine, Refused
+from tests.support.claims import prove_claims
 from tests.support.onnx_text import exact
 from tests.verification.changes import change
 from tests.verification.computed_pieces import COMPUTED
@@ -236,14 +237,14 @@ class Result:
 
 def judge(source: onnx.ModelProto, report: FoldReport, wrong: onnx.ModelProto, truth: str) -> Iterator[str]:
     """Yield what `verify` says wrongly: "passed" of a different model, "failed" by default of an equal one."""
-    ways: dict[str, dict[str, Any]] = {
-        "by default": {},
-        "locally": {"method": "local"},
-        "locally with the report": {"report": report},
+    ways: dict[str, Callable[[], Verification]] = {
+        "by default": lambda: verify(source, wrong),
+        "locally": lambda: verify(source, wrong, method="local"),
+        "by its claims": lambda: prove_claims(source, wrong, report),
     }
-    for name, options in ways.items():
+    for name, judged in ways.items():
         try:
-            verdict = verify(source, wrong, **options)
+            verdict = judged()
         except Exception as error:
             if type(error).__module__ != "bnexport.errors":
                 yield f"crash {name}: {type(error).__name__}: {error}"

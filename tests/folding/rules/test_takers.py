@@ -10,9 +10,10 @@ import onnx
 import onnx.numpy_helper
 import pytest
 
-from bnexport.folding import fold, verify
+from bnexport.folding import fold
 from bnexport.model_io import to_proto
 from tests.folding.reading.test_decomposed import operators_of
+from tests.support.claims import prove_claims
 from tests.support.onnx_text import batch_norm, batch_norms, fold_and_check, model
 
 AFTER = "y = BatchNormalization (z, p_s, p_b, p_m, p_v)"
@@ -280,8 +281,8 @@ def test_wrong_parameters_are_not_proved(name: str) -> None:
     """One element of each parameter is off by 1 % of the largest, or two are exchanged."""
     source = LEAVES[name].model()
     result = fold(source, verify=False)
-    report, folded = result.to_dict(), to_proto(result.model)
-    assert verify(source, folded, report=report, method="local").passed
+    report, folded = result.report, to_proto(result.model)
+    assert prove_claims(source, folded, report).passed
     generator = np.random.default_rng(0)
     for index, tensor in enumerate(folded.graph.initializer):
         if tensor.data_type != onnx.TensorProto.FLOAT:
@@ -298,7 +299,7 @@ def test_wrong_parameters_are_not_proved(name: str) -> None:
             wrong.graph.initializer[index].CopyFrom(
                 onnx.numpy_helper.from_array(changed.reshape(values.shape), tensor.name)
             )
-            assert not verify(source, wrong, report=report, method="local").passed, (tensor.name, kind)
+            assert not prove_claims(source, wrong, report).passed, (tensor.name, kind)
 
 
 @pytest.mark.parametrize("name", ["deform-mask-bias-19", "instance", "layer"])
@@ -309,7 +310,7 @@ def test_a_bias_of_another_rank_is_no_fold(name: str) -> None:
     for tensor in folded.graph.initializer:
         if list(tensor.dims) == [8]:
             tensor.dims.insert(0, 1)
-    assert not verify(source, folded, report=result.to_dict(), method="local").passed
+    assert not prove_claims(source, folded, result.report).passed
 
 
 def test_without_a_bias_an_add_stays() -> None:

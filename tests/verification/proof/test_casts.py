@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import numpy as np
 import onnx
@@ -12,6 +11,7 @@ import onnx.numpy_helper
 
 from bnexport.folding import fold, verify
 from bnexport.model_io import to_proto
+from tests.support.claims import prove_claims
 from tests.support.onnx_text import batch_norm, model
 from tests.verification.proof.test_differences import array_of
 
@@ -40,11 +40,11 @@ def with_casts(proto: onnx.ModelProto, dtype: int) -> onnx.ModelProto:
 def test_a_cast_that_rounds_is_not_proved() -> None:
     source = model(BODY, SHAPES)
     result = fold(source, verify=False)
-    report = json.loads(json.dumps(result.to_dict()))
+    report = result.report
     folded = to_proto(result.model)
     for dtype, proved in ((onnx.TensorProto.DOUBLE, True), (onnx.TensorProto.FLOAT16, False)):
         wrong = with_casts(folded, dtype)
-        for verdict in (verify(source, wrong, report=report), verify(source, wrong, method="local")):
+        for verdict in (prove_claims(source, wrong, report), verify(source, wrong, method="local")):
             assert verdict.passed == proved, (dtype, verdict)
             assert ("proved" in {proof.method for proof in verdict.sites}) == proved
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ import onnx
 import onnx.numpy_helper
 import pytest
 
-from bnexport.errors import UsageError, VerificationError
+from bnexport.errors import VerificationError
 from bnexport.folding import fold, verify
+from bnexport.folding.report import FoldReport
 from bnexport.model_io import to_proto
 from bnexport.verification.verdict import Verification
+from tests.support.claims import prove_claims
 from tests.support.onnx_text import batch_norm, model
 
 # A residual sum whose batch norm goes apart: its scale through the Relu and the padded Conv, its shift into the sum.
@@ -111,7 +113,7 @@ def test_sizes_that_are_asked_for_stay(where: str) -> None:
     changed.graph.node.remove(shape)
     shape.input[0] = "x" if where == "above" else changed.graph.output[0].name
     changed.graph.node.append(shape)
-    assert verify(asked(where), changed, report=result.report).status == "failed"
+    assert prove_claims(asked(where), changed, result.report).status == "failed"
 
 
 def test_each_fold_is_proved() -> None:
@@ -166,7 +168,7 @@ def test_the_wrong_fold_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_changed_number_is_found(proto: onnx.ModelProto) -> None:
     result = fold(proto, verify=False)
     good = to_proto(result.model)
-    assert verify(proto, good, report=result.report).passed
+    assert prove_claims(proto, good, result.report).passed
     for index in range(len(good.graph.initializer)):
         wrong = copy.deepcopy(good)
         tensor = wrong.graph.initializer[index]
@@ -174,49 +176,55 @@ def test_a_changed_number_is_found(proto: onnx.ModelProto) -> None:
         flat = array.reshape(-1)
         flat[0] += 4 * np.spacing(np.abs(array).max())
         tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
-        assert verify(proto, wrong, report=result.report).status == "failed", tensor.name
+        assert prove_claims(proto, wrong, result.report).status == "failed", tensor.name
 
 
-class TestReport:
+class TestClaims:
     @pytest.fixture
-    def folded(self) -> tuple[onnx.ModelProto, onnx.ModelProto, dict[str, Any]]:
+    def folded(self) -> tuple[onnx.ModelProto, onnx.ModelProto, FoldReport]:
         proto = apart()
         result = fold(proto, verify=False)
-        return proto, to_proto(result.model), json.loads(json.dumps(result.to_dict()))
-
-    def test_a_file_proves_a_fold(self, folded: Any, tmp_path: Path) -> None:
-        proto, result, report = folded
-        (tmp_path / "fold.json").write_text(json.dumps(report))
-        verdict = verify(proto, result, report=tmp_path / "fold.json")
-        assert (verdict.status, verdict.method) == ("passed", "local")
+        return proto, to_proto(result.model), result.report
 
     def test_a_region_that_is_too_small_fails(self, folded: Any) -> None:
         proto, result, report = folded
-        for site in report["sites"]:
-            for index in range(len(site["region"])):
-                forged = copy.deepcopy(report)
-                for other in forged["sites"]:
-                    if site["region"][index] in other["region"]:
-                        other["region"].remove(site["region"][index])
-                assert verify(proto, result, report=forged).status == "failed", site["region"][index]
+        for missing in {node for site in report.sites for node in site.region}:
+            sites = [
+                dataclasses.replace(site, region=tuple(node for node in site.region if node != missing))
+                for site in report.sites
+            ]
+            forged = dataclasses.replace(report, sites=tuple(sites))
+            assert prove_claims(proto, result, forged).status == "failed", missing
+
+    def test_what_is_not_claimed_is_the_same(self, folded: Any) -> None:
+        proto, result, report = folded
+        assert prove_claims(proto, result, dataclasses.replace(report, sites=())).status == "failed"
+
+    def test_what_is_written_besides_is_the_same(self, folded: Any) -> None:
+        """Files in the wrong order, a tensor that nothing reads, an input more."""
+        proto, result, report = folded
+        assert not prove_claims(result, proto, report)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(3, np.float32), "idle"))
+        for value in (1.0, 2.0):
+            other = copy.deepcopy(result)
+            other.graph.initializer.append(onnx.numpy_helper.from_array(np.full(3, value, np.float32), "idle"))
+            assert prove_claims(proto, other, report).passed == (value == 1.0)
+        other.graph.input.append(onnx.helper.make_tensor_value_info("more", 1, [1]))
+        assert prove_claims(proto, other, report).status == "failed"
 
     def test_a_missing_node_fails(self, folded: Any) -> None:
         proto, result, report = folded
-        report["sites"][0]["region"].append("no such node")
-        verdict = verify(proto, result, report=report)
+        first = dataclasses.replace(report.sites[0], region=(*report.sites[0].region, "no such \x1b node"))
+        verdict = prove_claims(proto, result, dataclasses.replace(report, sites=(first, *report.sites[1:])))
         assert verdict.status == "failed"
-        assert "names 'no such node', which is no node" in verdict.reason
+        assert "which is no node" in verdict.reason
+        assert "\x1b" not in verdict.reason
 
-    def test_a_report_of_another_model_fails(self, folded: Any) -> None:
+    def test_claims_about_another_model_fail(self, folded: Any) -> None:
         _, result, report = folded
         other = model(CHAIN, CHAIN_SHAPES)
-        assert verify(other, result, report=report).status == "failed"
-        assert verify(other, to_proto(fold(other, verify=False).model), report=report).status == "failed"
-
-    @pytest.mark.parametrize("report", [{}, {"sites": 3}, {"sites": [{}]}, {"sites": [{"nodes": [1]}]}], ids=repr)
-    def test_no_fold_report(self, report: dict[str, Any]) -> None:
-        with pytest.raises(UsageError, match="no fold report"):
-            verify(apart(), apart(), report=report)
+        assert prove_claims(other, result, report).status == "failed"
+        assert prove_claims(other, to_proto(fold(other, verify=False).model), report).status == "failed"
 
 
 @pytest.mark.parametrize("count", [60, 1500])

@@ -82,3 +82,29 @@ def test_what_overflows_in_its_type_is_not_verified() -> None:
     assert report.verification is not None
     assert report.verification.status == "not_verified"
     assert "overflows" in report.verification.reason
+
+
+@pytest.mark.parametrize(
+    "huge",
+    [
+        "huge = ConstantOfShape (size)",
+        "k = Constant <value_float = 1.0> ()\n huge = Expand (k, size)",
+        "k = Constant <value_floats = [1.0, 2.0]> ()\n l = Unsqueeze (k, zero)\n huge = Tile (l, size)",
+        "a = Constant <value_float = 0.0> ()\n b = Constant <value_float = 1e12> ()\n c = Constant <value_float = 1.0> ()\n"
+        " huge = Range (a, b, c)",
+    ],
+    ids=["constant-of-shape", "expand", "tile", "range"],
+)
+def test_constants_that_are_too_large_to_evaluate(huge: str) -> None:
+    """A terabyte is neither made nor needed: the two models cannot be compared."""
+    body = f"""g (float[N,4,H,W] x) => (float[N,4,H,W] y) {{
+        size = Constant <value_ints = [1048576, 1048576]> ()
+        zero = Constant <value_ints = [0]> ()
+        {huge}
+        one = ReduceMax <keepdims = 0> (huge)
+        y = Mul (x, one) }}"""
+    source = model(body)
+    other = model("g (float[N,4,H,W] x) => (float[N,4,H,W] y) { k = Constant <value_float = 1.0> ()\n y = Mul (x, k) }")
+    verdict = verify(source, other, method="local")
+    assert verdict.status == "not_verified"
+    assert verify(source, source, method="local").passed

@@ -11,7 +11,7 @@ import onnx.numpy_helper
 import pytest
 
 from bnexport.errors import BnexportError
-from bnexport.folding import fold, verify
+from bnexport.folding import fold
 from bnexport.folding.placing import Rule
 from bnexport.folding.report import FoldReport
 from bnexport.folding.rules import ALL
@@ -22,6 +22,7 @@ from tests.forms import placements
 from tests.forms.engine import Refused as NotRun
 from tests.forms.placements import Impossible
 from tests.forms.session import computed, of_operator
+from tests.support.claims import prove_claims
 from tests.support.onnx_text import batch_norm, model
 from tests.verification.proof.mutants import differs, mutants
 
@@ -160,14 +161,14 @@ def missed(name: str, proto: onnx.ModelProto, step: int) -> tuple[int, list[str]
     """Every `step`th mutant of the model; how many there were, and which were not refuted."""
     count, survivors = 0, []
     good, report = folded(proto)
-    verdict = verify(proto, good, report=report)
+    verdict = prove_claims(proto, good, report)
     assert verdict.status == "passed", (name, verdict.reason)
     for index, (what, wrong) in enumerate(mutants(good)):
         if index % step:
             continue
         count += 1
         try:
-            status = verify(proto, wrong, report=report).status
+            status = prove_claims(proto, wrong, report).status
         except BnexportError as error:  # a refused file is no pass
             status = type(error).__name__
         if status == "passed" and differs(good, wrong):
@@ -188,7 +189,7 @@ def test_some_wrong_folds_of_each_rule_are_refuted(rule: Rule) -> None:
 def test_each_right_fold_is_proved() -> None:
     for name, proto in MODELS.items():
         good, report = folded(proto)
-        verdict = verify(proto, good, report=report)
+        verdict = prove_claims(proto, good, report)
         assert verdict.status == "passed", (name, verdict.reason)
         assert {proof.method for proof in verdict.sites} <= {"proved"}, (name, verdict.sites)
 
@@ -231,7 +232,7 @@ def test_a_right_fold_is_not_refuted(name: str) -> None:
         proto = in_half(proto, "bfloat16")
     good, report = folded(proto)
     assert report.changed
-    verdict = verify(proto, good, report=report)
+    verdict = prove_claims(proto, good, report)
     assert verdict.status == "passed", verdict
     assert {proof.method for proof in verdict.sites} == {"proved"}
 
@@ -264,7 +265,7 @@ def test_no_right_fold_is_refuted() -> None:
             if not report.changed:
                 continue
             models += 1
-            verdict = verify(proto, good, report=report)
+            verdict = prove_claims(proto, good, report)
             marks.update(proof.method for proof in verdict.sites)
             if verdict.status == "failed" or any(not it.reason for it in verdict.sites if it.method != "proved"):
                 rejected.append((seed, kind, verdict.reason))

@@ -13,6 +13,7 @@ from bnexport.folding import fold, verify
 from bnexport.graph.evaluate import NodeEvaluator
 from bnexport.verification.proof import forms, lemmas
 from bnexport.verification.proof.regions import Parameter
+from tests.support.claims import prove_claims
 from tests.support.onnx_text import batch_norm, model
 
 CONV = {"w": (4, 4, 1), **batch_norm("p", 4)}
@@ -31,7 +32,7 @@ def test_a_global_maximum_of_rank_3_is_proved() -> None:
     source = behind("GlobalMaxPool (z)", values={"p_s": np.array([0.5, 1.0, 2.0, 3.0], np.float32)})
     result = fold(source, verify=False)
     assert result.report.changed
-    assert verify(source, result.model, report=result.report).status == "passed"
+    assert prove_claims(source, result.model, result.report).status == "passed"
     assert verify(source, result.model, method="local").status == "passed"
 
 
@@ -50,7 +51,7 @@ def test_a_product_of_sizes_that_may_differ_is_undecided() -> None:
     )
     result = fold(source, verify=False)
     assert result.report.changed
-    assert verify(source, result.model, report=result.report).status == "not_verified"
+    assert prove_claims(source, result.model, result.report).status == "not_verified"
     assert verify(source, result.model, method="local").status == "not_verified"
 
 
@@ -79,7 +80,7 @@ def test_another_form_is_not_proved(mine: str, theirs: str, declared: str) -> No
     source, other = (behind(form, "Identity (x)", declared, opset=9) for form in (mine, theirs))
     result = fold(source, verify=False)
     candidate = fold(other, verify=False).model
-    assert verify(source, candidate, report=result.report).status != "passed"
+    assert prove_claims(source, candidate, result.report).status != "passed"
     assert verify(source, candidate, method="local").status != "passed"
 
 
@@ -106,7 +107,7 @@ def test_automatic_padding_of_dilated_means_is_undecided(automatic: str) -> None
     source = behind(pool, declared="2,4,8", opset=19)
     result = fold(source, verify=False)
     assert result.report.changed
-    assert verify(source, result.model, report=result.report).status == "not_verified"
+    assert prove_claims(source, result.model, result.report).status == "not_verified"
 
 
 def test_cubic_weights_are_not_those_of_float32() -> None:
@@ -115,7 +116,7 @@ def test_cubic_weights_are_not_those_of_float32() -> None:
         'Resize <mode="cubic"> (z, , , s)', declared="2,4,7", opset=13, values={"s": np.array([2, 4, 10], np.int64)}
     )
     result = fold(source, verify=False)
-    assert verify(source, result.model, report=result.report).status == "passed"
+    assert prove_claims(source, result.model, result.report).status == "passed"
 
 
 def test_a_run_measures_an_element_of_each_channel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +142,7 @@ def test_a_resize_to_nothing_is_undecided() -> None:
     sizes = np.array([0, 4, 3], np.int64)
     source = behind("Resize (z, , , s)", declared="0,4,5", opset=13, values={"s": sizes})
     result = fold(source, verify=False)
-    assert verify(source, result.model, report=result.report).status == "not_verified"
+    assert prove_claims(source, result.model, result.report).status == "not_verified"
 
 
 def test_a_map_of_no_elements_is_not_refuted() -> None:

@@ -11,9 +11,9 @@ import onnxruntime
 import pytest
 from onnx import numpy_helper
 
-from bnexport.folding import verify
 from bnexport.folding.rules import ALL
 from bnexport.verification.comparison import compare_output
+from tests.support.claims import prove_claims
 from tests.verification.proof.test_mutants import MODELS, folded, of_rule
 
 SIZES = ("N", "H", "W", "L")
@@ -44,7 +44,7 @@ def compared(name: str, proto: onnx.ModelProto, count: int, batch_alone: bool = 
     """Prove the fold of one model with free sizes, then run both at `count` random ones; those that ran, and the rules."""
     source = with_free_sizes(proto, batch_alone)
     good, report = folded(source)
-    verdict = verify(source, good, report=report)
+    verdict = prove_claims(source, good, report)
     assert verdict.status != "failed", (name, verdict)
     if verdict.status != "passed":  # a constant of the declared sizes
         return 0, set()
@@ -100,11 +100,11 @@ def test_branches_of_any_declared_size_are_proved(size: int) -> None:
         for dimension in value.type.tensor_type.shape.dim[2:]:
             dimension.dim_value = size
     good, report = folded(source)
-    verdict = verify(source, good, report=report, method="local")
+    verdict = prove_claims(source, good, report)
     assert [site.method for site in verdict.sites] == ["proved"]
     wrong = copy.deepcopy(good)
     weight = max(wrong.graph.initializer, key=lambda tensor: len(tensor.dims))
     array = numpy_helper.to_array(weight).copy()
     array.flat[-1] += 0.01
     weight.CopyFrom(numpy_helper.from_array(array, weight.name))
-    assert verify(source, wrong, report=report, method="local").status == "failed"
+    assert prove_claims(source, wrong, report).status == "failed"

@@ -1,0 +1,16 @@
+"""Prove a fold by what its report claims, as `fold` and an export do, without a search."""
+
+from __future__ import annotations
+
+from bnexport.folding.report import FoldReport
+from bnexport.model_io import load
+from bnexport.model_io.read import Source
+from bnexport.verification.api import prove_fold
+from bnexport.verification.models import Pair
+from bnexport.verification.verdict import Verification
+
+
+def prove_claims(source: Source, candidate: Source, report: FoldReport) -> Verification:
+    """Prove the folds of `report`, which made `candidate` of `source`, where they stand."""
+    pair = Pair(load(source), load(candidate), inlined=report.inlined)
+    return prove_fold(pair.unfolded, pair.candidate, report.claims)
