@@ -148,19 +148,21 @@ def run_process(command: list[str], environment: dict[str, str], log: Path, rows
         )  # fmt: skip
         try:
             while time.monotonic() < stop:
+                code = None
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    return child.wait(POLL)
+                    code = child.wait(POLL)
                 step = running_step(rows)
-                if step is not None and time.time() > step["started"] + step["limit"]:
+                if code is not None and step is None:
+                    return code
+                if code is not None:
+                    value = f"ended its process with code {code}"
+                elif step is not None and time.time() > step["started"] + step["limit"]:
                     end_group(child)
-                    hung = {
-                        "name": step["name"],
-                        "ok": False,
-                        "hung": True,
-                        "value": f"hung: no end within {step['limit']:.0f} s",
-                    }
-                    append(rows, hung)
-                    return HUNG
+                    value = f"hung: no end within {step['limit']:.0f} s"
+                else:
+                    continue
+                append(rows, {"name": step["name"], "ok": False, "hung": True, "value": value})
+                return HUNG
             return None
         finally:
             end_group(child)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import fcntl
 import importlib
 import os
@@ -55,6 +56,7 @@ def main() -> int:
     parser.add_argument("--architecture", default="90")
     parser.add_argument("--rehearse", action="store_true")
     given = parser.parse_args()
+    faulthandler.enable()  # where a step that ends the process was
     end_with_the_kit()
     with given.rows.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until a section of a killed kit has ended, too
