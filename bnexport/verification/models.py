@@ -1,6 +1,6 @@
 """Two models, the same inputs, the outputs side by side.
 
-Both run in a process of their own (`isolated_process`), so that a model which crashes its engine, or fills
+Both run in a process of their own (`process`), so that a model which crashes its engine, or fills
 the memory, costs a verification and nothing else. The bounds are those of `comparison`. A value that is
 finite in the reference must be finite in the candidate. Outputs of other types must be equal. Where no
 engine runs the models, or where the reference's outputs decide nothing, on smaller inputs neither

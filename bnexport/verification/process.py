@@ -10,16 +10,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import multiprocessing
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -33,7 +33,8 @@ from bnexport.verification import worker
 
 _START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from bnexport.verification import worker; worker.main(sys.argv[2])"
 _ALIGNMENT = 64
-_LONGEST_START = 60.0  # seconds until a process connects
+# Files of one request; what lies in others goes into the temporary one.
+_MOST_FILES = 64
 # Signals that do not come from the engine.
 _OUTSIDE = tuple(getattr(signal, name) for name in ("SIGKILL", "SIGTERM") if hasattr(signal, name))
 
@@ -88,7 +89,7 @@ class Shipment(contextlib.ExitStack):
     def _tensor(self, name: str, tensor: ir.TensorProtocol) -> dict[str, Any]:
         dtype, shape = tensor.dtype.numpy().name, tensor.shape.numpy()
         if isinstance(tensor, ContainedTensor):
-            if tensor.file not in self._files and len(self._handed) < worker.MAX_DESCRIPTORS:
+            if tensor.file not in self._files and len(self._handed) < _MOST_FILES:
                 self._files[tensor.file] = len(self._handed)
                 file = self.enter_context(tensor.file.open())
                 self._handed.append(file.fileno() if limits.HANDS_OVER else tensor.file.path)
@@ -120,7 +121,7 @@ class EngineProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._channel: socket.socket | None = None
+        self._channel: Connection | None = None
         self._errors: BinaryIO | None = None
         self._owner = 0
         self._used = 0.0
@@ -155,7 +156,7 @@ class EngineProcess:
             worker.send(self._channel, dict(request), files)
             while True:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                if not select.select([self._channel], [], [], left)[0]:
+                if not self._channel.poll(left):
                     raise ProcessFailure(f"it took longer than {timeout:g} s", stage, engine, crashed=False)
                 message, _ = worker.receive(self._channel)
                 if "result" in message:
@@ -189,21 +190,12 @@ class EngineProcess:
         # Not the current folder, which may be a stranger's.
         path = [entry for entry in sys.path if entry] + [root]
         self._errors = tempfile.TemporaryFile(prefix="bnexport-")  # noqa: SIM115 - closed with the process
-
-        def start(address: str, *handed: int) -> subprocess.Popen[bytes]:
-            command, silent = [sys.executable, "-I", "-c", _START, json.dumps(path), address], subprocess.DEVNULL
-            return subprocess.Popen(command, pass_fds=handed, stdin=silent, stdout=silent, stderr=self._errors)
-
-        if limits.HANDS_OVER:
-            own, other = socket.socketpair()
-            with other:
-                self._process = start(str(other.fileno()), other.fileno())
-        else:
-            listener, address, secret = worker.listen()
-            with listener:
-                self._process = start(address)
-                own = worker.accept(listener, secret, _LONGEST_START)
-        self._channel, self._owner, self._used = own, os.getpid(), time.monotonic()
+        self._channel, other = multiprocessing.Pipe()
+        with other:
+            command = [sys.executable, "-I", "-c", _START, json.dumps(path), str(other.fileno())]
+            silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+            self._process = subprocess.Popen(command, stderr=self._errors, **silent, **_inherited(other.fileno()))
+        self._owner, self._used = os.getpid(), time.monotonic()
 
     def _end(self) -> None:
         if self._channel is not None:
@@ -214,6 +206,14 @@ class EngineProcess:
         if self._errors is not None:
             self._errors.close()
         self._process = self._channel = self._errors = None
+
+
+def _inherited(handle: int) -> dict[str, Any]:
+    """Return the arguments of Popen with which a process inherits `handle`."""
+    if sys.platform != "win32":
+        return {"pass_fds": [handle]}
+    os.set_handle_inheritable(handle, True)
+    return {"startupinfo": subprocess.STARTUPINFO(lpAttributeList={"handle_list": [handle]})}
 
 
 PROCESS = EngineProcess()
