@@ -193,8 +193,8 @@ class EngineProcess:
         self._channel, other = multiprocessing.Pipe()
         with other:
             command = [sys.executable, "-I", "-c", _START, json.dumps(path), str(other.fileno())]
-            silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-            self._process = subprocess.Popen(command, stderr=self._errors, **silent, **_inherited(other.fileno()))
+            options, silent = _inherited(other.fileno()), subprocess.DEVNULL
+            self._process = subprocess.Popen(command, stdin=silent, stdout=silent, stderr=self._errors, **options)
         self._owner, self._used = os.getpid(), time.monotonic()
 
     def _end(self) -> None:
