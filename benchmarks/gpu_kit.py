@@ -54,7 +54,7 @@ SECTIONS = ("build", "bare", "verify", "bench", "torch", "ort", "sanitize", "pro
 LONGEST_SECTION = 480  # seconds
 SHORTEST_SECTION = 15  # what is left must allow so much, or the section waits for the next call
 LARGEST_PACK = 60_000_000  # bytes
-HUNG = -1  # the code of a section that a step of kept from ending
+HUNG = -1  # the code of a section that a step kept from ending, or ended with its process
 POLL = 0.3  # seconds
 
 PACKED = ("bnexport/**/*.py", "benchmarks/__init__.py", "benchmarks/gpu_kit.py", "benchmarks/gpu/*.py")

@@ -360,12 +360,22 @@ def gpu(report: Report) -> str:
         cells = [row["name"], f"{row['mb']:.0f}"]
         for times in (row["forward"], row["backward"]):
             cells += [f"{times['ours']:.1f}", f"{100 * times['floor'] / times['ours']:.0f} %"]
-            cells += [f"{times[peer]:.1f}" for peer in ("torch", "cudnn", "sync")]
+            cells += [f"{times[peer]:.1f}" if peer in times else "" for peer in ("torch", "cudnn", "sync")]
         rows.append(cells)
     peers = ["PyTorch", "cuDNN", "sync"]
     header = ["shape", "MB", "forward", "", *peers, "backward", "", *peers]
     machine = report["machine"]
-    return f"{machine['device']}, driver {machine['driver']}, PyTorch {machine['torch']}\n\n{table(header, rows)}"
+    parts = [f"{machine['device']}, driver {machine['driver']}, PyTorch {machine['torch']}", table(header, rows)]
+    groups = [row for row in report["ways_us"] if row["name"].startswith("group")]
+    header = ["one process of a group", "forward", "PyTorch", "backward", "PyTorch"]
+    columns = ("forward", "torch forward", "backward", "torch backward")
+    parts.append(table(header, [[row["name"][6:], *(f"{row['us'][name]:.1f}" for name in columns)] for row in groups]))
+    header = ["step, milliseconds", "ours", "`BatchNorm2d`", "`SyncBatchNorm`"]
+    steps = [
+        [row["name"], *(f"{row['us'][name] / 1e3:.2f}" if name in row["us"] else "" for name in ("ours", "BatchNorm2d", "SyncBatchNorm"))]
+        for row in report["steps"]
+    ]  # fmt: skip
+    return "\n\n".join([*parts, table(header, steps)])
 
 
 # A generated block: its page, its result, what makes Markdown of it. A benchmark's table joins by a line here.

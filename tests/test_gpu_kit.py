@@ -207,6 +207,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 HANGS = """
+import os
 import time
 
 def run(report, options):
@@ -215,18 +216,21 @@ def run(report, options):
             with report.step(name, 1.0):
                 if name == "b":
                     time.sleep(100)
+                if name == "c":
+                    os._exit(9)
 """
 
 
-def test_a_step_that_hangs_is_named_and_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_hangs_or_ends_its_process_is_named_and_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = section_of(tmp_path, HANGS)
     monkeypatch.setattr(gpu_kit, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_kit, "SHORTEST_SECTION", 0)
     for _ in range(2):  # no later call tries it again
-        assert gpu_kit.run_section("build", options, time.monotonic() + 60) == "1 wrong"
+        assert gpu_kit.run_section("build", options, time.monotonic() + 60) == "2 wrong"
         assert names_in(tmp_path) == ["a", "b", "c", "d"]
     rows = {row["name"]: row for row in report.read_rows(tmp_path / "build.jsonl")}
-    assert rows["b"]["value"] == "hung: no end within 1 s" and [rows[name]["ok"] for name in "acd"] == [True] * 3
+    assert rows["b"]["value"] == "hung: no end within 1 s" and [rows[name]["ok"] for name in "ad"] == [True] * 2
+    assert rows["c"]["value"] == "ended its process with code 9"
     assert "WRONG b hung" in " ".join(report.table(list(rows.values())).split())
     assert report.running_step(tmp_path / "build.jsonl") is None
 
