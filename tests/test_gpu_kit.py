@@ -221,7 +221,9 @@ def run(report, options):
 """
 
 
-def test_a_step_that_hangs_or_ends_its_process_is_named_and_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_hangs_or_ends_its_process_is_named_and_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = section_of(tmp_path, HANGS)
     monkeypatch.setattr(gpu_kit, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_kit, "SHORTEST_SECTION", 0)
