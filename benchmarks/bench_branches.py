@@ -10,7 +10,6 @@ medians of one run, next to that of the least times.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -23,7 +22,7 @@ import torch
 from torch import nn
 
 import bnexport
-from benchmarks import machine
+from benchmarks import machine, records
 from bnexport import tolerances
 from models import branches
 
@@ -90,7 +89,7 @@ def main() -> None:
             f"  x {rows[-1]['ratio']:.2f} (least {rows[-1]['best_ratio']:.2f})"
         )
     report = {"machine": machine.describe(), "threads": THREADS, "rows": rows}
-    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    records.write(arguments.json, report)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.onnx._internal.exporter._building import OpRecorder
 
-from benchmarks import machine
+from benchmarks import machine, records
 from bnexport import tolerances
 from bnexport.native import library
 from bnexport.training import contract
@@ -202,7 +201,7 @@ def main() -> None:
         report[title] = [measure(layer, arguments.threads, arguments.rounds) for layer in layers]
         show(f"{title}, {arguments.threads} threads; * is the chosen form", report[title], console)
     result = {"machine": machine.describe(), "threads": arguments.threads, "layers": report}
-    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    records.write(arguments.json, result)
 
 
 if __name__ == "__main__":

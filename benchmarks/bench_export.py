@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 import bnexport
-from benchmarks import machine
+from benchmarks import machine, records
 from models.branches import BranchNet, asymmetric_block, mobileone_s0, repvgg_a0
 from models.deep_resnet import resnet18, resnet50
 from models.densenet import DenseNet
@@ -123,7 +123,7 @@ def main() -> None:
         start = time.monotonic()
         rows[name] = measure(NETWORKS[name], arguments.rounds)
         print(f"{name}: {rows[name]} ({time.monotonic() - start:.0f} s)", flush=True)
-        arguments.json.write_text(json.dumps(report(rows), indent=1) + "\n")
+        records.write(arguments.json, report(rows))
 
 
 def report(rows: dict[str, Any]) -> dict[str, Any]:

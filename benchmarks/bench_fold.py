@@ -33,6 +33,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import records
+
 # Nothing large is imported here: the kernel counts a process from its fork, with what its parent held then.
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -353,7 +355,7 @@ def main() -> None:
             cases[result["case"]] = result | {"tools": {name: tools[name] for name in order}}
         data["fold"] = [cases[name] for name in CASES if name in cases]
         data["run_time"] = rows or old["run_time"]
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    records.write(path, data)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 
 import onnx
 
-from benchmarks import machine
+from benchmarks import machine, records
 from benchmarks.foreign_folds import _PROLOGUE, _TOOLS, _version
 from bnexport.errors import BnexportError
 from bnexport.folding import fold, verify
@@ -104,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default=sys.executable, metavar="PYTHON")
     python = str(Path(parser.parse_args().peers).absolute())
-    RESULT.write_text(json.dumps(measure(python), indent=1) + "\n")
+    records.write(RESULT, measure(python))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import statistics
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from onnx import TensorProto, helper
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import machine  # noqa: E402  (the checkout goes first)
+from benchmarks import machine, records  # noqa: E402  (the checkout goes first)
 from bnexport import tolerances  # noqa: E402
 from bnexport.native import capi  # noqa: E402
 from bnexport.native.library import register  # noqa: E402
@@ -359,7 +358,7 @@ def main() -> None:
         "rows": rows,
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    records.write(arguments.output, report)
     print(f"wrote {arguments.output}")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import machine, records
 from benchmarks.bench_training_step import CLASSES, ROOT, export, make_batch
 
 RESULT = ROOT / "benchmarks" / "results" / "parallel_training.json"
@@ -116,7 +116,7 @@ def main() -> None:
             for process in (*alone, *together):
                 process.communicate()
     report = {"machine": machine.describe(), "classes": CLASSES, "rows": rows}
-    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    records.write(arguments.json, report)
 
 
 if __name__ == "__main__":

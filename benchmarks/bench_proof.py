@@ -12,7 +12,6 @@ written. Prints a table, writes benchmarks/results/proof.json.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import subprocess
@@ -25,7 +24,7 @@ from typing import Any
 
 import onnx
 
-from benchmarks import fold_models, machine
+from benchmarks import fold_models, machine, records
 from benchmarks.tools import compare, proofs
 from bnexport import model_io
 from bnexport.folding import fold
@@ -84,7 +83,7 @@ def main() -> None:
         beside = f", cmp {row['cmp_seconds']:.2f} s" if "cmp_seconds" in row else ""
         print(f"{name:18} {row['sites']:6} sites proved in {row['seconds']:.2f} s{beside}", flush=True)
     report = {"machine": machine.describe(), "rounds": arguments.rounds, "cases": rows}
-    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    records.write(arguments.json, report)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import json
 import multiprocessing
 import tempfile
 import time
@@ -25,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import machine, records
 
 IMAGES, BATCH, BATCHES = 112, 8, 6
 RESULT = Path("benchmarks/results/recalibration.json")
@@ -183,9 +182,7 @@ def main() -> None:
         rows = accuracy_rows(arguments.epochs, Path(folder))
         cost = costs(Path(folder))
     setting = {"image": IMAGES, "batch": BATCH, "epochs": arguments.epochs}
-    RESULT.write_text(
-        json.dumps({"machine": machine.describe(), **setting, "rows": rows, "costs": cost}, indent=1) + "\n"
-    )
+    records.write(RESULT, {"machine": machine.describe(), **setting, "rows": rows, "costs": cost})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ torch's own on the whole batch with the same number of threads in all.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -26,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from benchmarks import machine
+from benchmarks import machine, records
 from bnexport import SyncBatchNorm, tolerances
 from bnexport.sync_bn import kernels
 from tests.support import kernel_reference
@@ -213,7 +212,7 @@ def main() -> None:
         "threads": arguments.threads,
         "rows": rows,
     }
-    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    records.write(arguments.json, result)
 
 
 if __name__ == "__main__":

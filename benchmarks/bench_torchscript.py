@@ -10,7 +10,6 @@ candidate is compared with eager first.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 
 import bnexport
-from benchmarks import machine
+from benchmarks import machine, records
 
 REFERENCE = "optimize_for_inference of the unfolded module"
 WARM_UP, RUNS = 1, 3
@@ -110,7 +109,7 @@ def main() -> None:
     ]
     for row in rows:
         print("{candidate:50} median {median_ms:6.1f} ms  least {least_ms:6.1f} ms  x {ratio:.2f}".format(**row))
-    arguments.json.write_text(json.dumps({"machine": machine.describe(), "rows": rows}, indent=1) + "\n")
+    records.write(arguments.json, {"machine": machine.describe(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import machine, page
+from benchmarks import machine, page, records
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "training_step.json"
@@ -374,7 +374,7 @@ def main() -> None:
     ]
     report = {"machine": machine.describe(), "threads": arguments.threads, "results": results}
     print(page.training_step(report))
-    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    records.write(arguments.json, report)
 
 
 if __name__ == "__main__":

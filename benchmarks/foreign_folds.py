@@ -12,7 +12,6 @@ where the tool raises or crashes; "invalid" where what it writes is refused.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 
 import onnx
 
-from benchmarks import foreign_models, machine
+from benchmarks import foreign_models, machine, records
 from bnexport.errors import BnexportError
 from bnexport.folding import verify
 from bnexport.verification.verdict import Verification
@@ -60,7 +59,7 @@ def main() -> None:
         for tool, mark in row["tools"].items():
             print(f"    {tool:14} {mark['mark']:10} {mark['reason']}")
     if not arguments.only:
-        RESULT.write_text(json.dumps(report, indent=2) + "\n")
+        records.write(RESULT, report)
 
 
 def measure(python: str, only: str = "") -> dict[str, Any]:

@@ -11,7 +11,6 @@ benchmarks/results/lower_precision.json, from which `make bench-page` makes the 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ import torch
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 import bnexport
-from benchmarks import machine
+from benchmarks import machine, records
 from benchmarks.page import RESULTS
 from models.digits import load_digits
 from models.resnet import digits_resnet
@@ -117,7 +116,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=12)
     arguments = parser.parse_args()
     report = measure(arguments.checkpoint, arguments.epochs)
-    (RESULTS / "lower_precision.json").write_text(json.dumps(report, indent=2) + "\n")
+    records.write(RESULTS / "lower_precision.json", report)
     for row in report["rows"]:
         print(row)
 

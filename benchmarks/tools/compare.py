@@ -26,7 +26,7 @@ import onnx
 import torch
 
 import bnexport
-from benchmarks import machine
+from benchmarks import machine, records
 from benchmarks.page import RESULTS
 from benchmarks.tools import worker
 from benchmarks.tools.cases import CASES, FOLDS, Case, network
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "other_tools.json")
     arguments = parser.parse_args()
     report = measure(arguments.peers, arguments.models)
-    arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+    records.write(arguments.output, report)
     for name, row in report["rows"].items():
         print(name, {tool: result["status"] for tool, result in row["tools"].items()}, flush=True)
 

@@ -27,7 +27,7 @@ import onnxruntime
 import torch
 
 import bnexport
-from benchmarks import fold_models, foreign_models, machine
+from benchmarks import fold_models, foreign_models, machine, records
 from benchmarks.tools import worker
 from benchmarks.tools.cases import trained
 from models import branches
@@ -260,4 +260,4 @@ def measure(python: str, processes: int) -> dict[str, Any]:
 
 def main(python: str, processes: int) -> None:
     report = measure(python, processes)
-    RESULT.write_text(json.dumps(report, indent=1) + "\n")
+    records.write(RESULT, report)

@@ -7,12 +7,13 @@ The headers are in ONNX Runtime's releases (include/ of the archives) and in the
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from benchmarks import records
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_suffix(".json")
@@ -89,7 +90,7 @@ def main() -> None:
         missing = {OFFICIAL[name] for name, since in SINCE.items() if version < since}
         assert found["fields"] == newest["fields"], version
         assert found["slots"] == {k: v for k, v in newest["slots"].items() if k not in missing}, version
-    TABLE.write_text(json.dumps({"versions": list(versions), **newest}, indent=1) + "\n")
+    records.write(TABLE, {"versions": list(versions), **newest})
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 import onnx
 import onnxruntime
 
+from benchmarks import records
 from bnexport.graph.evaluate import ANSWERED
 from tests.forms import evaluated
 from tests.forms.engine import newest_opset
@@ -54,7 +55,7 @@ def main() -> int:
         _print(op_type, row, time.monotonic() - start)
         stored[op_type] = {**vars(row), "findings": dict(row.findings)}
         if arguments.json is not None:
-            arguments.json.write_text(json.dumps(_report(stored), indent=1) + "\n")
+            records.write(arguments.json, _report(stored))
     print(json.dumps(_report(stored)["total"]))
     return 1 if found else 0
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import machine, page
+from benchmarks import machine, page, records
 from tests.runtimes import files
 from tests.runtimes.catalog import RUNTIMES, Runtime
 from tests.runtimes.environments import NotInstalled, environment, run
@@ -48,7 +48,7 @@ def main() -> int:
         print(f"{name}: {summary(runtimes[name])}", flush=True)
     ordered = {name: runtimes[name] for name in RUNTIMES if name in runtimes}
     described = {"machine": machine.describe(), "bound": files.BOUND, "runtimes": ordered}
-    RESULT.write_text(json.dumps(described, indent=1) + "\n")
+    records.write(RESULT, described)
     page.refresh()
     for line in failed:
         print(line, file=sys.stderr)

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from benchmarks import records
+
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks/results/torch_versions.json"
 FOLDER = ROOT / "build/torch"
@@ -119,7 +121,7 @@ def main() -> int:
         version, _, python = each.partition("/")
         rows[each] = row = measure(version, python, wheel)
         rows = dict(sorted(rows.items(), key=lambda item: [int(part) for part in item[0].partition("/")[0].split(".")]))
-        RESULT.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        records.write(RESULT, {"rows": rows})
         print(
             f"{each}: {row['passed']} passed, {row['skipped']} skipped, {row['failed']} failed",
             *row["failures"],

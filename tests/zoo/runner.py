@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import records
 from bnexport.native import library
 from tests.frameworks import environment
 
@@ -120,9 +121,7 @@ def run(
                 **result,
                 "ways": {**before.get("ways", {}), **result["ways"]},
             }
-            staged = options.results.with_suffix(".new")
-            staged.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
-            staged.replace(options.results)
+            records.write(options.results, dict(sorted(results.items())))
             print(line(result), flush=True)
 
     shared = iter(waiting)
