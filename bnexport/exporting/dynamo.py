@@ -20,6 +20,7 @@ from onnxscript.values import Op, Opset
 from bnexport import schema, torch_versions
 from bnexport.errors import UnsupportedModelError
 from bnexport.exporting.dimensions import Axis, Dimensions, Limit, SizeConditions, limits
+from bnexport.exporting.exact_sizes import write_resizes, write_sizes
 from bnexport.exporting.finish import MINIMUM_OPSET
 from bnexport.exporting.substitutes import AnySize
 from bnexport.exporting.wrapper import Traced, TracedGraph
@@ -170,6 +171,9 @@ def trace(wrapper: Traced, dimensions: Dimensions, *, opset: int = MINIMUM_OPSET
     if any(isinstance(node.target, torch_versions.HigherOrderOperator) for node in program.graph.nodes):
         torch.compiler.reset()  # torch.cond compiles its branches, and would fail from now on
     write_doubles(onnx_program)
+    numbers = numbers_of(onnx_program)
+    write_sizes(onnx_program, numbers)
+    write_resizes(onnx_program.model, numbers)
     _write_constant_sizes(onnx_program.model.graph)
     return TracedGraph(onnx_program.model, left, conditions=conditions, limits=limits_of(program, left))
 
@@ -320,8 +324,7 @@ def write_doubles(exported: torch.onnx.ONNXProgram) -> None:
 
     The file holds the rounded number, the recorded program the number itself.
     """
-    assert exported.exported_program is not None
-    numbers = _numbers(exported.exported_program.graph_module)
+    numbers = numbers_of(exported)
     for node in list(exported.model.graph.all_nodes()):
         value = (
             node.inputs[0]
@@ -344,9 +347,11 @@ def _result_type(cast: ir.Node) -> ir.DataType | None:
     return ir.DataType(cast.attributes["to"].as_int())
 
 
-def _numbers(module: torch.fx.GraphModule) -> dict[float, float]:
+def numbers_of(exported: torch.onnx.ONNXProgram) -> dict[float, float]:
     """Return the numbers of a program by what they are in float32, where that tells them apart."""
-    graphs = [each.graph for each in module.modules() if isinstance(each, torch.fx.GraphModule)]
+    assert exported.exported_program is not None
+    modules = exported.exported_program.graph_module.modules()
+    graphs = [each.graph for each in modules if isinstance(each, torch.fx.GraphModule)]
     leaves = [torch_versions.pytree.tree_leaves((node.args, node.kwargs)) for graph in graphs for node in graph.nodes]
     numbers: dict[float, set[float]] = {}
     for value in (leaf for each in leaves for leaf in each if isinstance(leaf, float)):

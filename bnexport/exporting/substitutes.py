@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from bnexport import torch_versions
+from bnexport.exporting.exact_sizes import is_exact
 
 # Adaptive pooling for any image size, composed of operators that exporters translate.
 #
@@ -51,6 +52,8 @@ class AnySize(TorchFunctionMode):
     def __init__(self, *, dynamic: bool) -> None:
         super().__init__()
         self._dynamic = dynamic
+        # Those of resampling, by what they are in float32.
+        self.factors: dict[float, float] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -61,6 +64,9 @@ class AnySize(TorchFunctionMode):
             return self._pool(axes, along, func, *args, **kwargs)
         if func is F.interpolate:
             return self._interpolate(*args, **kwargs)
+        if func in _RESAMPLINGS:  # of an ExportedProgram
+            data, size, factors = (*args, *kwargs.values())
+            return self._interpolate(data, size, factors, _RESAMPLINGS[func])
         if func is F.batch_norm and (args[1] if len(args) > 1 else kwargs.get("running_mean")) is None:
             return _normalised(*args, **kwargs)
         return func(*args, **kwargs)
@@ -76,17 +82,24 @@ class AnySize(TorchFunctionMode):
     ) -> Any:
         """Compute resampling by area as adaptive average pooling, and to the nearest value by indices where it has to be."""
         axes = input.dim() - 2
-        if mode == "area" and size is not None and 1 <= axes <= 3:
+        spread = list(scale_factor) if isinstance(scale_factor, (list, tuple)) else [scale_factor] * axes
+        factors = [float(each) for each in spread if each is not None]
+        recomputed = mode == "area" or kwargs.get("recompute_scale_factor") or (len(args) > 1 and args[1])
+        factors = factors if size is None and len(factors) == axes else []
+        sizes = [_scaled(input, axis - axes, factor) for axis, factor in enumerate(factors)]
+        if mode == "area" and 1 <= axes <= 3 and (sizes or size is not None):
             pool = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[axes - 1]
-            return self._pool(axes, _average, pool, input, size)
-        factors = list(scale_factor) if isinstance(scale_factor, (list, tuple)) else [scale_factor] * axes
-        recomputed = kwargs.get("recompute_scale_factor") or (len(args) > 1 and args[1])
+            return self._pool(axes, _average, pool, input, sizes or size)
         own = mode == "nearest-exact" or (mode == "nearest" and not all(map(_resize_is_exact, factors)))
-        if not own or size is not None or None in factors or len(factors) != axes or recomputed:
-            return F.interpolate(input, size, scale_factor, mode, *args, **kwargs)
-        for axis, factor in zip(range(-axes, 0), factors):
-            input = _nearest(input, axis, float(factor), 0.5 if mode == "nearest-exact" else 0.0)
-        return input
+        if factors and own:
+            for axis, length, factor in zip(range(-axes, 0), sizes, factors):
+                step = input.shape[axis] / length if recomputed else 1 / factor
+                input = _nearest(input, axis, length, step, 0.5 if mode == "nearest-exact" else 0.0)
+            return input
+        if factors and recomputed:
+            return F.interpolate(input, sizes, None, mode, *args[:1], **{**kwargs, "recompute_scale_factor": None})
+        self.factors.update((float(np.float32(factor)), factor) for factor in factors)
+        return F.interpolate(input, size, scale_factor, mode, *args, **kwargs)
 
     def _pool(
         self,
@@ -129,22 +142,24 @@ def _normalised(
     return result.to(input.dtype)
 
 
-def _resize_is_exact(factor: float | None) -> bool:
-    """Whether ONNX's Resize by a factor takes the same values as torch, up to the 4096th."""
-    if factor is None:
-        return True
+def _resize_is_exact(factor: float) -> bool:
+    """Whether ONNX's Resize by a factor gives the same sizes as torch, and takes the same values up to the 4096th."""
     i = np.arange(4096, dtype=np.float32)
-    return np.array_equal(np.floor(i / np.float32(factor)), np.floor(i * np.float32(1 / factor)))
+    return is_exact(factor) and np.array_equal(np.floor(i / np.float32(factor)), np.floor(i * np.float32(1 / factor)))
 
 
-def _nearest(input: Tensor, axis: int, factor: float, shift: float) -> Tensor:
+def _scaled(input: Tensor, axis: int, factor: float) -> Size:
+    """Compute the size of an axis that is resized. A trace computes numbers in float32, unless they are a tensor with a dimension."""
     n = input.shape[axis]
-    size = (
-        (n * torch.tensor(factor, dtype=torch.float64)).long() if isinstance(n, Tensor) else torch.sym_int(n * factor)
-    )
+    if isinstance(n, Tensor):
+        return (n.reshape(1).double() * torch.tensor([factor], dtype=torch.float64)).long().reshape(())
+    return torch.sym_int(n * factor)
+
+
+def _nearest(input: Tensor, axis: int, size: Size, step: Size, shift: float) -> Tensor:
     dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-    index = ((torch.arange(size, device=input.device, dtype=dtype) + shift) * (1 / factor)).long()
-    return input.index_select(axis, index.clamp(max=n - 1))
+    index = ((torch.arange(size, device=input.device, dtype=dtype) + shift) * step).long()
+    return input.index_select(axis, index.clamp(max=input.shape[axis] - 1))
 
 
 def _has_equal_windows(n: Size, k: Size) -> bool:
@@ -195,6 +210,13 @@ _POOLINGS: dict[Any, tuple[int, Callable[[Tensor, int, Size, Size], Tensor]]] = 
     F.adaptive_max_pool1d: (1, _maximum),
     F.adaptive_max_pool2d: (2, _maximum),
     F.adaptive_max_pool3d: (3, _maximum),
+}
+
+
+_RESAMPLINGS: dict[Any, str] = {
+    getattr(torch.ops.aten, f"{prefix}upsample_nearest{'_exact' * bool(prefix)}{axes}d").vec: mode
+    for prefix, mode in (("", "nearest"), ("_", "nearest-exact"))
+    for axes in (1, 2, 3)
 }
 
 
@@ -391,8 +413,8 @@ def _compares(code: types.CodeType, name: str) -> bool:
 # that the exporter records into a number, and the file is right for one image size. int() cannot return anything else, so
 # the model under export gets copies of its own functions (`own_names.py`), in which the name `int` is another one.
 #
-# Exporters compute in float32 what Python computes in float64: int(90 * 0.7) is 62 there and 63 in float32. So a number
-# stays symbolic only if float32 computes it exactly, with factors as 0.5 and 1.375, or rounds once, at the end: int(h / 3)
+# A trace computes in float32 what Python computes in float64: int(90 * 0.7) is 62 there and 63 in float32. So a number
+# of a trace stays symbolic only if float32 computes it exactly, with factors as 0.5 and 1.375, or rounds once, at the end: int(h / 3)
 # and int(n ** 0.5), where rounding cannot reach the next integer.
 
 # What a traced float is marked with: EXACT as computed in float32, or ROUNDED once; and what int() returns.
@@ -408,7 +430,7 @@ class _Integer(type):
         value = args[0] if len(args) == 1 and not kwargs else None
         if isinstance(value, torch.SymInt):
             return value
-        if isinstance(value, torch.SymFloat) and _expression_mark(value.node.expr):
+        if isinstance(value, torch.SymFloat):
             return torch.sym_int(value)
         if isinstance(value, torch.Tensor) and _is_tracing() and _mark(value):
             symbol = value.to(torch.int64)
@@ -477,23 +499,3 @@ def _mark_of_result(name: str, last: Any, marks: list[str]) -> str:
     if name == "div" and isinstance(last, (int, float)) and math.frexp(last)[0] == 0.5:
         return _EXACT
     return _ROUNDED if name in ("div", "pow") else ""
-
-
-def _expression_mark(expression: Any) -> str:
-    """Return the mark of a sympy expression of torch.export's sizes."""
-    if expression.is_Float:
-        return _mark(float(expression))
-    if expression.is_Symbol or expression.is_integer:
-        return _EXACT
-    names = {
-        "Add": "add",
-        "Mul": "mul",
-        "ToFloat": "add",
-        "IntTrueDiv": "div",
-        "FloatTrueDiv": "div",
-        "FloatPow": "pow",
-    }
-    last = expression.args[-1]
-    number = float(last) if last.is_number else None
-    name = names.get(type(expression).__name__, "")
-    return _mark_of_result(name, number, [_expression_mark(each) for each in expression.args])

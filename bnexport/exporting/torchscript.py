@@ -21,6 +21,7 @@ from torch.onnx import symbolic_helper
 from bnexport import schema, torch_versions
 from bnexport.errors import StorageError, UnsupportedModelError, first_line
 from bnexport.exporting.dimensions import Dimensions, Note
+from bnexport.exporting.exact_sizes import write_resizes
 from bnexport.exporting.substitutes import AnySize, MarkedSizes
 from bnexport.exporting.tracer_notes import TracerNotes
 from bnexport.exporting.wrapper import Traced, TracedGraph
@@ -190,7 +191,8 @@ def trace(wrapper: Traced, dimensions: Dimensions, *, opset: int = OPSET) -> Tra
     try:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model.onnx"
-            notes = _write(wrapper, dimensions, axes, file, opset)
+            images = AnySize(dynamic=any(index for _, index in dimensions.axes))
+            notes = _write(wrapper, dimensions, axes, images, file, opset)
             model = ir.load(file)
             for initializer in model.graph.initializers.values():
                 # The folder goes away: external tensors of models over 2 GB come into memory.
@@ -199,6 +201,7 @@ def trace(wrapper: Traced, dimensions: Dimensions, *, opset: int = OPSET) -> Tra
                     initializer.const_value = ir.Tensor(tensor.numpy().copy(), name=tensor.name)
             _refuse_batch_statistics(model.graph)
             _forget_wrong_shapes(model.graph, axes)
+            write_resizes(model, images.factors)
             return TracedGraph(model, dimensions, tuple(notes))
     except OSError as error:
         raise StorageError(
@@ -211,11 +214,10 @@ def trace(wrapper: Traced, dimensions: Dimensions, *, opset: int = OPSET) -> Tra
 
 
 def _write(
-    wrapper: Traced, dimensions: Dimensions, axes: dict[str, dict[int, str]], file: Path, opset: int
+    wrapper: Traced, dimensions: Dimensions, axes: dict[str, dict[int, str]], images: AnySize, file: Path, opset: int
 ) -> list[Note]:
     """Write the traced model to `file`; return the tracer's notes."""
-    images = any(index for _, index in dimensions.axes)
-    with TracerNotes() as tracer, _no_log(), AnySize(dynamic=images), MarkedSizes():
+    with TracerNotes() as tracer, _no_log(), images, MarkedSizes():
         torch.onnx.export(
             wrapper,
             dimensions.inputs,

@@ -93,16 +93,19 @@ def _split(node: ir.Node, axis: int, rank: int, size: int | None, context: Conte
 
 def _slice(node: ir.Node, axis: int, rank: int, size: int | None, context: Context) -> list[np.ndarray] | None:
     only_attributes(node, ("starts", "ends", "axes"))
-    fields: list[tuple[int, ...] | None] = []
-    for index, name in enumerate(("starts", "ends", "axes", "steps"), start=1):
-        given = get_ints(node, name)
-        if (operand := input_at(node, index)) is not None:
-            given = context.constants.ints(operand, f"{name} of {label(node)}")
-        fields.append(given)
-    starts, ends, axes, steps = fields
+
+    def field(index: int) -> tuple[int, ...] | None:
+        name, operand = ("starts", "ends", "axes", "steps")[index - 1], input_at(node, index)
+        return get_ints(node, name) if operand is None else context.constants.ints(operand, f"{name} of {label(node)}")
+
+    axes = field(3)
+    axes = None if axes is None else tuple(place + rank if place < 0 else place for place in axes)
+    if axes is not None and axis not in axes:  # starts and ends may be computed
+        return None
+    starts, ends, steps = field(1), field(2), field(4)
     if starts is None or ends is None:
         raise Refused("bad-node", f"{label(node)} has no starts or no ends")
-    axes = tuple(range(len(starts))) if axes is None else tuple(place + rank if place < 0 else place for place in axes)
+    axes = tuple(range(len(starts))) if axes is None else axes
     steps = (1,) * len(starts) if steps is None else steps
     if not len(starts) == len(ends) == len(axes) == len(steps):
         raise Refused("bad-node", f"{label(node)} has {len(starts)} starts, {len(ends)} ends and {len(axes)} axes")
