@@ -36,6 +36,7 @@ _POOLS: dict[type, str] = {
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _PADS = (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
 _MODES = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
+_SPLITTING = ("split", "split_with_sizes", "chunk")
 _PERMUTING = ("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis")
 # What code asks a value for without reading it.
 _QUESTIONS = ("size", "sym_size", "dim", "shape", "ndim", "dtype", "device")
@@ -56,6 +57,7 @@ class ModuleGraph:
         self.in_place: set[str] = set()
         self._trace, self._examples, self._memory = trace, examples, Memory(trace, norms=False)
         self._values: dict[fx.Node, ir.Value] = {}
+        self._parts: dict[fx.Node, list[ir.Value]] = {}
         self._made: list[ir.Node] = []
         self._initializers: dict[str, ir.Value] = {}
         self._names: set[str] = set()
@@ -257,6 +259,14 @@ class ModuleGraph:
             return self._add("Identity", name, [data])
         if called == "getitem" and args[1:] == (0,) and args[0] in self._trace.layers:
             return data
+        if called == "getitem" and args[0] in self._parts:
+            return self._parts[args[0]][args[1]]  # type: ignore[index]
+        if called in _SPLITTING and (split := _sizes_of_parts(node, data)):
+            axis, lengths = split
+            operands = [data, self._initializer(f"{name}.sizes", np.asarray(lengths, np.int64))]
+            self._add("Split", name, operands, parts=len(lengths), axis=axis)
+            self._parts[node] = list(self._made[-1].outputs)
+            return self._parts[node][0]
         if called == "flatten" and (*args[1:], *node.kwargs.values()) in ((1,), (1, -1)):
             return self._add("Flatten", name, [data], axis=1)
         if called == "interpolate" and data.shape is not None:
@@ -310,12 +320,13 @@ class ModuleGraph:
         return found
 
     def _add(
-        self, kind: str, name: str, inputs: Iterable[ir.Value | None], domain: str = "", **settings: Any
+        self, kind: str, name: str, inputs: Iterable[ir.Value | None], domain: str = "", parts: int = 1, **settings: Any
     ) -> ir.Value:
+        """Add an operator; return its first output."""
         attributes = [ir.convenience.convert_attribute(key, value) for key, value in settings.items()]
-        value = ir.Value(name=f"{name} value")
-        self._made.append(ir.Node(domain, kind, list(inputs), attributes, outputs=[value], name=name))
-        return value
+        outputs = [ir.Value(name=f"{name} value {index or ''}".rstrip()) for index in range(parts)]
+        self._made.append(ir.Node(domain, kind, list(inputs), attributes, outputs=outputs, name=name))
+        return outputs[0]
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
@@ -340,6 +351,19 @@ def _permutation(name: str, node: fx.Node, data: ir.Value) -> list[int] | None:
     # Each axis is told by its size.
     axes = torch.empty(tuple(range(2, 2 + len(data.shape))), device="meta")
     return [size - 2 for size in getattr(axes, name)(*node.args[1:], **node.kwargs).shape]
+
+
+def _sizes_of_parts(node: fx.Node, data: ir.Value) -> tuple[int, list[int]] | None:
+    """Return the axis along which a function splits, and the sizes of the parts; None where they are not known, or code
+    takes the parts other than by their indices.
+    """
+    axis: Any = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
+    by_index = all(name_of(user) == "getitem" and isinstance(user.args[1], int) for user in node.users)
+    if data.shape is None or not by_index or not isinstance(data.shape[axis], int) or len(node.all_input_nodes) > 1:
+        return None
+    like = torch.empty([size if isinstance(size, int) else 1 for size in data.shape], device="meta")
+    function: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+    return axis, [part.shape[axis] for part in function(like, *node.args[1:], **node.kwargs)]
 
 
 def _wide(value: Any, rank: int) -> list[int]:

@@ -387,3 +387,41 @@ def test_code_that_asks_for_the_class_of_what_a_norm_made():
             return y if isinstance(y, torch.Tensor) else y[0]
 
     assert left(fold_and_check(trained(Asks()), X2)) == []
+
+
+class InstanceBatch(nn.Module):
+    """The block of IBN-Net: one half of the channels through an instance norm, the other through a batch norm."""
+
+    def __init__(self, split):
+        super().__init__()
+        self.conv, self.instance, self.norm = nn.Conv2d(4, 6, 3), nn.InstanceNorm2d(3, affine=True), nn.BatchNorm2d(3)
+        self.split = split
+
+    def forward(self, x):
+        parts = self.split(self.conv(x))
+        return torch.relu(torch.cat((self.instance(parts[0].contiguous()), self.norm(parts[1].contiguous())), 1))
+
+
+SPLITS = {
+    "split": lambda x: torch.split(x, 3, 1),
+    "split by sizes": lambda x: x.split([3, 3], dim=1),
+    "chunk": lambda x: x.chunk(2, dim=1),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_a_norm_of_some_channels(split, tmp_path):
+    net = trained(InstanceBatch(split))
+    assert left(fold_and_check(net, X2)) == []
+    program = bnexport.fold_module(torch.export.export(net, (X2,)))
+    assert [site.outcome for site in program.fold_report.sites] == ["folded"]
+    if split is SPLITS["split"]:
+        result = bnexport.export(net, X2, tmp_path / "m.onnx", exporter="torchscript")
+        assert result.report.after.batch_norm == 0
+
+
+@pytest.mark.parametrize("inputs", [None, X2])
+def test_parts_that_are_not_taken_by_their_index_stay(inputs):
+    """Without example inputs, the number of parts is not known, either."""
+    net = trained(InstanceBatch(SPLITS["split"] if inputs is None else lambda x: torch.split(x, 3, 1)[0:2]))
+    assert left(bnexport.fold_module(net, inputs)) == ["norm"]
