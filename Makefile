@@ -9,7 +9,7 @@ TOOLS  := PATH="$(CURDIR)/$(BIN):$$PATH"
 CXX_SOURCES = $(shell find custom_ops tests examples benchmarks -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h' | grep -v /node_modules/)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-zoo test-zoo-training test-torch test-slow test-browser test-matrix test-runtimes fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold bench-tools cuda cuda-registers cuda-traffic gpu-kit test-install workflows docs coverage mutation public-api lint format tidy wheel clean
+.PHONY: help setup demo demo-train test test-cpp test-arm test-models test-frameworks test-zoo test-zoo-training test-torch test-slow test-browser test-matrix test-runtimes fuzz sanitize bench bench-page bench-ort-cpu bench-torch bench-conv-gradient bench-fold bench-tools cuda cuda-registers cuda-traffic gpu-kit test-install workflows docs coverage guards public-api lint format tidy wheel clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -166,12 +166,9 @@ coverage: $(READY) ## branch coverage of the test suite, processes that it start
 	$(BIN)/coverage report
 
 GROUP   ?= folding
-COUNT   ?= 300
-SEED    ?= 0
 MINUTES ?= 600
-mutation: $(READY) ## changes of one place of the source that tests should notice (GROUP, COUNT, MINUTES); results in build/mutation
-	$(BIN)/python -m tests.mutation $(GROUP) --count $(COUNT) --seed $(SEED) --minutes $(MINUTES) $(AGAIN)
-	$(BIN)/python -m tests.mutation report
+guards: $(READY) ## each guard of a package removed: does a test see it? (GROUP, MINUTES, AGAIN=--again); results in build/guards
+	$(BIN)/python -m tests.guards $(GROUP) --minutes $(MINUTES) $(AGAIN)
 
 public-api: $(READY) ## the list of public names and signatures that a test compares, written anew
 	$(BIN)/python -m tests.public_api

@@ -1,0 +1,223 @@
+"""Judge guards in one pytest session that has imported and collected everything.
+
+    python -m tests.guards.session ORDER.json
+
+In the folder of a copy of the repository (`tests.guards` makes it). For each guard the file is written, this process forks,
+the child puts the changed code into the functions in its memory and runs the tests that reach the line, the fastest first,
+until one fails. A change that makes a test run on and on uses up its processor time, whatever else the machine does: it
+"hangs", and is seen. Where only the clock ran out the outcome is "timeout", which says nothing; `--again` repeats it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import coverage
+import pytest
+from _pytest.runner import runtestprotocol
+
+import bnexport
+from tests.guards.guards import Guard, guards
+from tests.guards.live import functions_of, patch
+from tests.support import warm
+
+# What is changed, and the tests that should see it.
+GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "folding": (("bnexport/folding/**/*.py",), ("tests/folding", "tests/forms")),
+    "verification": (
+        ("bnexport/verification/**/*.py",),
+        ("tests/verification", "tests/miscompilations", "tests/forms", "tests/malicious"),
+    ),
+    "graph": (("bnexport/graph/*.py",), ("tests/graph", "tests/folding", "tests/malicious")),
+    "names": (("bnexport/graph/nodes.py",), ("tests/guards/example.py",)),  # for the test of this tool
+}
+UNPATCHED = 77  # exit status of a child: the changed code takes an import
+OUTCOMES = {0: "survived", 1: "killed", UNPATCHED: "not judged", -signal.SIGXCPU: "hangs", -signal.SIGKILL: "timeout"}
+SEEN = ("killed", "hangs")
+
+
+class Plugin:
+    """Runs guards instead of tests."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self.order, self.folder, self.started = order, Path.cwd(), time.monotonic()
+        globs, _ = GROUPS[order["group"]]
+        found = {str(path.relative_to(self.folder)) for glob in globs for path in self.folder.glob(glob)}
+        self.sources = sorted(path for path in found if not path.endswith("__init__.py"))
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:
+            return False
+        assert Path(bnexport.__file__).is_relative_to(self.folder), "the tests run with another bnexport"
+        self.items = session.items
+        os.environ["BNEXPORT_WARM"] = warm.address()  # one server for all
+        reached = self.reached()
+        self.lines, self.seconds = reached["lines"], reached["seconds"]
+        print(f"{len(self.items)} tests, {sum(self.seconds.values()):.0f} s; failed: {reached['failed']}", flush=True)
+        self.functions = {file: functions_of(str(self.folder / file)) for file in self.sources}
+        chosen = sorted((it for file in self.sources for it in guards(self.folder, file)), key=Guard.order)
+        log = Path(self.order["log"])
+        rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        done = {row["guard"] for row in rows if row["outcome"] in SEEN or not self.order["again"]}
+        for number, guard in enumerate(chosen, 1):
+            if guard.name in done:
+                continue
+            if time.monotonic() - self.started > 60 * self.order["minutes"]:
+                break
+            start = time.monotonic()
+            row = {"guard": guard.name, "line": guard.line, **self.judge(guard)}
+            with log.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            took = time.monotonic() - start
+            print(f"{number:4d} of {len(chosen)}: {row['outcome']:8s} {took:5.1f} s  {guard.name}", flush=True)
+        return True
+
+    # Which tests reach a line.
+
+    def reached(self) -> dict[str, Any]:
+        """Tests by file and line, their seconds, and those that fail as it is; kept in a file."""
+        digest = hashlib.sha256(repr([item.nodeid for item in self.items]).encode())
+        for path in sorted(self.folder.glob("bnexport/**/*.py")) + sorted(self.folder.glob("tests/**/*.py")):
+            if "guards" not in path.parts:
+                digest.update(path.read_bytes())
+        kept = Path(self.order["log"]).with_suffix(f".{digest.hexdigest()[:12]}.map")
+        if not kept.exists():
+            pid = os.fork()
+            if pid == 0:
+                self._measure(kept)
+            os.waitpid(pid, 0)
+        result: dict[str, Any] = json.loads(kept.read_text())
+        return result
+
+    def _measure(self, kept: Path) -> None:
+        code = 1
+        try:
+            files = [str(self.folder / file) for file in self.sources]
+            cover = coverage.Coverage(data_file=None, config_file=False, include=files)
+            cover.start()
+            seconds, failed = {}, []
+            for number, (item, following) in enumerate(zip(self.items, [*self.items[1:], None])):
+                cover.switch_context(str(number))
+                start = time.monotonic()  # the processor time of the programs that it starts is not in this process
+                reports = runtestprotocol(item, nextitem=following, log=False)
+                seconds[item.nodeid] = round(time.monotonic() - start, 3)
+                if any(report.failed for report in reports):
+                    failed.append(item.nodeid)
+            cover.stop()
+            data = cover.get_data()
+            lines = {
+                file: {
+                    line: sorted({int(it) for it in contexts if it})
+                    for line, contexts in data.contexts_by_lineno(str(self.folder / file)).items()
+                }
+                for file in self.sources
+            }
+            kept.write_text(json.dumps({"lines": lines, "seconds": seconds, "failed": failed}))
+            code = 0
+        finally:
+            os._exit(code)
+
+    def tests_of(self, guard: Guard) -> list[pytest.Item]:
+        """The quickest tests, and then of each test function its quickest case, its second, ..., up to a limit of time."""
+        lines = self.lines[guard.file]
+        numbers = {it for line in range(guard.line, guard.last + 1) for it in lines.get(str(line), ())}
+        functions: dict[str, list[pytest.Item]] = defaultdict(list)
+        for item in sorted((self.items[number] for number in numbers), key=self.time_of):
+            functions[item.nodeid.partition("[")[0]].append(item)
+        ranks = [(rank, self.time_of(it), it.nodeid, it) for of in functions.values() for rank, it in enumerate(of)]
+        chosen: dict[str, pytest.Item] = {}
+        spent, limit = 0.0, self.order["seconds"]
+        for share, key in ((0.4, lambda it: it[1:3]), (1.0, lambda it: it[:3])):
+            for _, seconds, name, item in sorted(ranks, key=key):
+                if name not in chosen and (not chosen or spent + seconds <= share * limit):
+                    chosen[name] = item
+                    spent += seconds
+        return list(chosen.values())
+
+    def time_of(self, item: pytest.Item) -> float:
+        return float(self.seconds[item.nodeid])
+
+    # Judging one.
+
+    def judge(self, guard: Guard) -> dict[str, Any]:
+        items = self.tests_of(guard)
+        if not items:
+            return {"outcome": "survived", "by": "", "tests": 0}
+        with _written(self.folder / guard.file, guard.text):
+            verdict = self.folder / "verdict"
+            verdict.write_text("")
+            pid = os.fork()
+            if pid == 0:
+                self._run(guard, items, verdict)
+            code = _wait(pid, 10 * sum(map(self.time_of, items)) + 60)
+            return {"outcome": OUTCOMES.get(code, "killed"), "by": verdict.read_text(), "tests": len(items)}
+
+    def _run(self, guard: Guard, items: list[pytest.Item], verdict: Path) -> None:
+        code = 3
+        try:
+            os.setsid()  # a group of its own: what it starts ends with it
+            silent = os.open(os.devnull, os.O_RDWR)
+            for number in range(3):
+                os.dup2(silent, number)
+            if not patch(self.functions[guard.file], guard.text, str(self.folder / guard.file)):
+                os._exit(UNPATCHED)
+            code = 0
+            for item, following in zip(items, [*items[1:], None]):
+                verdict.write_text(item.nodeid)  # also for a test that ends the process
+                _limit_processor_time(time.process_time() + 5 * self.time_of(item) + 5)
+                if any(report.failed for report in runtestprotocol(item, nextitem=following, log=False)):
+                    code = 1
+                    break
+        finally:
+            os._exit(code)
+
+
+@contextlib.contextmanager
+def _written(path: Path, text: str) -> Iterator[None]:
+    original = path.read_text()
+    path.write_text(text)
+    try:
+        yield
+    finally:
+        path.write_text(original)
+
+
+def _limit_processor_time(seconds: float) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), resource.RLIM_INFINITY))
+
+
+def _wait(pid: int, seconds: float) -> int:
+    limit = time.monotonic() + seconds
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            break
+        if time.monotonic() > limit:
+            os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+            break
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # what the tests left behind
+    return os.waitstatus_to_exitcode(status)
+
+
+def main() -> None:
+    order = json.loads(Path(sys.argv[1]).read_text())
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--capture=no"]
+    sys.exit(pytest.main([*options, *GROUPS[order["group"]][1]], plugins=[Plugin(order)]))
+
+
+if __name__ == "__main__":
+    main()
