@@ -252,7 +252,7 @@ class ModuleGraph:
         args, called = node.args, name_of(node)
         if called in ("relu", "relu_"):
             return self._add("Relu", name, [data])
-        if called == "contiguous" and len(args) == 1:
+        if called in ("contiguous", "clone") and len(args) == 1:
             return self._add("Identity", name, [data])
         training = node.kwargs.get("training", args[2] if len(args) > 2 else None)
         if called.startswith(("dropout", "alpha_dropout")) and training is False:

@@ -30,6 +30,7 @@ TESTS = (
     *(f"tests/sync_bn/test_{name}.py" for name in ("distributed", "module", "convert", "autograd")),
     *(f"tests/exporting/test_{name}.py" for name in ("size_corpus", "checkpoint", "portable_body")),
     "tests/folding/module/test_folds.py",
+    "tests/folding/module/test_programs.py",
     "tests/training/test_networks.py",
     "tests/training/building/test_kinks.py",
     "tests/training/translations/test_index_put.py",

@@ -8,7 +8,7 @@ from torch import nn
 from torch.export import Dim
 
 import bnexport
-from bnexport import tolerances
+from bnexport import tolerances, torch_versions
 from bnexport.errors import UsageError, VerificationError
 from tests.folding.module.nets import off_by, trained
 from tests.support.checks import assert_within
@@ -44,9 +44,18 @@ def operators(given: torch.export.ExportedProgram) -> list[str]:
     return [target.overloadpacket.__name__ for target in calls]
 
 
+def norms(given: torch.export.ExportedProgram) -> int:
+    """Count batch norms. torch 2.4 records them as `_native_batch_norm_legit_no_training`."""
+    return sum("batch_norm" in name for name in operators(given))
+
+
+def validate(given: torch.export.ExportedProgram) -> None:
+    (getattr(given, "validate", None) or given._validate)()  # private in torch 2.4
+
+
 def check(folded: torch.export.ExportedProgram, net: nn.Module) -> None:
     """Compare with the module in float64, at another batch; the program is still one that torch accepts."""
-    folded.validate()
+    validate(folded)
     x = torch.randn(5, 3, 6, 6)
     got = folded.module()(x)
     with torch.no_grad():
@@ -65,8 +74,7 @@ def test_every_layer(example: bool) -> None:
     assert report.verification.method == ("both" if example else "local")
     assert (report.before.batch_norm, report.after.batch_norm) == (4, 0)
     assert report.explain("sum").targets == ("left", "right")
-    assert "batch_norm" not in operators(folded)
-    assert operators(given).count("batch_norm") == 4
+    assert (norms(given), norms(folded)) == (4, 0)
     assert not any("norm" in name or "running" in name for name in folded.state_dict)
     check(folded, net)
 
@@ -89,8 +97,8 @@ def test_a_folded_program_is_decomposed_saved_and_loaded(tmp_path) -> None:
 
 def test_only_skip_and_their_names() -> None:
     given = program(trained(Net()))
-    assert operators(bnexport.fold_module(given, only=["norm"])).count("batch_norm") == 3
-    assert operators(bnexport.fold_module(given, skip=["norm"])).count("batch_norm") == 1
+    assert norms(bnexport.fold_module(given, only=["norm"])) == 3
+    assert norms(bnexport.fold_module(given, skip=["norm"])) == 1
     with pytest.raises(UsageError, match=r"only: got 'nrm', expected a batch norm of the program: norm, .*'norm'"):
         bnexport.fold_module(given, only=["nrm"])
 
@@ -108,6 +116,7 @@ class Shared(nn.Module):
         return self.an(self.a(x)), self.bn(self.b(x)), self.cn(self.c(x)) * self.c.weight.sum()
 
 
+@pytest.mark.skipif(not torch_versions.has((2, 5)), reason="torch.export of 2.4 fails on a tensor with two names")
 def test_parameters_that_others_read_stay() -> None:
     folded = bnexport.fold_module(program(trained(Shared())))
     assert {site.nodes: site.refusals[0].code for site in folded.fold_report.kept} == {
@@ -138,7 +147,7 @@ def test_an_input_with_the_name_of_a_function() -> None:
     given = torch.export.export(trained(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))), (X,))
     assert given.graph_signature.user_inputs == ("input",)
     folded = bnexport.fold_module(given, X)
-    folded.validate()
+    validate(folded)
     assert "input" in {node.name for node in folded.graph.nodes}
 
 
@@ -147,5 +156,5 @@ def test_a_program_in_train_mode_is_refused_by_name() -> None:
     report = bnexport.fold_module(given).fold_report
     assert not report.changed
     (site,) = report.kept
-    assert site.op_type == "batch_norm"
+    assert "batch_norm" in site.op_type
     assert site.refusals[0].code == "training"
