@@ -5,7 +5,7 @@
 Trains the network of `make demo` unless a checkpoint is given, exports it twice (folded, and with BatchNormalization
 nodes), quantizes both with ONNX Runtime's static quantizer (QDQ, activations as unsigned and weights as signed 8-bit
 integers, calibrated on training images), and runs all files over the test images. Writes
-benchmarks/results/lower_precision.json, from which `make bench-page` makes the table of docs/guides/quantization.md.
+benchmarks/results/lower_precision.json, from which `python -m benchmarks.page` makes the table of docs/guides/quantization.md.
 """
 
 from __future__ import annotations

@@ -44,6 +44,8 @@ BENCHMARKS = {
     "recalibration": Benchmark("bench_recalibration", 2),
     "proof": Benchmark("bench_proof", 3),
     "fold": Benchmark("bench_fold", 30),
+    "tools": Benchmark("tools.compare", 30, ("--models",)),
+    "tools-proof": Benchmark("bench_proof", 60, ("--peers",)),
 }
 LONGEST = 10
 

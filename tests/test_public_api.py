@@ -13,7 +13,9 @@ from tests import public_api
 def test_the_surface_is_the_reviewed_one() -> None:
     reviewed, now = public_api.FILE.read_text(), public_api.listing()
     difference = "".join(difflib.unified_diff(reviewed.splitlines(True), now.splitlines(True), "reviewed", "now", n=0))
-    assert reviewed == now, f"the public surface changed; if it was meant, run `make public-api`\n{difference}"
+    assert reviewed == now, (
+        f"the public surface changed; if it was meant, run `python -m tests.public_api`\n{difference}"
+    )
 
 
 def test_every_public_name_has_a_docstring() -> None:

@@ -5,7 +5,7 @@
 PYTHON is the interpreter of an environment with the packages of `PACKAGES`; without it they are installed into a
 temporary one. Tools that read files get modules as torch writes them without folding, so that each shows its own; the
 columns "torch.onnx.export" and "bnexport" in the rows of modules are the results of the two exporters. Writes
-benchmarks/results/other_tools.json; `make bench-page` puts the tables into docs/comparison.md.
+benchmarks/results/other_tools.json; `python -m benchmarks.page` puts the tables into docs/comparison.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Downloads each wheel into a temporary folder, never into the environment, and runs matrix_check.py against
 it in a process of its own. The training build (1.19.2, the last one) is checked by matrix_training.py
-in the same way. `make test-matrix` calls this; it needs a package index.
+in the same way. `make campaign RUN=matrix` calls this; it needs a package index.
 """
 
 from __future__ import annotations

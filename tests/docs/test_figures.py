@@ -17,7 +17,7 @@ def test_a_table_is_its_result(name: str) -> None:
     blocks = page.between(name).findall((page.ROOT / "docs" / document).read_text())
     assert len(blocks) == 1, f"docs/{document}: expected one block {name!r} between its markers"
     assert (page.RESULTS / result).is_file(), f"docs/{document} shows figures of {result}, which is not there"
-    assert blocks[0] == page.render(name), "run `make bench-page`"
+    assert blocks[0] == page.render(name), "run `python -m benchmarks.page`"
 
 
 def test_every_chart_is_shown() -> None:
@@ -49,7 +49,7 @@ def test_a_page_keeps_its_prose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_every_benchmark_can_be_started() -> None:
     for it in run_all.BENCHMARKS.values():
-        assert (page.ROOT / "benchmarks" / f"{it.module}.py").is_file()
+        assert (page.ROOT / "benchmarks" / (it.module.replace(".", "/") + ".py")).is_file()
 
 
 def test_a_result_with_times_says_on_what_it_was_measured() -> None:

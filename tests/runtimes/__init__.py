@@ -1,1 +1,1 @@
-"""Exported files in the runtimes that people deploy to, each in an environment of its own; `make test-runtimes`."""
+"""Exported files in the runtimes that people deploy to, each in an environment of its own; `make campaign RUN=runtimes`."""

@@ -1,4 +1,4 @@
-"""Runs exported files in every runtime: `python -m tests.runtimes [RUNTIME ...]`; `make test-runtimes`.
+"""Runs exported files in every runtime: `python -m tests.runtimes [RUNTIME ...]`; `make campaign RUN=runtimes`.
 
 Results go to benchmarks/results/runtimes.json, from which docs/runtimes.md has its table; runtimes that are not asked
 for keep theirs. Fails where a result is wrong, or where ONNX Runtime does not run a file that is meant for it.

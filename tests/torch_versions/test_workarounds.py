@@ -1,7 +1,7 @@
 """Each workaround for torch's exporters is still needed: plain torch is tried on what it is for, and fails.
 
 A test that fails here says that this torch no longer needs the workaround. It goes once no supported version does
-(`make test-torch` runs these tests in each).
+(`make campaign RUN=torch` runs these tests in each).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Verification does not pass a wrong gradient: 1 % of scale, a dropped term, a swapped operand; and passes the right step.
 
-`make test-zoo-training` with `--ways faults` plants the same faults into real networks.
+`make campaign RUN=zoo-training` with `--ways faults` plants the same faults into real networks.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """Runs the zoo: python -m tests.zoo [--workers N] [--minutes M] [--only TEXT] [--again VERDICT|all].
 
 Each model runs in a process of its own; its result goes into the results at once, so that a run that was stopped goes
-on where it was. Needs an environment with the libraries (`make test-zoo` makes one).
+on where it was. Needs an environment with the libraries (`make campaign RUN=zoo` makes one).
 """
 
 from __future__ import annotations

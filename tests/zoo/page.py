@@ -42,7 +42,7 @@ JUDGED = """## How they were judged
 - torch's own conversion drops the activation of timm's batch norms. Such a model is compared with the converted one,
   and is marked in the table of all models.
 
-`make test-zoo` makes the results and this page; it takes hours, and goes on where it was stopped.
+`make campaign RUN=zoo` makes the results and this page; it takes hours, and goes on where it was stopped.
 """
 
 TITLES = {

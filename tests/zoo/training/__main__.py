@@ -1,7 +1,7 @@
 """Runs the training zoo: python -m tests.zoo.training [--workers N] [--minutes M] [--only TEXT] [--again VERDICT|all].
 
 Each network runs in a process of its own; what is in the results does not run again. Needs the environment of the
-zoo (`make test-zoo-training` makes it). --ways step,compile measures torch.compile, too.
+zoo (`make campaign RUN=zoo-training` makes it). --ways step,compile measures torch.compile, too.
 """
 
 from __future__ import annotations

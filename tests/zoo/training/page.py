@@ -42,7 +42,7 @@ JUDGED = """## How they were judged
 - Times are medians of processor time, one thread, the step here and torch's eager step in turn; a ratio below 1 is a gain.
   torch.compile was measured for some networks, and is given as its own ratio to eager.
 
-`make test-zoo-training` makes the results and this page, and goes on where it was stopped.
+`make campaign RUN=zoo-training` makes the results and this page, and goes on where it was stopped.
 """
 
 
