@@ -96,7 +96,7 @@ def check_onnx_suffix(path: str | os.PathLike[str], name: str) -> None:
 # Packages of the base installation and of the extras, and the advice for one that is missing.
 
 # Distributions as pyproject.toml names them (a test compares). An extra counts as installed if its first one is.
-REQUIRED = ("numpy", "ml_dtypes", "onnx", "onnx-ir", "jinja2", "typer", "rich")
+REQUIRED = ("numpy", "ml_dtypes", "onnx", "onnx-ir", "typer", "rich")
 EXTRAS = {
     "torch": ("torch", "onnxscript", "safetensors"),
     "cpu": ("onnxruntime",),

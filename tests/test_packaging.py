@@ -47,7 +47,7 @@ def test_the_sdist_has_every_source_and_nothing_else(sdist: Path) -> None:
     sources = {
         str(path.relative_to(ROOT))
         for folder, patterns in {
-            "bnexport": ("*.py", "*.jinja", "py.typed"),
+            "bnexport": ("*.py", "py.typed"),
             "custom_ops": ("*.c", "*.cpp", "*.cu", "*.h", "*.map"),
         }.items()
         for pattern in patterns
@@ -111,8 +111,6 @@ def test_a_wheel_installs_into_an_empty_environment(sdist: Path, tmp_path: Path)
         "x = torch.randn(2, 3, 8, 8);"
         "bnexport.export(model.eval(), x, 'kept.onnx', mode='custom_op');"
         "report = bnexport.fold('kept.onnx', 'folded.onnx').report;"
-        "from bnexport.folding.report import render_html;"
-        "assert 'Compared with the original' in render_html(report.to_dict());"
         "print(report.verification.status)"
     )
     assert run(environment / "bin/python", "-c", program, cwd=tmp_path).split()[-1] == "passed"

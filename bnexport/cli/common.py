@@ -140,7 +140,7 @@ Certificate = Annotated[
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists, atomically.")]
-Html = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Write the fold report as one HTML page.")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Write the result as an HTML page.")]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="An ONNX file.")]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only, and JSON if asked for.")]
 _Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print more messages, and the traceback of an error.")]

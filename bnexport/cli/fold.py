@@ -37,7 +37,7 @@ from bnexport.cli.output import (
     note_growth,
     result_line,
     table,
-    write_whole,
+    write_page,
 )
 from bnexport.cli.recalibrate import Batch
 from bnexport.cli.run import first_feeds
@@ -274,9 +274,14 @@ def _method(verify: bool, method: str | None) -> Any:
 
 
 def write_html(report: Any, path: Path) -> None:
-    from bnexport.folding.report import render_html
+    """Write the page of a fold: what the command prints, with every batch norm."""
+    from bnexport import folding
 
-    write_whole(path, render_html(report.to_dict()))
+    result = report.verification
+    files = " to ".join(str(each) for each in (report.source, report.target) if each)
+    lines = [f"{files}: {report.summary()}", *report.notes, *([] if result is None else [verdict(result)])]
+    tables = folding.render(report, everything=True, most=None)
+    write_page(path, lines, tables + ([] if result is None else _outputs("Outputs", result)))
 
 
 def verdict(result: Any, *, wanted: bool = True, folds: bool = True) -> str:
@@ -292,6 +297,23 @@ def _inputs_of(result: Any) -> str:
     if not result.samples:
         return "verified without inputs: no model was run"
     return f"verified with {result.samples} set{'s' * (result.samples != 1)} of inputs, seed {result.seed}"
+
+
+def _outputs(title: str, result: Any) -> list[Any]:
+    """Return a table of the outputs that were compared, if there are any."""
+    rows = [
+        (
+            output.name,
+            output.dtype,
+            f"{output.max_abs_diff:.3g}",
+            f"{output.max_rel_diff:.3g}",
+            f"{output.atol:.3g}" + (f" + {output.rtol:.3g} |y|" if output.rtol else ""),
+            "ok" if output.passed else f"{'differs' if output.decided else 'undecided'}: {output.reason}",
+        )
+        for output in result.outputs
+    ]
+    columns = ("output", "type", "largest difference", "relative", "allowed", "")
+    return [table(title, columns, rows, right=columns[2:4])] if rows else []
 
 
 def _proofs(sites: Any) -> list[Any]:
@@ -329,6 +351,7 @@ def verify(
         bool,
         typer.Option("--allow-not-verified", help="Exit with 0 instead of 5 if the models could not be verified."),
     ] = False,
+    html: Html = None,
     json_target: Json = None,
 ) -> int:
     """Compares two models on the same inputs and proves the folds.
@@ -338,7 +361,7 @@ def verify(
     from bnexport import folding
     from bnexport.cli.input_options import feeds_of
 
-    check_targets(json=json_target)
+    check_targets(html=html, json=json_target)
     feeds = feeds_of(inputs, seed, reference)
     with status(f"comparing {reference} and {candidate}"):
         result = folding.verify(
@@ -352,20 +375,9 @@ def verify(
             method=_method(True, method),
             fixed_initializers=fixed_initializers,
         )
-    rows = [
-        (
-            output.name,
-            output.dtype,
-            f"{output.max_abs_diff:.3g}",
-            f"{output.max_rel_diff:.3g}",
-            f"{output.atol:.3g}" + (f" + {output.rtol:.3g} |y|" if output.rtol else ""),
-            "ok" if output.passed else f"{'differs' if output.decided else 'undecided'}: {output.reason}",
-        )
-        for output in result.outputs
-    ]
-    columns = ("output", "type", "largest difference", "relative", "allowed", "")
-    tables = [table(f"{reference} and {candidate}", columns, rows, right=columns[2:4])] if rows else []
-    tables += _proofs(result.sites)
+    tables = [*_outputs(f"{reference} and {candidate}", result), *_proofs(result.sites)]
+    if html is not None:
+        write_page(html, [verdict(result)], tables)
     if result.certificate.startswith("not used"):
         say(f"note: the certificate in {candidate} was {result.certificate}")
     if result.passed:

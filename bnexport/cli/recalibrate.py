@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from bnexport import interface
-from bnexport.cli.common import Json, Overwrite, app
+from bnexport.cli.common import Html, Json, Overwrite, app
 from bnexport.cli.console import detail, say, status
-from bnexport.cli.output import check_change, check_targets, emit, page, table, write_whole
+from bnexport.cli.output import check_change, check_targets, emit, table, write_page
 from bnexport.errors import UsageError
 
 _ROWS = "NAME:FILE.npy|FOLDER"
@@ -42,7 +42,7 @@ def recalibrate(
         ),
     ] = "one_by_one",
     overwrite: Overwrite = False,
-    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write the result as an HTML page.")] = None,
+    html: Html = None,
     json_target: Json = None,
 ) -> None:
     """Re-estimates running statistics on data."""
@@ -64,7 +64,7 @@ def recalibrate(
     columns = ("batch norm", "channels", "values a channel", "largest shift, std", "std, new / old")
     tables = [table(str(target), columns, rows, right=columns[1:])] if rows else []
     if html is not None:
-        write_whole(html, page([report.summary(), *report.warnings()], tables))
+        write_page(html, [report.summary(), *report.warnings()], tables)
     emit(report.to_dict(), json_target, tables)
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from bnexport import interface, schema
+from bnexport import schema
 from bnexport.folding.rules import ALL
 from bnexport.graph.nodes import is_portable_body, is_standard, is_sync_batch_norm
 from bnexport.model_io import walk
@@ -241,13 +239,16 @@ def within(label: str, name: str) -> bool:
     return bool(scope) and f"{path}.".startswith(f"{scope}.")
 
 
-def render(report: FoldReport, *, everything: bool = False) -> list[Table]:
-    """Rich tables of a report: the batch norms that were not folded, or all of them, then the counts."""
+def render(report: FoldReport, *, everything: bool = False, most: int | None = _SHOWN) -> list[Table]:
+    """Rich tables of a report: the batch norms that were not folded, or all of them, then the counts.
+
+    most: rows of a table; None for all.
+    """
     from rich.table import Table
 
     tables = []
     if report.kept or (everything and report.sites):
-        tables.append(_sites(report, everything))
+        tables.append(_sites(report, everything, most))
     counts = Table(title="Before and after", title_justify="left")
     for column in ("", "before", "after"):
         counts.add_column(column, justify="right" if column else "left")
@@ -256,29 +257,30 @@ def render(report: FoldReport, *, everything: bool = False) -> list[Table]:
     return [*tables, counts]
 
 
-def _sites(report: FoldReport, everything: bool) -> Table:
-    """Make the table of sites, without empty columns and without rows beyond `_SHOWN`."""
+def _sites(report: FoldReport, everything: bool, most: int | None) -> Table:
+    """Make the table of sites, without empty columns and without rows beyond `most`."""
     from rich.table import Table
 
     chosen = report.sites if everything else report.kept
+    left, chosen = len(chosen), chosen[:most]
     table = Table(title="Batch norms" if everything else "Not folded", title_justify="left")
     proofs = report.proofs
     cells = {
-        "node": [site.name for site in chosen[:_SHOWN]],
-        "channels": ["" if site.channels is None else str(site.channels) for site in chosen[:_SHOWN]],
-        "outcome": [site.outcome_in_words for site in chosen[:_SHOWN]],
-        "proof": [_mark(proofs.get(site)) for site in chosen[:_SHOWN]],
-        "into": [", ".join(site.targets) for site in chosen[:_SHOWN]],
-        "reason": [site.summary or site.reason for site in chosen[:_SHOWN]],
+        "node": [site.name for site in chosen],
+        "channels": ["" if site.channels is None else str(site.channels) for site in chosen],
+        "outcome": [site.outcome_in_words for site in chosen],
+        "proof": [_mark(proofs.get(site)) for site in chosen],
+        "into": [", ".join(site.targets) for site in chosen],
+        "reason": [site.summary or site.reason for site in chosen],
     }
     shown = {name: column for name, column in cells.items() if any(column)}
     for name in shown:
         table.add_column(name, overflow="fold")
     for row in zip(*shown.values()):
         table.add_row(*row)
-    if len(chosen) > _SHOWN:
+    if left > len(chosen):
         table.caption = (
-            f"{len(report.folded):,} of {len(report.sites):,} folded; these are the first {_SHOWN}"
+            f"{len(report.folded):,} of {len(report.sites):,} folded; these are the first {most}"
             f"{'' if everything else ' of the others'}, --json and --html have all"
         )
     return table
@@ -346,158 +348,3 @@ def _certified(site: SiteReport) -> CertifiedSite:
     # A site that an earlier fold made is no node of the source: its region stands for it.
     own = tuple(node for node in site.nodes if node in region) or region
     return CertifiedSite(own, tuple(node for node in region if node not in own), site.graph, site.rules)
-
-
-# Render a fold report as one HTML page: no script, nothing loaded from elsewhere, light and dark.
-#
-# The page is made from `FoldReport.to_dict()`, the JSON that the command line writes, by the template beside this file.
-# Names of nodes come from model files: the template engine escapes every value, characters that would reorder or hide
-# text are replaced, and the page's own policy forbids whatever would still get through.
-
-Data = Mapping[str, Any]
-
-_WIDTH, _HEIGHT = 168, 16  # of one chart, in pixels
-_LONGEST = 600
-_LARGEST_EXPONENT = 308  # of a float64
-# Classes of the style sheet; nothing else reaches a class attribute.
-_CLASSES = ("folded", "merged", "restated", "converted", "kept", "passed", "failed", "proved", "compared")
-
-
-def render_html(report: Data) -> str:
-    """Render the page of a report, given as `FoldReport.to_dict()`. Raises MissingPackageError without jinja2."""
-    verification = report.get("verification")
-    proofs = iter((verification or {}).get("sites") or ())
-    sites = [
-        _site(site, next(proofs, None) if site.get("outcome") in CHANGED else None)
-        for site in report.get("sites") or ()
-    ]
-    outputs = [_output(output) for output in (verification or {}).get("outputs") or ()]
-    counts = [report.get("before") or {}, report.get("after") or {}]
-
-    def count(*names: str) -> list[float]:
-        return [sum(_number(each.get(name)) or 0 for name in names) for each in counts]
-
-    return _template().render(
-        report=report,
-        verification=verification,
-        folded=[site for site in sites if site["outcome"] == "folded"],
-        kept=[site for site in sites if site["outcome"] != "folded"],
-        outputs=outputs,
-        norms=count("batch_norm", "sync_batch_norm"),
-        nodes=count("nodes"),
-        sizes=count("parameter_bytes"),
-        scales=_Axis.spanning(value for site in sites for value in (site["low"], site["high"])),
-        errors=_Axis.spanning(value for output in outputs for value in (output["error"], output["bound"])),
-        width=_WIDTH,
-        height=_HEIGHT,
-    )
-
-
-@functools.cache
-def _template() -> Any:
-    try:
-        import jinja2
-    except ImportError as error:
-        raise interface.missing("jinja2", "HTML reports need it") from error
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("bnexport.folding", "reporting"), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    filters: dict[str, Any] = {
-        "text": _text,
-        "number": lambda value: _number(value) or 0.0,
-        "short": lambda value: "" if value is None else f"{value:.3g}",
-        "thousands": lambda value: f"{value:,.0f}",
-        "bytes": _bytes,
-        "sizes": _sizes,
-        "pixels": lambda value: f"{value:.1f}",
-        "power": lambda exponent: f"{10.0**exponent:g}" if -3 <= exponent <= 4 else f"1e{exponent}",
-        "css_class": lambda name: str(name) if name in _CLASSES else "verify",
-    }
-    environment.filters |= filters
-    return environment.get_template("report.html.jinja")
-
-
-def _site(site: Data, proof: Data | None) -> dict[str, Any]:
-    proof = proof or {}
-    return {
-        "proof": proof.get("method") or "",
-        "proof_error": _number(proof.get("error")),
-        "proof_bound": _number(proof.get("bound")),
-        "proof_reason": proof.get("reason") or "",
-        **{name: site.get(name) for name in ("op_type", "graph")},
-        **{name: list(site.get(name) or ()) for name in ("nodes", "modules", "targets", "rules")},
-        "outcome": str(site.get("outcome")),
-        "reasons": [site["summary"]] * bool(site.get("summary"))
-        + list(dict.fromkeys(refusal.get("text") for refusal in site.get("refusals") or ())),
-        "channels": _number(site.get("channels")),
-        "low": _number(site.get("scale_min")),
-        "high": _number(site.get("scale_max")),
-    }
-
-
-def _output(output: Data) -> dict[str, Any]:
-    return {
-        **{name: output.get(name) for name in ("name", "dtype", "reason")},
-        "outcome": "passed" if output.get("passed") else "failed" if output.get("decided", True) else "undecided",
-        "error": _number(output.get("max_abs_diff")),
-        "bound": _number(output.get("atol")),
-        "relative": _number(output.get("rtol")),
-    }
-
-
-class _Axis:
-    """A logarithmic axis from 10^low to 10^high that all charts of a table share."""
-
-    def __init__(self, low: int, high: int) -> None:
-        self.low, self.high = low, high
-
-    @classmethod
-    def spanning(cls, values: Iterable[float | None]) -> _Axis:
-        logs = [math.log10(value) for value in values if value is not None and value > 0 and math.isfinite(value)]
-        if not logs:
-            return cls(-1, 1)
-        low = min(math.floor(min(logs)), _LARGEST_EXPONENT - 1)
-        return cls(low, min(max(math.ceil(max(logs)), low + 1), _LARGEST_EXPONENT))
-
-    def grid(self) -> Iterator[float]:
-        """Places of the lines: at most a dozen, more would be a grey area."""
-        step = max(1, math.ceil((self.high - self.low) / 12))
-        return (self.place(10.0**exponent) for exponent in range(self.low, self.high + 1, step))
-
-    def place(self, value: float) -> float:
-        """Return the position in pixels; 0 and what is smaller than the axis lie at its start."""
-        if value <= 0:
-            return 0.5
-        exponent = math.log10(value) if math.isfinite(value) else self.high
-        share = (exponent - self.low) / (self.high - self.low)
-        return 0.5 + (_WIDTH - 1) * min(max(share, 0.0), 1.0)
-
-
-def _text(value: object) -> str:
-    """Format a value, not yet escaped."""
-    text = "" if value is None else str(value)
-    shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-    return "".join(character if character.isprintable() else "\ufffd" for character in shown)
-
-
-def _sizes(runs: Iterable[Iterable[Iterable[int]]]) -> str:
-    """List the shapes of the inputs of each run, each once."""
-    texts = (" + ".join("x".join(map(str, shape)) or "scalar" for shape in shapes) for shapes in runs)
-    return ", ".join(dict.fromkeys(texts))
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"

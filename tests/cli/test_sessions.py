@@ -84,7 +84,7 @@ def test_long_work_without_a_terminal_says_where_it_is(monkeypatch, capfd):
 
 
 # What takes a tenth of a second and more to import, and what an answer may have of it.
-SLOW = ("jinja2", "numpy", "onnx", "onnx_ir", "onnxruntime", "torch")
+SLOW = ("numpy", "onnx", "onnx_ir", "onnxruntime", "torch")
 QUICK = {
     "--help": "",
     "export --help": "",
