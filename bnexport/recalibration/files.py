@@ -145,7 +145,7 @@ class RecalibrationResult:
 class _Layer:
     """One batch norm of the caller's model, and its place in the main graph.
 
-    places: of mean and variance among the node's inputs. types: of the stored ones. Two nodes that share tensors are two
+    places: of mean and variance among the node's inputs. types: of the stored ones. stored: the mean. Two nodes that share tensors are two
     layers: exporters write equal tensors once, so sharing does not tell a module that runs twice.
     """
 
@@ -155,6 +155,7 @@ class _Layer:
     types: tuple[Any, Any]
     old: tuple[moments.Row, moments.Row]
     eps: float
+    stored: ir.TensorProtocol
 
 
 def recalibrate_file(
@@ -201,6 +202,7 @@ def recalibrate_file(
         run.together(batches) if layers == "together" else run.one_by_one(batches)
     reasons = {number: "no values reached it" for number in found if number not in sums.done} | reasons
     left += [(found[number].name, reason) for number, reason in reasons.items()]
+    notes = (*opened.notes, *_notes([found[number] for number in sums.done]))
     changes = {}
     for number, row in sums.done.items():
         layer, first = found[number], segments.level_of[number] == 0
@@ -213,7 +215,7 @@ def recalibrate_file(
         own = [opened.path] if opened.path else []
         write.save(model, target, inputs=own, overwrite_input=overwrite)
     report = RecalibrationReport(
-        tuple(changes.values()), tuple(left), layers, sums.passes, sums.batches, sums.rows, opened.notes
+        tuple(changes.values()), tuple(left), layers, sums.passes, sums.batches, sums.rows, notes
     )
     return RecalibrationResult(to_proto(model) if isinstance(source, onnx.ModelProto) else model, report)
 
@@ -234,12 +236,26 @@ def _layers(model: ir.Model) -> tuple[dict[int, _Layer], list[tuple[str, str]]]:
             continue
         types = mean.dtype.numpy(), var.dtype.numpy()
         old = read_tensor(mean).astype(np.float64), read_tensor(var).astype(np.float64)
-        found[number] = _Layer(node, label(node), places, types, old, eps)
+        found[number] = _Layer(node, label(node), places, types, old, eps, mean)
     main = set(model.graph)
     for node in walk.nodes(model):
         if node not in main and _is_norm(node) and not _in_body(node):
             left.append((label(node), "it is in a function or a subgraph; inline it first with bnexport inline"))
     return found, left
+
+
+def _notes(layers: Sequence[_Layer]) -> Iterator[str]:
+    """Say which layers had one stored mean, by which they may be one module that runs several times."""
+    readers: dict[int, list[str]] = {}
+    for layer in layers:
+        if layer.old[0].any():  # equal means of untrained layers are stored once, too
+            readers.setdefault(id(layer.stored), []).append(layer.name)
+    for names in readers.values():
+        if len(names) > 1:
+            yield (
+                f"{', '.join(names)} had one running mean and get one each, of their own data; if they are one module that"
+                " runs several times, recalibrate the module, which estimates it over all its runs, and export it again"
+            )
 
 
 def _is_norm(node: ir.Node) -> bool:

@@ -173,6 +173,8 @@ def test_a_tensor_that_two_layers_share_is_not_shared_afterwards() -> None:
     values, new = stored(result.model), result.report.layers
     np.testing.assert_allclose(values[first.input[3]], new[0].new_mean, rtol=1e-6)
     np.testing.assert_allclose(values[second.input[4]], new[1].new_var, rtol=1e-6)
+    (note,) = result.report.notes
+    assert note.startswith(f"{new[0].name}, {new[1].name} had one running mean and get one each")
 
 
 def test_equal_layers_that_an_exporter_wrote_once_are_two_layers() -> None:
