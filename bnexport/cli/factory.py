@@ -6,11 +6,9 @@ import ast
 import contextlib
 import dataclasses
 import importlib
-import importlib.machinery
 import importlib.util
 import io
 import os
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +21,10 @@ from bnexport.interface import LIBRARIES, suggestion
 
 _WEIGHTS = (".pth", ".pt", ".ckpt", ".bin", ".safetensors")
 _NAMED = 8  # names that a note lists
-_DYNAMIC = re.compile(r"import \*|__getattr__|\b(globals|vars|exec|setattr)\(|sys\.modules")
 
 
 def check_reference(reference: str, argument: str = "MODULE:FACTORY") -> None:
-    """Raise UsageError for a MODULE:NAME that cannot be imported, as far as its source shows: nothing is imported."""
+    """Raise UsageError for a MODULE:NAME that cannot be meant, before anything slow is imported."""
     module_name, separator, attribute = reference.partition(":")
     if reference.endswith(".onnx") and not separator:
         raise UsageError(
@@ -57,72 +54,33 @@ def check_reference(reference: str, argument: str = "MODULE:FACTORY") -> None:
     folder = os.getcwd()
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    top, *others = module_name.split(".")
-    spec = None if top in sys.modules else importlib.util.find_spec(top)
-    if spec is None and top not in sys.modules:
+    top = module_name.partition(".")[0]
+    if not _is_installed(top):
         raise UsageError(
             f"{shown}: cannot be imported: No module named {top!r}; "
             f"modules are looked for in {folder!r} and on PYTHONPATH"
         )
-    source = None if spec is None else _source(spec, others)
-    if source is None or _DYNAMIC.search(source):
-        return
+
+
+def imported(reference: str, shown: str) -> Any:
+    """Import what MODULE:NAME names. Raises UsageError. shown: how messages name it."""
+    check_reference(reference)
+    module_name, _, attribute = reference.partition(":")
     try:
-        names = _bound_names(ast.parse(source))
-    except SyntaxError:
-        return  # The import says where.
-    if attribute not in names:
-        raise UsageError(
-            f"{shown}: cannot be imported: module {module_name!r} has no attribute {attribute!r}"
-            f"{suggestion(attribute, names)}"
-        )
-
-
-def _source(spec: importlib.machinery.ModuleSpec, parts: list[str]) -> str | None:
-    """Return the source text of a submodule without importing its package; None if it is in no plain file."""
-    path = spec.origin if not spec.submodule_search_locations else None
-    places = list(spec.submodule_search_locations or ())
-    if places and not parts:
-        path = os.path.join(places[0], "__init__.py")
-    elif len(places) == 1 and parts:
-        stem = os.path.join(places[0], *parts)
-        path = next((each for each in (f"{stem}.py", os.path.join(stem, "__init__.py")) if os.path.isfile(each)), None)
-    if path is None or not path.endswith(".py"):
-        return None
-    try:
-        with open(path, "rb") as file:
-            return importlib.util.decode_source(file.read())
-    except (OSError, SyntaxError, UnicodeError):
-        return None
-
-
-def _bound_names(tree: ast.Module) -> set[str]:
-    """Return every name that the module's statements bind, in functions too: never one too few."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.alias):
-            names.add(node.asname or node.name.partition(".")[0])
-    return names
+        return getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        place = f"; modules are looked for in {os.getcwd()!r} and on PYTHONPATH" if error.name == module_name else ""
+        raise UsageError(f"{shown}: cannot be imported: {error}{place}") from error
+    except Exception as error:
+        near = suggestion(attribute, dir(sys.modules.get(module_name))) if isinstance(error, AttributeError) else ""
+        raise UsageError(f"{shown}: cannot be imported: {summary(error)}{near}") from error
 
 
 def build(factory: str) -> Any:
     """Build the module that MODULE:FACTORY names; raise UsageError with the factory's own error."""
     import torch
 
-    module_name, _, attribute = factory.partition(":")
-    check_reference(factory)
-    try:
-        target = getattr(importlib.import_module(module_name), attribute)
-    except ModuleNotFoundError as error:
-        place = f"; modules are looked for in {os.getcwd()!r} and on PYTHONPATH" if error.name == module_name else ""
-        raise UsageError(f"{factory}: cannot be imported: {error}{place}") from error
-    except Exception as error:
-        near = suggestion(attribute, dir(sys.modules.get(module_name))) if isinstance(error, AttributeError) else ""
-        raise UsageError(f"{factory}: cannot be imported: {summary(error)}{near}") from error
+    target = imported(factory, factory)
     if isinstance(target, torch.nn.Module):
         return target
     if not callable(target):

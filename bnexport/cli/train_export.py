@@ -169,15 +169,9 @@ def _shape(shape: tuple[int | str, ...] | None) -> str:
 
 
 def _load_function(text: str) -> Any:
-    import importlib
-    import os
+    from bnexport.cli.factory import imported
 
-    module, _, name = text.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise UsageError(f"--loss {text}: cannot be imported: {type(error).__name__}: {error}") from error
+    function = imported(text, f"--loss {text}")
     if not callable(function):
         raise UsageError(f"--loss {text}: got a {type(function).__name__}, expected a function of (output, target)")
     return function
