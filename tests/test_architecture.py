@@ -19,7 +19,7 @@ LONG = {
     "cli/export.py: export",
     "cli/fold.py: fold",
     "cli/train.py: train",
-    "cli/train_export.py: train_export",
+    "cli/export.py: train_export",
     "exporting/api.py: export",
     "folding/api.py: fold",
     "training/api.py: export_training_step",

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from bnexport.cli.console import set_level
+from bnexport.cli.output import set_level
 from bnexport.errors import MissingFileError, UsageError
 
 # Help as a terminal shows it: plain names of arguments, examples, and the exit codes.

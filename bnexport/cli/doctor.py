@@ -15,8 +15,7 @@ from rich.text import Text
 
 from bnexport import interface
 from bnexport.cli.common import Json, app
-from bnexport.cli.console import say
-from bnexport.cli.output import check_targets, emit, table
+from bnexport.cli.output import check_targets, emit, say, table
 from bnexport.errors import BnexportError, LibraryError, MissingDependencyError
 from bnexport.native import capi, cuda, library
 

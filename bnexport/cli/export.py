@@ -1,9 +1,10 @@
-"""The command that exports torch modules."""
+"""The commands that export torch modules and their training steps."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -14,9 +15,20 @@ import typer
 from bnexport import interface
 from bnexport.cli import output
 from bnexport.cli.common import Certificate, Html, Json, Overwrite, Seed, app
-from bnexport.cli.console import detail, is_verbose, say, status
 from bnexport.cli.fold import verdict, write_html
-from bnexport.cli.output import Bench, Explain, check_exists, check_new, check_targets, emit
+from bnexport.cli.output import (
+    Bench,
+    Explain,
+    check_exists,
+    check_new,
+    check_targets,
+    detail,
+    emit,
+    is_verbose,
+    say,
+    status,
+    table,
+)
 from bnexport.errors import UsageError
 
 
@@ -105,8 +117,19 @@ def export(
     json_target: Json = None,
 ) -> None:
     """Exports a torch module, folded and verified."""
-    from bnexport.cli.factory import build, build_named, calm, check_reference, explained, load_weights, parse_name
-    from bnexport.cli.input_options import chosen_dimensions, example_inputs, missing_input, parse
+    from bnexport.cli.input_options import (
+        build,
+        build_named,
+        calm,
+        check_reference,
+        chosen_dimensions,
+        example_inputs,
+        explained,
+        load_weights,
+        missing_input,
+        parse,
+        parse_name,
+    )
 
     check_targets(OUT=target, html=html, json=json_target)
     check_new(target, overwrite)
@@ -202,7 +225,7 @@ def export(
 def _compared_latency(model: Any, args: tuple[Any, ...], target: Path, result: Any) -> Any:
     """Return the latency of the exported file over that of the same export without folding, on the example's inputs."""
     from bnexport import exporting
-    from bnexport.cli.factory import calm
+    from bnexport.cli.input_options import calm
 
     with tempfile.TemporaryDirectory() as folder, status("timing against an export without folding"):
         unfolded = Path(folder, "unfolded.onnx")
@@ -210,3 +233,212 @@ def _compared_latency(model: Any, args: tuple[Any, ...], target: Path, result: A
         with calm():
             exporting.export(model.eval(), args, unfolded, fold=False, verify=False, **options)
         return output.compared_latency(unfolded, target, dict(zip(result.inputs, (each.numpy() for each in args))))
+
+
+# The command that exports a training step.
+
+_SHOWN = 10
+
+
+@app.command(
+    "train-export",
+    place=90,
+    examples=("bnexport train-export package:network step.onnx -i x:8,3,32,32 --optimizer adamw --option lr=1e-3",),
+)
+def train_export(
+    factory: Annotated[
+        str, typer.Argument(metavar="MODULE:FACTORY", help="A function, or class, that builds the torch module.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, such as step.onnx.")],
+    inputs: Annotated[
+        list[str],
+        typer.Option(
+            "--input",
+            "-i",
+            metavar="NAME:8,3,224,224|NAME:FILE.npy",
+            help="An input: a shape for random numbers, or a NumPy file. Repeatable, in the order of forward.",
+        ),
+    ],
+    loss: Annotated[
+        str, typer.Option(metavar="NAME|MODULE:FUNCTION", help="A loss of torch.nn.functional, or your own function.")
+    ] = "cross_entropy",
+    example: Annotated[
+        Path | None,
+        typer.Option("--target", metavar="FILE.npy", help="An example target; needed for a loss of your own."),
+    ] = None,
+    optimizer: Annotated[str, typer.Option(metavar="NAME", help="sgd, adam or adamw.")] = "sgd",
+    options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            metavar="NAME=VALUE",
+            help="Of the optimizer, as lr=1e-3, betas=0.9,0.99 or decay_norms_and_biases=false. Repeatable.",
+        ),
+    ] = None,
+    groups: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--group",
+            metavar="PARAMETERS:NAME=VALUE",
+            help="Parameters with an lr or weight_decay of their own, as 'head.*:lr=1e-2,weight_decay=0'. Repeatable.",
+        ),
+    ] = None,
+    clip_grad_norm: Annotated[
+        float | None, typer.Option(metavar="FLOAT", help="Largest 2-norm of all gradients together.")
+    ] = None,
+    accumulate: Annotated[int, typer.Option(metavar="INT", min=1, help="Batches for one update.")] = 1,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Weights to start from, as `bnexport export` reads them.")
+    ] = None,
+    key: Annotated[str | None, typer.Option(metavar="NAME", help="Where the weights are in the checkpoint.")] = None,
+    allow_unexpected: Annotated[
+        bool, typer.Option("--allow-unexpected", help="Ignore names of the checkpoint that the module does not have.")
+    ] = False,
+    standard_ops_only: Annotated[
+        bool, typer.Option("--standard-ops-only", help="Batch norm in standard operators, for one process.")
+    ] = False,
+    dynamic: Annotated[bool, typer.Option("--dynamic/--static", help="Dynamic batch size.")] = True,
+    dynamic_dims: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dynamic-dims",
+            metavar="NAME:0=rows",
+            help="An array of the batch whose dimension 0 is dynamic; the others are fixed. Repeatable.",
+        ),
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with torch.")] = True,
+    seed: Annotated[
+        int, typer.Option(metavar="INT", min=0, help="Seed of the module's weights and random inputs.")
+    ] = 0,
+    overwrite: Overwrite = False,
+    json_target: Json = None,
+) -> None:
+    """Exports a training step of a torch module. Forward, loss, gradients and optimizer become one graph."""
+    from bnexport.cli.input_options import (
+        build,
+        calm,
+        check_reference,
+        chosen_dimensions,
+        example_inputs,
+        explained,
+        load_weights,
+        parse,
+    )
+    from bnexport.training import state
+
+    check_targets(OUT=target, json=json_target)
+    for path in dataclasses.astuple(state.step_paths(target)):
+        check_new(path, overwrite)
+    interface.check_onnx_suffix(target, "OUT")
+    interface.check_choice("--optimizer", optimizer, interface.OPTIMIZERS)
+    arguments, settings = parse(inputs), _parse_options(options or [])
+    if groups:
+        settings["groups"] = [_parse_group(text) for text in groups]
+    chosen = chosen_dimensions(dynamic_dims, dynamic, [*(argument.name for argument in arguments), "target"])
+    if ":" in loss:
+        check_reference(loss, "--loss")
+        if example is None:
+            raise UsageError("--target: missing, expected an example target for a loss of your own")
+    else:
+        interface.check_choice("--loss", loss, (*interface.LOSSES, "MODULE:FUNCTION"))
+    check_exists(example, "--target")
+    check_exists(checkpoint, "--checkpoint")
+    check_reference(factory)
+    with contextlib.redirect_stdout(sys.stderr):
+        with status("importing torch"):
+            import torch
+
+            from bnexport.exporting import wrapper
+            from bnexport.training import problem
+            from bnexport.training.api import export_training_step
+        torch.manual_seed(seed)
+        names, args = example_inputs(arguments, seed)
+        model = build(factory)
+        function = _load_function(loss) if ":" in loss else problem.named_loss(loss)
+        if checkpoint is not None:
+            load_weights(model, checkpoint, key, allow_unexpected)
+        with explained(factory):
+            output = wrapper.run(model, model.eval(), args)
+        drawn = torch.Generator().manual_seed(seed)
+        wanted = problem.example_target(loss, output, drawn) if example is None else _load_target(example)
+        with status(f"exporting a training step of {factory}"), calm():
+            result = export_training_step(
+                model.train(),
+                function,
+                (*args, wanted),
+                target,
+                optimizer=optimizer,  # type: ignore[arg-type]
+                optimizer_options=settings,
+                clip_grad_norm=clip_grad_norm,
+                accumulate=accumulate,
+                standard_ops_only=standard_ops_only,
+                dynamic=chosen,
+                verify=verify,
+                input_names=[*names, "target"],
+                overwrite=overwrite,
+            )
+    saved = result.saved_activations
+    rows = [
+        (each.name, each.operator, each.dtype, _shape(each.shape), f"{each.bytes or 0:,}") for each in saved[:_SHOWN]
+    ]
+    total = sum(each.bytes or 0 for each in saved)
+    title = f"kept between forward and backward: {total:,} bytes in {len(saved)} tensors"
+    columns = ("tensor", "operator", "type", "shape", "bytes")
+    say(f"{target}, {result.evaluation_path} and {result.state_path} written")
+    say(verdict(result.verification, wanted=verify, folds=False))
+    for note in result.notes:
+        say(f"note: {note}")
+    emit(result.to_dict(), json_target, [table(title, columns, rows, right=("bytes",))])
+
+
+def _shape(shape: tuple[int | str, ...] | None) -> str:
+    return "?" if shape is None else "(" + ", ".join(map(str, shape)) + ")"
+
+
+def _load_function(text: str) -> Any:
+    from bnexport.cli.input_options import imported
+
+    function = imported(text, f"--loss {text}")
+    if not callable(function):
+        raise UsageError(f"--loss {text}: got a {type(function).__name__}, expected a function of (output, target)")
+    return function
+
+
+def _load_target(path: Path) -> Any:
+    import numpy as np
+    import torch
+
+    try:
+        return torch.from_numpy(np.load(path, allow_pickle=False))
+    except (OSError, ValueError, EOFError, TypeError) as error:
+        raise UsageError(f"--target: cannot read {str(path)!r}, expected a file that numpy.save wrote") from error
+
+
+def _parse_group(text: str) -> dict[str, Any]:
+    parameters, separator, values = text.partition(":")
+    try:
+        options = {name: float(value) for name, _, value in (part.partition("=") for part in values.split(","))}
+    except ValueError:
+        options = {}
+    if not separator or not options:
+        raise UsageError(
+            f"--group: got {text!r}, expected PARAMETERS:NAME=VALUE such as 'head.*:lr=1e-2,weight_decay=0'"
+        )
+    return {"params": parameters, **options}
+
+
+def _parse_options(texts: list[str]) -> dict[str, Any]:
+    """NAME=VALUE with a number, true, false, or numbers with commas between; the optimizer checks the rest."""
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        try:
+            parsed = json.loads(f"[{value}]")
+        except ValueError:
+            parsed = []
+        if not separator or not parsed or not all(isinstance(part, (bool, int, float)) for part in parsed):
+            raise UsageError(
+                f"--option: got {text!r}, expected NAME=VALUE such as lr=1e-3, betas=0.9,0.99 or nesterov=true"
+            )
+        options[name] = parsed[0] if len(parsed) == 1 else tuple(parsed)
+    return options

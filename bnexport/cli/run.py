@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from bnexport.cli.common import Inputs, Json, Model, Providers, Seed, app
-from bnexport.cli.console import detail, progress, say, status
-from bnexport.cli.output import binary_file, check_targets, emit, table
+from bnexport.cli.output import binary_file, check_targets, detail, emit, progress, say, status, table
 from bnexport.errors import UnsupportedModelError, UsageError
 
 

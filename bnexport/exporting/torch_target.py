@@ -25,8 +25,7 @@ from bnexport.exporting.job import Artifact, ExportJob
 from bnexport.exporting.substitutes import with_plain_parameters
 from bnexport.folding.context import Options
 from bnexport.folding.report import FoldReport
-from bnexport.folding.torch_module import fold_copy
-from bnexport.folding.torch_program import fold_program
+from bnexport.folding.torch_module import fold_copy, fold_program
 from bnexport.model_io import Staged
 from bnexport.modules.copies import room_for
 from bnexport.modules.tensors import Array, to_array

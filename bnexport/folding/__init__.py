@@ -9,9 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bnexport.folding.api import FoldResult, fold
+    from bnexport.folding.api import FoldResult, InlineResult, fold, inline
     from bnexport.folding.folder import BatchNormFolder
-    from bnexport.folding.inlining import InlineResult, inline
     from bnexport.folding.report import FoldReport, Refusal, SiteReport, render
     from bnexport.graph.inspection import InspectReport, inspect
     from bnexport.verification.api import verify
@@ -21,14 +20,14 @@ _HOMES = {
     "BatchNormFolder": "folding.folder",
     "FoldReport": "folding.report",
     "FoldResult": "folding.api",
-    "InlineResult": "folding.inlining",
+    "InlineResult": "folding.api",
     "InspectReport": "graph.inspection",
     "OutputComparison": "verification.verdict",
     "Refusal": "folding.report",
     "SiteReport": "folding.report",
     "Verification": "verification.verdict",
     "fold": "folding.api",
-    "inline": "folding.inlining",
+    "inline": "folding.api",
     "inspect": "graph.inspection",
     "render": "folding.report",
     "verify": "verification.api",

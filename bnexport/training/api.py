@@ -19,7 +19,8 @@ from bnexport.exporting.dimensions import Dimensions, SizeConditions
 from bnexport.modules.copies import copy_model
 from bnexport.schema import NEW_SUFFIX, TRAINING_METADATA
 from bnexport.training import graph, optimizers, tracing, verification
-from bnexport.training.description import (
+from bnexport.training.problem import Loss, Problem
+from bnexport.training.state import (
     LEARNING_RATE,
     LOSS,
     LOSS_WEIGHT,
@@ -27,9 +28,9 @@ from bnexport.training.description import (
     Description,
     SavedActivation,
     saved_activations,
+    step_paths,
+    write,
 )
-from bnexport.training.problem import Loss, Problem
-from bnexport.training.state import step_paths, write
 from bnexport.training.step import Recorder, Step, kink_names, take
 from bnexport.verification.verdict import Verification
 

@@ -19,7 +19,7 @@ from bnexport.graph.simplify import remove_identities
 from bnexport.model_io import walk
 from bnexport.schema import NEW_SUFFIX
 from bnexport.training import contract
-from bnexport.training.description import GRADIENT_SUFFIX, LEARNING_RATE, LOSS_WEIGHT, SEED, Description, Kind
+from bnexport.training.state import GRADIENT_SUFFIX, LEARNING_RATE, LOSS_WEIGHT, SEED, Description, Kind
 
 if TYPE_CHECKING:
     from bnexport.folding import FoldResult

@@ -15,7 +15,7 @@ from bnexport.exporting.substitutes import PlainWeightNorm
 from bnexport.interface import LOSSES, VALUE_LOSSES
 from bnexport.sync_bn.module import SyncBatchNorm
 from bnexport.torch_versions import BatchNormBase, DispatchMode, pytree, without_recomputation
-from bnexport.training.description import Kind
+from bnexport.training.state import Kind
 
 Tensor = torch.Tensor
 Loss = Callable[[Any, Any], Tensor]

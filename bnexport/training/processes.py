@@ -21,8 +21,16 @@ import numpy as np
 from bnexport import model_io
 from bnexport.errors import DivergedError, GroupError, UsageError
 from bnexport.training import graph, state
-from bnexport.training.description import GRADIENT_SUFFIX, LEARNING_RATE, LOSS, LOSS_WEIGHT, Description
-from bnexport.training.state import Stage, State, changing
+from bnexport.training.state import (
+    GRADIENT_SUFFIX,
+    LEARNING_RATE,
+    LOSS,
+    LOSS_WEIGHT,
+    Description,
+    Stage,
+    State,
+    changing,
+)
 
 if TYPE_CHECKING:
     import onnx_ir as ir

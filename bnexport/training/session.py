@@ -17,9 +17,21 @@ from bnexport.runtime import engine
 from bnexport.runtime.sessions import import_onnxruntime
 from bnexport.schema import TRAINING_METADATA
 from bnexport.training import contract
-from bnexport.training.description import LEARNING_RATE, LOSS, SEED, Description, Kind
 from bnexport.training.processes import SingleProcess
-from bnexport.training.state import check_indices, check_not_nan, compare, explain, load_state, save_state, step_paths
+from bnexport.training.state import (
+    LEARNING_RATE,
+    LOSS,
+    SEED,
+    Description,
+    Kind,
+    check_indices,
+    check_not_nan,
+    compare,
+    explain,
+    load_state,
+    save_state,
+    step_paths,
+)
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -19,10 +19,10 @@ from bnexport import tolerances
 from bnexport.errors import UsageError
 from bnexport.schema import NEW_SUFFIX
 from bnexport.torch_versions import DispatchMode
-from bnexport.training.description import ACCUMULATED, GRADIENT_SUFFIX, LOSS, SEED, STEP, Kind
 from bnexport.training.dropout import SeededDropout
 from bnexport.training.optimizers import Optimizer
 from bnexport.training.problem import Problem
+from bnexport.training.state import ACCUMULATED, GRADIENT_SUFFIX, LOSS, SEED, STEP, Kind
 from bnexport.training.translations.resampling import Interpolation
 
 # Kinks of a step: operators whose value or derivative jumps where an input crosses a point or meets another input.

@@ -33,9 +33,9 @@ from bnexport.modules.tensors import Array, in_double, to_array
 from bnexport.runtime import engine
 from bnexport.runtime.engine import EngineFailure
 from bnexport.schema import NEW_SUFFIX
-from bnexport.training.description import ACCUMULATED, GRADIENT_SUFFIX, LEARNING_RATE, STEP
 from bnexport.training.graph import uses_library
 from bnexport.training.problem import OwnState
+from bnexport.training.state import ACCUMULATED, GRADIENT_SUFFIX, LEARNING_RATE, STEP
 from bnexport.training.step import Follower, Recorder, Step
 from bnexport.verification.comparison import compare_output, compare_with_truth, is_finite, is_float
 from bnexport.verification.verdict import OutputComparison, Verification, nearest

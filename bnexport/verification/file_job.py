@@ -1,10 +1,18 @@
-"""One request to the verifying process: two models that are files to it, run on the same inputs and judged."""
+"""The verifying process: two models that are files to it, run on the same inputs and judged.
+
+Its parent survives if it crashes or fills the memory. It is started by `process`, talks over one end of a
+`multiprocessing.Pipe`, and ends when the other end closes or after a minute without work. A request brings descriptors of the
+files that hold the models, opened and checked by the parent, so this process opens no model file.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection
 from typing import Any
 
 import ml_dtypes  # noqa: F401 - NumPy learns the names of its types
@@ -20,7 +28,28 @@ from bnexport.verification.comparison import compare_output
 from bnexport.verification.inputs import FeedGroup, Feeds
 from bnexport.verification.judge import Rules, judge
 from bnexport.verification.probing import Tail
+from bnexport.verification.process import IDLE_SECONDS, receive, send
 from bnexport.verification.verdict import Verification
+
+
+def main(handle: str) -> None:
+    """Serves requests until the parent closes its end. handle: of this end of the pipe."""
+    # The parent is still reading the models: wait for its first job.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("onnxruntime")
+    channel = getattr(connection, "PipeConnection", connection.Connection)(int(handle))
+    while channel.poll(IDLE_SECONDS):
+        try:
+            request, descriptors = receive(channel)
+        except EOFError:
+            return
+        try:
+            result = FileJob(request, descriptors, lambda message: send(channel, message)).run()
+        finally:
+            for each in descriptors:
+                os.close(each)
+        send(channel, {"result": result})
+
 
 # The fields of a Verification that this process knows.
 _FIELDS = ("status", "reason", "outputs", "engine", "samples", "input_scale", "sizes")

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, BinaryIO
 
@@ -29,10 +30,10 @@ import bnexport
 from bnexport.errors import UsageError
 from bnexport.model_io import ContainedTensor, Parts, limits
 from bnexport.model_io.write import stream
-from bnexport.verification import worker
 
-_START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from bnexport.verification import worker; worker.main(sys.argv[2])"
+_START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from bnexport.verification import file_job; file_job.main(sys.argv[2])"
 _ALIGNMENT = 64
+IDLE_SECONDS = 60.0
 # Files of one request; what lies in others goes into the temporary one.
 _MOST_FILES = 64
 # Signals that do not come from the engine.
@@ -116,6 +117,21 @@ def _entry(name: str, dtype: str, shape: Sequence[int], file: int, offset: int) 
     return {"name": name, "dtype": dtype, "shape": list(shape), "file": file, "offset": offset}
 
 
+def send(channel: Connection, message: dict[str, Any], files: Sequence[Any] = ()) -> None:
+    """Send one message. files: descriptors; paths where descriptors cannot be handed over."""
+    channel.send_bytes(json.dumps([message, len(files) if limits.HANDS_OVER else list(files)]).encode())
+    for file in files if limits.HANDS_OVER else ():
+        reduction.send_handle(channel, file, 0)
+
+
+def receive(channel: Connection) -> tuple[dict[str, Any], list[int]]:
+    """Receive one message and its descriptors. Raises EOFError where the other end has closed."""
+    message, files = json.loads(channel.recv_bytes())
+    if limits.HANDS_OVER:
+        return message, [reduction.recv_handle(channel) for _ in range(files)]
+    return message, [os.open(path, limits.READ) for path in files]
+
+
 class EngineProcess:
     """A process that verifies, started by `start` or when it is first needed."""
 
@@ -153,12 +169,12 @@ class EngineProcess:
         deadline = None if timeout is None else time.monotonic() + timeout
         stage, engine = "", ""
         try:
-            worker.send(self._channel, dict(request), files)
+            send(self._channel, dict(request), files)
             while True:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 if not self._channel.poll(left):
                     raise ProcessFailure(f"it took longer than {timeout:g} s", stage, engine, crashed=False)
-                message, _ = worker.receive(self._channel)
+                message, _ = receive(self._channel)
                 if "result" in message:
                     return message["result"]
                 stage, engine = message["stage"], message["engine"]
@@ -180,7 +196,7 @@ class EngineProcess:
 
     def _ensure(self) -> None:
         # One that has waited for long may be about to leave.
-        recent = time.monotonic() - self._used < worker.IDLE_SECONDS / 2
+        recent = time.monotonic() - self._used < IDLE_SECONDS / 2
         if self._process is not None and self._owner == os.getpid() and recent and self._process.poll() is None:
             return
         self._end()

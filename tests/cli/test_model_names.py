@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bnexport.cli import main
-from bnexport.cli.factory import parse_name
+from bnexport.cli.input_options import parse_name
 from bnexport.errors import MissingDependencyError, MissingFileError, UsageError
 from tests.support import warm
 
@@ -36,7 +36,7 @@ def timm(tmp_path, monkeypatch):
 
 
 def test_parts_of_a_name(monkeypatch, tmp_path):
-    monkeypatch.setattr("bnexport.cli.factory._is_installed", lambda package: True)
+    monkeypatch.setattr("bnexport.cli.input_options._is_installed", lambda package: True)
     name = parse_name("timm:Unet?encoder_name=resnet34&classes=3&decoder_channels=(64,32)&activation=None")
     assert name is not None
     assert (name.library, name.target) == ("timm", "Unet")

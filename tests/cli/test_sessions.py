@@ -9,7 +9,7 @@ import time
 import pytest
 
 from bnexport import interface
-from bnexport.cli import console
+from bnexport.cli import output
 from tests.support.terminal import on_terminal
 
 SESSION = """
@@ -66,9 +66,9 @@ def test_a_locale_without_utf_8(small_files):
 
 
 def test_long_work_without_a_terminal_says_where_it_is(monkeypatch, capfd):
-    monkeypatch.setattr(console, "_SECONDS", 0.05)
-    console.set_level(quiet=False, verbose=False)
-    with console.status("folding m.onnx"):
+    monkeypatch.setattr(output, "_SECONDS", 0.05)
+    output.set_level(quiet=False, verbose=False)
+    with output.status("folding m.onnx"):
         interface.report("writing", 1_000_000_000, 2_600_000_000)
         shown, limit = "", time.monotonic() + 60
         while shown.count("\n") < 2 and time.monotonic() < limit:
@@ -77,8 +77,8 @@ def test_long_work_without_a_terminal_says_where_it_is(monkeypatch, capfd):
     lines = shown.splitlines()
     assert len(lines) >= 2
     assert all(re.fullmatch(r"folding m\.onnx: writing 1\.0 of 2\.6 GB \(\d+ s\)", line) for line in lines), lines
-    console.set_level(quiet=True, verbose=False)
-    with console.status("folding m.onnx"):
+    output.set_level(quiet=True, verbose=False)
+    with output.status("folding m.onnx"):
         time.sleep(0.1)
     assert capfd.readouterr().err == ""
 

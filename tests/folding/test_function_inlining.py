@@ -10,8 +10,8 @@ import pytest
 from bnexport import schema
 from bnexport.errors import UnsafeModelError, UnsupportedModelError, VerificationError
 from bnexport.exporting.finish import portable_body
-from bnexport.folding import inlining
-from bnexport.folding.inlining import inline
+from bnexport.folding import api
+from bnexport.folding.api import inline
 from bnexport.model_io import load, to_proto
 from tests.support.onnx_text import make_inputs, model, operators, run
 
@@ -66,16 +66,16 @@ def test_training_becomes_its_body() -> None:
 
 def test_verification_compares_what_trains(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     """The reference still trains: a candidate in inference is another model."""
-    original = inlining._inline
+    original = api._inline
 
     def in_inference(opened):
         for node in opened.graph:
             if "training_mode" in node.attributes:
                 node.attributes.pop("training_mode")
-                node.attributes.add(inlining.ir.AttrInt64("training_mode", 0))
+                node.attributes.add(api.ir.AttrInt64("training_mode", 0))
         return original(opened)
 
-    monkeypatch.setattr(inlining, "_inline", in_inference)
+    monkeypatch.setattr(api, "_inline", in_inference)
     with pytest.raises(VerificationError, match=r"the inlined model differs from the original.*nothing was written"):
         inline(kept(1), tmp_path / "m.onnx")
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from bnexport.folding import reading
-from bnexport.folding.branches import sums
+from bnexport.folding.branches import collapse
 from bnexport.folding.rules import ALL
 from bnexport.verification.proof import lemmas, nonlinear
 from tests.forms import placements, trial
@@ -28,7 +28,7 @@ EXCLUDED = {"DequantizeLinear", "MMCVDeformConv2d", "MMCVModulatedDeformConv2d"}
 def named() -> set[str]:
     """Return the operators that a rule of the folder or a lemma of the checker names."""
     rules = {op_type for rule in ALL for op_type in rule.op_types}
-    readers = {*reading.OP_TYPES, *sums.LINEAR}
+    readers = {*reading.OP_TYPES, *collapse.LINEAR}
     return rules | readers | {*lemmas.RULES, *nonlinear.HOMOGENEOUS, *nonlinear.MAXIMA}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.training.description import makers
+from bnexport.training.state import makers
 
 KINDS = ("scale", "term", "operand")
 _SWAPPED = {"ReluGrad", "Sub", "Div", "MMCVSyncBatchNormGrad", "ConvWeightGrad", "MatMul", "Gemm", "ConvInputGrad"}

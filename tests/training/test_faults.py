@@ -11,7 +11,7 @@ from torch import nn
 
 import bnexport
 from bnexport.training import verification
-from bnexport.training.description import makers
+from bnexport.training.state import makers
 from tests.training import faults
 from tests.training.networks import NETWORKS
 

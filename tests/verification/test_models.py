@@ -28,18 +28,18 @@ SHAPES = {"w": (8, 6, 3, 3), **batch_norm("p", 8)}
 @pytest.fixture
 def ends_with(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The next verifying process runs a statement before it runs the given stage of its first request."""
-    start = "import sys, json, os, signal, time; sys.path[:] = json.loads(sys.argv[1]); from bnexport.verification import worker\n{}"
+    start = "import sys, json, os, signal, time; sys.path[:] = json.loads(sys.argv[1]); from bnexport.verification import file_job\n{}"
 
     def patch(stage: str, statement: str) -> None:
         PROCESS.close()
         body = f"""
-send = worker.send
+send = file_job.send
 def trap(channel, message, descriptors=()):
     send(channel, message, descriptors)
     if message.get("stage") == {stage!r}:
         {statement}
-worker.send = trap
-worker.main(sys.argv[2])"""
+file_job.send = trap
+file_job.main(sys.argv[2])"""
         monkeypatch.setattr("bnexport.verification.process._START", start.format(body))
 
     yield patch

@@ -14,7 +14,7 @@ import bnexport
 from bnexport.modules.copies import copy_model
 from bnexport.modules.module_graph import ModuleGraph
 from bnexport.modules.module_trace import trace
-from bnexport.verification.module_proof import prove_module
+from bnexport.verification.reference import prove_module
 from bnexport.verification.verdict import Verification
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bnexport.cli.factory import parse_name
+from bnexport.cli.input_options import parse_name
 from bnexport.exporting import builders
 from tests.frameworks import stand_ins
 from tests.zoo.catalogue import Entry

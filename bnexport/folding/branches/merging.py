@@ -14,8 +14,19 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine, round_vector
-from bnexport.folding.branches.collapse import Evaluated, Evaluator, Frame, check_cost, find_channels, find_frame
-from bnexport.folding.branches.sums import CARRIERS, Sum, Sums, Term, read_sums
+from bnexport.folding.branches.collapse import (
+    CARRIERS,
+    Evaluated,
+    Evaluator,
+    Frame,
+    Sum,
+    Sums,
+    Term,
+    check_cost,
+    find_channels,
+    find_frame,
+    read_sums,
+)
 from bnexport.folding.branches.windows import Kernel
 from bnexport.folding.context import Context, Exact, Options
 from bnexport.folding.placing import take_over

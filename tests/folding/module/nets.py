@@ -11,7 +11,7 @@ from torch.utils import _pytree
 
 import bnexport
 from bnexport import tolerances
-from bnexport.folding import torch_module, torch_program
+from bnexport.folding import torch_module
 from tests.support.checks import assert_within
 
 
@@ -65,5 +65,4 @@ def off_by(monkeypatch: pytest.MonkeyPatch, error: float) -> None:
     def wrong(array, like):
         return real(array, like) + error * (array.ndim == 1)
 
-    for file in (torch_module, torch_program):
-        monkeypatch.setattr(file, "from_array", wrong)
+    monkeypatch.setattr(torch_module, "from_array", wrong)

@@ -11,8 +11,8 @@ from torch import nn
 
 import bnexport
 from bnexport import model_io
-from bnexport.training.description import saved_activations
 from bnexport.training.session import TrainingSession
+from bnexport.training.state import saved_activations
 
 
 @pytest.fixture(scope="module")
