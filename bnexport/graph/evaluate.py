@@ -221,7 +221,7 @@ class NodeEvaluator:
         feeds = {f"i{index}": array for index, array in enumerate(inputs) if array is not None}
         if types is not None and not all(array.dtype.name in types for array in feeds.values()):
             raise NotEvaluated(f"{kind} of {inputs[0].dtype} is not evaluated", "type")
-        if types is not None and not inputs[0].size:  # ONNX Runtime sums nothing in several ways
+        if types is not None and (inputs[0] is None or not inputs[0].size):  # ONNX Runtime sums nothing in several ways
             raise NotEvaluated(f"{kind} of no elements is not evaluated")
         if kind == "Resize" and not _is_even(self._node, *inputs):
             raise NotEvaluated("a Resize to a size that is rounded, or to 1, is not evaluated")
@@ -298,5 +298,9 @@ def _is_even(node: ir.Node, data: np.ndarray, *sizes: np.ndarray | None) -> bool
     """Whether a Resize has whole sizes, and makes none 1; sizes: what it has behind the data."""
     scales, targets = sizes[:2][-1], sizes[2] if len(sizes) > 2 else None
     given = np.asarray([data.shape[axis] for axis in get_ints(node, "axes") or range(data.ndim)])
-    wanted = given * scales if scales is not None and scales.size else targets
+    factors = scales is not None and scales.size
+    stated = scales if factors else targets
+    if stated is not None and stated.shape != given.shape:
+        return False
+    wanted = given * stated if factors else stated
     return wanted is None or bool(np.all(wanted == np.round(wanted)) and np.all((wanted > 1) | (given == 1)))

@@ -10,6 +10,7 @@ import onnx.defs
 import pytest
 
 from benchmarks.page import RESULTS
+from tests.forms import malformed
 from tests.forms.__main__ import QUOTA
 from tests.forms.case import Setting, schema, versions
 from tests.forms.engine import newest_opset
@@ -72,3 +73,14 @@ def test_the_result_has_every_operator() -> None:
     assert set(stored["operators"]) == set(RECIPES)
     assert stored["total"]["forms"] >= 5000
     assert stored["newest_opset"] == newest_opset()
+
+
+@pytest.mark.parametrize("op_type", sorted(RECIPES))
+def test_malformed_forms_end_in_no_error_of_the_package(op_type: str) -> None:
+    assert malformed.findings(op_type, 12) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op_type", sorted(RECIPES))
+def test_all_malformed_forms(op_type: str) -> None:
+    assert malformed.findings(op_type, 1) == []

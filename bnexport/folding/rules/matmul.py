@@ -24,7 +24,7 @@ from bnexport.folding.placing import Rule, Search
 from bnexport.folding.reading import data_and_constants
 from bnexport.folding.sites import sole_use
 from bnexport.graph.constants import Described
-from bnexport.graph.nodes import Refused, input_at, is_standard, label, only_attributes
+from bnexport.graph.nodes import Refused, get_string, input_at, is_standard, label, only_attributes
 
 # One for each axis of "...", counted from the last.
 _BATCH = "0123456789"
@@ -117,7 +117,7 @@ def _letters(node: ir.Node, ranks: tuple[int, int]) -> list[str]:
     """Return the letters of both operands and of the result. Raises Refused for a diagonal or axes that an ellipsis sums."""
     equation = "...ij,...jk->...ik"
     if node.op_type == "Einsum":
-        equation = node.attributes["equation"].as_string().replace(" ", "")
+        equation = get_string(node, "equation", "").replace(" ", "")
     operands, _, made = equation.partition("->")
     parts = operands.split(",")
     spare = [rank - len(part.replace("...", "")) for rank, part in zip(ranks, parts, strict=False)]

@@ -150,6 +150,8 @@ def _fit(
     one: np.ndarray, two: np.ndarray, one_error: np.ndarray, two_error: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the ratio of each row and its error. Raises NotRelated where a row is not proportional."""
+    if not one.size:
+        raise NotRelated("an operator has parameters without elements")
     rows = np.arange(len(one))
     largest = np.abs(one).argmax(axis=1)
     size = np.abs(one[rows, largest])
