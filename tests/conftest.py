@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -27,6 +28,12 @@ from tests.support.cluster import Cluster
 torch.set_num_threads(1)
 if not warm.COLD:
     torch_registry.remember()
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now stays: no collection of garbage walks over it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
