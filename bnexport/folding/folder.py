@@ -20,14 +20,12 @@ from bnexport import interface
 from bnexport.errors import UnsupportedModelError, UsageError
 from bnexport.folding import sites
 from bnexport.folding.branches.merging import Branches, is_wanted
-from bnexport.folding.context import Context, Leftover, Options, check_leftover
+from bnexport.folding.context import Context, Leftover, Options, Plan, check_leftover, write_parameters
 from bnexport.folding.placing import merge, place, place_whole, restate
-from bnexport.folding.plan import Plan, write_parameters
-from bnexport.folding.reading import OP_TYPES, read_batch_norm
 from bnexport.folding.report import FoldReport, Refusal, SiteReport, count, within
 from bnexport.folding.rules import by_operator, check_rules
 from bnexport.folding.rules.parallel import NAME as PARALLEL
-from bnexport.folding.sites import Site, batch_norm_site, elementwise_site, lone_sites
+from bnexport.folding.sites import OP_TYPES, Site, batch_norm_site, elementwise_site, lone_sites, read_batch_norm
 from bnexport.graph.conversion import Conversion, convert
 from bnexport.graph.functions import inline_calls
 from bnexport.graph.nodes import OP_TYPE, Refused, is_standard, is_sync_batch_norm, label, module_path

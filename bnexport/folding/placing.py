@@ -10,8 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine, round_vector
-from bnexport.folding.context import Addend, Context, Exact
-from bnexport.folding.plan import Plan, insert_add
+from bnexport.folding.context import Addend, Context, Exact, Plan, insert_add
 from bnexport.folding.sites import Site
 from bnexport.graph.nodes import Refused, get_float, input_at, is_standard, label
 from bnexport.graph.scopes import new_constant

@@ -6,21 +6,227 @@ import collections
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
+import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
-from bnexport.folding.reading import (
-    OP_TYPES,
-    SUMS,
-    constant_operand,
-    data_and_constants,
-    read_batch_norm,
-    read_elementwise,
-    varying_axis,
+from bnexport.graph.nodes import (
+    Refused,
+    get_float,
+    get_int,
+    get_ints,
+    input_at,
+    is_standard,
+    is_training,
+    label,
+    only_attributes,
+    used,
 )
-from bnexport.graph.nodes import Refused, get_ints, input_at, is_standard
+
+# Batch norms, element-wise operators and pads, read as per-channel affine maps.
+
+# BatchNormalization in every opset, read as a ChannelAffine or refused with a reason.
+#
+# Opset 1 to 8 carry spatial (0: one mean for each position). In newer ones no engine takes it; 1 is what they mean.
+# `graph.batch_norm` has the modes.
+
+_ATTRIBUTES = {
+    1: ("epsilon", "momentum", "is_test", "spatial", "consumed_inputs"),
+    6: ("epsilon", "momentum", "is_test", "spatial"),
+    7: ("epsilon", "momentum", "spatial"),
+    9: ("epsilon", "momentum", "spatial"),
+    14: ("epsilon", "momentum", "spatial", "training_mode"),
+}
+
+_TRAINS = (
+    "it is in training mode: it normalises with the statistics of the batch"
+    " (training_to_inference=True, --training-to-inference use the stored ones)"
+)
+
+PARAMETERS = (("scale", 1), ("bias", 2), ("mean", 3), ("variance", 4))
+
+
+def read_batch_norm(node: ir.Node, context: Context) -> ChannelAffine:
+    """Return the map of an inference batch norm with constant parameters. Raise Refused otherwise."""
+    opset = context.opset
+    since = max(version for version in _ATTRIBUTES if version <= opset)
+    only_attributes(node, _ATTRIBUTES[since])
+    if is_training(node, opset):
+        raise Refused("training", _TRAINS)
+    if any(used(output) for output in node.outputs[1:]):
+        raise Refused("statistics-used", "its statistics outputs are used")
+    if get_int(node, "spatial", 1) != 1:
+        raise Refused("not-per-channel", _spatial(node, context))
+    if len(node.inputs) != 5:
+        raise Refused("bad-node", f"it has {len(node.inputs)} inputs, expected 5")
+    source = node.inputs[0]
+    if source is None:
+        raise Refused("bad-node", "it has no input")
+    # Inference takes time: it is asked only where the file declares less.
+    if source.shape is not None and len(source.shape) < 2 and (context.rank(source) or 2) < 2:
+        raise Refused("rank", f"its input has rank {context.rank(source)}: one channel, without an axis of its own")
+    gamma, beta, mean, var = (_checked_vector(context.current(node, index, name), name) for name, index in PARAMETERS)
+    if len({vector.size for vector in (gamma, beta, mean, var)}) != 1:
+        raise Refused("shape", f"its parameters have {gamma.size}, {beta.size}, {mean.size} and {var.size} elements")
+    affine = ChannelAffine.from_batch_norm(gamma, beta, mean, var, get_float(node, "epsilon", 1e-5))
+    largest = float(np.abs(affine.scale).max(initial=0.0))
+    if largest > context.options.max_scale:
+        raise Refused(
+            "scale", f"gamma / std reaches {largest:.3g}, the bound is {context.options.max_scale:.3g} (max_scale)"
+        )
+    return affine
+
+
+def _spatial(node: ir.Node, context: Context) -> str:
+    """Return what spatial=0 means with the parameters of a node."""
+    if all(context.constants.describe(input_at(node, index), name).ndim == 1 for name, index in PARAMETERS):
+        return (
+            "spatial=0 asks for a mean for every position, and its parameters have one for every channel: no engine runs"
+            " it; MXNet wrote this where it meant channels, and then spatial=1 is right"
+        )
+    return "spatial=0: it has a mean for every position, not for every channel"
+
+
+def _checked_vector(array: np.ndarray, what: str) -> np.ndarray:
+    if array.ndim != 1:
+        raise Refused("shape", f"the {what} has shape {array.shape}, expected one value for each channel")
+    return array
+
+
+# Add, Sub, Sum, Mul and Div with constants, and Neg, read as a ChannelAffine.
+#
+# The constant broadcasts from the right. It is per channel when all its dimensions are 1 but the one
+# that meets the channel axis - a vector of shape (C,) meets the last axis, whatever C is.
+#
+# Before opset 7 only the second operand broadcasts, if `broadcast` is 1, and its dimensions meet those of the
+# data from `axis` on, where that is given.
+
+SUMS = ("Add", "Sub", "Sum")
+OP_TYPES = (*SUMS, "Mul", "Div", "Neg")
+
+
+class Operands(NamedTuple):
+    """Indices of a node's inputs."""
+
+    data: int
+    constants: tuple[int, ...]
+
+
+def data_and_constants(node: ir.Node, context: Context) -> Operands | None:
+    """Return the indices of the data and of the constants; None unless a single input is no constant."""
+    if not is_standard(node, *OP_TYPES) or (context.opset >= 7 and node.attributes):
+        return None
+    values = [input_at(node, index) for index in range(len(node.inputs))]
+    if None in values or (node.op_type not in ("Sum", "Neg") and len(values) != 2):
+        return None
+    constant = [context.constants.is_constant(value) for value in values]
+    if constant.count(False) != 1 or (context.opset < 7 and constant[0]):
+        return None
+    return Operands(constant.index(False), tuple(index for index, held in enumerate(constant) if held))
+
+
+def read_elementwise(node: ir.Node, axis: int, channels: int, context: Context) -> ChannelAffine:
+    """Return the map of an elementwise node on `channels` channels along `axis`. Raise Refused if it is none."""
+    only_attributes(node, () if context.opset >= 7 else ("axis", "broadcast", "consumed_inputs"))
+    operands = data_and_constants(node, context)
+    if operands is None:
+        raise Refused("not-affine", f"{node.op_type} has no constant operand")
+    data, constants = operands
+    vector = np.zeros(channels)
+    for index in constants:
+        vector = vector + _vector(constant_operand(node, data, index, context), node, data, axis, channels, context)
+    one, zero = np.ones(channels), np.zeros(channels)
+    if node.op_type == "Neg":
+        return ChannelAffine(-one, zero, zero)
+    if node.op_type in ("Add", "Sum"):
+        return ChannelAffine(one, zero, vector)
+    if node.op_type == "Sub":
+        return ChannelAffine(one, vector, zero) if data == 0 else ChannelAffine(-one, zero, vector)
+    if node.op_type == "Mul":
+        return ChannelAffine(vector, zero, zero)
+    if data == 1:
+        raise Refused("not-affine", "it divides a constant by the data")
+    if (vector == 0).any():
+        raise Refused("not-finite", "it divides by zero")
+    return ChannelAffine(one / vector, zero, zero)
+
+
+def _vector(values: np.ndarray, node: ir.Node, data: int, axis: int, channels: int, context: Context) -> np.ndarray:
+    """Return the value that a constant has for each channel."""
+    if values.size == 1 and values.ndim <= 1:
+        return np.full(channels, values.reshape(()))
+    source = input_at(node, data)
+    return per_channel(values, axis, channels, None if source is None else context.rank(source))
+
+
+def constant_operand(node: ir.Node, data: int, constant: int, context: Context) -> np.ndarray:
+    """Return the constant at one index in a shape that broadcasts from the right. data: index of the data."""
+    values = context.current(node, constant, "constant operand")
+    if context.opset < 7 and get_int(node, "broadcast", 0) and "axis" in node.attributes:
+        source = input_at(node, data)
+        rank = None if source is None else context.rank(source)
+        axis = get_int(node, "axis", 0)
+        if rank is None or not 0 <= axis <= rank - values.ndim:
+            raise Refused("rank", f"{node.op_type} broadcasts from axis {axis} on, in data of unknown or smaller rank")
+        values = values.reshape(values.shape + (1,) * (rank - values.ndim - axis))
+    return values
+
+
+def per_channel(values: np.ndarray, axis: int, channels: int, rank: int | None) -> np.ndarray:
+    """Return the vector of a constant that varies along `axis` only. Raise Refused otherwise."""
+    if rank is None:
+        raise Refused("rank", "the rank of the data is not known, so the constant's axis is not either")
+    if values.ndim > rank:
+        raise Refused("shape", f"a constant of rank {values.ndim} enlarges data of rank {rank}")
+    shape = (1,) * (rank - values.ndim) + values.shape
+    if any(size != 1 for place, size in enumerate(shape) if place != axis):
+        raise Refused("not-per-channel", f"the constant of shape {values.shape} varies along another axis than {axis}")
+    vector = values.reshape(-1)
+    if vector.size == 1:
+        return np.full(channels, vector[0])
+    if vector.size != channels:
+        raise Refused("shape", f"the constant has {vector.size} values, the channel axis {channels}")
+    return vector
+
+
+def varying_axis(values: np.ndarray, rank: int) -> int | None:
+    """Return the only axis along which a constant varies, in data of `rank`; None if there is none or several."""
+    if values.ndim > rank:
+        return None
+    places = [rank - values.ndim + place for place, size in enumerate(values.shape) if size != 1]
+    return places[0] if len(places) == 1 else None
+
+
+# Read the attributes or inputs of a Pad, of any opset.
+
+
+def read_pads(node: ir.Node, rank: int, context: Context) -> list[tuple[int, int]]:
+    """Return what a Pad adds before and behind each axis; raise Refused if it is malformed or not constant."""
+    only_attributes(node, ("mode", "pads", "paddings", "value"))
+    pads = get_ints(node, "pads") or get_ints(node, "paddings")
+    if (operand := input_at(node, 1)) is not None:
+        pads = context.constants.ints(operand, f"pads of {label(node)}")
+    axes = tuple(range(rank))
+    if (operand := input_at(node, 3)) is not None:
+        axes = tuple(axis + rank if axis < 0 else axis for axis in context.constants.ints(operand, "axes"))
+    if pads is None or len(pads) != 2 * len(axes) or len(set(axes)) != len(axes) or not {*axes} <= {*range(rank)}:
+        raise Refused("bad-node", f"{label(node)} has no pads, or not two for each axis")
+    found = [(0, 0)] * rank
+    for place, axis in enumerate(axes):
+        found[axis] = pads[place], pads[place + len(axes)]
+    return found
+
+
+def read_fill(node: ir.Node, context: Context) -> float:
+    """Return the value that a Pad of mode constant inserts."""
+    fill = get_float(node, "value", 0.0)
+    if (operand := input_at(node, 2)) is not None:
+        fill = float(context.constants.floats(operand, f"value of {label(node)}").reshape(-1)[0])
+    return fill
+
 
 # Sites: chains of per-channel maps, each read only by the next one, and their composition.
 #

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
-import bnexport.folding.plan
+import bnexport.folding.context
 from bnexport.errors import UsageError, VerificationError
 from bnexport.folding import fold, inspect, render, verify
 from bnexport.model_io import as_model, load, save, to_proto
@@ -141,9 +141,9 @@ def test_nothing_to_fold(tmp_path: Path) -> None:
 
 
 def test_a_wrong_fold_is_not_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = bnexport.folding.plan.scale_small
+    real = bnexport.folding.context.scale_small
     monkeypatch.setattr(
-        "bnexport.folding.plan.scale_small", lambda weight, factor, *rest: real(weight, factor * 1.001, *rest)
+        "bnexport.folding.context.scale_small", lambda weight, factor, *rest: real(weight, factor * 1.001, *rest)
     )
     with pytest.raises(VerificationError, match="first") as caught:
         fold(source, tmp_path / "target.onnx")

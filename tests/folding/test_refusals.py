@@ -12,9 +12,8 @@ import pytest
 
 from bnexport.folding import fold
 from bnexport.folding.affine import ChannelAffine
-from bnexport.folding.context import Raw
+from bnexport.folding.context import Plan, Raw
 from bnexport.folding.placing import Search
-from bnexport.folding.plan import Plan
 from bnexport.folding.rules import ALL
 from bnexport.graph.nodes import Refused
 from bnexport.model_io import to_proto

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx
 
-from bnexport.folding import reading
+from bnexport.folding import sites
 from bnexport.folding.branches import collapse
 from bnexport.folding.rules import ALL
 from bnexport.verification.proof import lemmas, nonlinear
@@ -28,7 +28,7 @@ EXCLUDED = {"DequantizeLinear", "MMCVDeformConv2d", "MMCVModulatedDeformConv2d"}
 def named() -> set[str]:
     """Return the operators that a rule of the folder or a lemma of the checker names."""
     rules = {op_type for rule in ALL for op_type in rule.op_types}
-    readers = {*reading.OP_TYPES, *collapse.LINEAR}
+    readers = {*sites.OP_TYPES, *collapse.LINEAR}
     return rules | readers | {*lemmas.RULES, *nonlinear.HOMOGENEOUS, *nonlinear.MAXIMA}
 
 

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-import bnexport.folding.plan
+import bnexport.folding.context
 from bnexport.errors import VerificationError
 from bnexport.folding import FoldResult, fold, verify
 from bnexport.model_io import from_proto, load, save
@@ -281,9 +281,9 @@ class TestSmallerInputs:
         assert (again.status, again.input_scale) == ("passed", scale)
 
     def test_a_wrong_fold_is_found_on_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = bnexport.folding.plan.scale_small
+        real = bnexport.folding.context.scale_small
         monkeypatch.setattr(
-            "bnexport.folding.plan.scale_small",
+            "bnexport.folding.context.scale_small",
             lambda weight, factor, *rest: real(weight, factor * 1.001, *rest),
         )
         with pytest.raises(VerificationError, match="output 'y': differs by"):
@@ -325,9 +325,9 @@ class TestSmallerInputs:
             f = Add (x, o)
             z = Conv (f, w)
             y = BatchNormalization (z, p_s, p_b, p_m, p_v) }"""
-        real = bnexport.folding.plan.scale_small
+        real = bnexport.folding.context.scale_small
         monkeypatch.setattr(
-            "bnexport.folding.plan.scale_small", lambda weight, by, *rest: real(weight, by * factor, *rest)
+            "bnexport.folding.context.scale_small", lambda weight, by, *rest: real(weight, by * factor, *rest)
         )
         proto = model(body, {"w": (8, 6, 3, 3), **batch_norm("p", 8)}, values={"p_b": np.full(8, 1e4, np.float32)})
         result = fold(proto, verify="whole").report.verification

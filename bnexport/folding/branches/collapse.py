@@ -19,10 +19,9 @@ import onnx_ir as ir
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.branches.windows import Kernel, Window, check_size, joined_size, read_window, read_zeros
 from bnexport.folding.context import Context
-from bnexport.folding.reading import SUMS, data_and_constants, per_channel, read_batch_norm, read_elementwise
 from bnexport.folding.rules.transparent import passed
 from bnexport.folding.scaled_tensor import FLOAT_DATA_TYPES
-from bnexport.folding.sites import sole_use
+from bnexport.folding.sites import SUMS, data_and_constants, per_channel, read_batch_norm, read_elementwise, sole_use
 from bnexport.graph.nodes import (
     Refused,
     get_flag,

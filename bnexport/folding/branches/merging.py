@@ -28,12 +28,11 @@ from bnexport.folding.branches.collapse import (
     read_sums,
 )
 from bnexport.folding.branches.windows import Kernel
-from bnexport.folding.context import Context, Exact, Options
+from bnexport.folding.context import Context, Exact, Options, Plan
 from bnexport.folding.placing import take_over
-from bnexport.folding.plan import Plan
-from bnexport.folding.reading import SUMS
 from bnexport.folding.report import Refusal, SiteReport
 from bnexport.folding.rules.parallel import NAME
+from bnexport.folding.sites import SUMS
 from bnexport.graph.conversion import Conversion
 from bnexport.graph.nodes import Refused, get_int, input_at, is_standard, label, used
 from bnexport.graph.scopes import Scope, new_constant

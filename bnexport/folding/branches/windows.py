@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine, Outputs, check_range
 from bnexport.folding.context import Context
-from bnexport.folding.reading import read_fill, read_pads
+from bnexport.folding.sites import read_fill, read_pads
 from bnexport.graph.constants import ELEMENTS
 from bnexport.graph.nodes import Refused, get_ints, get_string, label
 

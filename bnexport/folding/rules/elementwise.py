@@ -26,8 +26,7 @@ import onnx_ir as ir
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing import Rule, Search
-from bnexport.folding.reading import SUMS
-from bnexport.folding.sites import keeps_channels
+from bnexport.folding.sites import SUMS, keeps_channels
 from bnexport.graph.nodes import Refused, input_at, label, only_attributes
 
 

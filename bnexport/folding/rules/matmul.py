@@ -21,8 +21,7 @@ import onnx_ir as ir
 from bnexport.folding.affine import ChannelAffine, along
 from bnexport.folding.context import Addend, Context
 from bnexport.folding.placing import Rule, Search
-from bnexport.folding.reading import data_and_constants
-from bnexport.folding.sites import sole_use
+from bnexport.folding.sites import data_and_constants, sole_use
 from bnexport.graph.constants import Described
 from bnexport.graph.nodes import Refused, get_string, input_at, is_standard, label, only_attributes
 

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine, along
 from bnexport.folding.placing import Rule, Search
-from bnexport.folding.reading import read_batch_norm
+from bnexport.folding.sites import read_batch_norm
 from bnexport.graph.nodes import Refused, get_int, input_at, label, only_attributes
 
 _LAST = ("LayerNormalization", "RMSNormalization")

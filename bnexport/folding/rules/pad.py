@@ -13,7 +13,7 @@ import onnx_ir as ir
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing import Rule, Search
-from bnexport.folding.reading import read_fill, read_pads
+from bnexport.folding.sites import read_fill, read_pads
 from bnexport.graph.nodes import Refused, get_string, input_at, label
 
 

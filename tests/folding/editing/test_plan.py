@@ -6,8 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from bnexport.folding.context import Addend, Raw
-from bnexport.folding.plan import Plan
+from bnexport.folding.context import Addend, Plan, Raw
 from bnexport.graph.nodes import Refused
 from tests.support.contexts import context_of
 from tests.support.onnx_text import model

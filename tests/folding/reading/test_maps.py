@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bnexport.folding.affine import ChannelAffine
-from bnexport.folding.reading import read_batch_norm, read_elementwise, varying_axis
+from bnexport.folding.sites import read_batch_norm, read_elementwise, varying_axis
 from bnexport.graph.nodes import Refused
 from tests.support.contexts import context_of
 from tests.support.onnx_text import model

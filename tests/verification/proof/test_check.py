@@ -154,10 +154,10 @@ def test_parameters_that_a_node_makes_in_float32() -> None:
 
 
 def test_the_wrong_fold_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bnexport.folding import plan
+    from bnexport.folding import context
 
-    real = plan.scale_small
-    monkeypatch.setattr(plan, "scale_small", lambda weight, factor, *rest: real(weight, factor * 1.0001, *rest))
+    real = context.scale_small
+    monkeypatch.setattr(context, "scale_small", lambda weight, factor, *rest: real(weight, factor * 1.0001, *rest))
     with pytest.raises(
         VerificationError, match=r"site BatchNormalization -> y: at .*: the weight of row \d+, column \d+ differs"
     ):
