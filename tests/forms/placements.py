@@ -19,6 +19,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "front": ("norm form", "norm form conv", "norm form padded", "norm form matmul"),
     "behind": ("form norm", "conv form norm", "matmul form norm", "padded form norm"),
     "both": ("norm form norm", "conv form norm conv", "norm form norm matmul", "conv norm form norm"),
+    "sum": ("sum norm", "sum conv norm", "norm sum norm", "conv sum norm"),
 }
 
 
@@ -97,6 +98,24 @@ class _Chain:
             raise Impossible
         self.add("MatMul", [self.value, self.floats(self.shape[-1], self.shape[-1])])
 
+    def sum(self, op_type: str, case: Case, result: Result) -> None:
+        """The form, a convolution with its shape if it has one, and the form with other numbers, added up."""
+        start, shape = self.value, self.shape
+        self.form(op_type, case, result)
+        terms = [self.value]
+        if result.shape == shape and 3 <= len(shape) <= 5:
+            self.value = start
+            self.conv()
+            terms.append(self.value)
+        self.value, self.shape = start, shape
+        other = [
+            operand * np.float32(0.5) if isinstance(operand, np.ndarray) and operand.dtype == np.float32 else operand
+            for operand in case.operands
+        ]
+        self.form(op_type, dataclasses.replace(case, operands=other), result)
+        for term in terms:
+            self.add("Add", [self.value, term])
+
     def form(self, op_type: str, case: Case, result: Result) -> None:
         names = []
         for operand in case.operands:
@@ -121,8 +140,8 @@ def build(op_type: str, case: Case, place: str, shape: Shape, result: Result, op
     """
     chain = _Chain(shape, seed)
     for word in place.split():
-        if word == "form":
-            chain.form(op_type, case, result)
+        if word in ("form", "sum"):
+            getattr(chain, word)(op_type, case, result)
         else:
             getattr(chain, word)()
     # The mean of a batch that happens to be empty is a limit of the folder, which docs/folding.md names.

@@ -11,7 +11,8 @@ from tests.forms.case import DATA, Case, Operand, Setting
 
 def of_channels(setting: Setting) -> Iterator[Case]:
     """InstanceNormalization, and GroupNormalization."""
-    if setting.dims < 1:
+    # The variance of one position is 0, and what ONNX Runtime rounds there is multiplied by 1 / sqrt(epsilon).
+    if setting.dims < 1 or np.prod(setting.shape[2:]) == 1:
         return
     channels = setting.shape[1]
     for groups in sorted({1, 2, channels}) if setting.op_type == "GroupNormalization" else (1,):
