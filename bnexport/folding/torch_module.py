@@ -243,7 +243,8 @@ def _count(model: nn.Module) -> Counts:
 def _refusals(work: nn.Module, trace: Trace, calls: Mapping[str, Sequence[ir.Node]]) -> dict[str, Refused]:
     """Return why layers and batch norms have to stay as they are, by their paths."""
     hidden = {id(module): path for path in trace.opaque for module in work.get_submodule(path).modules()}
-    read = {id(_tensor(work, path)) for node, path in trace.tensors.items() if str(node.target).startswith("model.")}
+    paths = [path for node, path in trace.tensors.items() if str(node.target).startswith("model.")]
+    read = {id(getattr(work.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2])) for path in paths}
     found: dict[str, Refused] = {}
     for path, module in work.named_modules():
         norm = isinstance(module, BatchNormBase)
@@ -271,11 +272,6 @@ def _refusals(work: nn.Module, trace: Trace, calls: Mapping[str, Sequence[ir.Nod
         except Refused as reason:
             found[path] = reason
     return found
-
-
-def _tensor(model: nn.Module, path: str) -> object:
-    owner, _, name = path.rpartition(".")
-    return getattr(model.get_submodule(owner), name)
 
 
 def _convolution(node: ir.Node, like: Any, sign: float) -> nn.Module:

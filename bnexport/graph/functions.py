@@ -133,13 +133,15 @@ class _Inliner:
     def run(self) -> set[str]:
         before = {node.op_identifier() for node in walk.nodes(self._model)} & self._functions.keys()
         new: list[ir.Node] = []
-        pending = [node for graph in self._graphs() for node in graph]
+        main = self._model.graph
+        pending = [node for graph in (main, *main.subgraphs()) for node in graph]
         while pending:
             node = pending.pop()
-            if self._takes_norm_apart(node):
+            needs = self._norms.get(node.op_identifier())
+            if needs and self._given(node, needs):
                 new += (body := self._inline(node))
                 pending += body
-        pending = [node for graph in self._graphs() for node in graph if _is_norm(node)]
+        pending = [node for graph in (main, *main.subgraphs()) for node in graph if _is_norm(node)]
         while pending:
             norm = pending.pop()
             for call in tuple(self._neighbours(norm)):
@@ -151,14 +153,6 @@ class _Inliner:
                 del self._model.functions[key]
             before -= gone
         return {str(node.name) for node in new if node.graph is not None}
-
-    def _graphs(self) -> Iterator[ir.Graph]:
-        yield self._model.graph
-        yield from self._model.graph.subgraphs()
-
-    def _takes_norm_apart(self, call: ir.Node) -> bool:
-        needs = self._norms.get(call.op_identifier())
-        return bool(needs) and self._given(call, needs)
 
     def _neighbours(self, norm: ir.Node) -> Iterator[ir.Node]:
         """Return calls above and below a batch norm that contain a linear operator."""
@@ -267,7 +261,7 @@ def inline_functions(model: ir.Model, keep: Callable[[ir.Function], bool] = lamb
     expansion = Expansion(model)
     counts: dict[str, int] = {}
     new: list[ir.Node] = []
-    pending = [node for graph in _main_graphs(model) for node in graph]
+    pending = [node for graph in (model.graph, *model.graph.subgraphs()) for node in graph]
     while pending:
         call = pending.pop()
         if call.op_identifier() in chosen:
@@ -283,10 +277,6 @@ def inline_functions(model: ir.Model, keep: Callable[[ir.Function], bool] = lamb
     if counts:
         _resolve_types(model)
     return counts
-
-
-def _main_graphs(model: ir.Model) -> Iterable[ir.Graph]:
-    return (model.graph, *model.graph.subgraphs())
 
 
 def _refuse(call: ir.Node, model: ir.Model) -> None:

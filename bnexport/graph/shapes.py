@@ -150,8 +150,11 @@ def _contradicts(claim: ir.Shape | None, known: Shape) -> bool:
     if len(claim) != len(known):
         return True
     pairs = zip(sizes_of(claim), known, strict=True)
+    # Inference invents the name unk__N for each size that it does not know.
     return any(
-        isinstance(one, int) and one != two and (isinstance(two, int) or (two is not None and not _is_made_up(two)))
+        isinstance(one, int)
+        and one != two
+        and (isinstance(two, int) or (two is not None and not two.startswith("unk__")))
         for one, two in pairs
     )
 
@@ -162,11 +165,6 @@ def _confirmed(claim: ir.Shape | None, known: Shape | None) -> ir.Shape | None:
         return None
     pairs = zip(claim, known, strict=True)
     return ir.Shape([two if isinstance(two, int) else None if isinstance(one, int) else one for one, two in pairs])
-
-
-def _is_made_up(name: str) -> bool:
-    """Whether inference invented a name, as it does for each size that it does not know."""
-    return name.startswith("unk__")
 
 
 class _Inferred:
@@ -248,7 +246,8 @@ def _infer(model: ir.Model, nodes: list[ir.Node]) -> bool:
     """Infer shapes without claims, again until the states of Loops are certain; False if inference fails."""
     claims = {value: value.shape for node in nodes for value in node.outputs if value.shape is not None}
     # Operators that claims speak for.
-    unknown = {node.op_identifier() for node in nodes if not _is_known(node, model)}
+    unknown = {node.op_identifier() for node in nodes if not onnx.defs.has(node.op_type, node.domain)}
+    unknown -= model.functions.keys()
     states: dict[ir.Value, ir.Shape | None] = {}
     for left in reversed(range(_RUNS)):
         for node in nodes:
@@ -294,10 +293,6 @@ def _common_sizes(one: ir.Shape | None, two: ir.Shape | None) -> ir.Shape | None
     if one is None or two is None or len(one) != len(two):
         return None
     return ir.Shape([a if isinstance(a, int) and a == b else None for a, b in zip(one, two, strict=True)])
-
-
-def _is_known(node: ir.Node, model: ir.Model) -> bool:
-    return node.op_identifier() in model.functions or onnx.defs.has(node.op_type, node.domain)
 
 
 def _run(model: ir.Model) -> bool:

@@ -372,16 +372,10 @@ def _sizes(arrays: Named) -> str:
 
 def _batches(model: ir.Model, batch: Named) -> list[Named]:
     """Return the example batch, and twice its rows if the graph takes any number of them."""
-    dynamic = {
-        value.name for value in model.graph.inputs if value.shape is not None and not all(map(_is_fixed, value.shape))
-    }
+    dynamic = {value.name for value in model.graph.inputs if value.shape is not None and not value.shape.is_static()}
     if not dynamic & batch.keys():
         return [batch]
     return [batch, {name: torch.cat([rows, rows]) if name in dynamic else rows for name, rows in batch.items()}]
-
-
-def _is_fixed(size: int | ir.SymbolicDim) -> bool:
-    return isinstance(size, int)
 
 
 def in_float64(step: Step) -> Step:

@@ -355,13 +355,14 @@ def find_further(model: ir.Model) -> list[FloatSet]:
     """Return the sets that the operators of a model ask for."""
     nodes = [node for graph in walk.graphs(model) for node in graph]
     found = []
-    if any(_asks_for_nan(node) for node in nodes):
+    if any(is_standard(node, "IsNaN", "Equal") and len(set(node.inputs)) == 1 for node in nodes):
         found.append(FloatSet("nan"))
     if any(is_standard(node, "IsInf") for node in nodes):
         found.append(FloatSet("infinite"))
     constants = Constants(model, Shapes(model))
     steps = [node for node in nodes if is_standard(node, *_STEPPING) and _reads_input(node, constants)]
-    if steps or any(_asks_for_ties(node) for node in nodes):
+    pooled = (node for node in nodes if is_standard(node, "MaxPool") and len(node.outputs) > 1)
+    if steps or any(is_standard(node, *_SELECTING) for node in nodes) or any(pooled):
         found.append(FloatSet("rounded", numbers=tuple(sorted(_equal_to(steps, constants)))[:_DISTINCT]))
     if any(value.dtype is ir.DataType.BOOL for value in model.graph.inputs):
         found.append(FloatSet("full"))
@@ -371,14 +372,6 @@ def find_further(model: ir.Model) -> list[FloatSet]:
     asked = (kinds for operators, kinds in _SUMMARISING.items() if any(is_standard(node, *operators) for node in nodes))
     scale = max(LARGER, _BEYOND * largest)
     return [*found, *(FloatSet(kind, scale) for kind in dict.fromkeys(itertools.chain.from_iterable(asked)))]
-
-
-def _asks_for_nan(node: ir.Node) -> bool:
-    return is_standard(node, "IsNaN") or (is_standard(node, "Equal") and len(set(node.inputs)) == 1)
-
-
-def _asks_for_ties(node: ir.Node) -> bool:
-    return is_standard(node, *_SELECTING) or (is_standard(node, "MaxPool") and len(node.outputs) > 1)
 
 
 def _reads_input(node: ir.Node, constants: Constants) -> bool:
@@ -652,13 +645,13 @@ class Feeds:
         )
         for chosen in ways:
             draws = [Draw(self._seed + 101, *each) for each in chosen]
+            others = (how for how in draws if shapes(self._specs, how) != known)
             fitting = (
-                how for how in draws if shapes(self._specs, how) != known and self._elements(how) <= _MOST_ELEMENTS
+                how
+                for how in others
+                if sum(math.prod(map(float, shape)) for shape in shapes(self._specs, how)) <= _MOST_ELEMENTS
             )
             yield from self._first_that_runs(fitting, ranges)
-
-    def _elements(self, how: Draw) -> float:
-        return sum(math.prod(map(float, shape)) for shape in shapes(self._specs, how))
 
     def _showing(self, first: FeedGroup, sizes: tuple[int, int], ranges: dict[str, Range]) -> Iterator[FeedGroup]:
         """Yield groups of smaller floats, where outputs that hide their inputs in the first one show them."""

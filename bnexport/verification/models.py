@@ -128,7 +128,8 @@ def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, An
                 "given": None
                 if given is None
                 else [[shipment.array(name, value) for name, value in sample.items()] for sample in given],
-                "working": _working_type(reference, candidate),
+                # A type that only one of them has is no excuse for the other: a rounding that is gone, or new, is a difference.
+                "working": FLOATS[max(map(_coarsest, (reference, candidate)))],
                 **{"seed": terms.seed, "count": terms.samples, "atol": terms.atol, "rtol": terms.rtol},
                 "patience": terms.patience,
                 "providers": list(terms.providers),
@@ -229,14 +230,6 @@ def _spec(value: ir.Value, model: ir.Model) -> InputSpec:
     return InputSpec(name, kind, dtype.numpy().name, shape, *find_ranges(value, model), texts)
 
 
-def _working_type(*models: ir.Model) -> str:
-    """Return the coarsest float type in which both models compute.
-
-    A type that only one of them has is no excuse for the other: a rounding that is gone, or new, is a difference.
-    """
-    return FLOATS[max(map(_coarsest, models))]
-
-
 def _coarsest(model: ir.Model) -> int:
     """Return the place among FLOATS of the coarsest type of any input, output, parameter that is read, or Cast.
 
@@ -244,17 +237,17 @@ def _coarsest(model: ir.Model) -> int:
     """
     found = len(FLOATS) - 1
     for graph in walk.graphs(model):
-        used = (value for value in graph.initializers.values() if value.is_graph_output() or _is_computed_with(value))
+        used = (
+            value
+            for value in graph.initializers.values()
+            if value.is_graph_output() or not all(is_standard(use.node, "Cast") for use in value.uses())
+        )
         made = (output for node in graph for output in node.outputs)
         types = {value.dtype for value in (*graph.inputs, *used, *made)}
         types |= {_target(node) for node in graph if node.op_type == "Cast"}
         names = {dtype.numpy().name for dtype in types if dtype is not None and dtype.is_floating_point()}
         found = min([found, *(FLOATS.index(name) for name in names if name in FLOATS)])
     return found
-
-
-def _is_computed_with(value: ir.Value) -> bool:
-    return any(not is_standard(use.node, "Cast") for use in value.uses())
 
 
 def _target(cast: ir.Node) -> ir.DataType | None:

@@ -165,7 +165,7 @@ class _Case:
         except BnexportError as error:
             return str(error)
         outputs = (
-            compare_output(name, [_in_single(one)], [other], "float32")
+            compare_output(name, [one.astype(np.float32) if is_float(one) else one], [other], "float32")
             for name, one, other in zip(names, exact, got, strict=True)
         )
         return next((f"it differs from ONNX Runtime: {each.reason}" for each in outputs if not each.passed), "")
@@ -301,10 +301,6 @@ def _random(arrays: Arrays) -> Arrays:
 
 def _in_double(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float64) if is_float(array) else array
-
-
-def _in_single(value: Any) -> Any:
-    return value.astype(np.float32) if is_float(value) else value
 
 
 def _label(node: Any) -> str:

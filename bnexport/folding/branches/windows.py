@@ -57,10 +57,6 @@ class Window:
     def pads(self) -> bool:
         return any(self.begins) or any(self.ends)
 
-    @property
-    def strides_by_one(self) -> bool:
-        return all(stride == 1 for stride in self.strides)
-
     def joined(self, other: Window) -> Window:
         """Return the least window that holds both. Raise Refused where the results differ in size or the positions do not meet."""
         if len(self.sizes) != len(other.sizes) or self.strides != other.strides:
@@ -149,14 +145,14 @@ class Kernel:
 
     def mapped(self, affine: ChannelAffine) -> Kernel:
         """Followed by `affine`."""
-        rows = self._rows(affine.scale)
+        rows = affine.scale.reshape(*self.weight.shape[:2], *[1] * (self.weight.ndim - 2))
         size = np.abs(affine.scale) * (self.bias_size + np.abs(affine.center)) + np.abs(affine.shift)
         weight = self.weight * rows
         return Kernel(weight, affine.apply(self.bias), self.window, size, _peak(weight))
 
     def padded(self, begins: Axes, ends: Axes) -> Kernel:
         """Followed by zeros around its result. Refused where that is not the same as zeros around its input."""
-        if not self.window.is_point or not self.window.strides_by_one or any(pad < 0 for pad in (*begins, *ends)):
+        if not self.window.is_point or set(self.window.strides) - {1} or any(pad < 0 for pad in (*begins, *ends)):
             raise Refused("padding", "zeros around the result of a branch are no zeros around its input")
         if (any(begins) or any(ends)) and self.bias.any():
             raise Refused("padding", "a branch pads with zeros behind a shift, which padding before it would change")
@@ -208,9 +204,6 @@ class Kernel:
         weight = np.abs(self.weight) if absolute else self.weight
         sums = weight.sum(axis=tuple(range(3, weight.ndim)))
         return np.matmul(sums, values.reshape(self.groups, -1, 1)).reshape(-1)
-
-    def _rows(self, vector: np.ndarray) -> np.ndarray:
-        return vector.reshape(*self.weight.shape[:2], *[1] * (self.weight.ndim - 2))
 
 
 def check_size(elements: int, held: int) -> None:

@@ -22,7 +22,8 @@ from bnexport.graph.nodes import Refused, get_int, input_at, label, only_attribu
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
     if node.op_type != "Gather":
-        _copies_backward(node, axis, affine, search)
+        value, moved = _check_copies(node, affine, search.context)
+        search.backward(value, _of_channels(node, axis - moved, affine, search.context), affine)
         return
     value, chosen, rank = _read(node, search.context)
     before = _before(axis, chosen, rank, node)
@@ -42,7 +43,8 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
     if index != 0:
         raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
     if node.op_type != "Gather":
-        _copies_forward(node, axis, affine, search)
+        _, moved = _check_copies(node, affine, search.context)
+        search.forward(node.outputs[0], _of_channels(node, axis, affine, search.context) + moved, affine)
         return
     value, chosen, rank = _read(node, search.context)
     if axis != chosen:
@@ -108,16 +110,6 @@ def _scale_table(node: ir.Node, value: ir.Value, axis: int | None, affine: Chann
     scale, center, shift = (along(part, axis, table.ndim) for part in (affine.scale, affine.center, affine.shift))
     size = np.abs(scale) * (np.abs(values) + np.abs(center)) + np.abs(shift)
     search.plan.replace(node, 0, (values - center) * scale + shift, table.dtype, "table", size)
-
-
-def _copies_backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
-    value, moved = _check_copies(node, affine, search.context)
-    search.backward(value, _of_channels(node, axis - moved, affine, search.context), affine)
-
-
-def _copies_forward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
-    _, moved = _check_copies(node, affine, search.context)
-    search.forward(node.outputs[0], _of_channels(node, axis, affine, search.context) + moved, affine)
 
 
 def _check_copies(node: ir.Node, affine: ChannelAffine, context: Context) -> tuple[ir.Value, int]:
