@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ class Note:
 
     kind: "constant" and "static" for a dimension that is not dynamic, since the model fixes it or for a reason; "limited" for
     one whose sizes the model limits; the others are about the whole file, and `reason` is their text. name, size: of the
-    dimension. operator: what most likely is the cause.
+    dimension. condition: of the model's code, with its line.
     """
 
     kind: Kind
@@ -48,7 +49,7 @@ class Note:
     dimension: int = 0
     name: str = ""
     size: int = 0
-    operator: str = ""
+    condition: str = ""
 
     def __str__(self) -> str:
         if not self.input:
@@ -57,7 +58,7 @@ class Note:
         if self.kind == "limited":
             return f"{where} has to be {self.reason}"
         why = ", the model fixes it" if self.kind == "constant" else f": {self.reason}"
-        return f"{where} stays {self.size}{why}{self.operator and f' ({self.operator})'}"
+        return f"{where} stays {self.size}{why}{self.condition and f' ({self.condition})'}"
 
 
 # The dimensions of an export's inputs: which are dynamic, under which names, and why others are not.
@@ -112,7 +113,7 @@ class Dimensions:
         """The dynamic dimensions."""
         return [(place, index) for place, shape in enumerate(self.free) for index in shape]
 
-    def without(self, axes: Iterable[Axis], kind: Kind, reason: str = "", operator: str = "") -> Dimensions:
+    def without(self, axes: Iterable[Axis], kind: Kind, reason: str = "", condition: str = "") -> Dimensions:
         """Make dimensions static, with a note for each that is not yet."""
         gone = {
             (place, index): Note(
@@ -122,7 +123,7 @@ class Dimensions:
                 index,
                 self.free[place][index],
                 self.inputs[place].shape[index],
-                operator,
+                condition,
             )
             for place, index in axes
             if index in self.free[place]
@@ -132,11 +133,6 @@ class Dimensions:
             for place, shape in enumerate(self.free)
         )
         return dataclasses.replace(self, free=free, static={**self.static, **gone})
-
-    def caused_by(self, axes: Collection[Axis], operator: str) -> Dimensions:
-        """Name the operator in the notes on dimensions that are static."""
-        named = {axis: dataclasses.replace(self.static[axis], operator=operator) for axis in axes}
-        return dataclasses.replace(self, static={**self.static, **named})
 
     def narrower(self, reason: str) -> Iterator[Dimensions]:
         """Yield fewer dynamic dimensions: the batch alone, then the other sizes, then none."""
@@ -150,8 +146,8 @@ class Dimensions:
         for (place, index), note in self.static.items():
             if (place, index) in self.required:
                 raise UnsupportedModelError(
-                    f"dynamic: {note}; leave dimension {index} of {self.names[place]!r} out, or change that operator of the"
-                    " model; nothing was written"
+                    f"dynamic: {note}; leave dimension {index} of {self.names[place]!r} out, or change the model;"
+                    " nothing was written"
                 )
 
 
@@ -173,8 +169,8 @@ def _all(names: Sequence[str], inputs: tuple[torch.Tensor, ...]) -> tuple[dict[i
 # Other sizes for the dynamic dimensions of a model's inputs, and inputs of these sizes.
 #
 # Dimensions that have to be equal mostly have the same size and place in the example: those change together, as a group.
-# A model may ask for more - multiples of 32, equal height and width, an input at half the size of another - so each
-# stage of `stages` (larger, odd, smaller) has several alternatives, and the first that the model runs at is taken.
+# A model may ask for more - multiples of 32, equal height and width, an input at half the size of another - and runs at
+# some of the sizes of `plan` only.
 
 Tensors = tuple[torch.Tensor, ...]
 Shapes = tuple[tuple[int, ...], ...]
@@ -217,79 +213,45 @@ def groups(inputs: Tensors, dynamic: Sequence[Collection[int]]) -> list[Dimensio
     return sorted(made, key=lambda group: (group.place != 0, group.place, group.size))
 
 
-def smallest_batch(inputs: Tensors, groups: Sequence[DimensionGroup]) -> list[Changes]:
-    """Return the changes that make every batch one row."""
-    return allowed(inputs, [{group: 1 for group in groups if group.place == 0}])
+def plan(inputs: Tensors, groups: Sequence[DimensionGroup]) -> tuple[list[Changes], list[Changes]]:
+    """Return sizes to try: one row, far larger images in each direction, other batches, smaller images.
 
-
-def stages(inputs: Tensors, groups: Sequence[DimensionGroup], *, one: bool) -> list[list[Changes]]:
-    """Return lists of alternatives, which change several groups at once: far larger, odd and smaller sizes, other
-    batches.
-
-    In the first two one dimension becomes far larger; large images become narrower by as much. one: whether the model runs on
-    batches of one, which leave room for larger images.
+    The second are larger ones for models that take few sizes: both sides, and the batch, by a power of two that divides them.
+    Of one dimension far larger, the others become smaller by as much where the images are large.
     """
-    batches = [group for group in groups if group.place == 0]
-    spatial = [group for group in groups if group.place != 0]
-    order = {place: index for index, place in enumerate(sorted({group.place for group in spatial}))}
+    order = {place: index for index, place in enumerate(sorted({group.place for group in groups if group.place}))}
     last = len(order) - 1
 
-    def alternatives(moves: Iterable[_Move], *choices: Callable[[int], int]) -> list[Changes]:
-        return allowed(
-            inputs,
-            (
-                {group: batch(group.size) for group in batches}
-                | {group: move(group.size, order[group.place]) for group in spatial}
-                for move in moves
-                for batch in choices
-            ),
+    def first(batches: Sequence[Callable[[int], int]], moves: Sequence[_Move]) -> list[Changes]:
+        """Return the first combination that is not too large."""
+        candidates = (
+            {group: move(group.size, order[group.place]) if group.place else batch(group.size) for group in groups}
+            for move in moves
+            for batch in batches
         )
+        return allowed(inputs, candidates)[:1]
 
-    def first(change: Callable[[int], int]) -> _Move:
-        return lambda n, j: change(n) if j == 0 else n
+    def strip(place: int) -> list[_Move]:
+        def move(long: Callable[[int], int], short: Callable[[int], int]) -> _Move:
+            return lambda n, j: long(n) if j == place else short(n)
 
-    def final(change: Callable[[int], int]) -> _Move:
-        return lambda n, j: change(n) if j == last else n
+        return [move(_far, _same), move(_far, _quarter), move(_four_times, _half)]
 
-    def strip(place: int, long: Callable[[int], int], short: Callable[[int], int]) -> _Move:
-        return lambda n, j: long(n) if j == place else short(n)
-
-    # None keeps the area: a flattened image fits into a Linear then, and at hardly any other size.
-    larger: list[_Move] = [
-        strip(0, _far, _same),
-        strip(0, _far, _quarter),
-        strip(0, _four_times, _half),
-        lambda n, j: n + (j + 1) * _step(n),
-        final(_double),
-        first(_stepped),
-        lambda n, _: n + n // 2,
+    same: list[_Move] = [lambda n, _: n]
+    if not order:
+        found = [first([_one], same), first([_far, _double], same), first([_next, _triple], same)]
+        return list(itertools.chain(*found)), first([_double], same)
+    wide = strip(last) if last else [lambda n, _: _odd(n)]
+    found = [
+        first([_one], same),
+        first([_same, _one], strip(0)),
+        first([_next, _same, _one], wide),
+        first([_many, _triple, _double, _same], [lambda n, _: n // 2]),
     ]
-    wide: list[_Move] = [strip(last, _far, _same), strip(last, _far, _quarter), strip(last, _four_times, _half)]
-    odd: list[_Move] = [lambda n, j: (n + max(1, n * (last - j + 1) // 6)) | 1, final(_odd)]
-    smaller: list[_Move] = [lambda n, _: n // 2, lambda n, _: n - _step(n), first(_half)]
-    if not spatial:
-        return [
-            alternatives([lambda n, _: n], _far, _double),
-            alternatives([lambda n, _: n], lambda n: 3 if n == 1 else n + 1, _triple),
-        ]
-    return [
-        alternatives(larger, _one if one else _same),
-        alternatives([*(wide if last else ()), *odd], _next, _same),
-        alternatives(smaller, _many, _triple, _double),
-    ]
-
-
-def alone(inputs: Tensors, group: DimensionGroup) -> list[Changes]:
-    """Return changes of one group only."""
-    return allowed(inputs, ({group: move(group.size)} for move in _SINGLE))
-
-
-def together(inputs: Tensors, group: DimensionGroup, groups: Sequence[DimensionGroup]) -> list[Changes]:
-    """Return changes of a group and of others that may be tied to it: of its size, or all but batches."""
-    tied = [other for other in groups if other.size == group.size and (other.place == 0) is (group.place == 0)]
-    spatial = [other for other in groups if other.place != 0] if group.place else []
-    sets = [each for each in (tied, spatial) if len(each) > 1 and group in each]
-    return allowed(inputs, ({other: move(other.size) for other in each} for each in sets for move in _SINGLE))
+    larger = first([_double, _same, _one], [lambda n, _: n + _step(n), lambda n, j: n if j else n + _step(n)])
+    if len({group.place for group in groups}) < len(groups):  # inputs that a window makes smaller than others
+        larger += first([_next, _same], [lambda n, _: n + 1])
+    return list(itertools.chain(*found)), larger
 
 
 def resized(inputs: Tensors, changes: Changes) -> Tensors:
@@ -396,28 +358,15 @@ def _far(n: int) -> int:
 
 
 def _next(n: int) -> int:
-    return n + 1
+    return 3 if n == 1 else n + 1
 
 
 def _half(n: int) -> int:
     return n // 2
 
 
-def _stepped(n: int) -> int:
-    return n + _step(n)
-
-
 def _odd(n: int) -> int:
     return (n + max(1, n // 8)) | 1
-
-
-_SINGLE: tuple[Callable[[int], int], ...] = (
-    _double,
-    _stepped,
-    _half,
-    lambda n: n + 1,
-    lambda n: n + n // 2,
-)
 
 
 # Conditions on sizes that torch.export assumed while tracing.

@@ -151,7 +151,7 @@ def trace(wrapper: Traced, dimensions: Dimensions, *, opset: int = MINIMUM_OPSET
     """Trace `wrapper` into an onnx_ir Model, with the conditions on sizes that torch.export took for granted."""
     with quiet():
         with AnySize(dynamic=True):
-            program, left = export_program(wrapper, dimensions, variadic=True)
+            program, left = export_program(wrapper, dimensions, named=0)
         program = rewrite(program)
         _refuse_batch_statistics(program)
         write_floor_divisions(program)
@@ -194,11 +194,11 @@ def no_stack_traces() -> Iterator[None]:
 
 
 def export_program(
-    module: torch.nn.Module, dimensions: Dimensions, *, variadic: bool
+    module: torch.nn.Module, dimensions: Dimensions, *, named: int
 ) -> tuple[torch.export.ExportedProgram, Dimensions]:
     """Run torch.export with dynamic sizes if the model allows them; return the program and what it left dynamic.
 
-    variadic: whether the inputs are one parameter of the module's forward, *inputs.
+    named: how many inputs have a parameter of their own; the others are one of the module's forward, *inputs.
     """
     args, shapes = dimensions.inputs, dimensions.free
 
@@ -212,7 +212,7 @@ def export_program(
                 {axis[1]: torch_versions.dynamic_size(axis, automatic) for axis in each if axis not in fixed}
                 for each in axes
             )
-        specification = (sizes,) if variadic and sizes is not None else sizes
+        specification = sizes if sizes is None or named >= len(args) else (*sizes[:named], sizes[named:])
         with torch.no_grad():
             return torch.export.export(module, args, dynamic_shapes=specification, strict=False)
 

@@ -21,7 +21,7 @@ from torch import nn
 from bnexport import interface
 from bnexport.errors import LibraryError, MissingPackageError, VerificationError, first_line
 from bnexport.exporting.dimensions import Dimensions, Limit, Note, SizeConditions, is_constant, resized, shapes
-from bnexport.exporting.other_sizes import Fault, OtherSizes, name_at_any, without_faults
+from bnexport.exporting.other_sizes import Fault, OtherSizes, without_faults
 from bnexport.folding.report import FoldReport
 from bnexport.graph.nodes import is_quantised
 from bnexport.model_io import Staged
@@ -244,8 +244,6 @@ def run(job: ExportJob, target: Target) -> tuple[Artifact, Verification]:
         dimensions.check_required()
         interface.report("tracing")
         artifact = target.build(dimensions)
-        if others is not None and job.reference is not None:
-            artifact = _with_causes(artifact, dimensions, job.reference)
         artifact.dimensions.check_required()
         staged = target.stage(artifact)
         try:
@@ -261,7 +259,7 @@ def run(job: ExportJob, target: Target) -> tuple[Artifact, Verification]:
                 return _with_limits(artifact, others), _without_baked(artifact, checked.verification)
         finally:
             staged.discard()
-        dimensions = without_faults(artifact.dimensions, checked.faults, job.reference, artifact.conditions)
+        dimensions = without_faults(artifact.dimensions, checked.faults, artifact.conditions)
         if others is not None:
             others.plan(dimensions.free)
 
@@ -277,20 +275,9 @@ def _plan(dimensions: Dimensions, target: Target, reference: Reference) -> tuple
         if others.unseen:
             seen = dimensions.without([axis for fault in others.unseen for axis in fault.axes], "static")
             if target.declares:
-                dimensions = without_faults(dimensions, others.unseen, reference)
+                dimensions = without_faults(dimensions, others.unseen)
             others.plan(seen.free)
     return dimensions, others
-
-
-def _with_causes(artifact: Artifact, before: Dimensions, reference: Reference) -> Artifact:
-    """Name the operator in the notes on dimensions that the exporter has made static."""
-    gone = artifact.dimensions.static.keys() - before.static.keys()
-    operator = name_at_any(before, sorted(gone), reference)
-    return (
-        dataclasses.replace(artifact, dimensions=artifact.dimensions.caused_by(gone, operator))
-        if operator
-        else artifact
-    )
 
 
 def _follow(others: OtherSizes, artifact: Artifact, before: Dimensions) -> None:

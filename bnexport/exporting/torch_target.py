@@ -101,10 +101,10 @@ def build_program(model: nn.Module, dimensions: Dimensions) -> tuple[torch.expor
     Raises UnsupportedModelError where torch.export fails, or where operators of other libraries remain.
     """
     parameters = inspect.signature(model.forward).parameters.values()
-    variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+    named = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
     with dynamo.quiet():
         try:
-            program, left = _program(model, dimensions, variadic)
+            program, left = _program(model, dimensions, named)
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: torch.export fails: {str(error).strip()[:400]}; use format='torchscript',"
@@ -114,17 +114,15 @@ def build_program(model: nn.Module, dimensions: Dimensions) -> tuple[torch.expor
     return program, left
 
 
-def _program(
-    model: nn.Module, dimensions: Dimensions, variadic: bool
-) -> tuple[torch.export.ExportedProgram, Dimensions]:
+def _program(model: nn.Module, dimensions: Dimensions, named: int) -> tuple[torch.export.ExportedProgram, Dimensions]:
     """Record the model, before torch 2.6 with fewer dynamic sizes where it fails: there none may become constant."""
     try:
-        return dynamo.export_program(model, dimensions, variadic=variadic)
+        return dynamo.export_program(model, dimensions, named=named)
     except Exception:
         if not torch_versions.has((2, 6)):
             for narrower in dimensions.narrower("this torch cannot record it for other sizes"):
                 with contextlib.suppress(Exception):
-                    return dynamo.export_program(model, narrower, variadic=variadic)
+                    return dynamo.export_program(model, narrower, named=named)
         raise
 
 

@@ -74,13 +74,6 @@ class Reference:
                 raise
             self.cause = first_line(error)
 
-    def module(self) -> nn.Module:
-        """Return a copy of the module that is the reference."""
-        if not self.cause:
-            return copy_model(self._model, share_parameters=True)
-        assert self._converted is not None
-        return copy_model(self._converted, share_parameters=True)
-
     def complete(self, converted: nn.Module, state: Sequence[str] = ()) -> None:
         """Set the stand-in for a module that cannot run here, and what a call returns after the outputs.
 

@@ -19,6 +19,7 @@ from bnexport.exporting import job as jobs
 from bnexport.exporting import onnx_target, torch_target
 from bnexport.exporting.job import ExportJob
 from bnexport.model_io import write
+from tests.exporting import size_corpus
 from tests.folding.module.nets import trained
 
 PACKAGE = str(Path(bnexport.__file__).parent)
@@ -92,7 +93,7 @@ def test_one_direction(file: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:scripting fails")
 @pytest.mark.parametrize("file", FILES)
 def test_runs_of_the_callers_code(file: str, tmp_path: Path) -> None:
-    """One for each size and type that is compared, and four more: a second one of the example, traces, names."""
+    """One for each size and type that is compared, and four more: a second one of the example, traces."""
     Counting.runs.clear()
     result = bnexport.export(trained(Counting()).eval(), X, tmp_path / file)
     assert result.verification.passed
@@ -100,6 +101,33 @@ def test_runs_of_the_callers_code(file: str, tmp_path: Path) -> None:
     own = [run for run in Counting.runs if run[0] == "Tensor"]
     assert len(Counting.runs) <= probed + 4, Counting.runs
     assert len({run for run in own if "Sym" not in str(run)}) >= probed
+
+
+class Corpus(size_corpus.Net):
+    """A network of the corpus that counts the runs of its code, by size and type; a trace has symbols."""
+
+    runs: ClassVar[list[str]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Corpus.runs.append("trace" if torch.jit.is_tracing() else f"{tuple(x.shape)} {x.dtype}")
+        return super().forward(x)
+
+
+KINDS = [
+    *("convolution", "average to one number", "skip of odd size", "pad to a multiple", "windows", "square grid"),
+    *("flatten into Linear", "halves of the batch", "large batch", "odd height"),
+]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_runs_of_networks_that_take_few_sizes(name: str, tmp_path: Path) -> None:
+    """Once at each size and type, also where a network does not take it; a second one of the example; and traces."""
+    Corpus.runs.clear()
+    model = Corpus(size_corpus.CASES[name].function).eval()
+    result = bnexport.export(model, torch.randn(4, 3, 8, 8), tmp_path / "m.onnx", exporter="torchscript")
+    assert result.verification.passed
+    assert len(Corpus.runs) <= len(set(Corpus.runs)) + 4, Corpus.runs
+    assert len(Corpus.runs) <= 10 or not name.startswith("flatten"), Corpus.runs
 
 
 STAGES = {

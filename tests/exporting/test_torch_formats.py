@@ -213,8 +213,7 @@ def test_an_onnx_graph_takes_the_batch_that_the_model_fixes(tmp_path):
     result = bnexport.export(Doubles(2), torch.randn(1, 3, 5, 5), tmp_path / "m.onnx")
     assert result.verification.passed
     (note,) = result.notes
-    assert note.startswith("input 'x': dimension 0 (batch) stays 1, the model fixes it (")
-    assert "which the model calls at some sizes only" in note
+    assert note.startswith("input 'x': dimension 0 (batch) stays 1, the model fixes it")
 
 
 @pytest.mark.slow
