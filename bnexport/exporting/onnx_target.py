@@ -27,8 +27,7 @@ from bnexport.modules.copies import room_for
 from bnexport.runtime import engine
 from bnexport.runtime.engine import Engine
 from bnexport.sync_bn.recognition import is_sync_batch_norm
-from bnexport.verification.api import prove_fold
-from bnexport.verification.models import Pair
+from bnexport.verification.api import Pair, prove_fold
 from bnexport.verification.verdict import AS_WRITTEN
 
 _TRACERS = {"dynamo": dynamo.trace, "torchscript": torchscript.trace}

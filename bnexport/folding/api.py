@@ -350,11 +350,11 @@ def _verify(done: _Transformed, candidate: ir.Model, method: Method, chosen_here
 
 def _run(done: _Transformed, candidate: ir.Model, terms: Terms) -> Verification:
     """Run against the first reference that an engine can run: the original, else the converted but unfolded graph."""
-    from bnexport.verification import models
+    from bnexport.verification import api
 
     result = Verification.skipped("there is no reference")
     for index, reference in enumerate(done.references):
-        result = models.compare(reference, candidate, terms)
+        result = api.compare(reference, candidate, terms)
         if index or done.folding.training_converted:
             result = dataclasses.replace(result, reference="converted")
         if result.status != "not_verified":
@@ -457,9 +457,9 @@ def inline(
         staged = stage(model, target, inputs=own, overwrite_input=overwrite, external_data=external_data)
     judge = None
     if original is not None and (calls or converted):
-        from bnexport.verification import models
+        from bnexport.verification import api
 
-        judge = functools.partial(models.compare, original, terms=terms)
+        judge = functools.partial(api.compare, original, terms=terms)
     model, verification = commit(model, staged, opened.path, judge, "inlined")
     made = to_proto(model) if isinstance(source, onnx.ModelProto) else model
     return InlineResult(made, calls, converted, tuple(foreign), verification)

@@ -331,8 +331,7 @@ def certify(model: ir.Model, report: FoldReport, *, wanted: bool, original: ir.M
 
 def _proved(original: ir.Model, model: ir.Model) -> Verification | None:
     # A fold without verification does not load what verifies.
-    from bnexport.verification.api import prove_certified
-    from bnexport.verification.models import Pair
+    from bnexport.verification.api import Pair, prove_certified
 
     return prove_certified(Pair(original, model))
 

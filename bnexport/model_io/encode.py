@@ -141,7 +141,7 @@ def _externalised(
     for slot in walk.tensors(model):
         tensor = slot.get()
         # Runtimes look for external data in initializers only; attributes stay inline.
-        if slot.is_attribute or tensor.dtype is ir.DataType.STRING or size(tensor) < SMALLEST_EXTERNAL:
+        if slot.value is None or tensor.dtype is ir.DataType.STRING or size(tensor) < SMALLEST_EXTERNAL:
             if isinstance(tensor, ContainedTensor):
                 replacements.append((slot, _in_memory(tensor)))
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import onnx_ir as ir
 
@@ -64,56 +64,34 @@ def nodes(model: ir.Model) -> Iterator[ir.Node]:
         yield from graph
 
 
-class InitializerSlot:
-    """A slot for the tensor of an initializer."""
+class TensorSlot(NamedTuple):
+    """A place that holds a tensor: the initializer `value`, or an attribute of `node`, with its place for one of a list."""
 
-    __slots__ = ("value",)
-
-    is_attribute = False
-
-    def __init__(self, value: ir.Value) -> None:
-        self.value = value
+    value: ir.Value | None
+    node: ir.Node | None = None
+    name: str = ""
+    place: int | None = None
 
     def get(self) -> ir.TensorProtocol:
-        tensor = self.value.const_value
-        assert tensor is not None
-        return tensor
+        tensor: Any = self.value.const_value if self.value is not None else self._attribute.value
+        return tensor if self.place is None else tensor[self.place]
 
     def set(self, tensor: ir.TensorProtocol) -> None:
-        self.value.const_value = tensor
-
-
-class AttributeSlot:
-    """A slot for a tensor attribute, or with an index for one of a list of tensors."""
-
-    __slots__ = ("_index", "_name", "_node")
-
-    is_attribute = True
-    value = None
-
-    def __init__(self, node: ir.Node, name: str, index: int | None = None) -> None:
-        self._node = node
-        self._name = name
-        self._index = index
-
-    def get(self) -> ir.TensorProtocol:
-        value = self._node.attributes[self._name].value
-        tensor: ir.TensorProtocol = value if self._index is None else value[self._index]
-        return tensor
-
-    def set(self, tensor: ir.TensorProtocol) -> None:
-        old = self._node.attributes[self._name]
-        if self._index is None:
+        if self.value is not None:
+            self.value.const_value = tensor
+            return
+        old = self._attribute
+        if self.place is None:
             new = ir.AttrTensor(old.name, tensor, doc_string=old.doc_string)
         else:
             tensors = list(old.value)
-            tensors[self._index] = tensor
+            tensors[self.place] = tensor
             new = ir.AttrTensors(old.name, tensors, doc_string=old.doc_string)
-        self._node.attributes[self._name] = new
+        self.node.attributes[self.name] = new  # type: ignore[union-attr]
 
-
-# A place that holds a tensor.
-TensorSlot = InitializerSlot | AttributeSlot
+    @property
+    def _attribute(self) -> ir.Attr:
+        return self.node.attributes[self.name]  # type: ignore[union-attr]
 
 
 def tensors(model: ir.Model, wanted: Callable[[ir.TensorProtocol], bool] | None = None) -> Iterator[TensorSlot]:
@@ -127,7 +105,7 @@ def _tensors(graph: ir.Graph, wanted: Callable[[ir.TensorProtocol], bool] | None
     for value in _plain(graph.initializers).values():
         tensor = value.const_value
         if tensor is not None and (wanted is None or wanted(tensor)):
-            yield InitializerSlot(value)
+            yield TensorSlot(value)
     for node in graph:
         for attribute in _attributes(node):
             kind = attribute.type
@@ -135,11 +113,11 @@ def _tensors(graph: ir.Graph, wanted: Callable[[ir.TensorProtocol], bool] | None
                 continue
             if kind is ir.AttributeType.TENSOR:
                 if wanted is None or wanted(attribute.value):
-                    yield AttributeSlot(node, attribute.name)
+                    yield TensorSlot(None, node, attribute.name)
             elif kind is ir.AttributeType.TENSORS:
                 for index, tensor in enumerate(attribute.value):
                     if wanted is None or wanted(tensor):
-                        yield AttributeSlot(node, attribute.name, index)
+                        yield TensorSlot(None, node, attribute.name, index)
             else:
                 for body in bodies(attribute):
                     yield from _tensors(body, wanted)

@@ -293,7 +293,7 @@ def to_parts(model: ir.Model) -> Parts:
             mark = ir.ExternalTensor(
                 "given", 0, size(tensor), tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name
             )
-            marks.append((walk.InitializerSlot(value), mark))
+            marks.append((walk.TensorSlot(value), mark))
     with replaced(marks):
         encoded = encode(model, given=True)
     if encoded.model_size > PROTOBUF_LIMIT:

@@ -31,7 +31,7 @@ def source(tmp_path: Path) -> Path:
 def test_a_fold_loads_neither_sympy_nor_what_verifies(source: Path, tmp_path: Path) -> None:
     code = """
 import atexit, sys
-unwanted = ("sympy.", "bnexport.verification.models", "bnexport.verification.process")
+unwanted = ("sympy.", "bnexport.verification.api", "bnexport.verification.process")
 atexit.register(lambda: print([name for name in sys.modules if name.startswith(unwanted)]))
 from bnexport.cli import main
 sys.argv[1:] = ["fold", *sys.argv[1:], "--no-verify"]

@@ -16,8 +16,8 @@ from bnexport.errors import UnsafeModelError
 from bnexport.folding import fold, verify
 from bnexport.model_io import from_proto, to_proto
 from bnexport.verification import api
+from bnexport.verification.api import Pair
 from bnexport.verification.certificate import KEY
-from bnexport.verification.models import Pair
 from bnexport.verification.verdict import Verification
 from tests.support.onnx_text import batch_norm, model
 from tests.support.work import counted

@@ -132,7 +132,7 @@ class TestTensors:
     def test_every_place(self) -> None:
         slots = list(walk.tensors(from_proto(with_lists())))
         assert [slot.get().name for slot in slots] == ["w", "one", "l1", "l2", "inner"]
-        assert [slot.is_attribute for slot in slots] == [False, True, True, True, False]
+        assert [slot.value is None for slot in slots] == [False, True, True, True, False]
 
     def test_one_of_a_list_is_replaced(self) -> None:
         source = from_proto(with_lists())

@@ -5,8 +5,7 @@ from __future__ import annotations
 from bnexport.folding.report import FoldReport
 from bnexport.model_io import load
 from bnexport.model_io.read import Source
-from bnexport.verification.api import prove_fold
-from bnexport.verification.models import Pair
+from bnexport.verification.api import Pair, prove_fold
 from bnexport.verification.verdict import Verification
 
 
