@@ -33,6 +33,7 @@ _POOLS: dict[type, str] = {
     **dict.fromkeys((nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), "AveragePool"),
     **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d), "MaxPool"),
 }
+_TO_ONE = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _PADS = (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
 _MODES = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
@@ -152,6 +153,8 @@ class ModuleGraph:
             return self._add("LeakyRelu", name, [x], alpha=float(module.negative_slope))
         if kind in _POOLS:
             return self._pool(name, module, x, int(kind.__name__[-2]))
+        if kind in _TO_ONE and set(_wide(module.output_size, 1)) == {1} and _has_rank(x, int(kind.__name__[-2]) + 2):
+            return self._add("GlobalAveragePool", name, [x])
         if kind in _PADS and _has_rank(x, int(kind.__name__[-2]) + 2):
             return self._pad(name, x, list(module.padding), "constant")
         return None
@@ -273,6 +276,14 @@ class ModuleGraph:
             # How far is told by an operator of which nothing is known; the channels stay.
             sizes = self._opaque(node, "sizes", asks=True)
             return self._add("Resize", name, [data, None, None, sizes], axes=list(range(2, len(data.shape))))
+        if called.startswith("adaptive_avg_pool") and args[1:] in ((1,), ([1] * _rank(data),), ((1,) * _rank(data),)):
+            return self._add("GlobalAveragePool", name, [data])
+        if called == "mean" and data.shape is not None:
+            dim: Any = node.kwargs.get("dim", args[1] if len(args) > 1 else None)
+            keep = node.kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+            if node.kwargs.keys() <= {"dim", "keepdim"} and isinstance(dim, int | list | tuple):
+                axes = self._initializer(f"{name}.axes", np.asarray(_wide(dim, 1), np.int64))
+                return self._add("ReduceMean", name, [data, axes], keepdims=int(bool(keep)))
         if called in _QUESTIONS or (called == "getattr" and args[1] in _QUESTIONS):
             return self._opaque(node, asks=True)
         order = _permutation(called, node, data)
@@ -337,6 +348,11 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     plain = plain.dequantize() if plain.is_quantized else plain
     plain = plain.to_dense() if plain.layout is not torch.strided else plain
     return to_array(plain.contiguous())
+
+
+def _rank(data: ir.Value) -> int:
+    """Return the number of spatial axes of a value, 0 where it is not known."""
+    return 0 if data.shape is None else len(data.shape) - 2
 
 
 def _has_rank(value: ir.Value, rank: int) -> bool:

@@ -425,3 +425,30 @@ def test_parts_that_are_not_taken_by_their_index_stay(inputs):
     """Without example inputs, the number of parts is not known, either."""
     net = trained(InstanceBatch(SPLITS["split"] if inputs is None else lambda x: torch.split(x, 3, 1)[0:2]))
     assert left(bnexport.fold_module(net, inputs)) == ["norm"]
+
+
+class Pooled(nn.Module):
+    """A batch norm that only a mean over the image separates from the layer that takes it."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.conv, self.norm, self.linear = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Linear(6, 5)
+        self.pool = pool
+
+    def forward(self, x):
+        return self.linear(self.pool(self.norm(torch.relu(self.conv(x)))))
+
+
+POOLS = {
+    "module": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+    "function": lambda x: nn.functional.adaptive_avg_pool2d(x, (1, 1)).flatten(1),
+    "mean": lambda x: x.mean(keepdim=True, dim=[-1, -2]).flatten(1),
+    "one axis each": lambda x: x.mean(3).mean(-1),
+}
+
+
+@pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
+def test_a_norm_in_front_of_a_mean(pool):
+    net = trained(Pooled(pool))
+    assert left(fold_and_check(net, X2)) == []
+    assert bnexport.fold_module(torch.export.export(net, (X2,))).fold_report.after.batch_norm == 0
