@@ -25,7 +25,7 @@ def found(result: Result, word: str) -> list[str]:
     return [words for kind, words, *_ in result.findings if kind.split()[0] == word]
 
 
-@pytest.mark.parametrize("seed", [25, 27, 28, 29, 31])
+@pytest.mark.parametrize("seed", [25, 27, 28, 29, 32])
 def test_a_sample_of_changed_graphs(seed: int) -> None:
     """No different graph passes, no equal graph fails, none ends in an error."""
     sample = run(8, seed)
