@@ -155,7 +155,7 @@ def bypass(site: Site, context: Context) -> ir.Value:
     else:
         # The shape stays: what the file declares for the output may be wrong, and engines infer it less often for the source.
         source.type = source.type or output.type
-    _remove(site.nodes, source, context)
+    remove(site.nodes, source, context)
     return source
 
 
@@ -172,7 +172,7 @@ def merge(site: Site, context: Context) -> ir.Node:
     kept.replace_input_with(0, source)
     if output is not result:
         take_over(output, result, context)
-    _remove([node for node in site.nodes if node is not kept], source, context)
+    remove([node for node in site.nodes if node is not kept], source, context)
     return kept
 
 
@@ -219,7 +219,7 @@ def restate(site: Site, form: str, context: Context) -> list[ir.Node]:
         made.append(node)
     context.created += made
     take_over(output, value, context)
-    _remove(site.nodes, source, context)
+    remove(site.nodes, source, context)
     return made
 
 
@@ -233,7 +233,8 @@ def take_over(old: ir.Value, new: ir.Value, context: Context) -> None:
         new.name, old.name = old.name, new.name
 
 
-def _remove(nodes: Sequence[ir.Node], data: ir.Value, context: Context) -> None:
+def remove(nodes: Sequence[ir.Node], data: ir.Value | None, context: Context) -> None:
+    """Remove nodes whose outputs have been replaced, with the constants that only they read. data: what they read besides."""
     gone = set(nodes)
     for node in nodes:
         for value in node.inputs:

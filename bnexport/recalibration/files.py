@@ -456,31 +456,27 @@ _STATISTICS = {"mean": 3, "var": 4}
 class Segment:
     """Part of a model. made: what it computes. measured: inputs of the batch norms behind it. given: what it reads.
 
-    constants: initializers that it reads. last: names of the values that no later segment reads or measures.
+    last: names of the values that no later segment reads or measures.
     """
 
     made: list[ir.Value]
     measured: dict[int, ir.Value]
     given: dict[ir.Value, None] = dataclasses.field(default_factory=dict)
-    constants: dict[ir.Value, None] = dataclasses.field(default_factory=dict)
-    nodes: set[ir.Node] = dataclasses.field(default_factory=set)
     last: list[str] = dataclasses.field(default_factory=list)
     runtime: OnnxRuntime | None = None
 
     def collect(self, level: int, levels: Mapping[ir.Value, int]) -> None:
-        """Find the nodes that make its values from inputs of the model and values of lower levels."""
+        """Find the inputs of the model and the values of lower levels that its values are made from."""
         open_nodes = [node for value in self.made if (node := value.producer())]
+        seen = set(open_nodes)
         while open_nodes:
             node = open_nodes.pop()
-            if node in self.nodes:
-                continue
-            self.nodes.add(node)
             for value in _sources(node):
-                if value.is_initializer() and value.graph is node.graph:
-                    self.constants[value] = None
-                elif levels.get(value, -1) == level and (producer := value.producer()):
-                    open_nodes.append(producer)
-                elif value in levels or value.graph is node.graph:
+                producer = value.producer()
+                if producer is not None and levels.get(value, -1) == level:
+                    open_nodes += [] if producer in seen else [producer]
+                    seen.add(producer)
+                elif value in levels or (value.graph is node.graph and not value.is_initializer()):
                     self.given[value] = None
 
 
@@ -492,7 +488,6 @@ class Segments:
 
     def __init__(self, model: ir.Model, norms: Mapping[int, ir.Node]) -> None:
         self._model = model
-        self._places = {node: place for place, node in enumerate(model.graph)}
         for number, node in norms.items():
             for what, place in _STATISTICS.items():
                 old = node.inputs[place]
@@ -541,15 +536,7 @@ class Segments:
             values.pop(name, None)
 
     def _open(self, segment: Segment, feeds: Values) -> OnnxRuntime:
-        whole = self._model.graph
-        graph = ir.GraphView(
-            list(segment.given),
-            segment.made,
-            nodes=sorted(segment.nodes, key=self._places.__getitem__),
-            initializers=list(segment.constants),
-            opset_imports=whole.opset_imports,
-            name=whole.name,
-        ).clone()
+        graph = ir.convenience.extract(self._model.graph, list(segment.given), segment.made)
         for value in graph.inputs:
             array = feeds[str(value.name)]
             if not isinstance(array, np.ndarray):

@@ -29,7 +29,7 @@ from bnexport.folding.branches.collapse import (
 )
 from bnexport.folding.branches.windows import Kernel
 from bnexport.folding.context import Context, Exact, Options, Plan
-from bnexport.folding.placing import take_over
+from bnexport.folding.placing import remove, take_over
 from bnexport.folding.report import Refusal, SiteReport
 from bnexport.folding.rules.parallel import NAME
 from bnexport.folding.sites import SUMS
@@ -171,17 +171,8 @@ def _remove(nodes: Sequence[ir.Node], context: Context) -> None:
     # A Pad that others read stays: what merged branches read of it, they have no more.
     pads = [node for node in nodes if node.op_type == "Pad"]
     others = [node for node in nodes if node.op_type != "Pad"]
-    _take_out(others, context)
-    _take_out([node for node in pads if not used(node.outputs[0])], context)
-
-
-def _take_out(nodes: Sequence[ir.Node], context: Context) -> None:
-    gone = set(nodes)
-    for node in nodes:
-        for value in node.inputs:
-            if value is not None and value.producer() not in gone:
-                context.surgery.may_be_unused(value)
-        context.surgery.remove(node)
+    remove(others, None, context)
+    remove([node for node in pads if not used(node.outputs[0])], None, context)
 
 
 @dataclasses.dataclass(frozen=True)
