@@ -27,12 +27,13 @@ __all__ = ["decompositions", "translation_table"]
 
 _ATEN = torch.ops.aten
 
-_PADDINGS: dict[torch_versions.Operator, Callable[..., Any]] = {}
-for _kind, _torchs, _onnxs in (("reflection", "reflect", "reflect"), ("replication", "replicate", "edge")):
-    for _name in (f"{_kind}_pad{_rank}d" for _rank in (1, 2, 3)):
-        _forward = functools.partial(resampling.padding, name=_name, mode=_torchs, onnx_mode=_onnxs)
-        _backward = functools.partial(resampling.padding_backward, name=_name, mode=_torchs)
-        _PADDINGS |= {getattr(_ATEN, _name).default: _forward, getattr(_ATEN, f"{_name}_backward").default: _backward}
+_PADDINGS: dict[torch_versions.Operator, Callable[..., Any]] = {
+    getattr(_ATEN, f"{kind}_pad{rank}d_backward").default: functools.partial(
+        resampling.padding_backward, name=f"{kind}_pad{rank}d", mode=mode
+    )
+    for kind, mode in (("reflection", "reflect"), ("replication", "replicate"))
+    for rank in (1, 2, 3)
+}
 
 _TRANSLATIONS: dict[torch_versions.Operator, Callable[..., Any]] = {
     _ATEN.convolution_backward.default: convolution.convolution_backward,
@@ -60,8 +61,6 @@ _TRANSLATIONS: dict[torch_versions.Operator, Callable[..., Any]] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: activations.attention_backward,
     _ATEN.threshold_backward.default: activations.threshold_backward,
     _ATEN.hardtanh_backward.default: activations.hardtanh_backward,
-    _ATEN.silu_backward.default: activations.silu_backward,
-    _ATEN.mish_backward.default: activations.mish_backward,
     _ATEN.nll_loss_forward.default: activations.nll_loss_forward,
     _ATEN.nll_loss2d_forward.default: activations.nll_loss_forward,
     _ATEN._softmax.default: activations.softmax,

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from bnexport.errors import UnsupportedModelError
-from bnexport.training.translations.values import constant, ints, op, reshape, sizes, spread, static_sizes
+from bnexport.training.translations.values import constant, op, reshape, sizes, spread, static_sizes
 
 # Pooling, resizing, padding and windows as separable linear maps.
 #
@@ -108,29 +108,19 @@ def _adaptive(size: int, out: int) -> np.ndarray:
     return matrix(size, lambda x: torch.nn.functional.adaptive_avg_pool1d(x, out))
 
 
-def padding(input: Any, padding: Sequence[int], *, name: str, mode: str, onnx_mode: str) -> Any:
-    """Translate aten::reflection_pad1d, _2d, _3d and aten::replication_pad1d, _2d, _3d; modes: torch's and ONNX's."""
-    sides = [int(width) for width in padding]
-    if min(sides) < 0:
-        return push_forward(input, _pad_matrices(input, sides, name, mode))
-    starts, ends = sides[::2][::-1], sides[1::2][::-1]
-    others = [0] * (len(sizes(input)) - len(starts))
-    return op.Pad(input, ints([*others, *starts, *others, *ends]), mode=onnx_mode)
-
-
 def padding_backward(grad_output: Any, input: Any, padding: Sequence[int], *, name: str, mode: str) -> Any:
-    """Translate their gradients, with static sizes."""
-    return pull_back(grad_output, _pad_matrices(input, padding, f"{name}_backward", mode))
+    """Translate the gradients of aten::reflection_pad1d, _2d, _3d and aten::replication_pad1d, _2d, _3d, with static sizes.
 
-
-def _pad_matrices(input: Any, padding: Sequence[int], name: str, mode: str) -> list[np.ndarray]:
+    mode: as torch.nn.functional.pad takes it.
+    """
     sides = [int(width) for width in padding]
     pairs = list(zip(sides[::2], sides[1::2]))[::-1]
 
     def entry(size: int, ends: tuple[int, int]) -> np.ndarray:
         return matrix(size, lambda x: torch.nn.functional.pad(x, ends, mode=mode))
 
-    return [entry(*axis) for axis in zip(static_sizes(input, 2, f"aten::{name}"), pairs)]
+    extents = static_sizes(input, 2, f"aten::{name}_backward")
+    return pull_back(grad_output, [entry(*axis) for axis in zip(extents, pairs)])
 
 
 def unfold_backward(grad_in: Any, input_sizes: Any, dim: int, size: int, step: int) -> Any:

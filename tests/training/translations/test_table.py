@@ -44,6 +44,13 @@ def test_the_only_custom_nodes_are_ours():
     assert {node.domain for node in nodes} == {""}
 
 
+def test_a_number_may_depend_on_the_batch():
+    """torch.onnx takes numbers alone."""
+    rows = ir.Value(name="rows", shape=ir.Shape(()), type=ir.TensorType(ir.DataType.INT64))
+    nodes, _ = record(ATEN.div.Scalar, value("batch", 4), rows)
+    assert [node.op_type for node in nodes] == ["CastLike", "Div"]
+
+
 def test_nodes_carry_the_group():
     image, vector = value("batch", 4, 3, 3), value(4)
     (forward, *_), outputs = record(
