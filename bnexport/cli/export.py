@@ -349,18 +349,18 @@ def train_export(
             import torch
 
             from bnexport.exporting import wrapper
-            from bnexport.training import problem
+            from bnexport.training import step
             from bnexport.training.api import export_training_step
         torch.manual_seed(seed)
         names, args = example_inputs(arguments, seed)
         model = build(factory)
-        function = _load_function(loss) if ":" in loss else problem.named_loss(loss)
+        function = _load_function(loss) if ":" in loss else step.named_loss(loss)
         if checkpoint is not None:
             load_weights(model, checkpoint, key, allow_unexpected)
         with explained(factory):
             output = wrapper.run(model, model.eval(), args)
         drawn = torch.Generator().manual_seed(seed)
-        wanted = problem.example_target(loss, output, drawn) if example is None else _load_target(example)
+        wanted = step.example_target(loss, output, drawn) if example is None else _load_target(example)
         with status(f"exporting a training step of {factory}"), calm():
             result = export_training_step(
                 model.train(),

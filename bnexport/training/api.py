@@ -19,7 +19,6 @@ from bnexport.exporting.dimensions import Dimensions, SizeConditions
 from bnexport.modules.copies import copy_model
 from bnexport.schema import NEW_SUFFIX, TRAINING_METADATA
 from bnexport.training import graph, optimizers, tracing, verification
-from bnexport.training.problem import Loss, Problem
 from bnexport.training.state import (
     LEARNING_RATE,
     LOSS,
@@ -31,7 +30,7 @@ from bnexport.training.state import (
     step_paths,
     write,
 )
-from bnexport.training.step import Recorder, Step, kink_names, take
+from bnexport.training.step import Loss, Problem, Recorder, Step, kink_names, take
 from bnexport.verification.verdict import Verification
 
 # Batch sizes at which a model's code would take another branch than the one recorded in the graph.

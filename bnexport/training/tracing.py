@@ -30,7 +30,7 @@ from bnexport.exporting.dynamo import no_stack_traces, quiet, write_doubles, wri
 from bnexport.exporting.finish import MINIMUM_OPSET
 from bnexport.modules.copies import room_for
 from bnexport.training import dropout, optimizers, translations
-from bnexport.training.problem import Problem
+from bnexport.training.step import Problem
 
 # Ranges of the labels and indices in a batch, read from a recorded step.
 #

@@ -34,9 +34,8 @@ from bnexport.runtime import engine
 from bnexport.runtime.engine import EngineFailure
 from bnexport.schema import NEW_SUFFIX
 from bnexport.training.graph import uses_library
-from bnexport.training.problem import OwnState
 from bnexport.training.state import ACCUMULATED, GRADIENT_SUFFIX, LEARNING_RATE, STEP
-from bnexport.training.step import Follower, Recorder, Step
+from bnexport.training.step import Follower, OwnState, Recorder, Step
 from bnexport.verification.comparison import compare_output, compare_with_truth, is_finite, is_float
 from bnexport.verification.verdict import OutputComparison, Verification, nearest
 

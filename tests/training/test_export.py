@@ -16,8 +16,7 @@ from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from bnexport.training import verification
 from bnexport.training.api import TrainingExportResult
 from bnexport.training.optimizers import make_optimizer
-from bnexport.training.problem import Problem
-from bnexport.training.step import Step
+from bnexport.training.step import Problem, Step
 from tests.training.torch_step import torch_step
 
 

@@ -9,8 +9,7 @@ from bnexport.errors import UsageError
 from bnexport.runtime import engine
 from bnexport.training.graph import finish
 from bnexport.training.optimizers import OPTIMIZERS, make_optimizer
-from bnexport.training.problem import Problem
-from bnexport.training.step import clip
+from bnexport.training.step import Problem, clip
 from bnexport.training.tracing import trace
 from tests.training.torch_step import OPTIMIZERS as TORCH
 
