@@ -23,7 +23,7 @@ def _cost(entry: catalogue.Entry, results: dict[str, Any]) -> tuple[bool, bool, 
 
 
 def main() -> None:
-    options = runner.parser(__doc__, RESULTS, (*verdicts.WAYS, *verdicts.PLAIN)).parse_args()
+    options = runner.parser(__doc__, RESULTS, (*verdicts.WAYS, *verdicts.PLAIN, *verdicts.FILES)).parse_args()
     chosen = [entry for entry in catalogue.entries() if re.search(options.only, entry.name)]
     results = runner.load(options, [entry.name for entry in chosen], verdicts.of_model)
     fresh: dict[str, Any] = {"ways": {}}

@@ -45,6 +45,11 @@ JUDGED = """## How they were judged
 `make campaign RUN=zoo` makes the results and this page; it takes hours, and goes on where it was stopped.
 """
 
+FILES = """A `.pt` file is scripted, else traced; a `.pt2` file is a program of torch.export. Both are compared with the untouched
+model, a trace at the example's size only, a program at those of the other sizes that it takes. ONNX is the better one of both
+exporters. A batch norm of a part that the forward does not call, such as an auxiliary head, is no part of an ONNX file; in the others
+it counts as left. The `.pt` way needs a forward that torch.fx can trace; a submodule that it cannot trace keeps its batch norms."""
+
 TITLES = {
     "timm": "timm",
     "torchvision": "torchvision",
@@ -154,6 +159,56 @@ def parity(results: Iterable[Result]) -> str:
     return f"Of the models that `torch.onnx.export` exports, bnexport exports, for deployment: {'; '.join(lines)}."
 
 
+def in_files(results: Iterable[Result]) -> str:
+    """Batch norms left in ONNX, TorchScript and pt2 files, and the models with more in one of these."""
+    tried = [
+        each
+        for each in results
+        if any(way in each["ways"] for way in verdicts.FILES)
+        and any(_norms(each, f"deploy {exporter}") is not None for exporter in EXPORTERS)
+    ]
+    groups = {title: [each for each in tried if each["name"].startswith(f"{key}:")] for key, title in TITLES.items()}
+    rows, more = [], []
+    for name, members in {**groups, "all": tried}.items():
+        if members:
+            found = {way: collections.Counter(verdicts.of_way(each, way) for each in members) for way in verdicts.FILES}
+            right = [
+                f"{found[way]['right']} of {len(members) - found[way]['missing']}, {found[way]['wrong']} wrong"
+                for way in verdicts.FILES
+            ]
+            both = [each for each in members if all(_norms(each, way) is not None for way in verdicts.FILES)]
+            left = [sum(map(_in_onnx, both)), *(sum(_norms(each, way) or 0 for each in both) for way in verdicts.FILES)]
+            rows.append([name, str(len(members)), *right, str(len(both)), *map(str, left)])
+    for each in tried:
+        counts = [_norms(each, way) for way in verdicts.FILES]
+        if any(count is not None and count > _in_onnx(each) for count in counts):
+            way = max(verdicts.FILES, key=lambda way: _norms(each, way) or 0)
+            why = collections.Counter(text for _, _, text in each["ways"][way]["kept"]).most_common(1)
+            shown = ["-" if count is None else str(count) for count in counts]
+            more.append([each["name"], str(_in_onnx(each)), *shown, cell(why[0][0] if why else "")])
+    header = [
+        "library",
+        "models",
+        "`.pt` right",
+        "`.pt2` right",
+        "written in all",
+        "left in ONNX",
+        "in `.pt`",
+        "in `.pt2`",
+    ]
+    worse = table(["model", "ONNX", "`.pt`", "`.pt2`", "why, mostly"], more) if more else "None."
+    return f"{table(header, rows)}\n\nModels with more of them than in ONNX:\n\n{worse}"
+
+
+def _norms(result: Result, way: str) -> int | None:
+    found = result["ways"].get(way)
+    return found["batch_norm_nodes"] if found and exported(found) else None
+
+
+def _in_onnx(result: Result) -> int:
+    return min(count for exporter in EXPORTERS if (count := _norms(result, f"deploy {exporter}")) is not None)
+
+
 def models(results: Iterable[Result]) -> str:
     header = ["model (conversion)", *ALL]
     rows = []
@@ -222,6 +277,7 @@ def render(results: dict[str, Result]) -> str:
         f"bnexport over `torch.onnx.export`, the same exporter, both with what they check by default:\n\n{ratios(built)}",
         f"## Not right\n\n{errors(shown)}",
         f"## Batch norms that are left\n\n{reasons(built)}\n\n{restated(built)}",
+        f"## TorchScript and pt2 files\n\n{FILES}\n\n{in_files(built)}",
         f"## All models\n\n{models(built)}",
     ]
     return behind_summary("\n\n".join(part.strip() for part in parts)) + "\n"

@@ -31,6 +31,8 @@ from bnexport.errors import BnexportError, first_line
 from tests.zoo import building, catalogue
 
 EXPORTERS = ("dynamo", "torchscript")
+# What `export` calls a format, by its suffix.
+FORMATS = {"pt": "torchscript", "pt2": "pt2"}
 # A larger error is compared with that of the untouched model in float32.
 BOUND = 1e-4
 OWN_ERRORS = 8.0
@@ -72,6 +74,8 @@ class Trial:
             for exporter in EXPORTERS:
                 for name, function in (("deploy", self._deploy), ("plain", self._plain), ("kept", self._kept)):
                     self._way(f"{name} {exporter}", function, pair.sync, example, Path(folder), exporter)
+            for format in FORMATS:
+                self._way(f"deploy .{format}", self._module_file, pair.sync, example, Path(folder), format)
         self.result["finished"] = True
         self.save()
 
@@ -125,6 +129,29 @@ class Trial:
             "verification": result.verification.status,
             "kept": [[site.outcome, site.op_type, site.reason[:300]] for site in report.kept][:40],
             "batch_norms_kept": report.after.batch_norm,
+        }
+
+    def _module_file(self, model: nn.Module, x: torch.Tensor, folder: Path, format: str) -> dict[str, Any]:
+        path = folder / f"deploy.{format}"
+        begin = time.perf_counter()
+        result = bnexport.export(model, x, path, format=FORMATS[format], verify=False)  # compared here
+        seconds = time.perf_counter() - begin
+        load = torch.export.load(str(path)).module() if format == "pt2" else torch.jit.load(str(path))
+        status, errors = "right", {}
+        for shape, (feed, expected, own) in self.expected.items():
+            if result.exporter == "trace" and shape != self.entry.shape:
+                continue
+            with torch.no_grad(), contextlib.suppress(Exception):  # a program is for some sizes
+                errors[str(shape)] = error = _error(_flat(load(feed)), expected)
+                status = status if error <= max(BOUND, OWN_ERRORS * own) else "wrong"
+        report = result.report  # None where nothing can be folded
+        kept = [] if report is None else [[site.outcome, site.op_type, site.reason[:300]] for site in report.kept][:40]
+        return {
+            "status": status if errors else "fails",
+            "errors": {shape: float(f"{error:.3g}") for shape, error in errors.items()},
+            "seconds": round(seconds, 2),
+            "kept": kept or [["kept", "", note] for note in result.notes if "nothing was folded" in note],
+            "batch_norm_nodes": self.result["batch_norms"] if report is None else report.after.batch_norm,
         }
 
     def _restated(self, path: Path, target: Path) -> dict[str, Any]:

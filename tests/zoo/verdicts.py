@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 WAYS = ("deploy dynamo", "deploy torchscript", "kept dynamo", "kept torchscript")
+FILES = ("deploy .pt", "deploy .pt2")
 PLAIN = ("plain dynamo", "plain torchscript")
 # The worst first.
 ORDER = ("wrong", "fails", "failed", "refused", "stopped", "missing", "right")
