@@ -107,6 +107,14 @@ def input_at(node: ir.Node, index: int) -> ir.Value | None:
     return value if value is not None and value.name else None
 
 
+def required_input(node: ir.Node, index: int = 0) -> ir.Value:
+    """Return input `index`. Raises Refused where it is absent or empty, which no operator that asks for it allows."""
+    value = input_at(node, index)
+    if value is None:
+        raise Refused("bad-node", f"{label(node)} lacks input {index}")
+    return value
+
+
 def used(value: ir.Value) -> bool:
     return bool(value.is_graph_output() or value.uses())
 

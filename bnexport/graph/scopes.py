@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.graph.constants import Constants
-from bnexport.graph.nodes import Names, is_portable_body
+from bnexport.graph.nodes import Names, Refused, is_portable_body, label
 from bnexport.graph.shapes import Shape, Shapes
 from bnexport.graph.surgery import Surgery
 
@@ -45,6 +45,13 @@ class GraphContext:
     def rank(self, value: ir.Value) -> int | None:
         shape = self.shape(value)
         return None if shape is None else len(shape)
+
+    def known_rank(self, value: ir.Value, node: ir.Node) -> int:
+        """Return the rank of an operand or result of `node`. Raises Refused where it is not known."""
+        rank = self.rank(value)
+        if rank is None:
+            raise Refused("rank", f"the rank of {label(node)} is not known")
+        return rank
 
     def size(self, value: ir.Value, axis: int) -> int | None:
         """Return one dimension if it is a known number."""

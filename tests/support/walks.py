@@ -41,3 +41,13 @@ def walk(function: Callable[[], object], carries: Callable[[object], bool]) -> l
 def returns(way: list[str]) -> int:
     """How often it comes back to a file that it has left."""
     return len(way) - len(set(way))
+
+
+def packages(way: list[str]) -> list[str]:
+    """Return the way from package to package."""
+    found: list[str] = []
+    for file in way:
+        package = file.rpartition("/")[0]
+        if found[-1:] != [package]:
+            found.append(package)
+    return found

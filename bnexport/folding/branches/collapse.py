@@ -33,6 +33,7 @@ from bnexport.graph.nodes import (
     is_standard,
     label,
     only_attributes,
+    required_input,
 )
 
 # Sums of linear branches in a graph: which values are linear in a value that several nodes read, and by which nodes.
@@ -296,10 +297,9 @@ def find_frame(terms: list[Term], context: Context) -> Frame | None:
                 rank = context.constants.describe(input_at(node, 1), "Conv weight").ndim
                 return Frame(1, rank, rank - 2)
             if node.op_type in CARRIERS:
-                data = input_at(node, 0)
-                data_rank = 2 if node.op_type == "Gemm" else None if data is None else context.rank(data)
-                if data_rank is None or data_rank < 2:
-                    raise Refused("rank", f"the rank of what {label(node)} reads is not known or below 2")
+                data_rank = 2 if node.op_type == "Gemm" else context.known_rank(required_input(node), node)
+                if data_rank < 2:
+                    raise Refused("rank", f"the rank of what {label(node)} reads is below 2")
                 return Frame(data_rank - 1, data_rank, 0)
     return None
 

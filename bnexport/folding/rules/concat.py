@@ -65,10 +65,7 @@ def _concat_axis(node: ir.Node, context: Context) -> int:
     # The default of 1 is opset 1's; later opsets always write the axis.
     axis = get_int(node, "axis", 1)
     if axis < 0:
-        rank = context.rank(node.outputs[0])
-        if rank is None:
-            raise Refused("rank", f"the rank of {label(node)} is not known")
-        axis += rank
+        axis += context.known_rank(node.outputs[0], node)
     return axis
 
 

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.placing import Rule, Search
-from bnexport.graph.nodes import Refused, get_int, get_string, input_at, label, only_attributes
+from bnexport.graph.nodes import Refused, get_int, get_string, label, only_attributes, required_input
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
@@ -45,13 +45,12 @@ def _spread(node: ir.Node, affine: ChannelAffine, count: int) -> ChannelAffine:
 
 def _check(node: ir.Node, axis: int) -> tuple[ir.Value, int]:
     only_attributes(node, ("blocksize", "mode"))
-    value = input_at(node, 0)
     block = get_int(node, "blocksize", 0)
-    if value is None or block < 1:
-        raise Refused("bad-node", f"{label(node)} has no input or no block size")
+    if block < 1:
+        raise Refused("bad-node", f"{label(node)} has no block size")
     if axis != 1:
         raise Refused("axis", f"the map acts on axis {axis}, the channels of {label(node)} are axis 1")
-    return value, block * block
+    return required_input(node), block * block
 
 
 RULE = Rule(

@@ -27,16 +27,14 @@ from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing import Rule, Search
 from bnexport.folding.sites import SUMS, keeps_channels
-from bnexport.graph.nodes import Refused, input_at, label, only_attributes
+from bnexport.graph.nodes import Refused, input_at, label, only_attributes, required_input
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
     context = search.context
     _check_attributes(node, context)
-    operands = [input_at(node, index) for index in range(len(node.inputs))]
-    rank = context.rank(node.outputs[0])
-    if not operands or None in operands or rank is None:
-        raise Refused("rank", f"the rank of {label(node)} is not known")
+    operands = [required_input(node, index) for index in range(len(node.inputs))]
+    rank = context.known_rank(node.outputs[0], node)
     if node.op_type == "Neg":
         _operand(node, 0, axis, _negated(affine), rank, search)
         return
@@ -61,11 +59,10 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
     context = search.context
     _check_attributes(node, context)
-    rank = context.rank(node.outputs[0])
-    operands = [input_at(node, place) for place in range(len(node.inputs))]
-    data = operands[index]
-    if data is None or None in operands or rank is None or context.rank(data) != rank:
-        raise Refused("rank", f"the rank of {label(node)} is not known, or is not that of its operand")
+    rank = context.known_rank(node.outputs[0], node)
+    operands = [required_input(node, place) for place in range(len(node.inputs))]
+    if context.rank(operands[index]) != rank:
+        raise Refused("rank", f"the rank of {label(node)} is not that of its operand")
     if node.op_type == "Neg":
         search.forward(node.outputs[0], axis, _negated(affine))
     elif node.op_type in SUMS:
@@ -177,8 +174,7 @@ def _store(
 
 
 def _operand(node: ir.Node, index: int, axis: int, affine: ChannelAffine, rank: int, search: Search) -> None:
-    value = input_at(node, index)
-    assert value is not None
+    value = required_input(node, index)
     if search.context.rank(value) != rank:
         raise Refused("rank", f"an operand of {label(node)} broadcasts from another rank")
     if search.context.size(value, axis) not in (None, affine.channels):

@@ -17,13 +17,13 @@ from bnexport.folding.affine import ChannelAffine, along
 from bnexport.folding.context import Context
 from bnexport.folding.placing import Rule, Search
 from bnexport.graph.constants import ELEMENTS
-from bnexport.graph.nodes import Refused, get_int, input_at, label, only_attributes
+from bnexport.graph.nodes import Refused, get_int, input_at, label, only_attributes, required_input
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
     if node.op_type != "Gather":
-        value, moved = _check_copies(node, affine, search.context)
-        search.backward(value, _of_channels(node, axis - moved, affine, search.context), affine)
+        moved = _check_copies(node, axis, affine, search.context, from_output=True)
+        search.backward(required_input(node), axis - moved, affine)
         return
     value, chosen, rank = _read(node, search.context)
     before = _before(axis, chosen, rank, node)
@@ -43,8 +43,8 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
     if index != 0:
         raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
     if node.op_type != "Gather":
-        _, moved = _check_copies(node, affine, search.context)
-        search.forward(node.outputs[0], _of_channels(node, axis, affine, search.context) + moved, affine)
+        moved = _check_copies(node, axis, affine, search.context, from_output=False)
+        search.forward(node.outputs[0], axis + moved, affine)
         return
     value, chosen, rank = _read(node, search.context)
     if axis != chosen:
@@ -59,12 +59,8 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
 def _read(node: ir.Node, context: Context) -> tuple[ir.Value, int, int]:
     """Return the data, the axis along which it is gathered, and the rank of the indices."""
     only_attributes(node, ("axis",))
-    value, indices = input_at(node, 0), input_at(node, 1)
-    if value is None or indices is None:
-        raise Refused("bad-node", f"{label(node)} lacks an input")
-    rank, own = context.rank(indices), context.rank(value)
-    if rank is None or own is None:
-        raise Refused("rank", f"the ranks of {label(node)} are not known")
+    value, indices = required_input(node), required_input(node, 1)
+    rank, own = context.known_rank(indices, node), context.known_rank(value, node)
     axis = get_int(node, "axis", 0)
     return value, axis + own if axis < 0 else axis, rank
 
@@ -112,27 +108,19 @@ def _scale_table(node: ir.Node, value: ir.Value, axis: int | None, affine: Chann
     search.plan.replace(node, 0, (values - center) * scale + shift, table.dtype, "table", size)
 
 
-def _check_copies(node: ir.Node, affine: ChannelAffine, context: Context) -> tuple[ir.Value, int]:
-    """Return the data, and how many axes are put in front of theirs."""
+def _check_copies(node: ir.Node, axis: int, affine: ChannelAffine, context: Context, *, from_output: bool) -> int:
+    """Return how many axes are put in front of those of the data. Raises Refused unless both have the channels of the map.
+
+    axis: of the data, or of the output.
+    """
     only_attributes(node, ())
-    value = input_at(node, 0)
-    before = None if value is None else context.rank(value)
-    behind = context.rank(node.outputs[0])
-    if value is None or before is None or behind is None:
-        raise Refused("rank", f"the rank of {label(node)} is not known")
-    return value, behind - before
-
-
-def _of_channels(node: ir.Node, axis: int, affine: ChannelAffine, context: Context) -> int:
-    """Return `axis` of the data if it has the channels of the map, and so has the result."""
-    value = input_at(node, 0)
-    assert value is not None
-    behind, before = context.rank(node.outputs[0]), context.rank(value)
-    assert behind is not None and before is not None
-    sizes = (context.size(value, axis) if axis >= 0 else None, context.size(node.outputs[0], axis + behind - before))
+    value, output = required_input(node), node.outputs[0]
+    moved = context.known_rank(output, node) - context.known_rank(value, node)
+    own = axis - moved if from_output else axis
+    sizes = (context.size(value, own) if own >= 0 else None, context.size(output, own + moved))
     if sizes != (affine.channels, affine.channels):
         raise Refused("shape", f"{label(node)} repeats the channels, or their number is not known")
-    return axis
+    return moved
 
 
 RULE = Rule(

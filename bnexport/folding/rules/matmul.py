@@ -23,7 +23,7 @@ from bnexport.folding.context import Addend, Context
 from bnexport.folding.placing import Rule, Search
 from bnexport.folding.sites import data_and_constants, sole_use
 from bnexport.graph.constants import Described
-from bnexport.graph.nodes import Refused, get_string, input_at, is_standard, label, only_attributes
+from bnexport.graph.nodes import Refused, get_string, input_at, is_standard, label, only_attributes, required_input
 
 # One for each axis of "...", counted from the last.
 _BATCH = "0123456789"
@@ -104,10 +104,9 @@ def _read(node: ir.Node, context: Context) -> _Product:
         raise Refused("not-constant", f"no operand, or both, of {label(node)} is constant")
     place = constant.index(True)
     weight = context.constants.describe(input_at(node, place), f"{node.op_type} weight")
-    data = input_at(node, 1 - place)
-    rank = None if data is None else context.rank(data)
-    if rank is None or (node.op_type == "MatMul" and min(rank, weight.ndim) < 2):
-        raise Refused("rank", f"the ranks of the operands of {label(node)} are not known or below 2")
+    rank = context.known_rank(required_input(node, 1 - place), node)
+    if node.op_type == "MatMul" and min(rank, weight.ndim) < 2:
+        raise Refused("rank", f"a rank of the operands of {label(node)} is below 2")
     letters = _letters(node, (weight.ndim, rank) if place == 0 else (rank, weight.ndim))
     return _Product(place, weight, (letters[1 - place], letters[place], letters[2]))
 

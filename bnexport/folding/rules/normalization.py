@@ -56,10 +56,8 @@ def _place(node: ir.Node, scale: np.ndarray, axis: int, search: Search) -> int:
         if axis != 1 or scale.ndim != 1:
             raise Refused("axis", f"the map acts on axis {axis}, the channels of {label(node)} are axis 1")
         return 0
-    rank = search.context.rank(node.outputs[0])
+    rank = search.context.known_rank(node.outputs[0], node)
     first = get_int(node, "axis", -1)
-    if rank is None or scale.ndim > rank:
-        raise Refused("rank", f"the rank of {label(node)} is not known")
     place = axis - (rank - scale.ndim)
     if axis < (first + rank if first < 0 else first) or place < 0:
         raise Refused("axis", f"the map acts on axis {axis}, which {label(node)} does not scale")

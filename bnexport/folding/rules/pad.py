@@ -14,7 +14,7 @@ from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing import Rule, Search
 from bnexport.folding.sites import read_fill, read_pads
-from bnexport.graph.nodes import Refused, get_string, input_at, label
+from bnexport.graph.nodes import Refused, get_string, label, required_input
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
@@ -29,10 +29,8 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
 
 
 def _check(node: ir.Node, axis: int, affine: ChannelAffine, context: Context) -> ir.Value:
-    value = input_at(node, 0)
-    rank = None if value is None else context.rank(value)
-    if value is None or rank is None:
-        raise Refused("rank", f"the rank of {label(node)} is not known")
+    value = required_input(node)
+    rank = context.known_rank(value, node)
     pads = read_pads(node, rank, context)
     if 0 <= axis < rank and any(pads[axis]):
         raise Refused("axis", f"{label(node)} pads the channel axis")

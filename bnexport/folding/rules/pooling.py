@@ -21,7 +21,7 @@ from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing import Rule, Search
 from bnexport.folding.rules.conv import padded
-from bnexport.graph.nodes import Refused, get_flag, get_ints, input_at, label, only_attributes, used
+from bnexport.graph.nodes import Refused, get_flag, get_ints, input_at, label, only_attributes, required_input, used
 
 _ATTRIBUTES = {
     "AveragePool": ("auto_pad", "ceil_mode", "count_include_pad", "dilations", "kernel_shape", "pads", "strides"),
@@ -33,9 +33,7 @@ _REDUCTIONS = ("ReduceMean", "ReduceSum")
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
-    value = input_at(node, 0)
-    if value is None:
-        raise Refused("bad-node", f"{label(node)} has no input")
+    value = required_input(node)
     if node.op_type in _REDUCTIONS:
         _refuse_shift(node, affine)
         axis = _before_reduction(node, value, axis, search.context)
@@ -45,9 +43,9 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
 
 
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
-    value = input_at(node, 0)
-    if index != 0 or value is None:
+    if index != 0:
         raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
+    value = required_input(node)
     if node.op_type in _REDUCTIONS:
         _refuse_shift(node, affine)
         axis = _behind_reduction(node, value, axis, search.context)
@@ -81,9 +79,9 @@ def _check(node: ir.Node, axis: int, affine: ChannelAffine, context: Context) ->
 
 def _refuse_empty_windows(node: ir.Node, context: Context) -> None:
     """Refuse a pooling of which a window may lie in padding alone: its elements may be on both sides of the data."""
-    value = input_at(node, 0)
+    value = required_input(node)
     kernel, dilations = get_ints(node, "kernel_shape") or (), get_ints(node, "dilations") or ()
-    if value is None or not padded(node):
+    if not padded(node):
         return
     pads = get_ints(node, "pads") or (0,) * (2 * len(kernel))
     for place, (count, step) in enumerate(zip(kernel, dilations, strict=False)):
@@ -96,9 +94,7 @@ def _refuse_empty_windows(node: ir.Node, context: Context) -> None:
 
 def _reduced(node: ir.Node, value: ir.Value, context: Context) -> tuple[tuple[int, ...], bool]:
     """Return the axes that are reduced, and whether they stay with size 1."""
-    rank = context.rank(value)
-    if rank is None:
-        raise Refused("rank", f"the rank of {label(node)} is not known")
+    rank = context.known_rank(value, node)
     only_attributes(node, ("axes", "keepdims", "noop_with_empty_axes"))
     axes = get_ints(node, "axes") or ()
     if context.opset >= (18 if node.op_type == "ReduceMean" else 13):

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.placing import Rule, Search
-from bnexport.graph.nodes import Refused, get_float, input_at, label, only_attributes
+from bnexport.graph.nodes import Refused, get_float, label, only_attributes, required_input
 
 _ATTRIBUTES = {"Relu": ("consumed_inputs",), "LeakyRelu": ("alpha", "consumed_inputs"), "PRelu": ("consumed_inputs",)}
 
@@ -30,16 +30,13 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
 
 def _check(node: ir.Node, affine: ChannelAffine, search: Search) -> ir.Value:
     only_attributes(node, _ATTRIBUTES[node.op_type])
-    value = input_at(node, 0)
-    if value is None:
-        raise Refused("bad-node", f"{label(node)} has no input")
+    value = required_input(node)
     get_float(node, "alpha", 0.01)
     if node.op_type == "PRelu":
         # A slope must not enlarge the data: the map counts the axes of the result.
-        slope = input_at(node, 1)
-        ranks = [None if operand is None else search.context.rank(operand) for operand in (value, slope)]
-        if ranks[0] is None or ranks[1] is None or ranks[1] > ranks[0]:
-            raise Refused("rank", f"the ranks of {label(node)} are not known")
+        rank, own = (search.context.known_rank(operand, node) for operand in (value, required_input(node, 1)))
+        if own > rank:
+            raise Refused("rank", f"the slope of {label(node)} has more axes than the data")
     if not affine.is_scaling:
         raise Refused("order", f"an offset cannot move through {node.op_type} ({label(node)})")
     if not (affine.scale > 0).all():

@@ -28,14 +28,22 @@ from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing import Rule, Search
 from bnexport.folding.sites import sole_use
-from bnexport.graph.nodes import Refused, get_flag, get_int, get_ints, input_at, is_standard, label, only_attributes
+from bnexport.graph.nodes import (
+    Refused,
+    get_flag,
+    get_int,
+    get_ints,
+    input_at,
+    is_standard,
+    label,
+    only_attributes,
+    required_input,
+)
 from bnexport.graph.shapes import Shape
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
-    value = input_at(node, 0)
-    if value is None:
-        raise Refused("bad-node", f"{label(node)} has no input")
+    value = required_input(node)
     try:
         source = _TO_INPUT[node.op_type](node, value, axis, search.context)
     except Refused:
@@ -49,9 +57,9 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
 
 
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
-    value = input_at(node, 0)
-    if index != 0 or value is None:
+    if index != 0:
         raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
+    value = required_input(node)
     try:
         place, repeat = _TO_OUTPUT[node.op_type](node, value, axis, search.context)
     except Refused:
@@ -126,10 +134,7 @@ def _permutation(node: ir.Node, value: ir.Value, context: Context) -> tuple[int,
     permutation = get_ints(node, "perm")
     if permutation is not None:
         return permutation
-    rank = context.rank(value)
-    if rank is None:
-        raise Refused("rank", f"the rank of {label(node)} is not known")
-    return tuple(reversed(range(rank)))
+    return tuple(reversed(range(context.known_rank(value, node))))
 
 
 def _transpose_to_input(node: ir.Node, value: ir.Value, axis: int, context: Context) -> int:
@@ -162,13 +167,6 @@ def _axes(node: ir.Node, rank: int, context: Context) -> tuple[int, ...]:
     return tuple(sorted(axis + rank if axis < 0 else axis for axis in axes))
 
 
-def _known_rank(value: ir.Value, node: ir.Node, context: Context) -> int:
-    rank = context.rank(value)
-    if rank is None:
-        raise Refused("rank", f"the rank of {label(node)} is not known")
-    return rank
-
-
 def _without(axes: tuple[int, ...], axis: int, node: ir.Node) -> int:
     """Return the position of `axis` after `axes` have been removed."""
     if axis in axes:
@@ -185,16 +183,16 @@ def _with(axes: tuple[int, ...], axis: int) -> int:
 
 
 def _squeeze_to_input(node: ir.Node, value: ir.Value, axis: int, context: Context) -> int:
-    return _with(_axes(node, _known_rank(value, node, context), context), axis)
+    return _with(_axes(node, context.known_rank(value, node), context), axis)
 
 
 def _squeeze_to_output(node: ir.Node, value: ir.Value, axis: int, context: Context) -> tuple[int, int]:
-    return _without(_axes(node, _known_rank(value, node, context), context), axis, node), 1
+    return _without(_axes(node, context.known_rank(value, node), context), axis, node), 1
 
 
 def _unsqueeze_axes(node: ir.Node, value: ir.Value, context: Context) -> tuple[int, ...]:
     count = len(_axes(node, 0, context))
-    return _axes(node, _known_rank(value, node, context) + count, context)
+    return _axes(node, context.known_rank(value, node) + count, context)
 
 
 def _unsqueeze_to_input(node: ir.Node, value: ir.Value, axis: int, context: Context) -> int:

@@ -17,7 +17,16 @@ import onnx_ir as ir
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing import Rule, Search
-from bnexport.graph.nodes import Refused, get_float, get_ints, get_string, input_at, label, only_attributes
+from bnexport.graph.nodes import (
+    Refused,
+    get_float,
+    get_ints,
+    get_string,
+    input_at,
+    label,
+    only_attributes,
+    required_input,
+)
 
 _MODES = ("nearest", "linear", "bilinear", "cubic")
 _ATTRIBUTES = (
@@ -50,9 +59,7 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
 
 def _check(node: ir.Node, axis: int, context: Context) -> ir.Value:
     only_attributes(node, _ATTRIBUTES)
-    value = input_at(node, 0)
-    if value is None:
-        raise Refused("bad-node", f"{label(node)} has no input")
+    value = required_input(node)
     if get_string(node, "mode", "nearest") not in _MODES:
         raise Refused("unknown-mode", f"{label(node)} has the unknown mode {get_string(node, 'mode', '')!r}")
     if get_string(node, "coordinate_transformation_mode", "half_pixel") == "tf_crop_and_resize":

@@ -18,11 +18,11 @@ import onnx_ir as ir
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing import Rule, Search
-from bnexport.graph.nodes import Refused, get_int, get_ints, input_at, label, only_attributes, used
+from bnexport.graph.nodes import Refused, get_int, get_ints, input_at, label, only_attributes, required_input, used
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
-    value = _input(node)
+    value = required_input(node)
     channels = _channels(node, value, axis, search.context)
     if channels is None:
         if any(used(output) for output in node.outputs if output is not search.asked):
@@ -40,7 +40,7 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
     if index != 0:
         raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
-    channels = _channels(node, _input(node), axis, search.context)
+    channels = _channels(node, required_input(node), axis, search.context)
     if channels is not None and channels[0] != affine.channels:
         raise Refused("shape", f"{label(node)} reads {channels[0]} channels, the map has {affine.channels}")
     for place, output in enumerate(node.outputs):
@@ -48,18 +48,9 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
             search.forward(output, axis, affine if channels is None else affine.take(channels[1][place]))
 
 
-def _input(node: ir.Node) -> ir.Value:
-    value = input_at(node, 0)
-    if value is None:
-        raise Refused("bad-node", f"{label(node)} has no input")
-    return value
-
-
 def _channels(node: ir.Node, value: ir.Value, axis: int, context: Context) -> tuple[int, list[np.ndarray]] | None:
     """Return the number of channels and the channels of each part; None if every part has all."""
-    rank = context.rank(value)
-    if rank is None:
-        raise Refused("rank", f"the rank of {label(node)} is not known")
+    rank = context.known_rank(value, node)
     size = context.size(value, axis)
     parts = (
         _split(node, axis, rank, size, context) if node.op_type == "Split" else _slice(node, axis, rank, size, context)

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing import Rule, Search
-from bnexport.graph.nodes import Refused, get_int, input_at, label, only_attributes, used
+from bnexport.graph.nodes import Refused, get_int, input_at, label, only_attributes, required_input, used
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
@@ -28,9 +28,7 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
 
 def passed(node: ir.Node, context: Context) -> ir.Value:
     """Return the input that the node returns unchanged. Raise Refused otherwise."""
-    value = input_at(node, 0)
-    if value is None:
-        raise Refused("bad-node", f"{label(node)} has no input")
+    value = required_input(node)
     if node.op_type == "Identity":
         only_attributes(node, ())
     elif node.op_type == "Dropout":

@@ -1,0 +1,73 @@
+"""The ways of a model, a module and what carries them, through the files and packages: in one direction, with few returns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import bnexport
+from tests.folding.module.nets import trained
+from tests.support.walks import packages, returns, walk
+
+# By their names: a class may move.
+CARRIERS = {
+    *("Model", "ModelProto", "Pair", "Terms", "Verification"),
+    *("Plan", "Context", "Folding", "FoldReport", "Site", "_Transformed"),
+}
+
+
+def carries(value: object) -> bool:
+    return type(value).__name__ in CARRIERS
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("walks")
+    norm = bnexport.SyncBatchNorm
+    net = trained(nn.Sequential(nn.Conv2d(3, 4, 3), norm(4), nn.ReLU(), nn.Conv2d(4, 4, 3), norm(4))).eval()
+    bnexport.export(net, torch.ones(2, 3, 9, 9), folder / "a.onnx", fold=False)
+    bnexport.fold(folder / "a.onnx", folder / "b.onnx")
+    return folder
+
+
+def test_a_verification(files: Path) -> None:
+    way = packages(walk(lambda: bnexport.verify(files / "a.onnx", files / "b.onnx"), carries))
+    assert len(set(way)) >= 3 and returns(way) <= 40, way
+
+
+def test_a_fold(files: Path) -> None:
+    way = packages(walk(lambda: bnexport.fold(files / "a.onnx", files / "b.onnx", overwrite=True), carries))
+    assert len(set(way)) >= 5 and returns(way) <= 90, way
+
+
+@pytest.mark.parametrize("file", ["m.onnx", "m.pt", "m.pt2"])
+def test_an_export(file: str, tmp_path: Path) -> None:
+    """Of the module, and of the job that it is put down in."""
+    net = trained(nn.Sequential(nn.Conv2d(3, 4, 3), nn.SyncBatchNorm(4), nn.ReLU())).eval()
+    x = torch.ones(2, 3, 8, 8)
+
+    def export() -> object:
+        return bnexport.export(net, x, tmp_path / file, exporter="torchscript", overwrite=True)
+
+    way = walk(export, lambda value: value is net or type(value).__name__ == "ExportJob")
+    assert len(set(way)) >= 5 and returns(way) <= 15, way
+
+
+def test_a_recalibration(files: Path) -> None:
+    source = str(files / "a.onnx")
+    x = np.random.default_rng(0).standard_normal((10, 3, 9, 9)).astype(np.float32)
+
+    def held(value: object) -> bool:
+        inner = getattr(value, "__dict__", {}).values()
+        return any(isinstance(each, onnx.ModelProto) or carries(each) or each == source for each in (value, *inner))
+
+    def recalibrate() -> object:
+        return bnexport.recalibrate_file(source, None, [x[:5], x[5:]])
+
+    way = walk(recalibrate, held)
+    assert len(set(way)) >= 5 and returns(way) <= 25, way
