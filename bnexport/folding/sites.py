@@ -15,6 +15,7 @@ from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.graph.nodes import (
     Refused,
+    from_front,
     get_float,
     get_int,
     get_ints,
@@ -211,7 +212,7 @@ def read_pads(node: ir.Node, rank: int, context: Context) -> list[tuple[int, int
         pads = context.constants.ints(operand, f"pads of {label(node)}")
     axes = tuple(range(rank))
     if (operand := input_at(node, 3)) is not None:
-        axes = tuple(axis + rank if axis < 0 else axis for axis in context.constants.ints(operand, "axes"))
+        axes = from_front(context.constants.ints(operand, "axes"), rank)
     if pads is None or len(pads) != 2 * len(axes) or len(set(axes)) != len(axes) or not {*axes} <= {*range(rank)}:
         raise Refused("bad-node", f"{label(node)} has no pads, or not two for each axis")
     found = [(0, 0)] * rank
@@ -438,13 +439,11 @@ def _origin(value: ir.Value, op_types: tuple[str, ...]) -> ir.Value:
 
 def _over_batch(node: ir.Node, data: ir.Value, context: Context) -> bool:
     try:
-        axes = get_ints(node, "axes") or ()
-        if context.opset >= 18:
-            axes = context.constants.ints(input_at(node, 1), "axes")
+        axes = context.constants.axes(node, 18)
     except Refused:
         return False
     rank = context.rank(data)
     if rank is None:
         return 0 in axes and 1 not in axes and not any(axis < 0 for axis in axes)
-    kept = set(range(rank)) - {axis + rank if axis < 0 else axis for axis in axes}
+    kept = set(range(rank)).difference(from_front(axes, rank))
     return len(kept) == 1 and 0 not in kept

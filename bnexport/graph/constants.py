@@ -13,7 +13,17 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.graph.evaluate import NotEvaluated, constant_tensor, read_tensor, rounded
-from bnexport.graph.nodes import FLOAT_TYPES, Refused, get_int, is_standard, label, only_attributes, opsets
+from bnexport.graph.nodes import (
+    FLOAT_TYPES,
+    Refused,
+    get_int,
+    get_ints,
+    input_at,
+    is_standard,
+    label,
+    only_attributes,
+    opsets,
+)
 from bnexport.graph.shapes import Shapes
 
 # Bound on the elements that a constant is made of.
@@ -124,6 +134,12 @@ class Constants:
         if array.dtype.kind not in "iu" or array.size > _INTEGERS:
             raise Refused("type", f"the {what} is not a short list of integers")
         return tuple(int(item) for item in array.reshape(-1))
+
+    def axes(self, node: ir.Node, since: int) -> tuple[int, ...]:
+        """Return the axes of a node: an attribute before opset `since`, an input from there on; none where it names none."""
+        if self._opset(node) >= since:
+            return self.ints(input_at(node, 1), f"axes of {label(node)}")
+        return get_ints(node, "axes") or ()
 
     def is_constant(self, value: ir.Value | None) -> bool:
         try:

@@ -168,6 +168,19 @@ def get_ints(node: ir.Node, name: str) -> tuple[int, ...] | None:
     return None if attribute is None else tuple(attribute.as_ints())
 
 
+def from_front(axes: Iterable[int], rank: int) -> tuple[int, ...]:
+    """Count axes from the first one; negative ones are counted from the last."""
+    return tuple(axis + rank if axis < 0 else axis for axis in axes)
+
+
+def padded(node: ir.Node) -> bool:
+    """Whether a convolution or a pool may add zeros at the borders."""
+    auto_pad = get_string(node, "auto_pad", "NOTSET")
+    if auto_pad == "VALID":
+        return False
+    return auto_pad not in ("NOTSET", "") or any(get_ints(node, "pads") or ())
+
+
 # Allocation of unused names.
 
 

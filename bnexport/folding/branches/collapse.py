@@ -33,6 +33,7 @@ from bnexport.graph.nodes import (
     is_standard,
     label,
     only_attributes,
+    padded,
     required_input,
 )
 
@@ -233,8 +234,7 @@ class _Reader:
         else:
             return True, False
         point = all(size == 1 for size in (*sizes, *(get_ints(node, "strides") or ())))
-        pads = any(get_ints(node, "pads") or ()) or get_string(node, "auto_pad", "NOTSET") not in ("NOTSET", "VALID")
-        return point, pads
+        return point, padded(node)
 
 
 _CONV_ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")

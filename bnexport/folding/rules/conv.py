@@ -21,7 +21,7 @@ from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing import Rule, Search
 from bnexport.graph.constants import Described
-from bnexport.graph.nodes import Refused, get_int, get_ints, get_string, input_at, only_attributes
+from bnexport.graph.nodes import Refused, get_int, input_at, only_attributes, padded
 
 _ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 
@@ -48,14 +48,6 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
             raise Refused("padding", "the Conv pads with zeros, which the shift would change at the borders")
         add_to_bias(node, affine.offset.reshape(columns), view, (0, 1), weight.dtype, search)
     search.plan.scale(node, 1, affine.scale.reshape(columns), "Conv weight", view)
-
-
-def padded(node: ir.Node) -> bool:
-    """Whether zeros may be added at the borders."""
-    auto_pad = get_string(node, "auto_pad", "NOTSET")
-    if auto_pad == "VALID":
-        return False
-    return auto_pad not in ("NOTSET", "") or any(get_ints(node, "pads") or ())
 
 
 def map_bias(node: ir.Node, affine: ChannelAffine, dtype: np.dtype, search: Search, index: int = 2) -> None:

@@ -19,7 +19,7 @@ from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.placing import Rule, Search
 from bnexport.folding.rules.conv import add_to_bias, grouped, map_bias
 from bnexport.graph.constants import Described
-from bnexport.graph.nodes import Refused, get_ints, get_string
+from bnexport.graph.nodes import Refused, get_ints, padded
 
 _ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "output_padding", "output_shape", "pads", "strides")
 
@@ -50,10 +50,9 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
 
 def _pointwise(node: ir.Node, weight: Described) -> bool:
     """Whether each output position comes from exactly one input position."""
-    plain = get_string(node, "auto_pad", "NOTSET") in ("NOTSET", "VALID", "") and "output_shape" not in node.attributes
-    ones = all(stride == 1 for stride in get_ints(node, "strides") or ())
-    zeros = not any(get_ints(node, "pads") or ()) and not any(get_ints(node, "output_padding") or ())
-    return plain and ones and zeros and all(size == 1 for size in weight.shape[2:])
+    ones = all(size == 1 for size in (*(get_ints(node, "strides") or ()), *weight.shape[2:]))
+    zeros = not padded(node) and not any(get_ints(node, "output_padding") or ())
+    return ones and zeros and "output_shape" not in node.attributes
 
 
 RULE = Rule(

@@ -20,8 +20,17 @@ import onnx_ir as ir
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing import Rule, Search
-from bnexport.folding.rules.conv import padded
-from bnexport.graph.nodes import Refused, get_flag, get_ints, input_at, label, only_attributes, required_input, used
+from bnexport.graph.nodes import (
+    Refused,
+    from_front,
+    get_flag,
+    get_ints,
+    label,
+    only_attributes,
+    padded,
+    required_input,
+    used,
+)
 
 _ATTRIBUTES = {
     "AveragePool": ("auto_pad", "ceil_mode", "count_include_pad", "dilations", "kernel_shape", "pads", "strides"),
@@ -96,12 +105,10 @@ def _reduced(node: ir.Node, value: ir.Value, context: Context) -> tuple[tuple[in
     """Return the axes that are reduced, and whether they stay with size 1."""
     rank = context.known_rank(value, node)
     only_attributes(node, ("axes", "keepdims", "noop_with_empty_axes"))
-    axes = get_ints(node, "axes") or ()
-    if context.opset >= (18 if node.op_type == "ReduceMean" else 13):
-        axes = context.constants.ints(input_at(node, 1), f"axes of {label(node)}")
+    axes = context.constants.axes(node, 18 if node.op_type == "ReduceMean" else 13)
     if not axes:
         raise Refused("axis", f"{label(node)} reduces over every axis")
-    axes = tuple(sorted(axis + rank if axis < 0 else axis for axis in axes))
+    axes = tuple(sorted(from_front(axes, rank)))
     if any(context.size(value, axis) == 0 for axis in axes):
         raise Refused("shape", f"{label(node)} reduces no elements")
     return axes, get_flag(node, "keepdims", True)

@@ -30,6 +30,7 @@ from bnexport.folding.placing import Rule, Search
 from bnexport.folding.sites import sole_use
 from bnexport.graph.nodes import (
     Refused,
+    from_front,
     get_flag,
     get_int,
     get_ints,
@@ -153,18 +154,14 @@ def _transpose_to_output(node: ir.Node, value: ir.Value, axis: int, context: Con
 
 def _axes(node: ir.Node, rank: int, context: Context) -> tuple[int, ...]:
     """Return the axes of Squeeze and Unsqueeze, an attribute before opset 13 and an input since."""
-    if context.opset >= 13:
-        only_attributes(node, ())
-        axes: Sequence[int] = context.constants.ints(input_at(node, 1), f"axes of {label(node)}")
-    else:
-        only_attributes(node, ("axes",))
-        axes = get_ints(node, "axes") or ()
+    only_attributes(node, () if context.opset >= 13 else ("axes",))
+    axes = context.constants.axes(node, 13)
     if not axes:
         raise Refused("axis", f"{label(node)} names no axes")
     if context.opset < 11 and min(axes) < 0:
         # ONNX Runtime takes them; ONNX does not, and its inference gives another rank.
         raise Refused("opset", f"{label(node)} has a negative axis, which opset {context.opset} does not define")
-    return tuple(sorted(axis + rank if axis < 0 else axis for axis in axes))
+    return tuple(sorted(from_front(axes, rank)))
 
 
 def _without(axes: tuple[int, ...], axis: int, node: ir.Node) -> int:

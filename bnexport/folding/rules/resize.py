@@ -19,6 +19,7 @@ from bnexport.folding.context import Context
 from bnexport.folding.placing import Rule, Search
 from bnexport.graph.nodes import (
     Refused,
+    from_front,
     get_float,
     get_ints,
     get_string,
@@ -81,7 +82,7 @@ def _keeps_axis(node: ir.Node, value: ir.Value, axis: int, context: Context) -> 
             rank = context.rank(value)
             if rank is None:
                 return False
-            axes = tuple(place + rank if place < 0 else place for place in axes)
+            axes = from_front(axes, rank)
         return axis not in axes
     if "scales" in node.attributes:  # Upsample of opset 7 and 8.
         scales = node.attributes["scales"]

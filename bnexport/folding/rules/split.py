@@ -18,7 +18,17 @@ import onnx_ir as ir
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing import Rule, Search
-from bnexport.graph.nodes import Refused, get_int, get_ints, input_at, label, only_attributes, required_input, used
+from bnexport.graph.nodes import (
+    Refused,
+    from_front,
+    get_int,
+    get_ints,
+    input_at,
+    label,
+    only_attributes,
+    required_input,
+    used,
+)
 
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
@@ -65,7 +75,7 @@ def _channels(node: ir.Node, value: ir.Value, axis: int, context: Context) -> tu
 def _split(node: ir.Node, axis: int, rank: int, size: int | None, context: Context) -> list[np.ndarray] | None:
     only_attributes(node, ("axis", "split", "num_outputs"))
     along = get_int(node, "axis", 0)
-    if (along + rank if along < 0 else along) != axis:
+    if from_front((along,), rank) != (axis,):
         return None
     if size is None:
         return []
@@ -90,7 +100,7 @@ def _slice(node: ir.Node, axis: int, rank: int, size: int | None, context: Conte
         return get_ints(node, name) if operand is None else context.constants.ints(operand, f"{name} of {label(node)}")
 
     axes = field(3)
-    axes = None if axes is None else tuple(place + rank if place < 0 else place for place in axes)
+    axes = None if axes is None else from_front(axes, rank)
     if axes is not None and axis not in axes:  # starts and ends may be computed
         return None
     starts, ends, steps = field(1), field(2), field(4)
