@@ -133,6 +133,13 @@ _OPAQUE: dict[str, Callable[[ir.Node], bool]] = {
 }
 
 
+# Switches. What other numbers mean differs from operator to operator, and between runtimes.
+FLAGS = frozenset(
+    ("allowzero", "antialias", "ceil_mode", "count_include_pad", "exclude_outside", "keepdims", "noop_with_empty_axes")
+    + ("storage_order", "training_mode", "transA", "transB")
+)
+
+
 class Signature:
     """A node under names of its own, i0, i1, ... -> o0, o1, ... Raises NotEvaluated where its schema does not have it."""
 
@@ -145,6 +152,8 @@ class Signature:
             raise NotEvaluated(
                 f"an attribute of {node.op_type} is given by the function's caller", "reference-attribute"
             )
+        if any(each.name in FLAGS and each.value not in (0, 1) for each in node.attributes.values()):
+            raise NotEvaluated(f"a switch of {node.op_type} is neither 0 nor 1", "unknown-attribute")
         self.node, self.proto = node, ir.serde.serialize_node(node)
         del self.proto.input[:], self.proto.output[:]
         self.proto.input.extend(f"i{index}" if given else "" for index, given in enumerate(present))

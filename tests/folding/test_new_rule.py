@@ -33,7 +33,11 @@ def backward(node, axis, affine, search):
 
 RULE = Rule("toy", ("Abs",), backward, into="toys", forms="Abs", behind="passes a scaling with k > 0")
 '''
-LEMMA = ("bnexport/verification/proof/nonlinear.py", 'HOMOGENEOUS = ("Relu",', 'HOMOGENEOUS = ("Abs", "Relu",')
+LEMMA = (
+    "bnexport/verification/proof/lemmas.py",
+    '("Relu", "LeakyRelu", "PRelu")',
+    '("Relu", "LeakyRelu", "PRelu", "Abs")',
+)
 FORMS = ("tests/forms/recipes/__init__.py", '"Neg", "Relu")', '"Neg", "Relu", "Abs")')
 TESTS = (
     *("tests/folding/test_docs.py", "tests/forms/test_forms.py::test_every_named_operator_has_forms"),

@@ -14,7 +14,7 @@ import onnx
 from bnexport.folding import sites
 from bnexport.folding.branches import collapse
 from bnexport.folding.rules import ALL
-from bnexport.verification.proof import lemmas, nonlinear
+from bnexport.verification.proof.lemmas import LEMMAS
 from tests.forms import placements, trial
 from tests.forms.case import RANKS, SIZES, Case, Setting, Shape, versions
 from tests.forms.engine import Refused, newest_opset, run
@@ -22,14 +22,14 @@ from tests.forms.placements import PLACES, Impossible, Result
 from tests.forms.recipes import RECIPES, Recipe
 
 # Named by a rule, but no operator on floats, or of another domain.
-EXCLUDED = {"DequantizeLinear", "MMCVDeformConv2d", "MMCVModulatedDeformConv2d"}
+EXCLUDED = {"DequantizeLinear", "MMCVDeformConv2d", "MMCVModulatedDeformConv2d", "Size"}
 
 
 def named() -> set[str]:
     """Return the operators that a rule of the folder or a lemma of the checker names."""
     rules = {op_type for rule in ALL for op_type in rule.op_types}
     readers = {*sites.OP_TYPES, *collapse.LINEAR}
-    return rules | readers | {*lemmas.RULES, *nonlinear.HOMOGENEOUS, *nonlinear.MAXIMA}
+    return rules | readers | {*LEMMAS}
 
 
 def shapes() -> list[tuple[str, Shape]]:

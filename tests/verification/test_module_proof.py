@@ -137,7 +137,7 @@ def test_a_changed_attribute_is_found() -> None:
         wrong = copy_model(folded)
         wrong.fold_report = folded.fold_report
         vars(wrong.a).update(change)
-        assert proved(net, wrong).status == "failed", change
+        assert proved(net, wrong).status != "passed", change
 
 
 def test_a_changed_rest_is_found() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.errors import MalformedModelError, UnsupportedModelError
+from bnexport.graph.evaluate import FLAGS
 from bnexport.model_io import ContainedTensor
 
 # Read stored tensors in blocks, so that a comparison holds a few megabytes at a time.
@@ -102,14 +103,6 @@ def _same_place(first: ir.TensorProtocol, second: ir.TensorProtocol) -> bool:
     )
 
 
-def same_attributes(first: ir.Node, second: ir.Node, version: int) -> bool:
-    """Both have the same attributes, without bodies, with the same values; one of them alone may state a default."""
-    one, two = first.attributes, second.attributes
-    if not all(same_attribute(one[name], two[name]) for name in one.keys() & two.keys()):
-        return False
-    return all(is_default(first, {**one, **two}[name], version) for name in one.keys() ^ two.keys())
-
-
 def same_attribute(first: ir.Attr, second: ir.Attr) -> bool:
     """Equal type and value."""
     if first.type is not second.type or first.is_ref() != second.is_ref():
@@ -128,11 +121,6 @@ def same_attribute(first: ir.Attr, second: ir.Attr) -> bool:
 
 # Operators whose schemas describe these defaults in words alone: 1 and 0 along each axis.
 _WINDOWED = ("Conv", "ConvTranspose", "ConvInteger", "QLinearConv", "AveragePool", "MaxPool", "LpPool")
-# What other numbers mean differs from operator to operator, and between runtimes.
-_FLAGS = frozenset(
-    ("allowzero", "antialias", "ceil_mode", "count_include_pad", "exclude_outside", "keepdims", "noop_with_empty_axes")
-    + ("storage_order", "training_mode", "transA", "transB")
-)
 _ONES, _ZEROS = ("strides", "dilations"), ("pads", "output_padding")
 
 
@@ -156,11 +144,6 @@ def is_default(
     if (node.op_type, name) == ("BatchNormalization", "momentum") and not trains:
         return True
     return _schema_default(node.op_type, version, name, value)
-
-
-def same_outputs(mine: ir.Node, theirs: ir.Node, version: int) -> bool:
-    """Whether both have as many outputs, as far as their number is part of what they do."""
-    return outputs_count(mine, version) == outputs_count(theirs, version)
 
 
 def outputs_count(node: ir.Node, version: int) -> int:
@@ -223,7 +206,7 @@ def check_node(node: ir.Node, version: int) -> None:
     for name, attribute in node.attributes.items():
         if attribute.is_ref() or attribute.type.value != signature.kinds.get(name):
             raise UnsupportedModelError(f"{node.op_type} with an attribute {name!r} that its schema does not have")
-        if name in _FLAGS and attribute.value not in (0, 1):
+        if name in FLAGS and attribute.value not in (0, 1):
             raise UnsupportedModelError(f"{node.op_type} with {name}={attribute.value}, which is neither 0 nor 1")
 
 

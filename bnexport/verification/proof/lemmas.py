@@ -1,457 +1,774 @@
-"""Linear operators on affine forms. Each takes the node, its inputs (forms, or arrays that are known) and gives forms.
+"""The table of lemmas: for each operator, how relations of its operands give the relation of its result.
 
-`RULES` at the end is the table of lemmas: which operator is mapped how, and which attributes that reads.
+An operator without an entry relates equal operands alone. An entry has one of two forms:
 
-A known array carries its own error bounds (`Parameter`). Operators that only move elements are evaluated once, on the
-numbers of the elements; operators without weights, as means and interpolation, on each direction.
+    maps      on one side: the result as a sum of maps of bases               y = k x + h
+    relates   on both sides, where the operands are in relation               x' = p x + q  gives  y' = s y + t
+
+Only the operands and attributes that an entry names may differ; every other one is equal to the last bit. With data
+x' = p x + q, channel by channel, and parameters of the changed model with a prime:
+
+    Relu, LeakyRelu, PRelu                  s = p              p > 0, q = 0
+    MaxPool, GlobalMaxPool, ReduceMax       s = p, t = q       p > 0; one p and q in each window
+    means, Resize                           s = p, t = q       one p and q in each window; q = 0 where zeros are counted
+    ReduceSum                               s = p, t = n q     n elements in each sum
+    Reshape, Transpose, Slice, Pad, ...     s = M p, t = M q   M moves elements; q = 0 where zeros are put in
+    x y, x / y                              s = p1 p2          q = 0
+    Conv, Gemm, MatMul, Einsum, DeformConv  weight by weight (weights.py)
+    LSTM, GRU, RNN                          y' = y             W' p = W, Wb' + W' q = Wb
+    a table T in Gather                     T' = s T + t
+    Shape, Size                             y' = y             x' has the shape of x
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import string
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.errors import UnsupportedModelError
-from bnexport.graph.evaluate import Misfit, NodeEvaluator, evaluate
-from bnexport.tolerances import UNIT_ROUNDOFF
-from bnexport.verification.proof import forms
-from bnexport.verification.proof.attributes import check_node
-from bnexport.verification.proof.chains import NotAChain, normalising, reciprocal
-from bnexport.verification.proof.forms import Form
-from bnexport.verification.proof.regions import Parameter, is_training
-
-Operand = Form | Parameter | None
-Rule = Callable[[ir.Node, list[Operand], int], list[Operand]]
-
-# They move elements, repeat them, leave some out, or put zeros between them.
-MOVING = (
-    *("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Concat", "Split", "Slice", "Pad"),
-    *("DepthToSpace", "SpaceToDepth", "Gather", "Expand", "Tile"),
+from bnexport.graph.nodes import get_flag, get_float, get_int, get_ints, get_string
+from bnexport.verification.proof import weights
+from bnexport.verification.proof.movements import MOVEMENTS, concatenated, fills_with_zeros, positions, positive_axes
+from bnexport.verification.proof.relations import (
+    NOISE,
+    ONE,
+    ZERO,
+    Couple,
+    Form,
+    NotPassed,
+    Numbers,
+    Reading,
+    Relation,
+    Unrelated,
+    require_ones,
 )
-# Linear without weights: weighted means whose weights depend on sizes alone.
-MEANS = ("AveragePool", "GlobalAveragePool", "ReduceMean", "ReduceSum", "Resize", "Upsample")
-# Rounding errors of weights that were computed in float32, from coordinates that were.
-_ROUNDED = 16 * UNIT_ROUNDOFF["float32"]
+from bnexport.verification.proof.sides import ROUNDING, is_training
+from bnexport.verification.proof.weights import Linear
+
+SAME: Relation = (ONE, ZERO)
 
 
-def as_form(operand: Operand) -> Form:
-    if isinstance(operand, Form):
-        return operand
-    if operand is None or operand.values.dtype != np.float64:
-        raise UnsupportedModelError("an operand is missing or holds no floats")
-    return forms.constant(operand.values, None if operand.error is None else np.asarray(operand.error))
+def require_no_shift(shift: Numbers, what: str) -> Numbers:
+    """Return a shift that may be 0 as an error of 0."""
+    if not shift.is_zero:
+        raise NotPassed(f"a shift does not pass {what}")
+    return ZERO if shift is ZERO else Numbers(np.zeros(()), shift.error + np.abs(shift.values))
 
 
-def _linear(
-    operands: Sequence[Form],
-    shape: tuple[int, ...],
-    apply: Callable[[list[np.ndarray]], np.ndarray],
-    magnitude: Callable[[list[np.ndarray]], np.ndarray] | None = None,
-) -> Form:
-    """Make a form from a sum or a movement of several. magnitude: the same with all weights positive."""
-    blocks, errors = {}, {}
-    for group in forms.groups_of(operands):
-        rows = forms.rows_of(operands, group)
-        forms.check_size(rows, int(np.prod(shape)))
-        blocks[group] = apply([forms.part(form, group, rows) for form in operands])
-        if any(group in form.errors for form in operands):
-            errors[group] = (magnitude or apply)([forms.error_part(form, group, rows) for form in operands])
-    size = max(
-        max((float(np.abs(block).max(initial=0.0)) for block in blocks.values()), default=0.0),
-        *(form.size for form in operands),
-    )
-    return Form(shape, blocks, errors, size)
+def require_positive(scale: Numbers, what: str) -> Numbers:
+    if not scale.is_positive:
+        raise NotPassed(f"a scale that is not positive does not pass {what}")
+    return scale
 
 
-def _aligned(block: np.ndarray, rank: int) -> np.ndarray:
-    """Room for broadcasting behind the axis of variables."""
-    return block.reshape(len(block), *[1] * (rank - block.ndim + 1), *block.shape[1:])
+# Maps: on one side.
 
 
-def add(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
+def sums(node: Reading) -> Form:
     """Add, Sub, and a Sum of any number of operands."""
-    terms = [as_form(operand) for operand in operands]
-    sign = -1.0 if node.op_type == "Sub" else 1.0
-    shape = _broadcast(*(term.shape for term in terms))
-    rank = len(shape)
-
-    def total(parts: list[np.ndarray], sign: float = sign) -> np.ndarray:
-        first, *others = (_aligned(each, rank) for each in parts)
-        result = first + 0.0
-        for other in others:
-            result = result + sign * other
-        return np.asarray(np.broadcast_to(result, (len(first), *shape)))
-
-    return [_linear(terms, shape, total, lambda parts: total(parts, 1.0))]
-
-
-def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the common shape. Raises UnsupportedModelError where there is none."""
-    try:
-        return np.broadcast_shapes(*shapes)
-    except ValueError:
-        raise Misfit(f"the shapes {shapes} do not broadcast") from None
-
-
-def scaled(form: Form, factor: Parameter) -> Form:
-    """form * factor, which broadcasts."""
-    if factor.values.dtype != np.float64:
-        raise UnsupportedModelError("a factor holds no floats")
-    values, slack = factor.values, np.asarray(factor.slack)
-    shape = _broadcast(form.shape, values.shape)
-    rank = len(shape)
-    blocks, errors = {}, {}
-    for group, block in form.blocks.items():
-        wide = _aligned(block, rank)
-        forms.check_size(len(block), int(np.prod(shape)))
-        blocks[group] = np.asarray(wide * values)
-        error = np.abs(values) * _aligned(forms.error_part(form, group, len(block)), rank)
-        error = error + slack * np.abs(wide)
-        if error.any():
-            errors[group] = np.asarray(np.broadcast_to(error, blocks[group].shape))
-    gain = max(1.0, float(np.abs(values).max(initial=0.0)))
-    return Form(shape, blocks, errors, form.size * gain)
-
-
-def multiply(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
-    first, second = operands
-    if isinstance(first, Form) and isinstance(second, Parameter):
-        if node.op_type == "Div":
-            if not second.values.all():
-                raise UnsupportedModelError("a constant divisor is 0")
-            second = reciprocal(second)
-        return [scaled(first, second)]
-    if isinstance(second, Form) and isinstance(first, Parameter) and node.op_type == "Mul":
-        return [scaled(second, first)]
-    raise UnsupportedModelError(f"{node.op_type} of two values")
-
-
-def negative(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
-    return [scaled(as_form(operands[0]), Parameter(np.asarray(-1.0)))]
-
-
-def batch_normalization(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
-    data = as_form(operands[0])
-    parameters = operands[1:5]
-    if is_training(node, version):
-        raise UnsupportedModelError("BatchNormalization in training")
-    if len(parameters) != 4 or not all(isinstance(each, Parameter) for each in parameters):
-        raise UnsupportedModelError("BatchNormalization with parameters that are not constant")
-    if data.rank < 2 or any(
-        np.size(each.values) != data.shape[1] for each in parameters if isinstance(each, Parameter)
-    ):
-        raise Misfit(f"BatchNormalization over {data.shape} with other channels")
-    channels = [1] * data.rank
-    channels[1] = -1
-    scale, bias, mean, var = (_shaped(each, channels) for each in parameters if isinstance(each, Parameter))
-    try:
-        factor = normalising(node, scale, var)
-    except NotAChain:
-        raise UnsupportedModelError("BatchNormalization with a variance below 0") from None
-    center = Parameter(-mean.values, mean.error)
-    moved = add(node, [data, center], version)[0]
-    return add(node, [scaled(as_form(moved), factor), bias], version)
-
-
-def _shaped(parameter: Parameter, shape: Sequence[int]) -> Parameter:
-    return Parameter(
-        parameter.values.reshape(shape), None if parameter.error is None else parameter.error.reshape(shape)
-    )
-
-
-def _weighted(data: Form, weight: Parameter, apply: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Form:
-    """apply(data, weight), which is linear in both and works on (variables, *shape)."""
-    blocks, errors = {}, {}
-    magnitude = np.abs(weight.values)
-    shape: tuple[int, ...] = ()
-    size = data.size
-    for group, block in data.blocks.items():
-        result = apply(block, weight.values)
-        shape = result.shape[1:]
-        error = np.zeros((1, *shape))
-        if group in data.errors:
-            error = error + apply(data.errors[group], magnitude)
-        if weight.error is not None:
-            error = error + apply(np.abs(block), weight.error)
-        blocks[group] = result
-        size = max(
-            size, float(apply(np.abs(block[:1]), magnitude).max(initial=0.0)), float(np.abs(result).max(initial=0))
-        )
-        if error.any():
-            errors[group] = np.asarray(np.broadcast_to(error, result.shape))
-    return Form(shape, blocks, errors, size)
-
-
-def convolution(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
-    """Conv and ConvTranspose; the variables of a form are further samples."""
-    data, weight = as_form(operands[0]), operands[1]
-    bias = operands[2] if len(operands) > 2 else None
-    if not isinstance(weight, Parameter) or not (bias is None or isinstance(bias, Parameter)):
-        raise UnsupportedModelError(f"{node.op_type} with a weight that is not constant")
-    if weight.values.dtype != np.float64:
-        raise UnsupportedModelError(f"{node.op_type} with a weight that holds no floats")
-    evaluator = NodeEvaluator(node, [True, True, *(False for _ in operands[2:])], version)
-
-    def apply(block: np.ndarray, kernel: np.ndarray) -> np.ndarray:
-        samples = block.reshape(-1, *block.shape[2:])
-        result = evaluator([samples, kernel, *(None for _ in operands[2:])])[0]
-        forms.check_size(len(block), int(np.prod(result.shape[1:])) * block.shape[1])
-        return np.asarray(result.reshape(*block.shape[:2], *result.shape[1:]))
-
-    result = _weighted(data, weight, apply)
-    if bias is None:
-        return [result]
-    if bias.values.shape != result.shape[1:2]:
-        raise Misfit(f"{node.op_type} with a bias of shape {bias.values.shape}")
-    return add(node, [result, _shaped(bias, [-1, *[1] * (result.rank - 2)])], version)
-
-
-def gemm(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
-    """alpha A' B' + beta C."""
-
-    def number(name: str, default: float) -> Parameter:
-        return Parameter(np.asarray(float(node.attributes[name].value) if name in node.attributes else default))
-
-    ranks = [len(each.shape) if isinstance(each, Form) else np.ndim(each.values) for each in operands[:2] if each]
-    if ranks != [2, 2]:
-        raise UnsupportedModelError("Gemm of what is no matrix")
-    factors = [
-        _turned(operand) if number(name, 0.0).values else operand
-        for operand, name in zip(operands, ("transA", "transB"), strict=False)
-    ]
-    result = scaled(as_form(matmul(node, factors, version)[0]), number("alpha", 1.0))
-    if len(operands) < 3 or operands[2] is None:
-        return [result]
-    addend = as_form(operands[2])
-    if result.rank != 2 or _broadcast(result.shape, addend.shape) != result.shape:
-        raise Misfit(f"Gemm of {result.shape} with a bias of {addend.shape}")
-    return add(node, [result, scaled(addend, number("beta", 1.0))], version)
-
-
-def _turned(operand: Operand) -> Operand:
-    """Transpose a matrix."""
-    if isinstance(operand, Form):
-        return _linear([operand], operand.shape[::-1], lambda parts: np.swapaxes(parts[0], -1, -2))
-    return operand and Parameter(operand.values.T, None if operand.error is None else operand.error.T)
-
-
-def matmul(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
-    first, second = operands[:2]
-    if isinstance(first, Form) and isinstance(second, Parameter):
-        _check_matrix(first, second)
-        return [_weighted(first, second, lambda block, values: _product(_batched(block, values), values))]
-    if isinstance(second, Form) and isinstance(first, Parameter):
-        _check_matrix(second, first)
-        return [_weighted(second, first, lambda block, values: _product(values, _batched(block, values)))]
-    raise UnsupportedModelError(f"{node.op_type} of two values")
-
-
-def einsum(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
-    """Apply the equation to all rows of a form at once: they are one more axis of the data and of the result."""
-    equation = node.attributes["equation"].as_string().replace(" ", "")
-    terms, arrow, result = equation.partition("->")
-    parts = terms.split(",")
-    spare = next(letter for letter in string.ascii_letters if letter not in equation)
-    forms = [place for place, operand in enumerate(operands) if isinstance(operand, Form)]
-    if len(parts) != 2 or len(operands) != 2 or not arrow or len(forms) != 1:
-        raise UnsupportedModelError(f"{node.op_type} of other than one value and one constant, or without a result")
-    place = forms[0]
-    form, weight = operands[place], operands[1 - place]
-    if not isinstance(form, Form) or not isinstance(weight, Parameter) or weight.values.dtype != np.float64:
-        raise UnsupportedModelError(f"{node.op_type} of other numbers than floats")
-    rows = f"{spare}{parts[place]},{parts[1 - place]}->{spare}{result}"
-
-    def apply(block: np.ndarray, values: np.ndarray) -> np.ndarray:
-        try:
-            return np.asarray(np.einsum(rows, block, values))
-        except ValueError:
-            raise Misfit(f"{equation} of {block.shape[1:]} and {values.shape}") from None
-
-    return [_weighted(form, weight, apply)]
-
-
-def _check_matrix(form: Form, other: Parameter) -> None:
-    if form.rank < 2 or other.values.ndim < 1 or other.values.dtype != np.float64:
-        raise UnsupportedModelError("MatMul of a vector, or of other numbers than floats")
-
-
-def _product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """left @ right. Raises UnsupportedModelError where their sizes do not fit."""
-    try:
-        return np.asarray(left @ right)
-    except ValueError:
-        raise Misfit(f"a product of {left.shape[1:]} and {right.shape}") from None
-
-
-def _batched(block: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return _aligned(block, max(block.ndim - 1, other.ndim))
-
-
-def moving(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
-    """Evaluated once on the numbers of all elements; number 0 stands for a zero that is put in."""
-    data = [as_form(operand) if _is_data(node, place, operand) else None for place, operand in enumerate(operands)]
-    _known(node, [operand for operand, form in zip(operands, data, strict=True) if form is None])
-    numbered: list[Any] = []
-    start = 1
-    for operand, form in zip(operands, data, strict=True):
+    node.require_plain()
+    total: Form | None = None
+    constants: list[tuple[Numbers, tuple[int, ...]]] = []
+    for index in range(len(node.node.inputs)):
+        negative = node.kind == "Sub" and index == 1
+        form = node.forms[index]
         if form is None:
-            numbered.append(None if operand is None else operand.values)  # type: ignore[union-attr]
+            addend = node.parameter(index)
+            constants.append((-addend if negative else addend, addend.values.shape))
             continue
-        size = int(np.prod(form.shape))
-        numbered.append(np.arange(start, start + size, dtype=np.float64).reshape(form.shape))
+        form = form.scaled(-ONE) if negative else form
+        total = form if total is None else total.plus(form)
+    if total is None:
+        raise Unrelated("it is constant")
+    for addend, span in constants:
+        total = total.shifted(addend, span)
+    return total
+
+
+def products(node: Reading) -> Form:
+    """Mul and Div by a constant."""
+    node.require_plain()
+    first, second = node.forms[:2]
+    if first is not None and second is None:
+        factor = node.parameter(1)
+        return first.scaled(factor.inverse() if node.kind == "Div" else factor, factor.values.shape)
+    if second is not None and first is None and node.kind == "Mul":
+        factor = node.parameter(0)
+        return second.scaled(factor, factor.values.shape)
+    raise Unrelated(f"{node.kind} of two values")
+
+
+def negated(node: Reading) -> Form:
+    return node.data(0).scaled(-ONE)
+
+
+def normalised(node: Reading) -> Form:
+    """A BatchNormalization in inference: k = scale / sqrt(var + eps), h = bias - k mean."""
+    if is_training(node.node, node.version) or len(node.node.inputs) != 5:
+        raise Unrelated("it normalises with the statistics of the batch")
+    scale, bias, mean, var = (node.parameter(index) for index in range(1, 5))
+    total = var.values + get_float(node.node, "epsilon", 1e-5)
+    if not (total - var.error > 0).all():
+        raise Unrelated("a variance is below 0")
+    root = np.sqrt(total)
+    factor = scale.values / root
+    error = scale.error / root + np.abs(factor) * (0.5 * var.error / (total - var.error) + NOISE)
+    k = Numbers(factor, error)
+    form, rank = node.data(0), node.rank(0)
+    if rank is None or rank < 2:
+        raise Unrelated("the rank of its data is not known")
+    shape = (-1, *[1] * (rank - 2))
+    k, h = (each.apply(lambda array: array.reshape(shape)) for each in (k, bias - k * mean))
+    node.know_size(form, 1, factor.size)
+    return form.scaled(k, (factor.size, *shape[1:])).shifted(h)
+
+
+def casted(node: Reading) -> Form:
+    """A Cast to a type that is no coarser, and holds no less, than the types of the bases."""
+    form = node.data(0)
+    target = node.side.cast_type(node.node)
+    own = [node.bases[base].dtype for base in form.terms]
+    if target not in ROUNDING or not own or any(each not in ROUNDING for each in own):
+        raise Unrelated("it is a Cast between other types than floats")
+    coarsest = max(own, key=lambda each: ROUNDING[each][0])  # type: ignore[index]
+    fits = coarsest is not ir.DataType.BFLOAT16 or target is not ir.DataType.FLOAT16
+    if ROUNDING[target][0] > ROUNDING[coarsest][0] or not fits:  # type: ignore[index]
+        raise Unrelated("it rounds to a coarser type")
+    return dataclasses.replace(form, dtype=None if set(own) == {target} else target)
+
+
+def pointwise(node: Reading) -> Form:
+    """A depthwise Conv of one position: y = W x + b, channel by channel."""
+    shape = node.constant_shape(1)
+    others = [
+        name for name in node.node.attributes if name not in ("dilations", "group", "kernel_shape", "strides", "pads")
+    ]
+    steps = [*(get_ints(node.node, "strides") or ()), *(1 - each for each in get_ints(node.node, "pads") or ())]
+    if len(shape) < 3 or math.prod(shape[1:]) != 1 or get_int(node.node, "group", 1) != shape[0] or others:
+        raise Unrelated("it is no depthwise Conv of one position")
+    if any(each != 1 for each in steps) or node.rank(0) not in (None, len(shape)):
+        raise Unrelated("it has strides or pads")
+    weight = node.parameter(1)
+    wide = (-1, *[1] * (len(shape) - 2))
+    form, span = node.data(0), (shape[0], *wide[1:])
+    node.know_size(form, 1, shape[0])
+    form = form.scaled(weight.apply(lambda array: array.reshape(wide)), span)
+    return form.shifted(node.parameter(2).apply(lambda array: array.reshape(wide))) if node.has(2) else form
+
+
+def scaled_core(node: Reading) -> Form:
+    """Instance-, Layer-, Group-, RMSNormalization: s core(x) + b, where core(x) is a base of its own."""
+    if any(node.is_read(output) for output in node.node.outputs[1:]):
+        raise Unrelated("it has other outputs")
+    scale, rank = node.parameter(1), node.rank(0)
+    bias = node.parameter(2) if node.has(2) else ZERO
+    if node.kind in ("InstanceNormalization", "GroupNormalization"):
+        if rank is None or (node.kind == "GroupNormalization" and node.version < 21):
+            raise Unrelated("its rank is not known, or its scale is that of groups")
+        scale, bias = (each.apply(lambda array: array.reshape(-1, *[1] * (rank - 2))) for each in (scale, bias))
+    core = node.core()
+    return Form({core: scale}, bias, scale.values.shape)
+
+
+# Relations: of one operator in both models.
+
+
+def homogeneous(pair: Couple) -> list[Relation]:
+    """f(r x) = r f(x) for r > 0."""
+    scale, shift = pair.ratio(0)
+    return [(require_positive(scale, pair.kind), require_no_shift(shift, pair.kind))]
+
+
+def maxima(pair: Couple) -> list[Relation]:
+    scale, shift = pair.ratio(0)
+    if scale is not ONE or shift is not ZERO:
+        require_no_empty_windows(pair.mine)
+    relation = reduced(pair.mine, require_positive(scale, pair.kind), shift)
+    return [relation] if not any(map(pair.mine.is_read, pair.mine.node.outputs[1:])) else _no_outputs(pair)
+
+
+def _no_outputs(pair: Couple) -> list[Relation]:
+    raise Unrelated(f"{pair.kind} with several outputs")
+
+
+def means(pair: Couple) -> list[Relation]:
+    scale, shift = pair.ratio(0)
+    node = pair.mine.node
+    if pair.kind == "ReduceSum" and not shift.is_zero:
+        shape, axes = pair.mine.shape(0), reduced_axes(pair.mine)
+        sizes = [shape[axis] if shape is not None else None for axis in axes]
+        if not all(isinstance(size, int) for size in sizes):
+            raise Unrelated("the number of elements that it adds is not known")
+        shift = shift * Numbers(np.asarray(float(math.prod(sizes))), np.zeros(()))  # type: ignore[arg-type]
+    if pair.kind == "AveragePool":
+        automatic = get_string(node, "auto_pad", "NOTSET")
+        if automatic not in ("NOTSET", "") and any(step != 1 for step in get_ints(node, "dilations") or ()):
+            raise Unrelated("engines place its windows in several ways")
+        counts = pair.mine.version < 7 or get_flag(node, "count_include_pad")
+        if (counts and may_pad(node)) or get_flag(node, "ceil_mode"):
+            shift = require_no_shift(shift, f"{pair.kind} that counts zeros")
+        elif shift is not ZERO:
+            require_no_empty_windows(pair.mine)
+    return [reduced(pair.mine, scale, shift)]
+
+
+def reduced_axes(node: Reading) -> tuple[int, ...]:
+    """Return the axes along which a pooling or a reduction takes elements together."""
+    rank = node.rank(0)
+    if rank is None:
+        raise Unrelated("the rank of its data is not known")
+    if not node.kind.startswith("Reduce"):
+        return tuple(range(2, rank))
+    axes = node.ints(1, "axes")
+    if axes is None:
+        if node.has(1) or get_flag(node.node, "noop_with_empty_axes"):
+            raise Unrelated("its axes are not known")
+        return tuple(range(rank))
+    if not axes:
+        raise Unrelated("its axes are not known")
+    return positive_axes(axes, rank)
+
+
+def reduced(node: Reading, scale: Numbers, shift: Numbers) -> Relation:
+    """Pass a relation through windows along axes in which it is the same."""
+    if scale.shape == () and shift.shape == ():
+        return scale, shift
+    axes, rank = reduced_axes(node), node.rank(0)
+    keeps = not node.kind.startswith("Reduce") or get_flag(node.node, "keepdims", True)
+
+    def change(array: np.ndarray) -> np.ndarray:
+        wide = require_ones(array, axes, rank)  # type: ignore[arg-type]
+        return wide if keeps else wide.reshape([size for axis, size in enumerate(wide.shape) if axis not in axes])
+
+    return scale.apply(change), shift.apply(change)
+
+
+def may_pad(node: ir.Node) -> bool:
+    """Whether a window may reach beyond the data."""
+    automatic = get_string(node, "auto_pad", "NOTSET")
+    if automatic == "VALID":
+        return False
+    return automatic not in ("NOTSET", "") or any(get_ints(node, "pads") or ())
+
+
+def require_no_empty_windows(node: Reading) -> None:
+    """Raise Unrelated where a window may lie in padding alone: its value is fixed. Elements that are apart may do so."""
+    kernel, dilations = (get_ints(node.node, name) or () for name in ("kernel_shape", "dilations"))
+    if not kernel or not may_pad(node.node):
+        return
+    pads = get_ints(node.node, "pads") or (0,) * (2 * len(kernel))
+    shape = node.shape(0)
+    for axis, (count, step) in enumerate(zip(kernel, dilations or (1,) * len(kernel), strict=False)):
+        size = shape[axis + 2] if shape is not None and axis + 2 < len(shape) else None
+        is_wide = max(pads[axis], pads[axis + len(kernel)]) > (count - 1) * step
+        if is_wide or (step > 1 and (not isinstance(size, int) or size < step)):
+            raise Unrelated(f"a window of {node.kind} may lie in padding alone")
+
+
+def resized(pair: Couple) -> list[Relation]:
+    """Each value is a sum of weights that add up to 1, along axes in which the relation is the same."""
+    node = pair.mine
+    scale, shift = pair.ratio(0)
+    if get_string(node.node, "coordinate_transformation_mode", "") == "tf_crop_and_resize":
+        raise Unrelated("it puts in numbers of its own")
+    if scale.shape == () and shift.shape == ():
+        return [(scale, shift)]
+    rank = node.rank(0)
+    if rank is None:
+        raise Unrelated("the rank of its data is not known")
+    axes = [axis for axis in range(rank) if not _keeps(node, axis, rank)]
+    return [tuple(each.apply(lambda array: require_ones(array, axes, rank)) for each in (scale, shift))]  # type: ignore[list-item]
+
+
+def unread_region(node: Reading) -> tuple[int, ...]:
+    """Return the place of a region of interest that is not cropped to."""
+    return (1,) if node.kind == "Resize" and node.version >= 11 else ()
+
+
+def _keeps(node: Reading, axis: int, rank: int) -> bool:
+    """Whether a Resize certainly leaves an axis as it is."""
+    if "height_scale" in node.node.attributes:  # Upsample of opset 1
+        return rank == 4 and axis < 2
+    axes = get_ints(node.node, "axes")
+    chosen = tuple(range(rank)) if axes is None else positive_axes(axes, rank)
+    if axis not in chosen:
+        return True
+    place = chosen.index(axis)
+    after_roi = node.kind == "Resize" and node.version >= 11
+    attribute = node.node.attributes.get("scales")
+    scales = None if attribute is None else np.asarray(attribute.as_floats())
+    index = 2 if after_roi else 1
+    if scales is None and node.has(index):
+        scales = node.constant(index)
+    if scales is not None and scales.size:
+        return bool(scales.size > place and scales[place] == 1.0)
+    if get_string(node.node, "keep_aspect_ratio_policy", "stretch") != "stretch" or not (after_roi and node.has(3)):
+        return False
+    before, sizes = node.shape(0), node.ints(3)
+    wanted = sizes[place] if sizes is not None else (node.result_shape() or (None,) * rank)[axis]
+    return before is not None and isinstance(wanted, int) and before[axis] == wanted
+
+
+def moved(pair: Couple) -> list[Relation]:
+    """Move the elements of p and q as those of the data."""
+    scale, shift = pair.ratio(0)
+    count = len(pair.mine.node.outputs)
+    if scale is ONE and shift is ZERO:
+        return [SAME] * count
+    if pair.kind == "DepthToSpace":
+        return [(positions(pair.mine, scale), positions(pair.mine, shift))]
+    if pair.kind == "Pad" and fills_with_zeros(pair.mine):
+        shift = require_no_shift(shift, "a Pad with zeros")
+    if scale.shape == () and shift.shape == ():
+        return [(scale, shift)] * count
+    move = MOVEMENTS[pair.kind](pair.mine)
+    parts = [list(zip(*(move(array) for array in each), strict=True)) for each in (_arrays(scale), _arrays(shift))]
+    return [(Numbers(*first), Numbers(*second)) for first, second in zip(*parts, strict=True)]
+
+
+def _arrays(numbers: Numbers) -> list[np.ndarray]:
+    return np.broadcast_arrays(numbers.values, numbers.error)  # type: ignore[return-value]
+
+
+def gathered(pair: Couple) -> list[Relation]:
+    return moved(pair) if pair.mine.forms[0] is not None else [table(pair)]
+
+
+def joined(pair: Couple) -> list[Relation]:
+    """Concat: the parts of p and q side by side. A constant operand may be mapped in place."""
+    relations: list[Relation] = []
+    hints = pair.hints()
+    for index, form in enumerate(pair.mine.forms):
+        if form is not None:
+            relations.append(pair.ratio(index))
+        elif pair.same_constants(index):
+            relations.append(SAME)
+        else:
+            relations.append((ONE, pair.theirs.parameter(index) - pair.mine.parameter(index)))
+    if all(scale is ONE and shift is ZERO for scale, shift in relations):
+        return [SAME]
+    result = concatenated(pair.mine, relations)
+    constants = [index for index, form in enumerate(pair.mine.forms) if form is None]
+    if constants and hints:
+        # What a map behind it does to a constant counts as done in place.
+        result = concatenated(pair.mine, _told(pair, relations, constants, hints[0]))
+    return [result]
+
+
+def _told(pair: Couple, relations: list[Relation], constants: list[int], hint: Numbers) -> list[Relation]:
+    """Return relations of the operands in which constants are scaled as a map behind the Concat scales them."""
+    shape = pair.mine.result_shape()
+    if shape is None:
+        raise Unrelated("the rank of its data is not known")
+    axis, rank = get_int(pair.mine.node, "axis", 1), len(shape)
+    axis %= rank
+    found, start = list(relations), 0
+    for index in range(len(relations)):
+        shape = pair.mine.shape(index)
+        size = None if shape is None else shape[axis]
+        if not isinstance(size, int):
+            raise Unrelated("the channels of an operand are not known")
+        if index in constants:
+            own = hint.apply(functools.partial(_part, axis=axis, rank=rank, start=start, size=size))
+            found[index] = own, pair.theirs.parameter(index) - own * pair.mine.parameter(index)
         start += size
-    if node.op_type == "Pad":
-        _check_padding(node, numbered)
-    present = [form for form in data if form is not None]
-    results = NodeEvaluator(node, [value is not None for value in numbered], version)(numbered)
-    return [_moved(present, np.asarray(result).astype(np.int64)) for result in results]
+    return found
 
 
-def _known(node: ir.Node, operands: Sequence[Operand]) -> list[np.ndarray | None]:
-    """Return the numbers of operands that have to be constant. Raises UnsupportedModelError."""
-    if any(isinstance(operand, Form) for operand in operands):
-        raise UnsupportedModelError(f"{node.op_type} with sizes or indices that vary")
-    return [operand.values if isinstance(operand, Parameter) else None for operand in operands]
+def _part(array: np.ndarray, axis: int, rank: int, start: int, size: int) -> np.ndarray:
+    wide = array.reshape([1] * (rank - array.ndim) + list(array.shape))
+    return wide if wide.shape[axis] == 1 else np.take(wide, range(start, start + size), axis)
 
 
-def _is_data(node: ir.Node, place: int, operand: Operand) -> bool:
-    return operand is not None and (place == 0 or (node.op_type == "Concat"))
+def multiplied(pair: Couple) -> list[Relation]:
+    """(p1 x) (p2 y) = p1 p2 x y, and so for a quotient."""
+    if pair.mine.data(0).bases != pair.theirs.data(0).bases:
+        pair = pair.turned()
+    relations = [pair.ratio(index) for index in range(2)]
+    shifts = [require_no_shift(shift, pair.kind) for _, shift in relations]
+    if any(each is not ZERO and each.error.any() for each in shifts):
+        raise Unrelated(f"a shift does not pass {pair.kind}")
+    first, second = (scale for scale, _ in relations)
+    return [(first * (second.inverse() if pair.kind == "Div" else second), ZERO)]
 
 
-def _check_padding(node: ir.Node, operands: list[Any]) -> None:
-    mode = node.attributes["mode"].as_string() if "mode" in node.attributes else "constant"
-    value = node.attributes.get("value")
-    filled = len(operands) > 2 and operands[2] is not None and np.any(operands[2])
-    pads = node.attributes["pads"].as_ints() if "pads" in node.attributes else operands[1] if len(operands) > 1 else ()
-    if not np.any(np.asarray(pads) > 0):
-        return  # elements leave, and none are put in
-    if mode == "constant" and (filled or (value is not None and value.as_float())):
-        raise UnsupportedModelError("Pad with another value than 0")
+def asked(pair: Couple) -> list[Relation]:
+    """Sizes depend on the shape alone."""
+    pair.mine.bases.require_one_shape(pair.mine.data(0), pair.theirs.data(0))
+    return [SAME]
 
 
-def _moved(operands: list[Form], order: np.ndarray) -> Form:
-    def apply(parts: list[np.ndarray]) -> np.ndarray:
-        rows = len(parts[0])
-        flat = np.concatenate([np.zeros((rows, 1)), *(each.reshape(rows, -1) for each in parts)], axis=1)
-        return flat[:, order.reshape(-1)].reshape(rows, *order.shape)
-
-    return _linear(operands, order.shape, apply)
-
-
-def means(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
-    """Measure the matrix of the operator, from each element alone; then check it on random data."""
-    data = as_form(operands[0])
-    others = _known(node, operands[1:])
-    if node.op_type == "Resize" and len(others) > 1 and not crops(node):
-        others[0] = None  # a region of interest that nothing reads
-    evaluator = NodeEvaluator(node, [True, *(value is not None for value in others)], version)
-    size = int(np.prod(data.shape))
-
-    def run(values: np.ndarray) -> np.ndarray:
-        return np.asarray(evaluator([values, *others])[0], np.float64)
-
-    shape = run(np.zeros(data.shape)).shape
-    if 0 in shape:
-        raise UnsupportedModelError(f"{node.op_type} gives a value of shape {shape}, which has no element to compare")
-    forms.check_size(size, int(np.prod(shape)))
-    sample = np.random.default_rng(0).standard_normal(data.shape)
-    expected = run(sample)
-
-    def through(values: np.ndarray, copies: int, weights: np.ndarray) -> np.ndarray:
-        return (values.reshape(len(values), copies, -1) @ weights).reshape(-1, *shape)
-
-    # Most are the same for each sample and channel: a run measures an element in each of them.
-    for alike in (data.shape[:2], ()):
-        if shape[: len(alike)] != alike:
-            continue
-        copies, matrix = math.prod(alike), _measured(run, data.shape, alike)
-        if np.allclose(through(sample[None], copies, matrix)[0], expected, rtol=1e-9, atol=1e-9):
-            break
-    else:
-        raise UnsupportedModelError(f"{node.op_type} is not linear here")
-    if node.op_type in ("Resize", "Upsample"):
-        matrix = _normalised(matrix)
-    magnitude = np.abs(matrix)
-    form = _linear(
-        [data],
-        shape,
-        lambda parts: through(parts[0], copies, matrix),
-        lambda parts: through(parts[0], copies, magnitude),
+def table(pair: Couple) -> Relation:
+    """A constant table of which rows are taken: s and t are read off the largest and least number of each column."""
+    one, two = pair.mine.parameter(0), pair.theirs.parameter(0)
+    rank = one.values.ndim
+    if one.values.shape != two.values.shape or not rank:
+        raise Unrelated("the tables have other shapes")
+    axis = get_int(pair.mine.node, "axis", 0) % rank
+    rows, row_error, others, other_error = (
+        np.moveaxis(np.broadcast_to(each, one.values.shape), axis, 0)
+        for each in (one.values, one.error, two.values, two.error)
     )
-    return [form]
+    most, least = rows.argmax(axis=0)[None], rows.argmin(axis=0)[None]
+
+    def pick(values: np.ndarray, index: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(values, index, axis=0)[0]
+
+    span = pick(rows, most) - pick(rows, least)
+    known = span > 0
+    scale = np.divide(pick(others, most) - pick(others, least), span, out=np.ones(span.shape), where=known)
+    both = sum(pick(other_error, each) + np.abs(scale) * pick(row_error, each) for each in (most, least))
+    error = np.divide(both, span, out=np.zeros(span.shape), where=known)
+    shift = pick(others, most) - scale * pick(rows, most)
+    shift_error = pick(other_error, most) + np.abs(scale) * pick(row_error, most) + error * np.abs(pick(rows, most))
+    shift_error = shift_error + NOISE * (np.abs(pick(others, most)) + np.abs(scale * pick(rows, most)))
+    allowed = other_error + np.abs(scale) * row_error + error * np.abs(rows) + shift_error + NOISE * np.abs(others)
+    if not (np.abs(others - scale * rows - shift) <= allowed).all():
+        raise Unrelated("the tables are not those of a per-channel map")
+    indices = pair.mine.rank(1)
+    if indices is None:
+        raise Unrelated("the rank of the indices is not known")
+    shape = (*one.values.shape[:axis], *[1] * indices, *one.values.shape[axis + 1 :])
+    arrays = [each.reshape(shape) for each in (scale, error, shift, shift_error)]
+    return Numbers(arrays[0], arrays[1]), Numbers(arrays[2], arrays[3])
 
 
-def crops(resize: ir.Node) -> bool:
-    """Whether a Resize reads a part of its data, and puts in a number beyond it."""
-    mode = resize.attributes.get("coordinate_transformation_mode")
-    return mode is not None and mode.as_string() == "tf_crop_and_resize"
+def recurrent(pair: Couple) -> list[Relation]:
+    """W' p = W and Wb' + W' q = Wb, so that the result is the same."""
+    pair.mine.bases.require_one_shape(pair.mine.data(0), pair.theirs.data(0))
+    mine, theirs = (weights_of_gates(each) for each in (pair.mine, pair.theirs))
+    fit = weights.relate(mine, theirs, [Numbers(np.ones(mine.outputs), np.zeros(()))])
+    if not (np.abs(fit.scale.values - 1.0) <= fit.scale.error).all() or not fit.shift.is_zero:
+        raise Unrelated("its weights do not take back what its data are mapped by")
+    pair.agree(fit.agreement)
+    return [SAME] * len(pair.mine.node.outputs)
 
 
-def _measured(run: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], alike: tuple[int, ...]) -> np.ndarray:
-    """Return the results for each element alone, one in a row. alike: the first dimensions, along which all results are the
-    same.
-    """
-    copies, size = math.prod(alike), math.prod(shape[len(alike) :])
-    singles = np.eye(-(-size // copies) * copies, size).reshape(-1, *shape)
-    return np.concatenate([run(each).reshape(copies, -1) for each in singles])[:size]
+def weights_of_gates(node: Reading) -> Linear:
+    stored = node.stored(1)
+    shape = stored.shape
+    form = node.data(0)
+    if len(shape) != 3 or get_int(node.node, "layout", 0):
+        raise Unrelated("its weight has another shape, or its data another layout")
+    bias = ZERO
+    if node.has(3):
+        whole = node.parameter(3)
+        if whole.values.shape != (shape[0], 2 * shape[1]):
+            raise Unrelated("its bias has another shape")
+        bias = whole.apply(lambda array: array[:, : shape[1]])
+    scales, offset = node.on_axis(form, -1, shape[2], lambda array: array.reshape(1, 1, -1))
+    return Linear(stored, shape, (0, 1), scales, offset, bias, False)
 
 
-def _normalised(matrix: np.ndarray) -> np.ndarray:
-    """Make the weights of each interpolated element sum to 1 that do so but for rounding: onnx.reference rounds to float32."""
-    sums = matrix.sum(axis=0)
-    is_rounded = np.abs(sums - 1.0) <= _ROUNDED * np.abs(matrix).sum(axis=0)
-    return np.asarray(matrix / np.where(is_rounded, sums, 1.0))
+def recurrent_rest(node: Reading) -> Hashable:
+    """Return the recurrent part of a bias, which no fold changes."""
+    if not node.has(3):
+        return None
+    rest = node.constant(3)[:, node.constant(3).shape[-1] // 2 :]
+    return rest.tobytes() if rest.any() else None
 
 
-def same(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
-    """Identity, Dropout in inference, a Cast from float to float."""
-    if len([value for value in node.outputs if value.uses() or value.is_graph_output()]) > 1:
-        raise UnsupportedModelError(f"{node.op_type} with a mask")
-    return [as_form(operands[0]), *[None] * (len(node.outputs) - 1)]
+def linear(pair: Couple) -> list[Relation]:
+    """Compare two linear operators weight by weight."""
+    for index, form in enumerate(pair.mine.forms):
+        if form is not None:
+            pair.mine.bases.require_one_shape(form, pair.theirs.data(index))
+    try:
+        mine, theirs = (LINEAR[each.kind](each) for each in (pair.mine, pair.theirs))
+    except Unrelated:  # its data are mapped along other axes, perhaps in both models alike
+        mine, theirs = (LINEAR[each.kind](each) for each in (pair.rebased().mine, pair.rebased().theirs))
+    one, two = mine.linear, theirs.linear
+    if one.out != two.out and one.view == two.view[::-1] and len(one.view) == 2:
+        two = transposed(two)
+    if pair.same_constants(1, 0) and one.view == two.view:
+        two = dataclasses.replace(two, stored=one.stored)
+    hints = [hint for each in pair.hints() if (hint := mine.taken(each)) is not None]
+    hints.append(Numbers(np.ones(one.outputs), np.zeros(())))
+    fit = weights.relate(one, two, hints)
+    pair.agree(fit.agreement, mine.placed(fit.sizes))
+    return [(fit.scale.apply(mine.placed), fit.shift.apply(mine.placed))]
 
 
-def shape_of(node: ir.Node, operands: list[Operand], version: int) -> list[Operand]:
-    return [Parameter(each) for each in evaluate(node, [np.broadcast_to(0.0, as_form(operands[0]).shape)], version)]
+def transposed(linear: Linear) -> Linear:
+    """Turn a matrix, which is small enough to be held."""
+    stored = linear.stored
+    tensor = ir.tensor(np.ascontiguousarray(stored.tensor.numpy().T))
+    turned = [each.apply(lambda array: array.T) for each in (*linear.scales, linear.offset)]
+    return dataclasses.replace(
+        linear,
+        stored=stored._replace(
+            tensor=tensor, shape=stored.shape[::-1], error=None if stored.error is None else stored.error.T
+        ),
+        view=linear.view[::-1],
+        out=(1 - linear.out[0],),
+        scales=turned[:-1],
+        offset=turned[-1],
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A linear operator, and the axes of its result, from the last, along which its outputs lie. flat: on one axis."""
+
+    linear: Linear
+    axes: tuple[int, ...]
+    flat: bool = False
+
+    def placed(self, array: np.ndarray) -> np.ndarray:
+        """Bring an array over the outputs onto the axes of the result."""
+        if not array.ndim:
+            return array
+        array = array.reshape(-1) if self.flat else array
+        order = sorted(range(len(self.axes)), key=lambda each: self.axes[each])
+        shape = [1] * -min(self.axes)
+        for each in order:
+            shape[self.axes[each]] = array.shape[each]
+        return np.transpose(array, order).reshape(shape)
+
+    def taken(self, numbers: Numbers) -> Numbers | None:
+        """Bring numbers on the result's axes onto the outputs; None where they depend on other axes."""
+        outputs = self.linear.outputs
+        sizes = (math.prod(outputs),) if self.flat else outputs
+        found = []
+        for array in (numbers.values, numbers.error):
+            rank = max(array.ndim, -min(self.axes))
+            wide = array.reshape([1] * (rank - array.ndim) + list(array.shape))
+            places = [axis % rank for axis in self.axes]
+            others = [axis for axis in range(rank) if axis not in places]
+            turned = np.transpose(wide, [*places, *others])
+            if math.prod(turned.shape[len(places) :]) != 1:
+                return None
+            turned = turned.reshape(turned.shape[: len(places)])
+            if any(turned.shape[place] not in (1, sizes[place]) for place in range(len(places))):
+                return None
+            found.append(np.broadcast_to(turned, sizes).reshape(outputs))
+        return Numbers(*found)
+
+
+def convolution(node: Reading) -> Placed:
+    """Conv, ConvTranspose: groups, then rows and columns of the weight, then positions of the kernel."""
+    stored = node.stored(1)
+    shape = stored.shape
+    group = get_int(node.node, "group", 1)
+    if len(shape) < 3 or group < 1 or shape[0] % group:
+        raise Unrelated("its weight has another shape")
+    turned = node.kind == "ConvTranspose"
+    outputs = shape[1] * group if turned else shape[0]
+    inputs = shape[0] if turned else shape[1] * group
+    rows, rank = shape[0] // group, len(shape)
+    view: tuple[int, ...] = (shape[0], shape[1], math.prod(shape[2:]))
+    out: tuple[int, ...] = (1,) if turned else (0,)
+    read: tuple[int, ...] = (-1, 1, 1) if turned else (1, -1, 1)
+    if group > 1:
+        view = (group, rows, shape[1], view[2])
+        out, read = ((0, 2), (group, -1, 1, 1)) if turned else ((0, 1), (group, 1, -1, 1))
+    bias = node.parameter(2) if node.has(2) else ZERO
+    if bias is not ZERO:
+        if bias.values.shape != (outputs,):
+            raise Unrelated("its bias has another shape")
+        bias = bias.apply(lambda array: array.reshape([view[axis] for axis in out]))
+    form = node.data(0)
+    if node.rank(0) not in (None, rank):
+        raise Unrelated("its data have another rank")
+    node.know_size(form, 1, inputs, rank)
+    scales, offset = node.on_axis(form, 1 - rank, inputs, lambda array: array.reshape(read))
+    pads = _mixes(node.node, shape[2:]) if turned else may_pad(node.node)
+    return Placed(Linear(stored, view, out, scales, offset, bias, pads), (1 - rank,), flat=True)
+
+
+def _mixes(node: ir.Node, kernel: Sequence[int]) -> bool:
+    """Whether positions of a ConvTranspose are sums of several products, or of none."""
+    plain = get_string(node, "auto_pad", "NOTSET") in ("NOTSET", "", "VALID") and "output_shape" not in node.attributes
+    ones = all(each == 1 for each in (*kernel, *(get_ints(node, "strides") or ())))
+    zeros = not any((*(get_ints(node, "pads") or ()), *(get_ints(node, "output_padding") or ())))
+    return not (plain and ones and zeros)
+
+
+def gemm(node: Reading) -> Placed:
+    """alpha A' B' + beta C."""
+    stored = node.stored(1)
+    shape = stored.shape
+    if len(shape) != 2 or node.rank(0) not in (None, 2):
+        raise Unrelated("its weight is no matrix")
+    place = 0 if get_flag(node.node, "transB") else 1
+    bias = ZERO
+    if node.has(2):
+        beta = Numbers(np.asarray(get_float(node.node, "beta", 1.0)), np.zeros(()))
+        own = node.parameter(2)
+        wide = own.values.shape
+        if own.values.size not in (1, shape[place]) or len(wide) > 2 or (own.values.size > 1 and wide[-1] == 1):
+            raise Unrelated("its bias is no vector")
+        bias = (own * beta).apply(lambda array: array.reshape(-1))
+    read = (1, -1) if place == 0 else (-1, 1)
+    axis = -2 if get_flag(node.node, "transA") else -1
+    form = node.data(0)
+    scales, offset = node.on_axis(form, axis, shape[1 - place], lambda array: array.reshape(read))
+    factor = get_float(node.node, "alpha", 1.0)
+    return Placed(Linear(stored, shape, (place,), scales, offset, bias, False, factor), (-1,))
+
+
+def matmul(node: Reading) -> Placed:
+    """X W or W X; a W of more axes has one p and s for all of its matrices."""
+    turned = node.forms[0] is None
+    if node.forms[0] is not None and node.forms[1] is not None:
+        raise Unrelated("MatMul of two values")
+    stored = node.stored(0 if turned else 1)
+    shape = stored.shape
+    rank = node.rank(1 if turned else 0)
+    if len(shape) < 2 or (rank is None and (turned or len(shape) > 2)) or (rank is not None and rank < 2):
+        raise Unrelated("its weight or its data are no matrices")
+    data, out, axis = (len(shape) - 1, len(shape) - 2, -2) if turned else (len(shape) - 2, len(shape) - 1, -1)
+    read = [1] * len(shape)
+    read[data] = -1
+    form = node.data(1 if turned else 0)
+    scales, offset = node.on_axis(form, axis, shape[data], lambda array: array.reshape(read))
+    if len(shape) > 2 and offset is not ZERO:
+        raise Unrelated("a shift has no single vector behind several matrices")
+    return Placed(Linear(stored, shape, (out,), scales, offset, ZERO, False), (axis,))
+
+
+def einsum(node: Reading) -> Placed:
+    """One value and one constant, by the letters of their axes."""
+    place = 0 if node.forms[0] is None else 1
+    if len(node.node.inputs) != 2 or (node.forms[place] is not None):
+        raise Unrelated("Einsum of other than one value and one constant")
+    stored = node.stored(place)
+    shape = stored.shape
+    rank = node.rank(1 - place)
+    if rank is None:
+        raise Unrelated("the rank of its data is not known")
+    ranks = (len(shape), rank) if place == 0 else (rank, len(shape))
+    first, second, made = _letters(get_string(node.node, "equation", ""), ranks)
+    own, read = (first, second) if place == 0 else (second, first)
+    out = tuple(axis for axis, letter in enumerate(own) if letter in made)
+    form = node.data(1 - place)
+
+    def spread(array: np.ndarray) -> np.ndarray:
+        """Bring an array on the axes of the data onto those of the weight."""
+        wide = array.reshape([1] * (rank - array.ndim) + list(array.shape))
+        if any(wide.shape[axis] != 1 and letter not in own for axis, letter in enumerate(read)):
+            raise Unrelated("its data are mapped along an axis that its weight does not have")
+        order = [read.index(letter) for letter in own if letter in read]
+        rest = [axis for axis in range(rank) if axis not in order]
+        turned = iter(np.transpose(wide, [*order, *rest]).shape)
+        return np.transpose(wide, [*order, *rest]).reshape([next(turned) if letter in read else 1 for letter in own])
+
+    scales = [form.terms[base].apply(spread) for base in sorted(form.terms)]
+    offset = form.shift.apply(spread) if form.shift is not ZERO else ZERO
+    if any(letter not in own and letter not in made for letter in read):
+        offset = require_no_shift(offset, "a sum over axes that the weight does not have")
+    if offset is not ZERO and not offset.values.ndim:
+        offset = offset.apply(lambda array: array)
+    return Placed(
+        Linear(stored, shape, out, scales, offset, ZERO, False),
+        tuple(made.index(own[axis]) - len(made) for axis in out),
+    )
+
+
+def _letters(equation: str, ranks: tuple[int, int]) -> list[str]:
+    """Return a letter for each axis of both operands and of the result."""
+    terms, arrow, made = equation.replace(" ", "").partition("->")
+    parts = terms.split(",")
+    if len(parts) != 2 or not arrow:
+        raise Unrelated("its equation has another form")
+    spare = [rank - len(part.replace("...", "")) for rank, part in zip(ranks, parts, strict=True)]
+    if any(count not in range(11 if "..." in part else 1) for count, part in zip(spare, parts, strict=True)):
+        raise Unrelated("its equation has another form")
+    batch = "0123456789"
+    counts = (*spare, max(spare))
+    letters = [part.replace("...", batch[10 - n :]) for part, n in zip((*parts, made), counts, strict=True)]
+    if any(len(set(each)) != len(each) for each in letters) or not set(letters[2]) <= {*letters[0], *letters[1]}:
+        raise Unrelated("its equation takes a diagonal")
+    return letters
+
+
+# Places of the weight and the bias.
+_DEFORMABLE = {"DeformConv": (1, 3), "MMCVDeformConv2d": (2, None), "MMCVModulatedDeformConv2d": (3, 4)}
+
+
+def deformable(node: Reading) -> Placed:
+    """Linear in the data; zeros stand beyond the borders."""
+    place, bias_place = _DEFORMABLE[node.kind]
+    stored = node.stored(place)
+    shape = stored.shape
+    group = get_int(node.node, "groups" if "groups" in node.node.attributes else "group", 1)
+    if len(shape) != 4 or group < 1 or shape[0] % group:
+        raise Unrelated("its weight has another shape")
+    view = (group, shape[0] // group, shape[1], math.prod(shape[2:]))
+    bias = ZERO
+    if bias_place is not None and node.has(bias_place):
+        bias = node.parameter(bias_place)
+        if bias.values.shape != shape[:1]:
+            raise Unrelated("its bias has another shape")
+        bias = bias.apply(lambda array: array.reshape(view[:2]))
+    scales, offset = node.on_axis(node.data(0), -3, group * shape[1], lambda array: array.reshape(group, 1, -1, 1))
+    return Placed(Linear(stored, view, (0, 1), scales, offset, bias, True), (-3,), flat=True)
+
+
+LINEAR: dict[str, Callable[[Reading], Placed]] = {
+    **dict.fromkeys(("Conv", "ConvTranspose"), convolution),
+    "Gemm": gemm,
+    "MatMul": matmul,
+    "Einsum": einsum,
+    **dict.fromkeys(_DEFORMABLE, deformable),
+}
+
+
+def product_axis(node: Reading) -> Hashable:
+    """Return where the rows of a matrix product lie."""
+    turned = node.kind == "Gemm" and get_flag(node.node, "transA")
+    return -2 if turned else -1, node.forms[0] is None
 
 
 @dataclasses.dataclass(frozen=True)
 class Lemma:
-    """A linear operator. attributes: those that its rule reads; None where onnx.reference runs it and reads all."""
+    """What is known of an operator.
 
-    rule: Rule
-    attributes: frozenset[str] | None = frozenset()
+    data: places of the operands that may be related, None for all. weights: of constants that `relates` compares. own: attributes
+    that it compares. family: of operators that count as one. more: what two nodes have to have in common beside attributes.
+    unread: places of operands that the operator does not read.
+    """
 
-    def check(self, node: ir.Node, version: int) -> None:
-        """Raise UnsupportedModelError where the node is not valid, or has an attribute that the rule does not read."""
-        check_node(node, version)
-        unread = {*node.attributes} - self.attributes if self.attributes is not None else set()
-        if unread:
-            raise UnsupportedModelError(f"{node.op_type} with {', '.join(sorted(unread))}, which no lemma names")
+    maps: Callable[[Reading], Form] | None = None
+    relates: Callable[[Couple], list[Relation]] | None = None
+    data: tuple[int, ...] | None = (0,)
+    weights: tuple[int, ...] = ()
+    own: frozenset[str] = frozenset()
+    family: str = ""
+    more: Callable[[Reading], Hashable] | None = None
+    unread: Callable[[Reading], tuple[int, ...]] | None = None
 
 
-_WINDOW = frozenset(("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides"))
-RULES: dict[str, Lemma] = {
-    **dict.fromkeys(("Add", "Sub", "Sum"), Lemma(add)),
-    **dict.fromkeys(("Mul", "Div"), Lemma(multiply)),
-    "Neg": Lemma(negative),
-    "BatchNormalization": Lemma(
-        batch_normalization, frozenset(("epsilon", "momentum", "training_mode", "is_test", "consumed_inputs"))
+_GEMM = frozenset(("alpha", "beta", "transA", "transB"))
+LEMMAS: dict[str, Lemma] = {
+    **dict.fromkeys(("Add", "Sub", "Sum"), Lemma(maps=sums, data=None)),
+    **dict.fromkeys(("Mul", "Div"), Lemma(maps=products, relates=multiplied, data=(0, 1))),
+    "Neg": Lemma(maps=negated),
+    "BatchNormalization": Lemma(maps=normalised),
+    **dict.fromkeys(("Cast", "CastLike"), Lemma(maps=casted)),
+    **dict.fromkeys(
+        ("InstanceNormalization", "LayerNormalization", "GroupNormalization", "RMSNormalization"),
+        Lemma(maps=scaled_core, data=(), weights=(1, 2)),
     ),
-    "Conv": Lemma(convolution, _WINDOW),
-    "ConvTranspose": Lemma(convolution, _WINDOW | {"output_padding", "output_shape"}),
-    "Gemm": Lemma(gemm, frozenset(("alpha", "beta", "transA", "transB"))),
-    "MatMul": Lemma(matmul),
-    "Einsum": Lemma(einsum, frozenset(("equation",))),
-    "Dropout": Lemma(same, frozenset(("ratio", "seed", "is_test"))),
-    "Cast": Lemma(same, frozenset(("to", "saturate", "round_mode"))),
-    "Identity": Lemma(same),
-    "Shape": Lemma(shape_of, frozenset(("start", "end"))),
-    **dict.fromkeys(MOVING, Lemma(moving, None)),
-    **dict.fromkeys(MEANS, Lemma(means, None)),
+    "Conv": Lemma(maps=pointwise, relates=linear, weights=(1, 2)),
+    "ConvTranspose": Lemma(relates=linear, weights=(1, 2)),
+    "Gemm": Lemma(relates=linear, weights=(1, 2), own=_GEMM, family="product", more=product_axis),
+    "MatMul": Lemma(relates=linear, data=(0, 1), weights=(0, 1), family="product", more=product_axis),
+    "Einsum": Lemma(relates=linear, data=(0, 1), weights=(0, 1)),
+    "DeformConv": Lemma(relates=linear, weights=(1, 3)),
+    "MMCVDeformConv2d": Lemma(relates=linear, weights=(2,)),
+    "MMCVModulatedDeformConv2d": Lemma(relates=linear, weights=(3, 4)),
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), Lemma(relates=recurrent, weights=(1, 3), more=recurrent_rest)),
+    **dict.fromkeys(("Relu", "LeakyRelu", "PRelu"), Lemma(relates=homogeneous)),
+    **dict.fromkeys(("MaxPool", "GlobalMaxPool", "ReduceMax"), Lemma(relates=maxima)),
+    **dict.fromkeys(("AveragePool", "GlobalAveragePool", "ReduceMean", "ReduceSum"), Lemma(relates=means)),
+    **dict.fromkeys(("Resize", "Upsample"), Lemma(relates=resized, unread=unread_region)),
+    **dict.fromkeys((*MOVEMENTS, "DepthToSpace"), Lemma(relates=moved)),
+    "Gather": Lemma(relates=gathered, weights=(0,)),
+    "Concat": Lemma(relates=joined, data=None, weights=tuple(range(64))),
+    **dict.fromkeys(("Shape", "Size"), Lemma(relates=asked)),
 }

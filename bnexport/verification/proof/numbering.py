@@ -1,11 +1,11 @@
-"""Numbers for the values of two models: equal numbers mean equal values, whatever the names; and the nodes that correspond."""
+"""Numbers for the values of two models: equal numbers mean equal values, whatever the names; and how two nodes differ."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from bnexport.errors import UnsupportedModelError
 from bnexport.model_io import ContainedTensor, walk
 from bnexport.model_io.validate import printable
 from bnexport.verification.proof.attributes import TensorRows, is_default, outputs_count, same_attribute, same_tensor
-from bnexport.verification.proof.regions import ROUNDINGS, Side, is_training, name_of
+from bnexport.verification.proof.sides import LOOSE, ROUNDINGS, Side, is_training, name_of
 
 # Numbers for the values of two models: equal numbers mean equal values, whatever the models' names.
 #
@@ -28,6 +28,8 @@ from bnexport.verification.proof.regions import ROUNDINGS, Side, is_training, na
 _HEAD = 4096
 # Elements of a computed constant that is compared within its rounding.
 _NEAR = 1 << 20
+_COMMUTING = ("Add", "Mul", "Sum", "Max", "Min", "Mean", "And", "Or", "Xor", "Equal")
+_NONE: Mapping[int, int] = {}
 
 
 class Numbering:
@@ -35,12 +37,8 @@ class Numbering:
 
     def __init__(self, sides: tuple[Side, Side], *, exact: bool = False) -> None:
         self._sides, self._exact = sides, exact
-        # What operands of the changed model count as.
-        self._read: dict[tuple[ir.Node, int], int] = {}
         self._next = itertools.count()
         self._by_key: dict[Hashable, tuple[int, ...]] = {}
-        # What a proof told of nodes of the changed model: others that equal them make the same.
-        self._learned: dict[Hashable, tuple[int, ...]] = {}
         self._of: tuple[dict[ir.Value, int], dict[ir.Value, int]] = ({}, {})
         self._first: tuple[dict[int, ir.Value], dict[int, ir.Value]] = ({}, {})
         self._heads: dict[Hashable, list[tuple[ir.TensorProtocol, int]]] = {}
@@ -54,10 +52,6 @@ class Numbering:
         self._of[side][value] = number
         self._first[side].setdefault(number, value)
 
-    def read(self, node: ir.Node, index: int, number: int) -> None:
-        """Let an operand of the changed model count as a value of the original that it equals as well."""
-        self._read[node, index] = number
-
     def of(self, side: int, value: ir.Value) -> int | None:
         """Return the number of a value, None where it has none yet."""
         number = self._of[side].get(value)
@@ -66,35 +60,19 @@ class Numbering:
             self.set(side, value, number)
         return number
 
-    def prove(self, value: ir.Value, number: int) -> None:
-        """Give its number to a value of the changed model, and to what equal operators make."""
-        self.set(1, value, number)
-        node = value.producer()
-        if node is None or value.index() != 0 or self._sides[1].is_random(node):
-            return
-        key = self.key(1, node)
-        if key is not None:
-            self._learned.setdefault(key, (number,))
-
-    def snapshot(self) -> tuple[dict[Any, Any], ...]:
-        """Return the numbers of the changed model."""
-        return dict(self._of[1]), dict(self._first[1]), dict(self._learned)
-
-    def restore(self, saved: tuple[dict[Any, Any], ...]) -> None:
-        """Go back to an earlier state of the changed model's numbers."""
-        of, first, learned = map(dict, saved)
-        self._of, self._first, self._learned = (self._of[0], of), (self._first[0], first), learned
-
     def first(self, side: int, number: int) -> ir.Value | None:
         """Return the first value of one model that has this number."""
         return self._first[side].get(number)
 
-    def number(self, side: int, node: ir.Node) -> bool:
-        """Give numbers to the outputs of an operator; of the other model only if the original has an equal one."""
-        key = self.key(side, node)
+    def number(self, side: int, node: ir.Node, operands: Mapping[int, int] = _NONE) -> bool:
+        """Give numbers to the outputs of an operator; of the other model only if the original has an equal one.
+
+        operands: the numbers that some of its inputs count as.
+        """
+        key = self.key(side, node, operands)
         if key is None:
             return False
-        numbers = self._by_key.get(key) or (self._learned.get(key, ()) if side else ())
+        numbers = self._by_key.get(key, ())
         if not side and len(numbers) < len(node.outputs):
             # Of two equal nodes one may have more of its optional outputs.
             numbers += tuple(self.fresh() for _ in node.outputs[len(numbers) :])
@@ -105,34 +83,42 @@ class Numbering:
             self.set(side, value, number)
         return True
 
-    def key(self, side: int, node: ir.Node) -> Hashable | None:
-        """Return what determines the outputs of a node, without its bodies; None where an input has no number."""
-        present = [value if value is not None and value.name else None for value in node.inputs]
-        while present and present[-1] is None:
-            present.pop()
-        inputs = tuple(
-            None if value is None else self._read.get((node, index), self.of(side, value))
-            for index, value in enumerate(present)
-        )
-        if any(value is not None and number is None for value, number in zip(present, inputs, strict=True)):
-            return None
-        version = self._sides[side].constants.version(node)
-        return (
-            *node.op_identifier(),
-            version,
-            self._attributes(side, node, version),
-            outputs_count(node, version),
-            inputs,
-        )
+    def forget(self, node: ir.Node) -> None:
+        """Take the numbers of the changed model's node away."""
+        for value in node.outputs:
+            number = self._of[1].pop(value, None)
+            if number is not None and self._first[1].get(number) is value:
+                del self._first[1][number]
 
-    def _attributes(self, side: int, node: ir.Node, version: int) -> Hashable:
+    def key(self, side: int, node: ir.Node, operands: Mapping[int, int] = _NONE) -> Hashable | None:
+        """Return what determines the outputs of a node, without its bodies; None where an input has no number."""
+        inputs: list[int | None] = []
+        for index, value in enumerate(node.inputs):
+            number = self.of(side, value) if value is not None and value.name else None
+            number = operands.get(index, number)
+            if number is None and value is not None and value.name:
+                return None
+            inputs.append(number)
+        while inputs and inputs[-1] is None:
+            inputs.pop()
+        if node.op_type in _COMMUTING and None not in inputs:
+            inputs.sort()
+        version = self._sides[side].constants.version(node)
+        made = outputs_count(node, version)
+        return (*node.op_identifier(), version, self.attributes(side, node), made, *inputs)
+
+    def attributes(self, side: int, node: ir.Node, without: frozenset[str] = frozenset()) -> Hashable:
         """Return the attributes that are not their defaults."""
-        kernel = self._sides[side].kernel(node)
+        if not node.attributes:
+            return ()
+        version = self._sides[side].constants.version(node)
+        kernel = self._sides[side].kernel(node) if "kernel_shape" in node.attributes else None
         trains = is_training(node, version)
         return tuple(
             (name, attribute.type.value, self._attribute(attribute))
             for name, attribute in sorted(node.attributes.items())
-            if not list(walk.bodies(attribute))
+            if name not in without
+            and not list(walk.bodies(attribute))
             and not is_default(node, attribute, version, kernel=kernel, trains=trains)
         )
 
@@ -149,37 +135,38 @@ class Numbering:
     def _constant(self, side: int, value: ir.Value) -> int:
         constants = self._sides[side].constants
         leaf = constants.leaf(value)
-        if leaf is not None and leaf.size > _NEAR:
-            return self._stored(leaf)
+        if leaf is not None and math.prod(constants.shape(value)) > _NEAR:
+            return self._stored(leaf, constants.shape(value))
         try:
             tensor = leaf if leaf is not None else ir.tensor(np.ascontiguousarray(constants.own(value)))
         except UnsupportedModelError:  # it is what its operator makes of other constants
             node = value.producer()
             is_numbered = node is not None and self.number(side, node)
             return self._of[side][value] if is_numbered else self.fresh()
-        number = self._stored(tensor, known=True) if side else self._stored(tensor)
+        shape = constants.shape(value) if leaf is not None else tuple(tensor.shape.numpy())
+        number = self._stored(tensor, shape, known=bool(side))
         if number is not None and side:
             return number
-        near = self._computed.setdefault((tensor.dtype, tuple(tensor.shape.numpy())), [])
+        near = self._computed.setdefault((tensor.dtype, shape), [])
         if number is not None:
             near.append((value, number))
             return number
         found = next((other for mine, other in near if self._is_near(mine, value)), None)
-        return self._stored(tensor) if found is None else found
+        return self._stored(tensor, shape) if found is None else found
 
     def _is_near(self, mine: ir.Value, theirs: ir.Value) -> bool:
         """Whether two constants, one of them computed, are equal within what an engine's arithmetic may have rounded."""
         first, second = (side.constants for side in self._sides)
         errors = [error for error in (first.error(mine), second.error(theirs)) if error is not None]
-        return (
-            bool(errors)
-            and not self._exact
-            and bool((np.abs(first.array(mine) - second.array(theirs)) <= sum(errors)).all())
-        )
+        if not errors or self._exact:
+            return False
+        one, allowed = first.array(mine), np.asarray(sum(errors))
+        is_close = np.max(allowed, initial=0.0) <= LOOSE * np.max(np.abs(one), initial=0.0)
+        return bool(is_close and (np.abs(one - second.array(theirs)) <= allowed).all())
 
-    def _stored(self, tensor: ir.TensorProtocol, *, known: bool = False) -> Any:
+    def _stored(self, tensor: ir.TensorProtocol, shape: tuple[int, ...] | None = None, *, known: bool = False) -> Any:
         """Return the number of a tensor's type, shape and content. known: None instead of a new number."""
-        shape = tuple(tensor.shape.numpy())
+        shape = tuple(tensor.shape.numpy()) if shape is None else shape
         size = math.prod(shape)
         if size == 0:
             head = b""
@@ -203,47 +190,34 @@ class Numbering:
         return others[-1][1]
 
 
-# Find nodes that stand at the same place in two models, and differ in constants or attributes alone.
-#
-# A node of the changed model has a counterpart where the original has the same operator on equal values. If the models are
-# equal but for such nodes, they correspond node by node: one of them is another model, whatever a run shows. A constant may
-# differ by what the rounding of its type explains.
-
 # Elements of a constant that is compared number by number; a larger one that is not the same differs.
 _LARGEST = 1 << 26
-_CONSTANT = "constant"
 
 
-class Counterparts:
-    """The counterparts of one pair of models, as far as values have numbers."""
+# What may be said in several ways: bounds and axes from either end, pads by their sizes, shapes.
+_SPELLED = ("auto_pad", "axes", "axis", "ends", "pads", "shape", "starts")
+_SHAPING = ("Expand", "Pad", "Reshape", "Slice", "Split", "Squeeze", "Tile", "Unsqueeze")
+
+
+class Differences:
+    """How nodes of one pair of models differ that do the same with equal values but for constants and attributes."""
 
     def __init__(self, sides: tuple[Side, Side], numbers: Numbering) -> None:
         self._sides, self._numbers = sides, numbers
 
-    def of(self, graphs: tuple[ir.Graph, ir.Graph]) -> Iterator[tuple[ir.Node, ir.Node]]:
-        """Yield nodes of the changed graph behind their counterparts: those whose values are needed, and unknown."""
-        alike: dict[Hashable, list[ir.Node]] = {}
-        for node in graphs[0]:
-            if not self._sides[0].is_constant_node(node) and self._is_open(node):
-                alike.setdefault(self._key(0, node), []).append(node)
-        needed = self._needed(graphs[1])
-        for node in graphs[1]:
-            key = self._key(1, node) if node in needed else None
-            if key is not None:
-                for mine in sorted(alike.get(key, ()), key=lambda mine: name_of(mine) != name_of(node)):
-                    yield mine, node
-
-    def difference(self, mine: ir.Node, theirs: ir.Node) -> str:
-        """Return how a node differs from its counterpart, by more than rounding; empty where it does not."""
+    def between(self, mine: ir.Node, theirs: ir.Node) -> str:
+        """Return how a node differs from one of the original, by more than rounding; empty where it does not."""
         for one, two in zip(mine.inputs, theirs.inputs, strict=False):
             if one is not None and two is not None and self._numbers.of(0, one) != self._numbers.of(1, two):
-                text = self._of_constants(one, two)
+                if not all(side.constants.has(each) for side, each in zip(self._sides, (one, two), strict=True)):
+                    return ""
+                text = "" if mine.op_type in _SHAPING else self._of_constants(one, two)
                 if text:
                     return f"{printable(name_of(mine))}: the constant {printable(str(two.name))!r} {text}"
         version = self._sides[0].constants.version(mine)
         for name in sorted(mine.attributes.keys() | theirs.attributes.keys()):
             first, second = (node.attributes.get(name) for node in (mine, theirs))
-            if not self._same(mine, first, second, version):
+            if name not in _SPELLED and not self._same(mine, first, second, version):
                 return f"{printable(name_of(mine))}: the attribute {printable(name)!r} changed"
         return ""
 
@@ -280,39 +254,6 @@ class Counterparts:
         difference = np.abs(first - second)
         is_same = (difference <= allowed) | (first == second) | (np.isnan(first) & np.isnan(second))
         return "" if is_same.all() else f"differs by {difference[~is_same].max():.3g}"
-
-    def _is_open(self, node: ir.Node) -> bool:
-        """Whether no value of the changed model is known to equal an output of the original's node."""
-        numbers = [self._numbers.of(0, value) for value in node.outputs]
-        return all(number is None or self._numbers.first(1, number) is None for number in numbers)
-
-    def _key(self, side: int, node: ir.Node) -> Hashable | None:
-        """Return the operator and the values it reads, whatever its constants are; None where one has no number."""
-        constants = self._sides[side].constants
-        inputs: list[Hashable] = []
-        for value in node.inputs:
-            if value is None or not value.name:
-                inputs.append(None)
-                continue
-            inputs.append(_CONSTANT if constants.has(value) else self._numbers.of(side, value))
-            if inputs[-1] is None:
-                return None
-        version = constants.version(node)
-        return (*node.op_identifier(), version, outputs_count(node, version), *inputs)
-
-    def _needed(self, graph: ir.Graph) -> set[ir.Node]:
-        """Return the nodes of the changed graph whose values are unknown, and that outputs depend on."""
-        needed: set[ir.Node] = set()
-        waiting = list(graph.outputs)
-        while waiting:
-            value = waiting.pop()
-            node = value.producer()
-            if node is None or node in needed or self._numbers.of(1, value) is not None:
-                continue
-            needed.add(node)
-            waiting += [each for each in node.inputs if each is not None]
-            waiting += [each for inner in walk.inner_nodes(node) for each in inner.inputs if each is not None]
-        return needed
 
 
 def _ones(shape: tuple[int, ...]) -> int:

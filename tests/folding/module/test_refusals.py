@@ -264,7 +264,9 @@ def test_a_wrong_fold_is_found(monkeypatch):
     with pytest.raises(VerificationError, match="the folded module differs from the original: output 'output'"):
         bnexport.fold_module(net, X2, verify="whole")
     for inputs in (X2, None):
-        with pytest.raises(VerificationError, match=r"from the original: site 1: at 1: the bias of channel \d differs"):
+        with pytest.raises(
+            VerificationError, match=r"from the original: site 1: at 1: the shift of channel \d differs"
+        ):
             bnexport.fold_module(net, inputs)
     bnexport.fold_module(net, X2, verify=False)
 

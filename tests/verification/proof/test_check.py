@@ -113,7 +113,7 @@ def test_sizes_that_are_asked_for_stay(where: str) -> None:
     changed.graph.node.remove(shape)
     shape.input[0] = "x" if where == "above" else changed.graph.output[0].name
     changed.graph.node.append(shape)
-    assert prove_claims(asked(where), changed, result.report).status == "failed"
+    assert prove_claims(asked(where), changed, result.report).status != "passed"
 
 
 def test_each_fold_is_proved() -> None:
@@ -159,7 +159,7 @@ def test_the_wrong_fold_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real = context.scale_small
     monkeypatch.setattr(context, "scale_small", lambda weight, factor, *rest: real(weight, factor * 1.0001, *rest))
     with pytest.raises(
-        VerificationError, match=r"site BatchNormalization -> y: at .*: the weight of row \d+, column \d+ differs"
+        VerificationError, match=r"site BatchNormalization -> y: at .*: the scale of channel \d+ differs"
     ):
         fold(model(CHAIN, CHAIN_SHAPES), verify="local")
 
@@ -186,7 +186,8 @@ class TestClaims:
         result = fold(proto, verify=False)
         return proto, to_proto(result.model), result.report
 
-    def test_a_region_that_is_too_small_fails(self, folded: Any) -> None:
+    def test_a_region_that_is_too_small_hides_nothing(self, folded: Any) -> None:
+        """A claim says whose mark a window is, and nothing of what has to be proved."""
         proto, result, report = folded
         for missing in {node for site in report.sites for node in site.region}:
             sites = [

@@ -108,3 +108,17 @@ def test_constants_that_are_too_large_to_evaluate(huge: str) -> None:
     verdict = verify(source, other, method="local")
     assert verdict.status == "not_verified"
     assert verify(source, source, method="local").passed
+
+
+def test_constants_without_digits_are_not_equal() -> None:
+    """(w + 1e5) - 1e5 and (w + 2e5) - 2e5 differ by more than a hundredth in float32."""
+    text = "s = Add (w, a)\n c = Sub (s, a)\n y = Conv (x, c)"
+    first, second = (build(text, w=NUMBERS["w"], a=np.asarray(size, np.float32)) for size in (1e5, 2e5))
+    assert verify(first, second, method="local").status == "not_verified"
+
+
+def test_a_switch_of_2_is_not_evaluated() -> None:
+    """ONNX Runtime takes it for 0, onnx.reference for 1."""
+    text = "n = ReduceL2 <axes = [1, 2, 3], keepdims = {}> (w)\n c = Div (w, n)\n y = Conv (x, c)"
+    first, second = (build(text.format(switch), w=NUMBERS["w"]) for switch in (1, 2))
+    assert verify(first, second, method="local").status == "not_verified"

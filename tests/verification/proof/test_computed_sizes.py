@@ -124,7 +124,7 @@ def test_a_report_does_not_vouch_for_other_sizes() -> None:
     stored = next(each for each in wrong.graph.initializer if each.name == "at")
     stored.CopyFrom(onnx.numpy_helper.from_array(np.asarray([0]), "at"))
     assert prove_claims(source, result.model, result.report).passed
-    assert prove_claims(source, wrong, result.report).status == "not_verified"
+    assert prove_claims(source, wrong, result.report).status == "failed"
 
 
 def test_sizes_without_a_name_are_different_sizes() -> None:
@@ -139,7 +139,7 @@ def test_sizes_without_a_name_are_different_sizes() -> None:
         for value in (*proto.graph.input, *proto.graph.output):
             for dimension in value.type.tensor_type.shape.dim[2:]:
                 dimension.dim_param = ""
-    assert verify(source, wrong, method="local").status == "failed"
+    assert verify(source, wrong, method="local").status == "not_verified"
 
 
 @pytest.mark.parametrize("version", [3, 8])

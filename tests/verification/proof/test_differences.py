@@ -19,10 +19,8 @@ from benchmarks import fold_models, foreign_folds
 from bnexport.errors import BnexportError, UsageError
 from bnexport.folding import fold, verify
 from bnexport.model_io import to_proto
-from bnexport.verification.proof import search
-from bnexport.verification.proof.prover import Prover
-from bnexport.verification.proof.regions import Region
-from bnexport.verification.verdict import SiteProof, Verification
+from bnexport.verification.proof import weights
+from bnexport.verification.verdict import Verification
 from tests.support.onnx_text import batch_norm, model
 from tests.verification.proof.mutants import differs, mutants
 from tests.verification.proof.test_mutants import MODELS, folded
@@ -152,7 +150,7 @@ class TestForeign:
         changed = with_initializer(changed, "folded", array_of(changed, "folded") * np.float32(0.5))
         verdict = verify(self.SOURCE, changed, method="local")
         assert (verdict.status, marks(verdict)) == ("passed", [("BatchNormalization -> n", "proved")]), verdict
-        assert verify(self.SOURCE, wrong, method="local").status == "failed"
+        assert verify(self.SOURCE, wrong, method="local").status == "not_verified"
 
     def test_a_guess_above_what_is_proved_refutes_nothing(self) -> None:
         """Behind padding the Conv takes the scale alone; the other output is equal in a way that no lemma knows."""
@@ -313,19 +311,15 @@ def many_layers(seed: int, layers: int = 24) -> onnx.ModelProto:
 
 
 class TestManyDifferences:
-    def test_another_network_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        guesses = []
-        real = Prover.prove
-
-        def counted(self: Prover, name: str, region: Region) -> SiteProof:
-            guesses.append(name)
-            return real(self, name, region)
-
-        monkeypatch.setattr(Prover, "prove", counted)
+    def test_another_network_is_named(self) -> None:
         verdict = verify(many_layers(0), many_layers(1), method="local")
         assert verdict.status == "not_verified"
         assert verdict.another
-        assert len(guesses) < 100
+
+    def test_a_deeper_one_is_given_up(self) -> None:
+        verdict = verify(many_layers(0, 80), many_layers(1, 80), method="local")
+        assert verdict.status == "not_verified"
+        assert "in more places than are tried" in verdict.reason
 
     @pytest.mark.parametrize("place", [0, 11, 23])
     def test_one_wrong_fold_is_refuted_among_many(self, place: int) -> None:
@@ -359,14 +353,12 @@ def test_a_weight_that_a_sum_hides_is_not_passed(change: float) -> None:
 def test_a_thousand_equal_layers_are_not_compared_each_with_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-    may_equal = search._DifferenceSearch._may_equal
-    monkeypatch.setattr(
-        search._DifferenceSearch, "_may_equal", lambda *arguments: asked.append(1) or may_equal(*arguments)
-    )
+    compared = []
+    relate = weights.relate
+    monkeypatch.setattr(weights, "relate", lambda *arguments: compared.append(1) or relate(*arguments))
     fold_models.pairs(300, 2, tmp_path / "a.onnx", external=False)
     assert fold(tmp_path / "a.onnx", tmp_path / "b.onnx", verify="local").report.verification.passed
-    assert len(asked) < 10 * 300
+    assert len(compared) == 300
 
 
 def test_branches_that_are_exchanged() -> None:

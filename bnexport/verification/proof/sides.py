@@ -1,11 +1,9 @@
-"""Regions of two models that a fold changed, and their constants in float64 with the errors that stored numbers may have."""
+"""One model for the proof: its scopes and order, and its constants in float64 with the errors that stored numbers may have."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import onnx_ir as ir
@@ -16,12 +14,8 @@ from bnexport.graph.evaluate import constant_tensor, evaluate, expression, widen
 from bnexport.graph.nodes import Refused, opsets
 from bnexport.graph.nodes import is_training as normalises_batches
 from bnexport.graph.shapes import Shapes
-from bnexport.model_io import walk
+from bnexport.model_io import ContainedTensor, walk
 from bnexport.schema import SYNC_BATCH_NORM, TRAINING_DOMAIN
-
-if TYPE_CHECKING:
-    from bnexport.verification.proof.layouts import Layouts
-
 
 # Constant values of one model: stored tensors and expressions of them, evaluated when they are needed.
 #
@@ -45,6 +39,7 @@ class ConstantValues:
         # Expressions in float64, and in the types that the model gives them.
         self._arrays: dict[ir.Value, np.ndarray] = {}
         self._narrow: dict[ir.Value, np.ndarray] = {}
+        self._sizes: dict[ir.Value, tuple[int, ...]] = {}
         self._versions = opsets(model)
         for graph in (model.graph, *(function.graph for function in model.functions.values())):
             self._read(graph)
@@ -79,6 +74,11 @@ class ConstantValues:
         """Whether the value is the same for all inputs of the model."""
         return value in self._leaves or value in self._computed
 
+    @property
+    def bytes_outside(self) -> int:
+        """The bytes of weights in other files."""
+        return sum(each.length or 0 for each in self._leaves.values() if isinstance(each, ContainedTensor))
+
     def version(self, node: ir.Node) -> int:
         """Return the opset that the node is of."""
         return self._versions[node.graph] if node.graph is not None else 0
@@ -86,6 +86,14 @@ class ConstantValues:
     def leaf(self, value: ir.Value) -> ir.TensorProtocol | None:
         """Return the stored tensor; None for an expression."""
         return self._leaves.get(value)
+
+    def shape(self, value: ir.Value) -> tuple[int, ...]:
+        """Return the shape of a constant. Raises UnsupportedModelError."""
+        found = self._sizes.get(value)
+        if found is None:
+            leaf = self._leaves.get(value)
+            found = self._sizes[value] = tuple(leaf.shape.numpy()) if leaf is not None else self.array(value).shape
+        return found
 
     def array(self, value: ir.Value) -> np.ndarray:
         """Return the numbers: floats in float64, others in their type. Raises UnsupportedModelError."""
@@ -145,6 +153,9 @@ class ConstantValues:
 
     def roundoff(self, value: ir.Value) -> tuple[float, float]:
         """Unit roundoff and half the smallest positive number of the float types that the value is stored in."""
+        leaf = self._leaves.get(value)
+        if leaf is not None:
+            return ROUNDING.get(leaf.dtype, (0.0, 0.0))
         leaves = filter(None, map(self._leaves.get, self._under(value)))
         limits = [ROUNDING[leaf.dtype] for leaf in leaves if leaf.dtype in ROUNDING]
         return max((u for u, _ in limits), default=0.0), max((s for _, s in limits), default=0.0)
@@ -169,9 +180,10 @@ ROUNDING = {
     ir.DataType.FLOAT: (2.0**-24, 2.0**-150),
     ir.DataType.DOUBLE: (2.0**-53, 0.0),
 }
+ROUNDINGS = 3
+# A number is known where it may be off by no more than this part of the largest one beside it.
+LOOSE = 1e-3
 
-
-# Data of the check: a model with its lookups, and a region of two models, cut out downwards from where both are equal.
 
 MAIN = "main graph"
 # Operators of other domains that are known: equal inputs give equal outputs.
@@ -179,15 +191,9 @@ FOREIGN = frozenset(
     (domain, name) for domain in ("mmcv", "mmdeploy") for name in ("MMCVDeformConv2d", "MMCVModulatedDeformConv2d")
 )
 
-# Inputs that hold sizes: what computes them is part of the region, so that they fit the sizes that it is run with.
-SIZES = {
-    "Reshape": (1,), "Expand": (1,), "Tile": (1,), "Pad": (1, 3), "Slice": (1, 2, 3, 4), "Split": (1,), "Resize": (1, 2, 3),
-    "Upsample": (1,), "Squeeze": (1,), "Unsqueeze": (1,), "ReduceMean": (1,), "ReduceMax": (1,), "ReduceSum": (1,),
-}  # fmt: skip
-
 
 class Mismatch(Exception):
-    """The models differ in what no region covers."""
+    """The models differ in what no lemma covers."""
 
 
 def name_of(node: ir.Node) -> str:
@@ -209,10 +215,13 @@ def is_training(node: ir.Node, version: int) -> bool:
 
 
 class Side:
-    """One of the two models. roundings: how often a fold's arithmetic may round each of its constants, at most."""
+    """One of the two models: place 0 is the original, place 1 the changed one.
 
-    def __init__(self, model: ir.Model, roundings: int = 0) -> None:
-        self.model, self.roundings = model, roundings
+    roundings: how often a fold's arithmetic may round each of its constants, at most.
+    """
+
+    def __init__(self, model: ir.Model, place: int, roundings: int = 0) -> None:
+        self.model, self.place, self.roundings = model, place, roundings
         self.shapes = Shapes(model)
         self.constants = ConstantValues(model, self.shapes)
         self._random: dict[ir.Node, bool] = {}
@@ -266,23 +275,33 @@ class Side:
             return True
         return self.constants.has(training) and not self.constants.array(training).any()
 
-    def keeps_floats(self, cast: ir.Node, data: ir.Value) -> bool:
-        """Whether a Cast is known to make floats of floats."""
-        source, target = self.shapes.dtype(data), cast.attributes.get("to")
-        if source is None or target is None or target.is_ref():
-            return False
-        return source.is_floating_point() and ir.DataType(target.as_int()).is_floating_point()
+    def cast_type(self, cast: ir.Node) -> ir.DataType | None:
+        """Return the type that a Cast or CastLike makes, None where it is not known."""
+        if cast.op_type == "CastLike":
+            return self.shapes.dtype(cast.inputs[1]) if len(cast.inputs) > 1 and cast.inputs[1] is not None else None
+        target = cast.attributes.get("to")
+        return None if target is None or target.is_ref() else ir.DataType(target.as_int())
+
+    def stored_error(self, value: ir.Value) -> tuple[float, float]:
+        """Return how far a constant may be off, as a share of each number and beyond it.
+
+        The original's numbers are exact by definition. Those of the changed model were rounded once to their type, to nearest:
+        |w - exact| <= u |w| + s / 2, with u the unit roundoff and s the smallest subnormal number of the type. A fold of another
+        tool computes in the type of the weights. Its standard form, k = s / sqrt(v + eps), W k and (b - m) k + t, rounds a
+        weight's product four times (sum, root, quotient, product) and the terms of a bias five times. This is covered by counting
+        each of the original's constants as rounded ROUNDINGS times: to first order 3 u from W (or b, m and t), 3 u from s and up
+        to 1.5 u from v.
+        """
+        u, half = self.constants.roundoff(value)
+        return (u, half) if self.place else (self.roundings * u, 0.0)
 
     def kernel(self, node: ir.Node) -> tuple[int, ...] | None:
         """Return the spatial sizes of a constant weight."""
         weight = node.inputs[1] if len(node.inputs) > 1 else None
         if weight is None or not self.constants.has(weight):
             return None
-        leaf = self.constants.leaf(weight)
-        if leaf is not None:
-            return tuple(leaf.shape.numpy())[2:]
         try:
-            return self.constants.array(weight).shape[2:]
+            return self.constants.shape(weight)[2:]
         except UnsupportedModelError:
             return None
 
@@ -291,100 +310,3 @@ class Side:
         for index, value in enumerate(node.inputs):
             if value is not None and not self.constants.has(value):
                 yield index, value
-
-
-@dataclasses.dataclass
-class Region:
-    """One value that leaves a changed part, as it is computed in both models from values that are equal in both.
-
-    nodes: of the original, then those of the folded model, each in the order of execution. entering: pairs of equal
-    values; the second is None where the folded model does not read it. rounding: Casts to a coarser type than all that
-    enters and leaves. layouts: given where nothing may be concluded from the sizes that it is evaluated at.
-    """
-
-    output: tuple[ir.Value, ir.Value]
-    nodes: tuple[list[ir.Node], list[ir.Node]]
-    entering: list[tuple[ir.Value, ir.Value | None]]
-    number: int
-    rounding: frozenset[ir.Node] = frozenset()
-    layouts: Layouts | None = None
-
-
-def cone(value: ir.Value, side: Side, is_inside: Callable[[ir.Value], bool]) -> tuple[list[ir.Node], list[ir.Value]]:
-    """Return the nodes above a value that are inside, in order, and the values that enter. Raises Mismatch."""
-    found: set[ir.Node] = set()
-    entering: dict[ir.Value, None] = {}
-    pending = [(value, False)]
-    while pending:
-        each, is_size = pending.pop()
-        node = each.producer()
-        if node is None or node.graph is not value.graph or not (is_size or is_inside(each)):
-            entering[each] = None
-            continue
-        if node in found:
-            continue
-        if node not in side.order:
-            raise Mismatch(f"{name_of(node)} ({node.op_type}) is constant in one model only")
-        if walk.node_bodies(node):
-            raise Mismatch(f"{name_of(node)} ({node.op_type}) holds a body and is part of a fold")
-        found.add(node)
-        computes = is_size and node.op_type != "Shape"
-        pending += [(operand, computes or index in SIZES.get(node.op_type, ())) for index, operand in side.data(node)]
-    return sorted(found, key=side.order.__getitem__), list(entering)
-
-
-# A constant of a region in float64, with the largest error that its stored numbers may have.
-#
-# The original's numbers are exact by definition. A number of the folded model that the original has in the same place is
-# exact, too; every other was rounded once to its type, to nearest: |w - exact| <= u |w| + s / 2, with u the unit
-# roundoff and s the smallest subnormal number of the type. An expression of constants is rounded by the engine that
-# computes it: how far that leads is measured.
-#
-# A fold of another tool computes in the type of the weights. Its standard form, k = s / sqrt(v + eps), W k and
-# (b - m) k + t, rounds a weight's product four times (sum, root, quotient, product) and the terms of a bias five times. This
-# is covered by counting each of the original's constants as rounded ROUNDINGS times: to first order 3 u from W (or b, m and
-# t), 3 u from s and up to 1.5 u from v.
-
-# Rounding of our own arithmetic, relative to the size of the terms: some tens of operations in float64.
-NOISE = 2.0**-49
-ROUNDINGS = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """values: float64. error: of the same shape; None where it is 0 everywhere."""
-
-    values: np.ndarray
-    error: np.ndarray | None = None
-
-    @property
-    def slack(self) -> np.ndarray | float:
-        return 0.0 if self.error is None else self.error
-
-
-def original(side: Side, value: ir.Value) -> Parameter:
-    """Read a constant of the original. Raises UnsupportedModelError where it is not finite: then nothing is linear."""
-    values, error = np.asarray(side.constants.array(value)), side.constants.error(value)
-    if values.dtype == np.float64 and not np.isfinite(values).all():
-        raise UnsupportedModelError(f"the constant {value.name!r} of the original is not finite")
-    if side.roundings and values.dtype == np.float64:
-        own = side.roundings * side.constants.roundoff(value)[0] * np.abs(values)
-        error = own if error is None else error + own
-    return Parameter(values, error)
-
-
-def stored(side: Side, value: ir.Value, before: np.ndarray | None) -> Parameter:
-    """Read a constant of the folded model. before: what the original has in its place."""
-    values = np.asarray(side.constants.array(value))
-    if values.dtype != np.float64:
-        return Parameter(values)
-    if before is not None and before.shape == values.shape:
-        same = values == before
-        if same.all():
-            return Parameter(values)
-    else:
-        same = np.zeros(values.shape, bool)
-    u, half = side.constants.roundoff(value)
-    error = np.where(same, 0.0, u * np.abs(values) + half)
-    computed = side.constants.error(value)
-    return Parameter(values, error if computed is None else error + computed)
