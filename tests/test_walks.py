@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 import torch
 from torch import nn
@@ -64,7 +63,7 @@ def test_a_recalibration(files: Path) -> None:
 
     def held(value: object) -> bool:
         inner = getattr(value, "__dict__", {}).values()
-        return any(isinstance(each, onnx.ModelProto) or carries(each) or each == source for each in (value, *inner))
+        return any(carries(each) or (isinstance(each, str) and each == source) for each in (value, *inner))
 
     def recalibrate() -> object:
         return bnexport.recalibrate_file(source, None, [x[:5], x[5:]])

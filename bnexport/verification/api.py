@@ -302,14 +302,15 @@ def compare(reference: ir.Model, candidate: ir.Model, terms: Terms) -> Verificat
     difference = _interface(reference, candidate)
     if difference:
         return Verification("failed", difference, seed=terms.seed)
-    answer = _ask(reference, candidate, terms)
+    theirs, own = _coarsest(reference), _coarsest(candidate)
+    answer = _ask(reference, candidate, terms, FLOATS[max(theirs, own)])
     fixed = _fixed_inputs(reference, candidate)
     if fixed and answer["status"] == "passed":
         text = f"the candidate has no input {fixed[0]!r}, which a caller of the reference may give: compared at its default alone"
         text += " (fixed_initializers=True, --fixed-initializers where nobody does)"
         answer |= {"status": "not_verified", "reason": text}
     outputs = tuple(OutputComparison(**output) for output in answer.pop("outputs", ()))
-    narrower = FLOATS[_coarsest(candidate)] if _coarsest(candidate) < _coarsest(reference) else ""
+    narrower = FLOATS[own] if own < theirs else ""
     if narrower and answer["status"] == "passed" and any(output.bound == "float64" for output in outputs):
         text = (
             f"the candidate computes in {narrower}, and the reference's own rounding errors may hide what that changes"
@@ -319,8 +320,8 @@ def compare(reference: ir.Model, candidate: ir.Model, terms: Terms) -> Verificat
     return Verification(outputs=outputs, sizes=sizes, seed=terms.seed, **answer)
 
 
-def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, Any]:
-    """Return the fields of the verdict, from the process that runs the models."""
+def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms, working: str) -> dict[str, Any]:
+    """Return the fields of the verdict, from the process that runs the models. working: the type that both compute in."""
     probes, parted = find_probes(reference, candidate), find_parted(reference)
     of_reference = [value for probe in probes for value in probe.of_reference]
     of_reference += [value for each in parted for value in each.values]
@@ -342,7 +343,7 @@ def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms) -> dict[str, An
                 if given is None
                 else [[shipment.array(name, value) for name, value in sample.items()] for sample in given],
                 # A type that only one of them has is no excuse for the other: a rounding that is gone, or new, is a difference.
-                "working": FLOATS[max(map(_coarsest, (reference, candidate)))],
+                "working": working,
                 **{"seed": terms.seed, "count": terms.samples, "atol": terms.atol, "rtol": terms.rtol},
                 "patience": terms.patience,
                 "providers": list(terms.providers),

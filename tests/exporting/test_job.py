@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar
 
 import pytest
@@ -17,7 +15,6 @@ from torch import nn
 import bnexport
 from bnexport.exporting import job as jobs
 from bnexport.exporting import onnx_target, torch_target
-from bnexport.exporting.job import ExportJob
 from bnexport.model_io import write
 from tests.exporting import size_corpus
 from tests.folding.module.nets import trained
@@ -39,55 +36,6 @@ class Counting(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         Counting.runs.append((type(x).__name__, *map(str, x.shape), x.dtype))
         return torch.relu(self.norm(self.conv(x)))
-
-
-@dataclasses.dataclass
-class Walk:
-    """Functions of the package that are entered with the module or the job, in their order."""
-
-    functions: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-
-    @property
-    def returns(self) -> int:
-        """How often the way comes back to a file that it has left."""
-        seen: list[str] = []
-        count, last = 0, ""
-        for file, _ in self.functions:
-            count += file != last and file in seen
-            seen.append(file)
-            last = file
-        return count
-
-
-def walk(model: nn.Module, path: Path) -> Walk:
-    found = Walk()
-
-    def enter(frame: FrameType, event: str, argument: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE):
-            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            given = [frame.f_locals.get(name) for name in names]
-            if any(value is model or isinstance(value, ExportJob) for value in given):
-                found.functions.append(
-                    (
-                        code.co_filename.removeprefix(PACKAGE),
-                        getattr(code, "co_qualname", f"{code.co_name} {code.co_firstlineno}"),
-                    )
-                )
-
-    sys.setprofile(enter)
-    try:
-        bnexport.export(model, X, path, exporter="torchscript")
-    finally:
-        sys.setprofile(None)
-    return found
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_one_direction(file: str, tmp_path: Path) -> None:
-    way = walk(trained(nn.Sequential(nn.Conv2d(3, 4, 3), nn.SyncBatchNorm(4), nn.ReLU())).eval(), tmp_path / file)
-    assert len(set(way.functions)) <= 25, way.functions
-    assert way.returns <= 15, way.functions
 
 
 @pytest.mark.filterwarnings("ignore:scripting fails")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -225,34 +223,6 @@ def test_a_branch_of_the_model_runs_as_in_the_model() -> None:
         got = stored(bnexport.recalibrate_file(proto, None, [{"x": x}]).model)
         for name, vector in expected.items():
             np.testing.assert_allclose(got[name], vector, rtol=3e-6, atol=3e-6, err_msg=name)
-
-
-def test_the_way_from_a_file_to_its_statistics_is_short(tmp_path: Path) -> None:
-    """Returns to a file of the package that was left, of calls that are given the path, the model or what holds it."""
-    package = str(Path(bnexport.__file__).parent)
-    onnx.save(net(), tmp_path / "a.onnx")
-    source = str(tmp_path / "a.onnx")
-    way: list[str] = []
-
-    def carries(value: Any) -> bool:
-        return isinstance(value, (ir.Model, onnx.ModelProto)) or (isinstance(value, str) and value == source)
-
-    def enter(frame: FrameType, event: str, argument: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(package) and not code.co_name.startswith("<"):
-            given = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
-            held = [each for value in given for each in getattr(value, "__dict__", {}).values()]
-            if any(map(carries, given + held)) and way[-1:] != [code.co_filename]:
-                way.append(code.co_filename)
-
-    bnexport.recalibrate_file(source, None, [{"x": data()}])  # everything is imported
-    before = sys.getprofile()
-    sys.setprofile(enter)
-    try:
-        bnexport.recalibrate_file(source, None, [{"x": data()[:5]}, {"x": data()[5:]}])
-    finally:
-        sys.setprofile(before)
-    assert len(set(way)) > 5 and len(way) - len(set(way)) <= 25, way
 
 
 def test_pairs_of_a_loader() -> None:
