@@ -36,13 +36,13 @@ from bnexport.schema import NEW_SUFFIX
 from bnexport.training.graph import uses_library
 from bnexport.training.state import ACCUMULATED, GRADIENT_SUFFIX, LEARNING_RATE, STEP
 from bnexport.training.step import Follower, OwnState, Recorder, Step
-from bnexport.verification.comparison import compare_output, compare_with_truth, is_finite, is_float
 from bnexport.verification.verdict import OutputComparison, Verification, nearest
 
 # Judgement of a step that was run: errors of what it makes and changes, and what is allowed.
 #
-# What the forward makes (loss, outputs, buffers) is compared as the outputs of whole models are. A running mean is held to
-# their bound relative to the spread of the values it averages, which may cancel.
+# What the forward makes (loss, outputs, buffers) is held, element by element, to the bound of whole models, or to four
+# times torch's own error where that is more. A running mean is held to it relative to the spread of the values it
+# averages, which may cancel.
 #
 # What a step changes by gradients is held in the 2-norm:
 #
@@ -51,7 +51,8 @@ from bnexport.verification.verdict import OutputComparison, Verification, neares
 # d is a gradient, or the change of a parameter or of optimizer state. The terms added are the rounding of t, and that of
 # gradients that are zero but for rounding, as of a bias before batch norm: z is 64 times torch's error, between u and 16 u
 # of the largest norm of the kind. Where four times torch's own error is needed and exceeds a tenth of ||d64||, and 1 % of
-# the largest norm of its kind, it would accept a wrong step: nothing is decided.
+# the largest norm of its kind, it would accept a wrong step: nothing is decided. The same holds for the forward above 1 %
+# of an output.
 #
 # One error of torch's is a draw: a change that is off by less than 2^-4 is compared in up to two further samples, with each
 # weight moved by some 2^-7 of it. A wrong gradient is wrong in all of them.
@@ -91,30 +92,45 @@ class Sample:
             kind = _kind(name)
             self._norms[kind] = max(self._norms.get(kind, 0.0), _norm(result.exact - self._old.get(name, 0)))
 
+    def _simple(self, name: str) -> OutputComparison | None:
+        """Return the comparison of a result that is not of numbers, or not of finite ones."""
+        result = self.results[name]
+        got, own, exact = result.got, result.own, result.exact
+        if got.shape != own.shape or got.dtype != own.dtype:
+            reason = f"got {got.dtype}{list(got.shape)}, expected {own.dtype}{list(own.shape)}"
+            return OutputComparison(name, own.dtype.name, own.size, float("inf"), 0.0, 0.0, 0.0, False, reason)
+        if not (np.isfinite(own).all() and np.isfinite(exact).all()):
+            return _held(name, own, 0.0, 0.0, doubt="torch's own values are not finite")
+        if not np.issubdtype(own.dtype, np.floating):
+            return _held(name, own, _largest(got - exact), 0.0)
+        return None
+
     def compare(self, name: str) -> tuple[OutputComparison, bool]:
         """Compare a result. True where more may decide otherwise: torch's own error, if it is not measured, or another
         sample, for a change that is nearly right.
         """
+        found = self._simple(name)
+        if found is not None:
+            return found, False
         result = self.results[name]
-        got, own, exact = result.got, result.own, result.exact
-        alike = got.shape == own.shape and got.dtype == own.dtype and is_float(own)
-        if name in self._forward or not alike:
-            return self._of_forward(name, result), False
-        if not is_finite((own, exact)):
-            return _held(name, own, 0.0, 0.0, doubt="torch's own values are not finite"), False
+        error = result.got.astype(np.float64) - result.exact
         measured = result.own_exact is not None
-        error = got.astype(np.float64) - exact
-        found = self._of_change(name, error, np.zeros(()) if result.own_exact is None else own - result.own_exact)
-        close = _norm(error) <= _CLOSE * _norm(exact - self._old.get(name, 0)) + found.atol
+        own_error = np.zeros(()) if result.own_exact is None else result.own - result.own_exact
+        if name in self._forward:
+            found = self._of_forward(name, error, own_error)
+            return found, not found.passed and not measured
+        found = self._of_change(name, error, own_error)
+        close = _norm(error) <= _CLOSE * _norm(result.exact - self._old.get(name, 0)) + found.atol
         return found, not found.passed and (not measured or close)
 
-    def _of_forward(self, name: str, result: Measured) -> OutputComparison:
-        """Compare a result of the forward, or what is no change of numbers, as whole models are compared."""
-        scale = self._scale_of_mean(name)
-        dtype = str(result.own.dtype).replace("64", "32")
-        table = tolerances.model(dtype, np.append(result.exact, scale)) if is_float(result.own) else None
-        found = compare_output(name, [result.own], [result.got], dtype, table=table)
-        return compare_with_truth(found, [result.own], [result.got], [result.exact], scale) if found.failed else found
+    def _of_forward(self, name: str, errors: Array, own_errors: Array) -> OutputComparison:
+        result, error = self.results[name], _largest(errors)
+        reference = np.append(result.exact, self._scale_of_mean(name))
+        table, size = tolerances.model(result.got.dtype.name.replace("64", "32"), reference).atol, _largest(reference)
+        bound = max(table, tolerances.OWN_ERROR * _largest(own_errors))
+        ill = error > table and not tolerances.is_evidence(bound, table, size)
+        doubt = _ILL_CONDITIONED if ill else ""
+        return _held(name, result.own, error, bound, doubt=doubt, relative=error / size if size else 0.0)
 
     def _of_change(self, name: str, errors: Array, own_errors: Array) -> OutputComparison:
         result, error, own_error = self.results[name], _norm(errors), _norm(own_errors)
@@ -135,6 +151,7 @@ class Sample:
             max(_SHARE * size, by_own) + rounding,
             doubt=_ILL_CONDITIONED if ill else "",
             relative=error / largest if largest else 0.0,
+            source="norm",
         )
 
     def _scale_of_mean(self, name: str) -> float:
@@ -152,14 +169,14 @@ _ILL_CONDITIONED = "the step is ill-conditioned on this batch: torch itself is a
 
 
 def _held(
-    name: str, own: Array, error: float, bound: float, *, doubt: str = "", relative: float = 0.0
+    name: str, own: Array, error: float, bound: float, *, doubt: str = "", relative: float = 0.0, source: str = "table"
 ) -> OutputComparison:
     """Return the comparison of one result. doubt: why an error within the bound decides nothing."""
     within = bool(error <= bound)
     reason = doubt if within else f"differs by {error:.3g}, allowed {bound:.3g}"
     passed, decided = within and not doubt, not (within and doubt)
     return OutputComparison(
-        name, own.dtype.name, own.size, error, relative, bound, 0.0, passed, reason, "norm", decided
+        name, own.dtype.name, own.size, error, relative, bound, 0.0, passed, reason, source, decided
     )
 
 
@@ -175,6 +192,11 @@ def _kind(name: str) -> str:
 def _norm(values: Array) -> float:
     """Compute the 2-norm; NaN counts as infinite."""
     return float(np.nan_to_num(np.linalg.norm(np.asarray(values, np.float64)), nan=np.inf))
+
+
+def _largest(values: Array) -> float:
+    """Return the largest magnitude; NaN counts as infinite."""
+    return float(np.nan_to_num(np.abs(np.asarray(values, np.float64)), nan=np.inf).max(initial=0.0))
 
 
 Tensor = torch.Tensor

@@ -70,7 +70,7 @@ def test_a_model_that_is_more_accurate_than_torch(tmp_path):
 def test_torchs_formats(monkeypatch, tmp_path):
     """Whole modules decide nothing here; the proof of the fold finds the wrong weight."""
     off_by(monkeypatch, 1e-2)
-    with pytest.raises(VerificationError, match=r"nothing was written: .*the bias of channel 0 differs by 0\.01"):
+    with pytest.raises(VerificationError, match=r"nothing was written: .*the shift of channel 0 differs by 0\.01"):
         bnexport.export(cancelling(), X, tmp_path / "m.pt", format="torchscript")
     assert not list(tmp_path.iterdir())
 
