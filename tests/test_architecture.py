@@ -18,6 +18,7 @@ MOST_LINES, MOST_PARAMETERS = 80, 12
 LONG = {
     "cli/export.py: export",
     "cli/fold.py: fold",
+    "cli/fold.py: verify",
     "cli/train.py: train",
     "cli/export.py: train_export",
     "exporting/api.py: export",

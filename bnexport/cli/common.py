@@ -124,6 +124,12 @@ Atol = Annotated[
 Rtol = Annotated[
     float | None, typer.Option(metavar="FLOAT", callback=_bound, help="Relative bound instead of the table's.")
 ]
+ProofSeconds = Annotated[
+    float | None,
+    typer.Option(
+        metavar="FLOAT", callback=_bound, help="Processor time for the proof, instead of what the size allows."
+    ),
+]
 Providers = Annotated[
     list[str] | None,
     typer.Option("--provider", metavar="NAME", help="An execution provider, such as cuda; repeatable. Default: cpu."),

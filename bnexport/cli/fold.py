@@ -19,6 +19,7 @@ from bnexport.cli.common import (
     Json,
     Model,
     Overwrite,
+    ProofSeconds,
     Providers,
     Rtol,
     Seed,
@@ -247,6 +248,7 @@ def fold(
     seed: Seed = 0,
     atol: Atol = None,
     rtol: Rtol = None,
+    proof_seconds: ProofSeconds = None,
     explain: Explain = None,
     only: Annotated[
         list[str] | None, typer.Option(metavar="NODE", help="Fold this batch norm only. Repeatable.")
@@ -312,6 +314,7 @@ def fold(
             seed=seed,
             atol=atol,
             rtol=rtol,
+            proof_seconds=proof_seconds,
             only=only or None,
             skip=skip or (),
             training_to_inference=training_to_inference,
@@ -430,6 +433,7 @@ def verify(
     seed: Seed = 0,
     atol: Atol = None,
     rtol: Rtol = None,
+    proof_seconds: ProofSeconds = None,
     method: Annotated[
         str,
         typer.Option(
@@ -463,6 +467,7 @@ def verify(
             seed=seed,
             atol=atol,
             rtol=rtol,
+            proof_seconds=proof_seconds,
             providers=provider or (),
             method=_method(True, method),
             fixed_initializers=fixed_initializers,

@@ -64,6 +64,7 @@ def fold(
     atol: float | None = None,
     rtol: float | None = None,
     timeout: float | None = None,
+    proof_seconds: float | None = None,
     only: Iterable[str] | None = None,
     skip: Iterable[str] = (),
     max_scale: float = 1e6,
@@ -86,7 +87,7 @@ def fold(
         verify: "local" proves each fold where it stands, in float64, and compares everything else byte by byte; "whole"
             runs both models in a process of its own, and compares their outputs; "both" does both. True is "both" up
             to 1 GiB of parameters and "local" above, False is nothing.
-        inputs: as `verify` takes them, and so are seed, samples, atol, rtol and timeout.
+        inputs: as `verify` takes them, and so are seed, samples, atol, rtol, timeout and proof_seconds.
         only: labels of the nodes to fold, as the report shows them; None for all. `parallel` stands for all merges
             of branches.
         skip: labels of nodes to leave alone; `parallel` for branches.
@@ -144,7 +145,7 @@ def fold(
         rules=None if rules is None else check_rules(rules),
         leftover=check_leftover(leftover),
     )
-    terms = Terms(inputs, seed, samples, atol, rtol, timeout)
+    terms = Terms(inputs, seed, samples, atol, rtol, timeout, proof_seconds=proof_seconds)
     method = as_method(verify)
     if simplify and method == "local":
         method = "both"
@@ -335,6 +336,7 @@ def _verify(done: _Transformed, candidate: ir.Model, method: Method, chosen_here
             done.unfolded,
             done.folded if is_simplified else candidate,
             done.report.claims,
+            terms.proof_seconds,
         )
         if done.folding.converted:
             proof = dataclasses.replace(proof, reference="converted")

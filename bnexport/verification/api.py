@@ -106,14 +106,16 @@ def _inner_names(model: ir.Model) -> set[str]:
 # Prove the folds that a fold, a certificate or a search tells of.
 
 
-def prove_fold(unfolded: ir.Model, folded: ir.Model, claims: Sequence[Claim]) -> Verification:
-    """Prove each claim where it stands. unfolded: the source, converted and with its calls inlined."""
+def prove_fold(
+    unfolded: ir.Model, folded: ir.Model, claims: Sequence[Claim], seconds: float | None = None
+) -> Verification:
+    """Prove each claim where it stands. unfolded: the source, converted and with its calls inlined. seconds: as in `prove`."""
     casts = _casts(unfolded)
     around = ([cast for node in claim.nodes for cast in casts.get(node, ())] for claim in claims)
     wider = [
         dataclasses.replace(claim, nodes=(*claim.nodes, *more)) for claim, more in zip(claims, around, strict=True)
     ]
-    return prove(unfolded, folded, wider)
+    return prove(unfolded, folded, wider, seconds)
 
 
 def prove_between(pair: Pair) -> Verification:
@@ -154,7 +156,7 @@ def prove_certified(pair: Pair) -> Verification | None:
         sites = changes(certificate, pair.unfolded, pair.candidate)
         if not sites:
             return Verification.skipped("every node that it names is still there")
-        verdict = prove_fold(pair.unfolded, pair.candidate, [site.claim for site in sites])
+        verdict = prove_fold(pair.unfolded, pair.candidate, [site.claim for site in sites], pair.proof_seconds)
     except (BnexportError, MemoryError) as error:
         return Verification.skipped(first_line(error))
     return dataclasses.replace(verdict, reference="converted") if pair.converts else verdict
@@ -162,7 +164,7 @@ def prove_certified(pair: Pair) -> Verification | None:
 
 def prove_unaided(pair: Pair) -> Verification:
     """Find the folds between two models and prove them."""
-    verdict = prove(pair.unfolded, pair.candidate)
+    verdict = prove(pair.unfolded, pair.candidate, seconds=pair.proof_seconds)
     return dataclasses.replace(verdict, reference="converted") if pair.converts else verdict
 
 
@@ -188,6 +190,7 @@ def verify(
     atol: float | None = None,
     rtol: float | None = None,
     timeout: float | None = None,
+    proof_seconds: float | None = None,
     method: Method = "both",
     providers: Sequence[str] = (),
     fixed_initializers: bool = False,
@@ -207,6 +210,8 @@ def verify(
         atol: absolute bound instead of the table's (`bnexport/tolerances.py`).
         rtol: bound relative to each value of the reference; what is not given of the two is 0 then.
         timeout: seconds for both models together; None for no limit.
+        proof_seconds: of processor time for the proof, behind which what is left is "compared only"; None for two, and one
+            more for each 500 nodes and for each 100 MB of weights in other files.
         method: "local" finds where the candidate folds batch norms of the reference, whatever tool did it, and proves or
             refutes each fold in float64; nothing is run. The certificate that `fold` wrote into the candidate says where
             to look; it is not trusted. "whole" runs both models. "both" does both, or "whole" where
@@ -225,7 +230,8 @@ def verify(
             raise UsageError(f"{name}: got {bound}, expected a number that is not negative and not infinite")
     first, second = (open_source(each, fixed_initializers=fixed_initializers).model for each in (reference, candidate))
     second, matched = match_by_position(first, second)
-    terms = Terms(inputs, seed, samples, atol, rtol, timeout, providers=tuple(check_providers(providers)))
+    given = tuple(check_providers(providers))
+    terms = Terms(inputs, seed, samples, atol, rtol, timeout, providers=given, proof_seconds=proof_seconds)
     verdict = _verdict(first, second, terms, method)
     return dataclasses.replace(verdict, reason=matched) if matched and verdict.passed else verdict
 
@@ -233,7 +239,7 @@ def verify(
 def _verdict(first: ir.Model, second: ir.Model, terms: Terms, method: Method) -> Verification:
     # Bounds of the caller's are for models that differ by more than a fold.
     whole = method == "whole" or (method == "both" and (terms.atol is not None or terms.rtol is not None))
-    pair = Pair(first, second)
+    pair = Pair(first, second, proof_seconds=terms.proof_seconds)
     proof = None if whole else prove_between(pair)
     if proof is not None and method == "local":
         return proof
@@ -259,11 +265,15 @@ def _verdict(first: ir.Model, second: ir.Model, terms: Terms, method: Method) ->
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two models that one verdict is about; both are only read. inlined: a fold inlined calls of functions that stay."""
+    """Two models that one verdict is about; both are only read.
+
+    inlined: a fold inlined calls of functions that stay. proof_seconds: as in `Terms`.
+    """
 
     reference: ir.Model
     candidate: ir.Model
     inlined: bool = False
+    proof_seconds: float | None = None
 
     @functools.cached_property
     def converts(self) -> bool:

@@ -27,7 +27,7 @@ class Terms:
     """Settings of a comparison: the inputs or how to draw them, the caller's bounds, and a time limit.
 
     timeout: seconds for all of it. patience: seconds for the float64 run that an ill-conditioned model needs. providers: of
-    the candidate's session.
+    the candidate's session. proof_seconds: of processor time for the local proof; None for what the model's size allows.
     """
 
     inputs: Inputs | None = None
@@ -38,6 +38,7 @@ class Terms:
     timeout: float | None = None
     patience: float = 30.0
     providers: tuple[str, ...] = ()
+    proof_seconds: float | None = None
 
 
 # A note on the verdict of a quantised model.

@@ -32,11 +32,10 @@ from bnexport.graph.shapes import Shape
 from bnexport.model_io import walk
 from bnexport.model_io.read import paused_collection
 from bnexport.model_io.validate import printable
-from bnexport.verification.proof.attributes import check_node, outputs_count, same_attribute
 from bnexport.verification.proof.branches import CARRIERS, BranchSums
 from bnexport.verification.proof.lemmas import LEMMAS, LINEAR, Lemma
 from bnexport.verification.proof.movements import MOVEMENTS
-from bnexport.verification.proof.numbering import Differences, Numbering
+from bnexport.verification.proof.numbering import Differences, Numbering, check_node, outputs_count, same_attribute
 from bnexport.verification.proof.relations import (
     ONE,
     Agreement,
@@ -975,7 +974,7 @@ class _Proof:
 
     def _check_time(self) -> None:
         self._steps += 1
-        if self._steps % _STEPS == 0 and time.thread_time() > self._end:
+        if self._steps % _STEPS == 1 and time.thread_time() > self._end:
             raise _TooMuch(f"the {self._seconds:.3g} seconds for a proof are over (--proof-seconds allows more)")
 
     def _unread_constant(self) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from bnexport.verification.proof.attributes import TensorRows, pieces
+from bnexport.verification.proof.numbering import TensorRows, pieces
 from bnexport.verification.proof.relations import (
     NOISE,
     ONE,

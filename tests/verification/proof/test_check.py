@@ -248,3 +248,15 @@ def test_copies_are_no_part_of_a_region(count: int) -> None:
     folded = {"v": arrays["w"] * factor[:, None, None, None], "b": arrays["p_b"] - arrays["p_m"] * factor}
     verdict = verify(source, build("x, v, b", f"Identity (i{count})", values=folded), method="local")
     assert (verdict.status, methods(verdict)) == ("passed", ["proved"]), verdict
+
+
+def test_a_proof_ends_in_time() -> None:
+    """What is left is compared only."""
+    proto = apart()
+    result = fold(proto, verify=False)
+    verdict = verify(proto, result.model, method="local", proof_seconds=0.0)
+    assert verdict.status == "not_verified"
+    assert "the 0 seconds for a proof are over" in verdict.reason
+    verdict = fold(proto, proof_seconds=0.0).report.verification
+    assert verdict is not None and verdict.passed
+    assert "0 folds proved" in verdict.summary()
