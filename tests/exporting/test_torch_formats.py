@@ -326,7 +326,7 @@ def test_operators_of_other_libraries_are_refused(format, tmp_path):
 def test_a_wrong_fold_is_never_written(format, tmp_path, monkeypatch):
     off_by(monkeypatch, 1e-3)
     x = torch.randn(2, 3, 6, 6)
-    with pytest.raises(VerificationError, match=r"nothing was written: site 1: at .*: the bias of channel \d differs"):
+    with pytest.raises(VerificationError, match=r"nothing was written: site 1: at .*: the shift of channel \d differs"):
         bnexport.export(pair(), x, tmp_path / "m", format=format)
     # Without the proof the file itself tells.
     monkeypatch.setattr(torch_module, "prove_module", lambda *_: Verification.skipped("not asked for"))

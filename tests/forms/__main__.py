@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import gc
 import json
 import time
 from pathlib import Path
@@ -52,6 +53,7 @@ def main() -> int:
                     arguments.models.mkdir(parents=True, exist_ok=True)
                     for name, model in zip("ab", models, strict=False):
                         onnx.save(model, arguments.models / f"{found}{name}.onnx")
+        gc.collect()  # a call leaves its cycles in the oldest generation, which is hardly ever collected
         _print(op_type, row, time.monotonic() - start)
         stored[op_type] = {**vars(row), "findings": dict(row.findings)}
         if arguments.json is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import gc
 import zlib
 from collections.abc import Iterator
 
@@ -100,8 +99,6 @@ def of_operator(op_type: str, quota: int, sizes: int | None = None) -> Iterator[
     """Yield the forms of all versions of an operator."""
     for first, last in versions(op_type, newest_opset()):
         yield from trials(op_type, first, last, quota, sizes)
-        # A call of the library leaves its cycles in the oldest generation, which is hardly ever collected.
-        gc.collect()
 
 
 @dataclasses.dataclass
