@@ -165,7 +165,8 @@ def broadcast(*shapes: Shape) -> Shape | None:
 
 
 class Base:
-    """A value of the original that others are maps of. scale: the size of its coefficients, for each channel.
+    """A value of the original that others are maps of. scale: the sums of its operator's weights, for each channel; what the
+    operator reads counts as 1, since products over the depth of a network say nothing of the values.
 
     guess: its shape, as far as its operator tells; inference is asked where that is not enough.
     """
@@ -298,14 +299,6 @@ class Bases:
     def require_own_shape(self, form: Form) -> None:
         """Raise Unrelated where the constants in a value's arithmetic may give it another shape than its bases have."""
         self.require_one_shape(form, dataclasses.replace(form, span=()))
-
-    def magnitude(self, form: Form) -> float:
-        """Return the largest coefficient of a value, over the inputs of the model."""
-        own = [
-            float(np.max(np.abs(k.values), initial=0.0)) * float(self._all[base].scale.max(initial=0.0))
-            for base, k in form.terms.items()
-        ]
-        return max((float(np.max(np.abs(form.shift.values), initial=0.0)), *own), default=1.0)
 
     def require_one_type(self, mine: Form, theirs: Form) -> None:
         """Raise Unrelated unless two values have one type: one of them may have lost its last digits."""

@@ -181,7 +181,7 @@ class _Proof:
                 raise Unrelated("the original has no such normalisation")
             number = self._cores[key] = self._numbers.fresh()
             data = [form for form in node.forms if form is not None]
-            self._add_base(number, node.node.outputs[0], data, self.bases.guess(data[0]))
+            self._add_base(number, node.node.outputs[0], self.bases.guess(data[0]))
         return self._cores[key]
 
     def scales_behind(self, node: Reading) -> list[Numbers]:
@@ -220,7 +220,7 @@ class _Proof:
                     self._forms[number] = forms[place]  # type: ignore[index]
                     self._families.setdefault(forms[place].bases, []).append(number)  # type: ignore[arg-type]
                 else:
-                    self._add_base(number, value, data, self._guess(node, data))  # type: ignore[arg-type]
+                    self._add_base(number, value, self._guess(node, data))  # type: ignore[arg-type]
 
     def _forms_of(self, node: ir.Node, lemma: Lemma) -> list[Form]:
         """Return the original's values as maps of others, none where they are bases; a node is one to be compared with."""
@@ -272,7 +272,7 @@ class _Proof:
         data = self._data(reading.node)
         plain.made = [self._numbers.fresh() for _ in reading.node.outputs]
         for number, value in zip(plain.made, reading.node.outputs, strict=True):
-            self._add_base(number, value, data, self._guess(reading.node, data))
+            self._add_base(number, value, self._guess(reading.node, data))
         self._readings[plain.made[0]] = plain
         return plain
 
@@ -280,12 +280,9 @@ class _Proof:
         """Return the number of an output of the original's node."""
         return reading.made[place] if reading.made else self._numbers.of(0, reading.node.outputs[place])  # type: ignore[return-value]
 
-    def _add_base(self, number: int, value: ir.Value, data: Sequence[Form], guess: Shape | None = None) -> None:
-        """data: what the base is made of."""
+    def _add_base(self, number: int, value: ir.Value, guess: Shape | None = None) -> None:
         if number not in self._forms:
-            base = Base(number, value, self._sides[0].shapes, guess)
-            base.scale = np.asarray(max([1.0, *map(self.bases.magnitude, data)]))
-            self.bases.add(number, base)
+            self.bases.add(number, Base(number, value, self._sides[0].shapes, guess))
             self._forms[number] = Form({number: ONE})
 
     def _data(self, node: ir.Node) -> list[Form]:
@@ -598,8 +595,7 @@ class _Proof:
             if place < len(theirs.outputs) and pair.theirs.is_read(theirs.outputs[place]):
                 number = self.made(pair.mine, place)
                 if pair.sizes is not None:
-                    base = self.bases[number]
-                    base.scale = pair.sizes * max(1.0, float(base.scale.max(initial=0.0)))
+                    self.bases[number].scale = pair.sizes
                 form = self._forms[number].scaled(scale).shifted(shift)
                 share = max(form.share, pair.agreement.share, *shares)
                 self._found(theirs.outputs[place], dataclasses.replace(form, share=share), pair.agreement)
@@ -904,7 +900,7 @@ class _Proof:
             number = self._numbers.fresh()
             self._numbers.set(0, one, number)
             self._numbers.set(1, two, number)
-            self._add_base(number, one, (), self._asked_shape(one))
+            self._add_base(number, one, self._asked_shape(one))
         by_readers: dict[Hashable, collections.deque[ir.Value]] = {}
         by_name: dict[str, ir.Value] = {}
         for node in mine:

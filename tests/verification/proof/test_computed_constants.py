@@ -50,6 +50,25 @@ def test_filters_that_keep_their_digits_are_proved() -> None:
     assert verify(source, build("y = Conv (x, v, b)", **right), method="local").status == "failed"
 
 
+def test_the_depth_of_a_network_hides_no_error() -> None:
+    """A bound is a share of the coefficients of its own layer, not of their products over the layers in front."""
+    depth, ones = 60, np.ones((1, 4, 1, 1), np.float32)
+    weights = parameters({f"w{i}": (4, 4, 1, 1) for i in range(depth)})
+    norms = parameters({name: shape for i in range(depth) for name, shape in batch_norm(f"n{i}", 4).items()})
+    values = {**{name: np.float32(0.35) * array for name, array in weights.items()}, **norms}
+    layers = [
+        f"z{i} = Conv (r{i}, w{i}) r{i + 1} = BatchNormalization (z{i}, n{i}_s, n{i}_b, n{i}_m, n{i}_v)"
+        for i in range(depth)
+    ]
+    last = f"z = Conv (r{depth}, w0) s = Add (z, k) y = BatchNormalization (s, n0_s, n0_b, n0_m, n0_v)"
+    text = f"g (float[N,4,H,W] x) => (float[N,4,A,B] y) {{{{ r0 = Identity (x) {' '.join(layers)} {{}} {last} }}}}"
+    source = model(text.format("c = Add (a, e) k = Sub (c, a)"), values={**values, "a": 1e8 * ones, "e": ones})
+    wrong = model(text.format(""), values={**values, "k": np.float32(2.9) * ones})
+    for candidate in (wrong, fold(wrong, verify=False).model):
+        assert verify(source, candidate, method="local").status != "passed"
+        assert verify(source, candidate).status != "passed"
+
+
 @pytest.mark.parametrize("factor", [0.0, 1.0, 2.9, -0.9])
 def test_a_factor_that_cancels_is_not_proved(factor: float) -> None:
     """(1e8 + 1) - 1e8 is 0 in float32; a proof does not win over a run that decides nothing."""
