@@ -81,6 +81,7 @@ _NOTHING = (Unrelated, Refused, UnsupportedModelError, ValueError, IndexError, A
 
 
 @paused_collection()
+@np.errstate(over="ignore", invalid="ignore", divide="ignore")
 def prove(
     original: ir.Model, changed: ir.Model, claims: Sequence[Claim] | None = None, seconds: float | None = None
 ) -> Verification:
