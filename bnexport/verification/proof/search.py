@@ -737,7 +737,7 @@ class _Proof:
         )
         for one, two in zip(first, second, strict=False):
             if one.op_identifier() != two.op_identifier() or len(one.inputs) != len(two.inputs):
-                return ""
+                return _exchanged(one, two) if len(first) == len(second) == 1 else ""
             text = self._differences.between(one, two)
             if text:
                 same = sorted(node.op_type for node in first) == sorted(node.op_type for node in second)
@@ -1144,6 +1144,15 @@ def _where(value: ir.Value) -> str:
 
 
 _ORDER = ("proved", "compared", "not_run", "failed")
+
+
+def _exchanged(one: ir.Node, two: ir.Node) -> str:
+    """Tell that a reduction became another one with its operands and attributes, which no fold does, nor a change of spelling."""
+    kinds = {one.op_type, two.op_type}
+    alike = len(one.inputs) == len(two.inputs) and dict(one.attributes) == dict(two.attributes)
+    if not alike or not all(kind.startswith("Reduce") for kind in kinds):
+        return ""
+    return f"{printable(name_of(one))} ({one.op_type}) became {two.op_type}"
 
 
 def worse(first: SiteProof, second: SiteProof) -> SiteProof:
