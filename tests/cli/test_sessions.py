@@ -74,7 +74,7 @@ def test_long_work_without_a_terminal_says_where_it_is(monkeypatch, capfd):
         while shown.count("\n") < 2 and time.monotonic() < limit:
             time.sleep(0.05)
             shown += capfd.readouterr().err
-    lines = shown.splitlines()
+    lines = (shown + capfd.readouterr().err).splitlines()
     assert len(lines) >= 2
     assert all(re.fullmatch(r"folding m\.onnx: writing 1\.0 of 2\.6 GB \(\d+ s\)", line) for line in lines), lines
     output.set_level(quiet=True, verbose=False)
