@@ -216,20 +216,16 @@ def test_bad_files_are_refused_in_one_line(folder, tmp_path, command, name, caps
         (["fold"], "Missing argument 'IN'"),
         (["frobnicate"], "No such command 'frobnicate'"),
         (["verify", "{eval}", "{eval}", "--input", "x:1,3,8,8"], "got shape (1, 3, 8, 8)"),
-        (
-            ["run", "{eval}", "--input", "y:1,1,8,8"],
-            "no input 'y', expected one of: x: float32 (batch, 1, height, width)",
-        ),
+        (["run", "{eval}", "--input", "y:1,1,8,8"],
+            "no input 'y', expected one of: x: float32 (batch, 1, height, width)"),
         (["run", "{eval}", "--input", "x:nothing.npy"], "'nothing.npy' is neither a shape nor a file that exists"),
         (["export", "tests.cli.test_cli", "o.onnx", "--input", "x:1"], "MODULE:FACTORY: got"),
         (["export", "tests.nowhere:f", "o.onnx", "--input", "x:1"], "cannot be imported"),
         (["export", "tests.cli.test_cli:tiny", "o.onnx", "--input", "x:2,1,8,8", "--mode", "fast"], "mode: got 'fast'"),
-        (
-            ["export", "tests.cli.test_cli:tiny", "o.onnx", "--input", "x:2,1,8,8", "--checkpoint", "{eval}"],
-            "cannot be read",
-        ),
+        (["export", "tests.cli.test_cli:tiny", "o.onnx", "--input", "x:2,1,8,8", "--checkpoint", "{eval}"],
+            "cannot be read"),
     ],
-)
+)  # fmt: skip
 def test_usage_errors_exit_with_2(folder, arguments, message, capsys):
     code, out, err = _cli(
         *(argument.replace("{eval}", str(folder / "eval.onnx")) for argument in arguments), capsys=capsys

@@ -33,25 +33,16 @@ CALLS = {
     "doctor": ([], [], "checks"),
     "inspect": (["{folder}/kept.onnx"], [], "batch_norms"),
     "fold": (["{folder}/kept.onnx", "{new}/f.onnx"], ["3 of 3 batch norms folded", "verification passed"], "sites"),
-    "recalibrate": (
-        ["{folder}/kept.onnx", "{new}/r.onnx", "-i", "x:{folder}/x.npy"],
-        ["3 batch norms re-estimated on 8 rows", "r.onnx written"],
-        "layers",
-    ),
-    "inline": (
-        ["{folder}/kept.onnx", "{new}/i.onnx"],
-        ["3 sync batch norms in inference converted", "verification passed"],
-        "calls",
-    ),
+    "recalibrate": (["{folder}/kept.onnx", "{new}/r.onnx", "-i", "x:{folder}/x.npy"],
+        ["3 batch norms re-estimated on 8 rows", "r.onnx written"], "layers"),
+    "inline": (["{folder}/kept.onnx", "{new}/i.onnx"],
+        ["3 sync batch norms in inference converted", "verification passed"], "calls"),
     "verify": (["{folder}/kept.onnx", "{folder}/kept.onnx"], ["verification passed"], "outputs"),
     "run": (["{folder}/kept.onnx", "-i", "x:1,1,8,8", "-o", "{new}/o.npz"], ["o.npz written"], "outputs"),
     "bench": (["{folder}/kept.onnx", "-i", "x:1,1,8,8", "--runs", "2", "--warm-up", "0"], [], "models"),
-    "export": (
-        ["tests.cli.test_cli_contract:tiny", "{new}/e.onnx", "-i", "x:2,1,8,8"],
-        ["e.onnx written", "verification passed"],
-        "report",
-    ),
-}
+    "export": (["tests.cli.test_cli_contract:tiny", "{new}/e.onnx", "-i", "x:2,1,8,8"],
+        ["e.onnx written", "verification passed"], "report"),
+}  # fmt: skip
 CALLS["train-export"] = (
     ["tests.cli.test_cli_contract:chatty", "{new}/s.onnx", "-i", "x:4,1,8,8"],
     ["s.onnx", "verification passed"],

@@ -307,13 +307,11 @@ CASES: dict[str, Case] = {
     "fixed statistics": Case(lambda: around(classes.FixedStatistics(C)), left=("norm",), refused=TRAIN_EXPORTS),
     "eps as a property": Case(lambda: around(classes.WideEps(C)), left=("norm",), refused=TRAIN_EXPORTS),
     "__call__": Case(lambda: around(classes.CallsTwice(C)), left=("norm",), refused=TRAIN_EXPORTS),
-    "torch's sync with activation": Case(
-        lambda: around(classes.ActivatedTorchSync(C)), left=("norm",), refused=TRAIN_EXPORTS | EVAL_EXPORTS | STEP
-    ),
+    "torch's sync with activation": Case(lambda: around(classes.ActivatedTorchSync(C)), left=("norm",),
+        refused=TRAIN_EXPORTS | EVAL_EXPORTS | STEP),
     "ours with activation": Case(lambda: around(classes.ActivatedOurs(C))),
-    "timm's with activation": Case(
-        lambda: around(classes.ActivatedTwiceTimm(C)), left=("norm",), refused=TRAIN_EXPORTS
-    ),
+    "timm's with activation": Case(lambda: around(classes.ActivatedTwiceTimm(C)), left=("norm",),
+        refused=TRAIN_EXPORTS),
     "forward set, closure": Case(_patched_with_closure, left=("norm",), refused=TRAIN_EXPORTS),
     "forward set, method": Case(_patched_with_method, left=("norm",), refused=TRAIN_EXPORTS),
     "forward set, partial": Case(_patched_with_partial, left=("norm",), refused=TRAIN_EXPORTS),
@@ -325,28 +323,21 @@ CASES: dict[str, Case] = {
     # hooks and parametrisations
     "forward hook": Case(lambda: _changed(_forward_hook)),
     "forward hook, torch's sync": Case(lambda: _changed(_forward_hook, nn.SyncBatchNorm(C))),
-    "forward hook, apex with ReLU": Case(
-        lambda: _changed(_forward_hook, classes.ApexSyncBatchNorm(C, fuse_relu=True)), other_modules=True
-    ),
+    "forward hook, apex with ReLU": Case(lambda: _changed(_forward_hook, classes.ApexSyncBatchNorm(C, fuse_relu=True)),
+        other_modules=True),
     "forward pre-hook": Case(lambda: _changed(_pre_hook)),
     "backward hook": Case(lambda: _changed(_backward_hook)),
     "hook that reads another module": Case(_hook_on_another),
     "parametrised weight": Case(lambda: _changed(_parametrized)),
     "parametrised, torch's sync": Case(lambda: _changed(_parametrized, nn.SyncBatchNorm(C))),
-    "parametrised, InPlaceABN": Case(
-        lambda: _changed(_parametrized, classes.InPlaceABN(C)),
-        left=("norm",),
-        refused=TRAIN_EXPORTS | EVAL_EXPORTS | STEP,
-    ),
+    "parametrised, InPlaceABN": Case(lambda: _changed(_parametrized, classes.InPlaceABN(C)), left=("norm",),
+        refused=TRAIN_EXPORTS | EVAL_EXPORTS | STEP),
     "weight norm by a hook": Case(lambda: _changed(_weight_norm_hook)),
     "weight norm on the convolution": Case(lambda: _conv_with(parametrizations.weight_norm)),
-    "spectral norm on the convolution": Case(
-        lambda: _conv_with(parametrizations.spectral_norm),
-        refused=frozenset(way for way in EVERY_EXPORT if way.startswith("torchscript")),
-    ),
-    "spectral norm by a hook": Case(
-        lambda: _conv_with(spectral_norm), refused=frozenset({"torchscript-custom_op-train"})
-    ),
+    "spectral norm on the convolution": Case(lambda: _conv_with(parametrizations.spectral_norm),
+        refused=frozenset(way for way in EVERY_EXPORT if way.startswith("torchscript"))),
+    "spectral norm by a hook": Case(lambda: _conv_with(spectral_norm),
+        refused=frozenset({"torchscript-custom_op-train"})),
     # sharing
     "one module under two names": Case(_tied),
     "one module called twice": Case(lambda: _twice(bn())),
@@ -369,7 +360,6 @@ CASES: dict[str, Case] = {
     "detectron2 frozen": Case(lambda: around(lookalikes.FrozenBatchNorm2d(C)), other_modules=True),
     "frozen, copied": Case(lambda: around(classes.UserFrozenBatchNorm2d(C))),
     "ABN": Case(lambda: around(classes.ABN(C)), other_modules=True),
-    "InPlaceABN": Case(
-        lambda: around(classes.InPlaceABN(C)), replaced=("norm.weight", "norm.0.weight"), other_modules=True
-    ),
-}
+    "InPlaceABN": Case(lambda: around(classes.InPlaceABN(C)), replaced=("norm.weight", "norm.0.weight"),
+        other_modules=True),
+}  # fmt: skip

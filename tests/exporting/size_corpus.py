@@ -133,13 +133,10 @@ CASES = {
     "size of another": Case(lambda x: F.interpolate(F.max_pool2d(x, 2), x.shape[2:], mode="bilinear")),
     "twice the size": Case(lambda x: F.interpolate(x, (x.shape[2] * 2, x.shape[3] * 2), mode="bilinear")),
     "int of half": Case(lambda x: F.interpolate(x, (int(x.shape[2] * 0.5), int(x.shape[3] * 0.5)), mode="bilinear")),
-    "int of 0.7": Case(
-        lambda x: F.interpolate(x, (int(x.shape[2] * 0.7), x.shape[3]), mode="bilinear"),
-        {"torchscript": (frozenset({2}), "differs from torch")},
-    ),
-    "flatten into Linear": Case(
-        nn.Sequential(nn.Flatten(), nn.Linear(4 * 8 * 8, 5)), both(IMAGE, "the model ran at no other size")
-    ),
+    "int of 0.7": Case(lambda x: F.interpolate(x, (int(x.shape[2] * 0.7), x.shape[3]), mode="bilinear"),
+        {"torchscript": (frozenset({2}), "differs from torch")}),
+    "flatten into Linear": Case(nn.Sequential(nn.Flatten(), nn.Linear(4 * 8 * 8, 5)),
+        both(IMAGE, "the model ran at no other size")),
     "tokens": Case(lambda x: x.view(x.shape[0], 4, x.shape[2] * x.shape[3]).transpose(1, 2).softmax(1)),
     "attention to itself": Case(Attention(1), {"torchscript": (IMAGE, "the exported model does not run at")}),
     "attention to a smaller map": Case(Attention(2), {"torchscript": (IMAGE, "the exported model does not run at")}),
@@ -162,23 +159,14 @@ CASES = {
     "unfold": Case(lambda x: F.unfold(x, 3, padding=1)),
     "fold": Case(lambda x: F.fold(F.unfold(x, 2, stride=2), x.shape[2:], 2, stride=2), refused=("torchscript",)),
     "roll": Case(lambda x: x.roll((2, -3), (2, 3))),
-    "roll by half": Case(
-        lambda x: x.roll((x.shape[2] // 2, 1), (2, 3)),
-        {
-            "dynamo": (IMAGE, "the exporter cannot write it for other sizes"),
-            "torchscript": (frozenset({0, 2, 3}), "the exporter cannot write it for other sizes"),
-        },
-    ),
+    "roll by half": Case(lambda x: x.roll((x.shape[2] // 2, 1), (2, 3)), {"dynamo": (IMAGE,
+        "the exporter cannot write it for other sizes"), "torchscript": (frozenset({0, 2, 3}),
+        "the exporter cannot write it for other sizes")}),
     "pairs of the batch": Case(lambda x: x.reshape(x.shape[0] // 2, 2, *x.shape[1:]).sum(1)),
     "halves of the batch": Case(lambda x: x.reshape(2, -1, *x.shape[1:]).sum(0)),
-    "batch of a multiple of 3": Case(
-        lambda x: x * 2 if x.shape[0] % 3 == 0 else x,
-        both(frozenset({0}), "differs from torch"),
-    ),
+    "batch of a multiple of 3": Case(lambda x: x * 2 if x.shape[0] % 3 == 0 else x,
+        both(frozenset({0}), "differs from torch")),
     "large batch": Case(lambda x: x * 2 if x.shape[0] > 6 else x, both(frozenset({0}), "differs from torch")),
-    "odd height": Case(
-        lambda x: x[:, :, :-1] if x.shape[2] % 2 else x,
-        both(frozenset({2}), "differs from torch"),
-    ),
+    "odd height": Case(lambda x: x[:, :, :-1] if x.shape[2] % 2 else x, both(frozenset({2}), "differs from torch")),
     "upright": Case(lambda x: x * 2 if x.shape[2] > x.shape[3] else x, both(IMAGE, "differs from torch")),
-}
+}  # fmt: skip

@@ -38,23 +38,17 @@ def history():
 LAYOUTS = {
     "torch": lambda state: state,
     "DDP": lambda state: {"epoch": 3, "state_dict": prefixed(state, "module.")},
-    "mmcv": lambda state: {
-        "meta": {"mmcv_version": "1.7", "CLASSES": ("a", "b")},
-        "state_dict": state,
-        "optimizer": {"state": {}},
-    },
+    "mmcv": lambda state: {"meta": {"mmcv_version": "1.7", "CLASSES": ("a", "b")}, "state_dict": state,
+        "optimizer": {"state": {}}},
     "mmengine": lambda state: {"meta": {}, "state_dict": state, "message_hub": {"log": history()}},
-    "lightning": lambda state: {
-        "state_dict": prefixed(state, "model."),
-        "pytorch-lightning_version": "2.4",
-        "loops": {},
-    },
+    "lightning": lambda state: {"state_dict": prefixed(state, "model."), "pytorch-lightning_version": "2.4",
+        "loops": {}},
     "compiled lightning": lambda state: {"state_dict": prefixed(state, "model._orig_mod.")},
     "timm": lambda state: {"arch": "resnet", "state_dict": state, "state_dict_ema": prefixed(state, "")},
     "detectron2": lambda state: {"model": {name: value.numpy() for name, value in state.items()}, "__author__": "x"},
     "model_state_dict": lambda state: {"model_state_dict": state, "loss": torch.tensor(0.5)},
     "old, without counters": lambda state: {n: v for n, v in state.items() if "num_batches" not in n},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
@@ -103,13 +97,9 @@ def test_a_key_may_be_a_place_around_the_weights(tmp_path):
 SEVERAL = {
     "ema": lambda state, ema: {"model": state, "ema": {"state_dict": prefixed(ema, "module.")}},
     "ema_state_dict": lambda state, ema: {"state_dict": prefixed(state, "module."), "ema_state_dict": ema},
-    "model_ema": lambda state, ema: {
-        "model_ema": ema,
-        "model": state,
-        "again": state,
-        "optimizer": {"exp_avg": ema["0.weight"]},
-    },
-}
+    "model_ema": lambda state, ema: {"model_ema": ema, "model": state, "again": state,
+        "optimizer": {"exp_avg": ema["0.weight"]}},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", SEVERAL)

@@ -92,33 +92,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "no module": (lambda: torch.relu, X, "model: got builtin_function_or_method, expected a torch.nn.Module"),
     "traced": (lambda: torch.jit.trace(net(), X), X, "TopLevelTracedModule; export the module that it was made from"),
     "scripted": (lambda: torch.jit.script(nn.ReLU()), X, "RecursiveScriptModule; export the module"),
-    "quantised": (
-        lambda: nn.Sequential(torch.ao.nn.quantized.Conv2d(3, 4, 1)),
-        X,
-        "0: a quantised Conv2d, .* export the model before torch.ao.quantization.convert",
-    ),
+    "quantised": (lambda: nn.Sequential(torch.ao.nn.quantized.Conv2d(3, 4, 1)), X,
+        "0: a quantised Conv2d, .* export the model before torch.ao.quantization.convert"),
     "meta": (meta, X, "model: 'weight' is on the meta device and has no values; .* load a checkpoint"),
     "an array": (net, X.numpy(), r"args: input: got ndarray, expected tensors(.|\n)*class Wrapped\(torch.nn.Module\)"),
-    "keyword arguments": (
-        net,
-        {"input": X},
-        r"args: got a dict of forward's parameters; write args=\(\), kwargs=\{'input'",
-    ),
+    "keyword arguments": (net, {"input": X},
+        r"args: got a dict of forward's parameters; write args=\(\), kwargs=\{'input'"),
     "no tensor": (Nested, ({}, 1), "args: got no tensor, expected one at least"),
-    "float64": (
-        lambda: net().double(),
-        X,
-        r"does not run on inputs of shape \(2, 3, 6, 6\) and type float32: Runtime.*double",
-    ),
+    "float64": (lambda: net().double(), X,
+        r"does not run on inputs of shape \(2, 3, 6, 6\) and type float32: Runtime.*double"),
     "float64 in ONNX Runtime": (lambda: net().double(), X.double(), "few operators in float64: export model.float"),
     "channels": (net, X[:, :2], r"args: Sequential does not run .* \(2, 2, 6, 6\) .* to have 3 channels, but got 2"),
     "no batch": (net, X[0, :, 1:, 1:], r"inputs of shape \(3, 5, 5\) .*; dimension 0 is the batch"),
-    "a branch on values": (
-        Branches,
-        X,
-        "Branches: torch cannot export it, though it runs: .*data-dependent.*; its code asks for values of tensors at .*",
-    ),
-}
+    "a branch on values": (Branches, X,
+        "Branches: torch cannot export it, though it runs: .*data-dependent.*; its code asks for values of tensors at .*"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -276,30 +276,18 @@ def refuse_above_nine(y, batch, height):
 
 # A function; the dimensions that are static; the note.
 LIMITS = {
-    "a branch above": (
-        lambda y, n, h: y if h < 900 else y * 2,
-        [2],
-        r"differs from torch at 900 \(height < 900 at exp",
-    ),
+    "a branch above": (lambda y, n, h: y if h < 900 else y * 2, [2],
+        r"differs from torch at 900 \(height < 900 at exp"),
     "a branch below": (lambda y, n, h: y if h > 2 else y * 2, [2], r"differs from torch at 2 \(height > 2 at exp"),
-    "a branch on the batch": (
-        lambda y, n, h: y if n < 300 else y * 2,
-        [0],
-        r"at 300 \(batch < 300 at exporting/test_oth",
-    ),
-    "too large to try": (
-        lambda y, n, h: y if n < 10**7 else y * 2,
-        [0],
-        r"too large to try \(at exporting/test_other_si",
-    ),
+    "a branch on the batch": (lambda y, n, h: y if n < 300 else y * 2, [0],
+        r"at 300 \(batch < 300 at exporting/test_oth"),
+    "too large to try": (lambda y, n, h: y if n < 10**7 else y * 2, [0],
+        r"too large to try \(at exporting/test_other_si"),
     "no guard at all": (lambda y, n, h: y[:, :, 2:][:, :, : min(h, 30)], [2], r"differs from torch at 131$"),
-    "an error": (
-        refuse_above_nine,
-        [],
-        r"has to be at most 9, the model limits it \(exporting/test_other_sizes.py:\d+ in ref",
-    ),
+    "an error": (refuse_above_nine, [],
+        r"has to be at most 9, the model limits it \(exporting/test_other_sizes.py:\d+ in ref"),
     "an equal branch": (lambda y, n, h: y if h < 900 else y + 0.0, [], None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

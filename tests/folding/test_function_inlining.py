@@ -126,19 +126,14 @@ def test_nothing_to_inline_is_a_copy(tmp_path) -> None:
     [
         (lambda: kept(1, body=False), UnsupportedModelError, "trains and has no body of standard operators"),
         (lambda: kept(1, group_size=2, body=False), UnsupportedModelError, "needs the custom-op library"),
-        (
-            lambda: functions(
-                model("g (float[N,4] x) => (float[N] y) { y = local.f (x) }", header=HEADER),
-                '<domain: "local", opset_import: ["": 11]> f (x) => (y)'
-                " { y = ReduceSum <axes = [1], keepdims = 0> (x) }",
-            ),
-            UnsupportedModelError,
-            "it is for opset 11 of ONNX, the model for 18, and ReduceSum differs between them",
-        ),
+        (lambda: functions(model("g (float[N,4] x) => (float[N] y) { y = local.f (x) }", header=HEADER),
+            '<domain: "local", opset_import: ["": 11]> f (x) => (y)'
+            " { y = ReduceSum <axes = [1], keepdims = 0> (x) }"), UnsupportedModelError,
+            "it is for opset 11 of ONNX, the model for 18, and ReduceSum differs between them"),
         (lambda: doubling(30), UnsafeModelError, "would have more than 262144 nodes"),
     ],
     ids=["no body", "group", "opset", "doubling"],
-)
+)  # fmt: skip
 def test_refusals(proto, error, message, tmp_path) -> None:
     with pytest.raises(error, match=message):
         inline(proto(), tmp_path / "m.onnx")

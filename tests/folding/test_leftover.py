@@ -29,24 +29,16 @@ CASES = {
     "three-dimensions": (f"y = {norm('x')}", "float[N,8,D,H,W] x", P, ["Conv"], ["Mul", "Add"]),
     "rank-2": (f"y = {norm('x')}", "float[N,8] x", P, ["Mul", "Add"], ["Mul", "Add"]),
     "behind-relu": (f"r = Relu (x)\n y = {norm('r')}", "float[N,8,H,W] x", P, ["Relu", "Conv"], ["Relu", "Mul", "Add"]),
-    "two-merged": (
-        f"a = {norm('x')}\n r = {norm('a', 'q')}\n y = Relu (r)",
-        "float[N,8,H,W] x", P | batch_norm("q", 8), ["Conv", "Relu"], ["Mul", "Add", "Relu"],
-    ),
-    "with-arithmetic": (
-        f"a = Mul (x, c_s)\n r = {norm('a')}\n y = Sigmoid (r)",
-        "float[N,8,H,W] x", P | {"c_s": (8, 1, 1)}, ["Conv", "Sigmoid"], ["Mul", "Add", "Sigmoid"],
-    ),
+    "two-merged": (f"a = {norm('x')}\n r = {norm('a', 'q')}\n y = Relu (r)", "float[N,8,H,W] x", P | batch_norm("q", 8),
+        ["Conv", "Relu"], ["Mul", "Add", "Relu"]),
+    "with-arithmetic": (f"a = Mul (x, c_s)\n r = {norm('a')}\n y = Sigmoid (r)", "float[N,8,H,W] x",
+        P | {"c_s": (8, 1, 1)}, ["Conv", "Sigmoid"], ["Mul", "Add", "Sigmoid"]),
     "fixed-sizes": (f"r = Relu (x)\n y = {norm('r')}", "float[2,8,40,40] x", P, ["Relu", "Conv"], ["Relu", "Mul", "Add"]),
-    "padded": (
-        f"r = {norm('x')}\n y = Conv <pads = [1,1,1,1]> (r, w)",
-        "float[N,8,H,W] x", P | {"w": (4, 8, 3, 3)}, ["Conv", "Conv"], ["Add", "Conv"],
-    ),
-    "pre-activation": (
-        f"r = {norm('x')}\n a = Relu (r)\n c = Conv <pads = [1,1,1,1]> (a, w)\n y = Add (c, x)",
-        "float[N,8,H,W] x", batch_norm("p", 8) | {"w": (8, 8, 3, 3)},
-        ["Conv", "Relu", "Conv", "Add"], ["Mul", "Add", "Relu", "Conv", "Add"],
-    ),
+    "padded": (f"r = {norm('x')}\n y = Conv <pads = [1,1,1,1]> (r, w)", "float[N,8,H,W] x", P | {"w": (4, 8, 3, 3)},
+        ["Conv", "Conv"], ["Add", "Conv"]),
+    "pre-activation": (f"r = {norm('x')}\n a = Relu (r)\n c = Conv <pads = [1,1,1,1]> (a, w)\n y = Add (c, x)",
+        "float[N,8,H,W] x", batch_norm("p", 8) | {"w": (8, 8, 3, 3)}, ["Conv", "Relu", "Conv", "Add"],
+        ["Mul", "Add", "Relu", "Conv", "Add"]),
 }  # fmt: skip
 
 

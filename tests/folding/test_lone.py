@@ -27,17 +27,11 @@ LEAVES = {
     "add-conv": ("z = Add (x, c)\n y = Conv (z, w)", CONV | {"c": (1, 6, 1, 1)}, ["Conv"]),
     "transposed": ("z = ConvTranspose (x, w)\n y = Add (z, c)", {"w": (6, 8, 2, 2), "c": (8, 1, 1)}, ["ConvTranspose"]),
     "through-relu": ("z = Conv (x, w)\n r = Relu (z)\n y = Mul (r, c_v)", CONV | {"c_v": (8, 1, 1)}, ["Conv", "Relu"]),
-    "through-pool": (
-        "z = Conv (x, w)\n r = GlobalAveragePool (z)\n y = Add (r, c)",
-        CONV | {"c": (8, 1, 1)},
-        ["Conv", "GlobalAveragePool"],
-    ),
-    "two-conv": (
-        "z = Conv (x, w)\n t = Add (z, c)\n y = Conv (t, v)",
-        CONV | {"c": (8, 1, 1), "v": (4, 8, 1, 1)},
-        ["Conv"] * 2,
-    ),
-}
+    "through-pool": ("z = Conv (x, w)\n r = GlobalAveragePool (z)\n y = Add (r, c)", CONV | {"c": (8, 1, 1)},
+        ["Conv", "GlobalAveragePool"]),
+    "two-conv": ("z = Conv (x, w)\n t = Add (z, c)\n y = Conv (t, v)", CONV | {"c": (8, 1, 1), "v": (4, 8, 1, 1)},
+        ["Conv"] * 2),
+}  # fmt: skip
 # What stays: nothing takes it, a node would come for it, or somebody else reads it.
 STAYS = {
     "padded": ("z = Add (x, c)\n y = Conv <pads = [1,1,1,1]> (z, w)", CONV | {"c": (6, 1, 1)}, ["Add", "Conv"]),

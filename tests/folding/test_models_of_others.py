@@ -204,33 +204,13 @@ def difference(proto: onnx.ModelProto, folded: onnx.ModelProto, feeds: dict[str,
 
 # Modules of onnx.backend.test.case.node: operators with a rule, and a few without. All of them take 7 s to import.
 SOME = [
-    *(
-        "add",
-        "averagepool",
-        "batch_normalization",
-        "concat",
-        "conv",
-        "convtranspose",
-        "depthtospace",
-        "div",
-        "dropout",
-        "flatten",
-    ),
-    *(
-        "gemm",
-        "globalaveragepool",
-        "globalmaxpool",
-        "identity",
-        "leakyrelu",
-        "matmul",
-        "maxpool",
-        "mul",
-        "pad",
-        "prelu",
-    ),
+    *("add", "averagepool", "batch_normalization", "concat", "conv", "convtranspose", "depthtospace", "div", "dropout",
+        "flatten"),
+    *("gemm", "globalaveragepool", "globalmaxpool", "identity", "leakyrelu", "matmul", "maxpool", "mul", "pad",
+        "prelu"),
     *("reducemean", "relu", "reshape", "resize", "slice", "spacetodepth", "split", "squeeze", "sub", "transpose"),
     *("unsqueeze", "upsample", "gru", "if_", "softmax", "topk"),
-]
+]  # fmt: skip
 LEAN = 4  # cases of one operator by default
 
 

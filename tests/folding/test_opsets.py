@@ -131,22 +131,12 @@ DROPOUT = {
     "10": (10, "z, m = Dropout (t)", None),
     "10-mask": (10, "z, m = Dropout (t)\n q = Not (m)", "mask"),
     "12": (12, "r = Constant <value_float=0.5> ()\n z = Dropout <seed=3> (t, r)", None),
-    "13-training": (
-        13,
-        "r = Constant <value_float=0.5> ()\n m = Constant <value = bool {1}> ()\n z = Dropout (t, r, m)",
-        "training",
-    ),
-    "22-inference": (
-        22,
-        "r = Constant <value_float=0.5> ()\n m = Constant <value = bool {0}> ()\n z = Dropout (t, r, m)",
-        None,
-    ),
-    "13-mode-from-outside": (
-        13,
-        "r = Constant <value_float=0.5> ()\n z = Dropout (t, r, b)",
-        "not-constant",
-    ),
-}
+    "13-training": (13,
+        "r = Constant <value_float=0.5> ()\n m = Constant <value = bool {1}> ()\n z = Dropout (t, r, m)", "training"),
+    "22-inference": (22,
+        "r = Constant <value_float=0.5> ()\n m = Constant <value = bool {0}> ()\n z = Dropout (t, r, m)", None),
+    "13-mode-from-outside": (13, "r = Constant <value_float=0.5> ()\n z = Dropout (t, r, b)", "not-constant"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", DROPOUT)
@@ -169,11 +159,8 @@ MOVED = {
     "pad-2": (2, 'z = Pad <pads=[0,0,1,1,0,0,1,1], mode="edge"> (t)', ["Conv", "Pad"]),
     "pad-10": (10, 'z = Pad <pads=[0,0,1,2,0,0,1,1], mode="reflect"> (t)', ["Conv", "Pad"]),
     "pad-10-value": (10, "z = Pad <pads=[0,0,1,1,0,0,1,1], value=0.0> (t)", ["Conv", "Pad", "Add"]),
-    "pad-18": (
-        18,
-        "p = Constant <value_ints=[1,0,1,1]> ()\n i = Constant <value_ints=[-2,3]> ()\n z = Pad (t, p, , i)",
-        ["Conv", "Constant", "Constant", "Pad", "Add"],
-    ),
+    "pad-18": (18, "p = Constant <value_ints=[1,0,1,1]> ()\n i = Constant <value_ints=[-2,3]> ()\n z = Pad (t, p, , i)",
+        ["Conv", "Constant", "Constant", "Pad", "Add"]),
     "split-2": (2, "z, u = Split <axis=1, split=[8,4]> (t)\n v = Abs (u)", ["Conv", "Split", "Abs"]),
     "split-11": (11, "u, z = Split <axis=-3, split=[4,8]> (t)\n v = Abs (u)", ["Conv", "Split", "Abs"]),
     "split-18": (18, "z, u = Split <axis=1, num_outputs=2> (t)\n v = Abs (u)", ["Conv", "Split", "Abs"]),
@@ -181,28 +168,16 @@ MOVED = {
     "slice-9": (9, "z = Slice <starts=[0,0,1], ends=[99,8,99]> (t)", ["Conv", "Slice"]),
     "squeeze-11": (11, "u = Unsqueeze <axes=[2]> (t)\n z = Squeeze <axes=[-3]> (u)", ["Conv", "Unsqueeze", "Squeeze"]),
     "mean-13": (13, "z = ReduceMean <axes=[-1], keepdims=1> (t)", ["Conv", "ReduceMean"]),
-    "mean-18": (
-        18,
-        "i = Constant <value_ints=[2,3]> ()\n z = ReduceMean <keepdims=1> (t, i)",
-        ["Conv", "Constant", "ReduceMean"],
-    ),
+    "mean-18": (18, "i = Constant <value_ints=[2,3]> ()\n z = ReduceMean <keepdims=1> (t, i)",
+        ["Conv", "Constant", "ReduceMean"]),
     "upsample-7": (7, 'z = Upsample <mode="nearest", scales=[1.0,1.0,2.0,2.0]> (t)', ["Conv", "Upsample"]),
-    "upsample-9": (
-        9,
-        's = Constant <value = float[4] {1, 1, 2, 2}> ()\n z = Upsample <mode="linear"> (t, s)',
-        ["Conv", "Constant", "Upsample"],
-    ),
-    "resize-10": (
-        10,
-        's = Constant <value = float[4] {1, 1, 2, 2}> ()\n z = Resize <mode="nearest"> (t, s)',
-        ["Conv", "Constant", "Resize"],
-    ),
-    "resize-19": (
-        19,
-        's = Constant <value = float[2] {2, 1.5}> ()\n z = Resize <mode="linear", axes=[2,3]> (t, , s)',
-        ["Conv", "Constant", "Resize"],
-    ),
-}
+    "upsample-9": (9, 's = Constant <value = float[4] {1, 1, 2, 2}> ()\n z = Upsample <mode="linear"> (t, s)',
+        ["Conv", "Constant", "Upsample"]),
+    "resize-10": (10, 's = Constant <value = float[4] {1, 1, 2, 2}> ()\n z = Resize <mode="nearest"> (t, s)',
+        ["Conv", "Constant", "Resize"]),
+    "resize-19": (19, 's = Constant <value = float[2] {2, 1.5}> ()\n z = Resize <mode="linear", axes=[2,3]> (t, , s)',
+        ["Conv", "Constant", "Resize"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MOVED)

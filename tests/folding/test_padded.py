@@ -28,23 +28,14 @@ LEAVES = {
     "one-side": (f"{NORM}\n y = Conv <pads = [1,0,0,0]> (z, w)", W | P, ["Add", "Conv"]),
     "grouped": (f"{NORM}\n y = Conv <{PADS}, group = 2> (z, w)", {"w": (8, 3, 3, 3)} | P, ["Add", "Conv"]),
     "depthwise": (f"{NORM}\n y = Conv <{PADS}, group = 6> (z, w)", {"w": (6, 1, 3, 3)} | P, ["Add", "Conv"]),
-    "two-readers": (
-        f"{NORM}\n a = Conv <{PADS}> (z, w)\n b = Conv <{PADS}> (z, v)\n y = Mul (a, b)",
-        W | {"v": (8, 6, 3, 3)} | P,
-        ["Add", "Conv", "Conv", "Mul"],
-    ),
+    "two-readers": (f"{NORM}\n a = Conv <{PADS}> (z, w)\n b = Conv <{PADS}> (z, v)\n y = Mul (a, b)",
+        W | {"v": (8, 6, 3, 3)} | P, ["Add", "Conv", "Conv", "Mul"]),
     "bias": (f"{NORM}\n y = Conv <{PADS}> (z, w, b)", W | {"b": (8,)} | P, ["Add", "Conv"]),
     # h / k joins the bias of what made one operand of a sum, and no node is left, in any form of what stays.
-    "behind-sum": (
-        f"a = Conv (x, v)\n s = Sigmoid (x)\n u = Add (a, s)\n {NORM.replace('(x', '(u')}\n y = Conv <{PADS}> (z, w)",
-        W | {"v": (6, 6, 1, 1)} | P,
-        ["Conv", "Sigmoid", "Add", "Conv"],
-    ),
-    "behind-difference": (
-        f"a = Conv (x, v)\n s = Sigmoid (x)\n u = Sub (s, a)\n {NORM.replace('(x', '(u')}\n y = Conv <{PADS}> (z, w)",
-        W | {"v": (6, 6, 1, 1)} | P,
-        ["Conv", "Sigmoid", "Sub", "Conv"],
-    ),
+    "behind-sum": (f"a = Conv (x, v)\n s = Sigmoid (x)\n u = Add (a, s)\n {NORM.replace('(x', '(u')}\n y = Conv <{PADS}> (z, w)",
+        W | {"v": (6, 6, 1, 1)} | P, ["Conv", "Sigmoid", "Add", "Conv"]),
+    "behind-difference": (f"a = Conv (x, v)\n s = Sigmoid (x)\n u = Sub (s, a)\n {NORM.replace('(x', '(u')}\n y = Conv <{PADS}> (z, w)",
+        W | {"v": (6, 6, 1, 1)} | P, ["Conv", "Sigmoid", "Sub", "Conv"]),
 }  # fmt: skip
 # The scale does not move: another reader wants the normalised value, an activation is in between, or a channel is 0.
 STAYS = {

@@ -49,35 +49,24 @@ CASES = {
     "conv-negative": (graph("z = Conv (x, d)"), values((8, 6, 3, 3), sign=True)),
     "conv-channels": (graph("z = Conv <pads = [1,1,1,1]> (x, d)", scales="<axis = 0>"), values((8, 6, 3, 3), 8)),
     "conv-channels-negative": (graph("z = Conv (x, d)", scales="<axis = -4>"), values((8, 6, 3, 3), 8, sign=True)),
-    "depthwise": (
-        graph("z = Conv <group = 8> (x, d)", "float[N,8,H,W] x", scales="<axis = 0>"), values((8, 1, 3, 3), 8, sign=True),
-    ),
+    "depthwise": (graph("z = Conv <group = 8> (x, d)", "float[N,8,H,W] x", scales="<axis = 0>"),
+        values((8, 1, 3, 3), 8, sign=True)),
     "transposed": (graph("z = ConvTranspose (x, d)", scales="<axis = 1>"), values((6, 8, 2, 2), 8, sign=True)),
-    "gemm": (
-        graph("z = Gemm <transB = 1> (x, d)", "float[N,6] x", "float[N,8] y", "<axis = 0>"), values((8, 6), 8, sign=True),
-    ),
-    "matmul": (
-        graph("m = MatMul (x, d)\n z = Transpose <perm = [0,2,1]> (m)", "float[N,L,6] x", "float[N,8,L] y"),
-        values((6, 8), sign=True),
-    ),
+    "gemm": (graph("z = Gemm <transB = 1> (x, d)", "float[N,6] x", "float[N,8] y", "<axis = 0>"),
+        values((8, 6), 8, sign=True)),
+    "matmul": (graph("m = MatMul (x, d)\n z = Transpose <perm = [0,2,1]> (m)", "float[N,L,6] x", "float[N,8,L] y"),
+        values((6, 8), sign=True)),
 }  # fmt: skip
 BELOW = {
-    "below": (
-        f"g (float[N,8,H,W] x) => (float[N,4,A,B] y) {{ {Q.format('<axis = 0>')}\n"
-        " r = BatchNormalization (x, p_s, p_b, p_m, p_v)\n y = Conv (r, d) }",
-        values((4, 8, 1, 1), 4),
-        "quantized",
-    ),
+    "below": (f"g (float[N,8,H,W] x) => (float[N,4,A,B] y) {{ {Q.format('<axis = 0>')}\n"
+        " r = BatchNormalization (x, p_s, p_b, p_m, p_v)\n y = Conv (r, d) }", values((4, 8, 1, 1), 4), "quantized"),
     "zero-point": (CASES["conv"][0], CASES["conv"][1] | {"o": np.int8(3)}, "quantized"),
     "unsigned-negative": (CASES["conv"][0], CASES["conv-negative"][1] | {"o": np.uint8(0)}, "quantized"),
-    "no-counterpart": (
-        CASES["conv"][0], CASES["conv-negative"][1] | {"w": np.full((8, 6, 3, 3), -9.0, np.float32)}, "quantized",
-    ),
+    "no-counterpart": (CASES["conv"][0], CASES["conv-negative"][1] | {"w": np.full((8, 6, 3, 3), -9.0, np.float32)},
+        "quantized"),
     "zero-scale": (CASES["conv"][0], CASES["conv"][1] | {"p_s": np.zeros(8, np.float32)}, "quantized"),
-    "shared": (
-        graph("c = Conv (x, d)\n t = Sigmoid (c)\n z = Conv (x, d)").replace("A,B] y)", "A,B] y, float[N,8,A,B] t)"),
-        CASES["conv"][1], "quantized",
-    ),
+    "shared": (graph("c = Conv (x, d)\n t = Sigmoid (c)\n z = Conv (x, d)").replace("A,B] y)",
+        "A,B] y, float[N,8,A,B] t)"), CASES["conv"][1], "quantized"),
     "another-axis": (graph("z = Conv (x, d)", scales="<axis = 1>"), values((8, 6, 3, 3), 6), "quantized"),
 }  # fmt: skip
 

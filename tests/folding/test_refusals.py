@@ -62,9 +62,8 @@ BACKWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "z = Conv (x, w)  ": ("shape", r"a Conv weight of shape \(4, 4\) with 1 groups", w(4, 4)),
     "z = Conv <group=3> (x, w)": ("shape", r"with 3 groups", w(4, 4, 1, 1)),
     "z = Conv <group=0> (x, w)": ("shape", r"with 0 groups", w(4, 4, 1, 1)),
-    "z = Conv (x, w, b)": (
-        "shape", r"the Conv bias has shape \(3,\), expected \(4,\)", {"shapes": {"w": (4, 4, 1, 1), "b": (3,)}},
-    ),
+    "z = Conv (x, w, b)": ("shape", r"the Conv bias has shape \(3,\), expected \(4,\)",
+        {"shapes": {"w": (4, 4, 1, 1), "b": (3,)}}),
     "z = Conv (x, w, b) ": ("shape", r"bias has shape \(1, 4\)", {"shapes": {"w": (4, 4, 1, 1), "b": (1, 4)}}),
     "z = ConvTranspose (x, w)": ("shape", "ConvTranspose makes 6 channels, the map has 4", w(4, 6, 1, 1)),
     "z = ConvTranspose <group=2> (x, w)": ("shape", "ConvTranspose makes 6 channels", w(4, 3, 1, 1)),
@@ -75,17 +74,14 @@ BACKWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "z = Gemm (x, w) ": ("shape", "Gemm makes 6 columns, the map has 4", {**w(4, 6), "inputs": ROWS}),
     "z = Gemm <transB=1> (x, w)": ("shape", "Gemm makes 6 columns, the map has 4", {**w(6, 4), "inputs": ROWS}),
     "z = Gemm (x, w)  ": ("shape", r"a Gemm weight of shape \(4,\)", {**w(4), "inputs": ROWS}),
-    "z = Gemm (x, w, c)": (
-        "shape", r"a Gemm constant of shape \(3,\) for 4 columns", {"shapes": {"w": (4, 4), "c": (3,)}, "inputs": ROWS},
-    ),
-    "z = Gemm (x, w, c) ": (
-        "shape", r"a Gemm constant of shape \(1, 1, 4\)", {"shapes": {"w": (4, 4), "c": (1, 1, 4)}, "inputs": ROWS},
-    ),
+    "z = Gemm (x, w, c)": ("shape", r"a Gemm constant of shape \(3,\) for 4 columns",
+        {"shapes": {"w": (4, 4), "c": (3,)}, "inputs": ROWS}),
+    "z = Gemm (x, w, c) ": ("shape", r"a Gemm constant of shape \(1, 1, 4\)",
+        {"shapes": {"w": (4, 4), "c": (1, 1, 4)}, "inputs": ROWS}),
     "z = MatMul (x, w)": ("shape", "axis 1 of the MatMul weight has 6 channels, the map has 4", {**w(4, 6), "inputs": ROWS}),
     "z = MatMul (w, x)": ("axis", "axis 1 of rank 2, which the MatMul weight does not share", {**w(4, 4), "inputs": ROWS}),
-    "z = MatMul (w, x) ": (
-        "shape", "axis 0 of the MatMul weight has 6 channels", {**w(6, 4), "inputs": "float[4,N] x", "axis": 0, "affine": SCALE},
-    ),
+    "z = MatMul (w, x) ": ("shape", "axis 0 of the MatMul weight has 6 channels",
+        {**w(6, 4), "inputs": "float[4,N] x", "axis": 0, "affine": SCALE}),
     "z = MatMul (x, x)": ("not-constant", "no operand, or both", {"inputs": ROWS}),
     "z = MatMul (x, w)  ": ("rank", "below 2", {**w(4), "inputs": ROWS}),
     "z = MatMul (x, w)   ": ("rank", "below 2", {**w(4, 4), "inputs": "float[4] x", "axis": 0}),
@@ -135,24 +131,21 @@ BACKWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "z = Slice (x, a)": ("bad-node", "no starts or no ends", {"a": [0]}),
     "z = Slice (x, a, b, c, d)": ("axis", "reverses", {"a": [-1], "b": [-9], "c": [1], "d": [-1]}),
     "z = Slice (x, a, b, c, d) ": ("axis", "reverses", {"a": [0], "b": [9], "c": [1], "d": [0]}),
-    "z = BatchNormalization (x, p_s, p_b, p_m, p_v)": (
-        "axis", "the map acts on axis 2", {"shapes": batch_norm("p", 4), "axis": 2},
-    ),
+    "z = BatchNormalization (x, p_s, p_b, p_m, p_v)": ("axis", "the map acts on axis 2",
+        {"shapes": batch_norm("p", 4), "axis": 2}),
     "z = BatchNormalization (x, p_s, p_b, p_m, p_v) ": ("axis", "the map acts on axis 1", {"shapes": batch_norm("p", 5)}),
     "z = Split (x)   ": ("no-producer", "input of the graph", {}),  # the default axis is 0
     "z = Concat <axis=1> (x, \"\")": ("bad-node", "empty input", {}),
     "z = Upsample <height_scale=2.0, width_scale=2.0> (x)": ("axis", "resizes the channel axis", {"axis": 2, "opset": 1}),
-    "z = Upsample <height_scale=2.0, width_scale=2.0> (x) ": (
-        "axis", "resizes the channel axis", {"inputs": "float[N,4,H] x", "opset": 1},
-    ),
+    "z = Upsample <height_scale=2.0, width_scale=2.0> (x) ": ("axis", "resizes the channel axis",
+        {"inputs": "float[N,4,H] x", "opset": 1}),
     "z = Split (x)    ": ("shape", "gives 2 channels, the map has 4", {"axis": 0, "inputs": "float[4,4] x"}),
     "z = Concat <axis=-3> (x, x)": ("shape", "joins 8 channels", {}),
     "z = ConvTranspose <group=0> (x, w)": ("shape", "with 0 groups", w(4, 4, 1, 1)),
     "z = Pad (x, p, , a)": ("axis", "pads the channel axis", {"p": [1, 0], "a": [-3], "affine": SCALE}),
     "z = Identity ()": ("bad-node", "lacks input 0", {}),
-    "z = Resize <axes=[-1]> (x, , s)": (
-        "axis", "or it is not known", {"inputs": "float[] x", "opset": 18, "s": np.array([2], np.float32)},
-    ),
+    "z = Resize <axes=[-1]> (x, , s)": ("axis", "or it is not known",
+        {"inputs": "float[] x", "opset": 18, "s": np.array([2], np.float32)}),
     "z = Reshape (x, s)   ": ("reshape", r"\(\?, 4, 3\) to \(12, unk__0\)", {"inputs": "float[?,4,3] x", "s": [12, -1]}),
     "z = Cast <to=10> (x)": ("cast", "changes the type", {}),
     "z = Sigmoid (x)": ("no-rule", "not linear", {}),
@@ -381,20 +374,14 @@ def test_new_constants_are_inputs_before_ir_version_4_only(ir_version: int, opse
     ("first", "options", "message"),
     [
         ("d = DequantizeLinear <axis=1> (q, s)", {"s": SCALES}, "does not follow the quantization axis"),
-        (
-            "d = DequantizeLinear (q, s, o)",
-            {"s": SCALES[0], "o": np.int8(3), "affine": SCALE},
-            "cannot negate its integers",
-        ),
-        (
-            "d = DequantizeLinear (q, s)",
-            {"q": np.full((4, 4, 1, 1), -128, np.int8), "s": SCALES[0], "affine": SCALE},
-            "holds -128",
-        ),
+        ("d = DequantizeLinear (q, s, o)", {"s": SCALES[0], "o": np.int8(3), "affine": SCALE},
+            "cannot negate its integers"),
+        ("d = DequantizeLinear (q, s)", {"q": np.full((4, 4, 1, 1), -128, np.int8), "s": SCALES[0], "affine": SCALE},
+            "holds -128"),
         ("d = DequantizeLinear (q, s)", {"s": SCALES[0], "affine": SCALE, "opset": 12}, "before opset 13"),
         ("d = DequantizeLinear (q, s)\n e = Conv (x, d)", {"s": SCALES[0]}, "has other uses"),
     ],
-)
+)  # fmt: skip
 def test_quantized_weights(first: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(Refused, match=message) as caught:
         attempt("backward", f"{first}\n z = Conv (x, d)", **{**QUANTIZED, **options})

@@ -22,22 +22,14 @@ _HEADS = (
 )
 # Graphs in ONNX text, and the shapes of their parameters.
 _TEXTS: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
-    "conv": (
-        f"{_HEADS[0]} {{ z = Conv <pads = [1, 1, 1, 1]> (x, w, b)\n t = {_NORM.format(x='z')}\n y = Relu (t) }}",
-        {"w": (8, 6, 3, 3), "b": (8,), **batch_norm("p", 8)},
-    ),
-    "transposed": (
-        f"{_HEADS[0]} {{ z = ConvTranspose <group = 2> (x, w)\n y = {_NORM.format(x='z')} }}",
-        {"w": (6, 4, 2, 2), **batch_norm("p", 8)},
-    ),
-    "before": (
-        f"{_HEADS[0]} {{ z = {_NORM.format(x='x')}\n y = Conv (z, w) }}",
-        {"w": (8, 6, 1, 1), **batch_norm("p", 6)},
-    ),
-    "gemm": (
-        f"g (float[N,6] x) => (float[N,8] y) {{ z = Gemm <transB = 1> (x, w, b)\n y = {_NORM.format(x='z')} }}",
-        {"w": (8, 6), "b": (8,), **batch_norm("p", 8)},
-    ),
+    "conv": (f"{_HEADS[0]} {{ z = Conv <pads = [1, 1, 1, 1]> (x, w, b)\n t = {_NORM.format(x='z')}\n y = Relu (t) }}",
+        {"w": (8, 6, 3, 3), "b": (8,), **batch_norm("p", 8)}),
+    "transposed": (f"{_HEADS[0]} {{ z = ConvTranspose <group = 2> (x, w)\n y = {_NORM.format(x='z')} }}",
+        {"w": (6, 4, 2, 2), **batch_norm("p", 8)}),
+    "before": (f"{_HEADS[0]} {{ z = {_NORM.format(x='x')}\n y = Conv (z, w) }}",
+        {"w": (8, 6, 1, 1), **batch_norm("p", 6)}),
+    "gemm": (f"g (float[N,6] x) => (float[N,8] y) {{ z = Gemm <transB = 1> (x, w, b)\n y = {_NORM.format(x='z')} }}",
+        {"w": (8, 6), "b": (8,), **batch_norm("p", 8)}),
     "split": (
         f"""{_HEADS[1]} {{ z = Conv (x, w)\n a, c = Split <axis = 1> (z)\n s = Concat <axis = 1> (c, a)
             y = {_NORM.format(x="s")} }}""",
@@ -70,7 +62,7 @@ _TEXTS: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {
             s = Mul (t, u)\n y = Mul (x, s) }""",
         {"q": (4, 1)},
     ),
-}
+}  # fmt: skip
 
 
 def _sync(inputs: str, attributes: str, functions: str = "") -> onnx.ModelProto:

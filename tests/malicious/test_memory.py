@@ -69,19 +69,13 @@ ACCEPTED: dict[str, tuple[str, Callable[[int], bytes]]] = {
     "attributes": ("values", attributes(b"\x18\x01", 2)),
     "integers": ("values", list_attribute(8, b"\x01", 7)),
     "inputs": ("values", many(11, lambda i: name(1, i))),
-    "dimensions": (
-        "elements",
-        lambda count: graph(
-            field(11, field(1, b"x") + field(2, field(1, b"\x08\x01" + field(2, field(1, b"") * count))))
-        ),
-    ),
+    "dimensions": ("elements", lambda count: graph(field(11, field(1, b"x") + field(2, field(1, b"\x08\x01" + field(2,
+        field(1, b"") * count)))))),
     "annotations": ("elements", many(14, lambda i: name(1, i))),
     "metadata": ("elements", lambda count: graph(b"") + b"".join(field(14, name(1, i)) for i in range(count))),
-    "numbers": (
-        "structure_bytes",
-        lambda count: graph(field(5, b"\x08" + varint(count) + b"\x10\x07" + field(7, b"\x01" * count) + name(8, 0))),
-    ),
-}
+    "numbers": ("structure_bytes",
+        lambda count: graph(field(5, b"\x08" + varint(count) + b"\x10\x07" + field(7, b"\x01" * count) + name(8, 0)))),
+}  # fmt: skip
 # Refused once they are parsed: what fits into the limit on elements.
 REFUSED: dict[str, bytes] = {
     "empty-nodes": field(1, b""),

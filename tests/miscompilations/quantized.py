@@ -12,29 +12,18 @@ _WEIGHT = np.random.default_rng(0).integers(-100, 100, (4, 4, 3, 3)).astype(np.i
 _S = floats(0.05)
 
 MISTAKES: list[Mistake] = [
-    Mistake(
-        "relu_in_front_of_signed_numbers",
-        "microsoft/onnxruntime#9425",
-        "Relu, QuantizeLinear",
+    Mistake("relu_in_front_of_signed_numbers", "microsoft/onnxruntime#9425", "Relu, QuantizeLinear",
         "A Relu is removed since the quantisation cuts at zero, which signed numbers do not.",
-        graph="float[N,4] x => float[N,4] y",
-        values={"s": _S, "z": _INT8},
+        graph="float[N,4] x => float[N,4] y", values={"s": _S, "z": _INT8},
         original="r = Relu (x) q = QuantizeLinear (r, s, z) y = DequantizeLinear (q, s, z)",
         wrong="q = QuantizeLinear (x, s, z) y = DequantizeLinear (q, s, z)",
-        right="q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) y = Relu (d)",
-    ),
-    Mistake(
-        "zero_point_of_16_bits",
-        "microsoft/onnxruntime#20187",
-        "Relu, QuantizeLinear",
+        right="q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) y = Relu (d)"),
+    Mistake("zero_point_of_16_bits", "microsoft/onnxruntime#20187", "Relu, QuantizeLinear",
         "A zero point of 16 bits is read as one of 8, and the Relu in front is removed.",
-        graph="float[N,4] x => float[N,4] y",
-        values={"s": floats(0.001), "z": _INT16},
-        opset=21,
+        graph="float[N,4] x => float[N,4] y", values={"s": floats(0.001), "z": _INT16}, opset=21,
         original="r = Relu (x) q = QuantizeLinear (r, s, z) y = DequantizeLinear (q, s, z)",
         wrong="q = QuantizeLinear (x, s, z) y = DequantizeLinear (q, s, z)",
-        right="q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) y = Relu (d)",
-    ),
+        right="q = QuantizeLinear (x, s, z) d = DequantizeLinear (q, s, z) y = Relu (d)"),
     Mistake(
         "maximum_of_negative_scales",
         "microsoft/onnxruntime#21176",
@@ -49,22 +38,11 @@ MISTAKES: list[Mistake] = [
             p = MaxPool <kernel_shape=[2,2], strides=[2,2]> (d) y = QuantizeLinear (p, s, z)""",
         inputs={"x": np.arange(-16, 16, dtype=np.int8).reshape(2, 1, 4, 4)},
     ),
-    Mistake(
-        "constant_of_signed_numbers",
-        "microsoft/onnxruntime#28491",
-        "DequantizeLinear, Conv",
+    Mistake("constant_of_signed_numbers", "microsoft/onnxruntime#28491", "DequantizeLinear, Conv",
         "Stored int8 numbers are folded as if they were unsigned: negative weights become 0.",
-        graph="float[N,4,5,5] x => float[N,4,3,3] y",
-        values={
-            "w": _WEIGHT,
-            "s": _S,
-            "f": floats(0.05 * np.maximum(_WEIGHT, 0)),
-            "e": floats(np.float32(0.05) * _WEIGHT.astype(np.float64)),
-        },
-        original="d = DequantizeLinear (w, s) y = Conv (x, d)",
-        wrong="y = Conv (x, f)",
-        right="y = Conv (x, e)",
-    ),
+        graph="float[N,4,5,5] x => float[N,4,3,3] y", values={"w": _WEIGHT, "s": _S,
+        "f": floats(0.05 * np.maximum(_WEIGHT, 0)), "e": floats(np.float32(0.05) * _WEIGHT.astype(np.float64))},
+        original="d = DequantizeLinear (w, s) y = Conv (x, d)", wrong="y = Conv (x, f)", right="y = Conv (x, e)"),
     Mistake(
         "resize_of_quantised_numbers",
         "microsoft/onnxruntime#28448",
@@ -79,4 +57,4 @@ MISTAKES: list[Mistake] = [
             r = Resize <mode="linear"> (d, , n) q = QuantizeLinear (r, s, z) y = DequantizeLinear (q, s, z)""",
         inputs={"x": floats([2, 6, 4] * 2).reshape(2, 1, 1, 3)},
     ),
-]
+]  # fmt: skip

@@ -116,112 +116,74 @@ REFUSED: dict[str, tuple[Callable[[onnx.ModelProto], object], type[ModelError], 
     "no IR version": (lambda p: setattr(p, "ir_version", 0), MalformedModelError, "no graph or IR version"),
     "no opset": (lambda p: p.ClearField("opset_import"), MalformedModelError, "no opset is declared"),
     "training_info": (lambda p: p.training_info.add(), MendableError, "training_info, which cannot be kept"),
-    "function twice": (
-        lambda p: p.functions.append(p.functions[0]), MalformedModelError, "function local:F is defined twice",
-    ),
+    "function twice": (lambda p: p.functions.append(p.functions[0]), MalformedModelError,
+        "function local:F is defined twice"),
     "function that calls itself": (recursive(("G", "G")), UnsafeModelError, "function local:G calls itself"),
-    "functions that call each other": (
-        recursive(("G", "H"), ("H", "K"), ("K", "G")), UnsafeModelError, "function local:[GHK] calls itself",
-    ),
-    "functions that call each other, called by another": (
-        recursive(("G", "H"), ("H", "K"), ("K", "H")), UnsafeModelError, "function local:[HK] calls itself",
-    ),
+    "functions that call each other": (recursive(("G", "H"), ("H", "K"), ("K", "G")), UnsafeModelError,
+        "function local:[GHK] calls itself"),
+    "functions that call each other, called by another": (recursive(("G", "H"), ("H", "K"), ("K", "H")),
+        UnsafeModelError, "function local:[HK] calls itself"),
     "no type": (weight(dtype=T.UNDEFINED), MalformedModelError, "tensor 'w' has no data type$"),
     "unknown type": (weight(dtype=99), MalformedModelError, "tensor 'w' has the unknown data type 99$"),
     "negative dimension": (weight(dims=(2, -1)), MalformedModelError, r"a negative dimension: \(2, -1\)"),
-    "33 dimensions": (
-        weight(dims=(1,) * 33, raw_data=bytes(4)), UnsupportedModelError, "33 dimensions, expected at most 32",
-    ),
+    "33 dimensions": (weight(dims=(1,) * 33, raw_data=bytes(4)), UnsupportedModelError,
+        "33 dimensions, expected at most 32"),
     "a tebibyte": (weight(dims=(2**39,)), UnsafeModelError, "declares 2199023255552 bytes.*tensor_bytes"),
-    "segment": (
-        lambda p: p.graph.initializer[0].segment.SetInParent(), UnsupportedModelError, "stored in segments",
-    ),
+    "segment": (lambda p: p.graph.initializer[0].segment.SetInParent(), UnsupportedModelError, "stored in segments"),
     "external strings": (weight(dtype=T.STRING, **EXTERNAL), UnsafeModelError, "strings cannot be external data"),
     "data twice": (weight(raw_data=bytes(24), **EXTERNAL), MalformedModelError, "twice, inside and outside"),
     "raw data too short": (weight(raw_data=bytes(23)), MalformedModelError, r"carries 23 .*, expected 24$"),
     "raw data too long": (weight(raw_data=bytes(25)), MalformedModelError, r"carries 25 .*, expected 24$"),
-    "nested sparse": (
-        lambda p: body_of(p).sparse_initializer.add(), UnsupportedModelError, "graph 'then' has sparse initializers",
-    ),
-    "sparse attribute": (
-        lambda p: attribute(p, sparse_tensor=onnx.SparseTensorProto(dims=[1])), UnsupportedModelError, "sparse tensor",
-    ),
-    "sparse attributes": (
-        lambda p: attribute(p, sparse_tensors=[onnx.SparseTensorProto()]), UnsupportedModelError, "sparse tensor",
-    ),
-    "attribute without its tensor": (
-        lambda p: attribute(p, type=onnx.AttributeProto.TENSOR), MalformedModelError, "'more' is said to be a tensor",
-    ),
-    "attribute twice": (
-        lambda p: p.graph.node[0].attribute.append(p.graph.node[0].attribute[0]),
-        MalformedModelError,
-        "graph 'main': Constant has the attribute 'value' twice",
-    ),
-    "bad tensor in an attribute": (
-        lambda p: attribute(p, t=tensor(raw_data=b"")), MalformedModelError, "carries 0 .*, expected 24",
-    ),
-    "bad tensor in a list": (
-        lambda p: attribute(p, tensors=[tensor(raw_data=b"")]), MalformedModelError, "carries 0 .*, expected 24",
-    ),
-    "bad tensor in a body": (
-        lambda p: body_of(p).initializer[0].dims.append(2), MalformedModelError, "'inner'.* carries 1 .*, expected 2",
-    ),
-    "bad tensor in a function": (
-        lambda p: p.functions[0].node[0].attribute[0].t.dims.append(2), MalformedModelError, "carries 4 .*, expected 8",
-    ),
+    "nested sparse": (lambda p: body_of(p).sparse_initializer.add(), UnsupportedModelError,
+        "graph 'then' has sparse initializers"),
+    "sparse attribute": (lambda p: attribute(p, sparse_tensor=onnx.SparseTensorProto(dims=[1])), UnsupportedModelError,
+        "sparse tensor"),
+    "sparse attributes": (lambda p: attribute(p, sparse_tensors=[onnx.SparseTensorProto()]), UnsupportedModelError,
+        "sparse tensor"),
+    "attribute without its tensor": (lambda p: attribute(p, type=onnx.AttributeProto.TENSOR), MalformedModelError,
+        "'more' is said to be a tensor"),
+    "attribute twice": (lambda p: p.graph.node[0].attribute.append(p.graph.node[0].attribute[0]), MalformedModelError,
+        "graph 'main': Constant has the attribute 'value' twice"),
+    "bad tensor in an attribute": (lambda p: attribute(p, t=tensor(raw_data=b"")), MalformedModelError,
+        "carries 0 .*, expected 24"),
+    "bad tensor in a list": (lambda p: attribute(p, tensors=[tensor(raw_data=b"")]), MalformedModelError,
+        "carries 0 .*, expected 24"),
+    "bad tensor in a body": (lambda p: body_of(p).initializer[0].dims.append(2), MalformedModelError,
+        "'inner'.* carries 1 .*, expected 2"),
+    "bad tensor in a function": (lambda p: p.functions[0].node[0].attribute[0].t.dims.append(2), MalformedModelError,
+        "carries 4 .*, expected 8"),
     "bad default": (default(tensor(raw_data=b"")), MalformedModelError, "carries 0 .*, expected 24"),
     "external default": (default(tensor(**EXTERNAL)), UnsafeModelError, "the default of 'size' is external data"),
-    "no outputs": (
-        lambda p: p.graph.node.add(op_type="Relu", name="r"), MalformedModelError, "Relu 'r' has no outputs",
-    ),
-    "no outputs, long domain": (
-        lambda p: p.graph.node.add(op_type="Relu", domain="ai.onnx"), MalformedModelError, "has no outputs",
-    ),
-    "undefined input": (
-        lambda p: p.graph.node[2].input.append("nowhere"), MendableError, "F 'call' reads 'nowhere', which nothing",
-    ),
-    "input defined later": (
-        lambda p: p.graph.node[0].input.append("z"), MendableError, "Constant 'constant' reads 'z'",
-    ),
-    "name of a closed body": (
-        lambda p: p.graph.node[2].input.append("t"), MendableError, "F 'call' reads 't'",
-    ),
-    "name of the caller in a function": (
-        lambda p: p.functions[0].node[1].input.append("x"), MendableError, "Add '' reads 'x'",
-    ),
-    "name of another function": (
-        lambda p: p.functions.append(
-            make.make_function("local", "G", ["c"], ["d"], [make.make_node("Add", ["c", "k"], ["d"])], [])
-        ),
-        MendableError,
-        "Add '' reads 'k'",
-    ),
-    "undefined output": (
-        lambda p: p.graph.output.add(name="gone"), MalformedModelError, "graph 'main': output 'gone' is produced by no node",
-    ),
-    "undefined output of a function": (
-        lambda p: p.functions[0].output.append("gone"), MalformedModelError, "local:F: output 'gone' is produced by no node",
-    ),
-    "output of a node twice": (
-        lambda p: p.graph.node[2].output.append("y"), MalformedModelError, "the name 'y' is defined twice",
-    ),
-    "output of a node that is an input": (
-        lambda p: p.graph.node[2].output.append("x"), MalformedModelError, "the name 'x' is defined twice",
-    ),
-    "name that was captured": (
-        lambda p: body_of(p).node.add(op_type="Relu", input=["t"], output=["x"]),
-        MalformedModelError,
-        "graph 'then': the name 'x' is defined twice",
-    ),
+    "no outputs": (lambda p: p.graph.node.add(op_type="Relu", name="r"), MalformedModelError,
+        "Relu 'r' has no outputs"),
+    "no outputs, long domain": (lambda p: p.graph.node.add(op_type="Relu", domain="ai.onnx"), MalformedModelError,
+        "has no outputs"),
+    "undefined input": (lambda p: p.graph.node[2].input.append("nowhere"), MendableError,
+        "F 'call' reads 'nowhere', which nothing"),
+    "input defined later": (lambda p: p.graph.node[0].input.append("z"), MendableError,
+        "Constant 'constant' reads 'z'"),
+    "name of a closed body": (lambda p: p.graph.node[2].input.append("t"), MendableError, "F 'call' reads 't'"),
+    "name of the caller in a function": (lambda p: p.functions[0].node[1].input.append("x"), MendableError,
+        "Add '' reads 'x'"),
+    "name of another function": (lambda p: p.functions.append(make.make_function("local", "G", ["c"], ["d"],
+        [make.make_node("Add", ["c", "k"], ["d"])], [])), MendableError, "Add '' reads 'k'"),
+    "undefined output": (lambda p: p.graph.output.add(name="gone"), MalformedModelError,
+        "graph 'main': output 'gone' is produced by no node"),
+    "undefined output of a function": (lambda p: p.functions[0].output.append("gone"), MalformedModelError,
+        "local:F: output 'gone' is produced by no node"),
+    "output of a node twice": (lambda p: p.graph.node[2].output.append("y"), MalformedModelError,
+        "the name 'y' is defined twice"),
+    "output of a node that is an input": (lambda p: p.graph.node[2].output.append("x"), MalformedModelError,
+        "the name 'x' is defined twice"),
+    "name that was captured": (lambda p: body_of(p).node.add(op_type="Relu", input=["t"], output=["x"]),
+        MalformedModelError, "graph 'then': the name 'x' is defined twice"),
     "input twice": (lambda p: p.graph.input.append(p.graph.input[0]), MalformedModelError, "input 'x' appears twice"),
     "input without a name": (lambda p: p.graph.input.add(), MalformedModelError, "graph 'main': input without a name"),
-    "initializer twice": (
-        lambda p: p.graph.initializer.append(p.graph.initializer[0]), MendableError, "initializer 'w' appears twice",
-    ),
+    "initializer twice": (lambda p: p.graph.initializer.append(p.graph.initializer[0]), MendableError,
+        "initializer 'w' appears twice"),
     "output twice": (lambda p: p.graph.output.append(p.graph.output[0]), MalformedModelError, "output 'z' appears twice"),
-    "input of a function twice": (
-        lambda p: p.functions[0].input.append("a"), MalformedModelError, "function local:F: input 'a' appears twice",
-    ),
+    "input of a function twice": (lambda p: p.functions[0].input.append("a"), MalformedModelError,
+        "function local:F: input 'a' appears twice"),
 }  # fmt: skip
 
 

@@ -202,20 +202,14 @@ def test_other_preprocessing_is_seen() -> None:
 BAD = {
     "no rows": ([], {}, "no rows"),
     "one value": ([torch.ones(1, 2, 1, 1).double()], {}, "one value a channel in all"),
-    "one value a batch": (
-        [torch.ones(1, 2, 1, 1).double()] * 3,
-        {"layers": "together"},
-        "one value a channel in a batch",
-    ),
+    "one value a batch": ([torch.ones(1, 2, 1, 1).double()] * 3, {"layers": "together"},
+        "one value a channel in a batch"),
     "a generator": (iter([rows()]), {}, "can be gone through once"),
     "layers": ([rows()], {"layers": "all"}, "layers: got 'all'"),
     "an empty tuple": ([()], {}, "empty tuple"),
-    "a mapping": (
-        [{"image": rows(), "label": torch.zeros(20)}],
-        {},
-        r"got a mapping with image, label, .*give the inputs alone, such as \[batch\['image'\] for batch in loader\]",
-    ),
-}
+    "a mapping": ([{"image": rows(), "label": torch.zeros(20)}], {},
+        r"got a mapping with image, label, .*give the inputs alone, such as \[batch\['image'\] for batch in loader\]"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)

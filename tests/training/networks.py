@@ -94,11 +94,6 @@ NETWORKS = {
     "mobilenet-v3": Network(lambda: MobileNet(3, 8, 7), (3, 32, 32), 7),
     "densenet": Network(lambda: DenseNet(4, classes=7), (3, 32, 32), 7),
     "segmenter": Network(lambda: Segmenter(5, 4, nn.BatchNorm2d), (3, 32, 32), 5, _segmentation_loss, dense=True),
-    "unet": Network(
-        lambda: UNet(4),
-        (3, 16, 16),
-        5,
-        lambda output, target: nn.functional.cross_entropy(output, target, ignore_index=IGNORED),
-        dense=True,
-    ),
-}
+    "unet": Network(lambda: UNet(4), (3, 16, 16), 5, lambda output,
+        target: nn.functional.cross_entropy(output, target, ignore_index=IGNORED), dense=True),
+}  # fmt: skip

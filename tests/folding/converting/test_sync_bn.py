@@ -136,17 +136,11 @@ def test_module_used_twice_reads_its_old_values() -> None:
 REFUSED = {
     "no-statistics": ("y = MMCVSyncBatchNorm (z, , , p_s, p_b)", "float[N,8,A,B] y", "no-statistics"),
     "one-statistic": ("y = MMCVSyncBatchNorm (z, p_m, , p_s, p_b)", "float[N,8,A,B] y", "no-statistics"),
-    "saved-mean": (
-        "y, , , k, = MMCVSyncBatchNorm (z, p_m, p_v, p_s, p_b)",
-        "float[N,8,A,B] y, float[8] k",
-        "statistics-used",
-    ),
-    "wrong-attribute-type": (
-        'y = MMCVSyncBatchNorm <eps="small"> (z, p_m, p_v, p_s, p_b)',
-        "float[N,8,A,B] y",
-        "bad-attribute",
-    ),
-}
+    "saved-mean": ("y, , , k, = MMCVSyncBatchNorm (z, p_m, p_v, p_s, p_b)", "float[N,8,A,B] y, float[8] k",
+        "statistics-used"),
+    "wrong-attribute-type": ('y = MMCVSyncBatchNorm <eps="small"> (z, p_m, p_v, p_s, p_b)', "float[N,8,A,B] y",
+        "bad-attribute"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -51,33 +51,19 @@ CASES = {
     "max pool between": (lambda m, x: m.n(nn.functional.max_pool2d(m.c(x), 2)), {"c": conv(), "n": norm()}),
     "padded conv behind": (lambda m, x: m.c(m.n(x)), {"c": conv(3, padding=1), "n": norm()}),
     "padded by name": (lambda m, x: m.c(m.n(x)), {"c": conv(3, padding="same"), "n": norm()}),
-    "overlapping transposed conv behind": (
-        lambda m, x: m.c(m.n(x)),
-        {"c": nn.ConvTranspose2d(4, 4, 3), "n": norm()},
-    ),
-    "strided pointwise transposed conv behind": (
-        lambda m, x: m.c(m.n(x)),
-        {"c": nn.ConvTranspose2d(4, 4, 1, stride=2), "n": norm()},
-    ),
+    "overlapping transposed conv behind": (lambda m, x: m.c(m.n(x)), {"c": nn.ConvTranspose2d(4, 4, 3), "n": norm()}),
+    "strided pointwise transposed conv behind": (lambda m, x: m.c(m.n(x)),
+        {"c": nn.ConvTranspose2d(4, 4, 1, stride=2), "n": norm()}),
     "conv and an output behind": (lambda m, x: [(y := m.n(x)), m.c(y)], {"c": conv(), "n": norm()}),
     "conv behind is called elsewhere": (lambda m, x: m.c(m.n(x)) + m.c(x), {"c": conv(), "n": norm()}),
-    "dropout that is always on": (
-        lambda m, x: m.n(nn.functional.dropout(m.c(x), 1e-9)),
-        {"c": conv(), "n": norm()},
-    ),
-    "weight read by code": (
-        lambda m, x: m.n(m.c(x)) + nn.functional.conv2d(x, m.c.weight),
-        {"c": conv(), "n": norm()},
-    ),
+    "dropout that is always on": (lambda m, x: m.n(nn.functional.dropout(m.c(x), 1e-9)), {"c": conv(), "n": norm()}),
+    "weight read by code": (lambda m, x: m.n(m.c(x)) + nn.functional.conv2d(x, m.c.weight), {"c": conv(), "n": norm()}),
     "statistics read by code": (lambda m, x: m.n(m.c(x)) + m.n.running_mean.sum(), {"c": conv(), "n": norm()}),
     "functional conv": (lambda m, x: m.n(nn.functional.conv2d(x, m.c.weight)), {"c": conv(), "n": norm()}),
     "norm with a forward of its own": (lambda m, x: m.n(m.c(x)), {"c": conv(), "n": OwnForward(4)}),
     "nothing calls it": (lambda m, x: m.c(x), {"c": conv(), "n": norm()}),
-    "flattened in part": (
-        lambda m, x: m.c(m.n(x).flatten(2)),
-        {"c": nn.Linear(42, 3), "n": norm()},
-    ),
-}
+    "flattened in part": (lambda m, x: m.c(m.n(x).flatten(2)), {"c": nn.Linear(42, 3), "n": norm()}),
+}  # fmt: skip
 
 
 class Writes(nn.Module):

@@ -23,35 +23,23 @@ def net(nodes: str, output: str = "float[N,4,A,B] y", **options: Any) -> onnx.Mo
 
 # What a batch norm folds through or into, and the operators that are left.
 FOLDED = {
-    "two constants behind a convolution": (
-        f"a = Conv (x, w)\n z = Sum (c, a, d)\n y = {NORM}",
-        ["Conv"],
-    ),
-    "constants behind a batch norm": (
-        f"z = Conv (x, w)\n n = {NORM}\n y = Sum (n, c, d)",
-        ["Conv"],
-    ),
+    "two constants behind a convolution": (f"a = Conv (x, w)\n z = Sum (c, a, d)\n y = {NORM}", ["Conv"]),
+    "constants behind a batch norm": (f"z = Conv (x, w)\n n = {NORM}\n y = Sum (n, c, d)", ["Conv"]),
     "a sum of one": (f"a = Conv (x, w)\n z = Sum (a)\n y = {NORM}", ["Conv"]),
-    "branches": (
-        f"a = Conv (x, w)\n r = Relu (x)\n b = Conv (r, v)\n z = Sum (a, b, c)\n y = {NORM}",
-        ["Conv", "Relu", "Conv", "Sum"],
-    ),
+    "branches": (f"a = Conv (x, w)\n r = Relu (x)\n b = Conv (r, v)\n z = Sum (a, b, c)\n y = {NORM}",
+        ["Conv", "Relu", "Conv", "Sum"]),
     "constants between a batch norm and its reader": (
         f"r = Relu (x)\n q = Conv (r, w)\n z = Tanh (q)\n n = {NORM}\n s = Sum (c, n, d)\n y = Conv (s, u)",
         ["Relu", "Conv", "Tanh", "Conv"],
     ),
     "negated behind": (f"z = Conv (x, w)\n n = {NORM}\n y = Neg (n)", ["Conv"]),
     "negated before": (f"a = Conv (x, w)\n z = Neg (a)\n y = {NORM}", ["Conv"]),
-    "negated before, behind another operator": (
-        f"a = Conv (x, w)\n b = Neg (a)\n z = AveragePool <kernel_shape = [2, 2]> (b)\n y = {NORM}",
-        ["Conv", "Neg", "AveragePool"],
-    ),
-    "negated in front of a reader": (
-        f"r = Relu (x)\n q = Conv (r, w)\n z = Tanh (q)\n n = {NORM}\n"
+    "negated before, behind another operator": (f"a = Conv (x, w)\n b = Neg (a)\n z = AveragePool <kernel_shape = [2, 2]> (b)\n y = {NORM}",
+        ["Conv", "Neg", "AveragePool"]),
+    "negated in front of a reader": (f"r = Relu (x)\n q = Conv (r, w)\n z = Tanh (q)\n n = {NORM}\n"
         " s = AveragePool <kernel_shape = [2, 2]> (n)\n e = Neg (s)\n y = Conv (e, u)",
-        ["Relu", "Conv", "Tanh", "AveragePool", "Neg", "Conv"],
-    ),
-}
+        ["Relu", "Conv", "Tanh", "AveragePool", "Neg", "Conv"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", FOLDED)

@@ -77,26 +77,14 @@ def save_batches(path: Path, dense: bool = False) -> None:
 
 
 EXPORTS = {
-    "sgd": {
-        "optimizer": "sgd",
-        "optimizer_options": {"lr": 0.05, "momentum": 0.9, "nesterov": True},
-        "clip_grad_norm": 0.5,
-        "outputs": ["output"],
-    },
+    "sgd": {"optimizer": "sgd", "optimizer_options": {"lr": 0.05, "momentum": 0.9, "nesterov": True},
+        "clip_grad_norm": 0.5, "outputs": ["output"]},
     # A small eps would let rounding decide the sign of the first updates.
-    "adamw": {
-        "optimizer": "adamw",
-        "optimizer_options": {
-            "lr": 0.01,
-            "eps": 1e-3,
-            "groups": [{"params": "out.*", "lr": 0.02}],
-            "decay_norms_and_biases": False,
-        },
-        "accumulate": 2,
-    },
+    "adamw": {"optimizer": "adamw", "optimizer_options": {"lr": 0.01, "eps": 1e-3, "groups": [{"params": "out.*",
+        "lr": 0.02}], "decay_norms_and_biases": False}, "accumulate": 2},
     "sum": {"mode": "gradients", "loss": sum_loss},
     "weighted": {"mode": "gradients", "loss": ignoring_loss, "dense": True},
-}
+}  # fmt: skip
 
 
 class Steps:

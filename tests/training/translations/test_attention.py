@@ -139,29 +139,20 @@ def test_what_transformers_are_made_of(everything):
     cases = [
         case("layer_norm", lambda x, w, b: F.layer_norm(x, (6,), w, b), ("N", 3, 6), (6,), (6,)),
         case("layer_norm, two axes", lambda x: F.layer_norm(x, (3, 6)), ("N", 3, 6)),
-        case(
-            "layer_norm of channels",
-            lambda x, w, b: F.layer_norm(x.permute(0, 2, 3, 1), (4,), w, b).permute(0, 3, 1, 2),
-            image,
-            (4,),
-            (4,),
-        ),
+        case("layer_norm of channels", lambda x, w,
+            b: F.layer_norm(x.permute(0, 2, 3, 1), (4,), w, b).permute(0, 3, 1, 2), image, (4,), (4,)),
         case("group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), image, (4,), (4,)),
         case("group_norm of all", lambda x: F.group_norm(x, 1), image),
         case("rms_norm", lambda x, w: F.rms_norm(x, (6,), w, 1e-6), ("N", 3, 6), (6,)),
         case("rms_norm, own eps", lambda x: F.rms_norm(x, (6,)), ("N", 3, 6)),
         case("gelu", lambda x: F.gelu(2 * x), ("N", 6)),
         case("gelu, tanh", lambda x: F.gelu(2 * x, approximate="tanh"), ("N", 6)),
-        case(
-            "pooling of channels last",
-            lambda x: F.adaptive_avg_pool2d((2 * x).permute(0, 3, 1, 2), 1).flatten(1),
-            ("N", 6, 5, 4),
-        ),
+        case("pooling of channels last", lambda x: F.adaptive_avg_pool2d((2 * x).permute(0, 3, 1, 2), 1).flatten(1),
+            ("N", 6, 5, 4)),
         case("windows", _Blocks(), ("N", 4, 6, 8), (9, 2), (24, 8)),
         case("einsum", lambda x, y: torch.einsum("nchw,cd->ndhw", x, y), image, (4, 3)),
-        case(
-            "einsum, relative positions", lambda x, r: torch.einsum("nhwc,wkc->nhwk", x, r), ("N", 3, 5, 4), (5, 7, 4)
-        ),
+        case("einsum, relative positions", lambda x, r: torch.einsum("nhwc,wkc->nhwk", x, r), ("N", 3, 5, 4),
+            (5, 7, 4)),
         case("unfold", lambda x: F.unfold(x, 3, padding=1), image),
         case("fold", lambda x: F.fold(x, (4, 3), 2), ("N", 8, 6)),
         case("windows of a dimension", lambda x: x.unfold(3, 3, 2), image),
@@ -175,7 +166,7 @@ def test_what_transformers_are_made_of(everything):
         case("normalize", lambda x: F.normalize(x, dim=-1), ("N", 3, 6)),
         case("std", lambda x: x.std((2, 3)), image),
         case("cumsum", lambda x: x.cumsum(1), ("N", 6)),
-    ]
+    ]  # fmt: skip
     common = {"layer_norm of channels", "group_norm", "rms_norm", "gelu", "windows", "einsum", "as_strided"}
     common |= {"standardized weight, batch norm", "windows of a dimension", "pooling of channels last"}
     check([each for each in cases if everything or each.name in common])

@@ -144,14 +144,8 @@ def test_products_and_reductions(everything):
         case("attention", attention, heads, heads, heads),
         case("attention, causal", lambda *a: attention(*a, is_causal=True), heads, heads, heads),
         case("attention, scale", lambda *a: attention(*a, scale=0.3), heads, ("N", 2, 7, 4), ("N", 2, 7, 4)),
-        case(
-            "attention, mask",
-            lambda q, k, v, m: attention(q, k, v, attn_mask=m.detach() > 0.5),
-            heads,
-            heads,
-            heads,
-            ("N", 1, 5, 5),
-        ),
+        case("attention, mask", lambda q, k, v, m: attention(q, k, v, attn_mask=m.detach() > 0.5), heads, heads, heads,
+            ("N", 1, 5, 5)),
         case("mean", lambda x: x.mean((2, 3)), ("N", 3, 4, 2)),
         case("mean of all", lambda x: x.mean(), M),
         case("sum", lambda x: x.sum(1, keepdim=True), M),
@@ -164,6 +158,6 @@ def test_products_and_reductions(everything):
         case("topk", lambda x: x.topk(2, 1)[0], M),
         case("sort", lambda x: x.sort(1)[0], M),
         case("logsumexp", lambda x: x.logsumexp(1), M),
-    ]
+    ]  # fmt: skip
     common = {"attention", "attention, mask", "linear", "matmul", "max", "mean", "mean of all", "sum"}
     check(choose(everything, cases, common))
