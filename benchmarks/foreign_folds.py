@@ -2,7 +2,7 @@
 
 PYTHON is the interpreter of an environment with onnxoptimizer, onnxsim, onnxslim, onnxscript and onnxruntime. Each tool
 optimises each model of foreign_models in a process of its own, as a user would call it; `bnexport.verify` compares what
-comes out with the source, without a report. Writes benchmarks/results/foreign_folds.json, from which docs/folding.md has
+comes out with the source, without a report. Writes benchmarks/results/foreign_folds.json, from which docs/verification.md has
 its table.
 
 Marks: "proved"; "refuted" with what differs; "left" where no batch norm is gone; "not proved" with the reason; "fails"
