@@ -128,10 +128,8 @@ def candidates(
     build = lambda x, g: of_weight(g, x, kernel_shape=shape.kernel, **window_attributes)  # noqa: E731
     by_weight["library"] = verified("library", build, [x, g], 1)
     by_input: dict[str, Callable[[], Any]] = {"torch": lambda: torch_gradient(0, g, x, w)}
-    for form in convolution.InputGradientForm:
-        if convolution.input_form_fits(shape, form):
-            build = functools.partial(convolution.input_gradient, shape=shape, form=form)
-            by_input[form.value] = verified(form.value, build, [g, w], 0)
+    build = functools.partial(convolution.input_gradient, shape=shape)
+    by_input["transposed"] = verified("transposed", build, [g, w], 0)
     build = lambda g, w: of_input(g, w, input_shape=shape.extents, **window_attributes)  # noqa: E731
     by_input["library"] = verified("library", build, [g, w], 0)
     return by_weight, by_input
@@ -162,7 +160,7 @@ def measure(layer: Layer, threads: int, rounds: int) -> dict[str, Any]:
         "layer": layer,
         "by_weight": by_weight,
         "by_input": by_input,
-        "chosen": [convolution.choose_weight_form(shape).value, convolution.choose_input_form(shape).value],
+        "chosen": [convolution.choose_weight_form(shape).value, "transposed"],
     }
 
 

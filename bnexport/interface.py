@@ -103,12 +103,6 @@ EXTRAS = {
     "gpu": ("onnxruntime-gpu",),
     "plot": ("matplotlib",),
 }
-PURPOSES = {
-    "torch": "modules, export and training steps",
-    "cpu": "running models",
-    "gpu": "running models on NVIDIA GPUs",
-    "plot": "charts",
-}
 _ADVICE = {
     "torch": "pip install torch onnxscript safetensors (extra [torch]), torch in the build for your device",
     "onnxruntime": "pip install onnxruntime (extra [cpu]), or onnxruntime-gpu (extra [gpu]), not both",

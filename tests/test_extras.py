@@ -30,7 +30,6 @@ def test_the_lists_are_those_of_pyproject() -> None:
     assert names(PROJECT["dependencies"]) == interface.REQUIRED
     declared = {name: names(each) for name, each in PROJECT["optional-dependencies"].items()}
     assert {name: declared[name] for name in interface.EXTRAS} == interface.EXTRAS
-    assert interface.PURPOSES.keys() == interface.EXTRAS.keys()
 
 
 def test_every_python_is_named_and_no_other() -> None:

@@ -237,8 +237,6 @@ def _compared_latency(model: Any, args: tuple[Any, ...], target: Path, result: A
 
 # The command that exports a training step.
 
-_SHOWN = 10
-
 
 @app.command(
     "train-export",
@@ -377,22 +375,17 @@ def train_export(
                 input_names=[*names, "target"],
                 overwrite=overwrite,
             )
-    saved = result.saved_activations
-    rows = [
-        (each.name, each.operator, each.dtype, _shape(each.shape), f"{each.bytes or 0:,}") for each in saved[:_SHOWN]
-    ]
-    total = sum(each.bytes or 0 for each in saved)
-    title = f"kept between forward and backward: {total:,} bytes in {len(saved)} tensors"
-    columns = ("tensor", "operator", "type", "shape", "bytes")
     say(f"{target}, {result.evaluation_path} and {result.state_path} written")
     say(verdict(result.verification, wanted=verify, folds=False))
     for note in result.notes:
         say(f"note: {note}")
-    emit(result.to_dict(), json_target, [table(title, columns, rows, right=("bytes",))])
-
-
-def _shape(shape: tuple[int | str, ...] | None) -> str:
-    return "?" if shape is None else "(" + ", ".join(map(str, shape)) + ")"
+    outputs = result.outputs[: len(result.outputs) - len(result.state)]
+    rows = (
+        ("inputs", ", ".join(result.inputs)),
+        ("outputs", ", ".join(outputs)),
+        ("state", f"{len(result.state)} tensors"),
+    )
+    emit(result.to_dict(), json_target, [table("training step", ("", ""), rows)])
 
 
 def _load_function(text: str) -> Any:

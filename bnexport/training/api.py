@@ -25,8 +25,6 @@ from bnexport.training.state import (
     LOSS_WEIGHT,
     SEED,
     Description,
-    SavedActivation,
-    saved_activations,
     step_paths,
     write,
 )
@@ -65,8 +63,7 @@ class TrainingExportResult:
 
     path, evaluation_path, state_path: the three files. model: the step's graph. inputs: names of a
     batch's arrays. outputs: all outputs of the graph, the loss first. state: what a step changes.
-    saved_activations: what it keeps between forward and backward, in bytes for the example batch. notes: where the step
-    is not torch's, in sentences.
+    notes: where the step is not torch's, in sentences.
     """
 
     path: pathlib.Path
@@ -76,7 +73,6 @@ class TrainingExportResult:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     state: tuple[str, ...]
-    saved_activations: tuple[SavedActivation, ...]
     verification: Verification
     notes: tuple[str, ...] = ()
 
@@ -89,8 +85,6 @@ class TrainingExportResult:
             "inputs": list(self.inputs),
             "outputs": list(self.outputs),
             "state": list(self.state),
-            "saved_activation_bytes": sum(saved.bytes or 0 for saved in self.saved_activations),
-            "saved_activations": [dataclasses.asdict(saved) for saved in self.saved_activations],
             "verification": self.verification.to_dict(),
             "notes": list(self.notes),
         }
@@ -170,7 +164,6 @@ def export_training_step(
     trained = {name: problem.parameters[name] for name in problem.trainable}
     rule, own = optimizers.make_groups(optimizer, optimizer_options, trained) if mode == "step" else (None, {})
 
-    rows = max((len(tensor) for tensor in tensors if tensor.dim()), default=1)
     varying = _varying(names, tensors, dynamic)
     # A size of 1 would be taken for a constant.
     tensors = tuple(torch.cat([t, t]) if name in varying and len(t) == 1 else t for name, t in zip(names, tensors))
@@ -242,7 +235,6 @@ def export_training_step(
         inputs=tuple(names),
         outputs=result_names,
         state=tuple(name.removesuffix(NEW_SUFFIX) for name in result_names if name.endswith(NEW_SUFFIX)),
-        saved_activations=saved_activations(made, description, rows),
         verification=checked,
         notes=_notes(problem),
     )

@@ -151,14 +151,6 @@ def _drop_inputs(graph: ir.Graph, values: list[ir.Value]) -> None:
 # is the sum of what the ranks compute when each starts its backward pass with w_r: batch norms exchange
 # gradients of all ranks on the way, so weighting afterwards would be wrong for uneven batches. Hence the
 # number `loss_weight`, a constant 1 in the file, which becomes an input here.
-#
-# A rank without rows takes part in the exchanges of batch norms. Its graph runs on rows that count for
-# nothing, since many operators do not take empty tensors: statistics and their gradients are taken from the
-# rows before `counted`, 0 on such a rank, and the other rows go round them. All ranks run that graph when
-# one has no rows: ONNX Runtime orders the nodes of one graph in one way.
-
-COUNTED = "counted"
-EVERY_ROW = 2**63 - 1
 
 _OUR_NAMES = {operator.name for operator in schema.OPERATORS}
 _UPDATED = (Kind.PARAMETER, Kind.OPTIMIZER)
@@ -216,35 +208,6 @@ def keep_gradients(model: ir.Model, description: Description, group: str, size: 
     kept = [value for value in graph.outputs if value.name not in updated]
     graph.outputs[:] = [*kept, *(grad for grad in grads if not grad.is_graph_output())]
     _drop_unused(model)
-
-
-def allow_no_rows(model: ir.Model) -> None:
-    """Add the input `counted`, int64 (1,), to a graph of `keep_gradients`; in place."""
-    graph = model.graph
-    counted = ir.Value(name=COUNTED, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))
-    graph.inputs.append(counted)
-    first, last = (
-        _constant(graph, f"{COUNTED}.{name}", [value]) for name, value in (("first", 0), ("last", EVERY_ROW))
-    )
-    for node in list(graph):
-        if (
-            node.domain != schema.DOMAIN
-            or node.op_type not in _OUR_NAMES
-            or not node.attributes["training_mode"].as_int()
-        ):
-            continue
-        source, made = node.inputs[0], node.outputs[0]
-        for index in range(1 if node.op_type == schema.SYNC_BATCH_NORM.name else 2):
-            part = ir.node("Slice", [node.inputs[index], first, counted, first])
-            graph.insert_before(node, part)
-            node.replace_input_with(index, part.outputs[0])
-        if made.uses():
-            uses = list(made.uses())
-            rest = ir.node("Slice", [source, counted, last, first])
-            whole = ir.node("Concat", [made, rest.outputs[0]], {"axis": 0})
-            graph.insert_after(node, [rest, whole])
-            for user, index in uses:
-                user.replace_input_with(index, whole.outputs[0])
 
 
 def keep_update(model: ir.Model, description: Description, where: str) -> None:

@@ -27,7 +27,6 @@ from bnexport.training.state import (
     LOSS,
     LOSS_WEIGHT,
     Description,
-    Stage,
     State,
     changing,
 )
@@ -45,9 +44,6 @@ Array = np.ndarray[Any, Any]
 class SingleProcess:
     """A step's graph and its state."""
 
-    takes_no_rows = False
-    size, rank = 1, 0
-
     def __init__(self, session: Any, description: Description, initial: Mapping[str, Array]) -> None:
         self.session = session
         self.inputs = {value.name: value for value in session.get_inputs()}
@@ -60,7 +56,7 @@ class SingleProcess:
     def run(
         self, feeds: Mapping[str, Array], rows: int, weight: float | None, learning_rate: float, outputs: Sequence[str]
     ) -> tuple[float, list[Array]]:
-        """Run one step. Return the loss and the outputs. Raises DivergedError, which lists what is NaN."""
+        """Run one step. Return the loss and the outputs. Raises DivergedError."""
         del rows, weight  # one process has all of the loss
         if LEARNING_RATE in self.inputs:
             feeds = {**feeds, LEARNING_RATE: np.array(learning_rate, np.float64)}
@@ -74,10 +70,6 @@ class SingleProcess:
     def gradients(self) -> dict[str, Array]:
         """Return the gradients of the last step, by parameter name, of a graph in mode "gradients"."""
         return self._gradients
-
-    def gather(self, row: Sequence[float]) -> Array:
-        """Return the row as that of the only process."""
-        return np.array([row], np.float64)
 
     def invalidate(self) -> None:
         """Ignore that the state was set from outside."""
@@ -169,8 +161,6 @@ class Parallel:
         open_model: makes an ONNX Runtime session of a model from a file.
     """
 
-    takes_no_rows = True
-
     def __init__(
         self,
         path: str,
@@ -184,7 +174,6 @@ class Parallel:
             raise UsageError(f"loss_reduction: got {loss_reduction!r}, expected one of {', '.join(LOSS_REDUCTIONS)}")
         self._path, self._open = path, open_model
         self._group = Group(group)
-        self.size, self.rank = self._group.size, self._group.rank
         self._mean = loss_reduction == "mean"
         self._description = description
         session = self._open(self._gradients_graph(), path)
@@ -201,15 +190,10 @@ class Parallel:
             replaced += changing(updating, description.state)
         self.state = State(initial, replaced)
         self._forward = self.state.bind(session, self._sums.values)
-        self._forward_without_rows: Stage | None = None
         self._update = None if updating is None else self.state.bind(updating, self._sums.values)
         self._digest = state.digest(path)
         self._checked = False
         self._broken = False
-
-    def gather(self, row: Sequence[float]) -> Array:
-        """Gather rows (n,) of all ranks to float64 (size, n). Raises GroupError."""
-        return self._group.gather(row)
 
     def invalidate(self) -> None:
         """Mark the state as set from outside: the ranks compare it before the next step."""
@@ -231,25 +215,16 @@ class Parallel:
             raise GroupError(
                 "an earlier step failed between its exchanges; start the processes again from a checkpoint"
             )
-        share, everyone_has_rows = self._agree(rows, weight, learning_rate)
+        share = self._agree(rows, weight, learning_rate)
         self._broken = True
-        forward, feeds = self._forward, {**feeds, LOSS_WEIGHT: np.array(share)}
-        if not everyone_has_rows:
-            forward = self._stage_without_rows()
-            counted = graph.EVERY_ROW if rows else 0
-            feeds = {**(feeds if rows else self._zeros(feeds)), graph.COUNTED: np.array([counted])}
         try:
-            results = forward.run(feeds, outputs)
+            results = self._forward.run({**feeds, LOSS_WEIGHT: np.array(share)}, outputs)
         except Exception as error:  # ONNX Runtime raises one class for each status code
             if "the collective failed" in str(error):
                 raise GroupError(
                     f"the step failed on rank {self._group.rank}: {' '.join(str(error).split())}"
                 ) from error
             raise
-        if rows == 0:
-            for buffer in self._sums.buffers.values():
-                buffer[:] = 0
-            results = [array[:0] for array in results]
         loss = self._sums.arrays[LOSS]
         own = float(loss)
         loss *= share
@@ -272,8 +247,9 @@ class Parallel:
             state.check(loss, self.state, self._description)
         except DivergedError as error:
             ranks = np.flatnonzero(np.isnan(self._group.gather([own])[:, 0]))
-            what = f"the loss of rank {ranks[0]}" if ranks.size else f"{error.args[0][0]!r}"
-            raise DivergedError(f"{what} is NaN; {state.ADVICE}") from None
+            if not ranks.size:
+                raise
+            raise DivergedError(f"the loss of rank {ranks[0]} is NaN; {state.ADVICE}") from error
 
     def _gradients_graph(self) -> ir.Model:
         model = model_io.load(self._path)
@@ -282,27 +258,8 @@ class Parallel:
         )
         return model
 
-    def _stage_without_rows(self) -> Stage:
-        """Return the graph for steps in which a rank has no rows; most trainings need none."""
-        if self._forward_without_rows is None:
-            model = self._gradients_graph()
-            graph.allow_no_rows(model)
-            self._forward_without_rows = self.state.bind(self._open(model, self._path), self._sums.values)
-        return self._forward_without_rows
-
-    def _zeros(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Return feeds of the smallest batch that the graph takes, in place of an empty one."""
-
-        def of(name: str, array: Array) -> Array:
-            if array.ndim == 0:
-                return array
-            first = self.inputs[name].shape[0]
-            return np.zeros((first if isinstance(first, int) else 1, *array.shape[1:]), array.dtype)
-
-        return {name: of(name, array) for name, array in feeds.items()}
-
-    def _agree(self, rows: int, weight: float | None, learning_rate: float) -> tuple[float, bool]:
-        """Return this rank's share of the joint loss, and whether every rank has rows."""
+    def _agree(self, rows: int, weight: float | None, learning_rate: float) -> float:
+        """Return this rank's share of the joint loss."""
         own = float(rows) if weight is None else float(weight)
         table = self._group.gather([rows, own, learning_rate, 0.0 if self._checked else 1.0])
         refusing = np.flatnonzero(table[:, 0] == _REFUSED)
@@ -312,10 +269,7 @@ class Parallel:
             self._compare_state()
         if len(set(table[:, 2])) > 1:
             raise GroupError(f"learning_rate: the ranks have {_listed(table[:, 2])}; set the same on every rank")
-        if not table[:, 0].any():
-            raise GroupError("batch: it is empty on every rank, expected rows on one at least")
-        everyone_has_rows = bool(table[:, 0].all())
-        return share_of_loss(table[:, 1], self.rank, self._mean), everyone_has_rows
+        return share_of_loss(table[:, 1], self._group.rank, self._mean)
 
     def _compare_state(self) -> None:
         digest = hashlib.sha256(self._digest.encode())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from bnexport import model_io
-from bnexport.errors import DivergedError, MalformedModelError, MissingFileError, UsageError
+from bnexport.errors import MalformedModelError, MissingFileError, UsageError
 from bnexport.model_io.validate import printable
 from bnexport.model_io.write import check_new
 from bnexport.native import library
@@ -19,7 +19,6 @@ from bnexport.schema import TRAINING_METADATA
 from bnexport.training import contract
 from bnexport.training.processes import SingleProcess
 from bnexport.training.state import (
-    LEARNING_RATE,
     LOSS,
     SEED,
     Description,
@@ -27,7 +26,6 @@ from bnexport.training.state import (
     check_indices,
     check_not_nan,
     compare,
-    explain,
     load_state,
     save_state,
     step_paths,
@@ -67,7 +65,7 @@ class TrainingSession:
         session_options: an onnxruntime.SessionOptions to start from, for the number of threads and such. Its memory
             patterns are switched off, which cost memory here.
         group: a torch.distributed group with a backend for CPU tensors; None trains in this process alone. Each
-            process calls step with its rows, any number of them, none included; together they make the step
+            process calls step with its rows, one at least; together they make the step
             of one process with the joint batch, and have the same state bits afterwards. The group's timeout
             bounds the waiting for a process that died. evaluate is each process's own.
         loss_reduction: for a group, how the loss joins the rows of a batch: "mean" or "sum".
@@ -123,16 +121,6 @@ class TrainingSession:
         return self._description.inputs
 
     @property
-    def processes(self) -> int:
-        """Number of processes that train together."""
-        return self._steps.size
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process, from 0."""
-        return self._steps.rank
-
-    @property
     def seed(self) -> int:
         """The seed of the next step's dropout masks; each step adds 1."""
         return int(self._state.get(SEED)) if SEED in self._description.state else 0
@@ -149,12 +137,12 @@ class TrainingSession:
 
         The model outputs that were chosen at export are in `outputs` afterwards, by name.
 
-        In a group every process makes the step, with its rows, of which there may be none; the loss is that
-        of the joint batch, the outputs are those of this process's rows. weight: for a loss that is a mean,
-        how much this process's mean counts in the joint one; None for its number of rows. Pass what the loss
-        divides by where that is not the number of rows: the pixels that are not ignored, the sum of class weights.
+        In a group every process makes the step, with its rows; the loss is that of the joint batch, the outputs are
+        those of this process's rows. weight: for a loss that is a mean, how much this process's mean counts in the
+        joint one; None for its number of rows. Pass what the loss divides by where that is not the number of rows: the
+        pixels that are not ignored, the sum of class weights.
 
-        Raises DivergedError where the loss or a new weight would be NaN: it names the first node that made one.
+        Raises DivergedError where the loss or a new weight would be NaN.
         """
         self._require_mode("step")
         return self._train(batch, weight)
@@ -199,20 +187,6 @@ class TrainingSession:
         given = dict(state) if strict else {**expected, **state}
         arrays = compare(expected, given, "state_dict")
         self._set({name: arrays[name] for name in self._named(Kind.PARAMETER, Kind.BUFFER)})
-
-    def check(self, batch: Sequence[Array]) -> None:
-        """Raise UsageError for a batch that `step` would refuse; nothing is run."""
-        self._feeds(batch, self._steps.inputs, may_be_empty=self._steps.takes_no_rows)
-
-    def refuse(self) -> None:
-        """Call in place of `step` where this process of a group has no batch, since reading it failed: the others'
-        step ends with a GroupError, and they do not wait.
-        """
-        self._steps.refuse()
-
-    def gather(self, numbers: Sequence[float]) -> Array:
-        """Gather a row of numbers from every process of the group: float64 (processes, n), in the order of ranks."""
-        return self._steps.gather(numbers)
 
     def save_checkpoint(
         self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None, *, overwrite: bool = False
@@ -288,39 +262,18 @@ class TrainingSession:
 
     def _train(self, batch: Sequence[Array], weight: float | None) -> float:
         try:
-            feeds = self._feeds(batch, self._steps.inputs, may_be_empty=self._steps.takes_no_rows)
+            feeds = self._feeds(batch, self._steps.inputs)
         except UsageError:
             self._steps.refuse()
             raise
         rows = next((len(array) for array in feeds.values() if array.ndim), 1)
         needed = {name: array for name, array in feeds.items() if name in self._steps.inputs}
         names = self._description.outputs
-        try:
-            loss, outputs = self._steps.run(needed, rows, weight, self.learning_rate, names)
-        except DivergedError as error:
-            if self._steps.size > 1:
-                raise
-            raise DivergedError(self._explain(error.args[0], needed)) from None
+        loss, outputs = self._steps.run(needed, rows, weight, self.learning_rate, names)
         self.outputs = dict(zip(names, outputs))
         return loss
 
-    def _explain(self, failing: Sequence[str], feeds: Mapping[str, Array]) -> str:
-        """Run the step once more, for all of its values, and say where NaN comes from."""
-        ort_value = import_onnxruntime().OrtValue.ortvalue_from_numpy
-        given = dict(self._state.ort_values()) | {name: ort_value(array) for name, array in feeds.items()}
-        given[LEARNING_RATE] = ort_value(np.array(self.learning_rate, np.float64))
-
-        def run(model: ir.Model) -> dict[str, Array]:
-            session = self._open(model, self._paths.step, engine.default_options(optimised=False))
-            names = [str(value.name) for value in model.graph.outputs]
-            known = {value.name: given[value.name] for value in session.get_inputs()}
-            return dict(zip(names, (value.numpy() for value in session.run_with_ort_values(names, known))))
-
-        return explain(self._load(self._paths.step), failing, self._description, run)
-
-    def _feeds(
-        self, batch: Sequence[Array], inputs: Mapping[str, Any], *, may_be_empty: bool = False
-    ) -> dict[str, Array]:
+    def _feeds(self, batch: Sequence[Array], inputs: Mapping[str, Any]) -> dict[str, Array]:
         """Return the arrays of a batch by name, checked against the inputs of a graph."""
         names = self._description.inputs
         if len(batch) != len(names):
@@ -330,7 +283,7 @@ class TrainingSession:
             array = np.asarray(value, order="C")
             specification = inputs.get(name)
             if specification is not None:
-                _check(name, array, specification, may_be_empty)
+                _check(name, array, specification)
                 self._check_values(name, array)
             feeds[name] = array
         return feeds
@@ -352,7 +305,7 @@ def _require_cpu(path: str, providers: Sequence[str | tuple[str, dict[str, Any]]
         )
 
 
-def _check(name: str, array: Array, specification: Any, may_be_empty: bool) -> None:
+def _check(name: str, array: Array, specification: Any) -> None:
     dtype = _DTYPES.get(specification.type, specification.type)
     if array.dtype.name != dtype:
         raise UsageError(f"{name}: got an array of {array.dtype}, expected {dtype}; convert it with .astype('{dtype}')")
@@ -363,5 +316,7 @@ def _check(name: str, array: Array, specification: Any, may_be_empty: bool) -> N
     if not fits:
         shape = ", ".join(str(size) for size in sizes) + "," * (len(sizes) == 1)
         raise UsageError(f"{name}: got shape {array.shape}, expected ({shape})")
-    if array.ndim and array.shape[0] == 0 and not may_be_empty:
-        raise UsageError(f"{name}: got an empty batch of shape {array.shape}, expected rows")
+    if array.ndim and array.shape[0] == 0:
+        raise UsageError(
+            f"{name}: got an empty batch of shape {array.shape}, expected rows, in every process of a group"
+        )

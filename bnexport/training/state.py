@@ -1,6 +1,4 @@
-"""What a training graph says about itself, and the state of a session: its files, its tensors in two sets of memory, and the
-search for the first NaN of a step.
-"""
+"""What a training graph says about itself, and the state of a session: its files, and its tensors in two sets of memory."""
 
 from __future__ import annotations
 
@@ -8,15 +6,12 @@ import dataclasses
 import enum
 import hashlib
 import json
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx_ir as ir
 
-from bnexport import schema
 from bnexport.errors import DivergedError, MalformedModelError, UsageError
 from bnexport.schema import NEW_SUFFIX, TRAINING_METADATA
 
@@ -103,92 +98,6 @@ class Description:
             raise MalformedModelError(
                 f"{where}: its metadata {TRAINING_METADATA!r} is damaged ({error}); export the graph again"
             ) from error
-
-
-# Saved activations of a training step: values kept from the forward for the backward pass.
-#
-# A value is saved when the forward makes it, or it is a part of the batch, and a gradient is computed from it: it
-# lies in memory from the one to the other. The forward is what loss, model outputs and new buffers depend on; what
-# is computed again for the gradients is no part of it. Two views of one tensor count twice, so that the sum is an
-# upper bound.
-
-# They read a value's sizes, for which nobody keeps its elements.
-_READS_SIZES = {"Shape", "Size"}
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedActivation:
-    """One saved value. shape: () of sizes as the graph has them, numbers or names; None where unknown, as bytes."""
-
-    name: str
-    operator: str
-    dtype: str
-    shape: tuple[int | str, ...] | None
-    bytes: int | None
-
-
-def saved_activations(model: ir.Model, description: Description, batch: int) -> tuple[SavedActivation, ...]:
-    """Return the saved values of a training graph, largest first; bytes are those for `batch` rows."""
-    graph = model.graph
-    not_forward = {name + GRADIENT_SUFFIX for name in description.gradients} | {
-        name + NEW_SUFFIX for name, kind in description.state.items() if kind in {Kind.PARAMETER, Kind.OPTIMIZER}
-    }
-    forward = makers(value for value in graph.outputs if value.name not in not_forward)
-    elements = _elements(graph)
-    made = [value for node in graph if node in forward for value in node.outputs if value in elements]
-    given = [value for value in graph.inputs if value.name in description.inputs]
-    saved = [
-        _describe(value, batch)
-        for value in (*given, *made)
-        if any(node not in forward and node.op_type not in _READS_SIZES for node, _ in value.uses())
-    ]
-    return tuple(sorted(saved, key=lambda each: -(each.bytes or 0)))
-
-
-def _elements(graph: ir.Graph) -> set[ir.Value]:
-    """Return the values computed from elements of inputs; others are constants and arithmetic on sizes."""
-    found = set(graph.inputs)
-    for node in graph:
-        if node.op_type not in _READS_SIZES and any(value in found for value in node.inputs):
-            found.update(node.outputs)
-    return found
-
-
-def makers(values: Iterable[ir.Value]) -> set[ir.Node]:
-    """Return the nodes that `values` depend on."""
-    found: set[ir.Node] = set()
-    waiting = [value.producer() for value in values]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            waiting += [value.producer() for value in node.inputs if value is not None]
-    return found
-
-
-def _describe(value: ir.Value, batch: int) -> SavedActivation:
-    like = _like(value)
-    shape = None if like.shape is None else tuple(size if isinstance(size, int) else str(size) for size in like.shape)
-    dtype = value.dtype or (like.dtype if like is not value else None)
-    producer = value.producer()
-    operator = "" if producer is None else producer.op_type
-    if operator == "MaxPool" and value.index() == 1:
-        dtype = ir.DataType.INT64
-    size = None
-    if shape is not None and dtype is not None:
-        size = math.prod(batch if isinstance(part, str) else part for part in shape) * math.ceil(dtype.bitwidth / 8)
-    return SavedActivation(str(value.name), operator, "?" if dtype is None else dtype.numpy().name, shape, size)
-
-
-def _like(value: ir.Value) -> ir.Value:
-    """Return a value of the same shape, for outputs that the exporter leaves without one."""
-    node = value.producer()
-    if value.shape is not None or node is None:
-        return value
-    if node.op_type == schema.SYNC_BATCH_NORM.name:
-        # Statistics have the shape of the vectors that come in.
-        return next((vector for vector in node.inputs[1:] if vector is not None and vector.shape is not None), value)
-    return node.outputs[0] if node.op_type == "MaxPool" else value
 
 
 if TYPE_CHECKING:
@@ -436,13 +345,13 @@ def _allocate(value: Array) -> Any:
     return made
 
 
-# NaN in a step: found before the state takes the new values, and traced to the first node that makes one.
+# NaN in a step, found before the state takes the new values.
 
 ADVICE = "lower the learning rate, clip gradients, or leave the batch out; the state is that of the step before"
 
 
 def check(loss: float, state: State, description: Description) -> None:
-    """Raise DivergedError if the loss, or a value that the state would take, is NaN; its argument lists these outputs.
+    """Raise DivergedError if the loss, or a value that the state would take, is NaN.
 
     Momenta with a NaN make their parameter NaN in the same step; sums of gradients do so later.
     """
@@ -453,54 +362,6 @@ def check(loss: float, state: State, description: Description) -> None:
         if value.dtype.kind == "f" and description.state[name] in kinds and np.isnan(np.vdot(value, value)):
             found.append(name + NEW_SUFFIX)
     if found:
-        raise DivergedError(found)
-
-
-def explain(
-    model: ir.Model, failing: Iterable[str], description: Description, run: Callable[[ir.Model], Mapping[str, Array]]
-) -> str:
-    """Return the error's text: which node first made a NaN on the way to the outputs `failing`.
-
-    model: the step's graph; its outputs become all values on that way. run: returns their values.
-    """
-    graph = model.graph
-    outputs = [value for value in graph.outputs if value.name in set(failing)]
-    first, *others = [str(value.name) for value in outputs]
-    what = "the loss" if first == LOSS else f"the new value of {first.removesuffix(NEW_SUFFIX)!r}"
-    text = f"{what} {f'and {len(others)} other results are' if others else 'is'} NaN"
-    behind = makers(outputs)
-    values = [value for node in graph if node in behind for value in node.outputs if value.name]
-    graph.outputs[:] = values
-    results = run(model)
-    for value in values:
-        array, node = results[str(value.name)], value.producer()
-        if array.dtype.kind == "f" and np.isnan(array).any() and node is not None:
-            inputs = [_described(each, results) for each in node.inputs if each is not None]
-            parameter = _nearest_parameter(node, description)
-            place = f", next to the parameter {parameter!r}" if parameter else ""
-            text += f"; first in {value.name!r}, which {node.op_type} makes of {', '.join(inputs)}{place}"
-            break
-    return f"{text}; {ADVICE}"
-
-
-def _described(value: ir.Value, results: Mapping[str, Array]) -> str:
-    array = results.get(str(value.name))
-    if array is None or array.dtype.kind != "f" or not array.size:
-        return repr(value.name)
-    return f"{value.name!r} (within {array.min():.3g} and {array.max():.3g})"
-
-
-def _nearest_parameter(node: ir.Node, description: Description) -> str:
-    """Return the parameter that fewest nodes lie before; empty where there is none."""
-    seen, pending = {node}, [node]
-    for each in pending:
-        for value in each.inputs:
-            if value is None:
-                continue
-            if description.state.get(str(value.name)) is Kind.PARAMETER:
-                return str(value.name)
-            producer = value.producer()
-            if producer is not None and producer not in seen:
-                seen.add(producer)
-                pending.append(producer)
-    return ""
+        first = "the loss" if found[0] == LOSS else f"the new value of {found[0].removesuffix(NEW_SUFFIX)!r}"
+        others = f"and {len(found) - 1} other results are" if len(found) > 1 else "is"
+        raise DivergedError(f"{first} {others} NaN; {ADVICE}")

@@ -1,4 +1,4 @@
-"""NaN in a step, which leaves the state and names the first node that makes one."""
+"""NaN in a step, which leaves the state."""
 
 import numpy as np
 import pytest
@@ -49,11 +49,8 @@ def test_a_loss_that_is_nan_leaves_the_state(exported, tmp_path):
     before = everything(session, tmp_path)
     session.load_state_dict({"out.bias": np.array([np.inf], np.float32)}, strict=False)
     broken = everything(session, tmp_path)
-    with pytest.raises(DivergedError) as caught:
+    with pytest.raises(DivergedError, match=r"the loss and \d+ other results are NaN; lower the learning rate"):
         session.step((x, np.full_like(target, np.inf)))
-    assert "NaN; first in" in str(caught.value) and ", which Sub makes of" in str(caught.value)
-    assert "(within inf and inf)" in str(caught.value)
-    assert "next to the parameter 'out.bias'" in str(caught.value), str(caught.value)
     assert everything(session, tmp_path) == broken != before
 
 
@@ -64,7 +61,7 @@ def test_a_gradient_that_is_nan_leaves_the_state(exported, tmp_path):
     session.load_state_dict({"out.weight": np.zeros((1, 2)), "out.bias": np.zeros(1)}, strict=False)
     before = everything(session, tmp_path)
     assert np.isfinite(session.evaluate((x, target)).loss)
-    with pytest.raises(DivergedError, match=r"the new value of .*NaN; first in .*; lower the learning rate"):
+    with pytest.raises(DivergedError, match=r"the new value of .* NaN; lower the learning rate"):
         session.step((x, target))
     assert everything(session, tmp_path) == before
     session.load_state_dict({"out.bias": np.ones(1)}, strict=False)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from bnexport.training.translations import convolution
 from bnexport.training.translations.convolution import Geometry, WeightGradientForm, choose_weight_form
 from tests.training.translations.calls import BATCH, Call, check_calls, graph
 from tests.training.translations.cases import case, check
@@ -118,21 +117,6 @@ def test_sums_over_many_values():
 )
 def test_choice(form, geometry):
     assert choose_weight_form(Geometry(*geometry)) is form
-
-
-@pytest.mark.parametrize(
-    ("form", "geometry"),
-    [
-        ("transposed", (64, 64, (28, 28), (28, 28), (3, 3), (1, 1), (1, 1), (1, 1), 1)),
-        ("transposed", (64, 64, (8, 8), (4, 4), (3, 3), (2, 2), (1, 1), (1, 1), 1)),
-        ("transposed", (64, 64, (8, 8), (12, 12), (3, 3), (1, 1), (3, 3), (1, 1), 64)),
-        ("summed", (64, 64, (7, 7), (7, 7), (3, 3), (1, 1), (1, 1), (1, 1), 1)),
-        ("turned", (64, 32, (28, 28), (28, 28), (1, 1), (1, 1), (0, 0), (1, 1), 1)),
-        ("turned", (64, 64, (28, 28), (28, 28), (3, 3), (1, 1), (1, 1), (1, 1), 64)),
-    ],
-)
-def test_choice_by_input(form, geometry):
-    assert convolution.choose_input_form(Geometry(*geometry)).value == form
 
 
 def test_cpu_kernels():
