@@ -11,6 +11,7 @@ until one fails. A change that makes a test run on and on uses up its processor 
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -65,6 +66,7 @@ class Plugin:
         reached = self.reached()
         self.lines, self.seconds = reached["lines"], reached["seconds"]
         print(f"{len(self.items)} tests, {sum(self.seconds.values()):.0f} s; failed: {reached['failed']}", flush=True)
+        gc.unfreeze()  # the functions that the collection of tests froze are to be found
         self.functions = {file: functions_of(str(self.folder / file)) for file in self.sources}
         chosen = sorted((it for file in self.sources for it in guards(self.folder, file)), key=Guard.order)
         log = Path(self.order["log"])
