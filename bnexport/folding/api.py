@@ -28,7 +28,7 @@ from bnexport.graph.simplify import insert_casts
 from bnexport.model_io import ModelSource, Staged, check_space, load, stage, to_proto, walk, write
 from bnexport.model_io.read import Source, open_source, paused_collection
 from bnexport.model_io.write import check_new
-from bnexport.verification.verdict import AS_WRITTEN, Method, SiteProof, Terms, Verification, as_method
+from bnexport.verification.verdict import AS_WRITTEN, Method, SiteProof, Terms, Verification, WindowEnd, as_method
 
 # Parameters up to which whole models are run as well, where the caller leaves the choice.
 WHOLE_BYTES = 1 << 30
@@ -343,20 +343,20 @@ def _verify(done: _Transformed, candidate: ir.Model, method: Method, chosen_here
         large = chosen_here and done.report.before.parameter_bytes > WHOLE_BYTES
         if method == "local" or proof.status == "failed" or (large and proof and not is_simplified):
             return proof
-    result = _run(done, candidate, terms)
+    result = _run(done, candidate, terms, () if proof is None or is_simplified else proof.ends)
     if proof is not None:
         return proof.joined(result)
     names = (" + ".join(site.nodes) for site in done.folding.sites if site.changed)
     return dataclasses.replace(result, sites=tuple(SiteProof(name, "not_run", reason=_NOT_ASKED) for name in names))
 
 
-def _run(done: _Transformed, candidate: ir.Model, terms: Terms) -> Verification:
+def _run(done: _Transformed, candidate: ir.Model, terms: Terms, ends: Sequence[WindowEnd]) -> Verification:
     """Run against the first reference that an engine can run: the original, else the converted but unfolded graph."""
     from bnexport.verification import api
 
     result = Verification.skipped("there is no reference")
     for index, reference in enumerate(done.references):
-        result = api.compare(reference, candidate, terms)
+        result = api.compare(reference, candidate, terms, ends)
         if index or done.folding.training_converted:
             result = dataclasses.replace(result, reference="converted")
         if result.status != "not_verified":

@@ -34,10 +34,18 @@ from bnexport.verification.inputs import (
     find_ranges,
     find_texts,
 )
-from bnexport.verification.probing import Parted, Probe, find_parted, find_probes
+from bnexport.verification.probing import Meeting, Parted, Probe, find_meetings, find_parted, find_probes
 from bnexport.verification.process import PROCESS, ProcessFailure, Shipment
 from bnexport.verification.proof.search import prove
-from bnexport.verification.verdict import Claim, Inputs, Method, OutputComparison, Terms, Verification
+from bnexport.verification.verdict import (
+    Claim,
+    Inputs,
+    Method,
+    OutputComparison,
+    Terms,
+    Verification,
+    WindowEnd,
+)
 
 # Files of other exporters: inputs and outputs that have other names, and are the same by their positions.
 
@@ -243,7 +251,7 @@ def _verdict(first: ir.Model, second: ir.Model, terms: Terms, method: Method) ->
     proof = None if whole else prove_between(pair)
     if proof is not None and method == "local":
         return proof
-    result = compare_pair(pair, terms)
+    result = compare_pair(pair, terms, proof.ends if proof is not None else ())
     # Where nothing was folded the proof is about nothing.
     if proof is None or not (proof.sites or proof.another):
         return dataclasses.replace(result, certificate="" if proof is None else proof.certificate)
@@ -295,25 +303,25 @@ class Pair:
         return model
 
 
-def compare_pair(pair: Pair, terms: Terms) -> Verification:
+def compare_pair(pair: Pair, terms: Terms, ends: Sequence[WindowEnd] = ()) -> Verification:
     """`compare`, with the converted reference where the original trains, or where nothing runs its nodes."""
     if not (pair.converts and trains(pair.reference)):
-        result = compare(pair.reference, pair.candidate, terms)
+        result = compare(pair.reference, pair.candidate, terms, ends)
         if result.status != "not_verified" or not pair.converts:
             return result
-    converted = compare(pair.unfolded, pair.candidate, terms)
+    converted = compare(pair.unfolded, pair.candidate, terms, ends)
     if converted.status == "not_verified" and not trains(pair.reference):
         return result
     return dataclasses.replace(converted, reference="converted")
 
 
-def compare(reference: ir.Model, candidate: ir.Model, terms: Terms) -> Verification:
-    """Compare models that are open already."""
+def compare(reference: ir.Model, candidate: ir.Model, terms: Terms, ends: Sequence[WindowEnd] = ()) -> Verification:
+    """Compare models that are open already. ends: of what a proof left open: values that are compared, too."""
     difference = _interface(reference, candidate)
     if difference:
         return Verification("failed", difference, seed=terms.seed)
     theirs, own = _coarsest(reference), _coarsest(candidate)
-    answer = _ask(reference, candidate, terms, FLOATS[max(theirs, own)])
+    answer = _ask(reference, candidate, terms, FLOATS[max(theirs, own)], ends)
     fixed = _fixed_inputs(reference, candidate)
     if fixed and answer["status"] == "passed":
         text = f"the candidate has no input {fixed[0]!r}, which a caller of the reference may give: compared at its default alone"
@@ -330,20 +338,27 @@ def compare(reference: ir.Model, candidate: ir.Model, terms: Terms) -> Verificat
     return Verification(outputs=outputs, sizes=sizes, seed=terms.seed, **answer)
 
 
-def _ask(reference: ir.Model, candidate: ir.Model, terms: Terms, working: str) -> dict[str, Any]:
+def _ask(
+    reference: ir.Model, candidate: ir.Model, terms: Terms, working: str, ends: Sequence[WindowEnd]
+) -> dict[str, Any]:
     """Return the fields of the verdict, from the process that runs the models. working: the type that both compute in."""
     probes, parted = find_probes(reference, candidate), find_parted(reference)
+    meetings = find_meetings(reference, candidate, ends)
     of_reference = [value for probe in probes for value in probe.of_reference]
+    of_reference += [meeting.reference for meeting in meetings]
     of_reference += [value for each in parted for value in each.values]
+    of_candidate = [value for probe in probes for value in probe.of_candidate]
+    of_candidate += [meeting.candidate for meeting in meetings]
     given = [terms.inputs] if isinstance(terms.inputs, Mapping) else terms.inputs
     try:
         with Shipment() as shipment:
             request = {
                 "reference": _shipped(reference, of_reference, shipment),
-                "candidate": _shipped(candidate, [value for probe in probes for value in probe.of_candidate], shipment),
+                "candidate": _shipped(candidate, of_candidate, shipment),
                 "outputs": [str(value.name) for value in reference.graph.outputs],
                 "probes": list(map(_plain, probes)),
                 "parted": list(map(_plain, parted)),
+                "meetings": list(map(_plain, meetings)),
                 "inputs": [dataclasses.asdict(_spec(value, reference)) for value in _inputs(reference)],
                 "further": [dataclasses.asdict(each) for each in find_further(reference)],
                 "bounds": find_bounds(reference, candidate),
@@ -386,7 +401,7 @@ def _shipped(model: ir.Model, probes: Sequence[ir.Value], shipment: Shipment) ->
     return shipment.model(parts, path, no_library, schema.TRAINING_DOMAIN in model.opset_imports)
 
 
-def _plain(found: Probe | Parted) -> dict[str, Any]:
+def _plain(found: Probe | Parted | Meeting) -> dict[str, Any]:
     """Return the fields, values by their names."""
     return {field.name: _named(getattr(found, field.name)) for field in dataclasses.fields(found)}
 

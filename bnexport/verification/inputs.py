@@ -654,7 +654,7 @@ class Feeds:
             yield from self._first_that_runs(fitting, ranges)
 
     def _showing(self, first: FeedGroup, sizes: tuple[int, int], ranges: dict[str, Range]) -> Iterator[FeedGroup]:
-        """Yield groups of smaller floats, where outputs that hide their inputs in the first one show them."""
+        """Yield groups of smaller floats, where values that hide their inputs in the first one show them."""
         if not (self._scalable and self._has_floats) or self._slow:
             return
         hidden = self._hidden(first)
@@ -668,10 +668,9 @@ class Feeds:
                 hidden = still
 
     def _hidden(self, group: FeedGroup) -> set[int]:
-        """Return the places of outputs that do not change where the floats of a group are halved: saturated ones."""
-        names = self._request["outputs"]
+        """Return the places of values that do not change where the floats of a group are halved: saturated ones."""
         try:
-            halved = self._reference.run(scaled(group.inputs[0], 0.5), names)
+            halved = self._reference.run(scaled(group.inputs[0], 0.5), self._names)
         except BnexportError:
             return set()
         pairs = enumerate(zip(group.expected[0], halved))

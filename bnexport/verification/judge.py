@@ -62,8 +62,8 @@ class Rules:
     that an output averages, from its name and the reference's outputs by name. may_be_empty: whether an output without
     elements for all inputs passes.
 
-    probes, parted: `Probe` and `Parted` of a file by the names of their values. tail: makes the part of the reference from
-    a value to an output.
+    probes, parted, meetings: `Probe`, `Parted` and `Meeting` of a file by the names of their values. tail: makes the part
+    of the reference from a value to an output.
     """
 
     outputs: Sequence[str]
@@ -74,25 +74,33 @@ class Rules:
     may_be_empty: bool = True
     probes: Sequence[Named] = ()
     parted: Sequence[Named] = ()
+    meetings: Sequence[Named] = ()
     tail: Callable[[str, str], Tail] | None = None
 
     @property
     def bounded(self) -> bool:
         return self.atol is not None or self.rtol is not None
 
+    @property
+    def shown(self) -> list[str]:
+        """The names of the outputs and of the values in front of some, in the reference."""
+        return [*self.outputs, *(probe["reference"] for probe in self.probes)]
+
     def names(self, which: str) -> list[str]:
-        """Return names of values of the "reference" or the "candidate": the outputs, those in front of some, and the indices
-        that others are made of. Those that its outputs are concatenated of follow in the reference.
+        """Return names of values of the "reference" or the "candidate": the outputs, those in front of some, those at which
+        windows end, and the indices that others are made of. Those that its outputs are concatenated of follow in the
+        reference.
         """
         indices = [probe["selected"][which == "candidate"] for probe in self.probes if probe["selected"]]
-        names = [*self.outputs, *(probe[which] for probe in self.probes), *indices]
+        names = [*self.outputs, *(each[which] for each in (*self.probes, *self.meetings)), *indices]
         parts = [name for parted in self.parted for name in parted["values"]]
         return names + parts * (which == "reference")
 
     def common(self, rows: Rows) -> Rows:
         """Return what both models have, without numbers that a Softmax masks."""
         count, start = len(self.names("candidate")), len(self.outputs)
-        axes = {start + i: each["axis"] for i, each in enumerate(self.probes) if each["masking"]}
+        shown = enumerate((*self.probes, *self.meetings), start)
+        axes = {place: each["axis"] for place, each in shown if each["masking"]}
         return [
             [without_masked(value, axes[i]) if i in axes else value for i, value in enumerate(row[:count])]
             for row in rows
@@ -144,6 +152,7 @@ def joined(results: Sequence[Verification]) -> Verification:
     return dataclasses.replace(
         first,
         reason=Verification.of(outputs).reason,
+        another=next((each.another for each in kept if each.another), ""),
         outputs=tuple(outputs),
         sizes=tuple(shapes for each in kept for shapes in each.sizes),
         samples=sum(each.samples for each in kept),
@@ -197,9 +206,31 @@ def _compare(
     parts = [part for each in _parts(group, got, rules, truth) for part in each]
     parts += _small_columns(group, got, rules, truth)
     whole = Verification.of([*compared, *parts], **more)
-    if whole.status == "failed" or (parts and verdict):
+    if whole.status == "failed":
         return whole
-    return dataclasses.replace(verdict, outputs=whole.outputs)
+    verdict = whole if parts and verdict else dataclasses.replace(verdict, outputs=whole.outputs)
+    return dataclasses.replace(verdict, another=_difference_inside(group, got, rules, truth))
+
+
+def _difference_inside(group: FeedGroup, got: Rows, rules: Rules, truth: Truth) -> str:
+    """Tell which window ends with another value, if no windows behind it make up for that."""
+    start = len(rules.outputs) + len(rules.probes)
+    here = slice(start, start + len(rules.meetings))
+    names = [meeting["text"] for meeting in rules.meetings]
+
+    def columns(rows: Rows) -> Rows:
+        return _columns(rules.common(rows))[here]
+
+    def exact() -> Rows | None:
+        rows = truth()
+        return None if rows is None else columns(rows)
+
+    compared = _hold(names, columns(group.expected), columns(got), [None] * len(names), rules, exact)
+    for meeting, each in zip(rules.meetings, compared, strict=True):
+        behind = [compared[place] for place in meeting["behind"]]
+        if each.failed and not (behind and all(other.passed for other in behind)):
+            return f"{meeting['text']}: it {each.reason}"
+    return ""
 
 
 def _outputs(group: FeedGroup, got: Rows, rules: Rules, halved: Rows | None, truth: Truth) -> list[OutputComparison]:
@@ -216,7 +247,8 @@ def _outputs(group: FeedGroup, got: Rows, rules: Rules, halved: Rows | None, tru
         return None if rows is None else _columns(rules.common(rows))
 
     compared = _hold(names, expected, found, befores, rules, exact)
-    selections = iter(zip(expected[len(names) :], found[len(names) :], strict=True))
+    start = len(names) + len(rules.meetings)
+    selections = iter(zip(expected[start:], found[start:], strict=True))
     for probe in filter(lambda each: each["selected"], probes):
         index, place, indices = names.index(probe["output"]), places[probe["output"]], next(selections)
         if compared[index].failed and compared[place].passed and rules.tail is not None:

@@ -16,7 +16,7 @@ from bnexport.graph.nodes import Refused, get_int, is_standard
 from bnexport.runtime.engine import Serialised, open_as_written
 from bnexport.verification.comparison import is_float, is_same
 from bnexport.verification.oracle import cut
-from bnexport.verification.verdict import OutputComparison
+from bnexport.verification.verdict import OutputComparison, WindowEnd
 
 # Values in front of the saturating and selecting functions that end many networks.
 #
@@ -88,6 +88,37 @@ def find_front(value: ir.Value) -> ir.Value | None:
     end = _end(value)
     front = end.inputs[0] if end is not None and is_standard(end, *_SATURATING) else None
     return None if front is None or front.producer() is None else front
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """Two values at which parts of both models end that no lemma proves. text, behind: as in `WindowEnd`.
+
+    masking: whether a Softmax along `axis` reads them.
+    """
+
+    reference: ir.Value
+    candidate: ir.Value
+    text: str
+    behind: tuple[int, ...]
+    axis: int = 0
+    masking: bool = False
+
+
+def find_meetings(reference: ir.Model, candidate: ir.Model, ends: Sequence[WindowEnd]) -> tuple[Meeting, ...]:
+    """Find the values at which windows end; none where one of them is in neither main graph."""
+    known = [
+        {str(value.name): value for node in model.graph for value in node.outputs} for model in (reference, candidate)
+    ]
+    if not all(end.reference in known[0] and end.candidate in known[1] for end in ends):
+        return ()
+    found = []
+    for end in ends:
+        value = known[0][end.reference]
+        reader = next((use.node for use in value.uses() if is_standard(use.node, "Softmax")), None)
+        axis = 0 if reader is None else _axis(reader)
+        found.append(Meeting(value, known[1][end.candidate], end.text, end.behind, axis, reader is not None))
+    return tuple(found)
 
 
 def _axis(node: ir.Node) -> int:

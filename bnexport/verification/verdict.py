@@ -143,6 +143,19 @@ class SiteProof:
 
 
 @dataclasses.dataclass(frozen=True)
+class WindowEnd:
+    """A value of both models at which a part ends that no lemma proves. text: what became what.
+
+    behind: the places, among all ends, of those whose parts alone read it: they may make up for what differs here.
+    """
+
+    reference: str
+    candidate: str
+    text: str
+    behind: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Verification:
     """The verdict on a candidate: whether it computes what its reference does.
 
@@ -158,7 +171,8 @@ class Verification:
     method: "whole" where the models ran, "local" where each change was proved where it stands and the rest is the same,
     "both". sites: the local proof, one for each fold, in the order of the report.
 
-    another: how the models differ though they correspond node by node: in a constant or an attribute, by more than rounding.
+    another: how the models differ though they correspond node by node: in a constant or an attribute, by more than rounding,
+    or in values that other operators make. ends: of the parts that are not proved, where a run compares them.
 
     certificate: of the candidate: "used" where the proof took its regions from it, "not used: " and why where it was there
     and the folds were searched for; empty where there was none, or nothing was proved.
@@ -177,6 +191,7 @@ class Verification:
     sites: tuple[SiteProof, ...] = ()
     certificate: str = ""
     another: str = ""
+    ends: tuple[WindowEnd, ...] = ()
 
     @classmethod
     def skipped(cls, reason: str) -> Verification:
@@ -284,13 +299,14 @@ class Verification:
         elif self.status == "failed" or whole.status == "failed":
             first = self if self.status == "failed" else whole
             whole = dataclasses.replace(whole, status="failed", reason=first.reason)
-        if self.another and whole.passed:
-            text = f'another model, whose outputs agree (method="whole" compares these alone): {self.another}'
+        another = self.another or whole.another
+        if another and whole.passed:
+            text = f'another model, whose outputs agree (method="whole" compares these alone): {another}'
             whole = dataclasses.replace(whole, status="not_verified", reason=text)
         proved = self.passed and all(proof.method == "proved" for proof in self.sites)
         if proved and whole.status == "not_verified":
             return dataclasses.replace(self, outputs=whole.outputs)
-        known = {"sites": self.sites, "certificate": self.certificate, "another": self.another}
+        known = {"sites": self.sites, "certificate": self.certificate, "another": another}
         return dataclasses.replace(whole, method="both", **known)  # type: ignore[arg-type]
 
     def _would_show(self) -> bool:
@@ -314,7 +330,9 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the verdict as the command line prints it with --json."""
-        return {"schema_version": schema.REPORT_VERSION, "passed": self.passed, **dataclasses.asdict(self)}
+        fields = dataclasses.asdict(self)
+        del fields["ends"]
+        return {"schema_version": schema.REPORT_VERSION, "passed": self.passed, **fields}
 
 
 def as_method(verify: bool | str) -> Method | None:

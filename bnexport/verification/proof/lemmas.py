@@ -408,6 +408,8 @@ def table(pair: Couple) -> Relation:
     rank = one.values.ndim
     if one.values.shape != two.values.shape or not rank:
         raise Unrelated("the tables have other shapes")
+    if len({each.side.shapes.dtype(each.node.inputs[0]) for each in (pair.mine, pair.theirs)}) > 1:  # type: ignore[arg-type]
+        raise Unrelated("the tables have other types")
     axis = get_int(pair.mine.node, "axis", 0) % rank
     rows, row_error, others, other_error = (
         np.moveaxis(np.broadcast_to(each, one.values.shape), axis, 0)

@@ -389,10 +389,6 @@ def _within(one: Numbers, two: Numbers, size: np.ndarray, what: str) -> Agreemen
     return agreement(difference, allowed, size, what)
 
 
-# A difference of up to so many times of what is allowed neither agrees nor refutes: roundings may be more than are counted.
-_UNCLEAR = 1.5
-
-
 def agreement(difference: np.ndarray, allowed: np.ndarray, size: np.ndarray, what: str) -> Agreement:
     """Compare differences with what is allowed. size: of the coefficients. Raises Violation."""
     whole = float(np.max(size, initial=0.0)) or 1.0
@@ -404,10 +400,7 @@ def agreement(difference: np.ndarray, allowed: np.ndarray, size: np.ndarray, wha
         place = ", ".join(str(int(each)) for each, axis in zip(at, wrong.shape, strict=True) if axis > 1) or "0"
         if not (math.isfinite(got) and math.isfinite(limit)):
             raise Violation(f"the {what} of channel {place} is not finite in one of the models")
-        text = f"the {what} of channel {place} differs by {got:.3g}, allowed {limit:.3g}"
-        if got <= _UNCLEAR * limit:
-            raise Unrelated(f"{text}, which is too near to tell")
-        raise Violation(text, got / whole)
+        raise Violation(f"the {what} of channel {place} differs by {got:.3g}, allowed {limit:.3g}", got / whole)
     share = np.max(allowed / np.where(size > 0, size, whole), initial=0.0)
     return Agreement(
         float(difference.max(initial=0.0)) / whole, float(np.max(allowed, initial=0.0)) / whole, float(share)

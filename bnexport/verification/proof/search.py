@@ -51,7 +51,7 @@ from bnexport.verification.proof.relations import (
     Violation,
 )
 from bnexport.verification.proof.sides import FOREIGN, LOOSE, ROUNDING, ROUNDINGS, Mismatch, Side, is_training, name_of
-from bnexport.verification.verdict import Claim, Mark, SiteProof, Status, Verification
+from bnexport.verification.verdict import Claim, Mark, SiteProof, Status, Verification, WindowEnd
 
 ENGINE = "local proof in float64"
 # Characters of a name out of a report that a message repeats.
@@ -116,11 +116,12 @@ class _Graphs:
 
 @dataclasses.dataclass(frozen=True)
 class _Window:
-    """Nodes above a value that were not the same, and what was found. mine, theirs: in no order."""
+    """Nodes above two values that were not the same, the last one first, and what was found."""
 
     mine: list[ir.Node]
     theirs: list[ir.Node]
     value: ir.Value
+    end: ir.Value
     proof: SiteProof
     another: str = ""
 
@@ -625,7 +626,7 @@ class _Proof:
         if node is not None and self._numbers.first(1, number) is None and node.op_type not in ("Shape", "Size"):
             nodes = self._window(0, mine), self._window(1, theirs)
             proof = self._proof(self._site(nodes[0]), agreement, mine, nodes[0])
-            window = _Window(*nodes, mine, proof)
+            window = _Window(*nodes, mine, theirs, proof)
             (self._proofs if proof.method == "proved" else self._doubts).append(window)
         self._numbers.set(1, theirs, number)
 
@@ -687,7 +688,8 @@ class _Proof:
             reason = f"{_where(mine)}: {text}"
             proof = SiteProof(self._site(nodes[0]), method, getattr(error, "error", 0.0), reason=reason)  # type: ignore[arg-type]
             another = "" if self._has(theirs) else self._another(*nodes)
-            self._doubts.append(_Window(*nodes, mine, proof, another))
+            another = another or ("" if self._is_float_of_main(mine) else self._exchanged(*nodes))
+            self._doubts.append(_Window(*nodes, mine, theirs, proof, another))
             if len(self._doubts) > _DOUBTS:
                 raise _TooMuch("the models differ in more places than are tried")
         self._numbers.set(1, theirs, number)
@@ -737,7 +739,7 @@ class _Proof:
         )
         for one, two in zip(first, second, strict=False):
             if one.op_identifier() != two.op_identifier() or len(one.inputs) != len(two.inputs):
-                return _exchanged(one, two) if len(first) == len(second) == 1 else ""
+                return ""
             text = self._differences.between(one, two)
             if text:
                 same = sorted(node.op_type for node in first) == sorted(node.op_type for node in second)
@@ -747,6 +749,69 @@ class _Proof:
                 is_kept = rest == others and not self._is_in_front_of_a_map(one.outputs[0])
                 return text if same or is_kept else ""
         return ""
+
+    def _is_float_of_main(self, mine: ir.Value) -> bool:
+        """Whether a run can compare a value of the original closely."""
+        dtype = self._sides[0].shapes.dtype(mine)
+        return mine.graph is self._sides[0].model.graph and dtype is not None and dtype.is_floating_point()
+
+    def _exchanged(self, mine: list[ir.Node], theirs: list[ir.Node]) -> str:
+        """Return which operator of a window became another one that reads the same, where nothing else differs in it."""
+        nodes = [
+            [node for node in reversed(each) if not is_copy(side, node)]
+            for side, each in zip(self._sides, (mine, theirs), strict=True)
+        ]
+        if len(nodes[0]) != len(nodes[1]):
+            return ""
+        made = [
+            {value: (place, index) for place, node in enumerate(each) for index, value in enumerate(node.outputs)}
+            for each in nodes
+        ]
+        text = ""
+        for one, two in zip(*nodes, strict=True):
+            reads = [
+                [
+                    None if value is None else made[side].get(value, self._numbers.of(side, value))
+                    for value in node.inputs
+                ]
+                for side, node in enumerate((one, two))
+            ]
+            if reads[0] != reads[1] or dict(one.attributes) != dict(two.attributes):
+                return ""
+            if one.op_identifier() != two.op_identifier():
+                text = text or f"{printable(name_of(one))} ({one.op_type}) became {two.op_type}"
+        return text
+
+    def _ends(self, doubts: Sequence[_Window]) -> tuple[WindowEnd, ...]:
+        """Return where windows end in the main graphs, for runs that compare the values there."""
+        main = [window for window in doubts if window.value.graph is self._sides[0].model.graph]
+        found: list[WindowEnd] = []
+        for window in main:
+            behind = self._windows_behind(window.value, main)
+            names = str(window.value.name), str(window.end.name)
+            found.append(WindowEnd(*names, self._became(window.value, window.end), behind))
+        return tuple(found)
+
+    def _windows_behind(self, value: ir.Value, windows: Sequence[_Window]) -> tuple[int, ...]:
+        """Return the windows that read a value, perhaps moved; none where something else reads it, too."""
+        pending, found = [value], set[int]()
+        while pending:
+            each = pending.pop()
+            if each.is_graph_output():
+                return ()
+            for use in each.uses():
+                places = {place for place, window in enumerate(windows) if use.node in window.mine}
+                found |= places
+                if not places and not (use.node.op_type in MOVEMENTS or is_copy(self._sides[0], use.node)):
+                    return ()
+                pending += [] if places else use.node.outputs
+        return tuple(sorted(found))
+
+    def _other_model(self, doubts: Sequence[_Window]) -> str:
+        """Return what makes the changed model another one, and no window behind it makes up for."""
+        return next(
+            (each.another for each in doubts if each.another and not self._windows_behind(each.value, doubts)), ""
+        )
 
     def _is_in_front_of_a_map(self, mine: ir.Value) -> bool:
         """Whether nothing but movements lies between a value of the original and a map."""
@@ -1006,8 +1071,7 @@ class _Proof:
             return self._claimed(self._claims, mismatch)
         doubts = self._decided(mismatch)
         # Else what differs there may be made up for elsewhere.
-        is_another = bool(doubts) and all(window.another for window in doubts) and not mismatch
-        another = doubts[0].another if is_another else ""
+        another = "" if mismatch else self._other_model(doubts)
         sites = _merged([window.proof for window in (*self._proofs, *(() if another else doubts))])
         failed = next((window.proof for window in doubts if window.proof.method == "failed"), None)
         left = next((window.proof for window in doubts), None)
@@ -1025,7 +1089,9 @@ class _Proof:
             what = "is not proved: " if left is not None and left.method == "compared" else ""
             reason = f"the graphs differ in another way than by folds: {mismatch}" if mismatch else ""
             reason = reason or f"the fold of {left.site} {what}{left.reason}"  # type: ignore[union-attr]
-        return Verification(status, reason, engine=ENGINE, sites=tuple(sites), method="local", another=another)
+        return Verification(
+            status, reason, engine=ENGINE, sites=tuple(sites), method="local", another=another, ends=self._ends(doubts)
+        )
 
     def _decided(self, mismatch: str = "") -> list[_Window]:
         """Return what is not proved. A guess is refuted only if nothing else on its path is open, a claim if all others are refuted."""
@@ -1079,7 +1145,9 @@ class _Proof:
         )
         is_wrong = wrong or (mismatch and not self._is_cut)
         status: Status = "failed" if is_wrong else "not_verified" if left or mismatch else "passed"
-        return Verification(status, wrong or mismatch or left, engine=ENGINE, sites=sites, method="local")
+        return Verification(
+            status, wrong or mismatch or left, engine=ENGINE, sites=sites, method="local", ends=self._ends(doubts)
+        )
 
     def _beside(self, owners: Mapping[tuple[str, str], Sequence[int]]) -> str:
         """Return which node has another result though no claim names it."""
@@ -1144,15 +1212,6 @@ def _where(value: ir.Value) -> str:
 
 
 _ORDER = ("proved", "compared", "not_run", "failed")
-
-
-def _exchanged(one: ir.Node, two: ir.Node) -> str:
-    """Tell that a reduction became another one with its operands and attributes, which no fold does, nor a change of spelling."""
-    kinds = {one.op_type, two.op_type}
-    alike = len(one.inputs) == len(two.inputs) and dict(one.attributes) == dict(two.attributes)
-    if not alike or not all(kind.startswith("Reduce") for kind in kinds):
-        return ""
-    return f"{printable(name_of(one))} ({one.op_type}) became {two.op_type}"
 
 
 def worse(first: SiteProof, second: SiteProof) -> SiteProof:

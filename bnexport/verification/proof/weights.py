@@ -125,13 +125,14 @@ class _Pair:
         return plain and mine.stored.tensor is theirs.stored.tensor and mine.offset is ZERO and theirs.offset is ZERO
 
     def compared(self, scale: Numbers) -> Fit:
-        """Compare with a scale that is told."""
+        """Compare with a scale that is told. The weights are compared within its error, the shift has it as its own."""
         mine = self._sides[0]
         self._reset()
         wide = Numbers(mine.on_view(scale.values), mine.on_view(scale.error))
         for start, one, two in self._blocks():
             self._check(start, one, two, _cut(wide, start, len(one)))
-        return self.finished(Numbers(scale.values, np.zeros(())), self._sizes)
+        fit = self.finished(scale, self._sizes)
+        return dataclasses.replace(fit, scale=Numbers(scale.values, np.zeros(())))
 
     def fitted(self) -> Fit:
         """Read the scale of each output off its largest weight, then compare all others."""
