@@ -1,11 +1,8 @@
-// The floor that kernels are measured against: read passes and copies with the same thread pool as
-// the C API. bench_ort_cpu.py compiles this file together with custom_ops/kernels/cpu/pool.cpp.
+// The floor that kernels are measured against: read passes and copies in OpenMP threads. bench_ort_cpu.py compiles it.
 #include <immintrin.h>
 
 #include <cstdint>
 #include <cstring>
-
-#include "../custom_ops/kernels/cpu/pool.h"
 
 namespace {
 
@@ -15,12 +12,8 @@ constexpr int64_t kPiece = 1 << 17;  // bytes a task
 
 template <class Body>
 void pieces(int64_t bytes, int threads, const Body& body) {
-  bnexport::cpu::PoolParallel pool(threads);
-  const int64_t count = (bytes + kPiece - 1) / kPiece;
-  bnexport::cpu::parallel_for(pool, count, [&](int64_t i) {
-    const int64_t start = i * kPiece, size = bytes - start < kPiece ? bytes - start : kPiece;
-    body(start, size);
-  });
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (int64_t start = 0; start < bytes; start += kPiece) body(start, bytes - start < kPiece ? bytes - start : kPiece);
 }
 
 volatile float sink;

@@ -3,7 +3,6 @@
     python benchmarks/gpu_kit.py                        everything that is not done yet
     python benchmarks/gpu_kit.py --only verify,bench    these sections
     python benchmarks/gpu_kit.py --only build           the libraries alone, where nvcc is; needs no GPU
-    python benchmarks/gpu_kit.py --pack FOLDER          the files that a machine without this checkout needs
     python benchmarks/gpu_kit.py --rehearse             every section on an emulated device
 
     build     both libraries for this GPU, unless they are there; do they load, and have they code for the device
@@ -19,8 +18,7 @@ A section is a process group of its own with a deadline, and writes each figure 
 stays when it is killed, and the next call goes on behind it. A step that does not end within its limit (30 seconds, if it
 says nothing else) is named as hung, its section is ended and goes on behind it, and no later call tries it again. A section
 that ran out of time is "incomplete", one of whose steps none could run is "not run". To start anew, remove the results.
-Needs torch 2.11 or newer and NumPy; `ort` needs onnxruntime. Where the variable OUT names a folder, all results are in
-$OUT/gpu_kit.tar.gz after each section.
+Needs torch 2.11 or newer and NumPy; `ort` needs onnxruntime.
 
 Exit codes: 0; 1 when something is wrong, incomplete or not run; 2 usage; 4 without a GPU.
 """
@@ -31,13 +29,10 @@ import argparse
 import contextlib
 import hashlib
 import json
-import lzma
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -49,38 +44,30 @@ if "--rehearse" in sys.argv[1:]:
 
 from benchmarks.gpu import libraries  # noqa: E402
 from benchmarks.gpu.report import INCOMPLETE, append, read_rows, running_step, table, write_json  # noqa: E402
+from bnexport.native import cuda  # noqa: E402
 
 SECTIONS = ("build", "bare", "verify", "bench", "torch", "ort", "sanitize", "profile")
 LONGEST_SECTION = 480  # seconds
 SHORTEST_SECTION = 15  # what is left must allow so much, or the section waits for the next call
-LARGEST_PACK = 60_000_000  # bytes
 HUNG = -1  # the code of a section that a step kept from ending, or ended with its process
 POLL = 0.3  # seconds
-
-PACKED = ("bnexport/**/*.py", "benchmarks/__init__.py", "benchmarks/gpu_kit.py", "benchmarks/gpu/*.py")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="sections, separated by commas")
     parser.add_argument("--deadline", type=float, default=540, help="seconds for the whole call (540)")
-    parser.add_argument(
-        "--provider", default="installed", help="'installed', or the CUDA provider's library, also as .xz"
-    )
+    parser.add_argument("--provider", default="installed", help="'installed', or the CUDA provider's library")
     parser.add_argument("--output", type=Path, default=ROOT / "build/gpu_kit", help="folder of the results")
     parser.add_argument("--architecture", default="90", help="what `build` compiles for")
     parser.add_argument("--rehearse", action="store_true", help="on an emulated device")
-    parser.add_argument("--pack", type=Path, help="copy what the kit needs into this folder and stop")
     options = parser.parse_args()
     sections = tuple(options.only.split(",")) if options.only else SECTIONS
     unknown = sorted(set(sections) - set(SECTIONS))
     if unknown:
         parser.error(f"--only: got {', '.join(unknown)}, expected some of {','.join(SECTIONS)}")
-    if options.pack is not None:
-        return pack(options)
-    needs_device = not options.rehearse and sections != ("build",)
-    if needs_device and (problem := libraries.driver_problem()) is not None:
-        print(f"gpu_kit: {problem}; --rehearse runs the sections on an emulated device", file=sys.stderr)
+    if not options.rehearse and sections != ("build",) and cuda.driver_version() is None:
+        print("gpu_kit: no NVIDIA driver; --rehearse runs the sections on an emulated device", file=sys.stderr)
         return 4
     options.output.mkdir(parents=True, exist_ok=True)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -90,7 +77,6 @@ def main() -> int:
     for name in sections:
         results[name] = run_section(name, options, end)
         write_json(options.output / "gpu_kit.json", collect(options.output))
-        archive(options.output)
         print(f"\n## {name}: {results[name]}\n\n{table(read_rows(options.output / f'{name}.jsonl'))}", flush=True)
     print(f"\n{options.output / 'gpu_kit.json'}: {json.dumps(results)}")
     return 0 if all(status == "passed" for status in results.values()) else 1
@@ -110,15 +96,9 @@ def run_section(name: str, options: argparse.Namespace, end: float) -> str:
     if seconds < SHORTEST_SECTION:
         return f"not run, {max(seconds, 0):.0f} s of --deadline are left"
     log = options.output / f"{name}.log"
-    given = options.provider
-    if name == "ort":
-        try:
-            given = provider(options)
-        except (OSError, lzma.LZMAError) as error:
-            return f"not run, --provider {options.provider}: {error}"
     command = [
         sys.executable, "-m", "benchmarks.gpu.section", name, "--rows", str(rows_file), "--seconds", f"{seconds:.0f}",
-        "--provider", given, "--architecture", options.architecture, *(["--rehearse"] if options.rehearse else []),
+        "--provider", options.provider, "--architecture", options.architecture, *(["--rehearse"] if options.rehearse else []),
     ]  # fmt: skip
     environment = {**os.environ, **libraries.environment(), "PYTHONPATH": str(ROOT)}
     stop = time.monotonic() + seconds
@@ -188,33 +168,6 @@ def fingerprint(options: argparse.Namespace) -> str:
     return digest.hexdigest()[:16]
 
 
-def provider(options: argparse.Namespace) -> str:
-    """The provider's library, unpacked where it is compressed."""
-    given = Path(options.provider)
-    if given.suffix != ".xz":
-        return str(options.provider)
-    target = options.output / given.stem
-    if not target.exists():
-        part = target.with_suffix(".part")
-        with lzma.open(given) as source, part.open("wb") as unpacked:
-            shutil.copyfileobj(source, unpacked)
-        part.rename(target)
-    return str(target)
-
-
-def archive(folder: Path) -> None:
-    """Pack the results so far into one file under $OUT, whole or not at all."""
-    out = os.environ.get("OUT")
-    if not out or not Path(out).is_dir():
-        return
-    part = Path(out) / "gpu_kit.tar.gz.part"
-    with tarfile.open(part, "w:gz") as packed:
-        for path in sorted(folder.iterdir()):
-            if path.suffix in (".json", ".jsonl", ".status", ".log"):
-                packed.add(path, f"gpu_kit/{path.name}")
-    part.replace(part.with_suffix(""))
-
-
 def collect(folder: Path) -> dict[str, Any]:
     """What all sections have measured so far."""
     sections = {}
@@ -226,30 +179,6 @@ def collect(folder: Path) -> dict[str, Any]:
                 "rows": read_rows(folder / f"{name}.jsonl"),
             }
     return {"schema_version": 1, "sections": sections}
-
-
-def pack(options: argparse.Namespace) -> int:
-    """Copies the kit, the package and the libraries; the provider compressed."""
-    found = libraries.find()
-    missing = [name for name in libraries.NAMES if name not in found]
-    if missing:
-        print(f"gpu_kit: {', '.join(missing)}: not built; run --only build where nvcc is", file=sys.stderr)
-        return 4
-    for pattern in PACKED:
-        for source in ROOT.glob(pattern):
-            target = options.pack / source.relative_to(ROOT)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, target)
-    (options.pack / "bnexport/lib").mkdir(exist_ok=True)
-    for path in found.values():
-        shutil.copyfile(path, options.pack / "bnexport/lib" / path.name)
-    if options.provider != "installed":
-        source = Path(options.provider)
-        with source.open("rb") as stream, lzma.open(options.pack / f"{source.name}.xz", "wb") as packed:
-            shutil.copyfileobj(stream, packed)
-    size = sum(path.stat().st_size for path in options.pack.rglob("*") if path.is_file())
-    print(f"{options.pack}: {size / 1e6:.1f} MB")
-    return 0 if size <= LARGEST_PACK else 1
 
 
 if __name__ == "__main__":

@@ -235,7 +235,7 @@ def test_custom_ops_include_in_one_direction() -> None:
 @pytest.mark.parametrize(
     ("path", "name"),
     [
-        ("kernels/cpu/pool.cpp", "../../adapters/node.h"),
+        ("kernels/cpu/openmp.cpp", "../../adapters/node.h"),
         ("kernels/cuda/device.h", "../../../tests/emulated.h"),
         ("capi/capi.cpp", "../adapters/node.h"),
         ("kernels/cpu/training/tasks.cpp", "../batch_norm/plan.h"),

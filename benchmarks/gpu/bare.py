@@ -1,4 +1,4 @@
-"""Small verified cases without torch, for tools that slow a program down a hundredfold.
+"""Section `bare`, and what compute-sanitizer and ncu run: small cases without torch.
 
     python -m benchmarks.gpu.bare sanitize      nine cases, each checked against float64
     python -m benchmarks.gpu.bare profile       five shapes, one call of each direction
@@ -16,11 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu import closed_forms, libraries
-from bnexport import tolerances
+from benchmarks.gpu import libraries
+from benchmarks.gpu.expected import Expected
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.section import Options
 from bnexport.native import capi, cuda
 
 TYPES = {"float32": np.float32, "float16": np.float16, "float64": np.float64}
+STRUCTURES = {"forward": capi.ForwardParams, "backward": capi.BackwardParams}
+MAKERS = {"forward": capi.forward_params, "backward": capi.backward_params}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,24 +35,24 @@ class Case:
 
 
 CASES = [
-    Case((5, 8, 81)),
-    Case((3, 3, 49), "float16"),
-    Case((2, 2, 20000), "float16"),
-    Case((4, 6, 256), "float32"),
-    Case((5, 24, 49), "float16", "NSC"),
-    Case((4, 24, 3000), "float16", "NSC"),
-    Case((5, 7, 49), "float32", "NSC"),
-    Case((5, 7, 49), "float64"),
-    Case((65, 3, 1), "float32"),
-]
+    Case((5, 8, 81)), Case((3, 3, 49), "float16"), Case((2, 2, 20000), "float16"), Case((4, 6, 256)),
+    Case((5, 24, 49), "float16", "NSC"), Case((4, 24, 3000), "float16", "NSC"), Case((5, 7, 49), "float32", "NSC"),
+    Case((5, 7, 49), "float64"), Case((65, 3, 1)),
+]  # fmt: skip
 PROFILED = [
-    Case((32, 256, 3136), "float16"),
-    Case((256, 64, 3136), "float32"),
-    Case((8, 2048, 512), "float16"),
-    Case((32, 256, 3136), "float16", "NSC"),
-    Case((256, 64, 3136), "float16", "NSC"),
-]
+    Case((32, 256, 3136), "float16"), Case((256, 64, 3136)), Case((8, 2048, 512), "float16"),
+    Case((32, 256, 3136), "float16", "NSC"), Case((256, 64, 3136), "float16", "NSC"),
+]  # fmt: skip
 PROFILED_EMULATED = [Case((4, 6, 256), "float16"), Case((2, 3, 100), "float32", "NSC")]
+
+
+def parameters(fields: dict[str, Any]) -> dict[str, ctypes.Structure]:
+    """The struct of each direction from one set of fields, of which each takes its own."""
+    names = {direction: {name for name, _ in made._fields_} for direction, made in STRUCTURES.items()}
+    return {
+        direction: make(**{name: value for name, value in fields.items() if name in names[direction]})
+        for direction, make in MAKERS.items()
+    }
 
 
 class Host:
@@ -107,50 +111,43 @@ def run_case(case: Case, device: Host | Driver, *, check: bool) -> None:
     shape = (N, C, S) if case.layout == "NCS" else (N, S, C)
     x, dy = (rng.normal(0.5, 1, shape).astype(TYPES[case.dtype]) for _ in range(2))
     vectors = rng.uniform(0.5, 1.5, (4, C)).astype(np.float64 if case.dtype == "float64" else np.float32)
-    blank, narrow, wide = np.full_like(x, np.nan), np.full_like(vectors[0], np.nan), np.full(C, np.nan)
-    at = {name: device.upload(values) for name, values in (("x", x), ("dy", dy), ("y", blank), ("dx", blank))}
-    at |= {name: device.upload(wide) for name in ("saved_mean", "saved_invstd")}
-    at |= {name: device.upload(vectors[i]) for i, name in enumerate(("weight", "bias", "running_mean", "running_var"))}
-    at |= {name: device.upload(narrow) for name in ("running_mean_out", "running_var_out", "dweight", "dbias")}
-    common = {
-        "dtype": capi.DTYPES[case.dtype], "stats_dtype": capi.DTYPES[str(vectors.dtype)], "layout": capi.LAYOUTS[case.layout],
-        "N": N, "C": C, "S": S,
-    }  # fmt: skip
-    fields = {
-        "forward": {*at} - {"dy", "dx", "dweight", "dbias"},
-        "backward": {"x", "dy", "dx", "weight", "saved_mean"},
-    }
-    fields["backward"] |= {"saved_invstd", "dweight", "dbias"}
-    size = cuda.workspace_size(capi.forward_params(**common))
+    inputs = {"x": x, "dy": dy, **dict(zip(("weight", "bias", "running_mean", "running_var"), vectors, strict=True))}
+    outputs = {"y": x, "dx": x} | dict.fromkeys(("saved_mean", "saved_invstd"), np.zeros(C))
+    outputs |= dict.fromkeys(("running_mean_out", "running_var_out", "dweight", "dbias"), vectors[0])
+    at = {name: device.upload(values) for name, values in inputs.items()}
+    at |= {name: device.upload(np.full_like(like, np.nan)) for name, like in outputs.items()}
+    sizes = {"N": N, "C": C, "S": S, "layout": capi.LAYOUTS[case.layout]}
+    types = {"dtype": capi.DTYPES[case.dtype], "stats_dtype": capi.DTYPES[str(vectors.dtype)]}
+    made = parameters(sizes | types | at)
+    size = cuda.workspace_size(made["forward"])
     workspace = device.upload(np.full(size, 0xFF, np.uint8))
-    for direction, make in (("forward", capi.forward_params), ("backward", capi.backward_params)):
-        params = make(**common, **{name: at[name] for name in fields[direction]})
+    for direction, params in made.items():
         cuda.run(direction, params, workspace, size, 0)
-    got = {name: device.download(at[name], x) for name in ("y", "dx")}
+    got = {name: device.download(at[name], like).astype(np.float64) for name, like in outputs.items()}
     if not check:
         return
+    wide = {name: values.astype(np.float64) for name, values in inputs.items()}
     if case.layout == "NSC":
-        x, dy, got = x.swapaxes(1, 2), dy.swapaxes(1, 2), {name: v.swapaxes(1, 2) for name, v in got.items()}
-    weight, bias = vectors[0].astype(np.float64), vectors[1].astype(np.float64)
-    want, mean, invstd = closed_forms.forward(x, weight, bias)
-    condition = 1 + float(np.abs(mean * invstd).max())
-    gradient = closed_forms.backward(dy, x, weight, mean, invstd)[0]
-    scale = float(np.abs(weight * invstd).max() * np.abs(dy).max())
-    for values, expected, bound in (
-        (got["y"], want, tolerances.forward(case.dtype, condition=condition, weight=float(weight.max()))),
-        (got["dx"], gradient, tolerances.backward_input(case.dtype, condition=condition, scale=scale)),
-    ):
-        error = np.abs(values.astype(np.float64) - expected) - (bound.rtol * np.abs(expected) + bound.atol)
-        if not (error <= 0).all():
-            raise AssertionError(f"{case}: {int((~(error <= 0)).sum())} of {expected.size} values off")
+        for arrays, names in ((got, ("y", "dx")), (wide, ("x", "dy"))):
+            arrays |= {name: np.ascontiguousarray(arrays[name].swapaxes(1, 2)) for name in names}
+    running = (wide["running_mean"], wide["running_var"])
+    want = Expected(case.dtype, wide["x"], wide["dy"], wide["weight"], wide["bias"], running=running)
+    want.check(case, **got)
+
+
+def run(report: Report, options: Options) -> None:
+    device = Host() if options.rehearse else Driver()
+    for case in CASES:
+        if report.wanted(str(case)):
+            with report.step(str(case)):
+                run_case(case, device, check=True)
 
 
 def main() -> int:
     emulated = bool(os.environ.get(libraries.REHEARSAL))
     device = Host() if emulated else Driver()
-    profiled = PROFILED_EMULATED if emulated else PROFILED
     is_profile = sys.argv[1:] == ["profile"]
-    for case in profiled if is_profile else CASES:
+    for case in (PROFILED_EMULATED if emulated else PROFILED) if is_profile else CASES:
         run_case(case, device, check=not is_profile)
         print(case, flush=True)
     return 0

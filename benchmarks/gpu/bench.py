@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import steps
-from benchmarks.gpu.layer import DTYPES, Calls, Layer
+from benchmarks.gpu.calls import DTYPES, Calls
 from benchmarks.gpu.peers import PEERS
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.section import Options
@@ -38,81 +38,79 @@ ROUNDS = 15
 
 def run(report: Report, options: Options) -> None:
     torch.backends.cudnn.benchmark = True  # peers at their best
-    bandwidth, l2 = 1e3, 0
+    bandwidth, l2, device = 1e3, 0, options.device
     with report.step("copy") as row:
         if not options.rehearse:
             bandwidth, l2 = copy_bandwidth(), torch.cuda.get_device_properties(0).L2_cache_size
         row.ok, row.value, row.data = None, f"{bandwidth / 1e3:.0f} GB/s", {"gb_per_s": bandwidth / 1e3, "l2_bytes": l2}
     if report.wanted("host"):
         with report.step("host") as row:
-            microseconds = host_time(options.device)
+            microseconds = host_time(device)
             row.ok, row.value, row.data = None, f"{microseconds:.1f} us a call", {"us": microseconds}
     steps.run(report, options)
-    other_ways(report, bandwidth, l2, options)
-    for shape in SHAPES_EMULATED if options.rehearse else SHAPES:
-        for channels_last in (False, True):
-            large = options.rehearse or shape in SHAPES[:2]
-            for dtype in (torch.float16, torch.float32, *([torch.bfloat16] if large else [])):
-                name = f"{'x'.join(map(str, shape))} {DTYPES[dtype]}{' NHWC' if channels_last else ''}"
-                if report.wanted(name, 15):
-                    with report.step(name) as row:
-                        row.data = measure(shape, dtype, channels_last, bandwidth, l2, options.device)
-                        row.ok, row.value = (
-                            None if options.rehearse else judge(row.data),
-                            summary(row.data),
-                        )
+    shapes = SHAPES_EMULATED if options.rehearse else SHAPES
+    cases = [
+        (way, shape, torch.float16, channels_last)
+        for shape, channels_last, way in itertools.product(shapes[:2], (False, True), ("inference", "group"))
+    ]
+    for shape, channels_last in itertools.product(shapes, (False, True)):
+        types = [torch.float16, torch.float32, *([torch.bfloat16] if shape in shapes[:2] else [])]
+        cases += [("", shape, dtype, channels_last) for dtype in types]
+    for way, shape, dtype, channels_last in cases:
+        name = f"{way} {'x'.join(map(str, shape))} {DTYPES[dtype]}{' NHWC' if channels_last else ''}".strip()
+        if report.wanted(name, 15):
+            with report.step(name) as row:
+                sets = input_sets(shape, dtype, channels_last, l2, device)
+                row.data = {"": measure, "inference": measure_inference, "group": measure_group}[way](sets, device)
+                size = sets[0].at["x"].numel() * sets[0].at["x"].element_size()
+                traffic = {"forward": 2} if way == "inference" else TRAFFIC
+                row.data["bytes"] = size
+                row.data["floor_us"] = {direction: tensors * size / bandwidth for direction, tensors in traffic.items()}
+                row.ok, row.value = None if options.rehearse or way else judge(row.data), summary(row.data)
 
 
-def other_ways(report: Report, bandwidth: float, l2: int, options: Options) -> None:
-    """Inference, and one process of a group: rows and statistics without the collective between them."""
-    for shape in SHAPES_EMULATED if options.rehearse else SHAPES[:2]:
-        for channels_last, way in itertools.product((False, True), ("inference", "group")):
-            name = f"{way} {'x'.join(map(str, shape))} float16{' NHWC' if channels_last else ''}"
-            if report.wanted(name, 10):
-                with report.step(name) as row:
-                    row.data = measure_way(way, shape, channels_last, bandwidth, l2, options.device)
-                    row.ok, row.value = (
-                        None,
-                        "; ".join(
-                            f"{direction} {us:.1f} us, {100 * row.data['floor_us'][direction.split()[-1]] / us:.0f} %"
-                            for direction, us in row.data["us"].items()
-                        ),
-                    )
+def measure_inference(sets: list[Calls], device: str) -> dict[str, Any]:
+    for calls in sets:
+        calls.prepare(training=0)
+    return {"us": {"forward": {"ours": time_calls([calls.forward for calls in sets], device)}}}
 
 
-def measure_way(
-    way: str, shape: tuple[int, ...], channels_last: bool, bandwidth: float, l2: int, device: str
-) -> dict[str, Any]:
-    """Inference reads x once. A group has the traffic of one process; its rival is torch's sync batch norm without collectives."""
-    sets = input_sets(shape, torch.float16, channels_last, l2, device)
-    size = sets[0][0].numel() * sets[0][0].element_size()
-    if way == "inference":
-        all_calls = [Calls(*one) for one in sets]
-        for calls in all_calls:
-            calls.prepare(training=0)
-        us = {"forward": time_calls([calls.forward for calls in all_calls], device)}
-        return {"us": us, "floor_us": {"forward": 2 * size / bandwidth}}
-    us, kept = {}, []
-    for direction in ("forward", "backward"):
-        todo = []
-        for one in sets:
-            calls = Calls(*one)
+def measure_group(sets: list[Calls], device: str) -> dict[str, Any]:
+    """One process of a group: rows and statistics without the collective between them, as torch's sync batch norm."""
+    us: dict[str, dict[str, float]] = {}
+    for index, direction in enumerate(TRAFFIC):
+        kept = []
+        for calls in sets:
             calls.prepare(group_size=2)
-            rows = torch.stack([calls.row(backward=direction == "backward")] * 2)
-            calls.prepare(group_size=2, gathered=rows.data_ptr(), local_moments=rows.data_ptr())
-            kept.append(rows)
-            todo.append(partial(group_step, calls, direction))
-        us[direction] = time_calls(todo, device)
+            kept.append(torch.stack([calls.row(direction)] * 2))
+            calls.prepare(group_size=2, gathered=kept[-1].data_ptr(), local_moments=kept[-1].data_ptr())
+        us[direction] = {"ours": time_calls([partial(group_step, calls, direction) for calls in sets], device)}
         if device == "cuda":
-            pairs = [PEERS["sync"](one[0], one[1], one[4]) for one in sets]
-            us[f"torch {direction}"] = time_calls([pair[direction == "backward"] for pair in pairs], device)
-    return {"us": us, "floor_us": {name: tensors * size / bandwidth for name, tensors in TRAFFIC.items()}}
+            us[direction]["sync"] = time_calls([PEERS["sync"](calls)[index] for calls in sets], device)
+    return {"us": us}
 
 
 def group_step(calls: Calls, direction: str) -> torch.Tensor:
     """This process's row, then the rest over rows that were gathered before."""
-    row = calls.row(backward=direction == "backward")
-    getattr(calls, direction)()
+    row = calls.row(direction)
+    calls.run(direction)
+    return row
+
+
+def measure(sets: list[Calls], device: str) -> dict[str, Any]:
+    times = {
+        direction: {"ours": time_calls([partial(calls.run, direction) for calls in sets], device)}
+        for direction in TRAFFIC
+    }
+    row: dict[str, Any] = {"us": times, "not_measured": {}}
+    for name, peer in PEERS.items():
+        try:
+            pairs = [peer(calls) for calls in sets]
+            for i, direction in enumerate(times):
+                times[direction][name] = time_calls([pair[i] for pair in pairs], device)
+        except RuntimeError as error:
+            row["not_measured"][name] = str(error).splitlines()[0]
+    times["forward"]["copy"] = time_calls([partial(one.at["y"].copy_, one.at["x"]) for one in sets], device)
     return row
 
 
@@ -152,41 +150,16 @@ def time_calls(calls: list[Callable[[], Any]], device: str) -> float:
     return statistics.median(times[2:])
 
 
-def input_sets(shape: tuple[int, ...], dtype: Any, channels_last: bool, l2: int, device: str) -> list[tuple[Any, ...]]:
-    """x, dy, y, dx, layer; so many that together they are three times the cache, at most 64."""
+def input_sets(shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool, l2: int, device: str) -> list[Calls]:
+    """So many that together their inputs are three times the cache, at most 64."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    sets: list[tuple[Any, ...]] = []
+    sets: list[Calls] = []
     used = 0
     while (used < 3 * l2 or len(sets) < 2) and len(sets) < 64:
         x, dy = (torch.randn(shape, device=device).to(dtype).contiguous(memory_format=layout) for _ in range(2))
-        sets.append((x, dy, torch.empty_like(x), torch.empty_like(x), Layer.of(x)))
+        sets.append(Calls(x, dy))
         used += 2 * x.numel() * x.element_size()
     return sets
-
-
-def measure(
-    shape: tuple[int, ...], dtype: Any, channels_last: bool, bandwidth: float, l2: int, device: str
-) -> dict[str, Any]:
-    sets = input_sets(shape, dtype, channels_last, l2, device)
-    size = sets[0][0].numel() * sets[0][0].element_size()
-    times: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
-    row: dict[str, Any] = {
-        "bytes": size,
-        "floor_us": {direction: tensors * size / bandwidth for direction, tensors in TRAFFIC.items()},
-        "us": times,
-        "not_measured": {},
-    }
-    for direction, measured in times.items():
-        measured["ours"] = time_calls([getattr(Calls(*one), direction) for one in sets], device)
-    for name, peer in PEERS.items():
-        try:
-            pairs = [peer(one[0], one[1], one[4]) for one in sets]
-            for i, direction in enumerate(times):
-                times[direction][name] = time_calls([pair[i] for pair in pairs], device)
-        except RuntimeError as error:
-            row["not_measured"][name] = str(error).splitlines()[0]
-    times["forward"]["copy"] = time_calls([lambda one=one: one[2].copy_(one[0]) for one in sets], device)
-    return row
 
 
 def judge(row: dict[str, Any]) -> bool | None:
@@ -203,26 +176,22 @@ def judge(row: dict[str, Any]) -> bool | None:
 
 
 def summary(row: dict[str, Any]) -> str:
-    """Percent of the floor and the best peer's time over ours, of both directions."""
+    """Percent of the floor and the best peer's time over ours, of each direction."""
     cells = []
     for direction, times in row["us"].items():
-        ours = times["ours"]
-        peer = min((times[name] for name in PEERS if name in times), default=float("nan"))
+        ours, peer = times["ours"], min((times[name] for name in PEERS if name in times), default=float("nan"))
         cells.append(f"{ours:.1f} us, {100 * row['floor_us'][direction] / ours:.0f} %, {peer / ours:.2f}x")
     return " | ".join(cells)
 
 
 def host_time(device: str) -> float:
     """Microseconds that a forward call takes on the host."""
-    calls = Calls(
-        *input_sets((2, 64, 28, 28) if device == "cuda" else (2, 4, 7, 7), torch.float16, False, 0, device)[0]
-    )
+    (calls, _) = input_sets((2, 64, 28, 28) if device == "cuda" else (2, 4, 7, 7), torch.float16, False, 0, device)
     count = 500 if device == "cuda" else 3
-    for _ in range(count // 5):
-        calls.forward()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(count):
+    for turn in range(count // 5 + count):
+        if turn == count // 5:
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
         calls.forward()
     return (time.perf_counter() - start) / count * 1e6

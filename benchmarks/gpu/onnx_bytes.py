@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 TYPES = {"float32": 1, "float16": 10, "float64": 11}  # TensorProto.DataType
-_FLOAT, _INT, _STRING, _INTS = 1, 2, 3, 7  # AttributeProto.AttributeType
+_FLOAT, _INT, _STRING = 1, 2, 3  # AttributeProto.AttributeType
 
 
 def _varint(value: int) -> bytes:
@@ -44,9 +44,7 @@ def _attribute(name: str, value: Any) -> bytes:
         return _block(1, name) + _varint(2 << 3 | 5) + struct.pack("<f", value) + _integer(20, _FLOAT)
     if isinstance(value, int):
         return _block(1, name) + _integer(3, value) + _integer(20, _INT)
-    if isinstance(value, str):
-        return _block(1, name) + _block(4, value) + _integer(20, _STRING)
-    return _block(1, name) + b"".join(_integer(8, item) for item in value) + _integer(20, _INTS)
+    return _block(1, name) + _block(4, value) + _integer(20, _STRING)
 
 
 def node(

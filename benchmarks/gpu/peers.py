@@ -1,6 +1,6 @@
-"""What the CUDA library is compared with: PyTorch's batch norm (its own kernels and cuDNN's), the primitives of
-its sync batch norm, and a device copy. Each is a pair of functions on given tensors; results are returned so that
-a captured graph keeps them apart, as ours are.
+"""What the CUDA library is compared with: PyTorch's batch norm (its own kernels and cuDNN's) and the primitives of its sync
+batch norm. Each is a pair of functions on the tensors of a call; results are returned so that a captured graph keeps them
+apart, as ours are.
 """
 
 from __future__ import annotations
@@ -10,71 +10,58 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.layer import EPS, MOMENTUM, Layer
+from benchmarks.gpu.calls import Calls
+from benchmarks.gpu.expected import EPS, MOMENTUM
 
-Call = Callable[[], Any]
-
-
-def native(x: torch.Tensor, dy: torch.Tensor, layer: Layer) -> tuple[Call, Call]:
-    statistics = (layer.running_mean.clone(), layer.running_var.clone())
-
-    def forward() -> Any:
-        return torch.ops.aten.native_batch_norm(x, layer.weight, layer.bias, *statistics, True, MOMENTUM, EPS)
-
-    _, mean, invstd = forward()
-
-    def backward() -> Any:
-        return torch.ops.aten.native_batch_norm_backward(
-            dy, x, layer.weight, *statistics, mean, invstd, True, EPS, [True, True, True]
-        )
-
-    return forward, backward
+Pair = tuple[Callable[[], Any], Callable[[], Any]]
+aten = torch.ops.aten
 
 
-def cudnn(x: torch.Tensor, dy: torch.Tensor, layer: Layer) -> tuple[Call, Call]:
-    statistics = (layer.running_mean.clone(), layer.running_var.clone())
-
-    def forward() -> Any:
-        return torch.ops.aten.cudnn_batch_norm(x, layer.weight, layer.bias, *statistics, True, MOMENTUM, EPS)
-
-    _, mean, invstd, reserve = forward()
-
-    def backward() -> Any:
-        return torch.ops.aten.cudnn_batch_norm_backward(x, dy, layer.weight, *statistics, mean, invstd, EPS, reserve)
-
-    return forward, backward
+def native(calls: Calls) -> Pair:
+    x, dy, weight, bias, *running = inputs(calls)
+    _, mean, invstd = aten.native_batch_norm(x, weight, bias, *running, True, MOMENTUM, EPS)
+    return (
+        lambda: aten.native_batch_norm(x, weight, bias, *running, True, MOMENTUM, EPS),
+        lambda: aten.native_batch_norm_backward(dy, x, weight, *running, mean, invstd, True, EPS, [True] * 3),
+    )
 
 
-def sync(x: torch.Tensor, dy: torch.Tensor, layer: Layer) -> tuple[Call, Call]:
+def cudnn(calls: Calls) -> Pair:
+    x, dy, weight, bias, *running = inputs(calls)
+    _, mean, invstd, reserve = aten.cudnn_batch_norm(x, weight, bias, *running, True, MOMENTUM, EPS)
+    return (
+        lambda: aten.cudnn_batch_norm(x, weight, bias, *running, True, MOMENTUM, EPS),
+        lambda: aten.cudnn_batch_norm_backward(x, dy, weight, *running, mean, invstd, EPS, reserve),
+    )
+
+
+def sync(calls: Calls) -> Pair:
     """One process of torch.nn.SyncBatchNorm, without its collectives."""
-    statistics = (layer.running_mean.clone(), layer.running_var.clone())
+    x, dy, weight, bias, *running = inputs(calls)
     count = x.numel() // x.shape[1]
     counts = torch.full((1,), float(count), device=x.device)
     whole = torch.full((1,), count, dtype=torch.int32, device=x.device)
 
-    def group_statistics() -> Any:
+    def statistics() -> Any:
         mean, invstd = torch.batch_norm_stats(x, EPS)
         return torch.batch_norm_gather_stats_with_counts(
-            x, mean.view(1, -1), invstd.view(1, -1), *statistics, MOMENTUM, EPS, counts
+            x, mean.view(1, -1), invstd.view(1, -1), *running, MOMENTUM, EPS, counts
         )
 
-    def forward() -> Any:
-        return torch.batch_norm_elemt(x, layer.weight, layer.bias, *group_statistics(), EPS)
-
-    mean, invstd = group_statistics()
+    mean, invstd = statistics()
 
     def backward() -> Any:
-        sum_dy, sum_dy_xmu, dweight, dbias = torch.batch_norm_backward_reduce(
-            dy, x, mean, invstd, layer.weight, True, True, True
-        )
-        dx = torch.batch_norm_backward_elemt(dy, x, mean, invstd, layer.weight, sum_dy, sum_dy_xmu, whole)
+        sum_dy, sum_dy_xmu, dweight, dbias = torch.batch_norm_backward_reduce(dy, x, mean, invstd, weight, *[True] * 3)
+        dx = torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, whole)
         return dx, dweight, dbias
 
-    return forward, backward
+    return lambda: torch.batch_norm_elemt(x, weight, bias, *statistics(), EPS), backward
 
 
-PEERS: dict[str, Callable[[torch.Tensor, torch.Tensor, Layer], tuple[Call, Call]]] = {
-    "torch": native,
-    "cudnn": cudnn,
-    "sync": sync,
-}
+def inputs(calls: Calls) -> list[torch.Tensor]:
+    """x, dy, weight, bias, and copies of the running statistics."""
+    kept = [calls.at[name] for name in ("x", "dy", "weight", "bias")]
+    return [*kept, calls.at["running_mean"].clone(), calls.at["running_var"].clone()]
+
+
+PEERS: dict[str, Callable[[Calls], Pair]] = {"torch": native, "cudnn": cudnn, "sync": sync}

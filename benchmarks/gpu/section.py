@@ -16,9 +16,11 @@ from pathlib import Path
 
 from benchmarks.gpu.report import INCOMPLETE, Report
 
-MODULES = {
-    "build": "build", "bare": "bare_cases", "verify": "verify", "bench": "bench", "ort": "onnx_runtime", "torch": "torch_checks",
-    "sanitize": "sanitize", "profile": "profile",
+# The module of each section and its function.
+FUNCTIONS = {
+    "build": ("libraries", "run"), "bare": ("bare", "run"), "verify": ("verify", "run"), "bench": ("bench", "run"),
+    "torch": ("torch_checks", "run"), "ort": ("onnx_runtime", "run"), "sanitize": ("tools", "sanitize"),
+    "profile": ("tools", "profile"),
 }  # fmt: skip
 
 
@@ -49,7 +51,7 @@ def end_with_the_kit() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=MODULES)
+    parser.add_argument("name", choices=FUNCTIONS)
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--provider", default="installed")
@@ -65,8 +67,9 @@ def main() -> int:
 
 def run(given: argparse.Namespace) -> int:
     report = Report(given.rows, given.seconds)
-    section = importlib.import_module(f"benchmarks.gpu.{MODULES[given.name]}")
-    section.run(report, Options(given.rehearse, given.provider, given.architecture))
+    module, function = FUNCTIONS[given.name]
+    section = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)
+    section(report, Options(given.rehearse, given.provider, given.architecture))
     if report.unreached:
         print(f"no time was left for {len(report.unreached)} steps, from {report.unreached[0]!r} on")
         return INCOMPLETE

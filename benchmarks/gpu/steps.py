@@ -83,18 +83,18 @@ def candidates(device: str) -> dict[str, Norm]:
     return norms
 
 
-def step_times(steps: dict[str, Callable[[], None]], device: str, count: int, rounds: int) -> dict[str, float]:
+def step_times(steps: dict[str, Callable[[], None]], device: str, few: bool, is_short: bool) -> dict[str, float]:
     """Median microseconds of a step of each, host and device together."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 1):  # the first warms up
+    count = (2 if few else 100) if is_short else (1 if few else STEPS)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for turn in range((1 if few else ROUNDS) + 1):  # the first warms up
         for name, step in steps.items():
-            if device == "cuda":
-                torch.cuda.synchronize()
+            wait()
             start = time.perf_counter()
             for _ in range(count):
                 step()
-            if device == "cuda":
-                torch.cuda.synchronize()
+            wait()
             if turn > 0:
                 times[name].append((time.perf_counter() - start) * 1e6 / count)
     return {name: statistics.median(each) for name, each in times.items()}
@@ -134,49 +134,38 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
 
 
 def run(report: Report, options: Options) -> None:
-    device, few = options.device, options.rehearse
-    for shape in SHAPES[:1] if few else SHAPES:
-        for channels_last in (False, True):
-            name = f"module step {'x'.join(map(str, shape))} float16{' NHWC' if channels_last else ''}"
-            if report.wanted(name, 10):
-                with report.step(name) as row:
-                    times = module_step(shape, channels_last, device, few)
-                    row.ok, row.value, row.data = None, summary(times), {"us": times}
-    for channels_last, in_graph in itertools.product((False, True), (False, True)):
-        where = (
-            f"{' in a CUDA graph' if in_graph else ''}, batch {2 if few else BATCH}{' NHWC' if channels_last else ''}"
-        )
-        if report.wanted(f"ResNet-50 step{where}", 30):
-            with report.step(f"ResNet-50 step{where}", 60) as row:
-                if few and in_graph:
-                    raise NotRun("an emulated device has no graphs")
-                times = network_step(channels_last, device, few, in_graph)
-                row.ok = None if few else times["ours"] <= MOST * times["BatchNorm2d"]
-                row.value, row.data = summary(times), {"us": times, "most": MOST}
+    few, batch = options.rehearse, 2 if options.rehearse else BATCH
+    shapes = itertools.product(SHAPES[:1] if few else SHAPES, (False, True))
+    todo = [(f"module step {'x'.join(map(str, shape))} float16", shape, layout, False) for shape, layout in shapes]
+    for layout, in_graph in itertools.product((False, True), (False, True)):
+        where = f"{' in a CUDA graph' if in_graph else ''}, batch {batch}"
+        todo.append((f"ResNet-50 step{where}", None, layout, in_graph))
+    for title, shape, channels_last, in_graph in todo:
+        name = f"{title}{' NHWC' if channels_last else ''}"
+        if not report.wanted(name, 10 if shape else 30):
+            continue
+        with report.step(name, 60) as row:
+            if few and in_graph:
+                raise NotRun("an emulated device has no graphs")
+            layout = torch.channels_last if channels_last else torch.contiguous_format
+            times = step_times(steps_of(shape, layout, options.device, few, in_graph), options.device, few, bool(shape))
+            row.ok = None if few or shape else times["ours"] <= MOST * times["BatchNorm2d"]
+            row.value, row.data = summary(times), {"us": times, "most": MOST}
 
 
-def format_of(channels_last: bool) -> Any:
-    return torch.channels_last if channels_last else torch.contiguous_format
-
-
-def module_step(shape: tuple[int, ...], channels_last: bool, device: str, few: bool) -> dict[str, float]:
-    x, dy = (torch.randn(shape, device=device).to(torch.float16) for _ in range(2))
-    x, dy = (each.contiguous(memory_format=format_of(channels_last)) for each in (x, dy))
-    x.requires_grad_()
-    steps = {}
-    for name, norm in candidates(device).items():
-        steps[name] = step_of(norm(shape[1]).to(device).train(), x, dy, autocast=False)
-    return step_times(steps, device, 2 if few else 100, 1 if few else ROUNDS)
-
-
-def network_step(channels_last: bool, device: str, few: bool, in_graph: bool) -> dict[str, float]:
+def steps_of(
+    shape: tuple[int, ...] | None, layout: Any, device: str, few: bool, in_graph: bool
+) -> dict[str, Callable[[], None]]:
+    """A step of each candidate: of a module for a shape, else of ResNet-50 under autocast."""
     batch, side, share = (2, 32, 16) if few else (BATCH, SIDE, 1)
-    x = torch.randn(batch, 3, side, side, device=device).contiguous(memory_format=format_of(channels_last))
+    x = torch.randn(shape or (batch, 3, side, side), device=device).contiguous(memory_format=layout)
+    x = x.to(torch.float16).requires_grad_() if shape else x
+    dy = torch.randn_like(x) if shape else None
     steps = {}
     for name, norm in candidates(device).items():
         if in_graph and name == "SyncBatchNorm":
             continue  # its collectives
-        model = resnet50(norm, share).to(device, memory_format=format_of(channels_last)).train()
-        step = step_of(model, x, None, autocast=True)
+        model = norm(shape[1]) if shape else resnet50(norm, share)
+        step = step_of(model.to(device, memory_format=layout).train(), x, dy, autocast=shape is None)
         steps[name] = captured(step) if in_graph else step
-    return step_times(steps, device, 1 if few else STEPS, 1 if few else ROUNDS)
+    return steps

@@ -219,7 +219,9 @@ def backward_params(**values: Any) -> ctypes.Structure:
 
 
 def lend_openmp(gomp_parallel: int) -> None:
-    """Call bnexport_lend_openmp: pass the address of the program's GOMP_parallel, or 0 for the library's own threads."""
+    """Call bnexport_lend_openmp: pass the address of the program's GOMP_parallel, or 0 for none: kernels then run in
+    the caller's thread.
+    """
     library().bnexport_lend_openmp(gomp_parallel or None)
 
 

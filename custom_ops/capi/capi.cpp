@@ -1,10 +1,10 @@
-// The C API of bnexport.h: validation, then the kernels, with threads of our own.
+// The C API of bnexport.h: validation, then the kernels, in threads that the program lends.
 #include <memory>
 #include <string>
 
 #include "../comm/group.h"
 #include "../kernels/cpu/batch_norm/kernels.h"
-#include "../kernels/cpu/pool.h"
+#include "../kernels/cpu/openmp.h"
 #include "../kernels/cpu/processor.h"
 #include "../schema/batch_norm.h"
 #include "../schema/training.h"
@@ -46,8 +46,8 @@ int bnexport_cpu_moments(const bnexport_forward* params, double* row, char* erro
   return guarded(error, capacity, [&] {
     validate_for_cpu(params, true);
     require_pointer("row", row);
-    cpu::PoolParallel parallel(params->threads);
-    cpu::forward_row(*params, parallel, row);
+    cpu::OpenMpThreads threads(params->threads);
+    cpu::forward_row(*params, threads, row);
   });
 }
 
@@ -56,8 +56,8 @@ int bnexport_cpu_forward(const bnexport_forward* params, char* error, size_t cap
     validate_for_cpu(params, false);
     bnexport_forward checked = *params;
     if (!checked.training) checked.group_size = 1;  // nothing is exchanged
-    cpu::PoolParallel parallel(params->threads);
-    cpu::forward(checked, parallel);
+    cpu::OpenMpThreads threads(params->threads);
+    cpu::forward(checked, threads);
   });
 }
 
@@ -65,8 +65,8 @@ int bnexport_cpu_backward_moments(const bnexport_backward* params, double* row, 
   return guarded(error, capacity, [&] {
     validate_for_cpu(params, true);
     require_pointer("row", row);
-    cpu::PoolParallel parallel(params->threads);
-    cpu::backward_row(*params, parallel, row);
+    cpu::OpenMpThreads threads(params->threads);
+    cpu::backward_row(*params, threads, row);
   });
 }
 
@@ -75,8 +75,8 @@ int bnexport_cpu_backward(const bnexport_backward* params, char* error, size_t c
     validate_for_cpu(params, false);
     bnexport_backward checked = *params;
     if (!checked.training && checked.grad_reduction == BNEXPORT_GRAD_LOCAL) checked.group_size = 1;
-    cpu::PoolParallel parallel(params->threads);
-    cpu::backward(checked, parallel);
+    cpu::OpenMpThreads threads(params->threads);
+    cpu::backward(checked, threads);
   });
 }
 

@@ -94,9 +94,8 @@ typedef struct bnexport_backward {
 BNEXPORT_API uint32_t bnexport_abi_version(void);
 BNEXPORT_API const char* bnexport_version(void);
 
-/* Lends the program's OpenMP runtime to this API: the address of its GOMP_parallel, or NULL for threads
- * of our own. A program whose own regions run in OpenMP threads, as PyTorch's, should: idle OpenMP
- * threads spin and keep the cores from others. ONNX Runtime's path never uses it. */
+/* Lends the program's OpenMP runtime to this API: the address of its GOMP_parallel (-fopenmp). Without one, or with
+ * NULL, and in a forked child, calls run in the caller's thread alone. ONNX Runtime's path never uses it. */
 BNEXPORT_API void bnexport_lend_openmp(void* gomp_parallel);
 
 /* Each returns 0, or a non-zero code with a message of at most `capacity` bytes in `error`. */

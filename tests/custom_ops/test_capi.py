@@ -350,6 +350,30 @@ def test_tensors_past_the_shared_cache():
         oracle.assert_within(got.y, want.y, tolerances.forward("float32"), f"y {S}")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def lent():
+    """Lend torch's threads to the calls that ask for more than one; a function that does so again."""
+    from bnexport.sync_bn import kernels
+
+    def lend():
+        capi.lend_openmp(kernels._openmp_parallel())
+
+    lend()
+    return lend
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_without_threads_that_are_lent_the_caller_does_it_alone(lent):
+    x = np.random.default_rng(6).normal(size=(4, 16, 40, 40)).astype(np.float32)
+    want, before = forward(x, threads=2).y.tobytes(), len(os.listdir("/proc/self/task"))
+    capi.lend_openmp(0)
+    try:
+        assert forward(x, threads=64).y.tobytes() == want
+    finally:
+        lent()
+    assert len(os.listdir("/proc/self/task")) == before
+
+
 def test_callers_in_several_threads():
     rng = np.random.default_rng(4)
     xs = [rng.normal(size=(4, 16, 40, 40)).astype(np.float32) for _ in range(4)]
@@ -374,11 +398,7 @@ def _child(x, queue):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("threads", ["its own", "OpenMP's"])
-def test_after_a_fork(threads):
-    from bnexport.sync_bn import kernels
-
-    capi.lend_openmp(kernels._openmp_parallel() if threads == "OpenMP's" else 0)
+def test_after_a_fork():
     x = np.random.default_rng(5).normal(size=(4, 16, 40, 40)).astype(np.float32)
     want = forward(x, threads=2).y.tobytes()  # the parent's threads exist now
     context = multiprocessing.get_context("fork")

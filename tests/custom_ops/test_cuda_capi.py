@@ -7,46 +7,32 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import os
 import shutil
-import subprocess
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu import cases, groups, more_cases
-from benchmarks.gpu.layer import DTYPES, Calls, Layer
-from bnexport import __version__, torch_versions
+from benchmarks.gpu import libraries, verify
+from benchmarks.gpu.calls import DTYPES, Calls
+from bnexport import torch_versions
 from bnexport.cli import doctor
 from bnexport.errors import LibraryError, UsageError
 from bnexport.native import capi, cuda
 from bnexport.native.library import CUDA_ENVIRONMENT_VARIABLE
 from bnexport.sync_bn import kernels
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES = [
-    "tests/cpp/cuda/emulated_kernels.cpp",
-    "tests/cpp/cuda/emulator.cpp",
-    "custom_ops/kernels/cuda/launch_plan.cpp",
-    "custom_ops/capi/cuda_capi.cpp",
-]
-COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-
 
 @pytest.fixture(scope="module")
 def library_file(tmp_path_factory):
-    if COMPILER is None:
-        pytest.skip("needs a C++ compiler")
-    file = tmp_path_factory.mktemp("cuda") / "libbnexport_ops_cuda.so"
-    flags = ["-std=gnu++17", "-O0", "-shared", "-fPIC", "-Wno-unknown-pragmas", f'-DBNEXPORT_VERSION="{__version__}"']
-    includes = [f"-I{ROOT / 'tests/cpp/cuda'}", f"-I{ROOT / 'custom_ops/include'}"]
-    sources = [str(ROOT / source) for source in SOURCES]
-    subprocess.run([str(COMPILER), *flags, *includes, *sources, "-o", str(file)], check=True)
-    return file
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(libraries, "BUILD", tmp_path_factory.mktemp("cuda"))
+        assert libraries.build_emulated() == ""
+        return libraries.BUILD / libraries.NAMES[CUDA_ENVIRONMENT_VARIABLE]
 
 
 @pytest.fixture
@@ -97,7 +83,7 @@ def test_wrong_arguments_are_refused(emulated):
 
 def test_a_workspace_that_is_too_small_or_not_aligned_is_refused(emulated):
     x = torch.randn(2, 3, 5, 5)
-    calls = Calls(x, x.clone(), torch.empty_like(x), torch.empty_like(x), Layer.of(x))
+    calls = Calls(x, x.clone())
     calls.size -= 256
     with pytest.raises(UsageError, match=r"bytes of the workspace: got \d+, expected \d+ or more"):
         calls.forward()
@@ -112,8 +98,7 @@ def test_closed_forms(emulated, dtype):
     torch.manual_seed(3)
     for shape in [(65, 3), (5, 8, 9, 9), (2, 3, 60, 60)]:
         for channels_last in (False, True) if len(shape) == 4 else (False,):
-            for case in cases.cases_of(shape, dtype, channels_last):
-                cases.verify(case, "cpu")
+            verify.verify_all(verify.cases_of(shape, dtype, channels_last), "cpu")
 
 
 @pytest.fixture
@@ -238,10 +223,10 @@ def test_workspaces_belong_to_a_stream_of_a_thread(monkeypatch):
 @pytest.mark.parametrize("mode", list(capi.STATS_MODES))
 def test_a_group_gives_what_its_batches_together_give(emulated, mode, dtype, channels_last):
     torch.manual_seed(4)
-    groups.verify_group(dtype, channels_last, "cpu", mode)
+    verify.verify_group(mode, dtype, channels_last, "cpu")
 
 
-@pytest.mark.parametrize("check", [more_cases.verify_fixed, more_cases.verify_absent], ids=["fixed", "absent"])
+@pytest.mark.parametrize("check", [verify.verify_fixed, verify.verify_absent], ids=["fixed", "absent"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cases_beside_the_grid(emulated, check, dtype):
     torch.manual_seed(7)
@@ -251,19 +236,19 @@ def test_cases_beside_the_grid(emulated, check, dtype):
 
 def test_verification_sees_wrong_results(emulated, monkeypatch):
     """What the benchmark relies on: one wrong value in the output, or one outside of it, is found."""
-    case = cases.Case((4, 3, 8, 8), torch.float32, False)
+    case = verify.Case((4, 3, 8, 8), torch.float32, False)
     forward = Calls.forward
     for where in (5, 4 * 3 * 64):  # the second lies behind the tensor
 
         def wrong(calls, where=where):
             forward(calls)
-            y = calls.tensors[2]
+            y = calls.at["y"]
             value = y.as_strided((1,), (1,), y.storage_offset() + where)
             value.copy_(torch.where(value.isnan(), 0.0, value + 1e-3))
 
         monkeypatch.setattr(Calls, "forward", wrong)
         with pytest.raises(AssertionError, match="values off" if where == 5 else "written outside"):
-            cases.verify(case, "cpu")
+            verify.verify(case, "cpu")
 
 
 @pytest.mark.parametrize("shape", [(5, 8, 9, 9), (2, 3, 30, 30)], ids=str)
@@ -272,22 +257,20 @@ def test_saved_statistics_in_the_statistics_type(emulated, shape, channels_last)
     """The forward rounds them to it, and the backward starts from the rounded ones: the same bits as through float64."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
     x, dy = (torch.randn(shape).contiguous(memory_format=layout) for _ in range(2))
-    runs = []
+    runs, saved = [], ("saved_mean", "saved_invstd")
+    torch.manual_seed(5)
+    vectors = {name: tensor for name, tensor in Calls(x, dy).at.items() if name in ("weight", "bias")}
     for narrow in (False, True):
-        layer = Layer.of(x)
-        layer.weight.fill_(1.5)
+        calls = Calls(x, dy)
+        calls.at |= vectors
         if narrow:
-            layer.saved_mean, layer.saved_invstd = (torch.full((shape[1],), torch.nan) for _ in range(2))
-        y, dx = (torch.full_like(x, torch.nan) for _ in range(2))
-        calls = Calls(x, dy, y, dx, layer)
-        calls.common["saved_as_statistics"] = int(narrow)
-        calls.prepare()
+            calls.at |= {name: torch.full((shape[1],), torch.nan) for name in saved}
+        calls.prepare(saved_as_statistics=int(narrow))
         calls.forward()
-        if not narrow:
-            for saved in (layer.saved_mean, layer.saved_invstd):
-                saved.copy_(saved.float())
+        for name in saved if not narrow else ():
+            calls.at[name].copy_(calls.at[name].float())
         calls.backward()
-        runs.append([layer.saved_mean.float(), layer.saved_invstd.float(), dx, layer.dweight, layer.dbias])
+        runs.append([calls.at[name].float() for name in (*saved, "dx", "dweight", "dbias")])
     for wide, narrow_ in zip(*runs, strict=True):
         assert torch.equal(wide, narrow_)
         assert not narrow_.isnan().any()
