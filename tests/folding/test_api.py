@@ -57,6 +57,7 @@ def test_report_is_data(source: Path) -> None:
     report = fold(source).report
     data = json.loads(json.dumps(report.to_dict()))
     assert data["schema_version"] == 1
+    assert (data["before"]["batch_norm"], data["after"]["batch_norm"]) == (2, 1)
     assert data["sites"][0]["outcome"] == "folded"
     assert data["sites"][0]["rules"] == ["conv"]
     assert data["verification"]["passed"] is True

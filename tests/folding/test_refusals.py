@@ -148,6 +148,7 @@ BACKWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"inputs": "float[] x", "opset": 18, "s": np.array([2], np.float32)}),
     "z = Reshape (x, s)   ": ("reshape", r"\(\?, 4, 3\) to \(12, unk__0\)", {"inputs": "float[?,4,3] x", "s": [12, -1]}),
     "z = Cast <to=10> (x)": ("cast", "changes the type", {}),
+    "t = Unknown (x)\n z = Cast <to=1> (t)": ("cast", "changes the type", {}),
     "z = Sigmoid (x)": ("no-rule", "not linear", {}),
 }  # fmt: skip
 FORWARD: dict[str, tuple[str, str, dict[str, Any]]] = {

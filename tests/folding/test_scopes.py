@@ -273,6 +273,14 @@ def test_a_call_that_gains_nothing_stays() -> None:
     assert operators(to_proto(result.model)) == ["Relu", "norm2d", "Relu"]
 
 
+def test_a_call_between_batch_norms_that_merge_is_inlined() -> None:
+    nodes = "r = Relu (x)\n t = local.norm2d <eps = 0.5> (r, p_s, p_b, p_m, p_v)\n u = BatchNormalization (t, q_s, q_b, q_m, q_v)"
+    shapes = {**batch_norm("p", 6), **batch_norm("q", 6)}
+    proto = model(f"g ({X4}) => (float[N,6,A,B] y) {{ {nodes}\n y = Relu (u) }}", shapes, header=HEADER)
+    folded, _ = fold_and_check(functions(proto, NORM2D), left=1)
+    assert operators(folded) == ["Relu", "BatchNormalization", "Relu"]
+
+
 @pytest.mark.parametrize("opset", [16, 17])
 def test_a_function_of_another_opset_stays(opset: int) -> None:
     body = (

@@ -1,4 +1,4 @@
-"""The plain driver: mutations of seeds in a forked process, which has a bound on its memory and is watched from outside.
+"""Mutations of seeds in a forked process, which has a bound on its memory and is watched from outside.
 
 The input at hand lies in memory that both processes share, so that it can be saved whatever becomes of the one
 that reads it. Inputs that are accepted become seeds themselves, so that changes add up.

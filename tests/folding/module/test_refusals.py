@@ -93,12 +93,13 @@ CHANGES = {
     "a view": lambda m, z: z.view(-1).mul_(2),
     "a module": lambda m, z: m.w(z),
     "an activation": lambda m, z: nn.functional.relu(z, inplace=True),
+    "an activation's module": lambda m, z: m.r(z),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_memory_that_is_changed_behind_a_norm(change):
-    net = trained(Called(changed(change), c=conv(), n=norm(), w=Writes()))
+    net = trained(Called(changed(change), c=conv(), n=norm(), w=Writes(), r=nn.ReLU(inplace=True)))
     folded = fold_and_check(net, X2)
     assert reasons(folded) == {"n": ["shared", "in-place"]}
 

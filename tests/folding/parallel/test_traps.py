@@ -73,6 +73,13 @@ def test_channels_that_contradict_each_other_stay() -> None:
     assert reasons(proto) == ["shape"]
 
 
+def test_vectors_stay() -> None:
+    nodes = "a = MatMul (x, m)\n c = MatMul (x, m2)\n y = Add (a, c)"
+    proto = model(f"g (float[7] x) => (float[7] y) {{ {nodes} }}", {"m": (7, 7), "m2": (7, 7)})
+    assert operators(to_proto(fold(proto).model)) == ["MatMul", "MatMul", "Add"]
+    assert reasons(proto) == ["rank"]
+
+
 def test_matmuls_of_unknown_rank_stay() -> None:
     nodes = "r = other.Thing (x)\n a = MatMul (r, m)\n c = MatMul (r, m2)\n y = Add (a, c)"
     header = '<ir_version: 8, opset_import: ["": 17, "other": 1]>'
@@ -109,8 +116,8 @@ def test_a_size_that_a_file_may_claim_is_not_allocated(case: str) -> None:
     proto = build(
         HUGE[case], X.replace("4", str(channels)), **{name: values[name] for name in named(HUGE[case], values)}
     )
-    report = fold(proto, verify=False).report
-    assert not any(site.summary for site in report.sites)
+    assert "too-large" in reasons(proto)
+    assert not any(site.summary for site in fold(proto, verify=False).report.sites)
 
 
 def test_half_precision() -> None:
