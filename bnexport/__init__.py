@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from bnexport.runtime.groups import register_group
     from bnexport.runtime.sessions import InferenceSession
     from bnexport.sync_bn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
+    from bnexport.sync_bn.join import join
     from bnexport.training.api import TrainingExportResult, export_training_step
     from bnexport.training.session import TrainingSession
 
@@ -47,6 +48,7 @@ _HOMES = {
     "get_library_path": "native.library",
     "inline": "folding",
     "inspect": "folding",
+    "join": "sync_bn.join",
     "load_checkpoint": "exporting.checkpoint",
     "recalibrate": "recalibration.modules",
     "recalibrate_file": "recalibration.files",

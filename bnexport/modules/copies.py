@@ -69,8 +69,10 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False) -> nn.Module
     share_parameters: the copy holds the same parameters, for runs and traces that do not change them;
     buffers, which a forward may change, are its own.
 
-    Raises UnsupportedModelError for a module that holds something else that cannot be copied, such as a lock.
+    Raises UnsupportedModelError for a module that holds something else that cannot be copied, such as a lock or the
+    shards of FSDP.
     """
+    _refuse_shards(model)
     memo: dict[int, Any] = {}
     for module in model.modules():
         synchronises = is_sync_batch_norm(module)
@@ -101,6 +103,19 @@ def copy_model(model: nn.Module, *, share_parameters: bool = False) -> nn.Module
             elif isinstance(value, (types.FunctionType, functools.partial)):
                 module.__dict__[name] = references.moved(value)
     return copied
+
+
+def _refuse_shards(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for a module of whose parameters this process holds a share."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and who has such a module has done so
+    kinds = tuple(getattr(fsdp, name) for name in ("FullyShardedDataParallel", "FSDPModule") if hasattr(fsdp, name))
+    for name, module in model.named_modules():
+        if isinstance(module, kinds):
+            raise UnsupportedModelError(
+                f"{name or 'model'}: FSDP spreads its parameters over the processes; gather them on all processes, and"
+                " go on with a model that is not wrapped: state = get_model_state_dict(model, options=StateDictOptions("
+                "full_state_dict=True)) of torch.distributed.checkpoint.state_dict; plain.load_state_dict(state)"
+            )
 
 
 def _is_process_group(value: Any) -> bool:

@@ -15,9 +15,11 @@ receives a longer message than it expects. Hence two measures:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import weakref
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +53,7 @@ _memberships: dict[str, _Membership] = {}
 # For messages: the usual reason why a member does not come.
 _UNEVEN = "a process that runs out of batches before the others must go on with empty ones, of shape (0, C, *)"
 _published: dict[str, str] = {}
+_silent: list[bool] = []
 
 
 def is_initialized() -> bool:
@@ -121,6 +124,8 @@ def exchange(
     layers, and when the collective fails or times out, as when a member died.
     """
     membership = _membership(name)
+    if _silent:
+        row = torch.zeros_like(row)
     if membership.size != group_size:
         raise GroupError(
             f"group {name!r}: got group_size {group_size}, expected {membership.size}, the number of its members"
@@ -172,6 +177,34 @@ def all_reduce(tensor: torch.Tensor, name: str) -> None:
         raise GroupError(
             f"group {name!r}: a sum over the processes failed on rank {membership.rank}: {error}"
         ) from error
+
+
+def broadcast(tensors: Sequence[torch.Tensor], values: list[Any], name: str, rank: int) -> list[Any]:
+    """Give every member the tensors, in place, and the picklable values of member `rank`. Raises GroupError."""
+    membership = _membership(name)
+    group, box = resolve(name), [values]
+    source = dist.get_global_rank(group, rank)
+    try:
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), source, group=group)
+        dist.broadcast_object_list(box, source, group=group)
+    except RuntimeError as error:
+        raise GroupError(f"group {name!r}: an exchange failed on rank {membership.rank}: {error}") from error
+    return box[0]
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Take part in exchanges of statistics with rows of an empty batch; in all threads, for autograd has its own."""
+    _silent.append(True)
+    try:
+        yield
+    finally:
+        _silent.pop()
+
+
+def is_silent() -> bool:
+    return bool(_silent)
 
 
 def publish(public_name: str, name: str) -> None:

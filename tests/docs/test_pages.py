@@ -17,8 +17,8 @@ RESULT = re.compile(
     r"^result: \d+ folds? proved, \d+ compared only.*; \d+ batch norms? left.*; .*latency",
     re.MULTILINE,
 )
-# Run elsewhere: by tests/test_examples.py, and with real packages by tests/frameworks/test_tutorial.py.
-ELSEWHERE = ("cpp", "mmsegmentation", "timm")
+# Run elsewhere: by tests/test_examples.py, and with real packages by tests/frameworks.
+ELSEWHERE = ("cpp", "mmsegmentation", "timm", "trainers")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in ELSEWHERE], ids=lambda page: page.stem)

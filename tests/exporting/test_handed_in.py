@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bnexport
+from bnexport import torch_versions
 from bnexport.errors import BnexportError, UnsupportedModelError, UsageError
 from tests.folding.module.nets import trained
 
@@ -80,6 +81,26 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
     assert result.notes == (
         "DistributedDataParallel copies buffers from its first process in every forward; the file does not",
     )
+
+
+@pytest.mark.skipif(not torch_versions.has((2, 6)), reason="fully_shard came with torch 2.6")
+def test_shards(tmp_path: Path) -> None:
+    """Refused with two lines that gather them, which do."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        dist.device_mesh.init_device_mesh("cpu", (1,))
+        model, plain = fully_shard(net()), net()
+        with pytest.raises(BnexportError, match=r"model: FSDP spreads .* get_model_state_dict\(model, options=State"):
+            bnexport.export(model, X, tmp_path / "m.onnx")
+        with pytest.raises(BnexportError, match="model: FSDP spreads"):
+            bnexport.fold_module(model)
+        plain.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    finally:
+        dist.destroy_process_group()
+    assert bnexport.export(plain, X, tmp_path / "m.onnx").verification.passed
 
 
 def meta() -> nn.Module:

@@ -1,4 +1,4 @@
-"""A virtual environment with real frameworks under build/frameworks, made once and used until its list changes."""
+"""Virtual environments with real frameworks and trainers under build/, made once and used until their lists change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from bnexport.native import library
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "build" / "frameworks"
 # In this order: torch first, so that nothing brings another build of it. Without what they ask for: it is listed here.
 WITH_DEPENDENCIES = (
     ("torch==2.13.0",),
@@ -41,19 +40,35 @@ ALONE = (
 BUILT = "inplace-abn==1.1.0"
 
 
-def python() -> Path:
-    """The interpreter of the environment, which is made where it is missing (ten minutes, needs a package index)."""
-    done = FOLDER / "ready"
-    interpreter = FOLDER / "bin" / "python"
-    wanted = repr((WITH_DEPENDENCIES, ALONE, BUILT))
+# Packages with dependencies, in order; packages without; what is compiled.
+ENVIRONMENTS: dict[str, tuple[tuple[tuple[str, ...], ...], tuple[str, ...], tuple[str, ...]]] = {
+    "frameworks": (WITH_DEPENDENCIES, ALONE, (BUILT,)),
+    "trainers": (
+        (
+            *WITH_DEPENDENCIES[:2],
+            ("lightning==2.6.6", "accelerate==1.15.0", "mmengine==0.10.7", "ray[train]==2.60.0"),
+        ),
+        (),
+        (),
+    ),
+}
+
+
+def python(name: str = "frameworks") -> Path:
+    """The interpreter of an environment, which is made where it is missing (ten minutes, needs a package index)."""
+    folder, wanted = ROOT / "build" / name, repr(ENVIRONMENTS[name])
+    done, interpreter = folder / "ready", folder / "bin" / "python"
     if not done.exists() or done.read_text() != wanted:
-        shutil.rmtree(FOLDER, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", str(FOLDER)], check=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         pip = [str(interpreter), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        for packages in WITH_DEPENDENCIES:
+        groups, alone, built = ENVIRONMENTS[name]
+        for packages in groups:
             subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), *packages], check=True)
-        subprocess.run([*pip, "--no-deps", *ALONE], check=True)
-        subprocess.run([*pip, "--no-deps", "--no-build-isolation", BUILT], check=False)
+        if alone:
+            subprocess.run([*pip, "--no-deps", *alone], check=True)
+        for package in built:
+            subprocess.run([*pip, "--no-deps", "--no-build-isolation", package], check=False)
         done.write_text(wanted)
     return interpreter
 
