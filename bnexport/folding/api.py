@@ -16,10 +16,9 @@ import onnx_ir.passes.common as passes
 
 from bnexport import interface, schema
 from bnexport.errors import UnsupportedModelError, VerificationError
-from bnexport.folding.context import Leftover, Options, check_leftover
-from bnexport.folding.folder import Folding, as_names, check_selection
+from bnexport.folding.context import Leftover, Options
+from bnexport.folding.folder import Folding, check_selection
 from bnexport.folding.report import Counts, FoldReport, certify, count
-from bnexport.folding.rules import check_rules
 from bnexport.graph.conversion import convert
 from bnexport.graph.functions import inline_functions
 from bnexport.graph.nodes import Refused, is_portable_body, is_quantised, is_sync_batch_norm, label, training_mode
@@ -69,7 +68,6 @@ def fold(
     skip: Iterable[str] = (),
     max_scale: float = 1e6,
     training_to_inference: bool = False,
-    rules: Iterable[str] | None = None,
     leftover: Leftover = "batch-norm",
     simplify: bool = False,
     overwrite: bool = False,
@@ -93,7 +91,6 @@ def fold(
         skip: labels of nodes to leave alone; `parallel` for branches.
         max_scale: largest |gamma| / std that is folded.
         training_to_inference: also turn BatchNormalization that trains into inference.
-        rules: names of the rules that may be used (`bnexport.folding.rules.ALL`); None for all.
         leftover: the form of what stays: "batch-norm" as it is; "conv", a depthwise 1x1 Conv (Mul and Add for data of
             rank 2); "arithmetic", Mul and Add.
         simplify: after folding, evaluate shape arithmetic and constants and remove what has no effect, as an export does;
@@ -137,13 +134,12 @@ def fold(
         ['folded']
     """
     write.check_new(target, overwrite)
-    options = Options(
+    options = Options.of(
         max_scale=max_scale,
-        only=None if only is None else as_names("only", only),
-        skip=as_names("skip", skip),
+        only=only,
+        skip=skip,
         training_to_inference=training_to_inference,
-        rules=None if rules is None else check_rules(rules),
-        leftover=check_leftover(leftover),
+        leftover=leftover,
     )
     terms = Terms(inputs, seed, samples, atol, rtol, timeout, proof_seconds=proof_seconds)
     method = as_method(verify)
@@ -290,17 +286,7 @@ def _transform(opened: ModelSource, before: Counts, options: Options, *, keep_re
         if folding.converted:
             insert_casts(unfolded)
     folding.fold()
-    if folding.converted:
-        insert_casts(model)
-    report = FoldReport(
-        tuple(folding.sites),
-        before,
-        count(model),
-        folding.meaning_changed,
-        source=opened.path,
-        notes=(*opened.notes, *folding.notes),
-        inlined=folding.inlined,
-    )
+    report = folding.report(before, opened.notes, opened.path)
     # The caller asked for another meaning of a training graph: its original says nothing.
     kept = (None if folding.training_converted else original, unfolded if folding.converted else None)
     references = tuple(reference for reference in kept if reference is not None)

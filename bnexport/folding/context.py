@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Literal, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, get_args
 
 import numpy as np
 import onnx_ir as ir
 
 from bnexport.errors import UsageError
-from bnexport.folding.affine import Outputs, along, round_vector
+from bnexport.folding.affine import ChannelAffine, Outputs, along, round_vector
 from bnexport.folding.scaled_tensor import (
     FLOAT_DATA_TYPES,
     ScaledTensor,
@@ -24,6 +24,7 @@ from bnexport.graph.nodes import Names, Refused, get_int, input_at, is_standard,
 from bnexport.graph.scopes import GraphContext, new_constant
 from bnexport.graph.shapes import Shapes
 from bnexport.graph.surgery import Surgery
+from bnexport.interface import check_choice
 
 # Pending changes of parameters, stored outside the model and applied at the end of the pass.
 
@@ -98,7 +99,6 @@ class Options:
 
     max_scale: largest |gamma| / sqrt(var + eps) that is folded. only, skip: names of nodes.
     training_to_inference: also turn BatchNormalization with training_mode=1 into inference.
-    rules: names of the rules that may be used; None for all.
     leftover: the form of what stays, of LEFTOVERS.
     check_early: find out by a pass of its own whether a large weight can be scaled. Otherwise the tensor itself
     raises Refused when it is written, which is too late for another way to fold the site.
@@ -109,17 +109,21 @@ class Options:
     only: frozenset[str] | None = None
     skip: frozenset[str] = frozenset()
     training_to_inference: bool = False
-    rules: frozenset[str] | None = None
     leftover: Leftover = "batch-norm"
     check_early: bool = True
     layers: Layers | None = None
 
-
-def check_leftover(form: Leftover) -> Leftover:
-    """Return the form of what stays. Raise UsageError for an unknown one."""
-    if form not in LEFTOVERS:
-        raise UsageError(f"leftover: got {form!r}, expected one of {', '.join(LEFTOVERS)}")
-    return form
+    @classmethod
+    def of(cls, *, only: Iterable[str] | None, skip: Iterable[str], **others: Any) -> Options:
+        """Return the options that a caller gives. Raise UsageError for a single string, whose letters are no names, and for an
+        unknown leftover.
+        """
+        for option, names in (("only", only), ("skip", skip)):
+            if isinstance(names, str):
+                raise UsageError(f"{option}: got the string {names!r}, expected a list of names")
+        made = cls(only=None if only is None else frozenset(only), skip=frozenset(skip), **others)
+        check_choice("leftover", made.leftover, LEFTOVERS)
+        return made
 
 
 class Context(GraphContext):
@@ -369,9 +373,41 @@ class Plan:
         self.edits[node, index] = Exact(values, round_vector(values, dtype, what, magnitude))
         self.target(node)
 
+    def map(
+        self,
+        node: ir.Node,
+        index: int,
+        axis: int,
+        affine: ChannelAffine,
+        dtype: np.dtype,
+        what: str,
+        values: np.ndarray | None = None,
+    ) -> None:
+        """Apply a map along `axis` of parameter `index` of `node`. values: those of the parameter, where they are known."""
+        values = self.value(node, index, what) if values is None else values
+        scale, center, shift = (along(part, axis, values.ndim) for part in (affine.scale, affine.center, affine.shift))
+        size = np.abs(scale) * (np.abs(values) + np.abs(center)) + np.abs(shift)
+        self.replace(node, index, (values - center) * scale + shift, dtype, what, size)
+
+    def add(self, node: ir.Node, index: int, vector: np.ndarray, size: np.ndarray, dtype: np.dtype, what: str) -> None:
+        """Add a vector to a bias, which is created if absent. size: magnitudes of the terms of its sums."""
+        bias = self.vector(node, index, vector.size, what)
+        self.replace(node, index, bias + vector, dtype, what, np.abs(bias) + size)
+
+    def has(self, node: ir.Node, index: int) -> bool:
+        """Whether the node has, or will have, this parameter."""
+        return input_at(node, index) is not None or self._edit(node, index) is not None
+
     def value(self, node: ir.Node, index: int, what: str) -> np.ndarray:
         """Return the parameter as float64, with the edits of this plan."""
         return self.context.current(node, index, what, self.edits)
+
+    def vector(self, node: ir.Node, index: int, channels: int, what: str) -> np.ndarray:
+        """Return a bias as float64; zeros if it is absent. Raises Refused for one of another shape."""
+        bias = self.value(node, index, what) if self.has(node, index) else np.zeros(channels)
+        if bias.shape != (channels,):
+            raise Refused("shape", f"the {what} has shape {bias.shape}, expected ({channels},)")
+        return bias
 
     def sums(
         self, node: ir.Node, index: int, weights: np.ndarray, view: tuple[int, ...], kept: tuple[int, ...], what: str

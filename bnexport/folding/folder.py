@@ -18,12 +18,11 @@ import onnx_ir as ir
 
 from bnexport import interface
 from bnexport.errors import UnsupportedModelError, UsageError
-from bnexport.folding import sites
-from bnexport.folding.branches.merging import Branches, is_wanted
-from bnexport.folding.context import Context, Leftover, Options, Plan, check_leftover, write_parameters
+from bnexport.folding.branches.merging import Branches
+from bnexport.folding.context import Context, Leftover, Options, Plan, write_parameters
 from bnexport.folding.placing import merge, place, place_whole, restate
-from bnexport.folding.report import FoldReport, Refusal, SiteReport, count, within
-from bnexport.folding.rules import by_operator, check_rules
+from bnexport.folding.report import Counts, FoldReport, Refusal, SiteReport, count, within
+from bnexport.folding.rules import by_operator
 from bnexport.folding.rules.parallel import NAME as PARALLEL
 from bnexport.folding.sites import OP_TYPES, Site, batch_norm_site, elementwise_site, lone_sites, read_batch_norm
 from bnexport.graph.conversion import Conversion, convert
@@ -79,13 +78,6 @@ def as_labels(names: Collection[str], nodes: Iterable[ir.Node]) -> frozenset[str
     return frozenset(names).union(label(node) for node in nodes if _is_norm(node) and module_path(node) in names)
 
 
-def as_names(option: str, names: Iterable[str]) -> frozenset[str]:
-    """Return the names as a set. Raise UsageError for a single string, whose letters are no names."""
-    if isinstance(names, str):
-        raise UsageError(f"{option}: got the string {names!r}, expected a list of names")
-    return frozenset(names)
-
-
 def check_names(option: str, names: Iterable[str], known: Collection[str], norms: Collection[str], where: str) -> None:
     """Raise UsageError for the first of `names` that is not `known`; `norms` are the batch norms to choose from."""
     wrong = sorted(set(names).difference(known))
@@ -126,7 +118,7 @@ class Folding:
         self.notes: tuple[str, ...] = ()
         self.merged: dict[ir.Node, frozenset[str]] = {}
         self._conversions: dict[ir.Node, Conversion] = {}
-        self._rules = by_operator(options.rules)
+        self._rules = by_operator()
         self._labels: dict[ir.Node, str] = {}
         # For each node the names, before the first fold, of the source's nodes that it is or was made for.
         self._origins: dict[ir.Node, tuple[str, ...]] = {}
@@ -184,7 +176,7 @@ class Folding:
         kind = functools.partial(Context, options=self.options)
         every = scopes(self.model, self._surgery, kind)
         for scope in every:
-            if is_wanted(self.options) and 1 <= scope.context.opset <= NEWEST_OPSET:
+            if PARALLEL not in self.options.skip and 1 <= scope.context.opset <= NEWEST_OPSET:
                 for position, report in branches.merge(scope, order):
                     entries.append((position, report, None))
                 # Their weights have other shapes now, which rules ask for; the exact values stay for later folds.
@@ -214,6 +206,15 @@ class Folding:
         self.merged = every[0].context.merged
         self.sites += [report for _, report, _ in sorted(entries, key=lambda entry: entry[0])]
         self.sites = [dataclasses.replace(site, modules=self._paths(site)) for site in self.sites]
+        if self.converted:
+            insert_casts(self.model)
+
+    def report(self, before: Counts, notes: Iterable[str] = (), source: str | None = None) -> FoldReport:
+        """Return the report of the fold. before: counts of the model as it was given. notes: what was noted before."""
+        sites, after = tuple(self.sites), count(self.model)
+        return FoldReport(
+            sites, before, after, self.meaning_changed, source=source, notes=(*notes, *self.notes), inlined=self.inlined
+        )
 
     def _paths(self, site: SiteReport) -> tuple[str, ...]:
         """Return the torch modules that the batch norms of a site come from, or else its other nodes."""
@@ -240,8 +241,6 @@ class Folding:
                     if found is not None:
                         seen.update(found.nodes)
                         yield order.get(node, len(order)), self._place(found, scope), found
-            for node in sites.training_sites(nodes, scope.context):
-                yield order.get(node, len(order)), self._unread(node, scope, sites.REASON), None
 
     def _lone(self, scope: Scope[Context], order: dict[ir.Node, int], taken: set[ir.Node]) -> Iterator[Entry]:
         """Fold arithmetic that is no batch norm where it leaves the model; elsewhere it is no site. taken: nodes of sites."""
@@ -412,7 +411,7 @@ class BatchNormFolder(ir.passes.InPlacePass):
     `bnexport.fold` runs the same steps on a copy and compares the result with the original.
 
     Args:
-        max_scale, only, skip, training_to_inference, rules, leftover: as `bnexport.fold` takes them.
+        max_scale, only, skip, training_to_inference, leftover: as `bnexport.fold` takes them.
 
     Raises (when it is called):
         UsageError: `only` or `skip` names no batch norm.
@@ -443,16 +442,14 @@ class BatchNormFolder(ir.passes.InPlacePass):
         only: Iterable[str] | None = None,
         skip: Iterable[str] = (),
         training_to_inference: bool = False,
-        rules: Iterable[str] | None = None,
         leftover: Leftover = "batch-norm",
     ) -> None:
-        self.options = Options(
+        self.options = Options.of(
             max_scale=max_scale,
-            only=None if only is None else as_names("only", only),
-            skip=as_names("skip", skip),
+            only=only,
+            skip=skip,
             training_to_inference=training_to_inference,
-            rules=None if rules is None else check_rules(rules),
-            leftover=check_leftover(leftover),
+            leftover=leftover,
         )
 
     def requires(self, model: ir.Model) -> None:
@@ -464,14 +461,5 @@ class BatchNormFolder(ir.passes.InPlacePass):
         folding = Folding(model, self.options)
         folding.convert()
         folding.fold()
-        if folding.converted:
-            insert_casts(model)
-        report = FoldReport(
-            tuple(folding.sites),
-            before,
-            count(model),
-            folding.meaning_changed,
-            notes=folding.notes,
-            inlined=folding.inlined,
-        )
+        report = folding.report(before)
         return FolderResult(model, report.changed, report)

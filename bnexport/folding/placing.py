@@ -37,7 +37,8 @@ Forward = Callable[[ir.Node, int, int, ChannelAffine, "Search"], None]
 class Rule:
     """Handlers of one family of operators that absorb or pass a map. None: unsupported in this direction.
 
-    all_outputs: whether `backward` may be asked for other outputs than the first. domains: of the operators. into: what
+    all_outputs: whether `backward` may be asked for other outputs than the first. any_input: whether `forward` may be asked
+    for other inputs than the first. domains: of the operators. into: what
     folds into them, as reports call the operators; empty where maps only pass. forms, behind, front: for the documentation,
     the operators and their forms, and what becomes of a map on the result and of one on the input.
     """
@@ -47,11 +48,18 @@ class Rule:
     backward: Backward | None = None
     forward: Forward | None = None
     all_outputs: bool = False
+    any_input: bool = False
     domains: tuple[str, ...] = ("",)
     into: str = ""
     forms: str = ""
     behind: str = ""
     front: str = ""
+
+
+def check_axis(node: ir.Node, axis: int) -> None:
+    """Raise Refused for a map along another axis than the channels of an operator on images."""
+    if axis != 1:
+        raise Refused("axis", f"the map acts on axis {axis}, the channels of {label(node)} are axis 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +114,8 @@ class Search:
             rule = self._rule(use.node)
             if rule.forward is None:
                 raise Refused("no-rule", f"{use.node.op_type} ({label(use.node)}) cannot take a per-channel map in")
+            if use.idx != 0 and not rule.any_input:
+                raise Refused("not-data", f"the map reaches input {use.idx} of {label(use.node)}")
             step = self._step(rule, None)
             self.plan.steps_down += 1
             if self.plan.steps_down > _STEPS_DOWN:

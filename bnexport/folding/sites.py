@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -60,7 +60,9 @@ def read_batch_norm(node: ir.Node, context: Context) -> ChannelAffine:
     if any(used(output) for output in node.outputs[1:]):
         raise Refused("statistics-used", "its statistics outputs are used")
     if get_int(node, "spatial", 1) != 1:
-        raise Refused("not-per-channel", _spatial(node, context))
+        raise Refused(
+            "not-per-channel", "spatial=0: it has a mean for every position; where channels are meant, write 1"
+        )
     if len(node.inputs) != 5:
         raise Refused("bad-node", f"it has {len(node.inputs)} inputs, expected 5")
     source = node.inputs[0]
@@ -79,16 +81,6 @@ def read_batch_norm(node: ir.Node, context: Context) -> ChannelAffine:
             "scale", f"gamma / std reaches {largest:.3g}, the bound is {context.options.max_scale:.3g} (max_scale)"
         )
     return affine
-
-
-def _spatial(node: ir.Node, context: Context) -> str:
-    """Return what spatial=0 means with the parameters of a node."""
-    if all(context.constants.describe(input_at(node, index), name).ndim == 1 for name, index in PARAMETERS):
-        return (
-            "spatial=0 asks for a mean for every position, and its parameters have one for every channel: no engine runs"
-            " it; MXNet wrote this where it meant channels, and then spatial=1 is right"
-        )
-    return "spatial=0: it has a mean for every position, not for every channel"
 
 
 def _checked_vector(array: np.ndarray, what: str) -> np.ndarray:
@@ -389,61 +381,3 @@ def keeps_channels(node: ir.Node, data: int, axis: int, channels: int, context: 
     return (
         is_standard(producer, *_CHECK_CHANNELS) if axis == 1 else is_standard(producer, "MatMul") and rank == axis + 1
     )
-
-
-# Batch norm in training mode written out by an exporter as a batch mean and a difference.
-#
-#     m = ReduceMean(x, axes), d = Sub(x, m)
-#
-# The axes hold the batch and every other but one, that of the channels; m may come through operators that
-# only reshape it. Its statistics are those of the batch, so nothing can be folded. It is reported, since a
-# user who looks for a batch norm should find out why it is still there. A layer norm (the last axes) and an
-# instance norm (the batch is not among the axes) are none.
-
-REASON = Refused("training", "it subtracts the mean of the batch: a batch norm in training, written out")
-
-# What an exporter may put between the mean and the difference.
-_RESHAPING = ("Identity", "Cast", "CastLike", "Reshape", "Squeeze", "Unsqueeze", "Expand")
-_STEPS = 4
-
-
-def training_sites(nodes: Iterable[ir.Node], context: Context) -> list[ir.Node]:
-    """Return the Sub nodes of batch norms in training mode that are written out."""
-    return [node for node in nodes if is_standard(node, "Sub") and _subtracts_batch_mean(node, context)]
-
-
-def _subtracts_batch_mean(node: ir.Node, context: Context) -> bool:
-    data, value = input_at(node, 0), input_at(node, 1)
-    if data is None or value is None:
-        return False
-    producer = _origin(value, _RESHAPING).producer()
-    if producer is None or not is_standard(producer, "ReduceMean"):
-        return False
-    reduced = input_at(producer, 0)
-    casts = ("Identity", "Cast", "CastLike")
-    if reduced is None or _origin(reduced, casts) is not _origin(data, casts):
-        return False
-    return _over_batch(producer, reduced, context)
-
-
-def _origin(value: ir.Value, op_types: tuple[str, ...]) -> ir.Value:
-    """Return the value from which `value` was made by at most a few of these operators."""
-    for _ in range(_STEPS):
-        node = value.producer()
-        source = None if node is None or not is_standard(node, *op_types) else input_at(node, 0)
-        if source is None:
-            break
-        value = source
-    return value
-
-
-def _over_batch(node: ir.Node, data: ir.Value, context: Context) -> bool:
-    try:
-        axes = context.constants.axes(node, 18)
-    except Refused:
-        return False
-    rank = context.rank(data)
-    if rank is None:
-        return 0 in axes and 1 not in axes and not any(axis < 0 for axis in axes)
-    kept = set(range(rank)).difference(from_front(axes, rank))
-    return len(kept) == 1 and 0 not in kept

@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
 from bnexport.folding.context import Options
-from bnexport.folding.folder import as_names, check_names
+from bnexport.folding.folder import check_names
 from bnexport.folding.layer_folder import SLOTS, LayerFolder, check_values, find_heads, read_state
 from bnexport.folding.report import Counts, FoldReport, Refusal, SiteReport, count
 from bnexport.folding.rules.parallel import NAME as PARALLEL
@@ -92,7 +92,7 @@ def fold_module(
     if not isinstance(model, nn.Module | torch.export.ExportedProgram):
         raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module or an exported program")
     inputs = _inputs(example_inputs)
-    options = Options(max_scale, None if only is None else as_names("only", only), as_names("skip", skip))
+    options = Options.of(max_scale=max_scale, only=only, skip=skip)
     method = as_method(verify)
     if verify == "whole" and inputs is None:
         raise UsageError('verify: got "whole", which needs example_inputs; expected "local", or example_inputs')

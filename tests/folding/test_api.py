@@ -113,11 +113,6 @@ def test_a_name_that_no_batch_norm_has(
     assert os.listdir(tmp_path) == ["source.onnx"]
 
 
-def test_unknown_rule(source: Path) -> None:
-    with pytest.raises(UsageError, match="conv_transpose"):
-        fold(source, rules=["convolution"])
-
-
 def test_never_over_a_file_unasked(source: Path, tmp_path: Path) -> None:
     before = source.read_bytes()
     other = tmp_path / "other.onnx"

@@ -133,7 +133,7 @@ BACKWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "z = Slice (x, a, b, c, d) ": ("axis", "reverses", {"a": [0], "b": [9], "c": [1], "d": [0]}),
     "z = BatchNormalization (x, p_s, p_b, p_m, p_v)": ("axis", "the map acts on axis 2",
         {"shapes": batch_norm("p", 4), "axis": 2}),
-    "z = BatchNormalization (x, p_s, p_b, p_m, p_v) ": ("axis", "the map acts on axis 1", {"shapes": batch_norm("p", 5)}),
+    "z = BatchNormalization (x, p_s, p_b, p_m, p_v) ": ("shape", r"has shape \(5,\), the map 4", {"shapes": batch_norm("p", 5)}),
     "z = Split (x)   ": ("no-producer", "input of the graph", {}),  # the default axis is 0
     "z = Concat <axis=1> (x, \"\")": ("bad-node", "empty input", {}),
     "z = Upsample <height_scale=2.0, width_scale=2.0> (x)": ("axis", "resizes the channel axis", {"axis": 2, "opset": 1}),
@@ -158,7 +158,7 @@ FORWARD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "y = Gemm (x, w)": ("axis", "axis 0, Gemm sums over axis 1", {**w(4, 4), "axis": 0, "inputs": ROWS}),
     "y = Gemm <transA=1> (x, w)": ("axis", "axis 1, Gemm sums over axis 0", {**w(4, 4), "inputs": ROWS}),
     "y = Gemm (x, w) ": ("shape", "Gemm sums over 6 columns, the map has 4", {**w(6, 5), "inputs": ROWS}),
-    "y = Gemm (b, x)": ("not-data", "Gemm's input 1", {"inputs": f"{ROWS}, float[N,M] b"}),
+    "y = Gemm (b, x)": ("not-data", "input 1 of Gemm", {"inputs": f"{ROWS}, float[N,M] b"}),
     "y = MatMul (x, w)": ("shape", "axis 0 of the MatMul weight has 6 channels, the map has 4", {**w(6, 5), "inputs": ROWS}),
     "y = MatMul (x, w) ": ("axis", "axis 0 of rank 2, which the MatMul weight does not share", {**w(4, 5), "axis": 0, "inputs": ROWS}),
     "y = MatMul (w, x)": ("axis", "axis 1 of rank 2, which the MatMul weight does not share", {**w(5, 4), "inputs": "float[4,4] x"}),

@@ -212,13 +212,6 @@ def test_skip_takes_the_labels_of_inlined_nodes() -> None:
     assert not fold(proto, verify=False, skip=site.nodes).report.folded
 
 
-@pytest.mark.parametrize("rule", ["conv", "matmul"])
-def test_only_some_rules(rule: str) -> None:
-    body = f"g ({X4}) => (float[N,8,A,B] y) {{ z = Conv (x, w)\n y = BatchNormalization (z, p_s, p_b, p_m, p_v) }}"
-    result = fold(model(body, SHAPES), rules=[rule])
-    assert bool(result.report.folded) == (rule == "conv")
-
-
 def functions(proto: onnx.ModelProto, *texts: str) -> onnx.ModelProto:
     for text in texts:
         proto.functions.append(onnx.parser.parse_function(text))

@@ -386,11 +386,6 @@ def _outermost(term: Term) -> Iterator[Sum]:
 # Merge the branches of a graph and report each sum as a site, under the rule name `parallel`.
 
 
-def is_wanted(options: Options) -> bool:
-    """Whether the caller leaves the rule switched on."""
-    return (options.rules is None or NAME in options.rules) and NAME not in options.skip
-
-
 class Branches:
     """The branches of one model.
 

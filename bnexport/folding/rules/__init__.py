@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable
 
-from bnexport.errors import UsageError
 from bnexport.folding.placing import Rule
 
 
@@ -22,16 +20,6 @@ def _all() -> tuple[Rule, ...]:
 ALL: tuple[Rule, ...] = _all()
 
 
-def check_rules(names: Iterable[str]) -> frozenset[str]:
-    """Return the names as a set. Raise UsageError for an unknown rule."""
-    known = {rule.name for rule in ALL}
-    chosen = frozenset(names)
-    unknown = sorted(chosen - known)
-    if unknown:
-        raise UsageError(f"there is no rule {unknown[0]!r}; rules are {', '.join(sorted(known))}")
-    return chosen
-
-
-def by_operator(names: frozenset[str] | None = None) -> dict[str, Rule]:
-    """Map operator types to rules, for the rules in `names` (None: all)."""
-    return {op_type: rule for rule in ALL if names is None or rule.name in names for op_type in rule.op_types}
+def by_operator() -> dict[str, Rule]:
+    """Map operator types to rules."""
+    return {op_type: rule for rule in ALL for op_type in rule.op_types}

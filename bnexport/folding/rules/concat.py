@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.folding.affine import ChannelAffine, along
+from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
 from bnexport.folding.placing import Rule, Search
 from bnexport.graph.nodes import Refused, get_int, label, only_attributes
@@ -81,10 +81,8 @@ def _map_constant(node: ir.Node, index: int, axis: int, part: ChannelAffine, sea
     values = search.plan.value(node, index, what)
     if not 0 <= axis < values.ndim or values.shape[axis] != part.channels:
         raise Refused("shape", f"the {what} of shape {values.shape} does not fit the map")
-    scale, center, shift = (along(vector, axis, values.ndim) for vector in (part.scale, part.center, part.shift))
-    size = (np.abs(values) + np.abs(center)) * np.abs(scale) + np.abs(shift)
     dtype = search.context.constants.describe(node.inputs[index], what).dtype
-    search.plan.replace(node, index, (values - center) * scale + shift, dtype, what, size)
+    search.plan.map(node, index, axis, part, dtype, what, values)
 
 
 RULE = Rule(
@@ -92,6 +90,7 @@ RULE = Rule(
     ("Concat",),
     backward,
     forward,
+    any_input=True,
     forms="Concat",
     behind="along the channels the map splits; along another axis all operands take it",
     front="along the channels: identity for the others",

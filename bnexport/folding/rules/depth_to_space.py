@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
-from bnexport.folding.placing import Rule, Search
+from bnexport.folding.placing import Rule, Search, check_axis
 from bnexport.graph.nodes import Refused, get_int, get_string, label, only_attributes, required_input
 
 
@@ -30,7 +30,7 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
 
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
     _value, block = _check(node, axis)
-    if index != 0 or node.op_type == "DepthToSpace":
+    if node.op_type == "DepthToSpace":
         raise Refused("no-rule", f"{label(node)} brings several channels onto positions of one")
     search.forward(node.outputs[0], axis, _spread(node, affine, block))
 
@@ -48,8 +48,7 @@ def _check(node: ir.Node, axis: int) -> tuple[ir.Value, int]:
     block = get_int(node, "blocksize", 0)
     if block < 1:
         raise Refused("bad-node", f"{label(node)} has no block size")
-    if axis != 1:
-        raise Refused("axis", f"the map acts on axis {axis}, the channels of {label(node)} are axis 1")
+    check_axis(node, axis)
     return required_input(node), block * block
 
 

@@ -205,6 +205,7 @@ RULE = Rule(
     (*SUMS, "Mul", "Div", "Neg"),
     backward,
     forward,
+    any_input=True,
     into="sums and products",
     forms="Add, Sub, Sum, Mul, Div, Neg",
     behind="all operands of a sum take k, one takes the shift; a shift alone goes into one; a product passes a scaling; "

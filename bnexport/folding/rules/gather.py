@@ -40,8 +40,6 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
 
 
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
-    if index != 0:
-        raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
     if node.op_type != "Gather":
         moved = _check_copies(node, axis, affine, search.context, from_output=False)
         search.forward(node.outputs[0], axis + moved, affine)
@@ -102,10 +100,7 @@ def _scale_table(node: ir.Node, value: ir.Value, axis: int | None, affine: Chann
         return
     if np.prod(table.shape) > ELEMENTS:
         raise Refused("too-large", f"the table of {label(node)} has shape {table.shape}, too large to be shifted")
-    values = search.plan.value(node, 0, "table")
-    scale, center, shift = (along(part, axis, table.ndim) for part in (affine.scale, affine.center, affine.shift))
-    size = np.abs(scale) * (np.abs(values) + np.abs(center)) + np.abs(shift)
-    search.plan.replace(node, 0, (values - center) * scale + shift, table.dtype, "table", size)
+    search.plan.map(node, 0, axis, affine, table.dtype, "table")
 
 
 def _check_copies(node: ir.Node, axis: int, affine: ChannelAffine, context: Context, *, from_output: bool) -> int:

@@ -37,8 +37,6 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
 
 
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
-    if index != 0:
-        raise Refused("not-data", f"the map reaches Gemm's input {index}, only its first is followed")
     weight, k_axis = _check(node, search.context)
     inner = 0 if get_flag(node, "transA") else 1
     if axis != inner:
@@ -68,8 +66,7 @@ def _check(node: ir.Node, context: Context) -> tuple[Described, int]:
 
 def _constant(node: ir.Node, search: Search, columns: int) -> np.ndarray:
     """Return beta * C in float64; zero if C is absent."""
-    slot = (node, 2)
-    if input_at(node, 2) is None and slot not in search.context.edits and slot not in search.plan.edits:
+    if not search.plan.has(node, 2):
         return np.zeros(columns)
     constant = search.plan.value(node, 2, "Gemm constant")
     if constant.ndim > 2 or (constant.ndim and constant.shape[-1] not in (1, columns)):

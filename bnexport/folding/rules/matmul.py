@@ -134,6 +134,7 @@ RULE = Rule(
     ("MatMul", "Einsum"),
     backward,
     forward,
+    any_input=True,
     into="matrix products",
     forms="MatMul with one constant, either side, batched; Einsum of one constant, as `bi,io->bo`",
     behind="W' = W k along the mapped axis; the shift becomes an Add",

@@ -17,8 +17,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from bnexport.folding.affine import ChannelAffine, along
-from bnexport.folding.placing import Rule, Search
+from bnexport.folding.affine import ChannelAffine
+from bnexport.folding.placing import Rule, Search, check_axis
 from bnexport.folding.sites import read_batch_norm
 from bnexport.graph.nodes import Refused, get_int, input_at, label, only_attributes
 
@@ -33,19 +33,26 @@ _ATTRIBUTES = {
 
 def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
     only_attributes(node, _ATTRIBUTES[node.op_type])
-    what = f"{node.op_type} scale"
-    scale = search.plan.value(node, 1, what)
-    place = _place(node, scale, axis, search)
+    scale = search.plan.value(node, 1, f"{node.op_type} scale")
+    _map(node, _place(node, scale, axis, search), affine, scale, search)
+
+
+def _map(node: ir.Node, place: int, affine: ChannelAffine, scale: np.ndarray, search: Search) -> None:
+    """Apply the map along one axis of the scale and the bias, which is created if absent and not 0."""
     if scale.shape[place] != affine.channels:
         raise Refused(
             "shape", f"the scale of {label(node)} has shape {scale.shape}, the map {affine.channels} channels"
         )
-    if not affine.is_scaling:
-        _map_bias(node, scale.shape, place, affine, search)
-    elif input_at(node, 2) is not None or (node, 2) in search.context.edits:
-        bias = search.plan.value(node, 2, what)
-        _replace(node, 2, bias * along(affine.scale, place, scale.ndim), None, search)
-    _replace(node, 1, scale * along(affine.scale, place, scale.ndim), None, search)
+    plan, what = search.plan, f"{node.op_type} parameter"
+    dtype = search.context.constants.describe(input_at(node, 1), f"{node.op_type} scale").dtype
+    if plan.has(node, 2) or not affine.is_scaling:
+        if node.op_type == "RMSNormalization":
+            raise Refused("shift", f"{label(node)} has no bias to take the shift")
+        bias = plan.value(node, 2, what) if plan.has(node, 2) else np.zeros(scale.shape)
+        if bias.shape != scale.shape:
+            raise Refused("shape", f"the bias of {label(node)} has shape {bias.shape}, its scale {scale.shape}")
+        plan.map(node, 2, place, affine, dtype, what, bias)
+    plan.map(node, 1, place, affine.only_scale(), dtype, what, scale)
 
 
 def _place(node: ir.Node, scale: np.ndarray, axis: int, search: Search) -> int:
@@ -53,8 +60,11 @@ def _place(node: ir.Node, scale: np.ndarray, axis: int, search: Search) -> int:
     if node.op_type == "GroupNormalization" and search.context.opset < 21:
         raise Refused("opset", f"{label(node)} has a scale for each group, not for each channel")
     if node.op_type not in _LAST:
-        if axis != 1 or scale.ndim != 1:
-            raise Refused("axis", f"the map acts on axis {axis}, the channels of {label(node)} are axis 1")
+        check_axis(node, axis)
+        if scale.ndim != 1:
+            raise Refused(
+                "shape", f"the scale of {label(node)} has shape {scale.shape}, expected one value for each channel"
+            )
         return 0
     rank = search.context.known_rank(node.outputs[0], node)
     first = get_int(node, "axis", -1)
@@ -64,32 +74,10 @@ def _place(node: ir.Node, scale: np.ndarray, axis: int, search: Search) -> int:
     return place
 
 
-def _map_bias(node: ir.Node, shape: tuple[int, ...], place: int, affine: ChannelAffine, search: Search) -> None:
-    if node.op_type == "RMSNormalization":
-        raise Refused("shift", f"{label(node)} has no bias to take the shift")
-    absent = input_at(node, 2) is None and (node, 2) not in search.context.edits and (node, 2) not in search.plan.edits
-    bias = np.zeros(shape) if absent else search.plan.value(node, 2, f"{node.op_type} bias")
-    if bias.shape != shape:
-        raise Refused("shape", f"the bias of {label(node)} has shape {bias.shape}, its scale {shape}")
-    scale, center, shift = (along(part, place, len(shape)) for part in (affine.scale, affine.center, affine.shift))
-    size = np.abs(scale) * (np.abs(bias) + np.abs(center)) + np.abs(shift)
-    _replace(node, 2, (bias - center) * scale + shift, size, search)
-
-
-def _replace(node: ir.Node, index: int, values: np.ndarray, size: np.ndarray | None, search: Search) -> None:
-    dtype = search.context.constants.describe(input_at(node, 1), f"{node.op_type} scale").dtype
-    search.plan.replace(node, index, values, dtype, f"{node.op_type} parameter", size)
-
-
 def _batch_norm_backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) -> None:
-    own = read_batch_norm(node, search.context)
-    if axis != 1 or own.channels != affine.channels:
-        raise Refused("axis", f"the map acts on axis {axis}, the channels of {label(node)} are axis 1")
-    scale, bias = (search.plan.value(node, index, "batch norm parameter") for index in (1, 2))
-    size = np.abs(affine.scale) * (np.abs(bias) + np.abs(affine.center)) + np.abs(affine.shift)
-    for index, values, magnitude in ((1, scale * affine.scale, None), (2, affine.apply(bias), size)):
-        dtype = search.context.constants.describe(input_at(node, index), "batch norm parameter").dtype
-        search.plan.replace(node, index, values, dtype, "batch norm parameter", magnitude)
+    read_batch_norm(node, search.context)
+    check_axis(node, axis)
+    _map(node, 0, affine, search.plan.value(node, 1, "batch norm scale"), search)
 
 
 BATCH_NORM = Rule(

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from bnexport.folding.affine import ChannelAffine
 from bnexport.folding.context import Context
-from bnexport.folding.placing import Rule, Search
+from bnexport.folding.placing import Rule, Search, check_axis
 from bnexport.graph.nodes import (
     Refused,
     from_front,
@@ -52,8 +52,6 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
 
 
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
-    if index != 0:
-        raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
     value = required_input(node)
     if node.op_type in _REDUCTIONS:
         _refuse_shift(node, affine)
@@ -70,8 +68,7 @@ def _refuse_shift(node: ir.Node, affine: ChannelAffine) -> None:
 
 def _check(node: ir.Node, axis: int, affine: ChannelAffine, context: Context) -> None:
     only_attributes(node, _ATTRIBUTES[node.op_type])
-    if axis != 1:
-        raise Refused("axis", f"the map acts on axis {axis}, the channels of {label(node)} are axis 1")
+    check_axis(node, axis)
     if any(used(output) for output in node.outputs[1:]):
         raise Refused("indices", f"the indices of {label(node)} are used")
     if node.op_type in ("MaxPool", "GlobalMaxPool"):

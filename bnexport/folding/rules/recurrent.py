@@ -16,8 +16,6 @@ from bnexport.graph.nodes import Refused, input_at, label
 
 
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
-    if index != 0:
-        raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
     if axis != 2:
         raise Refused("axis", f"the map acts on axis {axis}, the features of {label(node)} are axis 2")
     weight = search.context.constants.describe(input_at(node, 1), f"{node.op_type} weight")
@@ -33,8 +31,8 @@ def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search:
 def _add_to_bias(node: ir.Node, affine: ChannelAffine, shape: tuple[int, ...], dtype: np.dtype, search: Search) -> None:
     directions, gates, _ = shape
     total, size = search.plan.sums(node, 1, affine.offset.reshape(1, 1, -1), shape, (0, 1), f"{node.op_type} weight")
-    absent = input_at(node, 3) is None and (node, 3) not in search.context.edits and (node, 3) not in search.plan.edits
-    bias = np.zeros((directions, 2 * gates)) if absent else search.plan.value(node, 3, f"{node.op_type} bias").copy()
+    has = search.plan.has(node, 3)
+    bias = search.plan.value(node, 3, f"{node.op_type} bias").copy() if has else np.zeros((directions, 2 * gates))
     if bias.shape != (directions, 2 * gates):
         raise Refused("shape", f"the {node.op_type} bias has shape {bias.shape}, expected {(directions, 2 * gates)}")
     magnitude = np.abs(bias)

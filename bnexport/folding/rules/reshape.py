@@ -58,8 +58,6 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
 
 
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
-    if index != 0:
-        raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
     value = required_input(node)
     try:
         place, repeat = _TO_OUTPUT[node.op_type](node, value, axis, search.context)

@@ -48,8 +48,6 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
 
 
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
-    if index != 0:
-        raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
     channels = _channels(node, required_input(node), axis, search.context)
     if channels is not None and channels[0] != affine.channels:
         raise Refused("shape", f"{label(node)} reads {channels[0]} channels, the map has {affine.channels}")

@@ -20,8 +20,6 @@ def backward(node: ir.Node, axis: int, affine: ChannelAffine, search: Search) ->
 
 
 def forward(node: ir.Node, index: int, axis: int, affine: ChannelAffine, search: Search) -> None:
-    if index != 0:
-        raise Refused("not-data", f"the map reaches input {index} of {label(node)}")
     passed(node, search.context)
     search.forward(node.outputs[0], axis, affine)
 

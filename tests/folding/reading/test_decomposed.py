@@ -43,62 +43,6 @@ def test_along_the_last_axis() -> None:
     assert operators(folded) == ["MatMul", "Add"]
 
 
-TRAINING = {
-    "keepdims": (13, "m = ReduceMean <axes=[0,2,3]> (z)", "d = Sub (z, m)"),
-    "negative-axes": (13, "m = ReduceMean <axes=[0,-1,-2]> (z)", "d = Sub (z, m)"),
-    "axes-as-input": (18, "i = Constant <value_ints=[0,2,3]> ()\n m = ReduceMean (z, i)", "d = Sub (z, m)"),
-    "unsqueezed": (
-        13,
-        "f = ReduceMean <axes=[0,2,3], keepdims=0> (z)\n i = Constant <value_ints=[0,2,3]> ()\n m = Unsqueeze (f, i)",
-        "d = Sub (z, m)",
-    ),
-    "reshaped-and-expanded": (
-        13,
-        "f = ReduceMean <axes=[0,2,3], keepdims=0> (z)\n i = Constant <value_ints=[1,8,1,1]> ()\n g = Reshape (f, i)\n"
-        " h = Shape (z)\n m = Expand (g, h)",
-        "d = Sub (z, m)",
-    ),
-    "statistics-in-double": (
-        13,
-        "k = Cast <to=11> (z)\n f = ReduceMean <axes=[0,2,3]> (k)\n m = Cast <to=1> (f)",
-        "d = Sub (z, m)",
-    ),
-    "channels-last": (13, "m = ReduceMean <axes=[0,1,2]> (z)", "d = Sub (z, m)"),
-}
-
-
-@pytest.mark.parametrize("case", TRAINING)
-def test_training_written_out(case: str) -> None:
-    """It normalises with the statistics of the batch, so it stays, and the report says why."""
-    opset, mean, difference = TRAINING[case]
-    axes = "[0,1,2]" if case == "channels-last" else "[0,2,3]"
-    square = (
-        f"i2 = Constant <value_ints={axes}> ()\n v = ReduceMean (q, i2)"
-        if opset >= 18
-        else f"v = ReduceMean <axes={axes}> (q)"
-    )
-    body = f"""g ({X4}) => (float[N,8,A,B] y) {{
-        {CONV}
-        {mean}
-        {difference}
-        q = Mul (d, d)
-        {square}
-        e = Constant <value_float=0.001> ()
-        w2 = Add (v, e)
-        s = Sqrt (w2)
-        n = Div (d, s)
-        t = Mul (n, a_s)
-        y = Add (t, b) }}"""
-    shape = (8,) if case == "channels-last" else (1, 8, 1, 1)
-    body = body if case != "channels-last" else body.replace("float[N,6,H,W] x", "float[N,6,H,8] x")
-    proto = model(body, {"w": (8, 6, 3, 3), "a_s": shape, "b": shape}, opset=opset)
-    result = fold(proto, verify=False)
-    sites = [site for site in result.report.sites if site.op_type == "Sub"]
-    assert [refusal.code for site in sites for refusal in site.refusals] == ["training"]
-    assert sites[0].nodes == ("Sub -> d",)
-    assert not result.report.folded
-
-
 NO_BATCH_NORMS = {
     "layer-norm": "m = ReduceMean <axes=[-1]> (z)",
     "instance-norm": "m = ReduceMean <axes=[2,3]> (z)",

@@ -97,9 +97,9 @@ NORMS: list[tuple[str, str, dict[str, Any]]] = [
     ("bad-epsilon", "epsilon is -1", {"attributes": "<epsilon=-1.0>"}),
     ("scale", "the bound is 1e", {"s": [1, 1, 1e7, 1]}),
     ("training", "--training-to-inference", {"attributes": "<training_mode=1>"}),
-    ("not-per-channel", "spatial=1 is right", {"attributes": "<spatial=0>", "opset": 7}),
-    ("not-per-channel", "spatial=1 is right", {"attributes": "<spatial=0>", "opset": 17}),
-    ("not-per-channel", "every position, not for", {"attributes": "<spatial=0>", "opset": 7, "m": np.ones((4, 1))}),
+    ("not-per-channel", "where channels are meant", {"attributes": "<spatial=0>", "opset": 7}),
+    ("not-per-channel", "where channels are meant", {"attributes": "<spatial=0>", "opset": 17}),
+    ("not-per-channel", "a mean for every position", {"attributes": "<spatial=0>", "opset": 7, "m": np.ones((4, 1))}),
     ("unknown-attribute", "'other'", {"attributes": "<other=0>"}),
 ]
 
