@@ -101,7 +101,6 @@ EXTRAS = {
     "torch": ("torch", "onnxscript", "safetensors"),
     "cpu": ("onnxruntime",),
     "gpu": ("onnxruntime-gpu",),
-    "plot": ("matplotlib",),
 }
 _ADVICE = {
     "torch": "pip install torch onnxscript safetensors (extra [torch]), torch in the build for your device",

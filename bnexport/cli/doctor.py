@@ -54,7 +54,6 @@ def examine(*, deep: bool = False) -> list[Check]:
         _checked("operators' library", lambda: _library("ops"), broken=missing),
         _checked("training library", lambda: _library("training"), broken=missing),
         _providers(),
-        _devices(),
         _checked("registration in ONNX Runtime", _registration, broken=missing),
         *_cuda(),
         *([_checked("operators in torch", _torch_operator)] if deep and _version("torch") else []),
@@ -153,20 +152,6 @@ def _providers() -> Check:
     names = onnxruntime.get_available_providers()
     hint = "" if "CUDAExecutionProvider" in names else " (for CUDA: onnxruntime-gpu in the place of onnxruntime)"
     return Check("execution providers", ", ".join(names) + hint, True)
-
-
-def _devices() -> Check:
-    """Return devices of registered providers; devices of plugin providers are in no other list."""
-    name = "execution provider devices"
-    try:
-        from onnxruntime import get_ep_devices
-    except ImportError:
-        return Check(name, "not asked: there is no onnxruntime, or one before 1.22", None)
-    found = [
-        f"{device.ep_name} on {device.device.type.name} ({device.device.vendor or 'unknown vendor'})"
-        for device in get_ep_devices()
-    ]
-    return Check(name, ", ".join(found) or "none", True)
 
 
 def _cuda_devices() -> list[Check]:

@@ -51,7 +51,6 @@ from bnexport.errors import UsageError, VerificationError
 # Command recalibrate: the running statistics of an ONNX file, re-estimated on data.
 
 _ROWS = "NAME:FILE.npy|FOLDER"
-Batch = Annotated[int, typer.Option("--batch", metavar="INT", min=1, help="Rows of one batch.")]
 
 
 @app.command(
@@ -70,7 +69,7 @@ def recalibrate(
             "--input", "-i", metavar=_ROWS, help="Rows of an input: a NumPy file, or a folder of them. Repeatable."
         ),
     ],
-    batch: Batch = 32,
+    batch: Annotated[int, typer.Option(metavar="INT", min=1, help="Rows of one batch.")] = 32,
     layers: Annotated[
         str,
         typer.Option(
@@ -85,8 +84,21 @@ def recalibrate(
     """Re-estimates running statistics on data."""
     check_targets(OUT=target, html=html, json=json_target)
     check_change(source, target, overwrite)
-    result = recalibrated(source, target, inputs, batch, layers=layers, overwrite=overwrite)
-    report = result.report
+    interface.check_choice("--layers", layers, ("one_by_one", "together"))
+    from bnexport.model_io import load
+    from bnexport.recalibration.files import open_rows, recalibrate_file
+
+    named = _named(inputs)
+    wanted = [str(value.name) for value in load(source).graph.inputs if not value.is_initializer()]
+    if set(named) != set(wanted):
+        raise UsageError(f"--input: got rows of {', '.join(named)}; {source} takes {', '.join(wanted)}")
+    batches = open_rows(named, batch)
+    with status(f"re-estimating the statistics of {source}"):
+        report = recalibrate_file(source, target, batches, layers=layers, overwrite=overwrite).report
+    say(report.summary())
+    for line in report.warnings():
+        say(f"note: {line}")
+    detail(f"{report.batches} batches of {batch} rows at most")
     say(f"{target} written" if report.layers else f"{target} is the same model")
     rows = [
         (
@@ -103,27 +115,6 @@ def recalibrate(
     if html is not None:
         write_page(html, [report.summary(), *report.warnings()], tables)
     emit(report.to_dict(), json_target, tables)
-
-
-def recalibrated(source: Path, target: Path | None, inputs: list[str], batch: int, **options: Any) -> Any:
-    """Re-estimate the statistics of a file, and say what changed."""
-    interface.check_choice("--layers", options.get("layers", "one_by_one"), ("one_by_one", "together"))
-    from bnexport.model_io import load
-    from bnexport.recalibration import files
-    from bnexport.recalibration.files import open_rows
-
-    named = _named(inputs)
-    wanted = [str(value.name) for value in load(source).graph.inputs if not value.is_initializer()]
-    if set(named) != set(wanted):
-        raise UsageError(f"--input: got rows of {', '.join(named)}; {source} takes {', '.join(wanted)}")
-    rows = open_rows(named, batch)
-    with status(f"re-estimating the statistics of {source}"):
-        result = files.recalibrate_file(source, target, rows, **options)
-    say(result.report.summary())
-    for line in result.report.warnings():
-        say(f"note: {line}")
-    detail(f"{result.report.batches} batches of {batch} rows at most")
-    return result
 
 
 def _named(texts: list[str]) -> dict[str, str]:
@@ -267,13 +258,6 @@ def fold(
     simplify: Annotated[
         bool, typer.Option("--simplify", help="Also evaluate shape arithmetic and remove nodes without effect.")
     ] = False,
-    recalibrate: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME:FILE.npy|FOLDER", help="First re-estimate the running statistics on these rows. Repeatable."
-        ),
-    ] = None,
-    batch: Batch = 32,
     bench: Bench = False,
     fixed_initializers: FixedInitializers = False,
     certificate: Certificate = True,
@@ -302,12 +286,9 @@ def fold(
         check_selection(load(source), where=str(source), prefix="--", **names)
     verify = verify and target is not None
     feeds = feeds_of(inputs, seed, source) if verify else {}
-    model: Any = source
-    if recalibrate:
-        model = recalibrated(source, None, recalibrate, batch).model
     with status(f"folding {source}"):
         result = folding.fold(
-            model,
+            source,
             target,
             verify=_method(verify, method),
             inputs=feeds or None,

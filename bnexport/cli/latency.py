@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from bnexport import interface
 from bnexport.errors import UsageError
-from bnexport.model_io.staging import whole_file
 
-__all__ = ["Latency", "Ratio", "draw_chart", "measure", "ratio_of"]
+__all__ = ["Latency", "Ratio", "measure", "ratio_of"]
 
-PERCENTILES = (50, 90, 99)
 _BLOCK = 10  # runs of one model before the next has its turn
 # Parts of a measurement. The true ratio is below all of six, or above all, once in 2**5 measurements.
 _PARTS = 6
@@ -30,16 +25,9 @@ class Latency:
     name: str
     milliseconds: tuple[float, ...]
 
-    def percentile(self, q: float) -> float:
-        return float(np.percentile(self.milliseconds, q))
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "model": self.name,
-            "runs": len(self.milliseconds),
-            "mean_ms": float(np.mean(self.milliseconds)),
-            **{f"p{q}_ms": self.percentile(q) for q in PERCENTILES},
-        }
+    @property
+    def median(self) -> float:
+        return float(np.median(self.milliseconds))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +50,7 @@ class Ratio:
 
 def ratio_of(latency: Latency, base: Latency) -> Ratio:
     """Compare two models that took turns in one measurement: by all runs, and by each of six parts of them."""
-    value = latency.percentile(50) / base.percentile(50)
+    value = latency.median / base.median
     if len(base.milliseconds) < _PARTS:
         return Ratio(value, None, None)
     parts = (np.array_split(each.milliseconds, _PARTS) for each in (latency, base))
@@ -104,43 +92,3 @@ def measure(
                 progress(done)
         order.reverse()  # so that no model always runs after the same other one
     return [Latency(name, tuple(seen)) for name, seen in times.items()]
-
-
-def draw_chart(latencies: Sequence[Latency], path: str | os.PathLike[str]) -> None:
-    """Draw the cumulative distributions of the latencies to a PNG, SVG or PDF file.
-
-    Raises:
-        MissingPackageError: matplotlib is not installed.
-        UsageError: the ending of `path` is none that matplotlib writes.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise interface.missing("matplotlib", "charts need it") from error
-    from matplotlib.figure import Figure
-
-    target = Path(path)
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    for latency in latencies:
-        ordered = np.sort(latency.milliseconds)
-        share = 100 * np.arange(1, len(ordered) + 1) / len(ordered)
-        (line,) = axes.step(
-            ordered, share, where="post", label=f"{latency.name}: median {latency.percentile(50):.3g} ms"
-        )
-        axes.plot([latency.percentile(50)], [50], "o", color=line.get_color())
-    # A handful of outliers must not hide the rest; where they are many, a machine is busy, and the axis logarithmic.
-    least = min(min(latency.milliseconds) for latency in latencies)
-    most = max(latency.percentile(98) for latency in latencies)
-    if most > 5 * least:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlim(0.9 * least, 1.15 * most)
-    axes.set(xlabel="latency, ms", ylabel="runs, %", ylim=(0, 102))
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", frameon=False)
-    kind = target.suffix.lstrip(".").lower()
-    if kind not in figure.canvas.get_supported_filetypes():
-        raise UsageError(f"chart: got {str(target)!r}, expected a file that ends in .png, .svg or .pdf")
-    with matplotlib.rc_context({"svg.hashsalt": "bnexport"}), whole_file(target) as staged:
-        figure.savefig(staged, format=kind, dpi=150)

@@ -1,4 +1,4 @@
-"""Commands that run models in ONNX Runtime: run, bench."""
+"""The command that runs a model in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from bnexport.cli.common import Inputs, Json, Model, Providers, Seed, app
-from bnexport.cli.output import binary_file, check_targets, detail, emit, progress, say, status, table
+from bnexport.cli.output import binary_file, check_targets, detail, emit, say, status, table
 from bnexport.errors import UnsupportedModelError, UsageError
 
 
@@ -115,57 +115,3 @@ def _row(name: str, array: Any) -> dict[str, Any]:
         for key, function in (("min", np.min), ("mean", np.mean), ("max", np.max))
     }
     return {"name": name, "dtype": str(array.dtype), "shape": list(array.shape), **numbers}
-
-
-@app.command(
-    place=80,
-    examples=("bnexport bench kept.onnx folded.onnx -i x:1,3,224,224 --chart latency.png",),
-)
-def bench(
-    models: Annotated[list[Path], typer.Argument(metavar="MODEL...", help="ONNX files with the same inputs.")],
-    inputs: Inputs = None,
-    seed: Seed = 0,
-    runs: Annotated[int, typer.Option(metavar="INT", min=1, help="Timed runs of each model.")] = 100,
-    warm_up: Annotated[int, typer.Option(metavar="INT", min=0, help="Runs before that do not count.")] = 10,
-    threads: Annotated[int, typer.Option(metavar="INT", min=0, help="Threads of ONNX Runtime; 0 lets it choose.")] = 0,
-    chart: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Draw the distributions to a .png, .svg or .pdf file.")
-    ] = None,
-    provider: Providers = None,
-    json_target: Json = None,
-) -> None:
-    """Compares the latency of models in ONNX Runtime. They take turns."""
-    from bnexport.cli.latency import PERCENTILES, draw_chart, measure, ratio_of
-    from bnexport.runtime import engine
-
-    check_targets(chart=chart, json=json_target)
-    if chart is not None and chart.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"--chart: got {str(chart)!r}, expected a file that ends in .png, .svg or .pdf")
-    if chart is not None:
-        import matplotlib  # noqa: F401 - whether it is there, before any time is spent
-    if len(set(models)) < len(models):
-        raise UsageError(f"MODEL: got {', '.join(map(str, models))}, expected each file once")
-    loaded = functools.cache(lambda path: engine.load(path, engine.default_options(threads=threads), provider or ()))
-    with status(f"loading {', '.join(map(str, models))}"):
-        feeds, _ = first_feeds(models, inputs, seed, lambda path, each: loaded(path).run(each))
-    say(f"inputs: {_shapes(feeds[0])}, seed {seed}; --input sets others")
-    calls = {str(path): functools.partial(loaded(path).run, each) for path, each in zip(models, feeds)}
-    with progress("timing", runs * len(models)) as advance:
-        results = measure(calls, runs=runs, warm_up=warm_up, progress=advance)
-    ratios = [ratio_of(result, results[0]) for result in results]
-    rows = [
-        {**result.to_dict(), "ratio": ratio.value, "ratio_range": [ratio.least, ratio.most]}
-        for result, ratio in zip(results, ratios)
-    ]
-    columns = ("model", *(f"p{q}" for q in PERCENTILES), f"against {models[0].name}")
-    shown = ["1.00", *map(str, ratios[1:])]
-    cells = [(row["model"], *(f"{row[f'p{q}_ms']:.3f}" for q in PERCENTILES), text) for row, text in zip(rows, shown)]
-    if chart is not None:
-        draw_chart(results, chart)
-        say(f"{chart} written")
-    sizes = [{"name": name, "shape": list(array.shape)} for name, array in feeds[0].items()]
-    emit(
-        {"inputs": sizes, "models": rows},
-        json_target,
-        [table(f"latency in ms, {runs} runs each", columns, cells, right=columns[1:])],
-    )

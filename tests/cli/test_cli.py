@@ -282,31 +282,6 @@ def test_bad_nodes_are_refused_in_one_line(model, shape, words, tmp_path, capsys
     assert not (tmp_path / "out.npz").exists()
 
 
-def test_bench_compares_in_turn_and_draws(folder, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    _cli("fold", folder / "eval.onnx", tmp_path / "folded.onnx", capsys=capsys)
-    models = (folder / "eval.onnx", tmp_path / "folded.onnx")
-    code, out, err = _cli(
-        "bench", *models, "--input", "x:2,1,8,8", "--runs", "12", "--warm-up", "1", "--threads", "1",
-        "--chart", tmp_path / "chart.png", "--json", "-", capsys=capsys,
-    )  # fmt: skip
-    assert code == 0, err
-    report = json.loads(out)
-    assert [row["model"] for row in report["models"]] == [str(model) for model in models]
-    assert report["models"][0]["ratio"] == 1.0
-    assert all(0 < row["p50_ms"] <= row["p99_ms"] and row["runs"] == 12 for row in report["models"])
-    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
-    code, out, err = _cli("bench", *models, "--input", "x:2,1,8,8", "--runs", "2", capsys=capsys)
-    assert code == 0, err
-    assert "against" in out and "p99" in out
-
-
-def test_bench_chooses_the_sizes_that_nobody_gives(folder, capsys):
-    code, _, err = _cli("bench", folder / "eval.onnx", "--runs", "1", capsys=capsys)
-    assert code == 0
-    assert "inputs: x 2x1x32x32, seed 0; --input sets others" in err
-
-
 def test_export_reads_checkpoints_of_frameworks(tmp_path, capsys):
     weights = {f"module.{name}": value for name, value in tiny().state_dict().items()}
     torch.save(

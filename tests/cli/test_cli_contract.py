@@ -39,7 +39,6 @@ CALLS = {
         ["3 sync batch norms in inference converted", "verification passed"], "calls"),
     "verify": (["{folder}/kept.onnx", "{folder}/kept.onnx"], ["verification passed"], "outputs"),
     "run": (["{folder}/kept.onnx", "-i", "x:1,1,8,8", "-o", "{new}/o.npz"], ["o.npz written"], "outputs"),
-    "bench": (["{folder}/kept.onnx", "-i", "x:1,1,8,8", "--runs", "2", "--warm-up", "0"], [], "models"),
     "export": (["tests.cli.test_cli_contract:tiny", "{new}/e.onnx", "-i", "x:2,1,8,8"],
         ["e.onnx written", "verification passed"], "report"),
 }  # fmt: skip
@@ -134,7 +133,6 @@ FIRST = {
     "inline": ["a.onnx", "b.onnx"],
     "verify": ["a.onnx", "b.onnx"],
     "run": ["a.onnx"],
-    "bench": ["a.onnx"],
     "export": ["a:b", "c.onnx", "--input", "x:1"],
     "train-export": ["a:b", "c.onnx", "--input", "x:1"],
 }

@@ -109,10 +109,6 @@ WRONG = [
     (["run", "m.onnx", "-i", "x:1,1,8,8", "-o", "gone/o.npz"], 2, ["--output: cannot write 'gone/o.npz'"]),
     (["run", "m.onnx", "-i", "x:99999999,1,99999,99999"], 4, ["not enough memory"]),
     (["run", "m.onnx", "--provider", "cdua"], 2, ["provider: got 'cdua'", "cpu"]),
-    (["bench", "m.onnx", "m.onnx", "-i", "x:1,1,8,8"], 2, ["expected each file once"]),
-    (["bench", "m.onnx", "-i", "x:1,1,8,8", "--runs", "0"], 2, ["'--runs'", "greater than or equal to 1"]),
-    (["bench", "m.onnx", "-i", "x:1,1,8,8", "--threads", "-3"], 2, ["'--threads'", "greater than or equal to 0"]),
-    (["bench", "m.onnx", "-i", "x:1,1,8,8", "--chart", "c.txt"], 2, ["--chart: got 'c.txt'", ".png, .svg or .pdf"]),
     (["export", HERE, "o.onnx", "-i", "x:1"], 2, ["MODULE:FACTORY: got", "models.resnet:digits_resnet"]),
     (["export", "gone:f", "o.onnx", "-i", "x:1"], 2, ["gone:f", "No module named 'gone'", "PYTHONPATH"]),
     (["export", f"{HERE}:gone", "o.onnx", "-i", "x:1"], 2, ["cannot be imported", "no attribute 'gone'"]),
@@ -188,8 +184,6 @@ def in_a_process(arguments, folder, script=""):
     ("package", "arguments", "way_out"),
     [
         ("onnxruntime", ["run", "m.onnx", "-i", "x:1,1,8,8"], "pip install onnxruntime (extra [cpu])"),
-        ("onnxruntime", ["bench", "m.onnx", "-i", "x:1,1,8,8"], "not both"),
-        ("matplotlib", ["bench", "m.onnx", "-i", "x:1,1,8,8", "--runs", "1", "--chart", "c.png"], "pip install matplotlib"),
         ("torch", ["export", "collections:Counter", "o.onnx", "-i", "x:1"], "pip install torch onnxscript safetensors (extra [torch])"),
     ],
 )  # fmt: skip

@@ -63,7 +63,6 @@ CASES = [
     (2, ["fold", "gone.onnx", "new.onnx"], None),
     (2, ["verify", "kept.onnx", "gone.onnx"], None),
     (2, ["run", "gone.onnx"], None),
-    (2, ["bench", "gone.onnx"], None),
     (2, [*EXPORT, "--checkpoint", "gone.pth"], None),
     (2, ["fold", "kept.onnx", "gone/new.onnx"], None),
     (2, ["frobnicate"], None),

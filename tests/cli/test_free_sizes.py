@@ -46,7 +46,7 @@ def test_inputs_of_any_size(path, tmp_path, command):
 
 
 def test_the_hint(path, capfd):
-    assert main(["bench", str(path), "-i", "x:1,4,8,8"]) == 2
+    assert main(["run", str(path), "-i", "x:1,4,8,8"]) == 2
     error = capfd.readouterr().err
     assert "--input x: got shape (1, 4, 8, 8), expected x: float32 (?, 3, ?, ?)" in error
 

@@ -42,7 +42,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 COMMANDS = {
     "run": "run m.onnx -i x:1,3,2,2",
-    "bench": "bench m.onnx f.onnx -i x:1,3,2,2 --runs 1 --warm-up 0",
     "recalibrate": "recalibrate m.onnx r.onnx -i x:x.npy --overwrite",
     "verify": "verify m.onnx f.onnx -i x:1,3,2,2 --method whole",
 }

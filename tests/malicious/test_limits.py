@@ -45,12 +45,10 @@ def test_the_option(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setenv(limits.ENVIRONMENT_VARIABLE, "nodes=0,values=0")
     out = str(path.with_name("out.onnx"))
     commands = [
-        *(
-            ["inspect", str(path)],
-            ["fold", str(path), out, "--no-verify", "--overwrite"],
-            ["run", str(path), "--input", "x:2,64"],
-        ),
-        *(["verify", str(path), str(path)], ["bench", str(path), "--input", "x:2,64", "--runs", "1"]),
+        ["inspect", str(path)],
+        ["fold", str(path), out, "--no-verify", "--overwrite"],
+        ["run", str(path), "--input", "x:2,64"],
+        ["verify", str(path), str(path)],
     ]
     for command in commands:
         assert main(command) == 3

@@ -60,8 +60,9 @@ def test_recalibrate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_fold_after_recalibration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fold", "a.onnx", "c.onnx", "--recalibrate", "x:x.npy", "--method", "local"]) == 0
+    assert main(["recalibrate", "a.onnx", "b.onnx", "-i", "x:x.npy"]) == 0
     assert "re-estimated on 20 rows" in capsys.readouterr().err
+    assert main(["fold", "b.onnx", "c.onnx", "--method", "local"]) == 0
     better = bnexport.recalibrate_file("a.onnx", None, [{"x": data(20)}])
     assert bnexport.verify(better.model, "c.onnx").passed
     assert not bnexport.verify("a.onnx", "c.onnx").passed
