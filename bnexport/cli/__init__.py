@@ -6,7 +6,7 @@ refused, 4 environment; 70 an error of bnexport itself, 130 interrupted, 141 clo
 
 from __future__ import annotations
 
-from bnexport.cli import startup
+from bnexport import startup
 
 __all__ = ["main"]
 

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bnexport import interface
-from bnexport.cli import startup
+from bnexport import interface, startup
 from bnexport.cli.common import (
     NOT_VERIFIED,
     Atol,

@@ -19,11 +19,10 @@ from bnexport.errors import UnsupportedModelError, VerificationError
 from bnexport.folding.context import Leftover, Options
 from bnexport.folding.folder import Folding, check_selection
 from bnexport.folding.report import Counts, FoldReport, certify, count
-from bnexport.graph.conversion import convert
+from bnexport.graph.conversion import convert, insert_casts
 from bnexport.graph.functions import inline_functions
 from bnexport.graph.nodes import Refused, is_portable_body, is_quantised, is_sync_batch_norm, label, training_mode
 from bnexport.graph.shapes import Shapes
-from bnexport.graph.simplify import insert_casts
 from bnexport.model_io import ModelSource, Staged, check_space, load, stage, to_proto, walk, write
 from bnexport.model_io.read import Source, open_source, paused_collection
 from bnexport.model_io.write import check_new

@@ -25,11 +25,10 @@ from bnexport.folding.report import Counts, FoldReport, Refusal, SiteReport, cou
 from bnexport.folding.rules import by_operator
 from bnexport.folding.rules.parallel import NAME as PARALLEL
 from bnexport.folding.sites import OP_TYPES, Site, batch_norm_site, elementwise_site, lone_sites, read_batch_norm
-from bnexport.graph.conversion import Conversion, convert
+from bnexport.graph.conversion import Conversion, convert, insert_casts
 from bnexport.graph.functions import inline_calls
 from bnexport.graph.nodes import OP_TYPE, Refused, is_standard, is_sync_batch_norm, label, module_path
 from bnexport.graph.scopes import Scope, scopes
-from bnexport.graph.simplify import insert_casts
 from bnexport.graph.surgery import Surgery
 from bnexport.model_io import walk
 

@@ -23,7 +23,7 @@ import onnx_ir as ir
 
 from bnexport import interface
 from bnexport.errors import MissingFileError, UnsupportedModelError, UsageError
-from bnexport.graph.conversion import convert
+from bnexport.graph.conversion import convert, insert_casts
 from bnexport.graph.evaluate import constant_tensor, read_tensor
 from bnexport.graph.nodes import (
     Refused,
@@ -35,7 +35,6 @@ from bnexport.graph.nodes import (
     label,
 )
 from bnexport.graph.scopes import GraphContext, new_constant, scopes
-from bnexport.graph.simplify import insert_casts
 from bnexport.graph.surgery import Surgery
 from bnexport.interface import check_choice
 from bnexport.model_io import check_space, to_proto, walk, write

@@ -14,11 +14,10 @@ import onnx_ir as ir
 
 from bnexport import interface, schema
 from bnexport.errors import BnexportError, ModelError, UsageError, first_line
-from bnexport.graph.conversion import convert
+from bnexport.graph.conversion import convert, insert_casts
 from bnexport.graph.functions import inline_calls
 from bnexport.graph.nodes import has_sync_batch_norm, is_standard, is_sync_batch_norm, label, trains
 from bnexport.graph.shapes import Shapes
-from bnexport.graph.simplify import insert_casts
 from bnexport.model_io import Parts, to_parts, walk
 from bnexport.model_io.read import Source, open_source
 from bnexport.model_io.validate import printable

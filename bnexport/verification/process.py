@@ -31,7 +31,8 @@ from bnexport.errors import UsageError
 from bnexport.model_io import ContainedTensor, Parts, limits
 from bnexport.model_io.write import stream
 
-_START = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from bnexport.verification import file_job; file_job.main(sys.argv[2])"
+_START = """import sys, json; sys.path[:] = json.loads(sys.argv[1]); from bnexport import startup; startup.prepare()
+from bnexport.verification import file_job; file_job.main(sys.argv[2])"""
 _ALIGNMENT = 64
 IDLE_SECONDS = 60.0
 # Files of one request; what lies in others goes into the temporary one.

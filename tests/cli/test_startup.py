@@ -1,4 +1,4 @@
-"""What `bnexport.cli.startup` does to the process of a command, and to no other."""
+"""What `bnexport.startup` does to the process of a command, and to no other."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source.onnx"
 
 
-def test_a_fold_loads_neither_sympy_nor_what_verifies(source: Path, tmp_path: Path) -> None:
+def test_a_fold_loads_nothing_that_it_does_not_need(source: Path, tmp_path: Path) -> None:
     code = """
 import atexit, sys
-unwanted = ("sympy.", "bnexport.verification.api", "bnexport.verification.process")
+unwanted = ("sympy.", "onnxscript", "onnx.reference", "bnexport.verification.api", "bnexport.verification.process")
 atexit.register(lambda: print([name for name in sys.modules if name.startswith(unwanted)]))
 from bnexport.cli import main
 sys.argv[1:] = ["fold", *sys.argv[1:], "--no-verify"]
@@ -41,9 +41,19 @@ main()
     assert (tmp_path / "target.onnx").exists()
 
 
+def test_a_fold_needs_no_extra(source: Path, tmp_path: Path) -> None:
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(("torch", "onnxscript", "safetensors", "onnxruntime")))
+from bnexport.cli import main
+print(main(["fold", *sys.argv[1:]]))
+"""
+    assert run(code, source, tmp_path / "target.onnx")[-1] == "0"
+
+
 def test_symbolic_sizes_still_work() -> None:
     code = """
-from bnexport.cli import startup
+from bnexport import startup
 startup.prepare()
 import onnx_ir, sys
 before = any(name.startswith("sympy.") for name in sys.modules)
@@ -61,7 +71,7 @@ import gc, sys
 before = [*sys.meta_path, gc.get_threshold()]
 import bnexport.cli, bnexport.folding.api
 bnexport.cli.main(["--version"])
-bnexport.cli.startup.settle()
+bnexport.startup.settle()
 print([*sys.meta_path, gc.get_threshold()] == before, gc.get_freeze_count(), "sympy.core" in sys.modules)
 """
     assert run(code)[-1] == "True 0 True"

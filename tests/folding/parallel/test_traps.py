@@ -308,10 +308,8 @@ NORMS = (
     ("options", "left"),
     [
         ({}, ["Conv"]),
-        ({"rules": ["parallel"]}, ["Conv"]),
         ({"only": ["parallel"]}, ["Conv"]),
         ({"skip": ["parallel"]}, [BN, "Conv", "Add"]),
-        ({"rules": ["conv"]}, [BN, "Conv", "Add"]),
         ({"skip": [f"{BN} -> n"]}, [BN, "Conv", "Add"]),
         ({"skip": [f"{BN} -> d"]}, [BN, BN, "Conv", "Add"]),
         ({"only": [f"{BN} -> d"]}, [BN, "Conv", "Add"]),

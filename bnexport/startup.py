@@ -1,11 +1,11 @@
-"""A process that is a command line starts fast and ends fast.
+"""A process of ours, a command or the one that verifies, starts fast and ends fast.
 
 onnx-ir imports sympy for arithmetic on symbolic sizes, a quarter of a second in which `fold` could be done with a
-small model, and no command does such arithmetic. What a command imports lives until its end, and the collector of cycles
+small model, and neither does such arithmetic. What a command imports lives until its end, and the collector of cycles
 looks through it over a hundred times while it grows, a tenth of the start. So do the models of a command; at the end
 Python would look through all their objects once more before it throws them away: half a second for 10,000 nodes.
 
-All of this changes the process as a whole, so it is for the command line and not for the library.
+All of this changes the process as a whole, so it is not for the library in somebody else's.
 """
 
 from __future__ import annotations
