@@ -14,7 +14,7 @@ import typer
 from bnexport import __version__, interface
 from bnexport.cli import doctor, export, fold, run  # noqa: F401 - each registers its commands
 from bnexport.cli.common import app, place
-from bnexport.cli.output import complain, err, interrupted, is_verbose, out, set_level
+from bnexport.cli.output import complain, err, is_verbose, out, set_level
 from bnexport.errors import BnexportError, NotVerifiedWarning
 
 __all__ = ["app", "run_command_line"]
@@ -41,7 +41,7 @@ def run_command_line(arguments: list[str] | None) -> int:
         code = exit_.exit_code
     except (typer.Abort, KeyboardInterrupt) as error:
         code = _INTERRUPTED
-        complain(str(error) or interrupted())
+        complain(str(error) or "interrupted; files are as they were, or complete")
     except BrokenPipeError:
         code = _BROKEN_PIPE
         for stream in (sys.stdout, sys.stderr):

@@ -124,7 +124,6 @@ def export(
         check_reference,
         chosen_dimensions,
         example_inputs,
-        explained,
         load_weights,
         missing_input,
         parse,
@@ -170,7 +169,7 @@ def export(
             say(
                 f"note: the weights of {factory} are random; --checkpoint loads trained ones, of which fewer or more may fold"
             )
-        with status(f"exporting {factory}"), calm(), explained(factory, exporter):
+        with status(f"exporting {factory}"), calm():
             result = exporting.export(
                 program or model.train(train),
                 args,
@@ -318,7 +317,6 @@ def train_export(
         check_reference,
         chosen_dimensions,
         example_inputs,
-        explained,
         load_weights,
         parse,
     )
@@ -355,8 +353,7 @@ def train_export(
         function = _load_function(loss) if ":" in loss else step.named_loss(loss)
         if checkpoint is not None:
             load_weights(model, checkpoint, key, allow_unexpected)
-        with explained(factory):
-            output = wrapper.run(model, model.eval(), args)
+        output = wrapper.run(model, model.eval(), args)
         drawn = torch.Generator().manual_seed(seed)
         wanted = step.example_target(loss, output, drawn) if example is None else _load_target(example)
         with status(f"exporting a training step of {factory}"), calm():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnexport.cli.output import detail, is_verbose, say
-from bnexport.errors import MissingDependencyError, MissingFileError, UnsupportedModelError, UsageError, summary
+from bnexport.errors import MissingDependencyError, MissingFileError, UsageError, summary
 from bnexport.interface import LIBRARIES, suggestion
 
 if TYPE_CHECKING:
@@ -321,21 +321,6 @@ def calm() -> Iterator[None]:
     unread = io.StringIO()
     with contextlib.redirect_stdout(unread), contextlib.redirect_stderr(unread):
         yield
-
-
-@contextlib.contextmanager
-def explained(factory: str, exporter: str | None = None) -> Iterator[None]:
-    """Errors of the module and of torch's exporters in the words of the command line."""
-    from bnexport.exporting.wrapper import ExporterFailure, ForwardFailure
-
-    try:
-        yield
-    except ForwardFailure as error:
-        raise UsageError(f"--input: {factory} {error.what}") from error
-    except ExporterFailure as error:
-        other = "dynamo" if exporter == "torchscript" else "torchscript"
-        text = error.text(factory, error.__cause__ or error, "--exporter {}", "--format {}", f"--exporter {other}")
-        raise UnsupportedModelError(f"{text}; -v shows all of the error") from error
 
 
 # Names of models in known libraries, LIBRARY:MODEL?option=value, read without importing torch.

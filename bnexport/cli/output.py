@@ -9,8 +9,6 @@ import json
 import math
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -28,8 +26,6 @@ from bnexport.interface import check_onnx_suffix, suggestion
 
 # Columns without a terminal: wide enough for names, narrow enough for a log.
 _PIPE_WIDTH = 120
-# Interval of progress lines without a terminal.
-_SECONDS = 30.0
 
 
 def open_closed_streams() -> None:
@@ -119,14 +115,9 @@ def _animated() -> bool:
 
 @contextlib.contextmanager
 def status(message: str) -> Iterator[None]:
-    """Show what long work does: on a terminal a spinner, the stage, the time and a bar where the amount is known; in a log a
-    line every 30 seconds."""
-    if err.quiet:
-        yield
-        return
+    """Show what long work does on a terminal: a spinner, the stage, the time and a bar where the amount is known."""
     if not _animated():
-        with _Log(plain(message)) as log, interface.listen(log.update):
-            yield
+        yield
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -152,33 +143,6 @@ def _stage_text(message: str, stage: str, done: int | None, total: int | None) -
         unit, size = ("GB", 1e9) if total >= 1e9 else ("MB", 1e6)
         return f"{message}: {stage} {done / size:.1f} of {total / size:.1f} {unit}"
     return f"{message}: {stage} {done:,} of {total:,}"
-
-
-class _Log:
-    """Prints where the work is every _SECONDS seconds, from a thread of its own."""
-
-    def __init__(self, message: str) -> None:
-        self._message, self._text, self._begun = message, message, time.monotonic()
-        self._over = threading.Event()
-        # It stays on this stderr when messages of others are kept away from it.
-        self._console = _console(stderr=True, file=sys.stderr)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def update(self, stage: str, done: int | None, total: int | None) -> None:
-        self._text = _stage_text(self._message, stage, done, total)
-
-    def _run(self) -> None:
-        while not self._over.wait(_SECONDS):
-            with contextlib.suppress(OSError, ValueError):
-                self._console.print(f"{plain(self._text)} ({time.monotonic() - self._begun:.0f} s)", soft_wrap=True)
-
-    def __enter__(self) -> _Log:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
 
 
 @contextlib.contextmanager
@@ -352,27 +316,6 @@ def _finite(value: Any) -> Any:
 
 # Bytes of the name of a file to write: file systems take 255, among them those of the temporary folder's name.
 _LONGEST_NAME = 220
-# The files of the running command, with the identity of what was there before.
-_targets: dict[str, tuple[int, int, int] | None] = {}
-
-
-def _identity(path: str) -> tuple[int, int, int] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_mtime_ns
-
-
-def interrupted() -> str:
-    """Return the state of an interrupted command's files, in one line."""
-    left = []
-    for path, before in _targets.items():
-        now = _identity(path)
-        left.append(
-            f"{path} was not written" if now is None else f"{path} is {'unchanged' if now == before else 'complete'}"
-        )
-    return "; ".join(["interrupted", *left])
 
 
 def check_targets(**targets: str | Path | None) -> None:
@@ -381,7 +324,6 @@ def check_targets(**targets: str | Path | None) -> None:
     Args:
         targets: where an option (by its name without dashes) or an argument (in capitals) writes; "-" is stdout.
     """
-    _targets.clear()
     for name, target in targets.items():
         if target is None or target == "-":
             continue
@@ -399,7 +341,6 @@ def check_targets(**targets: str | Path | None) -> None:
             raise UsageError(
                 f"{option}: cannot write {str(target)!r}: its folder {str(folder)!r} may not be written to"
             )
-        _targets[str(target)] = _identity(str(target))
 
 
 def check_new(target: str | Path, overwrite: bool, argument: str = "OUT") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import os
 import pathlib
 import warnings
@@ -87,7 +86,6 @@ def export(
     output_names: list[str] | None = None,
     certificate: bool = True,
     overwrite: bool = False,
-    **unknown: Any,
 ) -> ExportResult:
     """Exports `model` to a file at `path`. The module, its state and its mode stay untouched.
 
@@ -132,7 +130,6 @@ def export(
         certificate: write the names of the nodes of each fold into an ONNX file's metadata, as `fold` does; the original
             is the graph that fold=False writes. It is left out, with a note, if simplification breaks the proof.
         overwrite: replace a file at `path`.
-        unknown: none; for an argument of torch.onnx.export the error names ours.
 
     Warns:
         NotVerifiedWarning: the file was written, and nothing could verify it.
@@ -142,7 +139,6 @@ def export(
         UnsupportedModelError: the model cannot be exported with its semantics kept; says what to do.
         VerificationError: the exported model differs from torch; no file is written.
     """
-    arguments.refuse_unknown(tuple(unknown), tuple(inspect.signature(export).parameters))
     interface.check_choice("mode", mode, interface.MODES)
     tracer, exporter_note = _choose_exporter(exporter)
     arguments.check_path(path, overwrite)

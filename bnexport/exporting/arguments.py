@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,20 +15,8 @@ from torch import nn
 
 from bnexport.errors import MalformedModelError, MissingFileError, UnsupportedModelError, UsageError, first_line
 from bnexport.exporting.dimensions import Note
-from bnexport.interface import suggestion
 from bnexport.torch_versions import compiled_module, key_of, pytree
 
-# Arguments of torch.onnx.export, and ours for the same.
-_TORCHS = {
-    "f": "path",
-    "opset": "opset_version",
-    "dynamic_axes": 'dynamic, such as dynamic={"x": {0: "batch"}}',
-    "dynamic_shapes": 'dynamic, such as dynamic={"x": {0: "batch"}}',
-    "dynamo": 'exporter, "dynamo" or "torchscript"',
-    "training": "the mode of the module, with mode='custom_op'",
-    "do_constant_folding": "simplify",
-    "optimize": "simplify",
-}
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
 _WRAPPER = """
     class Wrapped(torch.nn.Module):
@@ -135,14 +123,6 @@ def check_path(path: Any, overwrite: bool) -> None:
         raise MissingFileError(f"path: the folder {folder!r} does not exist; create it first")
     if not overwrite and os.path.lexists(path):
         raise UsageError(f"path: {os.fspath(path)!r} exists; write to another file, or replace it with overwrite=True")
-
-
-def refuse_unknown(names: Sequence[str], known: Sequence[str]) -> None:
-    """Raise UsageError for a keyword that `export` does not have; for one of torch.onnx.export's it names ours."""
-    for name in names:
-        if name in _TORCHS:
-            raise UsageError(f"{name}: an argument of torch.onnx.export; here it is {_TORCHS[name]}")
-        raise UsageError(f"{name}: no argument of bnexport.export{suggestion(name, known)}")
 
 
 def _numbered(name: str) -> Iterator[str]:

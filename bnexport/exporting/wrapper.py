@@ -302,31 +302,27 @@ class ExporterFailure(UnsupportedModelError):
     """torch cannot export the model, though it runs; its cause is torch's error."""
 
     def __init__(self, name: str, error: Exception) -> None:
-        self.values = "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__
-        super().__init__(self.text(name, error, "exporter={!r}", "format={!r}", "another exporter"))
-
-    def text(self, name: str, error: BaseException, exporter: str, format: str, other: str) -> str:
-        """Return the message, with the ways out in the words of Python or of the command line."""
-        exporter, format = exporter.format("torchscript"), format.format("torchscript")
         start = f"{name}: torch cannot export it, though it runs: {summary(error)}"
-        if self.values:
-            return (
-                f"{start}; its code asks for values of tensors{_asking(error)}: use torch.where or torch.cond there, or"
-                f" {format}, which keeps all branches of code that it can script; {exporter} would keep the example's branch"
+        way_out = "try exporter torchscript or dynamo, or format torchscript"
+        if "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__:
+            way_out = (
+                f"its code asks for values of tensors{_asking(error)}: use torch.where or torch.cond there, or format"
+                " torchscript, which keeps all branches of code that it can script; exporter torchscript would keep the"
+                " example's branch"
             )
-        return f"{start}; try {other} or {format}"
+        super().__init__(f"{start}; {way_out}")
 
 
 class ForwardFailure(UsageError):
-    """The model does not run on the inputs. what: the shapes, and what its code raised."""
+    """The model does not run on the inputs."""
 
     def __init__(self, model: nn.Module, inputs: tuple[torch.Tensor, ...], error: Exception) -> None:
         shapes = ", ".join(str(tuple(value.shape)) for value in inputs)
         types = ", ".join(dict.fromkeys(str(value.dtype).removeprefix("torch.") for value in inputs))
-        self.what = f"does not run on inputs of shape {shapes} and type {types}: {summary(error)}"
+        what = f"does not run on inputs of shape {shapes} and type {types}: {summary(error)}"
         if any(value.dim() == 3 for value in inputs) and any(isinstance(each, nn.Conv2d) for each in model.modules()):
-            self.what += "; dimension 0 is the batch: an image has shape (1, channels, height, width)"
-        super().__init__(f"args: {type(model).__name__} {self.what}")
+            what += "; dimension 0 is the batch: an image has shape (1, channels, height, width)"
+        super().__init__(f"args: {type(model).__name__} {what}")
 
 
 def run(model: nn.Module, prepared: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:

@@ -4,12 +4,9 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
-from bnexport import interface
-from bnexport.cli import output
 from tests.support.terminal import on_terminal
 
 SESSION = """
@@ -62,24 +59,6 @@ def test_a_locale_without_utf_8(small_files):
     assert done.stderr == b""
     assert b"MMCVSyncBatchNorm" in done.stdout and b"\\u" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 120
-
-
-def test_long_work_without_a_terminal_says_where_it_is(monkeypatch, capfd):
-    monkeypatch.setattr(output, "_SECONDS", 0.05)
-    output.set_level(quiet=False, verbose=False)
-    with output.status("folding m.onnx"):
-        interface.report("writing", 1_000_000_000, 2_600_000_000)
-        shown, limit = "", time.monotonic() + 60
-        while shown.count("\n") < 2 and time.monotonic() < limit:
-            time.sleep(0.05)
-            shown += capfd.readouterr().err
-    lines = (shown + capfd.readouterr().err).splitlines()
-    assert len(lines) >= 2
-    assert all(re.fullmatch(r"folding m\.onnx: writing 1\.0 of 2\.6 GB \(\d+ s\)", line) for line in lines), lines
-    output.set_level(quiet=True, verbose=False)
-    with output.status("folding m.onnx"):
-        time.sleep(0.1)
-    assert capfd.readouterr().err == ""
 
 
 # What takes a tenth of a second and more to import, and what an answer may have of it.

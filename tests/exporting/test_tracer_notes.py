@@ -104,7 +104,7 @@ def test_the_way_out_of_a_branch_on_values(tmp_path: Path) -> None:
         bnexport.export(Asks().eval(), torch.randn(2, 3, 6, 6), tmp_path / "m.onnx", exporter="dynamo")
     assert re.search(
         rf"values of tensors at exporting/test_tracer_notes.py:{line_of('if x.sum()')} in forward: use torch.where or torch.cond"
-        r" there, or format='torchscript', which keeps .*; exporter='torchscript' would keep the example's branch",
+        r" there, or format torchscript, which keeps .*; exporter torchscript would keep the example's branch",
         str(raised.value),
     )
 
