@@ -209,7 +209,6 @@ def export_training_step(
         accumulate=accumulate,
         standard_ops_only=standard_ops_only,
         indices={name: ranges for name, ranges in recorded.indices.items() if name in names},
-        takes_nan=recorded.takes_nan,
     )
     made.metadata_props[TRAINING_METADATA] = description.to_json()
     checked = Verification.skipped("not asked for")

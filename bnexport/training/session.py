@@ -24,7 +24,6 @@ from bnexport.training.state import (
     Description,
     Kind,
     check_indices,
-    check_not_nan,
     compare,
     load_state,
     save_state,
@@ -188,16 +187,14 @@ class TrainingSession:
         arrays = compare(expected, given, "state_dict")
         self._set({name: arrays[name] for name in self._named(Kind.PARAMETER, Kind.BUFFER)})
 
-    def save_checkpoint(
-        self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None, *, overwrite: bool = False
-    ) -> None:
+    def save_checkpoint(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write all state, the optimizer's and the seed included, as one safetensors file, atomically.
 
-        metadata: further entries for the file's header. overwrite: replace `path` if it exists. In a group the state is the
+        overwrite: replace `path` if it exists. In a group the state is the
         same everywhere: rank 0 saves.
         """
         check_new(path, overwrite)
-        save_state({name: self._state.get(name) for name in self._state.names()}, path, metadata)
+        save_state({name: self._state.get(name) for name in self._state.names()}, path)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Resume from a checkpoint; the following steps are bit-exact, as if training had not stopped.
@@ -289,11 +286,7 @@ class TrainingSession:
         return feeds
 
     def _check_values(self, name: str, array: Array) -> None:
-        if array.dtype.kind == "f":
-            if not self._description.takes_nan:
-                check_not_nan(name, array)
-        else:
-            check_indices(name, array, self._description.indices.get(name, ()))
+        check_indices(name, array, self._description.indices.get(name, ()))
 
 
 def _require_cpu(path: str, providers: Sequence[str | tuple[str, dict[str, Any]]]) -> None:

@@ -50,8 +50,7 @@ class Description:
     aliases: further names of shared tensors in the state_dict. gradients: parameters that have gradients;
     the graph returns them in mode "gradients", and else computes them under the same names.
     standard_ops_only: batch norm, if any, is in standard operators. learning_rate: the one that a session
-    starts with. indices: for arrays of labels or indices their ranges, each [first, last, ignored...]. takes_nan:
-    the step looks for NaN itself.
+    starts with. indices: for arrays of labels or indices their ranges, each [first, last, ignored...].
     """
 
     mode: str
@@ -66,7 +65,6 @@ class Description:
     accumulate: int
     standard_ops_only: bool
     indices: dict[str, list[list[int]]] = dataclasses.field(default_factory=dict)
-    takes_nan: bool = False
 
     @property
     def learning_rate(self) -> float:
@@ -112,7 +110,6 @@ if TYPE_CHECKING:
 #
 # Both graphs hold no weights: all state comes in as inputs. The step's graph is renamed into place last.
 
-# One entry: safetensors writes several in an order that changes from process to process.
 _ENTRY = "bnexport.training.state"
 _VERSION = 1
 
@@ -145,14 +142,11 @@ def write(names: Paths, step: ir.Model, evaluation: ir.Model, state: Mapping[str
             file.discard()
 
 
-def save_state(
-    state: Mapping[str, np.ndarray], path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write a state or checkpoint atomically; the same state and metadata give the same bytes."""
+def save_state(state: Mapping[str, np.ndarray], path: str | os.PathLike[str]) -> None:
+    """Write a state or checkpoint atomically; the same state gives the same bytes."""
     from bnexport import model_io
 
-    entry = json.dumps({"version": _VERSION, "metadata": dict(metadata or {})}, sort_keys=True)
-    model_io.save_tensors(state, {_ENTRY: entry}, path)
+    model_io.save_tensors(state, {_ENTRY: json.dumps({"version": _VERSION})}, path)
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -167,7 +161,7 @@ def digest(path: str | os.PathLike[str]) -> str:
         return hashlib.sha256(file.read()).hexdigest()
 
 
-# Checks of the numbers in a batch, before a step: labels and indices in their range, no NaN.
+# Checks of the labels and indices in a batch, before a step.
 
 Array = np.ndarray[Any, Any]
 
@@ -185,19 +179,6 @@ def check_indices(name: str, array: Array, ranges: Sequence[Sequence[int]]) -> N
                 f"{name}: {array[place]} is out of bounds{row}: expected whole numbers from {first} to {last}{skipped};"
                 " nothing was changed"
             )
-
-
-def check_not_nan(name: str, array: Array) -> None:
-    """Raise UsageError for an array with a NaN; it names the first."""
-    # The sum of numbers with a NaN is one, at a third of the time that isnan takes.
-    with np.errstate(all="ignore"):
-        suspicious = np.isnan(array.sum())
-    if suspicious and (wrong := np.isnan(array)).any():
-        _, row = _first(wrong)
-        raise UsageError(
-            f"{name}: got NaN{row}, expected numbers: the step would make every parameter NaN; leave the row out,"
-            " or replace what is missing; nothing was changed"
-        )
 
 
 def _first(wrong: Array) -> tuple[tuple[int, ...], str]:

@@ -45,7 +45,6 @@ _VIEWS = {
 }  # fmt: skip
 _LOSSES = {_ATEN.nll_loss_forward.default, _ATEN.nll_loss2d_forward.default}
 _SHIFTS = {_ATEN.add.Tensor: operator.sub, _ATEN.sub.Tensor: operator.add}
-_ASKS_FOR_NAN = {_ATEN.isnan.default, _ATEN.nan_to_num.default}
 
 
 def index_ranges(graph: fx.Graph, names: Sequence[str]) -> dict[str, list[list[int]]]:
@@ -92,14 +91,6 @@ def _fixed(size: int | torch.SymInt) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def asks_for_nan(graph: fx.Graph) -> bool:
-    """Whether a step looks for NaN itself, which may then stand for missing numbers."""
-    return any(
-        node.target in _ASKS_FOR_NAN or (node.target is _ATEN.ne.Tensor and node.args[0] is node.args[1])
-        for node in graph.nodes
-    )
-
-
 Tensor = torch.Tensor
 Named = dict[str, Tensor]
 
@@ -115,12 +106,11 @@ _DATA_DEPENDENT = (
 class Recorded:
     """What a recorded function asks of its arguments.
 
-    sizes: conditions on those of the dynamic arguments, in their order. indices, takes_nan: as in `Description`.
+    sizes: conditions on those of the dynamic arguments, in their order. indices: as in `Description`.
     """
 
     sizes: SizeConditions
     indices: dict[str, list[list[int]]]
-    takes_nan: bool
 
 
 def trace(
@@ -151,7 +141,7 @@ def trace(
         results[:] = made
         return _distinct(made.values())
 
-    module, recorded = _Module(flat), Recorded(SizeConditions([]), {}, False)
+    module, recorded = _Module(flat), Recorded(SizeConditions([]), {})
     if differentiates:
         with room_for(problem.model):
             code, recorded = _record(flat, arguments, dynamic, problem)
@@ -252,8 +242,7 @@ def _record(
     recorded.graph.eliminate_dead_code()
     recorded.recompile()
     conditions = SizeConditions([tensor for name, tensor in zip(arguments, fakes) if name in dynamic], asked=True)
-    graph = recorded.graph
-    return recorded, Recorded(conditions, index_ranges(graph, list(arguments)), asks_for_nan(graph))
+    return recorded, Recorded(conditions, index_ranges(recorded.graph, list(arguments)))
 
 
 def _refuse_fixed_size(environment: symbolic_shapes.ShapeEnv) -> None:

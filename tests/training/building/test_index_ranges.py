@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from bnexport.training import translations
-from bnexport.training.tracing import asks_for_nan, index_ranges
+from bnexport.training.tracing import index_ranges
 
 SCORES, LABELS = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 4])
 
@@ -47,13 +47,3 @@ def test_ranges(name):
         for wrong in (first - 1, last + 1):
             with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
                 function(SCORES, torch.full_like(labels, 0).long() + wrong)
-
-
-def test_nan_that_a_loss_looks_for():
-    def known(x, t):
-        return torch.where(torch.isnan(t), 0.0, (x - t).square()).mean()
-
-    assert asks_for_nan(recorded(known, SCORES, SCORES))
-    assert asks_for_nan(recorded(lambda x, t: torch.nan_to_num(x - t).sum(), SCORES, SCORES))
-    assert not asks_for_nan(recorded(F.mse_loss, SCORES, SCORES))
-    assert not asks_for_nan(recorded(lambda x, t: F.smooth_l1_loss(x.relu(), t), SCORES, SCORES))
