@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +163,7 @@ def recalibrate_file(
     target: str | os.PathLike[str] | None,
     batches: Iterable[Any],
     *,
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup | Callable[[Any], list[Any]] | None = None,
     layers: str = "one_by_one",
     overwrite: bool = False,
 ) -> RecalibrationResult:

@@ -12,7 +12,7 @@ import collections
 import contextlib
 import functools
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +38,7 @@ def recalibrate(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup | Callable[[Any], list[Any]] | None = None,
     layers: str = "one_by_one",
 ) -> RecalibrationReport:
     """Re-estimate the running statistics of every batch norm of `model` on data, in place; nothing else changes.
@@ -51,7 +51,9 @@ def recalibrate(
             `update_bn` takes them), or mappings of keyword arguments. `one_by_one` goes through them once for each layer: a list or a
             DataLoader, not a generator.
         process_group: processes that have different batches, any number of them; None: the world, if torch.distributed is
-            initialised. All of them get the statistics of all rows. They exchange sums behind each pass.
+            initialised. All of them get the statistics of all rows. They exchange sums behind each pass. For processes of
+            another library a function that takes a picklable value and returns those of all processes in one order, as
+            mpi4py's `comm.allgather` does.
         layers: "one_by_one": layer after layer in the order of the forward, each on inputs that the layers before it have
             normalised with their new statistics: the result of one pass over all rows, whatever the batches and
             processes. "together": one pass, in which layers normalise with the statistics of the batch of their own process;

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +251,28 @@ def test_processes_have_the_statistics_of_all_rows(cluster: Any, sizes: list[lis
     batches = _batches(0, sizes) + _batches(1, sizes)
     expected = stored(bnexport.recalibrate_file(net(), None, batches, layers=layers).model)
     first, second = cluster.call(2, _member, sizes, layers)
+    for name, array in expected.items():
+        np.testing.assert_allclose(first[name], array, rtol=1e-6, atol=1e-6, err_msg=name)
+        np.testing.assert_array_equal(first[name], second[name])
+
+
+def test_processes_of_another_library() -> None:
+    """Threads here, which exchange by a list and a barrier."""
+    sizes, values, meet = [[4, 3], [5]], [None, None], threading.Barrier(2, timeout=60)
+
+    def member(rank: int) -> dict[str, np.ndarray[Any, Any]]:
+        def gather(value: Any) -> list[Any]:
+            values[rank] = value
+            meet.wait()
+            gathered = list(values)
+            meet.wait()
+            return gathered
+
+        return stored(bnexport.recalibrate_file(net(), None, _batches(rank, sizes), process_group=gather).model)
+
+    with futures.ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(member, range(2))
+    expected = stored(bnexport.recalibrate_file(net(), None, [data()[:12]]).model)
     for name, array in expected.items():
         np.testing.assert_allclose(first[name], array, rtol=1e-6, atol=1e-6, err_msg=name)
         np.testing.assert_array_equal(first[name], second[name])
