@@ -113,6 +113,28 @@ std::vector<int64_t> random_shape(Bytes& bytes) {
   return shape;
 }
 
+// The kernel of a node; null where its attributes are refused.
+struct Made {
+  explicit Made(const Node& node) : op(node.op) {
+    is_done(op->create_kernel_v2(op, table(), reinterpret_cast<const ort::KernelInfo*>(&node), &made));
+  }
+  ~Made() {
+    if (made != nullptr) op->destroy(made);
+  }
+  Made(const Made&) = delete;
+  Made& operator=(const Made&) = delete;
+  bool runs(Node& node) const { return is_done(op->compute_v2(made, reinterpret_cast<ort::KernelContext*>(&node))); }
+
+  const ort::CustomOp* op;
+  void* made = nullptr;
+
+ private:
+  static bool is_done(ort::Status* failed) {
+    delete reinterpret_cast<Message*>(failed);
+    return failed == nullptr;
+  }
+};
+
 // The operators of a training step: sizes that fit together, but for a few.
 struct Window {
   int64_t batch, groups, ins, outs;
@@ -183,12 +205,8 @@ bool fuzz_training_node(Bytes& bytes, const ort::CustomOp* op) {
     if (bytes.chance(240)) add(name, 1);
   }
   add("nesterov", 2);
-  void* kernel = nullptr;
-  if (ort::Status* refused =
-          op->create_kernel_v2(op, table(), reinterpret_cast<const ort::KernelInfo*>(&node), &kernel)) {
-    delete reinterpret_cast<Message*>(refused);
-    return false;
-  }
+  const Made kernel(node);
+  if (kernel.made == nullptr) return false;
   for (const std::vector<int64_t>& shape : shapes_of(op->name(op), window)) {
     auto tensor = std::make_unique<Tensor>();
     tensor->shape = bytes.chance(6) ? random_shape(bytes) : shape;
@@ -200,11 +218,7 @@ bool fuzz_training_node(Bytes& bytes, const ort::CustomOp* op) {
   for (size_t i = 0; i < op->output_count(op); ++i) {
     node.outputs.push_back(op->output_presence(op, i) == ort::kRequired || bytes.chance(128));
   }
-  ort::Status* failed = op->compute_v2(kernel, reinterpret_cast<ort::KernelContext*>(&node));
-  op->destroy(kernel);
-  if (failed == nullptr) return true;
-  delete reinterpret_cast<Message*>(failed);
-  return false;
+  return kernel.runs(node);
 }
 
 bool fuzz_node(Bytes& bytes) {
@@ -226,12 +240,8 @@ bool fuzz_node(Bytes& bytes) {
     attribute.text = bytes.text();
     node.attributes.emplace_back(name, attribute);
   }
-  void* kernel = nullptr;
-  if (ort::Status* refused =
-          op->create_kernel_v2(op, table(), reinterpret_cast<const ort::KernelInfo*>(&node), &kernel)) {
-    delete reinterpret_cast<Message*>(refused);
-    return false;
-  }
+  const Made kernel(node);
+  if (kernel.made == nullptr) return false;
   const std::vector<int64_t> shape = random_shape(bytes);
   const bool backward = std::string(op->name(op)).find("Grad") != std::string::npos;
   node.inputs.resize(bytes.chance(230) ? 5 : bytes.below(6));
@@ -253,11 +263,7 @@ bool fuzz_node(Bytes& bytes) {
     const bool huge = shape.size() > 1 && shape[1] > kMostElements && bytes.chance(230);
     node.outputs[i] = required || (!huge && bytes.chance(backward && (i == 1 || i == 2) ? 10 : 230));
   }
-  ort::Status* failed = op->compute_v2(kernel, reinterpret_cast<ort::KernelContext*>(&node));
-  op->destroy(kernel);
-  if (failed == nullptr) return true;
-  delete reinterpret_cast<Message*>(failed);
-  return false;
+  return kernel.runs(node);
 }
 
 // ---- the C API
@@ -289,62 +295,61 @@ void common(Bytes& bytes, Params& p) {
   if (p.group_size > 3 && p.group_size <= 1000000) p.group_size = 3;
 }
 
-bool fuzz_capi(Bytes& bytes) {
+// fill(params, data, vector, doubles) sets what one direction has alone; each of the three makes a block, or NULL.
+template <class Params, class Fill>
+bool fuzz_call(Bytes& bytes, int (*moments)(const Params*, double*, char*, size_t),
+               int (*run)(const Params*, char*, size_t), const Fill& fill) {
   char error[256];
   const size_t capacity = bytes.chance(240) ? sizeof(error) : bytes.below(3);
   std::vector<std::unique_ptr<unsigned char[]>> keep;
-  if (bytes.chance(128)) {
-    bnexport_forward p{};
-    common(bytes, p);
-    const int64_t C = std::min<int64_t>(std::max<int64_t>(p.C, 0), 1 << 10);
-    const int64_t count = p.N >= 0 && p.C >= 0 && p.S >= 0 ? std::max<int64_t>(elements({p.N, p.C, p.S}), 0) : 0;
-    const int64_t item = p.dtype == BNEXPORT_FLOAT64 ? 8 : p.dtype == BNEXPORT_FLOAT32 ? 4 : 2;
-    const int64_t statistic = p.stats_dtype == BNEXPORT_FLOAT64 ? 8 : 4;
-    if (count > kMostElements) return false;
-    p.x = pointer(bytes, keep, count * item, 4);
-    p.y = pointer(bytes, keep, count * item, 4);
-    p.weight = pointer(bytes, keep, C * statistic, 60);
-    p.bias = pointer(bytes, keep, C * statistic, 60);
-    p.running_mean = pointer(bytes, keep, C * statistic, 40);
-    p.running_var = pointer(bytes, keep, C * statistic, 40);
-    p.running_mean_out = pointer(bytes, keep, C * statistic, 100);
-    p.running_var_out = pointer(bytes, keep, C * statistic, 100);
-    p.saved_mean = static_cast<double*>(pointer(bytes, keep, C * 8, 60));
-    p.saved_invstd = static_cast<double*>(pointer(bytes, keep, C * 8, 60));
-    p.momentum = bytes.chance(220) ? 0.1 : bytes.number();
-    p.eps = bytes.chance(220) ? 1e-5 : bytes.number();
-    p.gathered = static_cast<double*>(
-        pointer(bytes, keep, (p.group_size > 3 ? 1 : std::max<int64_t>(p.group_size, 1)) * (2 * C + 1) * 8, 20));
-    auto* row = static_cast<double*>(pointer(bytes, keep, (2 * C + 1) * 8, 10));
-    const bool moments = bytes.chance(80);
-    const bnexport_forward* params = bytes.chance(2) ? nullptr : &p;
-    return (moments ? bnexport_cpu_moments(params, row, error, capacity)
-                    : bnexport_cpu_forward(params, error, capacity)) == 0;
-  }
-  bnexport_backward p{};
+  Params p{};
   common(bytes, p);
-  p.grad_reduction = bytes.chance(250) ? static_cast<int32_t>(bytes.below(3)) : static_cast<int32_t>(bytes.integer());
-  const int64_t C = std::min<int64_t>(std::max<int64_t>(p.C, 0), 1 << 10);
+  const int64_t C = std::min<int64_t>(std::max<int64_t>(p.C, 0), 1 << 10), row_size = 2 * C + 1;
   const int64_t count = p.N >= 0 && p.C >= 0 && p.S >= 0 ? std::max<int64_t>(elements({p.N, p.C, p.S}), 0) : 0;
   const int64_t item = p.dtype == BNEXPORT_FLOAT64 ? 8 : p.dtype == BNEXPORT_FLOAT32 ? 4 : 2;
   const int64_t statistic = p.stats_dtype == BNEXPORT_FLOAT64 ? 8 : 4;
   if (count > kMostElements) return false;
-  p.dy = pointer(bytes, keep, count * item, 4);
-  p.x = pointer(bytes, keep, count * item, 4);
-  p.dx = pointer(bytes, keep, count * item, 40);
-  p.weight = pointer(bytes, keep, C * statistic, 60);
-  p.saved_mean = static_cast<double*>(pointer(bytes, keep, C * 8, 8));
-  p.saved_invstd = static_cast<double*>(pointer(bytes, keep, C * 8, 8));
-  p.dweight = pointer(bytes, keep, C * statistic, 60);
-  p.dbias = pointer(bytes, keep, C * statistic, 60);
-  p.gathered = static_cast<double*>(
-      pointer(bytes, keep, (p.group_size > 3 ? 1 : std::max<int64_t>(p.group_size, 1)) * (2 * C + 1) * 8, 20));
-  p.local_moments = static_cast<double*>(pointer(bytes, keep, (2 * C + 1) * 8, 20));
-  auto* row = static_cast<double*>(pointer(bytes, keep, (2 * C + 1) * 8, 10));
-  const bool moments = bytes.chance(80);
-  const bnexport_backward* params = bytes.chance(2) ? nullptr : &p;
-  return (moments ? bnexport_cpu_backward_moments(params, row, error, capacity)
-                  : bnexport_cpu_backward(params, error, capacity)) == 0;
+  const auto data = [&](int null) { return pointer(bytes, keep, count * item, null); };
+  const auto vector = [&](int null) { return pointer(bytes, keep, C * statistic, null); };
+  const auto doubles = [&](int64_t size, int null) {
+    return static_cast<double*>(pointer(bytes, keep, size * 8, null));
+  };
+  p.x = data(4);
+  p.weight = vector(60);
+  p.gathered = doubles((p.group_size > 3 ? 1 : std::max<int64_t>(p.group_size, 1)) * row_size, 20);
+  fill(p, C, data, vector, doubles);
+  double* const row = doubles(row_size, 10);
+  const Params* params = bytes.chance(2) ? nullptr : &p;
+  return (bytes.chance(80) ? moments(params, row, error, capacity) : run(params, error, capacity)) == 0;
+}
+
+bool fuzz_capi(Bytes& bytes) {
+  if (bytes.chance(128)) {
+    return fuzz_call(bytes, bnexport_cpu_moments, bnexport_cpu_forward,
+                     [&](bnexport_forward& p, int64_t C, const auto& data, const auto& vector, const auto& doubles) {
+                       p.y = data(4);
+                       p.bias = vector(60);
+                       p.running_mean = vector(40);
+                       p.running_var = vector(40);
+                       p.running_mean_out = vector(100);
+                       p.running_var_out = vector(100);
+                       p.saved_mean = doubles(C, 60);
+                       p.saved_invstd = doubles(C, 60);
+                       p.momentum = bytes.chance(220) ? 0.1 : bytes.number();
+                       p.eps = bytes.chance(220) ? 1e-5 : bytes.number();
+                     });
+  }
+  return fuzz_call(bytes, bnexport_cpu_backward_moments, bnexport_cpu_backward,
+                   [&](bnexport_backward& p, int64_t C, const auto& data, const auto& vector, const auto& doubles) {
+                     p.grad_reduction = static_cast<int32_t>(bytes.chance(250) ? bytes.below(3) : bytes.integer());
+                     p.dy = data(4);
+                     p.dx = data(40);
+                     p.saved_mean = doubles(C, 8);
+                     p.saved_invstd = doubles(C, 8);
+                     p.dweight = vector(60);
+                     p.dbias = vector(60);
+                     p.local_moments = doubles(2 * C + 1, 20);
+                   });
 }
 
 // Whether the input was accepted.

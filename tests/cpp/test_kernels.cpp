@@ -121,33 +121,13 @@ void test_shape(const Shape& shape, int32_t dtype, int32_t layout, int threads) 
 }
 
 void test_shapes(int64_t most) {
-  const Shape shapes[] = {{1, 1, 1},
-                          {2, 1, 15},
-                          {2, 3, 16},
-                          {3, 2, 17},
-                          {1, 2, 31},
-                          {2, 5, 33},
-                          {5, 7, 49},
-                          {300, 2, 3},
-                          {9, 70, 1},
-                          {130, 3, 1},
-                          {2, 2, 4096},
-                          {1, 2, 4097},
-                          {1, 1, 8197},
-                          {2, 40, 100},
-                          {3, 64, 64},
-                          {65, 2, 64},
-                          {4, 1, 513},
-                          {1, 3, 33000},
-                          {1, 200, 2},
-                          {7, 1, 5},
-                          // Columns: odd widths, more than a band, folded to whole lines, chunks and a rest.
-                          {3, 100, 37},
-                          {20, 1100, 1},
-                          {3, 1500, 5},
-                          {2, 49, 1300},
-                          {9, 3, 2500},
-                          {150, 700, 3}};
+  const Shape shapes[] = {// clang-format off
+      {1, 1, 1}, {2, 1, 15}, {2, 3, 16}, {3, 2, 17}, {1, 2, 31}, {2, 5, 33}, {5, 7, 49}, {300, 2, 3}, {9, 70, 1}, {130, 3, 1},
+      {2, 2, 4096}, {1, 2, 4097}, {1, 1, 8197}, {2, 40, 100}, {3, 64, 64}, {65, 2, 64}, {4, 1, 513}, {1, 3, 33000},
+      {1, 200, 2}, {7, 1, 5},
+      // Columns: odd widths, more than a band, folded to whole lines, chunks and a rest.
+      {3, 100, 37}, {20, 1100, 1}, {3, 1500, 5}, {2, 49, 1300}, {9, 3, 2500}, {150, 700, 3}};
+  // clang-format on
   for (const Shape& shape : shapes) {
     if (shape.elements() > most) continue;
     for (int32_t dtype = 0; dtype < 4; ++dtype) {
@@ -240,7 +220,7 @@ void test_tasks_allocate_nothing() {
   }
 }
 
-// Several threads of the program use the pool at once; each must get its own result.
+// Several threads of the program at once; each must get its own result.
 void test_concurrent_callers() {
   const Shape shape{4, 16, 900};
   std::vector<std::thread> callers;
@@ -262,7 +242,7 @@ void test_concurrent_callers() {
 }
 
 void test_after_fork() {
-#if !defined(__SANITIZE_THREAD__)  // which cannot follow threads started in the child
+#if !defined(__SANITIZE_THREAD__)  // which cannot follow a child
   const pid_t child = fork();
   if (child == 0) {
     test_shape({2, 40, 100}, BNEXPORT_FLOAT32, BNEXPORT_NCS, 3);
@@ -274,10 +254,19 @@ void test_after_fork() {
 #endif
 }
 
+// Stands for a program's OpenMP runtime.
+void threads_of_the_program(void (*body)(void*), void* data, unsigned threads, unsigned) {
+  std::vector<std::thread> others;
+  for (unsigned t = 1; t < threads; ++t) others.emplace_back(body, data);
+  body(data);
+  for (std::thread& other : others) other.join();
+}
+
 }  // namespace
 
 // test_kernels [elements]: only shapes of at most that many, for an emulator.
 int main(int count, char** arguments) {
+  bnexport_lend_openmp(reinterpret_cast<void*>(threads_of_the_program));
   test_shapes(count > 1 ? std::strtoll(arguments[1], nullptr, 10) : INT64_MAX);
   test_every_half();
   if (count > 1) return 0;

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
 
-from tests.support.node_models import forward_feeds, forward_model, grad_model, run, session
+from tests.support.node_models import (
+    FORWARD_INPUTS,
+    GRAD_INPUTS,
+    forward_feeds,
+    forward_model,
+    grad_model,
+    run,
+    session,
+)
 
 ATTRIBUTES = [
     ({"eps": -1.0}, "attribute 'eps': got -1, expected a finite number >= 0"),
@@ -50,94 +59,86 @@ def test_gradient_attributes(attributes, message):
         session(grad_model(**attributes))
 
 
-@pytest.mark.parametrize("name", ["running_mean", "running_var", "weight", "bias"])
-@pytest.mark.parametrize("length", [1, 3, 5])
-def test_statistics_of_another_length(name, length):
-    feeds = forward_feeds(np.random.default_rng(0), (2, 4, 3, 3))
-    feeds[name] = np.ones(length, np.float32)
-    with pytest.raises(Exception, match=rf"bn1': input '{name}': got shape \({length},\), expected \(4,\)"):
-        run(forward_model(), feeds)
+def ones(*shape):
+    return np.ones(shape, np.float32)
 
 
-@pytest.mark.parametrize("shape", [(), (4,)], ids=str)
-def test_rank_below_two(shape):
-    feeds = {"input": np.ones(shape, np.float32)}
-    with pytest.raises(Exception, match=r"bn1': input 'input': got shape \(.*\), expected rank 2 or more"):
-        run(forward_model(inputs=("input",), outputs=("output",), ranks=len(shape)), feeds)
+FORWARD = forward_feeds(np.random.default_rng(0), (2, 4, 3, 3))
+BACKWARD = {"grad_output": ones(2, 4, 3, 3), "input": ones(2, 4, 3, 3)} | dict.fromkeys(GRAD_INPUTS[2:], ones(4))
+GRADIENTS = ["grad_input", "", "", "grad_weight", "grad_bias"]
+
+
+def forward_without(name, outputs):
+    return forward_model(inputs=["" if other == name else other for other in FORWARD_INPUTS], **outputs)
+
+
+RUNNING = ("running_mean", "running_var")
+# A model, and what it is fed.
+RUNS = [
+    *(
+        (forward_model(), FORWARD | {name: ones(length)}, rf"input '{name}': got shape \({length},\), expected \(4,\)")
+        for name in FORWARD_INPUTS[1:]
+        for length in (1, 3, 5)
+    ),
+    *(
+        (grad_model(), BACKWARD | {name: ones(3)}, rf"input '{name}': got shape \(3,\), expected \(4,\)")
+        for name in GRAD_INPUTS[2:]
+    ),
+    (
+        grad_model(),
+        BACKWARD | {"grad_output": ones(2, 4, 3, 2)},
+        r"input 'grad_output': got shape \(2, 4, 3, 2\), expected \(2, 4, 3, 3\), that of 'input'",
+    ),
+    *(
+        (
+            forward_model(inputs=("input",), outputs=("output",), ranks=len(shape)),
+            {"input": ones(*shape)},
+            r"input 'input': got shape \(.*\), expected rank 2 or more",
+        )
+        for shape in ((), (4,))
+    ),
+    *(
+        (
+            forward_without(name, {"outputs": ("output",), "training_mode": 0}),
+            FORWARD,
+            f"input '{name}' is missing, expected running statistics because training_mode is 0",
+        )
+        for name in RUNNING
+    ),
+    *(
+        (
+            forward_without(name, {"outputs": ("output", *(f"{it}_out" if it == name else "" for it in RUNNING))}),
+            FORWARD,
+            f"output '{name}_out' is used but input '{name}' is missing",
+        )
+        for name in RUNNING
+    ),
+    *(
+        (
+            grad_model(outputs=[*GRADIENTS[:index], "surplus", *GRADIENTS[index + 1 :]]),
+            BACKWARD,
+            r"output 'unused_running_(mean|var)' is used, expected an empty name",
+        )
+        for index in (1, 2)
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "feeds", "message"), RUNS, ids=[str(index) for index in range(len(RUNS))])
+def test_runs(model, feeds, message):
+    made = session(model)
+    with pytest.raises(Exception, match=f"bn1': {message}"):
+        run(made, {value.name: feeds[value.name] for value in made.get_inputs()})
 
 
 def test_statistic_of_rank_two():
-    feeds = {"input": np.ones((2, 4, 3), np.float32), "": None}
-    model = forward_model(inputs=("input", "", "", "weight"), outputs=("output",), ranks=3)
-    import onnx
-
-    proto = onnx.load_from_string(model)
+    proto = onnx.load_from_string(forward_model(inputs=("input", "", "", "weight"), outputs=("output",), ranks=3))
     proto.graph.input[1].type.tensor_type.shape.dim.add()
-    feeds["weight"] = np.ones((4, 1), np.float32)
     with pytest.raises(Exception, match=r"input 'weight': got shape \(4, 1\), expected \(4,\)"):
-        run(proto.SerializeToString(), feeds)
-
-
-@pytest.mark.parametrize("missing", ["running_mean", "running_var"])
-def test_inference_without_running_statistics(missing):
-    feeds = forward_feeds(np.random.default_rng(0), (2, 4, 3, 3))
-    inputs = tuple(
-        "" if name == missing else name for name in ("input", "running_mean", "running_var", "weight", "bias")
-    )
-    with pytest.raises(
-        Exception, match=f"input '{missing}' is missing, expected running statistics because training_mode is 0"
-    ):
-        run(
-            forward_model(inputs=inputs, outputs=("output",), training_mode=0),
-            {k: v for k, v in feeds.items() if k != missing},
-        )
-
-
-@pytest.mark.parametrize("name", ["running_mean", "running_var"])
-def test_running_output_without_its_input(name):
-    feeds = forward_feeds(np.random.default_rng(0), (2, 4, 3, 3))
-    outputs = (
-        "output",
-        name + "_out" if name == "running_mean" else "",
-        name + "_out" if name == "running_var" else "",
-    )
-    inputs = tuple("" if other == name else other for other in ("input", "running_mean", "running_var"))
-    with pytest.raises(Exception, match=f"output '{name}_out' is used but input '{name}' is missing"):
-        run(forward_model(inputs=inputs, outputs=outputs), {k: v for k, v in feeds.items() if k in inputs})
-
-
-def gradient_feeds():
-    shape = (2, 4, 3, 3)
-    statistics = {name: np.ones(4, np.float32) for name in ("weight", "saved_mean", "saved_invstd")}
-    return {"grad_output": np.ones(shape, np.float32), "input": np.ones(shape, np.float32)} | statistics
-
-
-def test_gradient_of_another_shape():
-    feeds = gradient_feeds() | {"grad_output": np.ones((2, 4, 3, 2), np.float32)}
-    with pytest.raises(
-        Exception, match=r"input 'grad_output': got shape \(2, 4, 3, 2\), expected \(2, 4, 3, 3\), that of 'input'"
-    ):
-        run(grad_model(), feeds)
-
-
-@pytest.mark.parametrize("name", ["weight", "saved_mean", "saved_invstd"])
-def test_gradient_statistics_of_another_length(name):
-    feeds = gradient_feeds() | {name: np.ones(3, np.float32)}
-    with pytest.raises(Exception, match=rf"bn1': input '{name}': got shape \(3,\), expected \(4,\)"):
-        run(grad_model(), feeds)
-
-
-@pytest.mark.parametrize("index", [1, 2])
-def test_gradient_output_that_does_not_exist(index):
-    outputs = ["grad_input", "", "", "grad_weight", "grad_bias"]
-    outputs[index] = "surplus"
-    with pytest.raises(Exception, match=r"output 'unused_running_(mean|var)' is used, expected an empty name"):
-        run(grad_model(outputs=outputs), gradient_feeds())
+        run(proto.SerializeToString(), {"input": ones(2, 4, 3), "weight": ones(4, 1)})
 
 
 def test_integer_input_is_refused():
-    import onnx
-
     proto = onnx.load_from_string(forward_model(inputs=("input",), outputs=("output",)))
     for value in (proto.graph.input[0], proto.graph.output[0]):
         value.type.tensor_type.elem_type = onnx.TensorProto.INT32
@@ -146,8 +147,6 @@ def test_integer_input_is_refused():
 
 
 def test_mixed_statistics_types_are_refused():
-    import onnx
-
     proto = onnx.load_from_string(forward_model())
     proto.graph.input[3].type.tensor_type.elem_type = onnx.TensorProto.DOUBLE
     feeds = forward_feeds(np.random.default_rng(0), (2, 4, 3, 3))

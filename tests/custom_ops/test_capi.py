@@ -1,13 +1,11 @@
-"""The C API through ctypes: layouts, groups without processes, threads, instruction sets, refusals."""
+"""The C API through ctypes: columns of every kind, in place, threads, refusals. tests/cpp has shapes, tests/sync_bn groups."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,23 +13,7 @@ import pytest
 from bnexport import tolerances
 from bnexport.errors import UsageError
 from bnexport.native import capi, library
-from bnexport.native.library import get_library_path
 from tests.support import kernel_oracle as oracle
-
-SHAPES = [
-    (4, 3, 5, 7),
-    (7, 5),
-    (3, 130, 6),
-    (8, 64, 14, 14),
-    (1, 2, 5000),
-    (300, 3, 1, 1),
-    (129, 5, 3),
-    (2, 1, 3, 3),
-    (1, 1),
-    (5, 200, 2, 2),
-    (3, 1100, 1, 2),
-    (260, 49, 33),
-]
 
 
 def to_layout(x, layout):
@@ -42,201 +24,46 @@ def from_layout(x, layout):
     return x if layout == "NCS" else np.moveaxis(x, -1, 1)
 
 
-def sizes(x):
-    return {"N": x.shape[0], "C": x.shape[1], "S": int(np.prod(x.shape[2:], dtype=np.int64))}
+def call(name, row=(), **values):
+    """Call a function of the C API. Arrays become their addresses; sizes and types are those of x."""
+    arrays = {key: value for key, value in values.items() if isinstance(value, np.ndarray)}
+    make = capi.backward_params if name.startswith("backward") else capi.forward_params
+    capi.run(name, make(**values | {key: value.ctypes.data for key, value in arrays.items()}), *row)
 
 
-def pointer(array):
-    return 0 if array is None else array.ctypes.data
+def common(x, layout, dtype, **more):
+    types = {"dtype": capi.DTYPES[dtype], "stats_dtype": capi.DTYPES[tolerances.STATISTICS_TYPE[dtype]]}
+    sizes = {"N": x.shape[0], "C": x.shape[1], "S": int(np.prod(x.shape[2:], dtype=np.int64))}
+    return types | sizes | {"layout": capi.LAYOUTS[layout], "x": to_layout(x, layout), "threads": 2} | more
 
 
-def forward(x, layout="NCS", *, dtype="float32", threads=2, in_place=False, gathered=None, **options):
+def of_group(gathered):
+    return {} if gathered is None else {"gathered": gathered, "group_size": len(gathered)}
+
+
+def forward(x, layout="NCS", *, dtype="float32", in_place=False, gathered=None, **options):
     S, C = oracle.statistics_dtype(dtype), x.shape[1]
-    data = to_layout(x, layout)
-    y = data if in_place else np.empty_like(data)
-    arrays = {k: options.pop(k, None) for k in ("weight", "bias", "running_mean", "running_var")}
-    new_mean, new_var, saved_mean, saved_invstd = np.empty(C, S), np.empty(C, S), np.empty(C), np.empty(C)
-    has = {"running_mean_out": arrays["running_mean"] is not None, "running_var_out": arrays["running_var"] is not None}
-    params = capi.forward_params(
-        dtype=capi.DTYPES[dtype],
-        stats_dtype=capi.DTYPES[tolerances.STATISTICS_TYPE[dtype]],
-        layout=capi.LAYOUTS[layout],
-        **sizes(x),
-        x=pointer(data),
-        y=pointer(y),
-        **{k: pointer(v) for k, v in arrays.items()},
-        running_mean_out=pointer(new_mean) if has["running_mean_out"] else 0,
-        running_var_out=pointer(new_var) if has["running_var_out"] else 0,
-        saved_mean=pointer(saved_mean),
-        saved_invstd=pointer(saved_invstd),
-        gathered=pointer(gathered),
-        group_size=1 if gathered is None else len(gathered),
-        threads=threads,
-        **options,
-    )
-    capi.run("forward", params)
-    return oracle.Forward(from_layout(y, layout), saved_mean, saved_invstd, new_mean, new_var)
+    values = common(x, layout, dtype, **of_group(gathered), **options)
+    y = values["x"] if in_place else np.empty_like(values["x"])
+    new = {f"{name}_out": np.empty(C, S) for name in ("running_mean", "running_var") if name in options}
+    mean, invstd = np.empty(C), np.empty(C)
+    call("forward", **values, y=y, saved_mean=mean, saved_invstd=invstd, **(new if options.get("training", 1) else {}))
+    return oracle.Forward(from_layout(y, layout), mean, invstd, new.get("running_mean_out"), new.get("running_var_out"))
 
 
-def moments(x, layout="NCS", *, dtype="float32", stats_mode="exact", threads=2):
-    row, data = np.empty(2 * x.shape[1] + 1), to_layout(x, layout)
-    params = capi.forward_params(
-        dtype=capi.DTYPES[dtype], layout=capi.LAYOUTS[layout], **sizes(x), x=pointer(data),
-        stats_mode=capi.STATS_MODES[stats_mode], threads=threads,
-    )  # fmt: skip
-    capi.run("moments", params, pointer(row))
+def moments(x, layout="NCS"):
+    row = np.empty(2 * x.shape[1] + 1)
+    call("moments", (row.ctypes.data,), **common(x, layout, "float32"))
     return row
 
 
-def backward(
-    dy,
-    x,
-    mean,
-    invstd,
-    layout="NCS",
-    *,
-    weight=None,
-    dtype="float32",
-    threads=2,
-    gathered=None,
-    local=None,
-    in_place=False,
-    **options,
-):
+def backward(dy, x, mean, invstd, layout="NCS", *, dtype="float32", in_place=False, gathered=None, **options):
     S, C = oracle.statistics_dtype(dtype), x.shape[1]
-    dy_data, x_data = to_layout(dy, layout), to_layout(x, layout)
-    dx = dy_data if in_place else np.empty_like(x_data)
+    values = common(x, layout, dtype, dy=to_layout(dy, layout), **of_group(gathered), **options)
+    dx = values["dy"] if in_place else np.empty_like(values["x"])
     dweight, dbias = np.empty(C, S), np.empty(C, S)
-    params = capi.backward_params(
-        dtype=capi.DTYPES[dtype],
-        stats_dtype=capi.DTYPES[tolerances.STATISTICS_TYPE[dtype]],
-        layout=capi.LAYOUTS[layout],
-        **sizes(x),
-        dy=pointer(dy_data),
-        x=pointer(x_data),
-        dx=pointer(dx),
-        weight=pointer(weight),
-        saved_mean=pointer(mean),
-        saved_invstd=pointer(invstd),
-        dweight=pointer(dweight),
-        dbias=pointer(dbias),
-        gathered=pointer(gathered),
-        local_moments=pointer(local),
-        group_size=1 if gathered is None else len(gathered),
-        threads=threads,
-        **options,
-    )
-    capi.run("backward", params)
+    call("backward", **values, dx=dx, saved_mean=mean, saved_invstd=invstd, dweight=dweight, dbias=dbias)
     return from_layout(dx, layout), dweight, dbias
-
-
-def backward_moments(dy, x, mean, invstd, layout="NCS", *, stats_mode="exact"):
-    row, dy_data, x_data = np.empty(2 * x.shape[1] + 1), to_layout(dy, layout), to_layout(x, layout)
-    params = capi.backward_params(
-        dtype=0, layout=capi.LAYOUTS[layout], **sizes(x), dy=pointer(dy_data), x=pointer(x_data), saved_mean=pointer(mean),
-        saved_invstd=pointer(invstd), stats_mode=capi.STATS_MODES[stats_mode],
-    )  # fmt: skip
-    capi.run("backward_moments", params, pointer(row))
-    return row
-
-
-@pytest.mark.parametrize("layout", ["NCS", "NSC"])
-@pytest.mark.parametrize("dtype", list(oracle.DTYPES))
-def test_both_layouts(dtype, layout):
-    for index, shape in enumerate(SHAPES):
-        rng = np.random.default_rng(index)
-        T, S = oracle.DTYPES[dtype], oracle.statistics_dtype(dtype)
-        x, dy = (rng.normal(size=shape) + 3).astype(T), rng.normal(size=shape).astype(T)
-        weight, bias = rng.normal(size=shape[1]).astype(S), rng.normal(size=shape[1]).astype(S)
-        got = forward(x, layout, dtype=dtype, weight=weight, bias=bias)
-        want = oracle.forward([x], weight, bias)[0]
-        condition = oracle.condition_of(x, want.mean, want.invstd)
-        oracle.assert_within(
-            got.y,
-            want.y,
-            tolerances.forward(dtype, condition=condition, weight=float(np.abs(weight).max())),
-            f"y {shape}",
-        )
-        dx, dweight, dbias = backward(dy, x, got.mean, got.invstd, layout, weight=weight, dtype=dtype)
-        want = oracle.backward([dy], [x], weight, got.mean, got.invstd)[0]
-        scale = float(np.abs(weight * got.invstd).max() * np.abs(oracle.wide(dy)).max())
-        oracle.assert_within(
-            dx, want.dx, tolerances.backward_input(dtype, condition=condition, scale=scale), f"dx {shape}"
-        )
-        for value, exact, absolute in (
-            (dweight, want.dweight, want.absolute_dweight),
-            (dbias, want.dbias, want.absolute_dbias),
-        ):
-            bound = tolerances.backward_sum(dtype, condition=condition, absolute_sum=float(absolute.max()))
-            oracle.assert_within(value, exact, bound, f"sums {shape}")
-
-
-GROUPS = [
-    [(3, 4, 5, 5), (3, 4, 5, 5)],
-    [(1, 4, 5, 5), (6, 4, 5, 5)],
-    [(2, 4, 3, 3), (2, 4, 8, 7), (5, 4, 2, 9)],
-    [(0, 4, 5, 5), (3, 4, 5, 5)],
-    [(0, 4, 5, 5), (2, 4, 0, 5), (3, 4, 5, 5), (1, 4, 1, 1)],
-    [(0, 4, 5, 5), (0, 4, 5, 5)],
-    [(2, 4, 2, 2), (0, 4, 6, 6), (4, 4, 3, 1)],
-]
-
-
-@pytest.mark.parametrize("shapes", GROUPS, ids=str)
-@pytest.mark.parametrize("stats_mode", list(capi.STATS_MODES))
-def test_groups_equal_the_joint_batch(stats_mode, shapes):
-    rng = np.random.default_rng(len(shapes))
-    C, G = 4, len(shapes)
-    xs = [(rng.normal(size=shape) + r).astype(np.float32) for r, shape in enumerate(shapes)]
-    dys = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
-    weight = rng.normal(size=C).astype(np.float32)
-    running_mean, running_var = rng.normal(size=C).astype(np.float32), rng.random(C).astype(np.float32)
-    gathered = np.stack([moments(x, stats_mode=stats_mode) for x in xs])
-    mode = capi.STATS_MODES[stats_mode]
-    common = {"weight": weight, "running_mean": running_mean, "running_var": running_var, "momentum": 0.3}
-    want = oracle.forward(xs, **common, stats_mode=stats_mode)
-    statistic = tolerances.statistic("float32", scale=float(G))
-    results = [forward(x, gathered=gathered, stats_mode=mode, **common) for x in xs]
-    for x, got, expected in zip(xs, results, want, strict=True):
-        condition = oracle.condition_of(x, expected.mean, expected.invstd)
-        oracle.assert_within(
-            got.y,
-            expected.y,
-            tolerances.forward("float32", condition=condition, weight=float(np.abs(weight).max())),
-            "y",
-        )
-        oracle.assert_within(got.running_mean, expected.running_mean, statistic, "running_mean")
-        oracle.assert_within(got.running_var, expected.running_var, statistic, "running_var")
-    mean, invstd = results[0].mean, results[0].invstd
-    rows = np.stack(
-        [backward_moments(dy, x, mean, invstd, stats_mode=stats_mode) for dy, x in zip(dys, xs, strict=True)]
-    )
-    scale = float(np.abs(weight * invstd).max() * max(np.abs(dy).max(initial=0) for dy in dys))
-    for reduction, value in capi.GRAD_REDUCTIONS.items():
-        want = oracle.backward(dys, xs, weight, mean, invstd, stats_mode=stats_mode, grad_reduction=reduction)
-        for r in range(G):
-            dx, dweight, dbias = backward(
-                dys[r],
-                xs[r],
-                mean,
-                invstd,
-                weight=weight,
-                gathered=rows,
-                local=rows[r],
-                stats_mode=mode,
-                grad_reduction=value,
-            )
-            oracle.assert_within(
-                dx, want[r].dx, tolerances.backward_input("float32", condition=G + 1.0, scale=scale), "dx"
-            )
-            for got, exact, absolute in (
-                (dweight, want[r].dweight, want[r].absolute_dweight),
-                (dbias, want[r].dbias, want[r].absolute_dbias),
-            ):
-                bound = tolerances.backward_sum(
-                    "float32", condition=G + 1.0, absolute_sum=float(absolute.max(initial=0))
-                )
-                oracle.assert_within(got, exact, bound, f"sums {reduction}")
 
 
 @pytest.mark.parametrize("stats_mode", list(capi.STATS_MODES))
@@ -341,15 +168,6 @@ def test_same_bits_for_any_number_of_threads_and_any_strategy(layout):
         assert first.y.tobytes() == forward(x, layout, gathered=gathered).y.tobytes()
 
 
-def test_tensors_past_the_shared_cache():
-    """Streaming stores, on rows that are and are not multiples of a cache line."""
-    rng = np.random.default_rng(3)
-    for S in (4096, 4099):
-        x = np.resize(rng.normal(size=(1 << 18) + 5).astype(np.float32), (12, 64, S))
-        got, want = forward(x), oracle.forward([x])[0]
-        oracle.assert_within(got.y, want.y, tolerances.forward("float32"), f"y {S}")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def lent():
     """Lend torch's threads to the calls that ask for more than one; a function that does so again."""
@@ -410,28 +228,6 @@ def test_after_a_fork():
     assert child.exitcode == 0
 
 
-@pytest.mark.cpp
-@pytest.mark.parametrize("isa", ["baseline", "avx2"])
-def test_lesser_instruction_sets(isa):
-    """The same tests in a process that may use less than this processor has."""
-    tests = ["test_both_layouts", "test_in_place"]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        *[f"{__file__}::{test}" for test in tests],
-    ]
-    environment = os.environ | {"BNEXPORT_ISA": isa, "BNEXPORT_LIBRARY": get_library_path()}
-    root = Path(__file__).resolve().parents[2]
-    result = subprocess.run(
-        command, env=environment, cwd=root, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
-
-
 BAD = [
     ({"dtype": 4}, r"params\.dtype: got 4, expected 0 to 3"),
     ({"stats_dtype": 1}, r"params\.stats_dtype: got 1"),
@@ -452,29 +248,24 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), BAD, ids=str)
-def test_refusals(change, message):
-    x, y, saved = np.zeros((2, 3, 4), np.float32), np.zeros((2, 3, 4), np.float32), np.zeros(6)
-    arguments = {
-        "dtype": 0, "stats_dtype": 0, "layout": 0, "N": 2, "C": 3, "S": 4, "x": pointer(x), "y": pointer(y),
-        "saved_mean": pointer(saved), "saved_invstd": pointer(saved[3:]),
-    }  # fmt: skip
+BAD_GRADIENTS = [
+    ({"dy": 0}, r"params\.dy: got NULL"),
+    ({"saved_mean": 0}, r"params\.saved_mean: got NULL"),
+    ({"grad_reduction": 5}, r"params\.grad_reduction: got 5"),
+    ({"group_size": 2}, r"params\.gathered"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [*(("forward", *bad) for bad in BAD), *(("backward", *bad) for bad in BAD_GRADIENTS)],
+    ids=str,
+)
+def test_refusals(name, change, message):
+    x, saved = np.zeros((2, 3, 4), np.float32), np.zeros(3)
+    given = {"y": x.copy()} if name == "forward" else {"dy": x.copy()}
     with pytest.raises(UsageError, match=message):
-        capi.run("forward", capi.forward_params(**(arguments | change)))
-
-
-def test_refusals_of_the_gradient():
-    x, saved = np.zeros((2, 3, 4), np.float32), np.zeros(6)
-    arguments = {"dtype": 0, "stats_dtype": 0, "layout": 0, "N": 2, "C": 3, "S": 4, "dy": pointer(x), "x": pointer(x)}
-    saved = {"saved_mean": pointer(saved), "saved_invstd": pointer(saved)}
-    for change, message in [
-        (saved | {"dy": 0}, r"params\.dy: got NULL"),
-        ({"saved_mean": 0, "saved_invstd": 0}, r"params\.saved_mean: got NULL"),
-        (saved | {"grad_reduction": 5}, r"params\.grad_reduction: got 5"),
-        (saved | {"group_size": 2}, r"params\.gathered"),
-    ]:
-        with pytest.raises(UsageError, match=message):
-            capi.run("backward", capi.backward_params(**(arguments | change)))
+        call(name, **common(x, "NCS", "float32", **given, saved_mean=saved, saved_invstd=saved) | change)
 
 
 def test_group_registration():

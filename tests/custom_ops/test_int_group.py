@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import numpy as np
 import pytest
@@ -49,46 +50,30 @@ def feeds():
     }
 
 
-MODELS = {schema.SYNC_BATCH_NORM.name: forward_model, schema.SYNC_BATCH_NORM_GRAD.name: grad_model}
-OURS = {
-    schema.SYNC_BATCH_NORM.name: {"inputs": FORWARD_INPUTS, "outputs": FORWARD_OUTPUTS, **MMCV},
-    schema.SYNC_BATCH_NORM_GRAD.name: {
-        "inputs": GRAD_INPUTS,
-        "outputs": ("grad_input", "", "", "grad_weight", "grad_bias"),
-        "stats_mode": "default",
-        "grad_reduction": "mean",
-    },
+GRAD_OUTPUTS = ("grad_input", "", "", "grad_weight", "grad_bias")
+MODELS = {
+    schema.SYNC_BATCH_NORM.name: functools.partial(
+        forward_model, inputs=FORWARD_INPUTS, outputs=FORWARD_OUTPUTS, **MMCV
+    ),
+    schema.SYNC_BATCH_NORM_GRAD.name: functools.partial(
+        grad_model, inputs=GRAD_INPUTS, outputs=GRAD_OUTPUTS, stats_mode="default", grad_reduction="mean"
+    ),
 }
 
 
-def results(operator, feeds, **attributes):
-    return run(MODELS[operator](**OURS[operator], **attributes), feeds)
-
-
-def assert_same(got, expected):
-    assert got.keys() == expected.keys()
-    for name, value in got.items():
-        np.testing.assert_array_equal(value, expected[name], err_msg=name)
-
-
 @pytest.mark.parametrize("operator", MODELS)
-@pytest.mark.parametrize("group", [0, 12, -1, 2**63 - 1], ids=str)
-def test_of_one_process_it_is_ignored(operator, group, feeds):
-    assert_same(results(operator, feeds, group=group, group_size=1), results(operator, feeds))
+def test_it_is_the_name_of_a_group(operator, feeds, group_12):
+    def results(**attributes):
+        return run(MODELS[operator](**attributes), feeds)
 
-
-@pytest.mark.parametrize("operator", MODELS)
-def test_of_two_processes_it_is_the_name(operator, feeds, group_12):
-    got = results(operator, feeds, group=12, group_size=2)
-    assert_same(got, results(operator, feeds, group="12", group_size=2))
+    alone, pair = results(), results(group="12", group_size=2)
+    cases = [(results(group=number, group_size=1), alone) for number in (0, 12, -1, 2**63 - 1)]  # not asked
+    for got, expected in [*cases, (results(group=12, group_size=2), pair)]:
+        assert got.keys() == expected.keys()
+        for name, value in got.items():
+            np.testing.assert_array_equal(value, expected[name], err_msg=name)
     if operator == schema.SYNC_BATCH_NORM.name:
         # The group was asked: twice the batch has another unbiased variance.
-        assert not np.array_equal(got["running_var_out"], results(operator, feeds)["running_var_out"])
-
-
-@pytest.mark.parametrize("operator", MODELS)
-def test_a_group_that_nobody_registered(operator, feeds):
-    with pytest.raises(
-        Exception, match=r"attribute 'group': got '-7' with group_size 2, expected the name of a regist"
-    ):
-        results(operator, feeds, group=-7, group_size=2)
+        assert not np.array_equal(pair["running_var_out"], alone["running_var_out"])
+    with pytest.raises(Exception, match=r"'group': got '-7' with group_size 2, expected the name of a regist"):
+        results(group=-7, group_size=2)

@@ -174,61 +174,6 @@ def test_double_is_refused():
         session(made.SerializeToString())
 
 
-class _Mutation:
-    """A valid node with something changed at random; whatever it is, the process survives it."""
-
-    def __init__(self, rng: np.random.Generator) -> None:
-        self.name = str(rng.choice(list(VALID)))
-        self.operator, feeds, attributes = VALID[self.name]
-        self.feeds, self.attributes = dict(feeds), dict(attributes)
-        for _ in range(int(rng.integers(1, 4))):
-            if rng.random() < 0.5:
-                self._change_input(rng)
-            else:
-                self._change_attribute(rng)
-
-    def _change_input(self, rng: np.random.Generator) -> None:
-        name = str(rng.choice(list(self.feeds)))
-        if rng.random() < 0.1 and len(self.feeds) > 1:
-            del self.feeds[name]
-            return
-        shape = list(self.feeds[name].shape)
-        if rng.random() < 0.2 or not shape:
-            shape = list(rng.integers(0, 4, size=int(rng.integers(0, 6))))
-        else:
-            shape[int(rng.integers(len(shape)))] = int(rng.choice([0, 1, 2, 3, 4, 5, 7, 8, 9, 64]))
-        self.feeds[name] = rng.normal(size=shape).astype(np.float32)
-
-    def _change_attribute(self, rng: np.random.Generator) -> None:
-        name = str(rng.choice([attribute.name for attribute in self.operator.attributes]))
-        value = self.attributes.get(name, 0.0)
-        if isinstance(value, list):
-            numbers = [-1, 0, 1, 1, 2, 2, 3, 4, 5, 8, 9, 30, 2**31 - 1, 2**31, 2**62, -(2**62)]
-            made = [int(number) for number in rng.choice(numbers, size=int(rng.choice([0, 1, 2, 2, 2, 2, 3])))]
-            self.attributes[name] = made or None
-        elif isinstance(value, int):
-            self.attributes[name] = int(rng.choice([-1, 0, 1, 2, 3, 4, 2**31, 2**62]))
-        else:
-            self.attributes[name] = float(rng.choice([-1, 0, 0.5, 1, 1e30, np.inf, np.nan]))
-
-    def __str__(self) -> str:
-        return f"{self.name} { {name: x.shape for name, x in self.feeds.items()} } {self.attributes}"
-
-
-def test_random_changes():
-    ran = failed = 0
-    for seed in range(600):
-        mutation = _Mutation(np.random.default_rng(seed))
-        try:
-            run(mutation.operator, mutation.feeds, **mutation.attributes)
-            ran += 1
-        except Exception as error:
-            # Memory may also be refused: an attribute can ask for much.
-            assert mutation.name in str(error) or "memory" in str(error), f"{seed}: {mutation}: {error}"
-            failed += 1
-    assert ran > 50 and failed > 50
-
-
 @pytest.mark.cpp
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_other_instruction_sets(isa):

@@ -38,32 +38,10 @@ unsigned char* workspace_of(const LaunchPlan& plan) {
   return reinterpret_cast<unsigned char*>(all.data());
 }
 
-EmulatedLauncher launcher_of() {
-  EmulatedLauncher launcher;
-  launcher.seed = seed += 1000;
-  return launcher;
-}
-
 void fill(Buffer& buffer, uint32_t number, double mean, double std) {
   std::mt19937 random(number);
   std::normal_distribution<double> normal(mean, std);
   for (int64_t i = 0; i < buffer.count(); ++i) buffer.set(i, normal(random));
-}
-
-template <class Params>
-Params common(const Case& test) {
-  Params p{};
-  p.struct_size = sizeof(p);
-  p.dtype = test.dtype;
-  p.stats_dtype = BNEXPORT_FLOAT64;
-  p.layout = test.layout;
-  p.N = test.shape.N;
-  p.C = test.shape.C;
-  p.S = test.shape.S;
-  p.training = 1;
-  p.group_size = 1;
-  p.threads = 1;
-  return p;
 }
 
 // Per-channel arrays of a layer.
@@ -89,26 +67,77 @@ struct Layer {
   }
 };
 
-void set_layer(bnexport_forward& p, Layer& layer) {
-  p.weight = layer.weight.data();
-  p.bias = layer.bias.data();
-  p.running_mean = layer.mean.data();
-  p.running_var = layer.var.data();
-  p.running_mean_out = layer.new_mean.data();
-  p.running_var_out = layer.new_var.data();
-  p.saved_mean = layer.saved_mean.data();
-  p.saved_invstd = layer.saved_invstd.data();
-  p.momentum = kMomentum;
-  p.eps = kEps;
-}
+// A process with tensors of its own and the calls on them.
+struct Process {
+  Case test;
+  LaunchPlan plan;
+  Buffer x, dy, y, dx;
+  Layer layer;
+  EmulatedLauncher launcher;
 
-void set_layer(bnexport_backward& p, Layer& layer) {
-  p.weight = layer.weight.data();
-  p.saved_mean = layer.saved_mean.data();
-  p.saved_invstd = layer.saved_invstd.data();
-  p.dweight = layer.dweight.data();
-  p.dbias = layer.dbias.data();
-}
+  explicit Process(const Case& test) : Process(test, plan_of(test)) {}
+  Process(const Case& test, const LaunchPlan& plan)
+      : test(test),
+        plan(plan),
+        x(test.dtype, test.shape.elements(), test.offset * bytes_of(test.dtype)),
+        dy(x),
+        y(x),
+        dx(x),
+        layer(test.shape.C) {
+    launcher.seed = seed += 1000;
+    fill(x, seed, test.mean, 1);
+    fill(dy, seed + 1, 0.25, 1);
+  }
+
+  bnexport_forward forward() {
+    auto p = common<bnexport_forward>();
+    p.y = y.data();
+    p.bias = layer.bias.data();
+    p.running_mean = layer.mean.data();
+    p.running_var = layer.var.data();
+    p.running_mean_out = layer.new_mean.data();
+    p.running_var_out = layer.new_var.data();
+    p.momentum = kMomentum;
+    p.eps = kEps;
+    return p;
+  }
+  bnexport_backward backward() {
+    auto p = common<bnexport_backward>();
+    p.dy = dy.data();
+    p.dx = dx.data();
+    p.dweight = layer.dweight.data();
+    p.dbias = layer.dbias.data();
+    return p;
+  }
+  // The statistics' row alone, where there is one.
+  void run(const bnexport_forward& p, double* row = nullptr) {
+    run_forward(p, plan, workspace_of(plan), launcher, row);
+  }
+  void run(const bnexport_backward& p, double* row = nullptr) {
+    run_backward(p, plan, workspace_of(plan), launcher, row);
+  }
+
+ private:
+  template <class Params>
+  Params common() {
+    Params p{};
+    p.struct_size = sizeof(p);
+    p.dtype = test.dtype;
+    p.stats_dtype = BNEXPORT_FLOAT64;
+    p.layout = test.layout;
+    p.N = test.shape.N;
+    p.C = test.shape.C;
+    p.S = test.shape.S;
+    p.x = x.data();
+    p.weight = layer.weight.data();
+    p.saved_mean = layer.saved_mean.data();
+    p.saved_invstd = layer.saved_invstd.data();
+    p.training = 1;
+    p.group_size = 1;
+    p.threads = 1;
+    return p;
+  }
+};
 
 void check_forward(const Case& test, const Shape& shape, const Buffer& x, const Buffer& y, const Layer& layer,
                    int64_t c, const Reference& r) {
@@ -156,50 +185,39 @@ void check_gradient(const Case& test, const Shape& shape, const Buffer& x, const
 }
 
 void test_case(const Case& test) {
-  const Shape& shape = test.shape;
-  const LaunchPlan plan = plan_of(test);
-  EmulatedLauncher launcher = launcher_of();
-  Buffer x(test.dtype, shape.elements(), test.offset * bytes_of(test.dtype)), dy(x), y(x), dx(x);
-  fill(x, seed, test.mean, 1);
-  fill(dy, seed + 1, 0.25, 1);
-  Buffer &result = test.in_place ? x : y, &gradient = test.in_place ? dy : dx;
-  const Buffer x_before(x), dy_before(dy);
-  Layer layer(shape.C);
-  auto p = common<bnexport_forward>(test);
-  set_layer(p, layer);
-  p.x = x.data();
+  Process one(test);
+  Buffer &result = test.in_place ? one.x : one.y, &gradient = test.in_place ? one.dy : one.dx;
+  const Buffer x_before(one.x), dy_before(one.dy);
+  bnexport_forward p = one.forward();
   p.y = result.data();
-  run_forward(p, plan, workspace_of(plan), launcher);
-  CHECK(launcher.launches == 3);
+  one.run(p);
+  CHECK(one.launcher.launches == 3);
   const Buffer output(result);
-  if (test.in_place) x = x_before;
-  CHECK(x.same_bits(x_before) && output.guards_hold());
+  if (test.in_place) one.x = x_before;
+  CHECK(one.x.same_bits(x_before) && output.guards_hold());
 
-  auto b = common<bnexport_backward>(test);
-  set_layer(b, layer);
-  b.dy = dy.data();
-  b.x = x.data();
+  bnexport_backward b = one.backward();
   b.dx = gradient.data();
-  run_backward(b, plan, workspace_of(plan), launcher);
-  CHECK(launcher.launches == 6);
-  CHECK(x.same_bits(x_before) && gradient.guards_hold() && (test.in_place || dy.same_bits(dy_before)));
-  for (int64_t c = 0; c < shape.C; ++c) {
-    Reference r({shape}, test.layout, std::vector<Buffer>{x}, c);
-    check_forward(test, shape, x, output, layer, c, r);
-    r.add_gradient(shape, test.layout, x, dy_before,
-                   static_cast<long double>(layer.saved_invstd[static_cast<size_t>(c)]), c);
-    check_gradient(test, shape, x, dy_before, gradient, layer, c, r, r);
+  one.run(b);
+  CHECK(one.launcher.launches == 6);
+  CHECK(one.x.same_bits(x_before) && gradient.guards_hold() && (test.in_place || one.dy.same_bits(dy_before)));
+  for (int64_t c = 0; c < test.shape.C; ++c) {
+    Reference r({test.shape}, test.layout, std::vector<Buffer>{one.x}, c);
+    check_forward(test, test.shape, one.x, output, one.layer, c, r);
+    r.add_gradient(test.shape, test.layout, one.x, dy_before,
+                   static_cast<long double>(one.layer.saved_invstd[static_cast<size_t>(c)]), c);
+    check_gradient(test, test.shape, one.x, dy_before, gradient, one.layer, c, r, r);
   }
 
   // Another order of threads and blocks, the same bits.
   const Buffer first(gradient);
-  Buffer again(y);
+  Buffer again(one.y);
   again.poison();
   gradient.poison();
-  dy = dy_before;
+  one.dy = dy_before;
   p.y = again.data();
-  run_forward(p, plan, workspace_of(plan), launcher);
-  run_backward(b, plan, workspace_of(plan), launcher);
+  one.run(p);
+  one.run(b);
   CHECK(again.same_bits(output) && gradient.same_bits(first));
 }
 
@@ -221,8 +239,7 @@ void test_shapes() {
   }
 }
 
-// Channels of many parts, a different number for each kind of vector; the last ones are shorter. With one channel, more
-// parts than a block has threads.
+// Channels of many parts, a different number for each kind of vector; the last ones are shorter.
 void test_many_parts() {
   for (int32_t dtype = 0; dtype < 4; ++dtype) {
     for (const Shape& shape : {Shape{3, 2, 11111}, Shape{3, 4, 22400}}) {
@@ -235,24 +252,17 @@ void test_many_parts() {
   }
 }
 
+// With one channel, more parts than a block has threads: as planned for 40 multiprocessors.
 void test_more_parts_than_threads() {
   for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
-    // As planned for 40 multiprocessors.
-    const Case test{layout == BNEXPORT_NCS ? Shape{1, 1, 300000} : Shape{300000, 2, 1}, BNEXPORT_FLOAT64, layout};
-    const LaunchPlan plan = launch_plan({test.shape.N, test.shape.C, test.shape.S, test.dtype, layout, true},
-                                        layout == BNEXPORT_NCS ? 40 : 160);
-    CHECK(plan.parts > 128);
-    EmulatedLauncher launcher = launcher_of();
-    Buffer x(test.dtype, test.shape.elements(), 0), y(x);
-    fill(x, 1, 3, 2);
-    Layer layer(test.shape.C);
-    auto p = common<bnexport_forward>(test);
-    set_layer(p, layer);
-    p.x = x.data();
-    p.y = y.data();
-    run_forward(p, plan, workspace_of(plan), launcher);
-    for (int64_t c = 0; c < test.shape.C; ++c) {
-      check_forward(test, test.shape, x, y, layer, c, Reference({test.shape}, layout, std::vector<Buffer>{x}, c));
+    const Shape shape = layout == BNEXPORT_NCS ? Shape{1, 1, 300000} : Shape{300000, 2, 1};
+    const Case test{shape, BNEXPORT_FLOAT64, layout, 3};
+    Process one(test,
+                launch_plan({shape.N, shape.C, shape.S, test.dtype, layout, true}, layout == BNEXPORT_NCS ? 40 : 160));
+    CHECK(one.plan.parts > 128);
+    one.run(one.forward());
+    for (int64_t c = 0; c < shape.C; ++c) {
+      check_forward(test, shape, one.x, one.y, one.layer, c, Reference({shape}, layout, std::vector<Buffer>{one.x}, c));
     }
   }
 }
@@ -274,27 +284,20 @@ void test_extremes() {
   for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
     for (const Shape& shape : {Shape{3, 4, 700}, Shape{3, 3, 700}}) {
       for (const double scale : {1e25, 1e-25, 0.0}) {
-        const Case test{shape, BNEXPORT_FLOAT32, layout};
-        const LaunchPlan plan = plan_of(test);
-        Buffer x(test.dtype, shape.elements(), 0), y(x);
-        fill(x, 3, scale, scale);
+        Process one({shape, BNEXPORT_FLOAT32, layout});
+        fill(one.x, 3, scale, scale);
         if (scale == 0) {  // the first value of a channel is an outlier, and a bad pivot
-          fill(x, 3, 1, 1e-2);
-          for (int64_t c = 0; c < shape.C; ++c) x.set(shape.at(layout, 0, c, 0), -1000);
+          fill(one.x, 3, 1, 1e-2);
+          for (int64_t c = 0; c < shape.C; ++c) one.x.set(shape.at(layout, 0, c, 0), -1000);
         }
-        Layer layer(shape.C);
-        auto p = common<bnexport_forward>(test);
-        set_layer(p, layer);
+        bnexport_forward p = one.forward();
         p.eps = 0;
-        p.x = x.data();
-        p.y = y.data();
-        EmulatedLauncher launcher = launcher_of();
-        run_forward(p, plan, workspace_of(plan), launcher);
+        one.run(p);
         for (int64_t c = 0; c < shape.C; ++c) {
-          const Reference r({shape}, layout, std::vector<Buffer>{x}, c);
+          const Reference r({shape}, layout, std::vector<Buffer>{one.x}, c);
           const auto invstd = static_cast<double>(1 / std::sqrt(r.variance));
-          CHECK_NEAR(layer.saved_invstd[static_cast<size_t>(c)] / invstd, 1, 32 * 0x1p-24);
-          CHECK_NEAR(layer.saved_mean[static_cast<size_t>(c)] * invstd, static_cast<double>(r.mean) * invstd,
+          CHECK_NEAR(one.layer.saved_invstd[static_cast<size_t>(c)] / invstd, 1, 32 * 0x1p-24);
+          CHECK_NEAR(one.layer.saved_mean[static_cast<size_t>(c)] * invstd, static_cast<double>(r.mean) * invstd,
                      32 * 0x1p-24);
         }
       }
@@ -305,21 +308,12 @@ void test_extremes() {
 // NaN stays in its channel.
 void test_nan() {
   for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
-    const Case test{{4, 8, 900}, BNEXPORT_FLOAT16, layout};
-    const LaunchPlan plan = plan_of(test);
-    Buffer x(test.dtype, test.shape.elements(), 0), y(x);
-    fill(x, 3, 1, 1);
-    x.set(test.shape.at(layout, 1, 2, 5), NAN);
-    Layer layer(test.shape.C);
-    auto p = common<bnexport_forward>(test);
-    set_layer(p, layer);
-    p.x = x.data();
-    p.y = y.data();
-    EmulatedLauncher launcher = launcher_of();
-    run_forward(p, plan, workspace_of(plan), launcher);
-    for (int64_t c = 0; c < test.shape.C; ++c) {
-      CHECK(std::isnan(layer.saved_mean[static_cast<size_t>(c)]) == (c == 2));
-      test.shape.each(layout, c, [&](int64_t i) { CHECK(std::isnan(y.get(i)) == (c == 2)); });
+    Process one({{4, 8, 900}, BNEXPORT_FLOAT16, layout});
+    one.x.set(one.test.shape.at(layout, 1, 2, 5), NAN);
+    one.run(one.forward());
+    for (int64_t c = 0; c < one.test.shape.C; ++c) {
+      CHECK(std::isnan(one.layer.saved_mean[static_cast<size_t>(c)]) == (c == 2));
+      one.test.shape.each(layout, c, [&](int64_t i) { CHECK(std::isnan(one.y.get(i)) == (c == 2)); });
     }
   }
 }
@@ -329,62 +323,42 @@ void test_group() {
   for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
     const std::vector<Shape> shapes = {{3, 10, 49}, {0, 10, 49}, {1, 10, 600}};
     const int64_t C = 10, G = 3, width = 2 * C + 1;
-    std::vector<Buffer> xs, dys;
     std::vector<double> rows(static_cast<size_t>(G * width), NAN), gradient_rows(rows);
-    EmulatedLauncher launcher = launcher_of();
-    const auto test_of = [&](size_t r) { return Case{shapes[r], BNEXPORT_FLOAT32, layout}; };
+    std::vector<Process> group;
+    std::vector<Buffer> xs;
     for (size_t r = 0; r < shapes.size(); ++r) {
-      xs.emplace_back(BNEXPORT_FLOAT32, shapes[r].elements(), 0);
-      dys.emplace_back(BNEXPORT_FLOAT32, shapes[r].elements(), 0);
-      fill(xs[r], static_cast<uint32_t>(r), static_cast<double>(r), 1);
-      fill(dys[r], static_cast<uint32_t>(r + 9), 0, 1);
-      auto p = common<bnexport_forward>(test_of(r));
-      p.x = xs[r].data();
-      const LaunchPlan plan = plan_of(test_of(r));
-      run_forward(p, plan, workspace_of(plan), launcher, rows.data() + static_cast<int64_t>(r) * width);
+      group.emplace_back(Case{shapes[r], BNEXPORT_FLOAT32, layout, static_cast<double>(r)});
+      xs.push_back(group[r].x);
     }
-    std::vector<Layer> layers(shapes.size(), Layer(C));
-    for (size_t r = 0; r < shapes.size(); ++r) {
-      Buffer y(BNEXPORT_FLOAT32, shapes[r].elements(), 0);
-      auto p = common<bnexport_forward>(test_of(r));
-      set_layer(p, layers[r]);
-      p.x = xs[r].data();
-      p.y = y.data();
+    const auto row_of = [&](std::vector<double>& all, size_t r) {
+      return all.data() + static_cast<int64_t>(r) * width;
+    };
+    for (size_t r = 0; r < group.size(); ++r) group[r].run(group[r].forward(), row_of(rows, r));
+    for (Process& one : group) {
+      bnexport_forward p = one.forward();
       p.group_size = G;
       p.gathered = rows.data();
-      const LaunchPlan plan = plan_of(test_of(r));
-      run_forward(p, plan, workspace_of(plan), launcher);
+      one.run(p);
       for (int64_t c = 0; c < C; ++c) {
-        check_forward(test_of(r), shapes[r], xs[r], y, layers[r], c, Reference(shapes, layout, xs, c));
+        check_forward(one.test, one.test.shape, one.x, one.y, one.layer, c, Reference(shapes, layout, xs, c));
       }
-
-      auto b = common<bnexport_backward>(test_of(r));
-      set_layer(b, layers[r]);
-      b.dy = dys[r].data();
-      b.x = xs[r].data();
-      const LaunchPlan sums = plan_of(test_of(r));
-      run_backward(b, sums, workspace_of(sums), launcher, gradient_rows.data() + static_cast<int64_t>(r) * width);
     }
-    for (size_t r = 0; r < shapes.size(); ++r) {
-      Buffer dx(BNEXPORT_FLOAT32, shapes[r].elements(), 0);
-      auto b = common<bnexport_backward>(test_of(r));
-      set_layer(b, layers[r]);
-      b.dy = dys[r].data();
-      b.x = xs[r].data();
-      b.dx = dx.data();
+    for (size_t r = 0; r < group.size(); ++r) group[r].run(group[r].backward(), row_of(gradient_rows, r));
+    for (size_t r = 0; r < group.size(); ++r) {
+      Process& one = group[r];
+      bnexport_backward b = one.backward();
       b.group_size = G;
       b.gathered = gradient_rows.data();
-      b.local_moments = gradient_rows.data() + static_cast<int64_t>(r) * width;
-      const LaunchPlan plan = plan_of(test_of(r));
-      run_backward(b, plan, workspace_of(plan), launcher);
+      b.local_moments = row_of(gradient_rows, r);
+      one.run(b);
       for (int64_t c = 0; c < C; ++c) {
-        Reference group(shapes, layout, xs, c), local(group);
-        const auto invstd = static_cast<long double>(layers[r].saved_invstd[static_cast<size_t>(c)]);
-        for (size_t other = 0; other < shapes.size(); ++other) {
-          group.add_gradient(shapes[other], layout, xs[other], dys[other], invstd, c);
+        Reference all(shapes, layout, xs, c), local(all);
+        const auto invstd = static_cast<long double>(one.layer.saved_invstd[static_cast<size_t>(c)]);
+        for (const Process& other : group) {
+          all.add_gradient(other.test.shape, layout, other.x, other.dy, invstd, c);
         }
-        local.add_gradient(shapes[r], layout, xs[r], dys[r], invstd, c);
-        check_gradient(test_of(r), shapes[r], xs[r], dys[r], dx, layers[r], c, group, local);
+        local.add_gradient(shapes[r], layout, one.x, one.dy, invstd, c);
+        check_gradient(one.test, shapes[r], one.x, one.dy, one.dx, one.layer, c, all, local);
       }
     }
   }
@@ -393,37 +367,27 @@ void test_group() {
 // Inference, its gradient (which does not read x), and absent parameters.
 void test_fixed_statistics() {
   for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
-    Case test{{3, 9, 49}, BNEXPORT_FLOAT16, layout};
-    Buffer x(test.dtype, test.shape.elements(), 0), y(x), dy(x), dx(x);
-    fill(x, 1, 1, 1);
-    fill(dy, 2, 0, 1);
-    Layer layer(test.shape.C);
-    auto p = common<bnexport_forward>(test);
-    set_layer(p, layer);
+    Process one({{3, 9, 49}, BNEXPORT_FLOAT16, layout});
+    bnexport_forward p = one.forward();
     p.weight = p.bias = nullptr;
     p.training = 0;
-    p.x = x.data();
-    p.y = y.data();
-    EmulatedLauncher launcher = launcher_of();
-    const LaunchPlan plan = plan_of(test);
-    run_forward(p, plan, workspace_of(plan), launcher);
-    auto b = common<bnexport_backward>(test);
-    set_layer(b, layer);
-    Buffer infinite(x);
+    one.run(p);
+    Buffer infinite(one.x);
     for (int64_t i = 0; i < infinite.count(); ++i) infinite.set(i, INFINITY);
+    bnexport_backward b = one.backward();
     b.training = 0;
-    b.dy = dy.data();
     b.x = infinite.data();
-    b.dx = dx.data();
     b.dweight = b.dbias = nullptr;
-    run_backward(b, plan, workspace_of(plan), launcher);
-    for (int64_t c = 0; c < test.shape.C; ++c) {
+    one.run(b);
+    const Layer& layer = one.layer;
+    for (int64_t c = 0; c < one.test.shape.C; ++c) {
       const double invstd = 1 / std::sqrt(2 + kEps), weight = layer.weight[static_cast<size_t>(c)];
       CHECK(layer.new_mean[static_cast<size_t>(c)] == 1 && layer.new_var[static_cast<size_t>(c)] == 2);
       CHECK(layer.saved_mean[static_cast<size_t>(c)] == 1);
-      test.shape.each(layout, c, [&](int64_t i) {
-        CHECK_NEAR(y.get(i), (x.get(i) - 1) * invstd, 0x1p-10 * std::fabs(y.get(i)) + 1e-6);
-        CHECK_NEAR(dx.get(i), dy.get(i) * invstd * weight, 0x1p-10 * std::fabs(dx.get(i)) + 1e-6);
+      one.test.shape.each(layout, c, [&](int64_t i) {
+        const double y = one.y.get(i), dx = one.dx.get(i);
+        CHECK_NEAR(y, (one.x.get(i) - 1) * invstd, 0x1p-10 * std::fabs(y) + 1e-6);
+        CHECK_NEAR(dx, one.dy.get(i) * invstd * weight, 0x1p-10 * std::fabs(dx) + 1e-6);
       });
     }
   }
@@ -432,21 +396,15 @@ void test_fixed_statistics() {
 void test_empty() {
   for (const Shape& shape : {Shape{0, 5, 49}, Shape{3, 5, 0}, Shape{3, 0, 7}}) {
     for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
-      const Case test{shape, BNEXPORT_FLOAT32, layout};
-      Layer layer(shape.C);
-      auto p = common<bnexport_forward>(test);
-      set_layer(p, layer);
-      EmulatedLauncher launcher = launcher_of();
-      const LaunchPlan plan = plan_of(test);
-      run_forward(p, plan, workspace_of(plan), launcher);
+      Process one({shape, BNEXPORT_FLOAT32, layout});
+      const Layer& layer = one.layer;
+      one.run(one.forward());
       for (size_t c = 0; c < static_cast<size_t>(shape.C); ++c) CHECK(layer.new_mean[c] == 1 && layer.new_var[c] == 2);
       std::vector<double> row(static_cast<size_t>(2 * shape.C + 1), NAN);
-      run_forward(p, plan, workspace_of(plan), launcher, row.data());
+      one.run(one.forward(), row.data());
       CHECK(row[0] == static_cast<double>(shape.N * shape.S));
       for (size_t i = 1; i < row.size(); ++i) CHECK(row[i] == 0);
-      auto b = common<bnexport_backward>(test);
-      set_layer(b, layer);
-      run_backward(b, plan, workspace_of(plan), launcher);
+      one.run(one.backward());
       for (size_t c = 0; c < static_cast<size_t>(shape.C); ++c) CHECK(layer.dweight[c] == 0 && layer.dbias[c] == 0);
     }
   }

@@ -32,8 +32,9 @@ struct Backward {
   }
   void prepare(const ColumnPlan& plan) {
     means.resize(static_cast<size_t>(plan.fold * plan.inner == 1 ? 0 : plan.cols));
-    for (size_t j = 0; j < means.size(); ++j) {
-      means[j] = params.saved_mean[static_cast<int64_t>(j) / plan.inner % plan.C];
+    for (size_t j = 0; j < means.size();) {
+      const double mean = params.saved_mean[static_cast<int64_t>(j) / plan.inner % plan.C];
+      for (int64_t s = 0; s < plan.inner; ++s) means[j++] = mean;
     }
   }
   void measure_rows(int64_t offset, Span span, int64_t c, int64_t channels, GradientSums* all) const {
@@ -54,7 +55,15 @@ struct Backward {
     for (int64_t j = 0; j < columns; ++j) dy_sums[j] += more_dy[j];
     for (int64_t j = 0; j < columns; ++j) products[j] += more_products[j];
   }
-  static GradientSums statistic(int64_t, double dy, double product) { return {dy, product}; }
+  static void add_columns(GradientSums* all, const double* dy_sums, const double* products, int64_t, int64_t count,
+                          int64_t inner) {
+    for (int64_t c = 0; c < count; ++c) {
+      for (int64_t s = 0; s < inner; ++s) {
+        all[c].dy += *dy_sums++;
+        all[c].dy_x_hat += *products++;
+      }
+    }
+  }
   void complete(int64_t c, GradientSums& sums) const { sums.dy_x_hat *= params.saved_invstd[c]; }
 
   BackwardCoefficients finish(int64_t c, const GradientSums& own) const {

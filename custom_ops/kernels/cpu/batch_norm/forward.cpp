@@ -35,7 +35,20 @@ struct Forward {
                  int64_t columns) const {
     loops.merge_columns(mean, m2, static_cast<double>(before), part_mean, part_m2, static_cast<double>(rows), columns);
   }
-  static Moments statistic(int64_t rows, double mean, double m2) { return {static_cast<double>(rows), mean, m2}; }
+  void add_columns(Moments* all, const double* mean, const double* m2, int64_t rows, int64_t count,
+                   int64_t inner) const {
+    constexpr int64_t kTogether = 64;
+    for (int64_t c = 0; c < count; c += kTogether) {
+      Moments some[kTogether];
+      const int64_t together = count - c < kTogether ? count - c : kTogether;
+      for (int64_t s = 0; s < inner; ++s) {
+        for (int64_t i = 0; i < together; ++i) {
+          some[i] = {static_cast<double>(rows), mean[(c + i) * inner + s], m2[(c + i) * inner + s]};
+        }
+        add(all + c, some, together);
+      }
+    }
+  }
   static void complete(int64_t, const Moments&) {}
 
   ForwardCoefficients finish(int64_t c, const Moments& own) const {

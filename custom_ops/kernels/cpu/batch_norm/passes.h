@@ -7,7 +7,7 @@
 //
 //   measures()                 whether the output needs statistics of this process
 //   measure_rows, _columns     add blocks of rows to statistics, a chunk of columns to two numbers of each
-//   add, add_chunk, statistic  merge statistics, merge chunks, the statistic of a column
+//   add, _chunk, _columns      merge statistics, chunks of columns, the columns of channels (`inner` of each)
 //   complete(c, statistic)     ends the statistic of a channel
 //   finish(c, statistic)       writes what there is for a channel, and returns the coefficients of its output
 //   write_rows, write_columns  the output
@@ -186,21 +186,9 @@ class Passes {
   // Merges the columns of each channel, `fold` times `inner` of them, of which each has `rows` values.
   void merge_channels(ColumnParts& parts, int64_t k, int64_t b, int64_t start, int64_t rows, int64_t fold,
                       int64_t count, Statistic* channels) const {
-    constexpr int64_t kTogether = 64;
     const int64_t inner = parts.bands.plan.inner;
-    const double *one = parts.first(k, b) + start, *two = parts.second(k, b) + start;
-    for (int64_t c = 0; c < count; c += kTogether) {
-      Statistic some[kTogether];
-      const int64_t together = count - c < kTogether ? count - c : kTogether;
-      for (int64_t f = 0; f < fold; ++f) {
-        for (int64_t s = 0; s < inner; ++s) {
-          for (int64_t i = 0; i < together; ++i) {
-            const int64_t column = (f * count + c + i) * inner + s;
-            some[i] = Direction::statistic(rows, one[column], two[column]);
-          }
-          direction_.add(channels + c, some, together);
-        }
-      }
+    for (int64_t f = 0; f < fold; ++f, start += count * inner) {
+      direction_.add_columns(channels, parts.first(k, b) + start, parts.second(k, b) + start, rows, count, inner);
     }
   }
 
