@@ -87,6 +87,8 @@ def convert_sync_batch_norm(node: ir.Node, training: bool, context: GraphContext
     source, mean, var = (input_at(node, _INPUT[name]) for name in ("input", "running_mean", "running_var"))
     if source is None or not node.outputs:
         raise Refused("bad-node", f"it has no {'output' if source else 'input'}")
+    if not context.opset:
+        raise Refused("opset", "the model imports no standard operators")
     if mean is None or var is None:
         raise Refused("no-statistics", "it has no running statistics; only the batch's own can normalise its input")
     for name in ("saved_mean", "saved_invstd"):
@@ -185,9 +187,6 @@ def convert_training_mode(node: ir.Node, context: GraphContext) -> ir.Node:
 
 # Conversion of a whole model, in place: every MMCVSyncBatchNorm becomes BatchNormalization in inference.
 
-# For graphs that import no standard opset.
-FALLBACK_OPSET = 17
-
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
@@ -211,7 +210,6 @@ def convert(
     surgery = Surgery()
     conversions: list[Conversion] = []
     for scope in scopes(model, surgery, GraphContext) if trained or has_sync_batch_norm(model) else ():
-        _import_standard_operators(scope)
         done = [each for node in _nodes(scope) if (each := _converted(node, scope, choose)) is not None]
         if trained:
             done += [each for node in _nodes(scope) if (each := _retired(node, scope)) is not None]
@@ -266,17 +264,6 @@ def _retired(node: ir.Node, scope: Scope[GraphContext]) -> Conversion | None:
         return Conversion(label(node), node.op_type, scope.name, True, convert_training_mode(node, scope.context))
     except Refused as reason:
         return Conversion(label(node), node.op_type, scope.name, True, None, reason)
-
-
-def _import_standard_operators(scope: Scope[GraphContext]) -> None:
-    """Import the standard opset if the graph lacks it: inserted nodes need one."""
-    if scope.context.opset:
-        return
-    nodes = _nodes(scope)
-    if not any(is_sync_batch_norm(node) for node in nodes):
-        return
-    if not any(node.domain == "" and not is_sync_batch_norm(node) for node in nodes):
-        scope.graphs[0].opset_imports[""] = scope.context.opset = FALLBACK_OPSET
 
 
 # Casts around BatchNormalization whose parameters have another type than its data, before opset 15.

@@ -196,9 +196,11 @@ def _remove_unused(directory: str, name: str, candidates: list[str]) -> None:
 
 def _own_data(target: str) -> list[str]:
     """Return the data files that the model at `target` refers to and that carry its name."""
-    pattern = _data_pattern(os.path.basename(target))
-    used = _locations(target) if os.path.exists(target) else None
-    return sorted(name for name in used or () if pattern.match(name))
+    directory, name = os.path.split(target)
+    pattern = _data_pattern(name)
+    found = [each for each in os.listdir(directory or ".") if pattern.match(each)]
+    used = _locations(target) if found and os.path.exists(target) else None
+    return sorted(each for each in found if each in (used or ()))
 
 
 def _data_pattern(name: str) -> re.Pattern[str]:

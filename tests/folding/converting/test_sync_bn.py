@@ -207,6 +207,17 @@ def test_portable_body_leaves_with_its_last_node(mode: int) -> None:
     assert result.report.verification.reference == ("converted" if mode else "original")
 
 
+def test_a_model_without_standard_operators_is_left_alone() -> None:
+    names = ("m", "v", "w", "b")
+    proto = model(
+        f"g (float[N,4] x) => (float[N,4] y) {{ y = mmcv.MMCVSyncBatchNorm <training_mode=0> (x, {', '.join(names)}) }}",
+        {**dict.fromkeys(names, (4,))},
+        header='<ir_version: 8, opset_import: ["mmcv": 1]>',
+    )
+    (site,) = fold(proto, verify=False).report.sites
+    assert (site.outcome, [refusal.code for refusal in site.refusals]) == ("kept", ["opset"])
+
+
 def test_the_last_import_stays(tmp_path: Path) -> None:
     """A graph without nodes may import nothing but our domain; without it the file would not load again."""
     proto = onnx.parser.parse_model('<ir_version: 8, opset_import: ["mmcv": 1]> g () => () { }')
