@@ -224,6 +224,7 @@ def export(
 def _compared_latency(model: Any, args: tuple[Any, ...], target: Path, result: Any) -> Any:
     """Return the latency of the exported file over that of the same export without folding, on the example's inputs."""
     from bnexport import exporting
+    from bnexport.cli import latency
     from bnexport.cli.input_options import calm
 
     with tempfile.TemporaryDirectory() as folder, status("timing against an export without folding"):
@@ -231,7 +232,7 @@ def _compared_latency(model: Any, args: tuple[Any, ...], target: Path, result: A
         options: Any = {"exporter": result.exporter, "input_names": list(result.inputs), "dynamic": False}
         with calm():
             exporting.export(model.eval(), args, unfolded, fold=False, verify=False, **options)
-        return output.compared_latency(unfolded, target, dict(zip(result.inputs, (each.numpy() for each in args))))
+        return latency.compare(unfolded, target, dict(zip(result.inputs, (each.numpy() for each in args))))
 
 
 # The command that exports a training step.

@@ -30,7 +30,6 @@ from bnexport.cli.output import (
     check_change,
     check_exists,
     check_targets,
-    compared_latency,
     complain,
     detail,
     emit,
@@ -331,8 +330,11 @@ def fold(
         detail(_inputs_of(report.verification))
     ratio = None
     if bench and (report.changed or simplify):
+        from bnexport.cli import latency
+
         shown = feeds or first_feeds([source, target], inputs, seed)[0][0]
-        ratio = compared_latency(source, target, shown)
+        with status("timing both models"):
+            ratio = latency.compare(source, target, shown)
     data = report.to_dict() | (latency_json(ratio) if bench else {})
     emit(data, json_target, [] if json_target else folding.render(report, everything=is_verbose()))
     if bench:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import html
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -145,19 +144,6 @@ def _stage_text(message: str, stage: str, done: int | None, total: int | None) -
     return f"{message}: {stage} {done:,} of {total:,}"
 
 
-@contextlib.contextmanager
-def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal, nothing elsewhere; yields a function that takes how much is done."""
-    if not _animated():
-        yield lambda _: None
-        return
-    from rich.progress import Progress
-
-    with Progress(console=err, transient=True) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda done: bar.update(task, completed=done)
-
-
 # The last lines of a fold or an export: batch norms that were asked for, and with --bench the result in one line.
 
 Explain = Annotated[
@@ -184,7 +170,6 @@ _PAGE = """<!DOCTYPE html>
 {}
 </html>
 """
-_RUNS, _WARM_UP = 60, 10
 
 
 def explain_site(report: Any, name: str | None) -> None:
@@ -221,20 +206,6 @@ def result_line(report: Any, verification: Any, ratio: Any) -> str:
         return f"result: nothing folded; {left}; no latency to compare: it is the same model"
     latency = f"{ratio.value:.2f} times the latency of the unfolded model ({ratio.least:.2f} to {ratio.most:.2f})"
     return f"result: {folds}; {left}; {latency if ratio.decided else f'latency {ratio}'}"
-
-
-def compared_latency(unfolded: Path, folded: Path, feeds: Mapping[str, Any]) -> Any:
-    """Return the latency of `folded` in ONNX Runtime over that of `unfolded`; they take turns."""
-    from bnexport.cli.latency import measure, ratio_of
-    from bnexport.runtime import engine
-
-    calls = {}
-    for name, path in (("unfolded", unfolded), ("folded", folded)):
-        loaded = engine.load(path)
-        calls[name] = functools.partial(loaded.run, {key: feeds[key] for key in loaded.needed})
-    with progress("timing", 2 * _RUNS) as advance:
-        before, after = measure(calls, runs=_RUNS, warm_up=_WARM_UP, progress=advance)
-    return ratio_of(after, before)
 
 
 def latency_json(ratio: Any) -> dict[str, Any]:
