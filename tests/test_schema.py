@@ -1,3 +1,5 @@
+import inspect
+
 import onnx
 import onnx.helper
 import pytest
@@ -32,6 +34,18 @@ def test_gradient_outputs_are_aligned_with_the_forward_inputs():
 def test_the_documents_tables_are_the_contracts():
     text = write_operator.PAGE.read_text()
     assert write_operator.written(text) == text, "python -m docs.write_operator"
+
+
+def test_functions_are_signed_and_annotated():
+    """The oldest torch reads annotations, the others signatures."""
+
+    def function(*arguments): ...
+
+    signed = schema.TORCH_SYNC_BATCH_NORM.sign(function, "self")
+    names = ["self", *(argument.name for argument in schema.TORCH_SYNC_BATCH_NORM.arguments)]
+    parameters = inspect.signature(signed).parameters
+    assert signed.__annotations__ == {name: parameter.annotation for name, parameter in parameters.items()}
+    assert list(parameters) == names and parameters["self"].annotation is object
 
 
 def test_lookups():

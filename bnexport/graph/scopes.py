@@ -94,12 +94,16 @@ def scopes(model: ir.Model, surgery: Surgery, kind: Callable[..., C]) -> tuple[S
 def new_constant(
     context: GraphContext, graph: ir.Graph, before: ir.Node, data: np.ndarray | ir.TensorProtocol, wish: str
 ) -> ir.Value:
-    """Create a constant visible at `before`: an initializer, or a Constant node inside a function."""
+    """Create a constant visible at `before`: an initializer, or a Constant node inside a function.
+
+    Before IR version 4 an initializer is an input of its graph as well; the body of a node gets a Constant node.
+    """
     name = context.names.fresh(wish)
     tensor = ir.Tensor(data) if isinstance(data, np.ndarray) else data
     tensor.name = name
     shape = ir.Shape(tensor.shape.numpy())
-    if context.in_function:
+    is_old = context.model.ir_version < 4
+    if context.in_function or (is_old and graph is not context.model.graph):
         node = ir.Node(
             "", "Constant", [], [ir.AttrTensor("value", tensor)], name=context.names.fresh(f"{wish}.constant")
         )
@@ -110,6 +114,6 @@ def new_constant(
         return value
     value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
     graph.register_initializer(value)
-    if context.model.ir_version < 4 and graph is context.model.graph:
+    if is_old:
         graph.inputs.append(value)
     return value

@@ -181,6 +181,16 @@ def test_doctor(capsys):
     assert "operators in torch" not in checks
 
 
+def test_doctor_refuses_two_distributions_of_the_runtime(capsys, monkeypatch):
+    from bnexport.cli import doctor
+
+    installed = {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.30.0"}
+    monkeypatch.setattr(doctor, "_version", installed.get)
+    assert _cli("doctor", capsys=capsys)[0] != 0
+    check = doctor._runtime(False)
+    assert check.value.startswith("onnxruntime 1.31.1 and onnxruntime-gpu 1.30.0 are installed") and check.ok is False
+
+
 def test_doctor_looks_deeper_on_request(capsys):
     code, out, err = _cli("doctor", "--deep", "--json", "-", capsys=capsys)
     checks = {check["name"]: check for check in json.loads(out)["checks"]}

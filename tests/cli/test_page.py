@@ -82,6 +82,8 @@ def test_the_pages_of_fold_and_verify(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "verification passed: output 'y': differs by" in Page(tmp_path / "v.html").text
     assert main(["verify", "m.onnx", "f.onnx", "--html", "v.html", "--atol", "0"]) == 1
     assert "verification failed" in Page(tmp_path / "v.html").text
+    assert main(["verify", "m.onnx", "f.onnx", "--html", "v.html", "--atol", "0.5", "--rtol", "0.25"]) == 0
+    assert "0.5 + 0.25 |y|" in Page(tmp_path / "v.html").text
 
 
 def test_a_page_has_every_batch_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -371,6 +371,17 @@ def test_new_constants_are_inputs_before_ir_version_4_only(ir_version: int, opse
     assert {value.name for value in folded.graph.input} == ({"x", *names} if ir_version == 3 else {"x"})
 
 
+def test_new_constants_of_an_old_body_are_nodes() -> None:
+    """Its initializers would have to be inputs, which a branch of an If has not."""
+    body = """g (float[N,4,H,W] x, bool c) => (float[N,4,A,B] y) {
+        y = If (c) <then_branch = t () => (float[N,4,H,W] a) { z = Conv (x, w) a = BatchNormalization (z, p_s, p_b, p_m, p_v) },
+                    else_branch = e () => (float[N,4,H,W] b) { b = Relu (x) }> }"""
+    proto = model(body, {"w": (4, 4, 1, 1), **batch_norm("p", 4)}, ir_version=3, opset=8)
+    folded, _ = fold_and_check(proto, oracle=False)
+    branch = folded.graph.node[0].attribute[0].g
+    assert ([node.op_type for node in branch.node], len(branch.initializer)) == (["Constant", "Constant", "Conv"], 0)
+
+
 @pytest.mark.parametrize(
     ("first", "options", "message"),
     [

@@ -39,6 +39,7 @@ on_location(111, "memory-address", "*/_ORT_MEM_ADDR_/*", "ONNX Runtime's marker"
 on_location(112, "memory-address-with-offset", "*/_ORT_MEM_ADDR_/*", "ONNX Runtime's marker", offset="94226518425600")
 on_location(113, "double-slashes", "//etc//passwd")
 on_location(114, "folder-as-data", "sub")
+on_location(115, "last-control-character", "data\x1f")
 
 
 @attempt(120, "symbolic-link", UnsafeModelError, "CVE-2026-34447")
