@@ -143,3 +143,13 @@ def test_a_torch_that_cannot_be_loaded_says_what_is_missing(tmp_path: Path) -> N
     assert done.stdout.startswith(
         "MissingPackageError torch is installed and cannot be loaded: libcudart.so.12: cannot open"
     )
+
+
+def test_reports_go_to_the_innermost_listener() -> None:
+    heard: list[tuple[str, str]] = []
+    with interface.listen(lambda what, *_: heard.append(("outer", what))):
+        with interface.listen(lambda what, *_: heard.append(("inner", what))):
+            interface.report("one", 0, 1)
+        interface.report("two", 0, 1)
+    interface.report("three", 0, 1)
+    assert heard == [("inner", "one"), ("outer", "two")]

@@ -2,6 +2,7 @@
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import bnexport
+from bnexport.exporting import exact_sizes
+from tests.support.checks import needs_dynamo
 
 WAYS = {
     "linear": {"mode": "bilinear"},
@@ -96,3 +99,27 @@ def test_every_size_up_to_512(exporter, factor, tmp_path):
         )
         assert result.verification.passed
         check(result, model, [(size, 5) for size in range(4, 513)])
+
+
+@needs_dynamo
+def test_floor_divisions_of_negative_sizes(tmp_path):
+    """Rounded up by a negative dividend, and by a negative divisor."""
+
+    class Halves(nn.Module):
+        def forward(self, x):
+            rows = x.shape[2]
+            return x[:, :, : -(-rows // 2)].sum((2, 3)) + 2 * x[:, :, : -(rows // -2)].sum((2, 3))
+
+    bnexport.export(Halves(), torch.randn(2, 3, 8, 4), tmp_path / "m.onnx", exporter="dynamo", verify=False)
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    for rows in (8, 7, 13):
+        x = torch.randn(2, 3, rows, 4)
+        (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        np.testing.assert_allclose(got, Halves()(x).numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_scales_with_a_computed_part_are_not_constant():
+    text = """<ir_version: 8, opset_import: ["": 18]> g (float[N,3,4,4] x, float[2] s) => (float[N,3,A,B] y) {
+        c = Constant <value_floats = [1.0, 1.0]> () t = Concat <axis = 0> (c, s) y = Resize <mode = "linear"> (x, , t) }"""
+    *_, resize = ir.from_onnx_text(text).graph
+    assert exact_sizes._scales(resize) is None

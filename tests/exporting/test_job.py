@@ -8,14 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import onnx_ir as ir
 import pytest
 import torch
+from onnx_ir import from_onnx_text
 from torch import nn
 
 import bnexport
+from bnexport.errors import VerificationError
+from bnexport.exporting import finish, onnx_target, torch_target
 from bnexport.exporting import job as jobs
-from bnexport.exporting import onnx_target, torch_target
 from bnexport.model_io import write
+from bnexport.runtime.engine import EngineFailure
 from tests.exporting import size_corpus
 from tests.folding.module.nets import trained
 
@@ -142,3 +146,39 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         "threads": threading.active_count(),
         "jit": torch.onnx.is_in_onnx_export(),
     }
+
+
+class Refuses(jobs.Session):
+    """An engine that runs nothing."""
+
+    def run(self, feeds: Any, outputs: Any) -> Any:
+        raise EngineFailure("an engine", "run", RuntimeError("no kernel"))
+
+
+def test_a_model_that_does_not_run_on_the_example_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "Session", Refuses)
+    monkeypatch.setattr(onnx_target, "Session", Refuses, raising=False)
+    with pytest.raises(VerificationError, match=r"the exported model cannot run: .*no kernel"):
+        bnexport.export(trained(nn.Conv2d(3, 4, 3)), X, tmp_path / "m.onnx", dynamic=False, exporter="torchscript")
+
+
+def test_an_example_of_zeros_is_no_evidence(tmp_path: Path) -> None:
+    """Random inputs of its size are compared, too."""
+    options = {"dynamic": False, "exporter": "torchscript", "overwrite": True}
+    results = [bnexport.export(trained(nn.Conv2d(3, 4, 3)), x, tmp_path / "m.onnx", **options) for x in (X, 0 * X)]
+    assert [result.verification.samples for result in results] == [1, 2]
+
+
+def test_an_output_twice_gets_two_names() -> None:
+    graph = from_onnx_text(
+        '<ir_version: 8, opset_import: ["": 18]> g (float[N] x) => (float[N] y) { y = Neg (x) }'
+    ).graph
+    graph.outputs.append(graph.outputs[0])
+    finish._name_outputs(graph, ["a", "b"])
+    assert [output.name for output in graph.outputs] == ["a", "b"]
+    assert [node.op_type for node in graph] == ["Neg", "Identity"]
+
+
+def test_the_channels_of_a_node_are_those_of_its_data() -> None:
+    x = ir.val("x", ir.DataType.FLOAT, ir.Shape([2, 5, 7]))
+    assert finish._channels(ir.node("MMCVSyncBatchNorm", [x])) == 5

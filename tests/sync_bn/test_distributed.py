@@ -246,6 +246,17 @@ def _empty_batches(group, shares, momentum):
     return [buffer.numpy() for buffer in module.buffers()]
 
 
+def _zero_mean(group):
+    """Batches counted by a process without values, where those of the others have a mean of exactly 0."""
+    module = SyncBatchNorm(C, group=group)
+    module(torch.tensor([[1.0], [-1.0]]).expand(2, C)[: 0 if dist.get_rank(group) else 2])
+    return int(module.num_batches_tracked)
+
+
+def test_a_batch_whose_mean_is_zero_counts_where_it_is_empty(cluster):
+    assert cluster.call(2, _zero_mean) == [1, 1]
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_an_empty_joint_batch_changes_nothing(cluster, momentum):
     shares = [(0, 0), (4, 6), (0, 0), (0, 10), (10, 0), (0, 0)]
