@@ -148,6 +148,15 @@ Certificate = Annotated[
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists, atomically.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Write the result as an HTML page.")]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="An ONNX file.")]
+Source = Annotated[Path, typer.Argument(metavar="IN", help="The ONNX file; unchanged unless it is OUT, too.")]
+Key = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Where the weights are in the checkpoint, such as state_dict_ema or ema.module."),
+]
+AllowUnexpected = Annotated[
+    bool, typer.Option("--allow-unexpected", help="Ignore names of the checkpoint that the module does not have.")
+]
+VerifyWithTorch = Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with torch.")]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only, and JSON if asked for.")]
 _Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print more messages, and the traceback of an error.")]
 

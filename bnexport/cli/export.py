@@ -14,7 +14,7 @@ import typer
 
 from bnexport import interface
 from bnexport.cli import output
-from bnexport.cli.common import Certificate, Html, Json, Overwrite, Seed, app
+from bnexport.cli.common import AllowUnexpected, Certificate, Html, Json, Key, Overwrite, Seed, VerifyWithTorch, app
 from bnexport.cli.fold import verdict, write_html
 from bnexport.cli.output import (
     Bench,
@@ -68,15 +68,8 @@ def export(
             help="Weights as torch, MMCV, mmengine, timm, Lightning or detectron2 save them, or safetensors.",
         ),
     ] = None,
-    key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Where the weights are in the checkpoint, such as state_dict_ema or ema.module."
-        ),
-    ] = None,
-    allow_unexpected: Annotated[
-        bool, typer.Option("--allow-unexpected", help="Ignore names of the checkpoint that the module does not have.")
-    ] = False,
+    key: Key = None,
+    allow_unexpected: AllowUnexpected = False,
     mode: Annotated[
         str, typer.Option(metavar="MODE", help="deploy: folded inference. custom_op: the node is kept.")
     ] = "deploy",
@@ -107,7 +100,7 @@ def export(
         bool, typer.Option("--simplify/--no-simplify", help="Evaluate shape arithmetic after folding.")
     ] = True,
     opset: Annotated[int, typer.Option(metavar="INT", help="Opset of an ONNX file, 18 or newer.")] = 18,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with torch.")] = True,
+    verify: VerifyWithTorch = True,
     certificate: Certificate = True,
     explain: Explain = None,
     bench: Bench = False,
@@ -288,10 +281,8 @@ def train_export(
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Weights to start from, as `bnexport export` reads them.")
     ] = None,
-    key: Annotated[str | None, typer.Option(metavar="NAME", help="Where the weights are in the checkpoint.")] = None,
-    allow_unexpected: Annotated[
-        bool, typer.Option("--allow-unexpected", help="Ignore names of the checkpoint that the module does not have.")
-    ] = False,
+    key: Key = None,
+    allow_unexpected: AllowUnexpected = False,
     standard_ops_only: Annotated[
         bool, typer.Option("--standard-ops-only", help="Batch norm in standard operators, for one process.")
     ] = False,
@@ -304,7 +295,7 @@ def train_export(
             help="An array of the batch whose dimension 0 is dynamic; the others are fixed. Repeatable.",
         ),
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with torch.")] = True,
+    verify: VerifyWithTorch = True,
     seed: Annotated[
         int, typer.Option(metavar="INT", min=0, help="Seed of the module's weights and random inputs.")
     ] = 0,

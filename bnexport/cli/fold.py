@@ -22,6 +22,7 @@ from bnexport.cli.common import (
     Providers,
     Rtol,
     Seed,
+    Source,
     app,
 )
 from bnexport.cli.output import (
@@ -59,7 +60,7 @@ _ROWS = "NAME:FILE.npy|FOLDER"
     ),
 )
 def recalibrate(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="The ONNX file; unchanged unless it is OUT, too.")],
+    source: Source,
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Where the model with new statistics goes.")],
     inputs: Annotated[
         list[str],
@@ -217,9 +218,7 @@ def _shape(shape: tuple[Any, ...] | None) -> str:
     ),
 )
 def fold(
-    source: Annotated[
-        Path, typer.Argument(metavar="IN", help="The ONNX file to fold; unchanged unless it is OUT, too.")
-    ],
+    source: Source,
     target: Annotated[
         Path | None,
         typer.Argument(metavar="OUT", help="Where the folded model goes; with --explain it may be missing."),
@@ -259,9 +258,7 @@ def fold(
     bench: Bench = False,
     fixed_initializers: FixedInitializers = False,
     certificate: Certificate = True,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace OUT if it exists, atomically; it may be IN.")
-    ] = False,
+    overwrite: Overwrite = False,
     html: Html = None,
     json_target: Json = None,
 ) -> None:
@@ -332,7 +329,7 @@ def fold(
     if bench and (report.changed or simplify):
         from bnexport.cli import latency
 
-        shown = feeds or first_feeds([source, target], inputs, seed)[0][0]
+        shown = feeds or first_feeds(source, inputs, seed)[0]
         with status("timing both models"):
             ratio = latency.compare(source, target, shown)
     data = report.to_dict() | (latency_json(ratio) if bench else {})
@@ -485,9 +482,7 @@ def verify(
     ),
 )
 def inline(
-    source: Annotated[
-        Path, typer.Argument(metavar="IN", help="The ONNX file to inline; unchanged unless it is OUT, too.")
-    ],
+    source: Source,
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Where the model without functions goes.")],
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the outputs of both models.")] = True,
     inputs: Inputs = None,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +35,7 @@ def run(
     if output is not None and output.suffix != ".npz":
         raise UsageError(f"--output: got {str(output)!r}, expected a file that ends in .npz")
     with status(f"running {model}"):
-        feeds, done = _run(model, inputs, seed, provider or ())
+        feeds, done = first_feeds(model, inputs, seed, provider or ())
     say(f"inputs: {_shapes(feeds)}, seed {seed}; in {done.engine}")
     rows = [_row(name, np.asarray(value)) for name, value in done.outputs.items()]
     if output is not None:
@@ -67,38 +66,28 @@ def run(
     )
 
 
-def _run(model: Path, inputs: list[str] | None, seed: int, providers: Sequence[str]) -> tuple[dict[str, Any], Any]:
-    """Run the model; return its inputs, of the first sizes that it accepts where it leaves them open, and the outputs."""
-    from bnexport.runtime import engine
-
-    loaded = functools.cache(lambda path: engine.load(path, providers=providers))
-    (feeds,), done = first_feeds([model], inputs, seed, lambda path, each: engine.run(loaded(path), each))
-    return feeds, done
-
-
 def first_feeds(
-    models: Sequence[Path], inputs: list[str] | None, seed: int, run: Callable[[Path, Any], Any] | None = None
-) -> tuple[list[dict[str, Any]], Any]:
-    """Return inputs of each model, of the first sizes with which all run where they leave sizes open, and a result.
+    model: Path, inputs: list[str] | None, seed: int, providers: Sequence[str] = ()
+) -> tuple[dict[str, Any], Any]:
+    """Run the model; return its inputs, of the first sizes that it accepts where it leaves them open, and the outputs.
 
-    run: how to run a model; None for ONNX Runtime on the CPU. Raise UnsupportedModelError where no sizes fit.
+    Raises UnsupportedModelError where no sizes fit.
     """
     from bnexport.cli.input_options import feeds_of
     from bnexport.runtime import engine
     from bnexport.verification.inputs import FREE_SIZES
 
-    run, tried = run or engine.run, None
+    loaded, tried = None, None
     for free in FREE_SIZES:
-        feeds = [feeds_of(inputs, seed, model, all_of_them=True, free=free) for model in models]
-        shapes = [array.shape for array in feeds[0].values()]
+        feeds = feeds_of(inputs, seed, model, all_of_them=True, free=free)
+        shapes = [array.shape for array in feeds.values()]
         if shapes == tried:  # No size is open.
             break
+        loaded = loaded or engine.load(model, providers=providers)
         try:
-            results = [run(model, each) for model, each in zip(models, feeds)]
+            return feeds, engine.run(loaded, feeds)
         except UnsupportedModelError as error:
             tried, refused = shapes, error
-        else:
-            return feeds, results[-1]
     raise refused
 
 
