@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "bnexport"
 MOST_LINES, MOST_PARAMETERS = 80, 12
@@ -232,26 +230,6 @@ def test_custom_ops_include_in_one_direction() -> None:
     assert foreign_includes(ROOT / "custom_ops") == []
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("kernels/cpu/openmp.cpp", "../../adapters/node.h"),
-        ("kernels/cuda/device.h", "../../../tests/emulated.h"),
-        ("capi/capi.cpp", "../adapters/node.h"),
-        ("kernels/cpu/training/tasks.cpp", "../batch_norm/plan.h"),
-    ],
-)
-def test_a_foreign_include_is_found(tmp_path: Path, path: str, name: str) -> None:
-    source = tmp_path / "custom_ops" / path
-    source.parent.mkdir(parents=True)
-    source.write_text(f'#include "{name}"')
-    target = source.parent / name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.resolve().parent.mkdir(parents=True, exist_ok=True)
-    target.resolve().touch()
-    assert foreign_includes(tmp_path / "custom_ops") == [f"{path} includes {name}"]
-
-
 def test_no_function_is_long() -> None:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -269,37 +247,6 @@ def test_no_function_is_long() -> None:
 
 def _is_python(path: Path) -> bool:
     return path.suffix == ".py" or (path / "__init__.py").is_file()
-
-
-@pytest.mark.parametrize(
-    ("module", "target", "expected"),
-    [
-        ("graph/nodes.py", "from bnexport.folding.api import fold", "folding does not come before graph"),
-        ("graph/nodes.py", "def f():\n    import bnexport.folding.api", "folding does not come before graph"),
-        ("model_io/read.py", "from bnexport import native", "native does not come before model_io"),
-        ("graph/nodes.py", "if TYPE_CHECKING:\n    from bnexport.folding.api import fold", None),
-        ("folding/api.py", "from bnexport.graph import nodes", None),
-    ],
-)
-def test_an_edge_against_the_order_is_found(tmp_path: Path, module: str, target: str, expected: str | None) -> None:
-    package = tmp_path / "bnexport"
-    for file in ("__init__.py", "graph/nodes.py", "folding/api.py", "model_io/read.py", "native/__init__.py"):
-        path = package / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        (path.parent / "__init__.py").touch()
-    (package / module).write_text(target)
-    found = violations(edges(package))
-    assert [text.partition(": ")[2] for text in found] == ([] if expected is None else [expected])
-
-
-def test_a_circle_of_files_is_found(tmp_path: Path) -> None:
-    package = tmp_path / "bnexport"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "errors.py").write_text("from bnexport import schema")
-    (package / "schema.py").write_text("def f():\n    from bnexport.errors import BnexportError")
-    assert set(circle(edges(package))) == {"bnexport/errors.py", "bnexport/schema.py"}
 
 
 # An argument of a torch operator and one of the command line; a custom operator and a linear one of a graph.

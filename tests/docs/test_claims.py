@@ -49,26 +49,6 @@ def test_the_symbolic_function_of_mmcv_fails_with_this_torch(tmp_path: Path) -> 
         torch.onnx.export(_Layer(), (torch.randn(1, 3, 8, 8),), str(tmp_path / "m.onnx"), dynamo=False)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "expected the name of a registered group",
-        "the kernels of training steps are not registered",
-        "whose suffix names no format",
-        "is kept and not verified",
-    ],
-)
-def test_messages_of_the_answers_are_those_of_the_source(message: str) -> None:
-    assert message in (ROOT / "docs/faq.md").read_text()
-    sources = [
-        path
-        for suffix in ("py", "cpp", "h")
-        for top in ("bnexport", "custom_ops")
-        for path in (ROOT / top).rglob(f"*.{suffix}")
-    ]
-    assert any(message in path.read_text() for path in sources)
-
-
 def test_every_make_target_that_a_document_names_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {

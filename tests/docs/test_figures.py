@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -25,26 +24,6 @@ def test_every_chart_is_shown() -> None:
     for name in charts.CHARTS:
         assert f"]({name})" in text
         assert (page.ROOT / "docs" / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_page_keeps_its_prose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "docs").mkdir()
-    document = tmp_path / "docs/one.md"
-    document.write_text("before\n<!-- one: begin -->\nold\n<!-- one: end -->\nafter\n")
-    (tmp_path / "one.json").write_text(json.dumps({"rows": [["a", "1"]]}))
-    monkeypatch.setattr(page, "ROOT", tmp_path)
-    monkeypatch.setattr(page, "RESULTS", tmp_path)
-    monkeypatch.setattr(
-        page, "BLOCKS", {"one": ("one.md", "one.json", lambda it: page.table(["name", "n"], it["rows"]))}
-    )
-    assert page.refresh() == ["one"]
-    assert document.read_text() == (
-        "before\n<!-- one: begin -->\n| name | n |\n|---|---:|\n| a | 1 |\n<!-- one: end -->\nafter\n"
-    )
-    assert page.refresh() == []
-    document.write_text("no markers\n")
-    with pytest.raises(SystemExit, match=r"docs/one\.md: got 0 blocks 'one'"):
-        page.refresh()
 
 
 def test_every_benchmark_can_be_started() -> None:

@@ -16,17 +16,6 @@ from tests.docs.pages import ROOT
 STORED = json.loads((RESULTS / "other_tools.json").read_text())
 
 
-def test_a_cell_says_what_came_of_a_tool() -> None:
-    assert tables.word({"status": "folded", "before": 1, "left": 0}) == "yes"
-    assert tables.word({"status": "3 left", "before": 3, "left": 3}) == "no"
-    assert tables.word({"status": "1 left", "before": 3, "left": 1}) == "1 left"
-    assert tables.word({"status": "fails", "error": "mmcv:MMCVSyncBatchNorm(-1) is not a registered function"}) == (
-        "does not load"
-    )
-    assert tables.word({"status": "crashes", "error": ""}) == "crashes"
-    assert tables.word(None) == "-"
-
-
 def test_every_cell_has_a_command_or_a_source() -> None:
     for row in STORED["rows"].values():
         assert all(it["status"] for it in row["tools"].values())

@@ -72,5 +72,5 @@ def test_search_works_in_files(site: Path, chromium: str) -> None:
     address = f"{(site / 'index.html').as_uri()}?q=certificate"
     text = browser.run(chromium, address, SIZES["desk"], "--virtual-time-budget=20000", "--dump-dom")
     found = re.findall(r'<a href="([^"]+)" class="md-search-result__link"', text)
-    assert len(found) > 2 and any("folding.html#the-certificate" in link for link in found), found
+    assert len(found) > 2 and any("verification.html#the-certificate" in link for link in found), found
     assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="https?:', text), "nothing is loaded from elsewhere"

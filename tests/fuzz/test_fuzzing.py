@@ -110,15 +110,6 @@ def test_findings_are_saved(run: object, verdict: str, tmp_path: Path, monkeypat
     assert len(data) <= mutations.LARGEST
 
 
-def test_what_is_refused_is_no_finding(tmp_path: Path) -> None:
-    def refuses(data: bytes, folder: Path) -> bool:
-        return data == b"\x08\x08"
-
-    outcome = fuzz(refuses, tmp_path, 0.3)
-    assert not outcome.findings
-    assert outcome.inputs > outcome.accepted >= 0
-
-
 def test_broken_promises_are_found(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors of more than one line, files that are left, and what cannot be loaded again."""
     from tests.fuzz import targets
