@@ -12,15 +12,19 @@ from onnx import TensorProto
 
 from bnexport.errors import MalformedModelError, UnsafeModelError, UnsupportedModelError
 from tests.malicious.attempts.base import (
+    ATTEMPTS,
     HANDLED,
     WEIGHT,
+    Attempt,
     add_functions,
     attempt,
     data,
     example,
     external,
     on_location,
+    on_proto,
     outside,
+    weight_of,
     write,
 )
 
@@ -42,37 +46,24 @@ on_location(114, "folder-as-data", "sub")
 on_location(115, "last-control-character", "data\x1f")
 
 
-@attempt(120, "symbolic-link", UnsafeModelError, "CVE-2026-34447")
-def symbolic_link(folder: Path) -> Path:
-    (folder / "data").symlink_to(folder.parent / "secret")
-    return external(folder)
+def _link(number: int, name: str, links: dict[str, str], location: str = "data", source: str = "") -> None:
+    """An attempt of symbolic links by name; .. is the folder that holds the secret."""
+
+    def build(folder: Path) -> Path:
+        data(folder, "real")
+        for link, target in links.items():
+            (folder / link).symlink_to(target)
+        return external(folder, location)
+
+    ATTEMPTS.append(Attempt(number, name, UnsafeModelError, build, source))
 
 
-@attempt(121, "symbolic-link-inside", UnsafeModelError, "CVE-2026-34447")
-def symbolic_link_inside(folder: Path) -> Path:
-    data(folder, "real")
-    (folder / "data").symlink_to("real")
-    return external(folder)
-
-
-@attempt(122, "symbolic-link-as-parent", UnsafeModelError, "CVE-2026-27489")
-def symbolic_parent(folder: Path) -> Path:
-    (folder / "sub").symlink_to(folder.parent)
-    return external(folder, "sub/secret")
-
-
-@attempt(123, "chain-of-symbolic-links", UnsafeModelError, "CVE-2026-27489")
-def symbolic_chain(folder: Path) -> Path:
-    (folder / "one").symlink_to("two")
-    (folder / "two").symlink_to(folder.parent)
-    return external(folder, "one/secret")
-
-
-@attempt(124, "circle-of-symbolic-links", UnsafeModelError)
-def symbolic_circle(folder: Path) -> Path:
-    (folder / "data").symlink_to("other")
-    (folder / "other").symlink_to("data")
-    return external(folder)
+_link(120, "symbolic-link", {"data": "../secret"}, source="CVE-2026-34447")
+_link(121, "symbolic-link-inside", {"data": "real"}, source="CVE-2026-34447")
+_link(122, "symbolic-link-as-parent", {"sub": ".."}, "sub/secret", "CVE-2026-27489")
+_link(123, "chain-of-symbolic-links", {"one": "two", "two": ".."}, "one/secret", "CVE-2026-27489")
+_link(124, "circle-of-symbolic-links", {"data": "other", "other": "data"})
+_link(127, "device", {"data": "/dev/zero"})
 
 
 @attempt(125, "hard-link", UnsafeModelError, "CVE-2026-34446")
@@ -87,76 +78,47 @@ def pipe(folder: Path) -> Path:
     return external(folder)
 
 
-@attempt(127, "device", UnsafeModelError)
-def device(folder: Path) -> Path:
-    (folder / "data").symlink_to("/dev/zero")
-    return external(folder)
+attempt(128, "missing", MalformedModelError)(external)
 
 
-@attempt(128, "missing", MalformedModelError)
-def missing(folder: Path) -> Path:
-    return external(folder)
-
-
-@attempt(129, "in-a-constant", UnsafeModelError, "CVE-2024-27318")
-def in_a_constant(folder: Path) -> Path:
-    proto = example()
+def _secret() -> TensorProto:
+    """A tensor whose data are the secret's."""
     tensor = onnx.numpy_helper.from_array(WEIGHT, "k")
     outside(tensor, "../secret")
-    proto.graph.node.append(onnx.helper.make_node("Constant", [], ["k"], value=tensor))
-    return write(folder, proto)
+    return tensor
 
 
-@attempt(130, "in-a-function", UnsafeModelError)
-def in_a_function(folder: Path) -> Path:
-    proto = example()
-    tensor = onnx.numpy_helper.from_array(WEIGHT, "k")
-    outside(tensor, "../secret")
-    function = proto.functions.add(name="f", domain="local")
-    function.output.append("k")
-    function.opset_import.add(domain="", version=17)
-    function.node.append(onnx.helper.make_node("Constant", [], ["k"], value=tensor))
-    return write(folder, proto)
+def _function(proto: onnx.ModelProto) -> None:
+    add_functions(proto, {"f": "g"})
+    proto.functions[0].node.append(onnx.helper.make_node("Constant", [], ["k"], value=_secret()))
 
 
-@attempt(131, "in-a-body", UnsafeModelError)
-def in_a_body(folder: Path) -> Path:
-    proto = example()
-    tensor = onnx.numpy_helper.from_array(WEIGHT, "k")
-    outside(tensor, "../secret")
-    body = onnx.helper.make_graph([], "body", [], [onnx.helper.make_tensor_value_info("k", 1, None)], [tensor])
+def _body(proto: onnx.ModelProto) -> None:
+    body = onnx.helper.make_graph([], "body", [], [onnx.helper.make_tensor_value_info("k", 1, None)], [_secret()])
     proto.graph.node.append(onnx.helper.make_node("If", ["x"], ["o"], then_branch=body, else_branch=body))
-    return write(folder, proto)
 
 
-@attempt(132, "in-a-list-of-tensors", UnsafeModelError)
-def in_a_list(folder: Path) -> Path:
-    proto = example()
-    tensor = onnx.numpy_helper.from_array(WEIGHT, "k")
-    outside(tensor, "../secret")
-    proto.graph.node[0].attribute.add(name="more", type=onnx.AttributeProto.TENSORS, tensors=[tensor])
-    return write(folder, proto)
-
-
-@attempt(134, "in-a-default-of-a-function", UnsafeModelError)
-def in_a_default(folder: Path) -> Path:
+def _default(proto: onnx.ModelProto) -> None:
     """What a call takes over where it gives no value of its own."""
-    proto = example()
-    tensor = onnx.numpy_helper.from_array(WEIGHT, "k")
-    outside(tensor, "../secret")
     add_functions(proto, {"a": "b"})
-    proto.functions[0].attribute_proto.add(name="value", type=onnx.AttributeProto.TENSOR).t.CopyFrom(tensor)
-    return write(folder, proto)
+    proto.functions[0].attribute_proto.add(name="value", type=onnx.AttributeProto.TENSOR).t.CopyFrom(_secret())
 
 
-@attempt(133, "in-a-sparse-tensor", UnsupportedModelError)
-def in_a_sparseweight_of(folder: Path) -> Path:
-    proto = example()
-    sparse = proto.graph.sparse_initializer.add(dims=[64, 32])
-    sparse.values.CopyFrom(onnx.numpy_helper.from_array(WEIGHT, "k"))
-    outside(sparse.values, "../secret")
-    return write(folder, proto)
-
+PLACES = {
+    (129, "in-a-constant"): lambda p: p.graph.node.append(
+        onnx.helper.make_node("Constant", [], ["k"], value=_secret())
+    ),
+    (130, "in-a-function"): _function,
+    (131, "in-a-body"): _body,
+    (132, "in-a-list-of-tensors"): lambda p: p.graph.node[0].attribute.add(
+        name="more", type=onnx.AttributeProto.TENSORS, tensors=[_secret()]
+    ),
+    (134, "in-a-default-of-a-function"): _default,
+}
+for (_number, _name), _change in PLACES.items():
+    on_proto(_number, _name, UnsafeModelError, _change, "CVE-2024-27318")
+on_proto(133, "in-a-sparse-tensor", UnsupportedModelError,
+    lambda p: p.graph.sparse_initializer.add(dims=[64, 32]).values.CopyFrom(_secret()))  # fmt: skip
 
 # 2xx: what is said about external data
 ENTRIES = {
@@ -183,28 +145,24 @@ for _index, (_name, _fields) in enumerate(ENTRIES.items()):
 def location_twice(folder: Path) -> Path:
     data(folder)
     proto = example()
-    outside(proto.graph.initializer[0], "data")
-    proto.graph.initializer[0].external_data.add(key="location", value="../secret")
+    outside(weight_of(proto), "data")
+    weight_of(proto).external_data.add(key="location", value="../secret")
     return write(folder, proto)
 
 
-@attempt(221, "data-inside-and-outside", MalformedModelError)
-def inside_and_outside(folder: Path) -> Path:
-    data(folder)
-    proto = example()
-    raw = proto.graph.initializer[0].raw_data
-    outside(proto.graph.initializer[0], "data")
-    proto.graph.initializer[0].raw_data = raw[:100]
-    return write(folder, proto)
+def _inside_and_outside(number: int, name: str, location: str, size: int | None) -> None:
+    def build(folder: Path) -> Path:
+        data(folder)
+        proto = example()
+        outside(weight_of(proto), location)
+        weight_of(proto).raw_data = WEIGHT.tobytes()[:size]
+        return write(folder, proto)
+
+    ATTEMPTS.append(Attempt(number, name, MalformedModelError, build))
 
 
-@attempt(222, "large-data-inside-and-outside", MalformedModelError)
-def large_inside_and_outside(folder: Path) -> Path:
-    proto = example()
-    raw = proto.graph.initializer[0].raw_data
-    outside(proto.graph.initializer[0], "../secret")
-    proto.graph.initializer[0].raw_data = raw
-    return write(folder, proto)
+_inside_and_outside(221, "data-inside-and-outside", "data", 100)
+_inside_and_outside(222, "large-data-inside-and-outside", "../secret", None)
 
 
 @attempt(223, "file-cut-off", UnsafeModelError, "CVE-2024-27319")
@@ -213,23 +171,14 @@ def file_cut_off(folder: Path) -> Path:
     return external(folder)
 
 
-@attempt(224, "strings-outside", UnsafeModelError)
-def strings_outside(folder: Path) -> Path:
-    data(folder)
-    proto = example()
-    proto.graph.initializer[0].data_type = TensorProto.STRING
-    outside(proto.graph.initializer[0], "data")
-    return write(folder, proto)
-
-
 @attempt(225, "overlapping-data", HANDLED)
 def overlapping(folder: Path) -> Path:
     """Two tensors may share bytes: each is read whole, and written on its own."""
     data(folder)
     proto = example()
-    outside(proto.graph.initializer[0], "data")
+    outside(weight_of(proto), "data")
     more = proto.graph.initializer.add()
-    more.CopyFrom(proto.graph.initializer[0])
+    more.CopyFrom(weight_of(proto))
     more.name = "again"
     return write(folder, proto)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 from pathlib import Path
@@ -25,20 +26,20 @@ from tests.malicious.attempts.base import (
     write,
 )
 
-
-@attempt(501, "name-that-is-no-text", MalformedModelError)
-def no_text(folder: Path) -> Path:
-    return write(folder, example().SerializeToString().replace(b"Gemm", b"\xff\xfe\xfd\xfc"))
-
-
-@attempt(502, "empty", MalformedModelError)
-def empty(folder: Path) -> Path:
-    return write(folder, b"")
-
-
-@attempt(503, "text", MalformedModelError)
-def text(folder: Path) -> Path:
-    return write(folder, b"this is not a model")
+MALFORMED: dict[tuple[int, str], bytes] = {
+    (501, "name-that-is-no-text"): example().SerializeToString().replace(b"Gemm", b"\xff\xfe\xfd\xfc"),
+    (502, "empty"): b"",
+    (503, "text"): b"this is not a model",
+    (505, "length-of-eleven-digits"): b"\x08\x08\x3a" + b"\xff" * 10 + b"\x01",
+    (506, "length-past-the-end"): b"\x08\x08\x3a" + varint(2**62) + b"abc",
+    (507, "length-that-wraps"): b"\x08\x08\x3a" + varint(2**64 - 2) + b"abc" * 10_000,
+    (508, "tensor-longer-than-its-graph"): b"\x08\x08" + field(7, b"\x2a" + varint(2**20) + bytes(10_000)),
+    (510, "graph-twice"): example().SerializeToString() + field(7, example().graph.SerializeToString()),
+    (511, "group-fields"): b"\x0b" * 20_000 + b"\x0c" * 20_000,
+    (518, "bytes-behind-the-model"): example().SerializeToString() + struct.pack("<Q", 7),
+}
+for (_number, _name), _content in MALFORMED.items():
+    attempt(_number, _name, MalformedModelError)(functools.partial(write, proto=_content))
 
 
 @attempt(504, "zip-archive", MalformedModelError, "CVE-2024-5187")
@@ -51,27 +52,6 @@ def archive(folder: Path) -> Path:
     return folder / "model.onnx"
 
 
-@attempt(505, "length-of-eleven-digits", MalformedModelError)
-def eleven_digits(folder: Path) -> Path:
-    return write(folder, b"\x08\x08\x3a" + b"\xff" * 10 + b"\x01")
-
-
-@attempt(506, "length-past-the-end", MalformedModelError)
-def length_past_the_end(folder: Path) -> Path:
-    return write(folder, b"\x08\x08\x3a" + varint(2**62) + b"abc")
-
-
-@attempt(507, "length-that-wraps", MalformedModelError)
-def length_that_wraps(folder: Path) -> Path:
-    return write(folder, b"\x08\x08\x3a" + varint(2**64 - 2) + b"abc" * 10_000)
-
-
-@attempt(508, "tensor-longer-than-its-graph", MalformedModelError)
-def tensor_too_long(folder: Path) -> Path:
-    tensor = b"\x2a" + varint(2**20) + bytes(10_000)
-    return write(folder, b"\x08\x08" + field(7, tensor))
-
-
 @attempt(509, "raw-data-twice", MalformedModelError)
 def raw_twice(folder: Path) -> Path:
     tensor = example().graph.initializer[0].SerializeToString() + field(9, bytes(8))
@@ -80,17 +60,6 @@ def raw_twice(folder: Path) -> Path:
     graph = proto.graph.SerializeToString() + field(5, tensor)
     proto.ClearField("graph")
     return write(folder, proto.SerializeToString() + field(7, graph))
-
-
-@attempt(510, "graph-twice", MalformedModelError)
-def graph_twice(folder: Path) -> Path:
-    proto = example()
-    return write(folder, proto.SerializeToString() + field(7, proto.graph.SerializeToString()))
-
-
-@attempt(511, "group-fields", MalformedModelError)
-def groups(folder: Path) -> Path:
-    return write(folder, b"\x0b" * 20_000 + b"\x0c" * 20_000)
 
 
 @attempt(512, "pipe-as-model", UnsafeModelError)
@@ -130,11 +99,6 @@ def hole_in_the_data(folder: Path) -> Path:
     with open(folder / "data", "wb") as file:
         file.truncate(WEIGHT.nbytes)
     return external(folder)
-
-
-@attempt(518, "bytes-behind-the-model", MalformedModelError)
-def bytes_behind(folder: Path) -> Path:
-    return write(folder, example().SerializeToString() + struct.pack("<Q", 7))
 
 
 def _no_text(number: int, name: str, before: bytes) -> None:
