@@ -198,53 +198,6 @@ def test_doctor_looks_deeper_on_request(capsys):
     assert checks["operators in torch"]["ok"] and checks["torch"]["value"] == torch.__version__
 
 
-def _bad_files(folder):
-    data = (folder / "eval.onnx").read_bytes()
-    (folder / "truncated.onnx").write_bytes(data[: len(data) // 2])
-    (folder / "text.onnx").write_text("no model at all\n")
-    (folder / "empty.onnx").write_bytes(b"")
-
-
-@pytest.mark.parametrize("name", ["missing.onnx", "truncated.onnx", "text.onnx", "empty.onnx", "."])
-@pytest.mark.parametrize("command", ["fold", "inspect", "verify", "run"])
-def test_bad_files_are_refused_in_one_line(folder, tmp_path, command, name, capsys):
-    _bad_files(folder)
-    extra = {"fold": [tmp_path / "out.onnx"], "verify": [folder / "eval.onnx"], "run": ["--input", "x:1,1,8,8"]}.get(
-        command, []
-    )
-    code, out, err = _cli(command, folder / name, *extra, capsys=capsys)
-    assert code == (2 if name == "missing.onnx" else 3)
-    assert out == ""
-    assert err.startswith("error: ") and err.count("\n") == 1
-    assert name.strip(".") in err
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["fold"], "Missing argument 'IN'"),
-        (["frobnicate"], "No such command 'frobnicate'"),
-        (["verify", "{eval}", "{eval}", "--input", "x:1,3,8,8"], "got shape (1, 3, 8, 8)"),
-        (["run", "{eval}", "--input", "y:1,1,8,8"],
-            "no input 'y', expected one of: x: float32 (batch, 1, height, width)"),
-        (["run", "{eval}", "--input", "x:nothing.npy"], "'nothing.npy' is neither a shape nor a file that exists"),
-        (["export", "tests.cli.test_cli", "o.onnx", "--input", "x:1"], "MODULE:FACTORY: got"),
-        (["export", "tests.nowhere:f", "o.onnx", "--input", "x:1"], "cannot be imported"),
-        (["export", "tests.cli.test_cli:tiny", "o.onnx", "--input", "x:2,1,8,8", "--mode", "fast"], "mode: got 'fast'"),
-        (["export", "tests.cli.test_cli:tiny", "o.onnx", "--input", "x:2,1,8,8", "--checkpoint", "{eval}"],
-            "cannot be read"),
-    ],
-)  # fmt: skip
-def test_usage_errors_exit_with_2(folder, arguments, message, capsys):
-    code, out, err = _cli(
-        *(argument.replace("{eval}", str(folder / "eval.onnx")) for argument in arguments), capsys=capsys
-    )
-    assert (code, out) == (2, "")
-    assert message in err
-    assert "Traceback" not in err
-
-
 def test_a_library_that_cannot_be_loaded(folder, tmp_path):
     broken = tmp_path / "libbroken.so"
     broken.write_bytes(b"not a library")
@@ -253,43 +206,6 @@ def test_a_library_that_cannot_be_loaded(folder, tmp_path):
         assert done.returncode == 4
         assert "Traceback" not in done.stderr
         assert path.name in done.stderr
-
-
-def _node_model(path, x_shape=("n", 3, "l"), channels=3, function=False, **attributes):
-    """A file with one MMCVSyncBatchNorm node."""
-    helper, float_ = onnx.helper, onnx.TensorProto.FLOAT
-    node = helper.make_node("MMCVSyncBatchNorm", ["x", "m", "v"], ["y"], "the_node", domain="mmcv", **attributes)
-    vectors = [
-        onnx.numpy_helper.from_array(np.full(channels, value, np.float32), name) for name, value in (("m", 0), ("v", 1))
-    ]
-    inputs = [helper.make_tensor_value_info("x", float_, x_shape)]
-    graph = helper.make_graph([node], "g", inputs, [helper.make_tensor_value_info("y", float_, x_shape)], vectors)
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("mmcv", 1)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
-
-
-@pytest.mark.parametrize(
-    ("model", "shape", "words"),
-    [
-        ({"x_shape": ("n",), "training_mode": 0}, "5", ["the_node", "rank"]),
-        ({"channels": 4, "training_mode": 0, "x_shape": ("n", "c", "l")}, "2,3,4", ["the_node", "3", "4"]),
-        ({"stats_mode": "median"}, "2,3,4", ["the_node", "stats_mode", "median"]),
-        ({"training_mode": 7}, "2,3,4", ["the_node", "training_mode", "7"]),
-        ({"eps": -1.0}, "2,3,4", ["the_node", "eps", "-1"]),
-        ({"momentum": 2.0}, "2,3,4", ["the_node", "momentum", "2"]),
-        ({"group": "pair", "group_size": 2}, "2,3,4", ["the_node", "pair", "register_group"]),
-    ],
-    ids=["rank 1", "C mismatch", "stats_mode", "training_mode", "eps", "momentum", "unregistered group"],
-)
-def test_bad_nodes_are_refused_in_one_line(model, shape, words, tmp_path, capsys):
-    path = tmp_path / "m.onnx"
-    _node_model(path, **model)
-    code, out, err = _cli("run", path, "--input", f"x:{shape}", "--output", tmp_path / "out.npz", capsys=capsys)
-    assert (code, out) == (3, "")
-    assert err.startswith("error: ") and err.count("\n") == 1
-    for word in words:
-        assert word in err
-    assert not (tmp_path / "out.npz").exists()
 
 
 def test_export_reads_checkpoints_of_frameworks(tmp_path, capsys):

@@ -11,6 +11,7 @@ import bnexport
 from bnexport.cli import main
 from models.resnet import ResNet
 from tests.support import warm
+from tests.support.onnx_text import model
 
 HERE = "tests.cli.test_cli_errors"
 
@@ -56,6 +57,10 @@ def folder(tmp_path_factory):
     (folder / "cut.onnx").write_bytes((folder / "m.onnx").read_bytes()[:4000])
     torch.save(tiny().state_dict(), folder / "w.pth")
     (folder / "text").write_text("no model, no array, no checkpoint")
+    bad = model("g (float[N,3,L] x) => (float[N,3,L] y) { y = mmcv.MMCVSyncBatchNorm <eps = -1.0> (x, m, p_v) }",
+        {"m": (3,), "p_v": (3,)}, header='<ir_version: 10, opset_import: ["": 18, "mmcv": 1]>')  # fmt: skip
+    bad.graph.node[0].name = "the_node"
+    onnx.save(bad, folder / "bad_eps.onnx")
     np.save(folder / "x64.npy", np.zeros((2, 1, 8, 8)))
     np.savez(folder / "several.npz", a=np.zeros(1), b=np.zeros(1))
     torch.save({"epoch": 3}, folder / "empty.pth")
@@ -94,6 +99,9 @@ WRONG = [
     (["verify", "m.onnx", "m.onnx", "--seed", "-1"], 2, ["'--seed'", "greater than or equal to 0"]),
     (["verify", "m.onnx", "m.onnx", "--atol", "-1"], 2, ["'--atol'", "-1 is no bound", "expected a finite number >= 0"]),
     (["verify", "m.onnx", "m.onnx", "--rtol", "nan"], 2, ["'--rtol'", "nan is no bound"]),
+    (["verify", "m.onnx", "cut.onnx"], 3, ["'cut.onnx'", "truncated or not an ONNX file"]),
+    (["run", "text", "-i", "x:1"], 3, ["'text'", "truncated or not an ONNX file"]),
+    (["run", "bad_eps.onnx", "-i", "x:2,3,4"], 3, ["the_node", "eps", "-1"]),
     (["verify", "m.onnx", "gone.onnx"], 2, ["'gone.onnx'", "does not exist"]),
     (["verify", "m.onnx", "m.onnx", "-i", "x:2,3,8,8"], 2, ["x: got shape (2, 3, 8, 8)", "(batch, 1, height, width)"]),
     (["run", "m.onnx", "-i", "x"], 2, ["got 'x'", "expected NAME:SHAPE such as x:1,3,224,224, or NAME:FILE.npy"]),

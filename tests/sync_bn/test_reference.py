@@ -116,60 +116,6 @@ def test_all_processes_empty_leaves_the_statistics():
         assert result.running_var.tolist() == [3.0, 4.0]
 
 
-def test_nhwc_backward_with_supplied_statistics():
-    x, dy, w, _ = _tensors((2, 3, 4, 5))
-    statistics = kernel_reference.forward(x, eps=1e-3)
-    expected = kernel_reference.backward(dy, x, w, eps=1e-3)
-    last = (0, 2, 3, 1)
-    got = kernel_reference.backward_nhwc(
-        dy.permute(last), x.permute(last), w, statistics.mean, statistics.var, epsilon=1e-3
-    )
-    np.testing.assert_allclose(np.transpose(got.grad_input, (0, 3, 1, 2)), expected.grad_input, atol=BOUND)
-    np.testing.assert_allclose(got.grad_weight, expected.grad_weight, atol=BOUND)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "pair"),
-    [
-        (((2, 4, 5, 3), (2, 4, 5, 4), (4,), (4,), (4,)), "grad_output and input"),
-        (((2, 4, 5, 3), (2, 4, 5, 3), (4,), (3,), (3,)), "scale and input"),
-        (((2, 4, 5, 3), (2, 4, 5, 3), (3,), (3, 1), (3,)), "mean and input"),
-        (((2, 4, 5, 3), (2, 4, 5, 3), (3,), (3,), (2,)), "variance and input"),
-        (((2, 4, 3), (2, 4, 3), (3,), (3,), (3,)), "rank 3"),
-    ],
-)
-def test_nhwc_shape_errors_name_the_pair(arguments, pair):
-    with pytest.raises(UsageError, match=pair):
-        kernel_reference.backward_nhwc(*(np.zeros(shape) for shape in arguments))
-
-
-@pytest.mark.parametrize(
-    "needs", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)], ids=str
-)
-def test_two_collective_formulation(needs):
-    x, dy, w, _ = _tensors((6, 3, 4))
-    parts, grads = np.split(x.numpy(), [2, 5]), np.split(dy.numpy(), [2, 5])
-    statistics = kernel_reference.forward(x)
-    expected = kernel_reference.backward(dy, x, w)
-    reduced = [
-        kernel_reference.reduce_backward(g, p, statistics.mean, statistics.invstd, needs) for g, p in zip(grads, parts)
-    ]
-    count = 6 * 4
-    mean_dy, mean_dy_xmu = (sum(getattr(part, name) for part in reduced) / count for name in ("sum_dy", "sum_dy_xmu"))
-    if needs[0]:
-        dx = [
-            kernel_reference.apply_backward(g, p, w, statistics.mean, statistics.invstd, mean_dy, mean_dy_xmu)
-            for g, p in zip(grads, parts)
-        ]
-        np.testing.assert_allclose(np.concatenate(dx), expected.grad_input, atol=BOUND)
-    for index, name in ((1, "grad_weight"), (2, "grad_bias")):
-        values = [getattr(part, name) for part in reduced]
-        if needs[index]:
-            np.testing.assert_allclose(sum(values), getattr(expected, name), atol=BOUND)
-        else:
-            assert values == [None] * 3
-
-
 @pytest.mark.parametrize("stats_mode", ["exact", "default", "N"])
 def test_no_channels_at_all(stats_mode):
     x = np.zeros((2, 0, 3))
@@ -200,18 +146,3 @@ def test_statistics_are_given_whole_or_computed():
     own = kernel_reference.group_backward([dy], [x], w)[0]
     for given in ({"means": np.zeros(3)}, {"variances": np.ones(3)}):
         assert np.array_equal(kernel_reference.group_backward([dy], [x], w, **given)[0].grad_input, own.grad_input)
-
-
-def test_nhwc_backward_of_one_value_a_channel():
-    x, dy = np.array([[[[1.0, -2.0]]]]), np.array([[[[3.0, 5.0]]]])
-    one = np.ones(2)
-    assert np.array_equal(kernel_reference.backward_nhwc(dy, x, one, x[0, 0, 0], 0 * one).grad_input, np.zeros_like(x))
-    by_default = kernel_reference.backward_nhwc(dy, x, one, 0 * one, one).grad_weight
-    np.testing.assert_allclose(by_default, (dy * x)[0, 0, 0] / np.sqrt(1.001), rtol=1e-15)
-
-
-def test_the_second_half_of_the_backward_without_a_weight():
-    x, dy, _, _ = _tensors((4, 3, 5))
-    vectors = np.arange(12.0).reshape(4, 3)
-    got = kernel_reference.apply_backward(dy, x, None, *vectors)
-    assert np.array_equal(got, kernel_reference.apply_backward(dy, x, np.ones(3), *vectors))
