@@ -107,11 +107,11 @@ def _judge(verdict: Verification, local: Verification, gone: int) -> dict[str, A
     """The mark of a verdict. local: by the proof alone. gone: batch norms that the tool removed."""
     counts = {"folds": len(verdict.sites), "gone": gone, "bound": max((it.bound for it in local.sites), default=0.0)}
     wrong = next((site.reason for site in local.sites if site.method == "failed"), verdict.reason)
-    if verdict.status == "failed":
+    if "failed" in (verdict.status, local.status):
         return _row("refuted", wrong, **counts)
     if verdict.sites and all(site.method == "proved" for site in verdict.sites):
         return _row("proved", **counts)
-    if not verdict.sites and not gone and verdict.status == "passed":
+    if not verdict.sites and not gone and (verdict.passed or local.passed):
         return _row("left", **counts)
     return _row("not proved", local.reason, **counts)
 

@@ -28,6 +28,8 @@ from bnexport.verification.proof.relations import (
     Unrelated,
     Violation,
     agreement,
+    read_off,
+    slack,
 )
 from bnexport.verification.proof.weights import Fit, Linear
 
@@ -218,36 +220,25 @@ def written(
 def compare_kernels(mine: WrittenKernel, theirs: WrittenKernel) -> Fit:
     """Relate two kernels: theirs = scale mine, for each output. Raises Violation or Unrelated."""
     one, two = mine.aligned(theirs)
-    rows = one.groups * one.weight.values.shape[1]
+    rows = np.arange(one.groups * one.weight.values.shape[1])
     parts = [
-        np.broadcast_to(each, one.weight.values.shape).reshape(rows, -1)
+        np.broadcast_to(each, one.weight.values.shape).reshape(len(rows), -1)
         for each in (one.weight.values, one.weight.error, two.weight.values, two.weight.error)
     ]
-    size = np.abs(parts[0]).max(axis=1)
+    at = np.abs(parts[0]).argmax(axis=1)
+    size = np.abs(parts[0])[rows, at]
     first: Violation | None = None
     for is_told in (True, False):
-        scale = ONE if is_told else _read_off(*parts)
+        scale = ONE if is_told else read_off(*(each[rows, at] for each in parts))
         wide = scale.apply(lambda array: array[:, None])
-        allowed = parts[3] + np.abs(wide.values) * parts[1] + wide.error * np.abs(parts[0])
-        allowed = allowed + NOISE * np.abs(parts[2])
+        sizes = (size * np.abs(scale.values))[:, None]
         try:
-            found = agreement(
-                np.abs(parts[2] - wide.values * parts[0]), allowed, (size * np.abs(scale.values))[:, None], "weight"
-            )
+            found = agreement(np.abs(parts[2] - wide.values * parts[0]), slack(wide, *parts), sizes, "weight")
         except Violation as error:
             first = first or error
             continue
         return Fit(scale, two.bias - scale * one.bias, size, found)
     raise first or Unrelated("their weights differ")
-
-
-def _read_off(one: np.ndarray, one_error: np.ndarray, two: np.ndarray, two_error: np.ndarray) -> Numbers:
-    """Return the scale of each row, read off its largest weight."""
-    rows, at = np.arange(len(one)), np.abs(one).argmax(axis=1)
-    known = one[rows, at] != 0
-    scale = np.divide(two[rows, at], one[rows, at], out=np.ones(len(one)), where=known)
-    error = two_error[rows, at] + np.abs(scale) * one_error[rows, at]
-    return Numbers(scale, np.divide(error, np.abs(one[rows, at]), out=np.zeros(len(one)), where=known) + NOISE)
 
 
 def kernel(node: Reading, channels: int) -> WrittenKernel:
@@ -259,9 +250,9 @@ def kernel(node: Reading, channels: int) -> WrittenKernel:
         return written(linear, ((), (), ()))
     if node.kind not in ("Conv", "AveragePool", "Pad"):
         raise Unrelated(f"{node.kind} is no linear operator of a sum")
-    rank = node.rank(0)
-    if rank is None or rank < 3:
-        raise Unrelated("the rank of its data is not known")
+    rank = node.known_rank()
+    if rank < 3:
+        raise Unrelated("its data have no positions")
     ones = (1,) * (rank - 2)
     if node.kind == "Pad":
         pads = node.ints(1, "pads")

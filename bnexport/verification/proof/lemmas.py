@@ -44,7 +44,10 @@ from bnexport.verification.proof.relations import (
     Reading,
     Relation,
     Unrelated,
+    read_off,
     require_ones,
+    slack,
+    with_rank,
 )
 from bnexport.verification.proof.sides import ROUNDING, is_training
 from bnexport.verification.proof.weights import Linear
@@ -118,9 +121,9 @@ def normalised(node: Reading) -> Form:
     factor = scale.values / root
     error = scale.error / root + np.abs(factor) * (0.5 * var.error / (total - var.error) + NOISE)
     k = Numbers(factor, error)
-    form, rank = node.data(0), node.rank(0)
-    if rank is None or rank < 2:
-        raise Unrelated("the rank of its data is not known")
+    form, rank = node.data(0), node.known_rank()
+    if rank < 2:
+        raise Unrelated("its data have no channels")
     shape = (-1, *[1] * (rank - 2))
     k, h = (each.apply(lambda array: array.reshape(shape)) for each in (k, bias - k * mean))
     node.know_size(form, 1, factor.size)
@@ -143,7 +146,7 @@ def casted(node: Reading) -> Form:
 
 def pointwise(node: Reading) -> Form:
     """A depthwise Conv of one position: y = W x + b, channel by channel."""
-    shape = node.constant_shape(1)
+    shape = node.side.constants.shape(node.fixed(1))
     others = [
         name for name in node.node.attributes if name not in ("dilations", "group", "kernel_shape", "strides", "pads")
     ]
@@ -218,9 +221,7 @@ def means(pair: Couple) -> list[Relation]:
 
 def reduced_axes(node: Reading) -> tuple[int, ...]:
     """Return the axes along which a pooling or a reduction takes elements together."""
-    rank = node.rank(0)
-    if rank is None:
-        raise Unrelated("the rank of its data is not known")
+    rank = node.known_rank()
     if not node.kind.startswith("Reduce"):
         return tuple(range(2, rank))
     axes = node.ints(1, "axes")
@@ -277,9 +278,7 @@ def resized(pair: Couple) -> list[Relation]:
         raise Unrelated("it puts in numbers of its own")
     if scale.shape == () and shift.shape == ():
         return [(scale, shift)]
-    rank = node.rank(0)
-    if rank is None:
-        raise Unrelated("the rank of its data is not known")
+    rank = node.known_rank()
     axes = [axis for axis in range(rank) if not _keeps(node, axis, rank)]
     return [tuple(each.apply(lambda array: require_ones(array, axes, rank)) for each in (scale, shift))]  # type: ignore[list-item]
 
@@ -380,14 +379,12 @@ def _told(pair: Couple, relations: list[Relation], constants: list[int], hint: N
 
 
 def _part(array: np.ndarray, axis: int, rank: int, start: int, size: int) -> np.ndarray:
-    wide = array.reshape([1] * (rank - array.ndim) + list(array.shape))
+    wide = with_rank(array, rank)
     return wide if wide.shape[axis] == 1 else np.take(wide, range(start, start + size), axis)
 
 
 def multiplied(pair: Couple) -> list[Relation]:
     """(p1 x) (p2 y) = p1 p2 x y, and so for a quotient."""
-    if pair.mine.data(0).bases != pair.theirs.data(0).bases:
-        pair = pair.turned()
     relations = [pair.ratio(index) for index in range(2)]
     shifts = [require_no_shift(shift, pair.kind) for _, shift in relations]
     if any(each is not ZERO and each.error.any() for each in shifts):
@@ -420,23 +417,18 @@ def table(pair: Couple) -> Relation:
     def pick(values: np.ndarray, index: np.ndarray) -> np.ndarray:
         return np.take_along_axis(values, index, axis=0)[0]
 
-    span = pick(rows, most) - pick(rows, least)
-    known = span > 0
-    scale = np.divide(pick(others, most) - pick(others, least), span, out=np.ones(span.shape), where=known)
-    both = sum(pick(other_error, each) + np.abs(scale) * pick(row_error, each) for each in (most, least))
-    error = np.divide(both, span, out=np.zeros(span.shape), where=known)
-    shift = pick(others, most) - scale * pick(rows, most)
-    shift_error = pick(other_error, most) + np.abs(scale) * pick(row_error, most) + error * np.abs(pick(rows, most))
-    shift_error = shift_error + NOISE * (np.abs(pick(others, most)) + np.abs(scale * pick(rows, most)))
-    allowed = other_error + np.abs(scale) * row_error + error * np.abs(rows) + shift_error + NOISE * np.abs(others)
-    if not (np.abs(others - scale * rows - shift) <= allowed).all():
+    top, bottom = (
+        [Numbers(pick(values, each), pick(error, each)) for values, error in ((rows, row_error), (others, other_error))]
+        for each in (most, least)
+    )
+    first, second = (high - low for high, low in zip(top, bottom, strict=True))
+    scale = read_off(first.values, first.error, second.values, second.error)
+    shift = top[1] - scale * top[0]
+    allowed = slack(scale, rows, row_error, others, other_error) + shift.error
+    if not (np.abs(others - scale.values * rows - shift.values) <= allowed).all():
         raise Unrelated("the tables are not those of a per-channel map")
-    indices = pair.mine.rank(1)
-    if indices is None:
-        raise Unrelated("the rank of the indices is not known")
-    shape = (*one.values.shape[:axis], *[1] * indices, *one.values.shape[axis + 1 :])
-    arrays = [each.reshape(shape) for each in (scale, error, shift, shift_error)]
-    return Numbers(arrays[0], arrays[1]), Numbers(arrays[2], arrays[3])
+    shape = (*one.values.shape[:axis], *[1] * pair.mine.known_rank(1), *one.values.shape[axis + 1 :])
+    return scale.apply(lambda array: array.reshape(shape)), shift.apply(lambda array: array.reshape(shape))
 
 
 def recurrent(pair: Couple) -> list[Relation]:
@@ -538,7 +530,7 @@ class Placed:
         found = []
         for array in (numbers.values, numbers.error):
             rank = max(array.ndim, -min(self.axes))
-            wide = array.reshape([1] * (rank - array.ndim) + list(array.shape))
+            wide = with_rank(array, rank)
             places = [axis % rank for axis in self.axes]
             others = [axis for axis in range(rank) if axis not in places]
             turned = np.transpose(wide, [*places, *others])
@@ -640,9 +632,7 @@ def einsum(node: Reading) -> Placed:
         raise Unrelated("Einsum of other than one value and one constant")
     stored = node.stored(place)
     shape = stored.shape
-    rank = node.rank(1 - place)
-    if rank is None:
-        raise Unrelated("the rank of its data is not known")
+    rank = node.known_rank(1 - place)
     ranks = (len(shape), rank) if place == 0 else (rank, len(shape))
     first, second, made = _letters(get_string(node.node, "equation", ""), ranks)
     own, read = (first, second) if place == 0 else (second, first)
@@ -651,7 +641,7 @@ def einsum(node: Reading) -> Placed:
 
     def spread(array: np.ndarray) -> np.ndarray:
         """Bring an array on the axes of the data onto those of the weight."""
-        wide = array.reshape([1] * (rank - array.ndim) + list(array.shape))
+        wide = with_rank(array, rank)
         if any(wide.shape[axis] != 1 and letter not in own for axis, letter in enumerate(read)):
             raise Unrelated("its data are mapped along an axis that its weight does not have")
         order = [read.index(letter) for letter in own if letter in read]
@@ -663,8 +653,6 @@ def einsum(node: Reading) -> Placed:
     offset = form.shift.apply(spread) if form.shift is not ZERO else ZERO
     if any(letter not in own and letter not in made for letter in read):
         offset = require_no_shift(offset, "a sum over axes that the weight does not have")
-    if offset is not ZERO and not offset.values.ndim:
-        offset = offset.apply(lambda array: array)
     return Placed(
         Linear(stored, shape, out, scales, offset, ZERO, False),
         tuple(made.index(own[axis]) - len(made) for axis in out),

@@ -7,6 +7,7 @@ where the axis along which they differ is joined with one whose size is not know
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 
 from bnexport.graph.nodes import get_flag, get_int, get_ints, get_string
 from bnexport.graph.shapes import Shape
-from bnexport.verification.proof.relations import Numbers, Reading, Relation, Unrelated, require_ones
+from bnexport.verification.proof.relations import Numbers, Reading, Relation, Unrelated, require_ones, with_rank
 
 Move = Callable[[np.ndarray], list[np.ndarray]]
 
@@ -24,25 +25,14 @@ def positive_axes(axes: Sequence[int], rank: int) -> tuple[int, ...]:
     return tuple(sorted(axis + rank if axis < 0 else axis for axis in axes))
 
 
-def _rank(node: Reading) -> int:
-    rank = node.rank(0)
-    if rank is None:
-        raise Unrelated("the rank of its data is not known")
-    return rank
-
-
-def _wide(array: np.ndarray, rank: int) -> np.ndarray:
-    return array.reshape([1] * (rank - array.ndim) + list(array.shape))
-
-
 def _transposed(node: Reading) -> Move:
-    rank = _rank(node)
+    rank = node.known_rank()
     order = get_ints(node.node, "perm") or tuple(range(rank))[::-1]
-    return lambda array: [np.transpose(_wide(array, rank), order)]
+    return lambda array: [np.transpose(with_rank(array, rank), order)]
 
 
 def _squeezed(node: Reading) -> Move:
-    rank, axes = _rank(node), node.ints(1, "axes")
+    rank, axes = node.known_rank(), node.ints(1, "axes")
     if not axes:
         raise Unrelated("its axes are not known")
     gone = positive_axes(axes, rank)
@@ -50,15 +40,15 @@ def _squeezed(node: Reading) -> Move:
 
 
 def _unsqueezed(node: Reading) -> Move:
-    rank, axes = _rank(node), node.ints(1, "axes")
+    rank, axes = node.known_rank(), node.ints(1, "axes")
     if not axes:
         raise Unrelated("its axes are not known")
     new = positive_axes(axes, rank + len(axes))
-    return lambda array: [np.expand_dims(_wide(array, rank), new)]
+    return lambda array: [np.expand_dims(with_rank(array, rank), new)]
 
 
 def _sliced(node: Reading) -> Move:
-    rank = _rank(node)
+    rank = node.known_rank()
     starts, ends, axes, steps = (node.ints(index, name) for index, name in enumerate(("starts", "ends", "axes", ""), 1))
     if axes is None:
         if node.has(3):
@@ -70,7 +60,7 @@ def _sliced(node: Reading) -> Move:
     bounds = list(zip(cut, starts, ends, steps or (1,) * len(cut), strict=True))
 
     def move(array: np.ndarray) -> list[np.ndarray]:
-        wide = _wide(array, rank)
+        wide = with_rank(array, rank)
         for axis, start, end, step in bounds:
             size = wide.shape[axis]
             if size != 1:
@@ -85,12 +75,12 @@ def _sliced(node: Reading) -> Move:
 
 
 def _split(node: Reading) -> Move:
-    rank = _rank(node)
+    rank = node.known_rank()
     axis, parts = get_int(node.node, "axis", 0) % rank, len(node.node.outputs)
     sizes = node.ints(1, "split")
 
     def move(array: np.ndarray) -> list[np.ndarray]:
-        wide = _wide(array, rank)
+        wide = with_rank(array, rank)
         size = wide.shape[axis]
         if size == 1:
             return [wide] * parts
@@ -109,12 +99,12 @@ def _spread(node: Reading) -> Move:
 
 
 def _tiled(node: Reading) -> Move:
-    rank, repeats = _rank(node), node.ints(1)
+    rank, repeats = node.known_rank(), node.ints(1)
     if repeats is None:
         raise Unrelated("its repeats are not known")
 
     def move(array: np.ndarray) -> list[np.ndarray]:
-        wide = _wide(array, rank)
+        wide = with_rank(array, rank)
         return [np.tile(wide, [count if size != 1 else 1 for count, size in zip(repeats, wide.shape, strict=True)])]
 
     return move
@@ -122,14 +112,12 @@ def _tiled(node: Reading) -> Move:
 
 def _taken(node: Reading) -> Move:
     """Gather."""
-    rank, indices = _rank(node), node.rank(1)
+    rank, indices = node.known_rank(), node.known_rank(1)
     axis = get_int(node.node, "axis", 0) % rank
     chosen = node.ints(1)
-    if indices is None:
-        raise Unrelated("the rank of its indices is not known")
 
     def move(array: np.ndarray) -> list[np.ndarray]:
-        wide = _wide(array, rank)
+        wide = with_rank(array, rank)
         if wide.shape[axis] == 1:
             return [wide.reshape(*wide.shape[:axis], *[1] * indices, *wide.shape[axis + 1 :])]
         if chosen is None or not chosen:
@@ -152,11 +140,8 @@ def _to_channels(node: Reading) -> Move:
 
 def _padded(node: Reading) -> Move:
     """Pad puts in numbers of the data, or zeros."""
-    rank = _rank(node)
-    pads = node.ints(1, "pads")
-    if pads is None:
-        pads = node.ints(1, "paddings")
-    axes = node.ints(3)
+    rank = node.known_rank()
+    pads, axes = node.ints(1, "pads"), node.ints(3)
     if pads is None or (axes is None and node.has(3)):
         raise Unrelated("its pads are not known")
     chosen = [axis % rank for axis in axes] if axes is not None else list(range(rank))
@@ -185,7 +170,7 @@ def _reshaped(node: Reading) -> Move:
         split = get_int(node.node, "axis", 1)
         split += len(before) if split < 0 else 0
         groups = [(range(split), range(1)), (range(split, len(before)), range(1, 2))]
-        return lambda array: [_regroup(_wide(array, len(before)), before, groups, (None, None))]
+        return lambda array: [_regroup(with_rank(array, len(before)), before, groups, (None, None))]
     target = node.ints(1, "shape")
     if after is None and target is not None:
         after = tuple(size if size > 0 else None for size in target)
@@ -193,7 +178,7 @@ def _reshaped(node: Reading) -> Move:
         raise Unrelated("the shapes around it are not known")
     copied = target if target is not None and not get_flag(node.node, "allowzero") else ()
     groups = _groups(before, after, copied)
-    return lambda array: [_regroup(_wide(array, len(before)), before, groups, after)]
+    return lambda array: [_regroup(with_rank(array, len(before)), before, groups, after)]
 
 
 def _groups(before: Shape, after: Shape, copied: Sequence[int]) -> list[tuple[range, range]]:
@@ -281,8 +266,7 @@ MOVEMENTS: dict[str, Callable[[Reading], Move]] = {
 def concatenated(node: Reading, relations: Sequence[Relation]) -> Relation:
     """Join the relations of a Concat's operands along its axis."""
     rank = next((rank for index in range(len(relations)) if (rank := node.rank(index)) is not None), None)
-    if rank is None:
-        raise Unrelated("the rank of its data is not known")
+    rank = node.known_rank() if rank is None else rank
     axis = get_int(node.node, "axis", 1) % rank
     sizes = [None if (shape := node.shape(index)) is None else shape[axis] for index in range(len(relations))]
     return _joined([scale for scale, _ in relations], sizes, axis, rank), _joined(
@@ -319,17 +303,15 @@ def alike(parts: Sequence[Numbers]) -> Numbers:
 
 
 def _joined(parts: Sequence[Numbers], sizes: Sequence[object], axis: int, rank: int) -> Numbers:
-    wides = [part.apply(lambda array: _wide(array, rank)) for part in parts]
+    wides = [part.apply(lambda array: with_rank(array, rank)) for part in parts]
     if all(part.shape == () or part.shape[axis] == 1 for part in wides):
-        try:
+        with contextlib.suppress(Unrelated):
             return alike(wides)
-        except Unrelated:
-            pass
     if not all(isinstance(size, int) for size in sizes):
         raise Unrelated("the channels of an operand are not known")
     arrays = []
     for which in ("values", "error"):
-        wide = [_wide(np.asarray(getattr(part, which)), rank) for part in parts]
+        wide = [with_rank(np.asarray(getattr(part, which)), rank) for part in parts]
         others = np.broadcast_shapes(*(each.shape[:axis] + (1,) + each.shape[axis + 1 :] for each in wide))
         full = [
             np.broadcast_to(each, (*others[:axis], size, *others[axis + 1 :]))  # type: ignore[arg-type]

@@ -325,7 +325,7 @@ class Bases:
         size: np.ndarray | float = 0.0
         for base, one in mine.terms.items():
             two, scale = theirs.terms[base], self._all[base].scale
-            size = np.maximum(size, np.abs(one.values) * _fitting(scale, one))
+            size = np.maximum(size, np.abs(one.values) * scale)
             if one is not two:
                 found = found.joined(_within(one, two, np.abs(one.values), "scale"))
         if mine.shift is not theirs.shift:
@@ -344,33 +344,37 @@ class Bases:
         return scale, theirs.shift - scale * mine.shift
 
 
-def _fitting(scale: np.ndarray, numbers: Numbers) -> np.ndarray | float:
-    """Return the sizes of a base's coefficients for each channel, or the largest where these are not told apart."""
-    try:
-        np.broadcast_shapes(scale.shape, numbers.values.shape)
-    except ValueError:
-        return float(scale.max(initial=0.0))
-    return scale
-
-
 def _quotient(pairs: Iterable[tuple[Numbers, Numbers]]) -> Numbers:
     """Return s with k' = s k in each pair. Raises Unrelated."""
     pairs = list(pairs)
     shape = np.broadcast_shapes(*(each.shape for pair in pairs for each in pair))
-    wide = [tuple(np.broadcast_to(each, shape) for each in (a.values, a.error, b.values, b.error)) for a, b in pairs]
-    best = wide[0]
-    for each in wide[1:]:
+    full = [tuple(np.broadcast_to(each, shape) for each in (a.values, a.error, b.values, b.error)) for a, b in pairs]
+    best = full[0]
+    for each in full[1:]:
         larger = np.abs(each[0]) > np.abs(best[0])
         best = tuple(np.where(larger, new, old) for new, old in zip(each, best, strict=True))
-    known = best[0] != 0
-    scale = np.divide(best[2], best[0], out=np.ones(shape), where=known)
-    error = (best[3] + np.abs(scale) * best[1]) * np.divide(1.0, np.abs(best[0]), out=np.zeros(shape), where=known)
-    error = np.where(known, error + NOISE * np.abs(scale), 0.0)
-    for one, one_error, two, two_error in wide:
-        allowed = two_error + np.abs(scale) * one_error + error * np.abs(one) + NOISE * np.abs(two)
-        if not (np.abs(two - scale * one) <= allowed).all():
+    scale = read_off(*best)
+    for one, one_error, two, two_error in full:
+        if not (np.abs(two - scale.values * one) <= slack(scale, one, one_error, two, two_error)).all():
             raise NotPassed("they are not in proportion")
-    return _narrowed(scale, error)
+    return _narrowed(scale.values, scale.error)
+
+
+def read_off(one: np.ndarray, one_error: np.ndarray, two: np.ndarray, two_error: np.ndarray) -> Numbers:
+    """Return r with two = r one, and 1 where one is 0."""
+    known = one != 0
+    scale = np.divide(two, one, out=np.ones(one.shape), where=known)
+    error = two_error + np.abs(scale) * one_error
+    error = np.divide(error, np.abs(one), out=np.zeros(one.shape), where=known)
+    return Numbers(scale, np.where(known, error + NOISE * np.abs(scale), 0.0))
+
+
+def slack(
+    scale: Numbers, one: np.ndarray, one_error: np.ndarray | float, two: np.ndarray, two_error: np.ndarray | float
+) -> np.ndarray:
+    """Return by how much two may differ from scale one."""
+    size = np.abs(scale.values)
+    return two_error + one_error * (size + scale.error) + scale.error * np.abs(one) + NOISE * np.abs(two)
 
 
 def _narrowed(values: np.ndarray, error: np.ndarray) -> Numbers:
@@ -384,24 +388,41 @@ def _narrowed(values: np.ndarray, error: np.ndarray) -> Numbers:
 
 
 def _within(one: Numbers, two: Numbers, size: np.ndarray, what: str) -> Agreement:
-    difference = np.abs(two.values - one.values)
     allowed = one.error + two.error + NOISE * (np.abs(one.values) + np.abs(two.values))
-    return agreement(difference, allowed, size, what)
+    return agreement(np.abs(two.values - one.values), allowed, size, what)
 
 
-def agreement(difference: np.ndarray, allowed: np.ndarray, size: np.ndarray, what: str) -> Agreement:
-    """Compare differences with what is allowed. size: of the coefficients. Raises Violation."""
+def agreement(
+    difference: np.ndarray,
+    allowed: np.ndarray | float,
+    size: np.ndarray,
+    what: str,
+    inner: tuple[int, ...] = (),
+    start: int = 0,
+    tiny: float = 0.0,
+) -> Agreement:
+    """Compare differences with what is allowed. Raises Violation.
+
+    size: of the coefficients. inner: axes of one output's coefficients, of whose largest one a share is told, without `tiny`.
+    start: place of the first row.
+    """
     whole = float(np.max(size, initial=0.0)) or 1.0
+    difference, allowed = np.broadcast_arrays(difference, allowed)
     right = (difference <= allowed) & np.isfinite(difference)
     if not right.all():
         wrong = np.where(right, 0.0, np.where(np.isnan(difference), np.inf, difference))
         at = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
-        got, limit = (float(np.broadcast_to(each, right.shape)[at]) for each in (difference, allowed))
-        place = ", ".join(str(int(each)) for each, axis in zip(at, wrong.shape, strict=True) if axis > 1) or "0"
+        got, limit = float(difference[at]), float(allowed[at])
+        places = [
+            int(each) + (0 if axis else start) for axis, each in enumerate(at) if wrong.shape[axis] > 1 or not axis
+        ]
+        text = f"the {what} of channel {', '.join(map(str, places)) or 0}"
         if not (math.isfinite(got) and math.isfinite(limit)):
-            raise Violation(f"the {what} of channel {place} is not finite in one of the models")
-        raise Violation(f"the {what} of channel {place} differs by {got:.3g}, allowed {limit:.3g}", got / whole)
-    share = np.max(allowed / np.where(size > 0, size, whole), initial=0.0)
+            raise Violation(f"{text} is not finite in one of the models")
+        raise Violation(f"{text} differs by {got:.3g}, allowed {limit:.3g}", got / whole)
+    largest = size.max(axis=inner, initial=0.0)
+    most = np.maximum(allowed.max(axis=inner, initial=0.0) - tiny, 0.0)
+    share = np.max(most / np.where(largest > 0, largest, whole), initial=0.0)
     return Agreement(
         float(difference.max(initial=0.0)) / whole, float(np.max(allowed, initial=0.0)) / whole, float(share)
     )
@@ -412,12 +433,17 @@ Relation = tuple[Numbers, Numbers]
 _LARGEST = 1 << 22
 
 
+def with_rank(array: np.ndarray, rank: int) -> np.ndarray:
+    """Return an array with axes of one element in front."""
+    return array.reshape([1] * (rank - array.ndim) + list(array.shape))
+
+
 def require_ones(array: np.ndarray, axes: Iterable[int], rank: int) -> np.ndarray:
     """Return an array with all axes of a value. Raises Unrelated unless it is the same along `axes`."""
-    wide = array.reshape([1] * (rank - array.ndim) + list(array.shape))
-    if any(wide.shape[axis] != 1 for axis in axes):
+    found = with_rank(array, rank)
+    if any(found.shape[axis] != 1 for axis in axes):
         raise Unrelated("a map does not pass along its axis")
-    return wide
+    return found
 
 
 class Reading:
@@ -455,42 +481,33 @@ class Reading:
             raise Unrelated(f"an operand of {self.kind} is constant, or missing")
         return form
 
-    def constant(self, index: int) -> np.ndarray:
+    def fixed(self, index: int) -> ir.Value:
         """Return a constant operand. Raises Unrelated where it varies."""
         value = self.node.inputs[index] if self.has(index) else None
         if value is None or not self.side.constants.has(value):
             raise Unrelated(f"an operand of {self.kind} is not constant")
-        return self.side.constants.array(value)
+        return value
 
-    def constant_shape(self, index: int) -> tuple[int, ...]:
-        """Return the shape of a constant operand. Raises Unrelated where it varies."""
-        value = self.node.inputs[index] if self.has(index) else None
-        if value is None or not self.side.constants.has(value):
-            raise Unrelated(f"an operand of {self.kind} is not constant")
-        return self.side.constants.shape(value)
+    def constant(self, index: int) -> np.ndarray:
+        """Return the numbers of a constant operand. Raises Unrelated where it varies."""
+        return self.side.constants.array(self.fixed(index))
 
     def ints(self, index: int, name: str = "") -> tuple[int, ...] | None:
         """Return numbers that an attribute or an operand has; None where there are none, or they are not constant."""
         if name and name in self.node.attributes:
             return get_ints(self.node, name)
-        value = self.node.inputs[index] if self.has(index) else None
-        if value is None or not self.side.constants.has(value):
+        try:
+            return tuple(int(each) for each in self.constant(index).reshape(-1))
+        except Unrelated:
             return None
-        return tuple(int(each) for each in self.side.constants.array(value).reshape(-1))
 
     def parameter(self, index: int) -> Numbers:
         """Return a constant operand of floats, with its errors. Raises Unrelated."""
-        value = self.node.inputs[index] if self.has(index) else None
-        if value is None or not self.side.constants.has(value):
-            raise Unrelated(f"an operand of {self.kind} is not constant")
-        return self._context.parameter(self.side, value)
+        return self._context.parameter(self.side, self.fixed(index))
 
     def stored(self, index: int) -> Stored:
         """Return a weight as it is stored, or computed."""
-        value = self.node.inputs[index] if self.has(index) else None
-        constants = self.side.constants
-        if value is None or not constants.has(value):
-            raise Unrelated(f"the weight of {self.kind} is not constant")
+        value, constants = self.fixed(index), self.side.constants
         tensor, error = constants.leaf(value), None
         if tensor is None:
             array = constants.array(value)
@@ -517,6 +534,13 @@ class Reading:
                 rank = None if shape is None else len(shape)
             self._ranks[index] = rank
         return self._ranks[index]
+
+    def known_rank(self, index: int = 0) -> int:
+        """Return the rank of an operand. Raises Unrelated where it is not known."""
+        rank = self.rank(index)
+        if rank is None:
+            raise Unrelated("the rank of its data is not known")
+        return rank
 
     def over(self, forms: list[Form | None]) -> Reading:
         """Return the node with other forms of its operands."""
@@ -574,10 +598,6 @@ class Couple:
             forms[0].append(None if form is None else Form({-1: ONE}))
             forms[1].append(None if form is None else Form({-1: scale}, shift))
         return Couple(self.mine.over(forms[0]), self.theirs.over(forms[1]), self._context)
-
-    def turned(self) -> Couple:
-        """Return the pair with the two operands of the changed model exchanged."""
-        return Couple(self.mine, self.theirs.over(self.theirs.forms[::-1]), self._context)
 
     def hints(self) -> list[Numbers]:
         """Return the scales that maps of the original's result have."""

@@ -429,20 +429,14 @@ class _Proof:
         for _ in range(len(node.inputs) + 1):
             try:
                 if lemma is None:
-                    self._demand_equal(node)
-                    if not self._number_alike(node):
-                        raise Unrelated("the original has no counterpart of it")
-                else:
-                    self._apply(node, lemma)
-                return
+                    raise self._demanded(node)
+                return self._apply(node, lemma)
             except _Demand as demand:
                 if not self._settle(demand.value, pair, None):
                     return self._lose(node, f"{printable(name_of(node))} ({node.op_type}) needs an equal operand")
                 if self._numbers.number(1, node):
                     return
             except _NOTHING as error:
-                if self._number_alike(node):
-                    return
                 asked = self._asked_to_be_equal(node, error, pair)
                 if asked is not None and self._settle(asked, pair, None):
                     if self._numbers.number(1, node):
@@ -498,34 +492,16 @@ class _Proof:
                 return value
         return None
 
-    def _demand_equal(self, node: ir.Node) -> None:
-        for _, value in self._sides[1].data(node):
-            if value.name and not self._has(value):
-                if value in self._lost:
-                    raise Unrelated(self._lost[value])
-                raise _Demand(value)
+    def _demanded(self, node: ir.Node) -> Exception:
+        """Return what an operator without a lemma lacks: equal operands, or a counterpart."""
+        value = next((each for _, each in self._sides[1].data(node) if each.name and not self._has(each)), None)
+        if value is None:
+            return Unrelated("the original has no counterpart of it")
+        return Unrelated(self._lost[value]) if value in self._lost else _Demand(value)
 
     def _lose(self, node: ir.Node, reason: str) -> None:
         for value in node.outputs:
             self._lost[value] = reason
-
-    def _number_alike(self, node: ir.Node) -> bool:
-        """Give numbers to a node whose operands equal others that the original's counterpart reads."""
-        inputs = [None if value is None or not value.name else self._numbers.of(1, value) for value in node.inputs]
-        for index, number in enumerate(inputs):
-            form = None if number is None else self._forms.get(number)
-            if form is None:
-                continue
-            for other in (*form.bases, *self._families.get(form.bases, ())[:_FAMILY]):
-                try:
-                    if other != number and self._numbers.number(1, node, {index: other}):
-                        agreement = self.bases.compare(self._forms[other], form)
-                        if self._proof("", agreement, node.outputs[0]).method == "proved":
-                            return True
-                        self._numbers.forget(node)
-                except _NOTHING:
-                    self._numbers.forget(node)
-        return False
 
     def _apply(self, node: ir.Node, lemma: Lemma) -> None:
         """Apply a lemma to a node of the changed model. Raises Unrelated."""
@@ -697,11 +673,15 @@ class _Proof:
 
     def _is_guess(self, nodes: tuple[list[ir.Node], list[ir.Node]]) -> bool:
         """Whether nobody says that a window is a fold, and it is none: its operators are the same, or it has no map."""
-        first, second = (
-            sorted(node.op_type for node in each if not is_copy(side, node))
-            for side, each in zip(self._sides, nodes, strict=True)
-        )
+        first, second = (sorted(node.op_type for node in each) for each in self._in_order(*nodes))
         return self._claims is None and (first == second or not any(each in _MAPS for each in first))
+
+    def _in_order(self, *windows: list[ir.Node]) -> list[list[ir.Node]]:
+        """Return the nodes of a window in both models, the first one first, without copies."""
+        return [
+            [node for node in reversed(nodes) if not is_copy(side, node)]
+            for side, nodes in zip(self._sides, windows, strict=True)
+        ]
 
     def _is_other(self, mine: ir.Value, theirs: ir.Value) -> bool:
         """Whether a node outside of all claims does something else with equal operands."""
@@ -733,10 +713,7 @@ class _Proof:
 
     def _another(self, mine: list[ir.Node], theirs: list[ir.Node]) -> str:
         """Return how a window differs in constants or attributes alone: another model, not a fold."""
-        first, second = (
-            [node for node in reversed(nodes) if not is_copy(side, node)]
-            for side, nodes in zip(self._sides, (mine, theirs), strict=True)
-        )
+        first, second = self._in_order(mine, theirs)
         for one, two in zip(first, second, strict=False):
             if one.op_identifier() != two.op_identifier() or len(one.inputs) != len(two.inputs):
                 return ""
@@ -757,10 +734,7 @@ class _Proof:
 
     def _exchanged(self, mine: list[ir.Node], theirs: list[ir.Node]) -> str:
         """Return which operator of a window became another one that reads the same, where nothing else differs in it."""
-        nodes = [
-            [node for node in reversed(each) if not is_copy(side, node)]
-            for side, each in zip(self._sides, (mine, theirs), strict=True)
-        ]
+        nodes = self._in_order(mine, theirs)
         if len(nodes[0]) != len(nodes[1]):
             return ""
         made = [
@@ -785,12 +759,15 @@ class _Proof:
     def _ends(self, doubts: Sequence[_Window]) -> tuple[WindowEnd, ...]:
         """Return where windows end in the main graphs, for runs that compare the values there."""
         main = [window for window in doubts if window.value.graph is self._sides[0].model.graph]
-        found: list[WindowEnd] = []
-        for window in main:
-            behind = self._windows_behind(window.value, main)
-            names = str(window.value.name), str(window.end.name)
-            found.append(WindowEnd(*names, self._became(window.value, window.end), behind))
-        return tuple(found)
+        return tuple(
+            WindowEnd(
+                str(window.value.name),
+                str(window.end.name),
+                self._became(window.value, window.end),
+                self._windows_behind(window.value, main),
+            )
+            for window in main
+        )
 
     def _windows_behind(self, value: ir.Value, windows: Sequence[_Window]) -> tuple[int, ...]:
         """Return the windows that read a value, perhaps moved; none where something else reads it, too."""

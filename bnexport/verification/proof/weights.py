@@ -31,6 +31,9 @@ from bnexport.verification.proof.relations import (
     Stored,
     Unrelated,
     Violation,
+    agreement,
+    read_off,
+    slack,
 )
 
 # Elements of the input channels of which the size of an output's coefficients is taken.
@@ -128,7 +131,7 @@ class _Pair:
         """Compare with a scale that is told. The weights are compared within its error, the shift has it as its own."""
         mine = self._sides[0]
         self._reset()
-        wide = Numbers(mine.on_view(scale.values), mine.on_view(scale.error))
+        wide = scale.apply(mine.on_view)
         for start, one, two in self._blocks():
             self._check(start, one, two, _cut(wide, start, len(one)))
         fit = self.finished(scale, self._sizes)
@@ -141,17 +144,11 @@ class _Pair:
         best = [np.zeros(mine.outputs) for _ in range(4)]
         for start, one, two in self._blocks():
             self._see(start, one, two, best)
-        exact, exact_error, got, got_error = best
-        known = exact != 0
-        scale = np.divide(got, exact, out=np.ones(mine.outputs), where=known)
-        error = np.divide(
-            got_error + np.abs(scale) * exact_error, np.abs(exact), out=np.zeros(mine.outputs), where=known
-        )
-        error = np.where(known, error + NOISE * np.abs(scale), 0.0)
-        wide = Numbers(mine.on_view(scale), mine.on_view(error))
+        scale = read_off(*best)
+        wide = scale.apply(mine.on_view)
         for start, one, two in self._blocks():
             self._check(start, one, two, _cut(wide, start, len(one)))
-        return self.finished(Numbers(scale, error), self._sizes)
+        return self.finished(scale, self._sizes)
 
     def _reset(self) -> None:
         self._worst = Agreement()
@@ -222,33 +219,13 @@ class _Pair:
             else:
                 exact, exact_error = self._scaled(0, start, one, left)
                 got, got_error = self._scaled(1, start, two, right)
-                size = np.abs(wanted)
-                allowed = got_error + exact_error * (np.abs(scale.values) + scale.error) + scale.error * np.abs(exact)
-                self._worst = self._worst.joined(self._agreement(got - wanted, allowed + NOISE * size, size, start))
+                difference, allowed = np.abs(got - wanted), slack(scale, exact, exact_error, wanted, got_error)
+                found = agreement(difference, allowed, np.abs(wanted), "weight", mine.inner, start, stored.tiny)
+                self._worst = self._worst.joined(found)
             seen = one[first] * (factor if factor.ndim == 0 else np.broadcast_to(factor, one.shape)[first])
             self._sizes[self._own(start, len(one))] += np.abs(seen).sum(axis=mine.inner)
         if not mine.pads:
             self._sum(start, (one, two))
-
-    def _agreement(self, difference: np.ndarray, allowed: np.ndarray, size: np.ndarray, start: int) -> Agreement:
-        difference = np.abs(difference)
-        whole = float(size.max(initial=0.0)) or 1.0
-        right = (difference <= allowed) & np.isfinite(difference)
-        if not right.all():
-            wrong = np.where(right, 0.0, np.where(np.isnan(difference), np.inf, difference))
-            place = [int(each) for each in np.unravel_index(int(np.argmax(wrong)), wrong.shape)]
-            got, limit = (float(np.broadcast_to(each, wrong.shape)[tuple(place)]) for each in (difference, allowed))
-            place[0] += start
-            where = f"row {place[0]}, column {place[1]}" if len(place) > 1 else f"row {place[0]}"
-            if not (math.isfinite(got) and math.isfinite(limit)):
-                raise Violation(f"the weight of {where} is not finite in one of the models")
-            raise Violation(f"the weight of {where} differs by {got:.3g}, allowed {limit:.3g}", got / whole)
-        inner = self._sides[0].inner
-        largest, tiny = size.max(axis=inner, initial=0.0), self._sides[1].stored.tiny
-        most = np.maximum(np.broadcast_to(allowed, size.shape).max(axis=inner, initial=0.0) - tiny, 0.0)
-        share = np.max(most / np.where(largest > 0, largest, whole), initial=0.0)
-        bound = np.max(allowed, initial=0.0)
-        return Agreement(float(difference.max(initial=0.0)) / whole, float(bound) / whole, float(share))
 
     def _sum(self, start: int, blocks: tuple[np.ndarray, np.ndarray]) -> None:
         """Add up weight times offset of the inputs, where there is one."""
