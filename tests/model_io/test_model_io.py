@@ -172,7 +172,9 @@ class TestSave:
 
     def test_small_tensors_stay_in_the_model_file(self, tmp_path: Path) -> None:
         arrays = {"a": np.ones(255, np.float32), "b": np.ones(256, np.float32)}
-        proto = model("g (float[N,1] x) => (float[N,255] y, float[N,256] z) { y = Add (x, a) z = Add (x, b) }", values=arrays)
+        proto = model(
+            "g (float[N,1] x) => (float[N,255] y, float[N,256] z) { y = Add (x, a) z = Add (x, b) }", values=arrays
+        )
         save(as_model(proto), tmp_path / "model.onnx", external_data=True)
         saved = onnx.load(tmp_path / "model.onnx", load_external_data=False).graph.initializer
         assert [tensor.name for tensor in saved if tensor.external_data] == ["b"]

@@ -152,3 +152,15 @@ def test_a_shift_does_not_pass_windows_beyond_the_end() -> None:
         (pool,) = (node for node in proto.graph.node if node.op_type == "AveragePool")
         pool.attribute.add().CopyFrom(onnx.helper.make_attribute("ceil_mode", 1))
     assert verify(source, candidate, method="local").status == "not_verified"
+
+
+@pytest.mark.parametrize(("share", "status"), [(5, "passed"), (1, "failed")])
+def test_a_shift_is_added_as_often_as_there_are_elements(share: int, status: str) -> None:
+    shapes, axes = {"w": (4, 4, 1)}, np.array([2])
+    k = np.arange(1, 5, dtype=np.float32)
+    text = "g (float[N,4,5] x) => (float[N,4,1] y) {{ z = Conv ({}) {} }}"
+    source = model(
+        text.format("x, w", "r = ReduceSum (z, axes) y = Add (r, k)"), shapes, values={"axes": axes, "k": k[:, None]}
+    )
+    candidate = model(text.format("x, w, c", "y = ReduceSum (z, axes)"), shapes, values={"axes": axes, "c": k / share})
+    assert verify(source, candidate, method="local").status == status
