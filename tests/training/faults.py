@@ -7,13 +7,11 @@ places, or another tensor of the same shape is read.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-
-from bnexport.training.state import makers
 
 KINDS = ("scale", "term", "operand")
 _SWAPPED = {"ReluGrad", "Sub", "Div", "MMCVSyncBatchNormGrad", "ConvWeightGrad", "MatMul", "Gemm", "ConvInputGrad"}
@@ -38,6 +36,18 @@ def _backward(graph: ir.Graph, gradients: Sequence[str]) -> list[ir.Node]:
     made = [value for node in graph for value in node.outputs if value.name in names]
     reached = makers(made) - forward
     return [node for node in graph if node in reached and node.op_type not in ("Constant", "Shape")]
+
+
+def makers(values: Iterable[ir.Value]) -> set[ir.Node]:
+    """Return the nodes that `values` depend on."""
+    found: set[ir.Node] = set()
+    waiting = [value.producer() for value in values]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [value.producer() for value in node.inputs if value is not None]
+    return found
 
 
 def _size(value: ir.Value | None) -> tuple[Any, ...] | None:

@@ -11,7 +11,6 @@ from torch import nn
 
 import bnexport
 from bnexport.training import verification
-from bnexport.training.state import makers
 from tests.training import faults
 from tests.training.networks import NETWORKS
 
@@ -85,7 +84,7 @@ def test_small_errors_of_layers_add_up(tmp_path, monkeypatch):
     result = bnexport.export_training_step(model, nn.functional.mse_loss, batch, tmp_path / "s.onnx")
     assert result.verification.passed
     wrong = ir.from_proto(ir.to_proto(result.model))
-    products = [node for node in makers([wrong.graph.outputs[0]]) if node.op_type == "Gemm"]
+    products = [node for node in faults.makers([wrong.graph.outputs[0]]) if node.op_type == "Gemm"]
     assert len(products) == 21
     for node in products:
         users, output = list(node.outputs[0].uses()), node.outputs[0]
