@@ -94,19 +94,6 @@ class TestTraining:
         np.testing.assert_array_equal(mean, values["p_m"])
         np.testing.assert_array_equal(var, values["p_v"])
 
-    @pytest.mark.parametrize("opset", [1, 6])
-    def test_is_test_zero(self, opset: int) -> None:
-        norm = "y = BatchNormalization <is_test=0> (z, p_s, p_b, p_m, p_v)"
-        assert_refused(conv_bn(norm=norm, opset=opset), "training")
-
-    def test_is_test_absent_before_opset_7(self) -> None:
-        assert_refused(conv_bn(opset=6), "training")
-
-    def test_is_test_one(self) -> None:
-        norm = "y = BatchNormalization <is_test=1> (z, p_s, p_b, p_m, p_v)"
-        result = fold(conv_bn(norm=norm, opset=6), verify=False)
-        assert batch_norms(to_proto(result.model)) == 0
-
     def test_five_outputs(self) -> None:
         norm = "y, a, b, c, d = BatchNormalization (z, p_s, p_b, p_m, p_v)"
         assert_refused(conv_bn(norm=norm, opset=9, output="float[N,8,A,B] y, float[8] a"), "training")
@@ -203,9 +190,6 @@ class TestOverridable:
 
 
 class TestShared:
-    def test_conv_that_is_a_graph_output(self) -> None:
-        assert_refused(conv_bn(output="float[N,8,A,B] y, float[N,8,A,B] z"), "graph-output")
-
     def test_conv_that_is_read_twice(self) -> None:
         proto = conv_bn(norm=f"{BN}\n q = Relu (z)", output="float[N,8,A,B] y, float[N,8,A,B] q")
         assert_refused(proto, "shared")
@@ -300,21 +284,6 @@ class TestTheRest:
 
 
 class TestBetween:
-    @pytest.mark.parametrize(
-        ("node", "code"),
-        [
-            ("Relu (t)", "order"),
-            ("MaxPool <kernel_shape=[2,2]> (t)", "order"),
-            ("Softmax (t)", "no-rule"),
-            ("Pad (t, k, f)", "padding"),
-        ],
-        ids=["relu", "max-pool", "softmax", "pad"],
-    )
-    def test_what_does_not_commute(self, node: str, code: str) -> None:
-        values = {"k": np.array([0, 0, 1, 1, 0, 0, 1, 1]), "f": np.array(1.5, np.float32)}
-        proto = conv_bn(f"t = Conv (x, w)\n z = {node}", values=values)
-        assert_refused(proto, code)
-
     def test_max_pool_with_positive_scales(self) -> None:
         scale = np.abs(parameters({"p_s": (8,)})["p_s"])
         proto = conv_bn("t = Conv (x, w)\n z = MaxPool <kernel_shape=[2,2], pads=[1,1,1,1]> (t)", values={"p_s": scale})
@@ -391,11 +360,3 @@ class TestBetween:
         folded, _ = fold_and_check(proto)
         inputs = make_inputs(proto)
         np.testing.assert_array_equal(run(folded, inputs)[1], run(proto, inputs)[1])
-
-    def test_cast_that_rounds(self) -> None:
-        body = f"""g ({X4}) => (float[N,8,A,B] y) {{ {CONV.replace("z", "t")}
-            h = Cast <to=10> (t)
-            z = Cast <to=1> (h)
-            {BN} }}"""
-        proto = model(body, {"w": (8, 6, 1, 1), **batch_norm("p", 8)})
-        assert_refused(proto, "cast")
