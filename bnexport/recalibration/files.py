@@ -348,8 +348,6 @@ class _FileRun:
     def one_by_one(self, batches: Iterable[Any]) -> None:
         """Finish the layers of one level after those before it."""
         count = len(self._segments)
-        for number, layer in self._layers.items():
-            self._give(number, layer.old)
         for level in range(count):
             interface.report("pass", level, count)
             kept, self._kept, self._bytes = self._kept, collections.deque(), 0

@@ -333,3 +333,16 @@ def test_example_inputs_stay_as_they_are():
     folded = bnexport.fold_module(trained(Called(lambda m, x: m.n(m.c(x.relu_())), c=conv(), n=norm())), x)
     assert left(folded) == []
     torch.testing.assert_close(x, X2, rtol=0, atol=0)
+
+
+def test_the_class_of_what_a_trace_does_not_know():
+    """A tuple, as a module passes it on: its code must not take it for a tensor."""
+
+    def forward(m, x):
+        y = m.same(x.split(2, 1))
+        return m.n(m.c(y[0] if isinstance(y, tuple) else y))
+
+    with pytest.raises(UnsupportedModelError, match="its code asks for the class of"):
+        bnexport.fold_module(
+            trained(Called(forward, same=nn.Identity(), c=nn.Conv2d(2, 4, 1), n=norm())), X2, verify=False
+        )
