@@ -34,6 +34,7 @@ JUDGED_BYTES, LEAST_SHARE = 16_000_000, 0.85
 TRAFFIC = {"forward": 3, "backward": 5}  # tensors
 LARGEST_BATCH = 40  # calls in one graph
 ROUNDS = 15
+LAYOUTS = (False, True)  # channels last
 
 
 def run(report: Report, options: Options) -> None:
@@ -43,36 +44,25 @@ def run(report: Report, options: Options) -> None:
         if not options.rehearse:
             bandwidth, l2 = copy_bandwidth(), torch.cuda.get_device_properties(0).L2_cache_size
         row.ok, row.value, row.data = None, f"{bandwidth / 1e3:.0f} GB/s", {"gb_per_s": bandwidth / 1e3, "l2_bytes": l2}
-    if report.wanted("host"):
-        with report.step("host") as row:
-            microseconds = host_time(device)
-            row.ok, row.value, row.data = None, f"{microseconds:.1f} us a call", {"us": microseconds}
     steps.run(report, options)
     shapes = SHAPES_EMULATED if options.rehearse else SHAPES
     cases = [
-        (way, shape, torch.float16, channels_last)
-        for shape, channels_last, way in itertools.product(shapes[:2], (False, True), ("inference", "group"))
+        ("group ", shape, torch.float16, channels_last)
+        for shape, channels_last in itertools.product(shapes[:2], LAYOUTS)
     ]
-    for shape, channels_last in itertools.product(shapes, (False, True)):
+    for shape, channels_last in itertools.product(shapes, LAYOUTS):
         types = [torch.float16, torch.float32, *([torch.bfloat16] if shape in shapes[:2] else [])]
         cases += [("", shape, dtype, channels_last) for dtype in types]
-    for way, shape, dtype, channels_last in cases:
-        name = f"{way} {'x'.join(map(str, shape))} {DTYPES[dtype]}{' NHWC' if channels_last else ''}".strip()
+    for group, shape, dtype, channels_last in cases:
+        name = f"{group}{'x'.join(map(str, shape))} {DTYPES[dtype]}{' NHWC' if channels_last else ''}"
         if report.wanted(name, 15):
             with report.step(name) as row:
                 sets = input_sets(shape, dtype, channels_last, l2, device)
-                row.data = {"": measure, "inference": measure_inference, "group": measure_group}[way](sets, device)
+                row.data = measure_group(sets, device) if group else measure(sets, device)
                 size = sets[0].at["x"].numel() * sets[0].at["x"].element_size()
-                traffic = {"forward": 2} if way == "inference" else TRAFFIC
                 row.data["bytes"] = size
-                row.data["floor_us"] = {direction: tensors * size / bandwidth for direction, tensors in traffic.items()}
-                row.ok, row.value = None if options.rehearse or way else judge(row.data), summary(row.data)
-
-
-def measure_inference(sets: list[Calls], device: str) -> dict[str, Any]:
-    for calls in sets:
-        calls.prepare(training=0)
-    return {"us": {"forward": {"ours": time_calls([calls.forward for calls in sets], device)}}}
+                row.data["floor_us"] = {direction: tensors * size / bandwidth for direction, tensors in TRAFFIC.items()}
+                row.ok, row.value = None if options.rehearse or group else judge(row.data), summary(row.data)
 
 
 def measure_group(sets: list[Calls], device: str) -> dict[str, Any]:
@@ -182,16 +172,3 @@ def summary(row: dict[str, Any]) -> str:
         ours, peer = times["ours"], min((times[name] for name in PEERS if name in times), default=float("nan"))
         cells.append(f"{ours:.1f} us, {100 * row['floor_us'][direction] / ours:.0f} %, {peer / ours:.2f}x")
     return " | ".join(cells)
-
-
-def host_time(device: str) -> float:
-    """Microseconds that a forward call takes on the host."""
-    (calls, _) = input_sets((2, 64, 28, 28) if device == "cuda" else (2, 4, 7, 7), torch.float16, False, 0, device)
-    count = 500 if device == "cuda" else 3
-    for turn in range(count // 5 + count):
-        if turn == count // 5:
-            if device == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-        calls.forward()
-    return (time.perf_counter() - start) / count * 1e6

@@ -56,7 +56,9 @@ def describe(rehearse: bool) -> str:
     except ImportError:
         return f"{text}, no torch"
     text += f", torch {torch.__version__}"
-    return text if rehearse else f"{text}, {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    if rehearse or not torch.cuda.is_available():
+        return text
+    return f"{text}, {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
 
 
 def find() -> dict[str, Path]:

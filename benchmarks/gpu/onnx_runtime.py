@@ -6,8 +6,6 @@ version; nodes that are not placed on it are an error. In a rehearsal the CPU pr
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,8 +19,6 @@ from benchmarks.gpu.report import LIMIT, NotRun, Report, Row
 from benchmarks.gpu.section import Options
 
 PROVIDER = "CUDAExecutionProvider"
-OVERHEAD_AT_MOST_US = 15.0
-CHAIN = 64  # nodes, to see what one more costs
 SHAPES = [(4, 8, 9, 9), (33, 7), (16, 64, 28, 28)]
 EPS, MOMENTUM = float(np.float32(1e-5)), float(np.float32(0.1))  # as attributes hold them
 FORWARD = {"momentum": 0.1, "eps": 1e-5, "group": "", "group_size": 1, "training_mode": 1, "stats_mode": "exact"}
@@ -95,7 +91,6 @@ def run(report: Report, options: Options) -> None:
         ("threads share a session", partial(check_threads, opened=1)),
         ("two sessions at the same time", partial(check_threads, opened=2)),
         ("a group of two processes", partial(check_group, options=options)),
-        ("overhead of a node", overhead),
         ("CUDA graph", cuda_graph),
     ]
     for name, check in steps:
@@ -182,57 +177,6 @@ def in_torch(x: Any, nodes: int) -> Any:
     for _ in range(nodes):
         x = torch.nn.functional.batch_norm(x, None, None, training=True).relu()
     return x
-
-
-def median_us(call: Callable[[], Any], repeats: int) -> float:
-    for _ in range(repeats // 10 + 1):
-        call()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
-
-
-def overhead(sessions: Sessions, row: Row) -> None:
-    """What one more node and its Relu cost in a session, against one more call of both in a CUDA graph."""
-    shape, repeats = (2, 8, 4, 4), 20 if sessions.rehearse else 200
-    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    short, long = (sessions.open(chain(nodes, shape)) for nodes in (1, 1 + CHAIN))
-    in_session = [median_us(partial(session.run, None, {"x0": x}), repeats) for session in (short, long)]
-    one = (in_session[1] - in_session[0]) / CHAIN
-    if sessions.rehearse:
-        row.ok, row.value = None, f"{one:.1f} us"
-        return
-    import torch
-
-    from bnexport.sync_bn import operators
-
-    start = torch.from_numpy(x).cuda()
-    vectors = [torch.full((8,), each, device="cuda") for each in VECTORS.values()]
-
-    def calls() -> None:
-        y = start
-        for _ in range(CHAIN):
-            y = operators.sync_batch_norm(y, *vectors, True, 0.1, 1e-5, "", 1, "exact", "local", 0)[0].relu()
-
-    calls()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        calls()
-
-    def replay() -> None:
-        graph.replay()
-        torch.cuda.synchronize()
-
-    bare = median_us(replay, repeats) / CHAIN
-    row.ok = one - bare < OVERHEAD_AT_MOST_US
-    row.value = (
-        f"{one - bare:.1f} us ({one:.1f} in a session, {bare:.1f} in a graph; at most {OVERHEAD_AT_MOST_US:.0f})"
-    )
-    row.data = {"node_us": one, "kernel_us": bare}
 
 
 def cuda_graph(sessions: Sessions, row: Row) -> None:

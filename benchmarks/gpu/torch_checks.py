@@ -45,7 +45,6 @@ def run(report: Report, options: Options) -> None:
         ("a CUDA graph replays a step", check_graph),
         ("nothing waits for the device", check_waits),
         ("torch.compile has one graph", check_compile),
-        ("a second device", check_second_device),
     ]
     checks += [(name, emulated if options.rehearse else check) for name, check in on_device]
     if report.wanted("a group of two processes", 20):
@@ -154,9 +153,3 @@ def check_compile(device: str) -> None:
     expected = train_step(model, x)
     for got, want in zip(train_step(torch.compile(model, fullgraph=True), x), expected, strict=True):
         assert torch.allclose(got, want, atol=1e-4)
-
-
-def check_second_device(device: str) -> None:
-    if torch.cuda.device_count() < 2:
-        raise NotRun("needs two CUDA devices")
-    check_operators("cuda:1", torch.float32, (4, 3, 8, 8), "contiguous")

@@ -1,119 +1,135 @@
-// Tensors of every element type as exactly sized heap blocks, so that a sanitizer sees each access past
-// the end, and the naive double reference.
+// Tensors of every element type, the naive reference in long double, and the bounds of bnexport/tolerances.py.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <memory>
 #include <random>
 #include <vector>
 
 #include "bnexport.h"
+#include "check.h"
+#include "halves.h"
 
-struct Shape {
-  int64_t N, C, S;
-  int64_t elements() const { return N * C * S; }
-};
+inline int64_t bytes_of(int32_t dtype) { return dtype == BNEXPORT_FLOAT64 ? 8 : dtype == BNEXPORT_FLOAT32 ? 4 : 2; }
 
-inline int64_t size_of(int32_t dtype) { return dtype == BNEXPORT_FLOAT32 ? 4 : dtype == BNEXPORT_FLOAT64 ? 8 : 2; }
-
-inline double half_to_double(uint16_t half) {
-  const int exponent = half >> 10 & 31, fraction = half & 1023;
-  double value = exponent == 0    ? std::ldexp(fraction, -24)
-                 : exponent == 31 ? (fraction != 0 ? NAN : INFINITY)
-                                  : std::ldexp(1024 + fraction, exponent - 25);
-  return half & 0x8000 ? -value : value;
-}
-
-class Tensor {
+// Elements from `offset` bytes behind a 16-byte boundary on. Under AddressSanitizer nothing lies behind
+// the last one; otherwise a guard does, that must not change.
+class Buffer {
  public:
-  Tensor(int32_t dtype, int64_t elements)
-      : dtype_(dtype), bytes_(static_cast<size_t>(elements * size_of(dtype))), data_(new unsigned char[bytes_]) {}
-
-  void* data() { return data_.get(); }
-  const void* data() const { return data_.get(); }
-  size_t bytes() const { return bytes_; }
-
-  double get(int64_t i) const {
-    const unsigned char* at = data_.get() + i * size_of(dtype_);
-    if (dtype_ == BNEXPORT_FLOAT64) return read<double>(at);
-    if (dtype_ == BNEXPORT_FLOAT32) return static_cast<double>(read<float>(at));
-    if (dtype_ == BNEXPORT_FLOAT16) return half_to_double(read<uint16_t>(at));
-    const uint32_t wide = static_cast<uint32_t>(read<uint16_t>(at)) << 16;
-    float value;
-    std::memcpy(&value, &wide, 4);
-    return static_cast<double>(value);
+  Buffer(int32_t dtype, int64_t count, int64_t offset = 0)
+      : dtype_(dtype),
+        size_(bytes_of(dtype)),
+        count_(count),
+        offset_(offset),
+        bytes_(static_cast<size_t>(offset + count * size_) + kGuard),
+        data_(new unsigned char[bytes_]) {
+    poison();
+  }
+  Buffer(const Buffer& other) : Buffer(other.dtype_, other.count_, other.offset_) {
+    std::copy_n(other.data_.get(), bytes_, data_.get());
   }
 
-  // Small multiples of 1/16, which every type holds.
-  void fill(uint32_t seed) {
-    std::mt19937 random(seed);
-    for (size_t i = 0; i < bytes_ / static_cast<size_t>(size_of(dtype_)); ++i) {
-      const double value = static_cast<double>(static_cast<int>(random() % 129) - 32) / 16;
-      unsigned char* at = data_.get() + i * static_cast<size_t>(size_of(dtype_));
-      if (dtype_ == BNEXPORT_FLOAT64) {
-        write(at, value);
-      } else if (dtype_ == BNEXPORT_FLOAT32) {
-        write(at, static_cast<float>(value));
-      } else if (dtype_ == BNEXPORT_BFLOAT16) {
-        const auto narrow = static_cast<float>(value);
-        uint32_t wide;
-        std::memcpy(&wide, &narrow, 4);
-        write(at, static_cast<uint16_t>(wide >> 16));
-      } else {
-        int exponent;  // the value is fraction * 2^exponent, with at most 8 bits in the fraction
-        const double fraction = std::frexp(std::fabs(value), &exponent);
-        const int half = value == 0 ? 0 : (exponent + 14) << 10 | (static_cast<int>(fraction * 2048) & 1023);
-        write(at, static_cast<uint16_t>(half | (value < 0 ? 0x8000 : 0)));
-      }
+  Buffer& operator=(const Buffer& other) {
+    std::copy_n(other.data_.get(), bytes_, data_.get());
+    return *this;
+  }
+
+  void poison() { std::fill_n(data_.get(), bytes_, static_cast<unsigned char>(0xff)); }  // NaN in every type
+  void* data() { return data_.get() + offset_; }
+  int64_t count() const { return count_; }
+  bool same_bits(const Buffer& other) const { return std::equal(data_.get(), data_.get() + bytes_, other.data_.get()); }
+  bool guards_hold() const {
+    const unsigned char *first = data_.get(), *last = data_.get() + bytes_;
+    const auto untouched = [](unsigned char byte) { return byte == 0xff; };
+    return std::all_of(first, first + offset_, untouched) && std::all_of(last - kGuard, last, untouched);
+  }
+
+  double get(int64_t i) const {
+    using namespace bnexport;
+    if (dtype_ == BNEXPORT_FLOAT64) return read<double>(i);
+    if (dtype_ == BNEXPORT_FLOAT32) return static_cast<double>(read<float>(i));
+    const auto bits = read<uint16_t>(i);
+    return static_cast<double>(dtype_ == BNEXPORT_FLOAT16 ? half_to_float(bits) : bfloat_to_float(bits));
+  }
+  void set(int64_t i, double value) {
+    using namespace bnexport;
+    const auto narrow = static_cast<float>(value);
+    if (dtype_ == BNEXPORT_FLOAT64) {
+      write(i, value);
+    } else if (dtype_ == BNEXPORT_FLOAT32) {
+      write(i, narrow);
+    } else {
+      write(i, dtype_ == BNEXPORT_FLOAT16 ? float_to_half(narrow) : float_to_bfloat(narrow));
     }
   }
 
  private:
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr size_t kGuard = 0;
+#else
+  static constexpr size_t kGuard = 64;
+#endif
   template <class T>
-  static T read(const unsigned char* at) {
+  T read(int64_t i) const {
     T value;
-    std::memcpy(&value, at, sizeof(T));
+    std::memcpy(&value, data_.get() + offset_ + i * size_, sizeof(T));
     return value;
   }
   template <class T>
-  static void write(unsigned char* at, T value) {
-    std::memcpy(at, &value, sizeof(T));
+  void write(int64_t i, T value) {
+    std::memcpy(data_.get() + offset_ + i * size_, &value, sizeof(T));
   }
   int32_t dtype_;
+  int64_t size_, count_, offset_;
   size_t bytes_;
   std::unique_ptr<unsigned char[]> data_;
 };
 
-inline int64_t index_of(const Shape& shape, int32_t layout, int64_t n, int64_t c, int64_t s) {
-  return layout == BNEXPORT_NCS ? (n * shape.C + c) * shape.S + s : (n * shape.S + s) * shape.C + c;
-}
-
-struct Statistics {
-  double mean = 0, variance = 0, dy = 0, dy_x_hat = 0;
+struct Shape {
+  int64_t N, C, S;
+  int64_t elements() const { return N * C * S; }
+  int64_t at(int32_t layout, int64_t n, int64_t c, int64_t s) const {
+    return layout == BNEXPORT_NCS ? (n * C + c) * S + s : (n * S + s) * C + c;
+  }
+  template <class Visit>
+  void each(int32_t layout, int64_t c, const Visit& visit) const {
+    for (int64_t n = 0; n < N; ++n) {
+      for (int64_t s = 0; s < S; ++s) visit(at(layout, n, c, s));
+    }
+  }
 };
 
-inline Statistics naive(const Shape& shape, int32_t layout, const Tensor& x, const Tensor* dy, double eps, int64_t c) {
-  // long double: the sums here are naive, and must still be better than those they judge.
-  long double mean = 0, variance = 0, sum = 0, product = 0;
-  const auto n = static_cast<long double>(shape.N * shape.S);
-  const auto each = [&](const auto& visit) {
-    for (int64_t i = 0; i < shape.N; ++i) {
-      for (int64_t s = 0; s < shape.S; ++s) visit(index_of(shape, layout, i, c, s));
-    }
-  };
-  each([&](int64_t i) { mean += static_cast<long double>(x.get(i)) / n; });
-  each([&](int64_t i) {
-    variance += (static_cast<long double>(x.get(i)) - mean) * (static_cast<long double>(x.get(i)) - mean) / n;
-  });
-  if (dy != nullptr) {
-    const long double invstd = 1 / std::sqrt(variance + static_cast<long double>(eps));
-    each([&](int64_t i) {
-      sum += static_cast<long double>(dy->get(i));
-      product += static_cast<long double>(dy->get(i)) * (static_cast<long double>(x.get(i)) - mean) * invstd;
+// Of one channel, over the tensors of a group.
+struct Reference {
+  long double count = 0, mean = 0, variance = 0, dy = 0, dy_x_hat = 0, absolute_dy = 0, absolute_dy_x_hat = 0;
+
+  Reference(const std::vector<Shape>& shapes, int32_t layout, const std::vector<const Buffer*>& xs, int64_t c) {
+    for (const Shape& shape : shapes) count += static_cast<long double>(shape.N * shape.S);
+    const auto each = [&](const auto& visit) {
+      for (size_t r = 0; r < shapes.size(); ++r) {
+        shapes[r].each(layout, c, [&](int64_t i) { visit(static_cast<long double>(xs[r]->get(i))); });
+      }
+    };
+    each([&](long double x) { mean += x / count; });
+    each([&](long double x) { variance += (x - mean) * (x - mean) / count; });
+  }
+  void add_gradient(const Shape& shape, int32_t layout, const Buffer& x, const Buffer& dy_values, long double invstd,
+                    int64_t c) {
+    shape.each(layout, c, [&](int64_t i) {
+      const auto g = static_cast<long double>(dy_values.get(i));
+      const long double x_hat = (static_cast<long double>(x.get(i)) - mean) * invstd;
+      dy += g;
+      dy_x_hat += g * x_hat;
+      absolute_dy += std::fabs(g);
+      absolute_dy_x_hat += std::fabs(g * x_hat);
     });
   }
-  return {static_cast<double>(mean), static_cast<double>(variance), static_cast<double>(sum),
-          static_cast<double>(product)};
+};
+
+// The unit roundoff of a type, and of the type that statistics are computed in.
+inline double roundoff(int32_t dtype) {
+  constexpr double kUnit[] = {0x1p-24, 0x1p-11, 0x1p-8, 0x1p-53};
+  return kUnit[dtype];
 }
+inline double statistics_roundoff(int32_t dtype) { return std::min(roundoff(dtype), 0x1p-24); }

@@ -15,10 +15,16 @@ using namespace bnexport;
 
 namespace {
 
-constexpr double kUnit[] = {0x1p-24, 0x1p-11, 0x1p-8, 0x1p-53};
 constexpr double kEps = 1e-3;
 
-bnexport_forward forward_params(const Shape& shape, int32_t dtype, int32_t layout, const Tensor& x, Tensor& y,
+// Small multiples of 1/16, which every type holds.
+void fill(Buffer& buffer, uint32_t seed) {
+  std::mt19937 random(seed);
+  for (int64_t i = 0; i < buffer.count(); ++i)
+    buffer.set(i, static_cast<double>(static_cast<int>(random() % 129) - 32) / 16);
+}
+
+bnexport_forward forward_params(const Shape& shape, int32_t dtype, int32_t layout, Buffer& x, Buffer& y,
                                 std::vector<double>& saved, int threads) {
   bnexport_forward p{};
   p.struct_size = sizeof(p);
@@ -54,11 +60,10 @@ void run(const bnexport_backward& params) {
 
 void test_shape(const Shape& shape, int32_t dtype, int32_t layout, int threads) {
   const int64_t C = shape.C;
-  const double u = kUnit[dtype], u_s = std::min(u, 0x1p-24);
-  Tensor x(dtype, shape.elements()), dy(dtype, shape.elements()), y(dtype, shape.elements()),
-      dx(dtype, shape.elements());
-  x.fill(1);
-  dy.fill(2);
+  const double u = roundoff(dtype), u_s = statistics_roundoff(dtype);
+  Buffer x(dtype, shape.elements()), dy(dtype, shape.elements()), y(x), dx(x);
+  fill(x, 1);
+  fill(dy, 2);
   std::vector<double> saved(static_cast<size_t>(2 * C)), weight(static_cast<size_t>(C)), bias(weight), mean(weight),
       var(weight), new_mean(weight), new_var(weight), dweight(weight), dbias(weight);
   for (int64_t c = 0; c < C; ++c) {
@@ -99,20 +104,23 @@ void test_shape(const Shape& shape, int32_t dtype, int32_t layout, int threads) 
   const auto n = static_cast<double>(shape.N * shape.S);
   for (int64_t c = 0; c < C; ++c) {
     const auto at = static_cast<size_t>(c);
-    const Statistics s = naive(shape, layout, x, &dy, kEps, c);
-    const double invstd = 1 / std::sqrt(s.variance + kEps), scale = weight[at] * invstd;
-    CHECK_NEAR(saved[at], s.mean, 32 * u_s * 8);
+    Reference exact({shape}, layout, std::vector<const Buffer*>{&x}, c);
+    exact.add_gradient(shape, layout, x, dy, 1 / std::sqrt(exact.variance + static_cast<long double>(kEps)), c);
+    const auto mean_c = static_cast<double>(exact.mean), variance = static_cast<double>(exact.variance);
+    const auto sum = static_cast<double>(exact.dy), product = static_cast<double>(exact.dy_x_hat);
+    const double invstd = 1 / std::sqrt(variance + kEps), scale = weight[at] * invstd;
+    CHECK_NEAR(saved[at], mean_c, 32 * u_s * 8);
     CHECK_NEAR(saved[static_cast<size_t>(C + c)], invstd, 64 * u_s * invstd);
-    CHECK_NEAR(new_mean[at], 0.75 * mean[at] + 0.25 * s.mean, 64 * u_s * 8);
-    CHECK_NEAR(new_var[at], 0.75 * var[at] + 0.25 * s.variance * (n > 1 ? n / (n - 1) : 1), 64 * u_s * 16);
-    CHECK_NEAR(dbias[at], s.dy, 16 * u_s * n * 8);
-    CHECK_NEAR(dweight[at], s.dy_x_hat, 16 * u_s * n * 8 * (1 + 6 * invstd));
+    CHECK_NEAR(new_mean[at], 0.75 * mean[at] + 0.25 * mean_c, 64 * u_s * 8);
+    CHECK_NEAR(new_var[at], 0.75 * var[at] + 0.25 * variance * (n > 1 ? n / (n - 1) : 1), 64 * u_s * 16);
+    CHECK_NEAR(dbias[at], sum, 16 * u_s * n * 8);
+    CHECK_NEAR(dweight[at], product, 16 * u_s * n * 8 * (1 + 6 * invstd));
     for (int64_t i = 0; i < shape.N; ++i) {
       for (int64_t k = 0; k < shape.S; ++k) {
-        const int64_t where = index_of(shape, layout, i, c, k);
-        const double x_hat = (x.get(where) - s.mean) * invstd, expected = weight[at] * x_hat + bias[at];
+        const int64_t where = shape.at(layout, i, c, k);
+        const double x_hat = (x.get(where) - mean_c) * invstd, expected = weight[at] * x_hat + bias[at];
         CHECK_NEAR(y.get(where), expected, 2 * u * std::fabs(expected) + 64 * u_s * weight[at] * (1 + 6 * invstd));
-        const double slope = scale * (dy.get(where) - (s.dy + x_hat * s.dy_x_hat) / n);
+        const double slope = scale * (dy.get(where) - (sum + x_hat * product) / n);
         CHECK_NEAR(dx.get(where), slope,
                    2 * u * std::fabs(slope) + 128 * u_s * scale * 8 * (1 + 6 * invstd) * (1 + 6 * invstd));
       }
@@ -143,7 +151,7 @@ void test_every_half() {
   for (const int32_t dtype : {BNEXPORT_FLOAT16, BNEXPORT_BFLOAT16}) {
     for (const int64_t S : {int64_t{1} << 16, int64_t{1}}) {  // rows, then columns
       const Shape shape{(int64_t{1} << 16) / S, 1, S};
-      Tensor x(dtype, 1 << 16), y(dtype, 1 << 16);
+      Buffer x(dtype, 1 << 16), y(dtype, 1 << 16);
       auto* patterns = static_cast<unsigned char*>(x.data());
       for (int64_t i = 0; i < 1 << 16; ++i) {
         const auto pattern = static_cast<uint16_t>(i);
@@ -169,15 +177,18 @@ void test_every_half() {
 
 void test_past_the_shared_cache() {
   const Shape shape{3, 70, 100003};  // 84 MB: streaming stores at every alignment
-  Tensor x(BNEXPORT_FLOAT32, shape.elements()), y(BNEXPORT_FLOAT32, shape.elements());
-  x.fill(3);
+  Buffer x(BNEXPORT_FLOAT32, shape.elements()), y(BNEXPORT_FLOAT32, shape.elements());
+  fill(x, 3);
   std::vector<double> saved(static_cast<size_t>(2 * shape.C));
   run(forward_params(shape, BNEXPORT_FLOAT32, BNEXPORT_NCS, x, y, saved, 2));
   for (const int64_t c : {int64_t{0}, int64_t{37}, int64_t{69}}) {
-    const Statistics s = naive(shape, BNEXPORT_NCS, x, nullptr, kEps, c);
+    const Reference exact({shape}, BNEXPORT_NCS, std::vector<const Buffer*>{&x}, c);
     for (int64_t k = 0; k < shape.S; k += 7) {
-      const int64_t where = index_of(shape, BNEXPORT_NCS, 1, c, k);
-      CHECK_NEAR(y.get(where), (x.get(where) - s.mean) / std::sqrt(s.variance + kEps), 1e-5);
+      const int64_t where = shape.at(BNEXPORT_NCS, 1, c, k);
+      CHECK_NEAR(
+          y.get(where),
+          (x.get(where) - static_cast<double>(exact.mean)) / std::sqrt(static_cast<double>(exact.variance) + kEps),
+          1e-5);
     }
   }
 }
@@ -195,8 +206,8 @@ class Tasks final : public cpu::Parallel {
 void test_tasks_allocate_nothing() {
   for (const Shape& shape : {Shape{8, 64, 784}, Shape{2, 3, 40000}, Shape{20, 1100, 1}, Shape{300, 100, 9}}) {
     for (const int32_t layout : {BNEXPORT_NCS, BNEXPORT_NSC}) {
-      Tensor x(BNEXPORT_FLOAT32, shape.elements()), y(BNEXPORT_FLOAT32, shape.elements());
-      x.fill(4);
+      Buffer x(BNEXPORT_FLOAT32, shape.elements()), y(BNEXPORT_FLOAT32, shape.elements());
+      fill(x, 4);
       std::vector<double> saved(static_cast<size_t>(2 * shape.C)), row(static_cast<size_t>(2 * shape.C + 1));
       const bnexport_forward p = forward_params(shape, BNEXPORT_FLOAT32, layout, x, y, saved, 1);
       bnexport_backward b{};
@@ -227,14 +238,14 @@ void test_concurrent_callers() {
   callers.reserve(4);
   for (uint32_t caller = 0; caller < 4; ++caller) {
     callers.emplace_back([&shape, caller] {
-      Tensor x(BNEXPORT_FLOAT32, shape.elements()), y(BNEXPORT_FLOAT32, shape.elements()),
+      Buffer x(BNEXPORT_FLOAT32, shape.elements()), y(BNEXPORT_FLOAT32, shape.elements()),
           first(BNEXPORT_FLOAT32, shape.elements());
-      x.fill(caller);
+      fill(x, caller);
       std::vector<double> saved(static_cast<size_t>(2 * shape.C));
       run(forward_params(shape, BNEXPORT_FLOAT32, BNEXPORT_NCS, x, first, saved, 1));
       for (int round = 0; round < 50; ++round) {
         run(forward_params(shape, BNEXPORT_FLOAT32, BNEXPORT_NCS, x, y, saved, 4));
-        CHECK(std::memcmp(y.data(), first.data(), y.bytes()) == 0);
+        CHECK(y.same_bits(first));
       }
     });
   }

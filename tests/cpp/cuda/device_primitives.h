@@ -12,6 +12,8 @@
 #include <functional>
 #include <vector>
 
+#include "../halves.h"
+
 #define BNEXPORT_KERNEL inline void
 #define BNEXPORT_DEVICE inline
 #define BNEXPORT_ARGUMENTS const
@@ -142,20 +144,10 @@ Value get(const Value* slot) {
 inline float divide_fast(float a, float b) { return a / b; }
 inline double divide_fast(double a, double b) { return a / b; }
 
-template <class To, class From>
-To bits_as(From from) {
-  static_assert(sizeof(To) == sizeof(From), "as many bits");
-  To to;
-  std::memcpy(&to, &from, sizeof(To));
-  return to;
-}
 inline float bits_to_float(uint32_t bits) { return bits_as<float>(bits); }
 inline uint32_t float_to_bits(float value) { return bits_as<uint32_t>(value); }
 inline double bits_to_double(uint64_t bits) { return bits_as<double>(bits); }
 inline uint64_t double_to_bits(double value) { return bits_as<uint64_t>(value); }
-float half_to_float(uint16_t bits);
-uint16_t float_to_half(float value);
-uint16_t float_to_bfloat(float value);
 inline uint32_t floats_to_halves(float low, float high) {
   return float_to_half(low) | static_cast<uint32_t>(float_to_half(high)) << 16;
 }

@@ -7,8 +7,8 @@
 #include <cinttypes>
 #include <cstdlib>
 
+#include "../tensors.h"
 #include "emulated_launcher.h"
-#include "reference.h"
 
 namespace {
 

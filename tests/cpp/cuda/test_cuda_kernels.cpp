@@ -5,8 +5,8 @@
 #include <cstdlib>
 
 #include "../../../custom_ops/kernels/common/statistics_definitions.h"
+#include "../tensors.h"
 #include "emulated_launcher.h"
-#include "reference.h"
 
 namespace {
 
@@ -202,7 +202,7 @@ void test_case(const Case& test) {
   CHECK(one.launcher.launches == 6);
   CHECK(one.x.same_bits(x_before) && gradient.guards_hold() && (test.in_place || one.dy.same_bits(dy_before)));
   for (int64_t c = 0; c < test.shape.C; ++c) {
-    Reference r({test.shape}, test.layout, std::vector<Buffer>{one.x}, c);
+    Reference r({test.shape}, test.layout, std::vector<const Buffer*>{&one.x}, c);
     check_forward(test, test.shape, one.x, output, one.layer, c, r);
     r.add_gradient(test.shape, test.layout, one.x, dy_before,
                    static_cast<long double>(one.layer.saved_invstd[static_cast<size_t>(c)]), c);
@@ -262,7 +262,8 @@ void test_more_parts_than_threads() {
     CHECK(one.plan.parts > 128);
     one.run(one.forward());
     for (int64_t c = 0; c < shape.C; ++c) {
-      check_forward(test, shape, one.x, one.y, one.layer, c, Reference({shape}, layout, std::vector<Buffer>{one.x}, c));
+      check_forward(test, shape, one.x, one.y, one.layer, c,
+                    Reference({shape}, layout, std::vector<const Buffer*>{&one.x}, c));
     }
   }
 }
@@ -294,7 +295,7 @@ void test_extremes() {
         p.eps = 0;
         one.run(p);
         for (int64_t c = 0; c < shape.C; ++c) {
-          const Reference r({shape}, layout, std::vector<Buffer>{one.x}, c);
+          const Reference r({shape}, layout, std::vector<const Buffer*>{&one.x}, c);
           const auto invstd = static_cast<double>(1 / std::sqrt(r.variance));
           CHECK_NEAR(one.layer.saved_invstd[static_cast<size_t>(c)] / invstd, 1, 32 * 0x1p-24);
           CHECK_NEAR(one.layer.saved_mean[static_cast<size_t>(c)] * invstd, static_cast<double>(r.mean) * invstd,
@@ -325,11 +326,11 @@ void test_group() {
     const int64_t C = 10, G = 3, width = 2 * C + 1;
     std::vector<double> rows(static_cast<size_t>(G * width), NAN), gradient_rows(rows);
     std::vector<Process> group;
-    std::vector<Buffer> xs;
+    std::vector<const Buffer*> xs;
     for (size_t r = 0; r < shapes.size(); ++r) {
       group.emplace_back(Case{shapes[r], BNEXPORT_FLOAT32, layout, static_cast<double>(r)});
-      xs.push_back(group[r].x);
     }
+    for (const Process& one : group) xs.push_back(&one.x);
     const auto row_of = [&](std::vector<double>& all, size_t r) {
       return all.data() + static_cast<int64_t>(r) * width;
     };
