@@ -36,16 +36,8 @@ State = dict[str, Tensor]
 
 # Parameter updates of the optimizers: pure functions, and the same as leaves of a traced graph.
 #
-# With parameter p, gradient g, moments m, v and b:
-#
-#     adam    g' = g + w p;  m = m + (1 - beta1) (g' - m);  v = beta2 v + (1 - beta2) g'^2
-#             p = keep p - step_size m / (sqrt(v) / bias_correction2_sqrt + eps)
-#             AMSGrad: the largest v so far in place of v in the second line
-#     sgd     g' = g + w p;  b = momentum b + share g'
-#             p = p - lr (g' + momentum b  with nesterov, b  with momentum, else g')
-#
 # A graph of standard operators passes over memory once for each operation. `adam_operator` and
-# `sgd_operator` are recorded whole and become one node each (bnexport/training/py).
+# `sgd_operator` are recorded whole and become one node each.
 
 
 def adam(

@@ -180,7 +180,9 @@ class Parallel:
         self.inputs = {value.name: value for value in session.get_inputs()}
         summed = {LOSS, *(name + GRADIENT_SUFFIX for name in description.gradients)}
         outputs = [value for value in session.get_outputs() if value.name in summed]
-        self._sums = FlatArrays({value.name: (tuple(value.shape), _dtype(value.type)) for value in outputs})
+        self._sums = FlatArrays(
+            {value.name: (tuple(value.shape), np.dtype(state.DTYPES[value.type])) for value in outputs}
+        )
         replaced = changing(session, description.state)
         updating = None
         if description.mode == "step":
@@ -302,8 +304,3 @@ def share_of_loss(weights: Array, rank: int, mean: bool) -> float:
 
 def _listed(values: Array) -> str:
     return ", ".join(f"{value:g}" for value in values)
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    """Return the NumPy type of ONNX Runtime's "tensor(float)"; gradients and losses are of these."""
-    return np.dtype({"tensor(float)": "float32", "tensor(double)": "float64", "tensor(float16)": "float16"}[name])

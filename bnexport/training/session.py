@@ -19,6 +19,7 @@ from bnexport.schema import TRAINING_METADATA
 from bnexport.training import contract
 from bnexport.training.processes import SingleProcess
 from bnexport.training.state import (
+    DTYPES,
     LOSS,
     SEED,
     Description,
@@ -39,13 +40,6 @@ if TYPE_CHECKING:
 
 
 Array = np.ndarray[Any, Any]
-
-_DTYPES = {
-    "tensor(float)": "float32",
-    "tensor(double)": "float64",
-    "tensor(bool)": "bool",
-    **{f"tensor({name})": name for name in ("float16", "int8", "int16", "int32", "int64", "uint8")},
-}
 
 
 class Evaluation(NamedTuple):
@@ -281,12 +275,9 @@ class TrainingSession:
             specification = inputs.get(name)
             if specification is not None:
                 _check(name, array, specification)
-                self._check_values(name, array)
+                check_indices(name, array, self._description.indices.get(name, ()))
             feeds[name] = array
         return feeds
-
-    def _check_values(self, name: str, array: Array) -> None:
-        check_indices(name, array, self._description.indices.get(name, ()))
 
 
 def _require_cpu(path: str, providers: Sequence[str | tuple[str, dict[str, Any]]]) -> None:
@@ -299,7 +290,7 @@ def _require_cpu(path: str, providers: Sequence[str | tuple[str, dict[str, Any]]
 
 
 def _check(name: str, array: Array, specification: Any) -> None:
-    dtype = _DTYPES.get(specification.type, specification.type)
+    dtype = DTYPES.get(specification.type, specification.type)
     if array.dtype.name != dtype:
         raise UsageError(f"{name}: got an array of {array.dtype}, expected {dtype}; convert it with .astype('{dtype}')")
     sizes = list(specification.shape)

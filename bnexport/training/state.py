@@ -27,6 +27,12 @@ SEED = "seed"
 STEP = "optimizer.step"
 ACCUMULATED = "optimizer.accumulated"
 GRADIENT_SUFFIX = ".grad"
+# NumPy's names of ONNX Runtime's types.
+DTYPES = {
+    "tensor(float)": "float32",
+    "tensor(double)": "float64",
+    **{f"tensor({name})": name for name in ("bool", "float16", "int8", "int16", "int32", "int64", "uint8")},
+}
 
 
 class Kind(str, enum.Enum):
