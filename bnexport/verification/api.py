@@ -25,14 +25,14 @@ from bnexport.native import library
 from bnexport.runtime.sessions import check_providers
 from bnexport.verification.certificate import KEY, changes, decode
 from bnexport.verification.comparison import FLOATS
-from bnexport.verification.inputs import (
-    InputSpec,
+from bnexport.verification.input_demands import (
     find_bounds,
     find_further,
     find_operand_sizes,
     find_ranges,
     find_texts,
 )
+from bnexport.verification.inputs import InputSpec
 from bnexport.verification.probing import Meeting, Parted, Probe, find_meetings, find_parted, find_probes
 from bnexport.verification.process import PROCESS, ProcessFailure, Shipment
 from bnexport.verification.proof.search import prove
