@@ -26,7 +26,7 @@ EMULATED = (
 
 def run(report: Report, options: Options) -> None:
     with report.step("libraries", report.left()) as row:
-        problem = build_emulated() if options.rehearse else build(options.architecture)
+        problem = "" if are_given() else build_emulated() if options.rehearse else build(options.architecture)
         os.environ.update(environment())
         found = find()
         row.ok = not problem and len(found) == len(NAMES)
@@ -65,6 +65,12 @@ def find() -> dict[str, Path]:
     """Those that exist, by their variables: named by the environment, or built by the section `build`."""
     places = {variable: Path(os.environ.get(variable) or BUILD / name) for variable, name in NAMES.items()}
     return {variable: path for variable, path in places.items() if path.is_file()}
+
+
+def are_given() -> bool:
+    """Whether the environment names both: then nothing is built."""
+    found = find().values()
+    return len(found) == len(NAMES) and all(path.parent != BUILD for path in found)
 
 
 def environment() -> dict[str, str]:
