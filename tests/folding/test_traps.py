@@ -194,6 +194,12 @@ class TestShared:
         proto = conv_bn(norm=f"{BN}\n q = Relu (z)", output="float[N,8,A,B] y, float[N,8,A,B] q")
         assert_refused(proto, "shared")
 
+    def test_conv_whose_sizes_a_body_reads(self) -> None:
+        body = """g (float[N,6,H,W] x, bool c) => (float[N,8,A,B] y, int64[4] s) {
+            z = Conv (x, w) y = BatchNormalization (z, p_s, p_b, p_m, p_v)
+            s = If (c) <then_branch = t () => (int64[4] a) { a = Shape (z) }, else_branch = e () => (int64[4] b) { b = Shape (x) }> }"""
+        assert_refused(model(body, {"w": (8, 6, 1, 1), **batch_norm("p", 8)}), "captured")
+
     def test_weight_of_two_convs(self) -> None:
         body = f"g ({X4}) => (float[N,8,A,B] y, float[N,8,A,B] q) {{ {CONV}\n q = Conv (x, w)\n {BN} }}"
         folded, _ = fold_and_check(model(body, {"w": (8, 6, 1, 1), **batch_norm("p", 8)}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from bnexport.errors import UnsupportedModelError, VerificationError
 from bnexport.runtime.engine import EngineFailure, failures
 from bnexport.verification.comparison import SCALES
+from bnexport.verification.file_job import FileJob
 from bnexport.verification.inputs import FeedGroup
 from bnexport.verification.judge import Rules, judge
 from bnexport.verification.verdict import Verification
@@ -124,3 +126,16 @@ def test_another_number_of_outputs_is_an_error() -> None:
     group = FeedGroup([{"x": X}], [[np.abs(X)]])
     with pytest.raises(VerificationError, match="the exported model returns 1 tensors, torch 1"):
         judge(reference, reference, [group], Rules(["y", "z"]))
+
+
+def test_a_model_that_does_not_run_again_draws_no_random_numbers() -> None:
+    """Then a difference stays one."""
+
+    def refuses(x: np.ndarray) -> np.ndarray:
+        raise ValueError("not again")
+
+    job, turns = object.__new__(FileJob), types.SimpleNamespace(close=lambda: None)
+    job._rules = Rules(["y"])  # type: ignore[assignment]
+    group = FeedGroup([{"x": X}], [[np.abs(X)]])
+    assert not job._is_random(turns, Engine(refuses), group, ["y"])  # type: ignore[arg-type]
+    assert job._is_random(turns, Engine(lambda x: x), group, ["y"])  # type: ignore[arg-type]
