@@ -11,7 +11,7 @@ from torch import nn
 
 import bnexport
 from bnexport.cli import main
-from bnexport.errors import UnsupportedModelError, UsageError, VerificationError
+from bnexport.errors import UnsupportedModelError, VerificationError
 from bnexport.exporting import torch_target, torchscript
 from bnexport.folding import torch_module
 from bnexport.verification import process
@@ -353,25 +353,6 @@ def test_onnx_without_folding(tmp_path):
     result = bnexport.export(pair(), torch.randn(2, 3, 6, 6), tmp_path / "m.onnx", fold=False)
     assert result.verification.passed
     assert [node.op_type for node in result.model.graph] == ["Conv", "BatchNormalization"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"mode": "custom_op"},
-            "mode: got 'custom_op' with format '.*', expected 'deploy'; only ONNX can keep the node",
-        ),
-        ({"input_names": ["a"]}, "input_names, output_names: given with format"),
-        ({"args": torch.randn(2, 5, 6, 6)}, r"args: Sequential does not run on inputs of shape \(2, 5, 6, 6\)"),
-        ({"path": "missing/m"}, "missing' does not exist; create it first"),
-    ],
-)
-def test_usage_errors(change, message, format, tmp_path):
-    arguments = {"model": pair(), "args": torch.randn(2, 3, 6, 6), "path": tmp_path / "m"} | change
-    with pytest.raises(UsageError, match=message):
-        bnexport.export(**arguments, format=format)
-    assert not list(tmp_path.iterdir())
 
 
 def test_command_line(format, tmp_path, capsys):
