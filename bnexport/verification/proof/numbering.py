@@ -110,7 +110,7 @@ class Numbering:
         made = outputs_count(node, version)
         return (*node.op_identifier(), version, self.attributes(side, node), made, *inputs)
 
-    def attributes(self, side: int, node: ir.Node, without: frozenset[str] = frozenset()) -> Hashable:
+    def attributes(self, side: int, node: ir.Node, without: frozenset[str] = frozenset()) -> tuple[Any, ...]:
         """Return the attributes that are not their defaults."""
         if not node.attributes:
             return ()
@@ -118,22 +118,23 @@ class Numbering:
         kernel = self._sides[side].kernel(node) if "kernel_shape" in node.attributes else None
         trains = is_training(node, version)
         return tuple(
-            (name, attribute.type.value, self._attribute(attribute))
+            (name, *self.token(attribute))
             for name, attribute in sorted(node.attributes.items())
             if name not in without
             and not list(walk.bodies(attribute))
             and not is_default(node, attribute, version, kernel=kernel, trains=trains)
         )
 
-    def _attribute(self, attribute: ir.Attr) -> Hashable:
+    def token(self, attribute: ir.Attr) -> tuple[Hashable, ...]:
+        """Return what is equal for attributes of equal types and values."""
+        kind, value = attribute.type, attribute.value
         if attribute.is_ref():
-            return ("of the caller", attribute.ref_attr_name)
-        value: Any = attribute.value
-        if attribute.type is ir.AttributeType.TENSOR:
-            return self._stored(value)
-        if attribute.type is ir.AttributeType.TENSORS:
-            return tuple(map(self._stored, value))
-        return tuple(value) if isinstance(value, list | tuple) else str(value) if value != value else value  # noqa: PLR0124
+            return (kind.value, "of the caller", attribute.ref_attr_name)
+        if kind is ir.AttributeType.TENSOR:
+            return (kind.value, self._stored(value))
+        if kind is ir.AttributeType.TENSORS:
+            return (kind.value, *map(self._stored, value))
+        return (kind.value, *value) if isinstance(value, list | tuple) else (kind.value, repr(value))
 
     def _constant(self, side: int, value: ir.Value) -> int:
         constants = self._sides[side].constants
@@ -217,21 +218,14 @@ class Differences:
                 text = "" if mine.op_type in _SHAPING else self._of_constants(one, two)
                 if text:
                     return f"{printable(name_of(mine))}: the constant {printable(str(two.name))!r} {text}"
-        version = self._sides[0].constants.version(mine)
-        for name in sorted(mine.attributes.keys() | theirs.attributes.keys()):
-            first, second = (node.attributes.get(name) for node in (mine, theirs))
-            if name not in _SPELLED and not self._same(mine, first, second, version):
+        first, second = (
+            {name: value for name, *value in self._numbers.attributes(side, node)}
+            for side, node in enumerate((mine, theirs))
+        )
+        for name in sorted(first.keys() | second.keys()):
+            if name not in _SPELLED and first.get(name) != second.get(name):
                 return f"{printable(name_of(mine))}: the attribute {printable(name)!r} changed"
         return ""
-
-    def _same(self, mine: ir.Node, first: ir.Attr | None, second: ir.Attr | None, version: int) -> bool:
-        known = [each for each in (first, second) if each is not None]
-        if any(list(walk.bodies(each)) for each in known):
-            return True
-        if first is not None and second is not None and same_attribute(first, second):
-            return True
-        kernel = self._sides[0].kernel(mine)
-        return all(is_default(mine, each, version, kernel=kernel) for each in known)
 
     def _of_constants(self, one: ir.Value, two: ir.Value) -> str:
         constants = [side.constants for side in self._sides]
@@ -349,22 +343,6 @@ def _same_place(first: ir.TensorProtocol, second: ir.TensorProtocol) -> bool:
         and first.file == second.file
         and first.offset == second.offset
     )
-
-
-def same_attribute(first: ir.Attr, second: ir.Attr) -> bool:
-    """Equal type and value."""
-    if first.type is not second.type or first.is_ref() != second.is_ref():
-        return False
-    if first.is_ref():
-        return first.ref_attr_name == second.ref_attr_name
-    one, two = first.value, second.value
-    if first.type is ir.AttributeType.TENSOR:
-        return same_tensor(one, two)
-    if first.type is ir.AttributeType.TENSORS:
-        return len(one) == len(two) and all(map(same_tensor, one, two))
-    if isinstance(one, float) and isinstance(two, float):
-        return one == two or (math.isnan(one) and math.isnan(two))
-    return bool(one == two)
 
 
 # Operators whose schemas describe these defaults in words alone: 1 and 0 along each axis.

@@ -35,7 +35,7 @@ from bnexport.model_io.validate import printable
 from bnexport.verification.proof.branches import CARRIERS, BranchSums
 from bnexport.verification.proof.lemmas import LEMMAS, LINEAR, Lemma
 from bnexport.verification.proof.movements import MOVEMENTS
-from bnexport.verification.proof.numbering import Differences, Numbering, check_node, outputs_count, same_attribute
+from bnexport.verification.proof.numbering import Differences, Numbering, check_node, outputs_count
 from bnexport.verification.proof.relations import (
     ONE,
     Agreement,
@@ -998,11 +998,9 @@ class _Proof:
         return bodies is not None and all(self._same_graph(("body", one, two), one, two, depth) for one, two in bodies)
 
     def _same_function(self, mine: ir.Function, theirs: ir.Function, depth: int) -> bool:
-        if opsets(mine) != opsets(theirs) or set(mine.attributes) != set(theirs.attributes):
-            return False
-        if not all(same_attribute(attribute, theirs.attributes[name]) for name, attribute in mine.attributes.items()):
-            return False
-        return self._same_graph(("function", mine.identifier()), mine.graph, theirs.graph, depth)
+        own, others = ({name: self._numbers.token(each) for name, each in f.attributes.items()} for f in (mine, theirs))
+        is_called_alike = opsets(mine) == opsets(theirs) and own == others
+        return is_called_alike and self._same_graph(("function", mine.identifier()), mine.graph, theirs.graph, depth)
 
     def _same_graph(self, key: Hashable, mine: ir.Graph, theirs: ir.Graph, depth: int) -> bool:
         if key not in self._bodies:
