@@ -195,8 +195,7 @@ def _size(value: ir.Value | None) -> int:
 
 
 def _initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    tensor = ir.Tensor(np.ascontiguousarray(array), name=name)
-    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    value = ir.val(name, const_value=ir.tensor(np.asarray(array, order="C"), name=name))
     graph.register_initializer(value)
     return value
 
@@ -231,7 +230,7 @@ def finish(
     _name_outputs(graph, outputs + [name + schema.NEW_SUFFIX for name in state])
     for output, (name, tensor) in zip(graph.outputs[len(outputs) :], state.items()):
         if name not in graph.initializers:  # the forward replaces it without reading it
-            _add_initializer(graph, name, tensor.detach().cpu().numpy())
+            _initializer(graph, name, tensor.detach().cpu().numpy())
         output.shape = graph.initializers[name].shape
     sync_nodes = [
         node
@@ -391,15 +390,8 @@ def _neutral(graph: ir.Graph, node: ir.Node, slot: str, fill: float) -> ir.Value
     dtype = _statistics_type(node)
     name = f"bnexport.neutral_{slot}_{channels}_{dtype.name.lower()}"
     if name not in graph.initializers:
-        _add_initializer(graph, name, np.full(channels, fill, dtype.numpy()))
+        _initializer(graph, name, np.full(channels, fill, dtype.numpy()))
     return graph.initializers[name]
-
-
-def _add_initializer(graph: ir.Graph, name: str, array: np.ndarray) -> None:
-    tensor = ir.tensor(array, name=name)
-    graph.register_initializer(
-        ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
-    )
 
 
 def _attach_body(model: ir.Model) -> None:

@@ -101,7 +101,6 @@ def new_constant(
     name = context.names.fresh(wish)
     tensor = ir.Tensor(data) if isinstance(data, np.ndarray) else data
     tensor.name = name
-    shape = ir.Shape(tensor.shape.numpy())
     is_old = context.model.ir_version < 4
     if context.in_function or (is_old and graph is not context.model.graph):
         node = ir.Node(
@@ -110,9 +109,9 @@ def new_constant(
         node.outputs[0].name = name
         graph.insert_before(before, node)
         value = node.outputs[0]
-        value.dtype, value.shape = tensor.dtype, shape
+        value.dtype, value.shape = tensor.dtype, ir.Shape(tensor.shape.numpy())
         return value
-    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
+    value = ir.val(name, const_value=tensor)
     graph.register_initializer(value)
     if is_old:
         graph.inputs.append(value)

@@ -317,9 +317,7 @@ class ModuleGraph:
     def _initializer(self, name: str, tensor: np.ndarray | torch.Tensor) -> ir.Value:
         if name not in self._initializers:
             array = as_array(tensor) if isinstance(tensor, torch.Tensor) else tensor
-            value = ir.Value(name=name, const_value=ir.Tensor(array, name=name))
-            value.shape, value.dtype = ir.Shape(array.shape), ir.DataType.from_numpy(array.dtype)
-            self._initializers[name] = value
+            self._initializers[name] = ir.val(name, const_value=ir.Tensor(array, name=name))
         return self._initializers[name]
 
     def _unique(self, name: str) -> str:

@@ -301,19 +301,15 @@ def _own_seed(graph: ir.Graph, rank: int) -> None:
     if seed is None or rank == 0:
         return
     uses = list(seed.uses())
-    offset = _constant(graph, f"{SEED}.rank", rank << _RANK_SHIFT)
+    name = f"{SEED}.rank"
+    offset = ir.val(name, const_value=ir.tensor(np.array(rank << _RANK_SHIFT, np.int64), name=name))
+    graph.register_initializer(offset)
     own = ir.node("BitwiseXor", [seed, offset], name=f"{SEED}.own")
     own.outputs[0].name = f"{SEED}.own"
     for node, index in uses:
         if not any(output.name == SEED + NEW_SUFFIX for output in node.outputs):
             node.replace_input_with(index, own.outputs[0])
     graph.insert_before(graph[0], own)
-
-
-def _constant(graph: ir.Graph, name: str, value: int | list[int]) -> ir.Value:
-    made = ir.Value(name=name, const_value=ir.tensor(np.array(value, np.int64), name=name))
-    graph.register_initializer(made)
-    return made
 
 
 def _merge_copy(value: ir.Value) -> None:

@@ -78,6 +78,25 @@ def test_batch_statistics_of_data_are_exported(tmp_path):
     assert result.verification.status == "passed"
 
 
+class Scaled(nn.Module):
+    """Multiplies by a number computed from parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, input):
+        return input.mean() * self.weight.square().sum().sqrt()
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_a_computed_number_stays_without_dimensions(exporter, tmp_path):
+    result = bnexport.export(Scaled().eval(), torch.randn(2, 3), tmp_path / "m.onnx", exporter=exporter)
+    assert result.verification.passed
+    assert [value.shape for value in result.model.graph.initializers.values()] == [()]
+    assert result.model.graph.outputs[0].shape == ()
+
+
 def evaluated(text: str) -> list[str]:
     """Kinds of the nodes that are left."""
     model = ir.from_onnx_text(text)
