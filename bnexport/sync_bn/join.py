@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree
 
 from bnexport.errors import GroupError, UsageError
 from bnexport.sync_bn import distributed
 from bnexport.sync_bn.module import SyncBatchNorm
+from bnexport.torch_versions import pytree
 
 # What processes with a batch tell the others before a forward: that they have one, and how they run it.
 _HOW = ("a batch", "training", "gradients", "synchronised gradients", "no gradients yet")
@@ -106,7 +106,7 @@ class _Epoch:
                 if parameter.requires_grad:
                     stack.callback(parameter.register_hook(torch.zeros_like).remove)
             args, kwargs = self._batch
-            outputs = [it for it in _pytree.tree_leaves(self.model(*args, **kwargs)) if isinstance(it, torch.Tensor)]
+            outputs = [it for it in pytree.tree_leaves(self.model(*args, **kwargs)) if isinstance(it, torch.Tensor)]
             outputs = [output for output in outputs if output.requires_grad]
             if outputs:
                 torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
@@ -148,7 +148,7 @@ def _no_gradients(model: nn.Module) -> bool:
 
 def _described(batch: Any) -> Any:
     """Return a batch with the shape and type of each tensor in its place."""
-    return _pytree.tree_map_only(torch.Tensor, lambda it: it.to("meta"), batch)
+    return pytree.tree_map_only(torch.Tensor, lambda it: it.to("meta"), batch)
 
 
 def _made(batch: Any, device: torch.device) -> Any:
@@ -158,4 +158,4 @@ def _made(batch: Any, device: torch.device) -> Any:
         like = torch.zeros(of.shape, dtype=of.dtype, device=device)
         return like.normal_() if of.is_floating_point() else like
 
-    return _pytree.tree_map_only(torch.Tensor, made, batch)
+    return pytree.tree_map_only(torch.Tensor, made, batch)
