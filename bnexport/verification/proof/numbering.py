@@ -19,7 +19,7 @@ from bnexport.errors import MalformedModelError, UnsupportedModelError
 from bnexport.graph.evaluate import FLAGS
 from bnexport.model_io import ContainedTensor, walk
 from bnexport.model_io.validate import printable
-from bnexport.verification.proof.sides import LOOSE, ROUNDINGS, Side, is_training, name_of
+from bnexport.verification.proof.sides import LOOSE, ROUNDINGS, ConstantValues, Side, is_training, name_of
 
 # Numbers for the values of two models: equal numbers mean equal values, whatever the models' names.
 #
@@ -142,7 +142,7 @@ class Numbering:
         if leaf is not None and math.prod(constants.shape(value)) > _NEAR:
             return self._stored(leaf, constants.shape(value))
         try:
-            tensor = leaf if leaf is not None else ir.tensor(np.ascontiguousarray(constants.own(value)))
+            tensor = leaf if leaf is not None else _evaluated(constants, value)
         except UnsupportedModelError:  # it is what its operator makes of other constants
             node = value.producer()
             is_numbered = node is not None and self.number(side, node)
@@ -192,6 +192,18 @@ class Numbering:
             return None
         others.append((tensor, self.fresh()))
         return others[-1][1]
+
+
+def _evaluated(constants: ConstantValues, value: ir.Value) -> ir.TensorProtocol:
+    """Return a computed constant. Raises UnsupportedModelError where arithmetic in its type leaves no digits of it."""
+    own, error = constants.own(value), None
+    with contextlib.suppress(UnsupportedModelError):  # it overflows: the lemma that reads it says so
+        error = constants.error(value)
+    if error is not None and not np.max(error, initial=0.0) <= LOOSE * np.max(
+        np.abs(constants.array(value)), initial=0.0
+    ):
+        raise UnsupportedModelError(f"the constant {value.name!r} has no digits in its type")
+    return ir.tensor(np.asarray(own, order="C"))
 
 
 # Elements of a constant that is compared number by number; a larger one that is not the same differs.

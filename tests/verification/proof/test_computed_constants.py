@@ -69,10 +69,11 @@ def test_the_depth_of_a_network_hides_no_error() -> None:
         assert verify(source, candidate).status != "passed"
 
 
+@pytest.mark.parametrize("shape", [(), (8,)], ids=["number", "vector"])
 @pytest.mark.parametrize("factor", [0.0, 1.0, 2.9, -0.9])
-def test_a_factor_that_cancels_is_not_proved(factor: float) -> None:
+def test_a_factor_that_cancels_is_not_proved(factor: float, shape: tuple[int, ...]) -> None:
     """(1e8 + 1) - 1e8 is 0 in float32; a proof does not win over a run that decides nothing."""
-    values = {"a": np.asarray(1e8, np.float32), "e": np.asarray(1, np.float32), "k": np.asarray(factor, np.float32)}
+    values = {key: np.full(shape, number, np.float32) for key, number in (("a", 1e8), ("e", 1), ("k", factor))}
     text = "g (float[N,8] x) => (float[A,B] y) {{ {} }}"
     source = model(
         text.format("c = Add (a, e)\n k = Sub (c, a)\n y = Mul (x, k)"), values={key: values[key] for key in "ae"}
@@ -141,3 +142,12 @@ def test_a_switch_of_2_is_not_evaluated() -> None:
     text = "n = ReduceL2 <axes = [1, 2, 3], keepdims = {}> (w)\n c = Div (w, n)\n y = Conv (x, c)"
     first, second = (build(text.format(switch), w=NUMBERS["w"]) for switch in (1, 2))
     assert verify(first, second, method="local").status == "not_verified"
+
+
+def test_a_computed_number_is_no_vector_of_one() -> None:
+    """The product of a number and a vector of one element is a vector."""
+    source = model("g (float x) => (float y) { a = Sqrt (w) y = Mul (x, a) }", values={"w": np.float32(4)})
+    for shape, status in (((1,), "not_verified"), ((), "passed")):
+        values = {"a": np.full(shape, 2, np.float32)}
+        other = model("g (float x) => (float y) { y = Mul (x, a) }", values=values)
+        assert verify(source, other, method="local").status == status
