@@ -122,8 +122,3 @@ def test_a_fold_gives_the_type_that_came_in(tmp_path: Path) -> None:
     bnexport.export(nn.Conv2d(3, 4, 1).eval(), X, tmp_path / "m.onnx", verify=False)
     proto = onnx.load(tmp_path / "m.onnx")
     assert isinstance(bnexport.fold(proto, verify=False).model, onnx.ModelProto)
-
-
-def test_arguments_of_torchs_exporter_name_ours(tmp_path):
-    with pytest.raises(UsageError, match=r"opset: an argument of torch.onnx.export; here it is opset_version"):
-        bnexport.export(nn.Linear(2, 2), torch.zeros(1, 2), tmp_path / "m.onnx", opset=18)
