@@ -51,8 +51,8 @@ Status = Literal["passed", "failed", "not_verified"]
 Mark = Literal["proved", "compared", "not_run", "failed"]
 Method = Literal["whole", "local", "both"]
 # Share of a bound below which outputs are equal but for the rounding of a fold, and of the largest coefficient below which
-# outputs may hide an error of another one.
-_LAST_BITS, _SLIGHT = 1 / 32, 1e-3
+# outputs may hide an error of another one: of a sum of 2,500 terms it is 2e-6, which is that share of the bound in float32.
+_LAST_BITS, _SLIGHT = 1 / 32, 1e-4
 # Outcomes of sites whose values may differ.
 CHANGED = ("folded", "merged", "restated")
 # The shape of each input of one run.

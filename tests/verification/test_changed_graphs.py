@@ -43,6 +43,18 @@ def test_a_shift_has_the_error_of_a_computed_scale() -> None:
     assert verify(source, folded, method="local").status == "passed"
 
 
+def test_a_weight_of_what_is_always_zero_fails_no_fold() -> None:
+    """The second turn of the Loop takes the Relu of negative numbers; a weight behind it is off by a thousandth of the largest."""
+    source = graph(7300238)
+    wrong = fold(source, verify=False).model
+    tensor = next(each for each in wrong.graph.initializer if each.name == "c17")
+    array = onnx.numpy_helper.to_array(tensor).copy()
+    array[4, 5] *= np.float32(2)
+    tensor.CopyFrom(onnx.numpy_helper.from_array(array, "c17"))
+    assert verify(source, wrong, method="local").status == "failed"
+    assert verify(source, wrong).status == "not_verified"
+
+
 @pytest.fixture(scope="module")
 def everything() -> Result:
     return run(3000, seed=1000)
