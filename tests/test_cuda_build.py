@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(CMAKE is None, reason="needs CMake")
 def targets(version: str, wanted: str = DEFAULT) -> tuple[str, str]:
     """What nvcc `version` compiles for of `wanted`, and what it does not know."""
     script = (
-        f"include({ROOT}/cmake/cuda_targets.cmake)\n"
+        f'include("{ROOT}/cmake/cuda_targets.cmake")\n'
         f'bnexport_cuda_targets({version} "{wanted}" known dropped)\n'
         'message(STATUS "[${known}|${dropped}]")\n'
     )

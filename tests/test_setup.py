@@ -20,7 +20,7 @@ case "$*" in
   --version) echo Python {python} ;;
   *"import pip"*) exit {pip_is_old} ;;
   *version_info*) exit {python_is_wrong} ;;
-  *"-m pip"*) sleep {seconds}; echo "$*" >> {log} ;;
+  *"-m pip"*) sleep {seconds}; echo "$*" >> "{log}" ;;
   *"-m venv"*) mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
 esac
 """

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -10,10 +11,11 @@ import pytest
 from tests.support.terminal import on_terminal
 
 SESSION = """
+import shlex
 import sys
 from bnexport.cli import main
 for line in sys.stdin.read().splitlines():
-    assert main(line.split()) == 0, line
+    assert main(shlex.split(line)) == 0, line
 """
 COMMANDS = """inspect {0}/kept.onnx
 fold {0}/kept.onnx folded.onnx --html report.html
@@ -32,7 +34,9 @@ def session(folder, cwd, width, **environment):
     """What a terminal of `width` columns shows, without escape sequences."""
     variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
     environment = {**variables, "TERM": "xterm-256color", **environment}
-    shown = on_terminal(SESSION, COMMANDS.format(folder), width=width, seconds=120, cwd=cwd, env=environment)
+    shown = on_terminal(
+        SESSION, COMMANDS.format(shlex.quote(str(folder))), width=width, seconds=120, cwd=cwd, env=environment
+    )
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
 
 

@@ -10,7 +10,6 @@ import pytest
 from onnx import TensorProto, helper
 
 import bnexport
-from bnexport.cli import doctor
 
 pytestmark = pytest.mark.skipif(not hasattr(onnxruntime, "get_ep_devices"), reason="needs ONNX Runtime 1.22")
 
@@ -32,9 +31,3 @@ def test_devices_in_the_options_are_used(tmp_path, from_file) -> None:
         session = bnexport.InferenceSession(tmp_path / "model.onnx" if from_file else model(), sess_options=options)
     assert session.get_providers() == ["CPUExecutionProvider"]
     assert session.run(None, {"x": np.array([-1, 2], np.float32)})[0].tolist() == [0, 2]
-
-
-def test_the_doctor_lists_devices() -> None:
-    (check,) = [check for check in doctor.examine() if check.name == "execution provider devices"]
-    assert check.ok
-    assert "CPUExecutionProvider on CPU" in check.value
