@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import onnx
 
 DOMAIN = "mmcv"
+# Of the nodes that MMCV and MMDeploy write.
+MMCV_DOMAINS = ("mmcv", "mmdeploy")
 TRAINING_DOMAIN = "bnexport"  # the operators of training steps: training/contract.py
 # Key of the metadata of a training step's graph.
 TRAINING_METADATA = "bnexport.training"

@@ -257,6 +257,10 @@ def fold(
     ] = False,
     bench: Bench = False,
     fixed_initializers: FixedInitializers = False,
+    standard_ops: Annotated[
+        bool,
+        typer.Option(help="Write operators of MMCV and MMDeploy as standard ones, or leave them."),
+    ] = True,
     certificate: Certificate = True,
     overwrite: Overwrite = False,
     html: Html = None,
@@ -299,6 +303,7 @@ def fold(
             overwrite=overwrite,
             certificate=certificate,
             fixed_initializers=fixed_initializers,
+            standard_ops=standard_ops,
         )
     startup.settle()
     report = result.report

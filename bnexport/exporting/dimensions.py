@@ -26,6 +26,7 @@ Kind = Literal[
     "scripting",
     "unfolded",
     "buffer",
+    "operator",
     "argument",
     "unwrapped",
     "mode",

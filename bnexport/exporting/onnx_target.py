@@ -22,6 +22,7 @@ from bnexport.exporting.wrapper import TracedGraph
 from bnexport.folding.report import FoldReport, certify, count
 from bnexport.graph.nodes import is_quantised, is_standard
 from bnexport.graph.simplify import simplify
+from bnexport.graph.standard_ops import standardise, words_for
 from bnexport.model_io import Staged
 from bnexport.modules.copies import room_for
 from bnexport.runtime import engine
@@ -90,13 +91,20 @@ class OnnxTarget:
         if len(outputs) != own:
             raise UsageError(f"output_names: got {len(outputs)} names, expected {own}, one for each output")
         finish(graph, list(outputs), self._state, self._groups, self._shared)
+        opset = graph.graph.opset_imports.get("")
+        standard = words_for(standardise(graph), opset, graph) if self._deploy else ()
         report = self._fold(graph) if self._deploy and options.fold else None
         return Artifact(
             graph,
             options.exporter,
             tuple(outputs),
             trace.dimensions,
-            (*trace.notes, *self._lost(), *([_QUANTISED] if is_quantised(graph) else [])),
+            (
+                *trace.notes,
+                *self._lost(),
+                *(Note("operator", text) for text in standard),
+                *([_QUANTISED] if is_quantised(graph) else []),
+            ),
             tuple(name + schema.NEW_SUFFIX for name in self._state),
             report,
             trace.conditions,

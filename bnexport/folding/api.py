@@ -23,6 +23,7 @@ from bnexport.graph.conversion import convert, insert_casts
 from bnexport.graph.functions import inline_functions
 from bnexport.graph.nodes import Refused, is_portable_body, is_quantised, is_sync_batch_norm, label, training_mode
 from bnexport.graph.shapes import Shapes
+from bnexport.graph.standard_ops import standardise, words_for
 from bnexport.model_io import ModelSource, Staged, check_space, load, stage, to_proto, walk, write
 from bnexport.model_io.read import Source, open_source, paused_collection
 from bnexport.model_io.write import check_new
@@ -73,6 +74,7 @@ def fold(
     external_data: bool | None = None,
     certificate: bool = True,
     fixed_initializers: bool = False,
+    standard_ops: bool = True,
 ) -> FoldResult:
     """Fold every batch norm that can be folded; write the result to `target` if one is given.
 
@@ -102,6 +104,8 @@ def fold(
             `verify` proves each fold. Not where nothing was folded.
         fixed_initializers: no caller overrides initializers that are inputs as well, as PyTorch up to 1.2 and MXNet wrote
             them (IR version 4 and up): they are constants, and no inputs of the result.
+        standard_ops: first write the operators of MMCV and MMDeploy as standard ones, and raise the opset where these need
+            it; the notes name them, and those that stay with the reason (`bnexport.graph.standard_ops`).
 
     Warns:
         NotVerifiedWarning: `target` was written, and nothing could verify it.
@@ -149,7 +153,8 @@ def fold(
 
         PROCESS.start()
     opened = functools.partial(open_source, source, fixed_initializers=fixed_initializers)
-    work = functools.partial(_fold, opened, target, method is not None, overwrite, external_data, certificate, simplify)
+    keep = method is not None
+    work = functools.partial(_fold, opened, target, keep, overwrite, external_data, certificate, simplify, standard_ops)
     result = None
     if target is not None:
         # Most weights can be scaled: reading them twice, only to know it before, is hardly ever worth it.
@@ -246,6 +251,7 @@ def _fold(
     external_data: bool | None,
     certificate: bool,
     simplify: bool,
+    standard_ops: bool,
     options: Options,
 ) -> tuple[_Transformed, Staged | None]:
     """Fold and stage the file. Raise Refused if a weight is found not to fit its type only while it is written."""
@@ -262,7 +268,7 @@ def _fold(
         check_space(target, before.parameter_bytes * 9 // 10)
     if external_data is None and write.has_external_data(opened.model):
         external_data = True
-    done = _transform(opened, before, options, keep_references=verify)
+    done = _transform(opened, before, options, standard_ops, keep_references=verify)
     if simplify:
         done = _simplified(done, keep_references=verify)
     unfolded = done.unfolded if simplify else None
@@ -273,21 +279,26 @@ def _fold(
     return done, write.stage(opened.model, target, inputs=own, overwrite_input=overwrite, external_data=external_data)
 
 
-def _transform(opened: ModelSource, before: Counts, options: Options, *, keep_references: bool) -> _Transformed:
+def _transform(
+    opened: ModelSource, before: Counts, options: Options, standard_ops: bool, *, keep_references: bool
+) -> _Transformed:
     """Convert and fold `opened.model` in place."""
     model = opened.model
     original = unfolded = model.clone() if keep_references else None
-    called = bool(model.functions)
+    called, opset = bool(model.functions), model.graph.opset_imports.get("")
+    rewrites = standardise(model) if standard_ops else ()
+    standard = any(each.reason is None for each in rewrites)
     folding = Folding(model, options)
     folding.convert()
-    if keep_references and (folding.converted or called):
+    if keep_references and (folding.converted or called or standard):
         unfolded = model.clone()
         if folding.converted:
             insert_casts(unfolded)
     folding.fold()
-    report = folding.report(before, opened.notes, opened.path)
+    report = folding.report(before, (*opened.notes, *words_for(rewrites, opset, model)), opened.path)
+    report = dataclasses.replace(report, standardised=sum(each.reason is None for each in rewrites))
     # The caller asked for another meaning of a training graph: its original says nothing.
-    kept = (None if folding.training_converted else original, unfolded if folding.converted else None)
+    kept = (None if folding.training_converted else original, unfolded if folding.converted or standard else None)
     references = tuple(reference for reference in kept if reference is not None)
     return _Transformed(model, folding, references, unfolded, report, model)
 

@@ -129,7 +129,8 @@ class FoldReport:
 
     notes: what else a reader should know about the file that was written. inlined: calls were replaced by their
     functions' bodies before anything was folded. certificate: the sites are in the model's metadata, too.
-    uncertified: why they are not, where they were wanted.
+    uncertified: why they are not, where they were wanted. standardised: operators of MMCV and MMDeploy that are standard
+    ones now.
     """
 
     sites: tuple[SiteReport, ...]
@@ -143,6 +144,7 @@ class FoldReport:
     inlined: bool = False
     certificate: bool = False
     uncertified: str = ""
+    standardised: int = 0
 
     def __repr__(self) -> str:
         verdict = "not verified" if self.verification is None else self.verification.status
@@ -185,7 +187,7 @@ class FoldReport:
     @property
     def changed(self) -> bool:
         """Whether the model differs from its source at all."""
-        return any(site.outcome != "kept" for site in self.sites)
+        return self.standardised > 0 or any(site.outcome != "kept" for site in self.sites)
 
     @property
     def claims(self) -> list[Claim]:

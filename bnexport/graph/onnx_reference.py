@@ -23,6 +23,8 @@ import onnx.reference
 from onnx.helper import tensor_dtype_to_np_dtype
 from onnx.reference.op_run import OpRun
 
+from bnexport.graph import mmcv_reference
+
 # Attributes are float32.
 _EPSILON, _MOMENTUM = float(np.float32(1e-5)), float(np.float32(0.9))
 
@@ -270,4 +272,4 @@ class MendedEvaluator(onnx.reference.ReferenceEvaluator):
     """ReferenceEvaluator with the operators above, in functions and subgraphs, too, which it makes by its own class."""
 
     def __init__(self, proto: Any, **options: Any) -> None:
-        super().__init__(proto, **{**options, "new_ops": list(MENDED)})
+        super().__init__(proto, **{**options, "new_ops": [*MENDED, *mmcv_reference.OPERATORS]})

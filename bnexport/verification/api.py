@@ -18,6 +18,7 @@ from bnexport.graph.conversion import convert, insert_casts
 from bnexport.graph.functions import inline_calls
 from bnexport.graph.nodes import has_sync_batch_norm, is_standard, is_sync_batch_norm, label, trains
 from bnexport.graph.shapes import Shapes
+from bnexport.graph.standard_ops import has_foreign, standardise
 from bnexport.model_io import Parts, to_parts, walk
 from bnexport.model_io.read import Source, open_source
 from bnexport.model_io.validate import printable
@@ -288,13 +289,22 @@ class Pair:
         return has_sync_batch_norm(self.reference) and not has_sync_batch_norm(self.candidate)
 
     @functools.cached_property
+    def standardises(self) -> bool:
+        """Whether the reference has operators of MMCV or MMDeploy and the candidate none."""
+        return _is_standardised(self.reference, self.candidate)
+
+    @functools.cached_property
     def unfolded(self) -> ir.Model:
-        """What a fold of the reference starts from: sync batch norms converted, functions that the candidate lacks inlined."""
+        """What a fold of the reference starts from: operators of MMCV as standard ones, sync batch norms converted, functions
+        that the candidate lacks inlined.
+        """
         functions = self.reference.functions.keys()
         inlines = not functions <= self.candidate.functions.keys() or (self.inlined and bool(functions))
-        if not (self.converts or inlines):
+        if not (self.converts or inlines or self.standardises):
             return self.reference
         model = self.reference.clone()
+        if self.standardises:
+            standardise(model)
         if inlines:
             inline_calls(model)
         if self.converts and convert(model):
@@ -306,12 +316,16 @@ def compare_pair(pair: Pair, terms: Terms, ends: Sequence[WindowEnd] = ()) -> Ve
     """`compare`, with the converted reference where the original trains, or where nothing runs its nodes."""
     if not (pair.converts and trains(pair.reference)):
         result = compare(pair.reference, pair.candidate, terms, ends)
-        if result.status != "not_verified" or not pair.converts:
+        if result.status != "not_verified" or not (pair.converts or pair.standardises):
             return result
     converted = compare(pair.unfolded, pair.candidate, terms, ends)
     if converted.status == "not_verified" and not trains(pair.reference):
         return result
     return dataclasses.replace(converted, reference="converted")
+
+
+def _is_standardised(reference: ir.Model, candidate: ir.Model) -> bool:
+    return has_foreign(reference) and not has_foreign(candidate)
 
 
 def compare(reference: ir.Model, candidate: ir.Model, terms: Terms, ends: Sequence[WindowEnd] = ()) -> Verification:
@@ -370,6 +384,7 @@ def _ask(
                 "working": working,
                 **{"seed": terms.seed, "count": terms.samples, "atol": terms.atol, "rtol": terms.rtol},
                 "patience": terms.patience,
+                "standardised": _is_standardised(reference, candidate),
                 "providers": list(terms.providers),
             }
             interface.report("verifying in ONNX Runtime")

@@ -22,6 +22,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
+from bnexport import schema
 from bnexport.errors import BnexportError, UnsupportedModelError
 from bnexport.model_io.validate import bodies, printable
 from bnexport.runtime.engine import OnnxReference, Serialised, open_as_written
@@ -108,8 +109,8 @@ def find_doubt(proto: Any, values: Mapping[str, Any], agreed: set[Form]) -> str:
     """
     initializers = {tensor.name for tensor in proto.graph.initializer}
     for node in proto.graph.node:
-        if node.op_type == "Constant" and not node.domain:
-            continue
+        if (node.op_type == "Constant" and not node.domain) or node.domain in schema.MMCV_DOMAINS:
+            continue  # MMCV's operators are their definitions
         names = [name for name in dict.fromkeys((*node.input, *_captured([node]))) if name in values and name]
         if not all(isinstance(values[name], np.ndarray | np.generic) for name in names):
             return f"onnx.reference is not believed for {_label(node)}, which takes a sequence or a map"

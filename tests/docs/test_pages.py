@@ -18,7 +18,7 @@ RESULT = re.compile(
     re.MULTILINE,
 )
 # Run elsewhere: by tests/test_examples.py, and with real packages by tests/frameworks.
-ELSEWHERE = ("cpp", "mmsegmentation", "timm", "trainers")
+ELSEWHERE = ("cpp", "mmdetection", "mmsegmentation", "timm", "trainers")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in ELSEWHERE], ids=lambda page: page.stem)

@@ -1,4 +1,6 @@
-"""Runs the blocks of a page in an empty folder: python -m tests.frameworks.run_page PAGE FOLDER.
+"""Runs the blocks of a page in an empty folder: python -m tests.frameworks.run_page PAGE FOLDER [kernels].
+
+kernels: with the compiled operators of MMCV.
 
 Python blocks are one session, shell blocks run in between. Runs in the environment of `environment`.
 """
@@ -12,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.docs.pages import ROOT, blocks
-from tests.frameworks import stand_ins
+from tests.frameworks import mmcv_kernels, stand_ins
 
 
-def main(page: Path, folder: Path) -> None:
+def main(page: Path, folder: Path, kernels: bool) -> None:
     stand_ins.install()
+    if kernels:
+        mmcv_kernels.install()
     os.chdir(folder)
     programs = Path("bin")
     programs.mkdir()
@@ -35,4 +39,4 @@ def main(page: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]))
+    main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]), "kernels" in sys.argv[3:])
