@@ -179,8 +179,10 @@ class _Scope:
         self._names.append({*inputs, *initializers})
         self._nodes(graph.node, depth, where)
         for value in graph.output:
-            if not self._visible(value.name):
-                raise MalformedModelError(f"{where}: output {value.name[:200]!r} is produced by no node")
+            if value.name not in self._names[-1]:
+                outer = "a value of an outer graph; an Identity in between makes it valid"
+                what = outer if self._visible(value.name) else "produced by no node"
+                raise MalformedModelError(f"{where}: output {value.name[:200]!r} is {what}")
         self._unique([value.name for value in graph.output], f"{where}: output")
         self._names.pop()
 
