@@ -1125,11 +1125,16 @@ class _Proof:
         )
 
     def _beside(self, owners: Mapping[tuple[str, str], Sequence[int]]) -> str:
-        """Return which node has another result though no claim names it."""
+        """Return which node has another result though no claim names it. Behind a fold that ends in adding zero, which is
+        equal on both sides of it, one without parameters may stand in a window of its own.
+        """
+        has = self._sides[0].constants.has
         for window in self._proofs:
             for node in window.mine:
                 scope = self._sides[0].scopes[node.graph]  # type: ignore[index]
-                if not is_copy(self._sides[0], node) and (scope, printable(name_of(node))) not in owners:
+                if is_copy(self._sides[0], node) or (scope, printable(name_of(node))) in owners:
+                    continue
+                if window.proof.error or any(value is not None and has(value) for value in node.inputs):
                     return f"{printable(name_of(node))} ({node.op_type}) is computed in another way, and belongs to no site"
         return ""
 

@@ -260,3 +260,21 @@ def test_a_proof_ends_in_time() -> None:
     verdict = fold(proto, proof_seconds=0.0).report.verification
     assert verdict is not None and verdict.passed
     assert "0 folds proved" in verdict.summary()
+
+
+def test_a_fold_that_ends_in_adding_zero() -> None:
+    """Both sides of it are equal, and so is what a Relu behind it makes of them."""
+    text = """g (float[N,3,8,8] x) => (float[N,4,8,8] y) {
+        c = Conv <pads=[1,1,1,1]> (x, a)
+        n = BatchNormalization (c, p_s, p_b, p_m, p_v)
+        d = Conv (x, b)
+        m = BatchNormalization (d, q_s, q_b, q_m, q_v)
+        s = Add (n, m)
+        zero = Constant <value_float = 0.0> ()
+        t = Add (s, zero)
+        y = Relu (t)
+    }"""
+    shapes = {"a": (4, 3, 3, 3), "b": (4, 3, 1, 1), **batch_norm("p", 4), **batch_norm("q", 4)}
+    result = fold(model(text, shapes), verify="local")
+    assert result.report.verification.passed
+    assert [node.op_type for node in result.model.graph.node] == ["Conv", "Relu"]
