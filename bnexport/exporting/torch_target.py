@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from bnexport import model_io, torch_versions
-from bnexport.errors import MissingDependencyError, UnsupportedModelError, VerificationError
+from bnexport.errors import MissingDependencyError, UnsupportedModelError, VerificationError, first_line
 from bnexport.exporting import dynamo, torchscript, wrapper
 from bnexport.exporting.dimensions import SMALLEST, Dimensions, Limit, Note
 from bnexport.exporting.job import Artifact, ExportJob
@@ -150,8 +150,16 @@ def _limits(program: torch.export.ExportedProgram, size: int | torch.SymInt) -> 
 
 
 def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Write a program. Raises UnsupportedModelError for one that torch cannot write, such as one that rounds sizes up."""
     with dynamo.quiet(), path.open("wb") as file:
-        torch.export.save(program, file)
+        try:
+            torch.export.save(program, file)
+        except OSError:
+            raise
+        except Exception as error:  # torch's serializer raises several types
+            raise UnsupportedModelError(
+                f"torch.export.save fails: {first_line(error)[:200]}; use format='torchscript'"
+            ) from error
 
 
 def program_operators(program: torch.export.ExportedProgram) -> set[str]:

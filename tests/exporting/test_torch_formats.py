@@ -1,6 +1,7 @@
 """TorchScript and pt2 files: torch's operators only, equal to the module, loadable without bnexport."""
 
 import json
+import math
 import sys
 import types
 import warnings
@@ -372,3 +373,17 @@ def test_a_batch_norm_that_stays_is_said_to_fold_in_onnx(tmp_path):
     assert any(note.startswith("ONNX files fold more") for note in result.notes)
     model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)).eval()
     assert not bnexport.export(model, torch.randn(2, 3, 8, 8), tmp_path / "n.pt2").notes
+
+
+class RoundsUp(nn.Module):
+    """Its program calls math.ceil, which torch.export.save does not write."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        side = math.ceil(x.shape[2] / 2) * 2
+        return nn.functional.interpolate(x, size=(side, side))
+
+
+def test_a_program_that_torch_cannot_write(tmp_path):
+    with pytest.raises(UnsupportedModelError, match=r"torch.export.save fails: .*; use format='torchscript'"):
+        bnexport.export(RoundsUp().eval(), torch.randn(2, 3, 8, 8), tmp_path / "m.pt2")
+    assert not list(tmp_path.iterdir())

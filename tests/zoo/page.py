@@ -260,7 +260,7 @@ def errors(results: Iterable[Result]) -> str:
 
 
 def cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())[:260]
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").replace("](", "] (").split())[:260]
 
 
 def render(results: dict[str, Result]) -> str:
