@@ -294,18 +294,25 @@ class _Proof:
 
     def _guess(self, node: ir.Node, data: Sequence[Form]) -> Shape | None:
         """Return the shape of a result as far as its operator tells, without inference."""
-        constants = self._sides[0].constants
-        weight = next((each for each in node.inputs[1:] if each is not None and constants.leaf(each) is not None), None)
-        if node.op_type in LINEAR and node.op_type not in ("MatMul", "Einsum") and weight is not None:
-            sizes = constants.shape(weight)
-            return (None, sizes[0] if node.op_type == "Conv" else None, *[None] * (len(sizes) - 2))
-        if node.op_type == "Reshape" and weight is not None:
-            return (None,) * math.prod(constants.shape(weight))
+        if node.domain and _lemma(node) is None:  # the names of the standard mean nothing there
+            return None
+        if node.op_type in LINEAR and node.op_type not in ("MatMul", "Einsum"):
+            sizes = self._constant_shape(node, LEMMAS[node.op_type].weights[0])
+            if sizes is not None and len(sizes) > 1:
+                return (None, sizes[0] if node.op_type == "Conv" else None, *[None] * (len(sizes) - 2))
+        if node.op_type == "Reshape" and (sizes := self._constant_shape(node, 1)) is not None:
+            return (None,) * math.prod(sizes)
         rank = self.bases.rank(data[0]) if data and node.op_type in _SAME_RANK else None
         if rank is None:
             return None
         shape = self.bases.guess(data[0]) if node.op_type in _SAME_SHAPE else None
         return shape if shape is not None else (None,) * rank
+
+    def _constant_shape(self, node: ir.Node, place: int) -> tuple[int, ...] | None:
+        constants, value = self._sides[0].constants, node.inputs[place] if place < len(node.inputs) else None
+        with contextlib.suppress(UnsupportedModelError):  # its numbers may overflow, or be too many
+            return constants.shape(value) if value is not None and constants.has(value) else None
+        return None
 
     def _asked_shape(self, value: ir.Value) -> Shape | None:
         """Return the shape that convolutions ask of a value, past batch norms; None where there are none."""

@@ -151,3 +151,26 @@ def test_a_computed_number_is_no_vector_of_one() -> None:
         values = {"a": np.full(shape, 2, np.float32)}
         other = model("g (float x) => (float y) { y = Mul (x, a) }", values=values)
         assert verify(source, other, method="local").status == status
+
+
+def test_a_computed_weight_beside_a_stored_bias_tells_the_rank() -> None:
+    bias = parameters({"k": (8,)})
+    source = build(STANDARDISED.replace("Conv (x, c)", "Conv (x, c, k)"), **NUMBERS, **bias)
+    right = standardised(NUMBERS["w"])[1]
+    right["b"] = (right["b"] + bias["k"] * FACTOR).astype(np.float32)
+    verdict = verify(source, build("y = Conv (x, v, b)", **right), method="local")
+    assert (verdict.status, [proof.method for proof in verdict.sites]) == ("passed", ["proved"])
+    right["b"][5] += np.float32(1e-3)
+    assert verify(source, build("y = Conv (x, v, b)", **right), method="local").status == "failed"
+
+
+def test_an_operator_of_another_domain_has_no_rank_of_its_namesake() -> None:
+    header = '<ir_version: 8, opset_import: ["": 17, "other": 1]>'
+    text = "g (float[N,3] x) => (float y) {{ z = other.Conv (x, w) {} }}"
+    shift = NUMBERS["p_b"] - NUMBERS["p_m"] * FACTOR
+    wide = {"f": FACTOR.astype(np.float32).reshape(8, 1, 1), "h": shift.astype(np.float32).reshape(8, 1, 1)}
+    source = model(text.format(f"y = {NORM}"), values=NUMBERS, header=header)
+    values = {"w": NUMBERS["w"], **wide}
+    candidate = model(text.format("s = Mul (z, f) y = Add (s, h)"), values=values, header=header)
+    # Of rank 2 the result has one more axis.
+    assert verify(source, candidate, method="local").status == "not_verified"
