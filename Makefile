@@ -75,26 +75,15 @@ run-arm:
 run-models:
 	$(BIN)/python -m pytest -m slow tests/folding/test_real_models.py
 
-run-frameworks:
-	$(BIN)/python -m pytest -m slow tests/frameworks
+run-frameworks run-zoo run-zoo-training:
+	$(BIN)/python -m tests.campaign $(RUN) $(ARGS)
+
+# They measure everything again, unless ARGS says what.
+run-matrix run-runtimes:
+	$(BIN)/python -m tests.campaign $(RUN) $(or $(ARGS),--again all)
 
 run-torch:
-	$(BIN)/python -m tests.torch_versions $(VERSIONS)
-	$(BIN)/python -m benchmarks.page
-
-run-zoo:
-	$(BIN)/python -m tests.zoo $(ARGS)
-	$(BIN)/python -m tests.zoo.page
-
-run-zoo-training:
-	$(BIN)/python -m tests.zoo.training $(ARGS)
-	$(BIN)/python -m tests.zoo.training.page
-
-run-matrix:
-	$(BIN)/python tests/custom_ops/matrix.py
-
-run-runtimes:
-	$(BIN)/python -m tests.runtimes $(ARGS)
+	$(BIN)/python -m tests.campaign torch $(VERSIONS)
 
 run-browser:
 	$(BIN)/python -m examples.web.check

@@ -9,14 +9,9 @@ import pytest
 
 from bnexport.cli.application import app
 from bnexport.cli.common import PLACES
-from tests.docs.pages import ROOT, blocks, run
+from tests.docs.pages import RESULT, ROOT, blocks, run
 
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
-# The line that a command with --bench ends with.
-RESULT = re.compile(
-    r"^result: \d+ folds? proved, \d+ compared only.*; \d+ batch norms? left.*; .*latency",
-    re.MULTILINE,
-)
 # Run elsewhere: by tests/test_examples.py, and with real packages by tests/frameworks.
 ELSEWHERE = ("cpp", "mmdetection", "mmsegmentation", "timm", "trainers")
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-
-from bnexport.native import library
 
 ROOT = Path(__file__).parents[2]
 # In this order: torch first, so that nothing brings another build of it. Without what they ask for: it is listed here.
@@ -73,16 +70,5 @@ def python(name: str = "frameworks") -> Path:
     return interpreter
 
 
-def run(module: str, *arguments: str, timeout: float = 900) -> str:
-    """Runs a module of this checkout in the environment, with the library that is installed here; its output."""
-    variables = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        library.ENVIRONMENT_VARIABLE: str(library.get_library_path()),
-    }
-    command = [str(python()), "-m", module, *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+class Skipped(Exception):
+    """What a case needs is not here."""

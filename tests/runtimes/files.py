@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import pickle
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,6 +31,7 @@ SIZES = ((2, 3, 12, 12), (3, 3, 17, 10))
 # Of the largest value of an output; float32 networks of this depth stay a hundred times below it.
 BOUND = 1e-4
 RATE = 0.1
+WRITTEN = "written.pickle"
 
 
 class Net(nn.Module):
@@ -186,3 +189,11 @@ def _training_steps(folder: Path) -> list[Case]:
             inputs = {"x": x.numpy(), "target": target.numpy(), "lr": np.asarray(RATE), **state}
             cases.append(Case(name, file, inputs, {"loss": value.detach().numpy(), **new}, libraries))
     return cases
+
+
+if __name__ == "__main__":
+    destination = Path(sys.argv[1])
+    # By its module's name, under which the class is found again.
+    from tests.runtimes.files import make as made
+
+    (destination / WRITTEN).write_bytes(pickle.dumps(made(destination)))

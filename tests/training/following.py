@@ -12,7 +12,7 @@ import torch
 
 import bnexport
 from bnexport.runtime import engine
-from bnexport.training import step
+from bnexport.training import api, step
 
 Reached = Callable[[Mapping[str, np.ndarray], Sequence[torch.Tensor]], list[np.ndarray | None]]
 
@@ -20,9 +20,11 @@ Reached = Callable[[Mapping[str, np.ndarray], Sequence[torch.Tensor]], list[np.n
 def export(*arguments: Any, **options: Any) -> tuple[Any, Reached]:
     """bnexport.export_training_step(...), and a function of state and batch: what reaches kinks in its graph, in order."""
     taken: list[ir.Value] = []
-    take = step.take
-    with mock.patch.object(step, "take", lambda model: taken.extend(take(model)) or list(taken)):
+    take = api.take
+    watched = mock.Mock(side_effect=lambda model: taken.extend(take(model)) or list(taken))
+    with mock.patch.object(api, "take", watched):
         result = bnexport.export_training_step(*arguments, **options)
+    watched.assert_called_once()
     names = step.kink_names(result.model, taken)
     model = ir.from_proto(ir.to_proto(result.model))
     made = {value.name: value for node in model.graph for value in node.outputs}

@@ -200,8 +200,8 @@ _LARGE = re.compile(
 )
 
 
-def is_large(entry: Entry) -> bool:
-    return _LARGE.search(entry.name) is not None
+def is_large(name: str) -> bool:
+    return _LARGE.search(name) is not None
 
 
 def entries() -> list[Entry]:

@@ -1,4 +1,4 @@
-"""The page of the zoo's results: python -m tests.zoo.page, from tests/zoo/results.json into docs/zoo.md."""
+"""The zoo: each architecture through every export (`python -m tests.campaign zoo`), and the page of the results, docs/zoo.md."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import behind_summary, table
+from tests.campaign.table import Campaign
 from tests.zoo import catalogue, verdicts
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -283,6 +284,21 @@ def render(results: dict[str, Result]) -> str:
     return behind_summary("\n\n".join(part.strip() for part in parts)) + "\n"
 
 
-if __name__ == "__main__":
-    PAGE.write_text(render(json.loads(RESULTS.read_text())))
-    print(f"{PAGE} written")
+def cost(name: str, results: dict[str, Result]) -> tuple[bool, bool, float]:
+    """What comes first: small models, begun ones, and of these the ones whose ways so far took the least time."""
+    ways = results.get(name, {"ways": {}})["ways"].values()
+    return catalogue.is_large(name), not ways, sum(way.get("total_seconds", 0.0) for way in ways)
+
+
+CAMPAIGN = Campaign(
+    cases=lambda: [entry.name for entry in catalogue.entries()],
+    trial="tests.zoo.trial",
+    results=RESULTS,
+    ways=(*verdicts.WAYS, *verdicts.PLAIN, *verdicts.FILES),
+    environment="frameworks",
+    verdict=verdicts.of_model,
+    line=verdicts.line,
+    bad=("wrong", "fails"),
+    page=lambda: PAGE.write_text(render(json.loads(RESULTS.read_text()))),
+    cost=cost,
+)

@@ -56,7 +56,7 @@ def test_losses() -> None:
 def test_the_page_is_its_result() -> None:
     results = json.loads(page.RESULTS.read_text())
     assert set(results) <= {network.name for network in networks.networks()}
-    assert page.PAGE.read_text() == page.render(results), "run `python -m tests.zoo.training.page`"
+    assert page.PAGE.read_text() == page.render(results), "run `python -m tests.campaign zoo-training --report`"
 
 
 def test_nothing_is_silently_wrong() -> None:

@@ -73,7 +73,7 @@ def test_the_catalogue() -> None:
 def test_the_page_is_its_result() -> None:
     results = json.loads(page.RESULTS.read_text())
     assert set(results) <= {entry.name for entry in catalogue.entries()}
-    assert page.PAGE.read_text() == page.render(results), "run `python -m tests.zoo.page`"
+    assert page.PAGE.read_text() == page.render(results), "run `python -m tests.campaign zoo --report`"
 
 
 def test_nothing_is_wrong() -> None:

@@ -1,6 +1,6 @@
-"""One model of the zoo through every way out: python -m tests.zoo.trial NAME RESULT.
+"""One model of the zoo through every way out.
 
-Rewrites the JSON object in RESULT after each stage, so that a stage that kills the process shows what was reached.
+Rewrites the JSON object of its row after each stage, so that a stage that kills the process shows what was reached.
 Errors are the largest difference from the untouched model over the largest value of that output.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import importlib
 import json
 import signal
 import sys
@@ -28,6 +29,7 @@ from torch.utils import _pytree
 
 import bnexport
 from bnexport.errors import BnexportError, first_line
+from tests.frameworks import stand_ins
 from tests.zoo import building, catalogue
 
 EXPORTERS = ("dynamo", "torchscript")
@@ -38,6 +40,18 @@ BOUND = 1e-4
 OWN_ERRORS = 8.0
 # Of processor time. A way that takes longer is stopped; others of the model still run.
 SECONDS_OF_A_WAY = 200
+# Of a model.
+SECONDS = 1500
+LIBRARIES = (
+    "timm",
+    "torchvision",
+    "segmentation_models_pytorch",
+    "transformers",
+    "mmseg.models",
+    "mmdet.models",
+    "mmpretrain.models",
+    "ultralytics.nn.tasks",
+)
 
 
 class Stopped(BaseException):
@@ -225,16 +239,25 @@ class Trial:
         return {"status": status, "errors": errors, "fixed": fixed}
 
 
-find = catalogue.find
+def run(name: str, place: Path, ways: Sequence[str]) -> None:
+    Trial(catalogue.find(name), place, ways).run()
 
 
 def warm() -> None:
-    """Export once: what both exporters set up then is in every fork."""
+    """Import the libraries, and export once: what both exporters set up then is in every fork."""
+    import_libraries()
     with tempfile.TemporaryDirectory() as folder:
         for exporter in EXPORTERS:
             net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
             path = Path(folder, f"{exporter}.onnx")
             bnexport.export(net, torch.randn(2, 3, 8, 8), path, exporter=exporter, verify=False)
+
+
+def import_libraries() -> None:
+    torch.set_num_threads(1)
+    stand_ins.install()
+    for package in LIBRARIES:
+        importlib.import_module(package)
 
 
 @contextlib.contextmanager
@@ -311,7 +334,3 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
         yield node
         for attribute in node.attribute:
             yield from _nodes(attribute.g)
-
-
-if __name__ == "__main__":
-    Trial(catalogue.find(sys.argv[1]), Path(sys.argv[2])).run()

@@ -29,11 +29,6 @@ def of_model(result: dict[str, Any]) -> str:
     return min((of_way(result, name) for name in WAYS), key=ORDER.index)
 
 
-def is_open(result: dict[str, Any], name: str) -> bool:
-    """Whether a way can still be tried: the model could be built, and did not end the process."""
-    return not result.get("died") and name not in result["ways"]
-
-
 def line(result: dict[str, Any]) -> str:
     """One line for a terminal."""
     ways = " ".join(f"{name.replace(' ', '/')}={of_way(result, name)}" for name in WAYS)

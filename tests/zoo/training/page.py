@@ -1,16 +1,23 @@
-"""The page of the training zoo's results: python -m tests.zoo.training.page, into docs/zoo_training.md."""
+"""The training zoo: a step of each architecture (`python -m tests.campaign zoo-training`), and its page, docs/zoo_training.md.
+
+--ways step,compile measures torch.compile, too; --ways faults plants faults into the graphs.
+"""
 
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 from benchmarks.page import table
+from tests.campaign.table import Campaign
+from tests.zoo import catalogue
+from tests.zoo import page as zoo
 from tests.zoo.page import TITLES, cell
-from tests.zoo.training.networks import networks
+from tests.zoo.training.networks import find, networks
 
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = Path(__file__).parents[3] / "docs" / "zoo_training.md"
@@ -191,6 +198,28 @@ def render(results: dict[str, Result]) -> str:
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-if __name__ == "__main__":
-    PAGE.write_text(render(json.loads(RESULTS.read_text())))
-    print(f"{PAGE} written")
+@functools.cache
+def _exports() -> dict[str, Result]:
+    return zoo.CAMPAIGN.load()
+
+
+def cost(name: str, _: dict[str, Result]) -> tuple[bool, float]:
+    """What comes first: small models, and of these the ones whose exports took the least time."""
+    entry = find(name).entry
+    ways = _exports().get(entry.name, {"ways": {}})["ways"].values()
+    return catalogue.is_large(entry.name), sum(way.get("total_seconds", 0.0) for way in ways) or 1e3
+
+
+CAMPAIGN = Campaign(
+    cases=lambda: [network.name for network in networks()],
+    trial="tests.zoo.training.trial",
+    results=RESULTS,
+    ways=("step",),
+    more_ways=("faults", "compile"),
+    environment="frameworks",
+    verdict=verdict,
+    line=line,
+    bad=("wrong",),
+    page=lambda: PAGE.write_text(render(json.loads(RESULTS.read_text()))),
+    cost=cost,
+)

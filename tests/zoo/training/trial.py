@@ -33,19 +33,23 @@ from tests.training import faults, following
 from tests.training.torch_step import OPTIMIZERS, torch_step
 from tests.zoo.training import networks
 from tests.zoo.training.verdicts import OF_A_TENSOR, OF_ALL, OWN_ERRORS, SEEDS, judged, settled
-from tests.zoo.trial import Stopped, limited
+from tests.zoo.trial import Stopped, import_libraries, limited
 
 STEPS = 3
-SECONDS_OF_A_WAY = 150
+# Of processor time for a way, and of time for a network.
+SECONDS_OF_A_WAY, SECONDS = 150, 1500
 # Planted of each kind.
 FAULTS = 1
 _GRADIENTS = {"sgd": "momentum_buffer", "adamw": "exp_avg"}
 Named = dict[str, np.ndarray]
 
-find = networks.find
+
+def run(name: str, place: Path, ways: Sequence[str]) -> None:
+    Trial(networks.find(name), place, ways).run()
 
 
 def warm() -> None:
+    import_libraries()
     with tempfile.TemporaryDirectory() as folder:
         net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
         batch = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])

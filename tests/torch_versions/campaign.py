@@ -1,28 +1,28 @@
-"""Run the ten ways, and the tests that depend most on torch, in other versions of torch and Python.
+"""The ten ways, and the tests that depend most on torch, in other versions of torch and Python.
 
-    python -m tests.torch_versions 2.4.1/3.10 2.14.1/3.13 [--keep]
+    python -m tests.campaign torch 2.4.1/3.10 2.14.1/3.13
 
 Each version gets an environment under build/torch with the package installed from its wheel, and a copy of the tests, so
-that nothing of the checkout is imported. Environments that are there are used again; without --keep they are removed
-after their run. Writes benchmarks/results/torch_versions.json; fails where a test failed.
+that nothing of the checkout is imported. They are removed after their row, unless BNEXPORT_KEEP is set. The rows are
+benchmarks/results/torch_versions.json, from which docs/support.md has its table.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks import records
+from benchmarks import page
+from tests.campaign.table import ROOT, Campaign, Row
 
-ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "benchmarks/results/torch_versions.json"
 FOLDER = ROOT / "build/torch"
+SECONDS = 4 * 3600
+VERSIONS = ("2.4.1/3.10", "2.6.0/3.11", "2.9.1/3.12", "2.13.0/3.11", "2.14.1/3.13")
 NEEDED = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "scikit-learn>=1.3", "setuptools")
 # The operator in several processes, both exporters, default choices of sizes, checkpoints, modules, training.
 TESTS = (
@@ -38,22 +38,11 @@ TESTS = (
 COPIED = ("tests", "models", "examples", "docs", "pyproject.toml")
 
 
-def make_wheel() -> Path:
+def warm() -> None:
+    """Build the wheel."""
     shutil.rmtree(FOLDER / "wheel", ignore_errors=True)
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        FOLDER / "wheel",
-        ROOT,
-    ]
-    subprocess.run(build, check=True)
-    return next((FOLDER / "wheel").glob("*.whl"))
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "-w", FOLDER / "wheel", ROOT], check=True)
 
 
 def install(version: str, python: str, wheel: Path) -> Path:
@@ -69,28 +58,29 @@ def install(version: str, python: str, wheel: Path) -> Path:
     return inside
 
 
-def measure(version: str, python: str, wheel: Path) -> dict[str, Any]:
-    inside = install(version, python, wheel)
+def run(name: str, place: Path, _: list[str]) -> None:
+    """Run the tests in `name`, TORCH/PYTHON."""
+    version, _, python = name.partition("/")
+    inside = install(version, python, next((FOLDER / "wheel").glob("*.whl")))
     copy = FOLDER / f"{version}-{python}-tests"
     shutil.rmtree(copy, ignore_errors=True)
     copy.mkdir()
-    for name in COPIED:
-        ignore = shutil.ignore_patterns("node_modules", "__pycache__")
-        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(
-            ROOT / name, copy / name, **({"ignore": ignore} if (ROOT / name).is_dir() else {})
-        )
+    for each in COPIED:
+        subprocess.run(["cp", "-r", ROOT / each, copy], check=True)
     shown = (
         "import json, onnx, onnxruntime, torch; print(json.dumps([m.__version__ for m in (torch, onnx, onnxruntime)]))"
     )
     versions = json.loads(subprocess.run([inside, "-c", shown], check=True, capture_output=True).stdout)
     command = [inside, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "--junitxml=results.xml", *TESTS]
     subprocess.run(command, cwd=copy, check=False)
-    row: dict[str, Any] = dict(zip(("torch", "onnx", "onnxruntime"), versions), python=python)
-    row.update(read(copy / "results.xml"))
-    return row
+    row: Row = dict(zip(("torch", "onnx", "onnxruntime"), versions), python=python)
+    place.write_text(json.dumps(row | read(copy / "results.xml")))
+    if "BNEXPORT_KEEP" not in os.environ:
+        for folder in FOLDER.glob(f"{version}-{python}*"):
+            shutil.rmtree(folder)
 
 
-def read(file: Path) -> dict[str, Any]:
+def read(file: Path) -> Row:
     """Return the outcome of each way and the numbers of all tests."""
     ways, failed = {}, []
     counts = {"passed": 0, "skipped": 0, "failed": 0}
@@ -108,31 +98,25 @@ def read(file: Path) -> dict[str, Any]:
     return {"ways": ways, **counts, "failures": failed}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("versions", nargs="+", metavar="TORCH/PYTHON")
-    parser.add_argument("--keep", action="store_true", help="leave the environments where they are")
-    arguments = parser.parse_args()
-    for each in arguments.versions:
-        if shutil.which(f"python{each.partition('/')[2]}") is None:
-            raise SystemExit(f"{each}: got no python{each.partition('/')[2]} on the PATH, expected one")
-    wheel = make_wheel()
-    rows: dict[str, Any] = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else {}
-    for each in arguments.versions:
-        version, _, python = each.partition("/")
-        rows[each] = row = measure(version, python, wheel)
-        rows = dict(sorted(rows.items(), key=lambda item: [int(part) for part in item[0].partition("/")[0].split(".")]))
-        records.write(RESULT, {"rows": rows})
-        print(
-            f"{each}: {row['passed']} passed, {row['skipped']} skipped, {row['failed']} failed",
-            *row["failures"],
-            sep="\n  ",
-        )
-        if not arguments.keep:
-            for folder in FOLDER.glob(f"{version}-{python}*"):
-                shutil.rmtree(folder)
-    return int(any(rows[each]["failed"] for each in arguments.versions))
+def verdict(row: Row) -> str:
+    return "died" if row.get("died") else "failed" if row["failed"] else "passed"
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def line(row: Row) -> str:
+    if row.get("died"):
+        return f"{row['name']} died: {row['died']}"
+    counts = f"{row['passed']} passed, {row['skipped']} skipped, {row['failed']} failed"
+    return "\n  ".join([f"torch {row['torch']}, Python {row['python']}: {counts}", *row["failures"]])
+
+
+CAMPAIGN = Campaign(
+    cases=lambda: VERSIONS,
+    takes_others=True,
+    trial=__name__,
+    results=page.RESULTS / "torch_versions.json",
+    key="rows",
+    verdict=verdict,
+    line=line,
+    page=page.refresh,
+    order=lambda name: [int(part) for part in name.partition("/")[0].split(".")],
+)

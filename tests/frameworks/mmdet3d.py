@@ -9,7 +9,6 @@ import types
 import zipfile
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
@@ -17,7 +16,7 @@ from torch import multiprocessing
 import bnexport
 from tests.sync_bn import lookalikes
 
-pytestmark = pytest.mark.slow
+SHAPES = {"NaiveSyncBatchNorm1d": (6, 4, 9), "NaiveSyncBatchNorm2d": (3, 4, 5, 5)}
 
 
 def load(folder: str) -> types.ModuleType:
@@ -31,16 +30,6 @@ def load(folder: str) -> types.ModuleType:
     sys.modules["mmdet3d.models.layers.norm"] = module
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("mmdet3d")
-    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "mmdet3d==1.4.0", "-d", str(folder)]
-    subprocess.run(pip, check=True)
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
-        archive.extract("mmdet3d/models/layers/norm.py", folder)
-    return str(folder)
 
 
 def member(rank: int, folder: str, name: str, shape: tuple[int, ...]) -> None:
@@ -62,15 +51,12 @@ def member(rank: int, folder: str, name: str, shape: tuple[int, ...]) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), [("NaiveSyncBatchNorm1d", (6, 4, 9)), ("NaiveSyncBatchNorm2d", (3, 4, 5, 5))]
-)
-def test_two_processes(wheel: str, name: str, shape: tuple[int, ...]) -> None:
-    multiprocessing.spawn(member, (wheel, name, shape), nprocs=2)
-
-
-@pytest.mark.parametrize("name", ["NaiveSyncBatchNorm1d", "NaiveSyncBatchNorm2d"])
-def test_the_stand_in_has_its_attributes(wheel: str, name: str) -> None:
-    real, stand_in = (getattr(each, name)(4) for each in (load(wheel), lookalikes))
-    assert type(real).__mro__[1] is type(stand_in).__mro__[1]
-    assert vars(real).keys() == vars(stand_in).keys()
+def two_processes(folder: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "mmdet3d==1.4.0", "-d", str(folder)]
+    subprocess.run(pip, check=True)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
+        archive.extract("mmdet3d/models/layers/norm.py", folder)
+    for name, shape in SHAPES.items():
+        multiprocessing.spawn(member, (str(folder), name, shape), nprocs=2)
+        real, stand_in = (getattr(each, name)(4) for each in (load(str(folder)), lookalikes))
+        assert type(real).__mro__[1] is type(stand_in).__mro__[1] and vars(real).keys() == vars(stand_in).keys()
