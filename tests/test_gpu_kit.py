@@ -11,15 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from benchmarks import gpu_kit
-from benchmarks.gpu import libraries, report, tools
+from benchmarks.gpu import report
 
 ROOT = Path(__file__).parents[1]
 KIT = ["benchmarks/gpu_kit.py", "benchmarks/__init__.py", "benchmarks/gpu/*.py"]
@@ -194,81 +192,6 @@ def test_a_killed_kit_takes_its_section_along_and_no_row_is_lost_or_made_twice(
     assert is_gone(int(pid_file.read_text())) and names_in(tmp_path) == ["0", "1", "2"]
     go.touch()
     assert run() == "passed" and names_in(tmp_path) == ["0", "1", "2", "3", "4"]
-
-
-def test_a_section_waits_for_one_that_is_still_running(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "benchmarks/gpu/libraries.py").write_text(steps(30, "time.sleep(0.01)"))
-    stamp = gpu_kit.fingerprint(options_in(tmp_path))
-    report.write_json(tmp_path / "build.jsonl", {"fingerprint": stamp}, indent=None)
-    with ThreadPoolExecutor(2) as pool:
-        assert [each.result() for each in [pool.submit(run) for _ in range(2)]] == ["passed", "passed"]
-    assert names_in(tmp_path) == [str(index) for index in range(30)]
-
-
-def test_a_section_of_nothing_but_not_run_is_not_run_and_is_tried_again(run: Run, tmp_path: Path) -> None:
-    for _ in range(2):
-        assert run(steps(1, "raise NotRun('no tool')")) == "not run: no tool"
-    assert names_in(tmp_path) == ["0", "0"]
-
-
-def test_without_a_provider_ort_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    onnxruntime, torch = pytest.importorskip("onnxruntime"), pytest.importorskip("torch")
-    from benchmarks.gpu import onnx_runtime
-    from benchmarks.gpu.section import Options
-
-    if onnx_runtime.PROVIDER in onnxruntime.get_available_providers():
-        pytest.skip("it has the provider")
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    with pytest.raises(report.NotRun, match="has no CUDAExecutionProvider; give one with --provider"):
-        onnx_runtime.Sessions(Options(rehearse=False, provider="installed", architecture="90"))
-
-
-def test_tools_are_found_where_cmake_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/a-tool").touch(0o755)
-    assert libraries.tool("a-tool") is None
-    monkeypatch.setenv("CUDA_PATH", str(tmp_path))
-    assert libraries.tool("a-tool") == str(tmp_path / "bin/a-tool")
-    assert libraries.tool("sh") == shutil.which("sh")
-
-
-def test_bandwidth_is_judged() -> None:
-    pytest.importorskip("torch")
-    from benchmarks.gpu import bench
-
-    def row(forward: float, backward: float, size: int = 1 << 25, **peers: float) -> dict[str, Any]:
-        times = {"forward": {"ours": 1 / forward, **peers}, "backward": {"ours": 1 / backward}}
-        return {"bytes": size, "floor_us": {"forward": 1.0, "backward": 1.0}, "us": times}
-
-    assert bench.judge(row(0.86, 0.86))
-    assert not bench.judge(row(0.84, 0.9)) and not bench.judge(row(0.9, 0.84))
-    assert bench.judge(row(0.1, 0.1, 1 << 20)) is None
-    assert not bench.judge(row(0.9, 0.9, sync=1.0))  # faster than the floor's share, slower than torch
-
-
-def test_models_without_the_onnx_package_are_onnx_models() -> None:
-    onnx = pytest.importorskip("onnx")
-    from benchmarks.gpu import onnx_runtime
-
-    chain, grad = onnx_runtime.chain(2, (2, 3, 4)), onnx_runtime.one_node("MMCVSyncBatchNormGrad", "float64", (2, 3, 4))
-    for made in (chain, onnx_runtime.one_node("MMCVSyncBatchNorm", "float16", (2, 3, 4)), grad):
-        onnx.checker.check_model(onnx.load_model_from_string(made))
-    (node,) = onnx.load_model_from_string(grad).graph.node
-    assert (node.domain, list(node.output)[:3]) == ("mmcv", ["dx", "", ""])
-    assert {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}["group_size"] == 1
-
-
-def test_counters_of_ncu_are_read() -> None:
-    kernel = '"0","void bnexport::cuda::moments<RowPlace<Vector<Float16, 8>>>(bnexport::cuda::ForwardArguments)","(256, 1, 1)"'
-    text = (
-        '==PROF== Connected\n"ID","Kernel Name","Grid Size","Metric Name","Metric Unit","Metric Value"\n'
-        f'{kernel},"dram__bytes_read.sum","byte","51,380,224"\n{kernel},"launch__registers_per_thread","","72"\n'
-    )
-    (launch,) = tools.launches_of(text)
-    assert launch == {
-        "kernel": "moments<RowPlace<Vector<Float16, 8>>>", "grid": "(256, 1, 1)",
-        "dram__bytes_read.sum": 51380224.0, "launch__registers_per_thread": 72.0,
-    }  # fmt: skip
 
 
 TOOLS = {

@@ -128,6 +128,11 @@ def build_emulated() -> str:
         f'-DBNEXPORT_VERSION="{__version__}"',
     ]
     command = ["g++", "-std=gnu++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas", *includes]
-    command += [*(str(ROOT / source) for source in EMULATED), "-o", str(target)]
+    command += [
+        *os.environ.get("BNEXPORT_EMULATED_FLAGS", "").split(),
+        *(str(ROOT / source) for source in EMULATED),
+        "-o",
+        str(target),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else done.stderr[-1000:]

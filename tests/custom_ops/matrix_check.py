@@ -11,10 +11,9 @@ import sys
 import numpy as np
 import onnxruntime as ort
 
-from bnexport import tolerances
 from bnexport.native.library import register
 from bnexport.training import contract
-from tests.support import kernel_oracle as oracle
+from tests.support import kernel_reference as reference
 from tests.support import training_nodes
 from tests.support.node_models import forward_feeds, forward_model, grad_model, run, session
 
@@ -26,16 +25,11 @@ def check_forward() -> int:
             for training in (1, 0):
                 feeds = forward_feeds(np.random.default_rng(cases), (4, 6, 9, 7), dtype)
                 got = run(forward_model(dtype=dtype, domain=domain, training_mode=training), feeds)
-                want = oracle.forward(
-                    [feeds["input"]], feeds["weight"], feeds["bias"], feeds["running_mean"], feeds["running_var"],
-                    training=training, momentum=float(np.float32(0.1)), eps=float(np.float32(1e-5)),
-                )[0]  # fmt: skip
-                condition = oracle.condition_of(feeds["input"], want.mean, want.invstd)
-                bound = tolerances.forward(dtype, condition=condition, weight=float(np.abs(feeds["weight"]).max()))
-                oracle.assert_within(got["output"], want.y, bound, f"{dtype} {domain} {training}")
-                oracle.assert_within(
-                    got["running_var_out"], want.running_var, tolerances.statistic(dtype, scale=2.0), "running_var"
-                )
+                vectors = [feeds[name] for name in ("weight", "bias", "running_mean", "running_var")]
+                eps, momentum = float(np.float32(1e-5)), float(np.float32(0.1))
+                want = reference.forward(feeds["input"], *vectors, training=training, momentum=momentum, eps=eps)
+                results = {name.removesuffix("_out").removeprefix("saved_"): value for name, value in got.items()}
+                reference.check_forward(dtype, want, vectors[0], vectors[2:], **results)
                 cases += 1
     return cases
 
@@ -59,19 +53,16 @@ def check_gradient() -> int:
     rng = np.random.default_rng(1)
     x, dy = rng.normal(size=(4, 3, 8, 8)).astype(np.float32), rng.normal(size=(4, 3, 8, 8)).astype(np.float32)
     weight = rng.normal(size=3).astype(np.float32)
-    statistics = oracle.forward([x])[0]
+    statistics = reference.forward(x)
     feeds = {
         "grad_output": dy, "input": x, "weight": weight,
         "saved_mean": statistics.mean.astype(np.float32), "saved_invstd": statistics.invstd.astype(np.float32),
     }  # fmt: skip
-    want = oracle.backward([dy], [x], weight, feeds["saved_mean"], feeds["saved_invstd"])[0]
+    want = reference.backward(dy, x, weight, feeds["saved_mean"], feeds["saved_invstd"])
     subsets = [("grad_input", "", "", "grad_weight", "grad_bias"), ("", "", "", "grad_weight"), ("grad_input",)]
     for outputs in subsets:
         got = run(grad_model(outputs=outputs), feeds)
-        if "grad_input" in got:
-            np.testing.assert_allclose(got["grad_input"], want.dx, rtol=1e-4, atol=1e-5)
-        if "grad_weight" in got:
-            np.testing.assert_allclose(got["grad_weight"], want.dweight, rtol=1e-4, atol=1e-4)
+        reference.check_backward("float32", want, weight, feeds["saved_mean"], feeds["saved_invstd"], dy, **got)
     return len(subsets)
 
 

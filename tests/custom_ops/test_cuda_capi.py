@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,36 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu import libraries, verify
+from benchmarks.gpu import verify
 from benchmarks.gpu.calls import DTYPES, Calls
 from bnexport import torch_versions
 from bnexport.cli import doctor
 from bnexport.errors import LibraryError, UsageError
 from bnexport.native import capi, cuda
 from bnexport.native.library import CUDA_ENVIRONMENT_VARIABLE
+from bnexport.schema import GRAD_REDUCTIONS
 from bnexport.sync_bn import kernels
-
-
-@pytest.fixture(scope="module")
-def library_file(tmp_path_factory):
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(libraries, "BUILD", tmp_path_factory.mktemp("cuda"))
-        assert libraries.build_emulated() == ""
-        return libraries.BUILD / libraries.NAMES[CUDA_ENVIRONMENT_VARIABLE]
-
-
-@pytest.fixture
-def fresh(monkeypatch):
-    cuda.library.cache_clear()
-    yield monkeypatch
-    cuda.library.cache_clear()
-
-
-@pytest.fixture
-def emulated(fresh, library_file):
-    fresh.setenv(CUDA_ENVIRONMENT_VARIABLE, str(library_file))
 
 
 def test_a_missing_library_is_an_error_that_says_how_to_get_one(fresh, tmp_path):
@@ -93,12 +71,34 @@ def test_a_workspace_that_is_too_small_or_not_aligned_is_refused(emulated):
         calls.forward()
 
 
+SMALL = ((65, 3), (5, 8, 9, 9), (2, 3, 60, 60))
+LARGE = ((3, 2, 11111), (2000, 40), (2, 130, 10, 10), (9, 64, 6, 6), (7, 3, 49))
+
+
+@pytest.mark.parametrize("shapes", [SMALL, pytest.param(LARGE, marks=pytest.mark.cpp)], ids=["small", "large"])
 @pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
-def test_closed_forms(emulated, dtype):
+def test_closed_forms(emulated, dtype, shapes):
+    """Rows and columns of one part and of several, aligned or not, in place, twice in other orders of threads."""
     torch.manual_seed(3)
-    for shape in [(65, 3), (5, 8, 9, 9), (2, 3, 60, 60)]:
+    for shape in shapes:
         for channels_last in (False, True) if len(shape) == 4 else (False,):
             verify.verify_all(verify.cases_of(shape, dtype, channels_last), "cpu")
+
+
+@pytest.fixture
+def many_multiprocessors(emulated):
+    cuda.library().emulated_resize(ctypes.c_int64(160))
+    yield
+    cuda.library().emulated_resize(ctypes.c_int64(6))
+
+
+def test_more_parts_than_a_block_has_threads(many_multiprocessors):
+    for shape in [(1, 1, 300_000), (300_000, 2)]:
+        calls = Calls(*(torch.randn(shape, dtype=torch.float64) + 3 for _ in range(2)))
+        assert calls.size > 128 * shape[1] * 24  # bytes of the parts' moments
+        calls.forward()
+        calls.backward()
+        verify.check(calls, verify.expected(calls), shape)
 
 
 @pytest.fixture
@@ -195,7 +195,11 @@ def test_a_layer_makes_the_same_call_on_both_devices(device_kernels, channels_la
         assert new_mean is mean and new_var is var
         sums = layer.backward_row(dy, x, *saved, "N")
         rows = torch.stack([sums, 3 * sums])
-        grads = layer.backward(dy, x, weight, *saved, True, (True,) * 3, "N", "mean", sums, rows)
+        grads = [
+            grad
+            for reduction in GRAD_REDUCTIONS
+            for grad in layer.backward(dy, x, weight, *saved, True, (True,) * 3, "N", reduction, sums, rows)
+        ]
         alone = layer.forward(x, (mean, None, None, bias), True, 1.0, 0.0, "exact", None)
         fixed = layer.forward(x, (mean, var, None, bias), False, 1.0, 0.5, "exact", None)
         results.append([row, y, mean, var, *saved, sums, *grads, *(it for it in (*alone, *fixed) if it is not None)])

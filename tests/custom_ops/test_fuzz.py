@@ -13,9 +13,9 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from bnexport import schema, tolerances
+from bnexport import schema
 from bnexport.native import capi
-from tests.support import kernel_oracle as oracle
+from tests.support import kernel_reference as reference
 from tests.support.node_models import FORWARD_INPUTS, FORWARD_OUTPUTS, GRAD_INPUTS, node_model, run, session
 
 CASES = int(os.environ.get("BNEXPORT_FUZZ_CASES", "400"))
@@ -100,13 +100,13 @@ class Case:
         rng = self.rng = np.random.default_rng([SEED, seed])
         self.operator = pick(rng, schema.OPERATORS)
         self.forward = self.operator is schema.SYNC_BATCH_NORM
-        self.dtype = pick(rng, list(oracle.DTYPES))
+        self.dtype = pick(rng, list(reference.DTYPES))
         self.shape = random_shape(rng)
         self.attributes, self.refused = random_attributes(rng, self.operator)
         self.threads = int(rng.integers(1, 4))
         self.domain = pick(rng, schema.ACCEPTED_DOMAINS)
         C = self.channels = self.shape[1] if len(self.shape) > 1 else 3
-        T, S = oracle.DTYPES[self.dtype], oracle.statistics_dtype(self.dtype)
+        T, S = reference.DTYPES[self.dtype], reference.statistics_dtype(self.dtype)
         self.mean, self.std = pick(rng, [(0, 1), (5, 1), (1e3, 1), (-20, 1e-3), (0, 300), (2, 0)])
 
         def statistic(positive=False):
@@ -180,36 +180,13 @@ class Case:
     def check_forward(self, got):
         feeds, training = self.feeds, self.attribute("training_mode")
         copies = 2 if self.group_size == 2 and training else 1
-        options = {
-            "momentum": self.attribute("momentum"),
-            "eps": self.attribute("eps"),
-            "stats_mode": self.attribute("stats_mode"),
-        }
-        want = oracle.forward(
-            [feeds["input"]] * copies,
-            *(feeds.get(n) for n in ("weight", "bias", "running_mean", "running_var")),
-            training=training,
-            **options,
-        )[0]
+        options = {name: self.attribute(name) for name in ("momentum", "eps", "stats_mode")}
+        vectors = [feeds.get(n) for n in ("weight", "bias", "running_mean", "running_var")]
+        want = reference.group_forward([feeds["input"]] * copies, *vectors, training=training, **options)[0]
         assert got["output"].shape == self.shape
-        condition = oracle.condition_of(feeds["input"], want.mean, want.invstd)
-        weight = float(np.abs(feeds.get("weight", np.ones(1))).max(initial=0))
-        std = float(oracle.wide(feeds["input"]).std()) if feeds["input"].size else 0.0
-        scale = max(1.0, std, abs(self.mean), std * std)
-        statistic = tolerances.statistic(self.dtype, scale=scale * 3)
-        bounds = {
-            "output": (want.y, tolerances.forward(self.dtype, condition=condition, weight=weight)),
-            "running_mean_out": (want.running_mean, statistic),
-            "running_var_out": (want.running_var, statistic),
-            "saved_mean": (want.mean, statistic),
-            # Means of blocks are doubles: for double data their difference carries the condition.
-            "saved_invstd": (
-                want.invstd,
-                tolerances.Tolerance(statistic.rtol * (condition if self.dtype == "float64" else 1), 0),
-            ),
-        }
-        for name, value in got.items():
-            oracle.assert_within(value, *bounds[name], name)
+        results = {name.removesuffix("_out").removeprefix("saved_"): value for name, value in got.items()}
+        old = [np.zeros(1) if vector is None else vector for vector in vectors[2:]]
+        reference.check_forward(self.dtype, want, vectors[0], old, **results)
 
     def check_backward(self, got):
         feeds = self.feeds
@@ -217,29 +194,14 @@ class Case:
         options["training"] = options.pop("training_mode")
         exchanges = options["training"] or options["grad_reduction"] != "local"
         copies = 2 if self.group_size == 2 and exchanges else 1
-        arguments = (feeds.get("weight"), feeds["saved_mean"], feeds["saved_invstd"])
-        want = oracle.backward([feeds["grad_output"]] * copies, [feeds["input"]] * copies, *arguments, **options)[0]
-        mean, invstd = oracle.wide(feeds["saved_mean"]), oracle.wide(feeds["saved_invstd"])
+        given = (feeds.get("weight"), feeds["saved_mean"], feeds["saved_invstd"])
+        dy, x = feeds["grad_output"], reference.wide(feeds["input"])
+        want = reference.group_backward([dy] * copies, [x] * copies, *given, **options)[0]
         # The statistics are made up, so x_hat may be large; it takes the place of 1 in the bound.
-        x_hat = np.abs(
-            (oracle.wide(feeds["input"]) - oracle.spread_out(mean, feeds["input"]))
-            * oracle.spread_out(invstd, feeds["input"])
-        )
-        condition = 1 + float(np.max(np.abs(mean) * invstd, initial=0)) + float(x_hat.max(initial=0)) ** 2
-        w = np.ones_like(invstd) if arguments[0] is None else oracle.wide(arguments[0])
-        dy = float(np.max(np.abs(oracle.wide(feeds["grad_output"])), initial=0))
-        scale = float(np.max(np.abs(w * invstd), initial=0)) * dy
-        bounds = {"grad_input": (want.dx, tolerances.backward_input(self.dtype, condition=condition, scale=scale))}
-        for name, value, absolute in (
-            ("grad_weight", want.dweight, want.absolute_dweight),
-            ("grad_bias", want.dbias, want.absolute_dbias),
-        ):
-            bounds[name] = (
-                value,
-                tolerances.backward_sum(self.dtype, condition=condition, absolute_sum=float(absolute.max(initial=0))),
-            )
-        for name, value in got.items():
-            oracle.assert_within(value, *bounds[name], name)
+        mean, invstd = map(reference.wide, given[1:])
+        x_hat = np.abs((x - reference.along(mean, x)) * reference.along(invstd, x)).max(initial=0)
+        condition = 1 + float(np.max(np.abs(mean) * invstd, initial=0)) + float(x_hat) ** 2
+        reference.check_backward(self.dtype, want, *given, dy, condition=condition, **got)
 
     def __str__(self):
         node = f"{self.operator.name} {self.dtype} {self.shape} {self.inputs} -> {self.outputs} {self.attributes}"

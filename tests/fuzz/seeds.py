@@ -1,10 +1,8 @@
-"""Small models that fuzzing starts from, made of our own: `python -m tests.fuzz.seeds FOLDER` writes them as files."""
+"""Small models that fuzzing starts from, made of our own."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -12,7 +10,6 @@ import onnx.helper
 import onnx.numpy_helper
 from onnx import TensorProto
 
-from bnexport import schema
 from tests.support.onnx_text import batch_norm, model
 
 _NORM = "BatchNormalization ({x}, p_s, p_b, p_m, p_v)"
@@ -142,49 +139,3 @@ def models() -> Iterator[tuple[str, bytes]]:
     floats = _outside()
     floats.graph.initializer[0].CopyFrom(TensorProto(name="w", data_type=1, dims=[64, 32], float_data=[0.5] * 2048))
     yield "float-data", floats.SerializeToString()
-
-
-def nodes() -> Iterator[tuple[str, bytes]]:
-    """Name and bytes of each model of one or two nodes of ours, to run with the library."""
-    for operator in schema.OPERATORS:
-        for dtype in ("float32", "float16", "float64"):
-            for rank in (2, 4):
-                for full in (False, True):
-                    yield f"{operator.name}-{dtype}-{rank}-{full}", _node(operator, dtype, rank, full)
-
-
-def _node(operator: schema.Operator, dtype: str, rank: int, full: bool) -> bytes:
-    element = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "float64": TensorProto.DOUBLE}[dtype]
-    statistics = TensorProto.DOUBLE if dtype == "float64" else TensorProto.FLOAT
-    forward = operator is schema.SYNC_BATCH_NORM
-
-    def info(value: schema.Value) -> onnx.ValueInfoProto:
-        sizes = ["N", 3, "H", "W"][:rank] if value.type == "T" else [3]
-        return onnx.helper.make_tensor_value_info(value.name, element if value.type == "T" else statistics, sizes)
-
-    inputs = [value for value in operator.inputs if full or not value.optional or not forward]
-    outputs = [value for value in operator.outputs if full or value is operator.outputs[0]]
-    outputs = [value for value in outputs if forward or value.name.startswith("grad_")]
-    slots = [value.name if value in outputs else "" for value in operator.outputs]
-    attributes = {attribute.name: attribute.default for attribute in operator.attributes} if full else {}
-    if full and rank == 4:
-        attributes |= {"group": "echo", "group_size": 2}
-    node = onnx.helper.make_node(
-        operator.name, [value.name for value in inputs], slots, name="n", domain="mmcv", **attributes
-    )
-    while node.output and not node.output[-1]:
-        del node.output[-1]
-    graph = onnx.helper.make_graph([node], "g", [info(value) for value in inputs], [info(value) for value in outputs])
-    imports = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("mmcv", 1)]
-    return onnx.helper.make_model(graph, opset_imports=imports, ir_version=8).SerializeToString()
-
-
-def write(folder: Path, seeds: Iterator[tuple[str, bytes]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, data in seeds:
-        (folder / f"{name}.onnx").write_bytes(data)
-
-
-if __name__ == "__main__":
-    for name, seeds in (("models", models()), ("nodes", nodes())):
-        write(Path(sys.argv[1]) / name, seeds)

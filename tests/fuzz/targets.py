@@ -8,23 +8,16 @@ SECONDS, or more than MEMORY bytes over what the process had when it began.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import onnxruntime
-
 from bnexport.errors import BnexportError
 from bnexport.folding import fold, inspect
 from bnexport.model_io import load, save
-from bnexport.native import capi
-from bnexport.runtime import engine
 from tests.fuzz import seeds
 
 SECONDS = 10.0
@@ -106,67 +99,8 @@ def load_fold_save(data: bytes, folder: Path) -> bool:
     return not refusals
 
 
-@capi.ALL_GATHER
-def _echo(_, send, receive, count, error, capacity):  # type: ignore[no-untyped-def]
-    """Two processes that hold the same data."""
-    for rank in range(2):
-        ctypes.memmove(receive + 8 * count * rank, send, 8 * count)
-    return 0
-
-
-def prepare_nodes() -> None:
-    prepare_models()
-    onnxruntime.set_default_logger_severity(4)
-    capi.register_group("echo", 2, 0, _echo)
-
-
-_TYPES = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(double)": np.float64,
-    "tensor(int64)": np.int64,
-    "tensor(int32)": np.int32,
-    "tensor(bool)": np.bool_,
-}
-_SIZES = (0, 1, 2, 3, 3, 3, 5, 17)
-
-
-def run_nodes(data: bytes, folder: Path) -> bool:
-    """Nodes of ours in ONNX Runtime, with random arrays of the declared types and of odd shapes."""
-    path = folder / "model.onnx"
-    path.write_bytes(data)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    with _checked_errors() as refusals:
-        loaded = engine.load(path, options)
-        generator = np.random.default_rng(zlib.crc32(data))
-        feeds, sizes = {}, {}
-        for value in loaded.runtime.session.get_inputs():
-            if value.type not in _TYPES:
-                return True  # NumPy has no such arrays; the session was made.
-            shape = [
-                size
-                if isinstance(size, int) and 0 <= size <= 64
-                else sizes.setdefault(size, int(generator.choice(_SIZES)))
-                for size in value.shape
-            ]
-            if len(shape) > 8 or generator.random() < 0.03:
-                shape = [int(generator.choice(_SIZES)) for _ in range(int(generator.integers(0, 6)))]
-            if np.prod(shape, dtype=np.float64) > 2**20:
-                shape = [1] * len(shape)
-            feeds[value.name] = (generator.standard_normal(shape) * 3).astype(_TYPES[value.type])
-        loaded.run(feeds)
-    return not refusals
-
-
 def prepare_models() -> None:
     logging.disable(logging.WARNING)  # onnx-ir's, for odd models
 
 
-TARGETS = {
-    target.name: target
-    for target in (
-        Target("models", seeds.models, prepare_models, load_fold_save),
-        Target("nodes", seeds.nodes, prepare_nodes, run_nodes),
-    )
-}
+MODELS = Target("models", seeds.models, prepare_models, load_fold_save)

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 
 from bnexport import schema, tolerances
 from bnexport.native.library import register
-from tests.support.kernel_oracle import DTYPES, statistics_dtype
+from tests.support.kernel_reference import DTYPES, statistics_dtype
 from tests.support.providers import open_session
 
 ELEMENT_TYPES = {

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bnexport import SyncBatchNorm, tolerances, torch_versions
+from bnexport import SyncBatchNorm, torch_versions
 from bnexport.sync_bn import distributed, operators
 from tests.support import kernel_reference
-from tests.support.checks import assert_within, condition_of
 from tests.support.cluster import Raised, join, run_once, short_group
 
 C = 3
@@ -34,17 +33,19 @@ def _data(shapes, dtype="float64", mean=1.0, seed=0):
     return [torch.tensor(x).to(kind) for x in xs], [torch.tensor(dy).to(kind) for dy in dys]
 
 
-def _step(group, xs, dys, weight, bias, stats_mode, grad_reduction, layout="contiguous"):
+def _step(group, xs, dys, weight, bias, stats_mode, grad_reduction, layout="contiguous", affine=True):
     """One training step of one layer; everything it yields, and how many collectives it took."""
     rank = dist.get_rank(group)
     x, dy = xs[rank].clone(), dys[rank]
     if layout == "channels_last" and x.dim() == 4:
         x = x.contiguous(memory_format=torch.channels_last)
     S = torch.float64 if x.dtype == torch.float64 else torch.float32
-    module = SyncBatchNorm(x.shape[1], group=group, stats_mode=stats_mode, grad_reduction=grad_reduction).to(S)
-    with torch.no_grad():
-        module.weight.copy_(weight)
-        module.bias.copy_(bias)
+    options = {"stats_mode": stats_mode, "grad_reduction": grad_reduction, "affine": affine}
+    module = SyncBatchNorm(x.shape[1], group=group, **options).to(S)
+    if affine:
+        with torch.no_grad():
+            module.weight.copy_(weight)
+            module.bias.copy_(bias)
     x.requires_grad_()
     y = module(x)
     assert y.stride() == torch.empty_like(x).stride()
@@ -52,47 +53,37 @@ def _step(group, xs, dys, weight, bias, stats_mode, grad_reduction, layout="cont
     return {
         "output": y.detach().double().numpy(),
         "grad_input": x.grad.double().numpy(),
-        "grad_weight": module.weight.grad.double().numpy(),
-        "grad_bias": module.bias.grad.double().numpy(),
+        **{f"grad_{name}": parameter.grad.double().numpy() for name, parameter in module.named_parameters()},
         "running_mean": module.running_mean.numpy(),
         "running_var": module.running_var.numpy(),
     }
 
 
-def _check(cluster, shapes, dtype="float64", stats_mode="exact", grad_reduction="local", mean=1.0, layout="contiguous"):
+def _check(
+    cluster,
+    shapes,
+    dtype="float64",
+    stats_mode="exact",
+    grad_reduction="local",
+    mean=1.0,
+    layout="contiguous",
+    affine=True,
+):
     xs, dys = _data(shapes, dtype, mean)
     weight, bias = torch.tensor([0.5, -1.5, 2.0]), torch.tensor([0.1, 0.2, -0.3])
-    results = cluster.call(len(shapes), _step, xs, dys, weight, bias, stats_mode, grad_reduction, layout)
-    arrays, grads = [x.double().numpy() for x in xs], [dy.double().numpy() for dy in dys]
-    expected = kernel_reference.group_forward(
-        arrays, weight, bias, running_mean=np.zeros(C), running_var=np.ones(C), stats_mode=stats_mode
-    )
-    gradients = kernel_reference.group_backward(
-        grads, arrays, weight, stats_mode=stats_mode, grad_reduction=grad_reduction
-    )
-    condition = condition_of(expected[0])
-    dy_max = max(float(np.abs(g).max(initial=0)) for g in grads)
-    x_hat_max = max(float(np.abs(e.output).max(initial=0)) for e in expected) * 4 + 4
-    count = sum(g.size // C for g in grads)
+    results = cluster.call(len(shapes), _step, xs, dys, weight, bias, stats_mode, grad_reduction, layout, affine)
+    weight, bias = (weight, bias) if affine else (None, None)
+    expected = kernel_reference.group_forward(xs, weight, bias, np.zeros(C), np.ones(C), stats_mode=stats_mode)
+    statistics = expected[0].mean, expected[0].invstd
+    options = {"stats_mode": stats_mode, "grad_reduction": grad_reduction}
+    gradients = kernel_reference.group_backward(dys, xs, weight, *statistics, **options)
+    everyones = torch.cat([dy.flatten() for dy in dys])
     for result, forward, gradient in zip(results, expected, gradients):
-        assert_within(
-            result["output"], forward.output, tolerances.forward(dtype, condition=condition, weight=2.0), "output"
-        )
-        scale = max(
-            1.0, float(np.abs(forward.running_mean).max()), float(forward.running_var.max()), float(forward.var.max())
-        )
-        for name in ("running_mean", "running_var"):
-            assert_within(result[name], getattr(forward, name), tolerances.statistic(dtype, scale=scale), name)
-        scale = float((2.0 * forward.invstd).max() * dy_max)
-        assert_within(
-            result["grad_input"],
-            gradient.grad_input,
-            tolerances.backward_input(dtype, condition=condition, scale=scale),
-            "grad_input",
-        )
-        bound = tolerances.backward_sum(dtype, condition=condition, absolute_sum=max(1.0, dy_max * x_hat_max * count))
-        assert_within(result["grad_weight"], gradient.grad_weight, bound, "grad_weight")
-        assert_within(result["grad_bias"], gradient.grad_bias, bound, "grad_bias")
+        got = {name: result[name] for name in ("output", "running_mean", "running_var")}
+        kernel_reference.check_forward(dtype, forward, weight, (np.zeros(C), np.ones(C)), **got)
+        got = {name: value for name, value in result.items() if name.startswith("grad_")}
+        assert len(got) == (3 if affine else 1)
+        kernel_reference.check_backward(dtype, gradient, weight, *statistics, everyones, **got)
     if stats_mode == "exact":
         # The same statistics on every rank, bit for bit.
         for result in results[1:]:
@@ -143,7 +134,8 @@ def test_random_groups(cluster, data):
     dtype = data.draw(st.sampled_from(["float16", "bfloat16", "float32", "float64"]), label="dtype")
     layout = data.draw(st.sampled_from(["contiguous", "channels_last"]), label="layout")
     reduction = data.draw(st.sampled_from(["local", "mean", "sum"]), label="grad_reduction")
-    _check(cluster, shapes, dtype, mode, reduction, layout=layout)
+    affine = data.draw(st.booleans(), label="affine")
+    _check(cluster, shapes, dtype, mode, reduction, layout=layout, affine=affine)
 
 
 def _count_collectives(group):

@@ -97,15 +97,6 @@ def test_a_group_is_lost_in_a_pickle_until_another_is_set(monkeypatch: pytest.Mo
     assert made(torch.ones(2, 3)).shape == (2, 3)
 
 
-def test_inputs_of_the_wrong_size() -> None:
-    module = SyncBatchNorm(3)
-    with pytest.raises(UsageError, match="got rank 1, expected rank >= 2"):
-        module(torch.ones(3))
-    with pytest.raises(UsageError, match=r"got 4 channels, expected 3 \(num_features\)"):
-        module(torch.ones(2, 4))
-    assert module(torch.ones(2, 3)).shape == (2, 3)
-
-
 def test_the_number_of_channels_of_a_module_that_does_not_say_it() -> None:
     """As a state_dict has it: that of the statistics or of the weight, and where there is neither, an error."""
     for options in ({"affine": False}, {"track_running_stats": False}, {}):

@@ -11,11 +11,17 @@ namespace {
 
 bool has_kernels = true;
 int current = 0;
+// Few, so that small tensors have several parts.
+int64_t multiprocessor_count = 6;
+
+// Every call runs its threads and blocks in another order.
+EmulatedLauncher launcher;
 
 }  // namespace
 
-// The device refuses every kernel; for tests.
+// The device refuses every kernel; has that many multiprocessors. For tests.
 extern "C" __attribute__((visibility("default"))) void emulated_refuse(bool refuses) { has_kernels = !refuses; }
+extern "C" __attribute__((visibility("default"))) void emulated_resize(int64_t count) { multiprocessor_count = count; }
 
 int runtime_version() { return 12090; }
 int device_count() { return 1; }
@@ -31,14 +37,14 @@ int set_device(int device) {
 }
 
 void wait(void*) {}
-int64_t multiprocessors() { return 6; }
+int64_t multiprocessors() { return multiprocessor_count; }
 
 void forward(const bnexport_forward& params, const LaunchPlan& plan, const Workplace& where, double* row) {
-  run_forward(params, plan, where.workspace, EmulatedLauncher(), row);
+  run_forward(params, plan, where.workspace, launcher, row);
 }
 
 void backward(const bnexport_backward& params, const LaunchPlan& plan, const Workplace& where, double* row) {
-  run_backward(params, plan, where.workspace, EmulatedLauncher(), row);
+  run_backward(params, plan, where.workspace, launcher, row);
 }
 
 void copy_and_wait(void* to, const void* from, size_t bytes, bool, void*) { std::memcpy(to, from, bytes); }
