@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bnexport.folding import FoldResult, InlineResult, InspectReport, Verification, fold, inline, inspect, verify
     from bnexport.folding.torch_module import fold_module
     from bnexport.native.library import get_library_path, register
+    from bnexport.recalibration.deviations import statistics
     from bnexport.recalibration.files import recalibrate_file
     from bnexport.recalibration.modules import recalibrate
     from bnexport.runtime.groups import register_group
@@ -55,6 +56,7 @@ _HOMES = {
     "register": "native.library",
     "register_group": "runtime.groups",
     "revert_sync_batchnorm": "sync_bn",
+    "statistics": "recalibration.deviations",
     "verify": "folding",
 }
 

@@ -27,7 +27,7 @@ LONG = {
 
 # Each level may import those before it. Peers of one level do not import each other, the first level apart.
 ORDER = (
-    ("__init__", "errors", "interface", "schema", "startup", "tolerances", "torch_versions"),
+    ("__init__", "errors", "interface", "pages", "schema", "startup", "tolerances", "torch_versions"),
     ("model_io", "native"),
     ("graph", "sync_bn"),
     ("modules", "runtime"),

@@ -15,9 +15,10 @@ from rich.text import Text
 
 from bnexport import interface
 from bnexport.cli.common import Json, app
-from bnexport.cli.output import check_targets, emit, say, table
+from bnexport.cli.output import check_targets, emit, say
 from bnexport.errors import BnexportError, LibraryError, MissingDependencyError
 from bnexport.native import capi, cuda, library
+from bnexport.pages import table
 
 # Check of the installation.
 

@@ -27,9 +27,9 @@ from bnexport.cli.output import (
     is_verbose,
     say,
     status,
-    table,
 )
 from bnexport.errors import UsageError
+from bnexport.pages import table
 
 
 @app.command(

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from bnexport import interface
 from bnexport.errors import MissingFileError, UsageError
 from bnexport.interface import check_onnx_suffix, suggestion
+from bnexport.pages import page, plain
 
 # Two consoles: data on stdout, messages on stderr; verbosity and progress display.
 
@@ -83,11 +82,6 @@ def set_level(*, quiet: bool, verbose: bool) -> None:
 
 def is_verbose() -> bool:
     return _verbose
-
-
-def plain(text: object) -> str:
-    """Text from a model file, without characters that steer a terminal."""
-    return "".join(character if character.isprintable() or character == "\n" else "\ufffd" for character in str(text))
 
 
 def say(text: str) -> None:
@@ -154,22 +148,6 @@ Bench = Annotated[bool, typer.Option("--bench", help="Compare the latency with t
 
 # Batch norms that the last line names; more are counted.
 _NAMED = 3
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>bnexport</title>
-<style>
-  :root {{ color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }}
-  body {{ max-width: 75em; margin: 2em auto; padding: 0 1em; overflow-wrap: anywhere; }}
-  table {{ border-collapse: collapse; margin: 1.5em 0; }}
-  caption {{ text-align: left; font-weight: bold; }}
-  th, td {{ text-align: left; vertical-align: top; padding: 0.2em 0.8em 0.2em 0; border-bottom: 1px solid #8884; }}
-  .number {{ text-align: right; white-space: nowrap; }}
-</style>
-{}
-</html>
-"""
 
 
 def explain_site(report: Any, name: str | None) -> None:
@@ -218,42 +196,9 @@ def latency_json(ratio: Any) -> dict[str, Any]:
 # Results: tables or JSON on stdout, and files, written atomically.
 
 
-def table(
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    *,
-    right: Sequence[str] = (),
-    whole: Sequence[str] = (),
-) -> Table:
-    """Make a table for `emit`, without a heading where no column has a name.
-
-    Columns in `right` hold numbers; those in `whole` are broken last, where the console is narrower than they are.
-    """
-    made = Table(title=plain(title), title_justify="left", show_header=any(columns))
-    for name in columns:
-        justify: Any = "right" if name in right else "left"
-        made.add_column(plain(name), overflow="fold", justify=justify, no_wrap=name in whole)
-    for row in rows:
-        made.add_row(*(cell if isinstance(cell, Text) else plain(cell) for cell in row))
-    return made
-
-
 def write_page(target: Path, lines: Iterable[str], tables: Iterable[Table]) -> None:
-    """Write lines and tables as an HTML page: no script, nothing loaded from elsewhere."""
-
-    def cells(kind: str, texts: Iterable[Any], columns: Sequence[Any]) -> str:
-        made = ((html.escape(plain(text)), column.justify == "right") for text, column in zip(texts, columns))
-        return "".join(f"<{kind}{' class=number' * right}>{text}</{kind}>" for text, right in made)
-
-    body = [f"<p>{html.escape(plain(line))}</p>" for line in lines]
-    for each in tables:
-        columns, rows = each.columns, zip(*(column._cells for column in each.columns))
-        body.append(f"<table><caption>{html.escape(plain(each.title))}</caption>")
-        body.append(f"<tr>{cells('th', (column.header for column in columns), columns)}</tr>")
-        body += [f"<tr>{cells('td', row, columns)}</tr>" for row in rows]
-        body.append("</table>")
-    write_whole(target, _PAGE.format("\n".join(body)))
+    """Write lines and tables as an HTML page."""
+    write_whole(target, page(lines, tables))
 
 
 def emit(data: dict[str, Any], target: str | None, tables: Iterable[Table]) -> None:

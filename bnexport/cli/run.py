@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from bnexport.cli.common import Inputs, Json, Model, Providers, Seed, app
-from bnexport.cli.output import binary_file, check_targets, detail, emit, say, status, table
+from bnexport.cli.output import binary_file, check_targets, detail, emit, say, status
 from bnexport.errors import UnsupportedModelError, UsageError
+from bnexport.pages import table
 
 
 @app.command(

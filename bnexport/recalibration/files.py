@@ -2,9 +2,9 @@
 
 The model is cut in front of its batch norms (`Segments`), and each of them gets its statistics as inputs. Its own input is
 measured where it lies, in float64. `together` goes through the segments once for each batch and gives a batch norm the
-statistics of the batch. `one_by_one` finishes the batch norms of one level after those before it, on all batches. Where the
-values between two levels fit into memory they are kept, so that the next level starts from them; else the segments before run
-again.
+statistics of the batch; `stored` goes through them in the same way with the model's own. `one_by_one` finishes the batch norms of
+one level after those before it, on all batches. Where the values between two levels fit into memory they are kept, so that the
+next level starts from them; else the segments before run again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from bnexport.graph.scopes import GraphContext, new_constant, scopes
 from bnexport.graph.surgery import Surgery
 from bnexport.interface import check_choice
 from bnexport.model_io import check_space, to_proto, walk, write
-from bnexport.model_io.read import Source, open_source
+from bnexport.model_io.read import ModelSource, Source, open_source
 from bnexport.recalibration import moments
 from bnexport.recalibration.report import LayerChange, RecalibrationReport
 from bnexport.runtime import engine
@@ -192,32 +192,41 @@ def recalibrate_file(
     model = opened.model
     if target is not None:
         check_space(target, write.tensor_total(model) * 9 // 10)
-    found, left = _layers(model)
-    segments, inputs, reasons = _segments(model, found)
+    changed, report = measure_file(opened, batches, process_group, layers)
+    if changed:
+        _write(model, list(zip(changed, report.layers, strict=True)))
+        model.metadata_props.pop(certificate.KEY, None)  # the folds that it proves had other statistics
+    if target is not None:
+        own = [opened.path] if opened.path else []
+        write.save(model, target, inputs=own, overwrite_input=overwrite)
+    return RecalibrationResult(to_proto(model) if isinstance(source, onnx.ModelProto) else model, report)
+
+
+def measure_file(
+    opened: ModelSource, batches: Iterable[Any], process_group: Any, layers: str
+) -> tuple[list[_Layer], RecalibrationReport]:
+    """Measure the batch norms of a model, which stays as it is; return those that ran, and old and new statistics of each.
+
+    layers: as `recalibrate_file` takes it, or "stored": in one pass, in which each normalises with its stored statistics.
+    """
+    found, left = _layers(opened.model)
+    segments, inputs, reasons = _segments(opened.model, found)
     sums = moments.Measurement(
         {number: (layer.name, len(layer.old[0])) for number, layer in found.items()}, process_group
     )
     if len(segments):
         run = _FileRun(segments, inputs, found, sums)
-        run.together(batches) if layers == "together" else run.one_by_one(batches)
+        run.one_by_one(batches) if layers == "one_by_one" else run.in_one_pass(batches, stored=layers == "stored")
     reasons = {number: "no values reached it" for number in found if number not in sums.done} | reasons
     left += [(found[number].name, reason) for number, reason in reasons.items()]
     notes = (*opened.notes, *_notes([found[number] for number in sums.done]))
-    changes = {}
+    changes = []
     for number, row in sums.done.items():
         layer, first = found[number], segments.level_of[number] == 0
         new = moments.statistics(row)
-        changes[number] = LayerChange(layer.name, int(row[0]), layer.eps, first, 1, *layer.old, *new)
-    if changes:
-        _write(model, [(found[number], change) for number, change in changes.items()])
-        model.metadata_props.pop(certificate.KEY, None)  # the folds that it proves had other statistics
-    if target is not None:
-        own = [opened.path] if opened.path else []
-        write.save(model, target, inputs=own, overwrite_input=overwrite)
-    report = RecalibrationReport(
-        tuple(changes.values()), tuple(left), layers, sums.passes, sums.batches, sums.rows, notes
-    )
-    return RecalibrationResult(to_proto(model) if isinstance(source, onnx.ModelProto) else model, report)
+        changes.append(LayerChange(layer.name, int(row[0]), layer.eps, first, 1, *layer.old, *new))
+    report = RecalibrationReport(tuple(changes), tuple(left), layers, sums.passes, sums.batches, sums.rows, notes)
+    return [found[number] for number in sums.done], report
 
 
 def _layers(model: ir.Model) -> tuple[dict[int, _Layer], list[tuple[str, str]]]:
@@ -334,13 +343,16 @@ class _FileRun:
         self._kept: collections.deque[tuple[int, Values]] | None = None
         self._bytes = 0
 
-    def together(self, batches: Iterable[Any]) -> None:
-        """Measure all layers in one pass, in which each normalises with the statistics of its batch."""
+    def in_one_pass(self, batches: Iterable[Any], *, stored: bool) -> None:
+        """Measure all layers in one pass, in which each normalises with its stored statistics or those of its batch."""
+        for number, layer in self._layers.items() if stored else ():
+            self._give(number, layer.old)
 
         def run(batch: Any) -> None:
             self._sums.size, values = self._begin(batch)
             for level in range(len(self._segments)):
-                for number, row in self._step(level, values):
+                rows = self._step(level, values)
+                for number, row in () if stored else rows:
                     self._give(number, self._sums.of_batch(number, row))
 
         self._sums.measure(batches, run)

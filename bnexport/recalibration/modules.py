@@ -2,8 +2,8 @@
 
 The module runs in inference: a batch norm normalises with its running statistics. `one_by_one` measures the input of one
 layer in each pass; the layers before it have their new statistics already. `together` measures all of them in one pass, and
-gives each layer the statistics of its batch just before it runs. Nothing else changes: no mode, no counter, no weight; on
-an error the old statistics return.
+gives each layer the statistics of its batch just before it runs; `stored` measures all of them with their own. Nothing else
+changes: no mode, no counter, no weight; on an error the old statistics return.
 """
 
 from __future__ import annotations
@@ -74,6 +74,13 @@ def recalibrate(
         (3.0, 7.0)
     """
     check_choice("layers", layers, moments.MODES)
+    return measure_module(model, batches, process_group, layers)
+
+
+def measure_module(model: nn.Module, batches: Iterable[Any], process_group: Any, layers: str) -> RecalibrationReport:
+    """Measure the batch norms of a module, and replace their statistics unless `layers` is "stored": then one pass, in which
+    each normalises with its stored statistics.
+    """
     found, left = _batch_norms(model)
     old = {name: _statistics(layer) for name, layer in found.items()}
     buffers: Iterator[Any] = (layer.running_mean for layer in found.values())
@@ -85,7 +92,7 @@ def recalibrate(
         run = _ModuleRun(model, found, sums, device)
         try:
             if found:
-                run.together(batches) if layers == "together" else run.one_by_one(batches)
+                run.one_by_one(batches) if layers == "one_by_one" else run.in_one_pass(batches, layers == "stored")
         except BaseException:
             for name, layer in found.items():
                 _write(layer, *old[name])
@@ -169,10 +176,10 @@ class _ModuleRun:
             if name in self._sums.done:
                 _write(self._found[name], *moments.statistics(self._sums.done[name]))
 
-    def together(self, batches: Iterable[Any]) -> None:
-        """Finish all layers in one pass."""
-        self._measure(batches, self._found, replace=True)
-        for name, row in self._sums.done.items():
+    def in_one_pass(self, batches: Iterable[Any], stored: bool) -> None:
+        """Finish all layers in one pass; `stored` ones keep their statistics."""
+        self._measure(batches, self._found, replace=not stored)
+        for name, row in () if stored else self._sums.done.items():
             _write(self._found[name], *moments.statistics(row))
 
     def _measure(
@@ -207,7 +214,7 @@ class _ModuleRun:
                 hook = functools.partial(before, name)
                 hooks.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
             self._sums.measure(batches, run, **options)
-        if replace or "look" in options:
+        if len(names) != 1:  # a pass for one layer follows one for all
             self.order = list(dict.fromkeys([*self._sums.order, *self.order]))
 
     def _forward(self, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -241,7 +248,7 @@ def _inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _tensor(value: Any) -> Any:
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    return torch.from_numpy(np.require(value, requirements="W")) if isinstance(value, np.ndarray) else value
 
 
 def _size(positional: tuple[Any, ...], named: dict[str, Any]) -> int:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from bnexport import pages
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Vector = NDArray[np.float64]
 
@@ -111,6 +116,24 @@ class RecalibrationReport:
             f"{self.passes} pass{'es' * (self.passes > 1)}; "
             f"largest change {worst.largest:.3g} standard deviations, in {worst.name}"
         )
+
+    def tables(self, title: str = "") -> list[Table]:
+        """Return a table of the layers, if there are any."""
+        rows = [
+            (
+                layer.name,
+                len(layer.old_mean),
+                layer.count,
+                f"{abs(layer.shift).max():.3g}",
+                f"{layer.stretch.min():.3g} to {layer.stretch.max():.3g}",
+            )
+            for layer in self.layers
+        ]
+        columns = ("batch norm", "channels", "values a channel", "largest shift, std", "std, new / old")
+        return [pages.table(title, columns, rows, right=columns[1:])] if rows else []
+
+    def _repr_html_(self) -> str:
+        return pages.fragment([self.summary(), *self.warnings()], self.tables())
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything for JSON."""

@@ -36,6 +36,7 @@ CALLS = {
     "fold": (["{folder}/kept.onnx", "{new}/f.onnx"], ["3 of 3 batch norms folded", "verification passed"], "sites"),
     "recalibrate": (["{folder}/kept.onnx", "{new}/r.onnx", "-i", "x:{folder}/x.npy"],
         ["3 batch norms re-estimated on 8 rows", "r.onnx written"], "layers"),
+    "statistics": (["{folder}/kept.onnx", "-i", "x:{folder}/x.npy"], ["3 batch norms measured on 8 rows"], "layers"),
     "inline": (["{folder}/kept.onnx", "{new}/i.onnx"],
         ["3 sync batch norms in inference converted", "verification passed"], "calls"),
     "verify": (["{folder}/kept.onnx", "{folder}/kept.onnx"], ["verification passed"], "outputs"),
@@ -131,6 +132,7 @@ FIRST = {
     "inspect": ["a.onnx"],
     "fold": ["a.onnx", "b.onnx"],
     "recalibrate": ["a.onnx", "b.onnx", "-i", "x:x.npy"],
+    "statistics": ["a.onnx", "-i", "x:x.npy"],
     "inline": ["a.onnx", "b.onnx"],
     "verify": ["a.onnx", "b.onnx"],
     "run": ["a.onnx"],
@@ -145,9 +147,9 @@ def test_options_have_one_name(command, capfd):
     assert (code, err) == (0, "")
     for option in ("--json PATH|-", "-q, --quiet", "-v, --verbose", "-h, --help"):
         assert option in out
-    if command not in ("doctor", "inspect", "recalibrate"):
+    if command not in ("doctor", "inspect", "recalibrate", "statistics"):
         assert "--seed INT" in out
-    if command == "recalibrate":
+    if command in ("recalibrate", "statistics"):
         assert "-i, --input NAME:FILE.npy|FOLDER" in out
     elif command not in ("doctor", "inspect"):
         assert re.search(r"-i, --input NAME:\d+,3,224,224\|NAME:FILE.npy", out)

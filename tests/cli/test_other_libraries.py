@@ -43,6 +43,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 COMMANDS = {
     "run": "run m.onnx -i x:1,3,2,2",
     "recalibrate": "recalibrate m.onnx r.onnx -i x:x.npy --overwrite",
+    "statistics": "statistics m.onnx -i x:x.npy",
     "verify": "verify m.onnx f.onnx -i x:1,3,2,2 --method whole",
 }
 

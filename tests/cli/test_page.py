@@ -10,7 +10,8 @@ import onnx
 import pytest
 
 from bnexport.cli import main
-from bnexport.cli.output import table, write_page
+from bnexport.cli.output import write_page
+from bnexport.pages import table
 from tests.support.onnx_text import batch_norm, model
 
 TAGS = {"html", "meta", "title", "style", "p", "table", "caption", "tr", "th", "td"}
