@@ -128,7 +128,7 @@ cuda: ## the CUDA library in build/cuda (needs nvcc; two minutes on two cores)
 	cmake --build build/cuda --target bnexport_ops_cuda
 
 gpu-kit: ## check and measure the CUDA code in twenty minutes (needs an NVIDIA GPU, torch, and nvcc or built libraries)
-	$(PYTHON) benchmarks/gpu_kit.py
+	$(PYTHON) -m tests.campaign gpu $(ARGS)
 
 # The libraries have no Python ABI and link nothing but the C library: one wheel a machine, py3-none-manylinux.
 CUDA     ?= AUTO

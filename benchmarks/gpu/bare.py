@@ -1,4 +1,4 @@
-"""Section `bare`, and what compute-sanitizer and ncu run: small cases without torch.
+"""What a device is tried with first, and what compute-sanitizer and ncu run: small cases without torch.
 
     python -m benchmarks.gpu.bare sanitize      nine cases, each checked against float64
     python -m benchmarks.gpu.bare profile       five shapes, one call of each direction
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import os
+import functools
 import sys
 from typing import Any
 
@@ -18,8 +18,6 @@ import numpy as np
 
 from benchmarks.gpu import libraries
 from benchmarks.gpu.expected import Expected
-from benchmarks.gpu.report import Report
-from benchmarks.gpu.section import Options
 from bnexport.native import capi, cuda
 
 TYPES = {"float32": np.float32, "float16": np.float16, "float64": np.float64}
@@ -135,16 +133,16 @@ def run_case(case: Case, device: Host | Driver, *, check: bool) -> None:
     want.check(case, **got)
 
 
-def run(report: Report, options: Options) -> None:
-    device = Host() if options.rehearse else Driver()
-    for case in CASES:
-        if report.wanted(str(case)):
-            with report.step(str(case)):
-                run_case(case, device, check=True)
+def steps(_: str) -> dict[str, Any]:
+    return {str(case): functools.partial(try_case, case) for case in CASES}
+
+
+def try_case(case: Case) -> None:
+    run_case(case, Host() if libraries.REHEARSES else Driver(), check=True)
 
 
 def main() -> int:
-    emulated = bool(os.environ.get(libraries.REHEARSAL))
+    emulated = libraries.REHEARSES
     device = Host() if emulated else Driver()
     is_profile = sys.argv[1:] == ["profile"]
     for case in (PROFILED_EMULATED if emulated else PROFILED) if is_profile else CASES:

@@ -1,4 +1,4 @@
-"""Section `bench`: times of both directions against a device copy and PyTorch's kernels.
+"""Times of both directions against a device copy and PyTorch's kernels.
 
 Times are medians of CUDA graph replays that go round a set of inputs larger than L2, so that no run finds its input
 in the cache; outputs are distinct, too. The floor is the traffic of the algorithm (forward: read x twice, write y; backward:
@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import steps
+from benchmarks.gpu import steps as training_steps
 from benchmarks.gpu.calls import DTYPES, Calls
+from benchmarks.gpu.kit import Steps
+from benchmarks.gpu.libraries import DEVICE, REHEARSES
 from benchmarks.gpu.peers import PEERS
-from benchmarks.gpu.report import Report
-from benchmarks.gpu.section import Options
 
 # (N, C, H, W): the five of the performance notes, 16 MB and up in float16 but for the fourth; then small ones.
 SHAPES = [
@@ -37,32 +37,30 @@ ROUNDS = 15
 LAYOUTS = (False, True)  # channels last
 
 
-def run(report: Report, options: Options) -> None:
-    torch.backends.cudnn.benchmark = True  # peers at their best
-    bandwidth, l2, device = 1e3, 0, options.device
-    with report.step("copy") as row:
-        if not options.rehearse:
-            bandwidth, l2 = copy_bandwidth(), torch.cuda.get_device_properties(0).L2_cache_size
-        row.ok, row.value, row.data = None, f"{bandwidth / 1e3:.0f} GB/s", {"gb_per_s": bandwidth / 1e3, "l2_bytes": l2}
-    steps.run(report, options)
-    shapes = SHAPES_EMULATED if options.rehearse else SHAPES
-    cases = [
-        ("group ", shape, torch.float16, channels_last)
-        for shape, channels_last in itertools.product(shapes[:2], LAYOUTS)
-    ]
+def steps(_: str) -> Steps:
+    shapes = SHAPES_EMULATED if REHEARSES else SHAPES
+    cases = [("group ", shape, torch.float16, last) for shape, last in itertools.product(shapes[:2], LAYOUTS)]
     for shape, channels_last in itertools.product(shapes, LAYOUTS):
         types = [torch.float16, torch.float32, *([torch.bfloat16] if shape in shapes[:2] else [])]
         cases += [("", shape, dtype, channels_last) for dtype in types]
+    made = training_steps.steps()
     for group, shape, dtype, channels_last in cases:
         name = f"{group}{'x'.join(map(str, shape))} {DTYPES[dtype]}{' NHWC' if channels_last else ''}"
-        if report.wanted(name, 15):
-            with report.step(name) as row:
-                sets = input_sets(shape, dtype, channels_last, l2, device)
-                row.data = measure_group(sets, device) if group else measure(sets, device)
-                size = sets[0].at["x"].numel() * sets[0].at["x"].element_size()
-                row.data["bytes"] = size
-                row.data["floor_us"] = {direction: tensors * size / bandwidth for direction, tensors in TRAFFIC.items()}
-                row.ok, row.value = None if options.rehearse or group else judge(row.data), summary(row.data)
+        made[name] = partial(run_case, bool(group), shape, dtype, channels_last)
+    return made
+
+
+def run_case(group: bool, shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> dict[str, Any]:
+    torch.backends.cudnn.benchmark = True  # peers at their best
+    bandwidth, l2 = 1e3, 0
+    if not REHEARSES:
+        bandwidth, l2 = copy_bandwidth(), torch.cuda.get_device_properties(0).L2_cache_size
+    sets = input_sets(shape, dtype, channels_last, l2, DEVICE)
+    row = measure_group(sets, DEVICE) if group else measure(sets, DEVICE)
+    size = sets[0].at["x"].numel() * sets[0].at["x"].element_size()
+    floors = {direction: tensors * size / bandwidth for direction, tensors in TRAFFIC.items()}
+    row |= {"bytes": size, "gb_per_s": bandwidth / 1e3, "floor_us": floors}
+    return row | {"right": None if REHEARSES or group else judge(row), "said": summary(row)}
 
 
 def measure_group(sets: list[Calls], device: str) -> dict[str, Any]:

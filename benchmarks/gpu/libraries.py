@@ -1,22 +1,17 @@
-"""Section `build`, and the two compiled libraries of the kit: where they are, how they are built, for a device or an emulated one."""
+"""The two compiled libraries of the kit: where they are, how they are built, for a device or an emulated one."""
 
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from benchmarks.gpu.report import Report
-    from benchmarks.gpu.section import Options
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-REHEARSAL = "BNEXPORT_KIT_REHEARSAL"  # set in all processes of a rehearsal
-BUILD = ROOT / ("build/kit_emulated" if os.environ.get(REHEARSAL) else "build/kit")
+REHEARSES = "BNEXPORT_KIT_REHEARSAL" in os.environ
+DEVICE = "cpu" if REHEARSES else "cuda"  # torch's name of it
+BUILD = ROOT / ("build/kit_emulated" if REHEARSES else "build/kit")
 NAMES = {"BNEXPORT_LIBRARY": "libbnexport_ops.so", "BNEXPORT_CUDA_LIBRARY": "libbnexport_ops_cuda.so"}
 EMULATED = (
     "tests/cpp/cuda/emulated_kernels.cpp", "tests/cpp/cuda/emulator.cpp", "custom_ops/kernels/cuda/launch_plan.cpp",
@@ -24,41 +19,33 @@ EMULATED = (
 )  # fmt: skip
 
 
-def run(report: Report, options: Options) -> None:
-    with report.step("libraries", report.left()) as row:
-        problem = "" if are_given() else build_emulated() if options.rehearse else build(options.architecture)
-        os.environ.update(environment())
-        found = find()
-        row.ok = not problem and len(found) == len(NAMES)
-        row.value = problem or ", ".join(f"{path.name} {path.stat().st_size / 1e6:.1f} MB" for path in found.values())
+def steps(_: str) -> dict[str, Any]:
+    return {"libraries": check}
+
+
+def make() -> str:
+    """Build the libraries unless the environment names both; return what was wrong, "" when nothing was."""
+    if are_given():
+        return ""
+    return build_emulated() if REHEARSES else build(os.environ.get("BNEXPORT_KIT_ARCHITECTURE", "90"))
+
+
+def check() -> str:
+    """Load them, and ask for code for the device."""
+    import torch
+
+    from benchmarks.gpu.kit import NotRun
     from bnexport.native import capi, cuda, library
 
-    with report.step("loading") as row:
-        cuda.library()  # of another version, it is refused
-        row.value = f"version {library.version('cuda')}, operators for {capi.instruction_set()}"
-    with report.step("code for the device") as row:
-        from benchmarks.gpu.report import NotRun
-
-        if not options.rehearse and cuda.driver_version() is None:
-            raise NotRun("no NVIDIA driver")
-        count = cuda.device_count()
-        for index in range(max(count, 1)):  # without one, device 0 gives the driver's reason
-            cuda.check_device(index)
-        row.ok, row.value = count > 0, f"{count} devices"
-    with report.step("machine") as row:
-        row.ok, row.value = None, describe(options.rehearse)
-
-
-def describe(rehearse: bool) -> str:
-    text = f"Python {sys.version.split()[0]}, {platform.machine()}"
-    try:
-        import torch
-    except ImportError:
-        return f"{text}, no torch"
-    text += f", torch {torch.__version__}"
-    if rehearse or not torch.cuda.is_available():
-        return text
-    return f"{text}, {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    cuda.library()  # of another version, it is refused
+    text = f"version {library.version('cuda')}, operators for {capi.instruction_set()}, torch {torch.__version__}"
+    if not REHEARSES and cuda.driver_version() is None:
+        raise NotRun(f"no NVIDIA driver; {text}")
+    count = cuda.device_count()
+    assert count > 0, "no device"
+    for index in range(count):
+        cuda.check_device(index)
+    return text if REHEARSES else f"{text}, {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
 
 
 def find() -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""Section `ort`: the operators in a session of ONNX Runtime's CUDA provider.
+"""The operators in a session of ONNX Runtime's CUDA provider.
 
 The provider is that of an installed onnxruntime-gpu, or a provider's library beside a CPU build of the same
 version; nodes that are not placed on it are an error. In a rehearsal the CPU provider runs our CPU kernels.
@@ -6,7 +6,7 @@ version; nodes that are not placed on it are an error. In a rehearsal the CPU pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.expected import Expected
+from benchmarks.gpu.kit import NotRun, Steps
+from benchmarks.gpu.libraries import REHEARSES
 from benchmarks.gpu.onnx_bytes import TYPES, model, node, tensor, value
-from benchmarks.gpu.report import LIMIT, NotRun, Report, Row
-from benchmarks.gpu.section import Options
 
 PROVIDER = "CUDAExecutionProvider"
+GIVEN = os.environ.get("BNEXPORT_KIT_PROVIDER", "installed")
 SHAPES = [(4, 8, 9, 9), (33, 7), (16, 64, 28, 28)]
 EPS, MOMENTUM = float(np.float32(1e-5)), float(np.float32(0.1))  # as attributes hold them
 FORWARD = {"momentum": 0.1, "eps": 1e-5, "group": "", "group_size": 1, "training_mode": 1, "stats_mode": "exact"}
@@ -39,26 +40,26 @@ VECTORS = {"running_mean": 0.0, "running_var": 1.0, "weight": 1.0, "bias": 0.0}
 class Sessions:
     """Opens sessions on the provider under test."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, provider: str = GIVEN) -> None:
         try:
             import onnxruntime
         except ImportError as error:
             raise NotRun("onnxruntime is not installed") from error
-        self.ort, self.rehearse = onnxruntime, options.rehearse
+        self.ort = onnxruntime
         self.devices: list[Any] = []
-        if self.rehearse:
+        if REHEARSES:
             return
         import torch
 
         torch.cuda.init()  # CUDA's libraries are loaded, which the provider needs
-        if options.provider != "installed":
-            onnxruntime.register_execution_provider_library(PROVIDER, options.provider)
+        if provider != "installed":
+            onnxruntime.register_execution_provider_library(PROVIDER, provider)
             self.devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name == PROVIDER][:1]
             if not self.devices:
-                raise RuntimeError(f"{options.provider}: ONNX Runtime {onnxruntime.__version__} gets no device from it")
+                raise RuntimeError(f"{provider}: ONNX Runtime {onnxruntime.__version__} gets no device from it")
         elif PROVIDER not in onnxruntime.get_available_providers():
             version = onnxruntime.__version__
-            raise NotRun(f"the installed ONNX Runtime {version} has no {PROVIDER}; give one with --provider")
+            raise NotRun(f"the installed ONNX Runtime {version} has no {PROVIDER}; name one in BNEXPORT_KIT_PROVIDER")
 
     def open(self, model: bytes, **provider_options: str) -> Any:
         from bnexport.native.library import register
@@ -66,7 +67,7 @@ class Sessions:
         options = self.ort.SessionOptions()
         options.log_severity_level = 3
         register(options)
-        if self.rehearse:
+        if REHEARSES:
             return self.ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         if not self.devices:
@@ -75,28 +76,14 @@ class Sessions:
         return self.ort.InferenceSession(model, options)
 
 
-def run(report: Report, options: Options) -> None:
-    sessions: Sessions | None = None
-    with report.step("provider") as row:
-        sessions = Sessions(options)
-        row.value = f"ONNX Runtime {sessions.ort.__version__}, {options.provider}"
-    if sessions is None:
-        return
-    steps: list[tuple[str, Callable[[Sessions, Row], None]]] = [
-        (f"operators {dtype} {'x'.join(map(str, shape))}", partial(check_operators, dtype=dtype, shape=shape))
-        for dtype in TYPES
-        for shape in SHAPES
-    ]
-    steps += [
-        ("threads share a session", partial(check_threads, opened=1)),
-        ("two sessions at the same time", partial(check_threads, opened=2)),
-        ("a group of two processes", partial(check_group, options=options)),
-        ("CUDA graph", cuda_graph),
-    ]
-    for name, check in steps:
-        if report.wanted(name):
-            with report.step(name, 70 if "group" in name else LIMIT) as row:
-                check(sessions, row)
+def steps(_: str) -> Steps:
+    return {
+        **{f"operators {dtype}": partial(check_operators, dtype) for dtype in TYPES},
+        "threads share a session": partial(check_threads, 1),
+        "two sessions at the same time": partial(check_threads, 2),
+        "a group of two processes": check_group,
+        "CUDA graph": cuda_graph,
+    }
 
 
 def one_node(op: str, dtype: str, shape: tuple[int, ...]) -> bytes:
@@ -132,16 +119,20 @@ def check(dtype: str, values: dict[str, np.ndarray], got: dict[str, np.ndarray])
     want.check("in a session", **{name: each.astype(np.float64) for name, each in got.items()})
 
 
-def check_operators(sessions: Sessions, row: Row, dtype: str, shape: tuple[int, ...]) -> None:
-    values, got = inputs_of(np.random.default_rng(0), dtype, shape), {}
-    for op in NODES:
-        got |= run_node(sessions.open(one_node(op, dtype, shape)), op, values | got)
-    check(dtype, values, got)
+def check_operators(dtype: str) -> str:
+    sessions = Sessions()
+    for shape in SHAPES:
+        values, got = inputs_of(np.random.default_rng(0), dtype, shape), {}
+        for op in NODES:
+            got |= run_node(sessions.open(one_node(op, dtype, shape)), op, values | got)
+        check(dtype, values, got)
+    return f"ONNX Runtime {sessions.ort.__version__}, {GIVEN}"
 
 
-def check_threads(sessions: Sessions, row: Row, opened: int) -> None:
+def check_threads(opened: int) -> str:
     """Runs of one session, or of two, at the same time, each with its own input."""
     shape, rounds, op = (8, 16, 32, 32), 20, "MMCVSyncBatchNorm"
+    sessions = Sessions()
     all_sessions = [sessions.open(one_node(op, "float32", shape)) for _ in range(opened)]
 
     def work(seed: int) -> None:
@@ -152,13 +143,14 @@ def check_threads(sessions: Sessions, row: Row, opened: int) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
-    row.value = f"4 threads, {rounds} runs each"
+    return f"4 threads, {rounds} runs each"
 
 
-def check_group(sessions: Sessions, row: Row, options: Options) -> None:
+def check_group() -> str:
     from benchmarks.gpu.two_processes import run_two
 
-    row.value = run_two(options, options.provider)
+    Sessions()  # raises where there is none
+    return run_two(GIVEN)
 
 
 def chain(nodes: int, shape: tuple[int, ...], attributes: dict[str, Any] = FORWARD) -> bytes:
@@ -179,14 +171,14 @@ def in_torch(x: Any, nodes: int) -> Any:
     return x
 
 
-def cuda_graph(sessions: Sessions, row: Row) -> None:
+def cuda_graph() -> dict[str, Any]:
     """ONNX Runtime captures a session with our nodes, and replays it on new input."""
-    if sessions.rehearse:
+    if REHEARSES:
         raise NotRun("an emulated device has no graphs")
     import torch
 
     shape = (4, 8, 16, 16)
-    session = sessions.open(chain(2, shape), enable_cuda_graph="1")
+    session = Sessions().open(chain(2, shape), enable_cuda_graph="1")
     x, y = torch.randn(shape, device="cuda"), torch.empty(shape, device="cuda")
     try:
         binding = session.io_binding()
@@ -201,4 +193,4 @@ def cuda_graph(sessions: Sessions, row: Row) -> None:
         session.run_with_iobinding(binding)
         torch.cuda.synchronize()
         worst = max(worst, float((y - in_torch(x, 2)).abs().max()))
-    row.ok, row.value = worst < 1e-4, f"largest difference {worst:.2g} over 4 inputs"
+    return {"right": worst < 1e-4, "said": f"largest difference {worst:.2g} over 4 inputs"}

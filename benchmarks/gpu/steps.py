@@ -1,4 +1,4 @@
-"""Rows of `bench`: training steps of modules, the host's time included, against torch.nn's batch norm and sync batch norm.
+"""Training steps of modules, the host's time included, against torch.nn's batch norm and sync batch norm.
 
 A step is a forward and a backward through autograd, as a training loop makes them, and of ResNet-50 also as one CUDA graph.
 Candidates take turns, and a time is the median of rounds. ResNet-50 stands here in few lines, as no package of models is needed.
@@ -6,6 +6,7 @@ Candidates take turns, and a time is the median of rounds. ResNet-50 stands here
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -17,8 +18,8 @@ from torch import nn
 from torch.nn.modules._functions import SyncBatchNorm as SyncFunction
 
 import bnexport
-from benchmarks.gpu.report import NotRun, Report
-from benchmarks.gpu.section import Options
+from benchmarks.gpu.kit import NotRun, Steps
+from benchmarks.gpu.libraries import DEVICE, REHEARSES
 
 Norm = Callable[[int], nn.Module]
 SHAPES = [(4, 32, 14, 14), (32, 256, 56, 56), (8, 2048, 16, 32)]
@@ -133,24 +134,25 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     return replay
 
 
-def run(report: Report, options: Options) -> None:
-    few, batch = options.rehearse, 2 if options.rehearse else BATCH
-    shapes = itertools.product(SHAPES[:1] if few else SHAPES, (False, True))
-    todo = [(f"module step {'x'.join(map(str, shape))} float16", shape, layout, False) for shape, layout in shapes]
-    for layout, in_graph in itertools.product((False, True), (False, True)):
-        where = f"{' in a CUDA graph' if in_graph else ''}, batch {batch}"
-        todo.append((f"ResNet-50 step{where}", None, layout, in_graph))
-    for title, shape, channels_last, in_graph in todo:
-        name = f"{title}{' NHWC' if channels_last else ''}"
-        if not report.wanted(name, 10 if shape else 30):
-            continue
-        with report.step(name, 60) as row:
-            if few and in_graph:
-                raise NotRun("an emulated device has no graphs")
-            layout = torch.channels_last if channels_last else torch.contiguous_format
-            times = step_times(steps_of(shape, layout, options.device, few, in_graph), options.device, few, bool(shape))
-            row.ok = None if few or shape else times["ours"] <= MOST * times["BatchNorm2d"]
-            row.value, row.data = summary(times), {"us": times, "most": MOST}
+def steps() -> Steps:
+    made: Steps = {}
+    for shape, channels_last in itertools.product(SHAPES[:1] if REHEARSES else SHAPES, (False, True)):
+        name = f"module step {'x'.join(map(str, shape))} float16{' NHWC' if channels_last else ''}"
+        made[name] = functools.partial(measure, shape, channels_last, False)
+    for channels_last, in_graph in itertools.product((False, True), (False, True)):
+        where = f"{' in a CUDA graph' if in_graph else ''}{' NHWC' if channels_last else ''}"
+        made[f"ResNet-50 step{where}"] = functools.partial(measure, None, channels_last, in_graph)
+    return made
+
+
+def measure(shape: tuple[int, ...] | None, channels_last: bool, in_graph: bool) -> dict[str, Any]:
+    if REHEARSES and in_graph:
+        raise NotRun("an emulated device has no graphs")
+    torch.backends.cudnn.benchmark = True  # peers at their best
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    times = step_times(steps_of(shape, layout, DEVICE, REHEARSES, in_graph), DEVICE, REHEARSES, bool(shape))
+    right = None if REHEARSES or shape else times["ours"] <= MOST * times["BatchNorm2d"]
+    return {"right": right, "said": summary(times), "us": times, "most": MOST}
 
 
 def steps_of(

@@ -6,10 +6,11 @@ import csv
 import re
 import subprocess
 import sys
+from functools import partial
+from typing import Any
 
 from benchmarks.gpu import libraries
-from benchmarks.gpu.report import NotRun, Report
-from benchmarks.gpu.section import Options
+from benchmarks.gpu.kit import NotRun
 
 CHECKERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 CLEAN = re.compile(r"(ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards)")
@@ -20,38 +21,35 @@ METRICS = (
 KERNELS = "regex:^(moments|normalise|sums|gradient|forward_channels|backward_channels)"
 
 
-def run_under(program: str, arguments: list[str], cases: str, seconds: float) -> subprocess.CompletedProcess[str]:
+def run_under(program: str, arguments: list[str], cases: str) -> subprocess.CompletedProcess[str]:
     found = libraries.tool(program)
     if found is None:
         raise NotRun(f"{program} is not found")
     command = [found, *arguments, sys.executable, "-m", "benchmarks.gpu.bare", cases]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=max(seconds, 1))
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def sanitize(report: Report, options: Options) -> None:
-    for i, checker in enumerate(CHECKERS):
-        if not report.wanted(checker):
-            continue
-        with report.step(checker, report.left()) as row:
-            arguments = ["--tool", checker, "--report-api-errors", "no", "--error-exitcode", "9"]
-            seconds = (report.left() - 5) / (len(CHECKERS) - i)  # what is left, in equal parts
-            done = run_under("compute-sanitizer", arguments, "sanitize", seconds)
-            output = done.stdout + done.stderr
-            row.ok = done.returncode == 0 and CLEAN.search(output) is not None
-            row.value = "no finding" if row.ok else f"exit code {done.returncode}: {output[-300:]}"
-            row.data = {"output": output[-4000:]} if not row.ok else {}
+def steps(section: str) -> dict[str, Any]:
+    return {"ncu": profile} if section == "profile" else {name: partial(sanitize, name) for name in CHECKERS}
 
 
-def profile(report: Report, options: Options) -> None:
-    with report.step("ncu", report.left()) as row:
-        arguments = ["--csv", "--print-units", "base", "--clock-control", "none", "--kernel-name", KERNELS]
-        done = run_under("ncu", [*arguments, "--metrics", ",".join(METRICS)], "profile", report.left() - 5)
-        if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
-            raise NotRun("ncu may not read counters (ERR_NVGPUCTRPERM: needs CAP_SYS_ADMIN or the driver's setting)")
-        launches = launches_of(done.stdout)
-        if done.returncode != 0 or not launches:
-            raise RuntimeError(f"exit code {done.returncode}, no kernel: {(done.stdout + done.stderr)[-300:]}")
-        row.value, row.data = f"{len(launches)} launches", {"launches": launches}
+def sanitize(checker: str) -> str:
+    done = run_under(
+        "compute-sanitizer", ["--tool", checker, "--report-api-errors", "no", "--error-exitcode", "9"], "sanitize"
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0 and CLEAN.search(output), f"exit code {done.returncode}: {output[-300:]}"
+    return "no finding"
+
+
+def profile() -> dict[str, Any]:
+    arguments = ["--csv", "--print-units", "base", "--clock-control", "none", "--kernel-name", KERNELS]
+    done = run_under("ncu", [*arguments, "--metrics", ",".join(METRICS)], "profile")
+    if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
+        raise NotRun("ncu may not read counters (ERR_NVGPUCTRPERM: needs CAP_SYS_ADMIN or the driver's setting)")
+    launches = launches_of(done.stdout)
+    assert done.returncode == 0 and launches, f"exit code {done.returncode}: {(done.stdout + done.stderr)[-300:]}"
+    return {"said": f"{len(launches)} launches", "launches": launches}
 
 
 def launches_of(text: str) -> list[dict[str, object]]:

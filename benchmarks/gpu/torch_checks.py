@@ -1,4 +1,4 @@
-"""Section `torch`: bnexport's operators and module on the device, kernels and torch operations alike.
+"""bnexport's operators and module on the device, kernels and torch operations alike.
 
 TF32 is off and cuDNN is deterministic: what differs is ours.
 """
@@ -15,8 +15,8 @@ from torch import nn
 import bnexport
 from benchmarks.gpu.calls import DTYPES
 from benchmarks.gpu.expected import Expected
-from benchmarks.gpu.report import LIMIT, NotRun, Report
-from benchmarks.gpu.section import Options
+from benchmarks.gpu.kit import NotRun, Steps
+from benchmarks.gpu.libraries import DEVICE, REHEARSES
 from benchmarks.gpu.two_processes import run_two
 from bnexport import tolerances
 from bnexport.sync_bn import kernels, operators
@@ -26,39 +26,47 @@ SHAPES = [(6, 3), (3, 65, 7, 7), (4, 3, 100, 100), (32, 64, 28, 28), (2, 3, 2, 3
 LAYOUTS = ("contiguous", "channels_last", "transposed")
 
 
-def run(report: Report, options: Options) -> None:
-    device = options.device
+def steps(_: str) -> Steps:
+    checks: dict[str, Callable[[str], None]] = {"the kernels are in use": check_use, "an empty batch": check_empty}
+    checks |= {f"operators {DTYPES[dtype]}": partial(check_operators_of, dtype=dtype) for dtype in DTYPES}
+    for autocast in (None, torch.float16, torch.bfloat16):
+        checks[f"a model trains as with BatchNorm2d, autocast {autocast}"] = partial(check_models, autocast=autocast)
+    on_device = {
+        "a CUDA graph replays a step": check_graph,
+        "nothing waits for the device": check_waits,
+        "torch.compile has one graph": check_compile,
+    }
+    checks |= {name: emulated if REHEARSES else check for name, check in on_device.items()}
+    made: Steps = {"a group of two processes": partial(run_two, "")}
+    for (name, check), backend in itertools.product(checks.items(), ("kernels", "torch")):
+        made[f"{name}, {backend}"] = partial(run_check, check, "torch" if backend == "torch" else "")
+    return made
+
+
+def run_check(check: Callable[[str], None], backend: str) -> None:
     torch.manual_seed(2)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    with report.step("the kernels are in use") as row:
-        row.ok = kernels.usable(torch.zeros(1, 1, device=device).device)
-    checks: list[tuple[str, Callable[[str], None]]] = []
-    for dtype, shape, layout in itertools.product(DTYPES, SHAPES[:3] if options.rehearse else SHAPES, LAYOUTS):
-        name = f"{DTYPES[dtype]} {'x'.join(map(str, shape))} {layout}"
-        checks.append((name, partial(check_operators, dtype=dtype, shape=shape, layout=layout)))
-    for autocast, layout in itertools.product((None, torch.float16, torch.bfloat16), LAYOUTS[:2]):
-        name = f"a model trains as with BatchNorm2d, autocast {autocast}, {layout}"
-        checks.append((name, partial(check_training, autocast=autocast, layout=layout)))
-    checks.append(("an empty batch", check_empty))
-    on_device = [
-        ("a CUDA graph replays a step", check_graph),
-        ("nothing waits for the device", check_waits),
-        ("torch.compile has one graph", check_compile),
-    ]
-    checks += [(name, emulated if options.rehearse else check) for name, check in on_device]
-    if report.wanted("a group of two processes", 20):
-        with report.step("a group of two processes", 70) as row:
-            row.value = run_two(options, "")
-    for (name, check), backend in itertools.product(checks, ("kernels", "torch")):
-        if report.wanted(f"{name}, {backend}"):
-            with report.step(f"{name}, {backend}", 90 if check is check_compile else LIMIT):
-                kernels.backend = "torch" if backend == "torch" else ""
-                check(device)
+    kernels.backend = backend
+    check(DEVICE)
 
 
 def emulated(device: str) -> None:
     raise NotRun("needs a CUDA device")
+
+
+def check_use(device: str) -> None:
+    assert kernels.usable(torch.zeros(1, 1, device=device).device) == (kernels.backend == "")
+
+
+def check_operators_of(device: str, dtype: torch.dtype) -> None:
+    for shape, layout in itertools.product(SHAPES[:3] if REHEARSES else SHAPES, LAYOUTS):
+        check_operators(device, dtype, shape, layout)
+
+
+def check_models(device: str, autocast: torch.dtype | None) -> None:
+    for layout in LAYOUTS[:2]:
+        check_training(device, autocast, layout)
 
 
 def arranged(x: torch.Tensor, layout: str) -> torch.Tensor:

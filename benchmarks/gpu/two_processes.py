@@ -1,9 +1,9 @@
 """A group of two processes that share one device, over gloo: the module, and a node in ONNX Runtime.
 
-    python -m benchmarks.gpu.two_processes RANK STORE DEVICE PROVIDER
+    python -m benchmarks.gpu.two_processes RANK STORE PROVIDER
 
-Each process has a part of one batch and compares its results with those of the whole batch. PROVIDER: as the kit's option; ""
-leaves ONNX Runtime out.
+Each process has a part of one batch and compares its results with those of the whole batch. PROVIDER: as the kit has it; "" leaves
+ONNX Runtime out.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import bnexport
 from benchmarks.gpu import onnx_bytes
 from benchmarks.gpu.calls import DTYPES
 from benchmarks.gpu.expected import Expected, close
+from benchmarks.gpu.libraries import DEVICE
 from benchmarks.gpu.onnx_runtime import FORWARD, VECTORS, Sessions
-from benchmarks.gpu.section import Options
 
 SHAPE = (8, 24, 15, 13)
 PARTS = (slice(0, 5), slice(5, 8))
 SECONDS = 60
 
 
-def run_two(options: Options, provider: str) -> str:
+def run_two(provider: str) -> str:
     """Start both processes and wait for them. AssertionError with what they printed when one fails."""
     with tempfile.TemporaryDirectory() as folder:
         started = [
             subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.gpu.two_processes", str(rank), f"{folder}/store", options.device, provider],
+                [sys.executable, "-m", "benchmarks.gpu.two_processes", str(rank), f"{folder}/store", provider],
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
             for rank in range(len(PARTS))
@@ -67,7 +67,7 @@ def check_module(rank: int, device: str, dtype: torch.dtype, layout: torch.memor
         close(got.double().cpu(), want.want[name][PARTS[rank]], want.bounds[name], f"{name} of process {rank}, {dtype}")
 
 
-def check_session(rank: int, options: Options) -> None:
+def check_session(rank: int, provider: str) -> None:
     bnexport.register_group("kit")
     x, _, want = whole_batch("float32")
     mine = x[PARTS[rank]].float().numpy()
@@ -75,24 +75,24 @@ def check_session(rank: int, options: Options) -> None:
     node = onnx_bytes.node("MMCVSyncBatchNorm", ["x", *VECTORS], ["y"], attributes, "mmcv")
     ends = [onnx_bytes.value(name, "float32", mine.shape) for name in "xy"]
     vectors = [onnx_bytes.tensor(name, np.full(SHAPE[1], each, np.float32)) for name, each in VECTORS.items()]
-    session = Sessions(options).open(onnx_bytes.model([node], ends[:1], ends[1:], vectors))
+    session = Sessions(provider).open(onnx_bytes.model([node], ends[:1], ends[1:], vectors))
     for _ in range(3):
         got = torch.from_numpy(session.run(None, {"x": mine})[0]).double()
         close(got, want.want["y"][PARTS[rank]], want.bounds["y"], f"output of process {rank}")
 
 
 def main() -> int:
-    rank, store, device, provider = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+    rank, store, provider = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=len(PARTS), timeout=timedelta(seconds=SECONDS / 2)
     )
     if provider:
-        check_session(rank, Options(device == "cpu", provider, ""))
+        check_session(rank, provider)
         print("a node, 3 runs")
     else:
         types, layouts = (torch.float32, torch.float16, torch.bfloat16), (torch.contiguous_format, torch.channels_last)
         for dtype, layout in itertools.product(types, layouts):
-            check_module(rank, device, dtype, layout)
+            check_module(rank, DEVICE, dtype, layout)
         print("3 types, 2 layouts")
     torch.distributed.destroy_process_group()
     return 0

@@ -1,4 +1,4 @@
-"""Section `verify`: the CUDA library against float64: every type and layout, odd sizes, large means, groups, CUDA graphs.
+"""The CUDA library against float64: every type and layout, odd sizes, large means, groups, CUDA graphs.
 
 Inputs are random and new for every case; outputs are filled with NaN before, and lie between guards that must not change; each
 result must come out with the same bits a second time.
@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.gpu.calls import DTYPES, Calls
 from benchmarks.gpu.expected import EPS, Expected, along, moments
-from benchmarks.gpu.report import NotRun, Report
-from benchmarks.gpu.section import Options
+from benchmarks.gpu.kit import NotRun, Steps
+from benchmarks.gpu.libraries import DEVICE, REHEARSES
 from bnexport.native import capi
 
 GUARD = 64  # elements
@@ -45,33 +45,36 @@ class Case:
     in_place: bool = False
 
 
-def run(report: Report, options: Options) -> None:
-    torch.manual_seed(1)
-    device = options.device
-    steps: list[tuple[str, float, Callable[[], Any]]] = []
-    for shape, dtype in itertools.product(SHAPES_EMULATED if options.rehearse else SHAPES, DTYPES):
-        for channels_last in (False, True) if len(shape) == 4 else (False,):
-            name = f"{'x'.join(map(str, shape))} {DTYPES[dtype]}{' NHWC' if channels_last else ''}"
-            steps.append((name, 30, functools.partial(verify_all, cases_of(shape, dtype, channels_last), device)))
-    for dtype, channels_last in itertools.product(DTYPES, (False, True)):
-        checks = {f"group on streams, {mode}": functools.partial(verify_group, mode) for mode in capi.STATS_MODES}
-        for name, check in (checks | {"fixed statistics": verify_fixed, "absent vectors": verify_absent}).items():
-            where = f"{DTYPES[dtype]}, {'NHWC' if channels_last else 'NCHW'}"
-            steps.append((f"{name}, {where}", 30, functools.partial(check, dtype, channels_last, device)))
-    on_device = [("two streams at the same time", verify_streams), ("threads on streams of their own", verify_threads)]
+def steps(_: str) -> Steps:
+    made: Steps = {}
+    for shape, dtype in itertools.product(SHAPES_EMULATED if REHEARSES else SHAPES, DTYPES):
+        made[f"{'x'.join(map(str, shape))} {DTYPES[dtype]}"] = functools.partial(verify_shape, shape, dtype)
+    made |= {f"groups, fixed and absent {DTYPES[dtype]}": functools.partial(verify_ways, dtype) for dtype in DTYPES}
+    on_device: Steps = {
+        "two streams at the same time": verify_streams,
+        "threads on streams of their own": verify_threads,
+    }
     for channels_last, where in ((False, "NCHW"), (True, "NHWC")):
-        on_device.append((f"more than 2^31 elements, {where}", functools.partial(verify_huge, channels_last)))
-        on_device.append((f"CUDA graph, {where}", functools.partial(verify_graph, channels_last)))
-    for name, check_ in on_device:
-        steps.append((name, 60, emulated if options.rehearse else check_))
-    for name, limit, step in steps:
-        if report.wanted(name, 20 if limit > 30 else 5):
-            with report.step(name, limit) as row:
-                row.value = step() or ""
+        on_device[f"more than 2^31 elements, {where}"] = functools.partial(verify_huge, channels_last)
+        on_device[f"CUDA graph, {where}"] = functools.partial(verify_graph, channels_last)
+    return made | {name: emulated if REHEARSES else step for name, step in on_device.items()}
 
 
 def emulated() -> None:
     raise NotRun("an emulated device has one thread, little memory and no graphs")
+
+
+def verify_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for channels_last in (False, True) if len(shape) == 4 else (False,):
+        verify_all(cases_of(shape, dtype, channels_last), DEVICE)
+
+
+def verify_ways(dtype: torch.dtype) -> None:
+    for channels_last in (False, True):
+        for mode in capi.STATS_MODES:
+            verify_group(mode, dtype, channels_last, DEVICE)
+        verify_fixed(dtype, channels_last, DEVICE)
+        verify_absent(dtype, channels_last, DEVICE)
 
 
 def cases_of(shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> Iterator[Case]:

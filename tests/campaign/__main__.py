@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -22,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import bnexport
+from bnexport.errors import LibraryError
 from bnexport.native import library
 from tests.campaign.table import ROOT, Campaign, Row, summary
 from tests.frameworks import environment
@@ -29,6 +31,7 @@ from tests.frameworks import environment
 # Modules with a `CAMPAIGN`, by the name that `make campaign` has for it.
 CAMPAIGNS = {
     "frameworks": "tests.frameworks.campaign",
+    "gpu": "benchmarks.gpu.kit",
     "matrix": "tests.custom_ops.matrix",
     "runtimes": "tests.runtimes.campaign",
     "torch": "tests.torch_versions.campaign",
@@ -76,7 +79,9 @@ class Worker:
 
 def _variables() -> dict[str, str]:
     offline = {"HF_HUB_OFFLINE": "1", "YOLO_OFFLINE": "true", "PYTHONWARNINGS": "ignore"}
-    ours = {library.ENVIRONMENT_VARIABLE: str(library.get_library_path())}
+    ours = {}
+    with contextlib.suppress(LibraryError):  # which the kit for a GPU builds
+        ours[library.ENVIRONMENT_VARIABLE] = str(library.get_library_path())
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **offline, **ours}
 
 

@@ -1,5 +1,5 @@
 """The CUDA library's C API and its loader, with the kernels on an emulated device (tests/cpp/cuda): host memory is
-device memory. The same verification runs on a GPU in benchmarks/gpu_kit.py.
+device memory. The same verification runs on a GPU in benchmarks/gpu.
 """
 
 from __future__ import annotations
