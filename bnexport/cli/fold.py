@@ -16,7 +16,6 @@ from bnexport.cli.common import (
     Html,
     Inputs,
     Json,
-    Model,
     Overwrite,
     ProofSeconds,
     Providers,
@@ -52,78 +51,31 @@ from bnexport.pages import table
     place=20,
     examples=(
         "bnexport inspect model.onnx",
-        "bnexport inspect model.onnx --json -",
+        "bnexport inspect kept.onnx folded.onnx --json -",
     ),
 )
-def inspect(model: Model, fixed_initializers: FixedInitializers = False, json_target: Json = None) -> None:
+def inspect(
+    models: Annotated[list[Path], typer.Argument(metavar="MODEL...", help="ONNX files; several are put side by side.")],
+    fixed_initializers: FixedInitializers = False,
+    json_target: Json = None,
+) -> None:
     """Lists a model's operators, batch norms, groups and sizes."""
     from bnexport import folding
+    from bnexport.graph.inspection import side_by_side
 
     check_targets(json=json_target)
-    report = folding.inspect(model, fixed_initializers=fixed_initializers)
-    kinds = [f"{count} {name}" for name, count in report.op_counts.items()]
-    shown = len(kinds) if is_verbose() else 8
-    if len(kinds) > shown:
-        rest = sum(list(report.op_counts.values())[shown:])
-        kinds[shown:] = [f"and {rest} of {len(kinds) - shown} more kinds"]
-    operators = ", ".join(kinds)
-    opsets = ", ".join(f"{name or 'onnx'} {version}" for name, version in report.opsets.items())
-    summary = (
-        ("producer", report.producer),
-        ("IR version, opsets", f"{report.ir_version}, {opsets}"),
-        ("inputs", "\n".join(_value(value) for value in report.inputs)),
-        ("outputs", "\n".join(_value(value) for value in report.outputs)),
-        ("nodes", f"{report.nodes:,} ({operators})"),
-        ("parameters", f"{report.parameter_count:,} ({report.parameter_bytes:,} bytes)"),
-        ("functions", ", ".join(report.functions) or "none"),
-        ("groups", ", ".join(f"{name or 'none'} (size {size})" for name, size in report.groups) or "none"),
-        ("external files", ", ".join(report.external_files) or "none"),
-    )
-    tables = [table(str(model), ("", ""), summary)]
-    if report.batch_norms:
-        tables.append(_batch_norms(report.batch_norms))
-    for note in report.notes:
-        say(f"note: {note}")
-    if not report.batch_norms:
-        say("no batch norms: there is nothing to fold, unless an exporter wrote them as arithmetic")
-    emit(report.to_dict(), json_target, tables)
-
-
-def _batch_norms(norms: Any) -> Any:
-    """Return a table with a row for each batch norm; what all have in common is in its title."""
-    described = [
-        {"operator": f"{norm.domain or 'onnx'}:{norm.op_type}"}
-        | {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in norm.attributes.items()}
-        for norm in norms
-    ]
-    common = {name: value for name, value in described[0].items() if all(each.get(name) == value for each in described)}
-    rows = [
-        (
-            norm.node,
-            norm.channels or "",
-            _shape(norm.input_shape),
-            ", ".join(f"{name}={value}" for name, value in each.items() if name not in common and value),
-        )
-        for norm, each in zip(norms, described)
-    ]
-    shared = ", ".join(f"{name} {value}" for name, value in common.items() if value)
-    title = f"{len(rows)} batch norm{'s' * (len(rows) != 1)}{f', with {shared}' if shared else ''}"
-    columns = ("node", "channels", "input", "attributes")[: 4 if any(row[3] for row in rows) else 3]
-    return table(title, columns, (row[: len(columns)] for row in rows), right=["channels"], whole=["node"])
-
-
-def _value(value: Any) -> str:
-    return f"{value.name}: {value.dtype} {_shape(value.shape)}"
-
-
-def _shape(shape: tuple[Any, ...] | None) -> str:
-    """Return the sizes in brackets: ? for an unknown one, * for one that is computed from others."""
-    if shape is None:
-        return ""
-    sizes = (
-        "?" if size is None else size if str(size).isidentifier() or isinstance(size, int) else "*" for size in shape
-    )
-    return f"({', '.join(map(str, sizes))})"
+    reports = [folding.inspect(model, fixed_initializers=fixed_initializers) for model in models]
+    for model, report in zip(models, reports):
+        at = f"{model}: " if len(models) > 1 else ""
+        for note in report.notes:
+            say(f"note: {at}{note}")
+        if not report.batch_norms:
+            say(f"{at}no batch norms: there is nothing to fold, unless an exporter wrote them as arithmetic")
+    if len(models) > 1:
+        data = {"models": [report.to_dict() for report in reports]}
+        emit(data, json_target, [side_by_side(list(map(str, models)), reports, everything=is_verbose())])
+    else:
+        emit(reports[0].to_dict(), json_target, reports[0].tables(everything=is_verbose()))
 
 
 @app.command(
@@ -274,18 +226,14 @@ def write_html(report: Any, path: Path) -> None:
     from bnexport import folding
 
     result = report.verification
-    files = " to ".join(str(each) for each in (report.source, report.target) if each)
-    lines = [f"{files}: {report.summary()}", *report.notes, *([] if result is None else [verdict(result)])]
     tables = folding.render(report, everything=True, most=None)
-    write_page(path, lines, tables + ([] if result is None else _outputs("Outputs", result)))
+    write_page(path, report.lines(), tables + ([] if result is None else _outputs("Outputs", result)))
 
 
 def verdict(result: Any, *, wanted: bool = True, folds: bool = True) -> str:
     """Return the line that every command prints about a verification. folds: whether to count folds."""
-    text = result.summary(folds=folds)
-    if result.status == "not_verified":
-        return f"{'warning: ' if wanted else ''}{text}"
-    return f"verification {result.status}: {text}"
+    unasked = result.status != "not_verified" or not wanted
+    return f"{'' if unasked else 'warning: '}{result.line(folds=folds)}"
 
 
 def _inputs_of(result: Any) -> str:

@@ -47,6 +47,9 @@ class FoldResult:
     def __repr__(self) -> str:
         return f"FoldResult({type(self.model).__name__}, {self.report!r})"
 
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_()
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as the command line prints it with --json."""
         return self.report.to_dict()

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from bnexport import schema
+from bnexport import pages, schema
 from bnexport.folding.rules import ALL
-from bnexport.graph.nodes import is_portable_body, is_standard, is_sync_batch_norm
+from bnexport.graph.nodes import is_portable_body, is_standard, is_sync_batch_norm, kind
 from bnexport.model_io import walk
 from bnexport.model_io.write import tensor_total
 from bnexport.verification.certificate import KEY, LARGEST, Certificate, CertifiedSite
@@ -26,27 +26,29 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Nodes of a model, bodies and functions included; a portable body counts as its node."""
+    """Nodes of a model, bodies and functions included; a portable body counts as its node. operators: nodes by kind."""
 
     nodes: int
     batch_norm: int
     sync_batch_norm: int
     parameter_bytes: int
+    operators: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def count(model: ir.Model) -> Counts:
     """Counts of `model`; the inside of a portable body is not counted."""
-    nodes = batch_norm = sync = 0
+    batch_norm = sync = 0
+    operators: collections.Counter[str] = collections.Counter()
     bodies = (function for function in model.functions.values() if is_portable_body(function))
     skipped = {id(graph) for body in bodies for graph in (body.graph, *body.subgraphs())}
     for graph in walk.graphs(model):
         if id(graph) in skipped:
             continue
         for node in graph:
-            nodes += 1
+            operators[kind(node)] += 1
             batch_norm += is_standard(node, "BatchNormalization")
             sync += is_sync_batch_norm(node)
-    return Counts(nodes, batch_norm, sync, tensor_total(model))
+    return Counts(operators.total(), batch_norm, sync, tensor_total(model), dict(operators.most_common()))
 
 
 # Reports of folds, as data; `render` makes tables of them.
@@ -150,6 +152,15 @@ class FoldReport:
         verdict = "not verified" if self.verification is None else self.verification.status
         return f"FoldReport({self.summary()}, {verdict})"
 
+    def lines(self) -> list[str]:
+        """Return what a page says above its tables."""
+        files = " to ".join(str(each) for each in (self.source, self.target) if each)
+        verdict = [] if self.verification is None else [self.verification.line()]
+        return [f"{files}: {self.summary()}" if files else self.summary(), *self.notes, *verdict]
+
+    def _repr_html_(self) -> str:
+        return pages.fragment(self.lines(), render(self, everything=True))
+
     @property
     def folded(self) -> tuple[SiteReport, ...]:
         """The batch norms that are gone."""
@@ -242,21 +253,20 @@ def within(label: str, name: str) -> bool:
 
 
 def render(report: FoldReport, *, everything: bool = False, most: int | None = _SHOWN) -> list[Table]:
-    """Rich tables of a report: the batch norms that were not folded, or all of them, then the counts.
+    """Rich tables of a report: the batch norms that were not folded, or all of them, then the counts, with the kinds of
+    operators whose numbers changed, or all of them.
 
     most: rows of a table; None for all.
     """
-    from rich.table import Table
-
     tables = []
     if report.kept or (everything and report.sites):
         tables.append(_sites(report, everything, most))
-    counts = Table(title="Before and after", title_justify="left")
-    for column in ("", "before", "after"):
-        counts.add_column(column, justify="right" if column else "left")
-    for name in ("nodes", "batch_norm", "sync_batch_norm", "parameter_bytes"):
-        counts.add_row(name.replace("_", " "), f"{getattr(report.before, name):,}", f"{getattr(report.after, name):,}")
-    return [*tables, counts]
+    both, names = (report.before, report.after), ("nodes", "batch_norm", "sync_batch_norm", "parameter_bytes")
+    rows = [(name.replace("_", " "), *(getattr(each, name) for each in both)) for name in names]
+    kinds = ((name, *(each.operators.get(name, 0) for each in both)) for name in both[0].operators | both[1].operators)
+    rows += [row for row in kinds if everything or row[1] != row[2]]
+    shown = ((name, f"{old:,}", f"{new:,}") for name, old, new in rows)
+    return [*tables, pages.table("Before and after", ("", "before", "after"), shown, right=("before", "after"))]
 
 
 def _sites(report: FoldReport, everything: bool, most: int | None) -> Table:

@@ -6,6 +6,7 @@ others return zeros.
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -229,11 +230,13 @@ def _count(model: nn.Module) -> Counts:
     modules = list(model.modules())
     sync = sum(is_sync_batch_norm(module) for module in modules)
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    leaves = [module for module in modules if not module._modules and not isinstance(module, nn.Identity)]
     return Counts(
-        nodes=sum(not module._modules and not isinstance(module, nn.Identity) for module in modules),
+        nodes=len(leaves),
         batch_norm=sum(isinstance(module, BatchNormBase) for module in modules) - sync,
         sync_batch_norm=sync,
         parameter_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+        operators=dict(collections.Counter(type(module).__name__ for module in leaves)),
     )
 
 

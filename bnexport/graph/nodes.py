@@ -75,6 +75,11 @@ def label(node: ir.Node) -> str:
     return printable(f"{node.op_type} -> {output}")
 
 
+def kind(node: ir.Node) -> str:
+    """Return the operator of a node with its domain, if that is not ONNX's."""
+    return f"{node.domain}:{node.op_type}" if node.domain else node.op_type
+
+
 def module_path(node: ir.Node) -> str:
     """Return the path of the torch module that made the node, such as `backbone.bn1`, where its exporter or ours wrote it.
 

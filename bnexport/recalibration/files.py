@@ -136,6 +136,9 @@ class RecalibrationResult:
     model: Any
     report: RecalibrationReport
 
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_()
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as the command line prints it with --json."""
         return self.report.to_dict()

@@ -245,6 +245,11 @@ class Verification:
         text = self._compared()
         return f"{text}; {self.proved}" if folds and text else text or self.proved
 
+    def line(self, *, folds: bool = True) -> str:
+        """Return the summary behind the status, as every command prints it."""
+        text = self.summary(folds=folds)
+        return text if self.status == "not_verified" else f"verification {self.status}: {text}"
+
     def _compared(self) -> str:
         """Return the verdict on outputs, or its reason; empty where nothing but folds was looked at."""
         if self.status == "not_verified":

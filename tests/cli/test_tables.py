@@ -1,10 +1,12 @@
 """Tables: what was not folded and why, no wall of rows, no line wider than the terminal or 120 columns in a pipe."""
 
+import json
 import re
 
 import onnx
 import pytest
 
+import bnexport
 from bnexport.cli import main
 from tests.support import warm
 from tests.support.onnx_text import batch_norm, model
@@ -42,10 +44,36 @@ def test_a_fold_shows_what_stayed_and_why(half, tmp_path, capfd):
 
 def test_where_all_is_folded_there_is_no_table_of_rows(small_files, tmp_path, capfd):
     out, err = call("fold", small_files / "kept.onnx", tmp_path / "f.onnx", capfd=capfd)
-    assert out.count("\n") == 9 and "reason" not in out
+    assert out.count("\n") == 10 and "reason" not in out
+    assert re.search(r"mmcv:MMCVSyncBatchNorm\W+3\W+0\W", out) and "Relu" not in out
     assert "3 of 3 batch norms folded into convolutions" in err
     out, err = call("fold", tmp_path / "f.onnx", tmp_path / "again.onnx", capfd=capfd)
     assert out.count("\n") == 9 and "nothing to fold" in err
+    out, _ = call("fold", small_files / "kept.onnx", tmp_path / "f.onnx", "--overwrite", "-v", capfd=capfd)
+    assert re.search(r"Relu\W+3\W+3\W", out)
+
+
+def test_several_models_are_put_side_by_side(half, tmp_path, capfd):
+    call("fold", half, tmp_path / "f.onnx", capfd=capfd)
+    call("inspect", half, tmp_path / "f.onnx", "--json", tmp_path / "both.json", capfd=capfd)
+    out, _ = call("inspect", half, tmp_path / "f.onnx", capfd=capfd)
+    words = " ".join(re.sub("[│┃]", " ", out).split())
+    assert (
+        "BatchNormalization 2 1" in words and "nodes 4 3" in words and "Relu" not in words and "-v shows all" in words
+    )
+    out, _ = call("inspect", half, tmp_path / "f.onnx", "-v", capfd=capfd)
+    assert "Relu 1 1" in " ".join(re.sub("[│┃]", " ", out).split())
+    reports = json.loads((tmp_path / "both.json").read_text())["models"]
+    assert [report["op_counts"].get("BatchNormalization") for report in reports] == [2, 1]
+
+
+def test_reports_show_themselves_in_a_notebook(half, tmp_path):
+    result = bnexport.fold(half, tmp_path / "f.onnx")
+    page = result._repr_html_()
+    assert page == result.report._repr_html_() and "1 of 2 batch norms folded" in page and "verification passed" in page
+    assert "<td>BatchNormalization</td><td class=number>2</td><td class=number>1</td>" in page
+    page = bnexport.inspect(half)._repr_html_()
+    assert "2 batch norms" in page and "<script" not in page and "<td>second</td>" in page
 
 
 def test_operators_add_up(tmp_path, capfd):
