@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -109,6 +111,28 @@ def interpolate(mode: str, **options: float) -> Function:
     return lambda x: F.interpolate(x, mode=mode, **options)
 
 
+# Ways of a factor at which float32 computes other sizes than float64, as torch does.
+RESAMPLING: dict[str, dict[str, Any]] = {
+    "linear": {"mode": "bilinear"},
+    "corners": {"mode": "bilinear", "align_corners": True},
+    "cubic": {"mode": "bicubic"},
+    "recomputed": {"mode": "bilinear", "recompute_scale_factor": True},
+    "area": {"mode": "area"},
+    "nearest": {"mode": "nearest"},
+    "nearest recomputed": {"mode": "nearest", "recompute_scale_factor": True},
+}
+
+
+def resize(x: torch.Tensor, size: Any) -> torch.Tensor:
+    """As MMSegmentation's does."""
+    return F.interpolate(x, tuple(int(n) for n in size), mode="bilinear", align_corners=False)
+
+
+def past_a_trace(x: torch.Tensor) -> torch.Tensor:
+    """As code outside Python would, it takes the number out of a size; an exporter cannot follow."""
+    return F.interpolate(x, [(n * 0.5).__int__() for n in x.shape[2:]], mode="bilinear", align_corners=False)
+
+
 CASES = {
     "convolution": Case(lambda x: x),
     "global average": Case(nn.AdaptiveAvgPool2d(1), empty=_REDUCE),
@@ -134,6 +158,25 @@ CASES = {
     "twice the size": Case(lambda x: F.interpolate(x, (x.shape[2] * 2, x.shape[3] * 2), mode="bilinear")),
     "int of half": Case(lambda x: F.interpolate(x, (int(x.shape[2] * 0.5), int(x.shape[3] * 0.5)), mode="bilinear")),
     "int of 0.7": Case(lambda x: F.interpolate(x, (int(x.shape[2] * 0.7), x.shape[3]), mode="bilinear"),
+        {"torchscript": (frozenset({2}), "differs from torch")}),
+    # The kernels of torch for the nearest value differ among themselves where 2 values become 4, as a factor of 2.3 does.
+    **{f"{name} by {factor}": Case(interpolate(scale_factor=factor, **way)) for factor in (2.3, 0.7)
+        for name, way in RESAMPLING.items() if (name, factor) != ("nearest", 2.3)},
+    "area of the width": Case(lambda x: F.interpolate(x, (4, x.shape[3]), mode="area")),
+    # A position lies on the border of two, as 10 of 2.3 times 10: Resize takes another neighbour.
+    "nearest at ties": Case(interpolate("nearest", scale_factor=0.3)),
+    "past a trace": Case(past_a_trace, {"dynamo": (IMAGE, "a condition at"), "torchscript": (IMAGE, "differs from torch at 131")}),
+    "operator": Case(lambda x: torch.ops.aten.adaptive_avg_pool2d(x, (2, 2)), {"torchscript": (IMAGE,
+        "the exporter cannot write it for other sizes: Unsupported: ONNX export of operator adaptive")}),
+    "square": Case(lambda x: x + x.transpose(2, 3)),
+    "norm of the batch": Case(nn.BatchNorm2d(4, track_running_stats=False)),
+    "norm of the batch without parameters": Case(nn.BatchNorm2d(4, track_running_stats=False, affine=False)),
+    "int of two factors": Case(lambda x: resize(x, (x.shape[2] * 0.5, x.shape[3] * 1.375))),
+    "int of another's size": Case(lambda x: resize(F.max_pool2d(x, 2), x.shape[2:]) + x),
+    "int of a third": Case(lambda x: x[:, :, : int(x.shape[2] / 3), int(x.shape[3] / 7) :]),
+    "int, rounded twice": Case(lambda x: resize(x, (x.shape[2] / 3 * 3, x.shape[3])),
+        {"torchscript": (frozenset({2}), "differs from torch")}),
+    "int, rounded up": Case(lambda x: x[:, :, math.floor(x.shape[2] * 0.7) - 1 : math.ceil(x.shape[2] * 0.7)],
         {"torchscript": (frozenset({2}), "differs from torch")}),
     "flatten into Linear": Case(nn.Sequential(nn.Flatten(), nn.Linear(4 * 8 * 8, 5)),
         both(IMAGE, "the model ran at no other size")),

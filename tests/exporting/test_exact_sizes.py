@@ -11,17 +11,9 @@ from torch.nn import functional as F
 
 import bnexport
 from bnexport.exporting import exact_sizes
+from tests.exporting.size_corpus import RESAMPLING
 from tests.support.checks import needs_dynamo
 
-WAYS = {
-    "linear": {"mode": "bilinear"},
-    "corners": {"mode": "bilinear", "align_corners": True},
-    "cubic": {"mode": "bicubic"},
-    "recomputed": {"mode": "bilinear", "recompute_scale_factor": True},
-    "area": {"mode": "area"},
-    "nearest": {"mode": "nearest"},
-    "nearest recomputed": {"mode": "nearest", "recompute_scale_factor": True},
-}
 # At the first three, float32 computes another size for 2.3 or 0.7.
 SIZES = [(50, 90), (100, 7), (170, 4), (10, 13), (230, 6)]
 
@@ -41,18 +33,6 @@ def check(result, model, shapes):
         x = torch.randn(1, 2, *shape)
         (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
         np.testing.assert_allclose(got, model(x).detach(), rtol=1e-3, atol=1e-3, err_msg=str(shape))
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("exporter", [pytest.param("dynamo", marks=pytest.mark.slow), "torchscript"])
-def test_sizes_are_those_of_torch(exporter, way, tmp_path):
-    for factor in 2.3, 0.7:
-        model = Resampling(factor, **WAYS[way])
-        x = torch.randn(2, 2, 16, 12)
-        result = bnexport.export(model, x, tmp_path / "m.onnx", exporter=exporter, overwrite=True)
-        assert result.verification.passed
-        assert not result.notes
-        check(result, model, SIZES)
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
@@ -92,7 +72,7 @@ def test_an_exact_factor_stays_a_factor(tmp_path):
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("factor", [2.3, 1.7, 0.7, 0.3, 1 / 3])
 def test_every_size_up_to_512(exporter, factor, tmp_path):
-    for options in WAYS.values():
+    for options in RESAMPLING.values():
         model = Resampling(factor, **options)
         result = bnexport.export(
             model, torch.randn(1, 2, 16, 12), tmp_path / "m.onnx", exporter=exporter, overwrite=True

@@ -38,72 +38,6 @@ class Halves(nn.Module):
         )
 
 
-class Fuse(nn.Module):
-    """As HRNet adds branches: the smaller one is resized to the size of the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.large = conv_and_norm()
-        self.small = nn.Conv2d(3, 4, 3, stride=2, padding=1)
-
-    def forward(self, x):
-        large = self.large(x)
-        return large + F.interpolate(self.small(x), large.shape[2:], mode="bilinear", align_corners=False)
-
-
-class Skip(nn.Module):
-    """As U-Net does: the upsampled map is padded to the size of the skipped one."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = conv_and_norm()
-
-    def forward(self, x):
-        x = self.body(x)
-        y = F.interpolate(F.max_pool2d(x, 2), scale_factor=2)
-        rows, columns = x.shape[2] - y.shape[2], x.shape[3] - y.shape[3]
-        return torch.cat([x, F.pad(y, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))], 1)
-
-
-def flat():
-    return nn.Sequential(conv_and_norm(), nn.Flatten(), nn.Linear(4 * 6 * 6, 5))
-
-
-class Square(nn.Module):
-    def forward(self, x):
-        return x + x.transpose(2, 3)
-
-
-class Operator(nn.Module):
-    """The operator itself, past the function of torch.nn.functional."""
-
-    def forward(self, x):
-        return torch.ops.aten.adaptive_avg_pool2d(x, (2, 2))
-
-
-# The model, its dynamic dimensions in the file, and what the note says of each other one.
-NETS = {
-    "adaptive": (nn.AdaptiveAvgPool2d(2), DYNAMIC, None),
-    "half": (Halves(), ["batch", 3, 6, 6], "the exported model differs from torch at 131"),
-    "flat": (flat(), ["batch", 3, 6, 6], "the model ran at no other size that was tried"),
-    "operator": (
-        Operator(),
-        ["batch", 3, 6, 6],
-        "the exporter cannot write it for other sizes: Unsupported: ONNX export of operator adaptive",
-    ),
-    "fuse": (Fuse(), DYNAMIC, None),
-    "global": (nn.Sequential(conv_and_norm(), nn.AdaptiveAvgPool2d(1)), DYNAMIC, None),
-    "skip": (Skip(), DYNAMIC, None),
-    "square": (Square(), DYNAMIC, None),
-}
-DYNAMO = ["half"]
-CASES = [("torchscript", name) for name in NETS] + [
-    pytest.param("dynamo", name, marks=[] if name in DYNAMO else pytest.mark.slow)
-    for name in NETS
-    if name != "operator"
-]
-
-
 def export(model, tmp_path, **options):
     torch.manual_seed(0)
     options = {"exporter": "torchscript", "overwrite": True, **options}
@@ -128,39 +62,6 @@ def is_right(result, model, shape):
         (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
         return got.shape == tuple(expected.shape) and np.allclose(got, expected, rtol=1e-4, atol=1e-5)
     return True
-
-
-@pytest.mark.parametrize(("exporter", "name"), CASES, ids=str)
-def test_only_what_is_right_is_dynamic(exporter, name, tmp_path):
-    model, shape, cause = NETS[name]
-    result = export(model, tmp_path, exporter=exporter)
-    assert result.verification.passed
-    assert declared(result) == shape
-    if (exporter, name) == ("dynamo", "half"):
-        cause = "a condition at exporting/test_other_sizes.py:"
-    if cause is None:
-        assert not notes(result)
-    else:
-        assert [note.split(")")[0] for note in notes(result)] == [
-            f"input {result.inputs[0]!r}: dimension 2 (height",
-            f"input {result.inputs[0]!r}: dimension 3 (width",
-        ]
-        assert all("stays 6" in note and cause in note for note in notes(result))
-    image = (6, 6) if cause else (9, 9) if name == "square" else (11, 7)
-    assert is_right(result, model, (5, 3, *image))
-
-
-class Rolled(nn.Module):
-    def forward(self, x):
-        return x.roll((x.shape[2] // 2, 1), (2, 3))
-
-
-@pytest.mark.slow
-def test_what_dynamo_cannot_write_for_other_sizes(tmp_path):
-    result = export(Rolled(), tmp_path, exporter="dynamo")
-    assert result.verification.passed
-    assert declared(result) == ["batch", 3, 6, 6]
-    assert all("the exporter cannot write it for other sizes: " in note for note in result.notes)
 
 
 class Filters(nn.Module):
@@ -342,20 +243,6 @@ def test_equal_values_hide_nothing(tmp_path, monkeypatch):
     model = nn.Conv2d(3, 4, 1, bias=False).eval()
     with pytest.raises(VerificationError, match=r"nothing was written: output 'output' in .*: differs"):
         bnexport.export(model, torch.zeros(1, 3, 4, 4), tmp_path / "m.onnx", exporter="torchscript", dynamic=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["half", "flat", "adaptive", "fuse"])
-def test_pt2(name, tmp_path):
-    """A program that its guards limit to the example's size is exported with that size."""
-    model = NETS[name][0].eval()
-    result = bnexport.export(model, torch.randn(2, 3, 6, 6), tmp_path / "m.pt2", format="pt2")
-    assert result.verification.passed
-    free = name in ("adaptive", "fuse")
-    assert free == (not [note for note in result.notes if "stays 6" in note])
-    x = torch.randn(3, 3, *((9, 7) if free else (6, 6)))
-    with torch.no_grad():
-        torch.testing.assert_close(torch.export.load(str(result.path)).module()(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 class More(nn.Module):

@@ -1,6 +1,5 @@
 """Sizes that a model computes with int() stay dynamic in an ONNX file."""
 
-import math
 import sys
 import threading
 
@@ -13,7 +12,6 @@ from torch.nn import functional as F
 
 import bnexport
 from bnexport.errors import UsageError
-from tests.exporting.traces import is_tracer_note
 
 
 class Net(nn.Module):
@@ -36,26 +34,6 @@ def other_uses(x):
     assert isinstance(int(x.shape[2]), int) and not isinstance(2.0, int) and issubclass(bool, int)
     assert int("7") + int(3.9) + int("ff", base=16) + int.from_bytes(b"\1", "big") == 266
     return x * int(x.shape[1])
-
-
-KEPT = {
-    "half": lambda x: F.interpolate(x, (int(x.shape[2] * 0.5), int(x.shape[3] * 1.375)), mode="bilinear"),
-    "same": lambda x: resize(F.max_pool2d(x, 2), x.shape[2:]) + x,
-    "third": lambda x: x[:, :, : int(x.shape[2] / 3), int(x.shape[3] / 7) :],
-    "grid": lambda x: x.flatten(2).reshape(x.shape[0], 4, int((x.shape[2] * x.shape[3]) ** 0.5), -1).sum(3),
-    "other uses": other_uses,
-}
-# float32 gives 63 for 90 * 0.7, float64 62.999...; 10 / 3 * 3 is 10 in one of them only. A trace computes in float32.
-INEXACT = {
-    "inexact factor": lambda x: resize(x, (x.shape[2] * 0.7, x.shape[3])),
-    "rounded twice": lambda x: resize(x, (x.shape[2] / 3 * 3, x.shape[3])),
-    "rounded up": lambda x: x[:, :, math.floor(x.shape[2] * 0.7) - 1 : math.ceil(x.shape[2] * 0.7)],
-}
-FIXED = {
-    **{name: (function, "", 2) for name, function in INEXACT.items()},
-    "window": (lambda x: F.avg_pool2d(x, (int(x.shape[2]), 1)), "", 2),  # has to be a number
-}
-DEFAULT = ["half", "dtype=int", "rounded up", "window"]
 
 
 def type_of_elements(x):
@@ -97,6 +75,7 @@ class Derived(Base):
 
 
 TYPES = {
+    "other uses": other_uses,
     "dtype=int": type_of_elements,
     "numpy dtype=int": type_of_elements_in_numpy,
     "type is int": identity_of_the_type,
@@ -105,39 +84,18 @@ TYPES = {
 }
 
 
-def cases(names):
-    return [("torchscript", name) for name in names] + [
-        pytest.param("dynamo", name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in names
-    ]
-
-
-@pytest.mark.parametrize(
-    ("exporter", "name"), [*cases([*KEPT, *TYPES]), *(case for case in cases(INEXACT) if "dynamo" in str(case))]
-)
-def test_kept(exporter, name, tmp_path):
-    model = Net((KEPT | INEXACT | TYPES)[name]).eval()
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("exporter", ["torchscript", pytest.param("dynamo", marks=pytest.mark.slow)])
+def test_int_in_other_uses(exporter, name, tmp_path):
+    model = Net(TYPES[name]).eval()
     result = bnexport.export(model, torch.randn(2, 3, 6, 6), tmp_path / "m.onnx", exporter=exporter)
     assert result.verification.passed
     assert not result.notes
     session = onnxruntime.InferenceSession(result.path)
     for size in [(8, 8), (45, 20), (90, 90), (170, 10)]:
-        if name == "grid" and size[0] != size[1]:
-            continue  # the model itself does not take it
         x = torch.randn(1, 3, *size)
         (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
         np.testing.assert_allclose(got, model(x).detach(), rtol=1e-4, atol=1e-4, err_msg=str(size))
-
-
-@pytest.mark.parametrize(
-    ("exporter", "name"), [case for case in cases(FIXED) if "window" in str(case) or "dynamo" not in str(case)]
-)
-def test_fixed(exporter, name, tmp_path):
-    function, operator, dimension = FIXED[name]
-    model = Net(function).eval()
-    result = bnexport.export(model, torch.randn(2, 3, 6, 6), tmp_path / "m.onnx", exporter=exporter)
-    assert result.verification.passed
-    (note,) = (note for note in result.notes if not is_tracer_note(note))
-    assert f"dimension {dimension}" in note and operator in note
 
 
 def test_int_is_itself_afterwards(tmp_path):

@@ -8,9 +8,8 @@ import pytest
 
 from bnexport.errors import UsageError
 from bnexport.folding import fold
-from tests.folding.reading.test_decomposed import operators_of
 from tests.folding.test_lone import random_chain
-from tests.support.onnx_text import batch_norm, batch_norms, fold_and_check, model, operators
+from tests.support.onnx_text import batch_norm, batch_norms, model, operators_of
 
 
 def graph(body: str, inputs: str = "float[N,8,H,W] x", result: str = "float[N,8,H,W] y") -> str:
@@ -22,37 +21,6 @@ def norm(value: str, prefix: str = "p") -> str:
 
 
 P = batch_norm("p", 8)
-# Body, inputs, parameters; the operators with "conv" and with "arithmetic".
-CASES = {
-    "alone": (f"y = {norm('x')}", "float[N,8,H,W] x", P, ["Conv"], ["Mul", "Add"]),
-    "one-dimension": (f"y = {norm('x')}", "float[N,8,L] x", P, ["Conv"], ["Mul", "Add"]),
-    "three-dimensions": (f"y = {norm('x')}", "float[N,8,D,H,W] x", P, ["Conv"], ["Mul", "Add"]),
-    "rank-2": (f"y = {norm('x')}", "float[N,8] x", P, ["Mul", "Add"], ["Mul", "Add"]),
-    "behind-relu": (f"r = Relu (x)\n y = {norm('r')}", "float[N,8,H,W] x", P, ["Relu", "Conv"], ["Relu", "Mul", "Add"]),
-    "two-merged": (f"a = {norm('x')}\n r = {norm('a', 'q')}\n y = Relu (r)", "float[N,8,H,W] x", P | batch_norm("q", 8),
-        ["Conv", "Relu"], ["Mul", "Add", "Relu"]),
-    "with-arithmetic": (f"a = Mul (x, c_s)\n r = {norm('a')}\n y = Sigmoid (r)", "float[N,8,H,W] x",
-        P | {"c_s": (8, 1, 1)}, ["Conv", "Sigmoid"], ["Mul", "Add", "Sigmoid"]),
-    "fixed-sizes": (f"r = Relu (x)\n y = {norm('r')}", "float[2,8,40,40] x", P, ["Relu", "Conv"], ["Relu", "Mul", "Add"]),
-    "padded": (f"r = {norm('x')}\n y = Conv <pads = [1,1,1,1]> (r, w)", "float[N,8,H,W] x", P | {"w": (4, 8, 3, 3)},
-        ["Conv", "Conv"], ["Add", "Conv"]),
-    "pre-activation": (f"r = {norm('x')}\n a = Relu (r)\n c = Conv <pads = [1,1,1,1]> (a, w)\n y = Add (c, x)",
-        "float[N,8,H,W] x", batch_norm("p", 8) | {"w": (8, 8, 3, 3)}, ["Conv", "Relu", "Conv", "Add"],
-        ["Mul", "Add", "Relu", "Conv", "Add"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("form", ["conv", "arithmetic"])
-@pytest.mark.parametrize("case", CASES)
-def test_no_batch_norm_is_left(case: str, form: str) -> None:
-    body, inputs, shapes, conv, arithmetic = CASES[case]
-    sizes = ",".join(f"s{axis}" for axis in range(inputs.count(",") + 1))
-    proto = model(graph(body, inputs, f"float[{sizes}] y"), shapes)
-    folded, result = fold_and_check(proto, leftover=form, sizes=dict.fromkeys("DHWL", 5))
-    assert operators(folded) == (conv if form == "conv" else arithmetic)
-    (site,) = result.report.sites
-    assert site.outcome == ("folded" if (case, form) == ("padded", "arithmetic") else "restated")
-    assert {proof.method for proof in result.report.verification.sites} == {"proved"}
 
 
 def test_what_is_neutral_is_left_out() -> None:

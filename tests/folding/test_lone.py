@@ -9,62 +9,10 @@ import onnx.numpy_helper
 import pytest
 
 from bnexport.folding import fold
-from tests.folding.reading.test_decomposed import operators_of
-from tests.support.onnx_text import batch_norm, fold_and_check, model, operators
+from tests.support.onnx_text import batch_norm, fold_and_check, model, operators, operators_of
 
 X = "float[N,6,H,W] x"
 CONV = {"w": (8, 6, 3, 3)}
-# Body, parameters, and the operators that are left.
-LEAVES = {
-    "conv-add": ("z = Conv (x, w)\n y = Add (z, c)", CONV | {"c": (1, 8, 1, 1)}, ["Conv"]),
-    "conv-padded-add": ("z = Conv <pads = [1,1,1,1]> (x, w)\n y = Add (c, z)", CONV | {"c": (8, 1, 1)}, ["Conv"]),
-    "conv-mul": ("z = Conv (x, w)\n y = Mul (z, c_s)", CONV | {"c_s": (1, 8, 1, 1)}, ["Conv"]),
-    "conv-bias-div": ("z = Conv (x, w, b)\n y = Div (z, c_s)", CONV | {"b": (8,), "c_s": (8, 1, 1)}, ["Conv"]),
-    "conv-scalar": ("z = Conv (x, w)\n y = Mul (z, c_s)", CONV | {"c_s": ()}, ["Conv"]),
-    "conv-one-value": ("z = Conv (x, w)\n y = Sub (z, c)", CONV | {"c": (1, 1, 1, 1)}, ["Conv"]),
-    "sub-from": ("z = Conv (x, w)\n y = Sub (c, z)", CONV | {"c": (8, 1, 1)}, ["Conv"]),
-    "mul-conv": ("z = Mul (x, c_s)\n y = Conv <pads = [1,1,1,1]> (z, w)", CONV | {"c_s": (6, 1, 1)}, ["Conv"]),
-    "add-conv": ("z = Add (x, c)\n y = Conv (z, w)", CONV | {"c": (1, 6, 1, 1)}, ["Conv"]),
-    "transposed": ("z = ConvTranspose (x, w)\n y = Add (z, c)", {"w": (6, 8, 2, 2), "c": (8, 1, 1)}, ["ConvTranspose"]),
-    "through-relu": ("z = Conv (x, w)\n r = Relu (z)\n y = Mul (r, c_v)", CONV | {"c_v": (8, 1, 1)}, ["Conv", "Relu"]),
-    "through-pool": ("z = Conv (x, w)\n r = GlobalAveragePool (z)\n y = Add (r, c)", CONV | {"c": (8, 1, 1)},
-        ["Conv", "GlobalAveragePool"]),
-    "two-conv": ("z = Conv (x, w)\n t = Add (z, c)\n y = Conv (t, v)", CONV | {"c": (8, 1, 1), "v": (4, 8, 1, 1)},
-        ["Conv"] * 2),
-}  # fmt: skip
-# What stays: nothing takes it, a node would come for it, or somebody else reads it.
-STAYS = {
-    "padded": ("z = Add (x, c)\n y = Conv <pads = [1,1,1,1]> (z, w)", CONV | {"c": (6, 1, 1)}, ["Add", "Conv"]),
-    "map-of-columns": ("z = Conv (x, w)\n y = Add (z, c)", CONV | {"c": (1, 1, 1, 5)}, ["Conv", "Add"]),
-    "shift-through-relu": ("z = Conv (x, w)\n r = Relu (z)\n y = Add (r, c)", CONV | {"c": (8, 1, 1)}, ["Conv", "Relu", "Add"]),
-    "negative-through-relu": (
-        "z = Conv (x, w)\n r = Relu (z)\n y = Mul (r, c)", CONV | {"c": (8, 1, 1)}, ["Conv", "Relu", "Mul"],
-    ),
-    "read-twice": ("z = Conv (x, w)\n t = Add (z, c)\n y = Mul (t, z)", CONV | {"c": (8, 1, 1)}, ["Conv", "Add", "Mul"]),
-    "broadcast": ("z = Conv (x, w)\n y = Add (z, c)", {"w": (1, 6, 3, 3), "c": (1, 8, 1, 1)}, ["Conv", "Add"]),
-    "divided-by": ("z = Conv (x, w)\n y = Div (c_s, z)", CONV | {"c_s": (8, 1, 1)}, ["Conv", "Div"]),
-    "another-axis": ("z = Conv (x, w)\n y = Mul (z, c_s)", {"w": (5, 6, 3, 3), "c_s": (1, 1, 5, 1)}, ["Conv", "Mul"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", LEAVES)
-def test_it_leaves(case: str) -> None:
-    body, shapes, left = LEAVES[case]
-    folded, result = fold_and_check(
-        model(f"g ({X}) => (float[N,C,A,B] y) {{ {body} }}", shapes), sizes={"H": 7, "W": 7}
-    )
-    assert operators(folded) == left
-    assert {proof.method for proof in result.report.verification.sites} == {"proved"}
-    assert all(site.lone for site in result.report.sites)
-    assert result.report.summary() == "no batch norms; 1 other scale or shift folded"
-
-
-@pytest.mark.parametrize("case", STAYS)
-def test_it_stays_and_nobody_hears_of_it(case: str) -> None:
-    body, shapes, left = STAYS[case]
-    result = fold(model(f"g ({X}) => (float[N,C,A,B] y) {{ {body} }}", shapes))
-    assert operators_of(result) == left
-    assert not result.report.sites
 
 
 def test_in_matrix_products() -> None:

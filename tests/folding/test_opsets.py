@@ -11,10 +11,8 @@ from bnexport.folding import fold
 from bnexport.model_io import to_proto
 from tests.support.onnx_text import (
     assert_near,
-    assert_refused,
     batch_norm,
     exact,
-    fold_and_check,
     make_inputs,
     model,
     operators,
@@ -120,90 +118,6 @@ def test_gemm_that_broadcasts_by_attribute(size: tuple[int, ...]) -> None:
         del node.attribute[:]
         node.attribute.extend(kept)
     assert_near(run(as_newer(folded), inputs)[0], exact(newer, inputs)[0])
-
-
-DROPOUT = {
-    "1-test": (1, "z = Dropout <is_test=1, consumed_inputs=[0], ratio=0.3> (t)", None),
-    "1-training": (1, "z = Dropout (t)", "training"),
-    "6-test": (6, "z, m = Dropout <is_test=1> (t)", None),
-    "6-training": (6, "z = Dropout <is_test=0> (t)", "training"),
-    "7": (7, "z = Dropout <ratio=0.9> (t)", None),
-    "10": (10, "z, m = Dropout (t)", None),
-    "10-mask": (10, "z, m = Dropout (t)\n q = Not (m)", "mask"),
-    "12": (12, "r = Constant <value_float=0.5> ()\n z = Dropout <seed=3> (t, r)", None),
-    "13-training": (13,
-        "r = Constant <value_float=0.5> ()\n m = Constant <value = bool {1}> ()\n z = Dropout (t, r, m)", "training"),
-    "22-inference": (22,
-        "r = Constant <value_float=0.5> ()\n m = Constant <value = bool {0}> ()\n z = Dropout (t, r, m)", None),
-    "13-mode-from-outside": (13, "r = Constant <value_float=0.5> ()\n z = Dropout (t, r, b)", "not-constant"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", DROPOUT)
-def test_dropout(case: str) -> None:
-    opset, node, code = DROPOUT[case]
-    norm = "y = BatchNormalization <is_test=1> (z, p_s, p_b, p_m, p_v)"
-    norm = norm if opset < 7 else norm.replace("<is_test=1>", "")
-    inputs = f"{X4}, bool b" if "b)" in node else X4
-    output = "float[N,8,A,B] y, bool[N,8,A,B] q" if code == "mask" else "float[N,8,A,B] y"
-    proto = model(graph(f"t = Conv (x, w)\n {node}", norm, output, inputs), SHAPES, opset=opset)
-    if code is not None:
-        assert_refused(proto, code)
-    else:
-        folded = to_proto(fold(proto, verify=False).model)
-        assert "BatchNormalization" not in operators(folded)
-
-
-# Where an operator's settings moved from attributes to inputs; z is what the batch norm reads.
-MOVED = {
-    "pad-2": (2, 'z = Pad <pads=[0,0,1,1,0,0,1,1], mode="edge"> (t)', ["Conv", "Pad"]),
-    "pad-10": (10, 'z = Pad <pads=[0,0,1,2,0,0,1,1], mode="reflect"> (t)', ["Conv", "Pad"]),
-    "pad-10-value": (10, "z = Pad <pads=[0,0,1,1,0,0,1,1], value=0.0> (t)", ["Conv", "Pad", "Add"]),
-    "pad-18": (18, "p = Constant <value_ints=[1,0,1,1]> ()\n i = Constant <value_ints=[-2,3]> ()\n z = Pad (t, p, , i)",
-        ["Conv", "Constant", "Constant", "Pad", "Add"]),
-    "split-2": (2, "z, u = Split <axis=1, split=[8,4]> (t)\n v = Abs (u)", ["Conv", "Split", "Abs"]),
-    "split-11": (11, "u, z = Split <axis=-3, split=[4,8]> (t)\n v = Abs (u)", ["Conv", "Split", "Abs"]),
-    "split-18": (18, "z, u = Split <axis=1, num_outputs=2> (t)\n v = Abs (u)", ["Conv", "Split", "Abs"]),
-    "slice-1": (1, "z = Slice <starts=[2], ends=[10], axes=[1]> (t)", ["Conv", "Slice"]),
-    "slice-9": (9, "z = Slice <starts=[0,0,1], ends=[99,8,99]> (t)", ["Conv", "Slice"]),
-    "squeeze-11": (11, "u = Unsqueeze <axes=[2]> (t)\n z = Squeeze <axes=[-3]> (u)", ["Conv", "Unsqueeze", "Squeeze"]),
-    "mean-13": (13, "z = ReduceMean <axes=[-1], keepdims=1> (t)", ["Conv", "ReduceMean"]),
-    "mean-18": (18, "i = Constant <value_ints=[2,3]> ()\n z = ReduceMean <keepdims=1> (t, i)",
-        ["Conv", "Constant", "ReduceMean"]),
-    "upsample-7": (7, 'z = Upsample <mode="nearest", scales=[1.0,1.0,2.0,2.0]> (t)', ["Conv", "Upsample"]),
-    "upsample-9": (9, 's = Constant <value = float[4] {1, 1, 2, 2}> ()\n z = Upsample <mode="linear"> (t, s)',
-        ["Conv", "Constant", "Upsample"]),
-    "resize-10": (10, 's = Constant <value = float[4] {1, 1, 2, 2}> ()\n z = Resize <mode="nearest"> (t, s)',
-        ["Conv", "Constant", "Resize"]),
-    "resize-19": (19, 's = Constant <value = float[2] {2, 1.5}> ()\n z = Resize <mode="linear", axes=[2,3]> (t, , s)',
-        ["Conv", "Constant", "Resize"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", MOVED)
-def test_settings_that_moved(case: str) -> None:
-    opset, node, left = MOVED[case]
-    whole = 12 if "split" in case or case == "slice-1" else 8
-    whole = 16 if case == "split-18" else whole
-    norm = NORM[max(version for version in NORM if version <= opset)].replace("<epsilon=0.001>", "")
-    proto = model(
-        graph(f"t = Conv (x, w)\n {node}", norm, "float[N,8,A,B] y", "float[N,6,5,5] x"),
-        {"w": (whole, 6, 1, 1), **batch_norm("p", 8)},
-        opset=opset,
-    )
-    if opset >= 7:
-        # ONNX Runtime has the operators of opset 7 and up; onnx's reference lacks some of the old ones.
-        folded, _ = fold_and_check(proto, oracle=False)
-    else:
-        folded = to_proto(fold(proto, verify=False).model)
-    assert operators(folded) == left
-
-
-def test_pad_that_crops() -> None:
-    node = "p = Constant <value_ints = [0,0,-1,-1,0,0,0,-2]> ()\n z = Pad (t, p)"
-    norm = "y = BatchNormalization (z, p_s, p_b, p_m, p_v)"
-    folded, _ = fold_and_check(model(graph(f"t = Conv (x, w)\n {node}", norm), SHAPES), oracle=False)
-    assert operators(folded) == ["Conv", "Constant", "Pad"]
 
 
 def test_old_pooling_counts_its_padding() -> None:

@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 import numpy as np
 import onnx
-import onnx.helper
-import onnx.numpy_helper
 import onnx_ir as ir
 import pytest
 
@@ -19,180 +17,54 @@ from bnexport.folding.context import Options
 from bnexport.folding.folder import Folding
 from bnexport.model_io import to_proto
 from bnexport.model_io.read import open_source
-from tests.support.onnx_text import assert_near, batch_norms, fold_and_check, make_inputs, model, operators, run
+from tests.support.onnx_text import (
+    assert_near,
+    batch_norm,
+    batch_norms,
+    fold_and_check,
+    make_inputs,
+    model,
+    operators,
+    run,
+)
 from tests.support.work import counted
 
-FLOAT = onnx.TensorProto.FLOAT
 _NEAR_LINEAR = 20
-
-
-class Text:
-    """Nodes and initializers of one graph."""
-
-    def __init__(self) -> None:
-        self.nodes: list[onnx.NodeProto] = []
-        self.initializers: list[onnx.TensorProto] = []
-        self._generator = np.random.default_rng(0)
-
-    def parameter(self, name: str, *shape: int) -> str:
-        array = np.abs(self._generator.standard_normal(shape)).astype(np.float32) + np.float32(0.5)
-        self.initializers.append(onnx.numpy_helper.from_array(array, name))
-        return name
-
-    def node(self, op_type: str, inputs: list[str], output: str, **attributes: object) -> str:
-        self.nodes.append(onnx.helper.make_node(op_type, inputs, [output], name=f"node {output}", **attributes))
-        return output
-
-    def norm(self, value: str, output: str, channels: int, name: str | None = None) -> str:
-        prefix = name or output
-        if name is None or f"{name}.s" not in {tensor.name for tensor in self.initializers[:4]}:
-            for part in "sbmv":
-                self.parameter(f"{prefix}.{part}", channels)
-        return self.node("BatchNormalization", [value, *(f"{prefix}.{part}" for part in "sbmv")], output)
-
-    def model(self, outputs: list[str], ir_version: int = 8, opset: int = 17) -> onnx.ModelProto:
-        inputs = [onnx.helper.make_tensor_value_info("x", FLOAT, ("N", 4, 2, 2))]
-        if ir_version < 4:
-            inputs += [
-                onnx.helper.make_tensor_value_info(tensor.name, FLOAT, tuple(tensor.dims))
-                for tensor in self.initializers
-            ]
-        infos = [onnx.helper.make_tensor_value_info(name, FLOAT, (None,) * 4) for name in outputs]
-        graph = onnx.helper.make_graph(self.nodes, "g", inputs, infos, self.initializers)
-        opsets = [onnx.helper.make_opsetid("", opset)]
-        return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
-
-
-def chain(count: int) -> onnx.ModelProto:
-    """Conv and batch norm, one after the other."""
-    text, value = Text(), "x"
-    for index in range(count):
-        value = text.node("Conv", [value, text.parameter(f"w{index}", 4, 4, 1, 1)], f"z{index}")
-        value = text.norm(value, f"y{index}", 4)
-    return text.model([value])
-
-
-def ir_3(count: int) -> onnx.ModelProto:
-    """The same where every initializer is an input."""
-    proto = chain(count)
-    proto.ir_version = 3
-    proto.opset_import[0].version = 9
-    for tensor in proto.graph.initializer:
-        proto.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, FLOAT, tuple(tensor.dims)))
-    return proto
-
-
-def shared(count: int) -> onnx.ModelProto:
-    """One weight and one set of statistics for all."""
-    text, value = Text(), "x"
-    text.parameter("w", 4, 4, 1, 1)
-    for index in range(count):
-        value = text.node("Conv", [value, "w"], f"z{index}")
-        value = text.norm(value, f"y{index}", 4, name="all")
-    return text.model([value])
-
-
-def outputs(count: int) -> onnx.ModelProto:
-    """Every batch norm makes an output of the model."""
-    text = Text()
-    text.parameter("w", 4, 4, 1, 1)
-    names = []
-    for index in range(count):
-        value = text.node("Conv", ["x", "w"], f"z{index}")
-        names.append(text.norm(value, f"y{index}", 4))
-    return text.model(names)
-
-
-def run_of_norms(count: int) -> onnx.ModelProto:
-    """One batch norm after the other, which become one."""
-    text, value = Text(), "x"
-    ones = onnx.numpy_helper.from_array(np.ones(4, np.float32))
-    for index in range(count):
-        value = text.norm(value, f"y{index}", 4, name="all")
-    for tensor in (text.initializers[0], text.initializers[3]):
-        name = tensor.name
-        tensor.CopyFrom(ones)
-        tensor.name = name
-    return text.model([value])
-
-
-def kept(count: int) -> onnx.ModelProto:
-    """Nothing can be folded."""
-    text, value = Text(), "x"
-    for index in range(count):
-        value = text.node("Softmax", [text.norm(value, f"y{index}", 4)], f"r{index}")
-    return text.model([value])
-
-
-def written_out(count: int) -> onnx.ModelProto:
-    """Mul and Add behind what takes nothing in."""
-    text, value = Text(), "x"
-    for index in range(count):
-        value = text.node("Softmax", [value], f"r{index}")
-        value = text.node("Mul", [value, text.parameter(f"k{index}", 4, 1, 1)], f"t{index}")
-        value = text.node("Add", [value, text.parameter(f"l{index}", 4, 1, 1)], f"y{index}")
-    return text.model([value])
-
-
-def training(count: int) -> onnx.ModelProto:
-    """Sync batch norms in training, whose statistics are outputs of the model."""
-    text, value, names = Text(), "x", []
-    for index in range(count):
-        value = text.node("Conv", [value, text.parameter(f"w{index}", 4, 4, 1, 1)], f"z{index}")
-        for part in "mvsb":
-            text.parameter(f"{index}.{part}", 4)
-        text.nodes.append(
-            onnx.helper.make_node(
-                "MMCVSyncBatchNorm",
-                [value, *(f"{index}.{part}" for part in "mvsb")],
-                [f"y{index}", f"{index}.m.new", f"{index}.v.new"],
-                name=f"norm {index}",
-                domain="mmcv",
-            )
-        )
-        value = f"y{index}"
-        names += [f"{index}.m.new", f"{index}.v.new"]
-    proto = text.model([value])
-    for name in names:
-        proto.graph.output.append(onnx.helper.make_tensor_value_info(name, FLOAT, (4,)))
-    proto.opset_import.append(onnx.helper.make_opsetid("mmcv", 1))
-    return proto
-
-
-def branches(count: int) -> onnx.ModelProto:
-    """Blocks of a 3x3, a 1x1 and an identity, each with its batch norm."""
-    text, value = Text(), "x"
-    for index in range(count):
-        large = text.node("Conv", [value, text.parameter(f"w{index}", 4, 4, 3, 3)], f"a{index}", pads=[1, 1, 1, 1])
-        small = text.node("Conv", [value, text.parameter(f"v{index}", 4, 4, 1, 1)], f"b{index}")
-        parts = [text.norm(part, f"{part}.n", 4) for part in (large, small)]
-        total = text.node("Add", [*parts], f"t{index}")
-        total = text.node("Add", [total, text.norm(value, f"c{index}", 4)], f"u{index}")
-        value = text.node("Relu", [total], f"r{index}")
-    return text.model([value])
-
-
-def one_sum(count: int) -> onnx.ModelProto:
-    """A single sum of many convolutions of one value."""
-    text, value = Text(), "x"
-    for index in range(count):
-        part = text.node("Conv", ["x", text.parameter(f"w{index}", 4, 4, 1, 1)], f"z{index}")
-        value = text.node("Add", [part, value], f"y{index}")
-    return text.model([value])
-
-
-GROWING: dict[str, tuple[Callable[[int], onnx.ModelProto], str]] = {
-    "chain": (chain, "folded"),
-    "ir-3": (ir_3, "folded"),
-    "shared": (shared, "folded"),
-    "outputs": (outputs, "folded"),
-    "kept": (kept, "kept"),
-    "run-of-norms": (run_of_norms, "merged"),
-    "written-out": (written_out, "kept"),
-    "training": (training, "folded"),
-    "branches": (branches, "folded"),
-    "one-sum": (one_sum, "folded"),
+CONV = "z{i} = Conv (v{i}, w{i}:4.4.1.1)"
+BLOCK = """a{i} = Conv <pads=[1,1,1,1]> (v{i}, w{i}:4.4.3.3) b{i} = Norm (a{i}, a{i}+:4)
+    c{i} = Conv (v{i}, u{i}:4.4.1.1) d{i} = Norm (c{i}, c{i}+:4) e{i} = Norm (v{i}, e{i}+:4)
+    f{i} = Add (b{i}, d{i}) g{i} = Add (f{i}, e{i}) v{j} = Relu (g{i})"""
+TRAINING = "v{j}, m{i}_new, s{i}_new = mmcv.MMCVSyncBatchNorm (z{i}, m{i}:4, s{i}_v:4, p{i}_s:4, p{i}_b:4)"
+# What is repeated with i and j = i + 1; what becomes of its sites.
+GROWING = {
+    "chain": (f"{CONV} v{{j}} = Norm (z{{i}}, p{{i}}+:4)", "folded"),
+    "ir-3": (f"{CONV} v{{j}} = Norm (z{{i}}, p{{i}}+:4)", "folded"),
+    "shared": ("z{i} = Conv (v{i}, w:4.4.1.1) v{j} = Norm (z{i}, p+:4)", "folded"),
+    "outputs": ("z{i} = Conv (v0, w:4.4.1.1) y{i} = Norm (z{i}, p{i}+:4)", "folded"),
+    "kept": ("y{i} = Norm (v{i}, p{i}+:4) v{j} = Softmax (y{i})", "kept"),
+    "run-of-norms": ("v{j} = Norm (v{i}, p:4)", "merged"),
+    "written-out": ("r{i} = Softmax (v{i}) t{i} = Mul (r{i}, k{i}_s:4.1.1) v{j} = Add (t{i}, l{i}:4.1.1)", "kept"),
+    "training": (f"{CONV} {TRAINING}", "folded"),
+    "branches": (BLOCK, "folded"),
+    "one-sum": ("z{i} = Conv (v0, w{i}:4.4.1.1) v{j} = Add (z{i}, v{i})", "folded"),
 }
+HEADERS = {
+    "ir-3": '<ir_version: 3, opset_import: ["": 9]>',
+    "training": '<ir_version: 8, opset_import: ["": 17, "mmcv": 1]>',
+}
+
+
+def repeated(case: str, count: int) -> onnx.ModelProto:
+    """Nodes for each number below `count`, on x; the outputs are the last value, and every one that nothing reads."""
+    nodes = "\n".join(GROWING[case][0].format(i=i, j=i + 1) for i in range(count))
+    outs = [f"y{i}" for i in range(count)] if case == "outputs" else [f"v{count}"]
+    if case == "training":
+        outs += [f"{name}{i}_new" for i in range(count) for name in "ms"]
+    # One batch norm after the other would make the numbers infinite, or nothing.
+    values = dict.fromkeys(("p_s", "p_v"), np.ones(4, np.float32)) if case == "run-of-norms" else {}
+    text = f"g (float[N,4,2,2] v0) => ({', '.join(f'float[A,B,C,D] {name}' for name in outs)}) {{ {nodes} }}"
+    version = 3 if case == "ir-3" else 8
+    return model(text, values=values, header=HEADERS.get(case), ir_version=version)
 
 
 def engine_work(proto: onnx.ModelProto) -> tuple[int, set[str]]:
@@ -210,8 +82,8 @@ def engine_work(proto: onnx.ModelProto) -> tuple[int, set[str]]:
 
 @pytest.mark.parametrize("case", GROWING)
 def test_ten_times_the_size(case: str) -> None:
-    make, outcome = GROWING[case]
-    (small, outcomes), (large, outcomes_of_large) = (engine_work(make(count)) for count in (40, 400))
+    outcome = GROWING[case][1]
+    (small, outcomes), (large, outcomes_of_large) = (engine_work(repeated(case, count)) for count in (40, 400))
     assert outcomes == outcomes_of_large == {outcome}
     assert large < _NEAR_LINEAR * small
 
@@ -219,27 +91,26 @@ def test_ten_times_the_size(case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", GROWING)
 def test_ten_thousand(case: str) -> None:
-    make, outcome = GROWING[case]
-    (small, _), (large, outcomes) = (engine_work(make(count)) for count in (1000, 10_000))
+    outcome = GROWING[case][1]
+    (small, _), (large, outcomes) = (engine_work(repeated(case, count)) for count in (1000, 10_000))
     assert outcomes == {outcome}
     assert large < _NEAR_LINEAR * small
 
 
 def concat(count: int) -> onnx.ModelProto:
     """`count` convolutions joined along the channels and normalised together."""
-    text = Text()
-    parts = [text.node("Conv", ["x", text.parameter(f"w{index}", 2, 4, 1, 1)], f"z{index}") for index in range(count)]
-    text.node("Concat", parts, "joined", axis=1)
-    return text.model([text.norm("joined", "y", 2 * count)])
+    nodes = "\n".join(f"z{i} = Conv (x, w{i}:2.4.1.1)" for i in range(count))
+    parts = ", ".join(f"z{i}" for i in range(count))
+    text = f"{nodes}\n j = Concat <axis=1> ({parts})\n y = Norm (j, p+:{2 * count})"
+    return model(f"g (float[N,4,2,2] x) => (float[N,C,A,B] y) {{ {text} }}")
 
 
 def concat_forward(count: int) -> onnx.ModelProto:
     """`count` batch norms of something that takes nothing in, joined, before one convolution."""
-    text = Text()
-    text.node("Relu", ["x"], "r")
-    parts = [text.norm("r", f"n{index}", 4) for index in range(count)]
-    text.node("Concat", parts, "joined", axis=1)
-    return text.model([text.node("Conv", ["joined", text.parameter("w", 3, 4 * count, 1, 1)], "y")])
+    nodes = "\n".join(f"z{i} = Norm (r, p{i}+:4)" for i in range(count))
+    parts = ", ".join(f"z{i}" for i in range(count))
+    text = f"r = Relu (x)\n {nodes}\n j = Concat <axis=1> ({parts})\n y = Conv (j, w:3.{4 * count}.1.1)"
+    return model(f"g (float[N,4,2,2] x) => (float[N,C,A,B] y) {{ {text} }}")
 
 
 @pytest.mark.parametrize("make", [concat, concat_forward])
@@ -267,7 +138,7 @@ def test_bodies_in_bodies() -> None:
                 else_branch = other{level} () => (float[N,4,A,B] ye{level}) {{ {inner.format(n=f"e{level}")} }}> }}"""
 
     body = f"g (float[N,4,H,W] x, bool c) => (float[N,4,A,B] s0) {{ {branch(0).split('{', 1)[1]}"
-    shapes = {"w": (4, 4, 1, 1), **{f"p_{part}": (4,) for part in "sbmv"}}
+    shapes = {"w": (4, 4, 1, 1), **batch_norm("p", 4)}
     folded, result = fold_and_check(model(body, shapes), oracle=False)
     assert len(result.report.folded) == depth + 1
     assert operators(folded) == ["If"]

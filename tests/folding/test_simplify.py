@@ -11,8 +11,7 @@ import pytest
 from bnexport.cli import main
 from bnexport.errors import VerificationError
 from bnexport.folding import fold, verify
-from tests.folding.reading.test_decomposed import operators_of
-from tests.support.onnx_text import batch_norm, model, run
+from tests.support.onnx_text import batch_norm, model, operators_of, run
 
 SHAPES = {"w": (8, 6, 3, 3), **batch_norm("p", 8)}
 BODY = """g (float[N,6,8,8] x) => (float[N,C,A,B] y) {
@@ -53,6 +52,24 @@ def test_sums_of_constants_are_rounded_once() -> None:
     assert operators_of(result) == ["Conv"]
     (stored,) = (onnx.numpy_helper.to_array(each) for each in result.model.graph.initializer)
     np.testing.assert_array_equal(stored, weight - mean)
+
+
+@pytest.mark.parametrize(
+    ("node", "opset", "left"),
+    [
+        ("Softmax (e:2.3.4)", 13, "Add"),
+        ("Softmax (e:2.3.4)", 12, "Softmax Add"),
+        ("LogSoftmax (e:2.3.4)", 12, "LogSoftmax Add"),
+        ("Hardmax (e:2.3.4)", 12, "Hardmax Add"),
+        ("Norm (e:2.3.4, p:3)", 13, "BatchNormalization Add"),
+        ("GlobalMaxPool (e:2.3.4)", 17, "GlobalMaxPool Add"),
+    ],
+)
+def test_constants_that_onnx_reference_computes_wrongly_stay(node: str, opset: int, left: str) -> None:
+    source = model(f"g (float[2,3,4] x) => (y) {{ s = {node} y = Add (x, s) }}", opset=opset)
+    result = fold(source, simplify=True)
+    assert operators_of(result) == left.split()
+    assert not result.report.changed or result.report.verification.passed
 
 
 def test_nothing_to_fold() -> None:

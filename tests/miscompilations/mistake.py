@@ -37,20 +37,16 @@ def passes_local(why: str) -> Known:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mistake:
-    """One pair, with its right counterpart; the models are nodes in ONNX text.
+class Triple:
+    """A model, a wrong rewrite and a right one, as nodes in ONNX text.
 
-    source: repository#number of the public thread, or the commit of bnexport or the release that made the mistake. what: went wrong.
     graph: inputs => outputs; wrong_graph: of the wrong rewrite, where they differ. values: initializers; each model gets
     those that its nodes name. wrong_domain: under which the wrong one names its opset. inputs: that show the difference;
-    None for random ones. sizes: of those. runs: False where no engine runs the wrong rewrite. verdict: of `verify` by
-    default. known, known_right: what bnexport itself gets wrong.
+    None for random ones. sizes: of those. runs: False where no engine runs the wrong rewrite, None where none runs the
+    original, or its numbers are random. method: of `verify` that passes the right one.
     """
 
     name: str
-    source: str
-    operators: str
-    what: str
     _: dataclasses.KW_ONLY
     graph: str
     original: str
@@ -64,8 +60,8 @@ class Mistake:
     right_opset: int | None = None
     inputs: Values | None = None
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    runs: bool = True
-    verdict: Literal["failed", "not_verified", "refused"] = "failed"
+    runs: bool | None = True
+    method: Literal["both", "local"] = "both"
     known: Known | None = None
     known_right: str = ""
 
@@ -81,6 +77,21 @@ class Mistake:
         header = f'<ir_version: {8 if opset <= _OPSET_OF_IR_8 else 10}, opset_import: ["{domain}": {opset}]>'
         first, last = graph.split("=>")
         return model(f"g ({first}) => ({last}) {{ {nodes} }}", values=used, header=header)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake(Triple):
+    """A triple that a tool made.
+
+    source: repository#number of the public thread, or the commit of bnexport or the release that made the mistake. what: went wrong.
+    verdict: of `verify` by default. known, known_right: what bnexport itself gets wrong.
+    """
+
+    source: str
+    operators: str
+    what: str
+    _: dataclasses.KW_ONLY
+    verdict: Literal["failed", "not_verified", "refused"] = "failed"
 
 
 def affine(values: Values, prefix: str = "p", epsilon: float = 1e-5) -> tuple[np.ndarray, np.ndarray]:

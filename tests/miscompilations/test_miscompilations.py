@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 
 from bnexport.errors import ModelError
-from bnexport.folding import verify
+from bnexport.folding import fold, verify
 from tests.miscompilations import page
 from tests.miscompilations.catalogue import MISTAKES
-from tests.miscompilations.mistake import OURS, Mistake
+from tests.miscompilations.mistake import OURS, Mistake, Triple
 from tests.miscompilations.quark import QUARK
+from tests.miscompilations.refuted import REFUTED
 from tests.support.onnx_text import make_inputs, run
 
 METHODS = ("both", "local", "whole")
-BY_NAME = {each.name: each for each in MISTAKES}
+TRIPLES: list[Triple] = [*MISTAKES, *REFUTED]
+BY_NAME = {each.name: each for each in TRIPLES}
 
 
 @functools.cache
@@ -32,7 +34,7 @@ def verdict(name: str, which: Any, method: Any = "both") -> str:
         return "refused"
 
 
-def outputs(each: Mistake, which: Any) -> list[np.ndarray]:
+def outputs(each: Triple, which: Any) -> list[np.ndarray]:
     return run(each.model(which), each.inputs or make_inputs(each.model("original"), each.sizes))
 
 
@@ -52,8 +54,8 @@ def alike(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
 
 
 def attempts() -> Iterator[Any]:
-    """Each mistake with each method; those that pass today fail as expected."""
-    for each in MISTAKES:
+    """Each triple with each method; those that pass today fail as expected."""
+    for each in TRIPLES:
         for method in METHODS:
             known = each.known is not None and method in each.known.methods
             marks = [pytest.mark.xfail(strict=True, reason=each.known.why)] if known else []  # type: ignore[union-attr]
@@ -61,13 +63,13 @@ def attempts() -> Iterator[Any]:
 
 
 def right_ones() -> Iterator[Any]:
-    for each in MISTAKES:
+    for each in TRIPLES:
         marks = [pytest.mark.xfail(strict=True, reason=each.known_right)] if each.known_right else []
         yield pytest.param(each, marks=marks, id=each.name)
 
 
-@pytest.mark.parametrize("each", MISTAKES, ids=lambda each: each.name)
-def test_it_is_wrong(each: Mistake) -> None:
+@pytest.mark.parametrize("each", [each for each in TRIPLES if each.runs is not None], ids=lambda each: each.name)
+def test_it_is_wrong(each: Triple) -> None:
     """ONNX Runtime, without optimisations, says so; and that the right counterpart is right."""
     expected = outputs(each, "original")
     assert alike(expected, outputs(each, "right"))
@@ -79,7 +81,7 @@ def test_it_is_wrong(each: Mistake) -> None:
 
 
 @pytest.mark.parametrize(("each", "method"), attempts())
-def test_it_never_passes(each: Mistake, method: str) -> None:
+def test_it_never_passes(each: Triple, method: str) -> None:
     assert verdict(each.name, "wrong", method) != "passed"
 
 
@@ -90,8 +92,18 @@ def test_the_page_tells_its_verdict(each: Mistake) -> None:
 
 
 @pytest.mark.parametrize("each", right_ones())
-def test_its_right_counterpart_passes(each: Mistake) -> None:
-    assert verdict(each.name, "right") == "passed"
+def test_its_right_counterpart_passes(each: Triple) -> None:
+    assert verdict(each.name, "right", each.method) == "passed"
+
+
+@pytest.mark.parametrize("each", [each for each in TRIPLES if each.runs is not None], ids=lambda each: each.name)
+def test_a_fold_does_not_make_it(each: Triple) -> None:
+    """What the folder makes of the original, every option on, computes the same and is not called wrong."""
+    original = each.model("original")
+    folded = fold(original, verify=False, leftover="arithmetic", simplify=True).model
+    feeds = each.inputs or make_inputs(original, each.sizes)
+    assert alike(run(original, feeds), run(folded, feeds))
+    assert verify(original, folded).status != "failed"
 
 
 def test_every_mistake_has_a_name_and_a_source() -> None:

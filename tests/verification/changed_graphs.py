@@ -320,7 +320,7 @@ def run(count: int, seed: int, each: int = 12) -> Iterator[tuple[Result, str | N
             kind, text, wrong = found
             seen.add(text)
             meaning = truth.compare(wrong)
-            if meaning == "equal" and right.compare(wrong, 0.0 if kind == "scaled" else SAME) != "equal":
+            if meaning == "equal" and right.compare(wrong, 0.0 if kind in ("scaled", "nudged") else SAME) != "equal":
                 # A constant may differ by more than a fold rounds, and by less than the outputs of a network show.
                 meaning = "unclear"
             setattr(result, meaning, getattr(result, meaning) + 1)

@@ -6,10 +6,13 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx.helper
 import onnx.numpy_helper
+
+from tests.support.onnx_text import make_inputs, run
 
 Generator = np.random.Generator
 Change = Callable[[onnx.ModelProto, Generator], str | None]
@@ -94,7 +97,7 @@ def exchanged(model: onnx.ModelProto, generator: Generator) -> str | None:
 def bypassed(model: onnx.ModelProto, generator: Generator) -> str | None:
     """Let the readers of a node read its input."""
     outputs = {value.name for graph in _graphs(model.graph) for value in graph.output}
-    node = _node(model, generator, lambda node: node.output[0] not in outputs)
+    node = _node(model, generator, lambda node: bool(node.input) and node.output[0] not in outputs)
     if node is None:
         return None
     _read(model, node.output[0], node.input[0])
@@ -103,8 +106,9 @@ def bypassed(model: onnx.ModelProto, generator: Generator) -> str | None:
 
 def doubled(model: onnx.ModelProto, generator: Generator) -> str | None:
     """Apply a node twice."""
-    node = _node(model, generator, lambda _node: True)
-    assert node is not None
+    node = _node(model, generator, lambda node: bool(node.input))
+    if node is None:
+        return None
     text = f"{node.op_type} twice"
     twin = copy.deepcopy(node)
     twin.name = f"{node.name}_twice"
@@ -137,7 +141,8 @@ def narrowed(model: onnx.ModelProto, generator: Generator) -> str | None:
     kinds = onnx.TensorProto
     kind = int(generator.choice([kinds.FLOAT16, kinds.BFLOAT16, kinds.INT32, kinds.INT8, kinds.BOOL, kinds.INT64]))
     node = _node(model, generator, lambda node: bool(node.input))
-    assert node is not None
+    if node is None:
+        return None
     index = int(generator.integers(len(node.input)))
     name = node.input[index]
     given = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -165,7 +170,8 @@ def opset(model: onnx.ModelProto, generator: Generator) -> str | None:
 def moved(model: onnx.ModelProto, generator: Generator) -> str | None:
     """Let an operand be another value."""
     node = _node(model, generator, lambda node: bool(node.input))
-    assert node is not None
+    if node is None:
+        return None
     graph, place = _home(model, node)
     values = ["x", *(name for each in list(graph.node)[:place] for name in each.output)]
     values += [tensor.name for tensor in model.graph.initializer]
@@ -217,6 +223,58 @@ def shaped(model: onnx.ModelProto, generator: Generator) -> str | None:
     return text
 
 
+def nudged(model: onnx.ModelProto, generator: Generator) -> str | None:
+    """Move one element by four units in the last place of the largest of its row, or of a vector."""
+    tensor, array = _floats(model, generator)
+    if tensor is None or not array.size:
+        return None
+    rows = array.reshape(len(array), -1) if array.ndim > 1 else array.reshape(1, -1)
+    row = rows[generator.integers(len(rows))]
+    largest = np.abs(row.astype(np.float64)).max()
+    if not largest or not np.isfinite(largest):
+        return None
+    unit = 2.0 ** (np.floor(np.log2(largest)) - ml_dtypes.finfo(array.dtype).nmant)
+    place = generator.integers(row.size)
+    row[place] = (row[place].astype(np.float64) + 4 * unit).astype(array.dtype)
+    tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+    return f"last digits of {tensor.name}"
+
+
+def permuted(model: onnx.ModelProto, generator: Generator) -> str | None:
+    """Exchange two rows or columns of a constant, or two of its axes that have one size: an error that no shape shows."""
+    tensor, array = _floats(model, generator)
+    if tensor is None:
+        return None
+    square = [axis for axis in range(array.ndim - 1) if array.shape[axis] == array.shape[axis + 1] > 1]
+    if square and generator.integers(2):
+        axis = square[generator.integers(len(square))]
+        new = np.ascontiguousarray(np.swapaxes(array, axis, axis + 1))
+    else:
+        axes = [axis for axis, size in enumerate(array.shape) if size > 1]
+        if not axes:
+            return None
+        axis = axes[generator.integers(len(axes))]
+        new = array.copy()
+        first, second = generator.choice(array.shape[axis], 2, replace=False)
+        order = list(range(array.shape[axis]))
+        order[first], order[second] = order[second], order[first]
+        new = np.take(array, order, axis)
+    if np.array_equal(new, array):
+        return None
+    tensor.CopyFrom(onnx.numpy_helper.from_array(new, tensor.name))
+    return f"{tensor.name} along axis {axis}"
+
+
+def _floats(model: onnx.ModelProto, generator: Generator) -> tuple[onnx.TensorProto, np.ndarray] | tuple[None, None]:
+    """Choose an initializer of floats; return it with a copy of its array."""
+    kinds = (*(getattr(onnx.TensorProto, name) for name in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE")),)
+    found = [tensor for tensor in model.graph.initializer if tensor.data_type in kinds]
+    if not found:
+        return None, None
+    tensor = found[generator.integers(len(found))]
+    return tensor, onnx.numpy_helper.to_array(tensor).copy()
+
+
 def scaled(model: onnx.ModelProto, generator: Generator) -> str | None:
     """Multiply a constant, or one of its elements."""
     tensors = [tensor for tensor in model.graph.initializer if np.prod(tensor.dims, dtype=int)]
@@ -228,8 +286,9 @@ def scaled(model: onnx.ModelProto, generator: Generator) -> str | None:
         (node.op_type for graph in _graphs(model.graph) for node in graph.node if tensor.name in node.input), "nothing"
     )
     place = np.unravel_index(generator.integers(array.size), array.shape) if generator.integers(2) else ...
-    if array.dtype.kind == "f":
-        array[place] = array[place] * np.float32(generator.choice([1.01, -1.0, 2.0, 0.5]))
+    if array.dtype.kind in "fV":
+        factor = array.dtype.type(generator.choice([1.01, -1.0, 2.0, 0.5]))
+        array[place] = array[place] * factor
     else:
         array[place] = array[place] + generator.choice([-1, 1])
     tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
@@ -240,6 +299,7 @@ CHANGES: dict[str, Change] = {
     each.__name__: each
     for each in (
         *(attribute, dropped, exchanged, bypassed, doubled, replaced, narrowed, opset, moved, outputs, shaped, scaled),
+        *(nudged, permuted),
     )
 }
 
@@ -278,6 +338,35 @@ def _read(model: onnx.ModelProto, name: str, other: str) -> None:
         for index, read in enumerate(node.input):
             if read == name:
                 node.input[index] = other
+
+
+def differs(first: onnx.ModelProto, second: onnx.ModelProto) -> bool:
+    """Whether ONNX Runtime runs both, and gives other numbers for batches of 1 and 3 at some scale of the inputs."""
+    for batch in (1, 3):
+        for scale in (0.01, 1.0, 30.0):
+            inputs = {name: scale * array for name, array in make_inputs(first, {"N": batch}, seed=batch).items()}
+            try:
+                got = [run(proto, inputs) for proto in (first, second)]
+            except Exception:  # one of them does not run: nobody is misled
+                continue
+            for one, two in zip(*got, strict=True):
+                if one.shape != two.shape:
+                    return True
+                size = np.abs(one.astype(np.float64)).max(initial=0.0)
+                bound = 1e-4 if one.dtype == np.float32 else 0.05
+                if np.abs(one.astype(np.float64) - two.astype(np.float64)).max(initial=0.0) > bound * size:
+                    return True
+    return False
+
+
+def several(good: onnx.ModelProto, generator: Generator, count: int) -> Iterator[tuple[str, str, onnx.ModelProto]]:
+    """Yield copies with one change each, as long as they are new."""
+    seen: set[str] = set()
+    for _ in range(count):
+        found = change(good, generator)
+        if found is not None and found[1] not in seen:
+            seen.add(found[1])
+            yield found
 
 
 def change(good: onnx.ModelProto, generator: Generator) -> tuple[str, str, onnx.ModelProto] | None:

@@ -88,8 +88,9 @@ class WrittenKernel:
         count = own // groups
         if count == 1:
             return self
-        if own % groups or self.weight.values.size * count > _WRITTEN:
-            raise Unrelated("its branches are too large to be added")
+        if own % groups:
+            raise Unrelated("its branches have other groups")
+        _require_small(self.weight.values.size, count)
 
         def spread(array: np.ndarray) -> np.ndarray:
             wide = np.zeros((groups, count, rows, count, columns, *self.window))
@@ -125,6 +126,7 @@ class WrittenKernel:
         begins = tuple(map(max, self.begins, other.begins))
         lasts = [tuple(k - b for b, k in zip(each.begins, each.window, strict=True)) for each in pair]
         sizes = [begin + max(last) for begin, last in zip(begins, zip(*lasts, strict=True), strict=True)]
+        _require_small(*pair[0].weight.values.shape[:3], *sizes)
         return pair[0]._onto(begins, sizes), pair[1]._onto(begins, sizes)
 
     def _onto(self, begins: tuple[int, ...], sizes: Sequence[int]) -> WrittenKernel:
@@ -149,8 +151,7 @@ class WrittenKernel:
         if outer.weight.values.shape[2] != first.weight.values.shape[1]:
             raise Unrelated("its branches have other channels")
         window = [s * (k - 1) + own for s, k, own in zip(inner.strides, outer.window, first.window, strict=True)]
-        if math.prod(window) * groups * rows * columns > _WRITTEN:
-            raise Unrelated("its branches are too large to be added")
+        _require_small(groups, rows, columns, *window)
         total = [np.zeros((groups, rows, columns, *window)) for _ in range(2)]
         sizes = [np.abs(outer.weight.values), np.broadcast_to(outer.weight.error, outer.weight.values.shape)]
         inner_error = np.broadcast_to(first.weight.error, first.weight.values.shape)
@@ -188,6 +189,12 @@ class WrittenKernel:
 _WRITTEN = 1 << 24
 
 
+def _require_small(*sizes: int) -> None:
+    """Raise Unrelated for a kernel of more elements; its sizes are what a file claims."""
+    if math.prod(sizes) > _WRITTEN:
+        raise Unrelated("its branches are too large to be added")
+
+
 def written(
     linear: Linear,
     window: tuple[Sequence[int], Sequence[int], Sequence[int]],
@@ -195,8 +202,8 @@ def written(
     dilations: Sequence[int] = (),
 ) -> WrittenKernel:
     """Write out the weight of an operator. window: begins, ends, strides. shape: of its positions. Raises Unrelated."""
-    if math.prod(linear.view) > _WRITTEN:
-        raise Unrelated("its branches are too large to be added")
+    full = [d * (k - 1) + 1 for d, k in zip(dilations, shape, strict=True)]
+    _require_small(math.prod(linear.view) // math.prod(shape), *full)
     stored = linear.stored
     values = stored.tensor.numpy().astype(np.float64).reshape(linear.view) * linear.factor
     error = stored.share * np.abs(values) + stored.tiny
@@ -206,7 +213,6 @@ def written(
     values, error = (np.transpose(each, order) for each in (values, np.broadcast_to(error, values.shape)))
     groups = values.shape[0] if len(linear.out) == 2 else 1
     rows = math.prod(linear.outputs) // groups
-    full = [d * (k - 1) + 1 for d, k in zip(dilations, shape, strict=True)]
     wide = [
         np.zeros((groups, rows, math.prod(values.shape) // (groups * rows * math.prod(shape)), *full)) for _ in range(2)
     ]
@@ -275,6 +281,7 @@ def kernel(node: Reading, channels: int) -> WrittenKernel:
     counts = node.version >= 7 and get_flag(node.node, "count_include_pad")
     if (any(pads) and not counts) or get_flag(node.node, "ceil_mode") or any(step != 1 for step in dilations):
         raise Unrelated("it divides by fewer elements at the borders")
+    _require_small(channels, *shape)
     mean = np.full((channels, 1, 1, *shape), 1.0 / math.prod(shape))
     return WrittenKernel(Numbers(mean, NOISE * mean), ZERO, begins, ends, strides)
 

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnx.helper
 import pytest
 
 from bnexport.folding import fold
 from bnexport.model_io import to_proto
-from tests.folding.test_scaling import Text
-from tests.support.onnx_text import assert_near, operators, run
+from tests.support.onnx_text import assert_near, model, operators, run
 
 CHANNELS = 4
 
 
 class Branches:
-    """Random branches of `x`, whose kernels keep its size or make the same other one."""
+    """Random branches of `x` in ONNX text, whose kernels keep its size or make the same other one."""
 
     def __init__(self, seed: int) -> None:
-        self.text = Text()
         self.choose = np.random.default_rng(seed)
-        self.count = 0
+        self.nodes: list[str] = []
         self.stride = int(self.choose.choice([1, 1, 2]))
 
-    def name(self) -> str:
-        self.count += 1
-        return f"v{self.count}"
+    def node(self, text: str) -> str:
+        """Add a node, whose text names its parameters by the value that it makes, `{0}`."""
+        name = f"v{len(self.nodes)}"
+        self.nodes.append(f"{name} = {text.replace('{0}', name)}")
+        return name
 
     def conv(self, value: str, stride: int = 1) -> str:
         size = int(self.choose.choice([1, 1, 2, 3, 3, 5]))
@@ -35,31 +34,26 @@ class Branches:
         total = dilation * (size - 1)
         begin = int(self.choose.integers(0, total + 1)) if self.choose.random() < 0.3 else total // 2
         pads = [begin, begin, total - begin, total - begin]
-        name = self.name()
-        inputs = [value, self.text.parameter(f"{name}.w", CHANNELS, CHANNELS // group, size, size)]
-        if self.choose.random() < 0.3:
-            inputs.append(self.text.parameter(f"{name}.b", CHANNELS))
-        attributes = {"pads": pads, "strides": [stride] * 2, "dilations": [dilation] * 2, "group": group}
-        return self.text.node("Conv", inputs, name, **attributes)
+        bias = f", {{0}}_b:{CHANNELS}" if self.choose.random() < 0.3 else ""
+        weight = f"{{0}}_w:{CHANNELS}.{CHANNELS // group}.{size}.{size}"
+        fields = f"pads={pads}, strides={[stride] * 2}, dilations={[dilation] * 2}, group={group}"
+        return self.node(f"Conv <{fields}> ({value}, {weight}{bias})")
 
     def pool(self, value: str, stride: int = 1) -> str:
         include = int(self.choose.integers(0, 2))
-        attributes = {"kernel_shape": [3, 3], "pads": [1] * 4, "strides": [stride] * 2, "count_include_pad": include}
-        return self.text.node("AveragePool", [value], self.name(), **attributes)
+        fields = f"kernel_shape=[3,3], pads=[1,1,1,1], strides={[stride] * 2}, count_include_pad={include}"
+        return self.node(f"AveragePool <{fields}> ({value})")
 
     def map(self, value: str) -> str:
-        kind = self.choose.choice(
-            ["norm", "Mul", "Add", "Identity", "Relu", "last"], p=[0.3, 0.2, 0.2, 0.15, 0.1, 0.05]
-        )
-        name = self.name()
-        if kind == "norm":
-            return self.text.norm(value, name, CHANNELS)
-        if kind in ("Identity", "Relu"):
-            return self.text.node(str(kind), [value], name)
-        shape = (1,) if kind == "last" else (CHANNELS, 1, 1)
-        return self.text.node(
-            "Add" if kind == "last" else str(kind), [value, self.text.parameter(f"{name}.c", *shape)], name
-        )
+        kinds = {
+            f"Norm ({value}, {{0}}:{CHANNELS})": 0.3,
+            f"Mul ({value}, {{0}}_s:{CHANNELS}.1.1)": 0.2,
+            f"Add ({value}, {{0}}_c:{CHANNELS}.1.1)": 0.2,
+            f"Identity ({value})": 0.15,
+            f"Relu ({value})": 0.1,
+            f"Add ({value}, {{0}}_c:1)": 0.05,
+        }
+        return self.node(str(self.choose.choice(list(kinds), p=list(kinds.values()))))
 
     def branch(self, value: str, depth: int) -> str:
         """One that makes the size of the sum of `value`."""
@@ -85,15 +79,12 @@ class Branches:
         parts = [self.branch(value, depth) for _ in range(self.choose.integers(2, 5))]
         while len(parts) > 1:
             first, second = parts.pop(int(self.choose.integers(len(parts)))), parts.pop(0)
-            parts.append(self.text.node(str(self.choose.choice(["Add", "Sub"])), [first, second], self.name()))
+            parts.append(self.node(f"{self.choose.choice(['Add', 'Sub'])} ({first}, {second})"))
         return parts[0]
 
     def model(self) -> onnx.ModelProto:
-        value = self.total(self.text.node("Relu", ["x"], "r"), 2)
-        proto = self.text.model([value])
-        for dim in proto.graph.input[0].type.tensor_type.shape.dim[2:]:
-            dim.Clear()
-        return proto
+        value = self.total(self.node("Relu (x)"), 2)
+        return model(f"g (float[N,{CHANNELS},H,W] x) => (float[N,A,B,C] {value}) {{ {' '.join(self.nodes)} }}")
 
 
 def check(seed: int) -> bool:

@@ -278,3 +278,19 @@ def test_a_fold_that_ends_in_adding_zero() -> None:
     result = fold(model(text, shapes), verify="local")
     assert result.report.verification.passed
     assert [node.op_type for node in result.model.graph.node] == ["Conv", "Relu"]
+
+
+@pytest.mark.parametrize(
+    "branches",
+    [
+        "a = Conv <pads=[0,0,1000000,1000000]> (x, v:4.4.1.1) c = Conv <pads=[1000000,1000000,0,0]> (x, w:4.4.1.1)",
+        "a = Conv <dilations=[1000000,1000000]> (x, v:4.4.3.3) c = Conv (x, w:4.4.1.1)",
+        "a = AveragePool <kernel_shape=[1000000,1000000]> (x) c = Identity (x)",
+    ],
+)
+def test_kernels_that_a_file_claims_are_not_written_out(branches: str) -> None:
+    """Sums of branches that would have 16 * 10^12 elements or more."""
+    text = "g (float[N,4,H,W] x) => (float[N,A,B,C] y) {{ {} }}"
+    source = model(text.format(f"{branches} y = Add (a, c)"))
+    for nodes in (f"{branches} y = Sub (a, c)", "y = Conv (x, v:4.4.3.3)"):
+        assert verify(source, model(text.format(nodes)), method="local").status == "not_verified"

@@ -14,60 +14,6 @@ from bnexport.folding import fold, verify
 from tests.support.claims import prove_claims
 from tests.support.onnx_text import batch_norm, model
 
-LENGTH = "s = Shape (x)\n l = Gather <axis = 0> (s, one)\n m = Min (l, hundred)\n e = Unsqueeze (m, zero)"
-TABLE = np.random.default_rng(0).standard_normal((512, 8)).astype(np.float32)
-SHORTER = np.where(np.arange(512)[:, None] < 100, TABLE, np.float32(0))
-NUMBERS = {
-    "zero": np.asarray([0]),
-    "first": np.asarray([1]),
-    "one": np.asarray(1),
-    "hundred": np.asarray(100),
-    "end": np.asarray([100]),
-    "k": np.asarray(2, np.float32),
-    "p": TABLE,
-    "q": SHORTER,
-    "half": np.asarray(0.5, np.float32),
-    "more": np.asarray(2.5, np.float32),
-}
-# Each pair is equal where x has up to 100 columns.
-PAIRS = {
-    "a table of which few rows are read": (
-        f"{LENGTH}\n t = Slice (p, zero, e, zero)\n y = Add (x, t)",
-        f"{LENGTH}\n t = Slice (q, zero, e, zero)\n y = Add (x, t)",
-    ),
-    "a slice that is left out": (f"{LENGTH}\n t = Slice (x, zero, e, first)\n y = Mul (t, k)", "y = Mul (x, k)"),
-    "a size that is left out": (f"{LENGTH}\n f = Cast <to = 1> (m)\n y = Mul (x, f)", "y = Mul (x, l)"),
-    "a slice of other data": (
-        "a = Mul (x, k)\n t = Slice (a, zero, end, first)\n r = ReduceSum (t, first)\n u = ReduceSum (x, first)\n y = Add (r, u)",
-        "a = Mul (x, more)\n t = Slice (a, zero, end, first)\n r = ReduceSum (t, first)\n b = Mul (x, half)\n"
-        " u = ReduceSum (b, first)\n y = Add (r, u)",
-    ),
-    "a slice in front of padding": (
-        "t = Slice (x, zero, end, first)\n y = Conv <pads = [1, 1]> (t, w)",
-        "t = Conv <pads = [1, 1]> (x, w)\n y = Slice (t, zero, end, first)",
-    ),
-}  # fmt: skip
-
-
-def build(body: str) -> onnx.ModelProto:
-    if "Mul (x, l)" in body:
-        body = f"s = Shape (x)\n i = Gather <axis = 0> (s, one)\n l = Cast <to = 1> (i)\n {body}"
-    if "Conv" in body:
-        body = body.replace("first", "last")
-    used = {"last": np.asarray([2]), "w": np.ones((8, 8, 3), np.float32), **NUMBERS}
-    shapes = ("float[N,8,L] x", "float[A,B,C] y") if "Conv" in body else ("float[N,L,8] x", "float[A,B,C] y")
-    return model(f"g ({shapes[0]}) => ({shapes[1]}) {{ {body} }}", values={k: v for k, v in used.items() if k in body})
-
-
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("turned", [False, True], ids=["first", "second"])
-def test_what_is_equal_at_small_sizes_alone_is_not_proved(name: str, turned: bool) -> None:
-    pair = [build(body) for body in PAIRS[name]]
-    verdict = verify(*(pair[::-1] if turned else pair), method="local")
-    assert verdict.status == "not_verified", verdict
-    assert "proved" not in {proof.method for proof in verdict.sites}
-
-
 NORM = "BatchNormalization ({}, p_s, p_b, p_m, p_v)"
 SHAPE = "s = Shape ({})\n g = Gather <axis = 0> (s, at0)\n u = Unsqueeze (g, at1)\n t = Concat <axis = 0> (u, rest)\n"
 RIGHT = {

@@ -1,0 +1,22 @@
+"""Graphs that fold, and graphs that stay, by table and name: for the folder and for the proof."""
+
+from __future__ import annotations
+
+from tests.folding.corpus import branches, constants, opsets, producers, readers, takers, traps
+from tests.folding.corpus.case import Case
+
+TABLES: dict[str, dict[str, Case]] = {
+    "producer": producers.CASES,
+    "reader": readers.CASES,
+    "refused": readers.REFUSED,
+    "taker": takers.CASES,
+    "lone": constants.LONE,
+    "padded": constants.PADDED,
+    "leftover": constants.LEFTOVER,
+    "branches": branches.CASES,
+    "opset": opsets.CASES,
+    "trap": traps.CASES,
+    "number": traps.NUMBERS,
+}
+CORPUS = {f"{table}-{name}": case for table, cases in TABLES.items() for name, case in cases.items()}
+FOLDED = {name: case for name, case in CORPUS.items() if case.left}

@@ -1,0 +1,258 @@
+"""Sums of branches: the operators that are left of each."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.folding.corpus.case import Case, floats, ints
+
+# A right merge that the proof does not see: a fold of such a file is not verified.
+UNVERIFIED = {"verify": False}
+HALF = "float16[N,4,H,W] x"
+X = "float[N,4,H,W] x"
+VALUES = {
+    "pads1": ints(0, 0, 1, 1, 0, 0, 1, 1),
+    "crop": ints(0, 0, -1, -1, 0, 0, -1, -1),
+    "backwards": ints(1, 1, 0, 0, 1, 1, 0, 0),
+    "minus1": ints(-1),
+    "far": ints(-(2**63) + 1),
+    "zero": ints(0),
+    "unit": floats(1),
+    "ones": ints(1, 1),
+    "sixes": ints(6, 6),
+    "axes23": ints(2, 3),
+}
+CASES: dict[str, Case] = {
+    "sizes-1-3-5": Case("a = Conv <pads=[2,2,2,2]> (x, w5:4.4.5.5) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
+        "c = Conv (x, w1:4.4.1.1) t = Add (a, b0) y = Add (t, c)", "Conv", ins=X),
+    "cross-in-a-square": Case("a = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) h = Conv <pads=[0,1,0,1]> (x, w13:4.4.1.3) "
+        "v = Conv <pads=[1,0,1,0]> (x, w31:4.4.3.1) t = Add (a, h) y = Add (t, v)", "Conv", ins=X),
+    "cross-alone-would-grow": Case("h = Conv <pads=[0,1,0,1]> (x, w13:4.4.1.3) v = Conv <pads=[1,0,1,0]> (x, w31:4.4.3.1) "
+        "y = Add (h, v)", "Conv Conv Add", ins=X),
+    "different-strides-of-one-size": Case("a = Conv <pads=[1,1,1,1], strides=[2,2]> (x, w3:4.4.3.3) "
+        "b0 = Conv <dilations=[3,3], strides=[1,1]> (x, w2:4.4.2.2) y = Add (a, b0)", "Conv Conv Add", ins=X),
+    "stride-2": Case("a = Conv <pads=[1,1,1,1], strides=[2,2]> (x, w3:4.4.3.3) b0 = Conv <strides=[2,2]> (x, w1:4.4.1.1) "
+        "y = Add (a, b0)", "Conv", ins=X),
+    "stride-2-without-padding-before": Case("a = Conv <strides=[2,2]> (x, w2:4.4.2.2) "
+        "b0 = Conv <strides=[2,2], pads=[0,0,1,1]> (x, w3:4.4.3.3) y = Add (a, b0)", "Conv", ins=X),
+    "stride-2-equal-only-at-odd-sizes": Case("a = Conv <strides=[2,2]> (x, w2:4.4.2.2) "
+        "b0 = Conv <strides=[2,2]> (x, w3:4.4.3.3) y = Add (a, b0)", "Conv Conv Add", ins=X),
+    "dilated-and-point": Case("a = Conv <dilations=[2,2], pads=[2,2,2,2]> (x, w3:4.4.3.3) "
+        "b0 = Conv <dilations=[3,3]> (x, w1:4.4.1.1) y = Add (a, b0)", "Conv", ins=X),
+    "different-dilations": Case("a = Conv <dilations=[2,2], pads=[2,2,2,2]> (x, w3:4.4.3.3) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "Conv Conv Add", ins=X),
+    "different-dilations-and-identity": Case("a = Conv <dilations=[2,2], pads=[2,2,2,2]> (x, w3:4.4.3.3) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) t = Add (a, b0) y = Add (t, x)", "Conv Conv Add", ins=X),
+    "shifted-by-its-pads": Case("a = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) b0 = Conv <pads=[1,1,-0,0]> (x, w2:4.4.2.2) "
+        "y = Add (a, b0)", "Conv", ins=X),
+    "asymmetric-pads": Case("a = Conv <pads=[0,2,2,0]> (x, w3:4.4.3.3) b0 = Conv <pads=[2,0,0,2]> (x, v3:4.4.3.3) "
+        "y = Add (a, b0)", "Conv Conv Add", ins=X),
+    "asymmetric-pads-and-point": Case("a = Conv <pads=[0,2,2,0]> (x, w3:4.4.3.3) b0 = Conv (x, w1:4.4.1.1) y = Add (a, b0)",
+        "Conv", ins=X),
+    "auto-pad-same-upper": Case('a = Conv <auto_pad="SAME_UPPER"> (x, w2:4.4.2.2) b0 = Conv <pads=[0,0,1,1]> (x, w2b:4.4.2.2) '
+        "y = Add (a, b0)", "Conv", ins=X, method="not_run"),
+    "auto-pad-same-lower": Case('a = Conv <auto_pad="SAME_LOWER"> (x, w2:4.4.2.2) '
+        'b0 = Conv <auto_pad="SAME_UPPER"> (x, w3:4.4.3.3) y = Add (a, b0)', "Conv", ins=X, method="not_run"),
+    "auto-pad-valid": Case('a = Conv <auto_pad="VALID"> (x, w3:4.4.3.3) b0 = Conv <auto_pad="VALID"> (x, v3:4.4.3.3) '
+        "y = Add (a, b0)", "Conv", ins=X),
+    "auto-pad-with-stride": Case('a = Conv <auto_pad="SAME_UPPER", strides=[2,2]> (x, w3:4.4.3.3) '
+        "b0 = Conv <strides=[2,2]> (x, w1:4.4.1.1) y = Add (a, b0)", "Conv Conv Add", ins=X),
+    "point-in-a-kernel-without-padding": Case("a = Conv (x, w3:4.4.3.3) b0 = Conv (x, w1:4.4.1.1) "
+        "c = Slice (b0, ones, sixes, axes23) y = Add (a, c)", "Conv Conv Slice Add", ins=X, values=VALUES),
+    "one-channel-is-broadcast": Case("a = Conv (x, w1:4.4.1.1) b0 = Conv (x, one:1.4.1.1) y = Add (a, b0)", "Conv Conv Add",
+        ins=X),
+    "positions-are-broadcast": Case("a = Conv (x, w1:4.4.1.1) b0 = Conv <dilations=[6,6]> (x, w2:4.4.2.2) y = Add (a, b0)",
+        "Conv Conv Add", ins=X),
+    "depthwise": Case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) b0 = Conv <group=4> (x, d1:4.1.1.1) t = Add (a, b0) "
+        "y = Add (x, t)", "Conv", ins=X),
+    "depthwise-with-dense-would-grow": Case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) b0 = Conv (x, w1:4.4.1.1) "
+        "y = Add (a, b0)", "Conv Conv Add", ins=X),
+    "depthwise-into-dense": Case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sub (a, b0)", "Conv", ins=X),
+    "groups-refined": Case("a = Conv <group=2, pads=[1,1,1,1]> (x, g3:4.2.3.3) "
+        "b0 = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) y = Add (a, b0)", "Conv", ins=X),
+    "subtracted": Case("a = Conv (x, w1:4.4.1.1) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Sub (a, b0) y = Sub (x, t)",
+        "Conv", ins=X),
+    "constants-in-the-tree": Case("a = Conv (x, w1:4.4.1.1, b:4) u = Add (a, c_s:4.1.1) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Sub (scalar:1, b0) y = Add (u, t)", "Conv", ins=X),
+    "constant-that-varies-by-position": Case("a = Conv (x, w1:4.4.1.1) u = Add (a, full:1.4.7.7) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sub (u, b0)", "Conv Add", ins=X, options=UNVERIFIED),
+    "vector-meets-the-last-axis": Case("a = Conv (x, w1:4.4.1.1) u = Add (a, last:7) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (u, b0)", "Conv Add", ins=X),
+    "scale-along-the-last-axis": Case("a = Conv (x, w1:4.4.1.1) u = Mul (a, last:7) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
+        "y = Add (u, b0)", "Conv Mul Conv Add", ins=X),
+    "layer-scale-of-a-difference": Case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) n = Norm (x, p:4) d = Sub (a, n) "
+        "u = Mul (d, c_s:4.1.1) y = Add (x, u)", "Conv", ins=X),
+    "batch-norm-of-the-sum": Case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) t = Add (a, x) y = Norm (t, p:4)", "Conv",
+        ins=X),
+    "twice-the-same": Case("t = Add (x, x) a = Conv (x, w1:4.4.1.1) y = Add (t, a)", "Conv", ins=X),
+    "not-linear": Case("a = Conv (x, w1:4.4.1.1) r = Relu (x) t = Add (a, r) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
+        "y = Add (t, b0)", "Relu Conv Add", ins=X),
+    "subtracted-and-not-linear": Case("a = Conv (x, w1:4.4.1.1) r = Relu (x) t = Sub (r, a) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sub (b0, t)", "Relu Conv Sub", ins=X),
+    "two-inputs": Case("r = Relu (x) a = Conv (x, w1:4.4.1.1) c = Conv (r, v1:4.4.1.1) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) e = Conv <pads=[1,1,1,1]> (r, v3:4.4.3.3) t = Add (a, c) u = Add (b0, e) "
+        "y = Add (t, u)", "Relu Conv Conv Add", ins=X),
+    "branch-read-elsewhere": Case("a = Conv (x, w1:4.4.1.1) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Add (a, b0) "
+        "r = Relu (a) y = Mul (t, r)", "Conv Conv Add Relu Mul", ins=X),
+    "sum-in-between-read-elsewhere": Case("a = Conv (x, w1:4.4.1.1) b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Add (a, b0) "
+        "c = Conv (x, v1:4.4.1.1) u = Add (t, c) y = Mul (t, u)", "Conv Conv Add Mul", ins=X),
+    "affine-of-a-mixed-sum": Case("r = Relu (x) t = Add (x, r) u = Mul (t, c_s:4.1.1) a = Conv (x, w1:4.4.1.1) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) v = Add (a, u) y = Add (v, b0)", "Relu Add Mul Conv Add",
+        ins=X, options=UNVERIFIED),
+    "shift-before-padding": Case("n = Norm (x, p:4) a = Conv <pads=[1,1,1,1]> (n, w3:4.4.3.3) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "BatchNormalization Conv Conv Add",
+        ins=X),
+    "shift-before-no-padding": Case("n = Norm (x, p:4) a = Conv (n, w3:4.4.3.3) b0 = Conv (x, v3:4.4.3.3) y = Add (a, b0)",
+        "Conv", ins=X),
+    "scale-before-padding": Case("n = Mul (x, c_s:4.1.1) a = Conv <pads=[1,1,1,1]> (n, w3:4.4.3.3) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "Conv", ins=X),
+    "padded-before-the-shift": Case("p = Pad (x, pads1) s = Conv (p, w1:4.4.1.1) n = Norm (s, p:4) a = Conv (n, w3:4.4.3.3) "
+        "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "Conv", ins=X, values=VALUES),
+    "one-pad-for-two-branches": Case("p = Pad (x, pads1) a = Conv (p, w3:4.4.3.3) c = Conv (p, v3:4.4.3.3) "
+        "e = Conv <pads=[1,1,1,1]> (x, w3) t = Add (a, c) y = Add (t, e)", "Conv", ins=X, values=VALUES),
+    "one-pad-for-a-branch-and-something-else": Case("p = Pad (x, pads1) a = Conv (p, w3:4.4.3.3) "
+        "e = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) t = Add (a, e) r = MaxPool <kernel_shape=[3,3]> (p) y = Add (t, r)",
+        "Pad MaxPool Conv Add", ins=X, values=VALUES),
+    "one-pad-of-a-point-for-two-branches": Case("s = Conv (x, w1:4.4.1.1) p = Pad (s, pads1) a = Conv (p, w3:4.4.3.3) "
+        "c = Conv (p, v3:4.4.3.3) y = Add (a, c)", "Conv Conv", ins=X, values=VALUES),
+    "one-pad-of-a-point-for-other-sums": Case("s = Conv (x, w1:4.4.1.1) p = Pad (s, pads1) a = Conv (p, w3:4.4.3.3) "
+        "c = Conv (p, v3:4.4.3.3) t = Add (a, c) r = Relu (p) e = Conv (r, w3) y = Add (t, e)", "Conv Pad Relu Conv Conv Add",
+        ins=X, values=VALUES),
+    "pads-that-are-computed-from-constants": Case("l = Slice (backwards, minus1, far, zero, minus1) p = Pad (x, l) "
+        "a = Conv (p, w3:4.4.3.3) c = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, c)", "Conv", ins=X, values=VALUES),
+    "padded-with-ones": Case("p = Pad (x, pads1, unit) a = Conv (p, w3:4.4.3.3) b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) "
+        "y = Add (a, b0)", "Pad Conv Conv Add", ins=X, values=VALUES),
+    "padded-by-reflection": Case('p = Pad <mode="reflect"> (x, pads1) a = Conv (p, w3:4.4.3.3) '
+        "b0 = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, b0)", "Pad Conv Conv Add", ins=X, values=VALUES),
+    "cropped": Case("p = Pad (x, crop) a = Conv (p, w1:4.4.1.1) b0 = Conv (x, w3:4.4.3.3) y = Add (a, b0)", "Pad Conv Conv Add",
+        ins=X, values=VALUES, judge="run"),
+    "point-before-and-behind": Case("s = Conv (x, w1:4.4.1.1) a = Conv <pads=[1,1,1,1]> (s, w3:4.4.3.3) "
+        "c = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3, b:4) e = Conv (c, v1:4.4.1.1) y = Add (a, e)", "Conv",
+        ins=X),
+    "point-with-bias-before-padding": Case("s = Conv (x, w1:4.4.1.1, b:4) a = Conv <pads=[1,1,1,1]> (s, w3:4.4.3.3) "
+        "c = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (a, c)", "Conv Conv Conv Add", ins=X),
+    "expansion": Case("s = Conv (x, wide:8.4.1.1) a = Conv <pads=[1,1,1,1]> (s, narrow:4.8.3.3) y = Add (a, x)", "Conv",
+        ins=X),
+    "bottleneck-would-grow": Case("s = Conv (x, less:2.4.1.1) a = Conv <pads=[1,1,1,1]> (s, more:4.2.3.3) y = Add (a, x)",
+        "Conv Conv Add", ins=X),
+    "sum-below-a-point": Case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) t = Add (a, c) "
+        "e = Conv (t, v1:4.4.1.1) f = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (e, f)", "Conv", ins=X),
+    "sum-below-a-shifted-padding": Case("a = Conv (x, w1:4.4.1.1, b:4) c = Conv (x, v1:4.4.1.1) t = Add (a, c) "
+        "e = Conv <pads=[1,1,1,1]> (t, w3:4.4.3.3) f = Conv <pads=[1,1,1,1]> (x, v3:4.4.3.3) y = Add (e, f)",
+        "Conv Conv Conv Add", ins=X),
+    "pool-without-padding": Case("a = AveragePool <kernel_shape=[3,3]> (x) c = Conv (x, w3:4.4.3.3) y = Add (a, c)", "Conv",
+        ins=X),
+    "pool-that-counts-padding": Case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1> (x) "
+        "c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sub (c, a)", "Conv", ins=X),
+    "pool-that-does-not-count-padding": Case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1]> (x) "
+        "c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)", "AveragePool Conv Add", ins=X),
+    "pool-that-rounds-up": Case("a = AveragePool <kernel_shape=[2,2], strides=[2,2], ceil_mode=1> (x) "
+        "c = Conv <strides=[2,2]> (x, w1:4.4.1.1) y = Add (a, c)", "AveragePool Conv Add", ins=X),
+    # 2 x 2 windows, of which the last ones divide by fewer; the convolution makes one position, which is broadcast.
+    "pool-that-rounds-up-to-two": Case("a = AveragePool <kernel_shape=[3,3], strides=[2,2], ceil_mode=1> (x) "
+        "c = Conv <strides=[2,2]> (x, w3:4.4.3.3) y = Add (a, c)", "AveragePool Conv Add", ins="float[N,4,4,4] x"),
+    "pool-behind-a-point": Case("s = Conv (x, w1:4.4.1.1) "
+        "a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1> (s) "
+        "c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)", "Conv", ins=X),
+    "pool-with-nothing-to-carry-it": Case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1], count_include_pad=1> (x) "
+        "y = Sub (a, x)", "AveragePool Sub", ins=X),
+    "matmuls": Case("a = MatMul (x, m:7.7) c = MatMul (x, m2:7.7) t = Add (a, c) y = Add (t, last:7)", "MatMul Add",
+        ins=X),
+    "matmul-and-identity": Case("a = MatMul (x, m:7.7) y = Add (a, x)", "MatMul", ins=X),
+    "matmul-and-per-channel-of-axis-1": Case("a = MatMul (x, m:7.7) u = Mul (x, c_s:4.1.1) c = MatMul (x, m2:7.7) "
+        "t = Add (a, u) y = Add (t, c)", "Mul MatMul Add", ins=X, options=UNVERIFIED),
+    "matmul-from-the-left": Case("a = MatMul (m:7.7, x) c = MatMul (x, m2:7.7) y = Add (a, c)", "MatMul MatMul Add",
+        ins=X),
+    "matmul-with-conv": Case("a = MatMul (x, m:7.7) c = Conv (x, w1:4.4.1.1) y = Add (a, c)", "MatMul Conv Add",
+        ins=X),
+    "n-ary-sum": Case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Sum (a, x, c)", "Conv",
+        ins=X),
+    "identity-and-dropout-nodes": Case("i = Identity (x) d = Dropout (i) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
+        "e = Identity (c) y = Add (d, e)", "Conv", ins=X),
+    "divided": Case("a = Div (x, c_s:4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)", "Conv",
+        ins=X),
+    "constant-divided-by-data": Case("a = Div (c_s:4.1.1, x) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
+        "e = Conv (x, w1:4.4.1.1) t = Add (a, c) y = Add (t, e)", "Div Conv Add", ins=X),
+    "gemm-two": Case("a = Gemm (x, m:7.7) c = Gemm (x, m2:7.7) y = Add (a, c)", "Gemm", ins="float[M,7] x"),
+    "gemm-alpha-beta-transposed": Case("a = Gemm <alpha=0.5, beta=2.0, transB=1> (x, m:7.7, last:7) "
+        "c = Gemm <alpha=2.0> (x, m2:7.7) y = Sub (a, c)", "Gemm", ins="float[M,7] x"),
+    "gemm-with-matmul-and-identity": Case("a = Gemm (x, m:7.7, last:7) c = MatMul (x, m2:7.7) t = Add (a, c) y = Add (x, t)",
+        "Gemm", ins="float[M,7] x"),
+    "gemm-batch-norm-in-front": Case("n = Norm (x, r:7) a = Gemm (n, m:7.7, last:7) o = Norm (x, u:7) c = Gemm (o, m2:7.7) "
+        "t = Add (a, c) y = Mul (t, scalar:1)", "Gemm", ins="float[M,7] x"),
+    "gemm-low-rank": Case("a = MatMul (x, m:7.7) s = MatMul (x, down:7.2) c = MatMul (s, up:2.7) d = Mul (c, scalar:1) "
+        "y = Add (a, d)", "MatMul", ins="float[M,7] x"),
+    "gemm-low-rank-and-identity-would-grow": Case("s = MatMul (x, down:7.2) c = MatMul (s, up:2.7) y = Add (x, c)",
+        "MatMul MatMul Add", ins="float[M,7] x"),
+    "gemm-transposed-data": Case("a = Gemm <transA=1> (x, m:7.7) c = Gemm (x, m2:7.7) y = Add (a, c)", "Gemm Gemm Add",
+        ins="float[M,7] x"),
+    "gemm-matrix-of-constants": Case("a = Gemm (x, m:7.7, m2:7.7) c = Gemm (x, m2) y = Add (a, c)", "Gemm Gemm Add",
+        ins="float[M,7] x"),
+    "gemm-vector-weight": Case("a = MatMul (x, last:7) c = MatMul (x, scale7:7) y = Add (a, c)", "MatMul MatMul Add",
+        ins="float[M,7] x"),
+    # outputs, and weights that are no constants
+    "sum-is-an-output": Case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c) z = Relu (y)",
+        "Conv Relu", ins=X, outs="y, z"),
+    "branch-is-an-output": Case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)",
+        "Conv Conv Add", ins=X, outs="y, a"),
+    "base-is-an-output": Case("r = Relu (x) a = Conv (r, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (r, w3:4.4.3.3) y = Add (a, c)",
+        "Relu Conv", ins=X, outs="y, r"),
+    "weight-is-an-input": Case("a = Conv (x, k) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)", "Conv Conv Add",
+        "not-constant", ins=f"{X}, float[4,4,1,1] k"),
+    "weight-is-computed": Case("h = Neg (k) a = Conv (x, h) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)",
+        "Neg Conv Conv Add", "not-constant", ins=f"{X}, float[4,4,1,1] k"),
+    "weight-may-be-given": Case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) y = Add (a, c)",
+        "Conv Conv Add", "overridable", ins=f"{X}, float[4,4,1,1] w1"),
+    "weight-is-quantized": Case("k = DequantizeLinear (q, s) a = Conv (x, k) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3) "
+        "y = Add (a, c)", "DequantizeLinear Conv Conv Add", "quantized", ins=X, judge="run",
+        values={"q": np.full((4, 4, 1, 1), 3, np.int8), "s": np.float32(0.5)}),
+    "weight-of-a-later-layer": Case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3, b:4) t = Add (a, c) "
+        "s = Add (t, x) e = Conv <pads=[1,1,1,1]> (s, w3) y = Relu (e)", "Conv Conv Relu", ins=X),
+    "weight-of-a-node": Case("k = Constant <value_floats=[0.5, 1.0, 2.0, 4.0]> () g = Reshape (k, s4) a = Conv <group=4> (x, g) "
+        "c = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) y = Add (a, c)", "Conv", ins=X, values={"s4": ints(4, 1, 1, 1)}),
+    "training": Case("a = Conv (x, w1:4.4.1.1) n, e, v = Norm <training_mode=1> (x, p:4) y = Add (a, n)",
+        "Conv BatchNormalization Add", "training", ins=X, judge="proof"),
+    # sizes that contradict each other, or are not known: nothing certain says so before
+    "fewer-channels": Case("r = Relu (x) a = Conv (r, w1:4.4.1.1) c = Conv (r, less:2.4.1.1) y = Add (a, c)",
+        "Relu Conv Conv Add", "shape", ins="float[N,C,H,W] x", judge="proof"),
+    "more-channels-are-read": Case("r = Relu (x) a = Conv (r, w1:4.4.1.1) c = Conv (r, w8:4.8.1.1) y = Add (a, c)",
+        "Relu Conv Conv Add", "shape", ins="float[N,C,H,W] x", judge="proof"),
+    "vectors": Case("a = MatMul (x, m:7.7) c = MatMul (x, m2:7.7) y = Add (a, c)", "MatMul MatMul Add", "rank", ins="float[7] x"),
+    "matmuls-of-any-rank": Case("r = other.Thing (x) a = MatMul (r, m:7.7) c = MatMul (r, m2:7.7) y = Add (a, c)",
+        "Thing MatMul MatMul Add", "rank", ins=X, header='<ir_version: 8, opset_import: ["": 17, "other": 1]>', judge="proof"),
+    # The depthwise carrier becomes a convolution of two groups, which a batch norm behind another sum scales.
+    "scaled-later": Case("a = Conv <group=4, pads=[1,1,1,1]> (x, d3:4.1.3.3) c = Conv <group=4, pads=[1,1,1,1]> (x, e3:4.1.3.3) "
+        "e = Conv <group=2> (x, g1:4.2.1.1) r = Relu (x) f = Conv (r, w1:4.4.1.1) t = Sum (a, c, e) u = Add (t, f) "
+        "y = Norm (u, p:4)", "Relu Conv Conv Add", ins=X),
+    # a size that a file may claim is not allocated
+    "huge-shifts": Case("a = Conv <pads=[0,0,1000000,1000000]> (x, w1:4.4.1.1) "
+        "c = Conv <pads=[1000000,1000000,0,0]> (x, v1:4.4.1.1) t = Add (a, c) n = Norm (t, p:4) "
+        "e = Conv <pads=[1000000,1000000,0,0]> (x, w1) y = Add (n, e)", "Conv Conv Add BatchNormalization Conv Add", "too-large",
+        ins=X, options={"only": ["parallel"]}, judge="proof"),
+    "huge-pool": Case("a = AveragePool <kernel_shape=[1000000,1000000]> (x) c = Conv (x, w1:4.4.1.1) y = Add (a, c)",
+        "AveragePool Conv Add", "too-large", ins=X, judge="proof"),
+    "huge-product": Case("a = Conv (x, v:1.20000.1.1) c = Conv (a, w:20000.1.1.1) y = Add (c, x)", "Conv Conv Add", "too-large",
+        ins="float[N,20000,H,W] x", judge="proof"),
+    # numbers
+    "half": Case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3, b:4) t = Add (a, c) y = Add (t, x)", "Conv",
+        ins=HALF, judge="run"),
+    "half-overflows": Case("a = Conv (x, u) c = Conv (x, u) y = Add (a, c)", "Conv Conv Add", "overflow", ins=HALF, judge="proof",
+        values={"u": np.full((4, 4, 1, 1), 60000, np.float16)}),
+    "half-cancels": Case("a = Conv (x, u) c = Conv (x, u) y = Sub (a, c)", "Conv", ins=HALF, judge="proof",
+        values={"u": np.full((4, 4, 1, 1), 60000, np.float16)}),
+    "half-bias-overflows": Case("a = Conv (x, w1:4.4.1.1, u) c = Conv (x, v1:4.4.1.1, u) y = Add (a, c)", "Conv Conv Add",
+        "overflow", ins=HALF, judge="proof", values={"u": np.full(4, 60000, np.float16)}),
+    "rank-3": Case("a = Conv (x, u:4.4.1) c = Conv <pads=[1,1]> (x, v:4.4.3) n = Norm (x, p:4) y = Sum (a, c, n)", "Conv",
+        ins="float[N,4,H] x"),
+    "rank-5": Case("a = Conv (x, u:4.4.1.1.1) c = Conv <pads=[1,1,1,1,1,1]> (x, v:4.4.3.3.3) n = Norm (x, p:4) "
+        "y = Sum (a, c, n)", "Conv", ins="float[N,4,D,H,W] x"),
+    **{f"opset-{opset}": Case("a = Conv (x, w1:4.4.1.1) c = Conv <pads=[1,1,1,1]> (x, w3:4.4.3.3, b:4) t = Add (a, c) "
+        "y = Add (t, x)", "Conv", ins=X, opset=opset, judge="run" if opset > 6 else "proof",
+        method="proved" if opset > 6 else "not_run") for opset in (6, 7, 9, 13, 21)},
+    "broadcast-before-opset-7": Case("a = Conv (x, w1:4.4.1.1) c = Conv (x, one:1.4.1.1) d = Flatten (c) "
+        "y = Add <broadcast=1, axis=0> (a, x)", "Conv Conv Flatten Add", ins=X, opset=6, judge="proof"),
+    # Layer scale around a pool, as in PoolFormer: a new batch norm is never written.
+    "layer-scales-around-a-pool": Case("a = AveragePool <kernel_shape=[3,3], pads=[1,1,1,1]> (x) d = Sub (a, x) "
+        "u = Mul (d, c_s:4.1.1) t = Add (x, u) e = Mul (t, c_s) y = Add (e, c_s)", "AveragePool Sub Mul Add Mul Add", ins=X),
+}  # fmt: skip

@@ -1,0 +1,144 @@
+"""Each case of the corpus folds as it says, or stays for its reason; a fold with another number is not proved."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.numpy_helper
+import pytest
+
+from bnexport.errors import BnexportError
+from bnexport.folding import FoldResult, fold, verify
+from bnexport.model_io import to_proto
+from bnexport.verification.verdict import Verification
+from tests.folding.corpus import CORPUS, FOLDED, TABLES
+from tests.folding.corpus.case import Case
+from tests.support.claims import prove_claims
+from tests.support.onnx_text import assert_refused, fold_and_check, operators
+from tests.verification.changes import differs, several
+
+SIZES = {"H": 7, "W": 7, "D": 5, "L": 4}
+
+
+def folded(case: Case) -> tuple[onnx.ModelProto, FoldResult]:
+    proto = case.model()
+    if case.judge == "proof":
+        result = fold(proto, verify="local", **case.options)
+        return to_proto(result.model), result
+    left = case.left.split().count("BatchNormalization")
+    return fold_and_check(proto, left=left, sizes={**SIZES, **case.sizes}, oracle=case.judge == "exact", **case.options)
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_it_folds(name: str) -> None:
+    case = FOLDED[name]
+    proto, result = folded(case)
+    assert operators(proto) == case.left.split(), [(site.nodes, site.reason) for site in result.report.sites]
+    assert result.report.changed == (operators(proto) != operators(case.model()))
+    assert all(site.reason for site in result.report.kept)
+    codes = {refusal.code for site in result.report.sites for refusal in site.refusals}
+    assert not case.refused or case.refused in codes
+    if result.report.folded and "verify" not in case.options:
+        assert {proof.method for proof in result.report.verification.sites} == {case.method}
+    if result.report.changed:
+        read = {name for node in proto.graph.node for name in node.input} | {value.name for value in proto.graph.output}
+        bodies = any(attribute.HasField("g") for node in proto.graph.node for attribute in node.attribute)
+        assert bodies or {tensor.name for tensor in proto.graph.initializer} <= read
+    again = fold(proto, **{**case.options, "verify": False})
+    assert not again.report.changed
+
+
+@pytest.mark.parametrize("name", [name for name, case in CORPUS.items() if not case.left])
+def test_it_stays_for_its_reason(name: str) -> None:
+    case = CORPUS[name]
+    assert_refused(case.model(), case.refused, sizes=SIZES, **case.options)
+
+
+def passes(judge: Callable[..., Verification], *arguments: Any, **options: Any) -> bool:
+    try:
+        return judge(*arguments, **options).passed
+    except BnexportError:  # a refused file is no pass
+        return False
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_a_wrong_fold_is_not_proved(name: str) -> None:
+    """Up to eight changes of one place each."""
+    case = FOLDED[name]
+    source = case.model()
+    result = fold(source, **{**case.options, "verify": False})
+    if not result.report.changed:
+        return
+    good = to_proto(result.model)
+    assert verify(source, good, method="local").status != "failed"
+    for kind, what, wrong in several(good, np.random.default_rng(zlib.crc32(name.encode())), 8):
+        assert not passes(prove_claims, source, wrong, result.report) or not differs(good, wrong), what
+        # Four units in the last place are within what another tool's arithmetic in float32 may round.
+        if kind != "nudged":
+            assert not passes(verify, source, wrong, method="local") or not differs(good, wrong), what
+
+
+@pytest.mark.parametrize("name", ["taker-deform-mask-bias-19", "taker-instance", "taker-layer"])
+def test_a_bias_of_another_rank_is_no_fold(name: str) -> None:
+    source = CORPUS[name].model()
+    result = fold(source, verify=False)
+    proto = to_proto(result.model)
+    for tensor in proto.graph.initializer:
+        if list(tensor.dims) == [8]:
+            tensor.dims.insert(0, 1)
+    assert not prove_claims(source, proto, result.report).passed
+
+
+def check_other_numbers(name: str, seed: int) -> None:
+    """Fold with parameters of other magnitudes, signs of a third of them turned where the fold takes any sign."""
+    case = CORPUS[name]
+    source, generator = case.model(seed), np.random.default_rng(seed)
+    for tensor in source.graph.initializer:
+        values = onnx.numpy_helper.to_array(tensor)
+        if values.dtype == np.float32 and not tensor.name.endswith(("_v", "t")):
+            signs = np.where(generator.random(values.shape) < 0.3, -1, 1) * 10.0 ** generator.uniform(-2, 2)
+            tensor.CopyFrom(onnx.numpy_helper.from_array((values * signs).astype(np.float32), tensor.name))
+    result = fold(source, verify="local", **case.options)
+    assert operators(to_proto(result.model)) == case.left.split()
+    assert all(proof.method == "proved" for proof in result.report.proofs.values()), result.report.verification
+
+
+SCALED = [f"{table}-{name}" for table in ("taker", "padded") for name in TABLES[table]]
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_other_numbers_fold_as_well(name: str) -> None:
+    check_other_numbers(name, zlib.crc32(name.encode()))
+
+
+@pytest.mark.slow
+def test_other_numbers_fold_as_well_many_times() -> None:
+    for seed in range(1000, 1600):
+        check_other_numbers(SCALED[seed % len(SCALED)], seed)
+
+
+def test_a_constant_that_leaves_is_reported_and_one_that_stays_is_not() -> None:
+    result = fold(CORPUS["lone-conv-add"].model())
+    assert [site.lone for site in result.report.sites] == [True]
+    assert result.report.summary() == "no batch norms; 1 other scale or shift folded"
+    for name, case in TABLES["lone"].items():
+        assert not name.startswith("stays") or not fold(case.model(), verify=False).report.sites, name
+
+
+def test_what_stays_in_another_form_is_restated() -> None:
+    for name, case in TABLES["leftover"].items():
+        (site,) = fold(case.model(), verify=False, **case.options).report.sites
+        assert site.outcome == ("folded" if name == "padded-arithmetic" else "restated"), name
+
+
+@pytest.mark.parametrize(("leftover", "left"), [("batch-norm", "BatchNormalization Conv"), ("conv", "Conv Conv")])
+def test_an_add_in_place_of_a_batch_norm_is_only_made_on_request(leftover: str, left: str) -> None:
+    result = fold(CORPUS["padded-input"].model(), verify=False, leftover=leftover)  # type: ignore[arg-type]
+    assert operators(to_proto(result.model)) == left.split()
+    for name in ("padded-behind-sum", "padded-behind-difference"):
+        case = CORPUS[name]
+        assert operators(to_proto(fold(case.model(), verify=False, leftover=leftover).model)) == case.left.split()

@@ -1,0 +1,195 @@
+"""Pairs of models of which one computes something else, and what `verify` says of them: no case is a fold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+
+from tests.support.onnx_text import model
+
+_RNG = np.random.default_rng(3)
+_TABLE = _RNG.standard_normal((1000, 8)).astype(np.float32)
+_SMALL = _TABLE[:8] * np.array([1e5, 1, 1, 1, 1, 1, 1, 1], np.float32)
+
+
+def _cut(rows: int) -> np.ndarray:
+    """The table, with zeros from some row on."""
+    return np.where(np.arange(1000)[:, None] < rows, _TABLE, np.float32(0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A graph in ONNX text in which one of two texts takes the place of OP.
+
+    says: the status by each method. values: constants; one of two for each model is a pair. turned: the other way round
+    as well.
+    """
+
+    graph: str
+    mine: str
+    theirs: str
+    says: Mapping[str, str]
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    header: str | None = None
+    opset: int = 17
+    turned: bool = False
+
+    def models(self) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+        return self._model(0, self.mine), self._model(1, self.theirs)
+
+    def _model(self, index: int, text: str) -> onnx.ModelProto:
+        body = self.graph.replace("OP", text)
+        words = body.replace("(", " ").replace(")", " ").replace(",", " ").split()
+        values = {name: value[index] if isinstance(value, tuple) else value for name, value in self.values.items()}
+        used = {name: np.asarray(value) for name, value in values.items() if name in words}
+        return model(body, values=used, header=self.header, opset=self.opset)
+
+
+def _row(nodes: str, size: int = 8) -> str:
+    return f"g (float[N,{size}] x) => (float[N,{size}] y) {{ {nodes} }}"
+
+
+def _image(nodes: str) -> str:
+    return f"g (float[N,4,H,W] x) => (float[M,4,A,B] y) {{ {nodes} }}"
+
+
+def _columns(nodes: str, length: str = "") -> str:
+    return f"g (float[N,L,8] x) => (float[A,B,C] y) {{ {length} {nodes} }}"
+
+
+def _never(nodes: str) -> str:
+    return f"g (float[N,4,5,6] x) => (float[N,4,5,6] y) {{ m = OP (x, k:4.1.1) {nodes} }}"
+
+
+def _one(nodes: str) -> str:
+    return _image(f"""size = Constant <value_ints=[1048576, 1048576]> () zero = Constant <value_ints=[0]> () {nodes}
+        one = OP y = Mul (x, one)""")
+
+
+_SIZE, _LIMITED = "s = Shape (x) l = Gather <axis=0> (s, one)", "m = Min (l, hundred) e = Unsqueeze (m, zeros)"
+_RANGE = "n = Gather (s, at) r = Range (zero, n, step) i = Cast <to=OP> (r) f = Cast <to=1> (i) t = Reshape (f, rows)"
+_NUMBERS = {
+    **{"zero": np.int64(0), "one": np.int64(1), "step": np.int64(1), "hundred": np.int64(100), "zeros": np.array([0])},
+    **{
+        "first": np.array([1]),
+        "last": np.array([2]),
+        "end": np.array([100]),
+        "k": np.float32(2),
+        "half": np.float32(0.5),
+    },
+}
+_WHOLE, _LOCAL, _BOTH = {"whole": "failed"}, {"local": "not_verified"}, {"both": "failed"}
+_BRANCH = "y = If (g) <then_branch = t () => (float[N,64] a) { a = OP (x) }, else_branch = e () => (float[N,64] b) { b = %s (x) }>"
+_MEAN = "m = ReduceMean <keepdims=0> (x) g = Greater (m, c)"
+
+PAIRS: dict[str, Pair] = {
+    # what runs of the models alone see
+    "equal to a threshold": Pair(_row("g = OP (x, c) y = Cast <to=1> (g)"), "Greater", "GreaterOrEqual", _WHOLE,
+        {"c": np.float32(0.3)}),
+    "halves": Pair(_row("OP"), "y = Round (x)", "a = Add (x, half) y = Floor (a)", _WHOLE, _NUMBERS),
+    "saturated": Pair(_row("a = OP (x, c) y = Erf (a)"), "Mul", "Div", _WHOLE, {"c": np.float32(1e5)}),
+    "far below a bias": Pair(_row("a = Add (x, c) r = Relu (a) z = OP (r) y = Add (z, x)"), "Abs", "Neg", _WHOLE,
+        {"c": np.float32(-2000)}),
+    "a small column": Pair(_row("a = OP (x) y = Mul (a, c)"), "Neg", "Identity", _WHOLE, {"c": np.float32([1e9, *[1e-2] * 7])}),
+    "all true": Pair("""g (bool[64] m, float[4] x) => (float[4] y) { f = Cast <to=1> (m) a = ReduceMean <keepdims=0> (f)
+        g = GreaterOrEqual (a, c) n = OP (x) y = Where (g, n, x) }""", "Neg", "Sin", _WHOLE, {"c": np.float32(1)}),
+    "a size beyond a constant": Pair(_columns("OP f = Cast <to=1> (m) y = Mul (x, f)", _SIZE), "m = Min (l, c)", "m = Identity (l)",
+        _WHOLE, {**_NUMBERS, "c": np.int64(300)}),
+    "the sign of a maximum": Pair("g (float[N,64] x) => (float[N,1] y) { m = ReduceMax <axes=[1]> (x) y = OP (m) }", "Relu",
+        "Identity", _WHOLE),
+    "a branch by a mean": Pair(_row(f"{_MEAN} {_BRANCH % 'Relu'}", 64), "Neg", "Sin", _WHOLE, {"c": np.float32(100)}),
+    "a branch by a mean of both signs": Pair(_row(f"{_MEAN} {_BRANCH % 'Neg'}", 64), "Relu", "Elu", _WHOLE, {"c": np.float32(1)}),
+    "the only sizes that run": Pair(_image("m = OP (x) a = Add (x, m) y = Add (a, c)"), "GlobalAveragePool", "GlobalMaxPool", _WHOLE,
+        {"c": np.ones((4, 6, 6), np.float32)}),
+    "the only sizes that a constant fits": Pair(_image("m = OP (x) y = Reshape (m, c)"), "Relu", "Elu", _WHOLE,
+        {"c": np.array([-1, 4, 6, 6])}),
+    "a batch that divides most sizes": Pair(_image("s = Shape (x) a = Reshape (x, OP) y = Reshape (a, s)"), "pairs", "fours", _WHOLE,
+        {"pairs": np.array([1, -1]), "fours": np.array([16, -1])}),
+    "a batch beyond bytes beside large rows": Pair(_image(f"s = Shape (x) {_RANGE} y = Mul (x, t)"), "6", "3", _WHOLE,
+        {**_NUMBERS, "at": np.int64(0), "rows": np.array([-1, 1, 1, 1])}),
+    "rows beyond bytes": Pair(_image(f"s = Shape (x) {_RANGE} y = Mul (x, t)"), "6", "3", _WHOLE,
+        {**_NUMBERS, "at": np.int64(2), "rows": np.array([-1, 1])}),
+    "a batch beyond a constant": Pair(_row("s = Shape (x) n = Gather (s, zero) g = Greater (n, c) m = OP (x) y = Where (g, m, x)"),
+        "Neg", "Sin", _WHOLE, {**_NUMBERS, "c": np.int64(20)}),
+    "a table behind an offset": Pair(
+        "g (int64[N,L] t) => (float[N,L,8] y) { s = Add (t, two) w = Cast <to=1> (c) y = Gather (w, s) }", "", "", _WHOLE,
+        {"two": np.int64(2), "c": (_TABLE.astype(np.float16), _cut(900).astype(np.float16))}),
+    "texts are the keys of the model": Pair("""g (string[N] s) => (float[N] y) {
+        y = ai.onnx.ml.LabelEncoder <keys_strings = ["a", "b", "c"], values_floats = [1.0, 2.0, OP]> (s) }""", "3.0", "30.0", _WHOLE,
+        header='<ir_version: 8, opset_import: ["": 17, "ai.onnx.ml": 3]>'),
+    # integers and numbers of other kinds
+    "a cast to a narrower type": Pair("g (uint8[N,5] x) => (float[N,5] y) { c = OP (x) y = Cast <to=1> (c) }", "Identity",
+        "Cast <to=3>", _BOTH),
+    "values beyond a byte": Pair("g (int64[N,5] x) => (float[N,5] y) { OP y = Cast <to=1> (h) }", "h = Identity (x)",
+        "c = Cast <to=6> (x) h = Cast <to=7> (c)", _BOTH),
+    **{f"a table of {rows} rows": Pair("g (int64[N,T] x) => (float[N,T,8] y) { y = Gather (t, x) }", "", "", _BOTH,
+        {"t": (_TABLE[:50], _cut(rows)[:50])}) for rows in (2, 30, 49)},
+    # Indices of the second table would be too small for the first one's rows.
+    "a range for each input": Pair("""g (int64[N,T] x, int64[N,T] j) => (float[N,T,8] y) { a = Gather (t, x) s = Add (j, one)
+        b = Gather (u, s) y = Add (a, b) }""", "", "", _BOTH,
+        {**_NUMBERS, "u": _TABLE[:3], "t": (_TABLE[:50], _cut(2)[:50])}),
+    "infinite": Pair(_row("c = OP (x) y = Where (c, z, x)"), "IsInf", "IsInf", _BOTH, {"z": (np.float32(0), np.float32(1))}),
+    "no number": Pair(_row("c = OP (x) y = Where (c, z, x)"), "IsNaN", "IsNaN", _BOTH, {"z": (np.float32(0), np.float32(1))}),
+    # sizes
+    "factors and sizes": Pair("g (float[N,3,H,W] x) => (float[N,3,A,B] y) { y = Resize <axes=[2, 3]> (x, , OP) }", "s", ", t", _BOTH,
+        {"s": np.array([2, 2], np.float32), "t": np.array([64, 64])}, opset=18),
+    "height for width": Pair("g (float[N,3,H,W] x) => (float[N,3,A] y) { y = ReduceMax <axes=[OP], keepdims=0> (x) }", "2", "3", _BOTH),
+    "minimum of a height": Pair("g (float[N,3,H,W] x) => (float[N,3,A] y) { y = OP <axes=[2], keepdims=0> (x) }", "ReduceMax",
+        "ReduceMin", _BOTH),
+    "beside a mask": Pair(_row("z = Mul (x, k) a = Add (z, m) y = Softmax (a)", 4), "", "", _BOTH, {**_NUMBERS,
+        "m": (np.float32([0, 0, -1e9, -60]), np.float32([0, 0, -1e9, -61]))}),
+    # equal where x has up to 100 columns: equal at small sizes is no proof
+    "a table of which few rows are read": Pair(_columns("t = Slice (OP, zeros, e, zeros) y = Add (x, t)", f"{_SIZE} {_LIMITED}"),
+        "p", "q", _LOCAL, {**_NUMBERS, "p": _TABLE, "q": _cut(100)}, turned=True),
+    "a slice that is left out": Pair(_columns("OP", f"{_SIZE} {_LIMITED}"), "t = Slice (x, zeros, e, first) y = Mul (t, k)",
+        "y = Mul (x, k)", _LOCAL, _NUMBERS, turned=True),
+    "a size that is left out": Pair(_columns("OP y = Mul (x, f)", f"{_SIZE} {_LIMITED}"), "f = Cast <to=1> (m)",
+        "f = Cast <to=1> (l)", _LOCAL, _NUMBERS, turned=True),
+    "a slice of other data": Pair(_columns("""a = Mul (x, c) t = Slice (a, zeros, end, first) r = ReduceSum (t, first)
+        b = Mul (x, d) u = ReduceSum (b, first) y = Add (r, u)"""), "", "", _LOCAL, {**_NUMBERS,
+        "c": (np.float32(2), np.float32(2.5)), "d": (np.float32(1), np.float32(0.5))}, turned=True),
+    "a slice in front of padding": Pair("g (float[N,8,L] x) => (float[A,B,C] y) { OP }",
+        "t = Slice (x, zeros, end, last) y = Conv <pads=[1, 1]> (t, w:8.8.3)",
+        "t = Conv <pads=[1, 1]> (x, w:8.8.3) y = Slice (t, zeros, end, last)", _LOCAL, _NUMBERS, turned=True),
+    # another model, node by node: no run makes them equal
+    "a table behind a cast": Pair("g (int64[N,L] t) => (float[N,L,8] y) { w = Cast <to=1> (c) v = Identity (w) y = Gather (v, t) }",
+        "", "", {"both": "another"}, {"c": (_TABLE[:600].astype(np.float16), _cut(300)[:600].astype(np.float16))}),
+    "a table by equality": Pair(
+        "g (int64[N,L,1] t) => (float[N,L,8] y) { e = Equal (t, r) o = Cast <to=1> (e) y = MatMul (o, c) }", "", "",
+        {"both": "another"}, {"c": (_TABLE[:600], _cut(300)[:600]), "r": np.arange(600)}),
+    "a branch of large batches": Pair(_row("""s = Shape (x) n = Gather (s, zero) g = Greater (n, many)
+        y = If (g) <then_branch = a () => (float[N,8] t) { t = Mul (x, c) },
+            else_branch = b () => (float[N,8] e) { e = Identity (x) }>"""), "", "", {"both": "another"},
+        {**_NUMBERS, "many": np.int64(10**6), "c": (np.float32(2), np.float32(3))}),
+    "another small column": Pair(_row("y = Gemm (x, c)"), "", "", {"both": "another"},
+        {"c": (_SMALL, _SMALL * np.float32([1, -1, 1, 1, 1, 1, 1, 1]))}),
+    "another saturated product": Pair(_row("a = MatMul (x, c) y = Erf (a)"), "", "", {"both": "another"},
+        {"c": (1e4 * _TABLE[:8], 1e4 * _TABLE[8:16])}),
+    "another large threshold": Pair("g (int64[N] t) => (bool[N] y) { y = Less (t, c) }", "", "", {"both": "another"},
+        {"c": (np.int64(10**9), np.int64(2 * 10**9))}),
+    # equal models, of which a proof of parts does not tell that no output shows the difference
+    "rows that a mask never takes": Pair(_never("r = Range (zero, six, step) l = Less (r, six) y = Where (l, x, m)"), "Mul", "Div",
+        {"local": "failed", "both": "not_verified"}, {**_NUMBERS, "six": np.int64(6)}),
+    "a branch that a constant never takes": Pair(_never("""c = Not (true) y = If (c) <then_branch = t () => (float[N,4,5,6] a)
+        { a = Identity (m) }, else_branch = e () => (float[N,4,5,6] b) { b = Relu (x) }>"""), "Mul", "Div",
+        {"local": "failed", "both": "not_verified"}, {"true": np.array(True)}),
+    "numbers below a limit": Pair(_never("t = Tanh (m) y = Clip (t, limit, )"), "Mul", "Div",
+        {"local": "failed", "both": "not_verified"}, {"limit": np.float32(2)}),
+    # constants: a terabyte is neither made nor needed; without digits, and with a switch of 2, they are not equal
+    **{f"a huge {name}": Pair(_one(nodes), "ReduceMax <keepdims=0> (huge)", "Constant <value_float=1.0> ()", _LOCAL)
+        for name, nodes in {
+            "constant": "huge = ConstantOfShape (size)",
+            "expansion": "k = Constant <value_float=1.0> () huge = Expand (k, size)",
+            "repetition": "k = Constant <value_floats=[1.0, 2.0]> () l = Unsqueeze (k, zero) huge = Tile (l, size)",
+            "range": "a = Constant <value_float=0.0> () b = Constant <value_float=1e12> () c = Constant <value_float=1.0> () "
+            "huge = Range (a, b, c)",
+        }.items()},
+    "constants without digits": Pair("g (float[N,3,H,W] x) => (float[N,8,A,B] y) { s = Add (w:8.3.3.3, a) c = Sub (s, a) y = Conv (x, c) }",
+        "", "", _LOCAL, {"a": (np.float32(1e5), np.float32(2e5))}),
+    "a switch of 2": Pair("""g (float[N,3,H,W] x) => (float[N,8,A,B] y) { n = ReduceL2 <axes=[1, 2, 3], keepdims=OP> (w:8.3.3.3)
+        c = Div (w, n) y = Conv (x, c) }""", "1", "2", _LOCAL),
+}  # fmt: skip
