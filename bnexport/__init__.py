@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from bnexport.exporting import ExportResult, export
+    from bnexport.exporting.against_file import verify
     from bnexport.exporting.checkpoint import load_checkpoint
-    from bnexport.folding import FoldResult, InlineResult, InspectReport, Verification, fold, inline, inspect, verify
+    from bnexport.folding import FoldResult, InlineResult, InspectReport, Verification, fold, inline, inspect
     from bnexport.folding.torch_module import fold_module
     from bnexport.native.library import get_library_path, register
     from bnexport.recalibration.deviations import statistics
@@ -57,7 +58,7 @@ _HOMES = {
     "register_group": "runtime.groups",
     "revert_sync_batchnorm": "sync_bn",
     "statistics": "recalibration.deviations",
-    "verify": "folding",
+    "verify": "exporting.against_file",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605

@@ -16,7 +16,8 @@ MOST_LINES, MOST_PARAMETERS = 80, 12
 LONG = {
     "cli/export.py: export",
     "cli/fold.py: fold",
-    "cli/fold.py: verify",
+    "cli/verify.py: verify",
+    "exporting/against_file.py: verify",
     "cli/train.py: train",
     "cli/export.py: train_export",
     "exporting/api.py: export",

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from bnexport import __version__, interface
-from bnexport.cli import doctor, export, fold, recalibrate, run  # noqa: F401 - each registers its commands
+from bnexport.cli import doctor, export, fold, recalibrate, run, verify  # noqa: F401 - each registers its commands
 from bnexport.cli.common import app, place
 from bnexport.cli.output import complain, err, is_verbose, out, set_level
 from bnexport.errors import BnexportError, NotVerifiedWarning

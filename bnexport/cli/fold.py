@@ -1,4 +1,4 @@
-"""Commands on model files: inspect, fold, verify, inline."""
+"""Commands on model files: inspect, fold, inline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import typer
 
 from bnexport import startup
 from bnexport.cli.common import (
-    NOT_VERIFIED,
     Atol,
     Certificate,
     FixedInitializers,
@@ -18,7 +17,6 @@ from bnexport.cli.common import (
     Json,
     Overwrite,
     ProofSeconds,
-    Providers,
     Rtol,
     Seed,
     Source,
@@ -30,7 +28,6 @@ from bnexport.cli.output import (
     check_change,
     check_exists,
     check_targets,
-    complain,
     detail,
     emit,
     explain_site,
@@ -43,7 +40,7 @@ from bnexport.cli.output import (
     write_page,
 )
 from bnexport.cli.run import first_feeds
-from bnexport.errors import UsageError, VerificationError
+from bnexport.errors import UsageError
 from bnexport.pages import table
 
 
@@ -158,7 +155,7 @@ def fold(
         result = folding.fold(
             source,
             target,
-            verify=_method(verify, method),
+            verify=method_of(verify, method),
             inputs=feeds or None,
             seed=seed,
             atol=atol,
@@ -198,7 +195,7 @@ def fold(
         detail(f"note: {report.uncertified}")
     if report.verification is not None:
         say(verdict(report.verification))
-        detail(_inputs_of(report.verification))
+        detail(inputs_of(report.verification))
     ratio = None
     if bench and (report.changed or simplify):
         from bnexport.cli import latency
@@ -212,7 +209,7 @@ def fold(
         say(result_line(report, report.verification, ratio))
 
 
-def _method(verify: bool, method: str | None) -> Any:
+def method_of(verify: bool, method: str | None) -> Any:
     """Return the argument `verify` of the fold."""
     if method is None or not verify:
         return verify
@@ -227,7 +224,7 @@ def write_html(report: Any, path: Path) -> None:
 
     result = report.verification
     tables = folding.render(report, everything=True, most=None)
-    write_page(path, report.lines(), tables + ([] if result is None else _outputs("Outputs", result)))
+    write_page(path, report.lines(), tables + ([] if result is None else outputs_of("Outputs", result)))
 
 
 def verdict(result: Any, *, wanted: bool = True, folds: bool = True) -> str:
@@ -236,14 +233,14 @@ def verdict(result: Any, *, wanted: bool = True, folds: bool = True) -> str:
     return f"{'' if unasked else 'warning: '}{result.line(folds=folds)}"
 
 
-def _inputs_of(result: Any) -> str:
+def inputs_of(result: Any) -> str:
     """Return one line about the inputs of a verification."""
     if not result.samples:
         return "verified without inputs: no model was run"
     return f"verified with {result.samples} set{'s' * (result.samples != 1)} of inputs, seed {result.seed}"
 
 
-def _outputs(title: str, result: Any) -> list[Any]:
+def outputs_of(title: str, result: Any) -> list[Any]:
     """Return a table of the outputs that were compared, if there are any."""
     rows = [
         (
@@ -258,87 +255,6 @@ def _outputs(title: str, result: Any) -> list[Any]:
     ]
     columns = ("output", "type", "largest difference", "relative", "allowed", "")
     return [table(title, columns, rows, right=columns[2:4])] if rows else []
-
-
-def _proofs(sites: Any) -> list[Any]:
-    """Return a table of the folds that were proved, or only those that were not where there are many."""
-    shown = sites if is_verbose() else [site for site in sites if site.method != "proved"]
-    rows = [(site.site, site.method, f"{site.error:.2g}", f"{site.bound:.2g}", site.reason) for site in shown]
-    columns = ("fold of", "mark", "error", "bound", "")
-    return [table(f"{len(shown)} of {len(sites)} folds", columns, rows, right=columns[2:4])] if rows else []
-
-
-@app.command(
-    place=60,
-    examples=(
-        "bnexport verify kept.onnx folded.onnx",
-        "bnexport verify kept.onnx folded.onnx -i x:image.npy",
-    ),
-)
-def verify(
-    reference: Annotated[Path, typer.Argument(metavar="A", help="The reference.")],
-    candidate: Annotated[Path, typer.Argument(metavar="B", help="The model to check.")],
-    inputs: Inputs = None,
-    seed: Seed = 0,
-    atol: Atol = None,
-    rtol: Rtol = None,
-    proof_seconds: ProofSeconds = None,
-    method: Annotated[
-        str,
-        typer.Option(
-            metavar="local|whole|both",
-            help="Prove the folds that tell A and B apart (local), run both models (whole), or both.",
-        ),
-    ] = "both",
-    provider: Providers = None,
-    fixed_initializers: FixedInitializers = False,
-    allow_not_verified: Annotated[
-        bool,
-        typer.Option("--allow-not-verified", help="Exit with 0 instead of 5 if the models could not be verified."),
-    ] = False,
-    html: Html = None,
-    json_target: Json = None,
-) -> int:
-    """Compares two models on the same inputs and proves the folds.
-
-    The folds are those of the certificate in B, or those that are found.
-    """
-    from bnexport import folding
-    from bnexport.cli.input_options import feeds_of
-
-    check_targets(html=html, json=json_target)
-    feeds = feeds_of(inputs, seed, reference)
-    with status(f"comparing {reference} and {candidate}"):
-        result = folding.verify(
-            reference,
-            candidate,
-            inputs=feeds or None,
-            seed=seed,
-            atol=atol,
-            rtol=rtol,
-            proof_seconds=proof_seconds,
-            providers=provider or (),
-            method=_method(True, method),
-            fixed_initializers=fixed_initializers,
-        )
-    tables = [*_outputs(f"{reference} and {candidate}", result), *_proofs(result.sites)]
-    if html is not None:
-        write_page(html, [verdict(result)], tables)
-    if result.certificate.startswith("not used"):
-        say(f"note: the certificate in {candidate} was {result.certificate}")
-    if result.passed:
-        say(verdict(result))
-        detail(_inputs_of(result))
-    emit(result.to_dict(), json_target, tables)
-    if result.status == "not_verified":
-        if allow_not_verified:
-            say(f"warning: {result.summary()}")
-            return 0
-        complain(result.summary())
-        return NOT_VERIFIED
-    if not result.passed:
-        raise VerificationError(f"{candidate} differs from {reference}: {result.reason}; {result.proved}")
-    return 0
 
 
 # Command inline: model-local functions replaced by their bodies.

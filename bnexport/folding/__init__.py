@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from bnexport.folding.folder import BatchNormFolder
     from bnexport.folding.report import FoldReport, Refusal, SiteReport, render
     from bnexport.graph.inspection import InspectReport, inspect
-    from bnexport.verification.api import verify
     from bnexport.verification.verdict import OutputComparison, Verification
 
 _HOMES = {
@@ -30,7 +29,6 @@ _HOMES = {
     "inline": "folding.api",
     "inspect": "graph.inspection",
     "render": "folding.report",
-    "verify": "verification.api",
 }
 
 __all__ = [
@@ -47,7 +45,6 @@ __all__ = [
     "inline",
     "inspect",
     "render",
-    "verify",
 ]
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -16,16 +14,15 @@ from bnexport import interface, schema
 from bnexport.errors import BnexportError, ModelError, UsageError, first_line
 from bnexport.graph.conversion import convert, insert_casts
 from bnexport.graph.functions import inline_calls
-from bnexport.graph.nodes import has_sync_batch_norm, is_standard, is_sync_batch_norm, label, trains
+from bnexport.graph.nodes import Names, has_sync_batch_norm, is_standard, label, trains
 from bnexport.graph.shapes import Shapes
 from bnexport.graph.standard_ops import has_foreign, standardise
-from bnexport.model_io import Parts, to_parts, walk
-from bnexport.model_io.read import Source, open_source
+from bnexport.model_io import walk
 from bnexport.model_io.validate import printable
-from bnexport.native import library
-from bnexport.runtime.sessions import check_providers
 from bnexport.verification.certificate import KEY, changes, decode
 from bnexport.verification.comparison import FLOATS
+from bnexport.verification.file_engine import shipped
+from bnexport.verification.first_difference import find_place
 from bnexport.verification.input_demands import (
     find_bounds,
     find_further,
@@ -39,7 +36,6 @@ from bnexport.verification.process import PROCESS, ProcessFailure, Shipment
 from bnexport.verification.proof.search import prove
 from bnexport.verification.verdict import (
     Claim,
-    Inputs,
     Method,
     OutputComparison,
     Terms,
@@ -50,18 +46,51 @@ from bnexport.verification.verdict import (
 # Files of other exporters: inputs and outputs that have other names, and are the same by their positions.
 
 
-def match_by_position(reference: ir.Model, candidate: ir.Model) -> tuple[ir.Model, str]:
-    """Return the candidate with the reference's names of inputs and outputs, and which were matched, in words.
+def match(
+    reference: ir.Model, candidate: ir.Model, names: Mapping[str, str] | None = None
+) -> tuple[ir.Model, ir.Model, str]:
+    """Return both models with the same names of inputs and outputs, and what was matched, in words.
 
-    The candidate itself, and an empty text, where the names are the same, or where types, shapes or numbers differ.
+    names: the candidate's names of inputs and outputs by the reference's; with any, what has one name is one value in any
+    order, and outputs that only one model has are left out. The rest is matched by position, where types, shapes and numbers
+    agree. Raises UsageError for a name that is none.
     """
+    said = ""
+    if names is not None:
+        reference, candidate, said = _by_name(reference, candidate, names)
     pairs = _pairs(reference, candidate)
-    if not pairs:
-        return candidate, ""
-    changed = candidate.clone()
-    for one, two in _given(reference, changed):
-        two.name = one.name
-    return changed, f"matched by position: {', '.join(f'{theirs} as {mine}' for mine, theirs in pairs)}"
+    if pairs:
+        candidate = candidate.clone()
+        for one, two in _given(reference, candidate):
+            two.name = one.name
+        said += f"matched by position: {', '.join(f'{theirs} as {mine}' for mine, theirs in pairs)}"
+    return reference, candidate, said
+
+
+def _by_name(reference: ir.Model, candidate: ir.Model, names: Mapping[str, str]) -> tuple[ir.Model, ir.Model, str]:
+    models = reference.clone(), candidate.clone()
+    for model, wanted in ((models[0], list(names)), (models[1], list(names.values()))):
+        known = [str(value.name) for value in (*given_inputs(model), *model.graph.outputs)]
+        unknown = [name for name in wanted if name not in known]
+        if unknown:
+            raise UsageError(f"names: got {unknown[0]!r}, expected among {', '.join(known)}")
+    by_theirs = {theirs: mine for mine, theirs in names.items()}
+    fresh, found = Names(models[1]), {str(value.name): value for value in _values(models[1])}
+    for mine in names.keys() & found.keys() - by_theirs.keys():
+        found[mine].name = fresh.fresh(mine)
+    for theirs, mine in by_theirs.items():
+        found[theirs].name = mine
+    own, other = ([str(value.name) for value in model.graph.outputs] for model in models)
+    # What nobody names is matched by position.
+    kept = [name for name in own if name in other] if set(own) == set(other) or set(own) & names.keys() else own
+    for model in models if kept is not own else ():
+        values = {str(value.name): value for value in model.graph.outputs}
+        model.graph.outputs[:] = [values[name] for name in kept]
+    given = {str(value.name): value for value in models[1].graph.inputs}
+    if set(given) == {str(value.name) for value in models[0].graph.inputs}:
+        models[1].graph.inputs[:] = [given[str(value.name)] for value in models[0].graph.inputs]
+    left = [name for name in own + other if kept is not own and name not in kept]
+    return *models, f"not compared: {', '.join(left)}; " * bool(left)
 
 
 def _given(reference: ir.Model, candidate: ir.Model) -> list[tuple[ir.Value, ir.Value]]:
@@ -102,13 +131,17 @@ def _fits(one: ir.Value, two: ir.Value) -> bool:
 
 
 def _inner_names(model: ir.Model) -> set[str]:
+    return {str(value.name) for value in _values(model)}
+
+
+def _values(model: ir.Model) -> dict[ir.Value, None]:
     values = (
         itertools.chain(
             graph.inputs, graph.initializers.values(), (output for node in graph for output in node.outputs)
         )
         for graph in walk.graphs(model)
     )
-    return {str(value.name) for each in values for value in each}
+    return dict.fromkeys(itertools.chain.from_iterable(values))
 
 
 # Prove the folds that a fold, a certificate or a search tells of.
@@ -188,59 +221,14 @@ def _casts(model: ir.Model) -> dict[str, list[str]]:
     return found
 
 
-def verify(
-    reference: Source,
-    candidate: Source,
-    *,
-    inputs: Inputs | None = None,
-    seed: int = 0,
-    samples: int = 2,
-    atol: float | None = None,
-    rtol: float | None = None,
-    timeout: float | None = None,
-    proof_seconds: float | None = None,
-    method: Method = "both",
-    providers: Sequence[str] = (),
-    fixed_initializers: bool = False,
+def verify_models(
+    reference: ir.Model, candidate: ir.Model, terms: Terms, method: Method, names: Mapping[str, str] | None = None
 ) -> Verification:
-    """Run both models on the same inputs and compare every output; prove the folds that tell them apart.
-
-    What cannot be run, crashes or takes too long is a result, not an error.
-
-    Args:
-        reference: a path, ModelProto or onnx_ir.Model.
-        candidate: the model to check, with the same inputs and outputs; those of other names are matched by position where
-            their types and shapes agree, and the verdict's `reason` says so.
-        inputs: arrays by the names of the inputs, one set or several; None makes random ones, of several scales and
-            sizes of dynamic dimensions.
-        seed: of the first random set; the others count on.
-        samples: number of random sets at the first sizes; one of them has another scale.
-        atol: absolute bound instead of the table's (`bnexport/tolerances.py`).
-        rtol: bound relative to each value of the reference; what is not given of the two is 0 then.
-        timeout: seconds for both models together; None for no limit.
-        proof_seconds: of processor time for the proof, behind which what is left is "compared only"; None for two, and one
-            more for each 500 nodes and for each 100 MB of weights in other files.
-        method: "local" finds where the candidate folds batch norms of the reference, whatever tool did it, and proves or
-            refutes each fold in float64; nothing is run. The certificate that `fold` wrote into the candidate says where
-            to look; it is not trusted. "whole" runs both models. "both" does both, or "whole" where
-            atol or rtol is given.
-        providers: execution providers of ONNX Runtime that run the candidate; the reference runs on the CPU.
-        fixed_initializers: no caller overrides initializers that are inputs as well; either model may lack those inputs.
-
-    Raises:
-        ModelError: a file is refused.
-        UsageError: a provider is none of this ONNX Runtime's.
-    """
-    if method not in ("local", "whole", "both"):
-        raise UsageError(f'method: got {method!r}, expected "local", "whole" or "both"')
-    for name, bound in (("atol", atol), ("rtol", rtol)):
-        if bound is not None and not 0 <= bound < math.inf:
-            raise UsageError(f"{name}: got {bound}, expected a number that is not negative and not infinite")
-    first, second = (open_source(each, fixed_initializers=fixed_initializers).model for each in (reference, candidate))
-    second, matched = match_by_position(first, second)
-    given = tuple(check_providers(providers))
-    terms = Terms(inputs, seed, samples, atol, rtol, timeout, providers=given, proof_seconds=proof_seconds)
+    """Return the verdict on two models, and where a difference starts. names: as in `match`. Raises UsageError."""
+    first, second, matched = match(reference, candidate, names)
     verdict = _verdict(first, second, terms, method)
+    if verdict.status == "failed" and verdict.witness:
+        verdict = dataclasses.replace(verdict, place=find_place(first, second, verdict, terms.providers))
     return dataclasses.replace(verdict, reason=matched) if matched and verdict.passed else verdict
 
 
@@ -352,7 +340,8 @@ def compare(reference: ir.Model, candidate: ir.Model, terms: Terms, ends: Sequen
         )
         answer |= {"status": "not_verified", "reason": text}
     sizes = tuple(tuple(map(tuple, feed)) for feed in answer.pop("sizes", ()))
-    return Verification(outputs=outputs, sizes=sizes, seed=terms.seed, **answer)
+    witness = dict(zip(answer.pop("witness", ()), answer.pop("arrays", ()), strict=True))
+    return Verification(outputs=outputs, sizes=sizes, witness=witness, seed=terms.seed, **answer)
 
 
 def _ask(
@@ -370,13 +359,13 @@ def _ask(
     try:
         with Shipment() as shipment:
             request = {
-                "reference": _shipped(reference, of_reference, shipment),
-                "candidate": _shipped(candidate, of_candidate, shipment),
+                "reference": shipped(reference, of_reference, shipment),
+                "candidate": shipped(candidate, of_candidate, shipment),
                 "outputs": [str(value.name) for value in reference.graph.outputs],
                 "probes": list(map(_plain, probes)),
                 "parted": list(map(_plain, parted)),
                 "meetings": list(map(_plain, meetings)),
-                "inputs": [dataclasses.asdict(_spec(value, reference)) for value in _inputs(reference)],
+                "inputs": [dataclasses.asdict(spec_of(value, reference)) for value in given_inputs(reference)],
                 "further": [dataclasses.asdict(each) for each in find_further(reference)],
                 "bounds": find_bounds(reference, candidate),
                 "operands": find_operand_sizes(reference),
@@ -388,6 +377,7 @@ def _ask(
                 "working": working,
                 **{"seed": terms.seed, "count": terms.samples, "atol": terms.atol, "rtol": terms.rtol},
                 "patience": terms.patience,
+                "beside": terms.beside,
                 "standardised": _is_standardised(reference, candidate),
                 "providers": list(terms.providers),
             }
@@ -407,18 +397,6 @@ def _failure(failure: ProcessFailure) -> dict[str, Any]:
     return {"status": status, "reason": f"the verifying process: {failure}{where}", "engine": failure.engine}
 
 
-def _shipped(model: ir.Model, probes: Sequence[ir.Value], shipment: Shipment) -> dict[str, Any]:
-    path = no_library = None
-    if _needs_library(model):
-        try:
-            path = library.get_library_path()
-        except BnexportError as error:
-            no_library = str(error)
-    with _also_outputs(model, probes):
-        parts: Parts = to_parts(model)
-    return shipment.model(parts, path, no_library, schema.TRAINING_DOMAIN in model.opset_imports)
-
-
 def _plain(found: Probe | Parted | Meeting) -> dict[str, Any]:
     """Return the fields, values by their names."""
     return {field.name: _named(getattr(found, field.name)) for field in dataclasses.fields(found)}
@@ -430,26 +408,7 @@ def _named(field: Any) -> Any:
     return str(field.name) if isinstance(field, ir.Value) else field
 
 
-@contextlib.contextmanager
-def _also_outputs(model: ir.Model, values: Sequence[ir.Value]) -> Iterator[None]:
-    """More graph outputs, for the time of one serialisation."""
-    added = [value for value in dict.fromkeys(values) if not value.is_graph_output()]
-    model.graph.outputs.extend(added)
-    try:
-        yield
-    finally:
-        for value in added:
-            model.graph.outputs.remove(value)
-
-
-def _needs_library(model: ir.Model) -> bool:
-    """Whether a node of ours has no portable body."""
-    if schema.TRAINING_DOMAIN in model.opset_imports:
-        return True
-    return any(is_sync_batch_norm(node) and node.op_identifier() not in model.functions for node in walk.nodes(model))
-
-
-def _inputs(model: ir.Model) -> list[ir.Value]:
+def given_inputs(model: ir.Model) -> list[ir.Value]:
     """Inputs that a caller has to give: those without an initializer."""
     return [value for value in model.graph.inputs if not value.is_initializer()]
 
@@ -468,7 +427,8 @@ def _is_empty(model: ir.Model) -> bool:
     return any(0 in (shapes.of(value) or ()) for value in (*model.graph.inputs, *model.graph.outputs))
 
 
-def _spec(value: ir.Value, model: ir.Model) -> InputSpec:
+def spec_of(value: ir.Value, model: ir.Model) -> InputSpec:
+    """Return what random values of an input have to be like."""
     name = str(value.name)
     if not isinstance(value.type, ir.TensorType) or value.shape is None:
         return InputSpec(name)
@@ -485,6 +445,11 @@ def _spec(value: ir.Value, model: ir.Model) -> InputSpec:
     )
     texts = find_texts(model) if kind == "string" else ()
     return InputSpec(name, kind, dtype.numpy().name, shape, *find_ranges(value, model), texts)
+
+
+def computing_type(model: ir.Model) -> str:
+    """Return the coarsest float type that a model computes in."""
+    return FLOATS[_coarsest(model)]
 
 
 def _coarsest(model: ir.Model) -> int:
@@ -513,11 +478,19 @@ def _target(cast: ir.Node) -> ir.DataType | None:
 
 
 def _interface(reference: ir.Model, candidate: ir.Model) -> str | None:
-    for what, first, second in (
-        ("inputs", _inputs(reference), _inputs(candidate)),
-        ("outputs", reference.graph.outputs, candidate.graph.outputs),
-    ):
-        names, others = [value.name for value in first], [value.name for value in second]
-        if names != others:
-            return f"the {what} differ: {names[:8]} and {others[:8]}"
+    kinds = [
+        ("inputs", given_inputs(reference), given_inputs(candidate)),
+        ("outputs", list(reference.graph.outputs), list(candidate.graph.outputs)),
+    ]
+    # Another number of them is why positions do not tell, either.
+    for what, first, second in sorted(kinds, key=lambda kind: len(kind[1]) == len(kind[2])):
+        if [value.name for value in first] != [value.name for value in second]:
+            way_out = "names={mine: theirs}, --map mine=theirs, says which are the same"
+            return f"the {what} differ: {_described(first)} and {_described(second)}; {way_out}"
     return None
+
+
+def _described(values: Sequence[ir.Value]) -> str:
+    """Return names, types and shapes, of eight values at most."""
+    known = (f"{value.name}: {value.dtype or '?'}{'' if value.shape is None else value.shape}" for value in values[:8])
+    return f"({printable(', '.join(known))})"

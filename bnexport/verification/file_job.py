@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401 - NumPy learns the names of its types
 import numpy as np
 
-from bnexport.errors import BnexportError
+from bnexport.errors import BnexportError, UnsupportedModelError
 from bnexport.model_io import limits
 from bnexport.native.library import ENVIRONMENT_VARIABLE
 from bnexport.runtime import engine
@@ -28,7 +28,7 @@ from bnexport.verification.comparison import compare_output
 from bnexport.verification.inputs import FeedGroup, Feeds
 from bnexport.verification.judge import Rules, judge
 from bnexport.verification.probing import Tail
-from bnexport.verification.process import IDLE_SECONDS, receive, send
+from bnexport.verification.process import IDLE_SECONDS, receive, send, send_arrays
 from bnexport.verification.verdict import Verification
 
 
@@ -44,11 +44,12 @@ def main(handle: str) -> None:
         except EOFError:
             return
         try:
-            result = FileJob(request, descriptors, lambda message: send(channel, message)).run()
+            result, arrays = FileJob(request, descriptors, lambda message: send(channel, message)).run()
         finally:
             for each in descriptors:
                 os.close(each)
         send(channel, {"result": result})
+        send_arrays(channel, arrays)
 
 
 # The fields of a Verification that this process knows.
@@ -63,8 +64,26 @@ class FileJob:
     ) -> None:
         self._request, self._descriptors, self._report = request, descriptors, report
 
-    def run(self) -> dict[str, Any]:
-        """Compare the models; return fields of a Verification."""
+    def run(self) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """Return what is asked for: values of one model, or the fields of a Verification and its witness."""
+        return self._values() if "values" in self._request else self._comparison()
+
+    def _values(self) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """Run one model, in the first engine that can."""
+        request, reasons = self._request, []
+        model, feeds = self._model(request["model"]), {each["name"]: self._array(each) for each in request["inputs"]}
+        self._report({"stage": "candidate", "engine": ENGINES[0]})
+        for name in ENGINES[:1] if request["providers"] else ENGINES:
+            try:
+                values = engine.open_as_written(model, request["providers"], name).run(feeds, request["values"])
+                if any(isinstance(value, (list, dict)) for value in values):
+                    raise UnsupportedModelError("an output is a sequence or a map")
+                return {"engine": engine.label(name)}, list(map(np.asarray, values))
+            except BnexportError as error:
+                reasons.append(str(error))
+        return {"reason": "; ".join(reasons)}, []
+
+    def _comparison(self) -> tuple[dict[str, Any], list[np.ndarray]]:
         request = self._request
         self._models = {which: self._model(request[which]) for which in ("reference", "candidate")}
         self._precise = oracle.PreciseModel(self._models["reference"], request["patience"])
@@ -77,11 +96,13 @@ class FileJob:
         # Only ONNX Runtime has providers.
         for name in ENGINES[:1] if request["providers"] else ENGINES:
             try:
-                verdict = dataclasses.asdict(self._run(name))
-                return {field: verdict[field] for field in _FIELDS}
+                found = self._run(name)
+                verdict, witness = dataclasses.asdict(dataclasses.replace(found, witness={})), found.witness
+                fields = {field: verdict[field] for field in _FIELDS}
+                return {**fields, "witness": list(witness)}, list(map(np.asarray, witness.values()))
             except BnexportError as error:
                 reasons.append(str(error))
-        return {"status": "not_verified", "reason": "; ".join(reasons)}
+        return {"status": "not_verified", "reason": "; ".join(reasons)}, []
 
     def _run(self, name: str) -> Verification:
         """Return the verdict in one engine. Raises BnexportError where it does not run what is right."""
@@ -97,7 +118,7 @@ class FileJob:
         except BnexportError as error:
             if self._models["candidate"].needs_library or name != ENGINES[0]:
                 raise
-            return Verification("failed", str(error), engine=name)
+            return Verification("failed", str(error), engine=name, witness=candidate.fed)
         label = engine.label(name) + "".join(f" ({provider})" for provider in self._request["providers"][:1])
         if verdict.status == "failed" and self._is_random(turns, reference, groups[0], self._rules.shown):
             return Verification("not_verified", "the model draws random numbers", engine=label)
@@ -176,12 +197,17 @@ class _Turns:
 
 
 class _Side:
-    """The "reference" or the "candidate" as an engine, and in float64. What comes behind its runs is comparison."""
+    """The "reference" or the "candidate" as an engine, and in float64. What comes behind its runs is comparison.
+
+    fed: the inputs of its last run.
+    """
 
     def __init__(self, turns: _Turns, which: str, precise: oracle.PreciseModel) -> None:
         self.name, self._turns, self._which, self.exact = turns.engines[which], turns, which, precise.run
+        self.fed: Mapping[str, Any] = {}
 
     def run(self, feeds: Mapping[str, Any], outputs: Sequence[str]) -> list[Any]:
+        self.fed = feeds
         values = self._turns.take(self._which).run(feeds, outputs)
         self._turns.report("comparison")
         return values

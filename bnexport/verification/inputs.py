@@ -230,16 +230,26 @@ class Feeds:
 
     def run(self) -> list[FeedGroup]:
         """Return the group that decides, then those that only refute. Raises BnexportError where the reference runs on none."""
-        if self._request["given"] is not None:
-            given = self._request["given"]
-            return [self._with_outputs([{each["name"]: self._array(each) for each in sample} for sample in given], 1.0)]
-        first, sizes, ranges = self._first()
+        if self._request["given"] is None:
+            return self._drawn()
+        samples = [{each["name"]: self._array(each) for each in sample} for sample in self._request["given"]]
+        groups = [self._with_outputs(samples, 1.0)]
+        if self._request["beside"]:
+            with contextlib.suppress(BnexportError):
+                groups += self._drawn([value.shape for value in samples[0].values() if value.ndim > 1])
+        return groups
+
+    def _drawn(self, like: Sequence[tuple[int, ...]] = ()) -> list[FeedGroup]:
+        """Return groups of random inputs. like: shapes whose sizes are tried first."""
+        first, sizes, ranges = self._first([(shape[0], shape[-1]) for shape in like])
         return [first, *self._others(sizes, ranges), *self._beyond(sizes, ranges), *self._showing(first, sizes, ranges)]
 
-    def _first(self) -> tuple[FeedGroup, tuple[int, int], dict[str, Range]]:
+    def _first(self, known: list[tuple[int, int]]) -> tuple[FeedGroup, tuple[int, int], dict[str, Range]]:
         own = [(2, size) for size in self._request["operands"]]
         sizes = (
-            [*FREE_SIZES[:-1], *own, FREE_SIZES[-1]] if any(spec.is_free for spec in self._specs) else FREE_SIZES[:1]
+            [*known, *FREE_SIZES[:-1], *own, FREE_SIZES[-1]]
+            if any(spec.is_free for spec in self._specs)
+            else FREE_SIZES[:1]
         )
         for index, (first, other) in enumerate(sizes):
             draws = [Draw(self._seed + step, first, (other,)) for step in range(self._count)]

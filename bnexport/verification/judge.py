@@ -185,6 +185,14 @@ def _smaller(reference: Engine, first: FeedGroup, names: Sequence[str]) -> Itera
 def _compare(
     reference: ReferenceEngine, group: FeedGroup, got: Rows, rules: Rules, halved: Rows | None = None
 ) -> Verification:
+    """Compare a group's outputs, and keep the inputs that show the verdict."""
+    verdict = _compared(reference, group, got, rules, halved)
+    return dataclasses.replace(verdict, witness=_witness(verdict, group, got, rules))
+
+
+def _compared(
+    reference: ReferenceEngine, group: FeedGroup, got: Rows, rules: Rules, halved: Rows | None
+) -> Verification:
     """Compare the outputs and probes, then the operands of a Concat.
 
     halved: the reference's values for half of the inputs; an output that depends on them by little is undecided.
@@ -210,6 +218,18 @@ def _compare(
         return whole
     verdict = whole if parts and verdict else dataclasses.replace(verdict, outputs=whole.outputs)
     return dataclasses.replace(verdict, another=_difference_inside(group, got, rules, truth))
+
+
+def _witness(verdict: Verification, group: FeedGroup, got: Rows, rules: Rules) -> Named:
+    """Return the first sample of which an output is outside its bound alone; the first one where none is."""
+    samples = zip(group.inputs, group.expected, got, strict=True)
+    for inputs, *rows in samples if verdict.status == "failed" else ():
+        pairs = zip(rules.outputs, *rows, strict=False)
+        if any(
+            compare_output(name, [one], [two], rules.working, rules.atol, rules.rtol).failed for name, one, two in pairs
+        ):
+            return inputs
+    return group.inputs[0]
 
 
 def _difference_inside(group: FeedGroup, got: Rows, rules: Rules, truth: Truth) -> str:

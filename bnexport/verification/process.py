@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -133,6 +134,26 @@ def receive(channel: Connection) -> tuple[dict[str, Any], list[int]]:
     return message, [os.open(path, limits.READ) for path in files]
 
 
+def send_arrays(channel: Connection, arrays: Sequence[np.ndarray]) -> None:
+    """Send arrays behind a message; texts as NumPy's strings."""
+    data = io.BytesIO()
+    np.savez(data, *map(_plain, arrays))
+    channel.send_bytes(data.getbuffer())
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    """Return an array of a type that NumPy's files have."""
+    if array.dtype == object:
+        return array.astype(str)
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def receive_arrays(channel: Connection) -> list[np.ndarray]:
+    """Receive what `send_arrays` sent. Nothing of it is unpickled."""
+    with np.load(io.BytesIO(channel.recv_bytes()), allow_pickle=False) as found:
+        return [found[name] for name in found.files]
+
+
 class EngineProcess:
     """A process that verifies, started by `start` or when it is first needed."""
 
@@ -177,7 +198,7 @@ class EngineProcess:
                     raise ProcessFailure(f"it took longer than {timeout:g} s", stage, engine, crashed=False)
                 message, _ = receive(self._channel)
                 if "result" in message:
-                    return message["result"]
+                    return {**message["result"], "arrays": receive_arrays(self._channel)}
                 stage, engine = message["stage"], message["engine"]
         except (EOFError, OSError) as error:
             assert self._process is not None

@@ -26,8 +26,9 @@ Inputs = Mapping[str, np.ndarray] | Sequence[Mapping[str, np.ndarray]]
 class Terms:
     """Settings of a comparison: the inputs or how to draw them, the caller's bounds, and a time limit.
 
-    timeout: seconds for all of it. patience: seconds for the float64 run that an ill-conditioned model needs. providers: of
-    the candidate's session. proof_seconds: of processor time for the local proof; None for what the model's size allows.
+    beside: whether to draw random inputs as well as those that are given. timeout: seconds for all of it. patience: seconds
+    for the float64 run that an ill-conditioned model needs. providers: of the candidate's session. proof_seconds: of processor
+    time for the local proof; None for what the model's size allows.
     """
 
     inputs: Inputs | None = None
@@ -39,6 +40,7 @@ class Terms:
     patience: float = 30.0
     providers: tuple[str, ...] = ()
     proof_seconds: float | None = None
+    beside: bool = False
 
 
 # A note on the verdict of a quantised model.
@@ -174,6 +176,9 @@ class Verification:
     another: how the models differ though they correspond node by node: in a constant or an attribute, by more than rounding,
     or in values that other operators make. ends: of the parts that are not proved, where a run compares them.
 
+    place: where a difference starts, as far as values of both models tell; empty where nothing failed. witness: the inputs,
+    by name, of the run that failed; of the first one where none did. It is not in the JSON.
+
     certificate: of the candidate: "used" where the proof took its regions from it, "not used: " and why where it was there
     and the folds were searched for; empty where there was none, or nothing was proved.
     """
@@ -192,6 +197,8 @@ class Verification:
     certificate: str = ""
     another: str = ""
     ends: tuple[WindowEnd, ...] = ()
+    place: str = ""
+    witness: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def skipped(cls, reason: str) -> Verification:
@@ -336,7 +343,7 @@ class Verification:
     def to_dict(self) -> dict[str, Any]:
         """Return the verdict as the command line prints it with --json."""
         fields = dataclasses.asdict(self)
-        del fields["ends"]
+        del fields["ends"], fields["witness"]
         return {"schema_version": schema.REPORT_VERSION, "passed": self.passed, **fields}
 
 

@@ -12,8 +12,9 @@ import onnx
 import pytest
 
 import bnexport.folding.context
+from bnexport import verify
 from bnexport.errors import UsageError, VerificationError
-from bnexport.folding import fold, inspect, render, verify
+from bnexport.folding import fold, inspect, render
 from bnexport.model_io import as_model, load, save, to_proto
 from tests.support.onnx_text import batch_norm, batch_norms, model, operators
 

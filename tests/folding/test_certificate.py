@@ -9,7 +9,8 @@ import onnx
 import onnxruntime
 import pytest
 
-from bnexport.folding import FoldReport, fold, verify
+from bnexport import verify
+from bnexport.folding import FoldReport, fold
 from bnexport.model_io import load, to_bytes, to_proto
 from bnexport.model_io.read import from_proto
 from bnexport.verification.certificate import KEY, Certificate, decode

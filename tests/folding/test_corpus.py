@@ -11,8 +11,9 @@ import onnx
 import onnx.numpy_helper
 import pytest
 
+from bnexport import verify
 from bnexport.errors import BnexportError
-from bnexport.folding import FoldResult, fold, verify
+from bnexport.folding import FoldResult, fold
 from bnexport.model_io import to_proto
 from bnexport.verification.verdict import Verification
 from tests.folding.corpus import CORPUS, FOLDED, TABLES

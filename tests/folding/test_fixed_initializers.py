@@ -9,8 +9,9 @@ import onnx
 import onnx.numpy_helper
 import pytest
 
+from bnexport import verify
 from bnexport.cli import main
-from bnexport.folding import fold, inspect, verify
+from bnexport.folding import fold, inspect
 from tests.support.onnx_text import batch_norm, model, operators, run
 
 BODY = """g (float[N,4,6,6] x, float[4,5,2,2] w, float[5] p_v) => (float[N,5,12,12] y) {

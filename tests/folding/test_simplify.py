@@ -8,9 +8,10 @@ import numpy as np
 import onnx
 import pytest
 
+from bnexport import verify
 from bnexport.cli import main
 from bnexport.errors import VerificationError
-from bnexport.folding import fold, verify
+from bnexport.folding import fold
 from tests.support.onnx_text import batch_norm, model, operators_of, run
 
 SHAPES = {"w": (8, 6, 3, 3), **batch_norm("p", 8)}

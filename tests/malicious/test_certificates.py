@@ -12,8 +12,9 @@ import onnx
 import onnx.numpy_helper
 import pytest
 
+from bnexport import verify
 from bnexport.errors import UnsafeModelError
-from bnexport.folding import fold, verify
+from bnexport.folding import fold
 from bnexport.model_io import from_proto, to_proto
 from bnexport.verification import api
 from bnexport.verification.api import Pair

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bnexport import verify
 from bnexport.errors import UnsafeModelError, UsageError
-from bnexport.folding import fold, verify
+from bnexport.folding import fold
 from bnexport.model_io import as_model, load, save, stage
 from bnexport.runtime import engine
 from tests.malicious.attempts import SECRET, WEIGHT, example

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bnexport import verify
 from bnexport.errors import ModelError
-from bnexport.folding import fold, verify
+from bnexport.folding import fold
 from tests.miscompilations import page
 from tests.miscompilations.catalogue import MISTAKES
 from tests.miscompilations.mistake import OURS, Mistake, Triple

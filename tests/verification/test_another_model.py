@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bnexport.folding import fold, verify
+from bnexport import verify
+from bnexport.folding import fold
 from tests.support.onnx_text import batch_norm, model, parameters
 
 _RNG = np.random.default_rng(0)

@@ -7,8 +7,9 @@ import onnx
 import pytest
 from onnx.reference.op_run import OpRun
 
+from bnexport import verify
 from bnexport.errors import UnsupportedModelError
-from bnexport.folding import fold, verify
+from bnexport.folding import fold
 from bnexport.graph import onnx_reference
 from bnexport.runtime.engine import Serialised
 from bnexport.verification import oracle

@@ -14,8 +14,9 @@ import onnx_ir as ir
 import pytest
 
 import bnexport.folding.context
+from bnexport import verify
 from bnexport.errors import VerificationError
-from bnexport.folding import FoldResult, fold, verify
+from bnexport.folding import FoldResult, fold
 from bnexport.model_io import from_proto, load, save
 from bnexport.verification.process import PROCESS, ProcessFailure
 from tests.support import warm
@@ -103,7 +104,7 @@ def test_the_process_is_kept_and_replaced() -> None:
 
 def test_the_process_ends_with_its_parent() -> None:
     code = (
-        "from bnexport.folding import verify; from bnexport.verification.process import PROCESS;"
+        "from bnexport import verify; from bnexport.verification.process import PROCESS;"
         "import onnx.parser as p, os;"
         "m = p.parse_model('<ir_version: 8, opset_import: [\"\": 17]> g (float[2] x) => (float[2] y) { y = Relu (x) }');"
         "assert verify(m, m).passed; print(PROCESS._process.pid, flush=True); os._exit(0)"

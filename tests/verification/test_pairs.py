@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bnexport.folding import verify
+from bnexport import verify
 from tests.verification.pairs import PAIRS
 
 

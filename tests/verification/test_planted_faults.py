@@ -9,8 +9,9 @@ import numpy as np
 import onnx
 import pytest
 
+from bnexport import verify
 from bnexport.errors import VerificationError
-from bnexport.folding import fold, verify
+from bnexport.folding import fold
 from bnexport.graph.evaluate import NodeEvaluator
 from tests.support.claims import prove_claims
 from tests.support.onnx_text import batch_norm, model

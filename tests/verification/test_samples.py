@@ -8,7 +8,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from bnexport.folding import fold, verify
+from bnexport import verify
+from bnexport.folding import fold
 from bnexport.verification.input_demands import find_further, find_ranges
 from bnexport.verification.verdict import Verification
 from tests.support.onnx_text import batch_norm, model

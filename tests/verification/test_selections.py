@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bnexport.folding import fold, verify
+from bnexport import verify
+from bnexport.folding import fold
 from bnexport.verification.verdict import Verification
 from tests.support.onnx_text import batch_norm, model, parameters
 

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from bnexport.folding import verify
+from bnexport import verify
 from bnexport.verification.probing import find_parted, without_masked
 from tests.support.onnx_text import model
 

@@ -70,7 +70,7 @@ def test_repr_is_one_line() -> None:
 def test_json_has_one_shape() -> None:
     keys = {
         *("schema_version", "passed", "status", "reason", "outputs", "engine", "reference", "samples", "seed"),
-        *("input_scale", "sizes", "method", "sites", "certificate", "another"),
+        *("input_scale", "sizes", "method", "sites", "certificate", "another", "place"),
     }
     for verdict in (Verification.skipped("no engine"), Verification.of([GOOD, BAD])):
         data = json.loads(json.dumps(verdict.to_dict()))

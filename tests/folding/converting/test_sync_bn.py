@@ -10,7 +10,8 @@ import onnx.numpy_helper
 import onnx.parser
 import pytest
 
-from bnexport.folding import FoldResult, fold, inspect, verify
+from bnexport import verify
+from bnexport.folding import FoldResult, fold, inspect
 from bnexport.model_io import load, to_proto
 from tests.support.onnx_text import assert_near, batch_norm, exact, make_inputs, model, operators, parameters, run
 

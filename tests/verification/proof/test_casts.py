@@ -9,7 +9,8 @@ import onnx
 import onnx.helper
 import onnx.numpy_helper
 
-from bnexport.folding import fold, verify
+from bnexport import verify
+from bnexport.folding import fold
 from bnexport.model_io import to_proto
 from tests.support.claims import prove_claims
 from tests.support.onnx_text import batch_norm, model

@@ -12,8 +12,9 @@ import onnx
 import onnx.numpy_helper
 import pytest
 
+from bnexport import verify
 from bnexport.errors import VerificationError
-from bnexport.folding import fold, verify
+from bnexport.folding import fold
 from bnexport.folding.report import FoldReport
 from bnexport.model_io import to_proto
 from bnexport.verification.verdict import Verification

@@ -6,7 +6,8 @@ import numpy as np
 import onnx
 import pytest
 
-from bnexport.folding import fold, verify
+from bnexport import verify
+from bnexport.folding import fold
 from tests.support.onnx_text import batch_norm, model, parameters
 
 NORM = "BatchNormalization (z, p_s, p_b, p_m, p_v)"

@@ -10,7 +10,8 @@ import onnx.helper
 import onnx.numpy_helper
 import pytest
 
-from bnexport.folding import fold, verify
+from bnexport import verify
+from bnexport.folding import fold
 from tests.support.claims import prove_claims
 from tests.support.onnx_text import batch_norm, model
 

@@ -15,8 +15,9 @@ import onnx.numpy_helper
 import pytest
 
 from benchmarks import fold_models, foreign_folds
+from bnexport import verify
 from bnexport.errors import UsageError
-from bnexport.folding import fold, verify
+from bnexport.folding import fold
 from bnexport.model_io import to_proto
 from bnexport.verification.proof import weights
 from bnexport.verification.verdict import Verification

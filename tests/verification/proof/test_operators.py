@@ -8,7 +8,8 @@ import numpy as np
 import onnx
 import pytest
 
-from bnexport.folding import fold, verify
+from bnexport import verify
+from bnexport.folding import fold
 from bnexport.model_io import to_proto
 from tests.support.claims import prove_claims
 from tests.support.onnx_text import batch_norm, model

@@ -1,0 +1,219 @@
+"""A torch module against the file of any exporter: the verdict, and the first module that is wrong."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import bnexport
+from bnexport.cli import main
+from bnexport.errors import UsageError
+
+X = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)),
+    )
+    for norm in (model[1], model[4]):
+        norm.running_var.uniform_(0.5, 2.0)
+        norm.running_mean.normal_()
+        norm.weight.data.uniform_(0.5, 1.5)
+    return model.eval()
+
+
+class Heads(nn.Module):
+    """Two outputs, of which files often keep one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.body(x)
+        return {"scores": scores, "shares": scores.softmax(1)}
+
+
+def written(model: nn.Module, path: Path, *, sizes: bool = True, x: torch.Tensor = X, **options: Any) -> Path:
+    """Write a file by torch's older exporter, which folds batch norms itself."""
+    axes = {"image": {0: "n", 2: "h", 3: "w"}} if sizes else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model, (x,), path, dynamo=False, input_names=["image"], dynamic_axes=axes, **options)
+    return path
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(network(), tmp_path_factory.mktemp("against") / "right.onnx", output_names=["logits"])
+
+
+class TestThreads:
+    """Questions of public threads, and the sentence that answers each."""
+
+    def test_a_fold_that_differs_by_rounding(self, file: Path) -> None:
+        """onnx/optimizer#255: the fold of a batch norm changes outputs by 3.8e-6. A defect?"""
+        verdict = bnexport.verify(network(), file, inputs=X)
+        assert verdict.passed and verdict.max_abs_diff > 0
+        assert (
+            "from the module in float64 the file differs by" in verdict.reason and ", the module by" in verdict.reason
+        )
+        assert verdict.place == "" and "allowed" in verdict.summary()
+
+    def test_a_right_file_beyond_a_fixed_bound(self, tmp_path: Path) -> None:
+        """huggingface/optimum#449: max diff 3e-3 for atol 1e-5. May the bound be larger?"""
+        model = network()
+        model[8].weight.data *= 1e4
+        verdict = bnexport.verify(model, written(model, tmp_path / "large.onnx"), inputs=X)
+        assert verdict.passed and verdict.max_abs_diff > 1e-5
+        assert verdict.outputs[0].atol > 100 * verdict.max_abs_diff
+
+    def test_which_layer_is_the_first_to_differ(self, file: Path) -> None:
+        """NVIDIA/TensorRT#4443: which layer is the first with a large error? All outputs at once do not fit the memory."""
+        model = network()
+        model[3].weight.data[5] *= 1.9
+        verdict = bnexport.verify(model, file, inputs=X)
+        assert verdict.status == "failed"
+        assert (
+            verdict.place.startswith("first difference behind 4: largest 1, in channel 5")
+            and "scale of channel 5 by 0.5263" in verdict.place
+        )
+
+    def test_outputs_of_a_model_in_train_mode(self, tmp_path: Path) -> None:
+        """microsoft/onnxruntime#4589: the file returns other numbers than the module in eval mode."""
+        trained = copy.deepcopy(network()).train()
+        mode = torch.onnx.TrainingMode.TRAINING
+        path = written(trained, tmp_path / "train.onnx", training=mode, do_constant_folding=False)
+        verdict = bnexport.verify(network(), path, inputs=X)
+        assert verdict.status == "failed" and verdict.place.startswith("first difference behind 1: largest")
+
+    def test_numbers_that_float16_does_not_have(self, tmp_path: Path) -> None:
+        """microsoft/onnxruntime#11384: NaN in float16, right numbers in float32. Where do they start?"""
+        model = network()
+        model[1].weight.data *= 3e4
+        model[3].weight.data /= 3e4
+        half = copy.deepcopy(model).half()
+        verdict = bnexport.verify(model, written(half, tmp_path / "half.onnx", x=X.half()), inputs=X)
+        assert verdict.status == "failed" and verdict.reason.endswith("by the bound of float16")
+        assert "float16 ends at 65504" in verdict.place, verdict
+
+
+class TestPlaces:
+    def test_an_activation_that_is_gone(self, tmp_path: Path) -> None:
+        changed = network()
+        changed[5] = nn.Identity()
+        verdict = bnexport.verify(network(), written(changed, tmp_path / "gone.onnx"), inputs=X)
+        assert verdict.place == "first difference behind 5: the candidate has no value like its result"
+
+    def test_channels_in_another_order(self, tmp_path: Path) -> None:
+        changed = network()
+        changed[3].weight.data[[2, 6]] = changed[3].weight.data[[6, 2]]
+        changed[3].bias.data[[2, 6]] = changed[3].bias.data[[6, 2]]
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            value = getattr(changed[4], name).data
+            value[[2, 6]] = value[[6, 2]]
+        verdict = bnexport.verify(network(), written(changed, tmp_path / "order.onnx"), inputs=X)
+        assert verdict.place.startswith("first difference behind 4") and "is in channel" in verdict.place
+
+    def test_a_size_that_is_fixed(self, tmp_path: Path) -> None:
+        class Fixed(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x.reshape(1, 8, 16, 16)
+
+        changed = nn.Sequential(*network()[:3], Fixed(), *network()[3:])
+        plain = nn.Sequential(*network()[:3], nn.Identity(), *network()[3:])
+        verdict = bnexport.verify(plain, written(changed, tmp_path / "fixed.onnx"), inputs=X)
+        assert verdict.status == "failed" and verdict.place.startswith("it stops behind 3, at 3x3x")
+
+    def test_two_files(self, file: Path, tmp_path: Path) -> None:
+        proto = onnx.load(file)
+        scaled = next(each for each in proto.graph.initializer if list(each.dims) == [8, 8, 3, 3])
+        array = onnx.numpy_helper.to_array(scaled).copy()
+        array[2] *= 1.5
+        scaled.CopyFrom(onnx.numpy_helper.from_array(array, scaled.name))
+        onnx.save(proto, tmp_path / "wrong.onnx")
+        verdict = bnexport.verify(file, tmp_path / "wrong.onnx")
+        assert verdict.status == "failed" and "behind 3: largest" in verdict.place and "channel 2" in verdict.place
+        assert list(verdict.witness) == ["image"]
+
+    def test_the_place_costs_a_verdict_nothing(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def never(*_: Any) -> str:
+            raise AssertionError("a verdict that passed asked for a place")
+
+        monkeypatch.setattr("bnexport.verification.api.find_place", never)
+        assert bnexport.verify(network(), file, inputs=X).passed
+
+
+class TestInputs:
+    def test_without_any(self, file: Path) -> None:
+        assert bnexport.verify(network(), file).passed
+
+    def test_by_name_and_of_several_sets(self, file: Path) -> None:
+        sets = [{"image": X.numpy()}, {"image": 2 * X.numpy()}]
+        assert bnexport.verify(network(), file, inputs=sets).passed
+
+    def test_a_half_precision_file(self, tmp_path: Path) -> None:
+        path = written(copy.deepcopy(network()).half(), tmp_path / "half.onnx", x=X.half())
+        verdict = bnexport.verify(network(), path, inputs=X)
+        assert verdict.passed and "compared with the module in float16" in verdict.reason
+
+    def test_outputs_that_a_file_lacks(self, file: Path) -> None:
+        verdict = bnexport.verify(Heads().eval(), file, inputs=X)
+        assert verdict.status == "failed" and verdict.reason.startswith("the outputs differ: (scores: FLOAT[")
+        named = bnexport.verify(Heads().eval(), file, inputs=X, names={"scores": "logits"})
+        assert named.passed and "not compared: shares" in named.reason
+        wrong = bnexport.verify(Heads().eval(), file, inputs=X, names={"shares": "logits"})
+        assert wrong.status == "failed"
+        with pytest.raises(UsageError, match=r"names: got 'score', expected among x, scores, shares"):
+            bnexport.verify(Heads().eval(), file, inputs=X, names={"score": "logits"})
+
+
+@pytest.mark.parametrize("suffix", [".pt", pytest.param(".pt2", marks=pytest.mark.slow)])
+def test_files_of_torch(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"right{suffix}"
+    bnexport.export(network(), X, path, verify=False)
+    with pytest.raises(UsageError, match="inputs: missing"):
+        bnexport.verify(network(), path)
+    changed = network()
+    changed[8].bias.data += 0.1
+    verdicts = [bnexport.verify(model, path, inputs=X).status for model in (network(), changed)]
+    assert verdicts == ["passed", "failed"]
+
+
+def test_a_module_that_cannot_be_exported(file: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(np.asarray(self.body(x).tolist(), np.float32))
+
+    verdict = bnexport.verify(Odd().eval(), file, inputs=X)
+    assert verdict.passed and "by values at the example's sizes alone" in verdict.reason
+
+
+def test_the_command(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(network().state_dict(), tmp_path / "right.pth")
+    name = f"{__name__}:network"
+    assert main(["verify", name, str(file), "--checkpoint", str(tmp_path / "right.pth"), "--map", "output=logits"]) == 0
+    changed = network()
+    changed[1].eps = 1e-2
+    path = written(changed, tmp_path / "eps.onnx")
+    assert main(["verify", name, str(path), "-i", "x:1,3,16,16"]) == 1
+    message = capsys.readouterr().err
+    assert "first difference behind 1: largest" in message and "scale of channel" in message
+    assert main(["verify", str(file), str(file), "--checkpoint", str(tmp_path / "right.pth")]) == 2
+    assert main(["verify", name, str(file), "--map", "logits"]) == 2
