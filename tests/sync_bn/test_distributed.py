@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import weakref
@@ -18,7 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bnexport import SyncBatchNorm, torch_versions
-from bnexport.sync_bn import distributed, operators
+from bnexport.schema import GRAD_REDUCTIONS, STATS_MODES
+from bnexport.sync_bn import distributed, kernels, operators
 from tests.support import kernel_reference
 from tests.support.cluster import Raised, join, run_once, short_group
 
@@ -33,23 +35,42 @@ def _data(shapes, dtype="float64", mean=1.0, seed=0):
     return [torch.tensor(x).to(kind) for x in xs], [torch.tensor(dy).to(kind) for dy in dys]
 
 
-def _step(group, xs, dys, weight, bias, stats_mode, grad_reduction, layout="contiguous", affine=True):
-    """One training step of one layer; everything it yields, and how many collectives it took."""
+@dataclasses.dataclass(frozen=True)
+class How:
+    """A layer and its input; what all tests below leave as it is."""
+
+    dtype: str = "float64"
+    stats_mode: str = "exact"
+    grad_reduction: str = "local"
+    layout: str = "contiguous"
+    affine: bool = True
+    training: bool = True
+    backend: str = ""
+
+
+WEIGHT, BIAS = torch.tensor([0.5, -1.5, 2.0]), torch.tensor([0.1, 0.2, -0.3])
+OLD = torch.tensor([0.5, -1.0, 0.25], dtype=torch.float64), torch.tensor([2.0, 0.75, 1.0], dtype=torch.float64)
+
+
+def _step(group, xs, dys, how):
+    """One step of one layer; everything it yields."""
     rank = dist.get_rank(group)
     x, dy = xs[rank].clone(), dys[rank]
-    if layout == "channels_last" and x.dim() == 4:
+    if how.layout == "channels_last" and x.dim() == 4:
         x = x.contiguous(memory_format=torch.channels_last)
     S = torch.float64 if x.dtype == torch.float64 else torch.float32
-    options = {"stats_mode": stats_mode, "grad_reduction": grad_reduction, "affine": affine}
-    module = SyncBatchNorm(x.shape[1], group=group, **options).to(S)
-    if affine:
-        with torch.no_grad():
-            module.weight.copy_(weight)
-            module.bias.copy_(bias)
+    options = {"stats_mode": how.stats_mode, "grad_reduction": how.grad_reduction, "affine": how.affine}
+    module = SyncBatchNorm(x.shape[1], group=group, **options).to(S).train(how.training)
+    given = {"weight": WEIGHT, "bias": BIAS} if how.affine else {}
+    module.load_state_dict(given | dict(zip(("running_mean", "running_var"), OLD)), strict=False)
     x.requires_grad_()
-    y = module(x)
+    kernels.backend = how.backend
+    try:
+        y = module(x)
+        y.backward(dy)
+    finally:
+        kernels.backend = ""
     assert y.stride() == torch.empty_like(x).stride()
-    y.backward(dy)
     return {
         "output": y.detach().double().numpy(),
         "grad_input": x.grad.double().numpy(),
@@ -59,32 +80,24 @@ def _step(group, xs, dys, weight, bias, stats_mode, grad_reduction, layout="cont
     }
 
 
-def _check(
-    cluster,
-    shapes,
-    dtype="float64",
-    stats_mode="exact",
-    grad_reduction="local",
-    mean=1.0,
-    layout="contiguous",
-    affine=True,
-):
-    xs, dys = _data(shapes, dtype, mean)
-    weight, bias = torch.tensor([0.5, -1.5, 2.0]), torch.tensor([0.1, 0.2, -0.3])
-    results = cluster.call(len(shapes), _step, xs, dys, weight, bias, stats_mode, grad_reduction, layout, affine)
-    weight, bias = (weight, bias) if affine else (None, None)
-    expected = kernel_reference.group_forward(xs, weight, bias, np.zeros(C), np.ones(C), stats_mode=stats_mode)
+def _check(cluster, shapes, mean=1.0, **options):
+    how = How(**options)
+    xs, dys = _data(shapes, how.dtype, mean)
+    results = cluster.call(len(shapes), _step, xs, dys, how)
+    weight, bias = (WEIGHT, BIAS) if how.affine else (None, None)
+    modes = {"stats_mode": how.stats_mode, "training": how.training}
+    expected = kernel_reference.group_forward(xs, weight, bias, *OLD, **modes)
     statistics = expected[0].mean, expected[0].invstd
-    options = {"stats_mode": stats_mode, "grad_reduction": grad_reduction}
-    gradients = kernel_reference.group_backward(dys, xs, weight, *statistics, **options)
+    reduction = how.grad_reduction if how.training else "local"  # evaluation asks no peer
+    gradients = kernel_reference.group_backward(dys, xs, weight, *statistics, grad_reduction=reduction, **modes)
     everyones = torch.cat([dy.flatten() for dy in dys])
     for result, forward, gradient in zip(results, expected, gradients):
         got = {name: result[name] for name in ("output", "running_mean", "running_var")}
-        kernel_reference.check_forward(dtype, forward, weight, (np.zeros(C), np.ones(C)), **got)
+        kernel_reference.check_forward(how.dtype, forward, weight, OLD, **got)
         got = {name: value for name, value in result.items() if name.startswith("grad_")}
-        assert len(got) == (3 if affine else 1)
-        kernel_reference.check_backward(dtype, gradient, weight, *statistics, everyones, **got)
-    if stats_mode == "exact":
+        assert len(got) == (3 if how.affine else 1)
+        kernel_reference.check_backward(how.dtype, gradient, weight, *statistics, everyones, **got)
+    if how.stats_mode == "exact":
         # The same statistics on every rank, bit for bit.
         for result in results[1:]:
             assert result["running_mean"].tobytes() == results[0]["running_mean"].tobytes()
@@ -103,22 +116,25 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("grad_reduction", ["local", "mean", "sum"])
-@pytest.mark.parametrize("stats_mode", ["exact", "default", "N"])
+@pytest.mark.parametrize("backend", ["", "torch"], ids=["kernels", "torch"])
+@pytest.mark.parametrize("grad_reduction", GRAD_REDUCTIONS)
+@pytest.mark.parametrize("stats_mode", STATS_MODES)
 @pytest.mark.parametrize("shapes", SPLITS.values(), ids=SPLITS)
-def test_group_equals_the_closed_form(cluster, shapes, stats_mode, grad_reduction):
-    _check(cluster, shapes, "float64", stats_mode, grad_reduction)
+def test_group_equals_the_closed_form(cluster, shapes, stats_mode, grad_reduction, backend):
+    for training in (True, False):
+        how = {"stats_mode": stats_mode, "grad_reduction": grad_reduction, "training": training}
+        _check(cluster, shapes, backend=backend, **how)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("shapes", [SPLITS["uneven sizes"], SPLITS["one empty"]], ids=["uneven sizes", "one empty"])
 def test_other_types(cluster, shapes, dtype):
-    _check(cluster, shapes, dtype)
+    _check(cluster, shapes, dtype=dtype)
 
 
 @pytest.mark.parametrize("mean", [1e3, 1e6])
 def test_large_means(cluster, mean):
-    _check(cluster, [(8, C, 16), (3, C, 16)], "float32", mean=mean)
+    _check(cluster, [(8, C, 16), (3, C, 16)], mean, dtype="float32")
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -126,16 +142,16 @@ def test_large_means(cluster, mean):
 def test_random_groups(cluster, data):
     size = data.draw(st.integers(1, 4), label="processes")
     rank = data.draw(st.integers(2, 5), label="rank of the input")
-    mode = data.draw(st.sampled_from(["exact", "default", "N"]), label="stats_mode")
     spatial = [st.integers(1, 4) for _ in range(rank - 2)]
     shapes = [(data.draw(st.integers(0, 5)), C, *(data.draw(s) for s in spatial)) for _ in range(size)]
     if sum(int(np.prod(shape)) for shape in shapes) == C:
         shapes[0] = (2, *shapes[0][1:])
-    dtype = data.draw(st.sampled_from(["float16", "bfloat16", "float32", "float64"]), label="dtype")
-    layout = data.draw(st.sampled_from(["contiguous", "channels_last"]), label="layout")
-    reduction = data.draw(st.sampled_from(["local", "mean", "sum"]), label="grad_reduction")
-    affine = data.draw(st.booleans(), label="affine")
-    _check(cluster, shapes, dtype, mode, reduction, layout=layout, affine=affine)
+    choices = {
+        "dtype": ("float16", "bfloat16", "float32", "float64"), "layout": ("contiguous", "channels_last"),
+        "stats_mode": STATS_MODES, "grad_reduction": GRAD_REDUCTIONS, "affine": (True, False), "training": (True, False),
+        "backend": ("", "torch"),
+    }  # fmt: skip
+    _check(cluster, shapes, **{name: data.draw(st.sampled_from(each), label=name) for name, each in choices.items()})
 
 
 def _count_collectives(group):

@@ -12,7 +12,8 @@ from torch._subclasses import FakeTensorMode
 
 from bnexport.errors import UsageError
 from bnexport.native import cuda
-from bnexport.sync_bn import kernels, operators
+from bnexport.sync_bn import kernels, operators, torch_operations
+from tests.support import kernel_reference
 
 LOCAL = ("", 1, "exact", "local", 0)
 
@@ -36,6 +37,21 @@ def test_only_needed_gradients(backend, mask):
     part = operators.sync_batch_norm_backward(dy, x, None, mean, invstd, True, mask, *LOCAL)
     for one, two, needed in zip(full, part, mask):
         assert torch.equal(one, two) if needed else two.numel() == 0
+
+
+def test_gradients_of_fixed_statistics_that_need_no_rows_of_others(backend):
+    x, dy = torch.randn(2, 3, 2, 4, dtype=torch.float64)
+    w, mean, invstd = torch.randn(2, dtype=torch.float64), torch.tensor([0.5, -1.0]), torch.tensor([0.5, 1.5])
+    engine = torch_operations if backend == "torch" else kernels.kernels_for(x)
+    arguments = (dy, x, w, mean.double(), invstd.double(), False)
+    want = kernel_reference.backward(*arguments[:5], training=False)
+    row = engine.backward_row(*arguments[:2], *arguments[3:5], "exact")
+    for mask, reduction, rows in (([True] * 3, "local", (row, None)), ([True, False, False], "mean", (None, None))):
+        got = engine.backward(*arguments, mask, "exact", reduction, *rows)
+        for one, other, needed in zip(got, (want.grad_input, want.grad_weight, want.grad_bias), mask, strict=True):
+            assert (one is not None) == needed
+            if needed:
+                torch.testing.assert_close(one, torch.from_numpy(other))
 
 
 def _looks(tensors):

@@ -93,26 +93,47 @@ def assert_steps_are_torchs(model, session, folder, optimizer, options, dtype=to
             assert np.abs(got[name] - value).max(initial=0.0) <= bound, f"{name} in step {seed}"
 
 
-NORMS = {
-    "torch-sync": nn.SyncBatchNorm,
-    "ours": bnexport.SyncBatchNorm,
-    "cumulative": lambda channels: nn.BatchNorm2d(channels, momentum=None),
+OURS, STANDARD = {"", "mmcv", "bnexport"}, {""}
+
+
+def sequence(*layers: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*layers)
+
+
+# A model, how it is exported and trains, and the domains of its nodes.
+STEPS = {
+    "torch's sync batch norm": (lambda: Net(nn.SyncBatchNorm), {}, OURS),
+    "ours": (lambda: Net(bnexport.SyncBatchNorm), {"standard_ops_only": True}, STANDARD),
+    "a cumulative average": (lambda: Net(lambda channels: nn.BatchNorm2d(channels, momentum=None)), {}, OURS),
+    "no weights, no statistics": (lambda: Net(nn.BatchNorm2d, affine=False, track_running_stats=False), {}, OURS),
+    "without cpu kernels": (Net, {"cpu_kernels": False}, {"", "mmcv"}),
+    "clipping": (Net, {"clip_grad_norm": 0.05, "optimizer_options": {"lr": 0.1, "momentum": 0.9}}, OURS),
+    # ONNX Runtime has no float64 convolution on the CPU; fully connected layers it has.
+    "float64": (
+        lambda: sequence(nn.Flatten(), nn.Linear(50, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double(),
+        {
+            "optimizer": "adamw",
+            "optimizer_options": {"lr": 1e-3, "weight_decay": 0.1},
+            "batch": batch(dtype=torch.float64),
+        },
+        {"", "mmcv"},
+    ),
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "standard"),
-    [("torch-sync", False), ("ours", True), ("cumulative", False)],
-)
-def test_batch_norms_of_every_kind(kind, standard, tmp_path):
-    model = Net(NORMS[kind])
-    result, session = export(model, tmp_path / "s.onnx", standard_ops_only=standard)
-    assert domains(result.model) == ({""} if standard else {"", "mmcv", "bnexport"})
-    if kind == "torch-sync":  # torch's own runs on GPUs only
-        plain = Net()
-        plain.load_state_dict(model.state_dict())
-        model = plain
-    assert_steps_are_torchs(model, session, tmp_path, "sgd", {"lr": 1e-3})
+@pytest.mark.parametrize("case", STEPS)
+def test_steps_are_torchs(case, tmp_path):
+    make, options, expected = STEPS[case]
+    model = make()
+    result, session = export(model, tmp_path / "s.onnx", **options)
+    assert domains(result.model) == expected
+    if case == "torch's sync batch norm":  # which runs on GPUs only
+        model = Net()
+        model.load_state_dict(make().state_dict())
+    optimizer, given = options.get("optimizer", "sgd"), options.get("optimizer_options", {"lr": 1e-3})
+    dtype = torch.float64 if case == "float64" else torch.float32
+    assert_steps_are_torchs(model, session, tmp_path, optimizer, given, dtype, options.get("clip_grad_norm"))
 
 
 def test_batch_norms_of_torch(plain, tmp_path):
@@ -123,10 +144,7 @@ def test_batch_norms_of_torch(plain, tmp_path):
 
 
 def test_standard_operators_need_no_library(tmp_path, monkeypatch):
-    result, session = export(Net(), tmp_path / "s.onnx", standard_ops_only=True)
-    assert domains(result.model) == {""}
-    assert_steps_are_torchs(Net(), session, tmp_path, "sgd", {"lr": 1e-3})
-    session = bnexport.TrainingSession(tmp_path / "s.onnx")
+    _, session = export(Net(), tmp_path / "s.onnx", standard_ops_only=True)
     expected = session.step([tensor.numpy() for tensor in batch()])
 
     def refuse(options, training):
@@ -141,13 +159,6 @@ def test_opset_and_ir_version_are_the_lowest(plain):
     for path in (plain.path, plain.path.with_suffix(".eval.onnx")):
         model = model_io.load(path)
         assert (model.opset_imports[""], model.ir_version) == (18, 8)
-
-
-def test_cpu_kernels_are_an_option(tmp_path):
-    """Without them, results are torch's, too."""
-    result, session = export(Net(), tmp_path / "s.onnx", cpu_kernels=False)
-    assert domains(result.model) == {"", "mmcv"}
-    assert_steps_are_torchs(Net(), session, tmp_path, "sgd", {"lr": 1e-3})
 
 
 def test_the_mask_of_a_relu_is_read_from_its_output(tmp_path):
@@ -188,12 +199,6 @@ def test_frozen_parameters_and_fixed_statistics(tmp_path):
     np.testing.assert_allclose(after["head.1.running_mean"], reference.head[1].running_mean.numpy(), atol=1e-6)
 
 
-def test_norms_without_weights_or_statistics(tmp_path):
-    model = Net(lambda c: nn.BatchNorm2d(c, affine=False, track_running_stats=False))
-    _, session = export(model, tmp_path / "s.onnx")
-    assert_steps_are_torchs(model, session, tmp_path, "sgd", {"lr": 1e-3})
-
-
 def test_a_norm_that_no_output_needs_keeps_its_statistics(tmp_path):
     class Unused(Net):
         def forward(self, x):
@@ -223,23 +228,6 @@ def test_gradients_that_are_zero_but_for_rounding(options, tmp_path):
 
     result, _ = export(nn.Sequential(*layers), tmp_path / "s.onnx", loss=loss, **options)
     assert result.verification.passed
-
-
-def test_float64(tmp_path):
-    """ONNX Runtime has no float64 convolution on the CPU; fully connected layers it has."""
-    torch.manual_seed(0)
-    layers = [nn.Flatten(), nn.Linear(50, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)]
-    model, options = nn.Sequential(*layers).double(), {"lr": 1e-3, "weight_decay": 0.1}
-    example = batch(dtype=torch.float64)
-    _, session = export(model, tmp_path / "s.onnx", optimizer="adamw", optimizer_options=options, batch=example)
-    assert_steps_are_torchs(model, session, tmp_path, "adamw", options, torch.float64)
-
-
-def test_gradient_clipping(tmp_path):
-    options = {"lr": 0.1, "momentum": 0.9}
-    result, session = export(Net(), tmp_path / "s.onnx", optimizer_options=options, clip_grad_norm=0.05)
-    assert domains(result.model) == {"", "mmcv", "bnexport"}
-    assert_steps_are_torchs(Net(), session, tmp_path, "sgd", options, clip=0.05)
 
 
 def test_accumulation_averages_gradients(tmp_path):
@@ -316,20 +304,6 @@ def test_a_branch_that_the_doubled_batch_takes(tmp_path):
 
     with pytest.raises(VerificationError, match="the exported step differs from torch"):
         export(Branches(), tmp_path / "s.onnx")
-    assert not list(tmp_path.iterdir())
-
-
-def test_torchscript_takes_the_batch_size_as_a_number(tmp_path):
-    class Scripted(Net):
-        def forward(self, x):
-            return _scripted_swish(super().forward(x))
-
-    with pytest.raises(UnsupportedModelError, match=r"dynamic batch size.*dynamic=False"):
-        export(Scripted(), tmp_path / "s.onnx")
-    scripted = Net()
-    scripted.head = torch.jit.script(scripted.head)
-    with pytest.raises(UnsupportedModelError, match=r"head \(Sequential\): it is compiled by TorchScript"):
-        export(scripted, tmp_path / "s.onnx")
     assert not list(tmp_path.iterdir())
 
 
@@ -460,9 +434,38 @@ class Breaks(nn.Module):
         return x.reshape(3, 3, 3)
 
 
+class Odd(nn.Module):
+    def forward(self, x):
+        return x + torch.ops.aten._pdist_forward.default(x.flatten(1).detach(), 2.0).sum()
+
+
+class Autocast(Net):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+class Penalised(Net):
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        output = super().forward(x)
+        return output + torch.autograd.grad(output.sum(), x, create_graph=True)[0].sum()
+
+
+class Scripted(Net):
+    def forward(self, x):
+        return _scripted_swish(super().forward(x))
+
+
 def _with(layer):
     model = Net()
     model.stem.add_module("odd", layer)
+    return model
+
+
+def _scripted_head():
+    model = Net()
+    model.head = torch.jit.script(model.head)
     return model
 
 
@@ -473,24 +476,28 @@ def _with(layer):
         (lambda: _with(Reads()), r"module 'stem\.odd': .*reads values of a tensor"),
         (lambda: _with(Noisy()), r"module 'stem\.odd': aten\.rand.* draws random numbers"),
         (lambda: _with(Breaks()), r"module 'stem\.odd': the training step cannot be recorded"),
+        (lambda: _with(Odd()), r"module 'stem\.odd': operator aten\._pdist_forward\.default has no"),
+        (Autocast, r"computes in bfloat16, as torch\.autocast does.*float16"),
+        (Penalised, r"the forward differentiates.*torch\.is_grad_enabled\(\)"),
+        (Scripted, r"dynamic batch size.*dynamic=False"),
+        (_scripted_head, r"head \(Sequential\): it is compiled by TorchScript"),
     ],
-    ids=["branch", "item", "random", "breaks"],
+    ids=[
+        "branch",
+        "item",
+        "random",
+        "breaks",
+        "no translation",
+        "autocast",
+        "penalty",
+        "scripted function",
+        "scripted module",
+    ],
 )
 def test_models_that_no_graph_can_hold(model, match, tmp_path):
     with pytest.raises(UnsupportedModelError, match=match):
         export(model(), tmp_path / "s.onnx")
     assert not list(tmp_path.iterdir())
-
-
-def test_an_operator_without_translation_is_named(tmp_path):
-    class Odd(nn.Module):
-        def forward(self, x):
-            return x + torch.ops.aten._pdist_forward.default(x.flatten(1).detach(), 2.0).sum()
-
-    with pytest.raises(
-        UnsupportedModelError, match=r"module 'stem\.odd': operator aten\._pdist_forward\.default has no"
-    ):
-        export(_with(Odd()), tmp_path / "s.onnx")
 
 
 @pytest.mark.parametrize(
@@ -612,36 +619,6 @@ def test_an_optimizer_of_torch_is_named_in_one_line(tmp_path):
             tmp_path / "s.onnx",
             optimizer=torch.optim.SGD(model.parameters()),
         )
-
-
-class Autocast(Net):
-    def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(x).float()
-
-
-class Penalised(Net):
-    def forward(self, x):
-        x = x.detach().requires_grad_()
-        output = super().forward(x)
-        return output, torch.autograd.grad(output.sum(), x, create_graph=True)[0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "match"),
-    [
-        (Autocast, r"computes in bfloat16, as torch\.autocast does.*float16"),
-        (Penalised, r"the forward differentiates.*torch\.is_grad_enabled\(\)"),
-    ],
-)
-def test_what_a_step_cannot_compute_has_a_way_out(kind, match, tmp_path):
-    def loss(output, target):
-        output, gradient = output if isinstance(output, tuple) else (output, torch.zeros(()))
-        return nn.functional.cross_entropy(output, target) + gradient.square().sum()
-
-    with pytest.raises(UnsupportedModelError, match=match):
-        bnexport.export_training_step(kind(), loss, batch(), tmp_path / "s.onnx")
-    assert not list(tmp_path.iterdir())
 
 
 class Guarded(nn.Module):
