@@ -224,7 +224,7 @@ def write_html(report: Any, path: Path) -> None:
 
     result = report.verification
     tables = folding.render(report, everything=True, most=None)
-    write_page(path, report.lines(), tables + ([] if result is None else outputs_of("Outputs", result)))
+    write_page(path, report.lines(), tables + ([] if result is None else result.tables("Outputs")))
 
 
 def verdict(result: Any, *, wanted: bool = True, folds: bool = True) -> str:
@@ -238,23 +238,6 @@ def inputs_of(result: Any) -> str:
     if not result.samples:
         return "verified without inputs: no model was run"
     return f"verified with {result.samples} set{'s' * (result.samples != 1)} of inputs, seed {result.seed}"
-
-
-def outputs_of(title: str, result: Any) -> list[Any]:
-    """Return a table of the outputs that were compared, if there are any."""
-    rows = [
-        (
-            output.name,
-            output.dtype,
-            f"{output.max_abs_diff:.3g}",
-            f"{output.max_rel_diff:.3g}",
-            f"{output.atol:.3g}" + (f" + {output.rtol:.3g} |y|" if output.rtol else ""),
-            "ok" if output.passed else f"{'differs' if output.decided else 'undecided'}: {output.reason}",
-        )
-        for output in result.outputs
-    ]
-    columns = ("output", "type", "largest difference", "relative", "allowed", "")
-    return [table(title, columns, rows, right=columns[2:4])] if rows else []
 
 
 # Command inline: model-local functions replaced by their bodies.

@@ -24,7 +24,8 @@ from bnexport.cli.common import (
     Seed,
     app,
 )
-from bnexport.cli.fold import inputs_of, method_of, outputs_of, verdict
+from bnexport.cli.fold import inputs_of, method_of, verdict
+from bnexport.cli.manifest import verify_pairs
 from bnexport.cli.output import (
     check_exists,
     check_targets,
@@ -49,15 +50,16 @@ from bnexport.pages import table
     ),
 )
 def verify(
+    context: typer.Context,
     reference: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="A", help="The reference: an ONNX file, or a torch module as `bnexport export` takes it."
         ),
-    ],
+    ] = None,
     candidate: Annotated[
-        Path, typer.Argument(metavar="B", help="The file to check: ONNX; .pt or .pt2 where A is a module.")
-    ],
+        Path | None, typer.Argument(metavar="B", help="The file to check: ONNX; .pt or .pt2 where A is a module.")
+    ] = None,
     inputs: Inputs = None,
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Weights of a module A, as `bnexport export` reads them.")
@@ -89,6 +91,14 @@ def verify(
         bool,
         typer.Option("--allow-not-verified", help="Exit with 0 instead of 5 if the models could not be verified."),
     ] = False,
+    manifest: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Verify many pairs: a line has A, B and options of its own. Pairs that the file of --json has are not run again.",
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(metavar="INT", min=1, help="Pairs of a manifest to verify at a time.")] = 1,
     html: Html = None,
     json_target: Json = None,
 ) -> int:
@@ -100,6 +110,13 @@ def verify(
     from bnexport.exporting import against_file
 
     check_targets(html=html, json=json_target)
+    if manifest is not None:
+        if reference is not None or html is not None:
+            what = "A" if reference is not None else "--html"
+            raise UsageError(f"--manifest: got {what} as well; write it into the line of its pair")
+        return verify_pairs(manifest, jobs, _typed(context), json_target)
+    if reference is None or candidate is None:
+        raise UsageError(f"Missing argument {'A' if reference is None else 'B'!r}; see bnexport verify --help")
     given = _names(names)
     source: Any = reference
     quiet: Any = contextlib.nullcontext()
@@ -124,7 +141,7 @@ def verify(
             fixed_initializers=fixed_initializers,
             names=given,
         )
-    tables = [*outputs_of(f"{reference} and {candidate}", result), *_proofs(result.sites)]
+    tables = [*result.tables(f"{reference} and {candidate}"), *_proofs(result.sites)]
     if html is not None:
         write_page(html, [verdict(result)], tables)
     if result.certificate.startswith("not used"):
@@ -143,6 +160,22 @@ def verify(
         place = f"; {result.place}" if result.place else ""
         raise VerificationError(f"{candidate} differs from {reference}: {result.reason}{place}; {result.proved}")
     return 0
+
+
+def _typed(context: typer.Context) -> list[str]:
+    """Return the options of the command line that all pairs of a manifest get."""
+    found: list[str] = []
+    for option in context.command.params:
+        name = str(option.name)
+        source, value = context.get_parameter_source(name), context.params.get(name)
+        if (
+            name in ("manifest", "jobs", "json_target", "quiet", "verbose", "limit", "library")
+            or getattr(source, "name", "") != "COMMANDLINE"
+        ):
+            continue  # limits and libraries are in the environment
+        for each in [True] if isinstance(value, bool) else value if isinstance(value, (list, tuple)) else [value]:
+            found += [option.opts[0]] if each is True else [option.opts[0], str(each)]
+    return found
 
 
 def _is_module(reference: str) -> bool:

@@ -50,6 +50,10 @@ class ExportResult:
     def __repr__(self) -> str:
         return f"ExportResult({str(self.path)!r}, {self.verification.status}, {len(self.notes)} notes)"
 
+    def _repr_html_(self) -> str:
+        folds = "" if self.report is None else self.report._repr_html_()
+        return f"{folds}\n{self.verification._repr_html_()}"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the result as the command line prints it with --json."""
         return {

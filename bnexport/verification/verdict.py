@@ -10,12 +10,15 @@ import math
 import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from bnexport import schema
+from bnexport import pages, schema
 from bnexport.errors import NotVerifiedWarning, UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # Settings of a comparison of two models, as plain data.
 
@@ -256,6 +259,25 @@ class Verification:
         """Return the summary behind the status, as every command prints it."""
         text = self.summary(folds=folds)
         return text if self.status == "not_verified" else f"verification {self.status}: {text}"
+
+    def tables(self, title: str = "") -> list[Table]:
+        """Return a table of the outputs that were compared, if there are any."""
+        rows = [
+            (
+                output.name,
+                output.dtype,
+                f"{output.max_abs_diff:.3g}",
+                f"{output.max_rel_diff:.3g}",
+                f"{output.atol:.3g}" + (f" + {output.rtol:.3g} |y|" if output.rtol else ""),
+                "ok" if output.passed else f"{'differs' if output.decided else 'undecided'}: {output.reason}",
+            )
+            for output in self.outputs
+        ]
+        columns = ("output", "type", "largest difference", "relative", "allowed", "")
+        return [pages.table(title, columns, rows, right=columns[2:4])] if rows else []
+
+    def _repr_html_(self) -> str:
+        return pages.fragment([self.line()], self.tables())
 
     def _compared(self) -> str:
         """Return the verdict on outputs, or its reason; empty where nothing but folds was looked at."""

@@ -72,6 +72,8 @@ def test_reports_show_themselves_in_a_notebook(half, tmp_path):
     page = result._repr_html_()
     assert page == result.report._repr_html_() and "1 of 2 batch norms folded" in page and "verification passed" in page
     assert "<td>BatchNormalization</td><td class=number>2</td><td class=number>1</td>" in page
+    page = bnexport.verify(half, tmp_path / "f.onnx")._repr_html_()
+    assert "<p>verification passed: " in page and "<td>ok</td>" in page
     page = bnexport.inspect(half)._repr_html_()
     assert "2 batch norms" in page and "<script" not in page and "<td>second</td>" in page
 

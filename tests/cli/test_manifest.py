@@ -1,0 +1,93 @@
+"""`verify --manifest`: it goes on after a failure, one row a pair, resumes from its result, and exits with the worst code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import bnexport
+from bnexport.cli import main, manifest
+from tests.support import warm
+from tests.support.onnx_text import batch_norm, model
+
+BODY = "g (float[N,3,H,W] x) => (float[N,4,A,B] y) { z = Conv (x, w) y = BatchNormalization (z, p_s, p_b, p_m, p_v) }"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    made = model(BODY, {"w": (4, 3, 3, 3), **batch_norm("p", 4)})
+    onnx.save(made, "a.onnx")
+    bnexport.fold("a.onnx", "b.onnx", verify=False)
+    wrong = onnx.load("b.onnx")
+    for weight in wrong.graph.initializer:
+        if len(weight.dims) == 4:
+            weight.CopyFrom(onnx.numpy_helper.from_array(1.01 * onnx.numpy_helper.to_array(weight), weight.name))
+    onnx.save(wrong, "wrong.onnx")
+    Path("broken.onnx").write_bytes(b"no model")
+    np.save("x.npy", np.ones((1, 3, 5, 5), np.float32))
+    return tmp_path
+
+
+def run(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    code = main(["verify", "--manifest", "pairs.txt", "--json", "r.json", *arguments])
+    return code, json.loads(Path("r.json").read_text())["pairs"]
+
+
+def test_every_pair_has_a_row(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(manifest.subprocess, "run", lambda command, **_: ran.append(command) or warm.run(*command[1:]))
+    Path("pairs.txt").write_text(
+        "# ours\na.onnx wrong.onnx\n\na.onnx b.onnx -i x:x.npy  # right\na.onnx broken.onnx\na.onnx c.onnx\n"
+    )
+    code, rows = run("--jobs", "2", "--seed", "3")
+    assert code == 2
+    assert [row["status"] for row in rows] == ["failed", "passed", "refused", "usage"]
+    assert [row["exit_code"] for row in rows] == [1, 0, 3, 2]
+    assert "scale of channel 0 by 1.01" in rows[0]["message"] and rows[0]["largest"] > 1e-3 > rows[1]["largest"]
+    assert rows[1]["arguments"] == ["--seed", "3", "a.onnx", "b.onnx", "-i", "x:x.npy"]
+    assert "2 of 4: " in capsys.readouterr().err
+
+    # Other names and another order; a file that has come, inputs that have changed.
+    shutil.move("wrong.onnx", "moved.onnx")
+    shutil.copy("b.onnx", "c.onnx")
+    np.save("x.npy", np.zeros((1, 3, 5, 5), np.float32))
+    Path("pairs.txt").write_text("a.onnx c.onnx\na.onnx moved.onnx\na.onnx broken.onnx\na.onnx b.onnx -i x:x.npy\n")
+    ran.clear()
+    code, rows = run("--seed", "3")
+    assert code == 3
+    assert [(row["status"], row["seen"]) for row in rows] == [
+        ("passed", False),
+        ("failed", True),
+        ("refused", True),
+        ("passed", False),
+    ]
+    assert [command[7] for command in ran] == ["c.onnx", "b.onnx"] and rows[1]["b"] == "moved.onnx"
+    code, rows = run("--seed", "3")
+    assert len(ran) == 2 and all(row["seen"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("lines", "arguments", "message"),
+    [
+        ("a.onnx\n", [], "--manifest: pairs.txt, line 1: got 'a.onnx', expected A B and options behind them"),
+        ("\n# none\n", [], "--manifest: pairs.txt has no pairs"),
+        ("a.onnx 'b.onnx\n", [], "line 1: No closing quotation"),
+        ("a.onnx b.onnx\n", ["a.onnx", "b.onnx"], "--manifest: got A as well"),
+        ("a.onnx b.onnx\n", ["--json", "x.npy"], "no result of an earlier --manifest"),
+    ],
+)
+def test_bad_manifests(
+    folder: Path, capsys: pytest.CaptureFixture[str], lines: str, arguments: list[str], message: str
+) -> None:
+    Path("pairs.txt").write_text(lines)
+    assert main(["verify", "--manifest", "pairs.txt", *arguments]) == 2
+    assert message in capsys.readouterr().err
