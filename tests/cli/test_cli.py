@@ -83,16 +83,6 @@ def test_folding_can_be_limited_and_explained(folder, tmp_path, capsys):
     assert "stem.1: kept, as BatchNormalization: it was left alone on request" in err
 
 
-def test_an_input_is_only_replaced_on_request(folder, tmp_path, capsys):
-    path = tmp_path / "m.onnx"
-    path.write_bytes((folder / "eval.onnx").read_bytes())
-    before = path.read_bytes()
-    assert _cli("fold", path, path, capsys=capsys)[0] == 2
-    assert path.read_bytes() == before
-    assert _cli("fold", path, path, "--overwrite", capsys=capsys)[0] == 0
-    assert path.read_bytes() != before
-
-
 def test_nothing_to_fold_is_an_unchanged_copy(folder, tmp_path, capsys):
     once, twice = tmp_path / "1.onnx", tmp_path / "2.onnx"
     assert _cli("fold", folder / "eval.onnx", once, capsys=capsys)[0] == 0
@@ -100,13 +90,6 @@ def test_nothing_to_fold_is_an_unchanged_copy(folder, tmp_path, capsys):
     assert code == 0
     assert "nothing to fold" in err
     assert onnx.load(once).graph == onnx.load(twice).graph
-
-
-def test_json_goes_to_a_file(folder, tmp_path, capsys):
-    report = tmp_path / "report.json"
-    code, out, _ = _cli("fold", folder / "eval.onnx", tmp_path / "f.onnx", "--json", report, capsys=capsys)
-    assert (code, out) == (0, "")
-    assert json.loads(report.read_text())["after"]["sync_batch_norm"] == 0
 
 
 def test_export(folder, tmp_path, capsys):
@@ -151,17 +134,6 @@ def test_the_certificate_of_a_fold(folder, tmp_path, capsys):
         assert (code, json.loads(out)["certificate"]) == (0, used), err
         assert "6 folds proved, 0 compared only" in err
         assert (f"note: the certificate in {tmp_path / name} was {used}" in err) == (used == forged)
-
-
-def test_verify_of_different_models_exits_with_1(folder, tmp_path, capsys):
-    model = onnx.load(folder / "eval.onnx")
-    weight = next(i for i in model.graph.initializer if i.name == "classify.bias")
-    weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) + 1, weight.name))
-    onnx.save(model, tmp_path / "other.onnx")
-    code, out, err = _cli("verify", folder / "eval.onnx", tmp_path / "other.onnx", capsys=capsys)
-    assert code == 1
-    assert "differs" in err
-    assert "output" in out
 
 
 def test_npy_inputs(folder, tmp_path, capsys):

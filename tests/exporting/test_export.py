@@ -1,6 +1,7 @@
 """Exported models in ONNX Runtime, with the library and without, against torch."""
 
 import copy
+import io
 
 import numpy as np
 import onnx
@@ -382,6 +383,10 @@ def test_a_wrong_graph_is_never_written(tmp_path, monkeypatch):
         (
             {"path": torch.zeros(2), "args": nn.ReLU(), "model": "m.onnx"},
             r"path: got Tensor.*export\(model, args, path\)",
+        ),
+        (
+            {"path": io.BytesIO()},
+            "path: got BytesIO, expected the name of a file.*; export to a file and read its bytes",
         ),
         ({"input_names": ["a", "b"]}, "input_names: got 2 names, expected 1"),
         ({"output_names": ["a", "b"]}, "output_names: got 2 names, expected 1"),

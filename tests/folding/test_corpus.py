@@ -136,6 +136,13 @@ def test_what_stays_in_another_form_is_restated() -> None:
         assert site.outcome == ("folded" if name == "padded-arithmetic" else "restated"), name
 
 
+def test_maps_in_a_row_are_merged() -> None:
+    for name, case in TABLES["merged"].items():
+        result = fold(case.model(), verify=False)
+        assert [site.outcome for site in result.report.sites] == ["merged"], name
+        assert len(to_proto(result.model).graph.initializer) == 4, name
+
+
 @pytest.mark.parametrize(("leftover", "left"), [("batch-norm", "BatchNormalization Conv"), ("conv", "Conv Conv")])
 def test_an_add_in_place_of_a_batch_norm_is_only_made_on_request(leftover: str, left: str) -> None:
     result = fold(CORPUS["padded-input"].model(), verify=False, leftover=leftover)  # type: ignore[arg-type]

@@ -78,34 +78,11 @@ def test_half_precision_and_large_means() -> None:
     assert np.array_equal(onnx.numpy_helper.to_array(bias), np.full(8, np.float32(exact)))
 
 
-def with_norms(seed: int) -> onnx.ModelProto:
-    """A random chain with batch norms in it."""
-    proto, generator = random_chain(seed), np.random.default_rng(seed)
-    shapes = onnx.shape_inference.infer_shapes(proto)
-    sizes = {each.name: each.type.tensor_type.shape.dim for each in shapes.graph.value_info}
-    nodes = []
-    for node in list(proto.graph.node)[:-1]:
-        nodes.append(node)
-        dims = sizes[node.output[0]]
-        if generator.random() < 0.5 and len(dims) == 4:
-            channels, name = dims[1].dim_value, node.output[0]
-            parts = generator.standard_normal((4, channels)).astype(np.float32)
-            parts[3] = np.abs(parts[3]) + np.float32(0.3)
-            names = [f"{name}_{part}" for part in "sbmv"]
-            proto.graph.initializer.extend(map(onnx.numpy_helper.from_array, parts, names))
-            node.output[0] = f"{name}_raw"
-            nodes.append(onnx.helper.make_node("BatchNormalization", [node.output[0], *names], [name]))
-    nodes.append(proto.graph.node[-1])
-    del proto.graph.node[:]
-    proto.graph.node.extend(nodes)
-    return proto
-
-
 def check_random(seeds: range) -> None:
     restated = 0
     for seed in seeds:
         for form in ("conv", "arithmetic"):
-            result = fold(with_norms(seed), leftover=form)
+            result = fold(random_chain(seed, norms=True), leftover=form)
             assert batch_norms(result.model) == 0, (seed, form)
             verdict = result.report.verification
             assert verdict is None or verdict.passed, (seed, form, verdict)

@@ -57,46 +57,31 @@ def test_integers_and_what_was_skipped_are_left_alone() -> None:
     assert operators_of(fold(proto, skip=["gain"])) == ["Conv", "Mul"]
 
 
-def random_chain(seed: int) -> onnx.ModelProto:
-    """Convolutions, activations and lone arithmetic in any order, sometimes read twice."""
+def random_chain(seed: int, norms: bool = False) -> onnx.ModelProto:
+    """Convolutions, activations and lone arithmetic in any order, sometimes read twice. norms: batch norms in between."""
     generator = np.random.default_rng(seed)
-    nodes, held, value, channels = [], [], "x", 6
-
-    def parameter(*shape: int) -> str:
-        array = generator.standard_normal(shape).astype(np.float32)
-        held.append(onnx.numpy_helper.from_array(np.sign(array) * (np.abs(array) + np.float32(0.2)), f"p{len(held)}"))
-        return held[-1].name
-
-    for number in range(int(generator.integers(3, 9))):
-        kind = generator.choice(["conv", "padded", "Relu", "LeakyRelu", "Mul", "Add", "Sub", "Div", "skip"])
-        made = f"v{number}"
+    nodes, channels = [], 6
+    for i in range(int(generator.integers(3, 9))):
+        kind = str(generator.choice(["conv", "padded", "Relu", "LeakyRelu", "Mul", "Add", "Sub", "Div", "skip"]))
         if kind in ("conv", "padded"):
-            pads = [1, 1, 1, 1] if kind == "padded" else [0, 0, 0, 0]
-            size = 3 if kind == "padded" else 1
-            new = int(generator.choice([4, 6, 8]))
-            inputs = [value, parameter(new, channels, size, size)]
-            nodes.append(onnx.helper.make_node("Conv", inputs, [made], pads=pads))
+            size, new = 3 if kind == "padded" else 1, int(generator.choice([4, 6, 8]))
+            nodes.append(f"Conv <pads={[size // 2] * 4}> (v{i}, w{i}_s:{new}.{channels}.{size}.{size})")
             channels = new
         elif kind in ("Relu", "LeakyRelu"):
-            nodes.append(onnx.helper.make_node(kind, [value], [made]))
+            nodes.append(f"{kind} (v{i})")
         elif kind == "skip":
-            nodes.append(onnx.helper.make_node("Add", [value, value], [made]))
+            nodes.append(f"Add (v{i}, v{i})")
         else:
-            shapes = [(), (1,), (channels, 1, 1), (1, channels, 1, 1), (1, 1, 1, 1), (5,)]
-            operands = [value, parameter(*shapes[generator.integers(len(shapes))])]
-            nodes.append(
-                onnx.helper.make_node(kind, operands[:: 1 if kind == "Div" or generator.random() < 0.7 else -1], [made])
-            )
-        value = made
-    nodes.append(onnx.helper.make_node("Identity", [value], ["y"]))
-    graph = onnx.helper.make_graph(
-        nodes,
-        "g",
-        [onnx.helper.make_tensor_value_info("x", 1, ["N", 6, 5, 5])],
-        [onnx.helper.make_tensor_value_info("y", 1, None)],
-        held,
+            shapes = ["-", "1", f"{channels}.1.1", f"1.{channels}.1.1", "1.1.1.1", "5"]
+            operands = [f"v{i}", f"k{i}_s:{shapes[generator.integers(len(shapes))]}"]
+            turned = kind != "Div" and generator.random() < 0.3
+            nodes.append(f"{kind} ({', '.join(operands[:: -1 if turned else 1])})")
+        if norms and generator.random() < 0.5:
+            nodes[-1] = f"{nodes[-1]} v{i + 1} = Norm (u{i}, p{i}:{channels})"
+    text = " ".join(
+        f"{'u' if 'Norm' in node else 'v'}{i + ('Norm' not in node)} = {node}" for i, node in enumerate(nodes)
     )
-    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    return model(f"g (float[N,6,5,5] v0) => (y) {{ {text} y = Identity (v{len(nodes)}) }}", seed=seed)
 
 
 def check_random(seeds: range) -> None:

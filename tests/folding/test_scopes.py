@@ -151,71 +151,48 @@ HEADER = '<ir_version: 8, opset_import: ["": 17, "local": 1]>'
 
 
 def test_inside_a_function() -> None:
-    proto = model(
-        "g (float[N,2,H,W] x) => (float[N,2,H,W] y) { t = local.block (x)\n y = local.block (t) }", header=HEADER
-    )
-    proto.functions.append(onnx.parser.parse_function(FUNCTION))
-    folded, result = fold_and_check(proto)
+    body = "g (float[N,2,H,W] x) => (float[N,2,H,W] y) { t = local.block (x)\n y = local.block (t) }"
+    folded, result = fold_and_check(functions(model(body, header=HEADER), FUNCTION))
     assert [node.op_type for node in folded.functions[0].node] == ["Constant", "Constant", "Conv"]
     assert result.report.sites[0].graph == "function block"
-
-
-def test_parameters_from_the_caller_of_a_function() -> None:
-    text = """<domain: "local", opset_import: ["": 17]>
-    block (x, w, s, b, m, v) => (y) { z = Conv (x, w)\n y = BatchNormalization (z, s, b, m, v) }"""
-    body = f"g ({X4}) => (float[N,8,A,B] y) {{ y = local.block (x, w, p_s, p_b, p_m, p_v) }}"
-    proto = model(body, SHAPES, header=HEADER)
-    proto.functions.append(onnx.parser.parse_function(text))
-    folded, _ = fold_and_check(proto)
-    assert operators(folded) == ["Conv"]
-
-
-def test_parameters_that_the_caller_computes() -> None:
-    text = """<domain: "local", opset_import: ["": 17]>
-    block (x, w, s, b, m, v) => (y) { z = Conv (x, w)\n y = BatchNormalization (z, s, b, m, v) }"""
-    body = f"g ({X4}, float[8] s) => (float[N,8,A,B] y) {{ y = local.block (x, w, s, p_b, p_m, p_v) }}"
-    proto = model(body, SHAPES, header=HEADER)
-    proto.functions.append(onnx.parser.parse_function(text))
-    result = fold(proto)
-    assert [refusal.code for refusal in result.report.sites[0].refusals] == ["not-constant"]
-    assert operators(to_proto(result.model)) == ["block"]
-
-
-def test_epsilon_from_the_caller_of_a_function() -> None:
-    text = FUNCTION.replace("block (x)", "block <eps> (x)").replace(
-        "BatchNormalization (z", "BatchNormalization <epsilon: float = @eps> (z"
-    )
-    proto = model("g (float[N,2,H,W] x) => (float[N,2,H,W] y) { y = local.block <eps=0.5> (x) }", header=HEADER)
-    proto.functions.append(onnx.parser.parse_function(text))
-    folded, _ = fold_and_check(proto)
-    assert "BatchNormalization" not in operators(folded)
-    assert not folded.functions
-
-
-def test_only_does_not_inline() -> None:
-    text = FUNCTION.replace("block (x)", "block <eps> (x)").replace(
-        "BatchNormalization (z", "BatchNormalization <epsilon: float = @eps> (z"
-    )
-    proto = model("g (float[N,2,H,W] x) => (float[N,2,H,W] y) { y = local.block <eps=0.5> (x) }", header=HEADER)
-    proto.functions.append(onnx.parser.parse_function(text))
-    result = fold(proto, only=["BatchNormalization -> y"])
-    assert [refusal.code for refusal in result.report.sites[0].refusals] == ["reference-attribute"]
-
-
-def test_skip_takes_the_labels_of_inlined_nodes() -> None:
-    text = FUNCTION.replace("block (x)", "block <eps> (x)").replace(
-        "BatchNormalization (z", "BatchNormalization <epsilon: float = @eps> (z"
-    )
-    proto = model("g (float[N,2,H,W] x) => (float[N,2,H,W] y) { y = local.block <eps=0.5> (x) }", header=HEADER)
-    proto.functions.append(onnx.parser.parse_function(text))
-    (site,) = fold(proto, verify=False).report.folded
-    assert not fold(proto, verify=False, skip=site.nodes).report.folded
 
 
 def functions(proto: onnx.ModelProto, *texts: str) -> onnx.ModelProto:
     for text in texts:
         proto.functions.append(onnx.parser.parse_function(text))
     return proto
+
+
+@pytest.mark.parametrize(("given", "left"), [("", ["Conv"]), (", float[8] p_s", ["block"])])
+def test_parameters_from_the_caller_of_a_function(given: str, left: list[str]) -> None:
+    """Also those that the caller does not fix."""
+    text = """<domain: "local", opset_import: ["": 17]>
+    block (x, w, s, b, m, v) => (y) { z = Conv (x, w)\n y = BatchNormalization (z, s, b, m, v) }"""
+    body = f"g ({X4}{given}) => (float[N,8,A,B] y) {{ y = local.block (x, w, p_s, p_b, p_m, p_v) }}"
+    shapes = {name: shape for name, shape in SHAPES.items() if not given or name != "p_s"}
+    result = fold(functions(model(body, shapes, header=HEADER), text))
+    assert operators(to_proto(result.model)) == left
+    if given:
+        assert [refusal.code for refusal in result.report.sites[0].refusals] == ["not-constant"]
+
+
+def with_epsilon_of_the_caller() -> onnx.ModelProto:
+    text = FUNCTION.replace("block (x)", "block <eps> (x)").replace("tion (z", "tion <epsilon: float = @eps> (z")
+    body = "g (float[N,2,H,W] x) => (float[N,2,H,W] y) { y = local.block <eps=0.5> (x) }"
+    return functions(model(body, header=HEADER), text)
+
+
+def test_epsilon_from_the_caller_of_a_function() -> None:
+    folded, _ = fold_and_check(with_epsilon_of_the_caller())
+    assert "BatchNormalization" not in operators(folded)
+    assert not folded.functions
+
+
+def test_only_does_not_inline_and_skip_takes_the_labels_of_inlined_nodes() -> None:
+    result = fold(with_epsilon_of_the_caller(), only=["BatchNormalization -> y"])
+    assert [refusal.code for refusal in result.report.sites[0].refusals] == ["reference-attribute"]
+    (site,) = fold(with_epsilon_of_the_caller(), verify=False).report.folded
+    assert not fold(with_epsilon_of_the_caller(), verify=False, skip=site.nodes).report.folded
 
 
 CONV2D = '<domain: "local", opset_import: ["": 17]> conv2d <strides> (x, w) => (y) { y = Conv <strides: ints = @strides> (x, w) }'

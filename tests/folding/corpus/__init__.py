@@ -13,6 +13,8 @@ TABLES: dict[str, dict[str, Case]] = {
     "lone": constants.LONE,
     "padded": constants.PADDED,
     "leftover": constants.LEFTOVER,
+    "merged": constants.MERGED,
+    "unmerged": constants.UNMERGED,
     "branches": branches.CASES,
     "opset": opsets.CASES,
     "trap": traps.CASES,

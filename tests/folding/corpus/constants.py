@@ -85,3 +85,24 @@ LEFTOVER: dict[str, Case] = {
     "pre-activation-arithmetic": Case("r = Norm (x, p:8) a = Relu (r) c = Conv <pads=[1,1,1,1]> (a, w:8.8.3.3) y = Add (c, x)",
         "Mul Add Relu Conv Add", ins="float[N,8,H,W] x", options=ARITHMETIC),
 }  # fmt: skip
+# Maps in a row that find no place become one batch norm, in front of nothing, a Relu, and a Relu that is not the only reader.
+_RUNS = {
+    "two-norms": "t = Norm (x, p:6) y = Norm (t, q:6)",
+    "behind": "t = Norm (x, p:6) u = Mul (t, k_s:6.1.1) y = Add (u, k:6.1.1)",
+    "before": "t = Sub (x, k:6.1.1) u = Div (t, k_s:6.1.1) y = Norm (u, p:6)",
+    "around": "t = Add (k:6.1.1, x) u = Norm (t, p:6) v = Sub (k, u) y = Mul (v, two:1)",
+}
+MERGED: dict[str, Case] = {
+    f"{name}{tail}": Case(f"{nodes}{' r = Relu (y)' * bool(tail)}", "BatchNormalization" + " Relu" * bool(tail), outs=outs)
+    for name, nodes in _RUNS.items() for tail, outs in (("", "y"), ("-relu", "r"), ("-read-twice", "r, y"))
+}  # fmt: skip
+# Without a batch norm none is written; the Add of the last makes six channels out of one.
+UNMERGED: dict[str, Case] = {
+    "mul-add": Case("r = Relu (x) t = Mul (r, k_s:6.1.1) y = Add (t, k:1.6.1.1)", "Relu Mul Add"),
+    "sub-div-mul-add": Case("r = Relu (x) t = Sub (r, k:6.1.1) u = Div (t, k_s:6.1.1) v = Mul (u, k_s) y = Add (v, k)",
+        "Relu Sub Div Mul Add"),
+    "negated": Case("r = Relu (x) t = Mul (k_s:6.1.1, r) u = Sub (k:6.1.1, t) y = Sigmoid (u)", "Relu Mul Sub Sigmoid"),
+    "along-the-last-axis": Case("r = Relu (x) t = Mul (r, k_s:6) y = Add (t, k:6)", "Relu Mul Add", ins="float[N,L,6] x"),
+    "half": Case("r = Relu (x) t = Mul (r, k_s:6.1.1) y = Add (t, k:6.1.1)", "Relu Mul Add", ins="float16[N,6,H,W] x", judge="run"),
+    "broadcast": Case("t = Add (x, k:6.1.1) y = Norm (t, p:6)", "Add BatchNormalization", ins="float[N,1,H,W] x"),
+}  # fmt: skip

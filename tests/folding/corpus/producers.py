@@ -125,6 +125,11 @@ CASES: dict[str, Case] = {
     "matmul-of-two-axes": Case("z = MatMul (x, w:6.8) t = Mul (z, a_s:8) y = Add (t, b:8)", "MatMul Add", ins="float[N,L,6] x"),
     "norm-norm-through-reshape": Case("r = Relu (x) t = Norm (r, p:6) s = Constant <value_ints=[0, 6, -1]> () "
         "z = Reshape (t, s) y = Norm (z, q:6)", "Relu BatchNormalization Constant Reshape"),
+    "indices-are-read": Case("t = Conv (x, w:8.6.1.1) z, i = MaxPool <kernel_shape=[2,2]> (t) y = Norm (z, p+:8)",
+        refused="indices", outs="y, i"),
+    "gemm-of-two-inputs": Case("z = Gemm (x, u) y = Norm (z, p:8)", refused="not-constant", ins="float[N,6] x, float[6,8] u"),
+    "resize-by-an-input": Case("t = Conv (x, w:8.6.1.1) z = Resize (t, , f) y = Norm (z, p:8)", refused="not-constant",
+        ins="float[N,6,H,W] x, float[4] f"),
     "layer-norm": Case("m = ReduceMean <axes=[-1]> (x) d = Sub (x, m) q = Mul (d, d) v = ReduceMean <axes=[-1]> (q) "
         "e = Sqrt (v) n = Div (d, e) t = Mul (n, a_s:8) y = Add (t, b:8)",
         "ReduceMean Sub Mul ReduceMean Sqrt Div Mul Add", ins="float[N,L,8] x"),
