@@ -39,7 +39,7 @@ DEVIATION, CHANNEL = 0.3, 1.0
 _ERRORS = 3
 # Next to its mean or to eps, a smaller standard deviation is a rounding error of float32.
 _ULP = 2.0**-23
-_NAMED, _LONGEST = 4, 24
+_NAMED, _LONGEST = 4, 16
 _INITIAL, _SMALL, _DEAD = "never updated", "variance below eps", "dead"
 _MEANING = {
     _INITIAL: "every mean is 0 and every variance 1",
@@ -156,7 +156,7 @@ class StatisticsReport:
             named = [f"{name}{f' ({channels})' if channels else ''}" for name, channels in each if channels is not None]
             more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
             found += [f"{kind} ({meaning}): {', '.join(named[:_NAMED])}{more}"] if named else []
-        chance = max((layer.chance for layer in self.layers), default=0.0)
+        chance = max((layer.chance for layer in self.layers if not layer.deviates), default=0.0)
         if chance > DEVIATION:
             wanted = math.ceil(self.measured.rows * (chance / DEVIATION) ** 2)
             found.append(
@@ -169,7 +169,7 @@ class StatisticsReport:
         return [*found, *self.measured.notes]
 
     def tables(self, title: str = "") -> list[Table]:
-        """Return a table of the layers, with a bar for each deviation: one block for each third of `DEVIATION`."""
+        """Return a table of the layers, with the largest shift, and a bar for each deviation: a block for each third of `DEVIATION`."""
         rows = [
             (
                 layer.change.name,
@@ -182,16 +182,8 @@ class StatisticsReport:
             )
             for layer in self.layers
         ]
-        columns = (
-            "batch norm",
-            "channels",
-            "largest shift, std",
-            "std, measured / stored",
-            "deviation, std",
-            "",
-            "found",
-        )
-        return [pages.table(title, columns, rows, right=columns[1:5])] if rows else []
+        columns = ("batch norm", "channels", "shift, std", "stretch", "deviation, std", "", "found")
+        return [pages.table(title, columns, rows, right=columns[1:5], whole=("batch norm", "stretch"))] if rows else []
 
     def _repr_html_(self) -> str:
         return pages.fragment([self.summary(), *self.warnings()], self.tables())
