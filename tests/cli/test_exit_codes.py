@@ -11,6 +11,7 @@ import pytest
 
 from bnexport.cli import main
 from bnexport.errors import GroupError
+from tests.support.onnx_text import model
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "command_line.md"
 Usage = collections.namedtuple("Usage", "total used free")
@@ -79,6 +80,11 @@ CASES = [
 ]
 
 
+def made(operator):
+    header = '<ir_version: 8, opset_import: ["": 18, "other": 1]>'
+    return model(f"g (float[2] x) => (float[2] y) {{ y = {operator} (x) }}", header=header)
+
+
 @pytest.fixture
 def folder(small_files, tmp_path, monkeypatch):
     for path in small_files.iterdir():
@@ -87,16 +93,9 @@ def folder(small_files, tmp_path, monkeypatch):
     bias = next(each for each in model.graph.initializer if each.name == "classify.bias")
     bias.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(bias) + 1, bias.name))
     onnx.save(model, tmp_path / "other.onnx")
-    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, (2,))
-    output = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, (2,))
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", [value], [output])
-    opset = onnx.helper.make_opsetid("", 18)
-    onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=8), tmp_path / "plain.onnx")
+    onnx.save(made("Relu"), tmp_path / "plain.onnx")
     for name, secret in (("secret.onnx", 1), ("other_secret.onnx", 2)):
-        node = onnx.helper.make_node("Secret", ["x"], ["y"], domain="other", number=secret)
-        graph = onnx.helper.make_graph([node], "g", [value], [output])
-        opsets = [opset, onnx.helper.make_opsetid("other", 1)]
-        onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / name)
+        onnx.save(made(f"other.Secret <number = {secret}>"), tmp_path / name)
     (tmp_path / "text.onnx").write_text("no model")
     monkeypatch.chdir(tmp_path)
     return tmp_path

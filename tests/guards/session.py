@@ -38,7 +38,13 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "folding": (("bnexport/folding/**/*.py",), ("tests/folding", "tests/forms")),
     "verification": (
         ("bnexport/verification/**/*.py",),
-        ("tests/verification", "tests/miscompilations", "tests/forms", "tests/malicious"),
+        (
+            "tests/folding/test_corpus.py",
+            "tests/verification",
+            "tests/miscompilations",
+            "tests/forms",
+            "tests/malicious",
+        ),
     ),
     "graph": (("bnexport/graph/*.py",), ("tests/graph", "tests/folding", "tests/malicious")),
     "names": (("bnexport/graph/nodes.py",), ("tests/guards/example.py",)),  # for the test of this tool

@@ -97,23 +97,6 @@ class TestLimits:
             as_model(3)  # type: ignore[arg-type]
 
 
-def test_nested_too_deep() -> None:
-    proto = example()
-    graph = onnx.helper.make_graph(
-        [onnx.helper.make_node("Identity", ["x"], ["o"])],
-        "leaf",
-        [],
-        [onnx.helper.make_tensor_value_info("o", 1, None)],
-    )
-    for level in range(5):
-        node = onnx.helper.make_node("If", ["x"], ["o"], then_branch=graph, else_branch=graph)
-        graph = onnx.helper.make_graph([node], f"level{level}", [], [onnx.helper.make_tensor_value_info("o", 1, None)])
-    proto.graph.node.append(onnx.helper.make_node("If", ["x"], ["o"], then_branch=graph, else_branch=graph))
-    as_model(proto)
-    with pytest.raises(UnsafeModelError, match="nested"):
-        as_model(proto, limits=Limits(graph_depth=4))
-
-
 class TestExternalData:
     def test_lazy_and_right(self, external: Path) -> None:
         loaded = load(external)

@@ -14,20 +14,19 @@ from bnexport.errors import VerificationError
 from bnexport.folding import fold
 from bnexport.graph.evaluate import NodeEvaluator
 from tests.support.claims import prove_claims
-from tests.support.onnx_text import batch_norm, model
+from tests.support.onnx_text import model
 
 # How the weight of the convolution in front of a batch norm is computed.
 WEIGHTS = {
-    "Transpose": "w = Transpose <perm = [0, 1, 3, 2]> (v)",
-    "Reshape": "w = Reshape (v, s)",
-    "Mul": "w = Mul (v, v)",
-    "Sub": "w = Sub (v, v2)",
-    "ReduceMax": "m = ReduceMax <axes = [1]> (v)\n w = Add (v, m)",
-    "Concat": "w = Concat <axis = 1> (h, h)",
-    "Slice": "w = Slice (d, starts, ends, axes)",
-    "Cast": "f = Cast <to = 10> (v)\n w = Cast <to = 1> (f)",
+    "Transpose": "w = Transpose <perm = [0, 1, 3, 2]> (v:4.4.3.3)",
+    "Reshape": "w = Reshape (v:4.4.3.3, s)",
+    "Mul": "w = Mul (v:4.4.3.3, v)",
+    "Sub": "w = Sub (v:4.4.3.3, u:4.4.3.3)",
+    "ReduceMax": "m = ReduceMax <axes = [1]> (v:4.4.3.3) w = Add (v, m)",
+    "Concat": "w = Concat <axis = 1> (h:4.2.3.3, h)",
+    "Slice": "w = Slice (d:8.4.3.3, starts, ends, axes)",
+    "Cast": "f = Cast <to = 10> (v:4.4.3.3) w = Cast <to = 1> (f)",
 }
-SHAPES = {"v": (4, 4, 3, 3), "v2": (4, 4, 3, 3), "h": (4, 2, 3, 3), "d": (8, 4, 3, 3)}
 INTEGERS = {"s": [4, 4, 3, 3], "starts": [2], "ends": [6], "axes": [0]}
 
 
@@ -47,15 +46,9 @@ def planted(monkeypatch: pytest.MonkeyPatch, operator: str, fault: Callable[[np.
 
 
 def source(operator: str) -> onnx.ModelProto:
-    text = WEIGHTS[operator]
-    words = set(text.replace("(", " ").replace(")", " ").replace(",", " ").split())
-    return model(
-        f"g (float[N,4,H,W] x) => (float[N,4,A,B] y) {{ {text}\n z = Conv (x, w)\n"
-        " y = BatchNormalization (z, p_s, p_b, p_m, p_v) }",
-        {**{name: shape for name, shape in SHAPES.items() if name in words}, **batch_norm("p", 4)},
-        values={name: np.asarray(each) for name, each in INTEGERS.items() if name in words},
-        opset=17,
-    )
+    text = f"{WEIGHTS[operator]} z = Conv (x, w) y = Norm (z, p:4)"
+    values = {name: np.asarray(each) for name, each in INTEGERS.items() if f"{name})" in text or f"{name}," in text}
+    return model(f"g (float[N,4,H,W] x) => (float[N,4,A,B] y) {{ {text} }}", values=values)
 
 
 @pytest.mark.parametrize("operator", WEIGHTS)

@@ -37,30 +37,19 @@ def array_of(proto: onnx.ModelProto, name: str) -> np.ndarray:
     return onnx.numpy_helper.to_array(next(it for it in proto.graph.initializer if it.name == name))
 
 
+OTHER = """g (float[N,6,H,W] x) => (float[N,8,A,B] y) {{ {} copy = Identity (x)
+    v1 = Conv <pads=[1,1,1,1], dilations=[1,1], group=1> (copy, u) v2 = Relu (v1)
+    v3 = Conv <strides=[1,1]> (v2, folded, shift) y = Relu (v3) }}"""
+
+
 def foreign(source: onnx.ModelProto, dtype: type = np.float32) -> onnx.ModelProto:
     """The second Conv and the batch norm as one Conv, computed in `dtype`, with names and defaults of its own."""
     scale, bias, mean, var, weight = (
         array_of(source, name).astype(dtype) for name in ("p_s", "p_b", "p_m", "p_v", "w")
     )
     factor = scale / np.sqrt(var + dtype(1e-5))
-    graph = onnx.helper.make_graph(
-        [
-            onnx.helper.make_node("Identity", ["x"], ["copy"]),
-            onnx.helper.make_node("Conv", ["copy", "u"], ["v1"], "k1", pads=[1] * 4, dilations=[1, 1], group=1),
-            onnx.helper.make_node("Relu", ["v1"], ["v2"], "k2"),
-            onnx.helper.make_node("Conv", ["v2", "folded", "shift"], ["v3"], "k3", strides=[1, 1]),
-            onnx.helper.make_node("Relu", ["v3"], ["y"], "k4"),
-        ],
-        "other",
-        source.graph.input,
-        source.graph.output,
-        [
-            onnx.numpy_helper.from_array(array_of(source, "u"), "u"),
-            onnx.numpy_helper.from_array((weight * factor[:, None, None, None]).astype(np.float32), "folded"),
-            onnx.numpy_helper.from_array((bias - mean * factor).astype(np.float32), "shift"),
-        ],
-    )
-    return onnx.helper.make_model(graph, opset_imports=source.opset_import, ir_version=8)
+    values = {"folded": weight * factor[:, None, None, None], "shift": bias - mean * factor, "u": array_of(source, "u")}
+    return model(OTHER.format(""), values={name: value.astype(np.float32) for name, value in values.items()})
 
 
 def with_initializer(proto: onnx.ModelProto, name: str, array: np.ndarray) -> onnx.ModelProto:
@@ -104,26 +93,11 @@ class TestForeign:
 
     def test_an_arithmetic_that_stays_in_the_graph(self) -> None:
         """As onnxoptimizer leaves it: the weight is an expression."""
-        good = foreign(self.SOURCE)
-        nodes = [
-            onnx.helper.make_node("Add", ["p_v", "e"], ["t0"]),
-            onnx.helper.make_node("Sqrt", ["t0"], ["t1"]),
-            onnx.helper.make_node("Div", ["p_s", "t1"], ["t2"]),
-            onnx.helper.make_node("Unsqueeze", ["t2", "axes"], ["t3"]),
-            onnx.helper.make_node("Mul", ["w", "t3"], ["folded"]),
-            onnx.helper.make_node("Mul", ["p_m", "t2"], ["t4"]),
-            onnx.helper.make_node("Sub", ["p_b", "t4"], ["shift"]),
-        ]
-        kept = [it for it in good.graph.initializer if it.name == "u"]
-        kept += [it for it in self.SOURCE.graph.initializer if it.name != "u"]
-        kept += [
-            onnx.numpy_helper.from_array(np.array([1e-5], np.float32), "e"),
-            onnx.numpy_helper.from_array(np.array([1, 2, 3]), "axes"),
-        ]
-        before = list(good.graph.node)
-        del good.graph.node[:], good.graph.initializer[:]
-        good.graph.node.extend([*nodes, *before])
-        good.graph.initializer.extend(kept)
+        nodes = """t0 = Add (p_v, e) t1 = Sqrt (t0) t2 = Div (p_s, t1) t3 = Unsqueeze (t2, axes) folded = Mul (w, t3)
+            t4 = Mul (p_m, t2) shift = Sub (p_b, t4)"""
+        values = {name: array_of(self.SOURCE, name) for name in SHAPES}
+        values |= {"e": np.array([1e-5], np.float32), "axes": np.array([1, 2, 3])}
+        good = model(OTHER.format(nodes), values=values)
         verdict = verify(self.SOURCE, good, method="local")
         assert (verdict.status, marks(verdict)) == ("passed", [("BatchNormalization -> n", "proved")]), verdict
 
