@@ -66,7 +66,7 @@ def fragment(lines: Iterable[str], tables: Iterable[Table]) -> str:
     body = [f"<p>{html.escape(plain(line))}</p>" for line in lines]
     for each in tables:
         columns, rows = each.columns, zip(*(column._cells for column in each.columns))
-        body.append(f"<table><caption>{html.escape(plain(each.title))}</caption>")
+        body.append(f"<table>{f'<caption>{html.escape(plain(each.title))}</caption>' if each.title else ''}")
         body.append(f"<tr>{cells('th', (column.header for column in columns), columns)}</tr>")
         body += [f"<tr>{cells('td', row, columns)}</tr>" for row in rows]
         body.append("</table>")

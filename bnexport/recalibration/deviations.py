@@ -140,6 +140,8 @@ class StatisticsReport:
     def summary(self) -> str:
         """Return one line."""
         count = len(self.layers)
+        if not count:
+            return "no batch norms with running statistics: nothing was measured"
         text = f"{count} batch norm{'s' * (count != 1)} measured on {self.measured.rows} rows in one pass: "
         if self.start is None:
             return text + ("none deviates" if any(layer.findings() for layer in self.layers) else "nothing found")

@@ -195,6 +195,11 @@ class TestCommand:
         assert main(["statistics", "OUT.onnx", "-i", "x:x.npy"]) == 0
         assert "nothing found" in capsys.readouterr().err
 
+    def test_of_a_model_without_batch_norms(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        export(nn.ReLU(), torch.ones(2, 1, 8, 8), Path("plain.onnx"))
+        assert main(["statistics", "plain.onnx", "-i", "x:x.npy"]) == 0
+        assert "no batch norms with running statistics: nothing was measured" in capsys.readouterr().err
+
     def test_of_a_module(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         arguments = ["statistics", f"{__name__}:network", "-i", "input:x.npy", "--batch", "100"]
         assert main([*arguments, "--checkpoint", "w.pth"]) == 0
