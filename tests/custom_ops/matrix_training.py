@@ -18,8 +18,8 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.training import api, artifacts
 
+from bnexport import schema
 from bnexport.native.library import get_library_path
-from tests.support.ort_training import register_gradient
 
 STEPS = 6
 TRAINED = ("conv.weight", "bn.weight", "bn.bias", "linear.weight", "linear.bias")
@@ -50,6 +50,24 @@ def make_model(values: dict[str, np.ndarray]) -> onnx.ModelProto:
     for name, shape in (("n", ["N", 4, 8, 8]), ("mean.new", [4]), ("var.new", [4]), ("sm", [4]), ("si", [4])):
         model.graph.value_info.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
     return model
+
+
+def register_gradient() -> None:
+    """Register MMCVSyncBatchNormGrad as the gradient of MMCVSyncBatchNorm; the training build makes its graph from that."""
+    from onnxruntime.capi import _pybind_state as state
+
+    node, forward = state.GradientNodeDefinition(), schema.SYNC_BATCH_NORM
+    node.op_type, node.domain = schema.SYNC_BATCH_NORM_GRAD.name, schema.DOMAIN
+    inputs, outputs = ([value.name for value in values] for values in (forward.inputs, forward.outputs))
+    weight, bias = inputs.index("weight"), inputs.index("bias")
+    mean, invstd = (outputs.index(name) for name in ("saved_mean", "saved_invstd"))
+    # Output k of the gradient belongs to the forward's input k; an output whose input needs no gradient is dropped.
+    node.inputs = ["GO(0)", "I(0)", f"I({weight})", f"O({mean})", f"O({invstd})"]
+    node.outputs = ["GI(0)", "", "", f"GI({weight})", f"GI({bias})"]
+    definition = state.GradientNodeAttributeDefinition()
+    definition.name, definition.value_json, definition.is_tensor, definition.dtype = "training_mode", "1", False, "int"
+    node.attributes = [definition]
+    state.register_gradient_definition(f"{schema.DOMAIN}::{forward.name}", [node])
 
 
 def torch_gradients(values, x, target):

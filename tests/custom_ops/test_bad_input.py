@@ -9,6 +9,7 @@ import pytest
 from tests.support.node_models import (
     FORWARD_INPUTS,
     GRAD_INPUTS,
+    GRAD_OUTPUTS,
     forward_feeds,
     forward_model,
     grad_model,
@@ -65,7 +66,6 @@ def ones(*shape):
 
 FORWARD = forward_feeds(np.random.default_rng(0), (2, 4, 3, 3))
 BACKWARD = {"grad_output": ones(2, 4, 3, 3), "input": ones(2, 4, 3, 3)} | dict.fromkeys(GRAD_INPUTS[2:], ones(4))
-GRADIENTS = ["grad_input", "", "", "grad_weight", "grad_bias"]
 
 
 def forward_without(name, outputs):
@@ -115,7 +115,7 @@ RUNS = [
     ),
     *(
         (
-            grad_model(outputs=[*GRADIENTS[:index], "surplus", *GRADIENTS[index + 1 :]]),
+            grad_model(outputs=[*GRAD_OUTPUTS[:index], "surplus", *GRAD_OUTPUTS[index + 1 :]]),
             BACKWARD,
             r"output 'unused_running_(mean|var)' is used, expected an empty name",
         )

@@ -6,7 +6,6 @@ BNEXPORT_FUZZ_SEED choose how many and which; the first line of a failure names 
 
 from __future__ import annotations
 
-import ctypes
 import os
 
 import numpy as np
@@ -16,19 +15,20 @@ import pytest
 from bnexport import schema
 from bnexport.native import capi
 from tests.support import kernel_reference as reference
-from tests.support.node_models import FORWARD_INPUTS, FORWARD_OUTPUTS, GRAD_INPUTS, node_model, run, session
+from tests.support.node_models import (
+    FORWARD_INPUTS,
+    FORWARD_OUTPUTS,
+    GRAD_INPUTS,
+    GRAD_OUTPUTS,
+    echo,
+    node_model,
+    run,
+    session,
+)
 
 CASES = int(os.environ.get("BNEXPORT_FUZZ_CASES", "400"))
 SEED = int(os.environ.get("BNEXPORT_FUZZ_SEED", "0"))
 BATCHES = 8
-
-
-@capi.ALL_GATHER
-def _echo(_, send, receive, count, error, capacity):
-    """Two processes that hold the same data."""
-    for rank in range(2):
-        ctypes.memmove(receive + 8 * count * rank, send, 8 * count)
-    return 0
 
 
 @capi.ALL_GATHER
@@ -38,7 +38,7 @@ def _broken(_, send, receive, count, error, capacity):
 
 @pytest.fixture(scope="module", autouse=True)
 def groups():
-    capi.register_group("echo", 2, 0, _echo)
+    capi.register_group("echo", 2, 0, echo)
     capi.register_group("broken", 2, 0, _broken)
     yield
     capi.unregister_group("echo")
@@ -126,8 +126,7 @@ class Case:
             exchanges = training == 1
         else:
             self.inputs = [n if i != 2 or rng.random() < 0.8 else "" for i, n in enumerate(GRAD_INPUTS)]
-            names = ["grad_input", "", "", "grad_weight", "grad_bias"]
-            self.outputs = [n if n and rng.random() < 0.8 else "" for n in names]
+            self.outputs = [n if n and rng.random() < 0.8 else "" for n in GRAD_OUTPUTS]
             if not any(self.outputs):
                 self.outputs[0] = "grad_input"
             if rng.random() < 0.02:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 
 import numpy as np
@@ -14,6 +13,8 @@ from tests.support.node_models import (
     FORWARD_INPUTS,
     FORWARD_OUTPUTS,
     GRAD_INPUTS,
+    GRAD_OUTPUTS,
+    echo,
     forward_feeds,
     forward_model,
     grad_model,
@@ -24,17 +25,9 @@ from tests.support.node_models import (
 MMCV = {"eps": 1e-3, "momentum": 0.2, "stats_mode": "default"}
 
 
-@capi.ALL_GATHER
-def _twice(_, send, receive, count, error, capacity):
-    """Two processes that hold the same data."""
-    for rank in range(2):
-        ctypes.memmove(receive + 8 * count * rank, send, 8 * count)
-    return 0
-
-
 @pytest.fixture
 def group_12():
-    capi.register_group("12", 2, 0, _twice)
+    capi.register_group("12", 2, 0, echo)
     yield
     capi.unregister_group("12")
 
@@ -50,7 +43,6 @@ def feeds():
     }
 
 
-GRAD_OUTPUTS = ("grad_input", "", "", "grad_weight", "grad_bias")
 MODELS = {
     schema.SYNC_BATCH_NORM.name: functools.partial(
         forward_model, inputs=FORWARD_INPUTS, outputs=FORWARD_OUTPUTS, **MMCV

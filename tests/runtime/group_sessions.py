@@ -12,7 +12,6 @@ import torch.distributed as dist
 from bnexport.native.library import register
 from bnexport.runtime.groups import register_group, unregister_group
 from tests.support.cluster import join
-from tests.support.providers import open_session
 
 Steps = list[dict[str, np.ndarray]]
 
@@ -47,7 +46,7 @@ def run_until_a_peer_dies(rank: int, size: int, port: int, model: bytes, step: d
 def _open(model: bytes) -> ort.InferenceSession:
     options = ort.SessionOptions()
     register(options)
-    return open_session(model, options)
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def _run(session: ort.InferenceSession, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -44,6 +44,7 @@ class How:
     grad_reduction: str = "local"
     layout: str = "contiguous"
     affine: bool = True
+    needs_input: bool = True  # the gradient by the input
     training: bool = True
     backend: str = ""
 
@@ -63,7 +64,7 @@ def _step(group, xs, dys, how):
     module = SyncBatchNorm(x.shape[1], group=group, **options).to(S).train(how.training)
     given = {"weight": WEIGHT, "bias": BIAS} if how.affine else {}
     module.load_state_dict(given | dict(zip(("running_mean", "running_var"), OLD)), strict=False)
-    x.requires_grad_()
+    x.requires_grad_(how.needs_input)
     kernels.backend = how.backend
     try:
         y = module(x)
@@ -73,7 +74,7 @@ def _step(group, xs, dys, how):
     assert y.stride() == torch.empty_like(x).stride()
     return {
         "output": y.detach().double().numpy(),
-        "grad_input": x.grad.double().numpy(),
+        **({"grad_input": x.grad.double().numpy()} if how.needs_input else {}),
         **{f"grad_{name}": parameter.grad.double().numpy() for name, parameter in module.named_parameters()},
         "running_mean": module.running_mean.numpy(),
         "running_var": module.running_var.numpy(),
@@ -95,7 +96,7 @@ def _check(cluster, shapes, mean=1.0, **options):
         got = {name: result[name] for name in ("output", "running_mean", "running_var")}
         kernel_reference.check_forward(how.dtype, forward, weight, OLD, **got)
         got = {name: value for name, value in result.items() if name.startswith("grad_")}
-        assert len(got) == (3 if how.affine else 1)
+        assert len(got) == how.needs_input + 2 * how.affine
         kernel_reference.check_backward(how.dtype, gradient, weight, *statistics, everyones, **got)
     if how.stats_mode == "exact":
         # The same statistics on every rank, bit for bit.
@@ -124,6 +125,11 @@ def test_group_equals_the_closed_form(cluster, shapes, stats_mode, grad_reductio
     for training in (True, False):
         how = {"stats_mode": stats_mode, "grad_reduction": grad_reduction, "training": training}
         _check(cluster, shapes, backend=backend, **how)
+
+
+@pytest.mark.parametrize("grad_reduction", GRAD_REDUCTIONS)
+def test_a_first_layer_reduces_its_gradients_too(cluster, grad_reduction):
+    _check(cluster, SPLITS["uneven batch"], grad_reduction=grad_reduction, needs_input=False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
