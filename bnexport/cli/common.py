@@ -113,7 +113,7 @@ Inputs = Annotated[
     typer.Option(
         "--input",
         "-i",
-        metavar="NAME:1,3,224,224|NAME:FILE.npy",
+        metavar="NAME:1,3,224,224|NAME:FILE.npy|FILE.npz",
         help="An input: a shape for random numbers, or a NumPy file. Repeatable.",
     ),
 ]

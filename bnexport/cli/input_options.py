@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bnexport.graph.shapes import Shape
 
 
-_FORM = "expected NAME:SHAPE such as x:1,3,224,224, or NAME:FILE.npy"
+_FORM = "expected NAME:SHAPE such as x:1,3,224,224, or NAME:FILE.npy, or FILE.npz"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,9 @@ def parse(texts: Sequence[str]) -> list[Argument]:
     arguments: dict[str, Argument] = {}
     for text in texts:
         name, _, value = text.rpartition(":")
+        if text.endswith(".npz") and Path(text).is_file():
+            arguments.update((each.name, each) for each in _read_arrays(text))
+            continue
         if not name or not value:
             other = text.replace("=", ":", 1)
             hint = f"; did you mean {other!r}?" if ":" not in text and "=" in text else ""
@@ -50,6 +53,16 @@ def parse(texts: Sequence[str]) -> list[Argument]:
             raise UsageError(f"--input: got {name!r} twice, expected each input once")
         arguments[name] = _read_argument(name, value)
     return list(arguments.values())
+
+
+def _read_arrays(path: str) -> list[Argument]:
+    import numpy as np
+
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            return [Argument(name, found[name].shape, found[name]) for name in found.files]
+    except (OSError, ValueError, EOFError) as error:
+        raise UsageError(f"--input: cannot read {path!r}, expected a file that numpy.savez wrote") from error
 
 
 def missing_input(model: str) -> UsageError:

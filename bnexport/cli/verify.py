@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import shlex
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +39,7 @@ from bnexport.cli.output import (
     say,
     status,
     write_page,
+    write_whole,
 )
 from bnexport.errors import UsageError, VerificationError
 from bnexport.pages import table
@@ -99,6 +103,12 @@ def verify(
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(metavar="INT", min=1, help="Pairs of a manifest to verify at a time.")] = 1,
+    save_inputs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write the inputs that show the verdict, both outputs, and the command that replays it."
+        ),
+    ] = None,
     html: Html = None,
     json_target: Json = None,
 ) -> int:
@@ -127,7 +137,12 @@ def verify(
         raise UsageError(f"--checkpoint: got weights for the file {reference}, expected a module as A")
     else:
         feeds = feeds_of(inputs, seed, Path(reference))
-    with status(f"comparing {reference} and {candidate}"), quiet:
+    with contextlib.ExitStack() as stack:
+        folder = save_inputs
+        if html is not None and folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(status(f"comparing {reference} and {candidate}"))
+        stack.enter_context(quiet)
         result = against_file.verify(
             source,
             candidate,
@@ -140,10 +155,14 @@ def verify(
             method=method_of(True, method),
             fixed_initializers=fixed_initializers,
             names=given,
+            save_inputs=folder,
         )
+        pictures = [] if html is None or folder is None else witness_tables(folder)
     tables = [*result.tables(f"{reference} and {candidate}"), *_proofs(result.sites)]
     if html is not None:
-        write_page(html, [verdict(result)], tables)
+        write_page(html, [verdict(result), *filter(None, [result.place])], [*tables, *pictures])
+    if save_inputs is not None and result.witness:
+        _save_command(save_inputs, reference, candidate, checkpoint, names)
     if result.certificate.startswith("not used"):
         say(f"note: the certificate in {candidate} was {result.certificate}")
     if result.passed:
@@ -235,6 +254,57 @@ def _module(
         return module, None
     given, tensors = example_inputs(arguments, seed)
     return module, dict(zip(given, tensors))
+
+
+def _save_command(
+    folder: Path, reference: str, candidate: Path, checkpoint: Path | None, names: list[str] | None
+) -> None:
+    """Write the command that compares the same models on the saved inputs, and print it."""
+    words = ["bnexport", "verify", reference, str(candidate), "-i", str(folder / "inputs.npz")]
+    words += [] if checkpoint is None else ["--checkpoint", str(checkpoint)]
+    words += [word for name in names or () for word in ("--map", name)]
+    write_whole(folder / "replay.txt", f"{shlex.join(words)}\n")
+    say(f"{folder} written; to repeat: {shlex.join(words)}")
+
+
+def witness_tables(folder: Path) -> list[Any]:
+    """Return histograms of the differences of each output, and the table of layers, of a folder of --save-inputs."""
+    import numpy as np
+
+    paths = [folder / "reference.npz", folder / "candidate.npz"]
+    if not all(path.exists() for path in paths):
+        return []
+    with np.load(paths[0]) as one, np.load(paths[1]) as other:
+        pairs = {name: (one[name], other[name]) for name in one.files if name in other.files}
+    tables = [
+        _histogram(name, np.abs(first.astype(np.float64) - second.astype(np.float64)))
+        for name, (first, second) in pairs.items()
+        if first.dtype.kind == "f" and first.shape == second.shape
+    ]
+    if (folder / "layers.csv").exists():
+        with open(folder / "layers.csv", newline="", encoding="utf-8") as file:
+            columns, *rows = csv.reader(file)
+        tables.append(table("modules of A, and the nearest values of B", columns, rows, right=columns[3:5]))
+    return tables
+
+
+def _histogram(name: str, differences: Any) -> Any:
+    """Return a table of how many numbers differ by how much, by powers of ten."""
+    import numpy as np
+
+    finite = differences[np.isfinite(differences)]
+    powers = np.where(finite > 0, np.floor(np.log10(np.maximum(finite, np.finfo(float).tiny))), -np.inf)
+    found, counts = np.unique(powers, return_counts=True)
+    rows = [
+        (
+            "0" if np.isinf(power) else f"{10.0**power:.0e} to {10.0 ** (power + 1):.0e}",
+            f"{count:,}",
+            "█" * -(-40 * count // counts.max()),
+        )
+        for power, count in zip(found, counts)
+    ]
+    rows += [("not finite", f"{differences.size - finite.size:,}", "")] * (differences.size > finite.size)
+    return table(f"differences of {name}", ("difference", "numbers", ""), rows, right=["numbers"])
 
 
 def _proofs(sites: Any) -> list[Any]:

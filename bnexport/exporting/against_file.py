@@ -37,6 +37,7 @@ def verify(
     providers: Sequence[str] = (),
     fixed_initializers: bool = False,
     names: Mapping[str, str] | None = None,
+    save_inputs: str | os.PathLike[str] | None = None,
 ) -> Verification:
     """Run both models on the same inputs and compare every output; prove the folds that tell them apart.
 
@@ -67,6 +68,8 @@ def verify(
         fixed_initializers: no caller overrides initializers that are inputs as well; either model may lack those inputs.
         names: the candidate's names of inputs and outputs by the reference's, where positions do not tell; outputs that only
             one of them has are left out then, and the verdict's `reason` says which.
+        save_inputs: a folder for the inputs that show the verdict and the outputs of both models (.npz), and a table of the
+            reference's modules (layers.csv). Nothing is written where nothing ran.
 
     Raises:
         ModelError: a file is refused.
@@ -77,8 +80,10 @@ def verify(
     for name, bound in (("atol", atol), ("rtol", rtol)):
         if bound is not None and not 0 <= bound < math.inf:
             raise UsageError(f"{name}: got {bound}, expected a number that is not negative and not infinite")
-    given = tuple(check_providers(providers))
-    terms = Terms(None, seed, samples, atol, rtol, timeout, providers=given, proof_seconds=proof_seconds)
+    given, folder = tuple(check_providers(providers)), os.fspath(save_inputs or "")
+    terms = Terms(
+        None, seed, samples, atol, rtol, timeout, providers=given, proof_seconds=proof_seconds, save_inputs=folder
+    )
     if not _is_onnx(reference):
         from bnexport.exporting.module_comparison import compare
 

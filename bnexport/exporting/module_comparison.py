@@ -90,17 +90,17 @@ def compare(
         with FreshProcess(Path(cast("str", candidate)), str(kind)) as engine:
             return _by_values(own.model, engine, own.inputs, "")
     if computing_type(model) != "float16" or program is not None:
-        return _against(reference, module, example, model, terms, method, names, inputs is not None)
+        return _against(reference, module, example, model, terms, method, names)
     half = copy_model(module).half()
     halved = dataclasses.replace(example, args=pytree.tree_map_only(torch.Tensor, _halved, example.args))
-    verdict = _against(half, half, halved, model, terms, method, names, inputs is not None)
+    verdict = _against(half, half, halved, model, terms, method, names)
     if verdict.status != "not_verified":
         return _with_note(verdict, "compared with the module in float16")
     # What overflows in the module in float16, too, shows next to the module as it is.
     outputs = Reference(module, evaluate=True)(arguments.read(module, example.args, {}).inputs)
     bounds = [tolerances.model("float16", to_array(value)).atol for value in outputs if value.is_floating_point()]
     terms = dataclasses.replace(terms, atol=min(bounds, default=0.0))
-    verdict = _against(module, module, example, model, terms, method, names, inputs is not None)
+    verdict = _against(module, module, example, model, terms, method, names)
     return _with_note(verdict, "compared with the module as it is, by the bound of float16")
 
 
@@ -116,9 +116,8 @@ def _against(
     terms: Terms,
     method: Method,
     names: Mapping[str, str] | None,
-    given: bool,
 ) -> Verification:
-    """Compare the export of a module or a program with a file. given: whether the example is the caller's."""
+    """Compare the export of a module or a program with a file, on the example and, but in float16, random inputs as well."""
     own = arguments.read(module, example.args, {})
     if example.names is None:
         example = dataclasses.replace(example, names=list(own.names))
@@ -134,8 +133,9 @@ def _against(
             {name: np.asarray(each).astype(types[name]) for name, each in one.items()}
             for one in (arrays, *example.others)
         ]
-        if given:
-            terms = dataclasses.replace(terms, inputs=sets, beside=True)
+        # Random inputs, some of them large, leave the range of float16.
+        beside = computing_type(model) != "float16"
+        terms = dataclasses.replace(terms, inputs=sets, beside=beside)
         verdict = verify_models(graph, model, terms, method, names or {})
         return _with_truth(verdict, own.model, model, sets[0], exported.inputs)
 

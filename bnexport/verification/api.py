@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
@@ -19,6 +20,7 @@ from bnexport.graph.shapes import Shapes
 from bnexport.graph.standard_ops import has_foreign, standardise
 from bnexport.model_io import walk
 from bnexport.model_io.validate import printable
+from bnexport.verification import witness
 from bnexport.verification.certificate import KEY, changes, decode
 from bnexport.verification.comparison import FLOATS
 from bnexport.verification.file_engine import shipped
@@ -229,6 +231,8 @@ def verify_models(
     verdict = _verdict(first, second, terms, method)
     if verdict.status == "failed" and verdict.witness:
         verdict = dataclasses.replace(verdict, place=find_place(first, second, verdict, terms.providers))
+    if terms.save_inputs and verdict.witness:
+        witness.save(Path(terms.save_inputs), first, second, verdict.witness, terms.providers)
     return dataclasses.replace(verdict, reason=matched) if matched and verdict.passed else verdict
 
 
@@ -340,8 +344,8 @@ def compare(reference: ir.Model, candidate: ir.Model, terms: Terms, ends: Sequen
         )
         answer |= {"status": "not_verified", "reason": text}
     sizes = tuple(tuple(map(tuple, feed)) for feed in answer.pop("sizes", ()))
-    witness = dict(zip(answer.pop("witness", ()), answer.pop("arrays", ()), strict=True))
-    return Verification(outputs=outputs, sizes=sizes, witness=witness, seed=terms.seed, **answer)
+    shown = dict(zip(answer.pop("witness", ()), answer.pop("arrays", ()), strict=True))
+    return Verification(outputs=outputs, sizes=sizes, witness=shown, seed=terms.seed, **answer)
 
 
 def _ask(

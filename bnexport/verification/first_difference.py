@@ -82,12 +82,46 @@ def find_place(reference: ir.Model, candidate: ir.Model, verdict: Verification, 
         nodes = {node.name: node for node in candidate.graph}
         return _at_node(nodes.get(failing[1]), verdict.witness)
     try:
-        sides = _Observed(reference), _Observed(candidate, providers)
-        for side in sides:
-            side.observe(verdict.witness)
-        return _compare(*sides, verdict.witness)
+        return _compare(*_both(reference, candidate, verdict.witness, providers), verdict.witness)
     except BnexportError:
         return ""
+
+
+def find_layers(
+    reference: ir.Model, candidate: ir.Model, inputs: Mapping[str, Any], providers: Sequence[str] = ()
+) -> list[tuple[str, str, str, float, float, str]]:
+    """Return, for the last value of each module of the reference, the nearest one of the candidate.
+
+    In each row: the module, the candidate's node, the shape, the largest difference and the largest number in the sample, and
+    whether they agree. Raises BnexportError.
+    """
+    sides = _both(reference, candidate, inputs, providers)
+    working = _working(sides)
+    last = {module_path(seen.node): seen for seen in sides[0].seen.values() if seen.node is not None}
+    rows = []
+    for path, seen in last.items():
+        alike = [each for each in sides[1].seen.values() if each.shape == seen.shape]
+        if path and alike:
+            near = min(alike, key=lambda each: _distance(seen, each))
+            difference = float(np.abs(seen.sample - near.sample).max(initial=0.0))
+            size, shape = float(np.abs(seen.sample).max(initial=0.0)), "x".join(map(str, seen.shape))
+            agree = "equal" if _agree(seen, near, working) else "different, or not in the candidate"
+            rows.append((path, label(near.node) if near.node else "an input", shape, difference, size, agree))
+    return rows
+
+
+def _both(
+    reference: ir.Model, candidate: ir.Model, inputs: Mapping[str, Any], providers: Sequence[str]
+) -> tuple[_Observed, _Observed]:
+    sides = _Observed(reference), _Observed(candidate, providers)
+    for side in sides:
+        side.observe(inputs)
+    return sides
+
+
+def _working(sides: Sequence[_Observed]) -> str:
+    dtypes = {seen.value.dtype for side in sides for seen in side.seen.values()}
+    return "float16" if ir.DataType.FLOAT16 in dtypes else "float32"
 
 
 def _at_node(node: ir.Node | None, inputs: Mapping[str, Any]) -> str:
@@ -187,8 +221,7 @@ def _with_samples(model: ir.Model, names: Sequence[str]) -> list[str]:
 
 
 def _compare(reference: _Observed, candidate: _Observed, inputs: Mapping[str, Any]) -> str:
-    dtypes = {seen.value.dtype for side in (reference, candidate) for seen in side.seen.values()}
-    working = "float16" if ir.DataType.FLOAT16 in dtypes else "float32"
+    working = _working((reference, candidate))
     by_shape: dict[tuple[int, ...], list[_Seen]] = {}
     for seen in candidate.seen.values():
         by_shape.setdefault(seen.shape, []).append(seen)
@@ -215,7 +248,7 @@ def _compare(reference: _Observed, candidate: _Observed, inputs: Mapping[str, An
         return f"first difference behind {_where(missing.node)}: the candidate has no value like its result"
     text = f"first difference behind {_where(near.node, first.node)}"
     if near.shape != first.shape:
-        return text
+        return f"{text}: the reference has no value like that of the candidate's {_where(first.node)}"
     return f"{text}: {_how(reference.whole(near, inputs), candidate.whole(first, inputs), working)}"
 
 

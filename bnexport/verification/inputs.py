@@ -217,8 +217,9 @@ class Feeds:
         self._specs = [InputSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in request["inputs"]]
         self._seed, count = request["seed"], request["count"]
         self._slow = nbytes > _LARGE or reference.name != ENGINES[0]
-        # Bounds of the caller's are for values of some size; truth values and texts have none.
-        bounded = request["atol"] is not None or request["rtol"] is not None
+        # Bounds of the caller's are for values of some size, and what is beside its inputs is like them; truth values and texts
+        # have no size.
+        bounded = request["atol"] is not None or request["rtol"] is not None or request["beside"]
         self._scalable = not bounded and any(spec.kind in ("float", "integer") for spec in self._specs)
         self._has_floats = any(spec.kind == "float" for spec in self._specs)
         further = [FloatSet(**each) for each in request["further"]]

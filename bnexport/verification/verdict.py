@@ -31,7 +31,7 @@ class Terms:
 
     beside: whether to draw random inputs as well as those that are given. timeout: seconds for all of it. patience: seconds
     for the float64 run that an ill-conditioned model needs. providers: of the candidate's session. proof_seconds: of processor
-    time for the local proof; None for what the model's size allows.
+    time for the local proof; None for what the model's size allows. save_inputs: a folder for what shows the verdict.
     """
 
     inputs: Inputs | None = None
@@ -44,6 +44,7 @@ class Terms:
     providers: tuple[str, ...] = ()
     proof_seconds: float | None = None
     beside: bool = False
+    save_inputs: str = ""
 
 
 # A note on the verdict of a quantised model.

@@ -217,3 +217,38 @@ def test_the_command(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "first difference behind 1: largest" in message and "scale of channel" in message
     assert main(["verify", str(file), str(file), "--checkpoint", str(tmp_path / "right.pth")]) == 2
     assert main(["verify", name, str(file), "--map", "logits"]) == 2
+
+
+class TestWitness:
+    def test_what_shows_a_failure_is_kept_and_replayed(
+        self, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        changed = network()
+        changed[8].weight.data[1] *= 3
+        path, folder, page = written(changed, tmp_path / "wrong.onnx"), tmp_path / "shown", tmp_path / "page.html"
+        kept = ["--save-inputs", str(folder), "--html", str(page)]
+        assert main(["verify", str(file), str(path), *kept]) == 1
+        with np.load(folder / "inputs.npz") as inputs, np.load(folder / "reference.npz") as one:
+            assert inputs.files == ["image"] and one.files == ["logits"]
+            with np.load(folder / "candidate.npz") as other:
+                difference = np.abs(one["logits"] - other["logits"])
+        assert difference[:, 1].max() > 0.1 and difference[:, [0, 2, 3]].max() < 1e-4
+        text = page.read_text()
+        assert "differences of logits" in text and "█" in text and "first difference behind 8" in text
+        rows = [line.split(",") for line in (folder / "layers.csv").read_text().splitlines()]
+        assert [row[0] for row in rows[1:]] == ["0", "2", "3", "5", "6", "7", "8"]
+        assert [row[-1] == "equal" for row in rows[1:]] == [True] * 6 + [False]
+        words = (folder / "replay.txt").read_text().split()
+        assert words[:2] == ["bnexport", "verify"] and words[-1] == str(folder / "inputs.npz")
+        capsys.readouterr()
+        assert main(words[1:]) == 1 and "first difference behind 8" in capsys.readouterr().err
+
+    def test_of_a_module_in_python(self, file: Path, tmp_path: Path) -> None:
+        verdict = bnexport.verify(network(), file, inputs=X, save_inputs=tmp_path / "shown")
+        assert verdict.passed and {"inputs.npz", "reference.npz", "candidate.npz", "layers.csv"} == {
+            each.name for each in (tmp_path / "shown").iterdir()
+        }
+
+    def test_a_page_of_a_verdict_that_passed(self, file: Path, tmp_path: Path) -> None:
+        assert main(["verify", str(file), str(file), "--html", str(tmp_path / "page.html")]) == 0
+        assert "modules of A, and the nearest values of B" in (tmp_path / "page.html").read_text()

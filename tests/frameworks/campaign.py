@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.campaign.table import ROOT, Campaign, judged, told
 from tests.frameworks.environment import Skipped
+from tests.frameworks.planted_faults import PLANS
 
 SECONDS = 3600
 # Networks of parallel branches, and one whose arithmetic looks like a batch norm.
@@ -25,6 +26,7 @@ CASES = (
     "mmdet3d.two_processes",
     *(f"timm_networks.parallel_branches {name}" for name in BRANCHES),
     "timm_networks.the_stand_ins_have_the_attributes_of_the_classes",
+    *(f"planted_faults.{kind} {name}" for name in PLANS for kind in ("right", "wrong")),
     "model_names.a_model_of_each_library",
     "model_names.mmcvs_own_class_needs_no_group",
     "model_names.one_line_says_what_is_wrong",
