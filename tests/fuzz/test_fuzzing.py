@@ -14,6 +14,8 @@ import onnx
 import pytest
 from hypothesis import strategies
 
+from bnexport.errors import MalformedModelError
+from bnexport.model_io import load, save
 from tests.fuzz import mutations, plain, seeds, targets
 
 SEEDS = dict(seeds.models())
@@ -45,6 +47,23 @@ def test_seeds_are_accepted_and_most_mutations_parse(work: Path) -> None:
 @hypothesis.given(strategies.sampled_from(sorted(SEEDS)), strategies.randoms(use_true_random=False))
 def test_models(work: Path, name: str, generator: random.Random) -> None:
     targets.load_fold_save(mutations.mutate(SEEDS[name], generator, list(SEEDS.values())), work)
+
+
+def test_what_onnx_ir_cannot_read_or_write_is_one_line(tmp_path: Path) -> None:
+    """Found by the fuzzer: an element type that there is not, and an attribute without a type."""
+    odd = onnx.ModelProto.FromString(SEEDS["conv"])
+    odd.graph.input[0].type.tensor_type.elem_type = -(2**31)
+    onnx.save(odd, tmp_path / "odd.onnx")
+    with pytest.raises(MalformedModelError, match=r"not a valid ONNX model: -2147483648 is not a valid DataType$"):
+        load(tmp_path / "odd.onnx")
+    odd = onnx.ModelProto.FromString(SEEDS["conv"])
+    odd.graph.node[2].attribute.add(name="none")
+    onnx.save(odd, tmp_path / "odd.onnx")
+    with pytest.raises(
+        MalformedModelError, match=r"the model cannot be written: Unsupported attribute type: UNDEFINED$"
+    ):
+        save(load(tmp_path / "odd.onnx"), tmp_path / "out.onnx")
+    assert not (tmp_path / "out.onnx").exists()
 
 
 def fuzz(run: object, folder: Path, seconds: float = 2.0) -> plain.Outcome:
