@@ -16,6 +16,7 @@ from torch import nn
 import bnexport
 from bnexport.cli import main
 from bnexport.errors import UsageError
+from tests.support import onnx_text
 
 X = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(3))
 
@@ -116,6 +117,21 @@ class TestPlaces:
         changed[5] = nn.Identity()
         verdict = bnexport.verify(network(), written(changed, tmp_path / "gone.onnx"), inputs=X)
         assert verdict.place == "first difference behind 5: the candidate has no value like its result"
+
+    @pytest.mark.parametrize(
+        ("text", "divisor", "said"),
+        [
+            ("y = Div (x, d)", [2.0, 0.0], "in channel 0: scale of channel 0 by 0.5"),
+            ("q = Div (x, d) y = Sign (q)", [1.0, -0.0], "which are NaN or infinite there"),
+        ],
+    )
+    def test_a_channel_that_is_infinite(self, text: str, divisor: list[float], said: str) -> None:
+        pair = [
+            onnx_text.model(f"g (float[3, 2] x) => (y) {{ {text} }}", values={"d": np.array(each, np.float32)})
+            for each in ([1.0, 0.0], divisor)
+        ]
+        verdict = bnexport.verify(*pair)
+        assert verdict.status == "failed" and said in verdict.place and "largest nan" not in verdict.place
 
     def test_channels_in_another_order(self, tmp_path: Path) -> None:
         changed = network()
