@@ -26,7 +26,7 @@ class TestIntegers:
     @pytest.mark.parametrize(
         ("nodes", "ranges", "whole"),
         [
-            ("y = Cast <to = 1> (x)", ((-128, 127), (0, 1)), INT64),
+            ("h = Cast <to = 1> (x)\n y = Sigmoid (h)", ((-128, 127), (0, 1)), INT64),
             ("h = Add (x, x)\n y = Cast <to = 1> (h)", ((-128, 127), (0, 1)), INT64),
             ("h = Cast <to = 2> (x)\n y = Cast <to = 1> (h)", ((-128, 127), (0, 1)), INT64),
             ("h = Cast <to = 6> (x)\n y = Gather (t, h)", ((-50, 49), (0, 49), (0, 1)), None),
