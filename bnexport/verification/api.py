@@ -230,9 +230,9 @@ def verify_models(
     first, second, matched = match(reference, candidate, names)
     verdict = _verdict(first, second, terms, method)
     if verdict.status == "failed" and verdict.witness:
-        verdict = dataclasses.replace(verdict, place=find_place(first, second, verdict, terms.providers))
+        verdict = dataclasses.replace(verdict, place=find_place(first, second, verdict, terms))
     if terms.save_inputs and verdict.witness:
-        witness.save(Path(terms.save_inputs), first, second, verdict.witness, terms.providers)
+        witness.save(Path(terms.save_inputs), first, second, verdict.witness, terms)
     return dataclasses.replace(verdict, reason=matched) if matched and verdict.passed else verdict
 
 

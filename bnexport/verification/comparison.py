@@ -140,7 +140,8 @@ class _Differences:
         self._given = None if atol is None and rtol is None else tolerances.Tolerance(rtol or 0.0, atol or 0.0)
         self._bound = self._given or tolerances.Tolerance(0.0, 0.0)
         self._reason, self._doubt = "", ""
-        self._absolute = self._relative = 0.0
+        # The difference and the bound of the sample that is nearest to its own bound.
+        self._share = self._absolute = self._relative = 0.0
         self._dtype = "unknown"
         self.elements = 0
 
@@ -160,7 +161,9 @@ class _Differences:
             self._add_floats(reference.astype(np.float64), value.astype(np.float64), before)
 
     def _add_floats(self, exact: np.ndarray, near: np.ndarray, before: Any) -> None:
-        self._bound = self._given or self._bound_of(exact if before is None else before, saturated=before is not None)
+        bound = self._given or self._bound_of(exact if before is None else before, saturated=before is not None)
+        if not self._share:
+            self._bound = bound
         finite = np.isfinite(exact)
         if not np.isfinite(near[finite]).all():
             self.refute("it has NaN or infinite values where the reference has finite ones")
@@ -174,9 +177,10 @@ class _Differences:
         difference = np.abs(near - exact)
         largest = float(np.abs(exact).max(initial=0.0))
         worst = float(difference.max(initial=0.0))
-        self._absolute = max(self._absolute, worst)
+        share = worst / (bound.atol or 1.0)
+        if share >= self._share:
+            self._share, self._absolute, self._bound = share, worst, bound
         self._relative = max(self._relative, worst / largest if largest else (np.inf if worst else 0.0))
-        bound = self._bound
         excess = difference - bound.atol - bound.rtol * np.abs(exact)
         if excess.size and excess.max() > 0:
             self.refute(f"differs by {worst:.3g}, allowed {bound}")

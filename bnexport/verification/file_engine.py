@@ -19,12 +19,12 @@ from bnexport.verification.process import PROCESS, ProcessFailure, Shipment
 
 
 class FileEngine:
-    """A model in the verifying process, as an engine. providers: of ONNX Runtime."""
+    """A model in the verifying process, as an engine. providers: of ONNX Runtime. timeout: seconds for one run."""
 
     name = ENGINES[0]
 
-    def __init__(self, model: ir.Model, providers: Sequence[str] = ()) -> None:
-        self._model, self._providers = model, list(providers)
+    def __init__(self, model: ir.Model, providers: Sequence[str] = (), timeout: float | None = None) -> None:
+        self._model, self._providers, self._timeout = model, list(providers), timeout
 
     def run(self, feeds: Mapping[str, Any], outputs: Sequence[str]) -> list[np.ndarray]:
         """Return outputs of the model's graph. Raises UnsupportedModelError where it does not run."""
@@ -36,7 +36,7 @@ class FileEngine:
                     "values": list(outputs),
                     "providers": self._providers,
                 }
-                answer = PROCESS.ask(request, shipment.ready(), None)
+                answer = PROCESS.ask(request, shipment.ready(), self._timeout)
         except (ProcessFailure, ModelError) as error:
             raise UnsupportedModelError(str(error)) from error
         if "reason" in answer:

@@ -29,7 +29,7 @@ from bnexport.graph.functions import inline_calls
 from bnexport.graph.nodes import Names, label, module_path
 from bnexport.graph.shapes import Shapes
 from bnexport.verification.file_engine import FileEngine
-from bnexport.verification.verdict import Verification
+from bnexport.verification.verdict import Terms, Verification
 
 # Numbers of a sample; up to twice as many where a value has so few.
 _SAMPLE = 4096
@@ -75,27 +75,27 @@ class _Seen:
         return self.value.producer()
 
 
-def find_place(reference: ir.Model, candidate: ir.Model, verdict: Verification, providers: Sequence[str] = ()) -> str:
+def find_place(reference: ir.Model, candidate: ir.Model, verdict: Verification, terms: Terms) -> str:
     """Return where the candidate starts to differ from the reference, in a sentence; empty where that is not known."""
     failing = _FAILING.search(verdict.reason)
     if not verdict.outputs and failing is not None:
         nodes = {node.name: node for node in candidate.graph}
         return _at_node(nodes.get(failing[1]), verdict.witness)
     try:
-        return _compare(*_both(reference, candidate, verdict.witness, providers), verdict.witness)
+        return _compare(*_both(reference, candidate, verdict.witness, terms), verdict.witness)
     except BnexportError:
         return ""
 
 
 def find_layers(
-    reference: ir.Model, candidate: ir.Model, inputs: Mapping[str, Any], providers: Sequence[str] = ()
+    reference: ir.Model, candidate: ir.Model, inputs: Mapping[str, Any], terms: Terms
 ) -> list[tuple[str, str, str, float, float, str]]:
     """Return, for the last value of each module of the reference, the nearest one of the candidate.
 
     In each row: the module, the candidate's node, the shape, the largest difference and the largest number in the sample, and
     whether they agree. Raises BnexportError.
     """
-    sides = _both(reference, candidate, inputs, providers)
+    sides = _both(reference, candidate, inputs, terms)
     working = _working(sides)
     last = {module_path(seen.node): seen for seen in sides[0].seen.values() if seen.node is not None}
     rows = []
@@ -111,9 +111,9 @@ def find_layers(
 
 
 def _both(
-    reference: ir.Model, candidate: ir.Model, inputs: Mapping[str, Any], providers: Sequence[str]
+    reference: ir.Model, candidate: ir.Model, inputs: Mapping[str, Any], terms: Terms
 ) -> tuple[_Observed, _Observed]:
-    sides = _Observed(reference), _Observed(candidate, providers)
+    sides = _Observed(reference, (), terms.timeout), _Observed(candidate, terms.providers, terms.timeout)
     for side in sides:
         side.observe(inputs)
     return sides
@@ -134,8 +134,8 @@ def _at_node(node: ir.Node | None, inputs: Mapping[str, Any]) -> str:
 class _Observed:
     """A model, and its values for some inputs."""
 
-    def __init__(self, model: ir.Model, providers: Sequence[str] = ()) -> None:
-        self._model, self._providers = model.clone(), providers
+    def __init__(self, model: ir.Model, providers: Sequence[str], timeout: float | None) -> None:
+        self._model, self._where = model.clone(), (providers, timeout)
         inline_calls(self._model)
         self.outputs = {str(value.name): value for value in self._model.graph.outputs}
         self.seen: dict[ir.Value, _Seen] = {}
@@ -150,7 +150,7 @@ class _Observed:
         wanted = [value for value in self._live if shapes.dtype(value) in _OBSERVED]
         probed = self._model.clone()
         names = _with_samples(probed, [str(value.name) for value in wanted])
-        found = iter(FileEngine(probed, self._providers).run(inputs, names))
+        found = iter(FileEngine(probed, *self._where).run(inputs, names))
         for value, shape, sample, finite in zip(wanted, found, found, found):
             self.seen[value] = _Seen(value, tuple(shape.tolist()), sample.astype(np.float64), bool(np.isfinite(finite)))
 
@@ -178,7 +178,7 @@ class _Observed:
         model, name = self._model.clone(), str(seen.value.name)
         if name not in self.outputs:
             model.graph.outputs.append(next(each for each in _live(model.graph) if each.name == name))
-        return FileEngine(model, self._providers).run(inputs, [name])[0].astype(np.float64)
+        return FileEngine(model, *self._where).run(inputs, [name])[0].astype(np.float64)
 
 
 def _live(graph: ir.Graph) -> dict[ir.Value, None]:

@@ -67,7 +67,8 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class OutputComparison:
-    """One output over all samples. max_rel_diff: max_abs_diff over the largest finite reference value.
+    """One output over all samples. max_abs_diff, atol: of the sample that is nearest to its bound. max_rel_diff: the largest
+    difference over the largest finite reference value.
 
     decided: False where the reference's values, as `reason` says, can show neither equality nor a difference.
 

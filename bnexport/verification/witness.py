@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,24 @@ from bnexport.errors import BnexportError
 from bnexport.model_io.staging import whole_file
 from bnexport.verification.file_engine import FileEngine
 from bnexport.verification.first_difference import find_layers
+from bnexport.verification.verdict import Terms
 
 INPUTS, REFERENCE, CANDIDATE, LAYERS = "inputs.npz", "reference.npz", "candidate.npz", "layers.csv"
 COLUMNS = ("module", "node", "shape", "largest difference", "largest value", "match")
 
 
-def save(
-    folder: Path, reference: ir.Model, candidate: ir.Model, inputs: Mapping[str, Any], providers: Sequence[str] = ()
-) -> None:
+def save(folder: Path, reference: ir.Model, candidate: ir.Model, inputs: Mapping[str, Any], terms: Terms) -> None:
     """Write the files, each atomically; those of a model that does not run are left out."""
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / INPUTS, inputs)
-    for name, model, where in ((REFERENCE, reference, ()), (CANDIDATE, candidate, providers)):
+    for name, model, where in ((REFERENCE, reference, ()), (CANDIDATE, candidate, terms.providers)):
         outputs = [str(value.name) for value in model.graph.outputs]
         try:
-            _write(folder / name, dict(zip(outputs, FileEngine(model, where).run(inputs, outputs))))
+            _write(folder / name, dict(zip(outputs, FileEngine(model, where, terms.timeout).run(inputs, outputs))))
         except BnexportError:
             return
     with whole_file(folder / LAYERS) as staged, open(staged, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([COLUMNS, *find_layers(reference, candidate, inputs, providers)])
+        csv.writer(file).writerows([COLUMNS, *find_layers(reference, candidate, inputs, terms)])
 
 
 def _write(target: Path, arrays: Mapping[str, Any]) -> None:
