@@ -300,6 +300,25 @@ def test_what_is_left_alone_is_named() -> None:
     report = bnexport.recalibrate_file(net(body), None, [{"x": data()}]).report
     assert len(report.layers) == 1 and "computed, not stored" in report.left[0][1]
     assert "nothing was changed" in bnexport.recalibrate_file(net("y = Relu(x)"), None, []).report.summary()
+    body = """
+        k = BatchNormalization(w1, n1_s, n1_b, n1_m, n1_v)
+        y = Conv(x, k)
+    """
+    report = bnexport.recalibrate_file(net(body, {"w1": (4, 3, 1, 1), **batch_norm("n1", 3)}), None, []).report
+    assert not report.layers and report.left[0][1] == "its input is a constant"
+
+
+def test_a_batch_norm_of_the_input() -> None:
+    proto, x = net("y = BatchNormalization(x, n1_s, n1_b, n1_m, n1_v)", batch_norm("n1", 3)), data()
+    (layer,) = bnexport.recalibrate_file(proto, None, [{"x": x}]).report.layers
+    np.testing.assert_allclose(layer.new_mean, x.mean((0, 2, 3)), rtol=1e-5)
+
+
+def test_untrained_layers_whose_zeros_are_stored_once_are_not_one_module() -> None:
+    body = "a = BatchNormalization(x, s, b, m, v) y = BatchNormalization(a, s, b, m, v)"
+    values = {name: np.full(3, number, np.float32) for name, number in zip("sbmv", (1, 0, 0, 1), strict=True)}
+    report = bnexport.recalibrate_file(net(body, {}, values=values), None, [{"x": data()}]).report
+    assert len(report.layers) == 2 and not report.notes
 
 
 BAD: dict[str, tuple[Any, dict[str, Any], str]] = {

@@ -209,8 +209,9 @@ def _disagree(group, what):
     channels = 3 + rank if what == "C" else 3
     mode = ("exact", "N")[rank] if what == "stats_mode" else "exact"
     dtype = (torch.float32, torch.float64)[rank] if what == "dtype" else torch.float32
-    numbers = {what: (0.25, 0.5)[rank]} if what in ("momentum", "eps") else {}
-    module = SyncBatchNorm(channels, group=group, stats_mode=mode, **numbers).to(dtype)
+    ways = {"momentum": (0.25, 0.5), "eps": (0.25, 0.5), "grad_reduction": ("local", "mean")}
+    options = {what: ways[what][rank]} if what in ways else {}
+    module = SyncBatchNorm(channels, group=group, stats_mode=mode, **options).to(dtype)
     module(torch.randn(4, channels, 5, dtype=dtype))
 
 
@@ -219,6 +220,7 @@ def _disagree(group, what):
     [
         ("C", "C: rank 0 has 3, rank 1 has 4"),
         ("stats_mode", "stats_mode: rank 0 has 'exact', rank 1 has 'N'"),
+        ("grad_reduction", "grad_reduction: rank 0 has 'local', rank 1 has 'mean'"),
         ("dtype", "dtype: rank 0 has 'float32', rank 1 has 'float64'"),
         ("momentum", "momentum: rank 0 has 0.25, rank 1 has 0.5"),
         ("eps", "eps: rank 0 has 0.25, rank 1 has 0.5"),
