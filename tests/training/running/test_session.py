@@ -310,3 +310,23 @@ def test_no_torch_at_run_time(path, tmp_path):
     command = [sys.executable, "-c", program, str(path), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_outputs_beside_gradients_and_after_another_step(tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), bnexport.SyncBatchNorm(3), nn.Flatten(), nn.Linear(48, 3)).train()
+    target = tmp_path / "g.onnx"
+    options = {"mode": "gradients", "outputs": ("output",)}
+    bnexport.export_training_step(net, nn.functional.cross_entropy, tensors(4), target, **options)
+    session = bnexport.TrainingSession(target)
+    _, gradients = session.gradients(batch(4, 1))
+    first = session.outputs["output"]
+    image, label = tensors(4, 1)
+    expected = net(image)
+    nn.functional.cross_entropy(expected, label).backward()
+    kept = first.copy()
+    session.gradients(batch(4, 2))
+    np.testing.assert_array_equal(first, kept)
+    np.testing.assert_allclose(first, expected.detach().numpy(), rtol=1e-5, atol=1e-6)
+    for key, parameter in net.named_parameters():
+        np.testing.assert_allclose(gradients[key], parameter.grad.numpy(), rtol=1e-4, atol=1e-6, err_msg=key)
