@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from bnexport import TrainingSession, export_training_step
+from bnexport import SyncBatchNorm, TrainingSession, export_training_step
 from bnexport.errors import UsageError
 
 
@@ -97,3 +97,16 @@ def test_half_of_the_rows_rounded_up(tmp_path):
     x, scale, target = batch(5)
     loss = TrainingSession(tmp_path / "s.onnx").step([x.numpy(), scale.numpy(), target.numpy()])
     assert loss == pytest.approx(float(nn.functional.cross_entropy(model(x, scale), target)), rel=1e-5)
+
+
+@pytest.mark.parametrize("standard", [True, False])
+def test_one_value_a_channel_has_no_unbiased_variance(tmp_path, standard):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), SyncBatchNorm(3)).train()
+    rows = (torch.randn(4, 4), torch.randint(0, 3, (4,)))
+    export_training_step(net, nn.functional.cross_entropy, rows, tmp_path / "s.onnx", standard_ops_only=standard)
+    session = TrainingSession(tmp_path / "s.onnx")
+    session.step([tensor[:1].numpy() for tensor in rows])
+    state = session.state_dict()
+    np.testing.assert_allclose(state["1.running_mean"], 0.1 * net[0](rows[0][:1]).detach()[0], rtol=1e-5)
+    np.testing.assert_allclose(state["1.running_var"], np.full(3, 0.9), rtol=1e-6)
