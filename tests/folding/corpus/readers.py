@@ -75,6 +75,8 @@ REFUSED: dict[str, Case] = {
     "a-divisor": Case("z = Norm (x, p:6) r = Div (x, z) y = Conv (r, w:8.6.1.1)", refused="shift"),
     "zero-padding": Case("z = Norm (x, p:6) p = Constant <value_ints=[0,0,1,1,0,0,1,1]> () r = Pad (z, p) "
         "y = Conv (r, w:8.6.1.1)", refused="shift"),
+    "zero-padding-behind": Case("z = Norm (x, p:6) p = Constant <value_ints=[0,0,0,0,0,0,1,0]> () r = Pad (z, p) "
+        "y = Conv (r, w:8.6.1.1)", refused="shift"),
     "padding-with-a-value": Case("z = Norm (x, p:6) p = Constant <value_ints=[0,0,1,1,0,0,1,1]> () "
         "v = Constant <value_float = 2.0> () r = Pad (z, p, v) y = Conv (r, w:8.6.1.1)", refused="padding"),
     "padded-channels": Case('z = Norm (x, p:6) p = Constant <value_ints=[0,0,0,0,0,2,0,0]> () r = Pad <mode="edge"> (z, p) '

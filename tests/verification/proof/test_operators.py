@@ -82,10 +82,13 @@ def test_another_form_is_not_proved(mine: str, theirs: str, declared: str) -> No
     assert verify(source, candidate, method="local").status != "passed"
 
 
-@pytest.mark.parametrize("size", ["1", "S"])
+@pytest.mark.parametrize(
+    ("form", "size"),
+    [("dilations=[2], pads=[1,1]", "1"), ("dilations=[2], pads=[1,1]", "S"), ("pads=[0,2]", "4"), ("pads=[2,0]", "4")],
+)
 @pytest.mark.parametrize("kind", ["MaxPool", "AveragePool"])
-def test_a_map_is_not_moved_over_a_window_of_padding_alone(kind: str, size: str) -> None:
-    pool = f"{kind} <kernel_shape=[2], dilations=[2], pads=[1,1]>"
+def test_a_map_is_not_moved_over_a_window_of_padding_alone(kind: str, form: str, size: str) -> None:
+    pool = f"{kind} <kernel_shape=[2], {form}>"
     values = {"p_s": np.array([0.5, 1.0, 2.0, 3.0], np.float32)}
     declared, norm = f"N,4,{size}", NORM.format("z")
     source = behind(f"{pool} (z)", "Identity (x)", declared, opset=19, values=values)
@@ -165,3 +168,12 @@ def test_a_shift_is_added_as_often_as_there_are_elements(share: int, status: str
     )
     candidate = model(text.format("x, w, c", "y = ReduceSum (z, axes)"), shapes, values={"axes": axes, "c": k / share})
     assert verify(source, candidate, method="local").status == status
+
+
+@pytest.mark.parametrize(("factor", "status"), [(0.25, "passed"), (4.0, "failed")])
+def test_a_factor_passes_a_divisor_as_its_inverse(factor: float, status: str) -> None:
+    text = "g (float[N,4,S] x) => (float[N,4,S] y) {{ z = Conv (x, w) u = Conv (x, v) {} }}"
+    values = {"w": np.ones((4, 4, 1), np.float32), "v": np.full((4, 4, 1), 3, np.float32)}
+    source = model(text.format("q = Div (z, u) y = Mul (q, k)"), values={**values, "k": np.full((4, 1), 4, np.float32)})
+    moved = model(text.format("y = Div (z, u)"), values={**values, "v": values["v"] * np.float32(factor)})
+    assert verify(source, moved, method="local").status == status
