@@ -387,3 +387,10 @@ def test_a_program_that_torch_cannot_write(tmp_path):
     with pytest.raises(UnsupportedModelError, match=r"torch.export.save fails: .*; use format='torchscript'"):
         bnexport.export(RoundsUp().eval(), torch.randn(2, 3, 8, 8), tmp_path / "m.pt2")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_program_allows_the_sizes_of_its_range():
+    size = torch.export.Dim("h", min=3, max=9)
+    program = torch.export.export(nn.Identity(), (torch.randn(1, 5),), dynamic_shapes=({1: size},))
+    allowed = [rows for rows in range(2, 12) if torch_target.program_allows(program, (torch.randn(1, rows),))]
+    assert allowed == list(range(3, 10))

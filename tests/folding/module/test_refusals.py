@@ -273,7 +273,7 @@ def test_optional_arguments_keep_their_defaults():
             super().__init__()
             self.conv, self.norm = conv(), norm()
 
-        def forward(self, x, scale=2.0, deep=False):
+        def forward(self, x, scale=2.0, *, deep=False):
             y = self.norm(self.conv(x)) * scale
             return [y, x] if deep else y
 
