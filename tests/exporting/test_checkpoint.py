@@ -116,6 +116,8 @@ def test_other_weights_that_would_fit_are_named(tmp_path, layout):
 def test_weights_in_an_unusual_place(tmp_path):
     torch.save({"generator": make(1).state_dict()}, tmp_path / "one.pt")
     assert load_checkpoint(make(2), tmp_path / "one.pt").container == "generator"
+    torch.save({"a": {"b": {"c": make(1).state_dict()}}}, tmp_path / "deep.pt")
+    assert load_checkpoint(make(2), tmp_path / "deep.pt").container == "a.b.c"
     torch.save({"a": {"b": make(1).state_dict()}, "c": make(2).state_dict()}, tmp_path / "two.pt")
     with pytest.raises(UsageError, match=r"several sets of tensors, expected one of c, a\.b with key= or --key"):
         load_checkpoint(make(2), tmp_path / "two.pt")
