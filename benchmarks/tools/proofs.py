@@ -37,7 +37,7 @@ from models.resnet import digits_resnet
 from models.segmentation import Segmenter
 from models.unet import UNet
 from tests.miscompilations import batch_norms
-from tests.verification.proof.mutants import mutants
+from tests.verification.changes import several
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "proof_peers.json"
@@ -160,8 +160,9 @@ def wrong_folds(folder: Path) -> Iterator[Pair]:
             original = sized(foreign_models.patterns()[name], PATTERNS[name], sizes)
             path = saved(original)
             bnexport.fold(original, folder / "folded", verify=False)
-            for change, wrong in mutants(onnx.load(folder / "folded")):
-                yield Pair(f"change of {name}: {change}", sizes, "bnexport", False, PATTERNS[name], path, saved(wrong))
+            changes = several(onnx.load(folder / "folded"), np.random.default_rng(0), 40)
+            for kind, change, wrong in changes:
+                yield Pair(f"{kind} of {name}: {change}", sizes, "bnexport", False, PATTERNS[name], path, saved(wrong))
 
 
 def batch_sized(model: onnx.ModelProto, sizes: str) -> onnx.ModelProto:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bnexport.cli.output import detail, is_verbose, say
+from bnexport.cli.output import detail, is_verbose, say, status
 from bnexport.errors import MissingDependencyError, MissingFileError, UsageError, summary
 from bnexport.interface import LIBRARIES, suggestion
 
@@ -417,3 +417,28 @@ def build_named(name: ModelName, arguments: list[Argument]) -> tuple[Any, list[A
     (given,) = input_names(built.module, 1)
     say(f"note: input {given}:{','.join(map(str, built.shape))}, as {name.library} states; --input gives another")
     return built.module, [Argument(given, built.shape, None)]
+
+
+def module_of(
+    text: str,
+    argument: str,
+    arguments: list[Argument],
+    checkpoint: Path | None,
+    key: str | None,
+    allow_unexpected: bool,
+) -> tuple[Any, list[Argument]]:
+    """Build the module that `text` names, with its weights; return it with its example inputs, as `build_named` does.
+
+    argument: the name of the command's argument, for messages.
+    """
+    name = parse_name(text)
+    if name is None:
+        check_reference(text, argument)
+    # What a factory prints is no data.
+    with contextlib.redirect_stdout(sys.stderr), status("importing torch"):
+        module, arguments = (build(text), arguments) if name is None else build_named(name, arguments)
+        if checkpoint is not None:
+            load_weights(module, checkpoint, key, allow_unexpected)
+        elif name is not None:
+            say(f"note: the weights of {text} are random; --checkpoint loads trained ones")
+    return module, arguments

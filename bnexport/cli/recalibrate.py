@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,7 +107,11 @@ def statistics(
     from bnexport.recalibration.files import open_rows
 
     batches = open_rows(_rows_of(inputs, model if is_file else None), batch)
-    loaded = model if is_file else _module(model, checkpoint, key, allow_unexpected)
+    loaded: Any = model
+    if not is_file:
+        from bnexport.cli.input_options import Argument, module_of
+
+        loaded, _ = module_of(model, "MODEL", [Argument("", (), None)], checkpoint, key, allow_unexpected)
     with status(f"measuring the statistics of {model}"):
         from bnexport.recalibration.deviations import statistics as measure
 
@@ -124,25 +126,6 @@ def statistics(
     if html is not None:
         write_page(html, [report.summary(), *report.warnings()], tables)
     emit(report.to_dict(), json_target, tables)
-
-
-def _module(text: str, checkpoint: Path | None, key: str | None, allow_unexpected: bool) -> Any:
-    """Build the module that `text` names, with its weights."""
-    from bnexport.cli import input_options
-
-    name = input_options.parse_name(text)
-    if name is None:
-        input_options.check_reference(text, "MODEL")
-    with contextlib.redirect_stdout(sys.stderr), status("importing torch"):
-        if name is None:
-            module = input_options.build(text)
-        else:
-            module, _ = input_options.build_named(name, [input_options.Argument("", (), None)])
-        if checkpoint is not None:
-            input_options.load_weights(module, checkpoint, key, allow_unexpected)
-        else:
-            say(f"note: the statistics are those that {text} made; --checkpoint loads trained ones")
-    return module
 
 
 def _rows_of(texts: list[str], source: str | Path | None) -> dict[str, str]:

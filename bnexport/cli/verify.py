@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import shlex
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -224,32 +223,15 @@ def _module(
     allow_unexpected: bool,
 ) -> tuple[Any, Any]:
     """Build the module that A names, and its example inputs; None where the file states what it takes."""
-    from bnexport.cli.input_options import (
-        build,
-        build_named,
-        check_reference,
-        example_inputs,
-        load_weights,
-        parse,
-        parse_name,
-    )
+    from bnexport.cli.input_options import example_inputs, module_of, parse
 
     check_exists(candidate, "B")
     check_exists(checkpoint, "--checkpoint")
-    arguments = parse(inputs or ())
-    name = None if reference.endswith(".pt2") else parse_name(reference)
-    if name is None and not reference.endswith(".pt2"):
-        check_reference(reference, "A")
-    with contextlib.redirect_stdout(sys.stderr):
-        module: Any = reference
-        if name is not None:
-            module, arguments = build_named(name, arguments)
-        elif not reference.endswith(".pt2"):
-            module = build(reference)
-        if checkpoint is not None:
-            load_weights(module, checkpoint, key, allow_unexpected)
-        elif name is not None:
-            say(f"note: the weights of {reference} are random; --checkpoint loads those of the file")
+    module, arguments = reference, parse(inputs or ())
+    if not reference.endswith(".pt2"):
+        module, arguments = module_of(reference, "A", arguments, checkpoint, key, allow_unexpected)
+    elif checkpoint is not None:
+        raise UsageError(f"--checkpoint: {reference} has its own weights, expected a module as A")
     if not arguments:
         return module, None
     given, tensors = example_inputs(arguments, seed)

@@ -207,7 +207,7 @@ class TestCommand:
         assert "first 4, by" in captured.err and "bnexport.recalibrate(model, batches)" in captured.err
         assert "starts here" in captured.out
         assert main(arguments) == 0
-        assert "--checkpoint loads trained ones" in capsys.readouterr().err
+        assert "first 4, by" not in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
