@@ -264,7 +264,7 @@ def _distance(one: _Seen, other: _Seen) -> float:
         return np.inf
     finite = np.isfinite(one.sample) & np.isfinite(other.sample)
     size = float(np.linalg.norm(one.sample[finite]))
-    return float(np.linalg.norm((one.sample - other.sample)[finite])) / (size or 1.0)
+    return float(np.linalg.norm(one.sample[finite] - other.sample[finite])) / (size or 1.0)
 
 
 def _behind(side: _Observed, end: _Seen, among: Sequence[_Seen]) -> list[_Seen]:

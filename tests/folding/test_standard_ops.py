@@ -53,6 +53,7 @@ def kinds(proto: onnx.ModelProto) -> list[str]:
 
 def test_a_file_of_mmdeploy_runs_anywhere(tmp_path: Path) -> None:
     before, target = network(), tmp_path / "out.onnx"
+    before.graph.node[-1].metadata_props.add(key="source", value="head")
     result = bnexport.fold(before, target)
     report, verification = result.report, result.report.verification
     assert verification.status == "passed" and verification.reference == "original", verification.reason
@@ -64,6 +65,7 @@ def test_a_file_of_mmdeploy_runs_anywhere(tmp_path: Path) -> None:
     after = onnx.load(target)
     assert [(each.domain, each.version) for each in after.opset_import] == [("", 19)]
     assert {"DeformConv", "GridSample"} <= set(kinds(after)) and "BatchNormalization" not in kinds(after)
+    assert after.graph.node[-1].name == "node_y" and after.graph.node[-1].metadata_props[0].value == "head"
     onnxruntime.InferenceSession(target, providers=["CPUExecutionProvider"])
     assert bnexport.verify(before, target).status == "passed"
     again = bnexport.fold(target, tmp_path / "again.onnx")
