@@ -76,7 +76,7 @@ def test_between_the_check_and_onnxruntime(change: object, victim: Path, monkeyp
 
 
 def test_between_the_check_and_verification(victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bnexport.verification import api as comparing
+    from bnexport.exporting import against_file as comparing
 
     real = comparing.open_source
 

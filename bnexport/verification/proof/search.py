@@ -188,7 +188,9 @@ class _Proof:
 
     def scales_behind(self, node: Reading) -> list[Numbers]:
         number = self.made(node, 0)
-        return [self._forms[each].terms[number] for each in self._families.get(frozenset((number,)), ())[:2]]
+        family = self._families.get(frozenset((number,)), ())[:_CANDIDATES]
+        scales = (self._forms[each].terms[number] for each in family)
+        return list({id(scale): scale for scale in scales}.values())[:2]  # a shift in between keeps the scale
 
     def same_constants(self, mine: Reading, theirs: Reading, places: tuple[int, ...]) -> bool:
         if self._is_rounded:
@@ -464,10 +466,13 @@ class _Proof:
                 self._relate_again(mine, theirs)
 
     def _relate_again(self, mine: ir.Value, theirs: ir.Value) -> bool:
-        """Relate a value that has a number by its weights, as if these were rounded; whether it equals one of the original."""
+        """Relate a value again by its weights, as if these were rounded; whether it equals one of the original."""
         node, number = self._original_node(theirs), self._numbers.of(1, theirs)
         lemma = None if node is None else _lemma(node)
-        if node is None or number is None or lemma is None or not lemma.weights or len(node.outputs) > 1:
+        if node is None or lemma is None or not lemma.weights or len(node.outputs) > 1:
+            return False
+        form = self._theirs.pop(node.outputs[0], None)
+        if number is None and form is None:
             return False
         self._numbers.forget(node)
         known = len(self._proofs), len(self._doubts)
@@ -476,9 +481,13 @@ class _Proof:
             self._apply(node, lemma)
         self._is_rounded = False
         is_equal = self._numbers.of(0, mine) == self._numbers.of(1, node.outputs[0])
+        self._theirs.pop(node.outputs[0], None)
         if not is_equal:
             del self._proofs[known[0] :], self._doubts[known[1] :]
-        self._theirs.pop(node.outputs[0], None)
+            if number is None:
+                self._numbers.forget(node)
+                self._theirs[node.outputs[0]] = form  # type: ignore[assignment]
+                return False
         for each in self._copies(1, node.outputs[0]):
             self._numbers.set(1, each, self._numbers.of(0, mine) if is_equal else number)  # type: ignore[arg-type]
         return is_equal

@@ -8,6 +8,8 @@ import pytest
 
 from bnexport import verify
 from bnexport.folding import fold
+from bnexport.model_io import to_proto
+from tests.support.claims import prove_claims
 from tests.support.onnx_text import batch_norm, model, parameters
 
 NORM = "BatchNormalization (z, p_s, p_b, p_m, p_v)"
@@ -135,3 +137,25 @@ def test_an_operator_of_another_domain_has_no_rank_of_its_namesake() -> None:
     candidate = model(text.format("s = Mul (z, f) y = Add (s, h)"), values=values, header=header)
     # Of rank 2 the result has one more axis.
     assert verify(source, candidate, method="local").status == "not_verified"
+
+
+def test_a_fold_that_rounds_to_the_weights_that_were_there() -> None:
+    """The batch norm takes back what a division does; its shift goes into the bias."""
+    root = np.sqrt(NUMBERS["p_v"].astype(np.float64) + 1e-5)
+    wide = np.linspace(0.5, 2, 8).astype(np.float32)
+    values = {
+        **NUMBERS,
+        "w": np.copysign(np.float32(1.5), NUMBERS["w"]),
+        "k": wide.reshape(8, 1, 1),
+        "p_s": (root * wide).astype(np.float32),
+        "h": np.ones((8, 1, 1), np.float32),
+    }
+    source = build(f"c = Conv (x, w) d = Div (c, k) z = Add (d, h) y = {NORM}", **values)
+    verdict = fold(source, verify="local").report.verification
+    assert verdict is not None
+    assert [proof.method for proof in verdict.sites] == ["proved"]
+    result = fold(source, verify=False)
+    wrong = to_proto(result.model)
+    bias = next(each for each in wrong.graph.initializer if list(each.dims) == [8])
+    bias.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(bias) + np.float32(1e-3), bias.name))
+    assert prove_claims(source, wrong, result.report).status == "failed"
