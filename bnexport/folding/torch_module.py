@@ -40,7 +40,7 @@ from bnexport.modules.module_trace import (
 )
 from bnexport.modules.tensors import from_array
 from bnexport.sync_bn.convert import become, replace, split_activation, to_plain
-from bnexport.sync_bn.recognition import is_sync_batch_norm
+from bnexport.sync_bn.recognition import has_hooks, is_sync_batch_norm
 from bnexport.torch_versions import BatchNormBase, Operator
 from bnexport.verification.reference import compare, prove_module
 from bnexport.verification.verdict import Method, as_method
@@ -258,6 +258,8 @@ def _refusals(work: nn.Module, trace: Trace, calls: Mapping[str, Sequence[ir.Nod
                 raise Refused("own-forward", f"{type(module).__name__} has a forward of its own")
             if (place := hidden.get(id(module))) is not None:
                 raise Refused("opaque", f"inside {place}, which torch.fx cannot trace: {trace.opaque[place]}")
+            if has_hooks(module):
+                raise Refused("hook", f"{path} has hooks")
             if any(id(tensor) in read for tensor in (*module.parameters(), *module.buffers())):
                 raise Refused("read-elsewhere", f"code outside of {path} reads its parameters or statistics")
             if hasattr(module, "parametrizations"):

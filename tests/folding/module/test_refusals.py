@@ -159,6 +159,8 @@ def test_hooks_see_what_they_saw(where):
     assert not seen
     assert bool(left(folded)) is (where != "1")
     assert all("hook" in site.reason for site in folded.fold_report.kept)
+    codes = {refusal.code for site in folded.fold_report.kept for refusal in site.refusals}
+    assert ("hook" in codes) is (where == "0.1")
     net(X2)
     folded(X2)
     torch.testing.assert_close(*seen)
