@@ -305,8 +305,11 @@ def widened(array: np.ndarray) -> np.ndarray:
 
 def _is_even(node: ir.Node, data: np.ndarray, *sizes: np.ndarray | None) -> bool:
     """Whether a Resize has whole sizes, and makes none 1; sizes: what it has behind the data."""
+    axes = get_ints(node, "axes") or range(data.ndim)
+    if not sizes or not all(-data.ndim <= axis < data.ndim for axis in axes):
+        return False
     scales, targets = sizes[:2][-1], sizes[2] if len(sizes) > 2 else None
-    given = np.asarray([data.shape[axis] for axis in get_ints(node, "axes") or range(data.ndim)])
+    given = np.asarray([data.shape[axis] for axis in axes])
     factors = scales is not None and scales.size
     stated = scales if factors else targets
     if stated is not None and stated.shape != given.shape:

@@ -159,3 +159,11 @@ def test_a_fold_that_rounds_to_the_weights_that_were_there() -> None:
     bias = next(each for each in wrong.graph.initializer if list(each.dims) == [8])
     bias.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(bias) + np.float32(1e-3), bias.name))
     assert prove_claims(source, wrong, result.report).status == "failed"
+
+
+@pytest.mark.parametrize("form", ["Resize (w)", "Resize <axes = [2, 7]> (w, , , at)"], ids=["no size", "another axis"])
+def test_a_constant_that_no_engine_makes_is_not_verified(form: str) -> None:
+    text = "g (float[N,2,4,4] x) => (float[A,B,C,D] y) {{ r = {} y = Add (x, r) }}"
+    values = {"w": np.ones((1, 2, 2, 2), np.float32), "at": np.array([4, 4], np.int64)}
+    source, candidate = (model(text.format(each), values=values, opset=18) for each in (form, "Identity (w)"))
+    assert verify(source, candidate, method="local").status == "not_verified"
