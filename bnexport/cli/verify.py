@@ -123,7 +123,9 @@ def verify(
         if reference is not None or html is not None:
             what = "A" if reference is not None else "--html"
             raise UsageError(f"--manifest: got {what} as well; write it into the line of its pair")
-        return verify_pairs(manifest, jobs, _typed(context), json_target)
+        # Limits and libraries are in the environment.
+        options = _typed(context, "manifest", "jobs", "limit", "library")
+        return verify_pairs(manifest, jobs, options, json_target)
     if reference is None or candidate is None:
         raise UsageError(f"Missing argument {'A' if reference is None else 'B'!r}; see bnexport verify --help")
     given = _names(names)
@@ -161,7 +163,8 @@ def verify(
     if html is not None:
         write_page(html, [verdict(result), *filter(None, [result.place])], [*tables, *pictures])
     if save_inputs is not None and result.witness:
-        _save_command(save_inputs, reference, candidate, checkpoint, names)
+        options = _typed(context, "reference", "candidate", "inputs", "save_inputs", "html")
+        _save_command(save_inputs, reference, candidate, options)
     if result.certificate.startswith("not used"):
         say(f"note: the certificate in {candidate} was {result.certificate}")
     if result.passed:
@@ -180,17 +183,14 @@ def verify(
     return 0
 
 
-def _typed(context: typer.Context) -> list[str]:
-    """Return the options of the command line that all pairs of a manifest get."""
+def _typed(context: typer.Context, *without: str) -> list[str]:
+    """Return the options of the command line, but for some and for those that say where the result goes."""
     found: list[str] = []
     for option in context.command.params:
         name = str(option.name)
         source, value = context.get_parameter_source(name), context.params.get(name)
-        if (
-            name in ("manifest", "jobs", "json_target", "quiet", "verbose", "limit", "library")
-            or getattr(source, "name", "") != "COMMANDLINE"
-        ):
-            continue  # limits and libraries are in the environment
+        if name in (*without, "json_target", "quiet", "verbose") or getattr(source, "name", "") != "COMMANDLINE":
+            continue
         for each in [True] if isinstance(value, bool) else value if isinstance(value, (list, tuple)) else [value]:
             found += [option.opts[0]] if each is True else [option.opts[0], str(each)]
     return found
@@ -238,13 +238,9 @@ def _module(
     return module, dict(zip(given, tensors))
 
 
-def _save_command(
-    folder: Path, reference: str, candidate: Path, checkpoint: Path | None, names: list[str] | None
-) -> None:
+def _save_command(folder: Path, reference: str, candidate: Path, options: list[str]) -> None:
     """Write the command that compares the same models on the saved inputs, and print it."""
-    words = ["bnexport", "verify", reference, str(candidate), "-i", str(folder / "inputs.npz")]
-    words += [] if checkpoint is None else ["--checkpoint", str(checkpoint)]
-    words += [word for name in names or () for word in ("--map", name)]
+    words = ["bnexport", "verify", reference, str(candidate), "-i", str(folder / "inputs.npz"), *options]
     write_whole(folder / "replay.txt", f"{shlex.join(words)}\n")
     say(f"{folder} written; to repeat: {shlex.join(words)}")
 

@@ -242,7 +242,7 @@ class TestWitness:
         changed = network()
         changed[8].weight.data[1] *= 3
         path, folder, page = written(changed, tmp_path / "wrong.onnx"), tmp_path / "shown", tmp_path / "page.html"
-        kept = ["--save-inputs", str(folder), "--html", str(page)]
+        kept = ["--save-inputs", str(folder), "--html", str(page), "--proof-seconds", "5", "--fixed-initializers"]
         assert main(["verify", str(file), str(path), *kept]) == 1
         with np.load(folder / "inputs.npz") as inputs, np.load(folder / "reference.npz") as one:
             assert inputs.files == ["image"] and one.files == ["logits"]
@@ -255,7 +255,8 @@ class TestWitness:
         assert [row[0] for row in rows[1:]] == ["0", "2", "3", "5", "6", "7", "8"]
         assert [row[-1] == "equal" for row in rows[1:]] == [True] * 6 + [False]
         words = (folder / "replay.txt").read_text().split()
-        assert words[:2] == ["bnexport", "verify"] and words[-1] == str(folder / "inputs.npz")
+        assert words[:4] == ["bnexport", "verify", str(file), str(path)]
+        assert sorted(words[4:]) == sorted(["-i", str(folder / "inputs.npz"), *kept[4:-2], "5.0", kept[-1]])
         capsys.readouterr()
         assert main(words[1:]) == 1 and "first difference behind 8" in capsys.readouterr().err
 
